@@ -115,6 +115,16 @@ class EdgepipeError(Exception):
     def __str__(self) -> str:
         return " · ".join(self.lines())
 
+    def __eq__(self, other: object) -> bool:
+        """Errors of one class with the same texts are equal, so that values that hold them can be compared."""
+        return isinstance(other, EdgepipeError) and self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.what))  # ``node`` may be set later
+
+    def _parts(self) -> tuple[object, ...]:
+        return (type(self), self.what, self.fact, self.next_step, self.node, self.stage, self.request_id)
+
 
 class UserError(EdgepipeError):
     """An input or a setting is wrong."""

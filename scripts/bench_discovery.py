@@ -17,7 +17,7 @@ from figures import Row, below, print_rows
 
 from edgepipe.cli.admin import Admin, connect
 from edgepipe.cluster.founding import found_local_cluster
-from edgepipe.wire.v1 import node_pb2
+from edgepipe.wire.nodes import ClusterStatus
 from tests.support.lan import LanHost, LanLab, lan_available
 
 ROUNDS = 20
@@ -83,18 +83,18 @@ async def _start(host: LanHost, data_dir: Path) -> asyncio.subprocess.Process:
     return process
 
 
-async def _both(one: Admin, two: Admin, holds: Callable[[node_pb2.ClusterStatus], bool]) -> None:
+async def _both(one: Admin, two: Admin, holds: Callable[[ClusterStatus], bool]) -> None:
     await asyncio.gather(_until(one, holds), _until(two, holds))
 
 
-async def _until(admin: Admin, holds: Callable[[node_pb2.ClusterStatus], bool]) -> None:
+async def _until(admin: Admin, holds: Callable[[ClusterStatus], bool]) -> None:
     """Ask until the status is as wanted; a figure is needed here, so looking often is the point."""
     async with asyncio.timeout(GIVE_UP_S):
         while not holds(await admin.status()):  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
 
 
-def _alive(status: node_pb2.ClusterStatus, name: str) -> bool:
+def _alive(status: ClusterStatus, name: str) -> bool:
     return any(member.node.name == name and member.state == "alive" for member in status.members)
 
 

@@ -26,13 +26,13 @@ import httpx
 import psutil
 from figures import Row, at_least, at_most, below, print_rows
 
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.nodes import ClusterStatus
 from tests.support.chaos.catalogue import LASTING_FAULTS, LastingFault
 from tests.support.chaos.clients import HEAL_S, Clients
 from tests.support.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.support.chaos.run import ChaosRun
 from tests.support.lan import LanLab, lan_available
-from tests.support.nodes import HELLO, Node, Nodes, children_of
+from tests.support.nodes import Node, Nodes, children_of
 
 LOOK_S = 0.004
 _SOAK_FAULTS = ("kill stage", "crash stage", "kill two stages", "blink node", "kill engine")
@@ -59,18 +59,18 @@ async def folder() -> AsyncIterator[Path]:
         yield Path(name)
 
 
-async def until(node: Node, wanted: Callable[[pb.ClusterStatus], bool], *, limit_s: float) -> float:
+async def until(node: Node, wanted: Callable[[ClusterStatus], bool], *, limit_s: float) -> float:
     """Seconds until the node's status is as wanted; the limit if it never is."""
     began = time.perf_counter()
     async with node.admin() as admin:
         while (passed := time.perf_counter() - began) < limit_s:
-            if wanted(await admin.Status(pb.StatusRequest(hello=HELLO), timeout=5)):
+            if wanted(await admin.status()):
                 return passed
             await asyncio.sleep(LOOK_S)
     return limit_s
 
 
-def epochs(status: pb.ClusterStatus) -> list[int]:
+def epochs(status: ClusterStatus) -> list[int]:
     """Counters of what is served."""
     return [engine.epoch.counter for engine in status.engines]
 
@@ -118,10 +118,10 @@ async def _seen_killed(cluster: ChaosCluster) -> tuple[float, float]:
     before = epochs(await cluster.until_ready())
     name, pid = (await cluster.children("stage"))[-1]
 
-    def gone(status: pb.ClusterStatus) -> bool:
+    def gone(status: ClusterStatus) -> bool:
         return all(child.pid != pid for child in status.children)
 
-    def recovering(status: pb.ClusterStatus) -> bool:
+    def recovering(status: ClusterStatus) -> bool:
         return epochs(status) != before or any(engine.state == "recovering" for engine in status.engines)
 
     looking = [

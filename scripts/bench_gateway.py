@@ -28,8 +28,9 @@ from edgepipe.cli.bench.cluster import EmulatedCluster, emulated_cluster
 from edgepipe.cli.bench.run import serve_model
 from edgepipe.model.shapes import named_shape
 from edgepipe.simulation.workload import Arrivals, FixedLengths, LognormalLengths, Workload, WorkloadSpec, make_workload
-from edgepipe.wire.common import make_hello
-from edgepipe.wire.v1 import node_pb2
+from edgepipe.wire.common import Hello
+from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.serving import ServeRequest
 
 MODEL = "qwen2.5-14b"
 PROMPT_TOKENS = 256
@@ -131,9 +132,9 @@ async def http_rows(full: bool) -> list[Row]:
     )
     async with emulated_cluster(cluster) as admin:
         port = await _http_port(admin)
-        engine = await serve_model(admin, node_pb2.ServeRequest(model=MODEL, num_nodes=2))
+        engine = await serve_model(admin, ServeRequest(model=MODEL, num_nodes=2, options=ServeSpec(model=MODEL)))
         status = await admin.status()
-        hello = make_hello(role="gateway", node_id=status.node_id, node_name="bench", cluster_id=status.cluster_id)
+        hello = Hello(role="gateway", node_id=status.node_id, node_name="bench", cluster_id=status.cluster_id)
         stages = len(engine.stages)
         direct: list[float] = []
         through: list[Stream] = []

@@ -29,7 +29,7 @@ from edgepipe.sampling import SamplingParams
 from edgepipe.security.mutual_tls import Credentials, Plaintext
 from edgepipe.stage.stage import Stage
 from edgepipe.system import SystemClock
-from edgepipe.wire.common import make_hello
+from edgepipe.wire.common import Hello
 from edgepipe.wire.plans import PipelineSpec, PlanRow, Registration, StepPlan, spec_to_wire
 from tests.support.pipeline import Control, Driver, epoch
 
@@ -96,7 +96,7 @@ async def _serve_stage(pipe: Connection, index: int, hidden_size: int) -> None:
     stage = Stage(
         backend=_NullBackend(hidden_size),
         clock=SystemClock(),
-        hello=make_hello(role="stage"),
+        hello=Hello(role="stage"),
         security=Plaintext(),
         name=f"stage {index}",
     )
@@ -172,6 +172,9 @@ class _NullBackend:
             return StepOutput(activations=self._activations)
         return StepOutput(logits=self._logits)
 
+    def check(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -237,7 +240,7 @@ def _control(addresses: list[str], index: int, hidden_size: int) -> Control:
         max_in_flight=2,
         step_deadline_ms=10_000,
     )
-    return Control(addresses[index], spec_to_wire(spec, make_hello(role="engine")))
+    return Control(addresses[index], spec_to_wire(spec, Hello(role="engine")))
 
 
 def _plan(driver: Driver, step: int) -> StepPlan:

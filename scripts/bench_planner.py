@@ -46,8 +46,7 @@ from edgepipe.simulation.report import RunReport
 from edgepipe.simulation.schedules import published, run_schedule
 from edgepipe.simulation.simulator import Run, simulate
 from edgepipe.units import parse_link
-from edgepipe.wire.profiles import cluster_from_wire
-from edgepipe.wire.v1 import node_pb2
+from edgepipe.wire.surveys import cluster_of
 from tests.support.brute_force import brute_force
 
 _CHATS = 8  # of the real model
@@ -339,7 +338,7 @@ async def _emulated_predictions(full: bool) -> list[Prediction]:
         for link in (LINK, SLOW_LINK):
             run = emulated_run(_settings(devices, _splits(devices)[0].text, link))
             async with emulated_cluster(run.cluster) as admin:
-                survey = cluster_from_wire(await admin.survey(MODEL, dtype="auto"))
+                survey = cluster_of(await admin.survey(MODEL, dtype="auto"))
                 # Nodes hold a small vocabulary, since logits would cost host time; memory is the true model's.
                 cluster = replace(survey, config=named_shape(MODEL))
                 found += await _predictions_on(admin, cluster, run, f"{devices}, {link}")
@@ -349,10 +348,8 @@ async def _emulated_predictions(full: bool) -> list[Prediction]:
 async def _predictions_on(admin: Admin, cluster: Cluster, run: EmulatedRun, name: str) -> list[Prediction]:
     demand = _demand(cluster.config)
     planned = plan(demand, cluster.machines, cluster.links)
-    serve = node_pb2.ServeRequest()
-    serve.CopyFrom(run.serve)
-    serve.plan = plan_text(planned)
-    serve.options.kv_tokens = min(planned.kv_tokens, SEQUENCES * demand.context_tokens)
+    kv_tokens = min(planned.kv_tokens, SEQUENCES * demand.context_tokens)
+    serve = replace(run.serve, plan=plan_text(planned), options=replace(run.serve.options, kv_tokens=kv_tokens))
     found: list[Prediction] = []
     for sequences, forecast in ((1, planned.one), (SEQUENCES, planned.many)):
         settings = {**run.run.settings, **_settings(name, "", ""), "requests": str(sequences)}

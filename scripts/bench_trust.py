@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ from edgepipe.errors import EdgepipeError
 from edgepipe.ids import EngineId, Epoch, StepId
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.system import SystemClock
+from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import epoch_to_wire
+from edgepipe.wire.trust import TrustStatement
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1 import trust_pb2 as pb
 from tests.support.pairing import PairingLab, damaged, fuzz_exchange
@@ -194,15 +197,16 @@ def _fuzzed(name: str, feed: Callable[[], object], count: int) -> list[Row]:
 
 def _statements(lab: PairingLab, rng: random.Random) -> Callable[[], object]:
     whole = lab.with_joiner()
-    known = [one.SerializeToString() for one in whole.to_wire().statements]
+    known = [to_wire(one, pb.TrustStatement).SerializeToString() for one in whole.signed()]
 
     def feed() -> object:
         try:
-            wire = pb.TrustStatement.FromString(damaged(rng.choice(known), rng))
+            told = from_wire(pb.TrustStatement.FromString(damaged(rng.choice(known), rng)), TrustStatement)
         except DecodeError:
             return None
-        wire.body = damaged(wire.body, rng) if rng.random() < 0.5 else wire.body
-        merged = merge(lab.store, [wire])
+        if rng.random() < 0.5:
+            told = replace(told, body=damaged(told.body, rng))
+        merged = merge(lab.store, [told])
         foreign = set(merged.store.peers) - set(whole.peers)
         if foreign:
             raise AssertionError(f"let in: {foreign}")

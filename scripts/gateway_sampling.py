@@ -23,8 +23,8 @@ from edgepipe.cli.bench.run import serve_model
 from edgepipe.model.shapes import named_shape
 from edgepipe.sampling import SampleRow, SamplingParams, SequenceSampler, sample
 from edgepipe.sampling.grammar import check_grammar, json_grammar
-from edgepipe.wire.common import make_hello
-from edgepipe.wire.v1 import node_pb2
+from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.serving import ServeRequest
 from tests.support.sampling_columns import ColumnSampler
 
 V = 152_064  # Qwen2.5's vocabulary
@@ -135,8 +135,8 @@ async def cycle_rows(full: bool) -> list[Row]:
     model = "qwen2.5-14b"
     cluster = EmulatedCluster(devices=("rtx4090", "rtx4090"), model=model, config=named_shape(model), vocab_size=V)
     async with emulated_cluster(cluster) as admin:
-        options = node_pb2.ServeSpec(model=model, micro_batches=4)
-        request = node_pb2.ServeRequest(hello=make_hello(role="cli"), model=model, num_nodes=2, options=options)
+        options = ServeSpec(model=model, micro_batches=4)
+        request = ServeRequest(model=model, num_nodes=2, options=options)
         await serve_model(admin, request)
         prompts = [[(7 * i + 13 * j) % 250 for j in range(32)] for i in range(64)]
         rates = await _alternate(admin, prompts, rounds=5 if full else 3, max_tokens=96)

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
+from anyio.from_thread import start_blocking_portal
 
 from edgepipe.cli.admin import Admin, connect
-from edgepipe.cluster.founding import found_local_cluster
-from edgepipe.cluster.interfaces import LOOPBACK
+from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, local_cluster
+from edgepipe.cli.node_process import EDGEPIPE
 from edgepipe.ids import RequestId
 from edgepipe.link.channels import make_channel
 from edgepipe.sampling import SamplingParams
 from edgepipe.security.mutual_tls import Credentials
-from edgepipe.wire.common import make_hello
-from edgepipe.wire.engines import StepTrace, trace_from_wire
+from edgepipe.wire.codec import from_wire
+from edgepipe.wire.common import Hello, hello_to_wire
+from edgepipe.wire.engines import EngineTrace, StepTrace
 from edgepipe.wire.requests import Submission, command_to_wire
 from edgepipe.wire.v1.engine_pb2 import GatewayMessage, TraceEngine
 from edgepipe.wire.v1.engine_pb2_grpc import EngineStub
@@ -43,7 +45,7 @@ class Node:
 
     name: str
     data_dir: Path
-    process: subprocess.Popen[str]
+    pid: int
     http_port: int
 
     def edgepipe(self, *arguments: str) -> str:
@@ -61,7 +63,7 @@ class Node:
     def processes(self) -> list[tuple[str, psutil.Process]]:
         """The daemon and its children by kind."""
         children = [(child["kind"], psutil.Process(child["pid"])) for child in self.status()["children"]]
-        return [("daemon", psutil.Process(self.process.pid)), *children]
+        return [("daemon", psutil.Process(self.pid)), *children]
 
 
 @contextmanager
@@ -69,46 +71,21 @@ def running_nodes(
     count: int, *, models_dir: Path, threads: int, backends: Sequence[str] = ("torch",), encrypted: bool = True
 ) -> Iterator[list[Node]]:
     """``count`` nodes that have found each other; stopped at the end. ``encrypted=False`` is for comparison alone."""
-    with tempfile.TemporaryDirectory(prefix="edgepipe-bench-") as folder:
-        cluster = Path(folder).name.lower().replace("_", "-")
-        nodes: list[Node] = []
-        found_local_cluster([Path(folder) / str(index) for index in range(count)], name=cluster)
-        try:
-            for index in range(count):
-                backend = backends[index % len(backends)]
-                flags = {
-                    "name": f"n{index}",
-                    "cluster": cluster,
-                    "backend": backend,
-                    "port": 0,
-                    "http_port": 0,
-                    "interface": LOOPBACK,
-                    "data_dir": str(Path(folder) / str(index)),
-                    "models_dir": str(models_dir),
-                    "threads": threads,
-                    "log_level": "warning",
-                }
-                nodes.append(_start(flags, encrypted=encrypted))
-            await_idle(nodes[0], count)
-            yield nodes
-        finally:
-            for node in nodes:
-                node.process.terminate()
-            for node in nodes:
-                node.process.wait(20)
-
-
-def _start(flags: dict[str, Any], *, encrypted: bool) -> Node:
-    if encrypted:
-        command = [sys.executable, "-P", "-m", "edgepipe.cli", "node", "start", "--json"]
-        command += [part for key, value in flags.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-    else:
-        command = [sys.executable, str(Path(__file__).with_name("plain_node.py")), json.dumps(flags)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    lines = iter(process.stdout.readline, "}\n")
-    ready = json.loads("".join(lines) + "}")
-    return Node(name=flags["name"], data_dir=Path(flags["data_dir"]), process=process, http_port=ready["http_port"])
+    plan = ClusterPlan(
+        cluster=f"bench-{secrets.token_hex(4)}",
+        nodes=[NodePlan(name=f"n{index}", backend=backends[index % len(backends)]) for index in range(count)],
+        models_dir=models_dir,
+        threads=threads,
+        program=EDGEPIPE if encrypted else (str(Path(__file__).with_name("plain_node.py")),),
+    )
+    with start_blocking_portal() as portal, ExitStack() as stack:
+        started = stack.enter_context(portal.wrap_async_context_manager(local_cluster(plan)))
+        nodes = [
+            Node(name=one.plan.name, data_dir=one.data_dir, pid=one.process.pid, http_port=one.http_port)
+            for one in started
+        ]
+        await_idle(nodes[0], count)
+        yield nodes
 
 
 def await_idle(node: Node, count: int) -> None:
@@ -195,7 +172,7 @@ def steps_of(node: Node, *, after: int = 0) -> list[StepTrace]:
 async def _steps_of(data_dir: Path, after: int) -> list[StepTrace]:
     async with connect(data_dir) as admin, _engine_of(admin) as (engine, _):
         await asyncio.sleep(_LAST_TIMINGS_S)
-        trace = trace_from_wire(await engine.Trace(TraceEngine(after_step=after), timeout=START_S))
+        trace = from_wire(await engine.Trace(TraceEngine(after_step=after), timeout=START_S), EngineTrace)
         num_stages = max((len(step.spans) for step in trace.steps), default=0)
         return [step for step in trace.steps if len(step.spans) == num_stages]
 
@@ -214,7 +191,7 @@ async def _stream(
     ids: list[list[int]] = [[] for _ in prompts]
     running = len(prompts)
     call = engine.Generate(wait_for_ready=True)
-    await call.write(GatewayMessage(hello=make_hello(role="gateway", node_id=node_id)))
+    await call.write(GatewayMessage(hello=hello_to_wire(Hello(role="gateway", node_id=node_id))))
     started = time.perf_counter()
 
     async def submit(index: int, prompt: list[int]) -> None:

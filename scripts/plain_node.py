@@ -1,18 +1,16 @@
-"""A node that does not encrypt, to measure what encryption costs: ``plain_node.py '{"port": 0, ...}'``."""
+"""``edgepipe`` with nodes that do not encrypt, to measure what encryption costs: ``plain_node.py node start ...``."""
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import asdict
+from functools import partial
 
-from edgepipe.config import load_config
-from edgepipe.daemon.node import NodeReady, run
+from edgepipe.cli.__main__ import start
+from edgepipe.config import prepare_environment
 
+prepare_environment()
 
-def _tell(ready: NodeReady) -> None:
-    print(json.dumps(asdict(ready), default=str, indent=2), flush=True)
-
+from edgepipe.daemon import node  # noqa: E402
 
 if __name__ == "__main__":
-    run(load_config(json.loads(sys.argv[1])).values, on_ready=_tell, encrypted=False)
+    node.run = partial(node.run, encrypted=False)
+    start()

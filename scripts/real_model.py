@@ -62,7 +62,8 @@ def _round(node: Node, *, users: int = _USERS, rows: int = _USERS // 2) -> _Roun
     per_s = decode_rate(complete(node, _PROMPTS[:users], max_tokens=48))
     steps = steps_of(node, after=known[-1].step if known else 0)
     spans = [step.spans for step in steps if (step.decode_rows, step.prefill_tokens) == (rows, 0)]
-    return _Round(per_s, [statistics.mean(end - begin for begin, end in of) / 1e3 for of in zip(*spans, strict=True)])
+    step_ms = [statistics.mean(one.end_us - one.begin_us for one in of) / 1e3 for of in zip(*spans, strict=True)]
+    return _Round(per_s, step_ms)
 
 
 def _allowed(step_ms: list[float]) -> float:

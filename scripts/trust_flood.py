@@ -26,7 +26,7 @@ _PTR, _A, _TXT, _SRV = 12, 1, 16, 33
 def flood_rows() -> list[Row]:
     """The daemon's CPU and memory while it is flooded, beside the same time without; what it knew stays."""
     with running_nodes(2, models_dir=stored_demo().path.parent, threads=1, backends=("emulated",)) as nodes:
-        daemon = psutil.Process(nodes[0].process.pid)
+        daemon = psutil.Process(nodes[0].pid)
         quiet = _share(daemon, ())
         before = daemon.memory_info().rss
         packets = list(_packets(int(FLOOD_S * NAMES_PER_S), nodes[0].status()["cluster_id"]))

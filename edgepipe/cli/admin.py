@@ -18,7 +18,11 @@ from edgepipe.link.channels import make_unix_channel, told_error, translated
 from edgepipe.safe_text import one_line
 from edgepipe.security.certificates import make_key_pair
 from edgepipe.security.mutual_tls import MutualTls, Security
-from edgepipe.wire.common import make_hello
+from edgepipe.wire.codec import from_wire, to_wire
+from edgepipe.wire.common import Hello, hello_to_wire
+from edgepipe.wire.nodes import ClusterStatus, LogLine
+from edgepipe.wire.serving import DrainEvent, LinkProfile, ReplicateEvent, ServeEvent, ServeRequest, SurveyReply
+from edgepipe.wire.trust import InviteCommand, InviteEvent, JoinEvent, JoinRequest, ListPeersReply, RemovePeerReply
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc, trust_pb2, trust_pb2_grpc
 
@@ -74,34 +78,37 @@ class Admin:
         safe_channel = cast("grpc.aio.Channel", _SafeChannel(channel))
         self._stub = node_pb2_grpc.AdminStub(safe_channel)
         self._trust = trust_pb2_grpc.TrustAdminStub(safe_channel)
-        self._hello = make_hello(role="cli")
+        self._hello = hello_to_wire(Hello(role="cli"))
 
-    async def status(self) -> pb.ClusterStatus:
+    async def status(self) -> ClusterStatus:
         """Return the cluster as the node sees it."""
         with translated(_PEER):
-            return await self._stub.Status(pb.StatusRequest(hello=self._hello), timeout=_RPC_S)
+            reply = await self._stub.Status(pb.StatusRequest(hello=self._hello), timeout=_RPC_S)
+        return from_wire(reply, ClusterStatus)
 
-    async def serve(self, request: pb.ServeRequest) -> AsyncIterator[pb.ServeEvent]:
+    async def serve(self, request: ServeRequest) -> AsyncIterator[ServeEvent]:
         """Yield progress until the model is ready; the last event holds its engine. Raises the node's error."""
-        request.hello.CopyFrom(self._hello)
+        message = to_wire(request, pb.ServeRequest)
+        message.hello.CopyFrom(self._hello)
         with translated(_PEER):
-            async for event in self._stub.Serve(request, timeout=_SERVE_S):
-                yield event
+            async for event in self._stub.Serve(message, timeout=_SERVE_S):
+                yield from_wire(event, ServeEvent)
 
-    async def survey(self, model: str, *, dtype: str, fresh: bool = False) -> pb.SurveyReply:
+    async def survey(self, model: str, *, dtype: str, fresh: bool = False) -> SurveyReply:
         """Return a model's shape, devices and links for a plan. The nodes measure what they have not measured yet.
 
         Raises ModelUnknown, LinkNotMeasured.
         """
         request = pb.SurveyRequest(hello=self._hello, model=model, dtype=dtype, fresh=fresh)
         with translated(_PEER):
-            return await self._stub.Survey(request, timeout=_SURVEY_S)
+            reply = await self._stub.Survey(request, timeout=_SURVEY_S)
+        return from_wire(reply, SurveyReply)
 
-    async def measure_links(self) -> list[pb.LinkProfile]:
+    async def measure_links(self) -> list[LinkProfile]:
         """Measure every directed link between nodes; takes some seconds. Raises LinkNotMeasured."""
         with translated(_PEER):
             reply = await self._stub.MeasureLinks(pb.MeasureLinksRequest(hello=self._hello), timeout=_SURVEY_S)
-        return list(reply.links)
+        return [from_wire(link, LinkProfile) for link in reply.links]
 
     async def stop_model(self, model: str) -> list[str]:
         """Stop a model (empty: all). Return the names of the stopped models. Raises ModelUnknown."""
@@ -114,48 +121,52 @@ class Admin:
         with translated(_PEER):
             await self._stub.RescanModels(pb.RescanModelsRequest(hello=self._hello), timeout=_RPC_S)
 
-    async def drain(self, *, undo: bool) -> AsyncIterator[pb.DrainEvent]:
+    async def drain(self, *, undo: bool) -> AsyncIterator[DrainEvent]:
         """Yield the node's remaining work, until no work is left. Raises NoFeasiblePlacement."""
         request = pb.DrainRequest(hello=self._hello, undo=undo)
         with translated(_PEER):
             async for event in self._stub.Drain(request, timeout=_SERVE_S):
-                yield event
+                yield from_wire(event, DrainEvent)
 
-    async def replicate(self, model: str, *, copies: int) -> AsyncIterator[pb.ReplicateEvent]:
+    async def replicate(self, model: str, *, copies: int) -> AsyncIterator[ReplicateEvent]:
         """Yield the progress of each node's copy. Raises ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
         request = pb.ReplicateRequest(hello=self._hello, model=model, copies=copies)
         with translated(_PEER):
             async for event in self._stub.Replicate(request, timeout=_COPY_S):
-                yield event
+                yield from_wire(event, ReplicateEvent)
 
     async def shut_down(self) -> None:
         """Ask the node to stop; the node answers first."""
         with translated(_PEER):
             await self._stub.Shutdown(pb.ShutdownRequest(hello=self._hello), timeout=_RPC_S)
 
-    async def invite(self, commands: AsyncIterator[trust_pb2.InviteCommand]) -> AsyncIterator[trust_pb2.InviteEvent]:
+    async def invite(self, commands: AsyncIterator[InviteCommand]) -> AsyncIterator[InviteEvent]:
         """Open a pairing window; it lasts until the caller stops reading. Raises the error that ends it early."""
+        messages = (to_wire(command, trust_pb2.InviteCommand) async for command in commands)
         with translated(_PEER):
-            async for event in self._trust.Invite(commands, timeout=_INVITE_S):
-                yield event
+            async for event in self._trust.Invite(messages, timeout=_INVITE_S):
+                yield from_wire(event, InviteEvent)
 
-    async def join(self, request: trust_pb2.JoinRequest) -> AsyncIterator[trust_pb2.JoinEvent]:
+    async def join(self, request: JoinRequest) -> AsyncIterator[JoinEvent]:
         """Let the node join another cluster. Raises the node's error."""
-        request.hello.CopyFrom(self._hello)
+        message = to_wire(request, trust_pb2.JoinRequest)
+        message.hello.CopyFrom(self._hello)
         with translated(_PEER):
-            async for event in self._trust.Join(request, timeout=_JOIN_S):
-                yield event
+            async for event in self._trust.Join(message, timeout=_JOIN_S):
+                yield from_wire(event, JoinEvent)
 
-    async def peers(self) -> trust_pb2.ListPeersReply:
+    async def peers(self) -> ListPeersReply:
         """Return the members of the cluster."""
         with translated(_PEER):
-            return await self._trust.ListPeers(trust_pb2.ListPeersRequest(hello=self._hello), timeout=_RPC_S)
+            reply = await self._trust.ListPeers(trust_pb2.ListPeersRequest(hello=self._hello), timeout=_RPC_S)
+        return from_wire(reply, ListPeersReply)
 
-    async def remove_peer(self, peer: str, *, others: str) -> trust_pb2.RemovePeerReply:
+    async def remove_peer(self, peer: str, *, others: str) -> RemovePeerReply:
         """Remove a peer; ``others`` as in the .proto. Raises TrustInvalid."""
         request = trust_pb2.RemovePeerRequest(hello=self._hello, peer=peer, others=others)
         with translated(_PEER):
-            return await self._trust.RemovePeer(request, timeout=_RPC_S)
+            reply = await self._trust.RemovePeer(request, timeout=_RPC_S)
+        return from_wire(reply, RemovePeerReply)
 
     async def promote_peer(self, peer: str) -> str:
         """Make a peer an owner. Return its name. Raises TrustInvalid."""
@@ -179,12 +190,12 @@ class Admin:
         finally:
             call.cancel()
 
-    async def logs(self, *, lines: int, follow: bool) -> AsyncIterator[pb.LogLine]:
+    async def logs(self, *, lines: int, follow: bool) -> AsyncIterator[LogLine]:
         """Yield the newest lines of the node's log; with ``follow`` also new lines as they come."""
         request = pb.LogsRequest(hello=self._hello, lines=lines, follow=follow)
         with translated(_PEER):
             async for line in self._stub.Logs(request, timeout=_LOGS_S):
-                yield line
+                yield from_wire(line, LogLine)
 
 
 @asynccontextmanager
@@ -203,7 +214,7 @@ async def connect(data_dir: Path) -> AsyncGenerator[Admin]:
         raise  # the node answered: another machine is unreachable
 
 
-async def status_if_running(data_dir: Path) -> pb.ClusterStatus | None:
+async def status_if_running(data_dir: Path) -> ClusterStatus | None:
     """Return the cluster as the node of ``data_dir`` sees it, None if no node answers."""
     try:
         async with connect(data_dir) as admin:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from edgepipe.cli.admin import Admin
     from edgepipe.cli.local_cluster import ClusterPlan, StartedNode
-    from edgepipe.wire.v1 import engine_pb2, node_pb2
+    from edgepipe.wire.engines import EngineState
+    from edgepipe.wire.nodes import ClusterStatus
 
 _QUESTION = "What is the capital of France?"
 _JOIN_S = 60.0  # measuring two devices on a busy machine
@@ -185,7 +186,7 @@ class _Demo:
         finally:
             self._done("all stopped, nothing left behind")
 
-    async def _join(self, admin: Admin) -> node_pb2.ClusterStatus:
+    async def _join(self, admin: Admin) -> ClusterStatus:
         from edgepipe.cli.local_cluster import wait_until_joined
 
         status = await wait_until_joined(admin, num_nodes=len(self._plan.nodes), timeout_s=_JOIN_S)
@@ -201,22 +202,23 @@ class _Demo:
         self._done("they found each other by mDNS and measured their devices")
         return status
 
-    def _show_nodes(self, status: node_pb2.ClusterStatus, nodes: Sequence[StartedNode]) -> None:
+    def _show_nodes(self, status: ClusterStatus, nodes: Sequence[StartedNode]) -> None:
         from edgepipe.units import format_bytes
 
         for member in sorted(status.members, key=lambda member: member.node.name):
             for device in member.node.devices:
-                if device.state == "failed":
+                if device.error is not None and device.state == "failed":
                     raise ClusterError(
                         f"node '{member.node.name}' cannot compute: {device.error.what}",
                         fact=device.error.fact,
                         next_step=device.error.next_step,
                     )
-                device_name = f"{device.profile.backend} {device.profile.device}"
-                room = f"{format_bytes(device.free_bytes)} free"
-                self._say(f"      {member.node.name}  {device_name:<14} {device.profile.compute_dtype:<9} {room}")
+                if (profile := device.profile) is not None:
+                    device_name = f"{profile.backend} {profile.device}"
+                    room = f"{format_bytes(device.free_bytes)} free"
+                    self._say(f"      {member.node.name}  {device_name:<14} {profile.compute_dtype:<9} {room}")
 
-    async def _serve(self, admin: Admin) -> engine_pb2.EngineState:
+    async def _serve(self, admin: Admin) -> EngineState:
         from edgepipe.cli.serve import describe_stages, serve_request, serve_with_progress
         from edgepipe.model.store import ModelStore
 
@@ -226,7 +228,7 @@ class _Demo:
         self._done(f"{engine.model}: {describe_stages(engine)}")
         return engine
 
-    async def _answer(self, node: StartedNode, engine: engine_pb2.EngineState, prompt: str, max_tokens: int) -> None:
+    async def _answer(self, node: StartedNode, engine: EngineState, prompt: str, max_tokens: int) -> None:
         from edgepipe.cli.chat.answer_view import PlainView
         from edgepipe.cli.chat.conversation import Incoming, print_footer, stream_answer
         from edgepipe.cli.find import Target

@@ -17,8 +17,8 @@ from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable, NoPeer
 
 if TYPE_CHECKING:
     from edgepipe.cluster.discovery import Announcement
-    from edgepipe.wire.v1 import engine_pb2
-    from edgepipe.wire.v1 import node_pb2 as pb
+    from edgepipe.wire.engines import EngineState
+    from edgepipe.wire.nodes import ClusterStatus
 
 USUAL_SAMPLING: Mapping[str, float] = {"temperature": 0.7}
 """For models whose makers advise no sampling: small models repeat themselves under greedy sampling."""
@@ -70,7 +70,7 @@ async def _own_target(admin: Admin, model: str) -> Target:
     )
 
 
-def _served(status: pb.ClusterStatus, model: str) -> engine_pb2.EngineState | None:
+def _served(status: ClusterStatus, model: str) -> EngineState | None:
     """Choose the engine to use. Raises ModelUnknown when several models are served and ``model`` is empty."""
     ready = [engine for engine in status.engines if engine.state == "ready"]
     if not model and len(ready) > 1:
@@ -83,7 +83,7 @@ def _served(status: pb.ClusterStatus, model: str) -> engine_pb2.EngineState | No
     return next((e for e in ready if not model or wanted in (e.model.lower(), e.model.rsplit("/")[-1].lower())), None)
 
 
-def _only_model(status: pb.ClusterStatus) -> str:
+def _only_model(status: ClusterStatus) -> str:
     """Return the only model on the nodes' disks, to load it. Raises ModelUnknown for none or several."""
     names = sorted({entry.model for member in status.members for entry in member.node.models if entry.complete})
     if len(names) == 1:

@@ -9,14 +9,24 @@ from contextlib import suppress
 from pathlib import Path
 
 from edgepipe.cli.admin import connect
-from edgepipe.cli.output import print_json, say
+from edgepipe.cli.output import as_dict, print_json, say
 from edgepipe.errors import ConfigInvalid
-from edgepipe.wire.v1 import trust_pb2 as pb
+from edgepipe.wire.trust import (
+    InviteAnswer,
+    InviteAsks,
+    InviteCommand,
+    InviteEvent,
+    InviteFailed,
+    InviteJoined,
+    InviteOpened,
+    InviteStart,
+)
 
 _KEY_CHARS = 8  # of a node id: enough to compare by eye
+_KINDS = {InviteOpened: "opened", InviteFailed: "failed", InviteAsks: "asks", InviteJoined: "joined"}  # in JSON
 
 
-async def invite(data_dir: Path, start: pb.InviteStart, *, as_json: bool) -> None:
+async def invite(data_dir: Path, start: InviteStart, *, as_json: bool) -> None:
     """Show the code, ask about each machine that gives it, show the new peer. Raises the error that ends it early."""
     if not (start.accept_all or sys.stdin.isatty()):
         raise ConfigInvalid(
@@ -24,49 +34,48 @@ async def invite(data_dir: Path, start: pb.InviteStart, *, as_json: bool) -> Non
             fact="the input is no terminal",
             next_step="edgepipe node invite --yes    (lets in any machine with the code)",
         )
-    commands: asyncio.Queue[pb.InviteCommand] = asyncio.Queue()
-    commands.put_nowait(pb.InviteCommand(start=start))
+    commands: asyncio.Queue[InviteCommand] = asyncio.Queue()
+    commands.put_nowait(InviteCommand(command=start))
     async with connect(data_dir) as admin:
         async for event in admin.invite(_each(commands)):
             if as_json:
                 _print_event(event)
             else:
                 show(event, start)
-            if event.HasField("asks"):
-                commands.put_nowait(pb.InviteCommand(accept=await _accepts(event.asks)))
+            if isinstance(event.event, InviteAsks):
+                answer = InviteAnswer(accept=await _accepts(event.event))
+                commands.put_nowait(InviteCommand(command=answer))
 
 
-async def _each(commands: asyncio.Queue[pb.InviteCommand]) -> AsyncIterator[pb.InviteCommand]:
+async def _each(commands: asyncio.Queue[InviteCommand]) -> AsyncIterator[InviteCommand]:
     while True:
         yield await commands.get()
 
 
-def show(event: pb.InviteEvent, start: pb.InviteStart) -> None:
+def show(event: InviteEvent, start: InviteStart) -> None:
     """Print an event of an invitation."""
-    if event.HasField("opened"):
-        _show_code(event.opened, long_string=start.long_string)
-    elif event.HasField("failed"):
-        failed = event.failed
-        who = f"{failed.name or 'a machine'} ({failed.address})"
-        say(f"{who}: {failed.error.what}", first="  ✗ ")
-        if failed.error.fact:
-            say(failed.error.fact, first="    ")
-    elif event.HasField("asks"):
-        asks = event.asks
-        name, key = asks.name, asks.node_id[:_KEY_CHARS]
-        say(f"'{name}' ({asks.address}) gave the right code. Its key: {key}", first="  ◀ ")
-    elif event.HasField("joined"):
-        joined = event.joined
-        say(f"'{joined.name}' joined", first="  ✓ ")
-        if joined.role == "owner":
-            say("It can also manage the cluster if this machine is lost.", first="    ")
-        if joined.wanted_name:
-            say(f"its own name '{joined.wanted_name}' belongs to another machine", first="    ")
-        if joined.silent:
-            say("it did not confirm; if it does not appear: edgepipe peers remove", first="    ")
+    match event.event:
+        case InviteOpened() as opened:
+            _show_code(opened, long_string=start.long_string)
+        case InviteFailed() as failed:
+            who = f"{failed.name or 'a machine'} ({failed.address})"
+            say(f"{who}: {failed.error.what}", first="  ✗ ")
+            if failed.error.fact:
+                say(failed.error.fact, first="    ")
+        case InviteAsks() as asks:
+            name, key = asks.name, asks.node_id[:_KEY_CHARS]
+            say(f"'{name}' ({asks.address}) gave the right code. Its key: {key}", first="  ◀ ")
+        case InviteJoined() as joined:
+            say(f"'{joined.name}' joined", first="  ✓ ")
+            if joined.role == "owner":
+                say("It can also manage the cluster if this machine is lost.", first="    ")
+            if joined.wanted_name:
+                say(f"its own name '{joined.wanted_name}' belongs to another machine", first="    ")
+            if joined.silent:
+                say("it did not confirm; if it does not appear: edgepipe peers remove", first="    ")
 
 
-def _show_code(opened: pb.InviteOpened, *, long_string: bool) -> None:
+def _show_code(opened: InviteOpened, *, long_string: bool) -> None:
     host, _, port = opened.address.rpartition(":")
     valid = f"{opened.valid_s // 60}:{opened.valid_s % 60:02}"
     if long_string:
@@ -79,7 +88,7 @@ def _show_code(opened: pb.InviteOpened, *, long_string: bool) -> None:
     print("waiting ...    (^C ends the invitation)", flush=True)
 
 
-async def _accepts(asks: pb.InviteAsks) -> bool:
+async def _accepts(asks: InviteAsks) -> bool:
     """Ask whether the machine may join; no answer in time means no."""
     print(f"  ? let it join? [Y/n]  ({asks.at_most_s} s) ", end="", flush=True)
     loop = asyncio.get_running_loop()
@@ -96,11 +105,7 @@ async def _accepts(asks: pb.InviteAsks) -> bool:
     return bool(line) and line.strip().lower() in ("", "y", "yes")
 
 
-def _print_event(event: pb.InviteEvent) -> None:
-    from edgepipe.cli.output import as_dict
-
-    kind = event.WhichOneof("event")
-    if kind is not None:
-        print_json({kind: as_dict(getattr(event, kind))})
-        with suppress(BrokenPipeError):
-            sys.stdout.flush()
+def _print_event(event: InviteEvent) -> None:
+    print_json({_KINDS[type(event.event)]: as_dict(event.event)})
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()

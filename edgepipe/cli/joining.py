@@ -89,15 +89,15 @@ def show_joined(joined: Joined) -> None:
 
 
 async def _through_node(data_dir: Path, code: str, host: str, port: int, *, new_identity: bool) -> Joined:
-    from edgepipe.wire.v1 import trust_pb2 as pb
+    from edgepipe.wire.trust import JoinRequest, JoinWaiting
 
-    request = pb.JoinRequest(code=code, host=host, port=port, new_identity=new_identity)
+    request = JoinRequest(code=code, host=host, port=port, new_identity=new_identity)
     async with connect(data_dir) as admin:
         async for event in admin.join(request):
-            if event.HasField("waiting"):
-                _say_waiting(event.waiting.host_name)
+            if isinstance(event.event, JoinWaiting):
+                _say_waiting(event.event.host_name)
             else:
-                done = event.done
+                done = event.event
                 return Joined(
                     cluster_name=done.cluster_name,
                     num_peers=done.num_peers,

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgepipe.cli.admin import Admin, connect
-from edgepipe.cli.node_process import node_command, silent_node, told_error
+from edgepipe.cli.node_process import EDGEPIPE, node_command, silent_node, told_error
 from edgepipe.errors import EdgepipeError
 
 if TYPE_CHECKING:
-    from edgepipe.wire.v1 import node_pb2 as pb
+    from edgepipe.wire.nodes import ClusterStatus
 
 _START_S = 60.0  # the first import of a backend, from a cold disk
 _STOP_S = 15.0  # a node gives its children 5 s
@@ -58,6 +58,7 @@ class ClusterPlan:
     threads: int  # per node; 0: the backend's choice
     backend_options: Sequence[str] = ()
     link: str = ""  # the network to emulate between them; empty: loopback at full speed
+    program: Sequence[str] = EDGEPIPE  # started by Python; a bench starts nodes that do not encrypt
 
 
 @asynccontextmanager
@@ -88,7 +89,7 @@ async def _stop_serving(node: StartedNode) -> None:
             await admin.stop_model("")
 
 
-async def wait_until_joined(admin: Admin, *, num_nodes: int, timeout_s: float) -> pb.ClusterStatus | None:
+async def wait_until_joined(admin: Admin, *, num_nodes: int, timeout_s: float) -> ClusterStatus | None:
     """Wait for that many live nodes with a measured device. Return the status, None after ``timeout_s``."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
@@ -137,7 +138,8 @@ def _command(plan: ClusterPlan, node: NodePlan, folder: Path) -> list[str]:
         flags["--device"] = node.device
     if plan.link:
         flags["--link"] = plan.link
-    command = node_command("--end-with-stdin", *(part for flag in flags.items() for part in flag))
+    given = (part for flag in flags.items() for part in flag)
+    command = node_command("--end-with-stdin", *given, program=plan.program)
     return command + [part for option in plan.backend_options for part in ("--backend-option", option)]
 
 

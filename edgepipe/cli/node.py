@@ -211,9 +211,9 @@ def invite(
     """Show a code with which one other machine may join this cluster."""
     from edgepipe.cli import inviting
     from edgepipe.cli.admin import run_async
-    from edgepipe.wire.v1 import trust_pb2
+    from edgepipe.wire.trust import InviteStart
 
-    start = trust_pb2.InviteStart(role=role, valid_s=60 * valid, long_string=long_string, accept_all=yes)
+    start = InviteStart(role=role, valid_s=60 * valid, long_string=long_string, accept_all=yes)
     run_async(inviting.invite(data_dir_of(data_dir), start, as_json=as_json))
 
 

@@ -6,17 +6,21 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import cache
+from typing import TYPE_CHECKING, Any, TextIO, cast, get_args, get_type_hints
 
 from edgepipe.errors import EdgepipeError
+from edgepipe.ids import NodeId
 from edgepipe.safe_text import json_text, one_line
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
     from rich.console import Console
     from rich.table import Table
 
 _PIPE_COLUMNS = 1 << 14  # longer than any line
+_ERROR_FIELDS = ("code", "what", "fact", "next_step", "node", "stage", "request_id")
 _MARKS = ("error: ", "       ", "   try: ")
 
 
@@ -69,23 +73,30 @@ def wrapped(text: str, *, first: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def as_dict(message: Message) -> dict[str, Any]:
-    """Convert a protobuf message to plain values: fields by their .proto names, numbers as numbers, bytes as text."""
-    result: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value: Any = getattr(message, field.name)
-        if field.message_type is None:
-            result[field.name] = [_plain(item) for item in value] if field.is_repeated else _plain(value)
-        elif field.is_repeated:
-            result[field.name] = [as_dict(item) for item in value]
-        else:
-            result[field.name] = as_dict(value) if message.HasField(field.name) else None
-    return result
+def as_dict(value: object) -> dict[str, Any]:
+    """Convert a dataclass to plain values: numbers as numbers, bytes as text, an unset id as empty text."""
+    return {
+        name: absent if (part := getattr(value, name)) is None else _plain(part)
+        for name, absent in _absent(type(value)).items()
+    }
+
+
+@cache
+def _absent(kind: type[Any]) -> dict[str, str | None]:
+    """Return the names of a dataclass's fields, each with what stands for None."""
+    return {name: "" if NodeId in get_args(hint) else None for name, hint in get_type_hints(kind).items()}
 
 
 def _plain(value: Any) -> Any:
-    """Convert bytes to text: every bytes field in such messages is a certificate in PEM."""
-    return value.decode("ascii", errors="replace") if isinstance(value, bytes) else value
+    if isinstance(value, tuple):
+        return [_plain(item) for item in cast("tuple[Any, ...]", value)]
+    if isinstance(value, bytes):  # a certificate in PEM, or what is signed
+        return value.decode("ascii", errors="replace")
+    if isinstance(value, EdgepipeError):
+        return {name: getattr(value, name) for name in _ERROR_FIELDS}
+    if isinstance(value, Enum):
+        return value.value
+    return as_dict(value) if is_dataclass(value) else value
 
 
 def make_console(*, stderr: bool = False) -> Console:

@@ -10,7 +10,7 @@ from edgepipe.cli.output import say
 from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
-    from edgepipe.wire.v1 import node_pb2
+    from edgepipe.wire.nodes import ClusterStatus
 
 
 def overview() -> None:
@@ -30,7 +30,7 @@ def overview() -> None:
     print("\nall commands: edgepipe --help")
 
 
-def _status(data_dir: Path) -> node_pb2.ClusterStatus | None:
+def _status(data_dir: Path) -> ClusterStatus | None:
     """Return the cluster as the running node sees it, or None. Imports gRPC only if the node's socket exists."""
     from edgepipe.daemon.machine.data_dir import socket_path
 
@@ -55,7 +55,7 @@ def _home(data_dir: Path) -> str:
     return home.cluster_name if home is not None else ""
 
 
-def _node_facts(status: node_pb2.ClusterStatus | None, home: str) -> list[tuple[str, str]]:
+def _node_facts(status: ClusterStatus | None, home: str) -> list[tuple[str, str]]:
     if status is None:
         return [("node", f"belongs to '{home}', but does not run" if home else "not running on this machine")]
     own = next((member.node for member in status.members if member.self), None)
@@ -80,7 +80,7 @@ def _model_facts(models_dir: Path) -> list[tuple[str, str]]:
     return [("models", ", ".join(names) if names else "none on this disk")]
 
 
-def _next_steps(status: node_pb2.ClusterStatus | None, home: str) -> list[tuple[str, str]]:
+def _next_steps(status: ClusterStatus | None, home: str) -> list[tuple[str, str]]:
     demo = ("edgepipe demo", "two nodes and a small model on this machine")
     if home:
         return [("edgepipe node start", f"start this machine's node in '{home}'"), ("edgepipe doctor", "find problems")]

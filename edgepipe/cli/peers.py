@@ -16,7 +16,7 @@ from edgepipe.telemetry.audit import AuditEntry, AuditKind
 
 if TYPE_CHECKING:
     from edgepipe.telemetry.audit import AuditEntry
-    from edgepipe.wire.v1 import trust_pb2 as pb
+    from edgepipe.wire.trust import ListPeersReply, RemovePeerReply
 
 app = typer.Typer(help="List and change the members of the cluster.", invoke_without_command=True)
 
@@ -54,7 +54,7 @@ def remove(
 
     others = {None: "", True: "keep", False: "drop"}[keep_added]
 
-    async def work() -> pb.RemovePeerReply:
+    async def work() -> RemovePeerReply:
         async with connect(data_dir_of(data_dir)) as admin:
             return await admin.remove_peer(peer, others=others)
 
@@ -110,7 +110,7 @@ def log(
 def _list(data_dir: DataDir, as_json: bool) -> None:
     from edgepipe.cli.admin import connect, run_async
 
-    async def work() -> pb.ListPeersReply:
+    async def work() -> ListPeersReply:
         async with connect(data_dir_of(data_dir)) as admin:
             return await admin.peers()
 

@@ -118,11 +118,11 @@ def _imagined(model: str, devices: str, link: str) -> Cluster:
 def _surveyed(model: str, dtype: str, data_dir: Path | None, *, fresh: bool) -> Cluster:
     """Return the cluster of this machine's node; nodes first measure unknown devices and links."""
     from edgepipe.cli.admin import connect, run_async
-    from edgepipe.wire.profiles import cluster_from_wire
+    from edgepipe.wire.surveys import cluster_of
 
     async def work(folder: Path) -> Cluster:
         async with connect(folder) as admin:
-            return cluster_from_wire(await admin.survey(model, dtype=dtype, fresh=fresh))
+            return cluster_of(await admin.survey(model, dtype=dtype, fresh=fresh))
 
     with make_console(stderr=True).status("measuring devices and links"):
         return run_async(work(data_dir_of(data_dir)))

@@ -8,16 +8,16 @@ from edgepipe.cli.options import DataDir, Json, data_dir_of
 from edgepipe.cli.output import as_dict, make_console, make_table, print_json
 
 if TYPE_CHECKING:
-    from edgepipe.wire.v1 import engine_pb2
+    from edgepipe.wire.engines import EngineState
+    from edgepipe.wire.nodes import ClusterStatus
 
 
 def ps(data_dir: DataDir = None, as_json: Json = False) -> None:
     """List the served models and their nodes."""
     from edgepipe.cli.admin import connect, run_async
     from edgepipe.cli.views.status_view import news_of
-    from edgepipe.wire.v1 import node_pb2
 
-    async def work() -> node_pb2.ClusterStatus:
+    async def work() -> ClusterStatus:
         async with connect(data_dir_of(data_dir)) as admin:
             return await admin.status()
 
@@ -36,7 +36,7 @@ def ps(data_dir: DataDir = None, as_json: Json = False) -> None:
             print(news)
 
 
-def _row(engine: engine_pb2.EngineState) -> list[str]:
+def _row(engine: EngineState) -> list[str]:
     from edgepipe.cli.serve import layers_of
 
     where = " ".join(f"{stage.node_name}:{layers_of(stage)}" for stage in engine.stages)

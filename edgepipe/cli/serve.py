@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,8 @@ from edgepipe.errors import ConfigInvalid, PeerClosed
 
 if TYPE_CHECKING:
     from edgepipe.cli.admin import Admin
-    from edgepipe.wire.v1 import engine_pb2, node_pb2
+    from edgepipe.wire.engines import EngineState, StageState
+    from edgepipe.wire.serving import ServeRequest
 
 
 _MOVES = {"": "UNCHANGED", "now": "UNCHANGED", "auto": "AUTO", "off": "OFF"}
@@ -82,7 +84,7 @@ def serve(
 ) -> None:
     """Load a model on the nodes. Returns when the model can answer."""
     from edgepipe.cli.admin import connect, run_async
-    from edgepipe.wire.v1 import node_pb2
+    from edgepipe.wire.serving import Moves
 
     if nodes and plan:
         raise ConfigInvalid("--nodes and --plan contradict each other", next_step="give one of them")
@@ -96,24 +98,28 @@ def serve(
         raise ConfigInvalid("--rebalance and --plan contradict each other", next_step="give one of them")
     if objective not in ("", "latency", "throughput"):
         raise ConfigInvalid(f"--objective cannot be '{objective}'", next_step="give latency or throughput")
-    request = serve_request(
-        model,
-        nodes=nodes,
-        plan=plan,
-        micro_batches=micro_batches,
-        policy=policy,
-        context=context,
-        kv_tokens=kv_tokens,
-        dtype=dtype,
-        activations=activations,
+    request = replace(
+        serve_request(
+            model,
+            nodes=nodes,
+            plan=plan,
+            micro_batches=micro_batches,
+            policy=policy,
+            context=context,
+            kv_tokens=kv_tokens,
+            dtype=dtype,
+            activations=activations,
+        ),
+        exclude=tuple(name.strip() for name in exclude.split(",") if name.strip()),
+        first=first,
+        throughput=objective == "throughput",
+        concurrency=concurrency,
+        must_keep_context=bool(context),
+        rebalance=bool(rebalance),
+        moves=Moves[_MOVES[rebalance]],
     )
-    request.exclude.extend(name.strip() for name in exclude.split(",") if name.strip())
-    request.first, request.throughput = first, objective == "throughput"
-    request.concurrency, request.must_keep_context = concurrency, bool(context)
-    request.rebalance = bool(rebalance)
-    request.moves = node_pb2.Moves.Value(f"MOVES_{_MOVES[rebalance]}")
 
-    async def work(folder: Path) -> engine_pb2.EngineState:
+    async def work(folder: Path) -> EngineState:
         async with connect(folder) as admin:
             return await serve_with_progress(admin, request)
 
@@ -132,27 +138,29 @@ def serve_request(
     kv_tokens: int = 0,
     dtype: str = "auto",
     activations: str = "bf16",
-) -> node_pb2.ServeRequest:
+) -> ServeRequest:
     """Build the request from the flags. Raises ConfigInvalid."""
+    from edgepipe.backend.types import ActivationType
     from edgepipe.scheduler.policy import make_policy
-    from edgepipe.wire.v1 import common_pb2, node_pb2
+    from edgepipe.wire.engines import ServeSpec
+    from edgepipe.wire.serving import ServeRequest
 
-    kinds = {"bf16": common_pb2.ACTIVATION_TYPE_BF16, "float32": common_pb2.ACTIVATION_TYPE_FLOAT32}
-    if activations not in kinds:
+    if activations not in [kind.value for kind in ActivationType]:
         raise ConfigInvalid(f"--activations cannot be '{activations}'", next_step="give bf16 or float32")
     make_policy(policy)
-    options = node_pb2.ServeSpec(
+    options = ServeSpec(
+        model=model,
         micro_batches=_micro_batches(micro_batches),
         policy=policy if policy != "throttled" else "",
         context_length=context,
         kv_tokens=kv_tokens,
         dtype=checked_dtype(dtype),
-        activation_type=kinds[activations] if activations != "bf16" else common_pb2.ACTIVATION_TYPE_UNSPECIFIED,
+        activation_type=ActivationType(activations),
     )
-    return node_pb2.ServeRequest(model=model, num_nodes=nodes, plan=plan, options=options)
+    return ServeRequest(model=model, num_nodes=nodes, plan=plan, options=options)
 
 
-async def serve_with_progress(admin: Admin, request: node_pb2.ServeRequest) -> engine_pb2.EngineState:
+async def serve_with_progress(admin: Admin, request: ServeRequest) -> EngineState:
     """Serve, with a progress bar on stderr. Raises the node's error."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -169,20 +177,20 @@ async def serve_with_progress(admin: Admin, request: node_pb2.ServeRequest) -> e
             progress.update(task, description=event.message, completed=event.progress)
             if event.note:
                 progress.console.print(event.note, markup=False, highlight=False, soft_wrap=True)
-            if event.HasField("engine"):
+            if event.engine is not None:
                 return event.engine
     raise PeerClosed("the node ended before the model was ready", next_step="see 'edgepipe logs'")
 
 
-def describe_stages(engine: engine_pb2.EngineState) -> str:
+def describe_stages(engine: EngineState) -> str:
     """Describe the placement: ``layers 0-14 on a (torch), 15-29 on b (mlx)``."""
     parts = [f"{layers_of(stage)} on {stage.node_name} ({stage.backend})" for stage in engine.stages]
     return f"layers {', '.join(parts)}"
 
 
-def layers_of(stage: engine_pb2.StageState) -> str:
+def layers_of(stage: StageState) -> str:
     """Format a stage's layers, both ends included: ``0-14``."""
-    return ",".join(f"{part.layers.start}-{part.layers.end - 1}" for part in stage.slices)
+    return ",".join(str(part.layers) for part in stage.slices)
 
 
 def _micro_batches(text: str) -> int:

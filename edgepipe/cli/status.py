@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from edgepipe.cli.options import DataDir, Json, data_dir_of
 from edgepipe.cli.output import as_dict, make_console, print_json
+
+if TYPE_CHECKING:
+    from edgepipe.wire.nodes import ClusterStatus
 
 
 def status(data_dir: DataDir = None, as_json: Json = False) -> None:
     """Show nodes, memory, stages, links, downloads."""
     from edgepipe.cli.admin import connect, run_async
     from edgepipe.cli.views.status_view import render_status
-    from edgepipe.wire.v1 import node_pb2
 
-    async def work() -> node_pb2.ClusterStatus:
+    async def work() -> ClusterStatus:
         async with connect(data_dir_of(data_dir)) as admin:
             return await admin.status()
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from edgepipe.wire.v1 import engine_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import EngineState
+from edgepipe.wire.nodes import AbsentNode
 
 _WORDS = {"asleep": "asleep", "dead": "gone"}
 _MOST_NAMED = 3
 
 
-def absence_text(absent: Sequence[pb.AbsentNode], *, now_s: float) -> str:
+def absence_text(absent: Sequence[AbsentNode], *, now_s: float) -> str:
     """Return ``macbook asleep since 21:14, studio gone since Tue 08:02``; empty if no node is away. Local time."""
     newest = sorted(absent, key=lambda node: -node.since_us)
     named = [
@@ -23,7 +23,7 @@ def absence_text(absent: Sequence[pb.AbsentNode], *, now_s: float) -> str:
     return ", ".join([*named, *([f"{more} more"] if more > 0 else [])])
 
 
-def continuing_text(engine: engine_pb2.EngineState) -> str:
+def continuing_text(engine: EngineState) -> str:
     """Return ``continuing on 2 machines`` for an engine that works after a recovery; else empty."""
     if engine.state != "ready" or not engine.recoveries:
         return ""

@@ -8,8 +8,8 @@ from collections import OrderedDict
 from edgepipe.errors import EdgepipeError, PairingRejected
 from edgepipe.security.trust_view import TrustedPeer
 from edgepipe.telemetry.log import Once
-from edgepipe.wire.common import MAX_HELLO_CHARS, check_hello, error_from_wire, error_to_wire
-from edgepipe.wire.v1 import common_pb2
+from edgepipe.wire.common import MAX_HELLO_CHARS, Hello, check_hello
+from edgepipe.wire.errors import error_from_wire, error_to_wire
 
 logger = logging.getLogger(__name__)
 
@@ -19,13 +19,13 @@ _MAX_REFUSALS = 64  # refused addresses shown in the status
 class Admission:
     """Checks greetings and keeps the refusals."""
 
-    def __init__(self, hello: common_pb2.Hello) -> None:
+    def __init__(self, hello: Hello) -> None:
         """``hello``: this node's introduction."""
         self.refusals: OrderedDict[str, EdgepipeError] = OrderedDict()  # address or name -> why it does not join
         self._hello = hello
         self._once = Once(logger)
 
-    def require(self, peer: TrustedPeer | None, hello: common_pb2.Hello) -> None:
+    def require(self, peer: TrustedPeer | None, hello: Hello) -> None:
         """Raise PairingRejected unless the node is a member."""
         if peer is None:
             error = PairingRejected(
@@ -37,7 +37,7 @@ class Admission:
             self.refuse(f"node {hello.node_name or hello.node_id}", error)
             raise error
 
-    def admit(self, hello: common_pb2.Hello) -> str:
+    def admit(self, hello: Hello) -> str:
         """Return the caller's node id. Raises VersionMismatch, RemoteProtocolError, PairingRejected (other cluster)."""
         who = f"node {(hello.node_name or hello.node_id)[:MAX_HELLO_CHARS]}"
         try:
@@ -64,6 +64,6 @@ class Admission:
             self.refusals.popitem(last=False)
 
 
-def cluster_label(hello: common_pb2.Hello) -> str:
+def cluster_label(hello: Hello) -> str:
     """Return ``'home' (4kq3zt)``: the ids distinguish two clusters of one name."""
     return f"'{hello.cluster_name or hello.cluster_id}' ({hello.cluster_id[:6]})"

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from edgepipe.clock import Clock
 from edgepipe.cluster.membership import Membership
-from edgepipe.cluster.statements import KEY_BYTES, Statement, key_of, to_wire
+from edgepipe.cluster.statements import KEY_BYTES, Statement, key_of
 from edgepipe.cluster.trust_keeper import MAX_PIECE_STATEMENTS
 from edgepipe.config import Timeouts
 from edgepipe.ids import NodeId
 from edgepipe.security.trust_view import TrustedPeer
-from edgepipe.wire.v1 import common_pb2, node_pb2, trust_pb2
+from edgepipe.wire.common import Hello
+from edgepipe.wire.nodes import Beat, NodeState
+from edgepipe.wire.trust import TrustSet, TrustStatement
 
 _ECHO_MEMORY = 32  # beats whose sending time is remembered: eight seconds
 _PIECE_BYTES = 256 << 10  # of statements in one beat: a home's store fits into one
@@ -36,7 +38,7 @@ class SharedTrust(Protocol):
         """Return all statements by key, in an order in which another store can take them."""
         ...
 
-    def hear(self, source: NodeId, *, digest: bytes, statements: Sequence[trust_pb2.TrustStatement]) -> None:
+    def hear(self, source: NodeId, *, digest: bytes, statements: Sequence[TrustStatement]) -> None:
         """Take a member's digest, and statements that the member thinks are new here."""
         ...
 
@@ -81,10 +83,10 @@ class Conversation:
             self.to_tell = deque(statement for key, statement in self.held.items() if key not in theirs)
             self.wake.set()
 
-    def heard_statements(self, statements: Iterable[trust_pb2.TrustStatement]) -> None:
+    def heard_statements(self, statements: Iterable[TrustStatement]) -> None:
         """Take statements from the other side: they are not sent back."""
         if len(self.theirs) < _MAX_KEYS:
-            self.theirs.update(key_of(wire.body) for wire in statements)
+            self.theirs.update(key_of(signed.body) for signed in statements)
 
 
 class Speaker:
@@ -94,9 +96,9 @@ class Speaker:
         self,
         *,
         membership: Membership,
-        hello: common_pb2.Hello,
+        hello: Hello,
         trust: SharedTrust,
-        state: Callable[[], node_pb2.NodeState],
+        state: Callable[[], NodeState],
         clock: Clock,
         timeouts: Timeouts,
     ) -> None:
@@ -109,34 +111,35 @@ class Speaker:
         self._clock = clock
         self._timeouts = timeouts
 
-    def beat(self, conversation: Conversation, *, first: bool = False) -> node_pb2.Beat:
-        """Compose the next beat. ``first``: the first of its stream."""
+    def beat(self, conversation: Conversation) -> Beat:
+        """Compose the next beat."""
         now = self._clock.monotonic_s()
         conversation.sequence += 1
         conversation.sent_at_s[conversation.sequence] = now
         if len(conversation.sent_at_s) > _ECHO_MEMORY:
             conversation.sent_at_s.popitem(last=False)
-        beat = node_pb2.Beat(sequence=conversation.sequence, leaving=self.leaving, sleeping=self.sleeping)
-        if first or conversation.sequence == 1:
-            beat.hello.CopyFrom(self._hello)
-        if conversation.heard:
-            beat.echo = conversation.heard
-            beat.echo_delay_us = int((now - conversation.heard_at_s) * 1e6)
-        self._add_trust(beat, conversation, now)
-        self._add_state(beat, conversation, now)
-        return beat
+        beat = Beat(
+            hello=self._hello if conversation.sequence == 1 else None,
+            sequence=conversation.sequence,
+            echo=conversation.heard,
+            echo_delay_us=int((now - conversation.heard_at_s) * 1e6) if conversation.heard else 0,
+            leaving=self.leaving,
+            sleeping=self.sleeping,
+        )
+        return self._with_state(self._with_trust(beat, conversation, now), conversation, now)
 
-    def farewell(self, conversation: Conversation) -> node_pb2.Beat:
+    def farewell(self, conversation: Conversation) -> Beat:
         """Compose the last beat to a removed node, with the statements that removed it."""
         conversation.to_tell = deque(self._trust.held().values())
         return self.beat(conversation)
 
-    def _add_trust(self, beat: node_pb2.Beat, conversation: Conversation, now: float) -> None:
+    def _with_trust(self, beat: Beat, conversation: Conversation, now: float) -> Beat:
         """Add the digest when it changed, with the new statements. While the other side's digest differs, also add a
         piece of the statements that it lacks, and our keys: first at once, then ever more seldom."""
         digest, held = self._trust.digest, self._trust.held()
         if conversation.told_digest != digest:
-            beat.trust_digest = conversation.told_digest = digest
+            conversation.told_digest = digest
+            beat = replace(beat, trust_digest=digest)
             if conversation.held is not None:
                 known = {*conversation.held, *conversation.theirs}
                 conversation.to_tell.extend(statement for key, statement in held.items() if key not in known)
@@ -146,34 +149,31 @@ class Speaker:
         if conversation.heard_digest == digest:
             conversation.to_tell.clear()
             conversation.keys_at_s, conversation.keys_pause_s = 0.0, _KEYS_AGAIN_S
-            return
+            return beat
         if conversation.to_tell:
-            beat.trust_digest = digest
-            beat.trust.statements.extend(to_wire(_piece(conversation.to_tell)))
+            beat = replace(beat, trust_digest=digest, trust=TrustSet(statements=_piece(conversation.to_tell)))
         if conversation.heard_digest and now >= conversation.keys_at_s:
-            beat.trust_digest = digest
-            beat.trust_keys.extend(held)
+            beat = replace(beat, trust_digest=digest, trust_keys=tuple(held))
             conversation.keys_at_s = now + conversation.keys_pause_s
             conversation.keys_pause_s = min(_KEYS_MOST_S, 2 * conversation.keys_pause_s)
+        return beat
 
-    def _add_state(self, beat: node_pb2.Beat, conversation: Conversation, now: float) -> None:
+    def _with_state(self, beat: Beat, conversation: Conversation, now: float) -> Beat:
         state = self._state()
         stale = now - conversation.told_at_s >= self._timeouts.state_refresh_s
         if state.version == conversation.told_version and not stale:
-            return
-        beat.state.CopyFrom(state)
-        beat.wall_ms = int(self._clock.wall_s() * 1e3)
-        for node_id, address in self._membership.introductions():
-            beat.known.add(node_id=node_id, address=address)
+            return beat
         conversation.told_version, conversation.told_at_s = state.version, now
         conversation.told_in = conversation.sequence
+        wall_ms = int(self._clock.wall_s() * 1e3)
+        return replace(beat, state=state, wall_ms=wall_ms, known=self._membership.introductions())
 
 
-def _piece(statements: deque[Statement]) -> list[Statement]:
+def _piece(statements: deque[Statement]) -> tuple[TrustStatement, ...]:
     """Take statements from the front, as many as one beat holds."""
-    piece: list[Statement] = []
+    piece: list[TrustStatement] = []
     room = _PIECE_BYTES
     while statements and len(piece) < MAX_PIECE_STATEMENTS and room > 0:
-        piece.append(statements.popleft())
+        piece.append(statements.popleft().signed)
         room -= len(piece[-1].body)
-    return piece
+    return tuple(piece)

@@ -23,13 +23,20 @@ from edgepipe.cluster.membership import (
     Membership,
     Probe,
 )
-from edgepipe.cluster.reported_states import MAX_BEAT_BYTES, MAX_KNOWN, is_address, refusal
+from edgepipe.cluster.reported_states import MAX_BEAT_BYTES, MAX_ENTRIES, MAX_KNOWN, check_size, check_state, is_address
+from edgepipe.cluster.trust_keeper import MAX_PIECE_STATEMENTS
 from edgepipe.config import Timeouts
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, PairingRejected, PeerClosed, RemoteProtocolError
 from edgepipe.ids import NodeId
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.security.mutual_tls import Context, Credentials, Security
-from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc
+from edgepipe.wire.codec import from_wire, to_wire
+from edgepipe.wire.common import Hello, hello_from_wire
+from edgepipe.wire.nodes import NodeState
+from edgepipe.wire.sizes import count_entries
+from edgepipe.wire.trust import TrustStatement
+from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.v1 import node_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +50,10 @@ class Heartbeats:
         self,
         *,
         membership: Membership,
-        hello: common_pb2.Hello,
+        hello: Hello,
         trust: SharedTrust,
         security: Security,
-        state: Callable[[], node_pb2.NodeState],
+        state: Callable[[], NodeState],
         clock: Clock,
         timeouts: Timeouts,
         on_change: Callable[[MemberChanged], None],
@@ -122,12 +129,10 @@ class Heartbeats:
         self.announce()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SPREAD_S):
-                while any(
-                    self._told.get(NodeId(member.node.node_id), 0) < wanted for member in self._membership.reachable()
-                ):
+                while any(self._told.get(member.node.node_id, 0) < wanted for member in self._membership.reachable()):
                     await self._told_more.wait()
 
-    async def answer(self, beats: AsyncIterator[node_pb2.Beat], context: Context) -> AsyncGenerator[node_pb2.Beat]:
+    async def answer(self, beats: AsyncIterator[pb.Beat], context: Context) -> AsyncGenerator[pb.Beat]:
         """Serve ``Node.Heartbeat``: answer each beat with one beat.
 
         Raises VersionMismatch, PairingRejected, and AccessDenied to a caller that gives another node's id.
@@ -136,14 +141,15 @@ class Heartbeats:
         node_id = ""
         async for beat in beats:
             if not node_id:
-                node_id = self._admission.admit(beat.hello)
-                self._admission.require(self._trust.member(node_id), beat.hello)
+                hello = hello_from_wire(beat.hello)
+                node_id = self._admission.admit(hello)
+                self._admission.require(self._trust.member(node_id), hello)
                 self._security.require_node(context, node_id)
             if self._trust.member(node_id) is None:
-                yield self._speaker.farewell(conversation)
+                yield to_wire(self._speaker.farewell(conversation), pb.Beat)
                 raise PairingRejected(f"{node_id} was removed from the cluster")
             self._hear(conversation, beat, NodeId(node_id), dialled="")
-            yield self._speaker.beat(conversation)
+            yield to_wire(self._speaker.beat(conversation), pb.Beat)
 
     def _trusted(self) -> set[NodeId]:
         return {peer.node_id for peer in self._trust.outbound()}
@@ -191,9 +197,10 @@ class Heartbeats:
                 with translated(address):
                     call = node_pb2_grpc.NodeStub(channel).Heartbeat()
                     conversation = Conversation()
-                    await call.write(self._speaker.beat(conversation, first=True))
+                    await call.write(to_wire(self._speaker.beat(conversation), pb.Beat))
                     first = await self._first_answer(call, address)
-                    self._hear(conversation, first, self._reached(credentials, first.hello), dialled="")
+                    node_id = self._reached(credentials, hello_from_wire(first.hello))
+                    self._hear(conversation, first, node_id, dialled="")
         except EdgepipeError as error:
             logger.debug("probe failed address=%s: %s", address, error)
         finally:
@@ -226,11 +233,12 @@ class Heartbeats:
             with translated(address):
                 call = node_pb2_grpc.NodeStub(channel).Heartbeat()
                 conversation = Conversation()
-                await call.write(self._speaker.beat(conversation, first=True))
+                await call.write(to_wire(self._speaker.beat(conversation), pb.Beat))
                 first = await self._first_answer(call, address)
-                node_id = self._reached(credentials, first.hello)
+                hello = hello_from_wire(first.hello)
+                node_id = self._reached(credentials, hello)
                 trusted = {peer.node_id: peer for peer in self._trust.outbound()}
-                self._admission.require(trusted.get(node_id), first.hello)
+                self._admission.require(trusted.get(node_id), hello)
                 self._admission.refusals.pop(address, None)
                 self._hear(conversation, first, node_id, dialled=address)
                 async with asyncio.TaskGroup() as tasks:
@@ -252,14 +260,14 @@ class Heartbeats:
             self._doubtful.add(address)  # until a node has answered
         return await self._security.to_address(address, node_id=expected, timeout_s=self._timeouts.connect_s)
 
-    def _reached(self, credentials: Credentials, hello: common_pb2.Hello) -> NodeId:
+    def _reached(self, credentials: Credentials, hello: Hello) -> NodeId:
         """Return the id of the node that answered. Raises RemoteProtocolError if it gives another id for its own."""
         node_id = self._admission.admit(hello)
         if credentials.node_id and node_id != credentials.node_id:
             raise RemoteProtocolError(f"node {credentials.node_id} says that it is {node_id}")
         return NodeId(node_id)
 
-    async def _first_answer(self, call: Any, address: str) -> node_pb2.Beat:
+    async def _first_answer(self, call: Any, address: str) -> pb.Beat:
         try:
             async with asyncio.timeout(self._timeouts.connect_s):
                 first = await _next_beat(call)
@@ -281,7 +289,7 @@ class Heartbeats:
                 except TimeoutError:
                     pass
                 conversation.wake.clear()
-                await call.write(self._speaker.beat(conversation))
+                await call.write(to_wire(self._speaker.beat(conversation), pb.Beat))
                 if self._speaker.leaving:
                     await call.done_writing()
                     return
@@ -290,7 +298,7 @@ class Heartbeats:
         finally:
             self._wakes.pop(id(conversation), None)
 
-    def _hear(self, conversation: Conversation, beat: node_pb2.Beat, node_id: NodeId, *, dialled: str) -> None:
+    def _hear(self, conversation: Conversation, beat: pb.Beat, node_id: NodeId, *, dialled: str) -> None:
         now = self._clock.monotonic_s()
         conversation.heard, conversation.heard_at_s = beat.sequence, now
         trusted = self._trusted()
@@ -308,8 +316,11 @@ class Heartbeats:
         )
         if beat.trust_digest:
             conversation.heard_digest = beat.trust_digest
-            conversation.heard_statements(beat.trust.statements)
-            self._trust.hear(node_id, digest=beat.trust_digest, statements=beat.trust.statements)
+            # One beyond the limit shows that there are too many.
+            pieces = beat.trust.statements[: MAX_PIECE_STATEMENTS + 1]
+            statements = [from_wire(statement, TrustStatement) for statement in pieces]
+            conversation.heard_statements(statements)
+            self._trust.hear(node_id, digest=beat.trust_digest, statements=statements)
         if beat.trust_keys:
             conversation.heard_keys(beat.trust_keys)
         self._perform(self._membership.on_beat(heard, now=now))
@@ -322,14 +333,16 @@ class Heartbeats:
             rtt_ms = max(0.0, (now - sent_s) * 1e3 - beat.echo_delay_us / 1e3)
             self._membership.on_rtt(node_id, rtt_ms=rtt_ms)
 
-    def _state_of(self, beat: node_pb2.Beat, node_id: NodeId) -> node_pb2.NodeState | None:
+    def _state_of(self, beat: pb.Beat, node_id: NodeId) -> NodeState | None:
         """Return the sender's own state from a beat, if it is within the limits."""
         if not beat.HasField("state") or beat.state.node_id != node_id:
             return None
-        if why := refusal(beat.state):
-            self._admission.refuse(f"node {node_id}", RemoteProtocolError("its state is refused", fact=why))
+        try:
+            return read_state(beat.state)
+        except EdgepipeError as error:
+            refusal = RemoteProtocolError("its state is refused", fact=error.what)
+            self._admission.refuse(f"node {node_id}", refusal)
             return None
-        return beat.state
 
     def _note_told(self, node_id: NodeId, version: int) -> None:
         if self._told.get(node_id, 0) < version:
@@ -338,7 +351,15 @@ class Heartbeats:
             told_more.set()
 
 
-async def _next_beat(call: Any) -> node_pb2.Beat | None:
+async def _next_beat(call: Any) -> pb.Beat | None:
     """Read the next beat of a call; None at the stream's end. Raises AioRpcError."""
     beat = await call.read()
     return None if beat is grpc.aio.EOF else beat
+
+
+def read_state(message: pb.NodeState) -> NodeState:
+    """Convert a member's state. Raises EdgepipeError if it is beyond the limits or impossible."""
+    check_size(num_bytes=message.ByteSize(), num_entries=count_entries(message, most=MAX_ENTRIES))
+    state = from_wire(message, NodeState)
+    check_state(state)
+    return state

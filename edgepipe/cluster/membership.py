@@ -12,7 +12,8 @@ from enum import StrEnum
 
 from edgepipe.cluster.gaps import GapHistory
 from edgepipe.ids import NodeId
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.nodes import NodeState
+from edgepipe.wire.serving import Introduction
 
 _MAX_TARGETS = 256  # addresses; a home has a few dozen machines, and a hostile introducer must not fill the memory
 _LATE_S = 0.25  # a tick later than this shows this process's own lag, not the others' silence
@@ -46,7 +47,7 @@ class MembershipLimits:
 class Member:
     """Another node as this node sees it."""
 
-    node: pb.NodeState  # its newest state
+    node: NodeState  # its newest state
     status: MemberStatus
     last_heard_s: float
     rtt_ms: float = 0.0
@@ -104,7 +105,7 @@ class HeardBeat:
     """One received heartbeat."""
 
     node_id: NodeId
-    state: pb.NodeState | None = None
+    state: NodeState | None = None
     known: tuple[tuple[str, str], ...] = ()  # (node id, address) of nodes that the sender knows
     leaving: bool = False
     sleeping: bool = False
@@ -163,9 +164,10 @@ class Membership:
         hinted = {target.node_id for target in self._targets.values() if target.node_id}
         return sorted({*self._members, *hinted})
 
-    def introductions(self) -> list[tuple[str, str]]:
-        """Return (node id, address) of every reachable member, for other nodes."""
-        return [(member.node.node_id, member.node.address) for member in self.reachable()]
+    def introductions(self) -> tuple[Introduction, ...]:
+        """Return every reachable member with its address, for other nodes."""
+        nodes = (member.node for member in self.reachable())
+        return tuple(Introduction(node_id=node.node_id, address=node.address) for node in nodes)
 
     def owner(self, address: str) -> str:
         """Return the id of the node that is, or is said to be, at ``address``; empty if unknown."""
@@ -318,7 +320,7 @@ class Membership:
         if beat.state is not None and _order(beat.state) > _order(member.node):
             member.node = beat.state
             changed = True
-        return [MemberChanged(NodeId(member.node.node_id), MemberStatus.ALIVE)] if changed else []
+        return [MemberChanged(member.node.node_id, MemberStatus.ALIVE)] if changed else []
 
     def _bind(self, address: str, node_id: NodeId) -> list[Command]:
         """Keep one dialled stream per member; its own address wins over others that lead to it."""
@@ -361,7 +363,7 @@ class Membership:
 
     def _set_status(self, member: Member, status: MemberStatus, *, since_s: float) -> list[Command]:
         member.status, member.status_since_s = status, since_s
-        commands: list[Command] = [MemberChanged(NodeId(member.node.node_id), status)]
+        commands: list[Command] = [MemberChanged(member.node.node_id, status)]
         if status in (MemberStatus.DEAD, MemberStatus.ASLEEP):
             commands += self._redial(member.node.node_id)
         return commands
@@ -380,7 +382,7 @@ class Membership:
                 yield HangUp(address)
 
     def _forget(self, member: Member) -> list[Command]:
-        del self._members[NodeId(member.node.node_id)]
+        del self._members[member.node.node_id]
         return list(self._drop_targets(member.node.node_id))
 
     def _give_up(self, now: float) -> list[Command]:
@@ -412,5 +414,5 @@ class Membership:
             member.last_heard_s = min(now, member.last_heard_s + lag_s)
 
 
-def _order(state: pb.NodeState) -> tuple[int, int]:
+def _order(state: NodeState) -> tuple[int, int]:
     return state.incarnation, state.version

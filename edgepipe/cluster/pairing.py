@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum, auto
 from typing import Protocol, TypeVar
 
@@ -39,8 +39,17 @@ from edgepipe.errors import EdgepipeError, PairingRejected, RemoteProtocolError
 from edgepipe.ids import NodeId
 from edgepipe.security.certificates import Certificate, KeyPair, read_certificate
 from edgepipe.security.trust_view import Role
-from edgepipe.wire.common import check_hello, error_from_wire, error_to_wire
-from edgepipe.wire.v1 import common_pb2
+from edgepipe.wire.codec import from_wire, to_wire
+from edgepipe.wire.common import Hello, check_hello
+from edgepipe.wire.trust import (
+    KnownAddress,
+    PairDone,
+    PairHello,
+    PairMessage,
+    PairWaiting,
+    PairWelcome,
+    TrustSet,
+)
 from edgepipe.wire.v1 import trust_pb2 as pb
 
 NONCE_BYTES = 16
@@ -90,7 +99,7 @@ class Party:
 
     code: bytes  # the secret that both sides know
     key_pair: KeyPair
-    hello: common_pb2.Hello  # versions, name and, of the host, the cluster
+    hello: Hello  # versions, name and, of the host, the cluster
     nonce: bytes  # fresh
 
 
@@ -128,33 +137,35 @@ class _Machine:
         """Take one message; return the reply, if any. Raises the reason that ends the exchange: the other side's
         refusal, PairingRejected, CertificateInvalid, VersionMismatch or RemoteProtocolError."""
         try:
-            return self._receive(_decode(data), data)
+            message = _decode(data)
+            if message.refusal is not None:
+                raise message.refusal
+            return self._receive(message, data)
         except BaseException:
             self._state = _State.FAILED
             raise
 
-    def _receive(self, message: pb.PairMessage, data: bytes) -> bytes | None:
+    def _receive(self, message: PairMessage, data: bytes) -> bytes | None:
         raise NotImplementedError
 
     def _own_hello(self) -> bytes:
         hello = self._party.hello
-        return _encode(
-            hello=pb.PairHello(
-                protocol_version=hello.protocol_version,
-                edgepipe_version=hello.edgepipe_version,
-                nonce=self._party.nonce,
-                certificate=self._party.key_pair.certificate.pem,
-                node_name=hello.node_name,
-                cluster_id=hello.cluster_id,
-                cluster_name=hello.cluster_name,
-            )
+        greeting = PairHello(
+            protocol_version=hello.protocol_version,
+            edgepipe_version=hello.edgepipe_version,
+            nonce=self._party.nonce,
+            certificate=self._party.key_pair.certificate.pem,
+            node_name=hello.node_name,
+            cluster_id=hello.cluster_id,
+            cluster_name=hello.cluster_name,
         )
+        return _encode(PairMessage(hello=greeting))
 
-    def _hear_hello(self, message: pb.PairMessage, data: bytes) -> None:
+    def _hear_hello(self, hello: PairHello, data: bytes) -> None:
         """Check the greeting and bind the exchange to both greetings."""
-        hello = message.hello
         check_hello(
-            common_pb2.Hello(
+            Hello(
+                role="",
                 protocol_version=hello.protocol_version,
                 edgepipe_version=hello.edgepipe_version[:_MAX_NAME_CHARS],
                 node_name=_name(hello.node_name),
@@ -233,35 +244,33 @@ class HostPairing(_Machine):
     def welcome(self, store: TrustStore, addresses: Mapping[str, str]) -> bytes:
         """Return the last message to the joiner, which is in ``store`` by now, with the members' addresses."""
         assert self._state is _State.WELCOME, "only a joiner that has proven the code is welcome"
-        welcome = pb.PairWelcome(trust=store.to_wire())
-        for node_id, address in addresses.items():
-            welcome.addresses.add(node_id=node_id, address=address)
-        return _encode(sealed=self._seal(welcome))
+        known = tuple(KnownAddress(node_id=NodeId(node_id), address=address) for node_id, address in addresses.items())
+        welcome = PairWelcome(trust=TrustSet(statements=store.signed()), addresses=known)
+        return _encode(PairMessage(sealed=self._seal(to_wire(welcome, pb.PairWelcome))))
 
-    def _receive(self, message: pb.PairMessage, data: bytes) -> bytes | None:
-        kind = message.WhichOneof("message")
-        if kind == "refusal":
-            raise error_from_wire(message.refusal)
-        if (self._state, kind) == (_State.HELLO, "hello"):
-            self._hear_hello(message, data)
-            self._state = _State.ELEMENT
-            return self._hellos[True]
-        if (self._state, kind) == (_State.ELEMENT, "element"):
-            self.guessed = True
-            element = self._own_element()
-            self._hear_element(message.element)
-            self._state = _State.CONFIRMATION
-            return _encode(element=element)
-        if (self._state, kind) == (_State.CONFIRMATION, "confirmation"):
-            self._hear_confirmation(message.confirmation)
-            self.guessed = False
-            self._state = _State.WELCOME
-            return _encode(confirmation=self._confirmation(of_host=True))
-        if (self._state, kind) == (_State.WELCOME, "sealed"):
-            _parse(pb.PairDone(), self._open(message.sealed))
-            self._state = _State.DONE
-            return None
-        raise _out_of_order(kind)
+    def _receive(self, message: PairMessage, data: bytes) -> bytes | None:
+        match self._state, message:
+            case _State.HELLO, PairMessage(hello=PairHello() as hello):
+                self._hear_hello(hello, data)
+                self._state = _State.ELEMENT
+                return self._hellos[True]
+            case _State.ELEMENT, PairMessage(element=bytes() as element):
+                self.guessed = True
+                own = self._own_element()
+                self._hear_element(element)
+                self._state = _State.CONFIRMATION
+                return _encode(PairMessage(element=own))
+            case _State.CONFIRMATION, PairMessage(confirmation=bytes() as confirmation):
+                self._hear_confirmation(confirmation)
+                self.guessed = False
+                self._state = _State.WELCOME
+                return _encode(PairMessage(confirmation=self._confirmation(of_host=True)))
+            case _State.WELCOME, PairMessage(sealed=bytes() as sealed):
+                _parse(pb.PairDone(), self._open(sealed))
+                self._state = _State.DONE
+                return None
+            case _:
+                raise _out_of_order(message)
 
 
 class JoinerPairing(_Machine):
@@ -287,37 +296,36 @@ class JoinerPairing(_Machine):
     def done(self) -> bytes:
         """Return the last message: the store is on disk."""
         assert self._state is _State.DONE, "the welcome comes first"
-        return _encode(sealed=self._seal(pb.PairDone()))
+        return _encode(PairMessage(sealed=self._seal(to_wire(PairDone(), pb.PairDone))))
 
-    def _receive(self, message: pb.PairMessage, data: bytes) -> bytes | None:
-        kind = message.WhichOneof("message")
-        if kind == "refusal":
-            raise error_from_wire(message.refusal)
-        if (self._state, kind) == (_State.HELLO, "hello"):
-            self._hear_hello(message, data)
-            if self._wanted_host and (self.other is None or self.other.node_id != self._wanted_host):
-                raise PairingRejected("another machine answered than the one that made the string", fact=_ATTACK)
-            self._state = _State.ELEMENT
-            return _encode(element=self._own_element())
-        if (self._state, kind) == (_State.ELEMENT, "element"):
-            self._hear_element(message.element)
-            self._state = _State.CONFIRMATION
-            return _encode(confirmation=self._confirmation(of_host=False))
-        if (self._state, kind) == (_State.CONFIRMATION, "confirmation"):
-            self._hear_confirmation(message.confirmation)
-            self._state = _State.WELCOME
-            return None
-        if (self._state, kind) == (_State.WELCOME, "waiting"):
-            self.waiting_s = min(message.waiting.at_most_s, _MOST_WAITING_S)
-            return None
-        if (self._state, kind) == (_State.WELCOME, "sealed"):
-            self._hear_welcome(self._open(message.sealed))
-            self._state = _State.DONE
-            return None
-        raise _out_of_order(kind)
+    def _receive(self, message: PairMessage, data: bytes) -> bytes | None:
+        match self._state, message:
+            case _State.HELLO, PairMessage(hello=PairHello() as hello):
+                self._hear_hello(hello, data)
+                if self._wanted_host and (self.other is None or self.other.node_id != self._wanted_host):
+                    raise PairingRejected("another machine answered than the one that made the string", fact=_ATTACK)
+                self._state = _State.ELEMENT
+                return _encode(PairMessage(element=self._own_element()))
+            case _State.ELEMENT, PairMessage(element=bytes() as element):
+                self._hear_element(element)
+                self._state = _State.CONFIRMATION
+                return _encode(PairMessage(confirmation=self._confirmation(of_host=False)))
+            case _State.CONFIRMATION, PairMessage(confirmation=bytes() as confirmation):
+                self._hear_confirmation(confirmation)
+                self._state = _State.WELCOME
+                return None
+            case _State.WELCOME, PairMessage(waiting=PairWaiting() as waiting):
+                self.waiting_s = min(waiting.at_most_s, _MOST_WAITING_S)
+                return None
+            case _State.WELCOME, PairMessage(sealed=bytes() as sealed):
+                self._hear_welcome(self._open(sealed))
+                self._state = _State.DONE
+                return None
+            case _:
+                raise _out_of_order(message)
 
     def _hear_welcome(self, data: bytes) -> None:
-        welcome = _parse(pb.PairWelcome(), data)
+        welcome = from_wire(_parse(pb.PairWelcome(), data), PairWelcome)
         assert self.other is not None, "the greetings come first"
         store = read_store(welcome.trust.statements, cluster_id=self.other.cluster_id)
         host = store.peers.get(self.other.node_id)
@@ -338,24 +346,25 @@ def wrong_code() -> PairingRejected:
 
 def refusal(error: EdgepipeError) -> bytes:
     """Return the message that ends an exchange."""
-    return _encode(refusal=error_to_wire(error))
+    return _encode(PairMessage(refusal=error))
 
 
 def waiting(at_most_s: int) -> bytes:
     """Return the host's message that a person is being asked."""
-    return _encode(waiting=pb.PairWaiting(at_most_s=at_most_s))
+    return _encode(PairMessage(waiting=PairWaiting(at_most_s=at_most_s)))
 
 
-def _out_of_order(kind: str | None) -> RemoteProtocolError:
+def _out_of_order(message: PairMessage) -> RemoteProtocolError:
+    kind = next((field.name for field in fields(message) if getattr(message, field.name) is not None), None)
     return RemoteProtocolError("the pairing went out of step", fact=f"'{kind}' came at the wrong time")
 
 
-def _encode(**parts: object) -> bytes:
-    return pb.PairMessage(**parts).SerializeToString()  # pyright: ignore[reportArgumentType]
+def _encode(message: PairMessage) -> bytes:
+    return to_wire(message, pb.PairMessage).SerializeToString()
 
 
-def _decode(data: bytes) -> pb.PairMessage:
-    return _parse(pb.PairMessage(), data)
+def _decode(data: bytes) -> PairMessage:
+    return from_wire(_parse(pb.PairMessage(), data), PairMessage)
 
 
 def _parse(into: M, data: bytes) -> M:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 
-from google.protobuf.message import Message
-
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.errors import RemoteProtocolError
+from edgepipe.wire.nodes import NodeState
 
 MAX_BEAT_BYTES = 1 << 20  # a state, a piece of the trust store (256 KB) and the keys of a full store (100 KB)
 MAX_STATE_BYTES = 512 << 10  # a node that serves has 5 KB, one with a thousand models 200 KB
@@ -25,29 +24,18 @@ def is_address(text: str) -> bool:
     return _ADDRESS.fullmatch(text) is not None and "//" not in text and int(text.rpartition(":")[2]) < 1 << 16
 
 
-def refusal(state: pb.NodeState) -> str:
-    """Return why a state is refused; empty if it is accepted."""
-    if state.ByteSize() > MAX_STATE_BYTES:
-        return f"it has {state.ByteSize()} bytes, at most {MAX_STATE_BYTES} are taken"
+def check_size(*, num_bytes: int, num_entries: int) -> None:
+    """Check a state's size before it is read. Raises RemoteProtocolError."""
+    if num_bytes > MAX_STATE_BYTES:
+        raise RemoteProtocolError(f"it has {num_bytes} bytes, at most {MAX_STATE_BYTES} are taken")
+    if num_entries > MAX_ENTRIES:
+        raise RemoteProtocolError(f"its lists have more than {MAX_ENTRIES} entries")
+
+
+def check_state(state: NodeState) -> None:
+    """Check a state's lists and address. Raises RemoteProtocolError."""
     for field, most in _MOST.items():
         if len(getattr(state, field)) > most:
-            return f"it has {len(getattr(state, field))} {field}, at most {most} are taken"
-    if _entries(state, MAX_ENTRIES) > MAX_ENTRIES:
-        return f"its lists have more than {MAX_ENTRIES} entries"
-    return "" if is_address(state.address) else "its address is not HOST:PORT"
-
-
-def _entries(message: Message, most: int) -> int:
-    """Count the entries of all lists in a message, at any depth; stop just beyond ``most``."""
-    found = 0
-    for field, value in message.ListFields():
-        if field.is_repeated:
-            found += len(value)
-        if found > most:
-            return found
-        if field.message_type is not None:
-            for part in value if field.is_repeated else (value,):
-                found += _entries(part, most - found)
-                if found > most:
-                    return found
-    return found
+            raise RemoteProtocolError(f"it has {len(getattr(state, field))} {field}, at most {most} are taken")
+    if not is_address(state.address):
+        raise RemoteProtocolError("its address is not HOST:PORT")

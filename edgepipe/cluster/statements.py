@@ -9,16 +9,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from google.protobuf.message import DecodeError
-
-from edgepipe.errors import CertificateInvalid, TrustInvalid
+from edgepipe.errors import CertificateInvalid, RemoteProtocolError, TrustInvalid
 from edgepipe.ids import NodeId
 from edgepipe.security.certificates import Certificate, KeyPair, read_certificate
 from edgepipe.security.trust_view import Role
-from edgepipe.wire.v1 import trust_pb2 as pb
+from edgepipe.wire.signed import trust_body_from_bytes, trust_body_to_bytes
+from edgepipe.wire.trust import Add, Found, Remove, TrustBody, TrustStatement
 
 MAX_KEPT = 96  # keys in one removal: as many statements as a store holds of one signer, ``standing.MAX_PER_SIGNER``
 MAX_STATEMENT_BYTES = 4096  # a removal with so many keys has 3.2 KB, an add 1.2 KB
@@ -53,6 +51,11 @@ class Statement:
         """Whether it makes a node an owner."""
         return self.role is Role.OWNER
 
+    @property
+    def signed(self) -> TrustStatement:
+        """The statement as it travels."""
+        return TrustStatement(body=self.body, signature=self.signature)
+
 
 def key_of(body: bytes) -> bytes:
     """Return ``Statement.key`` of a body."""
@@ -65,10 +68,10 @@ def certificate_of(statement: Statement) -> Certificate:
     return statement.certificate
 
 
-def sign(body: pb.TrustBody, signer: KeyPair) -> pb.TrustStatement:
+def sign(body: TrustBody, signer: KeyPair) -> TrustStatement:
     """Sign a body; return the statement as it travels."""
-    data = body.SerializeToString(deterministic=True)
-    return pb.TrustStatement(body=data, signature=signer.sign(_CONTEXT + data))
+    data = trust_body_to_bytes(body)
+    return TrustStatement(body=data, signature=signer.sign(_CONTEXT + data))
 
 
 def verifies(statement: Statement, certificate: Certificate) -> bool:
@@ -76,76 +79,71 @@ def verifies(statement: Statement, certificate: Certificate) -> bool:
     return certificate.verifies(statement.signature, _CONTEXT + statement.body)
 
 
-def to_wire(statements: Iterable[Statement]) -> list[pb.TrustStatement]:
-    """Encode statements for another member or for the disk."""
-    return [pb.TrustStatement(body=statement.body, signature=statement.signature) for statement in statements]
-
-
-def decode(wire: pb.TrustStatement) -> Statement:
+def decode(signed: TrustStatement) -> Statement:
     """Check a statement's form, not its signature. Raises TrustInvalid."""
-    if len(wire.body) + len(wire.signature) > MAX_STATEMENT_BYTES:
-        raise TrustInvalid("a trust statement is too long", fact=f"{len(wire.body)} bytes")
+    if len(signed.body) + len(signed.signature) > MAX_STATEMENT_BYTES:
+        raise TrustInvalid("a trust statement is too long", fact=f"{len(signed.body)} bytes")
     try:
-        body = pb.TrustBody.FromString(wire.body)
-    except DecodeError as exc:
+        body = trust_body_from_bytes(signed.body)
+    except RemoteProtocolError as exc:
         raise TrustInvalid("a trust statement cannot be read") from exc
-    kind = body.WhichOneof("statement")
-    if kind is None:
+    if body.statement is None:
         raise TrustInvalid("a trust statement has a kind unknown here", fact="it may come from a newer version")
-    body.DiscardUnknownFields()  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
-    if body.SerializeToString(deterministic=True) != wire.body:
+    if trust_body_to_bytes(body) != signed.body:
         raise TrustInvalid("a trust statement has fields unknown here", fact="it may come from a newer version")
     if not _NODE_ID.fullmatch(body.signer):
         raise TrustInvalid("a trust statement has no signer")
-    if kind == "found":
-        return _decode_found(wire, body)
+    if isinstance(body.statement, Found):
+        return _decode_found(signed, body, body.statement)
     if not _CLUSTER_ID.fullmatch(body.cluster_id):
         raise TrustInvalid("a trust statement names no cluster")
-    return _decode_add(wire, body) if kind == "add" else _decode_removal(wire, body)
+    if isinstance(body.statement, Add):
+        return _decode_add(signed, body, body.statement)
+    return _decode_removal(signed, body, body.statement)
 
 
-def _decode_found(wire: pb.TrustStatement, body: pb.TrustBody) -> Statement:
-    certificate = _checked(body.found.certificate)
+def _decode_found(signed: TrustStatement, body: TrustBody, found: Found) -> Statement:
+    certificate = _checked(found.certificate)
     about = NodeId(certificate.fingerprint)
-    if about != body.signer or body.cluster_id or len(body.found.nonce) != NONCE_BYTES:
+    if about != body.signer or body.cluster_id or len(found.nonce) != NONCE_BYTES:
         raise TrustInvalid("a founding statement is not its founder's")
     return Statement(
-        body=wire.body,
-        signature=wire.signature,
-        key=key_of(wire.body),
+        body=signed.body,
+        signature=signed.signature,
+        key=key_of(signed.body),
         signer=about,
         about=about,
         role=Role.OWNER,
         certificate=certificate,
-        name=_short(body.found.node_name),
-        founds=_short(body.found.cluster_name) or "cluster",
-        cluster_id=_cluster_id(wire.body),
+        name=_short(found.node_name),
+        founds=_short(found.cluster_name) or "cluster",
+        cluster_id=_cluster_id(signed.body),
         made_ms=body.made_ms,
         number=body.number,
     )
 
 
-def _decode_add(wire: pb.TrustStatement, body: pb.TrustBody) -> Statement:
-    if body.add.role not in list(Role):
+def _decode_add(signed: TrustStatement, body: TrustBody, add: Add) -> Statement:
+    if add.role not in list(Role):
         raise TrustInvalid("a trust statement gives a role unknown here")
-    certificate = _checked(body.add.certificate)
+    certificate = _checked(add.certificate)
     return Statement(
-        body=wire.body,
-        signature=wire.signature,
-        key=key_of(wire.body),
+        body=signed.body,
+        signature=signed.signature,
+        key=key_of(signed.body),
         signer=NodeId(body.signer),
         about=NodeId(certificate.fingerprint),
-        role=Role(body.add.role),
+        role=Role(add.role),
         certificate=certificate,
-        name=_short(body.add.node_name),
+        name=_short(add.node_name),
         cluster_id=body.cluster_id,
         made_ms=body.made_ms,
         number=body.number,
     )
 
 
-def _decode_removal(wire: pb.TrustStatement, body: pb.TrustBody) -> Statement:
-    about, kept = body.remove.node_id, body.remove.kept
+def _decode_removal(signed: TrustStatement, body: TrustBody, removal: Remove) -> Statement:
+    about, kept = removal.node_id, removal.kept
     if not _NODE_ID.fullmatch(about):
         raise TrustInvalid("a trust statement removes a node with a malformed id")
     if about == body.signer:
@@ -153,11 +151,11 @@ def _decode_removal(wire: pb.TrustStatement, body: pb.TrustBody) -> Statement:
     if len(kept) > MAX_KEPT or any(len(key) != KEY_BYTES for key in kept):
         raise TrustInvalid("a removal has a malformed list of kept statements", fact=f"{len(kept)} statements")
     return Statement(
-        body=wire.body,
-        signature=wire.signature,
-        key=key_of(wire.body),
+        body=signed.body,
+        signature=signed.signature,
+        key=key_of(signed.body),
         signer=NodeId(body.signer),
-        about=NodeId(about),
+        about=about,
         cluster_id=body.cluster_id,
         made_ms=body.made_ms,
         number=body.number,

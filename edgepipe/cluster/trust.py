@@ -23,14 +23,13 @@ from edgepipe.cluster.statements import (
     decode,
     key_of,
     sign,
-    to_wire,
     verifies,
 )
 from edgepipe.errors import TrustInvalid
 from edgepipe.ids import NodeId
 from edgepipe.security.certificates import Certificate, KeyPair
 from edgepipe.security.trust_view import Role, TrustedPeer
-from edgepipe.wire.v1 import trust_pb2 as pb
+from edgepipe.wire.trust import Add, Found, Remove, TrustBody, TrustStatement
 
 MAX_IDLE_BYTES = 384 << 10  # of statements without effect; they may get one when missing statements arrive
 MAX_STORE_BYTES = MAX_OWNERS * MAX_BYTES_PER_SIGNER + MAX_IDLE_BYTES + (256 << 10)  # with signatures: less than 4 MB
@@ -62,9 +61,9 @@ class TrustStore:
         """Return the peers that may change trust, by name."""
         return sorted((peer for peer in self.peers.values() if peer.role is Role.OWNER), key=lambda peer: peer.name)
 
-    def to_wire(self) -> pb.TrustSet:
-        """Encode all statements, in an order in which another store can take them."""
-        return pb.TrustSet(statements=to_wire(self.statements.values()))
+    def signed(self) -> tuple[TrustStatement, ...]:
+        """Return all statements as they travel, in an order in which another store can take them."""
+        return tuple(statement.signed for statement in self.statements.values())
 
     def name_for(self, node_id: NodeId, wanted: str) -> str:
         """Return ``wanted``, with a number if another peer has that name. A node with a number keeps it."""
@@ -156,14 +155,14 @@ class Merged:
 
 def found_cluster(*, name: str, node_name: str, founder: KeyPair, nonce: bytes, now_ms: int) -> TrustStore:
     """Found a cluster of one node, owned by ``founder``. Its id is the hash of its founding statement."""
-    found = pb.Found(cluster_name=name, nonce=nonce, certificate=founder.certificate.pem, node_name=node_name)
-    body = pb.TrustBody(signer=founder.fingerprint, made_ms=now_ms, number=1, found=found)
+    found = Found(cluster_name=name, nonce=nonce, certificate=founder.certificate.pem, node_name=node_name)
+    body = TrustBody(signer=founder.fingerprint, made_ms=now_ms, number=1, statement=found)
     return read_store([sign(body, founder)])
 
 
 def add_statement(
     store: TrustStore, *, signer: KeyPair, certificate: Certificate, role: Role, name: str, now_ms: int
-) -> pb.TrustStatement:
+) -> TrustStatement:
     """Sign an ``Add``. Raises TrustInvalid unless ``signer`` is an owner and the key was never removed."""
     require_owner(store, NodeId(signer.fingerprint))
     node_id = NodeId(certificate.fingerprint)
@@ -172,13 +171,13 @@ def add_statement(
             f"{name or node_id} was removed from this cluster, and that key stays out",
             next_step=f"on {name or 'that machine'}: edgepipe node join --new-identity CODE",
         )
-    added = pb.Add(certificate=certificate.pem, role=role, node_name=name)
-    return sign(_body(store, signer, now_ms, add=added), signer)
+    added = Add(certificate=certificate.pem, role=role, node_name=name)
+    return sign(_body(store, signer, now_ms, added), signer)
 
 
 def removal_statements(
     store: TrustStore, *, signer: KeyPair, node_id: NodeId, now_ms: int, keep_added: bool = False
-) -> list[pb.TrustStatement]:
+) -> list[TrustStatement]:
     """Sign the statements by which an owner removes a node for ever: see ``TrustStore.removals_for``.
 
     Raises TrustInvalid unless ``signer`` is an owner other than ``node_id``.
@@ -196,16 +195,15 @@ def removal_statements(
 
 def _signed_removals(
     store: TrustStore, signer: KeyPair, gone: Iterable[tuple[NodeId, list[bytes]]], now_ms: int
-) -> list[pb.TrustStatement]:
+) -> list[TrustStatement]:
     number = store.next_number(NodeId(signer.fingerprint))
-    statements: list[pb.TrustStatement] = []
-    for offset, (node_id, kept) in enumerate(gone):
-        removed = pb.Remove(node_id=node_id, kept=kept)
-        statements.append(sign(_body(store, signer, now_ms, number=number + offset, remove=removed), signer))
-    return statements
+    return [
+        sign(_body(store, signer, now_ms, Remove(node_id=node_id, kept=tuple(kept)), number=number + offset), signer)
+        for offset, (node_id, kept) in enumerate(gone)
+    ]
 
 
-def renewed_removals(store: TrustStore, *, signer: KeyPair, now_ms: int) -> list[pb.TrustStatement]:
+def renewed_removals(store: TrustStore, *, signer: KeyPair, now_ms: int) -> list[TrustStatement]:
     """Sign again, as an owner, removals of owners in the earlier form, which bound nothing.
 
     Empty if no removal needs it, and if ``signer`` is no owner. The adds that those removals kept stay valid.
@@ -219,7 +217,7 @@ def renewed_removals(store: TrustStore, *, signer: KeyPair, now_ms: int) -> list
     return _signed_removals(store, signer, gone, now_ms)
 
 
-def read_store(statements: Iterable[pb.TrustStatement], *, cluster_id: str = "") -> TrustStore:
+def read_store(statements: Iterable[TrustStatement], *, cluster_id: str = "") -> TrustStore:
     """Build the store of these statements; leave foreign ones out. Raises TrustInvalid without exactly one founding
     statement of the cluster (of any cluster if ``cluster_id`` is empty)."""
     decoded, _ = _decode_all(statements)
@@ -236,9 +234,9 @@ def read_store(statements: Iterable[pb.TrustStatement], *, cluster_id: str = "")
     return _grow(store_of(founder, []), decoded).store
 
 
-def merge(store: TrustStore, statements: Iterable[pb.TrustStatement]) -> Merged:
+def merge(store: TrustStore, statements: Iterable[TrustStatement]) -> Merged:
     """Add to the store the statements that an owner of its cluster signed."""
-    decoded, refused = _decode_all(wire for wire in statements if key_of(wire.body) not in store.statements)
+    decoded, refused = _decode_all(signed for signed in statements if key_of(signed.body) not in store.statements)
     grown = _grow(store, decoded)
     return Merged(
         store=grown.store,
@@ -265,22 +263,22 @@ def require_owner(store: TrustStore, signer: NodeId) -> None:
         )
 
 
-def _body(store: TrustStore, signer: KeyPair, now_ms: int, *, number: int = 0, **statement: object) -> pb.TrustBody:
-    return pb.TrustBody(
+def _body(store: TrustStore, signer: KeyPair, now_ms: int, statement: Add | Remove, *, number: int = 0) -> TrustBody:
+    return TrustBody(
         cluster_id=store.cluster_id,
         signer=signer.fingerprint,
         made_ms=now_ms,
         number=number or store.next_number(NodeId(signer.fingerprint)),
-        **statement,  # pyright: ignore[reportArgumentType] - one of ``add`` and ``remove``
+        statement=statement,
     )
 
 
-def _decode_all(statements: Iterable[pb.TrustStatement]) -> tuple[list[Statement], list[str]]:
+def _decode_all(statements: Iterable[TrustStatement]) -> tuple[list[Statement], list[str]]:
     good: list[Statement] = []
     refused: list[str] = []
-    for wire in statements:
+    for signed in statements:
         try:
-            good.append(decode(wire))
+            good.append(decode(signed))
         except TrustInvalid as error:
             refused.append(str(error))
     return good, refused

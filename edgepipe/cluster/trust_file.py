@@ -8,12 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from google.protobuf.message import DecodeError
-
 from edgepipe.cluster.private_files import make_private_folder, read_private, write_private
 from edgepipe.cluster.trust import TrustStore, read_store
-from edgepipe.errors import ConfigInvalid, TrustInvalid
-from edgepipe.wire.v1 import trust_pb2 as pb
+from edgepipe.errors import ConfigInvalid, RemoteProtocolError, TrustInvalid
+from edgepipe.wire.signed import trust_set_from_bytes, trust_set_to_bytes
+from edgepipe.wire.trust import TrustStatement
 
 _MAGIC = b"edgepipe trust 1\n"
 _HASH_BYTES = 32
@@ -56,7 +55,7 @@ class TrustFile:
             self._before.unlink()
         with suppress(FileNotFoundError):
             os.link(self.path, self._before)  # the store itself exists at every moment between the two steps
-        data = store.to_wire().SerializeToString()
+        data = trust_set_to_bytes(store.signed())
         data = _MAGIC + hashlib.sha256(data).digest() + data
         if not self._before.exists():
             write_private(self._before, data)  # the first time: a copy, so that damage to one file spares the other
@@ -69,11 +68,11 @@ class TrustFile:
 
     def _saved(self, damage: str) -> TrustStore:
         """Rescue statements from the version before and the rest of this one: each statement has its own signature."""
-        statements: list[pb.TrustStatement] = []
+        statements: list[TrustStatement] = []
         for path in (self._before, self.path):
-            with suppress(OSError, ConfigInvalid, DecodeError):
+            with suppress(OSError, ConfigInvalid, RemoteProtocolError):
                 data = read_private(path, most_bytes=_MOST_BYTES)
-                statements += pb.TrustSet.FromString(data[len(_MAGIC) + _HASH_BYTES :]).statements
+                statements += trust_set_from_bytes(data[len(_MAGIC) + _HASH_BYTES :])
         try:
             return read_store(statements)
         except TrustInvalid as exc:
@@ -91,6 +90,6 @@ def _whole(data: bytes) -> TrustStore:
     if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != data[len(_MAGIC) : head]:
         raise TrustInvalid(f"its {len(data)} bytes do not match their hash")
     try:
-        return read_store(pb.TrustSet.FromString(body).statements)
-    except DecodeError as exc:
+        return read_store(trust_set_from_bytes(body))
+    except RemoteProtocolError as exc:
         raise TrustInvalid("it cannot be read", fact=str(exc)) from exc

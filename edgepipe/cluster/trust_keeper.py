@@ -23,7 +23,7 @@ from edgepipe.ids import NodeId
 from edgepipe.security.certificates import Certificate, KeyPair
 from edgepipe.security.trust_view import Role, TrustedPeer
 from edgepipe.telemetry.audit import AuditKind, AuditLog
-from edgepipe.wire.v1 import trust_pb2 as pb
+from edgepipe.wire.trust import TrustStatement
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _BAD_COSTS = 64  # a bad statement costs as much as so many new ones
 class _Source:
     """A member that sends statements: its waiting pieces, and how many more it may send."""
 
-    pieces: deque[tuple[bytes, list[pb.TrustStatement]]]
+    pieces: deque[tuple[bytes, list[TrustStatement]]]
     allowed: float
     as_of_s: float
 
@@ -157,18 +157,18 @@ class TrustKeeper:
             next_step="name it by the beginning of its id" if found else "see 'edgepipe peers'",
         )
 
-    def hear(self, source: NodeId, *, digest: bytes, statements: Sequence[pb.TrustStatement]) -> None:
+    def hear(self, source: NodeId, *, digest: bytes, statements: Sequence[TrustStatement]) -> None:
         """Take a connected member's digest, and maybe statements. ``run`` checks them off the event loop.
 
         A member that sends too much at once, or badly signed statements, is ignored for a while.
         """
         sender = self._source(source)
         if len(statements) > MAX_PIECE_STATEMENTS:
-            self._refuse(source, f"{len(statements)} statements at once")
+            self._refuse(source, f"more than {MAX_PIECE_STATEMENTS} statements at once")
             sender.allowed = -_BAD_COSTS * _NEW_PER_S
             return
         held = self._store.statements
-        new = [wire for wire in statements if key_of(wire.body) not in held]
+        new = [signed for signed in statements if key_of(signed.body) not in held]
         if not new and not self.damage:
             return
         sender.allowed -= len(new)
@@ -176,7 +176,7 @@ class TrustKeeper:
             sender.pieces.append((digest, new))
             self._heard.set()
 
-    async def take_in(self, source: NodeId, *, digest: bytes, statements: Sequence[pb.TrustStatement]) -> None:
+    async def take_in(self, source: NodeId, *, digest: bytes, statements: Sequence[TrustStatement]) -> None:
         """Merge a member's statements; only those with an owner's signature count."""
         async with self._merging:
             merged = await asyncio.to_thread(merge, self._store, statements)
@@ -281,7 +281,7 @@ class TrustKeeper:
         logger.warning("trust statement refused from=%s: %s", source, reason)
         self.audit.record(AuditKind.BAD_STATEMENT, who=source, detail=reason)
 
-    async def _say(self, statements: list[pb.TrustStatement]) -> None:
+    async def _say(self, statements: list[TrustStatement]) -> None:
         if self.damage:
             raise TrustInvalid(
                 "the trust store is damaged and not whole again yet",

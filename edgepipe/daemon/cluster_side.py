@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from edgepipe.cluster.discovery import Announcement, Discovery
 from edgepipe.cluster.heartbeats import Heartbeats
@@ -18,7 +19,7 @@ from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.network.remembered import RememberedAddresses
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.link.shaped import make_network
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.nodes import NodeState
 
 logger = logging.getLogger(__name__)
 
@@ -146,9 +147,9 @@ class NodePresence:
             incarnation=self._basis.incarnation,
         )
 
-    def _tell_silent(self, state: pb.NodeState) -> None:
+    def _tell_silent(self, state: NodeState) -> NodeState:
         dead = (member for member in self.membership.absent() if member.status is MemberStatus.DEAD)
-        state.silent.extend(member.node.node_id for member in dead)
+        return replace(state, silent=tuple(member.node.node_id for member in dead))
 
     def _on_member(self, change: MemberChanged) -> None:
         self.introductions.refresh()

@@ -18,9 +18,16 @@ from edgepipe.daemon.network.neighbours import Neighbours
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.daemon.serving.serve_book import ServeBook
-from edgepipe.ids import NodeId
-from edgepipe.wire.common import error_to_wire
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.nodes import (
+    AbsentNode,
+    ChildState,
+    ClusterStatus,
+    ClusterView,
+    MemberState,
+    RefusedPeer,
+    ServedModel,
+)
+from edgepipe.wire.serving import BrokenLink
 
 _MOST_LOADABLE = 256  # model names sent to a gateway
 
@@ -62,20 +69,24 @@ class ClusterViews:
         self._clock = clock
         self._started_s = clock.monotonic_s()
 
-    def for_gateway(self) -> pb.ClusterView:
+    def for_gateway(self) -> ClusterView:
         """Return the served models whose metadata is here, with their engines."""
-        view = pb.ClusterView(cluster_id=self._trust.store.cluster_id)
-        view.members.extend(self._members())
-        view.absent.extend(self._absent())
-        for node in self._peers.nodes():
-            for engine in node.engines:
-                if path := self._models.metadata_path(engine.model, engine.manifest_hash):
-                    on_request = self._book.is_on_request(engine.pipeline_id)
-                    view.served.add(engine=engine, model_path=str(path), on_request=on_request)
-        view.stopped.extend(self._book.stopped())
-        if self._load_on_request:
-            view.loadable.extend(self._loadable())
-        return view
+        engines = [engine for node in self._peers.nodes() for engine in node.engines]
+        paths = [self._models.metadata_path(engine.model, engine.manifest_hash) for engine in engines]
+        return ClusterView(
+            cluster_id=self._trust.store.cluster_id,
+            members=self._members(),
+            served=tuple(
+                ServedModel(
+                    engine=engine, model_path=str(path), on_request=self._book.is_on_request(engine.pipeline_id)
+                )
+                for engine, path in zip(engines, paths, strict=True)
+                if path is not None
+            ),
+            absent=self._absent(),
+            loadable=tuple(self._loadable()) if self._load_on_request else (),
+            stopped=tuple(self._book.stopped()),
+        )
 
     def _loadable(self) -> list[str]:
         """Return models that are whole on some disk and not served; leave out names of two different contents."""
@@ -86,60 +97,59 @@ class ClusterViews:
         contents = Counter(model for model, _ in whole)
         return sorted(model for model, count in contents.items() if count == 1 and model not in served)[:_MOST_LOADABLE]
 
-    def status(self) -> pb.ClusterStatus:
+    def status(self) -> ClusterStatus:
         """Return everything that people may want to know."""
-        status = pb.ClusterStatus(
+        return ClusterStatus(
             cluster_id=self._trust.store.cluster_id,
             cluster_name=self._trust.store.cluster_name,
+            members=self._members(),
+            engines=tuple(engine for node in self._peers.nodes() for engine in node.engines),
             node_id=self._trust.node_id,
             uptime_ms=int((self._clock.monotonic_s() - self._started_s) * 1000),
+            children=tuple(_child_state(child) for child in self._children.running()),
             data_dir=str(self._data_dir),
+            refused=tuple(RefusedPeer(peer=peer, error=error) for peer, error in self._heartbeats.refusals.items()),
+            refused_handshakes=self._handshakes.count(),
+            absent=self._absent(),
+            broken_links=tuple(
+                BrokenLink(node_id=node_id, other_id=other) for node_id, other in self._membership.broken_links()
+            ),
+            neighbours=tuple(self._neighbours.others()),
+            discovery_problem=self._discovery_problem(),
+            removed=not self._trust.belongs,
+            trust_damage=self._trust.damage,
             num_tasks=len(asyncio.all_tasks()),
         )
-        status.members.extend(self._members())
-        status.absent.extend(self._absent())
-        for node_id, other in self._membership.broken_links():
-            status.broken_links.add(node_id=node_id, other_id=other)
-        status.neighbours.extend(self._neighbours.others())
-        status.discovery_problem = self._discovery_problem()
-        status.removed = not self._trust.belongs
-        status.trust_damage = self._trust.damage
-        status.refused_handshakes = self._handshakes.count()
-        status.engines.extend(engine for node in self._peers.nodes() for engine in node.engines)
-        status.children.extend(_child_state(child) for child in self._children.running())
-        for peer, error in self._heartbeats.refusals.items():
-            status.refused.add(peer=peer, error=error_to_wire(error))
-        return status
 
-    def _members(self) -> list[pb.MemberState]:
+    def _members(self) -> tuple[MemberState, ...]:
         """Return this node first, then every reachable member."""
         now_s, skews_ms = self._clock.monotonic_s(), self._heartbeats.clock_skews_ms
-        own = pb.MemberState(node=self._local.state, state="alive", self=True)
-        others = [
-            pb.MemberState(
+        own = MemberState(node=self._local.state, state="alive", self=True)
+        others = (
+            MemberState(
                 node=self._peers.bound(member.node),
                 state=member.status,
                 rtt_ms=member.rtt_ms,
                 gap_ms=member.gaps.p99_s(now=now_s) * 1e3,
-                clock_skew_ms=skews_ms.get(NodeId(member.node.node_id), 0.0),
+                clock_skew_ms=skews_ms.get(member.node.node_id, 0.0),
             )
             for member in self._membership.reachable()
-        ]
-        return [own, *others]
+        )
+        return (own, *others)
 
-    def _absent(self) -> list[pb.AbsentNode]:
+    def _absent(self) -> tuple[AbsentNode, ...]:
         """Return the nodes that went without a goodbye, with the time by this machine's wall clock."""
         now_s, wall_s = self._clock.monotonic_s(), self._clock.wall_s()
-        return [
-            pb.AbsentNode(
+        return tuple(
+            AbsentNode(
                 node_id=member.node.node_id,
                 name=member.node.name,
                 state=member.status,
                 since_us=int((wall_s - (now_s - member.status_since_s)) * 1e6),
             )
             for member in self._membership.absent()
-        ]
+        )
 
 
-def _child_state(child: Child) -> pb.ChildState:
-    return pb.ChildState(kind=child.kind, pid=child.pid, state=child.state)
+def _child_state(child: Child) -> ChildState:
+    return ChildState(kind=child.kind, pid=child.pid, state=child.state)

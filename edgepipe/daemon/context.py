@@ -16,8 +16,8 @@ from edgepipe.security.access import Kind
 from edgepipe.security.mutual_tls import Denial, MutualTls, Plaintext, Security
 from edgepipe.system import RandomIds, SystemClock
 from edgepipe.telemetry.audit import AuditKind
-from edgepipe.wire.common import make_hello
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.children import DeniedCall
+from edgepipe.wire.common import Hello
 from edgepipe.workers.settings import ChildSettings
 
 
@@ -46,7 +46,7 @@ class NodeBasis:
         self.timeouts = _timeouts_for(host)
         self.http_keys = keys_in_force(config, data_dir.path)
         self.clock, self.ids = SystemClock(), RandomIds()
-        self.hello = make_hello(
+        self.hello = Hello(
             role="node",
             node_id=self.node_id,
             node_name=config.name,
@@ -76,7 +76,7 @@ class NodeBasis:
     def _on_denied(self, denial: Denial) -> None:
         self.trust.audit.record(AuditKind.DENIED, who=denial.who, detail=denial.what)
 
-    def _on_child_denied(self, denied: pb.DeniedCall) -> None:
+    def _on_child_denied(self, denied: DeniedCall) -> None:
         self._on_denied(Denial(who=denied.who, what=denied.what))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from edgepipe.daemon.cluster_side import NodePresence
 from edgepipe.daemon.cluster_views import ClusterViews
@@ -22,7 +23,9 @@ from edgepipe.daemon.serving.replanning import Replanner
 from edgepipe.daemon.serving.replication import Replication
 from edgepipe.daemon.serving.serving import Serving
 from edgepipe.daemon.serving.survey import Surveyor
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.nodes import NodeState
+from edgepipe.wire.serving import ServeRequest
 
 
 class NodeHosting:
@@ -88,16 +91,19 @@ class NodeHosting:
         """Return whether a stage or an engine is here."""
         return any(device.reserved_bytes for device in self.device.state()) or bool(self.engines.states())
 
-    def _tell(self, state: pb.NodeState) -> None:
-        state.devices.extend(self.device.state())
-        state.engines.extend(self.engines.states())
-        state.models.extend(self.models.on_disk())
-        state.transfers.extend(self.models.transfers())
-        state.disk_free_bytes = self.models.free_bytes
-        state.gateways.extend([self.gateway.certificate, *self.guests.certificates()])
-        state.serves.extend(self.book.records())
-        state.draining = self.drain.active
-        state.http_port = self.gateway.http_port
+    def _tell(self, state: NodeState) -> NodeState:
+        return replace(
+            state,
+            devices=tuple(self.device.state()),
+            engines=tuple(self.engines.states()),
+            models=tuple(self.models.on_disk()),
+            transfers=tuple(self.models.transfers()),
+            http_port=self.gateway.http_port,
+            gateways=(self.gateway.certificate, *self.guests.certificates()),
+            serves=self.book.records(),
+            draining=self.drain.active,
+            disk_free_bytes=self.models.free_bytes,
+        )
 
     def _has_engine(self, pipeline_id: str) -> bool:
         return any(engine.pipeline_id == pipeline_id for _, engine in self.serving.engines())
@@ -204,7 +210,9 @@ class NodeHosting:
             new_settings=lambda http_port: self._basis.child_settings("gateway", http_port=http_port),
             http_port=self._basis.config.http_port,
             view=self.views.for_gateway,
-            load=lambda model: self.serving.serve(pb.ServeRequest(model=model, options=pb.ServeSpec(on_request=True))),
+            load=lambda model: self.serving.serve(
+                ServeRequest(model=model, options=ServeSpec(model=model, on_request=True))
+            ),
             unload=lambda model: self.serving.unload(model),
             changes=self._changes,
             tasks=self._tasks,

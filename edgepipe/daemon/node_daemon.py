@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgepipe.cluster.address_watch import AddressWatch
@@ -24,7 +24,7 @@ from edgepipe.daemon.node_servers import NodeServers
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.daemon.serving.leaving import Leaving
 from edgepipe.errors import ConfigInvalid
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.nodes import NodeState
 
 logger = logging.getLogger(__name__)
 
@@ -185,8 +185,8 @@ class NodeDaemon:
     def _greet(self, child: Child) -> None:
         self._presence.introductions.greet(child)
 
-    def _tell_leaving(self, state: pb.NodeState) -> None:
-        state.sleeps_soon = self._leaving is not None and self._leaving.sleeps_soon
+    def _tell_leaving(self, state: NodeState) -> NodeState:
+        return replace(state, sleeps_soon=self._leaving is not None and self._leaving.sleeps_soon)
 
     async def _follow_address(self) -> None:
         """Start the node anew when the machine's address changes. Polls, as systems have no common notification."""

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from edgepipe.cluster.admission import cluster_label
@@ -25,7 +26,18 @@ from edgepipe.daemon.serving.serving import Serving
 from edgepipe.errors import AccessDenied, PairingRejected, QueueFull, VersionMismatch
 from edgepipe.security.access import Kind
 from edgepipe.security.mutual_tls import Security
-from edgepipe.wire.common import check_hello, epoch_from_wire, epoch_to_wire
+from edgepipe.wire.children import ChildReport, PrepareRequest, ProfileLayerRequest
+from edgepipe.wire.codec import from_wire, to_wire
+from edgepipe.wire.common import Hello, check_hello, epoch_from_wire, hello_from_wire
+from edgepipe.wire.nodes import ClusterStatus
+from edgepipe.wire.serving import (
+    KeepCopyRequest,
+    RebalanceRequest,
+    ServeRecord,
+    ServeRequest,
+    StartEngineRequest,
+    VouchReply,
+)
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
 
@@ -35,10 +47,11 @@ _MAX_LOG_LINES = 2000
 Admit = Callable[[common_pb2.Hello], None]
 
 
-def admit_to(own: common_pb2.Hello) -> Admit:
+def admit_to(own: Hello) -> Admit:
     """Return a check of callers: same protocol, same cluster. It raises VersionMismatch or PairingRejected."""
 
-    def admit(hello: common_pb2.Hello) -> None:
+    def admit(message: common_pb2.Hello) -> None:
+        hello = hello_from_wire(message)
         check_hello(hello, own_name=own.node_name)
         if hello.cluster_id != own.cluster_id:
             raise PairingRejected(
@@ -90,22 +103,24 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Fetch missing tensors, reserve memory, load a stage."""
         self._admit(request.hello)
         self._security.require_node(context, request.hello.node_id)
-        engine = self._security.caller(context, Kind.ENGINE)
-        await self._book.until_engine(
-            request.pipeline_id, request.hello.node_id, request.manifest_hash, timeout_s=self._record_s
-        )
+        engine_node, engine = request.hello.node_id, self._security.caller(context, Kind.ENGINE)
+        wanted = from_wire(request, PrepareRequest)
+        await self._book.until_engine(wanted.pipeline_id, engine_node, wanted.manifest_hash, timeout_s=self._record_s)
         model = await self._models.adopt(
-            request.model,
-            manifest_hash=request.manifest_hash,
-            first_source=request.weights_node,
+            wanted.model,
+            manifest_hash=wanted.manifest_hash,
+            first_source=wanted.weights_node,
             wanted_by=self._other(request.hello),
         )
-        fetching = self._models.fetch(model, list(request.slices), first_source=request.weights_node)
+        fetching = self._models.fetch(model, wanted.slices, first_source=wanted.weights_node)
         async with aclosing(fetching):
             async for progress in fetching:
-                yield pb.PrepareEvent(progress=progress)
-        async for event in self._device.prepare(request, path=str(model.path), config=model.config, engine=engine):
-            yield event
+                yield pb.PrepareEvent(progress=to_wire(progress, pb.PrepareProgress))
+        preparing = self._device.prepare(
+            wanted, engine_node=engine_node, path=str(model.path), config=model.config, engine=engine
+        )
+        async for event in preparing:
+            yield to_wire(event, pb.PrepareEvent)
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseReply:
         """End a pipeline's stage here, for the node of its present or recorded engine."""
@@ -124,8 +139,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Run a model's engine beside this daemon, once, for the node that had the model served."""
         self._admit(request.hello)
         self._security.require_node(context, request.hello.node_id)
-        self._book.merge(request.hello.node_id, [request.record])
-        held = self._book.held(request.pipeline_id)
+        wanted = from_wire(request, StartEngineRequest)
+        self._book.merge(request.hello.node_id, [from_wire(request.record, ServeRecord)])
+        held = self._book.held(wanted.pipeline_id)
         if (
             held is None
             or held.stopped
@@ -133,22 +149,21 @@ class NodeService(node_pb2_grpc.NodeServicer):
             or not self._peers.is_self(held.engine_node)
         ):
             raise AccessDenied("no record of the caller asks for this engine here", next_step="serve the model again")
-        request.spec.CopyFrom(held.spec)
         model = await self._models.adopt(
-            request.spec.model,
-            manifest_hash=request.spec.manifest_hash,
+            held.spec.model,
+            manifest_hash=held.spec.manifest_hash,
             first_source=request.hello.node_id,
             wanted_by=self._other(request.hello),
         )
-        if self._engines.state_of(request.pipeline_id) is not None:
-            raise AccessDenied("the pipeline has its engine here already", fact=request.pipeline_id)
-        await self._engines.start(request, model_config=model.config_json)
+        if self._engines.state_of(wanted.pipeline_id) is not None:
+            raise AccessDenied("the pipeline has its engine here already", fact=wanted.pipeline_id)
+        await self._engines.start(replace(wanted, spec=held.spec), model_config=model.config_json)
         return pb.StartEngineReply()
 
     async def StopEngine(self, request: pb.StopEngineRequest, context: Any) -> pb.StopEngineReply:
         """End an engine that runs here."""
         self._admit(request.hello)
-        self._book.merge(request.hello.node_id, [request.record])
+        self._book.merge(request.hello.node_id, [from_wire(request.record, ServeRecord)])
         held = self._book.held(request.pipeline_id)
         if held is not None and not held.stopped and self._peers.is_self(held.engine_node):
             raise AccessDenied("no record says that this model is stopped")
@@ -164,20 +179,21 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def Vouch(self, request: pb.VouchRequest, context: Any) -> pb.VouchReply:
         """Return whether this node hears another, and the pipeline's highest epoch here."""
         self._admit(request.hello)
-        highest = self._device.epoch_of(request.pipeline_id)
-        return pb.VouchReply(
+        reply = VouchReply(
             hears=self._peers.reaches(request.node_id),
-            highest=epoch_to_wire(highest) if highest is not None else None,
             draining=self._peers.own_drains,
+            highest=self._device.epoch_of(request.pipeline_id),
         )
+        return to_wire(reply, pb.VouchReply)
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceReply:
         """Place anew a pipeline whose engine runs here."""
         self._admit(request.hello)
         self._security.require_node(context, request.hello.node_id)
         self._book.require_director(request.hello.node_id, request.pipeline_id)
+        wanted = from_wire(request, RebalanceRequest)
         return pb.RebalanceReply(
-            changed=await self._engines.rebalance(request.pipeline_id, num_nodes=request.num_nodes, moves=request.moves)
+            changed=await self._engines.rebalance(wanted.pipeline_id, num_nodes=wanted.num_nodes, moves=wanted.moves)
         )
 
     async def KeepCopy(self, request: pb.KeepCopyRequest, context: Any) -> AsyncGenerator[pb.PrepareProgress]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -185,13 +201,15 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self._admit(request.hello)
         self._security.require_node(context, request.hello.node_id)
         self._book.require_content(request.hello.node_id, request.manifest_hash)
-        async for progress in self._replication.keep(request):
-            yield progress
+        keeping = self._replication.keep(from_wire(request, KeepCopyRequest), asking=request.hello.node_id)
+        async for progress in keeping:
+            yield to_wire(progress, pb.PrepareProgress)
 
     async def ProfileLayer(self, request: pb.ProfileLayerRequest, context: Any) -> pb.LayerProfile:
         """Measure a layer of a shape on this node's device."""
         self._admit(request.hello)
-        return await self._device.profile_layer(request)
+        profile = await self._device.profile_layer(from_wire(request, ProfileLayerRequest))
+        return to_wire(profile, pb.LayerProfile)
 
     async def ProfileLinks(self, request: pb.ProfileLinksRequest, context: Any) -> pb.ProfileLinksReply:
         """Measure the links from here to other nodes."""
@@ -200,7 +218,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         links = (
             self._links.known(wanted) if request.known_only else await self._links.measure(wanted, fresh=request.fresh)
         )
-        return pb.ProfileLinksReply(links=links)
+        return pb.ProfileLinksReply(links=[to_wire(link, pb.LinkProfile) for link in links])
 
     def _other(self, hello: common_pb2.Hello) -> str:
         """Return the caller's node for ``Models.adopt``: empty for this one."""
@@ -226,23 +244,21 @@ class WeightsService(node_pb2_grpc.WeightsServicer):
         """Yield a tensor's bytes from an offset on."""
         self._admit(request.hello)
         with self._reading(context):
-            async for chunk in self._models.read_tensor(
-                request.model,
-                request.manifest_hash,
-                request.name,
-                offset=request.offset,
-                bytes_per_s=request.bytes_per_s,
+            offset = request.offset
+            async for data in self._models.read_tensor(
+                request.model, request.manifest_hash, request.name, offset=offset, bytes_per_s=request.bytes_per_s
             ):
-                yield chunk
+                yield pb.DataChunk(offset=offset, data=data)
+                offset += len(data)
 
     async def ReadFile(self, request: pb.ReadFileRequest, context: Any) -> AsyncGenerator[pb.DataChunk]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield a metadata file's bytes from an offset on."""
         self._admit(request.hello)
         with self._reading(context):
-            async for chunk in self._models.read_file(
-                request.model, request.manifest_hash, request.name, offset=request.offset
-            ):
-                yield chunk
+            offset = request.offset
+            async for data in self._models.read_file(request.model, request.manifest_hash, request.name, offset=offset):
+                yield pb.DataChunk(offset=offset, data=data)
+                offset += len(data)
 
     @contextmanager
     def _reading(self, context: Any) -> Generator[None]:
@@ -268,8 +284,9 @@ class ChildrenService(node_pb2_grpc.ChildrenServicer):
 
     async def Attach(self, request_iterator: Any, context: Any) -> AsyncGenerator[pb.ChildCommand]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take reports, send commands."""
-        async for command in self._children.attach(request_iterator):
-            yield command
+        reports = (from_wire(report, ChildReport) async for report in request_iterator)
+        async for command in self._children.attach(reports):
+            yield to_wire(command, pb.ChildCommand)
 
 
 class AdminService(node_pb2_grpc.AdminServicer):
@@ -279,7 +296,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
         self,
         *,
         serving: Serving,
-        status: Callable[[], pb.ClusterStatus],
+        status: Callable[[], ClusterStatus],
         logs: LogTail,
         shut_down: Callable[[], None],
         refresh_models: Callable[[], Awaitable[None]],
@@ -302,25 +319,27 @@ class AdminService(node_pb2_grpc.AdminServicer):
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.ClusterStatus:
         """Return the cluster as this node sees it."""
         admit_command_line(request.hello)
-        return self._status()
+        return to_wire(self._status(), pb.ClusterStatus)
 
     async def Serve(self, request: pb.ServeRequest, context: Any) -> AsyncGenerator[pb.ServeEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Serve a model; the last event holds its engine."""
         admit_command_line(request.hello)
         await self._refresh_models()
-        async for event in self._serving.serve(request):
-            yield event
+        async for event in self._serving.serve(from_wire(request, ServeRequest)):
+            yield to_wire(event, pb.ServeEvent)
 
     async def Survey(self, request: pb.SurveyRequest, context: Any) -> pb.SurveyReply:
         """Measure the inputs of a model's plan."""
         admit_command_line(request.hello)
         await self._refresh_models()
-        return await self._serving.survey(request.model, request.dtype, fresh=request.fresh)
+        survey = await self._serving.survey(request.model, request.dtype, fresh=request.fresh)
+        return to_wire(survey, pb.SurveyReply)
 
     async def MeasureLinks(self, request: pb.MeasureLinksRequest, context: Any) -> pb.ProfileLinksReply:
         """Measure the latency and rate of every link between nodes."""
         admit_command_line(request.hello)
-        return pb.ProfileLinksReply(links=await self._serving.measure_links())
+        links = await self._serving.measure_links()
+        return pb.ProfileLinksReply(links=[to_wire(link, pb.LinkProfile) for link in links])
 
     async def StopModel(self, request: pb.StopModelRequest, context: Any) -> pb.StopModelReply:
         """Stop a model, or all models."""
@@ -352,14 +371,14 @@ class AdminService(node_pb2_grpc.AdminServicer):
             self._drain.undo()
             return
         async for event in self._drain.run():
-            yield event
+            yield to_wire(event, pb.DrainEvent)
 
     async def Replicate(self, request: pb.ReplicateRequest, context: Any) -> AsyncGenerator[pb.ReplicateEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Copy a model's parts to other disks."""
         admit_command_line(request.hello)
         await self._refresh_models()
         async for event in self._replication.replicate(request.model, copies=request.copies):
-            yield event
+            yield to_wire(event, pb.ReplicateEvent)
 
     async def ActAsGateway(self, request: pb.GatewayRequest, context: Any) -> AsyncIterator[pb.GatewayReply]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Let a command call engines until it ends the stream."""
@@ -373,7 +392,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
 def admit_command_line(hello: common_pb2.Hello) -> None:
     """Raise VersionMismatch to a command line whose version differs from the running node's."""
     try:
-        check_hello(hello, own_name="the running node")
+        check_hello(hello_from_wire(hello), own_name="the running node")
     except VersionMismatch as error:
         error.what = "the command line and the running node speak different versions of the protocol"
         error.next_step = "edgepipe node stop, then edgepipe node start"

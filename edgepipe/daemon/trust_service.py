@@ -9,12 +9,25 @@ from typing import Any
 
 from edgepipe.cluster.membership import Membership
 from edgepipe.cluster.statements import Statement
+from edgepipe.cluster.trust import TrustStore
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.daemon.pairing.joining import join_cluster
 from edgepipe.daemon.pairing.pairing_host import PairingHost
 from edgepipe.daemon.services import admit_command_line
 from edgepipe.errors import RequestInvalid
 from edgepipe.ids import NodeId
+from edgepipe.security.trust_view import TrustedPeer
+from edgepipe.wire.codec import from_wire, to_wire
+from edgepipe.wire.trust import (
+    InviteCommand,
+    JoinDone,
+    JoinEvent,
+    JoinRequest,
+    JoinWaiting,
+    ListPeersReply,
+    PeerState,
+    RemovePeerReply,
+)
 from edgepipe.wire.v1 import trust_pb2 as pb
 from edgepipe.wire.v1 import trust_pb2_grpc
 
@@ -46,25 +59,26 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
 
     async def Invite(self, request_iterator: Any, context: Any) -> AsyncGenerator[pb.InviteEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run one pairing window."""
-        async for event in self._pairing.invite(aiter(request_iterator)):
-            yield event
+        commands = (from_wire(command, InviteCommand) async for command in request_iterator)
+        async for event in self._pairing.invite(commands):
+            yield to_wire(event, pb.InviteEvent)
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> AsyncGenerator[pb.JoinEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Join another cluster; afterwards the node starts anew in that cluster."""
         admit_command_line(request.hello)
-        events: asyncio.Queue[pb.JoinEvent | None] = asyncio.Queue()
+        events: asyncio.Queue[JoinEvent | None] = asyncio.Queue()
         async with self._joining:
-            joining = asyncio.create_task(self._join(request, events), name="joining")
+            joining = asyncio.create_task(self._join(from_wire(request, JoinRequest), events), name="joining")
             try:
                 while (event := await events.get()) is not None:
-                    yield event
+                    yield to_wire(event, pb.JoinEvent)
                 await joining
             finally:
                 joining.cancel()
 
-    async def _join(self, request: pb.JoinRequest, events: asyncio.Queue[pb.JoinEvent | None]) -> None:
+    async def _join(self, request: JoinRequest, events: asyncio.Queue[JoinEvent | None]) -> None:
         def on_waiting(host_name: str) -> None:
-            events.put_nowait(pb.JoinEvent(waiting=pb.JoinWaiting(host_name=host_name)))
+            events.put_nowait(JoinEvent(event=JoinWaiting(host_name=host_name)))
 
         try:
             joined = await join_cluster(
@@ -77,13 +91,13 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
                 audit=self._trust.audit,
                 on_waiting=on_waiting,
             )
-            done = pb.JoinDone(
+            done = JoinDone(
                 cluster_name=joined.store.cluster_name,
                 num_peers=len(joined.store.peers) - 1,
                 node_name=joined.node_name,
                 wanted_name=joined.wanted_name,
             )
-            events.put_nowait(pb.JoinEvent(done=done))
+            events.put_nowait(JoinEvent(event=done))
             self._begin_anew()
         finally:
             events.put_nowait(None)
@@ -92,26 +106,32 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
         """List the cluster's members, this node first."""
         admit_command_line(request.hello)
         store = self._trust.store
-        reply = pb.ListPeersReply(
-            cluster_id=store.cluster_id, cluster_name=store.cluster_name, node_id=self._trust.node_id
-        )
         added = _added((store.founding, *store.standing.counting))
         addresses = self._addresses()
-        for peer in sorted(store.peers.values(), key=lambda each: (each.node_id != self._trust.node_id, each.name)):
-            own = peer.node_id == self._trust.node_id
-            member = self._membership.member(peer.node_id)
-            by = added[peer.node_id]
-            reply.peers.add(
-                node_id=peer.node_id,
-                name=self._node_name if own else member.node.name if member else peer.name,
-                role=peer.role,
-                state="alive" if own else str(member.status) if member else "unseen",
-                address=addresses.get(peer.node_id, ""),
-                added_ms=by.made_ms,
-                added_by=store.peers[by.signer].name if by.signer in store.peers else by.signer,
-                self=own,
-            )
-        return reply
+        peers = sorted(store.peers.values(), key=lambda each: (each.node_id != self._trust.node_id, each.name))
+        reply = ListPeersReply(
+            cluster_id=store.cluster_id,
+            cluster_name=store.cluster_name,
+            node_id=self._trust.node_id,
+            peers=tuple(self._peer_state(store, peer, added[peer.node_id], addresses) for peer in peers),
+        )
+        return to_wire(reply, pb.ListPeersReply)
+
+    def _peer_state(
+        self, store: TrustStore, peer: TrustedPeer, added: Statement, addresses: Mapping[str, str]
+    ) -> PeerState:
+        own = peer.node_id == self._trust.node_id
+        member = self._membership.member(peer.node_id)
+        return PeerState(
+            node_id=peer.node_id,
+            name=self._node_name if own else member.node.name if member else peer.name,
+            role=peer.role,
+            state="alive" if own else member.status if member else "unseen",
+            address=addresses.get(peer.node_id, ""),
+            added_ms=added.made_ms,
+            added_by=store.peers[added.signer].name if added.signer in store.peers else added.signer,
+            self=own,
+        )
 
     async def RemovePeer(self, request: pb.RemovePeerRequest, context: Any) -> pb.RemovePeerReply:
         """Remove a peer for ever."""
@@ -120,7 +140,8 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
             raise RequestInvalid(f"'{request.others}' is neither keep nor drop")
         peer = self._trust.find(request.peer)
         others = await self._trust.remove(peer, keep_added=_KEEP[request.others])
-        return pb.RemovePeerReply(name=peer.name, others=[other.name for other in others])
+        reply = RemovePeerReply(name=peer.name, others=tuple(other.name for other in others))
+        return to_wire(reply, pb.RemovePeerReply)
 
     async def PromotePeer(self, request: pb.PromotePeerRequest, context: Any) -> pb.PromotePeerReply:
         """Make a member an owner."""

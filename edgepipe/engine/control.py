@@ -15,10 +15,22 @@ from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, RemoteProt
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.link.shaped import Network, ShapedLine
+from edgepipe.scheduler import ScheduledStep
 from edgepipe.security.mutual_tls import Security
-from edgepipe.wire.common import epoch_from_wire, error_from_wire
-from edgepipe.wire.plans import PipelineSpec, StageTimings, StepDone, done_from_wire, spec_to_wire, timings_from_wire
-from edgepipe.wire.v1 import common_pb2, stage_pb2, stage_pb2_grpc
+from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire
+from edgepipe.wire.errors import error_from_wire
+from edgepipe.wire.plans import (
+    PipelineSpec,
+    Registration,
+    StageTimings,
+    StepDone,
+    done_from_wire,
+    registrations_to_wire,
+    spec_to_wire,
+    timings_from_wire,
+)
+from edgepipe.wire.steps import step_to_wire
+from edgepipe.wire.v1 import stage_pb2, stage_pb2_grpc
 
 
 class StageControl:
@@ -63,7 +75,7 @@ class StageControl:
                     await self._channel.wait_for_state_change(state)
         self.met = self.reached
 
-    async def open(self, spec: PipelineSpec, hello: common_pb2.Hello, *, timeout_s: float) -> None:
+    async def open(self, spec: PipelineSpec, hello: Hello, *, timeout_s: float) -> None:
         """Send the pipeline's constants and wait until the stage is ready. Raises the stage's error, or StageLost."""
         self._call = stage_pb2_grpc.StageStub(self._channel).Control()
         self._reports = aiter(self._call)
@@ -186,3 +198,29 @@ class StageControl:
         error.node = error.node or self.site.node_name
         error.stage = error.stage or self.site.label
         return error
+
+
+class StepWriter:
+    """Sends an epoch's steps to its stages. Stages that need the same form of a step share its messages."""
+
+    def __init__(self, stages: Sequence[StageControl], epoch: Epoch) -> None:
+        self._epoch = epoch_to_wire(epoch)
+        self._stages = [
+            (
+                stage,
+                any(part.embedding for part in stage.site.slices),
+                any(part.head for part in stage.site.slices),
+            )
+            for stage in stages
+        ]
+
+    def send(self, step: ScheduledStep, registrations: Sequence[Registration], *, last_slice: int) -> None:
+        """Queue a step, and the sequences that begin in it, for every stage. Raises StepFailed."""
+        forms: dict[tuple[bool, bool], list[stage_pb2.ControlMessage]] = {}
+        for stage, embeds, samples in self._stages:
+            messages = forms.get((embeds, samples))
+            if messages is None:
+                messages = registrations_to_wire(registrations, epoch=self._epoch, with_sampling=samples)
+                messages.append(step_to_wire(step, epoch=self._epoch, last_slice=last_slice, with_token_ids=embeds))
+                forms[embeds, samples] = messages
+            stage.send(messages)

@@ -69,8 +69,8 @@ from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
 from edgepipe.scheduler import Policy, ThrottledPolicy, make_policy
 from edgepipe.security.mutual_tls import Security
+from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import EngineState, EngineTrace, ServeSpec
-from edgepipe.wire.v1 import common_pb2, engine_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Engine:
         spec: ServeSpec,
         nodes: Mapping[NodeId, str],
         pipeline_id: PipelineId,
-        hello: common_pb2.Hello,
+        hello: Hello,
         security: Security,
         clock: Clock,
         ids: IdSource,
@@ -199,7 +199,7 @@ class Engine:
             state=self.state,
             trace=self._trace,
         )
-        engine_pb2_grpc.add_EngineServicer_to_server(service, server)
+        service.add_to(server)
 
     def _trace(self, after_step: int) -> EngineTrace | None:
         return self._run.pump.trace(after_step=after_step) if self._run is not None else None

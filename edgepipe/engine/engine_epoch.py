@@ -21,9 +21,9 @@ from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
 from edgepipe.scheduler import Policy, Scheduler, SchedulerLimits
 from edgepipe.security.mutual_tls import Security
+from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.plans import Neighbour, PipelineSpec
-from edgepipe.wire.v1 import common_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class EngineContext:
 
     config: ModelConfig
     pipeline_id: PipelineId
-    hello: common_pb2.Hello
+    hello: Hello
     security: Security
     clock: Clock
     policy: Policy

@@ -19,10 +19,11 @@ from edgepipe.model.facts import ModelConfig
 from edgepipe.planner.profiles import slice_costs
 from edgepipe.security.mutual_tls import Security
 from edgepipe.units import format_bytes
-from edgepipe.wire.common import activation_type_to_wire, epoch_to_wire, slices_to_wire
+from edgepipe.wire.children import Prepared, PrepareEvent, PrepareProgress, PrepareRequest
+from edgepipe.wire.codec import from_wire, to_wire
+from edgepipe.wire.common import Hello, epoch_to_wire, hello_to_wire
 from edgepipe.wire.engines import ServeSpec, StagePlacement
-from edgepipe.wire.profiles import device_profile_from_wire
-from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc
+from edgepipe.wire.v1 import node_pb2, node_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Preparation:
         pipeline_id: PipelineId,
         epoch: Epoch,
         fresh: Collection[NodeId],
-        hello: common_pb2.Hello,
+        hello: Hello,
         security: Security,
         limits: EngineLimits,
         timeouts: EngineTimeouts,
@@ -92,11 +93,12 @@ class Preparation:
                 call = node_pb2_grpc.NodeStub(channel).Prepare(
                     self._request(placement), timeout=self._timeouts.prepare_s
                 )
-                async for event in call:
-                    if event.WhichOneof("event") == "prepared":
-                        prepared = event.prepared
+                async for message in call:
+                    event = from_wire(message, PrepareEvent).event
+                    if isinstance(event, Prepared):
+                        prepared = event
                     else:
-                        self._note_progress(index, name, event.progress)
+                        self._note_progress(index, name, event)
         except grpc.aio.AioRpcError as exc:
             self.failed = self.failed or placement.node_id
             raise _named(exc, name) from exc
@@ -108,21 +110,23 @@ class Preparation:
         return make_channel(self._nodes.address(node_id), self._security.to_node(node_id))
 
     def _request(self, placement: StagePlacement) -> node_pb2.PrepareRequest:
-        return node_pb2.PrepareRequest(
-            hello=self._hello,
+        request = PrepareRequest(
             pipeline_id=self._pipeline_id,
-            epoch=epoch_to_wire(self._epoch),
+            epoch=self._epoch,
             model=self._spec.model,
             manifest_hash=self._spec.manifest_hash,
-            slices=slices_to_wire(placement.slices),
+            slices=placement.slices,
             weight_bytes=self._weight_bytes(placement),
             kv_tokens=self._spec.kv_tokens or self._limits.default_contexts * self._context_length(),
             block_size=self._spec.block_size,
             weights_node=self._hello.node_id,
             dtype=self._spec.dtype,
-            activation_type=activation_type_to_wire(self._spec.activation_type),
+            activation_type=self._spec.activation_type,
             fresh=placement.node_id in self._fresh,
         )
+        message = to_wire(request, node_pb2.PrepareRequest)
+        message.hello.CopyFrom(hello_to_wire(self._hello))
+        return message
 
     def _weight_bytes(self, placement: StagePlacement) -> int:
         """Return the bytes of a stage's weights; 0 if the device chooses the dtype, as its node then counts them."""
@@ -134,14 +138,14 @@ class Preparation:
     def _context_length(self) -> int:
         return self._spec.context_length or self._config.context_length
 
-    def _note_progress(self, index: int, name: str, progress: node_pb2.PrepareProgress) -> None:
+    def _note_progress(self, index: int, name: str, progress: PrepareProgress) -> None:
         self._bytes[index] = (progress.bytes_done, max(progress.bytes_total, 1))
         doing = "fetching weights to" if progress.phase == "fetching" else "loading weights on"
         share = sum(done / total for done, total in self._bytes.values()) / len(self._spec.stages)
         size = f"{format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"
         self._on_progress(f"{doing} {name}: {size}", min(share, 1.0))
 
-    def _site(self, index: int, placement: StagePlacement, prepared: node_pb2.Prepared) -> StageSite:
+    def _site(self, index: int, placement: StagePlacement, prepared: Prepared) -> StageSite:
         self._bytes[index] = (1, 1)
         return StageSite(
             index=index,
@@ -156,14 +160,14 @@ class Preparation:
             max_blocks=prepared.max_blocks,
             contiguous_kv=prepared.profile.contiguous_kv,
             certificate=prepared.certificate,
-            costs=slice_costs(device_profile_from_wire(prepared.profile), self._config, placement.slices),
+            costs=slice_costs(prepared.profile, self._config, placement.slices),
             crashed_in=(prepared.crashed_epoch, StepId(prepared.crashed_step)) if prepared.crashed_step else None,
         )
 
     async def _release_node(self, node_id: NodeId) -> bool:
         """Release the node's stage. Return whether the node answered."""
         request = node_pb2.ReleaseRequest(
-            hello=self._hello, pipeline_id=self._pipeline_id, epoch=epoch_to_wire(self._epoch)
+            hello=hello_to_wire(self._hello), pipeline_id=self._pipeline_id, epoch=epoch_to_wire(self._epoch)
         )
         try:
             async with self._channel(node_id) as channel:

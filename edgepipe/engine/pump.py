@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from edgepipe.clock import Clock
-from edgepipe.engine.control import StageControl
+from edgepipe.engine.control import StageControl, StepWriter
 from edgepipe.engine.meter import StageMeter, WindowSum
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.recorder import StepRecorder
@@ -24,11 +24,8 @@ from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
 from edgepipe.ids import Epoch, SequenceId, StepId
 from edgepipe.sampling import PromptLogprobs, TokenLogprobs
 from edgepipe.scheduler import Event, KVPool, ScheduledStep, Scheduler, SchedulerStats, SequenceSpec, TokenSampled
-from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.engines import EngineTrace
-from edgepipe.wire.plans import Registration, StageTimings, StepDone, registrations_to_wire
-from edgepipe.wire.steps import step_to_wire
-from edgepipe.wire.v1 import stage_pb2
+from edgepipe.wire.plans import Registration, StageTimings, StepDone
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +63,6 @@ class Pump:
         self.micro_batches = micro_batches
         self._prompts_wait = False
         self._epoch = epoch
-        self._wire_epoch = epoch_to_wire(epoch)
         self._num_slices = num_slices
         self._vocab_size = vocab_size
         self._clock = clock
@@ -79,6 +75,7 @@ class Pump:
         self._on_over: Callable[[], None] = _nobody
         self.num_sent = self.num_retired = 0  # steps
         self._stages: Sequence[StageControl] = ()
+        self._writer = StepWriter((), epoch)
         self._ends_at: Mapping[int, int] = {}  # stage index by slice
         self._registration: Registrar = _unknown
         self._on_news: Callable[[StepNews], None] = _ignored
@@ -106,6 +103,7 @@ class Pump:
         """
         self._on_over = on_over
         self._stages = stages
+        self._writer = StepWriter(stages, self._epoch)
         self._registration = registration
         self._on_news = on_news
         self._ends_at = {part.index: stage.site.index for stage in stages for part in stage.site.slices}
@@ -277,17 +275,7 @@ class Pump:
 
     def _send(self, step: ScheduledStep) -> None:
         registrations = [self._registration(each, self._scheduler.tokens(each)) for each in step.registers]
-        messages: dict[tuple[bool, bool], list[stage_pb2.ControlMessage]] = {}
-        for stage in self._stages:
-            embeds = any(part.embedding for part in stage.site.slices)
-            samples = any(part.head for part in stage.site.slices)
-            if (embeds, samples) not in messages:
-                registered = registrations_to_wire(registrations, epoch=self._wire_epoch, with_sampling=samples)
-                plan = step_to_wire(
-                    step, epoch=self._wire_epoch, last_slice=self._last_slice(step), with_token_ids=embeds
-                )
-                messages[embeds, samples] = [*registered, plan]
-            stage.send(messages[embeds, samples])
+        self._writer.send(step, registrations, last_slice=self._last_slice(step))
 
     def _turn_s(self) -> float:
         """Return an upper bound on the oldest step's turn, from measurements."""

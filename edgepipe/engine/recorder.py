@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from edgepipe.clock import Clock
 from edgepipe.scheduler import ScheduledStep, SchedulerStats
-from edgepipe.wire.engines import StepTrace
+from edgepipe.wire.engines import DeviceSpan, StepTrace
 from edgepipe.wire.plans import StepTiming
 
 _STEPS_KEPT = 4096  # a minute of a fast pipeline; about 3 MB
@@ -62,7 +62,7 @@ class StepRecorder:
                 micro_batches=step.micro_batches,
                 planned_us=step.planned_us,
                 used_blocks=step.used_blocks,
-                spans=tuple(step.spans[stage] for stage in sorted(step.spans)),
+                spans=tuple(DeviceSpan(*step.spans[stage]) for stage in sorted(step.spans)),
             )
             for number, step in self._steps.items()
             if number > after

@@ -10,16 +10,8 @@ from sys import getsizeof
 from edgepipe.ids import NodeId, RequestId, RequestKey, SequenceId
 from edgepipe.sampling import LogprobLog, PromptLogprobs, SamplingParams, TokenLogprobs
 from edgepipe.sampling.logprobs import logprob_bytes
-from edgepipe.wire.requests import (
-    Ending,
-    Submission,
-    ending_to_wire,
-    prompt_read_to_wire,
-    prompt_scores_to_wire,
-    tokens_to_wire,
-)
-from edgepipe.wire.sizes import ENDING_BYTES, HEAD_BYTES, ID_BYTES, PACKED_BYTES, logprobs_bytes
-from edgepipe.wire.v1 import engine_pb2
+from edgepipe.wire.requests import Ending, EngineNews, Submission
+from edgepipe.wire.sizes import ENDING_BYTES, ID_BYTES, logprobs_bytes
 
 _MAX_NEWS = 16_384  # choices of one gateway with unsent news, 2 KB each: far more than an engine admits
 
@@ -196,90 +188,78 @@ class GatewayStream:
         """Wait until all marked results were passed to the connection."""
         await self._flushed.wait()
 
-    async def events(self) -> AsyncGenerator[engine_pb2.EngineEvent]:
+    async def events(self) -> AsyncGenerator[EngineNews]:
         """Yield results as they arrive, packed into messages, until ``close``."""
         while True:
             while self._news:
-                if (event := self._take()) is not None:
-                    yield event
+                if (news := self._take()) is not None:
+                    yield news
             self._flushed.set()
             if self._closed:
                 return
             self._wake.clear()
             await self._wake.wait()
 
-    def _take(self) -> engine_pb2.EngineEvent | None:
+    def _take(self) -> EngineNews | None:
         """Pack news of the choices marked first, up to PACKED_BYTES; None if other streams took over all of them."""
         self._waits_since_s = self._loop.time()
-        packing = _Packing()
+        packed = EngineNews()
         for choice in list(self._news):
-            if choice.request.stream is self and not packing.add(choice):
+            if choice.request.stream is self and not _pack(choice, packed):
                 self._news[choice] = self._news.pop(choice)  # its rest follows the other choices' news
                 break
             del self._news[choice]  # sent, or its gateway resumed it over another stream
-        event = packing.event
-        return event if event.tokens or event.ended or event.prompt_scores or event.prompt_reads else None
+        return None if packed.empty else packed
 
 
-class _Packing:
-    """Builder of one message to a gateway."""
+def _pack(choice: Choice, packed: EngineNews) -> bool:
+    """Add a choice's news in order: prompt, tokens, ending. Return False if they did not all fit."""
+    return (
+        _pack_read(choice, packed)
+        and _pack_prompt(choice, packed)
+        and _pack_tokens(choice, packed)
+        and _pack_ending(choice, packed)
+    )
 
-    def __init__(self) -> None:
-        self.event = engine_pb2.EngineEvent()
-        self._room_bytes = PACKED_BYTES
 
-    def add(self, choice: Choice) -> bool:
-        """Add a choice's news in order: prompt, tokens, ending. Return False if they did not all fit."""
-        return (
-            self._add_read(choice)
-            and self._add_prompt(choice)
-            and self._add_tokens(choice)
-            and self._add_ending(choice)
-        )
-
-    def _add_read(self, choice: Choice) -> bool:
-        if choice.prompt_read and not choice.log:
-            if not self._take_room(1, ID_BYTES):
-                return False
-            self.event.prompt_reads.append(prompt_read_to_wire(*_name(choice), num_tokens=choice.prompt_read))
-        choice.prompt_read = 0
-        return True
-
-    def _add_prompt(self, choice: Choice) -> bool:
-        start, known = choice.prompt_sent, len(choice.prompt_logprobs)
-        end = start + self._take_room(known - start, _logprobs_bytes(choice))
-        if start < end:
-            part = PromptLogprobs(position=1 + start, tokens=tuple(choice.prompt_logprobs[start:end]))
-            self.event.prompt_scores.append(prompt_scores_to_wire(*_name(choice), part=part))
-            choice.prompt_sent = end
-        return end == known
-
-    def _add_tokens(self, choice: Choice) -> bool:
-        start, known = choice.sent, len(choice.log)
-        each_bytes = ID_BYTES + (_logprobs_bytes(choice) if choice.logprobs else 0)
-        end = start + self._take_room(known - start, each_bytes)
-        if start < end:
-            logprobs = choice.logprobs_of(start, end)
-            tokens = tokens_to_wire(*_name(choice), position=start, ids=choice.log[start:end], logprobs=logprobs)
-            self.event.tokens.append(tokens)
-            choice.sent = end
-        return end == known
-
-    def _add_ending(self, choice: Choice) -> bool:
-        if choice.ending is None or choice.told:
-            return True
-        if not self._take_room(1, ENDING_BYTES):
+def _pack_read(choice: Choice, packed: EngineNews) -> bool:
+    if choice.prompt_read and not choice.log:
+        if not packed.reserve(1, ID_BYTES):
             return False
-        self.event.ended.append(ending_to_wire(*_name(choice), ending=choice.ending))
-        choice.told = True
-        return True
+        packed.add_prompt_read(*_name(choice), num_tokens=choice.prompt_read)
+    choice.prompt_read = 0
+    return True
 
-    def _take_room(self, count: int, each_bytes: int) -> int:
-        """Reserve room for up to ``count`` items. Return how many fit."""
-        fitting = max(0, min(count, (self._room_bytes - HEAD_BYTES) // each_bytes))
-        if fitting:
-            self._room_bytes -= HEAD_BYTES + fitting * each_bytes
-        return fitting
+
+def _pack_prompt(choice: Choice, packed: EngineNews) -> bool:
+    start, known = choice.prompt_sent, len(choice.prompt_logprobs)
+    end = start + packed.reserve(known - start, _logprobs_bytes(choice))
+    if start < end:
+        part = PromptLogprobs(position=1 + start, tokens=tuple(choice.prompt_logprobs[start:end]))
+        packed.add_prompt_scores(*_name(choice), part=part)
+        choice.prompt_sent = end
+    return end == known
+
+
+def _pack_tokens(choice: Choice, packed: EngineNews) -> bool:
+    start, known = choice.sent, len(choice.log)
+    each_bytes = ID_BYTES + (_logprobs_bytes(choice) if choice.logprobs else 0)
+    end = start + packed.reserve(known - start, each_bytes)
+    if start < end:
+        logprobs = choice.logprobs_of(start, end)
+        packed.add_tokens(*_name(choice), position=start, ids=choice.log[start:end], logprobs=logprobs)
+        choice.sent = end
+    return end == known
+
+
+def _pack_ending(choice: Choice, packed: EngineNews) -> bool:
+    if choice.ending is None or choice.told:
+        return True
+    if not packed.reserve(1, ENDING_BYTES):
+        return False
+    packed.add_ending(*_name(choice), ending=choice.ending)
+    choice.told = True
+    return True
 
 
 def _name(choice: Choice) -> tuple[RequestId, int, int]:

@@ -15,17 +15,18 @@ from edgepipe.errors import EdgepipeError, PairingRejected, PeerClosed, RemotePr
 from edgepipe.ids import Epoch, NodeId, PipelineId, RequestId
 from edgepipe.sampling.bounds import Text
 from edgepipe.security.mutual_tls import Security
-from edgepipe.wire.common import check_hello
-from edgepipe.wire.engines import EngineState, EngineTrace, engine_state_to_wire, trace_to_wire
+from edgepipe.wire.codec import to_wire
+from edgepipe.wire.common import Hello, check_hello
+from edgepipe.wire.engines import EngineState, EngineTrace
 from edgepipe.wire.intake import MAX_ID_BYTES
 from edgepipe.wire.requests import (
     cancellation_from_wire,
-    hello_from_wire,
+    opening_hello,
     resumption_from_wire,
     submission_from_wire,
     welcome_to_wire,
 )
-from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
+from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class RequestIntake:
         self._readers: dict[GatewayStream, asyncio.Task[None]] = {}
 
     async def serve(
-        self, messages: AsyncIterator[engine_pb2.GatewayMessage], *, gateway: common_pb2.Hello, own: common_pb2.Hello
+        self, messages: AsyncIterator[engine_pb2.GatewayMessage], *, gateway: Hello, own: Hello
     ) -> AsyncGenerator[engine_pb2.EngineEvent]:
         """Serve one gateway's stream, until the gateway leaves or ``close``."""
         stream = GatewayStream(NodeId(gateway.node_id))
@@ -53,8 +54,8 @@ class RequestIntake:
         self._readers[stream] = reader
         try:
             yield welcome_to_wire(own, pipeline_id=self._pipeline_id, epoch=self._epoch())
-            async for event in stream.events():
-                yield event
+            async for news in stream.events():
+                yield news.message
         finally:  # may run in another task, if the garbage collector ends the generator: do not await
             reader.cancel()
             self._readers.pop(stream, None)
@@ -115,7 +116,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     def __init__(
         self,
         *,
-        hello: common_pb2.Hello,
+        hello: Hello,
         security: Security,
         intake: Callable[[], RequestIntake | None],
         state: Callable[[], EngineState],
@@ -128,6 +129,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self._state = state
         self._trace = trace
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the service on a server."""
+        engine_pb2_grpc.add_EngineServicer_to_server(self, server)
+
     async def Generate(
         self, request_iterator: AsyncIterator[engine_pb2.GatewayMessage], context: Context
     ) -> AsyncGenerator[engine_pb2.EngineEvent]:
@@ -135,7 +140,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         first = await anext(request_iterator, None)
         if first is None:
             raise RemoteProtocolError("the gateway closed its stream before its hello")
-        gateway = hello_from_wire(first)
+        gateway = opening_hello(first)
         check_hello(gateway)
         self._security.require_node(context, gateway.node_id)
         if gateway.cluster_id and self._hello.cluster_id and gateway.cluster_id != self._hello.cluster_id:
@@ -151,14 +156,14 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     async def Describe(self, request: engine_pb2.DescribeEngine, context: Context) -> engine_pb2.EngineState:
         """Return the engine's state."""
-        return engine_state_to_wire(self._state())
+        return to_wire(self._state(), engine_pb2.EngineState)
 
     async def Trace(self, request: engine_pb2.TraceEngine, context: Context) -> engine_pb2.EngineTrace:
         """Return a trace of recent steps. Raises PeerClosed while no pipeline is open."""
         trace = self._trace(request.after_step)
         if trace is None:
             raise self._not_ready()
-        return trace_to_wire(trace)
+        return to_wire(trace, engine_pb2.EngineTrace)
 
     def _not_ready(self) -> EdgepipeError:
         state = self._state()

@@ -13,15 +13,22 @@ from typing import Any
 import grpc.aio
 
 from edgepipe.errors import ConnectTimeout, EdgepipeError, PeerClosed, QueueFull, RemoteProtocolError, Retry
-from edgepipe.gateway.engine_types import ChoiceEnded, ServedModel
+from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.generation import Generation
-from edgepipe.gateway.messages import events_from_wire
 from edgepipe.ids import RequestId
 from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.security.mutual_tls import Security
-from edgepipe.wire.common import check_hello
-from edgepipe.wire.requests import Cancellation, GatewayCommand, Resumption, Submission, command_to_wire
-from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
+from edgepipe.wire.common import Hello, check_hello, hello_from_wire, hello_to_wire
+from edgepipe.wire.requests import (
+    Cancellation,
+    ChoiceEnded,
+    GatewayCommand,
+    Resumption,
+    Submission,
+    command_to_wire,
+    reports_from_wire,
+)
+from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +47,7 @@ class LinkLimits:
 class EngineLink:
     """Submits, cancels and resumes requests at one engine. ``run`` owns the stream; ``open`` admits a request."""
 
-    def __init__(self, served: ServedModel, *, hello: common_pb2.Hello, security: Security, limits: LinkLimits) -> None:
+    def __init__(self, served: ServedModel, *, hello: Hello, security: Security, limits: LinkLimits) -> None:
         self._served = served
         self._hello = hello
         self._security = security
@@ -167,7 +174,7 @@ class EngineLink:
         window_s = min(self._limits.answer_s, self._limits.resume_window_s)
         try:
             async with asyncio.timeout(window_s) as self._greeting:
-                await call.write(engine_pb2.GatewayMessage(hello=self._hello))
+                await call.write(engine_pb2.GatewayMessage(hello=hello_to_wire(self._hello)))
                 first = await call.read()
         except TimeoutError as exc:
             raise ConnectTimeout(
@@ -179,14 +186,14 @@ class EngineLink:
             self._greeting = None
         if first is grpc.aio.EOF or not first.HasField("welcome"):
             raise RemoteProtocolError(f"{self._peer()} did not begin with Welcome")
-        check_hello(first.welcome.hello)
+        check_hello(hello_from_wire(first.welcome.hello))
         self._engine_id = first.welcome.epoch.engine_id
 
     async def _read(self, call: Any) -> EdgepipeError:
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
                 self._broken_since_s = None
-                for event in events_from_wire(message):
+                for event in reports_from_wire(message):
                     generation = self._active.get(event.request_id)
                     if generation is None:
                         continue

@@ -1,60 +1,12 @@
-"""Values of the engines' reports on requests, and of the daemon's reports on engines."""
+"""The served models, as the daemon reports them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from edgepipe.errors import EdgepipeError
-from edgepipe.ids import Epoch, PipelineId, RequestId
-from edgepipe.sampling import TokenLogprobs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokensArrived:
-    """Tokens of one choice from output position ``position`` on."""
-
-    request_id: RequestId
-    attempt: int
-    choice: int
-    position: int
-    ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per id if the request asked for them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptScored:
-    """Log-probabilities of the prompt's tokens from the absolute ``position`` on."""
-
-    request_id: RequestId
-    attempt: int
-    choice: int
-    position: int
-    logprobs: tuple[TokenLogprobs, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptRead:
-    """Number of computed prompt tokens. A late or lost report has no effect."""
-
-    request_id: RequestId
-    attempt: int
-    choice: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceEnded:
-    """End of a choice; each choice has exactly one."""
-
-    request_id: RequestId
-    attempt: int
-    choice: int
-    reason: str  # "stop" | "length" | "cancelled" | "error"
-    cached_prompt_tokens: int = 0
-    error: EdgepipeError | None = None
-
-
-EngineReport = TokensArrived | PromptScored | PromptRead | ChoiceEnded
+from edgepipe.ids import Epoch, PipelineId
+from edgepipe.wire import nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,3 +32,28 @@ class ServedModel:
     def ready(self) -> bool:
         """Whether requests may be sent; while the engine recovers, they wait there."""
         return self.state in ("ready", "recovering") and bool(self.address)
+
+
+def served_models(view: nodes.ClusterView) -> list[ServedModel]:
+    """Return the models of a cluster view."""
+    return [_served(entry) for entry in view.served]
+
+
+def _served(entry: nodes.ServedModel) -> ServedModel:
+    engine = entry.engine
+    return ServedModel(
+        name=engine.model,
+        pipeline_id=engine.pipeline_id,
+        epoch=engine.epoch,
+        state=engine.state,
+        address=engine.address,
+        certificate=engine.certificate,
+        context_length=engine.context_length,
+        model_path=entry.model_path,
+        manifest_hash=engine.manifest_hash,
+        weight_bytes=sum(stage.weight_bytes for stage in engine.stages),
+        on_request=entry.on_request,
+        num_requests=engine.running + engine.waiting,
+        message=engine.message,
+        error=engine.error,
+    )

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StageLost
-from edgepipe.gateway.engine_types import ChoiceEnded, EngineReport, PromptRead, PromptScored, TokensArrived
 from edgepipe.gateway.log import RequestLog
-from edgepipe.wire.requests import Submission
+from edgepipe.wire.requests import ChoiceEnded, EngineReport, PromptRead, PromptScored, Submission, TokensArrived
 
 logger = logging.getLogger(__name__)
 

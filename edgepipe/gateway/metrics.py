@@ -11,7 +11,8 @@ from prometheus_client.registry import Collector
 
 from edgepipe.clock import Clock
 from edgepipe.telemetry import HOP_LATENCY_S
-from edgepipe.wire.v1 import engine_pb2, node_pb2
+from edgepipe.wire.engines import EngineState, StageState
+from edgepipe.wire.nodes import ClusterView, NodeState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -137,9 +138,7 @@ class RequestMeter:
 class ClusterMetrics(Collector):
     """Collector of the daemon's newest view, read at every scrape."""
 
-    def __init__(
-        self, view: Callable[[], node_pb2.ClusterView], own: Callable[[], dict[str, float]], version: str
-    ) -> None:
+    def __init__(self, view: Callable[[], ClusterView], own: Callable[[], dict[str, float]], version: str) -> None:
         """``own`` returns this gateway's gauges by name."""
         self._view = view
         self._own = own
@@ -167,7 +166,7 @@ class ClusterMetrics(Collector):
         yield from _node_families(view, engines)
 
 
-_ENGINE_GAUGES: tuple[tuple[str, str, Callable[[engine_pb2.EngineState], float]], ...] = (
+_ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
     ("num_requests_running", "Running sequences.", lambda e: e.running),
     ("num_requests_waiting", "Sequences waiting in the engine.", lambda e: e.waiting),
     ("kv_cache_blocks", "KV blocks per stage.", lambda e: e.num_blocks),
@@ -186,7 +185,7 @@ _ENGINE_GAUGES: tuple[tuple[str, str, Callable[[engine_pb2.EngineState], float]]
     ),
     ("epoch", "Counter of the pipeline's epoch.", lambda e: e.epoch.counter),
 )
-_ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[engine_pb2.EngineState], float]], ...] = (
+_ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
     ("num_preemptions", "Sequences preempted for lack of KV blocks.", lambda e: e.preemptions),
     (
         "prefix_cache_queries_tokens",
@@ -203,11 +202,11 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[engine_pb2.EngineState], float
         lambda e: e.replayed_tokens,
     ),
 )
-_STAGE_COUNTERS: tuple[tuple[str, str, Callable[[engine_pb2.StageState], float]], ...] = (
+_STAGE_COUNTERS: tuple[tuple[str, str, Callable[[StageState], float]], ...] = (
     ("stage_busy_seconds", "Time that the stage's device computed.", lambda s: s.computed_s),
     ("stage_bubble_seconds", "Time that the stage waited while steps were in flight.", lambda s: s.bubble_s),
 )
-_STAGE_GAUGES: tuple[tuple[str, str, Callable[[engine_pb2.StageState], float]], ...] = (
+_STAGE_GAUGES: tuple[tuple[str, str, Callable[[StageState], float]], ...] = (
     ("stage_busy_ratio", "Share of the last seconds that the stage computed.", lambda s: s.busy),
     ("stage_step_seconds", "Compute time of a step, smoothed.", lambda s: s.step_ms / 1e3),
     ("stage_weight_bytes", "Weights that the stage holds.", lambda s: s.weight_bytes),
@@ -215,11 +214,11 @@ _STAGE_GAUGES: tuple[tuple[str, str, Callable[[engine_pb2.StageState], float]], 
 )
 
 
-def _used(engine: engine_pb2.EngineState) -> float:
+def _used(engine: EngineState) -> float:
     return 1 - engine.free_blocks / engine.num_blocks if engine.num_blocks else 0.0
 
 
-def _engine_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
+def _engine_families(engines: list[EngineState]) -> Iterator[Metric]:
     for name, description, read in _ENGINE_GAUGES:
         gauge = GaugeMetricFamily(f"edgepipe_{name}", description, labels=("model",))
         for engine in engines:
@@ -232,7 +231,7 @@ def _engine_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
         yield counter
 
 
-def _stage_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
+def _stage_families(engines: list[EngineState]) -> Iterator[Metric]:
     labels = ("model", "node", "stage")
     for name, description, read in _STAGE_GAUGES:
         yield _of_stages(GaugeMetricFamily(f"edgepipe_{name}", description, labels=labels), engines, read)
@@ -242,8 +241,8 @@ def _stage_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
 
 def _of_stages(
     family: GaugeMetricFamily | CounterMetricFamily,
-    engines: list[engine_pb2.EngineState],
-    read: Callable[[engine_pb2.StageState], float],
+    engines: list[EngineState],
+    read: Callable[[StageState], float],
 ) -> Metric:
     for engine in engines:
         for index, stage in enumerate(engine.stages):
@@ -251,7 +250,7 @@ def _of_stages(
     return family
 
 
-def _hop_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
+def _hop_families(engines: list[EngineState]) -> Iterator[Metric]:
     """Yield the families of the hops from each stage to the next."""
     labels = ("model", "src", "dst")
     upload = GaugeMetricFamily(
@@ -260,7 +259,7 @@ def _hop_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
     latency = HistogramMetricFamily("edgepipe_hop_latency_seconds", "One-way latency of a step's hop.", labels=labels)
     sent = CounterMetricFamily("edgepipe_hop_bytes", "Activations sent.", labels=labels)
     for engine in engines:
-        for stage, following in zip(engine.stages, list(engine.stages)[1:], strict=False):
+        for stage, following in zip(engine.stages, engine.stages[1:], strict=False):
             hop = (engine.model, stage.node_name, following.node_name)
             upload.add_metric(hop, stage.upload_ms / 1e3)
             latency.add_metric(hop, _buckets(stage.hop_latency_counts), stage.hop_latency_s)
@@ -274,7 +273,7 @@ def _buckets(counts: Sequence[int]) -> list[tuple[str, float]]:
     return list(zip(bounds, accumulate(counts or [0] * len(bounds)), strict=False))
 
 
-def _kv_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
+def _kv_families(engines: list[EngineState]) -> Iterator[Metric]:
     """Yield the KV usage, equal on all nodes of a pipeline: its stages share one numbering of blocks."""
     used = GaugeMetricFamily(
         "edgepipe_kv_cache_usage_ratio", "Share of the KV blocks in use.", labels=("model", "node")
@@ -285,7 +284,7 @@ def _kv_families(engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
     yield used
 
 
-def _node_families(view: node_pb2.ClusterView, engines: list[engine_pb2.EngineState]) -> Iterator[Metric]:
+def _node_families(view: ClusterView, engines: list[EngineState]) -> Iterator[Metric]:
     up = GaugeMetricFamily("edgepipe_node_up", "Whether the node answers.", labels=("node",))
     rtt = GaugeMetricFamily("edgepipe_link_rtt_seconds", "Round trip from this node.", labels=("src", "dst"))
     gap = GaugeMetricFamily(
@@ -310,7 +309,7 @@ def _node_families(view: node_pb2.ClusterView, engines: list[engine_pb2.EngineSt
     yield from (up, rtt, gap, memory, fenced)
 
 
-def _memory(node: node_pb2.NodeState, engines: list[engine_pb2.EngineState]) -> dict[str, int]:
+def _memory(node: NodeState, engines: list[EngineState]) -> dict[str, int]:
     """Return the device memory of a node in bytes, by use."""
     stages = [stage for engine in engines for stage in engine.stages if stage.node_id == node.node_id]
     weights, kv = sum(stage.weight_bytes for stage in stages), sum(stage.kv_bytes for stage in stages)
@@ -326,7 +325,7 @@ class Metrics:
         self,
         *,
         clock: Clock,
-        view: Callable[[], node_pb2.ClusterView],
+        view: Callable[[], ClusterView],
         own: Callable[[], dict[str, float]],
         version: str,
     ) -> None:

@@ -23,10 +23,9 @@ from edgepipe.gateway.bodies import BodyReader
 from edgepipe.gateway.completion_service import CompletionService
 from edgepipe.gateway.connections import MAX_HEADER_BYTES, SEND_BUFFER_BYTES, ConnectionLimits, Connections
 from edgepipe.gateway.engine_link import EngineLink, LinkLimits
-from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.engine_types import ServedModel, served_models
 from edgepipe.gateway.grammar_trial import GrammarTrial
 from edgepipe.gateway.loading import ModelLoads
-from edgepipe.gateway.messages import served_models
 from edgepipe.gateway.metrics import Metrics
 from edgepipe.gateway.models import AssetLoader, ModelEntry, ModelTable, News
 from edgepipe.gateway.status_handlers import StatusHandlers
@@ -35,8 +34,8 @@ from edgepipe.gateway.structured import GrammarCompiler
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, PipelineId
 from edgepipe.security.mutual_tls import Security
-from edgepipe.wire.common import make_hello
-from edgepipe.wire.v1 import node_pb2
+from edgepipe.wire.common import Hello
+from edgepipe.wire.nodes import ClusterView
 
 logger = logging.getLogger(__name__)
 _BACKLOG = 1024  # connections that the kernel queues while the event loop is busy
@@ -69,7 +68,7 @@ class Gateway:
         ``unload_model`` requests to stop a model that was loaded on request.
         """
         self._clock = clock
-        self._hello = make_hello(role="gateway", node_id=node_id, node_name=node_name)
+        self._hello = Hello(role="gateway", node_id=node_id, node_name=node_name)
         self._security = security
         self._load = load
         self._limits = limits or LinkLimits()
@@ -79,7 +78,7 @@ class Gateway:
         self._entries: dict[PipelineId, ModelEntry] = {}
         self._runners: dict[PipelineId, asyncio.Task[None]] = {}
         self._away: dict[PipelineId, asyncio.Task[None]] = {}  # removes entries without an engine
-        self._newest = node_pb2.ClusterView()
+        self._newest = ClusterView()
         self._connections = Connections(connections or ConnectionLimits())
         self._admission = Admission(admission or AdmissionLimits())
         self._loads = ModelLoads(self._models, load=load_model)
@@ -107,7 +106,7 @@ class Gateway:
             timeouts=timeouts,
         )
 
-    def update(self, view: node_pb2.ClusterView) -> None:
+    def update(self, view: ClusterView) -> None:
         """Store the daemon's newest view; ``run`` applies it."""
         self._newest = view
         self._view = served_models(view)

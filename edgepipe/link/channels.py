@@ -25,7 +25,7 @@ from edgepipe.errors import (
 )
 from edgepipe.safe_text import one_line
 from edgepipe.security.mutual_tls import Context, Credentials, Plaintext, Security, cutter
-from edgepipe.wire.common import error_from_wire, error_to_wire
+from edgepipe.wire.errors import error_from_wire, error_to_wire
 from edgepipe.wire.v1 import common_pb2
 
 MAX_MESSAGE_BYTES = 4 << 20  # frames are at most 512 KB, a prompt of 128 k ids about 400 KB

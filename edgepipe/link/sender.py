@@ -21,9 +21,10 @@ from edgepipe.link.outbox import Outbox, Parcel
 from edgepipe.link.protocol import OnSample, RingTarget, SendStats
 from edgepipe.link.shaped import Line, Network, PlainLine
 from edgepipe.security.mutual_tls import Security
-from edgepipe.wire.common import activation_type_to_wire, epoch_to_wire
-from edgepipe.wire.plans import sample_from_wire
-from edgepipe.wire.v1 import common_pb2, stage_pb2
+from edgepipe.wire.codec import to_wire
+from edgepipe.wire.common import Hello, epoch_to_wire, hello_to_wire
+from edgepipe.wire.plans import OpenRing, sample_from_wire
+from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class RingSender:
         self,
         target: RingTarget,
         *,
-        hello: common_pb2.Hello,
+        hello: Hello,
         security: Security,
         clock: Clock,
         on_sample: OnSample,
@@ -52,7 +53,7 @@ class RingSender:
         """``network`` emulates a network; None sends as fast as the real one takes."""
         self.stats = SendStats()
         self._target = target
-        self._hello = hello
+        self._hello = hello_to_wire(hello)
         self._credentials = security.to_process(target.certificate)
         self._clock = clock
         self._on_sample = on_sample
@@ -153,15 +154,16 @@ class RingSender:
         limit_s = target.deadline_s if self._connected.is_set() else target.connect_s
         try:
             async with asyncio.timeout(limit_s):
-                opening = stage_pb2.OpenRing(
-                    hello=self._hello,
+                opening = OpenRing(
                     pipeline_id=target.pipeline_id,
-                    epoch=self._epoch,
+                    epoch=target.epoch,
                     slice=target.slice_index,
                     hidden_size=target.hidden_size,
-                    activation_type=activation_type_to_wire(target.activation_type),
+                    activation_type=target.activation_type,
                 )
-                await call.write(stage_pb2.RingMessage(open=opening))
+                message = stage_pb2.RingMessage(open=to_wire(opening, stage_pb2.OpenRing))
+                message.open.hello.CopyFrom(self._hello)
+                await call.write(message)
                 self._take_credit(await anext(credits, None))
         except TimeoutError as exc:
             raise ConnectTimeout(

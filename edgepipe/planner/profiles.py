@@ -95,7 +95,7 @@ class LayerProfile:
     kv_token_s: float  # one layer, per token of context beyond ``decode_context``, summed over rows
     decode_context: int  # tokens that each row attended to while ``decode`` was measured
     busy: bool = False  # other programs used much of the machine: the device may be faster than this
-    measured_s: float = 0.0  # wall clock, since 1970; 0: not known
+    measured_ms: int = 0  # wall clock, since 1970; 0: not known
 
 
 class MeasuredSpeed:
@@ -105,7 +105,7 @@ class MeasuredSpeed:
 
     def __init__(self, profile: LayerProfile) -> None:
         self._profile = profile
-        self.busy, self.measured_s = profile.busy, profile.measured_s
+        self.busy, self.measured_s = profile.busy, profile.measured_ms / 1e3
 
     def parts(self, work: StepWork) -> StepParts:
         """See ``Speed.parts``. Assumes that prompt tokens beside decodes cost as much as alone in one row."""

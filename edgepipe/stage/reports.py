@@ -11,7 +11,8 @@ import grpc.aio
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch
 from edgepipe.link.serving import Replies
-from edgepipe.wire.common import epoch_to_wire, error_to_wire
+from edgepipe.wire.common import epoch_to_wire
+from edgepipe.wire.errors import error_to_wire
 from edgepipe.wire.plans import LinkSample, StageTimings, StepDone, StepTiming, done_to_wire, timings_to_wire
 from edgepipe.wire.v1 import stage_pb2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +25,8 @@ from edgepipe.errors import (
 from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.link.protocol import RingTarget
 from edgepipe.link.receiver import RingReceiver
-from edgepipe.link.serving import Replies, RingStream
-from edgepipe.link.shaped import Network, arriving, delayed_replies
+from edgepipe.link.serving import Replies
+from edgepipe.link.shaped import Network, delayed_replies
 from edgepipe.model.facts import Slice
 from edgepipe.model.tensors import WeightSource
 from edgepipe.planner.profiles import slice_costs
@@ -39,12 +39,11 @@ from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.dialling import grpc_dial
 from edgepipe.stage.grammars import Grammars, OpenTokenizer
 from edgepipe.stage.sampler import Sampler, SamplerPool, default_threads
-from edgepipe.stage.service import add_service, first_message
+from edgepipe.stage.service import Commands, Frames, add_service
 from edgepipe.stage.stage_epoch import Counters, Dial, StageEpoch, Tools
 from edgepipe.stage.trace import TraceEntry, new_trace
-from edgepipe.wire.common import activation_type_from_wire, check_hello, epoch_from_wire
-from edgepipe.wire.plans import PipelineSpec, spec_from_wire
-from edgepipe.wire.v1 import common_pb2, stage_pb2
+from edgepipe.wire.common import Hello
+from edgepipe.wire.plans import OpenRing, PipelineSpec
 
 CLOSE_S = 2.0  # for handlers of streams that the server has cut to end
 OPEN_S = 60.0  # to allocate KV and for the next stage to do the same
@@ -87,7 +86,7 @@ class Stage:
         *,
         backend: Backend,
         clock: Clock,
-        hello: common_pb2.Hello,
+        hello: Hello,
         security: Security,
         sampler: Sampler = sample,
         sampler_threads: int | None = None,
@@ -208,15 +207,42 @@ class Stage:
         await self._compute.close()
         self._tools.samplers.close()
 
-    async def control(self, messages: AsyncIterator[stage_pb2.ControlMessage], replies: Replies) -> None:
+    async def control(self, spec: PipelineSpec, commands: Commands, replies: Replies, *, peer: Hello) -> None:
         """Serve an engine's Control stream. Raises the error that prevents opening the pipeline."""
         with self._handled():
-            await self._control(messages, replies)
+            current = await self._open(spec)
+            try:
+                async with delayed_replies(self._network_to(peer), replies) as delayed:
+                    await current.run(commands, delayed)
+            finally:
+                self._leave(current)
 
-    async def ring(self, messages: AsyncIterator[stage_pb2.RingMessage], replies: Replies) -> None:
+    async def ring(self, opening: OpenRing, frames: Frames, *, peer: Hello) -> None:
         """Serve a predecessor's Ring stream. Raises StaleEpoch, StageLost, RemoteProtocolError; the stage goes on."""
         with self._handled():
-            await self._ring(messages, replies)
+            receiver = await self.find_receiver(
+                RingTarget(
+                    address="",
+                    pipeline_id=opening.pipeline_id,
+                    epoch=opening.epoch,
+                    slice_index=opening.slice,
+                    hidden_size=opening.hidden_size,
+                    activation_type=opening.activation_type,
+                    max_queued=0,
+                    reach_s=self._open_s,
+                    connect_s=self._open_s,
+                    deadline_s=self._open_s,
+                )
+            )
+            current = self._current
+            try:
+                await frames.feed(receiver, self._network_to(peer))
+            except RemoteProtocolError as exc:
+                if current is not None:
+                    current.fault(exc)  # the sender may miss the reason if it is writing, and would dial again
+                raise
+            finally:
+                self._counters.strays += frames.strays
 
     @contextmanager
     def _handled(self) -> Generator[None]:
@@ -229,51 +255,7 @@ class Stage:
         finally:
             self._handlers.discard(task)
 
-    async def _control(self, messages: AsyncIterator[stage_pb2.ControlMessage], replies: Replies) -> None:
-        message = await first_message(messages)
-        if not message.HasField("open"):
-            raise RemoteProtocolError("a Control stream begins with OpenPipeline")
-        check_hello(message.open.hello)
-        current = await self._open(spec_from_wire(message.open))
-        try:
-            async with delayed_replies(self._network_to(message.open.hello), replies) as delayed:
-                await current.run(messages, delayed)
-        finally:
-            self._leave(current)
-
-    async def _ring(self, messages: AsyncIterator[stage_pb2.RingMessage], replies: Replies) -> None:
-        message = await first_message(messages)
-        if not message.HasField("open"):
-            raise RemoteProtocolError("a Ring stream begins with OpenRing")
-        opening = message.open
-        check_hello(opening.hello)
-        target = RingTarget(
-            address="",
-            pipeline_id=PipelineId(opening.pipeline_id),
-            epoch=epoch_from_wire(opening.epoch),
-            slice_index=opening.slice,
-            hidden_size=opening.hidden_size,
-            activation_type=activation_type_from_wire(opening.activation_type),
-            max_queued=0,
-            reach_s=self._open_s,
-            connect_s=self._open_s,
-            deadline_s=self._open_s,
-        )
-        receiver = await self.find_receiver(target)
-        current = self._current
-        network = self._network_to(opening.hello)
-        async with delayed_replies(network, replies) as delayed, arriving(network, messages) as arrived:
-            stream = RingStream(receiver, delayed)
-            try:
-                await stream.serve(arrived)
-            except RemoteProtocolError as exc:
-                if current is not None:
-                    current.fault(exc)  # the sender may miss the reason if it is writing, and would dial again
-                raise
-            finally:
-                self._counters.strays += stream.strays
-
-    def _network_to(self, peer: common_pb2.Hello) -> Network | None:
+    def _network_to(self, peer: Hello) -> Network | None:
         """Return the emulated network between this stage and a peer; None within a node."""
         return self._network if peer.node_id != self._node_id else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -29,17 +29,10 @@ from edgepipe.stage.reports import Reports
 from edgepipe.stage.retirement import Retirement
 from edgepipe.stage.sampler import SamplerPool, StepResult
 from edgepipe.stage.sequences import PlannedRows, SequenceTable, packed_indices
+from edgepipe.stage.service import Commands
 from edgepipe.stage.step_work import StepWork
 from edgepipe.stage.trace import Trace, TraceEntry
-from edgepipe.wire.plans import (
-    PipelineSpec,
-    Registration,
-    Registrations,
-    StepPlan,
-    plan_from_wire,
-    registrations_from_wire,
-)
-from edgepipe.wire.v1 import stage_pb2
+from edgepipe.wire.plans import PipelineSpec, Registration, Registrations, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +118,7 @@ class StageEpoch:
         lane = self._lanes.get(slice_index)
         return lane.receiver if lane is not None else None
 
-    async def run(self, messages: AsyncIterator[stage_pb2.ControlMessage], replies: Replies) -> None:
+    async def run(self, commands: Commands, replies: Replies) -> None:
         """Execute plans until the engine ends the stream or a fault was reported to it."""
         senders = [lane.sender for lane in self._lanes.values() if lane.sender is not None]
         try:
@@ -135,8 +128,7 @@ class StageEpoch:
                     tasks.create_task(self._keep(sender), name="stage-ring")
                 tasks.create_task(self._announce(senders), name="stage-opened")
                 tasks.create_task(self._tell_crash(), name="stage-crash")
-                async for message in messages:
-                    self._obey(message)
+                await commands.feed(self._obey, refuse=self._cannot_obey)
                 self._reports.finish()  # the writer then ends the rest: gRPC ends badly if a write is cancelled
         except* _Over:
             logger.debug("epoch %s ended", self.spec.epoch)
@@ -297,19 +289,20 @@ class StageEpoch:
             await sender.connected()
         self._reports.opened(self.spec.epoch, kv_since=self._kv_since)
 
-    def _obey(self, message: stage_pb2.ControlMessage) -> None:
+    def _obey(self, command: StepPlan | Registrations) -> None:
         if self.over:
             return
         try:
-            if message.HasField("register"):
-                self._register(registrations_from_wire(message.register))
-            elif message.HasField("plan"):
-                self._plan(plan_from_wire(message.plan))
+            if isinstance(command, StepPlan):
+                self._plan(command)
                 self._pump()
             else:
-                raise RemoteProtocolError("the engine sent an unknown message instead of a plan")
+                self._register(command)
         except Exception as exc:
-            self.fault(_as_fault(exc, "a plan could not be prepared"))
+            self._cannot_obey(exc)
+
+    def _cannot_obey(self, error: Exception) -> None:
+        self.fault(_as_fault(error, "a plan could not be prepared"))
 
     def _register(self, registrations: Registrations) -> None:
         if registrations.epoch != self.spec.epoch:

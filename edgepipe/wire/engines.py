@@ -1,4 +1,4 @@
-"""An engine's serve spec, state and trace as values, and their conversion."""
+"""An engine's serve spec, state and trace, as values."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, ActivationType
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, NodeId, PipelineId
 from edgepipe.model.facts import Slice
-from edgepipe.wire.common import (
-    activation_type_from_wire,
-    activation_type_to_wire,
-    epoch_to_wire,
-    error_to_wire,
-    slices_from_wire,
-    slices_to_wire,
-)
-from edgepipe.wire.v1 import common_pb2, engine_pb2, node_pb2
+from edgepipe.wire.codec import default_if_empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +29,8 @@ class ServeSpec:
     micro_batches: int = 0  # M; 0: sized by measurements
     context_length: int = 0  # tokens per sequence; 0: the model's
     kv_tokens: int = 0  # requested KV pool; 0: by free memory
-    dtype: str = "auto"
-    activation_type: ActivationType = ActivationType.BF16
+    dtype: str = default_if_empty("auto")
+    activation_type: ActivationType = default_if_empty(ActivationType.BF16)
     policy: str = ""  # scheduling policy; empty: the default
     throughput: bool = False  # placed for many chats instead of one
     concurrency: int = 0  # number of chats; 0: the default
@@ -47,7 +39,8 @@ class ServeSpec:
     exclude: tuple[str, ...] = ()  # names or ids of excluded nodes
     first: str = ""  # node of the first layers
     fixed: bool = False  # the user gave the placement: start there or fail
-    block_size: int = DEFAULT_BLOCK_SIZE  # tokens per KV block, for as long as the model is served
+    block_size: int = default_if_empty(DEFAULT_BLOCK_SIZE)  # tokens per KV block, for as long as the model is served
+    on_request: bool = False  # a request loaded it, and a request's keep_alive may stop it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +53,16 @@ class LeftOut:
     reason: str  # a clause for people
     node_name: str = ""
     other_name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """A move of stages that the engine's daemon recommends."""
+
+    why: str = ""  # for people: what changed
+    plan: str = ""  # "a:0-14,b:15-29"
+    gain: float = 0.0  # of the wanted speed: 0.2 is a fifth more tokens per second
+    pause_s: float = 0.0  # the move's price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,16 @@ class EngineState:
     kept_tokens: int = 0  # of sequences that survived a failure: found still computed
     replayed_tokens: int = 0  # of the same sequences: recomputed by the stages up to the last one that lost them
     left_out: tuple[LeftOut, ...] = ()  # current quarantines
+    certificate: bytes = b""  # of the engine's process; set by its daemon
+    advice: Advice | None = None  # of its daemon
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpan:
+    """Start and end of a step on a stage's device, stage's clock."""
+
+    begin_us: int
+    end_us: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +151,7 @@ class StepTrace:
     micro_batches: int  # M when it was planned
     planned_us: int  # engine's clock
     used_blocks: int  # of the KV pool, when it was planned
-    spans: tuple[tuple[int, int], ...]  # per stage: start and end on its device, stage's clock
+    spans: tuple[DeviceSpan, ...]  # per stage, in the order that a token passes; fewer while some have not reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,164 +161,3 @@ class EngineTrace:
     steps: tuple[StepTrace, ...]
     now_us: int  # engine's clock
     preemptions: int  # since the epoch began
-
-
-def serve_spec_to_wire(spec: ServeSpec) -> node_pb2.ServeSpec:
-    """Convert a serve spec for the wire."""
-    return node_pb2.ServeSpec(
-        model=spec.model,
-        manifest_hash=spec.manifest_hash,
-        stages=[
-            node_pb2.StagePlacement(node_id=stage.node_id, slices=slices_to_wire(stage.slices)) for stage in spec.stages
-        ],
-        micro_batches=spec.micro_batches,
-        context_length=spec.context_length,
-        kv_tokens=spec.kv_tokens,
-        dtype=spec.dtype,
-        activation_type=activation_type_to_wire(spec.activation_type),
-        policy=spec.policy,
-        throughput=spec.throughput,
-        concurrency=spec.concurrency,
-        moves=spec.moves,
-        num_nodes=spec.num_nodes,
-        exclude=spec.exclude,
-        first=spec.first,
-        fixed=spec.fixed,
-        block_size=spec.block_size,
-    )
-
-
-def serve_spec_from_wire(message: node_pb2.ServeSpec) -> ServeSpec:
-    """Convert a serve spec. Raises PlanInvalid for an empty range, RemoteProtocolError for an unknown type."""
-    unspecified = message.activation_type == common_pb2.ACTIVATION_TYPE_UNSPECIFIED
-    return ServeSpec(
-        model=message.model,
-        manifest_hash=message.manifest_hash,
-        stages=tuple(
-            StagePlacement(node_id=NodeId(stage.node_id), slices=slices_from_wire(stage.slices))
-            for stage in message.stages
-        ),
-        micro_batches=message.micro_batches,
-        context_length=message.context_length,
-        kv_tokens=message.kv_tokens,
-        dtype=message.dtype or "auto",
-        activation_type=ActivationType.BF16 if unspecified else activation_type_from_wire(message.activation_type),
-        policy=message.policy,
-        throughput=message.throughput,
-        concurrency=message.concurrency,
-        moves=message.moves,
-        num_nodes=message.num_nodes,
-        exclude=tuple(message.exclude),
-        first=message.first,
-        fixed=message.fixed,
-        block_size=message.block_size or DEFAULT_BLOCK_SIZE,
-    )
-
-
-def engine_state_to_wire(state: EngineState) -> engine_pb2.EngineState:
-    """Convert an engine's state for the wire."""
-    return engine_pb2.EngineState(
-        model=state.model,
-        pipeline_id=state.pipeline_id,
-        epoch=epoch_to_wire(state.epoch),
-        state=state.state,
-        error=None if state.error is None else error_to_wire(state.error),
-        micro_batches=state.micro_batches,
-        in_flight=state.in_flight,
-        running=state.running,
-        waiting=state.waiting,
-        num_blocks=state.num_blocks,
-        free_blocks=state.free_blocks,
-        block_size=state.block_size,
-        tokens_per_s=state.tokens_per_s,
-        stages=[_stage_to_wire(stage) for stage in state.stages],
-        context_length=state.context_length,
-        address=state.address,
-        manifest_hash=state.manifest_hash,
-        message=state.message,
-        progress=state.progress,
-        why=state.why,
-        bottleneck=state.bottleneck,
-        predicted_tokens_per_s=state.predicted_tokens_per_s,
-        latency_ms=state.latency_ms,
-        preemptions=state.preemptions,
-        admitted_tokens=state.admitted_tokens,
-        cached_tokens=state.cached_tokens,
-        decode_rows=state.decode_rows,
-        recoveries=state.recoveries,
-        stall_ms=state.stall_ms,
-        moves=state.moves,
-        move_pause_ms=state.move_pause_ms,
-        kept_tokens=state.kept_tokens,
-        replayed_tokens=state.replayed_tokens,
-        left_out=[left_out_to_wire(entry) for entry in state.left_out],
-    )
-
-
-def left_out_to_wire(entry: LeftOut) -> engine_pb2.LeftOut:
-    """Convert a quarantined node or link for the wire."""
-    return engine_pb2.LeftOut(
-        node_id=entry.node_id,
-        other_id=entry.other_id or "",
-        seconds=entry.seconds,
-        reason=entry.reason,
-        node_name=entry.node_name,
-        other_name=entry.other_name,
-    )
-
-
-def _stage_to_wire(stage: StageState) -> engine_pb2.StageState:
-    return engine_pb2.StageState(
-        node_id=stage.node_id,
-        node_name=stage.node_name,
-        backend=stage.backend,
-        device=stage.device,
-        slices=slices_to_wire(stage.slices),
-        address=stage.address,
-        weight_bytes=stage.weight_bytes,
-        kv_bytes=stage.kv_bytes,
-        busy=stage.busy,
-        step_ms=stage.step_ms,
-        upload_ms=stage.upload_ms,
-        one_way_ms=stage.one_way_ms,
-        decode_ms=stage.decode_ms,
-        decode_upload_ms=stage.decode_upload_ms,
-        computed_s=stage.computed_s,
-        bubble_s=stage.bubble_s,
-        hop_bytes=stage.hop_bytes,
-        hop_latency_counts=stage.hop_latency_counts,
-        hop_latency_s=stage.hop_latency_s,
-    )
-
-
-def trace_to_wire(trace: EngineTrace) -> engine_pb2.EngineTrace:
-    """Convert a trace for the wire."""
-    message = engine_pb2.EngineTrace(now_us=trace.now_us, preemptions=trace.preemptions)
-    for step in trace.steps:
-        message.steps.add(
-            step=step.step,
-            decode_rows=step.decode_rows,
-            prefill_tokens=step.prefill_tokens,
-            micro_batches=step.micro_batches,
-            planned_us=step.planned_us,
-            used_blocks=step.used_blocks,
-            spans=[engine_pb2.DeviceSpan(begin_us=begin_us, end_us=end_us) for begin_us, end_us in step.spans],
-        )
-    return message
-
-
-def trace_from_wire(message: engine_pb2.EngineTrace) -> EngineTrace:
-    """Convert a trace from the wire."""
-    steps = tuple(
-        StepTrace(
-            step=step.step,
-            decode_rows=step.decode_rows,
-            prefill_tokens=step.prefill_tokens,
-            micro_batches=step.micro_batches,
-            planned_us=step.planned_us,
-            used_blocks=step.used_blocks,
-            spans=tuple((span.begin_us, span.end_us) for span in step.spans),
-        )
-        for step in message.steps
-    )
-    return EngineTrace(steps=steps, now_us=message.now_us, preemptions=message.preemptions)

@@ -14,16 +14,9 @@ from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import Epoch, NodeId, PipelineId, SequenceId, StepId
 from edgepipe.model.facts import Slice
 from edgepipe.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
-from edgepipe.wire.common import (
-    activation_type_from_wire,
-    activation_type_to_wire,
-    epoch_from_wire,
-    epoch_to_wire,
-    error_from_wire,
-    error_to_wire,
-    slices_from_wire,
-    slices_to_wire,
-)
+from edgepipe.wire.codec import from_wire, to_wire
+from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire, hello_to_wire
+from edgepipe.wire.errors import error_from_wire, error_to_wire
 from edgepipe.wire.sampling import logprobs_from_wire, logprobs_to_wire, sampling_from_wire, sampling_to_wire
 from edgepipe.wire.sizes import ID_BYTES, MAX_END_IDS, PACKED_BYTES
 from edgepipe.wire.v1 import common_pb2, stage_pb2
@@ -54,6 +47,17 @@ class PipelineSpec:
     step_deadline_ms: int
     next: Neighbour | None = None  # at ``next_address``
     previous: Neighbour | None = None  # the stage that sends activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRing:
+    """The constants of a Ring stream."""
+
+    pipeline_id: PipelineId
+    epoch: Epoch
+    slice: int  # index of the slice that the stream feeds
+    hidden_size: int
+    activation_type: ActivationType
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,25 +181,10 @@ class StageTimings:
     links: tuple[LinkSample, ...] = ()
 
 
-def spec_to_wire(spec: PipelineSpec, hello: common_pb2.Hello) -> stage_pb2.OpenPipeline:
+def spec_to_wire(spec: PipelineSpec, hello: Hello) -> stage_pb2.OpenPipeline:
     """Make the first message of a Control stream."""
-    message = stage_pb2.OpenPipeline(
-        hello=hello,
-        pipeline_id=spec.pipeline_id,
-        epoch=epoch_to_wire(spec.epoch),
-        slices=slices_to_wire(spec.slices),
-        num_slices=spec.num_slices,
-        hidden_size=spec.hidden_size,
-        activation_type=activation_type_to_wire(spec.activation_type),
-        num_blocks=spec.num_blocks,
-        block_size=spec.block_size,
-        next_address=spec.next_address,
-        max_in_flight=spec.max_in_flight,
-        step_deadline_ms=spec.step_deadline_ms,
-    )
-    for field, neighbour in ((message.next, spec.next), (message.previous, spec.previous)):
-        if neighbour is not None:
-            field.node_id, field.certificate = neighbour.node_id, neighbour.certificate
+    message = to_wire(spec, stage_pb2.OpenPipeline)
+    message.hello.CopyFrom(hello_to_wire(hello))
     return message
 
 
@@ -206,25 +195,16 @@ def spec_from_wire(message: stage_pb2.OpenPipeline) -> PipelineSpec:
             raise RemoteProtocolError(f"the pipeline cannot be opened: {name} is 0", fact="it is at least 1")
     if not message.slices:
         raise RemoteProtocolError("the pipeline cannot be opened: this stage has no slice")
-    return PipelineSpec(
-        pipeline_id=PipelineId(message.pipeline_id),
-        epoch=epoch_from_wire(message.epoch),
-        slices=slices_from_wire(message.slices),
-        num_slices=message.num_slices,
-        hidden_size=message.hidden_size,
-        activation_type=activation_type_from_wire(message.activation_type),
-        num_blocks=message.num_blocks,
-        block_size=message.block_size,
-        next_address=message.next_address,
-        max_in_flight=message.max_in_flight,
-        step_deadline_ms=message.step_deadline_ms,
-        next=_neighbour(message.next) if message.HasField("next") else None,
-        previous=_neighbour(message.previous) if message.HasField("previous") else None,
-    )
+    return from_wire(message, PipelineSpec)
 
 
-def _neighbour(message: stage_pb2.RingNeighbour) -> Neighbour:
-    return Neighbour(node_id=NodeId(message.node_id), certificate=message.certificate)
+def command_from_wire(message: stage_pb2.ControlMessage) -> StepPlan | Registrations:
+    """Convert an engine's message of an open epoch. Raises RemoteProtocolError, RequestInvalid."""
+    if message.HasField("plan"):
+        return plan_from_wire(message.plan)
+    if message.HasField("register"):
+        return registrations_from_wire(message.register)
+    raise RemoteProtocolError("the engine sent an unknown message instead of a plan")
 
 
 def plan_from_wire(message: stage_pb2.Plan) -> StepPlan:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import Epoch, PipelineId, RequestId
 from edgepipe.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
-from edgepipe.wire.common import epoch_to_wire, error_to_wire
-from edgepipe.wire.sampling import logprobs_to_wire, sampling_from_wire, sampling_to_wire
-from edgepipe.wire.v1 import common_pb2, engine_pb2
+from edgepipe.wire.common import Hello, epoch_to_wire, hello_from_wire, hello_to_wire
+from edgepipe.wire.errors import error_from_wire, error_to_wire
+from edgepipe.wire.sampling import logprobs_from_wire, logprobs_to_wire, sampling_from_wire, sampling_to_wire
+from edgepipe.wire.sizes import HEAD_BYTES, PACKED_BYTES
+from edgepipe.wire.v1 import engine_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,54 @@ class Ending:
 GatewayCommand = Submission | Cancellation | Resumption
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensArrived:
+    """Tokens of one choice from output position ``position`` on."""
+
+    request_id: RequestId
+    attempt: int
+    choice: int
+    position: int
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per id if the request asked for them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScored:
+    """Log-probabilities of the prompt's tokens from the absolute ``position`` on."""
+
+    request_id: RequestId
+    attempt: int
+    choice: int
+    position: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRead:
+    """Number of computed prompt tokens. A late or lost report has no effect."""
+
+    request_id: RequestId
+    attempt: int
+    choice: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceEnded:
+    """End of a choice; each choice has exactly one."""
+
+    request_id: RequestId
+    attempt: int
+    choice: int
+    reason: str  # "stop" | "length" | "cancelled" | "error"
+    cached_prompt_tokens: int = 0
+    error: EdgepipeError | None = None
+
+
+EngineReport = TokensArrived | PromptScored | PromptRead | ChoiceEnded
+
+
 def command_to_wire(command: GatewayCommand) -> engine_pb2.GatewayMessage:
     """Convert a gateway's command for an engine."""
     if isinstance(command, Submission):
@@ -108,69 +158,123 @@ def resumption_from_wire(message: engine_pb2.Resume) -> Resumption:
     return Resumption(request_id=RequestId(message.request_id), attempt=message.attempt, have=tuple(message.have))
 
 
-def hello_from_wire(message: engine_pb2.GatewayMessage) -> common_pb2.Hello:
+def opening_hello(message: engine_pb2.GatewayMessage) -> Hello:
     """Return the hello that begins a gateway's stream. Raises RemoteProtocolError for any other message."""
     if message.WhichOneof("message") != "hello":
         raise RemoteProtocolError("the gateway sent a request before its hello")
-    return message.hello
+    return hello_from_wire(message.hello)
 
 
-def welcome_to_wire(hello: common_pb2.Hello, *, pipeline_id: PipelineId, epoch: Epoch) -> engine_pb2.EngineEvent:
+def welcome_to_wire(hello: Hello, *, pipeline_id: PipelineId, epoch: Epoch) -> engine_pb2.EngineEvent:
     """Make the engine's first message on a gateway's stream."""
     return engine_pb2.EngineEvent(
-        welcome=engine_pb2.Welcome(hello=hello, pipeline_id=pipeline_id, epoch=epoch_to_wire(epoch))
+        welcome=engine_pb2.Welcome(hello=hello_to_wire(hello), pipeline_id=pipeline_id, epoch=epoch_to_wire(epoch))
     )
 
 
-def tokens_to_wire(
-    request_id: RequestId,
-    attempt: int,
-    choice: int,
-    *,
-    position: int,
-    ids: Sequence[int],
-    logprobs: Sequence[TokenLogprobs] = (),
-) -> engine_pb2.Tokens:
-    """Convert tokens of a choice from output position ``position`` on; ``logprobs``: one per id, or empty."""
-    return engine_pb2.Tokens(
-        request_id=request_id,
-        attempt=attempt,
-        choice=choice,
-        position=position,
-        ids=ids,
-        logprobs=[logprobs_to_wire(each) for each in logprobs],
-    )
+class EngineNews:
+    """Builder of one message to a gateway: results of its requests, up to PACKED_BYTES."""
+
+    __slots__ = ("_room_bytes", "message")
+
+    def __init__(self) -> None:
+        self.message = engine_pb2.EngineEvent()
+        self._room_bytes = PACKED_BYTES
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has reserved room."""
+        return self._room_bytes == PACKED_BYTES
+
+    def reserve(self, count: int, each_bytes: int) -> int:
+        """Reserve room for up to ``count`` items of one result. Return how many fit."""
+        fitting = max(0, min(count, (self._room_bytes - HEAD_BYTES) // each_bytes))
+        if fitting:
+            self._room_bytes -= HEAD_BYTES + fitting * each_bytes
+        return fitting
+
+    def add_prompt_read(self, request_id: RequestId, attempt: int, choice: int, *, num_tokens: int) -> None:
+        """Add the number of computed prompt tokens."""
+        self.message.prompt_reads.add(request_id=request_id, attempt=attempt, choice=choice, num_tokens=num_tokens)
+
+    def add_prompt_scores(self, request_id: RequestId, attempt: int, choice: int, *, part: PromptLogprobs) -> None:
+        """Add log-probabilities of a part of the prompt."""
+        self.message.prompt_scores.add(
+            request_id=request_id,
+            attempt=attempt,
+            choice=choice,
+            position=part.position,
+            tokens=[logprobs_to_wire(each) for each in part.tokens],
+        )
+
+    def add_tokens(
+        self,
+        request_id: RequestId,
+        attempt: int,
+        choice: int,
+        *,
+        position: int,
+        ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
+        """Add tokens of a choice from output position ``position`` on; ``logprobs``: one per id, or empty."""
+        self.message.tokens.add(
+            request_id=request_id,
+            attempt=attempt,
+            choice=choice,
+            position=position,
+            ids=ids,
+            logprobs=[logprobs_to_wire(each) for each in logprobs],
+        )
+
+    def add_ending(self, request_id: RequestId, attempt: int, choice: int, *, ending: Ending) -> None:
+        """Add the ending of a choice."""
+        self.message.ended.add(
+            request_id=request_id,
+            attempt=attempt,
+            choice=choice,
+            reason=ending.reason,
+            num_tokens=ending.num_tokens,
+            error=None if ending.error is None else error_to_wire(ending.error),
+            cached_prompt_tokens=ending.cached_prompt_tokens,
+        )
 
 
-def prompt_scores_to_wire(
-    request_id: RequestId, attempt: int, choice: int, *, part: PromptLogprobs
-) -> engine_pb2.PromptScores:
-    """Convert log-probabilities of a part of the prompt."""
-    return engine_pb2.PromptScores(
-        request_id=request_id,
-        attempt=attempt,
-        choice=choice,
-        position=part.position,
-        tokens=[logprobs_to_wire(each) for each in part.tokens],
-    )
-
-
-def prompt_read_to_wire(request_id: RequestId, attempt: int, choice: int, *, num_tokens: int) -> engine_pb2.PromptRead:
-    """Make a report of the number of computed prompt tokens."""
-    return engine_pb2.PromptRead(request_id=request_id, attempt=attempt, choice=choice, num_tokens=num_tokens)
-
-
-def ending_to_wire(request_id: RequestId, attempt: int, choice: int, *, ending: Ending) -> engine_pb2.Ended:
-    """Convert the ending of a choice."""
-    return engine_pb2.Ended(
-        request_id=request_id,
-        attempt=attempt,
-        choice=choice,
-        reason=ending.reason,
-        num_tokens=ending.num_tokens,
-        error=None if ending.error is None else error_to_wire(ending.error),
-        cached_prompt_tokens=ending.cached_prompt_tokens,
-    )
+def reports_from_wire(event: engine_pb2.EngineEvent) -> Iterator[EngineReport]:
+    """Yield an engine's reports on requests, in order. Raises RemoteProtocolError."""
+    for read in event.prompt_reads:
+        yield PromptRead(
+            request_id=RequestId(read.request_id),
+            attempt=read.attempt,
+            choice=read.choice,
+            num_tokens=read.num_tokens,
+        )
+    for scores in event.prompt_scores:
+        yield PromptScored(
+            request_id=RequestId(scores.request_id),
+            attempt=scores.attempt,
+            choice=scores.choice,
+            position=scores.position,
+            logprobs=logprobs_from_wire(scores.tokens),
+        )
+    for tokens in event.tokens:
+        yield TokensArrived(
+            request_id=RequestId(tokens.request_id),
+            attempt=tokens.attempt,
+            choice=tokens.choice,
+            position=tokens.position,
+            ids=tuple(tokens.ids),
+            logprobs=logprobs_from_wire(tokens.logprobs),
+        )
+    for ended in event.ended:
+        yield ChoiceEnded(
+            request_id=RequestId(ended.request_id),
+            attempt=ended.attempt,
+            choice=ended.choice,
+            reason=ended.reason,
+            cached_prompt_tokens=ended.cached_prompt_tokens,
+            error=error_from_wire(ended.error) if ended.HasField("error") else None,
+        )
 
 
 def _submission_to_wire(submission: Submission) -> engine_pb2.Submit:

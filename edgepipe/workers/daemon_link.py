@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
-from edgepipe.errors import EdgepipeError
-from edgepipe.ids import NodeId
+from edgepipe.backend.types import DeviceProfile
 from edgepipe.link.channels import make_unix_channel, translated
 from edgepipe.security.access import Kind
 from edgepipe.security.certificates import make_key_pair, read_certificate
 from edgepipe.security.mutual_tls import Denial, MutualTls, Peer, Plaintext, Security
-from edgepipe.wire.common import error_to_wire
-from edgepipe.wire.v1 import common_pb2, node_pb2, node_pb2_grpc
+from edgepipe.wire.children import (
+    ChildCommand,
+    ChildProgress,
+    ChildReport,
+    ChildStarted,
+    Command,
+    DeniedCall,
+    Introduced,
+    IntroducedPeer,
+    IntroducedPeers,
+    Report,
+    StopChild,
+)
+from edgepipe.wire.codec import from_wire, to_wire
+from edgepipe.wire.v1 import node_pb2, node_pb2_grpc
 from edgepipe.workers.settings import ChildSettings
 
 _MAX_WAITING = 64  # more reports wait only while the daemon does not run: then progress reports are dropped
@@ -33,7 +46,7 @@ class DaemonLink:
         self.security: Security = self._tls or Plaintext()
         self.has_reported = False
         self._reports: asyncio.Queue[node_pb2.ChildReport | None] = asyncio.Queue(_MAX_REPORTS)
-        self._commands: asyncio.Queue[node_pb2.ChildCommand | None] = asyncio.Queue()
+        self._commands: asyncio.Queue[Command | None] = asyncio.Queue()
 
     async def run(self) -> None:
         """Carry both ways until the daemon says stop, goes away, or this is cancelled; send the last reports.
@@ -43,46 +56,44 @@ class DaemonLink:
         async with make_unix_channel(self.settings.socket) as channel:
             with translated("the node's daemon"):
                 call = node_pb2_grpc.ChildrenStub(channel).Attach(self._outgoing())
-                async for command in call:
-                    if command.HasField("stop"):
-                        break
-                    if command.HasField("introduce"):
-                        self._introduce(command.introduce)
-                        continue
-                    self._commands.put_nowait(command)
+                async for message in call:
+                    match from_wire(message, ChildCommand).command:
+                        case StopChild():
+                            break
+                        case IntroducedPeers() as introduced:
+                            self._introduce(introduced)
+                        case command:
+                            self._commands.put_nowait(command)
                 self._commands.put_nowait(None)
 
-    async def commands(self) -> AsyncIterator[node_pb2.ChildCommand]:
+    async def commands(self) -> AsyncIterator[Command]:
         """Yield commands other than stop, in order; end when the daemon says stop."""
         while (command := await self._commands.get()) is not None:
             yield command
 
-    def started(self, *, port: int, profile: common_pb2.DeviceProfile | None = None) -> None:
+    def started(self, *, port: int, profile: DeviceProfile | None = None) -> None:
         """Report that this child is ready for work."""
-        ready = node_pb2.ChildStarted(
-            child_id=self.settings.child_id, kind=self.settings.kind, port=port, certificate=self.security.certificate
+        started = ChildStarted(
+            child_id=self.settings.child_id,
+            kind=self.settings.kind,
+            port=port,
+            profile=profile,
+            certificate=self.security.certificate,
         )
-        if profile is not None:
-            ready.profile.CopyFrom(profile)
-        self.report(node_pb2.ChildReport(started=ready))
+        self.report(started)
 
-    def report(self, report: node_pb2.ChildReport) -> None:
-        """Queue a report."""
-        if not self.has_reported:
-            report.child_id = self.settings.child_id
+    def report(self, report: Report) -> None:
+        """Queue a report. An error is the reason why this child cannot continue."""
+        child_id = "" if self.has_reported else self.settings.child_id
         self.has_reported = True
-        self._reports.put_nowait(report)
+        self._reports.put_nowait(to_wire(ChildReport(report=report, child_id=child_id), node_pb2.ChildReport))
 
-    def progress(self, progress: node_pb2.ChildProgress) -> None:
+    def progress(self, progress: ChildProgress) -> None:
         """Report this child's progress; drop it while many reports wait, as when the daemon is stopped."""
         if self._tls is not None:
-            progress.refused_handshakes = self._tls.refused_handshakes
+            progress = replace(progress, refused_handshakes=self._tls.refused_handshakes)
         if self._reports.qsize() < _MAX_WAITING:
-            self.report(node_pb2.ChildReport(progress=progress))
-
-    def fault(self, error: EdgepipeError) -> None:
-        """Report why this child cannot continue."""
-        self.report(node_pb2.ChildReport(fault=error_to_wire(error)))
+            self.report(progress)
 
     def finish(self) -> None:
         """End the reports."""
@@ -94,22 +105,21 @@ class DaemonLink:
 
     def _denied(self, denial: Denial) -> None:
         if self._reports.qsize() < _MAX_WAITING:  # a peer can cause more of them than the daemon reads
-            denied = node_pb2.DeniedCall(who=denial.who, what=f"{self.settings.kind}: {denial.what}")
-            self.report(node_pb2.ChildReport(denied=denied))
+            self.report(DeniedCall(who=denial.who, what=f"{self.settings.kind}: {denial.what}"))
 
-    def _introduce(self, introduced: node_pb2.IntroducedPeers) -> None:
+    def _introduce(self, introduced: IntroducedPeers) -> None:
         """Replace the known peers. Raises CertificateInvalid, but the daemon has checked them all before."""
         if self._tls is not None:
             peers = [(_peer(entry), entry.may_not_call) for entry in introduced.peers]
             self._tls.introduce(
                 (peer for peer, may_not_call in peers if not may_not_call), nodes=(peer for peer, _ in peers)
             )
-        self.report(node_pb2.ChildReport(introduced=introduced.version))
+        self.report(Introduced(version=introduced.version))
 
     async def _outgoing(self) -> AsyncIterator[node_pb2.ChildReport]:
         while (report := await self._reports.get()) is not None:
             yield report
 
 
-def _peer(wire: node_pb2.IntroducedPeer) -> Peer:
-    return Peer(node_id=NodeId(wire.node_id), kind=Kind(wire.kind), certificate=read_certificate(wire.certificate))
+def _peer(entry: IntroducedPeer) -> Peer:
+    return Peer(node_id=entry.node_id, kind=Kind(entry.kind), certificate=read_certificate(entry.certificate))

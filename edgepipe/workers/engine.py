@@ -8,15 +8,16 @@ import grpc.aio
 
 from edgepipe.clock import Clock
 from edgepipe.engine import Engine, Reachable
-from edgepipe.ids import NodeId, PipelineId
+from edgepipe.ids import NodeId
 from edgepipe.link.channels import make_server
 from edgepipe.link.shaped import Network, make_network
 from edgepipe.model.config_json import config_from_json
 from edgepipe.model.strict_json import parse_json_object
 from edgepipe.system import RandomIds, SystemClock
-from edgepipe.wire.common import make_hello
-from edgepipe.wire.engines import EngineState, engine_state_to_wire, serve_spec_from_wire
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire import serving
+from edgepipe.wire.children import ChildProgress
+from edgepipe.wire.common import Hello
+from edgepipe.wire.serving import PlanMade, RunEngine
 from edgepipe.workers.daemon_link import DaemonLink
 from edgepipe.workers.grpc_server import bind_one_of
 from edgepipe.workers.planning import DaemonPlanner
@@ -31,7 +32,7 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
     network = make_network(settings.link, clock)
     port = bind_one_of(server, link.security, settings)
     link.started(port=port)
-    reporter = asyncio.create_task(report_progress(link, pb.ChildProgress), name="progress")
+    reporter = asyncio.create_task(report_progress(link, ChildProgress), name="progress")
     try:
         await _serve(settings, link, server, clock=clock, network=network, port=port)
     finally:
@@ -48,16 +49,16 @@ async def _serve(
     port: int,
 ) -> None:
     async for command in link.commands():
-        if not command.HasField("run"):
+        if not isinstance(command, RunEngine):
             continue
         planner = DaemonPlanner(link)
         address = f"{settings.host}:{port}"
-        engine = _engine(settings, link, command.run, address=address, clock=clock, network=network, planner=planner)
+        engine = _engine(settings, link, command, address=address, clock=clock, network=network, planner=planner)
         engine.add_to(server)
         await server.start()
         listening = asyncio.create_task(_listen(link, engine, planner), name="daemon")
         try:
-            if not command.run.resuming:
+            if not command.resuming:
                 await engine.start()
             await engine.run()
         finally:
@@ -70,46 +71,44 @@ async def _serve(
 
 async def _listen(link: DaemonLink, engine: Engine, planner: DaemonPlanner) -> None:
     async for command in link.commands():
-        if command.HasField("plan") and (plan := planner.take(command.plan)) is not None:
-            engine.move_to(plan)
-        if command.HasField("reachable"):
-            reachable = command.reachable
-            engine.note_reachable(
-                Reachable(
-                    addresses={NodeId(node.node_id): node.address for node in reachable.nodes},
-                    leaving=frozenset(NodeId(node_id) for node_id in reachable.leaving),
+        match command:
+            case PlanMade():
+                if (plan := planner.take(command)) is not None:
+                    engine.move_to(plan)
+            case serving.Reachable():
+                engine.note_reachable(
+                    Reachable(
+                        addresses={node.node_id: node.address for node in command.nodes},
+                        leaving=frozenset(NodeId(node_id) for node_id in command.leaving),
+                    )
                 )
-            )
+            case _:
+                pass
 
 
 def _engine(
     settings: ChildSettings,
     link: DaemonLink,
-    task: pb.RunEngine,
+    task: RunEngine,
     *,
     address: str,
     clock: Clock,
     network: Network | None,
     planner: DaemonPlanner,
 ) -> Engine:
-    def tell(state: EngineState) -> None:
-        link.report(pb.ChildReport(engine=engine_state_to_wire(state)))
-
-    hello = make_hello(
-        role="engine", node_id=settings.node_id, node_name=settings.node_name, cluster_id=settings.cluster_id
-    )
+    hello = Hello(role="engine", node_id=settings.node_id, node_name=settings.node_name, cluster_id=settings.cluster_id)
     return Engine(
         config=config_from_json(parse_json_object(task.model_config.encode(), what="the model's shape")),
-        spec=serve_spec_from_wire(task.spec),
-        nodes={NodeId(node.node_id): node.address for node in task.nodes},
-        node_names={NodeId(node.node_id): node.name for node in task.nodes if node.name},
-        pipeline_id=PipelineId(task.pipeline_id),
+        spec=task.spec,
+        nodes={node.node_id: node.address for node in task.nodes},
+        node_names={node.node_id: node.name for node in task.nodes if node.name},
+        pipeline_id=task.pipeline_id,
         hello=hello,
         security=link.security,
         clock=clock,
         network=network,
         ids=RandomIds(),
-        on_state=tell,
+        on_state=link.report,
         address=address,
         epoch_counter=max(1, task.epoch_counter),
         planner=planner,

@@ -10,8 +10,8 @@ from edgepipe.cluster.interfaces import LOOPBACK
 from edgepipe.gateway.access import AccessRules
 from edgepipe.gateway.service import Gateway, listen
 from edgepipe.system import RandomIds, SystemClock
-from edgepipe.wire.common import error_from_wire
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.children import LoadFailed, LoadWanted, UnloadWanted
+from edgepipe.wire.nodes import ClusterView
 from edgepipe.workers.daemon_link import DaemonLink
 from edgepipe.workers.settings import ChildSettings
 
@@ -26,8 +26,8 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
         node_name=settings.node_name,
         security=link.security,
         clock=SystemClock(),
-        load_model=lambda model: link.report(pb.ChildReport(load_wanted=pb.LoadWanted(model=model))),
-        unload_model=lambda model: link.report(pb.ChildReport(unload_wanted=pb.UnloadWanted(model=model))),
+        load_model=lambda model: link.report(LoadWanted(model=model)),
+        unload_model=lambda model: link.report(UnloadWanted(model=model)),
         ids=RandomIds(),
         new_seed=lambda: secrets.randbits(64),
         rules=AccessRules.of(
@@ -39,10 +39,13 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
         serving = tasks.create_task(gateway.serve(*sockets), name="http")
         link.started(port=sockets[0].getsockname()[1])
         async for command in link.commands():
-            if command.HasField("cluster"):
-                gateway.update(command.cluster)
-            elif command.HasField("load_failed"):
-                gateway.not_loaded(command.load_failed.model, error_from_wire(command.load_failed.error))
+            match command:
+                case ClusterView():
+                    gateway.update(command)
+                case LoadFailed():
+                    gateway.not_loaded(command.model, command.error)
+                case _:
+                    pass
         await serving
 
 

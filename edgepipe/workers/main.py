@@ -80,7 +80,7 @@ async def _work(settings: ChildSettings, link: DaemonLink, body: Body, stop: asy
         await body(settings, link)
     except EdgepipeError as error:
         logger.error("%s", error)
-        link.fault(error)
+        link.report(error)
         return True
     except Exception:
         logger.exception("a bug ended the %s process", settings.kind)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.children import ChildProgress
 from edgepipe.workers.daemon_link import DaemonLink
 
 _BUSY_S = 0.25  # ARCHITECTURE: four times a second while work is pending
 _IDLE_S = 1.0
 
 
-async def report_progress(link: DaemonLink, look: Callable[[], pb.ChildProgress]) -> None:
+async def report_progress(link: DaemonLink, look: Callable[[], ChildProgress]) -> None:
     """Report until cancelled: at each check that finds new or unfinished work, and once a second."""
-    sent = pb.ChildProgress()
+    sent = ChildProgress()
     sent_at_s = float("-inf")
     loop = asyncio.get_running_loop()
     while True:

@@ -19,20 +19,21 @@ from edgepipe.model.store import StoredModel
 from edgepipe.model.strict_json import parse_json_object
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.model.weights import open_weights
+from edgepipe.planner.profiles import LayerProfile
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.probe import probe_layer
 from edgepipe.stage.stage import Stage
 from edgepipe.stage.step_mark import StepMark
 from edgepipe.system import SystemClock
-from edgepipe.wire.common import (
-    activation_type_from_wire,
-    epoch_from_wire,
-    make_hello,
-    profile_to_wire,
-    slices_from_wire,
+from edgepipe.wire.children import (
+    ChildProgress,
+    LoadShard,
+    PauseStage,
+    PrepareProgress,
+    ProfileLayerRequest,
+    ShardLoaded,
 )
-from edgepipe.wire.profiles import layer_profile_to_wire
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.common import Hello
 from edgepipe.workers.daemon_link import DaemonLink
 from edgepipe.workers.grpc_server import bind_one_of
 from edgepipe.workers.progress import report_progress
@@ -55,24 +56,24 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
     backend = await compute.call(lambda: create_backend(settings.backend, options))
     profile = settings.device_profile or await compute.call(backend.profile)
     port = bind_one_of(server, link.security, settings)
-    link.started(port=port, profile=profile_to_wire(profile))
+    link.started(port=port, profile=profile)
     stage: Stage | None = None
     reporter = asyncio.create_task(report_progress(link, lambda: _progress(stage)), name="progress")
     try:
         async for command in link.commands():
-            if command.HasField("pause") and stage is not None:
-                if command.pause.paused:
+            if isinstance(command, PauseStage) and stage is not None:
+                if command.paused:
                     stage.pause()
-                else:
-                    stage.resume(epoch_from_wire(command.pause.epoch))
-            if command.HasField("profile") and stage is None:
-                await _profile(compute, backend, link, command.profile, profile, clock)
-            if not command.HasField("load") or stage is not None:
+                elif command.epoch is not None:
+                    stage.resume(command.epoch)
+            if isinstance(command, ProfileLayerRequest) and stage is None:
+                await _profile(compute, backend, link, command, profile, clock)
+            if not isinstance(command, LoadShard) or stage is not None:
                 continue
-            if (wanted := _options(settings, command.load)) != options:
+            if (wanted := _options(settings, command)) != options:
                 await compute.call(backend.close)
                 backend = await compute.call(partial(create_backend, settings.backend, wanted))
-            hello = make_hello(
+            hello = Hello(
                 role="stage",
                 node_id=settings.node_id,
                 node_name=settings.node_name,
@@ -85,12 +86,12 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
                 security=link.security,
                 compute=compute,
                 network=network,
-                open_tokenizer=partial(_read_tokenizer, Path(command.load.path)),
+                open_tokenizer=partial(_read_tokenizer, Path(command.path)),
                 name=f"stage on {profile.name}",
             )
             stage.add_to(server)
             await server.start()
-            await _load(stage, link, command.load, profile, clock)
+            await _load(stage, link, command, profile, clock)
     finally:
         reporter.cancel()
         await server.stop(grace=0.2)
@@ -104,7 +105,7 @@ async def _profile(
     compute: ComputeThread,
     backend: Backend,
     link: DaemonLink,
-    wanted: pb.ProfileLayerRequest,
+    wanted: ProfileLayerRequest,
     device: DeviceProfile,
     clock: Clock,
 ) -> None:
@@ -115,36 +116,33 @@ async def _profile(
         found = await compute.call(partial(probe_layer, backend, config, clock, value_bytes=size))
     except EdgepipeError as error:
         logger.warning("a probe layer cannot run: %s", error)
-        link.report(pb.ChildReport(profiled=pb.LayerProfile()))
-    else:
-        link.report(pb.ChildReport(profiled=layer_profile_to_wire(found)))
+        found = LayerProfile(base_s=0.0, decode=(), prefill=(), head=(), kv_token_s=0.0, decode_context=0)
+    link.report(found)
 
 
-async def _load(stage: Stage, link: DaemonLink, load: pb.LoadShard, profile: DeviceProfile, clock: Clock) -> None:
+async def _load(stage: Stage, link: DaemonLink, load: LoadShard, profile: DeviceProfile, clock: Clock) -> None:
     told_at_s = float("-inf")
 
     def tell(done: LoadProgress) -> None:
         nonlocal told_at_s
         if clock.monotonic_s() - told_at_s >= _LOADING_INTERVAL_S:
             told_at_s = clock.monotonic_s()
-            progress = pb.PrepareProgress(phase="loading", bytes_done=done.bytes_done, bytes_total=done.bytes_total)
-            link.report(pb.ChildReport(loading=progress))
+            link.report(PrepareProgress(phase="loading", bytes_done=done.bytes_done, bytes_total=done.bytes_total))
 
     shard = await stage.load(
-        slices=slices_from_wire(load.slices),
+        slices=load.slices,
         open_weights=partial(open_weights, Path(load.path)),
         progress=tell,
         block_size=load.block_size,
     )
-    loaded = pb.ShardLoaded(weight_bytes=shard.weight_bytes, kv_block_bytes=shard.kv_block_bytes)
-    link.report(pb.ChildReport(loaded=loaded))
+    link.report(ShardLoaded(weight_bytes=shard.weight_bytes, kv_block_bytes=shard.kv_block_bytes))
 
 
-def _progress(stage: Stage | None) -> pb.ChildProgress:
+def _progress(stage: Stage | None) -> ChildProgress:
     if stage is None:
-        return pb.ChildProgress(limit_ms=round(_IMPORT_S * 1e3))
+        return ChildProgress(limit_ms=round(_IMPORT_S * 1e3))
     progress = stage.progress()
-    return pb.ChildProgress(
+    return ChildProgress(
         received=progress.received,
         started=progress.started,
         finished=progress.finished,
@@ -158,7 +156,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     return StoredModel(path.name, path).tokenizer()
 
 
-def _options(settings: ChildSettings, load: pb.LoadShard | None = None) -> BackendOptions:
+def _options(settings: ChildSettings, load: LoadShard | None = None) -> BackendOptions:
     """Return the node's options, with the pipeline's overrides."""
     options = BackendOptions(
         device=settings.device,
@@ -171,9 +169,7 @@ def _options(settings: ChildSettings, load: pb.LoadShard | None = None) -> Backe
     return BackendOptions(
         device=settings.device,
         dtype=load.dtype if load.dtype not in ("", "auto") else settings.dtype,
-        activation_type=activation_type_from_wire(load.activation_type)
-        if load.activation_type
-        else options.activation_type,
+        activation_type=load.activation_type,
         threads=options.threads,
         settings=options.settings,
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from edgepipe.cli.bench.client import Measured, connected
 from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.simulation.workload import Arrivals, FixedLengths, WorkloadSpec, make_workload
-from edgepipe.wire.common import make_hello
-from edgepipe.wire.v1 import engine_pb2
+from edgepipe.wire.common import Hello
 from tests.support.engine_lab import EngineLab, engine_lab
 
 WORKLOAD = make_workload(
@@ -22,9 +21,8 @@ WORKLOAD = make_workload(
 
 
 async def measured(lab: EngineLab) -> Measured:
-    hello = make_hello(role="gateway", node_id="bench", cluster_id="lab")
-    engine = engine_pb2.EngineState(address=lab.address)
-    async with connected(engine, hello, Plaintext()) as client:
+    hello = Hello(role="gateway", node_id="bench", cluster_id="lab")
+    async with connected(lab.engine.state(), hello, Plaintext()) as client:
         return await client.run(WORKLOAD, num_stages=2)
 
 

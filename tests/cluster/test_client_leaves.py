@@ -20,8 +20,7 @@ from edgepipe.model.template import ChatTemplate, TemplateRenderer
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.system import RandomIds, SystemClock
-from edgepipe.wire.engines import engine_state_to_wire
-from edgepipe.wire.v1 import node_pb2
+from edgepipe.wire.nodes import ClusterView, ServedModel
 from tests.support.engine_lab import CONFIG, EngineLab, engine_lab
 
 SLOW: dict[str, Any] = {"device": "m4", "time_factor": "20"}
@@ -43,9 +42,8 @@ async def door(lab: EngineLab) -> AsyncGenerator[httpx.AsyncClient]:
     )
     sock = listen(host="127.0.0.1", port=0)
     tasks = [asyncio.create_task(gateway.run()), asyncio.create_task(gateway.serve(sock))]
-    view = node_pb2.ClusterView(cluster_id="lab")
-    view.served.append(node_pb2.ServedModel(engine=engine_state_to_wire(lab.engine.state()), model_path="/nowhere"))
-    gateway.update(view)
+    served = ServedModel(engine=lab.engine.state(), model_path="/nowhere")
+    gateway.update(ClusterView(cluster_id="lab", served=(served,)))
     try:
         base = f"http://127.0.0.1:{sock.getsockname()[1]}"
         async with httpx.AsyncClient(base_url=base, timeout=20, trust_env=False) as http:

@@ -30,7 +30,7 @@ from edgepipe.errors import (
 from edgepipe.ids import NodeId
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.security.mutual_tls import Credentials
-from edgepipe.wire.common import make_hello
+from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc
 from tests.support.engine_lab import EngineLab, engine_lab, oracle_tokens, submission
 
@@ -315,7 +315,7 @@ async def test_after_a_failure_new_gateways_hear_why() -> None:
         assert gateway.answer("a").ended is None, "the engine that took over answers it"
         async with make_channel(lab.address, Credentials()) as channel:
             call = engine_pb2_grpc.EngineStub(channel).Generate(
-                iter([engine_pb2.GatewayMessage(hello=make_hello(role="gateway"))])
+                iter([engine_pb2.GatewayMessage(hello=hello_to_wire(Hello(role="gateway")))])
             )
             with pytest.raises(StaleEpoch), translated("the engine"):
                 await anext(aiter(call))
@@ -403,7 +403,7 @@ async def test_an_engine_that_is_not_ready_takes_no_requests() -> None:
     async with engine_lab(ready=False) as lab, make_channel(lab.address, Credentials()) as channel:
         lab.nodes[0].hold = asyncio.Event()
         call = engine_pb2_grpc.EngineStub(channel).Generate(
-            iter([engine_pb2.GatewayMessage(hello=make_hello(role="gateway"))])
+            iter([engine_pb2.GatewayMessage(hello=hello_to_wire(Hello(role="gateway")))])
         )
         with pytest.raises(PeerClosed, match="takes no requests"), translated("the engine"):
             await anext(aiter(call))
@@ -438,10 +438,10 @@ async def test_a_request_that_arrives_at_the_very_end_of_an_epoch_waits_for_the_
         run.pump.fail(StagesMove())
         table.submit(stream, submission("late", PROMPT, 8))  # before anything else can happen
         ids: list[int] = []
-        async for event in stream.events():
-            ids += [token for tokens in event.tokens for token in tokens.ids]
-            if event.ended:
-                assert event.ended[0].reason == "length"
+        async for news in stream.events():
+            ids += [token for tokens in news.message.tokens for token in tokens.ids]
+            if news.message.ended:
+                assert news.message.ended[0].reason == "length"
                 break
         assert ids == oracle_tokens(PROMPT, 8)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Iterable
+from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,11 +16,9 @@ from edgepipe.engine.placing import EpochPlacement, Nodes, Planner, SamePlan
 from edgepipe.errors import ConnectTimeout, LinkError, PeerClosed
 from edgepipe.ids import NodeId
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
-from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.facts import LayerRange, Slice, make_slices
 from edgepipe.stage.stage import Stage
-from edgepipe.wire.common import slices_from_wire
 from edgepipe.wire.engines import ServeSpec
-from edgepipe.wire.v1 import common_pb2
 from tests.support.engine_lab import CONFIG, EngineLab, engine_lab, oracle_tokens, submission
 from tests.support.pipeline import BLOCK_SIZE
 from tests.support.ports import free_port
@@ -50,9 +48,9 @@ class TurnsRound:
         return EpochPlacement(spec=replace(spec, stages=stages), nodes=Nodes(addresses={}, names={}))
 
 
-async def load(stage: Stage, slices: Iterable[common_pb2.Slice]) -> None:
+async def load(stage: Stage, asked: tuple[Slice, ...]) -> None:
     """As a node does, which keeps a stage that holds what is asked for."""
-    asked, shard = slices_from_wire(slices), stage._shard
+    shard = stage._shard
     if shard is not None and shard.slices == asked:
         return
     while stage._current is not None:  # the last epoch's stream ends a moment after its engine has closed it

@@ -21,7 +21,7 @@ from edgepipe.errors import (
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.sampling import SamplingParams
 from edgepipe.security.mutual_tls import Credentials
-from edgepipe.wire.common import make_hello
+from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
 from tests.support.engine_lab import CONFIG, GREEDY, FakeGateway, engine_lab, oracle_tokens, submission
 
@@ -198,14 +198,16 @@ async def test_a_full_queue_is_said() -> None:
 @pytest.mark.parametrize(
     ("hello", "error"),
     [
-        (common_pb2.Hello(protocol_version=99, node_name="old"), VersionMismatch),
-        (make_hello(role="gateway", cluster_id="elsewhere"), PairingRejected),
+        (Hello(role="gateway", protocol_version=99, node_name="old"), VersionMismatch),
+        (Hello(role="gateway", cluster_id="elsewhere"), PairingRejected),
         (None, RemoteProtocolError),
     ],
     ids=["version", "cluster", "no hello"],
 )
-async def test_strangers_are_turned_away(hello: common_pb2.Hello | None, error: type[EdgepipeError]) -> None:
-    first = engine_pb2.GatewayMessage(hello=hello) if hello else engine_pb2.GatewayMessage(cancel=engine_pb2.Cancel())
+async def test_strangers_are_turned_away(hello: Hello | None, error: type[EdgepipeError]) -> None:
+    first = engine_pb2.GatewayMessage(cancel=engine_pb2.Cancel())
+    if hello is not None:
+        first = engine_pb2.GatewayMessage(hello=hello_to_wire(hello))
     async with engine_lab() as lab, make_channel(lab.address, Credentials()) as channel:
         call = engine_pb2_grpc.EngineStub(channel).Generate(iter([first]))
         with pytest.raises(error), translated("the engine"):
@@ -230,7 +232,7 @@ async def test_describe_tells_the_state() -> None:
 async def test_a_slow_gateway_gets_fewer_larger_messages() -> None:
     async with engine_lab() as lab:
         gateway = FakeGateway(lab.address)
-        submit = engine_pb2.GatewayMessage(hello=gateway._hello)
+        submit = engine_pb2.GatewayMessage(hello=hello_to_wire(gateway.hello))
         channel = gateway._channel
         call = engine_pb2_grpc.EngineStub(channel).Generate()
         await call.write(submit)

@@ -23,7 +23,7 @@ from edgepipe.ids import PipelineId
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.security.mutual_tls import Credentials
-from edgepipe.wire.common import epoch_to_wire, make_hello
+from edgepipe.wire.common import Hello, epoch_to_wire, hello_to_wire
 from edgepipe.wire.plans import PipelineSpec, spec_to_wire
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
@@ -150,8 +150,7 @@ async def test_layers_that_are_not_loaded_are_refused() -> None:
 
 async def test_another_version_is_refused_by_name() -> None:
     async with stages(1) as local:
-        hello = make_hello(role="engine", node_name="old-box")
-        hello.protocol_version = 0
+        hello = Hello(role="engine", node_name="old-box", protocol_version=0)
         control = Control(local.addresses[0], spec_to_wire(local.spec(0, epoch(1)), hello))
         await control.run()
         assert isinstance(control.reports.fault, VersionMismatch)
@@ -198,7 +197,7 @@ async def ring_answer(local: LocalStages, opening: stage_pb2.OpenRing) -> Any:
 
 def ring_opening(counter: int, **fields: Any) -> stage_pb2.OpenRing:
     values: dict[str, Any] = {
-        "hello": make_hello(role="stage"),
+        "hello": hello_to_wire(Hello(role="stage")),
         "pipeline_id": "pipeline",
         "epoch": epoch_to_wire(epoch(counter)),
         "slice": 1,

@@ -17,7 +17,7 @@ from edgepipe.ids import StepId
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.security.mutual_tls import Credentials
 from edgepipe.stage import service
-from edgepipe.wire.common import epoch_to_wire, make_hello
+from edgepipe.wire.common import Hello, epoch_to_wire, hello_to_wire
 from edgepipe.wire.plans import PlanRow, StepPlan
 from edgepipe.wire.v1 import common_pb2, stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
@@ -227,7 +227,7 @@ async def test_a_ring_stream_that_breaks_the_rules_ends_the_epoch() -> None:
         async with local.open(epoch(1)) as driver, make_channel(local.addresses[1], Credentials()) as channel:
             call: Any = StageStub(channel).Ring()
             opening = stage_pb2.OpenRing(
-                hello=make_hello(role="stage"),
+                hello=hello_to_wire(Hello(role="stage")),
                 pipeline_id="pipeline",
                 epoch=epoch_to_wire(epoch(1)),
                 slice=1,

@@ -59,7 +59,7 @@ async def test_strangers_reach_no_process_and_members_only_what_is_theirs(nodes:
     ModelStore(nodes.folder / "a" / "models").pull(str(nodes.folder / "tiny"))
     a, b = [await nodes.start(name) for name in ("a", "b")]
     await asyncio.gather(*(node.until(lambda status: idle(status, 2)) for node in (a, b)))
-    engine = (await a.serve("tiny", plan="a:0-1,b:2-3"))[-1].engine
+    engine = await a.serve("tiny", plan="a:0-1,b:2-3")
     stages = [stage.address for stage in engine.stages]
     stranger, member = stranger_to(a.data_dir), nodes.member()
     shown = {address: await shown_at(address) for address in (a.address, engine.address, *stages)}

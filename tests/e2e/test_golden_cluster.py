@@ -23,7 +23,7 @@ from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, StartedNode, local
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.daemon.machine.data_dir import log_path
 from edgepipe.model.store import StoredModel
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.nodes import ClusterStatus
 from tests.support.fault_streams import Stream, serving_stage
 from tests.support.golden_ids import Item, assert_greedy, items
 from tests.support.prompt_reference import ScoredText, scored_texts
@@ -79,8 +79,12 @@ USUAL = Case(
     num_texts=3,
     num_kills=1,
 )
-PLANS = ("torch+torch", "torch+mlx", "mlx+torch", "torch+mlx+torch")
-LONG = [whole(plan, activations) for plan in PLANS for activations in TOLERANCE]
+LONG = [
+    *(whole("torch+torch", activations) for activations in TOLERANCE),
+    whole("torch+mlx", "float32"),
+    whole("mlx+torch", "bf16"),
+    whole("torch+mlx+torch", "bf16"),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +94,7 @@ class Cluster:
     case: Case
     nodes: list[StartedNode]
 
-    async def status(self, index: int = 0) -> pb.ClusterStatus:
+    async def status(self, index: int = 0) -> ClusterStatus:
         """The cluster as a node sees it."""
         async with connect(self.nodes[index].data_dir) as admin:
             return await admin.status()

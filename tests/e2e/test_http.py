@@ -13,7 +13,7 @@ import pytest
 
 from edgepipe.cli.find import find_target
 from edgepipe.cluster.interfaces import interfaces
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.nodes import ClusterStatus
 from tests.support.node_models import pull_emulated
 from tests.support.nodes import Node, Nodes, idle
 
@@ -98,7 +98,7 @@ async def _leave_after(node: Node, tokens: int) -> None:
                     seen += len(json.loads(line[6:])["choices"][0]["text"]) > 0
 
 
-def _nothing_held(status: pb.ClusterStatus) -> bool:
+def _nothing_held(status: ClusterStatus) -> bool:
     return all(
         engine.running == engine.waiting == engine.in_flight == 0 and engine.free_blocks == engine.num_blocks
         for engine in status.engines

@@ -16,8 +16,7 @@ from typing import cast
 
 import pytest
 
-from edgepipe.wire.v1 import engine_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import EngineState, ServeSpec
 from tests.support.http_calls import BODIES, Call, drawn_calls, named_field, smaller
 from tests.support.node_models import pull_emulated
 from tests.support.nodes import Node, Nodes, idle
@@ -37,7 +36,7 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
     pull_emulated(tmp_path / "a" / "models", tmp_path / "tiny")
     started = await nodes.start("a", discovery=False)
     await started.until(lambda status: idle(status, 1))
-    await started.serve("tiny", options=pb.ServeSpec(context_length=CONTEXT, kv_tokens=4 * CONTEXT))
+    await started.serve("tiny", options=ServeSpec(model="tiny", context_length=CONTEXT, kv_tokens=4 * CONTEXT))
     async with asyncio.timeout(20):
         while (await exchange(started, Call("/v1/completions", {"prompt": "hi"}))).status != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -148,7 +147,7 @@ async def complaints_of(node: Node, calls: Sequence[Call], statuses: Counter[int
     return found
 
 
-async def settled(node: Node) -> engine_pb2.EngineState:
+async def settled(node: Node) -> EngineState:
     """The engine once it holds nothing, or after ``SETTLE_S``."""
     try:
         async with asyncio.timeout(SETTLE_S):
@@ -159,15 +158,15 @@ async def settled(node: Node) -> engine_pb2.EngineState:
     return engine
 
 
-def _rests(engine: engine_pb2.EngineState) -> bool:
+def _rests(engine: EngineState) -> bool:
     return engine.state == "ready" and not (engine.running or engine.waiting or _held(engine))
 
 
-def _held(engine: engine_pb2.EngineState) -> int:
+def _held(engine: EngineState) -> int:
     return engine.num_blocks - engine.free_blocks
 
 
-def harm(before: engine_pb2.EngineState, after: engine_pb2.EngineState) -> str:
+def harm(before: EngineState, after: EngineState) -> str:
     """What requests between two looks at the engine did to it; empty if nothing."""
     if after.epoch.counter != before.epoch.counter:
         return f"the epoch ended: {before.epoch.counter} became {after.epoch.counter}"

@@ -26,9 +26,9 @@ from edgepipe.security.access import Kind
 from edgepipe.security.certificates import make_key_pair
 from edgepipe.security.mutual_tls import MutualTls
 from edgepipe.telemetry.audit import read_audit
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.nodes import ClusterStatus
 from tests.support.node_models import pull_emulated
-from tests.support.nodes import HELLO, LOOK_S, Node, Nodes, children_of, idle
+from tests.support.nodes import LOOK_S, Node, Nodes, children_of, idle
 
 _LEFT = ["identity", "incarnation", "node.log", "trust"]
 
@@ -87,7 +87,7 @@ async def test_a_model_removed_beside_a_running_node_is_gone_from_the_others_lis
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a, b = await asyncio.gather(*(nodes.start(name, backend="none") for name in ("a", "b")))
 
-    def on_a(status: pb.ClusterStatus) -> list[str]:
+    def on_a(status: ClusterStatus) -> list[str]:
         return [told.model for member in status.members if not member.self for told in member.node.models]
 
     await b.until(lambda status: on_a(status) == ["tiny"])
@@ -234,10 +234,10 @@ async def test_a_copied_data_directory_gets_a_new_identity(nodes: Nodes):
 
 async def test_the_log_is_there_to_read_and_the_socket_takes_the_stop(nodes: Nodes):
     node = await nodes.start("a", backend="none")
-    assert list((await node.status()).members[0].node.devices) == []
+    assert not (await node.status()).members[0].node.devices
     async with node.admin() as admin:
-        lines = [line.text async for line in admin.Logs(pb.LogsRequest(hello=HELLO, lines=50), timeout=5)]
-        await admin.Shutdown(pb.ShutdownRequest(hello=HELLO), timeout=5)
+        lines = [line.text async for line in admin.logs(lines=50, follow=False)]
+        await admin.shut_down()
     assert any("node ready" in line for line in lines)
     async with asyncio.timeout(20):
         assert await node.process.wait() == 0

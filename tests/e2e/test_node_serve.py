@@ -26,8 +26,11 @@ from edgepipe.gateway.unloading import GRACE_S
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.model.store import ModelStore
 from edgepipe.security.mutual_tls import MutualTls
-from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
+from edgepipe.wire.common import Hello, hello_to_wire
+from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.nodes import ClusterStatus
 from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.v1 import node_pb2_grpc
 from tests.support.node_models import CONFIG, pull_emulated, pull_with_weights
 from tests.support.nodes import Node, Nodes, idle
 
@@ -64,20 +67,20 @@ def expected(num_tokens: int = 8) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-def child(status: pb.ClusterStatus, kind: str) -> psutil.Process:
+def child(status: ClusterStatus, kind: str) -> psutil.Process:
     return psutil.Process(next(one.pid for one in status.children if one.kind == kind))
 
 
-def reserved(status: pb.ClusterStatus) -> int:
+def reserved(status: ClusterStatus) -> int:
     return sum(device.reserved_bytes for member in status.members for device in member.node.devices)
 
 
 async def test_a_model_is_served_over_two_nodes_and_stopped(nodes: Nodes):
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a, b = await two_nodes(nodes)
-    events = await b.serve("tiny", plan="a:0-2,b:3-5")  # b has nothing of the model on its disk
-    assert events[-1].engine.state == "ready"
-    assert [stage.node_name for stage in events[-1].engine.stages] == ["a", "b"]
+    engine = await b.serve("tiny", plan="a:0-2,b:3-5")  # b has nothing of the model on its disk
+    assert engine.state == "ready"
+    assert [stage.node_name for stage in engine.stages] == ["a", "b"]
     for node in (a, b):  # every node's gateway answers
         await node.until(lambda status: [engine.state for engine in status.engines] == ["ready"])
         answer = await answered(node)
@@ -105,7 +108,7 @@ async def answered(node: Node) -> dict[str, Any]:
 async def test_tensors_come_from_a_peer_and_only_those_needed(nodes: Nodes):
     stored = pull_with_weights(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a, b = await two_nodes(nodes)
-    assert (await a.serve("tiny", plan="a:0-2,b:3-5"))[-1].engine.state == "ready"
+    assert (await a.serve("tiny", plan="a:0-2,b:3-5")).state == "ready"
     assert (await answered(b))["choices"][0]["token_ids"] == expected()
     part = ModelStore(nodes.folder / "b" / "models").resolve("tiny")
     held = set(part.held_tensors())
@@ -118,7 +121,7 @@ async def test_tensors_come_from_a_peer_and_only_those_needed(nodes: Nodes):
     whole.with_name(f"{name}.bin.part").write_bytes(whole.read_bytes()[:100])  # a transfer that broke
     whole.unlink()
     await a.until(lambda status: idle(status, 2))
-    assert (await b.serve("tiny", plan="a:0-2,b:3-5"))[-1].engine.state == "ready"
+    assert (await b.serve("tiny", plan="a:0-2,b:3-5")).state == "ready"
     assert set(part.held_tensors()) == held
     assert bytes(part.read_tensor(name)) == bytes(stored.read_tensor(name))
     assert await asyncio.gather(a.stop(), b.stop()) == [0, 0]
@@ -136,28 +139,28 @@ async def test_what_cannot_be_served_is_refused(nodes: Nodes):
         ({"plan": "a:0-2"}, PlanInvalid),
         ({"plan": "a:0-2,z:3-5"}, PlanInvalid),
         ({"num_nodes": 2}, NoFeasiblePlacement),
-        ({"options": pb.ServeSpec(context_length=999_999)}, ConfigInvalid),
-        ({"exclude": ["nobody"]}, PlanInvalid),
+        ({"options": ServeSpec(model="tiny", context_length=999_999)}, ConfigInvalid),
+        ({"exclude": ("nobody",)}, PlanInvalid),
         ({"first": "nobody"}, PlanInvalid),
     ]
     for fields, error in refused:
         with pytest.raises(error):
             await a.serve(**{"model": "tiny", **fields})
     with pytest.raises(NoFeasiblePlacement, match="do not fit") as told:
-        await a.serve("tiny", options=pb.ServeSpec(kv_tokens=4_000_000_000))
+        await a.serve("tiny", options=ServeSpec(model="tiny", kv_tokens=4_000_000_000))
     assert re.fullmatch(r"give --kv-tokens \d+ or less, or leave it out", told.value.next_step)
     with pytest.raises(ModelUnknown):
         await a.stop_model("tiny")
     assert not (await a.status()).engines
-    first = (await a.serve("tiny"))[-1].engine.pipeline_id
-    assert (await a.serve("tiny"))[-1].engine.pipeline_id == first  # one that runs is found, not doubled
+    first = (await a.serve("tiny")).pipeline_id
+    assert (await a.serve("tiny")).pipeline_id == first  # one that runs is found, not doubled
     others: list[tuple[dict[str, Any], type[EdgepipeError], str]] = [
-        ({"options": pb.ServeSpec(context_length=128)}, PlanInvalid, "it is served with --context "),
-        ({"options": pb.ServeSpec(kv_tokens=640)}, PlanInvalid, "it is served with --kv-tokens "),
-        ({"options": pb.ServeSpec(dtype="bfloat16")}, PlanInvalid, "it is served with --dtype auto"),
-        ({"options": pb.ServeSpec(context_length=999_999)}, ConfigInvalid, "it supports "),
-        ({"exclude": ["nobody"]}, PlanInvalid, "nodes: a"),
-        ({"exclude": ["a"]}, PlanInvalid, "it is served as a:0-5"),
+        ({"options": ServeSpec(model="tiny", context_length=128)}, PlanInvalid, "it is served with --context "),
+        ({"options": ServeSpec(model="tiny", kv_tokens=640)}, PlanInvalid, "it is served with --kv-tokens "),
+        ({"options": ServeSpec(model="tiny", dtype="bfloat16")}, PlanInvalid, "it is served with --dtype auto"),
+        ({"options": ServeSpec(model="tiny", context_length=999_999)}, ConfigInvalid, "it supports "),
+        ({"exclude": ("nobody",)}, PlanInvalid, "nodes: a"),
+        ({"exclude": ("a",)}, PlanInvalid, "it is served as a:0-5"),
     ]
     for fields, error, fact in others:
         with pytest.raises(error) as other:
@@ -209,7 +212,7 @@ async def test_another_protocol_version_is_refused_by_name(nodes: Nodes):
     node = await nodes.start("a", backend="none", discovery=False)
     cluster = (await node.status()).cluster_id
     other = nodes.member()
-    hello = common_pb2.Hello(
+    hello = Hello(
         protocol_version=PROTOCOL_VERSION + 1,
         edgepipe_version="9.0",
         node_id=other.node_id,
@@ -224,10 +227,10 @@ async def test_another_protocol_version_is_refused_by_name(nodes: Nodes):
     assert "future" in status.refused[0].peer
 
 
-async def say_hello(node: Node, hello: common_pb2.Hello, security: MutualTls) -> None:
+async def say_hello(node: Node, hello: Hello, security: MutualTls) -> None:
     """Open a heartbeat stream as another node would."""
     async with make_channel(node.address, security.to_node(node.node_id)) as channel:
         with translated("a"):
-            call = node_pb2_grpc.NodeStub(channel).Heartbeat(iter([pb.Beat(hello=hello, sequence=1)]))
+            call = node_pb2_grpc.NodeStub(channel).Heartbeat(iter([pb.Beat(hello=hello_to_wire(hello), sequence=1)]))
             async for _ in call:
                 pass

@@ -18,7 +18,7 @@ from tests.support.chaos.run import ChaosRun
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
 SEED = int(os.environ.get("EP_CHAOS_SEED", "11"))
-LONG_ROUNDS = 14
+LONG_ROUNDS = 5
 NOT_HERE = {
     "P14 P17": "planned moves take longer than streams here: tests/fault/test_planned_changes.py, and long cases",
     "P11 X4": "the machine that holds the client is lost: its streams end",

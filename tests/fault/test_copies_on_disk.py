@@ -11,19 +11,18 @@ from edgepipe.errors import PlanInvalid
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.model.pull import Puller
 from edgepipe.model.store import tensor_names
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.serving import ReplicateEvent
 from tests.support.fake_hub import FakeHub, running
 from tests.support.fault_streams import PROMPT, Stream, answers, cut_power
 from tests.support.node_models import CONFIG, pull_with_weights, write_with_weights
-from tests.support.nodes import HELLO, Node, Nodes, idle
+from tests.support.nodes import Node, Nodes, idle
 
 
-async def replicate(node: Node, *, copies: int) -> pb.ReplicateEvent:
+async def replicate(node: Node, *, copies: int) -> ReplicateEvent:
     """As ``edgepipe models replicate`` does; the last that it told."""
-    async with node.admin() as admin:
-        request = pb.ReplicateRequest(hello=HELLO, model="tiny", copies=copies)
-        events = [event async for event in admin.Replicate(request, timeout=30)]
-    return events[-1] if events else pb.ReplicateEvent()
+    async with asyncio.timeout(30), node.admin() as admin:
+        events = [event async for event in admin.replicate("tiny", copies=copies)]
+    return events[-1] if events else ReplicateEvent()
 
 
 async def test_a_survivor_with_copies_serves_alone_what_it_never_served(nodes: Nodes) -> None:

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.nodes import ClusterStatus
 from tests.support.fault_streams import PROMPT, Stream, answers, expected, serving_stage, slow_cluster
 from tests.support.nodes import Nodes, kv_is_free
 
@@ -35,7 +35,7 @@ async def test_streams_outlive_a_killed_stage(nodes: Nodes, victim: int) -> None
     assert (status.engines[0].replayed_tokens > 0) == (victim == 0), "what the second stage holds is kept"
 
 
-def recovered(status: pb.ClusterStatus) -> bool:
+def recovered(status: ClusterStatus) -> bool:
     """All streams have ended, and the engine has told so since its new epoch took them up."""
     return kv_is_free(status) and all(engine.epoch.counter > 1 and engine.admitted_tokens for engine in status.engines)
 
@@ -63,6 +63,6 @@ async def test_a_request_whose_steps_crash_stages_is_refused_at_the_third_time(n
     later.assert_right()
 
 
-def computes(status: pb.ClusterStatus, epoch: int) -> bool:
+def computes(status: ClusterStatus, epoch: int) -> bool:
     """Whether a step is under way in that epoch."""
     return [(one.epoch.counter, bool(one.in_flight)) for one in status.engines] == [(epoch, True)]

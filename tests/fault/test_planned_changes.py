@@ -6,21 +6,15 @@ import asyncio
 
 import pytest
 
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.nodes import ClusterStatus
+from edgepipe.wire.serving import Moves
 from tests.support.fault_streams import PROMPT, SLOW, Stream, answers, serving_stage, slow_cluster
-from tests.support.nodes import HELLO, Node, Nodes, idle
+from tests.support.nodes import Nodes, idle
 
 LONG = 3000  # tokens: more than any of these tests waits for
 
 
-async def drain(node: Node) -> None:
-    """As ``edgepipe node drain`` does."""
-    async with node.admin() as admin:
-        async for _ in admin.Drain(pb.DrainRequest(hello=HELLO), timeout=30):
-            pass
-
-
-def places(status: pb.ClusterStatus) -> list[str]:
+def places(status: ClusterStatus) -> list[str]:
     """Names of the nodes in the order of a token's way."""
     return [stage.node_name for engine in status.engines for stage in engine.stages]
 
@@ -35,7 +29,7 @@ async def test_a_drained_node_keeps_nothing_and_nobody_waits_in_vain(nodes: Node
     async with asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(stream.run(c.http_port))
         await stream.has(20)
-        await drain((a, b)[leaving])
+        await (a, b)[leaving].drain()
         await stream.goes_on()
         asking.cancel()
     status = await c.until(lambda status: [one.state for one in status.engines] == ["ready"])
@@ -50,7 +44,7 @@ async def test_p14_a_stage_that_is_killed_while_stages_move_costs_no_token(nodes
     async with asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(stream.run(c.http_port))
         await stream.has(20)
-        draining = tasks.create_task(drain(b))
+        draining = tasks.create_task(b.drain())
         await c.until(lambda status: any(member.node.draining for member in status.members))
         serving_stage(await a.status()).kill()
         await draining
@@ -76,7 +70,7 @@ async def test_a_machine_that_joined_is_used_when_asked(nodes: Nodes) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(stream.run(a.http_port))
         await stream.has(20)
-        assert (await a.serve("tiny", rebalance=True, num_nodes=2))[-1].engine.state == "ready"
+        assert (await a.serve("tiny", rebalance=True, num_nodes=2)).state == "ready"
     stream.assert_right()
     status = await a.status()
     assert sorted(places(status)) == ["a", "b"]
@@ -86,7 +80,7 @@ async def test_a_machine_that_joined_is_used_when_asked(nodes: Nodes) -> None:
 @pytest.mark.long
 async def test_a_faster_machine_that_joins_is_used_by_itself_where_that_was_asked_for(nodes: Nodes) -> None:
     a, b = await slow_cluster(nodes, "a", "b", backend_options="time_factor=100")
-    await a.serve("tiny", num_nodes=2, throughput=True, moves=pb.MOVES_AUTO)
+    await a.serve("tiny", num_nodes=2, throughput=True, moves=Moves.AUTO)
     await answers(b)
     stream = Stream(PROMPT, 10 * LONG)
     async with asyncio.TaskGroup() as tasks:

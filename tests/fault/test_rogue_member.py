@@ -17,7 +17,7 @@ from edgepipe.link.channels import make_channel, translated
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
 from edgepipe.security.mutual_tls import MutualTls
-from edgepipe.wire.common import make_hello
+from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc
 from tests.support.fault_streams import CONFIG, PROMPT, SLOW, Stream, answers
@@ -77,11 +77,11 @@ class Caller:
 
     async def _answered(self, node: Node, tls: MutualTls) -> bool:
         cluster_id = (await node.status()).cluster_id
-        hello = make_hello(role="node", node_id=tls.node_id, cluster_id=cluster_id)
+        hello = Hello(role="node", node_id=tls.node_id, cluster_id=cluster_id)
         async with make_channel(node.address, tls.to_node(node.node_id)) as channel:
             try:
                 with translated(node.address):
-                    await node_pb2_grpc.NodeStub(channel).Vouch(pb.VouchRequest(hello=hello), timeout=2)
+                    await node_pb2_grpc.NodeStub(channel).Vouch(pb.VouchRequest(hello=hello_to_wire(hello)), timeout=2)
             except EdgepipeError:
                 return False
         return True
@@ -124,11 +124,11 @@ class Cluster:
                 while self.rogue.node_id in await peers(node):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         tls = member_of(self.rogue_dir)
-        hello = make_hello(role="node", node_id=self.rogue.node_id)
+        request = pb.StandByRequest(hello=hello_to_wire(Hello(role="node", node_id=self.rogue.node_id)))
         for node in self.nodes:
             async with make_channel(node.address, tls.to_node(node.node_id)) as channel:
                 with pytest.raises(EdgepipeError), translated(node.address):
-                    await node_pb2_grpc.NodeStub(channel).StandBy(pb.StandByRequest(hello=hello), timeout=5)
+                    await node_pb2_grpc.NodeStub(channel).StandBy(request, timeout=5)
 
 
 async def placement(node: Node) -> list[tuple[str, int, tuple[str, ...]]]:

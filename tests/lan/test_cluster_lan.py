@@ -15,7 +15,8 @@ from edgepipe.config import CHILD_PORTS
 from edgepipe.errors import ConnectTimeout
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import EngineState
+from edgepipe.wire.nodes import ClusterStatus
 from tests.support.lan import Finished, LanHost, LanLab
 from tests.support.nodes import Node, Nodes, idle
 
@@ -42,7 +43,7 @@ async def start_all(nodes: Nodes, lan: LanLab, **flags: object) -> list[Node]:
     return list(await asyncio.gather(*starting))
 
 
-def names(status: pb.ClusterStatus) -> set[str]:
+def names(status: ClusterStatus) -> set[str]:
     return {member.node.name for member in status.members if member.state == "alive"}
 
 
@@ -74,8 +75,8 @@ async def test_a_model_is_served_over_two_hosts_and_the_third_takes_a_lost_one_s
     ModelStore(nodes.folder / "a" / "models").pull(str(source))
     a, b, c = await start_all(nodes, lan)
     await asyncio.gather(*(node.until(lambda status: idle(status, 3)) for node in (a, b, c)))
-    events = await c.serve("tiny", plan="a:0-1,b:2-3")
-    assert {stage.node_name: stage.address.rpartition(":")[0] for stage in events[-1].engine.stages} == {
+    engine = await c.serve("tiny", plan="a:0-1,b:2-3")
+    assert {stage.node_name: stage.address.rpartition(":")[0] for stage in engine.stages} == {
         "a": lan.host("a").address,
         "b": lan.host("b").address,
     }
@@ -85,7 +86,7 @@ async def test_a_model_is_served_over_two_hosts_and_the_third_takes_a_lost_one_s
     await b.until(lambda status: "b" not in (served_by(status) or ["b"]))
 
 
-def served_by(status: pb.ClusterStatus) -> list[str]:
+def served_by(status: ClusterStatus) -> list[str]:
     """Names of the nodes that hold the one ready model; none while there is none, or more."""
     ready = [engine for engine in status.engines if engine.state == "ready"]
     return [stage.node_name for stage in ready[0].stages] if len(ready) == 1 else []
@@ -134,9 +135,9 @@ async def test_stages_come_in_another_order_where_a_firewall_is_between_two_of_t
     await a.stop_model()
     await a.until(lambda status: idle(status, 3))
     await block(lan, one, other)
-    events = await a.serve("tiny", **served)
+    events = await a.serve_events("tiny", **served)
     assert any(f"{one} does not reach {other}" in event.message for event in events)
-    assert order(events) == ["a", other, one]
+    assert order(events[-1].engine) == ["a", other, one]
     assert order(await a.serve("tiny", rebalance=True)) == ["a", other, one], "who places anew knows of it"
     await a.stop_model()
     await a.until(lambda status: idle(status, 3))
@@ -167,8 +168,8 @@ async def test_a_machine_whose_ports_are_shut_is_left_out_and_named(nodes: Nodes
     )
     await asyncio.gather(*(node.until(lambda status: idle(status, 2)) for node in (a, b)))
     await swallow(lan, "b", which)
-    events = await a.serve("tiny")
-    assert order(events) == ["a"]
+    events = await a.serve_events("tiny")
+    assert order(events[-1].engine) == ["a"]
     (note,) = (event.note for event in events if event.note)
     assert note.startswith("b is left out: ")
     assert f"let TCP ports {PORT + 1}-{PORT + CHILD_PORTS} through the firewall of b" in note
@@ -184,5 +185,6 @@ async def edgepipe(host: LanHost, *args: str) -> Finished:
     return await host.run([sys.executable, "-P", "-m", "edgepipe.cli", *args])
 
 
-def order(events: list[pb.ServeEvent]) -> list[str]:
-    return [stage.node_name for stage in events[-1].engine.stages]
+def order(engine: EngineState | None) -> list[str]:
+    assert engine is not None
+    return [stage.node_name for stage in engine.stages]

@@ -63,8 +63,7 @@ def test_the_references_tokens_come_out(names: list[str], demo_weights: WeightSo
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_stages", "dtype"), [(1, "bfloat16"), (2, "float32"), (3, "bfloat16"), (4, "float32")])
 def test_every_short_item_over_alternating_backends(num_stages: int, dtype: str, demo_weights: WeightSource) -> None:
     chosen = [item for item in items() if len(item.prompt_ids) <= MAX_PROMPT_TOKENS]
     pipeline = build([("mlx", "torch")[index % 2] for index in range(num_stages)], demo_weights, dtype=dtype)

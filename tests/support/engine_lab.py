@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,13 +21,15 @@ from edgepipe.ids import NodeId, PipelineId, RequestId
 from edgepipe.link.channels import bind, make_channel, make_server
 from edgepipe.link.shaped import make_network
 from edgepipe.model.emulated_folder import byte_level_tokenizer
-from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import SamplingParams
 from edgepipe.security.mutual_tls import Credentials, Plaintext
 from edgepipe.system import RandomIds, SystemClock
-from edgepipe.wire.common import error_from_wire, make_hello
+from edgepipe.wire.codec import from_wire
+from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.engines import EngineState, ServeSpec, StagePlacement
+from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.requests import Cancellation, GatewayCommand, Resumption, Submission, command_to_wire
 from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc, node_pb2, node_pb2_grpc
 from tests.support.pipeline import LocalStages, local_stages
@@ -66,9 +68,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.released: list[node_pb2.ReleaseRequest] = []
         self.refusal: EdgepipeError | None = None
         self.hold: asyncio.Event | None = None  # loading takes until it is set
-        self.load: Callable[[Iterable[common_pb2.Slice]], Awaitable[None]] | None = (
-            None  # other layers, where asked for
-        )
+        self.load: Callable[[tuple[Slice, ...]], Awaitable[None]] | None = None  # other layers, where asked for
         self.crashed_in: tuple[int, int] | None = None  # told once: epoch's counter and step
 
     async def Prepare(self, request: node_pb2.PrepareRequest, context: Any) -> AsyncGenerator[node_pb2.PrepareEvent]:
@@ -81,7 +81,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         if self.refusal is not None:
             raise self.refusal
         if self.load is not None:
-            await self.load(request.slices)
+            await self.load(tuple(from_wire(part, Slice) for part in request.slices))
         (epoch, step), self.crashed_in = self.crashed_in or (0, 0), None
         yield node_pb2.PrepareEvent(
             prepared=node_pb2.Prepared(
@@ -122,7 +122,7 @@ class FakeGateway:
     def __init__(self, address: str, *, node_id: str = "gateway-node", cluster_id: str = "lab") -> None:
         self.node_id = node_id
         self._channel = make_channel(address, Credentials())
-        self._hello = make_hello(role="gateway", node_id=node_id, cluster_id=cluster_id)
+        self.hello = Hello(role="gateway", node_id=node_id, cluster_id=cluster_id)
         self._commands: asyncio.Queue[engine_pb2.GatewayMessage | None] = asyncio.Queue()
         self._call: Any = None
         self._changed = asyncio.Condition()
@@ -192,7 +192,7 @@ class FakeGateway:
         await self._channel.close()
 
     async def _outgoing(self) -> AsyncIterator[engine_pb2.GatewayMessage]:
-        yield engine_pb2.GatewayMessage(hello=self._hello)
+        yield engine_pb2.GatewayMessage(hello=hello_to_wire(self.hello))
         while (message := await self._commands.get()) is not None:
             yield message
 
@@ -354,7 +354,7 @@ async def engine_lab(
             spec=spec,
             nodes=addresses,
             pipeline_id=PipelineId("pipeline"),
-            hello=make_hello(role="engine", node_id="node0", cluster_id="lab"),
+            hello=Hello(role="engine", node_id="node0", cluster_id="lab"),
             security=Plaintext(),
             clock=SystemClock(),
             ids=RandomIds(),

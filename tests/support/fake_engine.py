@@ -10,10 +10,14 @@ from typing import Any
 
 from edgepipe.errors import EdgepipeError, PeerClosed
 from edgepipe.gateway.tool_calls import ToolFormat
+from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.link.channels import bind, make_server
 from edgepipe.security.mutual_tls import Plaintext
-from edgepipe.wire.common import error_to_wire, make_hello
-from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc, node_pb2
+from edgepipe.wire.common import Hello, hello_to_wire
+from edgepipe.wire.engines import EngineState
+from edgepipe.wire.errors import error_to_wire
+from edgepipe.wire.nodes import ClusterView, ServedModel
+from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
 
 END = 256  # the one special token of the byte alphabet
 CONTEXT = 4096
@@ -114,7 +118,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         assert first.WhichOneof("message") == "hello"
         yield engine_pb2.EngineEvent(
             welcome=engine_pb2.Welcome(
-                hello=make_hello(role="engine"), epoch=common_pb2.Epoch(counter=1, engine_id=self.engine_id)
+                hello=hello_to_wire(Hello(role="engine")),
+                epoch=common_pb2.Epoch(counter=1, engine_id=self.engine_id),
             )
         )
         reader = asyncio.create_task(self._read(request_iterator, outbox))
@@ -250,19 +255,19 @@ def view_of(
     state: str = "ready",
     error: EdgepipeError | None = None,
     loadable: Sequence[str] = (),
-) -> node_pb2.ClusterView:
+) -> ClusterView:
     """What a daemon tells of engines at these addresses, and of models that a request loads."""
-    view = node_pb2.ClusterView(cluster_id="test", loadable=loadable)
-    for index, address in enumerate(addresses):
-        engine = engine_pb2.EngineState(
+    engines = [
+        EngineState(
             model=names[index],
-            pipeline_id=f"pipeline-{index}",
-            epoch=common_pb2.Epoch(counter=1, engine_id="engine-1"),
+            pipeline_id=PipelineId(f"pipeline-{index}"),
+            epoch=Epoch(1, EngineId("engine-1")),
             state=state,
             address=address,
             context_length=CONTEXT,
+            error=error,
         )
-        if error is not None:
-            engine.error.CopyFrom(error_to_wire(error))
-        view.served.append(node_pb2.ServedModel(engine=engine, model_path="/nowhere"))
-    return view
+        for index, address in enumerate(addresses)
+    ]
+    served = tuple(ServedModel(engine=engine, model_path="/nowhere") for engine in engines)
+    return ClusterView(cluster_id="test", served=served, loadable=tuple(loadable))

@@ -16,7 +16,7 @@ from edgepipe_emulated.oracle import Oracle
 from edgepipe.cli.sse import event_lines
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.nodes import ClusterStatus
 from tests.support.nodes import Node, Nodes, children_of, idle
 
 CONFIG = emulated_model_config(num_layers=6, tied_embeddings=False)
@@ -112,12 +112,12 @@ def cut_power(node: Node) -> None:
         child.kill()
 
 
-def children(status: pb.ClusterStatus, kind: str) -> list[psutil.Process]:
+def children(status: ClusterStatus, kind: str) -> list[psutil.Process]:
     """The node's child processes of a kind."""
     return [psutil.Process(one.pid) for one in status.children if one.kind == kind]
 
 
-def serving_stage(status: pb.ClusterStatus) -> psutil.Process:
+def serving_stage(status: ClusterStatus) -> psutil.Process:
     """The node's stage process that listens where the engine says that its stage is."""
     ports = {stage.address.rpartition(":")[2] for engine in status.engines for stage in engine.stages}
     for process in children(status, "stage"):

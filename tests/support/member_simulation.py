@@ -22,7 +22,7 @@ from edgepipe.cluster.membership import (
     Probe,
 )
 from edgepipe.ids import NodeId
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.nodes import NodeState
 
 LIMITS = MembershipLimits(refused_s=0.3, dead_min_s=2.0, dead_max_s=6.0, forget_s=3600.0, tick_s=0.125)
 BEAT_S = 0.25
@@ -92,9 +92,10 @@ class MemberSimulation:
 
     def _beat(self, index: int) -> None:
         node = self._nodes[index]
-        state = pb.NodeState(node_id=node.node_id, address=f"10.0.0.{index}:1", incarnation=1, version=1)
-        state.silent.extend(one.node.node_id for one in node.core.absent())
-        state.version += len(state.silent)
+        silent = tuple(one.node.node_id for one in node.core.absent())
+        version = 1 + len(silent)
+        address = f"10.0.0.{index}:1"
+        state = NodeState(node_id=node.node_id, address=address, incarnation=1, version=version, silent=silent)
         for other in range(len(self._nodes)):
             if other != index:
                 beat = HeardBeat(node_id=node.node_id, state=state)
@@ -120,7 +121,7 @@ class MemberSimulation:
         node = self._nodes[other]
         if not node.alive:
             return
-        state = pb.NodeState(node_id=node.node_id, address=f"10.0.0.{other}:1", incarnation=1)
+        state = NodeState(node_id=node.node_id, address=f"10.0.0.{other}:1", incarnation=1)
         arrival = self._now + sum(self._way_s(CONNECT_S) for _ in range(2)) + sum(self._way_s(RESEND_S) for _ in "ab")
         letter = (arrival, next(self._order), other, index, HeardBeat(node_id=node.node_id, state=state))
         heapq.heappush(self._mail, letter)

@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from edgepipe_emulated import emulated_model_config
 from google.protobuf.message import Message
 
+from edgepipe.backend.types import ActivationType, DeviceProfile
 from edgepipe.cluster.founding import TrustFolders, found_local_cluster, open_trust
 from edgepipe.cluster.heartbeats import Heartbeats
 from edgepipe.cluster.identity import load_identity
@@ -37,24 +38,33 @@ from edgepipe.model.config_json import config_to_json
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.store import ModelStore
+from edgepipe.planner.profiles import LayerProfile
 from edgepipe.sampling import SequenceSampler
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.stage.sequences import SequenceTable
 from edgepipe.testing.clock import FakeClock
-from edgepipe.wire.common import activation_type_from_wire, epoch_from_wire, epoch_to_wire, make_hello, slices_to_wire
-from edgepipe.wire.plans import plan_from_wire, registrations_from_wire, spec_from_wire
-from edgepipe.wire.v1 import common_pb2, engine_pb2, stage_pb2
+from edgepipe.wire.children import PrepareEvent, PrepareProgress, PrepareRequest, ProfileLayerRequest
+from edgepipe.wire.codec import from_wire, to_wire
+from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire, hello_to_wire
+from edgepipe.wire.engines import EngineState, ServeSpec, StagePlacement
+from edgepipe.wire.nodes import NodeState
+from edgepipe.wire.plans import OpenRing, PipelineSpec, Registrations, command_from_wire, spec_from_wire
+from edgepipe.wire.serving import LinkProfile, ServeRecord, StartEngineRequest
+from edgepipe.wire.trust import TrustSet
+from edgepipe.wire.v1 import common_pb2, engine_pb2, stage_pb2, trust_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 from tests.support.member_simulation import LIMITS
 
 CONFIG = emulated_model_config(num_layers=4)
 MODEL = ModelBounds(vocab_size=CONFIG.vocab_size, context_length=CONFIG.context_length)
 WHOLE = (Slice(index=0, layers=LayerRange(0, 4), embedding=True, head=True),)
+PIPELINE = PipelineId("p")
 EPOCH = Epoch(3, EngineId("engine"))
 NO_TENSOR = "model.norm.weight"  # emulated models have no tensors on disks
 FEW = 200  # messages that one world takes before it is made anew, so that what it keeps does not hide what it leaks
 
+M = TypeVar("M", bound=Message)
 Feed = Callable[[Any], Awaitable[None]]
 
 
@@ -99,16 +109,17 @@ class World:
     def __init__(self, folders: Folders) -> None:
         self.clock, self.timeouts = FakeClock(), Timeouts.loopback()
         self.trust = open_trust(folders.dirs[0], cluster="home", node_name="a", clock=self.clock)
-        self.own = pb.NodeState(node_id=self.trust.node_id, name="a", address="127.0.0.1:1", incarnation=1)
-        self.hello = make_hello(
-            role="node", node_id=self.trust.node_id, node_name="a", cluster_id=self.trust.cluster_id
+        self.own = NodeState(node_id=self.trust.node_id, name="a", address="127.0.0.1:1", incarnation=1)
+        own_hello = Hello(role="node", node_id=self.trust.node_id, node_name="a", cluster_id=self.trust.cluster_id)
+        self.hello = hello_to_wire(own_hello)
+        self.said = hello_to_wire(
+            Hello(role="node", node_id=folders.other, node_name="b", cluster_id=self.trust.cluster_id)
         )
-        self.said = make_hello(role="node", node_id=folders.other, node_name="b", cluster_id=self.trust.cluster_id)
-        self.other = folders.other
-        membership = Membership(node_id=NodeId(self.own.node_id), incarnation=1, address="", limits=LIMITS)
+        self.other = NodeId(folders.other)
+        membership = Membership(node_id=self.own.node_id, incarnation=1, address="", limits=LIMITS)
         self.heartbeats = Heartbeats(
             membership=membership,
-            hello=self.hello,
+            hello=own_hello,
             trust=self.trust,
             security=Plaintext(),
             state=lambda: self.own,
@@ -126,7 +137,7 @@ class World:
             on_change=lambda: None,
         )
         self.peers: Any = SimpleNamespace(
-            hello=self.hello,
+            hello=own_hello,
             own_id=self.own.node_id,
             own_drains=False,
             nodes=lambda: [self.own],
@@ -140,13 +151,13 @@ class World:
             models_dir=folders.dirs[0] / "models", peers=self.peers, timeouts=self.timeouts, on_change=lambda: None
         )
         self.manifest_hash = folders.model.manifest_hash
-        self.spec = pb.ServeSpec(
+        self.spec = ServeSpec(
             model=folders.model.id,
             manifest_hash=self.manifest_hash,
-            stages=[pb.StagePlacement(node_id=self.own.node_id, slices=slices_to_wire(WHOLE))],
+            stages=(StagePlacement(node_id=self.own.node_id, slices=WHOLE),),
         )
-        self.record = self.book.record("p") or self.book.ask("p", self.spec, engine_node=self.own.node_id)
-        self.book.note_served("p", self.spec)
+        self.record = self.book.record(PIPELINE) or self.book.ask(PIPELINE, self.spec, engine_node=self.own.node_id)
+        self.book.note_served(PIPELINE, self.spec)
         engines: Any = SimpleNamespace(
             start=self._nothing,
             stop=self._nothing,
@@ -158,7 +169,7 @@ class World:
         self.links = LinkProbes(peers=self.peers, clock=self.clock, timeouts=self.timeouts, network=None)
         device: Any = Device()
         self.node = NodeService(
-            admit=admit_to(self.hello),
+            admit=admit_to(own_hello),
             security=Plaintext(),
             heartbeats=self.heartbeats,
             device=device,
@@ -172,10 +183,10 @@ class World:
             ),
             record_s=0.0,
         )
-        self.weights = WeightsService(admit=admit_to(self.hello), security=Plaintext(), models=self.models)
+        self.weights = WeightsService(admit=admit_to(own_hello), security=Plaintext(), models=self.models)
         self.table = RequestTable(config=CONFIG, limits=EngineLimits(), timeouts=EngineTimeouts())
         self.table.attach(Queued())
-        self.stream = GatewayStream(NodeId(self.other))
+        self.stream = GatewayStream(self.other)
         self.sequences, self.receiver = self.new_sequences(), self.new_receiver()
 
     def new_sequences(self) -> SequenceTable:
@@ -195,12 +206,12 @@ class World:
         receiver.expect(StepId(1), 1024)
         return receiver
 
-    def _node(self, node_id: str) -> pb.NodeState:
+    def _node(self, node_id: str) -> NodeState:
         if node_id != self.own.node_id:
             raise NodeUnreachable(f"node {node_id} is not in the cluster now")
         return self.own
 
-    async def _no_links(self, node_id: str, request: Any) -> list[pb.LinkProfile]:
+    async def _no_links(self, *_: Any, **__: Any) -> list[LinkProfile]:
         """As a node answers that measures nothing."""
         return []
 
@@ -223,13 +234,22 @@ class Device:
 
     def __init__(self) -> None:
         self._memory = DeviceMemory(node_name="a", limit_bytes=0, kills=lambda: 0)
-        profile = common_pb2.DeviceProfile(backend="emulated", memory_total_bytes=1 << 34, memory_free_bytes=1 << 34)
+        profile = DeviceProfile(
+            backend="emulated",
+            device="",
+            name="",
+            memory_total_bytes=1 << 34,
+            memory_free_bytes=1 << 34,
+            compute_dtype="",
+            bandwidth_bytes_per_s=0.0,
+            flops=0.0,
+        )
         self._memory.measured(profile)
 
-    async def prepare(self, request: pb.PrepareRequest, **_: Any) -> AsyncIterator[pb.PrepareEvent]:
+    async def prepare(self, request: PrepareRequest, **_: Any) -> AsyncIterator[PrepareEvent]:
         self._memory.reserve(request, CONFIG)
         self._memory.release(request.pipeline_id)
-        yield pb.PrepareEvent()
+        yield PrepareEvent(event=PrepareProgress())
 
     async def release(self, *_: Any, **__: Any) -> None:
         return
@@ -240,25 +260,33 @@ class Device:
     def epoch_of(self, _: str) -> Epoch | None:
         return None
 
-    async def profile_layer(self, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
+    async def profile_layer(self, request: ProfileLayerRequest) -> LayerProfile:
         profile_key("x", model_config=request.model_config)
-        return pb.LayerProfile()
+        return LayerProfile(base_s=0.0, decode=(), prefill=(), head=(), kv_token_s=0.0, decode_context=0)
+
+
+def greeted(value: object, kind: type[M], hello: common_pb2.Hello) -> M:
+    """A request with its caller's hello."""
+    message: Any = to_wire(value, kind)
+    message.hello.CopyFrom(hello)
+    return message
 
 
 def feeders(folders: Folders) -> Mapping[str, Feeder]:
     """By method. Must be called on an event loop, and now and then again (``FEW``)."""
     world = World(folders)
-    about: dict[str, Any] = {"hello": world.hello, "pipeline_id": "p"}
-    slices = slices_to_wire(WHOLE)
-    prepare = pb.PrepareRequest(
-        **about,
-        epoch=epoch_to_wire(EPOCH),
+    about: dict[str, Any] = {"hello": world.hello, "pipeline_id": PIPELINE}
+    prepare = PrepareRequest(
+        pipeline_id=PIPELINE,
+        epoch=EPOCH,
         model=world.spec.model,
         manifest_hash=world.manifest_hash,
-        slices=slices,
+        slices=WHOLE,
         kv_tokens=100,
         block_size=16,
     )
+    start = StartEngineRequest(pipeline_id=PIPELINE, spec=world.spec, record=world.record)
+    record = to_wire(world.record, pb.ServeRecord)
     weights: dict[str, Any] = {"hello": world.hello, "model": world.spec.model, "manifest_hash": world.manifest_hash}
     context: Any = SimpleNamespace(write=world._nothing)
     node, weigh = world.node, world.weights
@@ -277,13 +305,11 @@ def feeders(folders: Folders) -> Mapping[str, Feeder]:
 
     return {
         "Node/Heartbeat": Feeder(lambda beat: _heartbeat(world, beat), _beats(world)),
-        "Node/Prepare": Feeder(streamed(node.Prepare), [prepare]),
+        "Node/Prepare": Feeder(streamed(node.Prepare), [greeted(prepare, pb.PrepareRequest, world.hello)]),
         "Node/Release": Feeder(call(node.Release), [pb.ReleaseRequest(**about, epoch=epoch_to_wire(EPOCH))]),
-        "Node/StartEngine": Feeder(
-            call(node.StartEngine), [pb.StartEngineRequest(**about, spec=world.spec, record=world.record)]
-        ),
+        "Node/StartEngine": Feeder(call(node.StartEngine), [greeted(start, pb.StartEngineRequest, world.hello)]),
         "Node/StopEngine": Feeder(
-            call(node.StopEngine), [pb.StopEngineRequest(hello=world.hello, pipeline_id="other", record=world.record)]
+            call(node.StopEngine), [pb.StopEngineRequest(hello=world.hello, pipeline_id="other", record=record)]
         ),
         "Node/StandBy": Feeder(call(node.StandBy), [pb.StandByRequest(hello=world.said)]),
         "Node/Vouch": Feeder(call(node.Vouch), [pb.VouchRequest(**about, node_id=world.own.node_id)]),
@@ -317,22 +343,29 @@ async def _nothing(_: Any) -> None:
 
 
 def _beats(world: World) -> list[pb.Beat]:
-    state = pb.NodeState(node_id=world.other, name="b", address="127.0.0.1:2", incarnation=1, version=1)
-    state.serves.append(world.record)
-    state.engines.add(model="tiny", pipeline_id="p", state="ready")
-    beat = pb.Beat(hello=world.said, sequence=1, state=state, wall_ms=1)
+    state = NodeState(
+        node_id=world.other,
+        name="b",
+        address="127.0.0.1:2",
+        incarnation=1,
+        version=1,
+        serves=(world.record,),
+        engines=(EngineState(model="tiny", pipeline_id=PIPELINE, epoch=EPOCH, state="ready"),),
+    )
+    beat = pb.Beat(hello=world.said, sequence=1, state=to_wire(state, pb.NodeState), wall_ms=1)
     beat.known.add(node_id=world.own.node_id, address="127.0.0.1:3")
-    told = pb.Beat(hello=world.said, sequence=2, trust_digest=bytes(32), trust=world.trust.store.to_wire())
+    trust = to_wire(TrustSet(statements=world.trust.store.signed()), trust_pb2.TrustSet)
+    told = pb.Beat(hello=world.said, sequence=2, trust_digest=bytes(32), trust=trust)
     told.trust_keys.append(bytes(32))
     return [beat, told]
 
 
 async def _heartbeat(world: World, beat: pb.Beat) -> None:
-    """At the beginning of a stream; after a proper one; and what it tells of trust and of what is served, believed."""
+    """After a proper one; at the beginning of a stream; and what it tells of trust and of what is served, believed."""
     await drained(world.heartbeats.answer(one(_beats(world)[0], beat), SimpleNamespace()))  # pyright: ignore[reportArgumentType]
-    merge(world.trust.store, beat.trust.statements)
-    world.book.merge(world.other, beat.state.serves)
     await drained(world.heartbeats.answer(one(beat), SimpleNamespace()))  # pyright: ignore[reportArgumentType]
+    merge(world.trust.store, from_wire(beat.trust, TrustSet).statements)
+    world.book.merge(world.other, [from_wire(record, ServeRecord) for record in beat.state.serves])
 
 
 def _gateway_messages(world: World) -> list[engine_pb2.GatewayMessage]:
@@ -348,25 +381,26 @@ def _gateway_messages(world: World) -> list[engine_pb2.GatewayMessage]:
 
 async def _generate(world: World, message: engine_pb2.GatewayMessage) -> None:
     tasks: Any = SimpleNamespace()
-    intake = RequestIntake(world.table, tasks, pipeline_id=PipelineId("p"), epoch=lambda: EPOCH)
+    intake = RequestIntake(world.table, tasks, pipeline_id=PIPELINE, epoch=lambda: EPOCH)
     stream = world.stream
     intake._take(stream, message)
 
 
 def _control_messages(world: World) -> list[stage_pb2.ControlMessage]:
-    opening = stage_pb2.OpenPipeline(
-        hello=world.said,
-        pipeline_id="p",
-        epoch=epoch_to_wire(EPOCH),
-        slices=slices_to_wire(WHOLE),
+    spec = PipelineSpec(
+        pipeline_id=PIPELINE,
+        epoch=EPOCH,
+        slices=WHOLE,
         num_slices=1,
         hidden_size=CONFIG.hidden_size,
-        activation_type=common_pb2.ACTIVATION_TYPE_BF16,
+        activation_type=ActivationType.BF16,
         num_blocks=64,
         block_size=16,
+        next_address="",
         max_in_flight=2,
         step_deadline_ms=1000,
     )
+    opening = greeted(spec, stage_pb2.OpenPipeline, world.said)
     plan = stage_pb2.Plan(
         epoch=epoch_to_wire(EPOCH),
         step=1,
@@ -394,19 +428,27 @@ async def _control(world: World, message: stage_pb2.ControlMessage) -> None:
     try:
         if message.HasField("open"):
             spec_from_wire(message.open)
-        elif message.HasField("register"):
-            for told in registrations_from_wire(message.register).sequences:
+            return
+        command = command_from_wire(message)
+        if isinstance(command, Registrations):
+            for told in command.sequences:
                 world.sequences.tell(told)
-        elif message.HasField("plan"):
-            world.sequences.apply(plan_from_wire(message.plan))
+        else:
+            world.sequences.apply(command)
     except EdgepipeError:
         world.sequences = world.new_sequences()
         raise
 
 
 def _ring_messages(world: World) -> list[stage_pb2.RingMessage]:
-    opening = stage_pb2.OpenRing(hello=world.said, pipeline_id="p", epoch=epoch_to_wire(EPOCH), slice=1)
-    opening.activation_type = common_pb2.ACTIVATION_TYPE_BF16
+    ring = OpenRing(
+        pipeline_id=PIPELINE,
+        epoch=EPOCH,
+        slice=1,
+        hidden_size=CONFIG.hidden_size,
+        activation_type=ActivationType.BF16,
+    )
+    opening = greeted(ring, stage_pb2.OpenRing, world.said)
     frame = stage_pb2.Frame(epoch=epoch_to_wire(EPOCH), step=1, data=bytes(256), sent_us=1)
     return [stage_pb2.RingMessage(open=opening), stage_pb2.RingMessage(frame=frame)]
 
@@ -414,8 +456,7 @@ def _ring_messages(world: World) -> list[stage_pb2.RingMessage]:
 async def _ring(world: World, message: stage_pb2.RingMessage) -> None:
     try:
         if message.HasField("open"):
-            epoch_from_wire(message.open.epoch)
-            activation_type_from_wire(message.open.activation_type)
+            from_wire(message.open, OpenRing)
         elif epoch_from_wire(message.frame.epoch) == EPOCH:
             frame = message.frame
             world.receiver.frame(StepId(frame.step), frame.chunk, frame.data, frame.sent_us)

@@ -8,28 +8,26 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from edgepipe.cli.admin import Admin, connect
 from edgepipe.cluster.founding import found_local_cluster
 from edgepipe.cluster.interfaces import LOOPBACK
-from edgepipe.daemon.machine.data_dir import socket_path
-from edgepipe.link.channels import make_unix_channel, translated
 from edgepipe.security.mutual_tls import MutualTls
-from edgepipe.wire.common import make_hello
-from edgepipe.wire.v1 import node_pb2 as pb
-from edgepipe.wire.v1 import node_pb2_grpc
+from edgepipe.wire.engines import EngineState, ServeSpec
+from edgepipe.wire.nodes import ClusterStatus
+from edgepipe.wire.serving import ServeEvent, ServeRequest
 from tests.support.lan import LanHost
 from tests.support.members import member_of
 
 READY_S = 40.0  # a busy machine starts Python slowly
 LOOK_S = 0.02
 _MOST_NODES = 8  # of one test
-HELLO = make_hello(role="cli")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,29 +40,37 @@ class Node:
     http_port: int
     node_id: str
 
-    async def status(self) -> pb.ClusterStatus:
+    async def status(self) -> ClusterStatus:
         """What it says of the cluster."""
         async with self.admin() as admin:
-            return await admin.Status(pb.StatusRequest(hello=HELLO), timeout=5)
+            return await admin.status()
 
-    @contextlib.asynccontextmanager
-    async def admin(self) -> AsyncGenerator[node_pb2_grpc.AdminAsyncStub]:
-        """Its Admin service."""
-        async with make_unix_channel(str(socket_path(self.data_dir))) as channel:
-            with translated("the node"):
-                yield node_pb2_grpc.AdminStub(channel)
+    def admin(self) -> contextlib.AbstractAsyncContextManager[Admin]:
+        """A connection as commands use it."""
+        return connect(self.data_dir)
 
-    async def serve(self, model: str, **request: Any) -> list[pb.ServeEvent]:
+    async def serve(self, model: str, **request: Any) -> EngineState:
+        """Serve a model; its engine."""
+        engine = (await self.serve_events(model, **request))[-1].engine
+        assert engine is not None, "the last event has it"
+        return engine
+
+    async def serve_events(self, model: str, *, options: ServeSpec | None = None, **request: Any) -> list[ServeEvent]:
         """Serve a model; all events."""
-        async with self.admin() as admin:
-            return [
-                event async for event in admin.Serve(pb.ServeRequest(hello=HELLO, model=model, **request), timeout=60)
-            ]
+        wanted = ServeRequest(model=model, options=options or ServeSpec(model=model), **request)
+        async with asyncio.timeout(60), self.admin() as admin:
+            return [event async for event in admin.serve(wanted)]
 
     async def stop_model(self, model: str = "") -> list[str]:
         """Stop a model."""
         async with self.admin() as admin:
-            return list((await admin.StopModel(pb.StopModelRequest(hello=HELLO, model=model), timeout=20)).stopped)
+            return await admin.stop_model(model)
+
+    async def drain(self, *, undo: bool = False, timeout_s: float = 30.0) -> None:
+        """Let all work move away, or take work again. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s), self.admin() as admin:
+            async for _ in admin.drain(undo=undo):
+                pass
 
     def kill(self) -> None:
         """As a power cut would."""
@@ -77,11 +83,9 @@ class Node:
         async with asyncio.timeout(20):
             return await self.process.wait()
 
-    async def until(
-        self, wanted: Callable[[pb.ClusterStatus], bool], *, timeout_s: float = READY_S
-    ) -> pb.ClusterStatus:
+    async def until(self, wanted: Callable[[ClusterStatus], bool], *, timeout_s: float = READY_S) -> ClusterStatus:
         """The first status for which ``wanted`` holds."""
-        status: pb.ClusterStatus | None = None
+        status: ClusterStatus | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 while not wanted(status := await self.status()):  # noqa: ASYNC110 - the socket does not notify
@@ -185,7 +189,7 @@ def children_of(pid: int) -> list[psutil.Process]:
         return []
 
 
-def idle(status: pb.ClusterStatus, num_nodes: int) -> bool:
+def idle(status: ClusterStatus, num_nodes: int) -> bool:
     """So many nodes are there, each with a measured device that waits."""
     return len(status.members) == num_nodes and all(
         [device.state for device in member.node.devices] == ["idle"] for member in status.members
@@ -199,7 +203,7 @@ async def _drain(process: asyncio.subprocess.Process) -> None:
         pass
 
 
-def kv_is_free(status: pb.ClusterStatus) -> bool:
+def kv_is_free(status: ClusterStatus) -> bool:
     """Whether no engine runs or queues a sequence, and every KV block came back."""
     return all(
         engine.free_blocks == engine.num_blocks and not engine.running and not engine.waiting

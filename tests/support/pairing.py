@@ -13,7 +13,7 @@ from edgepipe.cluster.trust import TrustStore, add_statement, found_cluster, mer
 from edgepipe.errors import EdgepipeError
 from edgepipe.security.certificates import KeyPair, make_key_pair
 from edgepipe.security.trust_view import Role
-from edgepipe.wire.common import make_hello
+from edgepipe.wire.common import Hello
 
 CODE = b"48219037"
 
@@ -55,7 +55,7 @@ class PairingLab:
 
     def host(self, *, code: bytes = CODE, nonce: bytes = bytes(NONCE_BYTES)) -> HostPairing:
         """The host's side."""
-        hello = make_hello(
+        hello = Hello(
             role="node",
             node_name="gamer",
             cluster_id=self.store.cluster_id,
@@ -66,7 +66,7 @@ class PairingLab:
 
     def joiner(self, *, code: bytes = CODE, nonce: bytes = bytes(NONCE_BYTES), host: str = "") -> JoinerPairing:
         """The joiner's side."""
-        hello = make_hello(role="node", node_name="studio")
+        hello = Hello(role="node", node_name="studio")
         party = Party(code=code, key_pair=self.joiner_key, hello=hello, nonce=nonce)
         return JoinerPairing(party, self._pake(joiner_pake), host=host)
 

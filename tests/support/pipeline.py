@@ -23,9 +23,11 @@ from edgepipe.sampling import sample
 from edgepipe.security.mutual_tls import Credentials, Plaintext
 from edgepipe.stage.grammars import OpenTokenizer
 from edgepipe.stage.sampler import Sampler
+from edgepipe.stage.service import serve_control
 from edgepipe.stage.stage import Stage
 from edgepipe.stage.stage_epoch import Dial
-from edgepipe.wire.common import epoch_to_wire, error_from_wire, make_hello
+from edgepipe.wire.common import Hello, epoch_to_wire
+from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.plans import (
     LinkSample,
     PipelineSpec,
@@ -115,7 +117,7 @@ class Control:
             if isinstance(self._stage, str):
                 await self._over_grpc(self._stage)
             else:
-                await self._stage.control(self._outgoing(), self)
+                await serve_control(self._stage, self._outgoing(), self)
         except EdgepipeError as exc:
             self.reports.fail(exc)
         self.reports.ended.set()
@@ -210,7 +212,7 @@ class LocalStages:
     def control(self, index: int, spec: PipelineSpec) -> Control:
         """A Control stream that is not running yet."""
         stage = self._listening[index] if self._over_grpc else self.stages[index]
-        return Control(stage, spec_to_wire(spec, make_hello(role="engine")))
+        return Control(stage, spec_to_wire(spec, Hello(role="engine")))
 
     @asynccontextmanager
     async def open(self, epoch: Epoch, **changes: Any) -> AsyncGenerator[Driver]:
@@ -261,7 +263,7 @@ async def local_stages(
             stage = Stage(
                 backend=make_backend(index),
                 clock=clock,
-                hello=make_hello(role="stage", node_id=f"node{index}", node_name=f"node{index}"),
+                hello=Hello(role="stage", node_id=f"node{index}", node_name=f"node{index}"),
                 security=Plaintext(),
                 sampler=sampler,
                 dial=_memory_dial(by_address, clock) if over == "memory" else None,

@@ -21,7 +21,7 @@ from edgepipe.link.shaped import Network, arriving
 from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.system import SystemClock
 from edgepipe.units import parse_link
-from edgepipe.wire.common import make_hello
+from edgepipe.wire.common import Hello
 from edgepipe.wire.plans import LinkSample
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import add_StageServicer_to_server
@@ -150,7 +150,7 @@ def grpc_sender(
 ) -> RingSender:
     return RingSender(
         target(address, **options),
-        hello=make_hello(role="stage"),
+        hello=Hello(role="stage"),
         security=Plaintext(),
         clock=SystemClock(),
         on_sample=hop.sample,

@@ -12,7 +12,9 @@ from edgepipe.ids import NodeId
 from edgepipe.security.certificates import KeyPair, make_key_pair
 from edgepipe.security.trust_view import Role, TrustedPeer
 from edgepipe.testing.clock import FakeClock
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.serving import ServeBody
+from edgepipe.wire.signed import serve_body_from_bytes
 
 
 @dataclass(slots=True)
@@ -58,13 +60,13 @@ class BookNode:
     gone: set[str]
     engines: dict[tuple[str, str], str]  # (node id, pipeline): state
 
-    def hears(self, other: BookNode) -> list[pb.ServeBody]:
+    def hears(self, other: BookNode) -> list[ServeBody]:
         return self.book.merge(other.node_id, other.book.records())
 
     @property
     def held(self) -> dict[str, tuple[str, bool]]:
         """Models with the node of their engine and whether they are stopped."""
-        bodies = [pb.ServeBody.FromString(record.body) for record in self.book.records()]
+        bodies = [serve_body_from_bytes(record.body) for record in self.book.records()]
         return {one.spec.model: (one.engine_node, one.stopped) for one in bodies}
 
 
@@ -102,8 +104,8 @@ def nodes(folder: Path, *, owners: str = "a", members: str = "bcd") -> tuple[Sha
     return trust, {name: node(trust, name, folder) for name in owners + members}
 
 
-def spec(model: str = "tiny", manifest_hash: str = "h") -> pb.ServeSpec:
-    return pb.ServeSpec(model=model, manifest_hash=manifest_hash)
+def spec(model: str = "tiny", manifest_hash: str = "h") -> ServeSpec:
+    return ServeSpec(model=model, manifest_hash=manifest_hash)
 
 
 def all_hear(everybody: dict[str, BookNode], *, but: str = "") -> None:

@@ -21,8 +21,9 @@ from edgepipe.sampling import SamplingParams
 from edgepipe.scheduler import Scheduler, SchedulerLimits, SequenceEnded, SequenceSpec, ThrottledPolicy, TokenSampled
 from edgepipe.stage.step_times import StepTimes
 from edgepipe.testing.clock import FakeClock
+from edgepipe.wire.children import ChildProgress
 from edgepipe.wire.plans import Registration, StageTimings, StepDone, StepTiming
-from edgepipe.wire.v1 import node_pb2, stage_pb2
+from edgepipe.wire.v1 import stage_pb2
 
 LOOK_S = 0.5  # of daemons
 T = TypeVar("T")
@@ -117,7 +118,7 @@ class VirtualStage:
         while not self.hung:
             await asyncio.sleep(LOOK_S)
             limit_ms = round(self.times.limit_s * 1e3)
-            progress = node_pb2.ChildProgress(started=self._started, finished=self._finished, limit_ms=limit_ms)
+            progress = ChildProgress(started=self._started, finished=self._finished, limit_ms=limit_ms)
             watch.report(progress, now=loop.time())
             self.hung = watch.why_hung(now=loop.time(), every_s=LOOK_S)
 

@@ -1,6 +1,7 @@
 """The error tree: every class can be read, told apart and sent to another process."""
 
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from edgepipe import PROTOCOL_VERSION, errors
 from edgepipe.link import channels
 from edgepipe.security.mutual_tls import Credentials, Plaintext
-from edgepipe.wire.common import check_hello, error_from_wire, error_to_wire, make_hello
+from edgepipe.wire.common import Hello, check_hello
+from edgepipe.wire.errors import error_from_wire, error_to_wire
 from edgepipe.wire.v1 import node_pb2, node_pb2_grpc
 from tests.support.ports import free_port
 
@@ -46,15 +48,13 @@ def test_codes_of_newer_peers_become_the_root_class() -> None:
 
 
 def test_another_protocol_version_names_the_side_to_upgrade() -> None:
-    hello = make_hello(role="node", node_name="studio")
+    hello = Hello(role="node", node_name="studio")
     check_hello(hello)
-    hello.protocol_version = PROTOCOL_VERSION - 1
     with pytest.raises(errors.VersionMismatch) as caught:
-        check_hello(hello)
+        check_hello(replace(hello, protocol_version=PROTOCOL_VERSION - 1))
     assert "on studio" in caught.value.next_step
-    hello.protocol_version = PROTOCOL_VERSION + 1
     with pytest.raises(errors.VersionMismatch) as caught:
-        check_hello(hello)
+        check_hello(replace(hello, protocol_version=PROTOCOL_VERSION + 1))
     assert "on this node" in caught.value.next_step
 
 

@@ -19,10 +19,12 @@ from edgepipe.sampling import SamplingParams
 from edgepipe.security.mutual_tls import Security
 from edgepipe.simulation.report import RequestRecord, StepRecord
 from edgepipe.simulation.workload import Workload, WorkloadRequest
-from edgepipe.wire.common import error_from_wire
-from edgepipe.wire.engines import EngineTrace, StepTrace, trace_from_wire
+from edgepipe.wire.codec import from_wire
+from edgepipe.wire.common import Hello, hello_to_wire
+from edgepipe.wire.engines import DeviceSpan, EngineState, EngineTrace, StepTrace
+from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.requests import Submission, command_to_wire
-from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
+from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -162,7 +164,8 @@ class BenchClient:
         self._steps.update((step.step, step) for step in trace.steps)
 
     async def _trace(self, *, after_step: int) -> EngineTrace:
-        return trace_from_wire(await self._stub.Trace(engine_pb2.TraceEngine(after_step=after_step), timeout=_RPC_S))
+        reply = await self._stub.Trace(engine_pb2.TraceEngine(after_step=after_step), timeout=_RPC_S)
+        return from_wire(reply, EngineTrace)
 
     def _step_records(self, trace: EngineTrace, num_stages: int) -> tuple[StepRecord, ...]:
         ahead_s = trace.now_us * 1e-6 - time.monotonic()  # the engine's clock over this process's
@@ -177,8 +180,8 @@ class BenchClient:
                 micro_batches=step.micro_batches,
                 planned_s=step.planned_us * 1e-6 - origin_s,
                 stages=tuple(
-                    (begin_us * 1e-6 - origin_s - offset_s, end_us * 1e-6 - origin_s - offset_s)
-                    for (begin_us, end_us), offset_s in zip(step.spans, offsets_s, strict=True)
+                    (span.begin_us * 1e-6 - origin_s - offset_s, span.end_us * 1e-6 - origin_s - offset_s)
+                    for span, offset_s in zip(step.spans, offsets_s, strict=True)
                 ),
                 used_blocks=step.used_blocks,
             )
@@ -188,9 +191,7 @@ class BenchClient:
 
 
 @asynccontextmanager
-async def connected(
-    engine: engine_pb2.EngineState, hello: common_pb2.Hello, security: Security
-) -> AsyncGenerator[BenchClient]:
+async def connected(engine: EngineState, hello: Hello, security: Security) -> AsyncGenerator[BenchClient]:
     """Connect a client to an engine that admits the owner of ``security``.
 
     Raises LinkError, and the engine's error if it refuses the client.
@@ -201,7 +202,7 @@ async def connected(
         with translated(_PEER):
             try:
                 async with asyncio.timeout(_RPC_S):
-                    await call.write(engine_pb2.GatewayMessage(hello=hello))
+                    await call.write(engine_pb2.GatewayMessage(hello=hello_to_wire(hello)))
                     await call.read()  # the engine's first message
                 client = BenchClient(stub, call)
                 async with asyncio.TaskGroup() as tasks:
@@ -212,7 +213,7 @@ async def connected(
                 call.cancel()
 
 
-def clock_offsets_s(spans: Sequence[tuple[tuple[int, int], ...]]) -> list[float]:
+def clock_offsets_s(spans: Sequence[tuple[DeviceSpan, ...]]) -> list[float]:
     """Estimate by how many seconds each stage's clock is ahead of the first stage's clock.
 
     A stage starts a step only after the previous stage has ended it, and soon after. If the clocks show a start before
@@ -220,7 +221,7 @@ def clock_offsets_s(spans: Sequence[tuple[tuple[int, int], ...]]) -> list[float]
     """
     offsets: list[float] = [0.0] * (len(spans[0]) if spans else 0)
     for stage in range(1, len(offsets)):
-        gap_s = min(step[stage][0] - step[stage - 1][1] for step in spans) * 1e-6
+        gap_s = min(step[stage].begin_us - step[stage - 1].end_us for step in spans) * 1e-6
         foreign = not -_SAME_CLOCK_S <= gap_s <= 60.0
         offsets[stage] = offsets[stage - 1] + (gap_s if foreign else 0.0)
     return offsets

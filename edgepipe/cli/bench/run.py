@@ -15,12 +15,14 @@ from edgepipe.cli.serve import layers_of
 from edgepipe.errors import ModelUnknown, PeerClosed
 from edgepipe.simulation.report import RunFacts, RunReport, make_report
 from edgepipe.simulation.workload import FixedLengths, Workload, WorkloadSpec, make_workload
-from edgepipe.wire.common import make_hello
+from edgepipe.wire.common import Hello
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from edgepipe.wire.v1 import engine_pb2, node_pb2
+    from edgepipe.wire.engines import EngineState
+    from edgepipe.wire.nodes import ClusterStatus
+    from edgepipe.wire.serving import ServeRequest
 
 OnProgress = Callable[[str, int, int], None]
 """(current step, ended requests, all requests; 0 if unknown)"""
@@ -41,7 +43,7 @@ class EmulatedRun:
 
     run: BenchRun
     cluster: EmulatedCluster
-    serve: node_pb2.ServeRequest
+    serve: ServeRequest
 
 
 async def bench_emulated(runs: Sequence[EmulatedRun], on_progress: OnProgress) -> list[RunReport]:
@@ -72,17 +74,17 @@ async def runs_on(admin: Admin, runs: Sequence[EmulatedRun], on_progress: OnProg
         await admin.stop_model("")
 
 
-async def serve_model(admin: Admin, request: node_pb2.ServeRequest) -> engine_pb2.EngineState:
+async def serve_model(admin: Admin, request: ServeRequest) -> EngineState:
     """Serve the model. Return its engine when ready. Raises the node's error."""
     async for event in admin.serve(request):
-        if event.HasField("engine"):
+        if event.engine is not None:
             return event.engine
     raise PeerClosed("the node ended before the model was ready", next_step="see 'edgepipe logs'")
 
 
 async def _measure(
     admin: Admin,
-    engine: engine_pb2.EngineState,
+    engine: EngineState,
     run: BenchRun,
     on_progress: OnProgress,
     *,
@@ -90,7 +92,7 @@ async def _measure(
 ) -> RunReport:
     """Do one run. ``devices``: short device names by node, as in a simulation."""
     status = await admin.status()
-    hello = make_hello(role="gateway", node_id=status.node_id, node_name="bench", cluster_id=status.cluster_id)
+    hello = Hello(role="gateway", node_id=status.node_id, node_name="bench", cluster_id=status.cluster_id)
     title, total = _titled("measuring", run), len(run.workload.requests)
     num_stages = len(engine.stages)
     async with admin.act_as_gateway() as security, connected(engine, hello, security) as client:
@@ -119,7 +121,7 @@ def _warm_up() -> Workload:
     return make_workload(WorkloadSpec(num_requests=2, prompt=few, output=few, seed=1))
 
 
-def _served(status: node_pb2.ClusterStatus, model: str) -> engine_pb2.EngineState:
+def _served(status: ClusterStatus, model: str) -> EngineState:
     ready = [engine for engine in status.engines if engine.state == "ready"]
     chosen = [engine for engine in ready if model.lower() in ("", engine.model.lower())]
     if len(chosen) == 1:

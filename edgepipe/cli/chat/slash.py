@@ -18,7 +18,7 @@ from edgepipe.safe_text import visible
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from edgepipe.wire.v1 import node_pb2 as pb
+    from edgepipe.wire.nodes import ClusterStatus
 
 
 @dataclass(slots=True, kw_only=True)
@@ -152,7 +152,7 @@ async def _bye(talk: Talk, argument: str) -> None:
     talk.over = True
 
 
-async def _status(talk: Talk) -> pb.ClusterStatus:
+async def _status(talk: Talk) -> ClusterStatus:
     async with connect(talk.data_dir) as admin:
         return await admin.status()
 

@@ -28,7 +28,7 @@ from edgepipe.errors import ConfigInvalid, EdgepipeError
 
 if TYPE_CHECKING:
     from edgepipe.config import Config
-    from edgepipe.wire.v1 import node_pb2 as pb
+    from edgepipe.wire.nodes import ClusterStatus, MemberState
 
 _TCP_S = 3.0
 _PORT_S = 2.0
@@ -43,7 +43,7 @@ class Peer:
     host: str
     port: int
     node_id: str = ""  # empty: not known
-    member: pb.MemberState | None = None
+    member: MemberState | None = None
 
 
 async def examine(config: Config, peers: Sequence[str], *, say: Callable[[Finding], None]) -> list[Finding]:
@@ -116,7 +116,7 @@ async def _handshake(peer: Peer, facts: NetworkFacts) -> Finding:
     return handshake_finding(shown, peer.name, facts, where=where, seen=seen, expected=peer.node_id)
 
 
-async def _links(config: Config, status: pb.ClusterStatus | None) -> dict[str, Link]:
+async def _links(config: Config, status: ClusterStatus | None) -> dict[str, Link]:
     """Measure links between this machine and members, with messages as large as activations. Return them by node id."""
     from edgepipe.cli.admin import connect
 
@@ -156,7 +156,7 @@ def _named_peer(text: str, ports: Ports) -> Peer:
     return Peer(name=host, host=host, port=int(port) if port else ports.node)
 
 
-def _known_peers(status: pb.ClusterStatus | None, named: Sequence[Peer]) -> list[Peer]:
+def _known_peers(status: ClusterStatus | None, named: Sequence[Peer]) -> list[Peer]:
     """Return the other members, except those whose address the user named."""
     found: list[Peer] = []
     for member in status.members if status is not None else ():

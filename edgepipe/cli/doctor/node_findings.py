@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING
 from edgepipe import __version__
 from edgepipe.cli.doctor.findings import Finding, Level, clock_finding
 from edgepipe.cli.views.left_out import left_out_text
+from edgepipe.errors import EdgepipeError
 
 if TYPE_CHECKING:
     from edgepipe.config import Config
-    from edgepipe.wire.v1 import node_pb2 as pb
+    from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, NodeState
 
 _AUDIT_LINES = 200
 _RECENT_S = 24 * 3600.0
 
 
-def member_findings(name: str, member: pb.MemberState) -> Iterator[Finding]:
+def member_findings(name: str, member: MemberState) -> Iterator[Finding]:
     """Report what the running node knows of a member."""
     version = member.node.edgepipe_version
     if version != __version__:
@@ -35,7 +36,7 @@ def member_findings(name: str, member: pb.MemberState) -> Iterator[Finding]:
     yield from engine_findings(member.node)
 
 
-def engine_findings(node: pb.NodeState) -> Iterator[Finding]:
+def engine_findings(node: NodeState) -> Iterator[Finding]:
     """Report nodes and links that a node's engines avoid, and why a model is not served."""
     for engine in node.engines:
         for entry in engine.left_out:
@@ -46,26 +47,28 @@ def engine_findings(node: pb.NodeState) -> Iterator[Finding]:
                 remedy=f"see 'edgepipe logs' on {entry.node_name}; if this comes back, restart that machine",
             )
         if engine.state == "waiting":
+            error = engine.error or EdgepipeError("no reason is known")
             yield Finding(
                 id=f"engine.{engine.model}.waiting",
                 level=Level.PROBLEM,
-                what=f"{engine.model} is not served now: {engine.error.what}",
-                fact=engine.error.fact,
-                remedy=engine.error.next_step,
+                what=f"{engine.model} is not served now: {error.what}",
+                fact=error.fact,
+                remedy=error.next_step,
             )
 
 
-def _device_finding(name: str, device: pb.DeviceState) -> Finding:
+def _device_finding(name: str, device: DeviceState) -> Finding:
+    error = device.error or EdgepipeError("its device cannot be used")
     return Finding(
         id=f"peer.{name}.device",
         level=Level.PROBLEM,
-        what=f"{name}: {device.error.what or 'its device cannot be used'}",
-        fact=device.error.fact,
-        remedy=device.error.next_step or "edgepipe logs on that machine",
+        what=f"{name}: {error.what}",
+        fact=error.fact,
+        remedy=error.next_step or "edgepipe logs on that machine",
     )
 
 
-def node_findings(status: pb.ClusterStatus | None) -> Iterator[Finding]:
+def node_findings(status: ClusterStatus | None) -> Iterator[Finding]:
     """Report the status of this machine's node."""
     if status is None:
         yield Finding(
@@ -113,7 +116,7 @@ def node_findings(status: pb.ClusterStatus | None) -> Iterator[Finding]:
         )
 
 
-def trust_findings(config: Config, status: pb.ClusterStatus | None) -> Iterator[Finding]:
+def trust_findings(config: Config, status: ClusterStatus | None) -> Iterator[Finding]:
     """Report damage of the trust store, and recent refusals."""
     from edgepipe.cli.peers import strangers_text
     from edgepipe.cluster.founding import TrustFolders

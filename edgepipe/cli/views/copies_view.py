@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from edgepipe.cli.output import make_console
 
 if TYPE_CHECKING:
-    from edgepipe.wire.v1 import node_pb2 as pb
+    from edgepipe.wire.nodes import ClusterStatus, MemberState
+    from edgepipe.wire.serving import ReplicateEvent
 
 Key = tuple[str, str]  # a model's name and its manifest's hash
 
@@ -23,13 +24,13 @@ class ModelCopies:
     nodes: tuple[str, ...]  # names of the nodes with any part
 
 
-def copies_of(members: Iterable[pb.MemberState]) -> dict[Key, ModelCopies]:
+def copies_of(members: Iterable[MemberState]) -> dict[Key, ModelCopies]:
     """Count the copies of every model on the members' disks."""
     parts: dict[Key, dict[str, set[int]]] = {}  # parts on each node's disk
     for member in members:
         for model in member.node.models:
             node_parts = parts.setdefault((model.model, model.manifest_hash), {}).setdefault(member.node.name, set())
-            node_parts.update(part for run in model.parts for part in range(run.start, run.end))
+            node_parts.update(part for run in model.parts for part in run)
     found: dict[Key, ModelCopies] = {}
     for key, nodes in parts.items():
         holding = {name: held for name, held in nodes.items() if held}
@@ -39,7 +40,7 @@ def copies_of(members: Iterable[pb.MemberState]) -> dict[Key, ModelCopies]:
     return found
 
 
-def members_of(data_dir: Path) -> Sequence[pb.MemberState]:
+def members_of(data_dir: Path) -> Sequence[MemberState]:
     """Return the cluster's members as this machine's node knows them; empty if it does not run."""
     status = _status(data_dir)
     return status.members if status is not None else ()
@@ -55,7 +56,7 @@ def served_by(data_dir: Path, model: str) -> tuple[str, ...]:
     return tuple(sorted(holders)) or ("the cluster",) * bool(engines)
 
 
-def _status(data_dir: Path) -> pb.ClusterStatus | None:
+def _status(data_dir: Path) -> ClusterStatus | None:
     """Return the node's status, None if it does not run. Imports gRPC only if the node's socket exists."""
     from edgepipe.daemon.machine.data_dir import socket_path
 
@@ -81,7 +82,7 @@ async def replicate_with_progress(data_dir: Path, model: str, *, copies: int) ->
 
     console = make_console(stderr=True)
     columns = (TextColumn("to {task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    last: pb.ReplicateEvent | None = None
+    last: ReplicateEvent | None = None
     with Progress(
         *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
     ) as progress:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from edgepipe.wire.v1 import engine_pb2
+    from edgepipe.wire.engines import LeftOut
 
 
-def left_out_text(entry: engine_pb2.LeftOut) -> str:
+def left_out_text(entry: LeftOut) -> str:
     """Describe it: ``mac is left out for 28 s more: a step could not be computed``, or the same for a link."""
     subject = f"the link from {entry.node_name} to {entry.other_name}" if entry.other_id else entry.node_name
     return f"{subject} is left out for {entry.seconds:.0f} s more: {entry.reason}"

@@ -9,10 +9,10 @@ from edgepipe.cli.views.copies_view import Key, copies_of
 
 if TYPE_CHECKING:
     from edgepipe.model.store import StoredModel
-    from edgepipe.wire.v1 import node_pb2 as pb
+    from edgepipe.wire.nodes import MemberState, ModelOnDisk
 
 
-def model_rows(stored: Sequence[StoredModel], members: Sequence[pb.MemberState]) -> list[dict[str, Any]]:
+def model_rows(stored: Sequence[StoredModel], members: Sequence[MemberState]) -> list[dict[str, Any]]:
     """Return rows of this machine's models and of models that ``members`` report, ordered by name.
 
     Models with the same name but different content get a row each; the first characters of their hashes differ.
@@ -20,7 +20,7 @@ def model_rows(stored: Sequence[StoredModel], members: Sequence[pb.MemberState])
     own: dict[Key, list[StoredModel]] = {}
     for model in stored:
         own.setdefault((model.id, model.manifest_hash), []).append(model)
-    reported: dict[Key, list[tuple[pb.MemberState, pb.ModelOnDisk]]] = {}
+    reported: dict[Key, list[tuple[MemberState, ModelOnDisk]]] = {}
     for member in members:
         for model in member.node.models:
             reported.setdefault((model.model, model.manifest_hash), []).append((member, model))
@@ -43,7 +43,7 @@ def model_rows(stored: Sequence[StoredModel], members: Sequence[pb.MemberState])
     return rows
 
 
-def _row(stored: Sequence[StoredModel], reported: Sequence[tuple[pb.MemberState, pb.ModelOnDisk]]) -> dict[str, Any]:
+def _row(stored: Sequence[StoredModel], reported: Sequence[tuple[MemberState, ModelOnDisk]]) -> dict[str, Any]:
     config = stored[0].config if stored else None
     whole = next((model for model in stored if model.whole), None)
     shown = whole or (stored[0] if stored else None)
@@ -59,7 +59,7 @@ def _row(stored: Sequence[StoredModel], reported: Sequence[tuple[pb.MemberState,
     }
 
 
-def _nodes(reported: Sequence[tuple[pb.MemberState, pb.ModelOnDisk]]) -> list[dict[str, Any]]:
+def _nodes(reported: Sequence[tuple[MemberState, ModelOnDisk]]) -> list[dict[str, Any]]:
     """List each node once; its model is whole if any of its folders has all of it."""
     whole: dict[str, bool] = {}
     for member, model in sorted(reported, key=lambda entry: (not entry[0].self, entry[0].node.name)):

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from edgepipe.wire.v1 import engine_pb2
-    from edgepipe.wire.v1 import node_pb2 as pb
+    from edgepipe.wire.engines import Advice, EngineState
+    from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, Transfer
 
 _BAR_CELLS = 10
 _STYLES = {"alive": "green", "suspect": "yellow", "dead": "red", "left": "dim", "ready": "green", "failed": "red"}
@@ -31,7 +31,7 @@ _STAGE_NUMBERS = ("WEIGHTS", "KV", "STEP", "BUSY", "NEXT HOP")
 _DTYPES = {"bfloat16": "bf16", "float32": "f32"}
 
 
-def render_status(status: pb.ClusterStatus) -> Iterator[RenderableType]:
+def render_status(status: ClusterStatus) -> Iterator[RenderableType]:
     """Render a headline, nodes, one paragraph per model, downloads and refused peers."""
     yield _headline(status)
     yield Text()
@@ -61,7 +61,7 @@ def render_status(status: pb.ClusterStatus) -> Iterator[RenderableType]:
         yield Text(f"  {refused.error.next_step}", style="yellow")
 
 
-def trust_notes(status: pb.ClusterStatus) -> Iterator[str]:
+def trust_notes(status: ClusterStatus) -> Iterator[str]:
     """Describe what separates this node from others: removal, damage, no multicast, other clusters and versions."""
     if status.removed:
         yield f"this machine was removed from '{status.cluster_name}'; to join again: edgepipe node join CODE"
@@ -69,21 +69,21 @@ def trust_notes(status: pb.ClusterStatus) -> Iterator[str]:
         yield "the trust store is damaged: no machine can join until this node has reached a member of its cluster"
     if status.discovery_problem and len(status.members) == 1:
         yield f"this node cannot use mDNS: {status.discovery_problem}; it uses remembered addresses and --peer"
-    for other in list(status.neighbours)[:_NEIGHBOURS]:
+    for other in status.neighbours[:_NEIGHBOURS]:
         if other.cluster_id == status.cluster_id:
             yield f"'{other.name}' at {other.address} claims to be in this cluster: other version, or not paired"
         elif len(status.members) == 1:
             yield f"found '{other.name}' at {other.address}, of cluster '{other.cluster_name}'; not paired with it"
 
 
-def news_of(status: pb.ClusterStatus) -> str:
+def news_of(status: ClusterStatus) -> str:
     """Describe absent nodes: ``macbook asleep since 21:14; continuing on 2 machines``; empty if no node is absent."""
     if not status.absent:
         return ""
     return joined(absence_text(status.absent, now_s=time.time()), *map(continuing_text, status.engines))
 
 
-def _headline(status: pb.ClusterStatus) -> Text:
+def _headline(status: ClusterStatus) -> Text:
     alive = sum(member.state == "alive" for member in status.members)
     total = len(status.members)
     devices = [device for member in status.members for device in member.node.devices]
@@ -105,14 +105,14 @@ def _headline(status: pb.ClusterStatus) -> Text:
     return line
 
 
-def render_nodes(status: pb.ClusterStatus) -> Table:
+def render_nodes(status: ClusterStatus) -> Table:
     """Render the machines: device, memory, round trip."""
     table = make_table("NODE", "DEVICE", "MEMORY", "RTT", right=("RTT",))
     for member in status.members:
         name = _short(member.node.name) + (" (this)" if member.self else "")
         rtt = "-" if member.self else f"{member.rtt_ms:.2f} ms"
         first = Text("● ", style=_STYLES.get(member.state, "")) + Text(name, style="not bold")
-        devices = list(member.node.devices)
+        devices = member.node.devices
         if not devices:
             table.add_row(first, Text("no device" if member.state == "alive" else member.state, "dim"), "", rtt)
         for device in devices:
@@ -124,19 +124,21 @@ def render_nodes(status: pb.ClusterStatus) -> Table:
     return table
 
 
-def _device(device: pb.DeviceState) -> tuple[Text, Text]:
-    profile = device.profile
-    words = (profile.backend, profile.device, _DTYPES.get(profile.compute_dtype, profile.compute_dtype))
+def _device(device: DeviceState) -> tuple[Text, Text]:
+    profile, words = device.profile, ()
+    if profile is not None:
+        words = (profile.backend, profile.device, _DTYPES.get(profile.compute_dtype, profile.compute_dtype))
     name = Text(" ".join(filter(None, words))[:22])
     if device.state in ("starting", "failed"):
-        reason = device.error.what if device.state == "failed" else "measuring"
+        error = device.error.what if device.error is not None else ""
+        reason = error if device.state == "failed" else "measuring"
         return name, Text(reason[:34], style=_STYLES.get(device.state, "dim"))
     usable = device.reserved_bytes + device.free_bytes
     memory = bar(device.reserved_bytes / usable if usable else 0.0, width=_BAR_CELLS)
     return name, Text(f"{memory} {device.reserved_bytes / 1e9:.1f} of {usable / 1e9:.1f} GB")
 
 
-def _engine(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
+def _engine(engine: EngineState) -> Iterator[RenderableType]:
     line = Text(engine.model, style="bold")
     line.append(" · ", style="not bold").append(engine.state, style=_STYLES.get(engine.state, "not bold"))
     if engine.state == "ready":
@@ -144,7 +146,7 @@ def _engine(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
     elif engine.message:
         line.append(f" · {engine.message} {engine.progress:.0%}", style="not bold")
     yield line
-    if engine.HasField("error") and engine.state in ("failed", "waiting"):
+    if engine.error is not None and engine.state in ("failed", "waiting"):
         for text in (engine.error.what, engine.error.fact, engine.error.next_step):
             if text:
                 yield Text(f"  {text}", style="red")
@@ -153,15 +155,15 @@ def _engine(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
     yield from render_plan(engine)
 
 
-def render_plan(engine: engine_pb2.EngineState) -> Iterator[RenderableType]:
+def render_plan(engine: EngineState) -> Iterator[RenderableType]:
     """Render the ring, its stages, and the reasons for the number of micro-batches."""
     if engine.stages:
         yield _ring(engine)
         yield _stages(engine)
     if engine.state == "ready" and engine.why:
         yield _sizing(engine)
-    if engine.state == "ready" and engine.HasField("advice"):
-        yield _advice(engine)
+    if engine.state == "ready" and engine.advice is not None:
+        yield _advice(engine.model, engine.advice)
 
 
 def _copies(copies: ModelCopies | None, num_nodes: int) -> str:
@@ -173,14 +175,14 @@ def _copies(copies: ModelCopies | None, num_nodes: int) -> str:
     return f"  on disk: some layers only once, on {' or '.join(_short(name) for name in copies.nodes)}"
 
 
-def _figures(engine: engine_pb2.EngineState) -> str:
+def _figures(engine: EngineState) -> str:
     requests = f" · {engine.running} running" + (f", {engine.waiting} waiting" if engine.waiting else "")
     used = engine.num_blocks - engine.free_blocks
     kept = f" · KV {used * engine.block_size}/{engine.num_blocks * engine.block_size}"
     return f"{requests}{kept} · M {engine.micro_batches}"
 
 
-def _sizing(engine: engine_pb2.EngineState) -> Text:
+def _sizing(engine: EngineState) -> Text:
     """Explain the number of micro-batches, a reason per line, and name the bottleneck."""
     first, *others = engine.why.split("; ")
     lines = [f"Micro-batches: {first}", *(f"{thought[:1].upper()}{thought[1:]}." for thought in others)]
@@ -208,12 +210,11 @@ def _paused(pause_ms: int) -> str:
     return f"answers paused for {format_duration_s(pause_ms / 1e3)} in total"
 
 
-def _advice(engine: engine_pb2.EngineState) -> Text:
+def _advice(model: str, advice: Advice) -> Text:
     """Describe a better placement: its gain, the reason and the pause that switching costs."""
-    advice = engine.advice
     line = Text(f"  A faster layout exists (+{advice.gain * 100:.0f} %): {layout_text(advice.plan)}.", style="yellow")
     line.append(f"\n  {advice.why}. Switching pauses answers for {format_duration_s(advice.pause_s)}:")
-    return line.append(f"\n  edgepipe serve {engine.model} --rebalance")
+    return line.append(f"\n  edgepipe serve {model} --rebalance")
 
 
 def layout_text(plan: str) -> str:
@@ -224,7 +225,7 @@ def layout_text(plan: str) -> str:
     return "layers " + ", ".join(f"{layers} on {name}" for name, _, layers in parts)
 
 
-def _place(engine: engine_pb2.EngineState) -> str:
+def _place(engine: EngineState) -> str:
     """Add node names to the engine's bottleneck: ``stage 1 (studio)``, ``link 0-1 (gamer to studio)``."""
     kind, _, numbers = engine.bottleneck.partition(" ")
     indices = [int(number) for number in numbers.split("-") if number.isdecimal()]
@@ -232,7 +233,7 @@ def _place(engine: engine_pb2.EngineState) -> str:
     return f"{engine.bottleneck} ({' to '.join(names)})" if names and kind in ("stage", "link") else kind
 
 
-def _ring(engine: engine_pb2.EngineState) -> Text:
+def _ring(engine: EngineState) -> Text:
     """Draw ``╭▶ a 0-14 ──▶ b 15-29 ─╮`` with the token's path back below it; many stages make one long line."""
     way = " ──▶ ".join(f"{_short(stage.node_name)} {layers_of(stage)}" for stage in engine.stages)
     top = f"  ╭▶ {way} ─╮"
@@ -243,7 +244,7 @@ def _ring(engine: engine_pb2.EngineState) -> Text:
     return Text(f"{top}\n  ╰{line[:half]} token {line[half:]}╯")
 
 
-def _stages(engine: engine_pb2.EngineState) -> Table:
+def _stages(engine: EngineState) -> Table:
     table = make_table("  STAGE", "WEIGHTS", "KV", "STEP", "BUSY", "NEXT HOP", right=_STAGE_NUMBERS)
     last = len(engine.stages) - 1
     for index, stage in enumerate(engine.stages):
@@ -254,7 +255,7 @@ def _stages(engine: engine_pb2.EngineState) -> Table:
     return table
 
 
-def _downloads(transfers: list[tuple[pb.MemberState, pb.Transfer]], names: dict[str, str]) -> Table:
+def _downloads(transfers: list[tuple[MemberState, Transfer]], names: dict[str, str]) -> Table:
     table = make_table("COPY" if all(transfer.copy for _, transfer in transfers) else "DOWNLOAD", "TO", "", "", "FROM")
     for member, transfer in transfers:
         part = transfer.bytes_done / transfer.bytes_total if transfer.bytes_total else 0.0

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.serving.capacity import rooms_of
 from edgepipe.ids import NodeId
 from edgepipe.model.shapes import named_shape
@@ -16,8 +15,7 @@ from edgepipe.units import LinkShape, format_bytes
 
 if TYPE_CHECKING:
     from edgepipe.planner.placement import NodeRoom
-    from edgepipe.wire.v1 import common_pb2
-    from edgepipe.wire.v1 import node_pb2 as pb
+    from edgepipe.wire.nodes import ClusterStatus
 
 CATALOGUE: Mapping[str, str] = {
     "llama-3.3-70b": "meta-llama/Llama-3.3-70B-Instruct",
@@ -44,7 +42,7 @@ class Fit:
     tokens_per_s: float = 0.0  # of one chat, estimated; 0: it does not fit
 
 
-def fitting_models(status: pb.ClusterStatus) -> tuple[list[Fit], list[Fit]]:
+def fitting_models(status: ClusterStatus) -> tuple[list[Fit], list[Fit]]:
     """Return the models that fit, largest first, and the models that do not."""
     alive = [member.node for member in status.members if member.state == "alive"]
     rooms = {room.node_id: room for node in alive for room in rooms_of(node, "auto")}
@@ -66,33 +64,20 @@ def best_fit(fits: Sequence[Fit]) -> Fit | None:
     return usable or max(fits, key=lambda fit: fit.tokens_per_s, default=None)
 
 
-def _machines(status: pb.ClusterStatus, rooms: Mapping[NodeId, NodeRoom], model: str) -> list[Machine]:
+def _machines(status: ClusterStatus, rooms: Mapping[NodeId, NodeRoom], model: str) -> list[Machine]:
     config = named_shape(model)
     machines: list[Machine] = []
     for member in status.members:
-        room = rooms.get(NodeId(member.node.node_id))
-        if room is None or not member.node.devices:
+        room = rooms.get(member.node.node_id)
+        profile = member.node.devices[0].profile if member.node.devices else None
+        if room is None or profile is None:
             continue
-        profile = _profile(member.node.devices[0].profile)
         speed = estimated_speed(profile, config, bytes_per_weight=room.bytes_per_weight)
         machines.append(Machine(room=room, device=profile.name or profile.device, speed=speed))
     return machines
 
 
-def _profile(wire: common_pb2.DeviceProfile) -> DeviceProfile:
-    return DeviceProfile(
-        backend=wire.backend,
-        device=wire.device,
-        name=wire.name,
-        compute_dtype=wire.compute_dtype,
-        memory_total_bytes=wire.memory_total_bytes,
-        memory_free_bytes=wire.memory_free_bytes,
-        bandwidth_bytes_per_s=wire.bandwidth_bytes_per_s,
-        flops=wire.flops,
-    )
-
-
-def _worst_link(status: pb.ClusterStatus) -> LinkShape:
+def _worst_link(status: ClusterStatus) -> LinkShape:
     """Return the link with the longest round trip; rates are not measured yet."""
     worst_ms = max((member.rtt_ms for member in status.members if not member.self), default=0.0)
     if not worst_ms:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from edgepipe.wire.v1 import node_pb2 as pb
+    from edgepipe.wire.serving import LinkProfile
 
 _HOP_BYTES = 2 * 5120  # one token of a 32B model in bf16
 _TOKEN_MS = 40.0  # time per token of such a model on two good machines
@@ -53,7 +53,7 @@ def link_meaning(*, rtt_ms: float, bytes_per_s: float) -> Meaning:
     return Meaning(text=f"{rtt_ms:.1f} ms{rate}: {verdict}{prompt}", good=share <= _FINE)
 
 
-def links_of(own: str, profiles: Iterable[pb.LinkProfile]) -> dict[str, Link]:
+def links_of(own: str, profiles: Iterable[LinkProfile]) -> dict[str, Link]:
     """Merge both directions to each other node into one link."""
     links: dict[str, Link] = {}
     for profile in profiles:

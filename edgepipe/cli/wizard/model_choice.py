@@ -15,7 +15,7 @@ from edgepipe.errors import EdgepipeError
 from edgepipe.units import format_bytes
 
 if TYPE_CHECKING:
-    from edgepipe.wire.v1 import node_pb2 as pb
+    from edgepipe.wire.nodes import ClusterStatus
 
 SKIP = "skip"
 _OTHER = "other"
@@ -53,10 +53,10 @@ def on_disk(models_dir: Path, sources: Sequence[str]) -> tuple[set[str], set[str
     return whole, {name for name in sources if name not in whole and store.interrupted_bytes(name)}
 
 
-def status_with_devices(data_dir: Path) -> pb.ClusterStatus | None:
+def status_with_devices(data_dir: Path) -> ClusterStatus | None:
     """Return the status once all devices of live nodes are measured, or after a while; None without a node."""
 
-    async def ask() -> pb.ClusterStatus:
+    async def ask() -> ClusterStatus:
         async with connect(data_dir) as admin:
             status = await admin.status()
             for _ in range(round(_DEVICE_S / _LOOK_S)):
@@ -72,7 +72,7 @@ def status_with_devices(data_dir: Path) -> pb.ClusterStatus | None:
     return None
 
 
-def still_measuring(status: pb.ClusterStatus) -> list[str]:
+def still_measuring(status: ClusterStatus) -> list[str]:
     """Return the names of live nodes with an unmeasured device."""
     alive = [member.node for member in status.members if member.state == "alive"]
     return [node.name for node in alive if any(device.state == "starting" for device in node.devices)]

@@ -31,8 +31,8 @@ from edgepipe.errors import (
 
 if TYPE_CHECKING:
     from edgepipe.cluster.discovery import Announcement
-    from edgepipe.wire.v1 import node_pb2 as pb
-    from edgepipe.wire.v1 import trust_pb2
+    from edgepipe.wire.nodes import ClusterStatus
+    from edgepipe.wire.trust import PeerState
 
 Step = Callable[[Setup], None]
 
@@ -189,7 +189,7 @@ def show_end(setup: Setup) -> None:
             say(f"   {command}", style="dim")
 
 
-def _choose_cluster(setup: Setup, status: pb.ClusterStatus | None) -> None:
+def _choose_cluster(setup: Setup, status: ClusterStatus | None) -> None:
     own = status.node_id if status is not None else ""
     while True:
         say(f"     listening for other nodes, {setup.config.listen_s:g} s ...", style="dim")
@@ -287,7 +287,7 @@ def _start_at_home(setup: Setup, home: Home) -> None:
     _start(setup)
 
 
-def _create(setup: Setup, name: str, status: pb.ClusterStatus | None) -> None:
+def _create(setup: Setup, name: str, status: ClusterStatus | None) -> None:
     if status is None:
         _start(setup, "--cluster", name)
         setup.commands.append(f"edgepipe node start --cluster {name}")
@@ -322,10 +322,10 @@ def _stop_own(setup: Setup) -> None:
 
 def _invite(setup: Setup) -> None:
     from edgepipe.cli.inviting import invite
-    from edgepipe.wire.v1 import trust_pb2
+    from edgepipe.wire.trust import InviteStart
 
     try:
-        run_async(invite(setup.data_dir, trust_pb2.InviteStart(), as_json=False))
+        run_async(invite(setup.data_dir, InviteStart(), as_json=False))
     except KeyboardInterrupt:
         say("\n     the invitation is over", style="dim")
     except EdgepipeError as error:
@@ -394,16 +394,16 @@ def _pairing_place(found: Sequence[Announcement], address: str) -> str:
     return f"{inviting.host}:{inviting.pairing_port}" if inviting else chosen.host
 
 
-def _status(setup: Setup) -> pb.ClusterStatus | None:
+def _status(setup: Setup) -> ClusterStatus | None:
     """Return the running node's status, None without a running node."""
     return run_async(status_if_running(setup.data_dir))
 
 
-def _status_with_peers(setup: Setup) -> pb.ClusterStatus | None:
+def _status_with_peers(setup: Setup) -> ClusterStatus | None:
     """Return the status once every expected peer has a measured round trip, or after a while."""
     most_s = _PEERS_S if setup.joined else _KNOWN_PEERS_S
 
-    async def ask() -> pb.ClusterStatus:
+    async def ask() -> ClusterStatus:
         async with connect(setup.data_dir) as admin:
             status = await admin.status()
             if missing_peers((await admin.peers()).peers, status):
@@ -420,7 +420,7 @@ def _status_with_peers(setup: Setup) -> pb.ClusterStatus | None:
     return None
 
 
-def missing_peers(peers: Iterable[trust_pb2.PeerState], status: pb.ClusterStatus) -> list[str]:
+def missing_peers(peers: Iterable[PeerState], status: ClusterStatus) -> list[str]:
     """Return the peers without a measured round trip, except those that have left, sleep or are dead."""
     seen = {member.node.node_id for member in status.members if member.rtt_ms > 0}
     return [peer.name for peer in peers if not peer.self and peer.state not in _GONE and peer.node_id not in seen]

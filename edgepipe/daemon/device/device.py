@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from edgepipe.backend.types import DeviceProfile
 from edgepipe.config import Timeouts
 from edgepipe.daemon.device.device_memory import DeviceMemory
 from edgepipe.daemon.device.layer_measuring import LayerMeasuring
@@ -14,14 +15,24 @@ from edgepipe.daemon.device.layer_profiles import LayerProfiles
 from edgepipe.daemon.device.spare import SpareStage
 from edgepipe.daemon.machine.backends import NONE
 from edgepipe.daemon.processes.children import Child, Children
-from edgepipe.errors import BackendUnavailable, RequestInvalid, SendTimeout, StaleEpoch
+from edgepipe.errors import BackendUnavailable, EdgepipeError, RequestInvalid, SendTimeout, StaleEpoch
 from edgepipe.ids import MAX_EPOCH_STEP, Epoch, StepId
 from edgepipe.model.facts import ModelConfig
+from edgepipe.planner.profiles import LayerProfile
 from edgepipe.security.mutual_tls import Peer
 from edgepipe.system import num_memory_kills
-from edgepipe.wire.common import epoch_from_wire, epoch_to_wire, error_from_wire, error_to_wire
-from edgepipe.wire.v1 import common_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.children import (
+    LoadShard,
+    PauseStage,
+    Prepared,
+    PrepareEvent,
+    PrepareProgress,
+    PrepareRequest,
+    ProfileLayerRequest,
+    Report,
+    ShardLoaded,
+)
+from edgepipe.wire.nodes import DeviceState
 from edgepipe.workers.settings import ChildSettings
 
 logger = logging.getLogger(__name__)
@@ -37,9 +48,9 @@ class _Hold:
     engine_node: str  # id of the node whose engine asked
     child: Child | None = None
     ready: bool = False
-    loaded: bytes = b""  # the load command without its epoch
-    prepared: pb.Prepared | None = None  # once ready
-    reports: asyncio.Queue[pb.ChildReport | None] = field(default_factory=asyncio.Queue[pb.ChildReport | None])
+    load: LoadShard | None = None  # the command that the stage got
+    prepared: Prepared | None = None  # once ready
+    reports: asyncio.Queue[Report | None] = field(default_factory=asyncio.Queue[Report | None])
 
 
 class DeviceHost:
@@ -93,59 +104,59 @@ class DeviceHost:
         self._holds: dict[str, _Hold] = {}
         self._crashed_in: dict[str, tuple[int, StepId]] = {}  # by pipeline, until reported: see ``Child.crashed_in``
 
-    def state(self) -> list[pb.DeviceState]:
+    def state(self) -> tuple[DeviceState, ...]:
         """Return the state of the device; empty without a backend."""
         if self._backend == NONE:
-            return []
-        reported = pb.DeviceState(profile=self._spare.profile or common_pb2.DeviceProfile(backend=self._backend))
-        reported.state = self._word()
-        self._memory.tell(reported)
-        reported.fenced_messages = sum(hold.child.progress.fenced for hold in self._holds.values() if hold.child)
-        if self._spare.error is not None:
-            reported.error.CopyFrom(error_to_wire(self._spare.error))
-        return [reported]
+            return ()
+        state = DeviceState(
+            profile=self._spare.profile or _unmeasured(self._backend),
+            state=self._word(),
+            error=self._spare.error,
+            fenced_messages=sum(hold.child.progress.fenced for hold in self._holds.values() if hold.child),
+        )
+        return (self._memory.in_state(state),)
 
     async def keep_spare(self) -> None:
         """Have a process ready for the next stage; see ``SpareStage.keep``."""
         await self._spare.keep()
 
-    async def profile_layer(self, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
+    async def profile_layer(self, request: ProfileLayerRequest) -> LayerProfile:
         """Return a layer's times on this device; see ``LayerMeasuring.measure``."""
         return await self._layers.measure(request)
 
     async def prepare(
-        self, request: pb.PrepareRequest, *, path: str, config: ModelConfig, engine: Peer | None
-    ) -> AsyncGenerator[pb.PrepareEvent]:
-        """Reserve memory and load a stage; yield progress, then ``prepared``. On failure release everything.
+        self, request: PrepareRequest, *, engine_node: str, path: str, config: ModelConfig, engine: Peer | None
+    ) -> AsyncGenerator[PrepareEvent]:
+        """Reserve memory and load a stage; yield progress, then ``Prepared``. On failure release everything.
 
         A living stage that holds the same shard stays as it is, with its weights and KV. The stage takes plans only
-        from ``engine`` (None: from any engine, where nothing is encrypted). Raises StaleEpoch, NoFeasiblePlacement,
-        BackendUnavailable and the errors of loading.
+        from ``engine`` (None: from any engine, where nothing is encrypted), which runs on ``engine_node``. Raises
+        StaleEpoch, NoFeasiblePlacement, BackendUnavailable and the errors of loading.
         """
         load = _load_command(request, path)
-        if (kept := await self._keep(request, load)) is not None:
+        if (kept := await self._keep(request, engine_node, load)) is not None:
             await self._give_engine(self._holds[request.pipeline_id], engine)
-            yield pb.PrepareEvent(prepared=kept)
+            yield PrepareEvent(event=kept)
             return
-        hold = await self._admit(request)
+        hold = await self._admit(request, engine_node)
         try:
             self._memory.reserve(request, config)
-            hold.loaded = _shard_key(load)
+            hold.load = load
             child = hold.child = await self._spare.take()
             self._tasks.create_task(self._mourn(request.pipeline_id, hold, child), name=f"stage:{request.pipeline_id}")
             child.on_report = hold.reports.put_nowait
             await self._give_engine(hold, engine)
-            child.send(pb.ChildCommand(load=load))
+            child.send(load)
             self._on_change()
             async for report in self._reports(hold, child):
-                if report.HasField("loading"):
-                    yield pb.PrepareEvent(progress=report.loading)
-                if report.HasField("loaded"):
+                if isinstance(report, PrepareProgress):
+                    yield PrepareEvent(event=report)
+                if isinstance(report, ShardLoaded):
                     hold.ready = True
-                    held = self._memory.loaded(request.pipeline_id, weight_bytes=report.loaded.weight_bytes)
-                    hold.prepared = self._prepared(child, report.loaded, request, held.kv_bytes)
+                    held = self._memory.loaded(request.pipeline_id, weight_bytes=report.weight_bytes)
+                    hold.prepared = self._prepared(child, report, request, held.kv_bytes)
                     self._holds_changed()
-                    yield pb.PrepareEvent(prepared=self._with_crash(request.pipeline_id, hold.prepared))
+                    yield PrepareEvent(event=self._with_crash(request.pipeline_id, hold.prepared))
                     return
         finally:
             if not hold.ready:  # also when the engine leaves half-way
@@ -182,7 +193,7 @@ class DeviceHost:
         """Let no stage start another step of its present epoch."""
         for hold in self._holds.values():
             if hold.child is not None:
-                hold.child.send(pb.ChildCommand(pause=pb.PauseStage(paused=True)))
+                hold.child.send(PauseStage(paused=True))
 
     def resume(self, engine_epoch: Callable[[str, str], Awaitable[Epoch | None]]) -> None:
         """Resume the stages whose engine still works at their epoch. Any other stage stays paused until its engine
@@ -200,8 +211,7 @@ class DeviceHost:
         while self._holds.get(pipeline_id) is hold and hold.child is not None and not hold.child.exited.is_set():
             epoch = await engine_epoch(hold.engine_node, pipeline_id)
             if epoch is not None:
-                command = pb.PauseStage(paused=False, epoch=epoch_to_wire(epoch))
-                hold.child.send(pb.ChildCommand(pause=command))
+                hold.child.send(PauseStage(paused=False, epoch=epoch))
                 return
             logger.info("stage waits pipeline=%s epoch=%s: its engine does not answer", pipeline_id, hold.epoch)
             await asyncio.sleep(pause_s)
@@ -234,28 +244,29 @@ class DeviceHost:
             self._introduce(hold.child)
             await hold.child.knows_peers()
 
-    async def _keep(self, request: pb.PrepareRequest, load: pb.LoadShard) -> pb.Prepared | None:
+    async def _keep(self, request: PrepareRequest, engine_node: str, load: LoadShard) -> Prepared | None:
         """Return the pipeline's stage if it can continue in the request's epoch as it is. Raises StaleEpoch."""
-        hold = self._known(request)
+        hold = self._known(request, engine_node)
         if (
             request.fresh
             or hold is None
             or hold.child is None
-            or epoch_from_wire(request.epoch) <= hold.epoch
-            or hold.loaded != _shard_key(load)
+            or request.epoch <= hold.epoch
+            or hold.load is None
+            or replace(hold.load, epoch=load.epoch) != load
             or not await hold.child.lives()
         ):
             return None
-        if self._known(request) is not hold:  # meanwhile another request came, or the stage was released
+        if self._known(request, engine_node) is not hold:  # meanwhile another request came, or the stage was released
             return None
-        hold.epoch, hold.engine_node = epoch_from_wire(request.epoch), request.hello.node_id
+        hold.epoch, hold.engine_node = request.epoch, engine_node
         return hold.prepared
 
-    def _known(self, request: pb.PrepareRequest) -> _Hold | None:
+    def _known(self, request: PrepareRequest, engine_node: str) -> _Hold | None:
         """Return the pipeline's stage of an earlier epoch, or of another node's engine that no longer counts, whatever
         its epoch. Raises StaleEpoch."""
-        epoch, known = epoch_from_wire(request.epoch), self._holds.get(request.pipeline_id)
-        if known is not None and known.engine_node == request.hello.node_id and epoch <= known.epoch:
+        epoch, known = request.epoch, self._holds.get(request.pipeline_id)
+        if known is not None and known.engine_node == engine_node and epoch <= known.epoch:
             raise StaleEpoch(
                 fact=f"epoch {known.epoch} holds pipeline {request.pipeline_id}, epoch {epoch} asked for it",
                 node=self._node_name,
@@ -268,9 +279,8 @@ class DeviceHost:
             )
         return known
 
-    async def _admit(self, request: pb.PrepareRequest) -> _Hold:
-        epoch, known = epoch_from_wire(request.epoch), self._known(request)
-        if known is not None:
+    async def _admit(self, request: PrepareRequest, engine_node: str) -> _Hold:
+        if (known := self._known(request, engine_node)) is not None:
             await self._end(request.pipeline_id, known)
         if not self._memory.is_known:
             raise self._spare.error or BackendUnavailable(
@@ -279,11 +289,11 @@ class DeviceHost:
                 next_step="see 'edgepipe status', then try again",
                 node=self._node_name,
             )
-        hold = self._holds[request.pipeline_id] = _Hold(epoch=epoch, engine_node=request.hello.node_id)
+        hold = self._holds[request.pipeline_id] = _Hold(epoch=request.epoch, engine_node=engine_node)
         self._holds_changed()
         return hold
 
-    async def _reports(self, hold: _Hold, child: Child) -> AsyncIterator[pb.ChildReport]:
+    async def _reports(self, hold: _Hold, child: Child) -> AsyncIterator[Report]:
         """Yield the loading stage's reports. Raises its fault, the reason of its end, or SendTimeout if silent."""
         while True:
             try:
@@ -297,8 +307,8 @@ class DeviceHost:
                 ) from exc
             if report is None:
                 raise child.error().on_node(self._node_name)
-            if report.HasField("fault"):
-                raise error_from_wire(report.fault).on_node(self._node_name)
+            if isinstance(report, EdgepipeError):
+                raise report.on_node(self._node_name)
             yield report
 
     async def _mourn(self, pipeline_id: str, hold: _Hold, child: Child) -> None:
@@ -325,10 +335,11 @@ class DeviceHost:
     def _release_soon(self, pipeline_id: str, hold: _Hold) -> None:
         self._tasks.create_task(self._end(pipeline_id, hold), name=f"release:{pipeline_id}")
 
-    def _prepared(self, child: Child, loaded: pb.ShardLoaded, request: pb.PrepareRequest, kv_bytes: int) -> pb.Prepared:
+    def _prepared(self, child: Child, loaded: ShardLoaded, request: PrepareRequest, kv_bytes: int) -> Prepared:
+        assert self._spare.profile is not None  # each stage reports one at its start
         block_bytes = max(1, loaded.kv_block_bytes)
         wanted = -(-request.kv_tokens // max(1, request.block_size))
-        return pb.Prepared(
+        return Prepared(
             address=f"{child.settings.host}:{child.port}",
             max_blocks=min(wanted, kv_bytes // block_bytes) or 1,
             kv_block_bytes=loaded.kv_block_bytes,
@@ -337,14 +348,12 @@ class DeviceHost:
             certificate=child.certificate,
         )
 
-    def _with_crash(self, pipeline_id: str, prepared: pb.Prepared) -> pb.Prepared:
+    def _with_crash(self, pipeline_id: str, prepared: Prepared) -> Prepared:
         """Add the step in which the previous process of the stage crashed; report it once."""
         crashed_in = self._crashed_in.pop(pipeline_id, None)
         if crashed_in is None:
             return prepared
-        reply = pb.Prepared(crashed_epoch=crashed_in[0], crashed_step=crashed_in[1])
-        reply.MergeFrom(prepared)
-        return reply
+        return replace(prepared, crashed_epoch=crashed_in[0], crashed_step=crashed_in[1])
 
     def _word(self) -> str:
         if any(hold.ready for hold in self._holds.values()):
@@ -356,16 +365,24 @@ class DeviceHost:
         return "failed" if self._spare.error is not None else "starting"
 
 
-def _shard_key(load: pb.LoadShard) -> bytes:
-    """Return the part of a load command that two requests must share for one loaded stage to serve both."""
-    key = pb.LoadShard()
-    key.CopyFrom(load)
-    key.ClearField("epoch")
-    return key.SerializeToString(deterministic=True)
+def _unmeasured(backend: str) -> DeviceProfile:
+    """Return the profile of a device of which only the backend is known."""
+    return DeviceProfile(
+        backend=backend,
+        device="",
+        name="",
+        compute_dtype="",
+        memory_total_bytes=0,
+        memory_free_bytes=0,
+        bandwidth_bytes_per_s=0.0,
+        flops=0.0,
+        block_sizes=(),
+        contiguous_kv=False,
+    )
 
 
-def _load_command(request: pb.PrepareRequest, path: str) -> pb.LoadShard:
-    return pb.LoadShard(
+def _load_command(request: PrepareRequest, path: str) -> LoadShard:
+    return LoadShard(
         pipeline_id=request.pipeline_id,
         epoch=request.epoch,
         path=path,

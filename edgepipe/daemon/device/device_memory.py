@@ -6,13 +6,15 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 
+from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.device.memory import PRESSURE_CUT, MemoryLedger, MemoryPressure, Reservation, uses_host_memory
 from edgepipe.daemon.processes.children import Child
+from edgepipe.ids import PipelineId
 from edgepipe.model.facts import ModelConfig
-from edgepipe.wire.common import slices_from_wire
-from edgepipe.wire.v1 import common_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.children import PrepareRequest
+from edgepipe.wire.nodes import DeviceState, Reserved
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class DeviceMemory:
         """Whether another process fits beside the reservations."""
         return self._ledger is not None and self._ledger.free_bytes >= _SPARE_BYTES
 
-    def measured(self, profile: common_pb2.DeviceProfile) -> None:
+    def measured(self, profile: DeviceProfile) -> None:
         """Take the device's measured free memory, unless stages hold a part of it."""
         self._compute_dtype = profile.compute_dtype
         if self._ledger is None or not self._ledger.reserved_bytes:
@@ -55,14 +57,13 @@ class DeviceMemory:
             )
             self._ledger.cut(self._pressure.share)
 
-    def reserve(self, request: pb.PrepareRequest, config: ModelConfig) -> None:
+    def reserve(self, request: PrepareRequest, config: ModelConfig) -> None:
         """Set memory aside for a stage's weights and KV. Raises NoFeasiblePlacement."""
         assert self._ledger is not None
         dtype = self._compute_dtype if request.dtype in ("", "auto") else request.dtype
         value_bytes = 4 if dtype == "float32" else 2
-        slices = slices_from_wire(request.slices)
-        num_layers = sum(len(part.layers) for part in slices)
-        weight_bytes = value_bytes * sum(config.slice_parameters(part) for part in slices)
+        num_layers = sum(len(part.layers) for part in request.slices)
+        weight_bytes = value_bytes * sum(config.slice_parameters(part) for part in request.slices)
         self._ledger.reserve(
             request.pipeline_id,
             weight_bytes=max(request.weight_bytes, weight_bytes),
@@ -92,11 +93,16 @@ class DeviceMemory:
                 100 * self._pressure.share,
             )
 
-    def tell(self, state: pb.DeviceState) -> None:
-        """Write reserved and free memory into a device's state."""
+    def in_state(self, state: DeviceState) -> DeviceState:
+        """Return a device's state with reserved and free memory."""
         if self._ledger is None:
-            return
-        state.reserved_bytes = self._ledger.reserved_bytes
-        state.free_bytes = self._ledger.free_bytes
-        for pipeline_id, held in self._ledger.held.items():
-            state.reserved.add(pipeline_id=pipeline_id, num_bytes=held.num_bytes)
+            return state
+        return replace(
+            state,
+            reserved_bytes=self._ledger.reserved_bytes,
+            free_bytes=self._ledger.free_bytes,
+            reserved=tuple(
+                Reserved(pipeline_id=PipelineId(pipeline_id), num_bytes=held.num_bytes)
+                for pipeline_id, held in self._ledger.held.items()
+            ),
+        )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from edgepipe.daemon.device.layer_profiles import LayerProfiles, profile_key
 from edgepipe.daemon.device.spare import SpareStage
 from edgepipe.daemon.machine.machine_load import BUSY_SHARE, look, others_share
 from edgepipe.daemon.processes.children import Child
 from edgepipe.errors import BackendUnavailable, SendTimeout
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.planner.profiles import LayerProfile
+from edgepipe.wire.children import ProfileLayerRequest
 from edgepipe.workers.settings import ChildSettings
 
 _PROFILE_S = 30.0  # to make up a large layer, copy it to the device and run it
@@ -38,7 +40,7 @@ class LayerMeasuring:
         self._device_state = device_state
         self._turn = asyncio.Lock()
 
-    async def measure(self, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
+    async def measure(self, request: ProfileLayerRequest) -> LayerProfile:
         """Return a layer's times: known ones, or measured now.
 
         Times that were measured while the machine was busy are measured again, and with ``fresh`` all are. Of two busy
@@ -61,26 +63,26 @@ class LayerMeasuring:
             before = look(spare.pid) if spare is not None else None
             found = await self._ask(spare, request, key)
             if spare is not None and before is not None:
-                found.busy = others_share(before, look(spare.pid)) > BUSY_SHARE
+                found = replace(found, busy=others_share(before, look(spare.pid)) > BUSY_SHARE)
         if not found.decode:
             raise BackendUnavailable(f"node {self._node_name} cannot hold a layer of this shape")
-        found.measured_ms = round(time.time() * 1e3)
+        found = replace(found, measured_ms=round(time.time() * 1e3))
         if found.busy and known is not None and known.busy and _step_s(known) < _step_s(found):
-            found.CopyFrom(known)
+            found = known
         self._profiles.keep(key, found)
         return found
 
-    async def _ask(self, spare: Child | None, request: pb.ProfileLayerRequest, key: str) -> pb.LayerProfile:
+    async def _ask(self, spare: Child | None, request: ProfileLayerRequest, key: str) -> LayerProfile:
         if spare is None or not key:  # beside a stage's steps the times would be wrong
             raise BackendUnavailable(
                 f"node {self._node_name} cannot measure now", fact=f"its device is {self._device_state()}"
             )
-        answer: asyncio.Future[pb.LayerProfile] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[LayerProfile] = asyncio.get_running_loop().create_future()
         spare.on_profiled = lambda profile: None if answer.done() else answer.set_result(profile)
-        spare.send(pb.ChildCommand(profile=request))
+        spare.send(request)
         return await self._answered(answer, spare)
 
-    async def _answered(self, answer: asyncio.Future[pb.LayerProfile], spare: Child) -> pb.LayerProfile:
+    async def _answered(self, answer: asyncio.Future[LayerProfile], spare: Child) -> LayerProfile:
         """Wait for the spare's answer. Raises the reason of its end, or SendTimeout if it is silent."""
         gone = asyncio.ensure_future(spare.exited.wait())
         try:
@@ -96,7 +98,7 @@ class LayerMeasuring:
             "the device makes no progress with measuring", fact=f"waited {_PROFILE_S:.0f} s", node=self._node_name
         )
 
-    def _key(self, request: pb.ProfileLayerRequest) -> str:
+    def _key(self, request: ProfileLayerRequest) -> str:
         """Return a key of all that a layer's times depend on; empty while the device is unknown."""
         profile = self._spare.profile
         if profile is None or request.dtype not in ("", profile.compute_dtype):
@@ -113,6 +115,6 @@ class LayerMeasuring:
         )
 
 
-def _step_s(profile: pb.LayerProfile) -> float:
+def _step_s(profile: LayerProfile) -> float:
     """Return the seconds of one layer for one sequence."""
     return profile.base_s + min(profile.decode, key=lambda point: point.size).seconds

@@ -6,17 +6,17 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from google.protobuf import json_format
 
 from edgepipe import __version__
 from edgepipe.cluster.private_files import read_private, write_private
 from edgepipe.errors import ConfigInvalid
 from edgepipe.model.strict_json import parse_json_object
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.planner.profiles import LayerProfile, Point
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +48,11 @@ class LayerProfiles:
         self._known = _read(path)
         self._changed = asyncio.Event()
 
-    def get(self, key: str) -> pb.LayerProfile | None:
+    def get(self, key: str) -> LayerProfile | None:
         """Return an earlier measurement of any age."""
         return self._known.get(key)
 
-    def keep(self, key: str, profile: pb.LayerProfile) -> None:
+    def keep(self, key: str, profile: LayerProfile) -> None:
         """Keep a measurement; drop the oldest beyond ``_MOST_SHAPES``."""
         self._known.pop(key, None)
         self._known[key] = profile
@@ -65,20 +65,39 @@ class LayerProfiles:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            document = {key: json_format.MessageToDict(value) for key, value in self._known.items()}
+            document = {key: asdict(value) for key, value in self._known.items()}
             try:
                 await asyncio.to_thread(write_private, self._path, json.dumps(document).encode())
             except OSError as exc:
                 logger.warning("measured layers cannot be written: %s", exc)
 
 
-def _read(path: Path) -> dict[str, pb.LayerProfile]:
+def _read(path: Path) -> dict[str, LayerProfile]:
     """Read the measurements; shapes in an unusable file are measured again."""
     try:
         document: Any = json.loads(read_private(path, most_bytes=_MOST_BYTES))
-        return {str(key): json_format.ParseDict(value, pb.LayerProfile()) for key, value in document.items()}
+        return {str(key): _profile(value) for key, value in document.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError, ConfigInvalid, json_format.ParseError) as exc:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, ConfigInvalid) as exc:
         logger.warning("measured layers are forgotten: %s cannot be used: %s", path, exc)
         return {}
+
+
+def _profile(stored: Any) -> LayerProfile:
+    """Return stored times. Earlier versions left out zeros and wrote names in camel case and long numbers as texts."""
+    values = {re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", name): value for name, value in stored.items()}
+    return LayerProfile(
+        base_s=float(values.get("base_s", 0)),
+        decode=_points(values.get("decode", ())),
+        prefill=_points(values.get("prefill", ())),
+        head=_points(values.get("head", ())),
+        kv_token_s=float(values.get("kv_token_s", 0)),
+        decode_context=int(values.get("decode_context", 0)),
+        busy=bool(values.get("busy")),
+        measured_ms=int(values.get("measured_ms", 0)),
+    )
+
+
+def _points(stored: Iterable[Mapping[str, float]]) -> tuple[Point, ...]:
+    return tuple(Point(float(point.get("size", 0)), float(point.get("seconds", 0))) for point in stored)

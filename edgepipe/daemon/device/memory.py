@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.units import format_bytes
-from edgepipe.wire.v1 import common_pb2
 
 _HOST_HEADROOM_BYTES = 1 << 30  # for the rest of a person's desktop
 _HOST_HEADROOM_FRACTION = 0.1
@@ -21,7 +21,7 @@ _MOST_KILLS, _KILLS_WITHIN_S = 2, 600.0  # by the system for lack of memory; the
 PRESSURE_CUT = 0.8  # of what was usable before
 
 
-def uses_host_memory(profile: common_pb2.DeviceProfile) -> bool:
+def uses_host_memory(profile: DeviceProfile) -> bool:
     """Return whether the device uses the machine's own memory, which all programs need (Apple's GPU shares it)."""
     return profile.device == "cpu" or profile.backend == "mlx"
 

@@ -7,11 +7,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.machine.backends import NONE
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.errors import BackendUnavailable, EdgepipeError
-from edgepipe.wire.profiles import device_profile_from_wire
-from edgepipe.wire.v1 import common_pb2
 from edgepipe.workers.settings import ChildSettings
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ class SpareStage:
         children: Children,
         new_settings: Callable[[], ChildSettings],
         tasks: asyncio.TaskGroup,
-        on_measured: Callable[[common_pb2.DeviceProfile], None],
+        on_measured: Callable[[DeviceProfile], None],
         on_change: Callable[[], None],
     ) -> None:
         """``on_measured``: takes the device's profile when a new spare has reported it."""
@@ -43,7 +42,7 @@ class SpareStage:
         self._on_measured = on_measured
         self._on_change = on_change
         self._child: Child | None = None
-        self._profile: common_pb2.DeviceProfile | None = None
+        self._profile: DeviceProfile | None = None
         self._error: EdgepipeError | None = None
         self._taken = asyncio.Event()
         self._alone = asyncio.Event()  # a spare has measured the device while the device held nothing
@@ -59,7 +58,7 @@ class SpareStage:
         return self._child
 
     @property
-    def profile(self) -> common_pb2.DeviceProfile | None:
+    def profile(self) -> DeviceProfile | None:
         """The device's newest profile; None before the first measurement."""
         return self._profile
 
@@ -147,7 +146,7 @@ class SpareStage:
         """Start a process that measures the device. Beside a stage it takes the known profile, so as not to disturb."""
         settings = self._new_settings()
         if not self._vacant.is_set() and self._profile is not None:
-            settings = replace(settings, device_profile=device_profile_from_wire(self._profile))
+            settings = replace(settings, device_profile=self._profile)
         child = await self._children.start(settings, self._tasks)
         self._profile = (await self._children.wait_started(child)).profile
         return child

@@ -1,17 +1,16 @@
-"""Parts of models on disks, and their form on the wire; parts are numbered as in ``planner.copies``."""
+"""Parts of models on disks; parts are numbered as in ``planner.copies``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.layout import EMBEDDING, FINAL_NORM, HEAD, layer_tensors
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.store import StoredModel
 from edgepipe.planner.copies import ModelParts
-from edgepipe.wire.v1 import common_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.nodes import NodeState
 
 
 def part_tensors(config: ModelConfig) -> list[list[str]]:
@@ -38,30 +37,30 @@ def held_parts(stored: StoredModel) -> frozenset[int]:
     return frozenset(number for number, part in enumerate(names) if held.issuperset(part))
 
 
-def parts_to_wire(parts: Iterable[int]) -> list[common_pb2.LayerRange]:
+def runs_of(parts: Iterable[int]) -> tuple[LayerRange, ...]:
     """Group parts into runs."""
-    runs: list[common_pb2.LayerRange] = []
+    runs: list[LayerRange] = []
     for part in sorted(parts):
         if runs and runs[-1].end == part:
-            runs[-1].end = part + 1
+            runs[-1] = LayerRange(runs[-1].start, part + 1)
         else:
-            runs.append(common_pb2.LayerRange(start=part, end=part + 1))
-    return runs
+            runs.append(LayerRange(part, part + 1))
+    return tuple(runs)
 
 
-def parts_from_wire(runs: Iterable[common_pb2.LayerRange], *, num_parts: int) -> frozenset[int]:
+def parts_of(runs: Iterable[LayerRange], *, num_parts: int) -> frozenset[int]:
     """Return the parts in ``runs`` that the model has; ignore other numbers that a node reports."""
     return frozenset(part for run in runs for part in range(run.start, min(run.end, num_parts)))
 
 
-def fetch_bytes(nodes: Iterable[pb.NodeState], stored: StoredModel) -> Callable[[NodeId, Sequence[Slice]], int]:
+def fetch_bytes(nodes: Iterable[NodeState], stored: StoredModel) -> Callable[[NodeId, Sequence[Slice]], int]:
     """Return a function that counts the bytes a node must fetch to load slices of a model. Raises ModelInvalid."""
     parts = model_parts(stored.config, stored.manifest)
     held = {node.node_id: parts_on(node, stored.id, stored.manifest_hash, num_parts=len(parts.sizes)) for node in nodes}
     return lambda node_id, slices: parts.fetch_bytes(held.get(node_id, frozenset()), slices)
 
 
-def parts_on(node: pb.NodeState, model: str, manifest_hash: str, *, num_parts: int) -> frozenset[int]:
+def parts_on(node: NodeState, model: str, manifest_hash: str, *, num_parts: int) -> frozenset[int]:
     """Return the parts of a model on a node's disk, over all the model's folders."""
     copies = [copy for copy in node.models if copy.model == model and copy.manifest_hash == manifest_hash]
-    return frozenset(part for copy in copies for part in parts_from_wire(copy.parts, num_parts=num_parts))
+    return frozenset(part for copy in copies for part in parts_of(copy.parts, num_parts=num_parts))

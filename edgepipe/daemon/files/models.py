@@ -14,21 +14,20 @@ from weakref import WeakValueDictionary
 
 from edgepipe.config import Timeouts
 from edgepipe.daemon.files.adoptions import MAX_FETCHES, Adopted, Adoptions, ModelKey, Wanted
-from edgepipe.daemon.files.model_parts import held_parts, part_tensors, parts_to_wire
+from edgepipe.daemon.files.model_parts import held_parts, part_tensors, runs_of
 from edgepipe.daemon.files.pace import Pace, chunk_bytes
 from edgepipe.daemon.files.transfer import Transfers, WeightsClient
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model.config_json import config_to_json
 from edgepipe.model.disk import COPY_HEADROOM_BYTES, check_room, disk_errors, free_bytes
-from edgepipe.model.facts import ModelConfig
+from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.hub_tensors import hub_tensors
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.store import ModelStore, StoredModel, tensor_names
 from edgepipe.model.tensor_folder import ShardWriter
-from edgepipe.wire.common import slices_from_wire
-from edgepipe.wire.v1 import common_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.children import PrepareProgress
+from edgepipe.wire.nodes import ModelOnDisk, NodeState, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ class LocalModel:
 class _Found:
     """A model that a scan of the disk found."""
 
-    told: pb.ModelOnDisk
+    told: ModelOnDisk
     path: Path
     former_hash: str
     adopted: Adopted | None
@@ -87,7 +86,7 @@ class Models:
         self._client = WeightsClient(hello=peers.hello, security=peers.security, timeouts=timeouts)
         self._transfers = Transfers(self._client, on_change)
         self.free_bytes = 0  # for copies, at the last scan
-        self._on_disk: list[pb.ModelOnDisk] = []
+        self._on_disk: list[ModelOnDisk] = []
         self._present: dict[tuple[str, str], str] | None = None  # hashes by name and former hash; None before a scan
         self._paths: dict[ModelKey, Path] = {}  # of models whose metadata is here
         self._reading: OrderedDict[ModelKey, StoredModel] = OrderedDict()  # the most recently read at the end
@@ -102,11 +101,11 @@ class Models:
         self._calm.set()
         self._pace = Pace()  # of copies that peers read from here
 
-    def on_disk(self) -> list[pb.ModelOnDisk]:
+    def on_disk(self) -> list[ModelOnDisk]:
         """Return the models that the last ``rescan`` found."""
         return self._on_disk
 
-    def transfers(self) -> list[pb.Transfer]:
+    def transfers(self) -> list[Transfer]:
         """Return the transfers under way."""
         return self._transfers.running()
 
@@ -181,23 +180,22 @@ class Models:
         return model
 
     async def fetch(
-        self, model: LocalModel, slices: Sequence[common_pb2.Slice], *, first_source: str
-    ) -> AsyncGenerator[pb.PrepareProgress]:
+        self, model: LocalModel, slices: tuple[Slice, ...], *, first_source: str
+    ) -> AsyncGenerator[PrepareProgress]:
         """Fetch the tensors that the slices need and that are not here; yield nothing if all are here.
 
         Peers are asked first, then the hub if the model was pulled from there. Raises ModelUnknown when no source has a
         tensor, ModelInvalid when received data was damaged, ModelDownloadFailed when the disk is full or cannot be
         written.
         """
-        parts = slices_from_wire(slices)
-        if not await asyncio.to_thread(model.stored.missing, parts):
+        if not await asyncio.to_thread(model.stored.missing, slices):
             return
         self._waited_for += 1
         self._calm.clear()
         try:
             async with self._writing:
                 writer = await asyncio.to_thread(_writer, model)
-                missing = writer.missing(tensor_names(model.config, parts))
+                missing = writer.missing(tensor_names(model.config, slices))
                 check_room(
                     model.name, self._store.root, sum(tensor.num_bytes - tensor.have_bytes for tensor in missing)
                 )
@@ -215,7 +213,7 @@ class Models:
 
     async def keep_copy(
         self, model: LocalModel, parts: Sequence[int], *, first_source: str, bytes_per_s: float
-    ) -> AsyncGenerator[pb.PrepareProgress]:
+    ) -> AsyncGenerator[PrepareProgress]:
         """Fetch parts for a copy; pause while a stage waits for tensors. Raises like ``fetch``.
 
         Never asks the hub: no user asked for the download.
@@ -293,7 +291,7 @@ class Models:
 
     async def read_tensor(
         self, name: str, manifest_hash: str, tensor: str, *, offset: int, bytes_per_s: float = 0.0
-    ) -> AsyncGenerator[pb.DataChunk]:
+    ) -> AsyncGenerator[bytes]:
         """Yield a tensor's bytes for a peer, at no more than ``bytes_per_s`` (0: no limit).
 
         Raises ModelUnknown if it is not here, ModelInvalid if the model has no such tensor.
@@ -311,17 +309,17 @@ class Models:
             if rate:
                 await self._pace.take(size, bytes_per_s=rate)
             data = await asyncio.to_thread(stored.read_tensor, tensor, offset=offset, num_bytes=size)
-            yield pb.DataChunk(offset=offset, data=data.tobytes())
+            yield data.tobytes()
             offset += size
 
-    async def read_file(self, name: str, manifest_hash: str, file: str, *, offset: int) -> AsyncGenerator[pb.DataChunk]:
+    async def read_file(self, name: str, manifest_hash: str, file: str, *, offset: int) -> AsyncGenerator[bytes]:
         """Yield a metadata file's bytes for a peer. Raises ModelUnknown, and ModelInvalid for any other file."""
         stored = await asyncio.to_thread(self._opened, name, manifest_hash)
         end = stored.metadata_file(file).num_bytes
         for start in range(offset, end, _CHUNK_BYTES):
             size = min(_CHUNK_BYTES, end - start)
             data = await asyncio.to_thread(stored.read_file, file, offset=start, num_bytes=size)
-            yield pb.DataChunk(offset=start, data=data.tobytes())
+            yield data.tobytes()
 
     def _local(self, key: ModelKey, *, keep: bool) -> LocalModel | None:
         """Return the model if its metadata is here; ``keep`` marks it as wanted by this node's user."""
@@ -365,7 +363,7 @@ class Models:
             next_step=f"edgepipe models pull {key.model[:120]}",
         )
 
-    async def _fetch_from(self, source: pb.NodeState, key: ModelKey, wanted_by: str) -> LocalModel:
+    async def _fetch_from(self, source: NodeState, key: ModelKey, wanted_by: str) -> LocalModel:
         """Fetch a model's metadata from one source. Raises ModelInvalid if it does not match the hash: ask the next."""
         manifest = await self._client.manifest(source, key.model)
         await asyncio.to_thread(_check_offer, manifest, key)
@@ -376,7 +374,7 @@ class Models:
             await self._delete(surplus)
             return await self._receive(source, manifest, adopted_for=wanted_by)
 
-    async def _receive(self, source: pb.NodeState, manifest: Manifest, *, adopted_for: str) -> LocalModel:
+    async def _receive(self, source: NodeState, manifest: Manifest, *, adopted_for: str) -> LocalModel:
         """Write each metadata file to the disk as it arrives."""
         with disk_errors(manifest.model_id), self._store.adoption(manifest, adopted_for=adopted_for) as adoption:
             for entry in manifest.metadata_files:
@@ -392,10 +390,10 @@ class Models:
             raise ModelUnknown(f"the model '{manifest.model_id}' was deleted while it came")
         return model
 
-    def _sources(self, name: str, manifest_hash: str, first: str) -> list[pb.NodeState]:
+    def _sources(self, name: str, manifest_hash: str, first: str) -> list[NodeState]:
         """Return other nodes in the order to ask: ``first``, those with the whole model, those with parts, the rest."""
 
-        def rank(node: pb.NodeState) -> tuple[bool, int]:
+        def rank(node: NodeState) -> tuple[bool, int]:
             copies = [copy for copy in node.models if copy.model == name and manifest_hash in ("", copy.manifest_hash)]
             return node.node_id != first, 0 if any(copy.complete for copy in copies) else 1 if copies else 2
 
@@ -404,12 +402,12 @@ class Models:
 
 def _look_at(stored: StoredModel) -> _Found:
     """Describe a stored model. Raises ModelInvalid."""
-    on_disk = pb.ModelOnDisk(
+    on_disk = ModelOnDisk(
         model=stored.id,
         manifest_hash=stored.manifest_hash,
         num_bytes=stored.size_bytes,
         complete=stored.whole,
-        parts=parts_to_wire(held_parts(stored)),
+        parts=runs_of(held_parts(stored)),
     )
     node_id, key = stored.adopted_for, ModelKey(stored.id, stored.manifest_hash)
     adopted = (
@@ -418,7 +416,7 @@ def _look_at(stored: StoredModel) -> _Found:
     return _Found(told=on_disk, path=stored.path, former_hash=stored.manifest.former_hash, adopted=adopted)
 
 
-def _announced(node: pb.NodeState) -> list[ModelKey]:
+def _announced(node: NodeState) -> list[ModelKey]:
     """Return the models of a node's engines."""
     running = [engine for engine in node.engines if engine.manifest_hash and engine.state != "failed"]
     return [ModelKey(engine.model, engine.manifest_hash) for engine in running]

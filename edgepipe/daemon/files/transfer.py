@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from edgepipe.config import Timeouts
@@ -28,8 +28,12 @@ from edgepipe.model.hub_tensors import HubTensors
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.tensor_folder import MissingTensor, ShardWriter
 from edgepipe.security.mutual_tls import Security
-from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
+from edgepipe.wire.children import PrepareProgress
+from edgepipe.wire.common import Hello, hello_to_wire
+from edgepipe.wire.nodes import NodeState
+from edgepipe.wire.nodes import Transfer as TransferState
 from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.v1 import node_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +47,19 @@ _HUB = "hub"  # in place of a node id
 class WeightsClient:
     """Calls of another node's ``Weights`` service."""
 
-    def __init__(self, *, hello: common_pb2.Hello, security: Security, timeouts: Timeouts) -> None:
-        self._hello = hello
+    def __init__(self, *, hello: Hello, security: Security, timeouts: Timeouts) -> None:
+        self._hello = hello_to_wire(hello)
         self._security = security
         self._timeouts = timeouts
 
-    async def manifest(self, source: pb.NodeState, model: str) -> Manifest:
+    async def manifest(self, source: NodeState, model: str) -> Manifest:
         """Fetch the manifest of a source's model. Raises ModelUnknown, ModelInvalid, LinkError."""
         request = pb.ManifestRequest(hello=self._hello, model=model)
         async with self._stub(source) as stub:
             reply = await stub.GetManifest(request, timeout=self._timeouts.transfer_idle_s)
         return await asyncio.to_thread(Manifest.from_json, reply.manifest)
 
-    async def file(self, source: pb.NodeState, manifest: Manifest, name: str) -> AsyncGenerator[bytes]:
+    async def file(self, source: NodeState, manifest: Manifest, name: str) -> AsyncGenerator[bytes]:
         """Yield a metadata file's bytes, in order and unchecked. Raises LinkError, SendTimeout, the source's errors."""
         request = pb.ReadFileRequest(hello=self._hello, model=manifest.model_id, name=name, manifest_hash=manifest.hash)
         async with self._stub(source) as stub:
@@ -65,9 +69,9 @@ class WeightsClient:
                     yield chunk.data
 
     async def tensor(
-        self, source: pb.NodeState, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float
-    ) -> AsyncGenerator[pb.DataChunk]:
-        """Yield a tensor's bytes from ``offset`` on. Raises LinkError, SendTimeout, and the source's errors."""
+        self, source: NodeState, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float
+    ) -> AsyncGenerator[bytes]:
+        """Yield a tensor's bytes from ``offset`` on, in order. Raises LinkError, SendTimeout, the source's errors."""
         request = pb.ReadTensorRequest(
             hello=self._hello,
             model=manifest.model_id,
@@ -78,9 +82,12 @@ class WeightsClient:
         )
         async with self._stub(source) as stub, aclosing(self._chunks(source, stub.ReadTensor(request))) as chunks:
             async for chunk in chunks:
-                yield chunk
+                if chunk.offset != offset:
+                    raise RemoteProtocolError(f"node {source.name} sent another part of '{name}' than asked")
+                yield chunk.data
+                offset += len(chunk.data)
 
-    async def _chunks(self, source: pb.NodeState, stream: AsyncIterable[pb.DataChunk]) -> AsyncGenerator[pb.DataChunk]:
+    async def _chunks(self, source: NodeState, stream: AsyncIterable[pb.DataChunk]) -> AsyncGenerator[pb.DataChunk]:
         """Yield chunks. Raises SendTimeout when the source falls silent."""
         chunks = aiter(stream)
         while True:
@@ -96,7 +103,7 @@ class WeightsClient:
             yield chunk
 
     @asynccontextmanager
-    async def _stub(self, source: pb.NodeState) -> AsyncGenerator[node_pb2_grpc.WeightsAsyncStub]:
+    async def _stub(self, source: NodeState) -> AsyncGenerator[node_pb2_grpc.WeightsAsyncStub]:
         async with make_channel(source.address, self._security.to_node(source.node_id)) as channel:
             try:
                 with translated(f"node {source.name}"):
@@ -118,8 +125,8 @@ class Source(Protocol):
         """The name for people."""
         ...
 
-    def tensor(self, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float) -> AsyncGenerator[pb.DataChunk]:
-        """Yield a tensor's bytes from ``offset`` on. Raises ModelUnknown, ModelInvalid (final), LinkError."""
+    def tensor(self, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float) -> AsyncGenerator[bytes]:
+        """Yield a tensor's bytes from ``offset`` on, in order. Raises ModelUnknown, ModelInvalid (final), LinkError."""
         ...
 
 
@@ -128,7 +135,7 @@ class PeerSource:
     """Another node."""
 
     client: WeightsClient
-    node: pb.NodeState
+    node: NodeState
 
     @property
     def source_id(self) -> str:
@@ -140,7 +147,7 @@ class PeerSource:
         """The name for people."""
         return f"node {self.node.name}"
 
-    def tensor(self, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float) -> AsyncGenerator[pb.DataChunk]:
+    def tensor(self, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float) -> AsyncGenerator[bytes]:
         """See ``WeightsClient.tensor``."""
         return self.client.tensor(self.node, manifest, name, offset=offset, bytes_per_s=bytes_per_s)
 
@@ -161,15 +168,12 @@ class FromHub:
         """The name for people."""
         return "the hub"
 
-    async def tensor(
-        self, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float
-    ) -> AsyncGenerator[pb.DataChunk]:
+    async def tensor(self, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float) -> AsyncGenerator[bytes]:
         """See ``HubTensors.read``; a refusal or an unreachable hub is a LinkError, as with peers."""
         try:
             async with aclosing(self.tensors.read(name, offset=offset)) as chunks:
                 async for data in chunks:
-                    yield pb.DataChunk(offset=offset, data=data)
-                    offset += len(data)
+                    yield data
         except ModelDownloadFailed as error:  # else it would mean that this node's own disk failed
             raise LinkError(error.what, fact=error.fact, next_step=error.next_step) from error
 
@@ -179,14 +183,14 @@ class Transfer:
 
     def __init__(
         self,
-        state: pb.Transfer,
+        state: TransferState,
         missing: Sequence[MissingTensor],
         sources: Sequence[Source],
         on_change: Callable[[], None],
         *,
         bytes_per_s: float,
     ) -> None:
-        self._told = state
+        self.state = state
         self._missing = list(missing)
         self._sources = sources
         self._later_s: dict[str, float] = {}  # until when a source that does not answer is asked last
@@ -200,7 +204,7 @@ class Transfer:
         """Whether every tensor is here."""
         return not self._missing
 
-    async def run(self, writer: ShardWriter) -> AsyncGenerator[pb.PrepareProgress]:
+    async def run(self, writer: ShardWriter) -> AsyncGenerator[PrepareProgress]:
         """Fetch each tensor from the first source that gives it whole.
 
         Raises ModelUnknown, ModelInvalid, ModelDownloadFailed when the disk cannot take it.
@@ -215,14 +219,14 @@ class Transfer:
             self._missing.pop(0)
             self._done_bytes += tensor.num_bytes
 
-    def _progress(self) -> pb.PrepareProgress:
-        done, total = self._told.bytes_done, self._told.bytes_total
-        return pb.PrepareProgress(phase="fetching", bytes_done=done, bytes_total=total)
+    def _progress(self) -> PrepareProgress:
+        done, total = self.state.bytes_done, self.state.bytes_total
+        return PrepareProgress(phase="fetching", bytes_done=done, bytes_total=total)
 
     def _moved(self, bytes_done: int) -> bool:
         """Record the bytes done; return whether to report them."""
-        self._told.bytes_done = bytes_done
-        step = bytes_done * _PROGRESS_STEP // max(1, self._told.bytes_total)
+        self.state = replace(self.state, bytes_done=bytes_done)
+        step = bytes_done * _PROGRESS_STEP // max(1, self.state.bytes_total)
         if step == self._step:
             return False
         self._step = step
@@ -258,11 +262,9 @@ class Transfer:
         with disk_errors(writer.manifest.model_id), await asyncio.to_thread(writer.open, name) as sink:
             chunks = source.tensor(writer.manifest, name, offset=sink.position, bytes_per_s=self._bytes_per_s)
             async with aclosing(chunks):
-                async for chunk in chunks:
-                    if chunk.offset != sink.position:
-                        raise RemoteProtocolError(f"{source.name} sent another part of '{name}' than asked")
-                    await asyncio.to_thread(sink.write, chunk.data)
-                    self._told.source = source.source_id
+                async for data in chunks:
+                    await asyncio.to_thread(sink.write, data)
+                    self.state = replace(self.state, source=source.source_id)
                     yield sink.position
             if not await asyncio.to_thread(sink.finish):
                 raise RemoteProtocolError(f"{source.name} sent too little of '{name}'")
@@ -288,18 +290,18 @@ class Transfers:
     def __init__(self, client: WeightsClient, on_change: Callable[[], None]) -> None:
         self._client = client
         self._on_change = on_change
-        self._running: list[pb.Transfer] = []
+        self._running: list[Transfer] = []
 
-    def running(self) -> list[pb.Transfer]:
+    def running(self) -> list[TransferState]:
         """Return the transfers under way."""
-        return [_copy(transfer) for transfer in self._running]
+        return [transfer.state for transfer in self._running]
 
     @contextmanager
     def begin(
         self,
         model: str,
         missing: Sequence[MissingTensor],
-        peers: Sequence[pb.NodeState],
+        peers: Sequence[NodeState],
         *,
         hub: HubTensors | None = None,
         copy: bool = False,
@@ -313,16 +315,12 @@ class Transfers:
         sources: list[Source] = [PeerSource(self._client, node) for node in peers]
         if hub is not None:
             sources.append(FromHub(hub))
-        state = pb.Transfer(model=model, source=sources[0].source_id if sources else "", bytes_total=total, copy=copy)
-        self._running.append(state)
+        source = sources[0].source_id if sources else ""
+        state = TransferState(model=model, source=source, bytes_total=total, copy=copy)
+        transfer = Transfer(state, missing, sources, self._on_change, bytes_per_s=bytes_per_s)
+        self._running.append(transfer)
         try:
-            yield Transfer(state, missing, sources, self._on_change, bytes_per_s=bytes_per_s)
+            yield transfer
         finally:
-            self._running = [each for each in self._running if each is not state]
+            self._running.remove(transfer)
             self._on_change()
-
-
-def _copy(transfer: pb.Transfer) -> pb.Transfer:
-    copied = pb.Transfer()
-    copied.CopyFrom(transfer)
-    return copied

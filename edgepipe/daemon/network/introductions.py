@@ -18,7 +18,8 @@ from edgepipe.security.access import Kind
 from edgepipe.security.certificates import Certificate, read_certificate
 from edgepipe.security.mutual_tls import MutualTls, Peer
 from edgepipe.security.trust_view import TrustView
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.children import IntroducedPeer
+from edgepipe.wire.nodes import NodeState
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,8 @@ class Introductions:
         *,
         trust: TrustView,
         security: MutualTls,
-        own: Callable[[], pb.NodeState],
-        others: Callable[[], Iterable[pb.NodeState]],
+        own: Callable[[], NodeState],
+        others: Callable[[], Iterable[NodeState]],
         children: Children,
     ) -> None:
         """``others``: the newest state of every node that was ever heard and may come back."""
@@ -54,7 +55,7 @@ class Introductions:
         self._own = own
         self._others = others
         self._children = children
-        self._states: dict[str, pb.NodeState] = {}  # also of silent nodes: a short loss of contact cuts no call
+        self._states: dict[NodeId, NodeState] = {}  # also of silent nodes: a short loss of contact cuts no call
         self._certificates: dict[bytes, Certificate | None] = {}
 
     async def follow_trust(self) -> None:
@@ -74,7 +75,7 @@ class Introductions:
         child.introduce(_told(child, self._known()))
 
     def _known(self) -> _Known:
-        own = Peer(node_id=NodeId(self._own().node_id), kind=Kind.NODE, certificate=self._trust.key_pair.certificate)
+        own = Peer(node_id=self._own().node_id, kind=Kind.NODE, certificate=self._trust.key_pair.certificate)
         callers = {own.node_id: own}
         nodes = {own.node_id: own}
         for found, members in ((callers, self._trust.inbound()), (nodes, self._trust.outbound())):
@@ -83,8 +84,8 @@ class Introductions:
                 found.setdefault(member.node_id, peer)
         self._states.update((state.node_id, state) for state in self._others())
         self._states[own.node_id] = self._own()
-        self._states = {key: state for key, state in self._states.items() if NodeId(key) in nodes}
-        states = [state for key, state in self._states.items() if NodeId(key) in callers]
+        self._states = {key: state for key, state in self._states.items() if key in nodes}
+        states = [state for key, state in self._states.items() if key in callers]
         return _Known(
             callers=list(callers.values()),
             nodes=list(nodes.values()),
@@ -96,10 +97,10 @@ class Introductions:
             ],
         )
 
-    def _peers(self, state: pb.NodeState, kind: Kind, pems: Iterable[bytes]) -> list[Peer]:
+    def _peers(self, state: NodeState, kind: Kind, pems: Iterable[bytes]) -> list[Peer]:
         certificates = [self._read(pem) for pem in list(pems)[:_MOST_PROCESSES] if pem]
         return [
-            Peer(node_id=NodeId(state.node_id), kind=kind, certificate=certificate)
+            Peer(node_id=state.node_id, kind=kind, certificate=certificate)
             for certificate in certificates
             if certificate is not None
         ]
@@ -116,19 +117,19 @@ class Introductions:
         return self._certificates[pem]
 
 
-def _told(child: Child, known: _Known) -> list[pb.IntroducedPeer]:
+def _told(child: Child, known: _Known) -> tuple[IntroducedPeer, ...]:
     callers = {peer.node_id for peer in known.callers}
     peers = list(known.nodes)
     if child.kind == Kind.ENGINE:
         peers += known.gateways
     if child.kind == Kind.STAGE and child.engine is not None and child.engine.node_id in callers:
         peers.append(child.engine)
-    return [
-        pb.IntroducedPeer(
+    return tuple(
+        IntroducedPeer(
             node_id=peer.node_id,
             kind=peer.kind,
             certificate=peer.certificate.pem,
             may_not_call=peer.node_id not in callers,
         )
         for peer in peers
-    ]
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from edgepipe.clock import Clock
@@ -13,6 +13,8 @@ from edgepipe.daemon.network.peers import Peers
 from edgepipe.errors import SendTimeout
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.link.shaped import Network, PlainLine, delayed_replies
+from edgepipe.wire.nodes import NodeState
+from edgepipe.wire.serving import LinkProfile
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc
 
@@ -36,15 +38,15 @@ class LinkProbes:
         self._clock = clock
         self._timeouts = timeouts
         self._network = network
-        self._known: dict[str, tuple[float, pb.LinkProfile]] = {}  # by address: time of the measurement, result
+        self._known: dict[str, tuple[float, LinkProfile]] = {}  # by address: time of the measurement, result
         self._busy = asyncio.Lock()  # two measurements at a time would share the wire
 
-    def known(self, node_ids: list[str]) -> list[pb.LinkProfile]:
+    def known(self, node_ids: Sequence[str]) -> list[LinkProfile]:
         """Return earlier measurements of any age, including this node's host; leave unmeasured nodes out."""
         wanted = {*node_ids, self._peers.own_id}
         return [found for _, found in self._known.values() if found.receiver in wanted]
 
-    async def measure(self, node_ids: list[str], *, fresh: bool = False) -> list[pb.LinkProfile]:
+    async def measure(self, node_ids: Sequence[str], *, fresh: bool = False) -> list[LinkProfile]:
         """Measure one link after the other, this node's host first; ``fresh``: results older than 10 s, too.
 
         Raises NodeUnreachable, LinkError.
@@ -52,7 +54,7 @@ class LinkProbes:
         ids = [self._peers.own_id, *node_ids]
         return [await self._one(self._peers.node(node_id), fresh=fresh) for node_id in ids]
 
-    async def _one(self, node: pb.NodeState, *, fresh: bool) -> pb.LinkProfile:
+    async def _one(self, node: NodeState, *, fresh: bool) -> LinkProfile:
         async with self._busy:
             at_s, known = self._known.get(node.address, (float("-inf"), None))
             if known is not None and self._clock.monotonic_s() - at_s < (_FRESH_S if fresh else _KEPT_S):
@@ -68,18 +70,17 @@ class LinkProbes:
             self._known[node.address] = self._clock.monotonic_s(), found
             return found
 
-    async def _measure_host(self) -> pb.LinkProfile:
+    async def _measure_host(self) -> LinkProfile:
         """Measure the cost of one small message: a call to this node is two messages, each handled at both ends."""
         own_id = self._peers.own_id
-        nothing = pb.ProfileLinksRequest(hello=self._peers.hello, known_only=True)
         trips: list[float] = []
         for _ in range(_CALLS):
             started_s = self._clock.monotonic_s()
-            await self._peers.profile_links(own_id, nothing)
+            await self._peers.profile_links(own_id, (), known_only=True)
             trips.append(self._clock.monotonic_s() - started_s)
-        return pb.LinkProfile(sender=own_id, receiver=own_id, one_way_s=statistics.median(trips) / 4)
+        return LinkProfile(sender=own_id, receiver=own_id, one_way_s=statistics.median(trips) / 4)
 
-    async def _measure(self, node: pb.NodeState) -> pb.LinkProfile:
+    async def _measure(self, node: NodeState) -> LinkProfile:
         credentials = self._peers.security.to_node(node.node_id)
         async with make_channel(node.address, credentials) as channel:
             with translated(f"node {node.name}"):
@@ -102,9 +103,7 @@ class LinkProbes:
                     if carrier is not None:
                         carrier.cancel()
                 await call.done_writing()
-        return pb.LinkProfile(
-            sender=self._peers.hello.node_id, receiver=node.node_id, one_way_s=trip_s / 2, bytes_per_s=rate
-        )
+        return LinkProfile(sender=self._peers.own_id, receiver=node.node_id, one_way_s=trip_s / 2, bytes_per_s=rate)
 
     async def _round(self, call: Any, line: Any, sizes: list[int]) -> float:
         """Return the seconds from the first byte to the answer to the last frame."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 
 from edgepipe import __version__
 from edgepipe.daemon.changes import Changes
 from edgepipe.ids import NodeId
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.nodes import NodeState
 
-Part = Callable[[pb.NodeState], None]  # fills in some fields
+Part = Callable[[NodeState], NodeState]  # sets some fields anew
 
 
 class LocalNode:
@@ -27,7 +28,7 @@ class LocalNode:
         announce: Callable[[], None],
     ) -> None:
         self.changes = Changes()  # of this node, and of the cluster as this node sees it
-        self.state = pb.NodeState(
+        self.state = NodeState(
             node_id=node_id,
             name=name,
             address=address,
@@ -41,21 +42,17 @@ class LocalNode:
         self._announce = announce
 
     def add_part(self, part: Part) -> None:
-        """Let ``part`` fill in its fields whenever the state is built."""
+        """Let ``part`` set its fields whenever the state is built."""
         self._parts.append(part)
 
     def refresh(self, *, urgent: bool = True) -> None:
         """Build the state again. Other nodes get a changed state at once when ``urgent``, else with the next beat."""
-        fresh = pb.NodeState()
-        fresh.CopyFrom(self.state)
-        for field in ("devices", "engines", "models", "transfers", "gateways", "serves", "silent"):
-            fresh.ClearField(field)
+        fresh = self.state
         for part in self._parts:
-            part(fresh)
+            fresh = part(fresh)
         if fresh == self.state:
             return
-        fresh.version += 1
-        self.state = fresh  # a new object: beats and views under way keep the old one
+        self.state = replace(fresh, version=fresh.version + 1)
         self._on_change()
         self.changes.notify()
         if urgent:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from edgepipe import PROTOCOL_VERSION
 from edgepipe.cluster.discovery import Announcement
 from edgepipe.cluster.trust_keeper import TrustKeeper
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.ids import NodeId
+from edgepipe.wire.nodes import Neighbour
 
 _MOST = 64  # a flood of invented nodes displaces invented nodes; members are dialled all the same
 
@@ -36,11 +37,11 @@ class Neighbours:
         if len(self._others) > _MOST:
             self._others.popitem(last=False)
 
-    def others(self) -> Iterator[pb.Neighbour]:
+    def others(self) -> Iterator[Neighbour]:
         """Yield the nodes that are no members, or that speak another version."""
         for announcement in self._others.values():
-            yield pb.Neighbour(
-                node_id=announcement.node_id,
+            yield Neighbour(
+                node_id=NodeId(announcement.node_id),
                 name=announcement.node_name,
                 address=announcement.address,
                 cluster_id=announcement.cluster_id,

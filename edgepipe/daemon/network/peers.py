@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import replace
+from typing import TypeVar
 
 import grpc.aio
 
@@ -12,13 +14,27 @@ from edgepipe.clock import Clock
 from edgepipe.cluster.membership import Membership
 from edgepipe.config import Timeouts
 from edgepipe.errors import EdgepipeError, NodeUnreachable
-from edgepipe.ids import Epoch, NodeId
+from edgepipe.ids import Epoch, NodeId, PipelineId
 from edgepipe.link.channels import make_channel, translated
+from edgepipe.planner.profiles import LayerProfile
 from edgepipe.security.mutual_tls import Security
-from edgepipe.wire.common import epoch_from_wire, epoch_to_wire
-from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
+from edgepipe.wire.children import PrepareProgress, ProfileLayerRequest
+from edgepipe.wire.codec import from_wire, to_wire
+from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire, hello_to_wire
+from edgepipe.wire.engines import EngineState
+from edgepipe.wire.nodes import NodeState
+from edgepipe.wire.serving import (
+    KeepCopyRequest,
+    LinkProfile,
+    Moves,
+    RebalanceRequest,
+    ServeRecord,
+    StartEngineRequest,
+    VouchReply,
+)
 from edgepipe.wire.v1 import node_pb2 as pb
-from edgepipe.wire.v1.engine_pb2 import DescribeEngine, EngineState
+from edgepipe.wire.v1 import node_pb2_grpc
+from edgepipe.wire.v1.engine_pb2 import DescribeEngine
 from edgepipe.wire.v1.engine_pb2_grpc import EngineStub
 
 logger = logging.getLogger(__name__)
@@ -28,6 +44,8 @@ _KNOWN_S = 0.5  # to report earlier measurements; the plan estimates a node that
 _STAND_BY_S = 10.0  # a busy machine starts Python slowly; a draining node rather ends than wait longer
 _COPY_S = 24 * 3600.0  # a model's 40 GB at a third of a slow radio link; received parts are kept for the next attempt
 
+_R = TypeVar("_R", pb.StartEngineRequest, pb.RebalanceRequest, pb.ProfileLayerRequest, pb.KeepCopyRequest)
+
 
 class Peers:
     """Addresses and channels of the cluster's nodes."""
@@ -35,9 +53,9 @@ class Peers:
     def __init__(
         self,
         *,
-        own: Callable[[], pb.NodeState],
+        own: Callable[[], NodeState],
         membership: Membership,
-        hello: common_pb2.Hello,
+        hello: Hello,
         security: Security,
         timeouts: Timeouts,
         clock: Clock,
@@ -45,6 +63,7 @@ class Peers:
     ) -> None:
         """``binds``: whether a record names an engine that a node reports (``ServeBook.binds``)."""
         self.hello = hello
+        self._hello = hello_to_wire(hello)
         self._binds = binds
         self._clock = clock
         self._since_s = clock.monotonic_s()
@@ -54,22 +73,16 @@ class Peers:
         self._timeouts = timeouts
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    def nodes(self) -> list[pb.NodeState]:
+    def nodes(self) -> list[NodeState]:
         """Return this node and every reachable member, without engines that no record names."""
         return [self._own(), *(self.bound(member.node) for member in self._membership.reachable())]
 
-    def bound(self, node: pb.NodeState) -> pb.NodeState:
+    def bound(self, node: NodeState) -> NodeState:
         """Return a node's state without engines that no record names."""
-        engines = [engine for engine in node.engines if self._binds(node.node_id, engine)]
-        if len(engines) == len(node.engines):
-            return node
-        state = pb.NodeState()
-        state.CopyFrom(node)
-        del state.engines[:]
-        state.engines.extend(engines)
-        return state
+        engines = tuple(engine for engine in node.engines if self._binds(node.node_id, engine))
+        return node if len(engines) == len(node.engines) else replace(node, engines=engines)
 
-    def node(self, node_id: str) -> pb.NodeState:
+    def node(self, node_id: str) -> NodeState:
         """Return a present node. Raises NodeUnreachable."""
         for node in self.nodes():
             if node.node_id == node_id:
@@ -79,7 +92,7 @@ class Peers:
         raise NodeUnreachable(f"node {name} is not in the cluster now", next_step="see 'edgepipe status'", node=name)
 
     @property
-    def own_id(self) -> str:
+    def own_id(self) -> NodeId:
         """This node's id."""
         return self._own().node_id
 
@@ -110,71 +123,81 @@ class Peers:
         """Return whether this is this node's id."""
         return node_id == self._own().node_id
 
-    async def start_engine(self, node_id: str, request: pb.StartEngineRequest) -> None:
+    async def start_engine(self, node_id: str, request: StartEngineRequest) -> None:
         """Call ``Node.StartEngine``. Raises its errors and LinkError."""
         with translated(self.node(node_id).name):
-            await self._stub(node_id).StartEngine(request, timeout=self._timeouts.child_start_s)
+            message = self._with_hello(to_wire(request, pb.StartEngineRequest))
+            await self._stub(node_id).StartEngine(message, timeout=self._timeouts.child_start_s)
 
     async def stand_by(self, node_id: str) -> None:
         """Call ``Node.StandBy``. Raises its errors and LinkError."""
         with translated(self.node(node_id).name):
-            await self._stub(node_id).StandBy(pb.StandByRequest(hello=self.hello), timeout=_STAND_BY_S)
+            await self._stub(node_id).StandBy(pb.StandByRequest(hello=self._hello), timeout=_STAND_BY_S)
 
     def engine_state(self, node_id: str, pipeline_id: str) -> str:
         """Return the state that a node reports for its engine of the pipeline; empty without an engine."""
         engines = (engine for node in self.nodes() if node.node_id == node_id for engine in node.engines)
         return next((engine.state for engine in engines if engine.pipeline_id == pipeline_id), "")
 
-    async def stop_engine(self, node_id: str, pipeline_id: str, record: pb.ServeRecord | None) -> None:
+    async def stop_engine(self, node_id: str, pipeline_id: str, record: ServeRecord | None) -> None:
         """Call ``Node.StopEngine`` with the record of the stop. Raises its errors and LinkError."""
-        request = pb.StopEngineRequest(hello=self.hello, pipeline_id=pipeline_id, record=record)
+        message = to_wire(record, pb.ServeRecord) if record is not None else None
+        request = pb.StopEngineRequest(hello=self._hello, pipeline_id=pipeline_id, record=message)
         with translated(self.node(node_id).name):
             await self._stub(node_id).StopEngine(request, timeout=2 * self._timeouts.child_stop_s)
 
-    async def rebalance(self, node_id: str, pipeline_id: str, *, num_nodes: int, moves: pb.Moves.ValueType) -> bool:
+    async def rebalance(self, node_id: str, pipeline_id: PipelineId, *, num_nodes: int, moves: Moves) -> bool:
         """Call ``Node.Rebalance``; return whether stages move. Raises its errors and LinkError."""
-        request = pb.RebalanceRequest(hello=self.hello, pipeline_id=pipeline_id, num_nodes=num_nodes, moves=moves)
+        request = RebalanceRequest(pipeline_id=pipeline_id, num_nodes=num_nodes, moves=moves)
         with translated(self.node(node_id).name):
-            return (await self._stub(node_id).Rebalance(request, timeout=self._timeouts.child_start_s)).changed
+            message = self._with_hello(to_wire(request, pb.RebalanceRequest))
+            return (await self._stub(node_id).Rebalance(message, timeout=self._timeouts.child_start_s)).changed
 
-    async def vouch_all(self, pipeline_id: str, node_id: str) -> dict[str, pb.VouchReply]:
+    async def vouch_all(self, pipeline_id: str, node_id: str) -> dict[str, VouchReply]:
         """Ask all other reachable members about the pipeline and the node; leave out those that do not answer."""
         others = [node for node in self.nodes() if not self.is_self(node.node_id)]
         replies = await asyncio.gather(*(self._vouch(other.node_id, pipeline_id, node_id) for other in others))
         return {other.node_id: reply for other, reply in zip(others, replies, strict=True) if reply is not None}
 
-    async def _vouch(self, asked: str, pipeline_id: str, node_id: str) -> pb.VouchReply | None:
-        request = pb.VouchRequest(hello=self.hello, pipeline_id=pipeline_id, node_id=node_id)
+    async def _vouch(self, asked: str, pipeline_id: str, node_id: str) -> VouchReply | None:
+        request = pb.VouchRequest(hello=self._hello, pipeline_id=pipeline_id, node_id=node_id)
         try:
             with translated(self.node(asked).name):
-                return await self._stub(asked).Vouch(request, timeout=self._timeouts.connect_s)
+                reply = await self._stub(asked).Vouch(request, timeout=self._timeouts.connect_s)
+                return from_wire(reply, VouchReply)
         except EdgepipeError as error:
             logger.info("no answer about pipeline=%s from node=%s: %s", pipeline_id, asked, error)
             return None
 
     async def release(self, node_id: str, pipeline_id: str, epoch: Epoch) -> None:
         """Call ``Node.Release`` for that epoch and earlier ones. Raises its errors and LinkError."""
-        request = pb.ReleaseRequest(hello=self.hello, pipeline_id=pipeline_id, epoch=epoch_to_wire(epoch))
+        request = pb.ReleaseRequest(hello=self._hello, pipeline_id=pipeline_id, epoch=epoch_to_wire(epoch))
         with translated(self.node(node_id).name):
             await self._stub(node_id).Release(request, timeout=2 * self._timeouts.child_stop_s)
 
-    async def profile_layer(self, node_id: str, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
+    async def profile_layer(self, node_id: str, request: ProfileLayerRequest) -> LayerProfile:
         """Call ``Node.ProfileLayer``. Raises its errors and LinkError."""
         timeout_s = _KNOWN_S if request.known_only else _PROFILE_S
         with translated(self.node(node_id).name):
-            return await self._stub(node_id).ProfileLayer(request, timeout=timeout_s)
+            message = self._with_hello(to_wire(request, pb.ProfileLayerRequest))
+            return from_wire(await self._stub(node_id).ProfileLayer(message, timeout=timeout_s), LayerProfile)
 
-    async def profile_links(self, node_id: str, request: pb.ProfileLinksRequest) -> list[pb.LinkProfile]:
-        """Call ``Node.ProfileLinks``. Raises its errors and LinkError."""
-        timeout_s = _KNOWN_S if request.known_only else _PROFILE_S
+    async def profile_links(
+        self, node_id: str, others: Iterable[str], *, known_only: bool = False, fresh: bool = False
+    ) -> list[LinkProfile]:
+        """Call ``Node.ProfileLinks`` for the links to ``others``. Raises its errors and LinkError."""
+        request = pb.ProfileLinksRequest(hello=self._hello, node_ids=others, known_only=known_only, fresh=fresh)
+        timeout_s = _KNOWN_S if known_only else _PROFILE_S
         with translated(self.node(node_id).name):
-            return list((await self._stub(node_id).ProfileLinks(request, timeout=timeout_s)).links)
+            reply = await self._stub(node_id).ProfileLinks(request, timeout=timeout_s)
+            return [from_wire(link, LinkProfile) for link in reply.links]
 
-    async def keep_copy(self, node_id: str, request: pb.KeepCopyRequest) -> AsyncGenerator[pb.PrepareProgress]:
+    async def keep_copy(self, node_id: str, request: KeepCopyRequest) -> AsyncGenerator[PrepareProgress]:
         """Call ``Node.KeepCopy``. Raises its errors and LinkError; a lost node ends the call by its channel."""
         with translated(self.node(node_id).name):
-            async for progress in self._stub(node_id).KeepCopy(request, timeout=_COPY_S):
-                yield progress
+            message = self._with_hello(to_wire(request, pb.KeepCopyRequest))
+            async for progress in self._stub(node_id).KeepCopy(message, timeout=_COPY_S):
+                yield from_wire(progress, PrepareProgress)
 
     async def engine_epoch(self, node_id: str, pipeline_id: str) -> Epoch | None:
         """Ask a pipeline's engine for its epoch; None if it does not answer in time."""
@@ -194,6 +217,10 @@ class Peers:
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
+
+    def _with_hello(self, request: _R) -> _R:
+        request.hello.CopyFrom(self._hello)
+        return request
 
     def _stub(self, node_id: str) -> node_pb2_grpc.NodeAsyncStub:
         address = self.node(node_id).address

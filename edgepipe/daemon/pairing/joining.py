@@ -21,7 +21,7 @@ from edgepipe.errors import ConfigInvalid, PairingRejected
 from edgepipe.ids import NodeId
 from edgepipe.security.certificates import KeyPair, make_key_pair
 from edgepipe.telemetry.audit import AuditKind, AuditLog
-from edgepipe.wire.common import make_hello
+from edgepipe.wire.common import Hello
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ async def join_cluster(
     party = Party(
         code=understood.secret,
         key_pair=key_pair,
-        hello=make_hello(role="node", node_id=key_pair.fingerprint, node_name=node_name),
+        hello=Hello(role="node", node_id=key_pair.fingerprint, node_name=node_name),
         nonce=secrets.token_bytes(NONCE_BYTES),
     )
     pairing = JoinerPairing(party, joiner_pake, host=understood.node_id)

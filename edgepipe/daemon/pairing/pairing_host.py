@@ -17,11 +17,20 @@ from edgepipe.cluster.trust import TrustStore, require_owner
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.config import PAIRING_OFFSET
 from edgepipe.errors import ConfigInvalid, PairingRejected, QueueFull
+from edgepipe.ids import NodeId
 from edgepipe.security.trust_view import Role
 from edgepipe.telemetry.audit import AuditKind
-from edgepipe.wire.common import error_to_wire
-from edgepipe.wire.v1 import common_pb2
-from edgepipe.wire.v1 import trust_pb2 as pb
+from edgepipe.wire.common import Hello
+from edgepipe.wire.trust import (
+    InviteAnswer,
+    InviteAsks,
+    InviteCommand,
+    InviteEvent,
+    InviteFailed,
+    InviteJoined,
+    InviteOpened,
+    InviteStart,
+)
 
 CODE_S = 300
 _MOST_CODE_S = 3600
@@ -37,7 +46,7 @@ class PairingHost:
         self,
         *,
         trust: TrustKeeper,
-        hello: common_pb2.Hello,
+        hello: Hello,
         host: str,
         port: int,
         addresses: Callable[[], Mapping[str, str]],
@@ -54,18 +63,18 @@ class PairingHost:
         self._opened: deque[float] = deque(maxlen=_WINDOWS_PER_HOUR)
         self._open = asyncio.Lock()
 
-    async def invite(self, commands: AsyncIterator[pb.InviteCommand]) -> AsyncGenerator[pb.InviteEvent]:
+    async def invite(self, commands: AsyncIterator[InviteCommand]) -> AsyncGenerator[InviteEvent]:
         """Run one window from its first command to its end. Raises TrustInvalid on a node that is no owner, QueueFull
         while another window is open or after too many, PortInUse, PairingRejected when no machine joined."""
         first = await anext(commands, None)
-        if first is None or not first.HasField("start"):
+        if first is None or not isinstance(first.command, InviteStart):
             raise ConfigInvalid("an invitation begins with its options")
         require_owner(self._trust.store, self._trust.node_id)
         if self._open.locked():
             raise QueueFull("this node is inviting already", next_step="use the code of the other 'node invite'")
         async with self._open:
             self._count()
-            async for event in self._window(first.start, commands):
+            async for event in self._window(first.command, commands):
                 yield event
 
     def _count(self) -> None:
@@ -77,9 +86,7 @@ class PairingHost:
             )
         self._opened.append(now)
 
-    async def _window(
-        self, start: pb.InviteStart, commands: AsyncIterator[pb.InviteCommand]
-    ) -> AsyncGenerator[pb.InviteEvent]:
+    async def _window(self, start: InviteStart, commands: AsyncIterator[InviteCommand]) -> AsyncGenerator[InviteEvent]:
         invitation = _Invitation(start, commands, self._trust, self._hello, self._addresses)
         port = await invitation.window.open(host=self._host, port=self._port + PAIRING_OFFSET if self._port else 0)
         running = asyncio.create_task(invitation.run(), name="pairing")
@@ -102,13 +109,13 @@ class _Invitation:
 
     def __init__(
         self,
-        start: pb.InviteStart,
-        commands: AsyncIterator[pb.InviteCommand],
+        start: InviteStart,
+        commands: AsyncIterator[InviteCommand],
         trust: TrustKeeper,
-        hello: common_pb2.Hello,
+        hello: Hello,
         addresses: Callable[[], Mapping[str, str]],
     ) -> None:
-        self.events: asyncio.Queue[pb.InviteEvent | None] = asyncio.Queue()
+        self.events: asyncio.Queue[InviteEvent | None] = asyncio.Queue()
         self.window = PairingWindow(
             make_pairing=self._pairing,
             ask=self._ask,
@@ -128,20 +135,19 @@ class _Invitation:
         self._digits = f"{secrets.randbelow(10**CODE_DIGITS):0{CODE_DIGITS}}"
         self._valid_s = min(start.valid_s or CODE_S, _MOST_STRING_S if start.long_string else _MOST_CODE_S)
 
-    def opened(self, host: str, port: int, *, usual_port: bool) -> pb.InviteEvent:
+    def opened(self, host: str, port: int, *, usual_port: bool) -> InviteEvent:
         """Return the first event."""
         code = show_code(self._digits)
         if self._start.long_string:
             code = show_string(host=host, port=port, node_id=self._trust.node_id, secret=self._secret)
-        return pb.InviteEvent(
-            opened=pb.InviteOpened(
-                code=code,
-                address=f"{host}:{port}",
-                valid_s=self._valid_s,
-                cluster_name=self._hello.cluster_name,
-                usual_port=usual_port,
-            )
+        opened = InviteOpened(
+            code=code,
+            address=f"{host}:{port}",
+            valid_s=self._valid_s,
+            cluster_name=self._hello.cluster_name,
+            usual_port=usual_port,
         )
+        return InviteEvent(event=opened)
 
     async def run(self) -> None:
         """Wait for the window's end. Raises PairingRejected if no machine joined."""
@@ -164,10 +170,10 @@ class _Invitation:
     async def _ask(self, greeting: Greeting, address: str) -> bool:
         if self._start.accept_all:
             return True
-        asks = pb.InviteAsks(name=greeting.name, address=address, node_id=greeting.node_id, at_most_s=ACCEPT_S)
-        self.events.put_nowait(pb.InviteEvent(asks=asks))
+        asks = InviteAsks(name=greeting.name, address=address, node_id=greeting.node_id, at_most_s=ACCEPT_S)
+        self.events.put_nowait(InviteEvent(event=asks))
         answer = await anext(self._commands, None)
-        return answer is not None and answer.accept
+        return answer is not None and isinstance(answer.command, InviteAnswer) and answer.command.accept
 
     async def _let_in(self, greeting: Greeting) -> tuple[TrustStore, Mapping[str, str]]:
         self._given_name = self._trust.store.name_for(greeting.node_id, greeting.name)
@@ -178,28 +184,22 @@ class _Invitation:
         who = f"{attempt.name} {attempt.node_id} {attempt.address}".strip()
         if attempt.error is not None:
             self._trust.audit.record(AuditKind.PAIRING_FAILED, who=who, detail=attempt.error.what)
-            self.events.put_nowait(
-                pb.InviteEvent(
-                    failed=pb.InviteFailed(
-                        address=attempt.address,
-                        name=attempt.name,
-                        error=error_to_wire(attempt.error),
-                        tries_left=attempt.tries_left,
-                    )
-                )
+            failed = InviteFailed(
+                address=attempt.address, name=attempt.name, error=attempt.error, tries_left=attempt.tries_left
             )
+            self.events.put_nowait(InviteEvent(event=failed))
             return
         self._joined = True
         self._trust.audit.record(AuditKind.PAIRED, who=who, detail=f"as {self._role}")
-        joined = pb.InviteJoined(
+        joined = InviteJoined(
             name=self._given_name,
             address=attempt.address,
-            node_id=attempt.node_id,
+            node_id=NodeId(attempt.node_id),
             role=self._role,
             silent=attempt.silent,
             wanted_name=attempt.name if attempt.name != self._given_name else "",
         )
-        self.events.put_nowait(pb.InviteEvent(joined=joined))
+        self.events.put_nowait(InviteEvent(event=joined))
 
 
 def _nobody_joined(tries: Tries) -> PairingRejected:

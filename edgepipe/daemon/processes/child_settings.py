@@ -10,7 +10,7 @@ from edgepipe.daemon.machine.backends import choose_backend
 from edgepipe.daemon.machine.http_keys import HttpKeys
 from edgepipe.daemon.processes.children import Children
 from edgepipe.ids import IdSource
-from edgepipe.wire.v1 import common_pb2
+from edgepipe.wire.common import Hello
 from edgepipe.workers.settings import ChildSettings
 
 
@@ -21,7 +21,7 @@ class ChildSettingsMaker:
         self,
         *,
         config: Config,
-        hello: common_pb2.Hello,
+        hello: Hello,
         host: str,
         address: Callable[[], str],
         socket: Path,

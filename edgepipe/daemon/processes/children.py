@@ -18,10 +18,22 @@ from edgepipe.config import Timeouts, child_environment
 from edgepipe.daemon.processes.hang_watch import HangWatch
 from edgepipe.errors import BackendUnavailable, EdgepipeError, PairingRejected, StageLost
 from edgepipe.ids import StepId
+from edgepipe.planner.profiles import LayerProfile
 from edgepipe.security.mutual_tls import Peer
 from edgepipe.stage.step_mark import StepMark
-from edgepipe.wire.common import error_from_wire
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.children import (
+    ChildCommand,
+    ChildProgress,
+    ChildReport,
+    ChildStarted,
+    Command,
+    DeniedCall,
+    Introduced,
+    IntroducedPeer,
+    IntroducedPeers,
+    Report,
+    StopChild,
+)
 from edgepipe.workers.settings import ChildSettings
 
 logger = logging.getLogger(__name__)
@@ -44,22 +56,22 @@ class Child:
         self.crashed_in: tuple[int, StepId] | None = None  # stages: the epoch's counter and the step of the crash
         self.settings = settings
         self.process = process
-        self.started: asyncio.Future[pb.ChildStarted] = asyncio.get_running_loop().create_future()
+        self.started: asyncio.Future[ChildStarted] = asyncio.get_running_loop().create_future()
         self.exited = asyncio.Event()
         self.stopping = False
         self.fault: EdgepipeError | None = None
         self.hang = ""  # the evidence that it hangs
-        self.progress = pb.ChildProgress()  # the newest
-        self.on_progress: Callable[[pb.ChildProgress], None] = lambda _progress: None
+        self.progress = ChildProgress()  # the newest
+        self.on_progress: Callable[[ChildProgress], None] = lambda _progress: None
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
-        self.on_report: Callable[[pb.ChildReport], None] = lambda _report: None
-        self.on_profiled: Callable[[pb.LayerProfile], None] = lambda _profile: None
+        self.on_report: Callable[[Report], None] = lambda _report: None
+        self.on_profiled: Callable[[LayerProfile], None] = lambda _profile: None
         self.engine: Peer | None = None  # stages: the engine that may send plans
-        self.on_denied: Callable[[pb.DeniedCall], None] = lambda _denied: None
-        self._introduced: list[pb.IntroducedPeer] | None = None
+        self.on_denied: Callable[[DeniedCall], None] = lambda _denied: None
+        self._introduced: tuple[IntroducedPeer, ...] | None = None
         self._version = 0  # of the introduced peers
         self._current = asyncio.Event()  # the child has confirmed the newest version
-        self._commands: asyncio.Queue[pb.ChildCommand | None] = asyncio.Queue(_MAX_COMMANDS)
+        self._commands: asyncio.Queue[ChildCommand | None] = asyncio.Queue(_MAX_COMMANDS)
 
     @property
     def kind(self) -> str:
@@ -112,17 +124,16 @@ class Child:
             await self.knows_peers()
         return self.alive
 
-    def introduce(self, peers: list[pb.IntroducedPeer]) -> None:
+    def introduce(self, peers: tuple[IntroducedPeer, ...]) -> None:
         """Send the list of peers that the child may talk to, unless the child has that list."""
         if self._introduced is None or peers != self._introduced:
             self._tell_peers(peers)
 
-    def _tell_peers(self, peers: list[pb.IntroducedPeer]) -> None:
+    def _tell_peers(self, peers: tuple[IntroducedPeer, ...]) -> None:
         self._introduced = peers
         self._version += 1
         self._current.clear()
-        introduced = pb.IntroducedPeers(version=self._version, peers=peers)
-        self.send(pb.ChildCommand(introduce=introduced))
+        self.send(IntroducedPeers(version=self._version, peers=peers))
 
     async def knows_peers(self) -> None:
         """Wait until the child confirms the introduced peers, it ends, or a second passes."""
@@ -133,38 +144,41 @@ class Child:
             for task in waiting:
                 task.cancel()
 
-    def send(self, command: pb.ChildCommand) -> None:
+    def send(self, command: Command) -> None:
         """Queue a command. A full queue means that the child hangs: kill it."""
         try:
-            self._commands.put_nowait(command)
+            self._commands.put_nowait(ChildCommand(command=command))
         except asyncio.QueueFull:
             logger.error("child=%s pid=%d takes no commands: killed", self.kind, self.pid)
             self.kill()
 
-    async def commands(self) -> AsyncIterator[pb.ChildCommand]:
+    async def commands(self) -> AsyncIterator[ChildCommand]:
         """Yield the commands in order, until the child is gone."""
         while (command := await self._commands.get()) is not None:
             yield command
 
-    def take_report(self, report: pb.ChildReport) -> None:
+    def take_report(self, report: Report) -> None:
         """Handle one report of the child."""
-        if report.HasField("started") and not self.started.done():
-            self.started.set_result(report.started)
-        if report.HasField("fault"):
-            self.fault = error_from_wire(report.fault)
-        if report.HasField("introduced"):
-            if report.introduced == self._version:
-                self._current.set()
-            return
-        if report.HasField("denied"):
-            self.on_denied(report.denied)
-            return
-        if report.HasField("progress"):
-            self.progress = report.progress
-            self.on_progress(report.progress)
-            return
-        if report.HasField("profiled"):
-            self.on_profiled(report.profiled)
+        match report:
+            case Introduced():
+                if report.version == self._version:
+                    self._current.set()
+                return
+            case DeniedCall():
+                self.on_denied(report)
+                return
+            case ChildProgress():
+                self.progress = report
+                self.on_progress(report)
+                return
+            case ChildStarted() if not self.started.done():
+                self.started.set_result(report)
+            case EdgepipeError():
+                self.fault = report
+            case LayerProfile():
+                self.on_profiled(report)
+            case _:
+                pass
         self.on_report(report)
 
     def kill(self) -> None:
@@ -208,7 +222,7 @@ class Children:
         clock: Clock,
         *,
         on_new: Callable[[Child], None] = lambda _child: None,
-        on_denied: Callable[[pb.DeniedCall], None] = lambda _denied: None,
+        on_denied: Callable[[DeniedCall], None] = lambda _denied: None,
     ) -> None:
         """``on_new``: a child was started and needs its list of peers. ``on_denied``: a child refused a call."""
         self._on_new = on_new
@@ -255,7 +269,7 @@ class Children:
             pass_fds=(settings.mark,) if settings.mark >= 0 else (),
         )
 
-    async def wait_started(self, child: Child) -> pb.ChildStarted:
+    async def wait_started(self, child: Child) -> ChildStarted:
         """Wait for the child's first report. Raises the reason of its end, or BackendUnavailable if it hangs."""
         try:
             async with asyncio.timeout(self._timeouts.child_start_s):
@@ -284,7 +298,7 @@ class Children:
     async def stop(self, child: Child) -> None:
         """Ask the child to stop, then kill it. Return when the process is gone."""
         child.stopping = True
-        child.send(pb.ChildCommand(stop=pb.StopChild()))
+        child.send(StopChild())
         if child.process.stdin is not None:
             child.process.stdin.close()  # ends also a child that has not attached yet
         try:
@@ -304,13 +318,13 @@ class Children:
         for child in list(self._children.values()):
             child.kill()
 
-    async def attach(self, reports: AsyncIterator[pb.ChildReport]) -> AsyncGenerator[pb.ChildCommand]:
+    async def attach(self, reports: AsyncIterator[ChildReport]) -> AsyncGenerator[ChildCommand]:
         """Serve ``Children.Attach``. Raises PairingRejected to a process that this node did not start."""
         first = await anext(aiter(reports), None)
         child = self._children.get(first.child_id) if first is not None else None
         if first is None or child is None:
             raise PairingRejected("this process is no child of the node", fact="its child id is unknown")
-        self._take(child, first)
+        self._take(child, first.report)
         reader = asyncio.create_task(self._read(child, reports), name=f"reports:{child.kind}:{child.pid}")
         try:
             async for command in child.commands():
@@ -318,19 +332,19 @@ class Children:
         finally:
             reader.cancel()
 
-    async def _read(self, child: Child, reports: AsyncIterator[pb.ChildReport]) -> None:
+    async def _read(self, child: Child, reports: AsyncIterator[ChildReport]) -> None:
         async for report in reports:
-            self._take(child, report)
+            self._take(child, report.report)
 
-    def _take(self, child: Child, report: pb.ChildReport) -> None:
+    def _take(self, child: Child, report: Report) -> None:
         now = self._clock.monotonic_s()
         watch = self._hang_watches.get(child.settings.child_id)
-        if report.HasField("progress"):
+        if isinstance(report, ChildProgress):
             if watch is None and not child.exited.is_set() and not child.hang:
                 watch = HangWatch(hang_s=self._timeouts.hang_s, now=now)
                 self._hang_watches[child.settings.child_id] = watch
             if watch is not None:
-                watch.report(report.progress, now=now)
+                watch.report(report, now=now)
         child.take_report(report)
 
     async def _watch(self, child: Child) -> None:

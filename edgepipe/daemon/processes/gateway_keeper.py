@@ -10,8 +10,9 @@ from contextlib import aclosing
 from edgepipe.daemon.changes import Changes
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.errors import EdgepipeError
-from edgepipe.wire.common import error_to_wire
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.children import LoadFailed, LoadWanted, Report, UnloadWanted
+from edgepipe.wire.nodes import ClusterView
+from edgepipe.wire.serving import ServeEvent
 from edgepipe.workers.settings import ChildSettings
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,8 @@ class GatewayKeeper:
         children: Children,
         new_settings: Callable[[int], ChildSettings],
         http_port: int,
-        view: Callable[[], pb.ClusterView],
-        load: Callable[[str], AsyncGenerator[pb.ServeEvent]],
+        view: Callable[[], ClusterView],
+        load: Callable[[str], AsyncGenerator[ServeEvent]],
         unload: Callable[[str], Awaitable[None]],
         changes: Callable[[], AsyncIterator[None]],
         tasks: asyncio.TaskGroup,
@@ -45,7 +46,7 @@ class GatewayKeeper:
         self._loading: set[str] = set()  # models that requests wait for
         self.http_port = 0  # of the running process
         self.certificate = b""  # of the running process
-        self._sent_view = pb.ClusterView()
+        self._sent_view = ClusterView()
         self._view_sent = Changes()
         self._children = children
         self._new_settings = new_settings
@@ -91,15 +92,16 @@ class GatewayKeeper:
             except EdgepipeError as error:
                 logger.error("gateway does not start: %s", error)
 
-    def _take(self, child: Child, report: pb.ChildReport) -> None:
-        model = report.load_wanted.model
-        if report.HasField("load_wanted") and model not in self._loading and len(self._loading) < _MOST_LOADING:
-            self._loading.add(model)
-            self._tasks.create_task(self._serve(child, model), name=f"load:{model}")
-        idle = report.unload_wanted.model
-        if report.HasField("unload_wanted") and idle not in self._unloading:
-            self._unloading.add(idle)
-            self._tasks.create_task(self._stop(idle), name=f"unload:{idle}")
+    def _take(self, child: Child, report: Report) -> None:
+        match report:
+            case LoadWanted(model=model) if model not in self._loading and len(self._loading) < _MOST_LOADING:
+                self._loading.add(model)
+                self._tasks.create_task(self._serve(child, model), name=f"load:{model}")
+            case UnloadWanted(model=model) if model not in self._unloading:
+                self._unloading.add(model)
+                self._tasks.create_task(self._stop(model), name=f"unload:{model}")
+            case _:
+                pass
 
     async def _stop(self, model: str) -> None:
         logger.info("model=%s is stopped: no request wanted it any longer", model)
@@ -118,16 +120,16 @@ class GatewayKeeper:
                     pass
         except EdgepipeError as error:
             logger.warning("not loaded model=%s: %s", model, error)
-            child.send(pb.ChildCommand(load_failed=pb.LoadFailed(model=model, error=error_to_wire(error))))
+            child.send(LoadFailed(model=model, error=error))
         finally:
             self._loading.discard(model)
 
     async def _feed(self, child: Child) -> None:
-        self._sent_view = pb.ClusterView()
+        self._sent_view = ClusterView()
         async for _ in self._changes():
             view = self._view()
             if view != self._sent_view:
                 self._sent_view = view
-                child.send(pb.ChildCommand(cluster=view))
+                child.send(view)
                 self._view_sent.notify()
                 await asyncio.sleep(_VIEW_INTERVAL_S)

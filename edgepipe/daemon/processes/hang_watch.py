@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.children import ChildProgress
 
 _LATE_S = 0.25  # lag of the daemon's own checks: while the daemon did not run, it could read no report
 
@@ -19,7 +19,7 @@ class HangWatch:
         self._working = False
         self._looked_at_s = now
 
-    def report(self, progress: pb.ChildProgress, *, now: float) -> None:
+    def report(self, progress: ChildProgress, *, now: float) -> None:
         """Take a progress report of the child."""
         counts = (progress.received, progress.started, progress.finished, progress.sent)
         working = progress.started > progress.finished

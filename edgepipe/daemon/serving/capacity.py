@@ -1,4 +1,4 @@
-"""Conversions between the states that nodes report and the planner's values."""
+"""The planner's values from the states that nodes report, and placements from the planner's values."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from edgepipe.daemon.device.memory import uses_host_memory
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import ModelConfig
 from edgepipe.planner.placement import Need, NodeRoom, Placed
-from edgepipe.wire.common import slices_to_wire
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import StagePlacement
+from edgepipe.wire.nodes import DeviceState, NodeState
 
 _PLACEMENT_KV_TOKENS = 512  # minimum of every stage; a stage takes more as memory allows
 
@@ -19,42 +19,43 @@ def placement_need(config: ModelConfig, context_length: int) -> Need:
     return Need(config=config, kv_tokens=min(_PLACEMENT_KV_TOKENS, context_length or config.context_length))
 
 
-def rooms_of(node: pb.NodeState, dtype: str, *, own: str = "") -> Sequence[NodeRoom]:
+def usable_device(node: NodeState, *, own: str = "") -> DeviceState | None:
+    """Return the node's device; None while it cannot compute. ``own``: as for ``rooms_of``."""
+    unusable = ("failed",) if own else ("starting", "failed")
+    return next((device for device in node.devices if device.state not in unusable), None)  # one device per node
+
+
+def rooms_of(node: NodeState, dtype: str, *, own: str = "") -> Sequence[NodeRoom]:
     """Return the room on a node's device; empty while the device cannot compute.
 
     ``own`` names a running pipeline that is placed again: its reservations count as free, and a device in the state
     "starting" counts as ready.
     """
-    if node.draining:
+    device = usable_device(node, own=own)
+    if node.draining or device is None or device.profile is None:
         return []
-    unusable = ("failed",) if own else ("starting", "failed")
-    rooms: list[NodeRoom] = []
-    for device in [candidate for candidate in node.devices if candidate.state not in unusable][
-        :1
-    ]:  # until several join in one slice
-        compute = dtype if dtype not in ("", "auto") else device.profile.compute_dtype
-        size = 4 if compute == "float32" else 2
-        held = sum(reservation.num_bytes for reservation in device.reserved if own and reservation.pipeline_id == own)
-        if device.free_bytes + held:
-            rooms.append(
-                NodeRoom(
-                    node_id=NodeId(node.node_id),
-                    name=node.name,
-                    free_bytes=device.free_bytes + held,
-                    bytes_per_weight=size,
-                    bytes_per_kv=size,
-                    shares_host_memory=uses_host_memory(device.profile),
-                )
-            )
-    return rooms
+    compute = dtype if dtype not in ("", "auto") else device.profile.compute_dtype
+    size = 4 if compute == "float32" else 2
+    held = sum(reservation.num_bytes for reservation in device.reserved if own and reservation.pipeline_id == own)
+    if not device.free_bytes + held:
+        return []
+    room = NodeRoom(
+        node_id=node.node_id,
+        name=node.name,
+        free_bytes=device.free_bytes + held,
+        bytes_per_weight=size,
+        bytes_per_kv=size,
+        shares_host_memory=uses_host_memory(device.profile),
+    )
+    return [room]
 
 
-def stages_of(placed: Sequence[Placed]) -> list[pb.StagePlacement]:
+def stages_of(placed: Sequence[Placed]) -> tuple[StagePlacement, ...]:
     """Group slices into one stage per node, in the order in which tokens first reach the nodes."""
     by_node: dict[NodeId, list[Placed]] = {}
     for piece in placed:
         by_node.setdefault(piece.node_id, []).append(piece)
-    return [
-        pb.StagePlacement(node_id=node_id, slices=slices_to_wire(piece.part for piece in parts))
-        for node_id, parts in by_node.items()
-    ]
+    return tuple(
+        StagePlacement(node_id=node_id, slices=tuple(piece.part for piece in pieces))
+        for node_id, pieces in by_node.items()
+    )

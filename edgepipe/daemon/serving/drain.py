@@ -16,7 +16,7 @@ from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.daemon.serving.replanning import Replanner
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.serving import DrainEvent, PlanWanted
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Drain:
         left = self._left()
         return bool(self._others() and (left.stages or left.engines))
 
-    async def run(self) -> AsyncGenerator[pb.DrainEvent]:
+    async def run(self) -> AsyncGenerator[DrainEvent]:
         """Yield the stages and engines still here after each change, until none is left. Accept no work until ``undo``.
 
         Raises NoFeasiblePlacement, and undoes the drain, when no other node stays or a model fits nowhere else.
@@ -84,15 +84,15 @@ class Drain:
         self.active = False
         self._on_change()
 
-    async def _run(self) -> AsyncGenerator[pb.DrainEvent]:
+    async def _run(self) -> AsyncGenerator[DrainEvent]:
         self.active = True
         self._on_change()
         await self._check_room()
         async for event in self._progress():
             yield event
 
-    async def _progress(self) -> AsyncGenerator[pb.DrainEvent]:
-        last_event: pb.DrainEvent | None = None
+    async def _progress(self) -> AsyncGenerator[DrainEvent]:
+        last_event: DrainEvent | None = None
         async for _ in self._changes():
             event = self._left()
             if event != last_event:
@@ -114,7 +114,7 @@ class Drain:
         hosted = self._device.pipelines()
         for record in self._book.served():
             if record.pipeline_id in hosted:
-                await self._replanner.plan(record.pipeline_id, pb.PlanWanted(spec=record.spec))
+                await self._replanner.plan(record.pipeline_id, PlanWanted(spec=record.spec))
 
     async def _hand_over(self) -> None:
         """End the engines here once the node that starts them again is ready."""
@@ -125,10 +125,10 @@ class Drain:
             logger.info("node=%s has no engine process ready: %s", heir, error)  # that node starts one later
         self._engines.hand_over()
 
-    def _left(self) -> pb.DrainEvent:
+    def _left(self) -> DrainEvent:
         """Return the stages and engines still here; a stage whose engine runs nowhere does not count."""
-        stages = [pipeline_id for pipeline_id in self._device.pipelines() if self._has_engine(pipeline_id)]
-        return pb.DrainEvent(stages=stages, engines=[state.model for state in self._engines.states()])
+        stages = tuple(pipeline_id for pipeline_id in self._device.pipelines() if self._has_engine(pipeline_id))
+        return DrainEvent(stages=stages, engines=tuple(state.model for state in self._engines.states()))
 
     def _others(self) -> list[str]:
         """Return the ids of the nodes that stay."""

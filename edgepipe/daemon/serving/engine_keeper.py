@@ -20,8 +20,8 @@ from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.errors import AccessDenied, EdgepipeError
-from edgepipe.wire.v1 import engine_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import EngineState
+from edgepipe.wire.serving import ServeBody, StartEngineRequest
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +73,14 @@ class EngineKeeper:
                 self._look_at(record)
             self._end_stale_engines()
 
-    def _look_at(self, record: pb.ServeBody) -> None:
+    def _look_at(self, record: ServeBody) -> None:
         pipeline_id = record.pipeline_id
         if pipeline_id not in self._starting and not self._engines_of(pipeline_id):
             task = self._tasks.create_task(self._see_to(pipeline_id), name=f"engine-for:{pipeline_id}")
             self._starting[pipeline_id] = task
             task.add_done_callback(lambda _: self._starting.pop(pipeline_id, None))
 
-    def _engines_of(self, pipeline_id: str) -> list[tuple[str, engine_pb2.EngineState]]:
+    def _engines_of(self, pipeline_id: str) -> list[tuple[str, EngineState]]:
         return [
             (node.node_id, engine)
             for node in self._peers.nodes()
@@ -88,7 +88,7 @@ class EngineKeeper:
             if engine.pipeline_id == pipeline_id
         ]
 
-    def _wanted(self, pipeline_id: str) -> pb.ServeBody | None:
+    def _wanted(self, pipeline_id: str) -> ServeBody | None:
         """Return the pipeline's record while no reachable node has its engine, else None."""
         record = next((body for body in self._book.served() if body.pipeline_id == pipeline_id), None)
         return record if record is not None and not self._engines_of(pipeline_id) else None
@@ -102,7 +102,7 @@ class EngineKeeper:
                     await self._start(record)
             await asyncio.sleep(_LOOK_AGAIN_S)
 
-    async def _is_ours(self, record: pb.ServeBody) -> bool:
+    async def _is_ours(self, record: ServeBody) -> bool:
         """Return whether this node starts the engine: it had the engine, or the takeover rule chooses this node."""
         head = record.engine_node
         if self._peers.own_drains or self._ends():
@@ -116,7 +116,7 @@ class EngineKeeper:
             (self._peers.own_id, *(node_id for node_id, reply in vouchers.items() if not reply.draining))
         )
 
-    async def _gather(self, record: pb.ServeBody) -> None:
+    async def _gather(self, record: ServeBody) -> None:
         """Wait a while for the nodes that held the model: after a power cut the other machines start, too."""
         wanted = {stage.node_id for stage in record.spec.stages}
         left_s = self._since_s + self._timeouts.gather_s - self._clock.monotonic_s()
@@ -133,11 +133,10 @@ class EngineKeeper:
         except TimeoutError:
             return
 
-    async def _start(self, record: pb.ServeBody) -> None:
+    async def _start(self, record: ServeBody) -> None:
         logger.warning("starting the engine of model=%s pipeline=%s", record.spec.model, record.pipeline_id)
-        request = pb.StartEngineRequest(hello=self._peers.hello, pipeline_id=record.pipeline_id, spec=record.spec)
-        for node in self._peers.nodes():
-            request.nodes.add(node_id=node.node_id, address=node.address, name=node.name)
+        nodes = tuple(node.introduction for node in self._peers.nodes())
+        request = StartEngineRequest(pipeline_id=record.pipeline_id, spec=record.spec, nodes=nodes)
         try:
             self._book.take_over(record.pipeline_id)
             model = await self._models.adopt(record.spec.model, manifest_hash=record.spec.manifest_hash)
@@ -156,7 +155,7 @@ class EngineKeeper:
             elif held is None or not self._peers.is_self(held.engine_node):
                 self._engines.give_way(state.pipeline_id)
 
-    def _consider(self, rival: pb.ServeBody, node_id: str) -> None:
+    def _consider(self, rival: ServeBody, node_id: str) -> None:
         """Settle with a record that names another node for an engine that is here.
 
         Claim the engine again if that node is gone. Yield to that node if this one took its engine over.
@@ -170,11 +169,11 @@ class EngineKeeper:
             self._yielding.add(rival.pipeline_id)
             self._tasks.create_task(self._yield_to(rival), name=f"yield:{rival.pipeline_id}")
 
-    def _yields(self, held: pb.ServeBody, rival: pb.ServeBody) -> bool:
+    def _yields(self, held: ServeBody, rival: ServeBody) -> bool:
         newer = (held.version, held.engine_node) > (rival.version, rival.engine_node)
         return newer and not held.stopped and self._book.is_unconfirmed(held)
 
-    async def _yield_to(self, rival: pb.ServeBody) -> None:
+    async def _yield_to(self, rival: ServeBody) -> None:
         await asyncio.sleep(_YIELD_S)
         self._yielding.discard(rival.pipeline_id)
         held = self._book.held(rival.pipeline_id)

@@ -8,16 +8,15 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from edgepipe.daemon.network.peers import Peers
-from edgepipe.daemon.processes.children import Child, Children
+from edgepipe.daemon.processes.children import Child, Children, Report
 from edgepipe.daemon.serving.replanning import Avoided, Replanner
 from edgepipe.errors import EdgepipeError, ModelUnknown, StaleEpoch
-from edgepipe.ids import MAX_EPOCH_STEP, Epoch
-from edgepipe.wire.common import epoch_from_wire, error_from_wire, error_to_wire
-from edgepipe.wire.v1 import engine_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.ids import MAX_EPOCH_STEP, EngineId, Epoch
+from edgepipe.wire.engines import Advice, EngineState, LeftOut, ServeSpec, StagePlacement
+from edgepipe.wire.serving import Moves, PlanMade, PlanWanted, RunEngine, StartEngineRequest
 from edgepipe.workers.settings import ChildSettings
 
 logger = logging.getLogger(__name__)
@@ -30,12 +29,12 @@ _STAND_BY_S = 30.0  # how long a ready process waits for an engine of a draining
 class _Run:
     """One engine from its request to its stop, over all its processes."""
 
-    request: pb.StartEngineRequest
+    request: StartEngineRequest
     model_config: str
-    spec: pb.ServeSpec
-    state: engine_pb2.EngineState
-    advice: engine_pb2.Advice | None = None  # a better placement than the one in ``spec``
-    avoided: tuple[tuple[float, engine_pb2.LeftOut], ...] = ()  # by the engine, each until a time on the loop's clock
+    spec: ServeSpec
+    state: EngineState
+    advice: Advice | None = None  # a better placement than the one in ``spec``
+    avoided: tuple[tuple[float, LeftOut], ...] = ()  # by the engine, each until a time on the loop's clock
     child: Child | None = None
     restartable: bool = False  # it served, or continues another engine's requests
     crashes: deque[float] = field(default_factory=lambda: deque[float](maxlen=_MOST_CRASHES))
@@ -80,15 +79,15 @@ class EngineHost:
         self._runs: dict[str, _Run] = {}
         self._standing_by: Child | None = None
 
-    def states(self) -> list[engine_pb2.EngineState]:
+    def states(self) -> list[EngineState]:
         """Return the state of each engine here."""
         return [run.state for run in self._runs.values()]
 
-    def ready(self) -> list[tuple[str, pb.ServeSpec]]:
+    def ready(self) -> list[tuple[str, ServeSpec]]:
         """Return the pipelines whose engines are ready, with their present stages."""
         return [(pipeline_id, run.spec) for pipeline_id, run in self._runs.items() if run.state.state == "ready"]
 
-    def state_of(self, pipeline_id: str) -> engine_pb2.EngineState | None:
+    def state_of(self, pipeline_id: str) -> EngineState | None:
         """Return the state of one engine; None if it does not run here."""
         run = self._runs.get(pipeline_id)
         return run.state if run is not None else None
@@ -99,15 +98,14 @@ class EngineHost:
         now_s = asyncio.get_running_loop().time()
         return Avoided.of(left_out for until_s, left_out in (run.avoided if run is not None else ()) if now_s < until_s)
 
-    def advise(self, pipeline_id: str, advice: engine_pb2.Advice | None) -> None:
+    def advise(self, pipeline_id: str, advice: Advice | None) -> None:
         """Publish a better placement with the engine's state; None withdraws it."""
         run = self._runs.get(pipeline_id)
         if run is not None and run.advice != advice:
-            run.advice = advice
-            self._show_advice(run)
+            self._set_advice(run, advice)
             self._on_change(False)
 
-    async def start(self, request: pb.StartEngineRequest, *, model_config: str, resuming: bool = False) -> None:
+    async def start(self, request: StartEngineRequest, *, model_config: str, resuming: bool = False) -> None:
         """Start an engine process and send it its task. Return once it has the task, or was ended meanwhile.
 
         ``resuming``: another engine served the model; this one accepts its requests at once and finds its stages.
@@ -116,9 +114,10 @@ class EngineHost:
         for pipeline_id, run in list(self._runs.items()):
             if run.state.model == request.spec.model and run.state.state == "failed":
                 del self._runs[pipeline_id]
-        state = engine_pb2.EngineState(
+        state = EngineState(
             model=request.spec.model,
             pipeline_id=request.pipeline_id,
+            epoch=Epoch(0, EngineId("")),
             manifest_hash=request.spec.manifest_hash,
             state="recovering" if resuming else "starting",
             message="starting the engine",
@@ -133,7 +132,7 @@ class EngineHost:
         run = self._runs.get(pipeline_id)
         if run is None:
             return
-        run.state.state = "stopping"
+        run.state = replace(run.state, state="stopping")
         self._on_change(True)
         if run.child is not None and not run.child.exited.is_set():
             await self._children.stop(run.child)
@@ -178,7 +177,7 @@ class EngineHost:
     def _abandon(self, pipeline_id: str) -> None:
         """Kill the engine at once, without telling gateways that requests end."""
         run = self._runs.pop(pipeline_id)
-        run.state.state = "stopping"
+        run.state = replace(run.state, state="stopping")
         if run.child is not None:
             run.child.stopping = True
             run.child.kill()
@@ -197,47 +196,46 @@ class EngineHost:
             child.on_report = lambda report: self._take(run, child, report)
             self._tasks.create_task(self._mourn(run, child), name=f"engine:{pipeline_id}")
             await self._children.wait_started(child)
-            run.state.certificate = child.certificate
+            run.state = replace(run.state, certificate=child.certificate)
             self._on_change(True)
             await self._spread()  # nodes let the engine in only when they know its certificate
         except EdgepipeError as error:
             self._fail(run, error)
             raise
         known = [run.state.epoch.counter, self._own_highest(pipeline_id)]
-        known += [
-            reply.highest.counter for reply in replies.values() if reply.highest.counter < max(known) + MAX_EPOCH_STEP
-        ]
-        command = pb.RunEngine(
+        others = [reply.highest.counter for reply in replies.values() if reply.highest is not None]
+        known += [counter for counter in others if counter < max(known) + MAX_EPOCH_STEP]
+        command = RunEngine(
             pipeline_id=pipeline_id,
             spec=run.spec,
+            nodes=run.request.nodes,
             model_config=run.model_config,
             epoch_counter=1 + max(known),
             resuming=resuming,
         )
-        command.nodes.extend(run.request.nodes)
-        child.send(pb.ChildCommand(run=command))
+        child.send(command)
         telling = self._tasks.create_task(self._tell_reachable(child), name=f"reachable:{pipeline_id}")
         self._tasks.create_task(_end_with(child, telling), name=f"reachable-end:{pipeline_id}")
 
-    def _take(self, run: _Run, child: Child, report: pb.ChildReport) -> None:
-        if report.HasField("plan_wanted"):
-            self._tasks.create_task(self._plan(run, child, report.plan_wanted), name=f"plan:{run.state.pipeline_id}")
-        if not report.HasField("engine") or run.state.state == "stopping" or child is not run.child:
+    def _take(self, run: _Run, child: Child, report: Report) -> None:
+        if isinstance(report, PlanWanted):
+            self._tasks.create_task(self._plan(run, child, report), name=f"plan:{run.state.pipeline_id}")
+        if not isinstance(report, EngineState) or run.state.state == "stopping" or child is not run.child:
             return
-        if report.engine.state == "failed" and isinstance(error_from_wire(report.engine.error), StaleEpoch):
+        if report.state == "failed" and isinstance(report.error, StaleEpoch):
             return  # its requests continue with another engine or with its own next process
         before = (run.state.state, run.state.message)
-        fresh = engine_pb2.EngineState()  # a protobuf message that is refilled never shrinks
-        fresh.CopyFrom(report.engine)
-        fresh.pipeline_id = fresh.pipeline_id or run.state.pipeline_id
-        run.state = fresh
-        run.state.manifest_hash = run.state.manifest_hash or run.spec.manifest_hash
+        own_address = f"{child.settings.host}:{child.port}" if child.port else ""
+        run.state = replace(
+            report,
+            pipeline_id=report.pipeline_id or run.state.pipeline_id,
+            address=report.address or own_address,
+            manifest_hash=report.manifest_hash or run.spec.manifest_hash,
+            certificate=child.certificate,
+            advice=run.advice,
+        )
         run.restartable = run.restartable or run.state.state == "ready"
-        if not run.state.address and child.port:
-            run.state.address = f"{child.settings.host}:{child.port}"
-        run.state.certificate = child.certificate
         self._note_placement(run)
-        self._show_advice(run)
         self._on_change(before != (run.state.state, run.state.message))
 
     @staticmethod
@@ -245,21 +243,15 @@ class EngineHost:
         """Keep the stages and the avoided nodes that the engine reports: only the engine knows them."""
         now_s = asyncio.get_running_loop().time()
         run.avoided = tuple((now_s + left_out.seconds, left_out) for left_out in run.state.left_out)
-        stages = [pb.StagePlacement(node_id=stage.node_id, slices=stage.slices) for stage in run.state.stages]
-        if run.state.state == "ready" and stages != list(run.spec.stages):
-            spec = pb.ServeSpec()
-            spec.CopyFrom(run.spec)
-            del spec.stages[:]
-            spec.stages.extend(stages)
-            run.spec = spec  # a new message: other code may hold the old one
+        if run.state.state == "ready":
+            stages = tuple(StagePlacement(node_id=stage.node_id, slices=stage.slices) for stage in run.state.stages)
+            run.spec = replace(run.spec, stages=stages)
 
     @staticmethod
-    def _show_advice(run: _Run) -> None:
-        run.state.ClearField("advice")
-        if run.advice is not None:
-            run.state.advice.CopyFrom(run.advice)
+    def _set_advice(run: _Run, advice: Advice | None) -> None:
+        run.advice, run.state = advice, replace(run.state, advice=advice)
 
-    async def rebalance(self, pipeline_id: str, *, num_nodes: int, moves: pb.Moves.ValueType) -> bool:
+    async def rebalance(self, pipeline_id: str, *, num_nodes: int, moves: Moves) -> bool:
         """Move a pipeline's stages to the best placement now; return whether that differs from the present one.
 
         ``moves``: whether stages continue to move automatically. Raises NoFeasiblePlacement, and ModelUnknown if the
@@ -268,35 +260,35 @@ class EngineHost:
         run = self._runs.get(pipeline_id)
         if run is None or run.child is None or run.state.state != "ready":
             raise ModelUnknown("the model is not served by this node now", next_step="see 'edgepipe ps'")
-        if moves != pb.MOVES_UNCHANGED:
-            run.spec.moves = moves == pb.MOVES_AUTO
-        if moves == pb.MOVES_OFF:
+        if moves is not Moves.UNCHANGED:
+            run.spec = replace(run.spec, moves=moves is Moves.AUTO)
+        if moves is Moves.OFF:
             return False
         avoided = self.avoided(pipeline_id)
         return self.move(pipeline_id, await self._replanner.anew(pipeline_id, run.spec, avoided, num_nodes=num_nodes))
 
-    def move(self, pipeline_id: str, made: pb.PlanMade) -> bool:
+    def move(self, pipeline_id: str, made: PlanMade) -> bool:
         """Send a pipeline's stages to a placement; return whether it differs from the present one."""
         run = self._runs.get(pipeline_id)
-        if run is None or run.child is None:
+        if run is None or run.child is None or made.spec is None:
             return False
-        elsewhere = list(made.spec.stages) != list(run.spec.stages)
-        run.spec.num_nodes, run.advice = made.spec.num_nodes, None
+        elsewhere = made.spec.stages != run.spec.stages
+        run.spec = replace(run.spec, num_nodes=made.spec.num_nodes)
         if elsewhere:
-            run.child.send(pb.ChildCommand(plan=made))
-        self._show_advice(run)
+            run.child.send(made)
+        self._set_advice(run, None)
         self._on_change(False)
         return elsewhere
 
-    async def _plan(self, run: _Run, child: Child, wanted: pb.PlanWanted) -> None:
+    async def _plan(self, run: _Run, child: Child, wanted: PlanWanted) -> None:
         """Answer an engine that asks for a placement."""
-        wanted.spec.moves, wanted.spec.num_nodes = run.spec.moves, run.spec.num_nodes  # the engine has the older wishes
+        # The engine has the older wishes.
+        spec = replace(wanted.spec, moves=run.spec.moves, num_nodes=run.spec.num_nodes)
         try:
-            made = await self._replanner.plan(run.state.pipeline_id, wanted)
+            made = await self._replanner.plan(run.state.pipeline_id, replace(wanted, spec=spec))
         except EdgepipeError as error:
-            made = pb.PlanMade(error=error_to_wire(error))
-        made.question = wanted.question
-        child.send(pb.ChildCommand(plan=made))
+            made = PlanMade(error=error)
+        child.send(replace(made, question=wanted.question))
 
     async def _tell_reachable(self, child: Child) -> None:
         """Send the engine the reachable nodes whenever their room changes, until the engine ends."""
@@ -306,7 +298,7 @@ class EngineHost:
                 return
             if (news := self._replanner.room_changes()) != sent:
                 sent = news
-                child.send(pb.ChildCommand(reachable=self._replanner.reachable()))
+                child.send(self._replanner.reachable())
 
     async def _mourn(self, run: _Run, child: Child) -> None:
         """Wait for the engine's end. Restart it after a crash; mark it as failed if it gave up."""
@@ -334,7 +326,7 @@ class EngineHost:
 
     async def _restart(self, run: _Run, child: Child) -> None:
         logger.warning("engine ended unasked model=%s, it is started again: %s", run.spec.model, child.error())
-        run.state.state, run.state.message, run.state.address = "recovering", "starting the engine again", ""
+        run.state = replace(run.state, state="recovering", message="starting the engine again", address="")
         self._on_change(True)
         try:
             await self._launch(run, resuming=True)
@@ -345,15 +337,14 @@ class EngineHost:
     def _fail(self, run: _Run, error: EdgepipeError) -> None:
         logger.error("engine failed model=%s pipeline=%s: %s", run.spec.model, run.state.pipeline_id, error)
         if run.state.state != "failed":  # the engine's own error is closer to the cause
-            run.state.state = "failed"
-            run.state.error.CopyFrom(error_to_wire(error))
-        run.state.message = ""
+            run.state = replace(run.state, state="failed", error=error)
+        run.state = replace(run.state, message="")
         self._on_change(True)
 
     async def _release(self, run: _Run) -> None:
         """Release the stages of this engine's epochs; stages of a newer engine stay."""
         nodes = {stage.node_id for stage in run.spec.stages}
-        pipeline_id, epoch = run.request.pipeline_id, epoch_from_wire(run.state.epoch)
+        pipeline_id, epoch = run.request.pipeline_id, run.state.epoch
         await asyncio.gather(*(self._release_on(node_id, pipeline_id, epoch) for node_id in sorted(nodes)))
 
     async def _release_on(self, node_id: str, pipeline_id: str, epoch: Epoch) -> None:

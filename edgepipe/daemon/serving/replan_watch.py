@@ -15,7 +15,6 @@ from edgepipe.clock import Clock
 from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.daemon.serving.replanning import Known, Replanner, placed_of
 from edgepipe.errors import EdgepipeError
-from edgepipe.ids import NodeId
 from edgepipe.planner.drift import Departure, Seen, corrected, departures
 from edgepipe.planner.forecast import Ring
 from edgepipe.planner.moving import LEAST_GAIN, MoveCost, move_cost, worth_moving
@@ -23,8 +22,7 @@ from edgepipe.planner.placement import Placed
 from edgepipe.planner.plan import Plan, describe
 from edgepipe.planner.preview import plan_text
 from edgepipe.units import format_duration_s
-from edgepipe.wire.v1 import engine_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import Advice, EngineState, ServeSpec, StagePlacement
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +36,7 @@ _REST_S = 300.0  # between two moves of one model
 class _Watched:
     """One running model in its present placement."""
 
-    stages: Sequence[pb.StagePlacement]
+    stages: tuple[StagePlacement, ...]
     since_s: float
     usable: frozenset[str]  # nodes that were usable at the placement or at the last check
     looked_s: float = float("-inf")
@@ -82,15 +80,15 @@ class ReplanWatch:
         if watched.task is not None:
             watched.task.cancel()
 
-    def _look(self, pipeline_id: str, spec: pb.ServeSpec) -> None:
+    def _look(self, pipeline_id: str, spec: ServeSpec) -> None:
         now_s = self._clock.monotonic_s()
         usable = self._replanner.usable(spec, own=pipeline_id) - self._engines.avoided(pipeline_id).nodes
         watched = self._watched.get(pipeline_id)
-        if watched is None or list(watched.stages) != list(spec.stages):
+        if watched is None or watched.stages != spec.stages:
             if watched is not None:
                 self._forget(pipeline_id)
                 self._engines.advise(pipeline_id, None)
-            watched = self._watched[pipeline_id] = _Watched(stages=list(spec.stages), since_s=now_s, usable=usable)
+            watched = self._watched[pipeline_id] = _Watched(stages=spec.stages, since_s=now_s, usable=usable)
         if watched.task is not None and not watched.task.done():
             return
         if watched.known is None:
@@ -108,7 +106,7 @@ class ReplanWatch:
             watched.looked_s = now_s
             self._compare(pipeline_id, watched, spec, now_s)
 
-    def _compare(self, pipeline_id: str, watched: _Watched, spec: pb.ServeSpec, now_s: float) -> None:
+    def _compare(self, pipeline_id: str, watched: _Watched, spec: ServeSpec, now_s: float) -> None:
         """Start a search once the ring's times have differed from the plan for ``_AWHILE_S``."""
         placed = placed_of(spec)
         seen = _seen(self._engines.state_of(pipeline_id), placed)
@@ -127,7 +125,7 @@ class ReplanWatch:
     def _start(self, pipeline_id: str, watched: _Watched, work: Coroutine[None, None, None]) -> None:
         watched.task = self._tasks.create_task(work, name=f"replan:{pipeline_id}")
 
-    async def _learn(self, watched: _Watched, pipeline_id: str, spec: pb.ServeSpec) -> None:
+    async def _learn(self, watched: _Watched, pipeline_id: str, spec: ServeSpec) -> None:
         """Load the measurements that the plan rests on."""
         try:
             watched.known = await self._replanner.known(pipeline_id, spec)
@@ -138,7 +136,7 @@ class ReplanWatch:
         self,
         watched: _Watched,
         pipeline_id: str,
-        spec: pb.ServeSpec,
+        spec: ServeSpec,
         *,
         joined: Collection[str] = (),
         seen: Seen | None = None,
@@ -166,7 +164,7 @@ class ReplanWatch:
         self,
         watched: _Watched,
         pipeline_id: str,
-        spec: pb.ServeSpec,
+        spec: ServeSpec,
         placed: Sequence[Placed],
         *,
         joined: Collection[str],
@@ -216,7 +214,7 @@ class ReplanWatch:
     def _tell(
         self,
         pipeline_id: str,
-        spec: pb.ServeSpec,
+        spec: ServeSpec,
         found: Sequence[Placed],
         better: Plan,
         *,
@@ -225,6 +223,7 @@ class ReplanWatch:
         why: str,
     ) -> None:
         where = plan_text(better)
+        spec = dict(self._engines.ready()).get(pipeline_id, spec)  # a user may have changed it during the search
         now_s = self._clock.monotonic_s()
         rested = now_s - self._moved_s.get(pipeline_id, float("-inf")) >= _REST_S
         if spec.moves and rested and worth_moving(gain, cost):
@@ -233,7 +232,7 @@ class ReplanWatch:
             self._engines.move(pipeline_id, self._replanner.made(spec, found))
             return
         logger.warning("model=%s would be %.0f %% faster as %s: %s", spec.model, 100 * gain, where, why)
-        self._engines.advise(pipeline_id, engine_pb2.Advice(why=why, plan=where, gain=gain, pause_s=cost.pause_s))
+        self._engines.advise(pipeline_id, Advice(why=why, plan=where, gain=gain, pause_s=cost.pause_s))
 
 
 def _ring(known: Known | None, placed: Sequence[Placed]) -> Ring | None:
@@ -246,11 +245,11 @@ def _ring(known: Known | None, placed: Sequence[Placed]) -> Ring | None:
     return Ring(known.demand, placed, machines, known.cluster.links)
 
 
-def _seen(state: engine_pb2.EngineState | None, placed: Sequence[Placed]) -> Seen | None:
+def _seen(state: EngineState | None, placed: Sequence[Placed]) -> Seen | None:
     """Return the times that a ring of one slice per node shows; None while it shows none."""
     if state is None or not state.running or not state.decode_rows or len(state.stages) != len(placed):
         return None
-    stages = {NodeId(stage.node_id): stage for stage in state.stages}
+    stages = {stage.node_id: stage for stage in state.stages}
     if len(stages) != len(placed) or any(piece.node_id not in stages for piece in placed):
         return None
     ordered = [stages[piece.node_id] for piece in placed]

@@ -20,10 +20,9 @@ from edgepipe.planner.placement import Placed
 from edgepipe.planner.plan import Wishes, plan
 from edgepipe.planner.replacement import replace_lost
 from edgepipe.units import LinkShape
-from edgepipe.wire.common import slices_from_wire
-from edgepipe.wire.profiles import cluster_from_wire
-from edgepipe.wire.v1 import engine_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import LeftOut, ServeSpec
+from edgepipe.wire.serving import PlanMade, PlanWanted, Reachable
+from edgepipe.wire.surveys import cluster_of
 
 DEFAULT_SEQUENCES = 16
 """Concurrent chats assumed for a home cluster when a spec gives no number."""
@@ -33,7 +32,7 @@ _READ_TOKENS = 1024  # tokens that a plan lets each token attend to
 _UNMEASURED = LinkShape(bytes_per_s=1e9 / 8, one_way_s=0.0005)  # assumed for unmeasured links: a cable at home
 
 
-def demand_of(config: ModelConfig, spec: pb.ServeSpec, *, must_keep_tokens: int = 0) -> Demand:
+def demand_of(config: ModelConfig, spec: ServeSpec, *, must_keep_tokens: int = 0) -> Demand:
     """Return the demand implied by a serve spec."""
     context = min(spec.context_length or config.context_length, config.context_length)
     conversation = min(context, DEFAULT_SEQUENCE_TOKENS)
@@ -47,13 +46,9 @@ def demand_of(config: ModelConfig, spec: pb.ServeSpec, *, must_keep_tokens: int 
     )
 
 
-def placed_of(spec: pb.ServeSpec) -> tuple[Placed, ...]:
+def placed_of(spec: ServeSpec) -> tuple[Placed, ...]:
     """Return a spec's slices with their nodes, in the order in which a token passes them."""
-    placed = [
-        Placed(node_id=NodeId(stage.node_id), part=part)
-        for stage in spec.stages
-        for part in slices_from_wire(stage.slices)
-    ]
+    placed = [Placed(node_id=stage.node_id, part=part) for stage in spec.stages for part in stage.slices]
     return tuple(sorted(placed, key=lambda piece: piece.part.index))
 
 
@@ -65,16 +60,16 @@ class Avoided:
     links: frozenset[tuple[NodeId, NodeId]] = frozenset()  # (sender, receiver) pairs that must not be neighbours
 
     @classmethod
-    def of(cls, left_out: Iterable[engine_pb2.LeftOut]) -> Avoided:
+    def of(cls, left_out: Iterable[LeftOut]) -> Avoided:
         """Collect the entries of an engine's report."""
         entries = list(left_out)
         return cls(
             nodes=frozenset(entry.node_id for entry in entries if not entry.other_id),
-            links=frozenset((NodeId(entry.node_id), NodeId(entry.other_id)) for entry in entries if entry.other_id),
+            links=frozenset((entry.node_id, entry.other_id) for entry in entries if entry.other_id),
         )
 
     @classmethod
-    def ever_less(cls, left_out: Iterable[engine_pb2.LeftOut]) -> list[Avoided]:
+    def ever_less(cls, left_out: Iterable[LeftOut]) -> list[Avoided]:
         """List ever smaller sets: all entries, then fewer and fewer nodes (soonest expiry first), then no links."""
         entries = sorted(left_out, key=lambda entry: entry.seconds)
         nodes, links = (
@@ -102,14 +97,13 @@ class Replanner:
         self._models = models
         self._surveyor = surveyor
 
-    def reachable(self) -> pb.Reachable:
+    def reachable(self) -> Reachable:
         """Return the present nodes, this one included."""
-        reply = pb.Reachable()
-        for node in self._peers.nodes():
-            reply.nodes.add(node_id=node.node_id, address=node.address, name=node.name)
-            if node.draining:
-                reply.leaving.append(node.node_id)
-        return reply
+        nodes = self._peers.nodes()
+        return Reachable(
+            nodes=tuple(node.introduction for node in nodes),
+            leaving=tuple(node.node_id for node in nodes if node.draining),
+        )
 
     def room_changes(self) -> tuple[object, ...]:
         """Return a value that changes whenever a waiting engine might find room."""
@@ -123,7 +117,7 @@ class Replanner:
             for node in self._peers.nodes()
         )
 
-    def usable(self, spec: pb.ServeSpec, *, own: str) -> frozenset[str]:
+    def usable(self, spec: ServeSpec, *, own: str) -> frozenset[str]:
         """Return the nodes that could hold stages of a running pipeline."""
         return frozenset(node.node_id for node in self._peers.nodes() if rooms_of(node, spec.dtype, own=own))
 
@@ -131,7 +125,7 @@ class Replanner:
         """Return a node's name for people. Raises NodeUnreachable."""
         return self._peers.node(node_id).name
 
-    async def plan(self, pipeline_id: str, wanted: pb.PlanWanted) -> pb.PlanMade:
+    async def plan(self, pipeline_id: str, wanted: PlanWanted) -> PlanMade:
         """Place lost stages on other nodes if they fit there; else place all stages anew.
 
         If no placement avoids all that the engine avoids, nodes are allowed again first, soonest expiry first, and
@@ -154,25 +148,23 @@ class Replanner:
                 if not tries:
                     raise
 
-    async def anew(self, pipeline_id: str, spec: pb.ServeSpec, avoided: Avoided, *, num_nodes: int) -> pb.PlanMade:
+    async def anew(self, pipeline_id: str, spec: ServeSpec, avoided: Avoided, *, num_nodes: int) -> PlanMade:
         """Find the best placement over ``num_nodes`` nodes (0: as in ``spec``). Raises NoFeasiblePlacement."""
-        wanted = pb.ServeSpec()
-        wanted.CopyFrom(spec)
-        wanted.num_nodes = num_nodes or spec.num_nodes
+        wanted = replace(spec, num_nodes=num_nodes or spec.num_nodes)
         return self.made(wanted, await self.search(await self.known(pipeline_id, wanted), wanted, avoided))
 
-    async def known(self, pipeline_id: str, spec: pb.ServeSpec, *, measure: Collection[str] = ()) -> Known:
+    async def known(self, pipeline_id: str, spec: ServeSpec, *, measure: Collection[str] = ()) -> Known:
         """Return the measurements of the cluster. Nodes in ``measure`` are idle and are measured first.
 
         Raises ModelUnknown.
         """
         model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
         survey = await self._surveyor.known(model, spec.dtype, own=pipeline_id, measure=measure)
-        cluster = cluster_from_wire(survey)
+        cluster = cluster_of(survey)
         links = replace(cluster.links, assumed=_UNMEASURED)
         return Known(model=model, demand=demand_of(model.config, spec), cluster=replace(cluster, links=links))
 
-    async def search(self, known: Known, spec: pb.ServeSpec, avoided: Avoided) -> tuple[Placed, ...]:
+    async def search(self, known: Known, spec: ServeSpec, avoided: Avoided) -> tuple[Placed, ...]:
         """Find the best placement by known measurements that uses nothing avoided. Raises NoFeasiblePlacement.
 
         The wishes in ``spec`` count as far as the present nodes allow.
@@ -189,21 +181,17 @@ class Replanner:
         found = await asyncio.to_thread(plan, known.demand, machines, links, wishes, explain=False)
         return found.placed
 
-    def made(self, spec: pb.ServeSpec, placed: Sequence[Placed]) -> pb.PlanMade:
-        """Build the message that gives a placement to an engine. Raises NodeUnreachable."""
-        made = pb.PlanMade(spec=spec)
-        del made.spec.stages[:]
-        made.spec.stages.extend(stages_of(placed))
-        for node_id in {stage.node_id for stage in made.spec.stages}:
-            node = self._peers.node(node_id)
-            made.nodes.add(node_id=node_id, address=node.address, name=node.name)
-        return made
+    def made(self, spec: ServeSpec, placed: Sequence[Placed]) -> PlanMade:
+        """Build the command that gives a placement to an engine. Raises NodeUnreachable."""
+        stages = stages_of(placed)
+        nodes = tuple(self._peers.node(stage.node_id).introduction for stage in stages)
+        return PlanMade(spec=replace(spec, stages=stages), nodes=nodes)
 
     def fetch_bytes(self, model: LocalModel) -> Callable[[NodeId, Sequence[Slice]], int]:
         """Return a function that counts the bytes a node must fetch before it can load slices of the model."""
         return fetch_bytes(self._peers.nodes(), model.stored)
 
-    def _replaced(self, model: LocalModel, spec: pb.ServeSpec, own: str, avoided: Avoided) -> tuple[Placed, ...] | None:
+    def _replaced(self, model: LocalModel, spec: ServeSpec, own: str, avoided: Avoided) -> tuple[Placed, ...] | None:
         """Place lost stages elsewhere and keep the others; None if they do not fit."""
         nodes = [node for node in self._peers.nodes() if node.node_id not in avoided.nodes]
         rooms = [room for node in nodes for room in rooms_of(node, spec.dtype, own=own)]

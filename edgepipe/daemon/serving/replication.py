@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
 
 from edgepipe.daemon.files.model_parts import model_parts, parts_on
 from edgepipe.daemon.files.models import LocalModel, Models
@@ -18,7 +19,9 @@ from edgepipe.errors import EdgepipeError, ModelUnknown, NoFeasiblePlacement, Pl
 from edgepipe.ids import NodeId
 from edgepipe.planner.copies import CopyPlan, Disk, ModelParts, plan_copies
 from edgepipe.units import format_bytes
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.children import PrepareProgress
+from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.serving import CopyProgress, KeepCopyRequest, ReplicateEvent
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ class Replication:
                 await asyncio.sleep(again_s)
                 again_s = min(2 * again_s, _AGAIN_MAX_S)
 
-    async def replicate(self, name: str, *, copies: int) -> AsyncGenerator[pb.ReplicateEvent]:
+    async def replicate(self, name: str, *, copies: int) -> AsyncGenerator[ReplicateEvent]:
         """Bring every part to ``copies`` disks; yield each node's progress, at the end all completed copies.
 
         Raises ModelUnknown, PlanInvalid if the cluster has fewer nodes, and NoFeasiblePlacement with the numbers if
@@ -93,9 +96,11 @@ class Replication:
         async for event in self._copy(model, plan):
             yield event
 
-    async def keep(self, request: pb.KeepCopyRequest) -> AsyncGenerator[pb.PrepareProgress]:
-        """Make this node's copies. Raises like ``Models.keep_copy``, and LinkError if the link cannot be measured."""
-        asking = request.hello.node_id
+    async def keep(self, request: KeepCopyRequest, *, asking: str) -> AsyncGenerator[PrepareProgress]:
+        """Make this node's copies. Raises like ``Models.keep_copy``, and LinkError if the link cannot be measured.
+
+        ``asking``: id of the node that plans the copies.
+        """
         model = await self._models.adopt(
             request.model,
             manifest_hash=request.manifest_hash,
@@ -104,14 +109,13 @@ class Replication:
         )
         bytes_per_s = 0.0
         if request.paced and not self._peers.is_self(request.source):
-            asked = pb.ProfileLinksRequest(hello=self._peers.hello, node_ids=[self._peers.own_id])
-            links = await self._peers.profile_links(request.source, asked)
+            links = await self._peers.profile_links(request.source, [self._peers.own_id])
             rates = [link.bytes_per_s for link in links if link.receiver == self._peers.own_id]
             if not rates:
                 raise RemoteProtocolError("the copy's source does not say how fast the link is")
             bytes_per_s = _LINK_SHARE * min(rates)
         async for progress in self._models.keep_copy(
-            model, list(request.parts), first_source=request.source, bytes_per_s=bytes_per_s
+            model, request.parts, first_source=request.source, bytes_per_s=bytes_per_s
         ):
             yield progress
 
@@ -132,7 +136,7 @@ class Replication:
                 logger.warning("%s", self._no_room(model, plan))
         return found
 
-    async def _model(self, spec: pb.ServeSpec) -> LocalModel:
+    async def _model(self, spec: ServeSpec) -> LocalModel:
         """Return the served model, looked up on the disk once."""
         if spec.manifest_hash not in self._served:
             self._served[spec.manifest_hash] = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
@@ -148,7 +152,7 @@ class Replication:
         num_parts = model.config.num_layers + 2
         return [
             Disk(
-                node_id=NodeId(node.node_id),
+                node_id=node.node_id,
                 holds=parts_on(node, model.name, model.manifest_hash, num_parts=num_parts),
                 free_bytes=node.disk_free_bytes,
                 computes=bool(node.devices),
@@ -157,19 +161,18 @@ class Replication:
             for node in self._peers.nodes()
         ]
 
-    async def _copy(self, model: LocalModel, plan: CopyPlan) -> AsyncGenerator[pb.ReplicateEvent]:
+    async def _copy(self, model: LocalModel, plan: CopyPlan) -> AsyncGenerator[ReplicateEvent]:
         """Copy to all nodes at once. Yield progress at intervals and at the end; then raise the first error."""
         if not plan.fetch:
             return
         parts, paced = self._parts(model), any(node.engines for node in self._peers.nodes())
-        event = pb.ReplicateEvent()
+        progress: dict[NodeId, CopyProgress] = {}
         copying: list[asyncio.Task[None]] = []
         for node_id, chosen in plan.fetch.items():
-            progress = event.copies.add(
+            progress[node_id] = CopyProgress(
                 node_id=node_id, node_name=self._peers.node(node_id).name, bytes_total=parts.num_bytes(chosen)
             )
-            request = pb.KeepCopyRequest(
-                hello=self._peers.hello,
+            request = KeepCopyRequest(
                 model=model.name,
                 manifest_hash=model.manifest_hash,
                 parts=chosen,
@@ -178,10 +181,10 @@ class Replication:
             )
             copying.append(asyncio.ensure_future(self._copy_to(node_id, request, progress)))
         try:
-            yield event
+            yield ReplicateEvent(copies=tuple(progress.values()))
             while any(not task.done() for task in copying):
                 await asyncio.wait(copying, timeout=_TELL_S)
-                yield event
+                yield ReplicateEvent(copies=tuple(progress.values()))
             for task in copying:
                 task.result()
         finally:
@@ -189,11 +192,13 @@ class Replication:
                 task.cancel()
             await asyncio.wait(copying)
 
-    async def _copy_to(self, node_id: str, request: pb.KeepCopyRequest, progress: pb.CopyProgress) -> None:
-        logger.info("copying model=%s parts=%d to node=%s", request.model, len(request.parts), progress.node_name)
+    async def _copy_to(self, node_id: NodeId, request: KeepCopyRequest, progress: dict[NodeId, CopyProgress]) -> None:
+        """Have a node copy, and keep its entry of ``progress`` up to date."""
+        now = progress[node_id]
+        logger.info("copying model=%s parts=%d to node=%s", request.model, len(request.parts), now.node_name)
         async for update in self._peers.keep_copy(node_id, request):
-            progress.bytes_done = update.bytes_done
-        progress.bytes_done = progress.bytes_total
+            progress[node_id] = replace(now, bytes_done=update.bytes_done)
+        progress[node_id] = replace(now, bytes_done=now.bytes_total)
 
     def _source(self, model: LocalModel, chosen: tuple[int, ...], target: str) -> str:
         """Return the node that holds most of the chosen parts."""

@@ -8,22 +8,27 @@ import hashlib
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
-
-from google.protobuf.message import DecodeError
 
 from edgepipe.clock import Clock
 from edgepipe.cluster.private_files import read_private, write_private
 from edgepipe.daemon.changes import Changes
 from edgepipe.daemon.serving.serve_rules import MAX_BODY_BYTES, Facts, is_far_ahead, order, refusal, same_engine
-from edgepipe.errors import AccessDenied, ConfigInvalid
+from edgepipe.errors import AccessDenied, ConfigInvalid, PlanInvalid, RemoteProtocolError
+from edgepipe.ids import PipelineId
 from edgepipe.security.certificates import KeyPair
 from edgepipe.security.trust_view import Role, TrustedPeer
 from edgepipe.telemetry.log import Once
-from edgepipe.wire.v1 import engine_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import EngineState, ServeSpec
+from edgepipe.wire.serving import ServeBody, ServeRecord
+from edgepipe.wire.signed import (
+    serve_body_from_bytes,
+    serve_body_to_bytes,
+    serve_records_from_bytes,
+    serve_records_to_bytes,
+)
 
 logger = logging.getLogger(__name__)
 _once = Once(logger)
@@ -84,7 +89,7 @@ class ServeBook:
         self._engine_state = engine_state
         self._clock = clock
         self._on_change = on_change
-        self._records: dict[str, tuple[pb.ServeBody, pb.ServeRecord]] = {}  # by model
+        self._records: dict[str, tuple[ServeBody, ServeRecord]] = {}  # by model
         self._checked: OrderedDict[bytes, bool] = OrderedDict()  # signatures, by the hash of the whole record
         self._checks: dict[str, _Checks] = {}  # by the node that sends the records
         self._settled_at_s: dict[str, float] = {}  # by model
@@ -92,11 +97,11 @@ class ServeBook:
         self._changes = Changes()
         self._load()
 
-    def records(self) -> list[pb.ServeRecord]:
+    def records(self) -> tuple[ServeRecord, ...]:
         """Return all records, for other nodes."""
-        return [record for _, record in self._records.values()]
+        return tuple(record for _, record in self._records.values())
 
-    def served(self) -> list[pb.ServeBody]:
+    def served(self) -> list[ServeBody]:
         """Return the models that are wanted and have answered."""
         return [body for body, _ in self._records.values() if not body.stopped and body.begun]
 
@@ -104,7 +109,7 @@ class ServeBook:
         """Return the stopped pipelines."""
         return [body.pipeline_id for body, _ in self._records.values() if body.stopped]
 
-    def held(self, pipeline_id: str) -> pb.ServeBody | None:
+    def held(self, pipeline_id: str) -> ServeBody | None:
         """Return the body of a pipeline's record, running or stopped."""
         return next((body for body, _ in self._records.values() if body.pipeline_id == pipeline_id), None)
 
@@ -113,11 +118,11 @@ class ServeBook:
         held = self.held(pipeline_id)
         return held is not None and held.spec.on_request
 
-    def record(self, pipeline_id: str) -> pb.ServeRecord | None:
+    def record(self, pipeline_id: str) -> ServeRecord | None:
         """Return a pipeline's signed record."""
         return next((record for body, record in self._records.values() if body.pipeline_id == pipeline_id), None)
 
-    def binds(self, node_id: str, engine: engine_pb2.EngineState) -> bool:
+    def binds(self, node_id: str, engine: EngineState) -> bool:
         """Return whether the engine that a node reports is the recorded one, with the recorded content."""
         body = self.held(engine.pipeline_id)
         return (
@@ -163,60 +168,48 @@ class ServeBook:
         if not self._is_owner(node_id) and all(body.spec.manifest_hash != manifest_hash for body in self.served()):
             raise AccessDenied("only an owner may copy a model that is not served", fact=f"node {node_id} asked")
 
-    def ask(self, pipeline_id: str, spec: pb.ServeSpec, *, engine_node: str) -> pb.ServeRecord:
+    def ask(self, pipeline_id: PipelineId, spec: ServeSpec, *, engine_node: str) -> ServeRecord:
         """Record that this node's user wants a model served. Raises AccessDenied if others had it served already."""
-        body = pb.ServeBody(pipeline_id=pipeline_id, spec=spec, engine_node=engine_node, asker=self._own)
-        return self._say(body)
+        return self._say(ServeBody(pipeline_id=pipeline_id, spec=spec, engine_node=engine_node, asker=self._own))
 
-    def note_served(self, pipeline_id: str, spec: pb.ServeSpec) -> None:
+    def note_served(self, pipeline_id: str, spec: ServeSpec) -> None:
         """Record that this node's engine answers, with the stages in ``spec``."""
         held = self.held(pipeline_id)
         if held is None or held.stopped or held.engine_node != self._own:
             return
-        body = self._next(spec.model)
-        body.begun = True
-        body.spec.CopyFrom(spec)
-        body.spec.on_request = held.spec.on_request  # an engine does not decide that
+        spec = replace(spec, on_request=held.spec.on_request)  # an engine does not decide that
+        body = replace(held, begun=True, spec=spec)
         if body != held:
             self._say_if_believed(body)
 
     def note_kept(self, model: str) -> None:
         """Record that a person wants the model served: until now it was only loaded for a request."""
-        held = self._records.get(model)
-        if held is None or held[0].stopped or not held[0].spec.on_request:
-            return
-        body = self._next(model)
-        body.spec.on_request = False
-        self._say_if_believed(body)
+        body, _ = self._records.get(model, (None, None))
+        if body is not None and not body.stopped and body.spec.on_request:
+            self._say_if_believed(replace(body, spec=replace(body.spec, on_request=False)))
 
-    def note_stopped(self, model: str) -> pb.ServeRecord | None:
+    def note_stopped(self, model: str) -> ServeRecord | None:
         """Record that a model is stopped. Raises AccessDenied if this node may not stop it."""
-        held = self._records.get(model)
-        if held is None or held[0].stopped:
-            return held[1] if held is not None else None
-        body = self._next(model)
-        body.stopped = True
-        return self._say(body)
+        body, record = self._records.get(model, (None, None))
+        return record if body is None or body.stopped else self._say(replace(body, stopped=True))
 
     def take_over(self, pipeline_id: str) -> None:
         """Record that the pipeline's engine is here. Raises AccessDenied unless the recorded node is gone."""
         held = self.held(pipeline_id)
         if held is not None and held.engine_node != self._own:
-            body = self._next(held.spec.model)
-            body.engine_node = self._own
-            self._say(body)
+            self._say(replace(held, engine_node=self._own))
 
-    def is_unconfirmed(self, body: pb.ServeBody) -> bool:
+    def is_unconfirmed(self, body: ServeBody) -> bool:
         """Return whether only this node's record names this node for a pipeline's engine."""
         return (body.engine_node, body.signer) == (self._own, self._own) and not self._is_owner(self._own)
 
-    def hand_back(self, other: pb.ServeBody) -> None:
+    def hand_back(self, other: ServeBody) -> None:
         """Yield this node's engine to the one that another node reported. Raises AccessDenied."""
-        body = self._next(other.spec.model)
-        body.engine_node = other.engine_node
-        self._say(body)
+        body, _ = self._records.get(other.spec.model, (None, None))
+        if body is not None:
+            self._say(replace(body, engine_node=other.engine_node))
 
-    def reassert(self, rival: pb.ServeBody) -> None:
+    def reassert(self, rival: ServeBody) -> None:
         """Say again that the pipeline's engine is here, above a refused record whose engine's node is gone.
 
         While this node was away another node took the engine over, and the others believe that node. Once it is gone,
@@ -228,13 +221,13 @@ class ServeBook:
         if rival.signer != rival.engine_node:  # only a takeover calls for an answer
             return
         if order(rival) > order(held) and not is_far_ahead(held, rival) and self._gone(rival.engine_node):
-            self._say(self._next(held.spec.model), above=rival.version)
+            self._say(held, above=rival.version)
 
-    def merge(self, source: str, records: Iterable[pb.ServeRecord]) -> list[pb.ServeBody]:
+    def merge(self, source: str, records: Iterable[ServeRecord]) -> list[ServeBody]:
         """Take another node's records if the rules allow their signers to make them.
 
         Returns the refused ones that name another engine for a model held here."""
-        rivals: list[pb.ServeBody] = []
+        rivals: list[ServeBody] = []
         known = {record.body for _, record in self._records.values()}
         for record in list(records)[:_MOST_RECORDS]:
             body = self._read(source, record) if record.body not in known else None
@@ -266,16 +259,14 @@ class ServeBook:
             if not mine or (record.body and self._trust.known(body.signer) is not None and lasts):
                 continue
             if manifest_hash := present_hash(body.spec.model, body.spec.manifest_hash):
-                renewed = self._next(body.spec.model)
-                renewed.spec.manifest_hash = manifest_hash
-                self._say_if_believed(renewed)
+                self._say_if_believed(replace(body, spec=replace(body.spec, manifest_hash=manifest_hash)))
 
     async def run(self) -> None:
         """Write every change to the disk, until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
-            data = pb.ServeRecords(records=self.records()).SerializeToString()
+            data = serve_records_to_bytes(self.records())
             try:
                 await asyncio.to_thread(write_private, self._path, data)
             except OSError as exc:
@@ -289,37 +280,34 @@ class ServeBook:
         peer = self._trust.known(node_id)
         return peer is not None and peer.role is Role.OWNER
 
-    def _next(self, model: str) -> pb.ServeBody:
-        """Copy the held record's body, to be changed and signed."""
-        body = pb.ServeBody()
-        if (held := self._records.get(model)) is not None:
-            body.CopyFrom(held[0])
-        return body
-
-    def _say(self, body: pb.ServeBody, *, above: int = 0) -> pb.ServeRecord:
-        """Sign a record newer than the held one and keep it. Raises AccessDenied if others would refuse it."""
+    def _say(self, body: ServeBody, *, above: int = 0) -> ServeRecord:
+        """Sign ``body`` as a record newer than the held one. Raises AccessDenied if others would refuse it."""
         held = self._records.get(body.spec.model)
-        body.cluster_id, body.signer = self._trust.cluster_id, self._own
-        body.version = 1 + max(above, held[0].version if held is not None else 0)
+        body = replace(
+            body,
+            cluster_id=self._trust.cluster_id,
+            signer=self._own,
+            version=1 + max(above, held[0].version if held is not None else 0),
+        )
         if why := self._refusal(body):
             raise AccessDenied(
                 f"'{body.spec.model}' is served on another node's request",
                 fact=why,
                 next_step="run the command where it was served, or on an owner's machine: see 'edgepipe peers'",
             )
-        data = body.SerializeToString(deterministic=True)
-        record = pb.ServeRecord(body=data, signature=self._trust.key_pair.sign(_CONTEXT + data))
+        data = serve_body_to_bytes(body)
+        record = ServeRecord(body=data, signature=self._trust.key_pair.sign(_CONTEXT + data))
         self._take(body, record)
         return record
 
-    def _say_if_believed(self, body: pb.ServeBody) -> None:
+    def _say_if_believed(self, body: ServeBody) -> None:
         """Sign a record that no user asked for. Only log a refusal: this node may have been removed."""
         try:
             self._say(body)
         except AccessDenied as error:
             _once.log(logging.WARNING, f"{body.spec.model} {error.fact}", "record not signed: %s", error)
 
-    def _refusal(self, body: pb.ServeBody) -> str:
+    def _refusal(self, body: ServeBody) -> str:
         held = self._records.get(body.spec.model)
         signer = self._trust.known(body.signer)
         running = sum(
@@ -335,11 +323,11 @@ class ServeBook:
         )
         return refusal(held[0] if held is not None else None, body, facts)
 
-    def _seems_to_run(self, body: pb.ServeBody) -> bool:
+    def _seems_to_run(self, body: ServeBody) -> bool:
         state = self._engine_state(body.engine_node, body.pipeline_id)
         return state != "failed" and (body.begun or bool(state))
 
-    def _settle(self, held: pb.ServeBody, rival: pb.ServeBody) -> None:
+    def _settle(self, held: ServeBody, rival: ServeBody) -> None:
         """State as an owner's node which engine counts."""
         now_s, model = self._clock.monotonic_s(), held.spec.model
         if not self._is_owner(self._own) or self._gone(held.engine_node) or self._trust.known(rival.signer) is None:
@@ -349,15 +337,15 @@ class ServeBook:
         if now_s - self._settled_at_s.get(model, -_SETTLE_S) < _SETTLE_S:
             return
         self._settled_at_s[model] = now_s
-        self._say(self._next(model), above=rival.version)
+        self._say(held, above=rival.version)
 
-    def _read(self, source: str, record: pb.ServeRecord) -> pb.ServeBody | None:
+    def _read(self, source: str, record: ServeRecord) -> ServeBody | None:
         """Return a record's body if its signature is valid, else None."""
         if not record.body or len(record.body) > MAX_BODY_BYTES:
             return None
         try:
-            body = pb.ServeBody.FromString(record.body)
-        except DecodeError:
+            body = serve_body_from_bytes(record.body)
+        except (RemoteProtocolError, PlanInvalid):
             return None
         signer = self._trust.known(body.signer)
         if signer is None or body.cluster_id != self._trust.cluster_id or not body.spec.model:
@@ -382,7 +370,7 @@ class ServeBook:
         checks.left = max(checks.left, -1.0)
         return checks.left >= 0
 
-    def _take(self, body: pb.ServeBody, record: pb.ServeRecord) -> None:
+    def _take(self, body: ServeBody, record: ServeRecord) -> None:
         before = self._records.pop(body.spec.model, None)
         self._records[body.spec.model] = (body, record)
         while len(self._records) > _MOST_RECORDS and (model := self._forgettable()):
@@ -392,7 +380,7 @@ class ServeBook:
         self._on_change()
         moved = before is not None and before[0].engine_node != body.engine_node
         if moved and not self._is_owner(body.signer) and self._is_owner(self._own):
-            self._say(self._next(body.spec.model))  # nodes that cannot see the loss themselves believe an owner
+            self._say(body)  # nodes that cannot see the loss themselves believe an owner
 
     def _forgettable(self) -> str:
         """Return the oldest stopped model of the signer with most of them: no signer displaces others' records."""
@@ -403,22 +391,25 @@ class ServeBook:
     def _load(self) -> None:
         """Load the records; they were checked on arrival. Records of the earlier form wait for ``renew``."""
         try:
-            records = pb.ServeRecords.FromString(read_private(self._path, most_bytes=_MOST_BYTES)).records
-            for record in records:
-                body = pb.ServeBody.FromString(record.body)
-                if not record.body:
-                    body = pb.ServeBody(
-                        pipeline_id=record.pipeline_id,
-                        spec=record.spec,
-                        stopped=record.stopped,
-                        version=record.version,
-                        engine_node=record.engine_node,
-                        asker=record.engine_node,
-                        begun=True,
-                    )
+            for record in serve_records_from_bytes(read_private(self._path, most_bytes=_MOST_BYTES)):
+                spec = record.spec
+                body = serve_body_from_bytes(record.body) if spec is None else _unsigned_body(record, spec)
                 self._records[body.spec.model] = (body, record)
         except FileNotFoundError:
             return
-        except (ConfigInvalid, DecodeError) as exc:
+        except (ConfigInvalid, RemoteProtocolError, PlanInvalid) as exc:
             self._records.clear()
             logger.warning("the records of served models are lost: %s", exc)
+
+
+def _unsigned_body(record: ServeRecord, spec: ServeSpec) -> ServeBody:
+    """Return the body of a record of the earlier form."""
+    return ServeBody(
+        pipeline_id=PipelineId(record.pipeline_id),
+        spec=spec,
+        stopped=record.stopped,
+        version=record.version,
+        engine_node=record.engine_node,
+        asker=record.engine_node,
+        begun=True,
+    )

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from edgepipe.security.trust_view import Role
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.serving import ServeBody
 
 MAX_VERSION_STEP = 1 << 20  # a partition makes few changes, and the highest version must stay out of reach
 MAX_RUNNING_PER_MEMBER = 8  # models that one plain member may have served at once
@@ -29,16 +29,16 @@ class Facts:
     role: Role | None  # of the new record's signer; None: no member of the cluster
     gone: Callable[[str], bool]  # whether a node is certainly away, or hands its engines over
     running: int  # records of other models that run because the signer asked
-    runs: Callable[[pb.ServeBody], bool]  # whether a recorded engine has answered or its node reports it
+    runs: Callable[[ServeBody], bool]  # whether a recorded engine has answered or its node reports it
 
 
-def order(body: pb.ServeBody) -> tuple[int, bool, str, str]:
+def order(body: ServeBody) -> tuple[int, bool, str, str]:
     """Return the sort key of one model's records: the greatest counts. After a partition versions may be equal: a stop
     wins, then any order that is the same on all nodes."""
     return body.version, body.stopped, body.pipeline_id, body.engine_node
 
 
-def same_engine(record: pb.ServeBody, other: pb.ServeBody) -> bool:
+def same_engine(record: ServeBody, other: ServeBody) -> bool:
     """Return whether both records name the same engine with the same content."""
     return (record.pipeline_id, record.engine_node, record.asker, record.stopped, record.spec.manifest_hash) == (
         other.pipeline_id,
@@ -49,12 +49,12 @@ def same_engine(record: pb.ServeBody, other: pb.ServeBody) -> bool:
     )
 
 
-def is_far_ahead(held: pb.ServeBody | None, new: pb.ServeBody) -> bool:
+def is_far_ahead(held: ServeBody | None, new: ServeBody) -> bool:
     """Return whether the version is so high that only an owner may use it."""
     return new.version > (held.version if held is not None else 0) + MAX_VERSION_STEP
 
 
-def refusal(held: pb.ServeBody | None, new: pb.ServeBody, facts: Facts) -> str:
+def refusal(held: ServeBody | None, new: ServeBody, facts: Facts) -> str:
     """Return why ``new`` does not replace ``held``; empty if it does. Both are of one model; ``new`` is well signed."""
     if facts.role is None:
         return "its signer does not belong to the cluster"
@@ -84,7 +84,7 @@ def refusal(held: pb.ServeBody | None, new: pb.ServeBody, facts: Facts) -> str:
     return "its engine's node is not gone"
 
 
-def _refusal_to_begin(new: pb.ServeBody, facts: Facts) -> str:
+def _refusal_to_begin(new: ServeBody, facts: Facts) -> str:
     if new.stopped:
         return "nothing is served"
     if new.asker != new.signer and new.engine_node != new.signer:

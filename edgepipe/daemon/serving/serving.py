@@ -8,8 +8,9 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing
+from dataclasses import replace
 
-from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, ActivationType
+from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile
 from edgepipe.daemon.device.memory import modest_kv_bytes
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.network.peers import Peers
@@ -27,15 +28,24 @@ from edgepipe.errors import (
     PlanInvalid,
     VersionMismatch,
 )
-from edgepipe.ids import Epoch, IdSource
+from edgepipe.ids import Epoch, IdSource, PipelineId
 from edgepipe.link.shut_ports import shut_port
 from edgepipe.model.facts import ModelConfig
 from edgepipe.planner.placement import NodeRoom, Placed, place_by_plan
 from edgepipe.planner.plan import Plan, Wishes, plan
-from edgepipe.wire.common import activation_type_to_wire, epoch_from_wire, error_from_wire
-from edgepipe.wire.profiles import cluster_from_wire
-from edgepipe.wire.v1 import common_pb2, engine_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import EngineState, ServeSpec
+from edgepipe.wire.nodes import NodeState
+from edgepipe.wire.serving import (
+    LinkProfile,
+    Moves,
+    ServeBody,
+    ServeEvent,
+    ServeRecord,
+    ServeRequest,
+    StartEngineRequest,
+    SurveyReply,
+)
+from edgepipe.wire.surveys import cluster_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,18 +80,18 @@ class Serving:
         self._surveyor = surveyor
         self._tasks = tasks
 
-    def engines(self) -> list[tuple[pb.NodeState, engine_pb2.EngineState]]:
+    def engines(self) -> list[tuple[NodeState, EngineState]]:
         """Return every engine of the cluster with its node."""
         return [(node, engine) for node in self._peers.nodes() for engine in node.engines]
 
-    async def serve(self, request: pb.ServeRequest) -> AsyncGenerator[pb.ServeEvent]:
+    async def serve(self, request: ServeRequest) -> AsyncGenerator[ServeEvent]:
         """Serve a model: yield progress, then the ready engine. Only follow a model that is served already.
 
         Raises ModelUnknown, ConfigInvalid, PlanInvalid, NoFeasiblePlacement, NodeUnreachable, and the engine's error.
         If the caller leaves before the end, the model that it began to serve is stopped.
         """
         self._check_names([*request.exclude, *filter(None, [request.first])])
-        yield pb.ServeEvent(message=f"looking for {request.model}")
+        yield ServeEvent(message=f"looking for {request.model}")
         model = await self._models.resolve(request.model)
         context = model.config.context_for(request.options.context_length)
         if running := self._running(model.name):
@@ -97,7 +107,7 @@ class Serving:
                 yield event
             return
         if waited_for := self._starting():
-            yield pb.ServeEvent(message=f"waiting for the device of {', '.join(waited_for)}")
+            yield ServeEvent(message=f"waiting for the device of {', '.join(waited_for)}")
             await self._devices_started()
         shut: dict[str, ConnectTimeout] = {}  # the reason by id, for nodes that cannot be used
         while True:
@@ -111,37 +121,37 @@ class Serving:
                 if request.plan or node is None or node.node_id in shut:
                     raise
                 shut[node.node_id] = error
-                yield pb.ServeEvent(message=f"{error.what}: looking for another way")
+                yield ServeEvent(message=f"{error.what}: looking for another way")
 
     async def _serve_anew(
-        self, request: pb.ServeRequest, model: LocalModel, context: int, shut: Mapping[str, ConnectTimeout]
-    ) -> AsyncGenerator[pb.ServeEvent]:
+        self, request: ServeRequest, model: LocalModel, context: int, shut: Mapping[str, ConnectTimeout]
+    ) -> AsyncGenerator[ServeEvent]:
         """Serve on nodes outside ``shut``. Raises the first error of ``shut`` if the others allow no placement."""
-        pipeline_id, engine_node = self._ids.new("pipeline"), ""
+        pipeline_id, engine_node = PipelineId(self._ids.new("pipeline")), ""
         ready = False
         try:
             if not request.plan:
-                yield pb.ServeEvent(message="measuring devices and links")
+                yield ServeEvent(message="measuring devices and links")
             try:
                 spec, engine_node = await self._spec(request, model, context, exclude=tuple(shut))
             except (NoFeasiblePlacement, PlanInvalid) as error:
                 raise next(iter(shut.values()), error) from None
             newest = [_left_out(error) for error in shut.values()][-1:]
-            yield pb.ServeEvent(message=f"{model.name}: {self._describe(spec)}", note="".join(newest))
+            yield ServeEvent(message=f"{model.name}: {self._describe(spec)}", note="".join(newest))
             record = self._book.ask(pipeline_id, spec, engine_node=engine_node)
             await self._peers.start_engine(engine_node, self._start_request(pipeline_id, spec, record))
             async for event in self._follow(engine_node, pipeline_id):
-                if event.HasField("engine") and (error := await self._no_way_to(event.engine, engine_node)):
+                if event.engine is not None and (error := await self._no_way_to(event.engine, engine_node)):
                     if not request.plan:
                         raise error
-                    event.note = f"{error.what}: {error.next_step}"
-                ready = event.HasField("engine")
+                    event = replace(event, note=f"{error.what}: {error.next_step}")
+                ready = event.engine is not None
                 yield event
         finally:
             if engine_node and not ready and not self._has_failed(pipeline_id):
                 self._tasks.create_task(self._stop_quietly(engine_node, pipeline_id), name=f"abandon:{pipeline_id}")
 
-    async def _no_way_to(self, engine: engine_pb2.EngineState, node_id: str) -> ConnectTimeout | None:
+    async def _no_way_to(self, engine: EngineState, node_id: str) -> ConnectTimeout | None:
         """Return why this node's gateway cannot send requests to a ready engine; None if it can."""
         host, _, port = engine.address.rpartition(":")
         try:
@@ -166,32 +176,29 @@ class Serving:
                 next_step="see 'edgepipe status'",
             )
 
-    def _named(self, name: str) -> pb.NodeState | None:
+    def _named(self, name: str) -> NodeState | None:
         return next((node for node in self._peers.nodes() if name and node.name == name), None)
 
-    async def survey(self, name: str, dtype: str, *, fresh: bool = False) -> pb.SurveyReply:
+    async def survey(self, name: str, dtype: str, *, fresh: bool = False) -> SurveyReply:
         """Measure the inputs of a model's plan. Raises ModelUnknown, LinkNotMeasured."""
         model = await self._models.resolve(name)
         if self._starting():
             await self._devices_started()
         return await self._surveyor.survey(model, dtype, fresh=fresh)
 
-    async def measure_links(self) -> list[pb.LinkProfile]:
+    async def measure_links(self) -> list[LinkProfile]:
         """Measure every directed link between nodes. Raises LinkNotMeasured."""
         return await self._surveyor.links()
 
-    async def _rebalance(
-        self, node_id: str, engine: engine_pb2.EngineState, request: pb.ServeRequest
-    ) -> AsyncGenerator[pb.ServeEvent]:
+    async def _rebalance(self, node_id: str, engine: EngineState, request: ServeRequest) -> AsyncGenerator[ServeEvent]:
         """Move the model's stages to the best placement now; yield events until they serve there."""
-        yield pb.ServeEvent(message=f"placing {engine.model} anew")
-        before = epoch_from_wire(engine.epoch)
+        yield ServeEvent(message=f"placing {engine.model} anew")
         if not await self._peers.rebalance(
             node_id, engine.pipeline_id, num_nodes=request.num_nodes, moves=request.moves
         ):
-            yield pb.ServeEvent(message="it is placed as well as can be", progress=1.0, engine=engine)
+            yield ServeEvent(message="it is placed as well as can be", progress=1.0, engine=engine)
             return
-        async for event in self._follow(node_id, engine.pipeline_id, after=before):
+        async for event in self._follow(node_id, engine.pipeline_id, after=engine.epoch):
             yield event
 
     async def stop(self, model: str) -> list[str]:
@@ -230,7 +237,7 @@ class Serving:
         if denied:
             raise next(iter(denied.values()))
 
-    def _running(self, model: str) -> tuple[pb.NodeState, engine_pb2.EngineState] | None:
+    def _running(self, model: str) -> tuple[NodeState, EngineState] | None:
         for node, engine in self.engines():
             if engine.model == model and engine.state in ("starting", "loading", "ready", "recovering", "waiting"):
                 return node, engine
@@ -249,7 +256,7 @@ class Serving:
             f"{node.name} cannot: {device.error.what}"
             for node in self._peers.nodes()
             for device in node.devices
-            if device.state == "failed"
+            if device.state == "failed" and device.error is not None
         ]
 
     async def _devices_started(self) -> None:
@@ -261,8 +268,8 @@ class Serving:
                         return
 
     async def _spec(
-        self, request: pb.ServeRequest, model: LocalModel, context: int, *, exclude: tuple[str, ...] = ()
-    ) -> tuple[pb.ServeSpec, str]:
+        self, request: ServeRequest, model: LocalModel, context: int, *, exclude: tuple[str, ...] = ()
+    ) -> tuple[ServeSpec, str]:
         """Choose what to serve and the engine's node, without the node ids in ``exclude``."""
         options = request.options
         nodes = self._peers.nodes()
@@ -280,52 +287,52 @@ class Serving:
                 raise VersionMismatch(error.what, fact=mismatch.fact, next_step=mismatch.next_step) from error
             error.fact = "; ".join([error.fact, *self._failed_devices()])
             raise
-        spec = pb.ServeSpec()
-        spec.CopyFrom(options)
-        spec.model, spec.manifest_hash, spec.context_length = model.name, model.manifest_hash, context
         _check_kv_room(model.config, options.kv_tokens, placed, rooms)
-        spec.kv_tokens = options.kv_tokens or default_kv_tokens(model.config, context, placed, rooms)
-        if not spec.activation_type:
-            spec.activation_type = activation_type_to_wire(ActivationType.BF16)
-        del spec.stages[:]
-        spec.stages.extend(stages_of(placed))
-        spec.throughput, spec.concurrency = request.throughput, request.concurrency
-        spec.num_nodes, spec.first = request.num_nodes, request.first
-        spec.exclude.extend(request.exclude)
-        spec.block_size = common_block_size(device.profile for node in nodes for device in node.devices)
-        spec.moves, spec.fixed = request.moves == pb.MOVES_AUTO, bool(request.plan)
+        profiles = [device.profile for node in nodes for device in node.devices]
+        spec = replace(
+            options,
+            model=model.name,
+            manifest_hash=model.manifest_hash,
+            stages=stages_of(placed),
+            context_length=context,
+            kv_tokens=options.kv_tokens or default_kv_tokens(model.config, context, placed, rooms),
+            throughput=request.throughput,
+            concurrency=request.concurrency,
+            moves=request.moves is Moves.AUTO,
+            num_nodes=request.num_nodes,
+            exclude=(*options.exclude, *request.exclude),
+            first=request.first,
+            fixed=bool(request.plan),
+            block_size=common_block_size(profile for profile in profiles if profile is not None),
+        )
         return spec, engine_node
 
-    async def _planned(
-        self, request: pb.ServeRequest, model: LocalModel, context: int, exclude: tuple[str, ...]
-    ) -> Plan:
+    async def _planned(self, request: ServeRequest, model: LocalModel, context: int, exclude: tuple[str, ...]) -> Plan:
         """Find the best placement that the request allows. Raises like ``plan``."""
-        cluster = cluster_from_wire(await self._surveyor.survey(model, request.options.dtype))
-        asked = pb.ServeSpec(context_length=context, throughput=request.throughput, concurrency=request.concurrency)
+        cluster = cluster_of(await self._surveyor.survey(model, request.options.dtype))
+        asked = ServeSpec(
+            model=model.name,
+            context_length=context,
+            throughput=request.throughput,
+            concurrency=request.concurrency,
+        )
         must_keep_tokens = context if request.must_keep_context else 0
         demand = demand_of(model.config, asked, must_keep_tokens=must_keep_tokens)
         wishes = Wishes(num_nodes=request.num_nodes, exclude=(*request.exclude, *exclude), first=request.first)
         return await asyncio.to_thread(plan, demand, cluster.machines, cluster.links, wishes, explain=False)
 
-    def _describe(self, spec: pb.ServeSpec) -> str:
+    def _describe(self, spec: ServeSpec) -> str:
         """Describe a placement: ``layers 0-14 on gamer, 15-29 on mac``."""
         parts = [
-            f"{part.layers.start}-{part.layers.end - 1} on {self._peers.node(stage.node_id).name}"
-            for stage in spec.stages
-            for part in stage.slices
+            f"{part.layers} on {self._peers.node(stage.node_id).name}" for stage in spec.stages for part in stage.slices
         ]
         return f"layers {', '.join(parts)}"
 
-    def _start_request(self, pipeline_id: str, spec: pb.ServeSpec, record: pb.ServeRecord) -> pb.StartEngineRequest:
-        request = pb.StartEngineRequest(hello=self._peers.hello, pipeline_id=pipeline_id, spec=spec, record=record)
-        for node_id in {stage.node_id for stage in spec.stages}:
-            node = self._peers.node(node_id)
-            request.nodes.add(node_id=node_id, address=node.address, name=node.name)
-        return request
+    def _start_request(self, pipeline_id: PipelineId, spec: ServeSpec, record: ServeRecord) -> StartEngineRequest:
+        nodes = tuple(self._peers.node(stage.node_id).introduction for stage in spec.stages)
+        return StartEngineRequest(pipeline_id=pipeline_id, spec=spec, record=record, nodes=nodes)
 
-    async def _follow(
-        self, node_id: str, pipeline_id: str, *, after: Epoch | None = None
-    ) -> AsyncIterator[pb.ServeEvent]:
+    async def _follow(self, node_id: str, pipeline_id: str, *, after: Epoch | None = None) -> AsyncIterator[ServeEvent]:
         """Yield events until the engine is ready, in an epoch later than ``after`` if that is given.
 
         Raises the engine's error, or NodeUnreachable when its node goes.
@@ -340,16 +347,16 @@ class Serving:
                 continue  # its node has not reported it yet
             seen = True
             if engine.state == "failed":
-                raise error_from_wire(engine.error)
-            if engine.state == "ready" and (after is None or epoch_from_wire(engine.epoch) > after):
+                raise engine.error or EdgepipeError(f"the engine of {engine.model} failed")
+            if engine.state == "ready" and (after is None or engine.epoch > after):
                 with contextlib.suppress(TimeoutError):  # the engine is ready even if this node's gateway is not
                     async with asyncio.timeout(_GATEWAY_S):
                         await self._gateway_knows(pipeline_id)
-                yield pb.ServeEvent(message=f"{engine.model} is ready", progress=1.0, engine=engine)
+                yield ServeEvent(message=f"{engine.model} is ready", progress=1.0, engine=engine)
                 return
             if sent != (engine.message, engine.progress):
                 sent = (engine.message, engine.progress)
-                yield pb.ServeEvent(message=engine.message or engine.state, progress=engine.progress)
+                yield ServeEvent(message=engine.message or engine.state, progress=engine.progress)
 
     async def _stop_quietly(self, node_id: str, pipeline_id: str) -> None:
         try:
@@ -396,7 +403,7 @@ def _check_kv_room(config: ModelConfig, kv_tokens: int, placed: Sequence[Placed]
         )
 
 
-def common_block_size(profiles: Iterable[common_pb2.DeviceProfile]) -> int:
+def common_block_size(profiles: Iterable[DeviceProfile]) -> int:
     """Return the tokens per KV block: the fewest that all devices serve well, as any device may hold a stage."""
     supported = [profile.block_sizes for profile in profiles if profile.block_sizes]
     common = (size for size in supported[0] if all(size in sizes for sizes in supported)) if supported else ()
@@ -409,7 +416,7 @@ def model_matches(wanted: str, name: str) -> bool:
 
 
 def _check_served_as_asked(
-    request: pb.ServeRequest, engine: engine_pb2.EngineState, manifest_hash: str, held: pb.ServeBody | None
+    request: ServeRequest, engine: EngineState, manifest_hash: str, held: ServeBody | None
 ) -> None:
     """Raise PlanInvalid if the served model has other content, other nodes, other layers or other settings than the
     caller wants."""
@@ -420,7 +427,7 @@ def _check_served_as_asked(
             next_step=f"edgepipe stop {engine.model}, then serve it again",
         )
     parts = sorted(
-        (part.layers.start, f"{part.layers.start}-{part.layers.end - 1}", stage.node_name, stage.node_id)
+        (part.layers.start, str(part.layers), stage.node_name, stage.node_id)
         for stage in engine.stages
         for part in stage.slices
     )
@@ -445,7 +452,7 @@ def _check_served_as_asked(
         )
 
 
-def _other_setting(request: pb.ServeRequest, spec: pb.ServeSpec) -> str:
+def _other_setting(request: ServeRequest, spec: ServeSpec) -> str:
     """Name a setting that a flag asked for and the served model lacks; empty if all agree."""
     asked = request.options
     flags = {
@@ -453,8 +460,8 @@ def _other_setting(request: pb.ServeRequest, spec: pb.ServeSpec) -> str:
         "--kv-tokens": (asked.kv_tokens, spec.kv_tokens),
         "--micro-batches": (asked.micro_batches, spec.micro_batches),
         "--policy": (asked.policy, spec.policy or "throttled"),
-        "--dtype": (asked.dtype, spec.dtype or "auto"),
+        "--dtype": (asked.dtype, spec.dtype),
         "--concurrency": (request.concurrency, spec.concurrency),
     }
-    other = next(((flag, now) for flag, (wanted, now) in flags.items() if wanted and wanted != now), None)
+    other = next(((flag, now) for flag, (wanted, now) in flags.items() if wanted not in (0, "", "auto", now)), None)
     return f"it is served with {other[0]} {other[1] or 'auto'}" if other is not None else ""

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
-from itertools import groupby
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain, groupby
 
 from edgepipe.daemon.device.memory import headroom_bytes, uses_host_memory
 from edgepipe.daemon.files.models import LocalModel
 from edgepipe.daemon.network.peers import Peers
-from edgepipe.daemon.serving.capacity import rooms_of
+from edgepipe.daemon.serving.capacity import rooms_of, usable_device
 from edgepipe.errors import EdgepipeError, LinkNotMeasured
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.ids import NodeId
+from edgepipe.planner.profiles import LayerProfile
+from edgepipe.wire.children import ProfileLayerRequest
+from edgepipe.wire.nodes import NodeState
+from edgepipe.wire.serving import BrokenLink, LinkProfile, SurveyedMachine, SurveyReply
 
 logger = logging.getLogger(__name__)
+
+_Layer = tuple[NodeId, LayerProfile | None]  # a node's measurements; None: it has none
 
 
 class Surveyor:
@@ -23,18 +30,17 @@ class Surveyor:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
-    async def survey(self, model: LocalModel, dtype: str, *, fresh: bool = False) -> pb.SurveyReply:
+    async def survey(self, model: LocalModel, dtype: str, *, fresh: bool = False) -> SurveyReply:
         """Collect a plan's inputs; ``fresh`` measures known values again. Raises LinkNotMeasured when a node goes."""
         reply, usable = self._machines(model, dtype)
-        hosts = groupby(sorted(usable, key=_host), key=_host)
-        await asyncio.gather(*(self._profile_all(list(nodes), reply, dtype, fresh=fresh) for _, nodes in hosts))
-        if len(usable) > 1:
-            reply.links.extend(await self._links(usable, fresh=fresh))
-        return reply
+        hosts = [list(nodes) for _, nodes in groupby(sorted(usable, key=_host), key=_host)]
+        layers = await asyncio.gather(*(self._profile_all(nodes, reply, dtype, fresh=fresh) for nodes in hosts))
+        links = await self._links(usable, fresh=fresh) if len(usable) > 1 else []
+        return _with(reply, chain.from_iterable(layers), links)
 
     async def known(
         self, model: LocalModel, dtype: str, *, own: str = "", measure: Collection[str] = ()
-    ) -> pb.SurveyReply:
+    ) -> SurveyReply:
         """Collect earlier measurements without waiting; leave unknown values out.
 
         own      a running pipeline that is placed again: its reservations count as free
@@ -42,89 +48,76 @@ class Surveyor:
         """
         reply, usable = self._machines(model, dtype, own=own)
         new = frozenset(measure)
-        machines = {machine.node_id: machine for machine in reply.machines}
-        layers = [
-            self._profile(machines[node.node_id], node, reply, dtype, known_only=node.node_id not in new)
-            for node in usable
-        ]
-        links = [
+        profiling = [self._profile(node, reply, dtype, known_only=node.node_id not in new) for node in usable]
+        asking = [
             self._links_from(node, ids, known_only=known_only)
             for node in usable
             for known_only, ids in _links_to_ask(node, usable, new)
         ]
-        _, found = await asyncio.gather(asyncio.gather(*layers), asyncio.gather(*links))
-        for each in found:
-            reply.links.extend(each)
-        return reply
+        layers, links = await asyncio.gather(asyncio.gather(*profiling), asyncio.gather(*asking))
+        return _with(reply, layers, chain.from_iterable(links))
 
-    def _machines(self, model: LocalModel, dtype: str, *, own: str = "") -> tuple[pb.SurveyReply, list[pb.NodeState]]:
+    def _machines(self, model: LocalModel, dtype: str, *, own: str = "") -> tuple[SurveyReply, list[NodeState]]:
         """Return a survey of every node that can compute, and those nodes."""
-        reply = pb.SurveyReply(model=model.name, model_config=model.config_json)
-        usable: list[pb.NodeState] = []
-        for node in self._peers.nodes():
-            machine = _machine(node, dtype, own=own)
-            if machine is not None:
-                usable.append(node)
-                reply.machines.append(machine)
-            else:
-                reply.unusable.append(_why_not(node))
-        for node_id, other in self._peers.broken_links():
-            reply.broken.add(node_id=node_id, other_id=other)
-        return reply, usable
+        looked_at = [(node, _machine(node, dtype, own=own)) for node in self._peers.nodes()]
+        broken = self._peers.broken_links()
+        reply = SurveyReply(
+            model=model.name,
+            model_config=model.config_json,
+            machines=tuple(machine for _, machine in looked_at if machine is not None),
+            unusable=tuple(_why_not(node) for node, machine in looked_at if machine is None),
+            broken=tuple(BrokenLink(node_id=node_id, other_id=other) for node_id, other in broken),
+        )
+        return reply, [node for node, machine in looked_at if machine is not None]
 
-    async def _links_from(self, node: pb.NodeState, ids: Sequence[str], *, known_only: bool) -> list[pb.LinkProfile]:
-        request = pb.ProfileLinksRequest(hello=self._peers.hello, node_ids=ids, known_only=known_only)
+    async def _links_from(self, node: NodeState, ids: Sequence[str], *, known_only: bool) -> list[LinkProfile]:
         try:
-            return await self._peers.profile_links(node.node_id, request)
+            return await self._peers.profile_links(node.node_id, ids, known_only=known_only)
         except EdgepipeError as error:
             logger.info("links not known node=%s: %s", node.name, error)
             return []
 
-    async def links(self) -> list[pb.LinkProfile]:
+    async def links(self) -> list[LinkProfile]:
         """Measure every directed link between nodes. Raises LinkNotMeasured when a node goes meanwhile."""
         nodes = list(self._peers.nodes())
         return await self._links(nodes) if len(nodes) > 1 else []
 
     async def _profile_all(
-        self, nodes: Sequence[pb.NodeState], reply: pb.SurveyReply, dtype: str, *, fresh: bool
-    ) -> None:
+        self, nodes: Sequence[NodeState], reply: SurveyReply, dtype: str, *, fresh: bool
+    ) -> list[_Layer]:
         """Profile nodes of one machine in turn: at the same time they would slow each other."""
-        machines = {machine.node_id: machine for machine in reply.machines}
-        for node in nodes:
-            await self._profile(machines[node.node_id], node, reply, dtype, fresh=fresh)
+        return [await self._profile(node, reply, dtype, fresh=fresh) for node in nodes]
 
     async def _profile(
         self,
-        machine: pb.SurveyedMachine,
-        node: pb.NodeState,
-        reply: pb.SurveyReply,
+        node: NodeState,
+        reply: SurveyReply,
         dtype: str,
         *,
         known_only: bool = False,
         fresh: bool = False,
-    ) -> None:
-        request = pb.ProfileLayerRequest(
-            hello=self._peers.hello,
+    ) -> _Layer:
+        request = ProfileLayerRequest(
             model_config=reply.model_config,
             dtype="" if dtype == "auto" else dtype,
             known_only=known_only,
             fresh=fresh,
         )
         try:
-            machine.layer.CopyFrom(await self._peers.profile_layer(node.node_id, request))
+            return node.node_id, await self._peers.profile_layer(node.node_id, request)
         except EdgepipeError as error:  # a plan then estimates its speed from its memory and matrix rates
             logger.info("not measured node=%s: %s", node.name, error)
+            return node.node_id, None
 
-    async def _links(self, nodes: Sequence[pb.NodeState], *, fresh: bool = False) -> list[pb.LinkProfile]:
+    async def _links(self, nodes: Sequence[NodeState], *, fresh: bool = False) -> list[LinkProfile]:
         """Measure all working directed links. Each node begins with its successor, so that few meet at one node."""
         ids, broken = [node.node_id for node in nodes], self._peers.broken_links()
 
-        async def ask(index: int) -> list[pb.LinkProfile]:
+        async def ask(index: int) -> list[LinkProfile]:
             others = [node_id for node_id in (*ids[index + 1 :], *ids[:index]) if (ids[index], node_id) not in broken]
-            request = pb.ProfileLinksRequest(hello=self._peers.hello, node_ids=others, fresh=fresh)
-            return await self._peers.profile_links(ids[index], request)
+            return await self._peers.profile_links(ids[index], others, fresh=fresh)
 
-        found: list[pb.LinkProfile] = []
+        found: list[LinkProfile] = []
         for answer in await asyncio.gather(*(ask(index) for index in range(len(ids))), return_exceptions=True):
             if isinstance(answer, EdgepipeError):
                 raise LinkNotMeasured(
@@ -136,13 +129,23 @@ class Surveyor:
         return found
 
 
-def _host(node: pb.NodeState) -> str:
+def _with(reply: SurveyReply, layers: Iterable[_Layer], links: Iterable[LinkProfile]) -> SurveyReply:
+    """Return the survey with measurements."""
+    measured = dict(layers)
+    return replace(
+        reply,
+        machines=tuple(replace(machine, layer=measured[machine.node_id]) for machine in reply.machines),
+        links=tuple(links),
+    )
+
+
+def _host(node: NodeState) -> str:
     return node.address.rpartition(":")[0]
 
 
 def _links_to_ask(
-    node: pb.NodeState, usable: Sequence[pb.NodeState], new: Collection[str]
-) -> list[tuple[bool, list[str]]]:
+    node: NodeState, usable: Sequence[NodeState], new: Collection[str]
+) -> list[tuple[bool, list[NodeId]]]:
     """Split the other nodes by whether a node only reports the link (True) or measures it (False): it measures links
     that touch a new node."""
     others = [other.node_id for other in usable if other.node_id != node.node_id]
@@ -151,18 +154,17 @@ def _links_to_ask(
     return [(known_only, ids) for known_only, ids in ((True, known), (False, measured)) if ids]
 
 
-def _machine(node: pb.NodeState, dtype: str, *, own: str = "") -> pb.SurveyedMachine | None:
+def _machine(node: NodeState, dtype: str, *, own: str = "") -> SurveyedMachine | None:
     """Return a node's entry in a survey; None while it cannot compute."""
     room = next(iter(rooms_of(node, dtype, own=own)), None)
-    if room is None:
+    device = usable_device(node, own=own)
+    if room is None or device is None or device.profile is None:
         return None
-    unusable = ("failed",) if own else ("starting", "failed")  # the same rule as in ``rooms_of``
-    device = next(candidate for candidate in node.devices if candidate.state not in unusable)
     profile = device.profile
     on_host = uses_host_memory(profile)
     ours = device.free_bytes + device.reserved_bytes
     headroom = headroom_bytes(total_bytes=profile.memory_total_bytes, on_host=on_host)
-    return pb.SurveyedMachine(
+    return SurveyedMachine(
         node_id=node.node_id,
         name=node.name,
         device=profile,
@@ -173,6 +175,7 @@ def _machine(node: pb.NodeState, dtype: str, *, own: str = "") -> pb.SurveyedMac
     )
 
 
-def _why_not(node: pb.NodeState) -> str:
-    failed = next((device.error.what for device in node.devices if device.state == "failed"), "")
+def _why_not(node: NodeState) -> str:
+    errors = [device.error for device in node.devices if device.state == "failed"]
+    failed = next((error.what for error in errors if error is not None), "")
     return f"{node.name}: {failed or ('its device is still starting' if node.devices else 'no backend')}"

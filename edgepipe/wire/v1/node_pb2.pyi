@@ -1297,8 +1297,6 @@ class ChildReport(_message.Message):
     LOAD_WANTED_FIELD_NUMBER: _builtins.int
     UNLOAD_WANTED_FIELD_NUMBER: _builtins.int
     CHILD_ID_FIELD_NUMBER: _builtins.int
-    introduced: _builtins.int
-    """version of the peers that hold now"""
     child_id: _builtins.str
     """in the first report, whatever it reports"""
     @_builtins.property
@@ -1320,6 +1318,8 @@ class ChildReport(_message.Message):
     @_builtins.property
     def denied(self) -> Global___DeniedCall: ...
     @_builtins.property
+    def introduced(self) -> Global___Introduced: ...
+    @_builtins.property
     def profiled(self) -> Global___LayerProfile: ...
     @_builtins.property
     def load_wanted(self) -> Global___LoadWanted: ...
@@ -1336,7 +1336,7 @@ class ChildReport(_message.Message):
         fault: _common_pb2.Error | None = ...,
         plan_wanted: Global___PlanWanted | None = ...,
         denied: Global___DeniedCall | None = ...,
-        introduced: _builtins.int = ...,
+        introduced: Global___Introduced | None = ...,
         profiled: Global___LayerProfile | None = ...,
         load_wanted: Global___LoadWanted | None = ...,
         unload_wanted: Global___UnloadWanted | None = ...,
@@ -1351,6 +1351,26 @@ class ChildReport(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
 Global___ChildReport: _TypeAlias = ChildReport  # noqa: Y015
+
+@_typing.final
+class Introduced(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """of IntroducedPeers: the child knows these peers"""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Introduced: _TypeAlias = Introduced  # noqa: Y015
 
 @_typing.final
 class LoadWanted(_message.Message):

@@ -24,25 +24,45 @@ class InviteCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     START_FIELD_NUMBER: _builtins.int
-    ACCEPT_FIELD_NUMBER: _builtins.int
-    accept: _builtins.bool
+    ANSWER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___InviteStart: ...
+    @_builtins.property
+    def answer(self) -> Global___InviteAnswer: ...
     def __init__(
         self,
         *,
         start: Global___InviteStart | None = ...,
-        accept: _builtins.bool = ...,
+        answer: Global___InviteAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accept", b"accept", "command", b"command", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "command", b"command", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept", b"accept", "command", b"command", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "command", b"command", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "accept"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "answer"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___InviteCommand: _TypeAlias = InviteCommand  # noqa: Y015
+
+@_typing.final
+class InviteAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPT_FIELD_NUMBER: _builtins.int
+    accept: _builtins.bool
+    def __init__(
+        self,
+        *,
+        accept: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept", b"accept"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InviteAnswer: _TypeAlias = InviteAnswer  # noqa: Y015
 
 @_typing.final
 class InviteStart(_message.Message):

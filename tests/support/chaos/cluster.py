@@ -19,7 +19,8 @@ from edgepipe_emulated.faults import BROKEN, FULL  # pyright: ignore[reportMissi
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.store import ModelStore
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.nodes import ClusterStatus
 from tests.support.chaos.sleepy_node import note_sleep
 from tests.support.lan import LanLab
 from tests.support.nodes import Node, Nodes, children_of
@@ -112,11 +113,11 @@ class ChaosCluster:
         status = await self.first.status()
         return [stage.node_name for engine in status.engines for stage in engine.stages]
 
-    async def until_ready(self, *, num_nodes: int | None = None) -> pb.ClusterStatus:
+    async def until_ready(self, *, num_nodes: int | None = None) -> ClusterStatus:
         """Everybody is there and the first node's gateway has an engine to ask."""
         wanted = num_nodes if num_nodes is not None else len(self.running)
 
-        def ready(status: pb.ClusterStatus) -> bool:
+        def ready(status: ClusterStatus) -> bool:
             alive = sum(member.state == "alive" for member in status.members)
             return alive == wanted and not status.absent and [engine.state for engine in status.engines] == ["ready"]
 
@@ -147,7 +148,7 @@ async def chaos_cluster(
     config: ModelConfig = CONFIG,
     late: Sequence[str] = (),
     own_flags: Mapping[str, Mapping[str, Any]] | None = None,
-    options: pb.ServeSpec | None = None,
+    options: ServeSpec | None = None,
     **flags: Any,
 ) -> AsyncGenerator[ChaosCluster]:
     """Start nodes, serve a model over them by ``plan``; everything ends with the block.
@@ -192,7 +193,7 @@ def _put_on_every_disk(folder: Path, names: Sequence[str], config: ModelConfig) 
 async def _until_idle(cluster: ChaosCluster) -> None:
     """Every node knows every node, and every device is ready to load."""
 
-    def idle(status: pb.ClusterStatus) -> bool:
+    def idle(status: ClusterStatus) -> bool:
         devices = [[one.state for one in member.node.devices] for member in status.members]
         return devices == [["idle"]] * len(cluster.running)
 

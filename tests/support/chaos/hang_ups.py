@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import ServeSpec
 from tests.support.chaos.clients import HEAL_S, Clients
-from tests.support.chaos.cluster import chaos_cluster
+from tests.support.chaos.cluster import MODEL, chaos_cluster
 from tests.support.nodes import kv_is_free
 
 _BLOCKS = 512
@@ -33,7 +33,7 @@ async def contiguous(folder: Path) -> AsyncGenerator[Clients]:
         folder,
         names=("a",),
         plan="a:0-5",
-        options=pb.ServeSpec(kv_tokens=16 * _BLOCKS, micro_batches=1),
+        options=ServeSpec(model=MODEL, kv_tokens=16 * _BLOCKS, micro_batches=1),
         backend_options="time_factor=50,contiguous_kv=1",
     ) as cluster:
         yield await Clients.first(cluster)

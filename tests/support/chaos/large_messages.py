@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 from edgepipe_emulated import emulated_model_config  # pyright: ignore[reportMissingTypeStubs] - typed, but no room
 
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import ServeSpec
 from tests.support.chaos.clients import Clients
-from tests.support.chaos.cluster import chaos_cluster
+from tests.support.chaos.cluster import MODEL, chaos_cluster
 from tests.support.lan import LanLab
 
 _CHOICES = 8
@@ -25,15 +25,14 @@ _COMMENTS_BYTES = 16 << 10
 _CUT_S = 6.0  # a stream counts as broken after 4 s
 _LONG = 20_000
 _CONTEXT = 40_960
+_OPTIONS = ServeSpec(model=MODEL, kv_tokens=4 * _CONTEXT)
 
 
 @asynccontextmanager
 async def wide(folder: Path) -> AsyncGenerator[Clients]:
     """Two stages, each of which could hold all, and a long context."""
     config = emulated_model_config(num_layers=6, context_length=_CONTEXT)
-    async with chaos_cluster(
-        folder, names=("a", "b"), plan="a:0-2,b:3-5", config=config, options=pb.ServeSpec(kv_tokens=4 * _CONTEXT)
-    ) as cluster:
+    async with chaos_cluster(folder, names=("a", "b"), plan="a:0-2,b:3-5", config=config, options=_OPTIONS) as cluster:
         yield await Clients.first(cluster)
 
 
@@ -43,9 +42,7 @@ async def apart(folder: Path) -> AsyncGenerator[Clients]:
     config = emulated_model_config(num_layers=6, context_length=_CONTEXT)
     async with LanLab(hosts=3) as lab:
         lab.shape(delay_s=0.0005, bytes_per_s=125e6)
-        async with chaos_cluster(
-            folder, config=config, options=pb.ServeSpec(kv_tokens=4 * _CONTEXT), lab=lab
-        ) as cluster:
+        async with chaos_cluster(folder, config=config, options=_OPTIONS, lab=lab) as cluster:
             yield await Clients.first(cluster)
 
 

@@ -18,16 +18,17 @@ from edgepipe_emulated import emulated_model_config  # pyright: ignore[reportMis
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.nodes import ClusterStatus
 from tests.support.chaos.clients import HEAL_S, Clients
-from tests.support.chaos.cluster import WHOLE_S, ChaosCluster, chaos_cluster
+from tests.support.chaos.cluster import MODEL, WHOLE_S, ChaosCluster, chaos_cluster
 from tests.support.chaos.nemesis import LOOK_S
 from tests.support.lan import LanLab
-from tests.support.nodes import HELLO
 
 CONFIG = emulated_model_config(num_layers=6, hidden_size=512, context_length=4096)
 """A model whose layers take most of a node's memory, so that one node cannot hold all of them."""
 _KV_TOKENS = 16384
+_OPTIONS = ServeSpec(model=MODEL, kv_tokens=_KV_TOKENS)
 _LONG = 3000  # tokens: more than any of these clients waits for
 _BROKEN_S = 6.0  # longer than any machine takes to notice
 _SLEPT_S = 60.0
@@ -48,19 +49,17 @@ _SMALL: dict[str, Any] = {"memory_limit_bytes": _memory_bytes(kv_tokens=_KV_TOKE
 @asynccontextmanager
 async def home(folder: Path) -> AsyncGenerator[Clients]:
     """Three nodes, of which the model needs two: ``a`` has the engine and the clients, ``c`` nothing yet."""
-    options = pb.ServeSpec(kv_tokens=_KV_TOKENS)
-    async with chaos_cluster(folder, plan="a:0-2,b:3-5", config=CONFIG, options=options, **_HALF) as cluster:
+    async with chaos_cluster(folder, plan="a:0-2,b:3-5", config=CONFIG, options=_OPTIONS, **_HALF) as cluster:
         yield await Clients.first(cluster)
 
 
 @asynccontextmanager
 async def pair(folder: Path) -> AsyncGenerator[Clients]:
     """Two nodes on a LAN, and the model needs both."""
-    options = pb.ServeSpec(kv_tokens=_KV_TOKENS)
     async with LanLab(hosts=2) as lab:
         lab.shape(delay_s=0.0005, bytes_per_s=125e6)
         async with chaos_cluster(
-            folder, names=("a", "b"), plan="a:0-2,b:3-5", config=CONFIG, options=options, lab=lab, **_HALF
+            folder, names=("a", "b"), plan="a:0-2,b:3-5", config=CONFIG, options=_OPTIONS, lab=lab, **_HALF
         ) as cluster:
             yield await Clients.first(cluster)
 
@@ -69,9 +68,8 @@ async def pair(folder: Path) -> AsyncGenerator[Clients]:
 async def growing(folder: Path) -> AsyncGenerator[Clients]:
     """Two nodes that the model needs, and ``c``, not started yet, with room for a tenth of their KV."""
     own = {"a": _HALF, "b": _HALF, "c": _SMALL}
-    options = pb.ServeSpec(kv_tokens=_KV_TOKENS)
     async with chaos_cluster(
-        folder, plan="a:0-2,b:3-5", config=CONFIG, options=options, own_flags=own, late=("c",)
+        folder, plan="a:0-2,b:3-5", config=CONFIG, options=_OPTIONS, own_flags=own, late=("c",)
     ) as cluster:
         yield await Clients.first(cluster)
 
@@ -237,7 +235,7 @@ async def _bring_back(cluster: ChaosCluster, name: str) -> None:
     await cluster.running[name].until(_own_device_is_idle)
 
 
-def _own_device_is_idle(status: pb.ClusterStatus) -> bool:
+def _own_device_is_idle(status: ClusterStatus) -> bool:
     own = [member.node for member in status.members if member.node.node_id == status.node_id]
     return [[one.state for one in node.devices] for node in own] == [["idle"]]
 
@@ -270,9 +268,7 @@ async def _stage_pids(cluster: ChaosCluster, name: str) -> set[int]:
 async def _drain(cluster: ChaosCluster, name: str, *, undo: bool = False) -> None:
     """Ask until nothing runs there any more; a drain that is refused is asked for again."""
     while True:
-        with contextlib.suppress(EdgepipeError):
-            async with cluster.running[name].admin() as admin:
-                async for _ in admin.Drain(pb.DrainRequest(hello=HELLO, undo=undo), timeout=WHOLE_S):
-                    pass
+        with contextlib.suppress(EdgepipeError, TimeoutError):
+            await cluster.running[name].drain(undo=undo, timeout_s=WHOLE_S)
             return
         await asyncio.sleep(1.0)

@@ -9,10 +9,9 @@ from functools import partial
 
 import psutil
 
-from edgepipe.wire.v1 import node_pb2 as pb
 from tests.support.chaos.cluster import WHOLE_S
 from tests.support.chaos.nemesis import Fault, Nemesis
-from tests.support.nodes import HELLO, children_of
+from tests.support.nodes import children_of
 
 _NAP_S = 60.0
 
@@ -121,14 +120,10 @@ async def _drain(nemesis: Nemesis, name: str) -> None:
 
     async def cure() -> None:
         nemesis.note(f"{name} takes work again")
-        async with node.admin() as admin:
-            async for _ in admin.Drain(pb.DrainRequest(hello=HELLO, undo=True), timeout=5):
-                pass
+        await node.drain(undo=True, timeout_s=5)
 
     nemesis.heal_by(cure)
-    async with node.admin() as admin:
-        async for _ in admin.Drain(pb.DrainRequest(hello=HELLO), timeout=WHOLE_S):
-            pass
+    await node.drain(timeout_s=WHOLE_S)
     nemesis.note(f"nothing runs on {name}")
 
 

@@ -18,7 +18,6 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from edgepipe.cluster.statements import sign
 from edgepipe.config import Timeouts
 from edgepipe.daemon.files.transfer import WeightsClient
 from edgepipe.errors import AccessDenied, RequestInvalid
@@ -28,9 +27,11 @@ from edgepipe.security.access import Kind
 from edgepipe.security.certificates import make_key_pair
 from edgepipe.security.mutual_tls import MutualTls, Peer
 from edgepipe.security.trust_view import Role
+from edgepipe.wire.codec import from_wire
+from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.v1 import common_pb2, engine_pb2, node_pb2_grpc, trust_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
-from tests.support.rogue.member import BEAT_S, Line, Rogue
+from tests.support.rogue.member import BEAT_S, Line, Rogue, signed
 
 MODEL = "other"  # on an honest node's disk, and not served: the attacks on tokenizers and manifests are about it
 _SERVE_CONTEXT = b"edgepipe-serve-1"
@@ -86,9 +87,9 @@ async def fill_trust(rogue: Rogue) -> list[str]:
             number=1 << 32 | index,
             remove=trust_pb2.Remove(node_id=_junk_id(index), kept=[os.urandom(32)] * 90),
         )
-        statements.append(sign(body, rogue.owner))
+        statements.append(signed(body, rogue.owner))
         padded = trust_pb2.TrustBody.FromString(body.SerializeToString() + _unknown_field(3000))
-        statements.append(sign(padded, rogue.owner))
+        statements.append(signed(padded, rogue.owner))
     await rogue.tell_statements(statements, piece=256)
     await asyncio.sleep(_HELD_S)
     return []
@@ -154,6 +155,7 @@ async def prepare_as_engine(rogue: Rogue) -> list[str]:
         manifest_hash=spec.manifest_hash,
         slices=spec.stages[0].slices,
         kv_tokens=_FAR,
+        activation_type=common_pb2.ACTIVATION_TYPE_BF16,
     )
     codes = await asyncio.gather(
         *(rogue.refused(line, "Prepare", request, credentials=tls.to_node(line.node_id)) for line in rogue.lines)
@@ -393,8 +395,9 @@ def _with_bytes(entry: FileEntry, files: Mapping[str, bytes]) -> FileEntry:
 
 async def _genuine(rogue: Rogue) -> tuple[Manifest, dict[str, bytes]]:
     """The manifest and the metadata files of the model, as an honest node hands them out to every member."""
-    client = WeightsClient(hello=rogue.hello, security=rogue.tls, timeouts=Timeouts.loopback())
-    source = next(line.state for line in rogue.lines if any(one.model == MODEL for one in line.state.models))
+    client = WeightsClient(hello=rogue.greeting, security=rogue.tls, timeouts=Timeouts.loopback())
+    state = next(line.state for line in rogue.lines if any(one.model == MODEL for one in line.state.models))
+    source = from_wire(state, NodeState)
     manifest = await client.manifest(source, MODEL)
     files: dict[str, bytes] = {}
     for entry in manifest.metadata_files:

@@ -15,18 +15,18 @@ import grpc.aio
 
 from edgepipe.cluster.founding import TrustFolders
 from edgepipe.cluster.identity import load_identity
-from edgepipe.cluster.statements import sign
 from edgepipe.cluster.trust_file import TrustFile
 from edgepipe.errors import EdgepipeError, ModelUnknown, RequestInvalid
 from edgepipe.link.channels import bind, make_channel, make_server, translated
 from edgepipe.security.certificates import KeyPair
 from edgepipe.security.mutual_tls import Credentials, Plaintext
-from edgepipe.wire.common import make_hello
+from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc, node_pb2_grpc, trust_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 from tests.support.members import member_of
 
 BEAT_S = 0.25
+_TRUST_CONTEXT = b"edgepipe-trust-1"
 _AGAIN_S = 0.1  # until a stream that was ended is opened again
 _CALL_S = 20.0  # a node waits some seconds for a record before it denies a stage
 _WRITE_S = 5.0  # a node that reads no more may take so long before the rogue gives the message up
@@ -40,6 +40,12 @@ class RogueSettings:
     former_owner: str  # of an owner that was removed, whose key is in the rogue's hands
     owner: str  # of an owner, whose key is in the rogue's hands, too
     honest: Mapping[str, str]  # address by node id
+
+
+def signed(body: trust_pb2.TrustBody, signer: KeyPair) -> trust_pb2.TrustStatement:
+    """A statement with a genuine signature, of a body with whatever fields."""
+    data = body.SerializeToString(deterministic=True)
+    return trust_pb2.TrustStatement(body=data, signature=signer.sign(_TRUST_CONTEXT + data))
 
 
 class AnyCaller(Plaintext):
@@ -105,7 +111,8 @@ class Rogue:
         assert loaded is not None, "the rogue is paired"
         self.store = loaded.store
         self.node_id = self.pair.fingerprint
-        self.hello = make_hello(role="node", node_id=self.node_id, node_name="rogue", cluster_id=self.store.cluster_id)
+        self.greeting = Hello(role="node", node_id=self.node_id, node_name="rogue", cluster_id=self.store.cluster_id)
+        self.hello = hello_to_wire(self.greeting)
         self.lines = [Line(self, node_id, address) for node_id, address in settings.honest.items()]
         self.prompts = 0  # that somebody sent here
         self.manifest = b""  # that its Weights service hands out
@@ -197,7 +204,7 @@ class Rogue:
             number=number,
             **said,
         )
-        return sign(body, signer)
+        return signed(body, signer)
 
     def heard(self) -> tuple[pb.NodeState, engine_pb2.EngineState, pb.ServeRecord]:
         """An honest engine: its node, itself, and the record that binds it."""

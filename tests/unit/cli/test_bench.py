@@ -7,6 +7,7 @@ import pytest
 from edgepipe.cli.bench.client import clock_offsets_s
 from edgepipe.cli.bench.verb import emulated_run
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
+from edgepipe.wire.engines import DeviceSpan
 from tests.support.command_line import Run
 
 RING = {"emulate": "2x rtx4090, m4max", "as-model": "qwen2.5-7b", "requests": "8"}
@@ -65,13 +66,19 @@ def test_an_unknown_shape_is_refused_with_those_that_are_known(run: Run) -> None
 
 
 def test_clocks_of_one_machine_are_left_alone() -> None:
-    spans = [((1_000, 2_000), (2_500, 3_000)), ((2_000, 3_000), (3_100, 4_000))]
+    spans = [
+        (DeviceSpan(1_000, 2_000), DeviceSpan(2_500, 3_000)),
+        (DeviceSpan(2_000, 3_000), DeviceSpan(3_100, 4_000)),
+    ]
     assert clock_offsets_s(spans) == [0.0, 0.0]
 
 
 def test_clocks_of_other_machines_are_laid_edge_to_edge() -> None:
     far = 500_000_000_000
-    spans = [((1_000, 2_000), (far + 2_500, far + 3_000)), ((2_000, 3_000), (far + 3_100, far + 4_000))]
+    spans = [
+        (DeviceSpan(1_000, 2_000), DeviceSpan(far + 2_500, far + 3_000)),
+        (DeviceSpan(2_000, 3_000), DeviceSpan(far + 3_100, far + 4_000)),
+    ]
     assert clock_offsets_s(spans) == pytest.approx([0.0, (far + 100) * 1e-6])
 
 

@@ -25,9 +25,10 @@ from edgepipe.cli.options import data_dir_of
 from edgepipe.cli.serve import serve_request
 from edgepipe.daemon.machine import backends
 from edgepipe.errors import ConfigInvalid, PlanInvalid
+from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange
-from edgepipe.wire.v1 import engine_pb2, node_pb2
-from tests.support.command_line import Run
+from edgepipe.wire.nodes import ClusterStatus
+from tests.support.command_line import Run, make_engine
 
 VERBS = ("demo", "node", "models", "serve", "chat", "ps", "stop", "status", "logs", "simulate", "config", "version")
 NODE_FLAGS = ("--name --cluster --device --backend --dtype --interface --port --http-port --peer --data-dir").split()
@@ -125,8 +126,8 @@ def test_the_one_model_that_is_served_needs_no_name_to_be_stopped(
     asked: list[str] = []
 
     class FakeAdmin:
-        async def status(self) -> node_pb2.ClusterStatus:
-            return node_pb2.ClusterStatus(engines=[engine_pb2.EngineState(model=name) for name in served])
+        async def status(self) -> ClusterStatus:
+            return ClusterStatus(node_id=NodeId("a"), engines=tuple(map(make_engine, served)))
 
         async def stop_model(self, model: str) -> list[str]:
             asked.append(model)

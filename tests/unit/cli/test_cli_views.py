@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,13 +17,13 @@ from edgepipe.cli.sse import Piece, error_from_body, piece_from_event
 from edgepipe.cli.views.status_view import layout_text, render_status
 from edgepipe.errors import EdgepipeError, ModelUnknown, PipelineBroken, PromptTooLong, RemoteProtocolError
 from edgepipe.gateway.problems import from_error
-from edgepipe.wire.common import error_to_wire
-from edgepipe.wire.v1 import engine_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
-from tests.support.command_line import make_status
+from edgepipe.ids import NodeId
+from edgepipe.wire.engines import Advice, LeftOut
+from edgepipe.wire.nodes import ClusterStatus, MemberState, NodeState
+from tests.support.command_line import make_status, with_engine
 
 
-def picture(status: pb.ClusterStatus, *, width: int = 80) -> list[str]:
+def picture(status: ClusterStatus, *, width: int = 80) -> list[str]:
     """The status as lines of plain text."""
     console = Console(file=io.StringIO(), width=width, highlight=False, emoji=False)
     for part in render_status(status):
@@ -58,51 +59,47 @@ def test_the_status_fits_80_columns_and_cuts_nothing() -> None:
 
 def test_a_drained_node_is_shown_as_one() -> None:
     status = make_status()
-    status.members[1].node.draining = True
-    status.members[1].node.devices[0].reserved_bytes = 0
-    lines = picture(status)
+    gamer, studio, laptop = status.members
+
+    def drained(reserved_bytes: int) -> list[str]:
+        device = replace(studio.node.devices[0], reserved_bytes=reserved_bytes)
+        leaving = replace(studio, node=replace(studio.node, draining=True, devices=(device,)))
+        return picture(replace(status, members=(gamer, leaving, laptop)))
+
+    lines = drained(0)
     assert "2 of 3 nodes, 1 drained" in lines[0]
     assert [line for line in lines if "drained, takes no work" in line and "studio" in line]
-    status.members[1].node.devices[0].reserved_bytes = 1
-    assert any("being drained" in line for line in picture(status))
+    assert any("being drained" in line for line in drained(1))
 
 
 def test_a_faster_layout_is_told_in_a_sentence() -> None:
-    status = make_status()
-    status.engines[0].advice.CopyFrom(
-        engine_pb2.Advice(plan="studio:0-79", gain=0.23, pause_s=1.4, why="studio joined")
-    )
-    text = "\n".join(picture(status))
+    advice = Advice(plan="studio:0-79", gain=0.23, pause_s=1.4, why="studio joined")
+    text = "\n".join(picture(with_engine(make_status(), advice=advice)))
     assert "A faster layout exists (+23 %): all layers on studio." in text
     assert "studio joined. Switching pauses answers for 1.4 s:" in text
     assert layout_text("a:0-14,b:15-29") == "layers 0-14 on a, 15-29 on b"
 
 
 def test_a_slow_link_is_named_by_its_ends() -> None:
-    status = make_status()
-    status.engines[0].bottleneck = "link 0-1"
+    status = with_engine(make_status(), bottleneck="link 0-1")
     assert "Slowest: link 0-1 (gamer to studio)" in "\n".join(picture(status))
 
 
 def test_what_moved_while_nothing_was_answered_kept_nobody_waiting() -> None:
-    status = make_status()
-    status.engines[0].recoveries, status.engines[0].stall_ms = 1, 0
+    status = with_engine(make_status(), recoveries=1, stall_ms=0)
     assert "Recovered once; no answer had to wait" in "\n".join(picture(status))
 
 
 def test_a_broken_device_is_told_in_the_status_and_by_doctor_with_the_remedy() -> None:
-    status = make_status()
-    engine = status.engines[0]
-    engine.state, engine.message = "waiting", "trying again in 8 s"
-    engine.left_out.add(node_id="n2", node_name="studio", seconds=28.4, reason="a step could not be computed")
+    broken = LeftOut(node_id=NodeId("n2"), node_name="studio", seconds=28.4, reason="a step could not be computed")
     error = PipelineBroken("'m' cannot be computed at present", fact="3 attempts in a row ended without a token")
-    engine.error.CopyFrom(error_to_wire(error))
+    status = with_engine(make_status(), state="waiting", message="trying again in 8 s", left_out=(broken,), error=error)
     text = "\n".join(picture(status, width=120))
     assert "waiting · trying again in 8 s" in text
     assert "3 attempts in a row ended without a token" in text
     told = "studio is left out for 28 s more: a step could not be computed"
     assert told in text
-    left_out, waiting = engine_findings(pb.NodeState(engines=[engine]))
+    left_out, waiting = engine_findings(NodeState(node_id=NodeId("n1"), engines=status.engines))
     assert left_out.what.endswith(told)
     assert "edgepipe logs' on studio" in left_out.remedy
     assert "cannot be computed at present" in waiting.what
@@ -110,33 +107,27 @@ def test_a_broken_device_is_told_in_the_status_and_by_doctor_with_the_remedy() -
 
 def test_the_ring_is_drawn_for_any_number_of_stages() -> None:
     status = make_status()
-    engine = status.engines[0]
     lines = picture(status)
     top = next(line for line in lines if "╭▶" in line)
     below = lines[lines.index(top) + 1]
     assert len(top) == len(below)
     assert below.strip().startswith("╰")
-    for _ in range(6):
-        engine.stages.add().CopyFrom(engine.stages[0])
-    many = picture(status)
+    stages = status.engines[0].stages
+    many = picture(with_engine(status, stages=stages + 6 * stages[:1]))
     assert max(map(len, many)) <= 80
     assert "token" in "\n".join(many)
 
 
 def test_a_cluster_of_one_that_serves_nothing_says_what_to_do() -> None:
-    status = pb.ClusterStatus(cluster_name="home")
-    status.members.add(state="alive", self=True).node.name = "a"
-    text = "\n".join(picture(status))
+    alone = MemberState(state="alive", self=True, node=NodeState(node_id=NodeId("n1"), name="a"))
+    text = "\n".join(picture(ClusterStatus(cluster_name="home", node_id=NodeId("n1"), members=(alone,))))
     assert "1 node" in text
     assert "edgepipe serve" in text
 
 
 def test_a_failed_model_shows_its_three_lines() -> None:
-    status = make_status()
-    status.engines[0].state = "failed"
-    status.engines[0].error.what = "stage 1 ended"
-    status.engines[0].error.fact = "exit status -9"
-    text = "\n".join(picture(status))
+    error = EdgepipeError("stage 1 ended", fact="exit status -9")
+    text = "\n".join(picture(with_engine(make_status(), state="failed", error=error)))
     assert "stage 1 ended" in text
     assert "exit status -9" in text
 
@@ -147,6 +138,23 @@ def test_status_as_json_has_numbers_as_numbers() -> None:
     assert value["members"][1]["rtt_ms"] == 0.41
     assert value["engines"][0]["stages"][1]["slices"][0]["layers"] == {"start": 39, "end": 80}
     assert value["engines"][0]["error"] is None
+
+
+def test_json_has_errors_in_full_and_keeps_its_types_where_something_is_missing() -> None:
+    error = PipelineBroken("what", fact="fact", next_step="next", node="studio")
+    left_out = LeftOut(node_id=NodeId("n2"), seconds=2.5, reason="it failed")
+    status = with_engine(make_status(), error=error, left_out=(left_out,), certificate=b"PEM")
+    engine = json.loads(json.dumps(as_dict(status)))["engines"][0]
+    assert engine["error"] == {
+        "code": "pipeline_broken",
+        "what": "what",
+        "fact": "fact",
+        "next_step": "next",
+        "node": "studio",
+        "stage": "",
+        "request_id": "",
+    }
+    assert (engine["left_out"][0]["other_id"], engine["advice"], engine["certificate"]) == ("", None, "PEM")
 
 
 def test_a_bar_is_as_full_as_its_fraction() -> None:

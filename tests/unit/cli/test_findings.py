@@ -31,7 +31,8 @@ from edgepipe.cli.doctor.findings import (
 from edgepipe.cli.wizard.links import Link
 from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe, TlsProbe, neighbour_is_known, probe_tcp, reach_of
 from edgepipe.config import Config, load_config
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.ids import NodeId
+from edgepipe.wire.nodes import ClusterStatus, MemberState, NodeState
 
 PORTS = Ports(node=7117, http=8117)
 FACTS = NetworkFacts(interface="enp5s0", address="192.168.1.20", wireless=False, speed_bits_per_s=1e9, mtu_bytes=1500)
@@ -173,12 +174,13 @@ def test_whose_key_an_address_shows() -> None:
 async def test_a_member_that_is_named_is_looked_at_once_where_its_node_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    studio = pb.MemberState(node=pb.NodeState(name="studio", node_id="b", address="127.0.0.1:9"))
+    own = MemberState(node=NodeState(node_id=NodeId("a")), self=True)
+    studio = MemberState(node=NodeState(name="studio", node_id=NodeId("b"), address="127.0.0.1:9"))
 
-    async def status(data_dir: Path) -> pb.ClusterStatus:
-        return pb.ClusterStatus(members=[pb.MemberState(self=True), studio])
+    async def status(data_dir: Path) -> ClusterStatus:
+        return ClusterStatus(node_id=own.node.node_id, members=(own, studio))
 
-    async def no_links(config: Config, status: pb.ClusterStatus | None) -> dict[str, Link]:
+    async def no_links(config: Config, status: ClusterStatus | None) -> dict[str, Link]:
         return {}
 
     asked: list[str] = []

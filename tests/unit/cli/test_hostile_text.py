@@ -23,7 +23,8 @@ from edgepipe.link.channels import from_rpc_error
 from edgepipe.safe_text import MAX_LINE_CHARS, json_text, one_line, visible
 from edgepipe.telemetry.audit import AuditKind, AuditLog
 from edgepipe.telemetry.log import LineFormatter
-from edgepipe.wire.common import error_from_wire
+from edgepipe.wire.codec import to_wire
+from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc, trust_pb2, trust_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
 from tests.support.command_line import Run, make_status
@@ -35,6 +36,8 @@ _DEPTH = 12  # of messages within messages
 
 def fill(message: Message, text: str, *, depth: int = _DEPTH) -> None:
     """Put ``text`` into every string field, at any depth, also into fields that are yet to be added."""
+    if isinstance(message, common_pb2.LayerRange):
+        message.end = max(message.end, message.start + 1)  # other ranges are refused
     for field in message.DESCRIPTOR.fields:
         if field.message_type is not None and depth:
             value = getattr(message, field.name)
@@ -67,7 +70,7 @@ class _Node:
         """Any other method is asked by no command below."""
 
     def Status(self, request: Any, context: Any) -> pb.ClusterStatus:
-        status = make_status()
+        status = to_wire(make_status(), pb.ClusterStatus)
         fill(status, HOSTILE)
         for member in status.members:
             for index, device in enumerate(member.node.devices):

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from edgepipe.cli.views.model_rows import model_rows
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.ids import NodeId
+from edgepipe.wire.nodes import MemberState, ModelOnDisk, NodeState
 
 
 def stored(model: str, content: str, *, whole: bool, size: int) -> Any:
@@ -17,12 +18,12 @@ def stored(model: str, content: str, *, whole: bool, size: int) -> Any:
     )
 
 
-def member(name: str, *models: tuple[str, str, bool], own: bool = False) -> pb.MemberState:
-    told = pb.MemberState(self=own)
-    told.node.name = name
-    for model, content, complete in models:
-        told.node.models.add(model=model, manifest_hash=content, num_bytes=9, complete=complete)
-    return told
+def member(name: str, *models: tuple[str, str, bool], own: bool = False) -> MemberState:
+    on_disk = [
+        ModelOnDisk(model=model, manifest_hash=content, num_bytes=9, complete=complete)
+        for model, content, complete in models
+    ]
+    return MemberState(self=own, node=NodeState(node_id=NodeId(name), name=name, models=tuple(on_disk)))
 
 
 def test_two_folders_of_one_content_and_other_machines_make_one_row() -> None:

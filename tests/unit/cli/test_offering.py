@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,15 @@ import typer
 from edgepipe.cli import offering
 from edgepipe.cli.wizard import model_choice
 from edgepipe.cli.wizard.asking import Choice, Defaults, Quit
-from edgepipe.wire.v1 import node_pb2 as pb
-from tests.support.command_line import make_status
+from edgepipe.ids import NodeId
+from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, ModelOnDisk, NodeState
+from tests.support.command_line import make_status, with_devices
+
+
+def of_one(*models: ModelOnDisk) -> ClusterStatus:
+    """A cluster of one node with these models on its disk."""
+    node = NodeState(node_id=NodeId("a"), models=models)
+    return ClusterStatus(node_id=node.node_id, members=(MemberState(node=node),))
 
 
 class Answering(Defaults):
@@ -43,12 +51,13 @@ def pulled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(model)
         return Pulled
 
-    def status(data_dir: Path) -> pb.ClusterStatus:
-        found = make_status()
-        for member in found.members:
-            device = member.node.devices[0]
-            device.profile.bandwidth_bytes_per_s, device.profile.flops, device.free_bytes = 1e12, 1e14, int(20e9)
-        return found
+    def status(data_dir: Path) -> ClusterStatus:
+        return with_devices(make_status(), roomy)
+
+    def roomy(device: DeviceState) -> DeviceState:
+        assert device.profile is not None
+        fast = replace(device.profile, bandwidth_bytes_per_s=1e12, flops=1e14)
+        return replace(device, profile=fast, free_bytes=20_000_000_000)
 
     monkeypatch.setattr(model_choice, "status_with_devices", status)
     monkeypatch.setattr(offering, "pull_model", pull)
@@ -76,18 +85,18 @@ def test_none_is_fetched_where_none_is_wanted(tmp_path: Path, pulled: list[str])
 @pytest.mark.parametrize(
     ("terminal", "status", "offered"),
     [
-        (True, pb.ClusterStatus(members=[pb.MemberState()]), "tiny"),
-        (False, pb.ClusterStatus(members=[pb.MemberState()]), ""),
+        (True, of_one(), "tiny"),
+        (False, of_one(), ""),
         (True, None, ""),
         (True, make_status(), ""),
-        (True, pb.ClusterStatus(members=[{"node": {"models": [{"model": "a", "complete": True}]}}]), ""),  # pyright: ignore[reportArgumentType]
+        (True, of_one(ModelOnDisk(model="a", complete=True)), ""),
     ],
     ids=["none there", "no terminal", "no node", "one served", "one on a disk"],
 )
 def test_only_a_person_whose_cluster_has_no_model_is_asked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, terminal: bool, status: pb.ClusterStatus | None, offered: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, terminal: bool, status: ClusterStatus | None, offered: str
 ) -> None:
-    async def found(data_dir: Path) -> pb.ClusterStatus | None:
+    async def found(data_dir: Path) -> ClusterStatus | None:
         return status
 
     class Stream:

@@ -12,7 +12,7 @@ import pytest
 
 from edgepipe.cli import admin
 from edgepipe.errors import LinkNotMeasured
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.serving import SurveyReply
 from tests.support.command_line import Run
 
 IMAGINED = ("plan", "qwen2.5-32b", "--emulate", "4x rtx4090", "--link", "1gbit,0.3ms")
@@ -119,7 +119,7 @@ def test_a_link_without_devices_and_no_node_are_told_apart(run: Run):
 
 def test_a_node_that_goes_while_links_are_measured_ends_with_three(run: Run, monkeypatch: pytest.MonkeyPatch):
     class Vanishing:
-        async def survey(self, model: str, **_: Any) -> pb.SurveyReply:
+        async def survey(self, model: str, **_: Any) -> SurveyReply:
             raise LinkNotMeasured("a node went away while links were measured", next_step="try again")
 
     @asynccontextmanager

@@ -19,7 +19,9 @@ from edgepipe.cli.chat.answer_view import MarkdownView, make_view
 from edgepipe.cli.main import main
 from edgepipe.cli.output import make_console
 from edgepipe.cli.wizard.asking import Choice, Quit, Terminal
-from edgepipe.wire.v1 import common_pb2, trust_pb2
+from edgepipe.errors import PairingRejected
+from edgepipe.ids import NodeId
+from edgepipe.wire.trust import InviteEvent, InviteFailed, InviteStart, ListPeersReply, PeerState
 from tests.support.command_line import Run
 
 PLAN = ("plan", "qwen2.5-7b", "--emulate", "2x rtx4090", "--link", "1gbit,1ms")
@@ -126,9 +128,9 @@ def test_a_refused_guest_is_told_without_broken_words(monkeypatch: pytest.Monkey
     screen = FakeTerminal()
     monkeypatch.setattr(sys, "stdout", screen)
     fact = "1 try left, 0 of them for 192.168.178.101; if you are sure that it was right, someone may be tampering"
-    error = common_pb2.Error(what="wrong code", fact=fact)
-    failed = trust_pb2.InviteFailed(name="studio", address="192.168.178.101", error=error)
-    inviting.show(trust_pb2.InviteEvent(failed=failed), trust_pb2.InviteStart())
+    error = PairingRejected("wrong code", fact=fact)
+    failed = InviteFailed(name="studio", address="192.168.178.101", error=error)
+    inviting.show(InviteEvent(event=failed), InviteStart())
     lines = screen.shown().splitlines()
     assert len(lines) > 2
     assert max(map(len, lines)) <= columns
@@ -156,15 +158,20 @@ def test_a_terminal_that_is_not_utf8_shows_what_it_can(monkeypatch: pytest.Monke
 def test_addresses_and_keys_are_whole_on_every_screen(
     emulator: Callable[[int], Emulator], monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
-    told = trust_pb2.ListPeersReply(cluster_name="home")
-    for name, end in (("living-room-gamer", 123), ("studio", 124)):
-        told.peers.add(
-            name=name, role="member", state="asleep", address=f"192.168.178.{end}:7117", node_id=name * 4, added_ms=1,
-            added_by="living-room-gamer",
-        )  # fmt: skip
+    told = ListPeersReply(
+        cluster_name="home",
+        node_id=NodeId("here"),
+        peers=tuple(
+            PeerState(
+                name=name, role="member", state="asleep", address=f"192.168.178.{end}:7117", added_ms=1,
+                node_id=NodeId(name * 4), added_by="living-room-gamer",
+            )
+            for name, end in (("living-room-gamer", 123), ("studio", 124))
+        ),
+    )  # fmt: skip
 
     class FakeAdmin:
-        async def peers(self) -> trust_pb2.ListPeersReply:
+        async def peers(self) -> ListPeersReply:
             return told
 
     @asynccontextmanager

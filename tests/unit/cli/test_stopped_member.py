@@ -13,7 +13,8 @@ from edgepipe.cli.wizard.state import Given, Setup
 from edgepipe.cluster.founding import found_local_cluster, home_of
 from edgepipe.config import load_config
 from edgepipe.daemon.machine.data_dir import socket_path
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.ids import NodeId
+from edgepipe.wire.nodes import ClusterStatus, MemberState, NodeState
 from tests.support.command_line import Run
 
 
@@ -95,8 +96,9 @@ def test_setup_starts_the_node_of_a_machine_that_is_alone_in_its_cluster(
         started.append(flags)
         return {"pid": 1, "address": "10.0.0.1:7117"}
 
-    def status(setup: Setup) -> pb.ClusterStatus | None:
-        return pb.ClusterStatus(cluster_name="den", members=[pb.MemberState()]) if started else None
+    def status(setup: Setup) -> ClusterStatus | None:
+        own = MemberState(node=NodeState(node_id=NodeId("a")))
+        return ClusterStatus(cluster_name="den", node_id=own.node.node_id, members=(own,)) if started else None
 
     monkeypatch.setattr(steps, "start_in_background", start)
     monkeypatch.setattr(steps, "_status", status)

@@ -18,8 +18,9 @@ from edgepipe.cli.wizard.state import Given, Setup
 from edgepipe.cluster.founding import TrustFolders
 from edgepipe.config import load_config
 from edgepipe.errors import ConfigInvalid
+from edgepipe.ids import NodeId
 from edgepipe.telemetry.audit import AuditKind, AuditLog
-from edgepipe.wire.v1 import trust_pb2
+from edgepipe.wire.trust import InviteEvent, InviteJoined, InviteStart
 from tests.support.command_line import Run
 
 
@@ -61,8 +62,8 @@ def test_a_machine_without_a_network_or_a_backend_is_told_plainly(monkeypatch: p
 
 
 def test_a_new_owner_is_introduced_by_what_it_may_do(capsys: pytest.CaptureFixture[str]) -> None:
-    joined = trust_pb2.InviteJoined(name="studio", role="owner")
-    inviting.show(trust_pb2.InviteEvent(joined=joined), trust_pb2.InviteStart())
+    joined = InviteJoined(name="studio", role="owner", node_id=NodeId("b"))
+    inviting.show(InviteEvent(event=joined), InviteStart())
     shown = capsys.readouterr().out
     assert shown == "  ✓ 'studio' joined\n    It can also manage the cluster if this machine is lost.\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,13 @@ from edgepipe.cli.wizard.links import Link, link_meaning, links_of
 from edgepipe.cli.wizard.state import Given, Setup
 from edgepipe.config import load_config
 from edgepipe.errors import ConfigInvalid, ModelDownloadFailed
+from edgepipe.ids import NodeId
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
-from edgepipe.wire.v1 import node_pb2 as pb
-from edgepipe.wire.v1 import trust_pb2
-from tests.support.command_line import Run, make_status
+from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, NodeState
+from edgepipe.wire.serving import LinkProfile
+from edgepipe.wire.trust import PeerState
+from tests.support.command_line import Run, make_status, with_devices
 from tests.support.terminal import Terminal as TerminalOf
 
 
@@ -45,9 +48,9 @@ def test_what_a_link_means(rtt_ms: float, bytes_per_s: float, good: bool, words:
 
 def test_both_directions_make_one_link() -> None:
     ways = [
-        pb.LinkProfile(sender="me", receiver="b", one_way_s=0.001, bytes_per_s=100e6),
-        pb.LinkProfile(sender="b", receiver="me", one_way_s=0.002, bytes_per_s=50e6),
-        pb.LinkProfile(sender="b", receiver="c", one_way_s=1.0, bytes_per_s=1.0),
+        LinkProfile(sender="me", receiver="b", one_way_s=0.001, bytes_per_s=100e6),
+        LinkProfile(sender="b", receiver="me", one_way_s=0.002, bytes_per_s=50e6),
+        LinkProfile(sender="b", receiver="c", one_way_s=1.0, bytes_per_s=1.0),
     ]
     assert links_of("me", ways) == {"b": Link(rtt_ms=1.0 + 2.0, bytes_per_s=50e6)}
 
@@ -64,14 +67,17 @@ def test_settings_are_changed_and_comments_stay(tmp_path: Path) -> None:
     assert path.read_text() == "name = "
 
 
-def measured_status(*, bytes_per_s: float = 1e12) -> pb.ClusterStatus:
+def measured_status(*, bytes_per_s: float = 1e12) -> ClusterStatus:
     """Two nodes with 20 GB each and memory of that rate."""
-    status = make_status()
-    for member in status.members:
-        for device in member.node.devices:
-            device.profile.bandwidth_bytes_per_s, device.profile.flops = bytes_per_s, 1e14
-            device.profile.memory_total_bytes, device.free_bytes = int(24e9), int(20e9)
-    return status
+
+    def measured(device: DeviceState) -> DeviceState:
+        assert device.profile is not None
+        profile = replace(
+            device.profile, bandwidth_bytes_per_s=bytes_per_s, flops=1e14, memory_total_bytes=24_000_000_000
+        )
+        return replace(device, profile=profile, free_bytes=20_000_000_000)
+
+    return with_devices(make_status(), measured)
 
 
 def test_models_that_fit_come_with_an_estimate() -> None:
@@ -208,18 +214,20 @@ def test_an_interrupted_download_is_offered_first_and_what_is_here_before_others
 def test_machines_that_are_off_or_have_no_device_are_not_waited_for() -> None:
     status = make_status()
     assert model_choice.still_measuring(status) == []
-    for member in status.members:
-        member.node.devices[0].state = "starting"
-    status.members[0].state = "dead"
-    status.members[1].node.ClearField("devices")
-    status.members[2].state = "alive"
-    assert model_choice.still_measuring(status) == ["old-laptop"]
+    gamer, studio, laptop = with_devices(status, lambda device: replace(device, state="starting")).members
+    members = (
+        replace(gamer, state="dead"),
+        replace(studio, node=replace(studio.node, devices=())),
+        replace(laptop, state="alive"),
+    )
+    assert model_choice.still_measuring(replace(status, members=members)) == ["old-laptop"]
 
 
 def test_only_those_who_may_come_are_waited_for() -> None:
-    status = pb.ClusterStatus(members=[pb.MemberState(node=pb.NodeState(node_id="b"), rtt_ms=0.4)])
+    near = MemberState(node=NodeState(node_id=NodeId("b")), rtt_ms=0.4)
+    status = ClusterStatus(node_id=NodeId("a"), members=(near,))
     states = {"a": "alive", "b": "alive", "c": "left", "d": "dead", "e": "asleep", "f": "unseen", "g": "suspect"}
-    peers = [trust_pb2.PeerState(node_id=key, name=key, state=state, self=key == "a") for key, state in states.items()]
+    peers = [PeerState(node_id=NodeId(key), name=key, state=state, self=key == "a") for key, state in states.items()]
     assert steps.missing_peers(peers, status) == ["f", "g"]
 
 

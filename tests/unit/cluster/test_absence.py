@@ -5,21 +5,27 @@ from __future__ import annotations
 from datetime import datetime
 
 from edgepipe.cluster.absence import absence_text, continuing_text, joined
-from edgepipe.wire.v1 import engine_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
+from edgepipe.wire.engines import EngineState, StageState
+from edgepipe.wire.nodes import AbsentNode
 
 EVENING = datetime(2026, 5, 4, 21, 14).timestamp()
 
 
-def away(name: str, state: str, *, hours_before: float = 0.0) -> pb.AbsentNode:
-    return pb.AbsentNode(name=name, state=state, since_us=int((EVENING - hours_before * 3600) * 1e6))
+def away(name: str, state: str, *, hours_before: float = 0.0) -> AbsentNode:
+    since_us = int((EVENING - hours_before * 3600) * 1e6)
+    return AbsentNode(node_id=NodeId(name), name=name, state=state, since_us=since_us)
 
 
-def engine(*nodes: str, recoveries: int = 1, state: str = "ready") -> engine_pb2.EngineState:
-    told = engine_pb2.EngineState(state=state, recoveries=recoveries)
-    for node in nodes:
-        told.stages.add(node_id=node)
-    return told
+def engine(*nodes: str, recoveries: int = 1, state: str = "ready") -> EngineState:
+    return EngineState(
+        model="tiny",
+        pipeline_id=PipelineId("p"),
+        epoch=Epoch(1, EngineId("e")),
+        state=state,
+        recoveries=recoveries,
+        stages=tuple(StageState(node_id=NodeId(node)) for node in nodes),
+    )
 
 
 def test_who_is_away_since_when_and_what_goes_on():

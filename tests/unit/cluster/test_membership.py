@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from edgepipe.cluster.membership import (
     Probe,
 )
 from edgepipe.ids import NodeId
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.nodes import NodeState
 
 LIMITS = MembershipLimits(refused_s=0.3, dead_min_s=2.0, dead_max_s=6.0, forget_s=60.0, tick_s=0.75)
 ME, OTHER, THIRD = NodeId("node-0"), NodeId("node-1"), NodeId("node-2")
@@ -32,9 +33,14 @@ def membership() -> Membership:
     return Membership(node_id=ME, incarnation=5, address=MY_ADDRESS, limits=LIMITS)
 
 
-def state(node_id: NodeId, *, incarnation: int = 1, version: int = 1, address: str = "") -> pb.NodeState:
-    return pb.NodeState(
-        node_id=node_id, incarnation=incarnation, version=version, address=address or address_of(node_id), name=node_id
+def state(node_id: NodeId, *, incarnation: int = 1, version: int = 1, address: str = "", **fields: Any) -> NodeState:
+    return NodeState(
+        node_id=node_id,
+        incarnation=incarnation,
+        version=version,
+        address=address or address_of(node_id),
+        name=node_id,
+        **fields,
     )
 
 
@@ -213,9 +219,7 @@ def test_a_node_that_announced_its_sleep_is_absent_not_dead_and_wakes():
 
 def test_a_node_that_falls_silent_after_it_said_that_it_will_sleep_is_asleep():
     cluster = membership()
-    told = state(OTHER)
-    told.sleeps_soon = True
-    cluster.on_beat(HeardBeat(node_id=OTHER, state=told), now=3.0)
+    cluster.on_beat(HeardBeat(node_id=OTHER, state=state(OTHER, sleeps_soon=True)), now=3.0)
     for half in range(6, 14):
         cluster.on_tick(now=half / 2)
     assert [(one.status, one.status_since_s) for one in cluster.absent()] == [(MemberStatus.ASLEEP, 3.0)]
@@ -231,8 +235,7 @@ def test_a_dead_node_is_absent_since_it_was_last_heard():
 
 def test_two_nodes_that_do_not_hear_each_other_are_not_dead():
     cluster = membership()
-    told = state(OTHER, version=2)
-    told.silent.append(THIRD)
+    told = state(OTHER, version=2, silent=(THIRD,))
     cluster.on_beat(HeardBeat(node_id=OTHER, state=told), now=0.0)
     assert cluster.broken_links() == []  # the third may as well be dead
     cluster.on_beat(beat(THIRD), now=0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +28,8 @@ from edgepipe.errors import TrustInvalid
 from edgepipe.ids import NodeId
 from edgepipe.security.certificates import KeyPair, make_key_pair
 from edgepipe.security.trust_view import Role
-from edgepipe.wire.v1 import trust_pb2 as pb
+from edgepipe.wire.signed import trust_body_from_bytes, trust_body_to_bytes, trust_set_to_bytes
+from edgepipe.wire.trust import Add, Found, Remove, TrustBody, TrustStatement
 
 A, B, C, D, E = (make_key_pair() for _ in range(5))
 NAMES: dict[str, str] = {pair.fingerprint: name for pair, name in zip((A, B, C, D, E), "abcde", strict=True)}
@@ -38,27 +40,31 @@ def founded(by: KeyPair = A, name: str = "home") -> TrustStore:
     return found_cluster(name=name, node_name=NAMES[by.fingerprint], founder=by, nonce=NONCE, now_ms=1)
 
 
-def add(store: TrustStore, who: KeyPair, *, by: KeyPair, role: Role = Role.MEMBER, ms: int = 2) -> pb.TrustStatement:
+def add(store: TrustStore, who: KeyPair, *, by: KeyPair, role: Role = Role.MEMBER, ms: int = 2) -> TrustStatement:
     name = NAMES[who.fingerprint]
     return add_statement(store, signer=by, certificate=who.certificate, role=role, name=name, now_ms=ms)
 
 
-def remove(store: TrustStore, who: KeyPair, *, by: KeyPair) -> pb.TrustStatement:
+def remove(store: TrustStore, who: KeyPair, *, by: KeyPair) -> TrustStatement:
     """The removal alone, without what its signer would say besides of those who go with it."""
     return removal_statements(store, signer=by, node_id=NodeId(who.fingerprint), now_ms=3)[0]
 
 
-def said(store: TrustStore, by: KeyPair, *, number: int = 99, **statement: object) -> pb.TrustStatement:
+def said(store: TrustStore, by: KeyPair, statement: Add | Remove, *, number: int = 99) -> TrustStatement:
     """Whatever ``by`` signs, with no regard for what it may."""
-    body = pb.TrustBody(cluster_id=store.cluster_id, signer=by.fingerprint, number=number)
-    return sign(pb.TrustBody.FromString(body.SerializeToString() + pb.TrustBody(**statement).SerializeToString()), by)  # pyright: ignore[reportArgumentType]
+    body = TrustBody(cluster_id=store.cluster_id, signer=by.fingerprint, number=number, statement=statement)
+    return sign(body, by)
 
 
-def adds(who: KeyPair, role: Role = Role.OWNER) -> pb.Add:
-    return pb.Add(certificate=who.certificate.pem, role=role, node_name=NAMES.get(who.fingerprint, "x"))
+def adds(who: KeyPair, role: Role = Role.OWNER) -> Add:
+    return Add(certificate=who.certificate.pem, role=role, node_name=NAMES.get(who.fingerprint, "x"))
 
 
-def with_(store: TrustStore, *statements: pb.TrustStatement) -> TrustStore:
+def removes(who: KeyPair) -> Remove:
+    return Remove(node_id=NodeId(who.fingerprint))
+
+
+def with_(store: TrustStore, *statements: TrustStatement) -> TrustStore:
     return merge(store, statements).store
 
 
@@ -92,7 +98,7 @@ def test_what_one_owner_removed_does_not_come_back_through_the_other():
     at_a = with_(together, remove(together, C, by=A))
     at_b = with_(together, add(together, C, by=B), add(together, E, by=B))  # b knows of no removal
     for one, other in ((at_a, at_b), (at_b, at_a)):
-        merged = with_(one, *other.to_wire().statements)
+        merged = with_(one, *other.signed())
         assert "c" not in roles(merged)
         assert roles(merged)["e"] is Role.MEMBER
     with pytest.raises(TrustInvalid, match="stays out"):
@@ -103,7 +109,7 @@ def test_of_two_owners_who_remove_each_other_the_elder_stays_whoever_is_heard_fi
     together = two_owners()
     at_a, at_b = with_(together, remove(together, B, by=A)), with_(together, remove(together, A, by=B))
     for one, other in ((at_a, at_b), (at_b, at_a)):
-        merged = with_(one, *other.to_wire().statements)
+        merged = with_(one, *other.signed())
         assert roles(merged) == {"a": Role.OWNER, "c": Role.MEMBER, "d": Role.MEMBER}
     siblings = with_(founded(), add(founded(), B, by=A, role=Role.OWNER))
     siblings = with_(siblings, add(siblings, C, by=A, role=Role.OWNER))
@@ -117,20 +123,20 @@ def test_a_removed_owner_cannot_come_back_by_an_owner_of_its_own_making():
     gone = with_(before, remove(before, B, by=A))
     rogue = make_key_pair()
     attack = [
-        said(before, B, add=adds(rogue)),
-        said(before, B, number=0, add=adds(rogue)),
-        said(before, rogue, remove=pb.Remove(node_id=B.fingerprint)),
-        said(before, rogue, number=0, remove=pb.Remove(node_id=B.fingerprint)),
-        said(before, rogue, remove=pb.Remove(node_id=A.fingerprint)),
-        said(before, B, remove=pb.Remove(node_id=A.fingerprint)),
-        said(before, B, number=0, remove=pb.Remove(node_id=A.fingerprint)),
-        said(before, B, remove=pb.Remove(node_id=D.fingerprint)),
-        said(before, B, add=adds(B)),
+        said(before, B, adds(rogue)),
+        said(before, B, adds(rogue), number=0),
+        said(before, rogue, removes(B)),
+        said(before, rogue, removes(B), number=0),
+        said(before, rogue, removes(A)),
+        said(before, B, removes(A)),
+        said(before, B, removes(A), number=0),
+        said(before, B, removes(D)),
+        said(before, B, adds(B)),
     ]
     for order in (attack, attack[::-1]):
         assert roles(with_(gone, *order)) == roles(gone)
         fooled = with_(before, *order)  # one that has not heard of the removal
-        assert roles(with_(fooled, *gone.to_wire().statements)) == roles(gone)
+        assert roles(with_(fooled, *gone.signed())) == roles(gone)
 
 
 def test_a_former_owner_s_removals_count_as_far_as_its_own_removal_says():
@@ -138,7 +144,7 @@ def test_a_former_owner_s_removals_count_as_far_as_its_own_removal_says():
     store = with_(store, remove(store, D, by=B))
     gone = with_(store, *removal_statements(store, signer=A, node_id=NodeId(B.fingerprint), now_ms=4))
     assert roles(gone) == {"a": Role.OWNER, "c": Role.MEMBER}, "what b removed while it was an owner stays out"
-    late = said(store, B, remove=pb.Remove(node_id=C.fingerprint))
+    late = said(store, B, removes(C))
     assert roles(with_(gone, late)) == roles(gone)
 
 
@@ -157,43 +163,39 @@ def test_a_signer_that_says_too_much_takes_nobody_else_s_room():
         said(
             store,
             B,
-            number=number,
-            remove=pb.Remove(
-                node_id=f"{number:052d}".replace("0", "a").replace("1", "b").replace("8", "c").replace("9", "d")
+            Remove(
+                node_id=NodeId(f"{number:052d}".replace("0", "a").replace("1", "b").replace("8", "c").replace("9", "d"))
             ),
+            number=number,
         )
         for number in range(1, 1200)
     ]
     full = with_(store, *junk)
     mine = [one for one in full.statements.values() if one.signer == B.fingerprint]
     assert MAX_PER_SIGNER <= len(mine) <= 2 * MAX_PER_SIGNER
-    assert full.to_wire().ByteSize() < MAX_STORE_BYTES
+    assert len(trust_set_to_bytes(full.signed())) < MAX_STORE_BYTES
     gone = with_(full, remove(full, B, by=A))
     assert "b" not in roles(gone)
     assert roles(with_(gone, add(gone, E, by=A)))["e"] is Role.MEMBER
     idle = sum(len(one.body) for one in gone.statements.values() if one not in gone.standing.counting)
     assert idle < MAX_IDLE_BYTES + 4096
     again = with_(with_(store, *junk[600:]), *junk[:600])
-    assert with_(again, *full.to_wire().statements).digest == with_(full, *again.to_wire().statements).digest
+    assert with_(again, *full.signed()).digest == with_(full, *again.signed()).digest
 
 
 def test_nothing_rides_along_in_a_statement():
     store = two_owners()
-    body = pb.TrustBody.FromString(said(store, A, add=adds(E)).body)
-    padded = body.SerializeToString(deterministic=True) + b"\xfa\x3f\x03abc"  # field 1023
-    assert "fields unknown" in refused(store, [pb.TrustStatement(body=padded, signature=b"x")])
-    body.add.certificate += b"# and more"
-    assert "more than a certificate" in refused(
-        store, [pb.TrustStatement(body=body.SerializeToString(), signature=b"x")]
-    )
+    padded = said(store, A, adds(E)).body + b"\xfa\x3f\x03abc"  # field 1023
+    assert "fields unknown" in refused(store, [TrustStatement(body=padded, signature=b"x")])
+    longer = replace(adds(E), certificate=E.certificate.pem + b"# and more")
+    assert "more than a certificate" in refused(store, [said(store, A, longer)])
 
 
-def earlier_form(store: TrustStore, statement: pb.TrustStatement, by: KeyPair) -> pb.TrustStatement:
+def earlier_form(store: TrustStore, statement: TrustStatement, by: KeyPair) -> TrustStatement:
     """The same, as it was said before removals said what still counts."""
-    body = pb.TrustBody.FromString(statement.body)
-    body.number = 0
-    body.remove.ClearField("kept") if body.HasField("remove") else None
-    return sign(body, by)
+    body = trust_body_from_bytes(statement.body)
+    said = body.statement
+    return sign(replace(body, number=0, statement=replace(said, kept=()) if isinstance(said, Remove) else said), by)
 
 
 def test_removals_of_the_earlier_form_are_said_again_by_owners_and_bound_from_then_on():
@@ -260,11 +262,11 @@ def test_a_member_becomes_an_owner_and_stays_one():
     assert roles(with_(promoted, add(promoted, C, by=A, ms=9)))["c"] is Role.OWNER
 
 
-def everything() -> list[pb.TrustStatement]:
+def everything() -> list[TrustStatement]:
     store = two_owners()
     store = with_(store, add(store, E, by=B, role=Role.OWNER))
     store = with_(store, remove(store, D, by=E), add(store, C, by=B))
-    return list(with_(store, remove(store, B, by=A)).to_wire().statements)
+    return list(with_(store, remove(store, B, by=A)).signed())
 
 
 @settings(max_examples=20, deadline=None)
@@ -286,12 +288,12 @@ def test_the_order_and_grouping_of_what_is_heard_make_no_difference(rng: random.
 def test_an_old_set_replayed_changes_nothing():
     old, new = two_owners(), None
     new = with_(old, remove(old, C, by=A))
-    merged = merge(new, old.to_wire().statements)
+    merged = merge(new, old.signed())
     assert (merged.new, merged.refused) == ((), ())
     assert merged.store is new
 
 
-def refused(store: TrustStore, statements: Iterable[pb.TrustStatement]) -> str:
+def refused(store: TrustStore, statements: Iterable[TrustStatement]) -> str:
     merged = merge(store, statements)
     assert merged.store is store
     return " ".join(merged.refused)
@@ -301,28 +303,26 @@ def test_statements_with_a_bad_signature_are_refused_and_said():
     store = two_owners()
     good = remove(store, B, by=A)
     other = remove(store, C, by=A)
-    assert "bad signature" in refused(store, [pb.TrustStatement(body=good.body, signature=other.signature)])
-    assert "bad signature" in refused(store, [pb.TrustStatement(body=good.body, signature=b"")])
+    assert "bad signature" in refused(store, [TrustStatement(body=good.body, signature=other.signature)])
+    assert "bad signature" in refused(store, [TrustStatement(body=good.body, signature=b"")])
     changed = good.body.replace(B.fingerprint.encode(), C.fingerprint.encode())
-    assert "bad signature" in refused(store, [pb.TrustStatement(body=changed, signature=good.signature)])
+    assert "bad signature" in refused(store, [TrustStatement(body=changed, signature=good.signature)])
 
 
 def test_a_member_cannot_remove_nor_speak_in_an_owners_name():
     store = two_owners()
-    body = pb.TrustBody(cluster_id=store.cluster_id, signer=C.fingerprint, remove=pb.Remove(node_id=A.fingerprint))
-    own = body.SerializeToString()
-    assert "no owner" in refused(store, [pb.TrustStatement(body=own, signature=C.sign(b"edgepipe-trust-1" + own))])
-    body.signer = A.fingerprint
-    body.remove.node_id = D.fingerprint
-    forged = body.SerializeToString()
-    told = refused(store, [pb.TrustStatement(body=forged, signature=C.sign(b"edgepipe-trust-1" + forged))])
+    body = TrustBody(cluster_id=store.cluster_id, signer=C.fingerprint, statement=removes(A))
+    own = trust_body_to_bytes(body)
+    assert "no owner" in refused(store, [TrustStatement(body=own, signature=C.sign(b"edgepipe-trust-1" + own))])
+    forged = trust_body_to_bytes(replace(body, signer=A.fingerprint, statement=removes(D)))
+    told = refused(store, [TrustStatement(body=forged, signature=C.sign(b"edgepipe-trust-1" + forged))])
     assert "bad signature" in told
 
 
 def test_statements_of_another_cluster_mean_nothing_here():
     store, other = two_owners(), founded(A, "elsewhere")
     assert "another cluster" in refused(store, [add(other, E, by=A)])
-    assert "another cluster" in refused(store, other.to_wire().statements)
+    assert "another cluster" in refused(store, other.signed())
 
 
 def test_a_store_needs_its_founder():
@@ -331,8 +331,7 @@ def test_a_store_needs_its_founder():
         read_store(one for one in statements if not decode(one).founds)
     with pytest.raises(TrustInvalid, match="no founding"):
         read_store(statements, cluster_id="another")
-    founding = next(one for one in statements if decode(one).founds)
-    founding.signature = b"x"
+    statements = [replace(one, signature=b"x") if decode(one).founds else one for one in statements]
     with pytest.raises(TrustInvalid, match="not signed"):
         read_store(statements)
 
@@ -340,24 +339,24 @@ def test_a_store_needs_its_founder():
 @pytest.mark.parametrize(
     "body",
     [
-        pb.TrustBody(),
-        pb.TrustBody(add=pb.Add(certificate=b"x", role="member")),
-        pb.TrustBody(add=pb.Add(certificate=C.certificate.pem, role="king")),
-        pb.TrustBody(add=pb.Add(certificate=C.certificate.pem, role="member", node_name="\x1b[2J")),
-        pb.TrustBody(add=pb.Add(certificate=C.certificate.pem, role="member", node_name="x" * 64)),
-        pb.TrustBody(remove=pb.Remove(node_id="x" * 5000)),
-        pb.TrustBody(signer=A.fingerprint, found=pb.Found(certificate=A.certificate.pem, nonce=b"short")),
-        pb.TrustBody(signer=B.fingerprint, found=pb.Found(certificate=A.certificate.pem, nonce=NONCE)),
+        TrustBody(),
+        TrustBody(statement=Add(certificate=b"x", role="member")),
+        TrustBody(statement=Add(certificate=C.certificate.pem, role="king")),
+        TrustBody(statement=Add(certificate=C.certificate.pem, role="member", node_name="\x1b[2J")),
+        TrustBody(statement=Add(certificate=C.certificate.pem, role="member", node_name="x" * 64)),
+        TrustBody(statement=Remove(node_id=NodeId("x" * 5000))),
+        TrustBody(signer=A.fingerprint, statement=Found(certificate=A.certificate.pem, nonce=b"short")),
+        TrustBody(signer=B.fingerprint, statement=Found(certificate=A.certificate.pem, nonce=NONCE)),
     ],
 )
-def test_statements_of_the_wrong_form_are_refused(body: pb.TrustBody):
+def test_statements_of_the_wrong_form_are_refused(body: TrustBody):
     with pytest.raises(TrustInvalid):
-        decode(pb.TrustStatement(body=body.SerializeToString(), signature=b"x"))
+        decode(TrustStatement(body=trust_body_to_bytes(body), signature=b"x"))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=600), st.binary(max_size=80))
 def test_no_bytes_break_the_reader(body: bytes, signature: bytes):
-    merged = merge(founded(), [pb.TrustStatement(body=body, signature=signature)])
+    merged = merge(founded(), [TrustStatement(body=body, signature=signature)])
     assert not merged.new
     assert merged.refused

@@ -77,7 +77,7 @@ def test_no_history_gives_a_removed_machine_a_say(seed: int):
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(10, 18))
 def test_no_history_of_very_many_does(seed: int):
-    _play_all(25_000, seed=seed)
+    _play_all(10_000, seed=seed)
 
 
 def test_these_histories_find_what_the_bounds_prevent(monkeypatch: pytest.MonkeyPatch):

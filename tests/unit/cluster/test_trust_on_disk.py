@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import stat
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from edgepipe.cluster.founding import TrustFolders, adopt_cluster, found_local_cluster, open_trust
 from edgepipe.cluster.identity import load_identity
-from edgepipe.cluster.statements import to_wire
 from edgepipe.cluster.trust_file import TrustFile
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.errors import ConfigInvalid, TrustInvalid
@@ -20,7 +20,7 @@ from edgepipe.security.certificates import make_key_pair
 from edgepipe.security.trust_view import Role
 from edgepipe.telemetry.audit import AuditKind, AuditLog, read_audit
 from edgepipe.testing.clock import FakeClock
-from edgepipe.wire.v1 import trust_pb2 as pb
+from edgepipe.wire.trust import TrustStatement
 
 
 def keeper(data_dir: Path, *, cluster: str = "", name: str = "") -> TrustKeeper:
@@ -36,7 +36,7 @@ def three(tmp_path: Path) -> list[TrustKeeper]:
 
 async def tell(one: TrustKeeper, other: TrustKeeper) -> None:
     """``other`` hears what ``one`` knows."""
-    await other.take_in(one.node_id, digest=one.digest, statements=to_wire(one.held().values()))
+    await other.take_in(one.node_id, digest=one.digest, statements=one.store.signed())
 
 
 def names(one: TrustKeeper) -> set[str]:
@@ -198,10 +198,8 @@ def test_peers_are_found_by_name_or_the_beginning_of_their_id(tmp_path: Path):
 async def test_bad_statements_are_in_the_audit_log_and_change_nothing(tmp_path: Path):
     a, b, c = three(tmp_path)
     await a.remove(a.find("c"), keep_added=None)
-    statements = to_wire(a.held().values())
-    for one in statements:
-        one.signature = b"x"
-    await b.take_in(c.node_id, digest=b"x", statements=[*statements, pb.TrustStatement(body=b"\xff")])
+    statements = [replace(one, signature=b"x") for one in a.store.signed()]
+    await b.take_in(c.node_id, digest=b"x", statements=[*statements, TrustStatement(body=b"\xff")])
     assert names(b) == {"a", "b", "c"}
     assert kinds(tmp_path / "b") == ["bad statement"]
 
@@ -212,12 +210,12 @@ async def test_who_tells_too_much_or_what_nobody_signed_is_not_listened_to_for_a
     clock = FakeClock()
     b = open_trust(tmp_path / "b", cluster="", node_name="b", clock=clock)
     await a.remove(a.find("c"), keep_added=None)
-    news = to_wire(a.held().values())
-    bad = [pb.TrustStatement(body=news[-1].body + bytes([at % 256, at // 256])) for at in range(17_000)]
+    news = a.store.signed()
+    bad = [TrustStatement(body=news[-1].body + bytes([at % 256, at // 256])) for at in range(17_000)]
     checked = 0
     take_in = b.take_in
 
-    async def counting(source: NodeId, *, digest: bytes, statements: Sequence[pb.TrustStatement]) -> None:
+    async def counting(source: NodeId, *, digest: bytes, statements: Sequence[TrustStatement]) -> None:
         nonlocal checked
         checked += len(statements)
         await take_in(source, digest=digest, statements=statements)

@@ -25,15 +25,19 @@ from edgepipe.daemon.files.adoptions import FORGET_S, Adopted, Adoptions, ModelK
 from edgepipe.daemon.files.models import Models
 from edgepipe.daemon.files.transfer import WeightsClient
 from edgepipe.daemon.services import MAX_READS_PER_NODE, WeightsService
-from edgepipe.errors import LinkError, ModelDownloadFailed, ModelInvalid, ModelUnknown, QueueFull
+from edgepipe.errors import LinkError, ModelDownloadFailed, ModelInvalid, ModelUnknown, QueueFull, RemoteProtocolError
+from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.link.channels import bind, make_server
 from edgepipe.model.adoption import MetadataSink
 from edgepipe.model.emulated_folder import config_json
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.store import ModelStore, StoredModel
 from edgepipe.security.mutual_tls import Plaintext
-from edgepipe.wire.v1 import common_pb2, engine_pb2, node_pb2_grpc
+from edgepipe.wire.common import Hello
+from edgepipe.wire.engines import EngineState
+from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.v1 import node_pb2_grpc
 from tests.support.node_models import CONFIG
 
 NODES = ("n1", "n2", "n3")
@@ -149,12 +153,23 @@ def pull_bare(store: ModelStore, folder: Path, name: str, *, template: str) -> S
     return store.resolve(name)
 
 
+def engine_of(model: StoredModel) -> EngineState:
+    """A ready engine of a model."""
+    return EngineState(
+        model=model.id,
+        pipeline_id=PipelineId("p"),
+        epoch=Epoch(1, EngineId("e")),
+        state="ready",
+        manifest_hash=model.manifest_hash,
+    )
+
+
 class Members:
     """The other members, in place of calls to them: each hands out its own store, or what a test puts in its way."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.nodes: dict[str, pb.NodeState] = {}
+        self.nodes: dict[str, NodeState] = {}
         self.stores: dict[str, ModelStore] = {}
         self.manifests: dict[str, Manifest] = {}  # in place of the genuine one
         self.files: dict[str, Callable[[], AsyncIterator[bytes]]] = {}  # in place of the genuine ones
@@ -164,21 +179,27 @@ class Members:
     def add(self, node_id: str, models: Mapping[str, str]) -> None:
         """A member with these models, each with its template; it announces an engine of each."""
         store = self.stores[node_id] = ModelStore(self.folder / node_id)
-        node = self.nodes[node_id] = pb.NodeState(node_id=node_id, name=node_id)
-        for name, template in models.items():
-            stored = pull_bare(store, self.folder / f"{node_id}-sources", name, template=template)
-            node.engines.append(engine_pb2.EngineState(model=name, manifest_hash=stored.manifest_hash, state="ready"))
+        folder = self.folder / f"{node_id}-sources"
+        stored = [pull_bare(store, folder, name, template=template) for name, template in models.items()]
+        self.nodes[node_id] = NodeState(
+            node_id=NodeId(node_id), name=node_id, engines=tuple(engine_of(model) for model in stored)
+        )
+
+    def ends_engines(self, node_id: str, count: int) -> None:
+        """The member announces its first engines no more."""
+        node = self.nodes[node_id]
+        self.nodes[node_id] = replace(node, engines=node.engines[count:])
 
     def genuine(self, node_id: str, name: str) -> StoredModel:
         return self.stores[node_id].resolve(name)
 
-    async def manifest(self, source: pb.NodeState, model: str) -> Manifest:
+    async def manifest(self, source: NodeState, model: str) -> Manifest:
         self.asked.append(source.node_id)
         if source.node_id in self.manifests:
             return self.manifests[source.node_id]
         return Manifest.from_json(self.stores[source.node_id].resolve(model).manifest.to_json())
 
-    async def file(self, source: pb.NodeState, manifest: Manifest, name: str) -> AsyncIterator[bytes]:
+    async def file(self, source: NodeState, manifest: Manifest, name: str) -> AsyncIterator[bytes]:
         self.asked.append(f"{source.node_id} {name}")
         if source.node_id in self.files:
             async for data in self.files[source.node_id]():
@@ -190,7 +211,7 @@ class Members:
     def models(self) -> Models:
         """The node under test."""
         peers = SimpleNamespace(
-            hello=None,
+            hello=Hello(role="node"),
             security=None,
             nodes=lambda: list(self.nodes.values()),
             is_self=lambda node_id: node_id == "here",
@@ -303,7 +324,7 @@ async def test_r5_what_a_node_announces_beyond_its_share_is_not_kept_and_told_on
             await until(lambda: members.asked.count("rogue") >= 8)
             assert members.on_disk() == {"m0", "m1", "mine"}
             assert caplog.text.count("announces more models") == 1
-            del members.nodes["rogue"].engines[:1]
+            members.ends_engines("rogue", 1)
             await until(lambda: members.on_disk() == {"m1", "m2", "mine"})
             assert here.metadata_path("m0", members.genuine("rogue", "m0").manifest_hash) is None
             keeping.cancel()
@@ -320,7 +341,7 @@ async def test_what_is_used_stays_and_what_is_not_goes_when_its_engine_is_gone(
         await here.adopt("used")
         await here.rescan()
         monkeypatch.setattr(bounds, "FORGET_S", -1.0)
-        del members.nodes["a"].engines[:]
+        members.ends_engines("a", 2)
         members.changes.notify()
         await until(lambda: members.on_disk() == {"used"})
         keeping.cancel()
@@ -383,21 +404,24 @@ class FalseDisk(node_pb2_grpc.WeightsServicer):
     ReadTensor = ReadFile
 
 
-async def test_a_peer_cannot_speak_of_this_nodes_disk(members: Members) -> None:
+async def test_a_peer_cannot_speak_of_this_nodes_disk_or_send_another_part(members: Members) -> None:
     """Else the next source would not be asked."""
     members.add("a", {"tiny": "T"})
     server = make_server(Plaintext())
     node_pb2_grpc.add_WeightsServicer_to_server(FalseDisk(), server)
     port = bind(server, Plaintext(), host="127.0.0.1", port=0)
     await server.start()
-    node = pb.NodeState(node_id="rogue", name="rogue", address=f"127.0.0.1:{port}")
-    client = WeightsClient(hello=common_pb2.Hello(), security=Plaintext(), timeouts=Timeouts(connect_s=1.0))
+    node = NodeState(node_id=NodeId("rogue"), name="rogue", address=f"127.0.0.1:{port}")
+    client = WeightsClient(hello=Hello(role="node"), security=Plaintext(), timeouts=Timeouts(connect_s=1.0))
     with pytest.raises(LinkError, match="the disk is full"):
         await client.manifest(node, "tiny")
     file = client.file(node, members.genuine("a", "tiny").manifest, "edgepipe.json")
     assert await anext(file) == b"x"
     with pytest.raises(LinkError, match="the disk is full"):
         await anext(file)
+    tensor = client.tensor(node, members.genuine("a", "tiny").manifest, "x", offset=5, bytes_per_s=0.0)
+    with pytest.raises(RemoteProtocolError, match="another part of 'x'"):
+        await anext(tensor)
     await server.stop(grace=0)
 
 
@@ -444,9 +468,12 @@ async def test_files_are_read_in_pieces_and_only_those_that_nodes_exchange(
     stored, here = members.genuine("here", "tiny"), members.models()
     monkeypatch.setattr(models_module, "_CHUNK_BYTES", 100)
     whole = (stored.path / "edgepipe.json").read_bytes()
-    read = [one async for one in here.read_file("tiny", "", "edgepipe.json", offset=50)]
-    assert b"".join(one.data for one in read) == whole[50:]
-    assert [one.offset for one in read] == list(range(50, len(whole), 100))
+    security = SimpleNamespace(caller=lambda _context, _kind: None)
+    service = WeightsService(admit=lambda _hello: None, security=cast("Any", security), models=here)
+    request = pb.ReadFileRequest(model="tiny", name="edgepipe.json", offset=50)
+    read = [chunk async for chunk in service.ReadFile(request, None)]
+    assert b"".join(chunk.data for chunk in read) == whole[50:]
+    assert [chunk.offset for chunk in read] == list(range(50, len(whole), 100))
     assert [one async for one in here.read_file("tiny", "", "edgepipe.json", offset=1 << 60)] == []
     with pytest.raises(ModelInvalid, match="nodes do not exchange files"):
         await anext(here.read_file("tiny", "", "config.json", offset=0))

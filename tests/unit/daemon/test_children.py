@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from edgepipe.daemon.processes.children import Child
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.children import Introduced, IntroducedPeers
 from tests.support.stage_settings import STAGE_SETTINGS
 
 
@@ -20,7 +20,7 @@ async def child() -> AsyncIterator[Child]:
         sys.executable, "-c", waits, stdin=asyncio.subprocess.PIPE, start_new_session=True
     )
     made = Child(STAGE_SETTINGS, process)
-    made.introduce([])
+    made.introduce(())
     yield made
     made.kill()
     await process.wait()
@@ -30,14 +30,15 @@ async def _newest(child: Child) -> int:
     """The version of the peers that it was told of last."""
     async for command in child.commands():
         if child._commands.empty():  # pyright: ignore[reportPrivateUsage]
-            return command.introduce.version
+            assert isinstance(command.command, IntroducedPeers)
+            return command.command.version
     return 0
 
 
 async def test_a_child_that_answers_lives(child: Child):
     asking = asyncio.ensure_future(child.lives())
     await asyncio.sleep(0)
-    child.take_report(pb.ChildReport(introduced=await _newest(child)))
+    child.take_report(Introduced(version=await _newest(child)))
     assert await asking
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,25 +15,35 @@ from typing import Any, cast
 import pytest
 from edgepipe_emulated import emulated_model_config
 
+from edgepipe.backend.types import DeviceProfile
 from edgepipe.config import Timeouts
 from edgepipe.daemon.device import device, layer_measuring, spare
 from edgepipe.daemon.device.device import DeviceHost
 from edgepipe.daemon.device.layer_profiles import LayerProfiles
 from edgepipe.daemon.processes.children import Children
 from edgepipe.errors import BackendUnavailable, EdgepipeError, StageLost
-from edgepipe.ids import EngineId, Epoch
+from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.wire.common import epoch_to_wire, make_hello, slices_to_wire
-from edgepipe.wire.v1 import common_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.planner.profiles import LayerProfile, Point
+from edgepipe.wire.children import (
+    ChildProgress,
+    ChildStarted,
+    Command,
+    LoadShard,
+    PauseStage,
+    PrepareRequest,
+    ProfileLayerRequest,
+    Report,
+    ShardLoaded,
+)
 from edgepipe.workers.settings import ChildSettings
 from tests.support.stage_settings import STAGE_SETTINGS
 
 GB = 10**9
 CONFIG = emulated_model_config(num_layers=2)
-LAYER = pb.LayerProfile(decode=[pb.ProfilePoint(size=1, seconds=0.001)])
-MEASURE = pb.ProfileLayerRequest(model_config="{}", fresh=True)
-UNLESS_KNOWN = pb.ProfileLayerRequest(model_config="{}")
+LAYER = LayerProfile(base_s=0.0, decode=(Point(1, 0.001),), prefill=(), head=(), kv_token_s=0.0, decode_context=64)
+MEASURE = ProfileLayerRequest(model_config="{}", fresh=True)
+UNLESS_KNOWN = ProfileLayerRequest(model_config="{}")
 
 
 class Process:
@@ -48,25 +59,25 @@ class Process:
         self.crashed_in = None
         self.measured = 0
         self.layer_factor = 1.0
-        self.paused: list[pb.PauseStage] = []  # as told
-        self.progress = pb.ChildProgress()
-        self.on_report: Callable[[pb.ChildReport | None], None] = lambda _report: None
-        self.on_profiled: Callable[[pb.LayerProfile], None] = lambda _layer: None
+        self.paused: list[PauseStage] = []  # as told
+        self.progress = ChildProgress()
+        self.on_report: Callable[[Report | None], None] = lambda _report: None
+        self.on_profiled: Callable[[LayerProfile], None] = lambda _layer: None
 
     async def lives(self) -> bool:
         if self.is_dying:
             self.die(-9)
         return self.alive
 
-    def send(self, command: pb.ChildCommand) -> None:
-        if command.HasField("load"):
-            self.on_report(pb.ChildReport(loaded=pb.ShardLoaded(weight_bytes=1, kv_block_bytes=16)))
-        if command.HasField("pause"):
-            self.paused.append(command.pause)
-        if command.HasField("profile"):
+    def send(self, command: Command) -> None:
+        if isinstance(command, LoadShard):
+            self.on_report(ShardLoaded(weight_bytes=1, kv_block_bytes=16))
+        if isinstance(command, PauseStage):
+            self.paused.append(command)
+        if isinstance(command, ProfileLayerRequest):
             self.measured += 1
             seconds = LAYER.decode[0].seconds * self.layer_factor
-            self.on_profiled(pb.LayerProfile(decode=[pb.ProfilePoint(size=1, seconds=seconds)]))
+            self.on_profiled(replace(LAYER, decode=(Point(1, seconds),)))
 
     def die(self, status: int = 1) -> None:
         self.alive, self.process.returncode = False, status
@@ -87,11 +98,18 @@ class Processes:
         self.started.append(Process(settings))
         return self.started[-1]
 
-    async def wait_started(self, _child: Process) -> pb.ChildStarted:
-        profile = common_pb2.DeviceProfile(
-            backend="emulated", device="x", memory_total_bytes=24 * GB, memory_free_bytes=self._free_bytes
+    async def wait_started(self, _child: Process) -> ChildStarted:
+        profile = DeviceProfile(
+            backend="emulated",
+            device="x",
+            name="x",
+            compute_dtype="bfloat16",
+            memory_total_bytes=24 * GB,
+            memory_free_bytes=self._free_bytes,
+            bandwidth_bytes_per_s=0.0,
+            flops=0.0,
         )
-        return pb.ChildStarted(profile=profile)
+        return ChildStarted(profile=profile)
 
     async def stop(self, child: Process) -> None:
         child.stopping = True
@@ -127,16 +145,15 @@ class Host:
     async def prepare(self, *, counter: int = 1, fresh: bool = False) -> None:
         """As an engine does; returns when the stage is ready."""
         part = Slice(index=0, layers=LayerRange(0, 2), embedding=True, head=True)
-        request = pb.PrepareRequest(
-            hello=make_hello(role="engine", node_id="node-b"),
-            pipeline_id="p",
-            epoch=epoch_to_wire(Epoch(counter, EngineId("engine-1"))),
-            slices=slices_to_wire([part]),
+        request = PrepareRequest(
+            pipeline_id=PipelineId("p"),
+            epoch=Epoch(counter, EngineId("engine-1")),
+            slices=(part,),
             kv_tokens=64,
             block_size=16,
             fresh=fresh,
         )
-        async for _ in self.host.prepare(request, path="", config=CONFIG, engine=None):
+        async for _ in self.host.prepare(request, engine_node="node-b", path="", config=CONFIG, engine=None):
             pass
 
     async def until(self, wanted: Callable[[], bool]) -> None:
@@ -230,7 +247,7 @@ async def test_a_stage_that_woke_before_its_network_goes_on_once_its_engine_answ
         host.host.resume(engine_epoch)
         await host.until(lambda: len(stage.paused) == 2)
         assert [told.paused for told in stage.paused] == [True, False]
-        assert stage.paused[1].epoch == epoch_to_wire(Epoch(1, EngineId("engine-1")))
+        assert stage.paused[1].epoch == Epoch(1, EngineId("engine-1"))
 
 
 async def test_a_device_without_room_has_no_spare_beside_its_stage(tmp_path: Path):
@@ -297,7 +314,7 @@ async def test_a_spare_that_cannot_start_beside_a_stage_is_no_failure_of_the_dev
         host.spares()[0].die()
         await host.until(lambda: len(host.processes.started) == 3)
         assert host.state() == "serving"
-        assert not host.host.state()[0].HasField("error")
+        assert host.host.state()[0].error is None
 
 
 @pytest.mark.parametrize(("by_system", "share"), [(True, 0.8), (False, 1.0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,10 +14,13 @@ from edgepipe.daemon.serving import engine_keeper
 from edgepipe.daemon.serving.engine_keeper import EngineKeeper
 from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.errors import EdgepipeError, StaleEpoch
+from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.system import SystemClock
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import EngineState, ServeSpec
+from edgepipe.wire.nodes import NodeState
+from edgepipe.wire.serving import ServeBody, StartEngineRequest, VouchReply
 
-REQUEST = pb.StartEngineRequest(pipeline_id="p", spec=pb.ServeSpec(model="m"))
+REQUEST = StartEngineRequest(pipeline_id=PipelineId("p"), spec=ServeSpec(model="m"))
 
 
 class SlowChild:
@@ -24,7 +28,7 @@ class SlowChild:
 
     def __init__(self) -> None:
         self.stopping = self.killed = False
-        self.sent: list[pb.ChildCommand] = []
+        self.sent: list[object] = []
         self.port, self.pid, self.certificate = 0, 1, b""
         self.exited = asyncio.Event()
         self.fault: EdgepipeError | None = None
@@ -36,7 +40,7 @@ class SlowChild:
         self.killed = True
         self.exited.set()
 
-    def send(self, command: pb.ChildCommand) -> None:
+    def send(self, command: object) -> None:
         self.sent.append(command)
 
 
@@ -56,7 +60,7 @@ def engine_host(
         child.stopping = True
         child.exited.set()
 
-    async def vouch_all(*_: object) -> dict[str, pb.VouchReply]:
+    async def vouch_all(*_: object) -> dict[str, VouchReply]:
         return {}
 
     async def changes() -> AsyncGenerator[None]:
@@ -141,14 +145,15 @@ async def test_an_engine_whose_stages_another_had_comes_back_where_its_record_sa
 async def test_a_model_is_looked_at_until_somebody_has_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine that was started here gave way to another, whose node was lost meanwhile; nothing else changes."""
     monkeypatch.setattr(engine_keeper, "_LOOK_AGAIN_S", 0.001)
-    node = pb.NodeState(node_id="a")
+    nodes = [NodeState(node_id=NodeId("a"))]
+    engine = EngineState(model="m", pipeline_id=PipelineId("p"), epoch=Epoch(1, EngineId("e")), state="recovering")
     starts: list[str] = []
     done = asyncio.Event()
 
-    async def start(request: pb.StartEngineRequest, **_: object) -> None:
+    async def start(request: StartEngineRequest, **_: object) -> None:
         starts.append(request.pipeline_id)
         if len(starts) == 2:
-            node.engines.add(pipeline_id="p", state="recovering")
+            nodes[0] = replace(nodes[0], engines=(engine,))
             done.set()
 
     async def adopt(*_: object, **__: object) -> SimpleNamespace:
@@ -161,11 +166,9 @@ async def test_a_model_is_looked_at_until_somebody_has_its_engine(monkeypatch: p
     def changing() -> AsyncIterator[None]:
         return changes()
 
-    record = pb.ServeBody(pipeline_id="p", spec=REQUEST.spec, engine_node="a")
+    record = ServeBody(pipeline_id=PipelineId("p"), spec=REQUEST.spec, engine_node="a")
     book = SimpleNamespace(served=lambda: [record], renew=lambda _: None, take_over=lambda _: None)
-    peers = SimpleNamespace(
-        own_id="a", own_drains=False, hello=None, nodes=lambda: [node], is_self=lambda node_id: node_id == "a"
-    )
+    peers = SimpleNamespace(own_id="a", own_drains=False, nodes=lambda: nodes, is_self=lambda node_id: node_id == "a")
     engines = SimpleNamespace(ready=list, states=list, start=start)
     async with asyncio.TaskGroup() as tasks:
         keeper = EngineKeeper(

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from edgepipe.cluster.founding import found_local_cluster, open_trust
-from edgepipe.cluster.statements import to_wire
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.daemon.machine import data_dir as data_dir_module
 from edgepipe.daemon.machine.data_dir import DataDir
 from edgepipe.daemon.serving import serve_book
 from edgepipe.errors import ConfigInvalid
+from edgepipe.ids import PipelineId
 from edgepipe.testing.clock import FakeClock
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import ServeSpec
 from tests.support.serve_books import lone_book
 
 
@@ -57,7 +57,7 @@ async def test_a_trust_store_that_cannot_be_written_works_on_and_is_written_when
     keeper = asyncio.create_task(b.run())
     with monkeypatch.context() as read_only:
         read_only.setattr(Path, "chmod", refusing(errno.EROFS))
-        b.hear(a.node_id, digest=a.digest, statements=to_wire(a.held().values()))
+        b.hear(a.node_id, digest=a.digest, statements=[statement.signed for statement in a.held().values()])
         await asyncio.sleep(0.03)
         assert not keeper.done(), "the node goes on"
     assert _on_disk(tmp_path / "b") != b.digest
@@ -79,8 +79,8 @@ async def test_what_is_served_is_known_though_it_cannot_be_written(
     monkeypatch.setattr(serve_book, "write_private", refusing(errno.ENOSPC))
     keeper = asyncio.create_task(book.run())
     own = book._trust.key_pair.fingerprint
-    book.ask("p", pb.ServeSpec(model="tiny"), engine_node=own)
-    book.note_served("p", pb.ServeSpec(model="tiny"))
+    book.ask(PipelineId("p"), ServeSpec(model="tiny"), engine_node=own)
+    book.note_served(PipelineId("p"), ServeSpec(model="tiny"))
     async with asyncio.timeout(5):
         while "were not written" not in caplog.text:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from edgepipe.daemon.processes.hang_watch import HangWatch
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.children import ChildProgress
 
 EVERY_S = 0.25
 
 
-def watched(*reports: tuple[float, pb.ChildProgress], until: float) -> str:
+def watched(*reports: tuple[float, ChildProgress], until: float) -> str:
     """What a daemon that looks four times a second says in the end."""
     watch = HangWatch(hang_s=5.0, now=0.0)
     due = list(reports)
@@ -23,12 +23,12 @@ def watched(*reports: tuple[float, pb.ChildProgress], until: float) -> str:
     return ""
 
 
-def idle(now: float) -> tuple[float, pb.ChildProgress]:
-    return now, pb.ChildProgress(started=3, finished=3)
+def idle(now: float) -> tuple[float, ChildProgress]:
+    return now, ChildProgress(started=3, finished=3)
 
 
-def busy(now: float, *, finished: int, limit_s: float = 5.0) -> tuple[float, pb.ChildProgress]:
-    return now, pb.ChildProgress(started=finished + 1, finished=finished, limit_ms=int(limit_s * 1e3))
+def busy(now: float, *, finished: int, limit_s: float = 5.0) -> tuple[float, ChildProgress]:
+    return now, ChildProgress(started=finished + 1, finished=finished, limit_ms=int(limit_s * 1e3))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def busy(now: float, *, finished: int, limit_s: float = 5.0) -> tuple[float, pb.
     ],
 )
 def test_only_silence_and_a_step_without_end_are_hangs(
-    reports: list[tuple[float, pb.ChildProgress]], until: float, hung: str
+    reports: list[tuple[float, ChildProgress]], until: float, hung: str
 ):
     said = watched(*reports, until=until)
     assert said.startswith(hung) if hung else not said
@@ -51,7 +51,7 @@ def test_only_silence_and_a_step_without_end_are_hangs(
 
 def test_a_daemon_that_was_stopped_itself_blames_nobody():
     watch = HangWatch(hang_s=5.0, now=0.0)
-    watch.report(pb.ChildProgress(started=1), now=0.0)
+    watch.report(ChildProgress(started=1), now=0.0)
     assert not watch.why_hung(now=0.25, every_s=EVERY_S)
     assert not watch.why_hung(now=60.0, every_s=EVERY_S)
     assert watch.why_hung(now=60.25, every_s=EVERY_S) == ""

@@ -14,10 +14,12 @@ from edgepipe.cluster.private_files import write_private
 from edgepipe.daemon.device import layer_profiles
 from edgepipe.daemon.device.layer_profiles import LayerProfiles, profile_key
 from edgepipe.model.config_json import config_to_json
+from edgepipe.planner.profiles import LayerProfile, Point
 from edgepipe.testing.tiny_model import tiny_config
-from edgepipe.wire.v1 import node_pb2 as pb
 
-PROFILE = pb.LayerProfile(base_s=0.5, decode=[pb.ProfilePoint(size=1, seconds=2)], decode_context=64)
+PROFILE = LayerProfile(
+    base_s=0.5, decode=(Point(1, 2),), prefill=(), head=(), kv_token_s=0.0, decode_context=64, measured_ms=5
+)
 
 
 def key(backend: str = "torch", **changes: Any) -> str:
@@ -39,6 +41,13 @@ async def test_what_was_measured_is_there_after_a_restart(tmp_path: Path, monkey
     writer.cancel()
     assert LayerProfiles(path).get("x") == PROFILE
     assert LayerProfiles(path).get("y") is None
+
+
+def test_a_file_of_an_earlier_version_is_read(tmp_path: Path):
+    times = {"baseS": 0.5, "decode": [{"size": 1.0, "seconds": 2.0}], "decodeContext": 64, "measuredMs": "5"}
+    path = tmp_path / "layers.json"
+    write_private(path, json.dumps({"x": times}).encode())
+    assert LayerProfiles(path).get("x") == PROFILE
 
 
 async def test_a_damaged_file_is_measured_anew(tmp_path: Path):

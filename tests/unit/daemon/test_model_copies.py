@@ -13,16 +13,18 @@ import pytest
 
 from edgepipe.config import Timeouts
 from edgepipe.daemon.files import models as models_module
-from edgepipe.daemon.files.model_parts import held_parts, model_parts, parts_from_wire, parts_on, parts_to_wire
+from edgepipe.daemon.files.model_parts import held_parts, model_parts, parts_of, parts_on, runs_of
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.files.pace import Pace, chunk_bytes
 from edgepipe.errors import ModelDownloadFailed
+from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.store import ModelStore
 from edgepipe.model.tensor_folder import TensorSink
-from edgepipe.wire.common import slices_to_wire
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.children import PrepareProgress
+from edgepipe.wire.common import Hello
+from edgepipe.wire.nodes import NodeState
 from tests.support.node_models import CONFIG, pull_with_weights
 
 ALL = frozenset(range(CONFIG.num_layers + 2))
@@ -37,27 +39,27 @@ class NearClient:
 
     def __init__(self, **_: Any) -> None: ...
 
-    async def manifest(self, _source: pb.NodeState, model: str) -> Manifest:
+    async def manifest(self, _source: NodeState, model: str) -> Manifest:
         return Manifest.from_json(await self.source.manifest_json(model))
 
-    async def file(self, _source: pb.NodeState, manifest: Manifest, name: str) -> AsyncIterator[bytes]:
-        async for chunk in self.source.read_file(manifest.model_id, manifest.hash, name, offset=0):
-            yield chunk.data
+    async def file(self, _source: NodeState, manifest: Manifest, name: str) -> AsyncIterator[bytes]:
+        async for data in self.source.read_file(manifest.model_id, manifest.hash, name, offset=0):
+            yield data
 
     async def tensor(
-        self, _source: pb.NodeState, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float
-    ) -> AsyncIterator[pb.DataChunk]:
+        self, _source: NodeState, manifest: Manifest, name: str, *, offset: int, bytes_per_s: float
+    ) -> AsyncIterator[bytes]:
         self.asked.append(name)
-        async for chunk in self.source.read_tensor(
+        async for data in self.source.read_tensor(
             manifest.model_id, manifest.hash, name, offset=offset, bytes_per_s=bytes_per_s
         ):
-            yield chunk
+            yield data
             await self.gate.wait()
 
 
-async def make_models(folder: Path, others: Sequence[pb.NodeState]) -> Models:
+async def make_models(folder: Path, others: Sequence[NodeState]) -> Models:
     peers = SimpleNamespace(
-        hello=None, security=None, nodes=lambda: list(others), is_self=lambda _id: False, own_id="here"
+        hello=Hello(role="node"), security=None, nodes=lambda: list(others), is_self=lambda _id: False, own_id="here"
     )
     made = Models(models_dir=folder, peers=cast("Any", peers), timeouts=Timeouts(connect_s=1.0), on_change=lambda: None)
     await made.rescan()
@@ -76,17 +78,17 @@ async def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Models:
     NearClient.gate.set()
     monkeypatch.setattr(models_module, "WeightsClient", NearClient)
     monkeypatch.setattr("edgepipe.model.disk.HEADROOM_BYTES", 0)
-    there = pb.NodeState(node_id="there", name="there", models=NearClient.source.on_disk())
+    there = NodeState(node_id=NodeId("there"), name="there", models=tuple(NearClient.source.on_disk()))
     return await make_models(tmp_path / "here", [there])
 
 
-async def copy(here: Models, model: LocalModel, parts: Sequence[int]) -> list[pb.PrepareProgress]:
+async def copy(here: Models, model: LocalModel, parts: Sequence[int]) -> list[PrepareProgress]:
     return [one async for one in here.keep_copy(model, parts, first_source="there", bytes_per_s=0.0)]
 
 
 def parts_here(here: Models) -> frozenset[int]:
     (told,) = here.on_disk()
-    return parts_from_wire(told.parts, num_parts=len(ALL))
+    return parts_of(told.parts, num_parts=len(ALL))
 
 
 async def test_a_node_tells_which_parts_it_has(here: Models):
@@ -97,8 +99,8 @@ async def test_a_node_tells_which_parts_it_has(here: Models):
     assert progress[-1].bytes_done == progress[-1].bytes_total > 0
     assert here.transfers() == []
     (whole,) = NearClient.source.on_disk()
-    assert parts_from_wire(whole.parts, num_parts=len(ALL)) == ALL
-    node = pb.NodeState(models=[*here.on_disk(), whole])
+    assert parts_of(whole.parts, num_parts=len(ALL)) == ALL
+    node = NodeState(node_id=NodeId("there"), models=(*here.on_disk(), whole))
     assert parts_on(node, "tiny", model.manifest_hash, num_parts=len(ALL)) == ALL
     assert parts_on(node, "tiny", "another", num_parts=len(ALL)) == frozenset()
 
@@ -106,7 +108,7 @@ async def test_a_node_tells_which_parts_it_has(here: Models):
 async def test_the_parts_of_a_slice_are_what_it_loads(here: Models):
     model = await here.adopt("tiny")
     part = Slice(index=1, layers=LayerRange(3, 6), embedding=False, head=True)
-    async for _ in here.fetch(model, slices_to_wire([part]), first_source="there"):
+    async for _ in here.fetch(model, (part,), first_source="there"):
         pass
     sizes = model_parts(model.config, model.stored.manifest)
     assert held_parts(model.stored) == sizes.of([part]) == {4, 5, 6, 7}
@@ -124,7 +126,7 @@ async def test_what_a_stage_waits_for_goes_before_a_copy_which_goes_on_after(her
     part = Slice(index=1, layers=LayerRange(5, 6), embedding=False, head=True)
 
     async def fetch() -> None:
-        async for _ in here.fetch(model, slices_to_wire([part]), first_source="there"):
+        async for _ in here.fetch(model, (part,), first_source="there"):
             pass
 
     fetching = asyncio.ensure_future(fetch())
@@ -166,12 +168,12 @@ async def test_r4_a_disk_that_fills_up_keeps_what_came_and_the_next_try_goes_on(
     monkeypatch.setattr(TensorSink, "write", full)
     part = Slice(index=0, layers=LayerRange(0, 6), embedding=True, head=True)
     with pytest.raises(ModelDownloadFailed, match="could not be written") as caught:
-        async for _ in here.fetch(model, slices_to_wire([part]), first_source="there"):
+        async for _ in here.fetch(model, (part,), first_source="there"):
             pass
     assert caught.value.fact == "the disk is full"
     assert len(NearClient.asked) == 4, "no other peer is asked: the disk is this node's own"
     monkeypatch.setattr(TensorSink, "write", write)
-    async for _ in here.fetch(model, slices_to_wire([part]), first_source="there"):
+    async for _ in here.fetch(model, (part,), first_source="there"):
         pass
     assert len(NearClient.asked) == 1 + len(model.stored.manifest.tensors)
     assert held_parts(ModelStore(model.path.parent).resolve("tiny")) == ALL
@@ -191,13 +193,13 @@ async def test_copies_at_impossible_paces_do_not_hold_up_the_others(here: Models
     async with asyncio.timeout(5):
         for rate in (1e-9, -1.0, float("nan"), float("inf"), 1e9):
             read = NearClient.source.read_tensor("tiny", "", "model.norm.weight", offset=0, bytes_per_s=rate)
-            assert sum([len(one.data) async for one in read]) > 0
+            assert sum([len(data) async for data in read]) > 0
 
 
 def test_parts_travel_as_runs():
-    runs = parts_to_wire({0, 1, 2, 5, 7, 8})
+    runs = runs_of({0, 1, 2, 5, 7, 8})
     assert [(run.start, run.end) for run in runs] == [(0, 3), (5, 6), (7, 9)]
-    assert parts_from_wire(runs, num_parts=8) == {0, 1, 2, 5, 7}
+    assert parts_of(runs, num_parts=8) == {0, 1, 2, 5, 7}
 
 
 async def test_all_copies_together_keep_to_their_share():

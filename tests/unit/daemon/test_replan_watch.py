@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from edgepipe.daemon.files.models import LocalModel
 from edgepipe.daemon.serving.capacity import stages_of
 from edgepipe.daemon.serving.replan_watch import ReplanWatch
 from edgepipe.daemon.serving.replanning import Avoided, Known, Replanner, demand_of, placed_of
-from edgepipe.ids import NodeId
+from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.model.facts import LayerRange, Slice, make_slices
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster
@@ -22,8 +23,9 @@ from edgepipe.planner.placement import NodeRoom, Placed
 from edgepipe.planner.profiles import Links, Machine, TableSpeed
 from edgepipe.testing.clock import FakeClock
 from edgepipe.units import parse_link
-from edgepipe.wire.v1 import engine_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import Advice, EngineState, ServeSpec, StageState
+from edgepipe.wire.nodes import NodeState
+from edgepipe.wire.serving import PlanMade
 
 SHAPE = named_shape("qwen2.5-7b")
 PIPELINE = "p"
@@ -35,13 +37,13 @@ class World:
     def __init__(self, *counts: int, moves: bool = False) -> None:
         self.clock = FakeClock()
         self.nodes = [NodeId("ab"[i]) for i in range(len(counts))]
-        self.advice: engine_pb2.Advice | None = None
-        self.moved: list[pb.PlanMade] = []
+        self.advice: Advice | None = None
+        self.moved: list[ServeSpec] = []
         self.measured: list[str] = []
         ends = [sum(counts[: i + 1]) for i in range(len(counts))]
         slices = make_slices([LayerRange(e - n, e) for e, n in zip(ends, counts, strict=True)], SHAPE.num_layers)
         stages = stages_of([Placed(node_id=one, part=part) for one, part in zip(self.nodes, slices, strict=True)])
-        self.spec = pb.ServeSpec(model="m", stages=stages, throughput=True, moves=moves)
+        self.spec = ServeSpec(model="m", stages=stages, throughput=True, moves=moves)
         self._news = asyncio.Event()
         self.slower = 1.0  # stage b, than planned
         self.to_avoid = Avoided()  # of the engine
@@ -53,32 +55,41 @@ class World:
         )
 
     # what the watch asks of the engines
-    def ready(self) -> list[tuple[str, pb.ServeSpec]]:
+    def ready(self) -> list[tuple[str, ServeSpec]]:
         return [(PIPELINE, self.spec)]
 
     def avoided(self, pipeline_id: str) -> Avoided:
         return self.to_avoid
 
-    def advise(self, pipeline_id: str, advice: engine_pb2.Advice | None) -> None:
+    def advise(self, pipeline_id: str, advice: Advice | None) -> None:
         self.advice = advice
 
-    def move(self, pipeline_id: str, made: pb.PlanMade) -> bool:
-        self.moved.append(made)
+    def move(self, pipeline_id: str, made: PlanMade) -> bool:
+        assert made.spec is not None
+        self.moved.append(made.spec)
         self.spec = made.spec
         return True
 
-    def state_of(self, pipeline_id: str) -> engine_pb2.EngineState:
+    def state_of(self, pipeline_id: str) -> EngineState:
         machines = {one.node_id: one for one in self.cluster().machines}
         placed = placed_of(self.spec)
         planned = Ring(demand_of(SHAPE, self.spec), placed, machines, self.cluster().links).of(2, 16)
-        state = engine_pb2.EngineState(running=16, decode_rows=8)
-        for one, seconds in zip(placed, planned.step_s, strict=True):
-            factor = self.slower if one.node_id == "b" else 1.0
-            state.stages.add(node_id=one.node_id, decode_ms=1e3 * seconds * factor)
-        return state
+        factors = [self.slower if one.node_id == "b" else 1.0 for one in placed]
+        return EngineState(
+            model="m",
+            pipeline_id=PipelineId(PIPELINE),
+            epoch=Epoch(1, EngineId("e")),
+            state="ready",
+            running=16,
+            decode_rows=8,
+            stages=tuple(
+                StageState(node_id=one.node_id, decode_ms=1e3 * seconds * factor)
+                for one, seconds, factor in zip(placed, planned.step_s, factors, strict=True)
+            ),
+        )
 
     # and of the replanner
-    def usable(self, spec: pb.ServeSpec, *, own: str) -> frozenset[str]:
+    def usable(self, spec: ServeSpec, *, own: str) -> frozenset[str]:
         return frozenset(self.nodes) - self.draining
 
     def name(self, node_id: str) -> str:
@@ -87,22 +98,19 @@ class World:
     def fetch_bytes(self, model: LocalModel) -> Callable[[NodeId, Sequence[Slice]], int]:
         return lambda _node_id, _slices: 0
 
-    async def known(self, pipeline_id: str, spec: pb.ServeSpec, *, measure: Collection[str] = ()) -> Known:
+    async def known(self, pipeline_id: str, spec: ServeSpec, *, measure: Collection[str] = ()) -> Known:
         self.measured += measure
         model = cast("Any", type("Model", (), {"config": SHAPE})())
         return Known(model=model, demand=demand_of(SHAPE, spec), cluster=self.cluster())
 
-    def peer_states(self) -> list[pb.NodeState]:
-        return [pb.NodeState(node_id=one, draining=one in self.draining) for one in self.nodes]
+    def peer_states(self) -> list[NodeState]:
+        return [NodeState(node_id=one, draining=one in self.draining) for one in self.nodes]
 
-    async def search(self, known: Known, spec: pb.ServeSpec, avoided: Avoided) -> tuple[Placed, ...]:
+    async def search(self, known: Known, spec: ServeSpec, avoided: Avoided) -> tuple[Placed, ...]:
         return await self._real.search(known, spec, avoided)
 
-    def made(self, spec: pb.ServeSpec, placed: tuple[Placed, ...]) -> pb.PlanMade:
-        made = pb.PlanMade(spec=spec)
-        del made.spec.stages[:]
-        made.spec.stages.extend(stages_of(placed))
-        return made
+    def made(self, spec: ServeSpec, placed: tuple[Placed, ...]) -> PlanMade:
+        return PlanMade(spec=replace(spec, stages=stages_of(placed)))
 
     def cluster(self) -> Cluster:
         speed = TableSpeed(CostModel(SHAPE, named_device("m4max")))
@@ -218,7 +226,7 @@ async def test_what_the_engine_leaves_alone_is_looked_at_when_it_does_no_longer(
         assert not world.moved
         world.to_avoid = Avoided(links=frozenset({(NodeId("a"), NodeId("b"))}))
         await world.after(1)
-        assert [one.node_id for one in placed_of(world.moved[0].spec)] == ["b", "a"], "in the order that works"
+        assert [one.node_id for one in placed_of(world.moved[0])] == ["b", "a"], "in the order that works"
 
 
 async def test_stages_move_by_themselves_where_that_was_asked_for_and_then_rest():

@@ -5,57 +5,70 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.serving.capacity import stages_of
 from edgepipe.daemon.serving.engines import EngineHost, _Run
 from edgepipe.daemon.serving.replanning import Avoided, Replanner, placed_of
 from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import BackendUnavailable, NoFeasiblePlacement
-from edgepipe.ids import NodeId
+from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.model.config_json import config_to_json
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.placement import Placed
-from edgepipe.wire.common import make_hello
-from edgepipe.wire.engines import ServeSpec
-from edgepipe.wire.v1 import engine_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.planner.profiles import LayerProfile
+from edgepipe.wire.children import ProfileLayerRequest
+from edgepipe.wire.engines import EngineState, LeftOut, ServeSpec
+from edgepipe.wire.nodes import DeviceState, NodeState
+from edgepipe.wire.serving import LinkProfile, PlanMade, PlanWanted, StartEngineRequest
 from edgepipe.workers.planning import DaemonPlanner
 
 SHAPE = named_shape("qwen2.5-7b")
 SHAPE_JSON = json.dumps(config_to_json(SHAPE))
 GB = 10**9
+DEVICE = DeviceProfile(
+    backend="torch",
+    device="cuda:0",
+    name="GPU",
+    compute_dtype="bfloat16",
+    memory_total_bytes=0,
+    memory_free_bytes=0,
+    bandwidth_bytes_per_s=1e11,
+    flops=1e13,
+)
 
 
 class FakePeers:
     """Nodes of 10 GB; two of them hold the model."""
 
     def __init__(self, names: str, broken: Iterable[str] = ()) -> None:
-        self.hello = make_hello(role="node", node_id="a")
         self._names = names
         self._broken = frozenset((NodeId(a), NodeId(b)) for a, b in broken)
 
-    def nodes(self) -> list[pb.NodeState]:
+    def nodes(self) -> list[NodeState]:
         return [self.node(name) for name in self._names]
 
-    def node(self, node_id: str) -> pb.NodeState:
-        state = pb.NodeState(node_id=node_id, name=node_id, address=f"10.0.0.{ord(node_id)}:7117")
-        device = state.devices.add(state="idle", free_bytes=10 * GB)
-        device.profile.compute_dtype = "bfloat16"
-        device.profile.bandwidth_bytes_per_s, device.profile.flops = 1e11, 1e13
-        return state
+    def node(self, node_id: str) -> NodeState:
+        return NodeState(
+            node_id=NodeId(node_id),
+            name=node_id,
+            address=f"10.0.0.{ord(node_id)}:7117",
+            devices=(DeviceState(profile=DEVICE, state="idle", free_bytes=10 * GB),),
+        )
 
     def broken_links(self) -> frozenset[tuple[NodeId, NodeId]]:
         return self._broken
 
-    async def profile_layer(self, node_id: str, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
+    async def profile_layer(self, node_id: str, request: ProfileLayerRequest) -> LayerProfile:
         raise BackendUnavailable("nothing was measured")
 
-    async def profile_links(self, node_id: str, request: pb.ProfileLinksRequest) -> list[pb.LinkProfile]:
+    async def profile_links(self, node_id: str, others: Iterable[str], *, known_only: bool) -> list[LinkProfile]:
         return []
 
 
@@ -67,23 +80,29 @@ class OneModel:
         return SimpleNamespace(name=name, config=SHAPE, config_json=SHAPE_JSON, stored=stored)
 
 
-def wanted(*, quarantined: str = "", links: Iterable[str] = ()) -> pb.PlanWanted:
+def wanted(*, quarantined: str = "", links: Iterable[str] = ()) -> PlanWanted:
     """For layers 0-13 on a, 14-27 on b."""
     slices = make_slices([LayerRange(0, 14), LayerRange(14, 28)], SHAPE.num_layers)
     stages = stages_of([Placed(node_id=NodeId(one), part=part) for one, part in zip("ab", slices, strict=True)])
-    asked = pb.PlanWanted(spec=pb.ServeSpec(model="m", stages=stages))
-    for one in quarantined:
-        asked.left_out.add(node_id=one, seconds=30)
-    for one, other in links:
-        asked.left_out.add(node_id=one, other_id=other, seconds=30)
-    return asked
+    left_out = [left_alone(one) for one in quarantined] + [left_alone(one, other) for one, other in links]
+    return PlanWanted(spec=ServeSpec(model="m", stages=stages), left_out=tuple(left_out))
 
 
-async def order(peers: FakePeers, asked: pb.PlanWanted) -> str:
+def left_alone(node_id: str, other_id: str = "", *, seconds: float = 30) -> LeftOut:
+    other = NodeId(other_id) if other_id else None
+    return LeftOut(node_id=NodeId(node_id), other_id=other, seconds=seconds, reason="")
+
+
+def spec_of(made: PlanMade) -> ServeSpec:
+    assert made.spec is not None
+    return made.spec
+
+
+async def order(peers: FakePeers, asked: PlanWanted) -> str:
     """The nodes of the plan, in a token's order."""
     fakes = cast("Any", peers)
     replanner = Replanner(peers=fakes, models=cast("Any", OneModel()), surveyor=Surveyor(fakes))
-    return "".join(one.node_id for one in placed_of((await replanner.plan("p", asked)).spec))
+    return "".join(one.node_id for one in placed_of(spec_of(await replanner.plan("p", asked))))
 
 
 @pytest.mark.parametrize(
@@ -111,10 +130,9 @@ async def test_a_third_node_takes_the_place_where_no_order_of_the_two_is_left() 
 
 async def test_a_machine_that_failed_long_ago_is_tried_before_the_one_that_fails_now() -> None:
     asked = wanted(quarantined="b")
-    asked.left_out.add(node_id="c", seconds=5)
-    assert await order(FakePeers("abc"), asked) == "ac"
-    asked.left_out[1].seconds = 60
-    assert await order(FakePeers("abc"), asked) == "ab"
+    long_ago, now = left_alone("c", seconds=5), left_alone("c", seconds=60)
+    assert await order(FakePeers("abc"), replace(asked, left_out=(*asked.left_out, long_ago))) == "ac"
+    assert await order(FakePeers("abc"), replace(asked, left_out=(*asked.left_out, now))) == "ab"
 
 
 async def test_barred_links_count_beside_those_that_nodes_know_to_be_broken() -> None:
@@ -133,7 +151,7 @@ async def test_who_is_asked_to_place_a_model_anew_leaves_alone_what_its_engine_d
     replanner = Replanner(peers=fakes, models=cast("Any", OneModel()), surveyor=Surveyor(fakes))
     avoided = wanted(quarantined="c", links=["ab"]).left_out
     made = await replanner.anew("p", spec, Avoided.of(avoided), num_nodes=2)
-    assert [one.node_id for one in placed_of(made.spec)] == ["b", "a"]
+    assert [one.node_id for one in placed_of(spec_of(made))] == ["b", "a"]
     avoided = wanted(quarantined="c", links=["ab", "ba"]).left_out
     with pytest.raises(NoFeasiblePlacement, match="do not reach each other"):
         await replanner.anew("p", spec, Avoided.of(avoided), num_nodes=2)
@@ -159,11 +177,11 @@ async def test_what_an_engine_leaves_alone_is_kept_beside_it_for_as_long_as_it_s
     host = EngineHost(**fakes, replanner=cast("Any", None))
     asked = wanted(quarantined="c", links=["ab"])
     child = cast("Any", SimpleNamespace(port=0, certificate=b""))
-    state = engine_pb2.EngineState(pipeline_id="p")
-    run = _Run(request=pb.StartEngineRequest(), model_config="", spec=asked.spec, state=state, child=child)
+    state = EngineState(model="m", pipeline_id=PipelineId("p"), epoch=Epoch(1, EngineId("e")), state="starting")
+    request = StartEngineRequest(pipeline_id=PipelineId("p"), spec=asked.spec)
+    run = _Run(request=request, model_config="", spec=asked.spec, state=state, child=child)
     host._runs["p"] = run
-    told = engine_pb2.EngineState(pipeline_id="p", state="recovering", left_out=asked.left_out)
-    host._take(run, child, pb.ChildReport(engine=told))
+    host._take(run, child, replace(state, state="recovering", left_out=asked.left_out))
     assert host.avoided("p") == Avoided(nodes=frozenset("c"), links=frozenset({(NodeId("a"), NodeId("b"))}))
     assert host.avoided("q") == Avoided()
     loop = asyncio.get_running_loop()
@@ -173,28 +191,28 @@ async def test_what_an_engine_leaves_alone_is_kept_beside_it_for_as_long_as_it_s
 
 
 async def test_a_move_that_arrives_during_a_recovery_is_not_taken_for_the_answer() -> None:
-    asked: list[pb.PlanWanted] = []
-    planner = DaemonPlanner(cast("Any", SimpleNamespace(report=lambda told: asked.append(told.plan_wanted))))
+    asked: list[PlanWanted] = []
+    planner = DaemonPlanner(cast("Any", SimpleNamespace(report=asked.append)))
     asking = asyncio.ensure_future(planner.plan(ServeSpec(model="m"), quarantined={}, quarantined_links={}))
     while not asked:  # noqa: ASYNC110
         await asyncio.sleep(0)
-    pushed = planner.take(pb.PlanMade(spec=pb.ServeSpec(model="pushed")))
+    pushed = planner.take(PlanMade(spec=ServeSpec(model="pushed")))
     assert pushed is not None
     assert pushed.spec.model == "pushed"
-    planner.take(pb.PlanMade(spec=pb.ServeSpec(model="late"), question=asked[0].question - 1))
-    planner.take(pb.PlanMade(spec=pb.ServeSpec(model="asked"), question=asked[0].question))
+    planner.take(PlanMade(spec=ServeSpec(model="late"), question=asked[0].question - 1))
+    planner.take(PlanMade(spec=ServeSpec(model="asked"), question=asked[0].question))
     assert (await asking).spec.model == "asked"
 
 
 async def test_an_engine_tells_its_daemon_both() -> None:
-    asked: list[pb.ChildReport] = []
+    asked: list[PlanWanted] = []
 
-    def report(told: pb.ChildReport) -> None:
+    def report(told: PlanWanted) -> None:
         asked.append(told)
-        planner.take(pb.PlanMade(spec=told.plan_wanted.spec, question=told.plan_wanted.question))
+        planner.take(PlanMade(spec=told.spec, question=told.question))
 
     planner = DaemonPlanner(cast("Any", SimpleNamespace(report=report)))
     link = (NodeId("a"), NodeId("b"))
     await planner.plan(ServeSpec(model="m"), quarantined={NodeId("c"): 3.0}, quarantined_links={link: 30.0})
-    told = [(one.node_id, one.other_id, one.seconds) for one in asked[0].plan_wanted.left_out]
-    assert told == [("c", "", 3.0), (*link, 30.0)]
+    told = [(one.node_id, one.other_id, one.seconds) for one in asked[0].left_out]
+    assert told == [("c", None, 3.0), (*link, 30.0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,25 +14,28 @@ from edgepipe.cluster.private_files import write_private
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.daemon.serving.serve_rules import MAX_RUNNING_PER_MEMBER, MAX_VERSION_STEP, Facts, order, refusal
 from edgepipe.errors import AccessDenied
+from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.security.certificates import KeyPair
 from edgepipe.security.trust_view import Role
-from edgepipe.wire.v1 import engine_pb2
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.engines import EngineState
+from edgepipe.wire.serving import ServeBody, ServeRecord
+from edgepipe.wire.signed import serve_body_to_bytes, serve_records_to_bytes
 from tests.support.serve_books import BookNode, NodeTrust, all_hear, node, nodes, shared, spec
 
+P = PipelineId("p")
 
-def signed(key: KeyPair, body: pb.ServeBody) -> pb.ServeRecord:
+
+def signed(key: KeyPair, body: ServeBody) -> ServeRecord:
     """Whatever a key signs, with no regard for what it may."""
-    body.signer = key.fingerprint
-    data = body.SerializeToString(deterministic=True)
-    return pb.ServeRecord(body=data, signature=key.sign(b"edgepipe-serve-1" + data))
+    data = serve_body_to_bytes(replace(body, signer=key.fingerprint))
+    return ServeRecord(body=data, signature=key.sign(b"edgepipe-serve-1" + data))
 
 
 def served_by_b(folder: Path, *, owners: str = "a") -> tuple[dict[str, BookNode], dict[str, KeyPair]]:
     """b, a plain member, had "tiny" served; its engine is on b, it has answered, and everybody knows."""
     trust, everybody = nodes(folder, owners=owners, members="".join(set("abcd") - set(owners)))
     b = everybody["b"]
-    b.book.ask("p", spec(), engine_node=b.node_id)
+    b.book.ask(P, spec(), engine_node=b.node_id)
     b.book.note_served("p", spec())
     for one in everybody.values():
         one.engines[b.node_id, "p"] = "ready"
@@ -47,7 +51,7 @@ def test_what_a_member_has_served_everybody_knows_and_its_stop_as_well(tmp_path:
     b.book.note_stopped("tiny")
     all_hear(everybody)
     assert all(one.book.served() == [] for one in everybody.values())
-    everybody["c"].book.ask("p2", spec(), engine_node=b.node_id)
+    everybody["c"].book.ask(PipelineId("p2"), spec(), engine_node=b.node_id)
     all_hear(everybody)
     assert [one.book.held("p2") is not None for one in everybody.values()] == [True] * 4
 
@@ -66,7 +70,7 @@ def test_who_was_away_while_a_node_took_its_engine_over_is_believed_once_that_no
     """c had the engine and was away; b took it over, then b was lost as c came back. No owner is there to decide."""
     _, cluster = nodes(tmp_path, owners="o", members="abc")
     a, b, c = (cluster[name] for name in "abc")
-    c.book.ask("p", spec(), engine_node=c.node_id)
+    c.book.ask(P, spec(), engine_node=c.node_id)
     c.book.note_served("p", spec())
     for member in (a, b, c):
         member.engines[c.node_id, "p"] = "ready"
@@ -96,9 +100,8 @@ def test_who_was_away_while_a_node_took_its_engine_over_is_believed_once_that_no
 def test_what_a_person_wants_is_on_request_no_longer_whatever_its_engine_says(tmp_path: Path) -> None:
     _, everybody = nodes(tmp_path, owners="a", members="b")
     a, b = everybody["a"], everybody["b"]
-    loaded = spec()
-    loaded.on_request = True
-    b.book.ask("p", loaded, engine_node=b.node_id)
+    loaded = replace(spec(), on_request=True)
+    b.book.ask(P, loaded, engine_node=b.node_id)
     b.book.note_served("p", loaded)
     all_hear(everybody)
     assert a.book.is_on_request("p")
@@ -125,33 +128,26 @@ def test_a_member_that_claims_another_s_pipeline_is_not_believed(tmp_path: Path)
             {"engine_node": keys["c"].fingerprint, "pipeline_id": "p9", "asker": keys["c"].fingerprint},
             {"stopped": True},
         ):
-            body = pb.ServeBody()
-            body.CopyFrom(held)
-            body.version = version
-            for name, value in change.items():
-                setattr(body, name, value)
-            record = signed(keys["c"], body)
+            record = signed(keys["c"], replace(held, version=version, **change))
             for one in everybody.values():
                 one.book.merge(keys["c"].fingerprint, [record])
-    forged = pb.ServeBody()
-    forged.CopyFrom(held)
-    forged.version, forged.engine_node = held.version + 1, keys["c"].fingerprint
+    forged = replace(held, version=held.version + 1, engine_node=keys["c"].fingerprint)
     by_c = signed(keys["c"], forged)
-    forged.signer = keys["a"].fingerprint
+    by_a = serve_body_to_bytes(replace(forged, signer=keys["a"].fingerprint))
     for one in everybody.values():
-        one.book.merge("c", [pb.ServeRecord(body=forged.SerializeToString(), signature=by_c.signature)])
+        one.book.merge("c", [ServeRecord(body=by_a, signature=by_c.signature)])
         assert one.held == {"tiny": (keys["b"].fingerprint, False)}
 
 
 def test_an_engine_counts_where_its_record_says_with_that_content_alone(tmp_path: Path) -> None:
     everybody, keys = served_by_b(tmp_path)
     book, (b, c) = everybody["d"].book, (keys["b"].fingerprint, keys["c"].fingerprint)
-    engine = engine_pb2.EngineState(pipeline_id="p", model="tiny", manifest_hash="h")
+    engine = EngineState(pipeline_id=P, model="tiny", manifest_hash="h", epoch=Epoch(1, EngineId("e")), state="ready")
     assert book.binds(b, engine)
     assert not book.binds(c, engine)
-    assert not book.binds(b, engine_pb2.EngineState(pipeline_id="p", model="tiny", manifest_hash="other"))
-    assert not book.binds(b, engine_pb2.EngineState(pipeline_id="p", model="large", manifest_hash="h"))
-    assert not book.binds(c, engine_pb2.EngineState(pipeline_id="p9", model="tiny", manifest_hash="h"))
+    assert not book.binds(b, replace(engine, manifest_hash="other"))
+    assert not book.binds(b, replace(engine, model="large"))
+    assert not book.binds(c, replace(engine, pipeline_id=PipelineId("p9")))
 
 
 def test_who_knows_that_the_engine_s_node_is_gone_believes_another_engine(tmp_path: Path) -> None:
@@ -213,23 +209,23 @@ def test_a_member_may_have_so_many_models_served_and_no_more(tmp_path: Path) -> 
     _, everybody = nodes(tmp_path)
     b = everybody["b"]
     for number in range(MAX_RUNNING_PER_MEMBER):
-        b.book.ask(f"p{number}", spec(f"m{number}"), engine_node=b.node_id)
+        b.book.ask(PipelineId(f"p{number}"), spec(f"m{number}"), engine_node=b.node_id)
     with pytest.raises(AccessDenied):
-        b.book.ask("p", spec("m"), engine_node=b.node_id)
-    everybody["a"].book.ask("p", spec("m"), engine_node=b.node_id)
+        b.book.ask(P, spec("m"), engine_node=b.node_id)
+    everybody["a"].book.ask(P, spec("m"), engine_node=b.node_id)
 
 
 def test_stopped_models_of_one_member_push_out_nobody_else_s(tmp_path: Path) -> None:
     trust, everybody = nodes(tmp_path)
     a, b, c = (everybody[name] for name in "abc")
-    c.book.ask("pc", spec("of c"), engine_node=c.node_id)
+    c.book.ask(PipelineId("pc"), spec("of c"), engine_node=c.node_id)
     c.book.note_served("pc", spec("of c"))
     all_hear(everybody)
     c.book.note_stopped("of c")
     all_hear(everybody)
     for number in range(100):
         trust.clock.advance(60)  # records that come in masses are not all checked
-        b.book.ask(f"p{number}", spec(f"m{number}"), engine_node=b.node_id)
+        b.book.ask(PipelineId(f"p{number}"), spec(f"m{number}"), engine_node=b.node_id)
         b.book.note_served(f"p{number}", spec(f"m{number}"))
         a.hears(b)
         b.book.note_stopped(f"m{number}")
@@ -242,7 +238,7 @@ def test_stopped_models_of_one_member_push_out_nobody_else_s(tmp_path: Path) -> 
 def test_what_was_served_is_believed_by_who_joins_after_its_signer_was_removed(tmp_path: Path) -> None:
     trust, everybody = nodes(tmp_path)
     a, b, c = (everybody[name] for name in "abc")
-    b.book.ask("p", spec(), engine_node=c.node_id)
+    b.book.ask(P, spec(), engine_node=c.node_id)
     a.hears(b)
     trust.remove("b", by="a")
     late = everybody["d"]
@@ -258,8 +254,14 @@ def test_a_removed_machine_s_records_are_nobody_s(tmp_path: Path) -> None:
     trust = everybody["a"].book._trust
     assert isinstance(trust, NodeTrust)
     trust.shared.remove("c", by="a")
-    body = pb.ServeBody(cluster_id=trust.cluster_id, pipeline_id="x", spec=spec("new"), version=1, asker="c")
-    body.engine_node = keys["c"].fingerprint
+    body = ServeBody(
+        cluster_id=trust.cluster_id,
+        pipeline_id=PipelineId("x"),
+        spec=spec("new"),
+        version=1,
+        asker="c",
+        engine_node=keys["c"].fingerprint,
+    )
     everybody["a"].book.merge(keys["c"].fingerprint, [signed(keys["c"], body)])
     assert set(everybody["a"].held) == {"tiny"}
 
@@ -268,8 +270,14 @@ def test_records_that_come_in_masses_are_not_all_checked(tmp_path: Path) -> None
     everybody, keys = served_by_b(tmp_path)
     book = everybody["a"].book
     for number in range(300):
-        body = pb.ServeBody(cluster_id=book._trust.cluster_id, pipeline_id=f"x{number}", spec=spec(f"m{number}"))
-        body.version, body.asker, body.engine_node = 1, keys["c"].fingerprint, keys["c"].fingerprint
+        body = ServeBody(
+            cluster_id=book._trust.cluster_id,
+            pipeline_id=PipelineId(f"x{number}"),
+            spec=spec(f"m{number}"),
+            version=1,
+            asker=keys["c"].fingerprint,
+            engine_node=keys["c"].fingerprint,
+        )
         book.merge(keys["c"].fingerprint, [signed(keys["c"], body)])
     assert len(book._checked) < 100
     assert len(book.records()) == 1 + MAX_RUNNING_PER_MEMBER
@@ -278,7 +286,7 @@ def test_records_that_come_in_masses_are_not_all_checked(tmp_path: Path) -> None
 async def test_it_outlives_its_process_and_a_damaged_file_is_an_empty_book(tmp_path: Path) -> None:
     trust = shared("a", "")
     one = node(trust, "a", tmp_path)
-    one.book.ask("p", spec(), engine_node=one.node_id)
+    one.book.ask(P, spec(), engine_node=one.node_id)
     one.book.note_served("p", spec())
     writing = asyncio.create_task(one.book.run())
     file = tmp_path / "a" / "served.bin"
@@ -288,20 +296,20 @@ async def test_it_outlives_its_process_and_a_damaged_file_is_an_empty_book(tmp_p
     writing.cancel()
     assert [record.pipeline_id for record in node(trust, "a", tmp_path).book.served()] == ["p"]
     file.write_bytes(b"\xff\xff")
-    assert node(trust, "a", tmp_path).book.records() == []
+    assert node(trust, "a", tmp_path).book.records() == ()
 
 
 def test_what_was_kept_unsigned_is_said_by_an_owner_or_the_engine_s_node(tmp_path: Path) -> None:
     """The earlier form of the file."""
     trust = shared("a", "bc")
-    old = pb.ServeRecord(pipeline_id="p", spec=spec(), version=7, engine_node=trust.node_id("b"))
+    old = ServeRecord(pipeline_id="p", spec=spec(), version=7, engine_node=trust.node_id("b"))
     everybody: dict[str, BookNode] = {}
     for name in "abc":
         (tmp_path / name).mkdir()
-        write_private(tmp_path / name / "served.bin", pb.ServeRecords(records=[old]).SerializeToString())
+        write_private(tmp_path / name / "served.bin", serve_records_to_bytes([old]))
         everybody[name] = node(trust, name, tmp_path)
         everybody[name].book.renew(lambda *_: "")
-        assert everybody[name].book.records() == [old], "its disk was not looked at yet"
+        assert everybody[name].book.records() == (old,), "its disk was not looked at yet"
         everybody[name].book.renew(lambda model, known: f"new {known}")
     assert [one.record("p").body != b"" for one in map(_book, "abc", [everybody] * 3)] == [True, True, False]  # pyright: ignore[reportOptionalMemberAccess]
     all_hear(everybody)
@@ -344,11 +352,26 @@ def test_no_plain_member_takes_what_runs_from_a_node_that_is_there(
     before = None
     if held is not None:
         asker, engine, version, stopped = held
-        before = pb.ServeBody(pipeline_id="p", spec=spec(), asker=asker, engine_node=engine, version=version)
-        before.stopped, before.begun, before.signer = stopped, True, asker
+        before = ServeBody(
+            pipeline_id=P,
+            spec=spec(),
+            asker=asker,
+            engine_node=engine,
+            version=version,
+            stopped=stopped,
+            begun=True,
+            signer=asker,
+        )
     signer, asker, engine, version, stopped, pipeline = new
-    after = pb.ServeBody(pipeline_id=pipeline, spec=spec(), asker=asker, engine_node=engine, version=version)
-    after.stopped, after.signer = stopped, signer
+    after = ServeBody(
+        pipeline_id=PipelineId(pipeline),
+        spec=spec(),
+        asker=asker,
+        engine_node=engine,
+        version=version,
+        stopped=stopped,
+        signer=signer,
+    )
     facts = Facts(role=Role.MEMBER, gone=gone.__contains__, running=0, runs=lambda _: True)
     if refusal(before, after, facts):
         return
@@ -363,24 +386,24 @@ def test_no_plain_member_takes_what_runs_from_a_node_that_is_there(
 def test_records_of_far_versions_are_answered_by_nobody_and_the_last_word_reaches_newcomers(tmp_path: Path) -> None:
     trust, everybody = nodes(tmp_path, members="bcde")
     newcomer, a, b, c = everybody.pop("e"), everybody["a"], everybody["b"], everybody["c"]
-    b.book.ask("p", spec(), engine_node=b.node_id)
+    b.book.ask(P, spec(), engine_node=b.node_id)
     for one in everybody.values():
         one.engines[b.node_id, "p"] = "ready"
     all_hear(everybody)
     for step in (1 << 62, (1 << 64) - 2, MAX_VERSION_STEP):
-        body = pb.ServeBody()
-        body.CopyFrom(a.book.held("p") or body)
-        body.engine_node, body.version = c.node_id, min(body.version + step, (1 << 64) - 1)
         before = a.book.held("p")
+        assert before is not None
+        body = replace(before, engine_node=c.node_id, version=min(before.version + step, (1 << 64) - 1))
         a.book.merge(c.node_id, [signed(trust.keys["c"], body)])
         assert (a.book.held("p") == before) == (step > MAX_VERSION_STEP)  # the owner's node answers the last one alone
     all_hear(everybody)
-    moved = spec()
-    moved.context_length = 7
+    moved = replace(spec(), context_length=7)
     b.book.note_served("p", moved)  # said by a plain member, with a version that a newcomer would not take from it
     all_hear(everybody)
     a.book.renew(lambda _, manifest_hash: manifest_hash)
     all_hear(everybody)
     newcomer.hears(a)
-    assert newcomer.book.held("p") == a.book.held("p")
-    assert (newcomer.book.held("p") or pb.ServeBody()).spec.context_length == 7
+    held = newcomer.book.held("p")
+    assert held is not None
+    assert held == a.book.held("p")
+    assert held.spec.context_length == 7

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.serving.serving import Serving, common_block_size, default_kv_tokens, model_matches
-from edgepipe.ids import NodeId
+from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.planner.placement import NodeRoom, Placed
 from edgepipe.testing.tiny_model import tiny_config
-from edgepipe.wire.v1 import common_pb2, engine_pb2
+from edgepipe.wire.engines import EngineState
 
 
 def room(*, host: bool) -> NodeRoom:
@@ -49,7 +50,10 @@ async def test_an_engine_s_address_that_is_none_is_no_error(address: str):
     """A node may report any address. Gateways that send requests there get the error."""
     fields = ("peers", "models", "ids", "changes", "gateway_knows", "refused", "book", "surveyor", "tasks")
     serving = Serving(**dict.fromkeys(fields))  # type: ignore[arg-type]
-    assert await serving._no_way_to(engine_pb2.EngineState(address=address), "node-a") is None
+    engine = EngineState(
+        model="m", pipeline_id=PipelineId("p"), epoch=Epoch(1, EngineId("e")), state="ready", address=address
+    )
+    assert await serving._no_way_to(engine, "node-a") is None
 
 
 @pytest.mark.parametrize(
@@ -64,4 +68,18 @@ def test_a_model_is_meant_by_its_id_or_its_last_part(typed: str, means: bool):
     [([], 16), ([(16, 256), (16,)], 16), ([(16, 256), (256,)], 256), ([(16,), (256,)], 16), ([(), (256,)], 256)],
 )
 def test_a_block_is_as_small_as_every_device_serves_well(sizes: list[tuple[int, ...]], common: int):
-    assert common_block_size(common_pb2.DeviceProfile(block_sizes=each) for each in sizes) == common
+    profiles = [
+        DeviceProfile(
+            backend="torch",
+            device="cpu",
+            name="CPU",
+            compute_dtype="float32",
+            memory_total_bytes=0,
+            memory_free_bytes=0,
+            bandwidth_bytes_per_s=0,
+            flops=0,
+            block_sizes=each,
+        )
+        for each in sizes
+    ]
+    assert common_block_size(profiles) == common

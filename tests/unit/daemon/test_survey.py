@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import pytest
 
+from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.network.link_probes import LinkProbes
 from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import BackendUnavailable, LinkNotMeasured, NodeUnreachable
+from edgepipe.ids import NodeId
+from edgepipe.planner.profiles import LayerProfile, Point
 from edgepipe.testing.clock import FakeClock
-from edgepipe.wire.common import make_hello
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.children import ProfileLayerRequest
+from edgepipe.wire.nodes import DeviceState, NodeState
+from edgepipe.wire.serving import LinkProfile
 
-LAYER = pb.LayerProfile(
-    decode=[pb.ProfilePoint(size=1, seconds=1)],
-    prefill=[pb.ProfilePoint(size=32, seconds=2)],
-    head=[pb.ProfilePoint(size=1, seconds=1)],
+LAYER = LayerProfile(
+    base_s=0.0,
+    decode=(Point(1, 1),),
+    prefill=(Point(32, 2),),
+    head=(Point(1, 1),),
+    kv_token_s=0.0,
+    decode_context=0,
+)
+DEVICE = DeviceProfile(
+    backend="torch",
+    device="cuda:0",
+    name="GPU",
+    compute_dtype="float32",
+    memory_total_bytes=0,
+    memory_free_bytes=0,
+    bandwidth_bytes_per_s=0,
+    flops=0,
 )
 MODEL = cast("Any", type("Model", (), {"name": "m", "config_json": "{}"})())
 
@@ -25,21 +43,22 @@ class FakePeers:
     """Nodes a, b, c on three machines; ``gone`` do not answer, ``unknown`` have measured nothing."""
 
     def __init__(self) -> None:
-        self.hello = make_hello(role="node", node_id="a")
         self.own_id = "a"
         self.gone: set[str] = set()
         self.unknown: set[str] = set()
         self.layers: list[tuple[str, bool, bool]] = []
         self.links: list[tuple[str, tuple[str, ...], bool]] = []
 
-    def nodes(self) -> list[pb.NodeState]:
+    def nodes(self) -> list[NodeState]:
         return [self.node(name) for name in "abc"]
 
-    def node(self, node_id: str) -> pb.NodeState:
-        state = pb.NodeState(node_id=node_id, name=node_id, address=f"10.0.0.{ord(node_id)}:7117")
-        device = state.devices.add(state="idle", free_bytes=10**9)
-        device.profile.compute_dtype = "float32"
-        return state
+    def node(self, node_id: str) -> NodeState:
+        return NodeState(
+            node_id=NodeId(node_id),
+            name=node_id,
+            address=f"10.0.0.{ord(node_id)}:7117",
+            devices=(DeviceState(profile=DEVICE, state="idle", free_bytes=10**9),),
+        )
 
     def broken_links(self) -> frozenset[tuple[str, str]]:
         return frozenset()
@@ -47,17 +66,19 @@ class FakePeers:
     def is_self(self, node_id: str) -> bool:
         return node_id == self.own_id
 
-    async def profile_layer(self, node_id: str, request: pb.ProfileLayerRequest) -> pb.LayerProfile:
+    async def profile_layer(self, node_id: str, request: ProfileLayerRequest) -> LayerProfile:
         self.layers.append((node_id, request.known_only, request.fresh))
         if node_id in self.gone or (request.known_only and node_id in self.unknown):
             raise BackendUnavailable("no")
         return LAYER
 
-    async def profile_links(self, node_id: str, request: pb.ProfileLinksRequest) -> list[pb.LinkProfile]:
-        self.links.append((node_id, tuple(request.node_ids), request.known_only))
+    async def profile_links(
+        self, node_id: str, others: Iterable[str], *, known_only: bool = False, fresh: bool = False
+    ) -> list[LinkProfile]:
+        self.links.append((node_id, tuple(others), known_only))
         if node_id in self.gone:
             raise NodeUnreachable(f"node {node_id} is not in the cluster now")
-        return [pb.LinkProfile(sender=node_id, receiver=other, one_way_s=0.001) for other in request.node_ids]
+        return [LinkProfile(sender=node_id, receiver=other, one_way_s=0.001) for other in others]
 
 
 def surveyor(peers: FakePeers) -> Surveyor:
@@ -68,7 +89,7 @@ async def test_every_device_and_every_directed_link_is_asked_for():
     peers = FakePeers()
     told = await surveyor(peers).survey(MODEL, "auto")
     assert [one.node_id for one in told.machines] == ["a", "b", "c"]
-    assert all(one.HasField("layer") for one in told.machines)
+    assert all(one.layer is not None for one in told.machines)
     assert {(one.sender, one.receiver) for one in told.links} == {(x, y) for x in "abc" for y in "abc" if x != y}
     assert not any(known_only for _, known_only, _ in peers.layers)
 
@@ -91,7 +112,7 @@ async def test_what_is_known_is_told_without_measuring_and_the_rest_is_left_out(
     peers = FakePeers()
     peers.unknown, peers.gone = {"b"}, {"c"}
     told = await surveyor(peers).known(MODEL, "auto")
-    assert {one.node_id: one.HasField("layer") for one in told.machines} == {"a": True, "b": False, "c": False}
+    assert {one.node_id: one.layer is not None for one in told.machines} == {"a": True, "b": False, "c": False}
     assert {one.sender for one in told.links} == {"a", "b"}
     assert all(known_only for *_, known_only in peers.links)
 
@@ -109,9 +130,9 @@ class CountingProbes(LinkProbes):
 
     measured = 0
 
-    async def _measure(self, node: pb.NodeState) -> pb.LinkProfile:
+    async def _measure(self, node: NodeState) -> LinkProfile:
         self.measured += 1
-        return pb.LinkProfile(sender="a", receiver=node.node_id, one_way_s=0.002, bytes_per_s=1e8)
+        return LinkProfile(sender="a", receiver=node.node_id, one_way_s=0.002, bytes_per_s=1e8)
 
 
 async def test_links_are_kept_a_while_and_told_with_what_the_host_takes():

@@ -168,14 +168,14 @@ async def test_a_stream_tells_what_is_new_in_one_message() -> None:
     choice = _choice([5], stream)
     events = stream.events()
     stream.mark(choice)
-    assert [list(tokens.ids) for tokens in (await anext(events)).tokens] == [[5]]
+    assert [list(tokens.ids) for tokens in (await anext(events)).message.tokens] == [[5]]
     for token in (6, 7, 8):
         choice.log.append(token)
         stream.mark(choice)
     choice.ending = Ending(reason="length", num_tokens=4)
     stream.mark(choice)
     stream.close()
-    (told,) = [event async for event in events]
+    (told,) = [news.message async for news in events]
     assert [(tokens.position, list(tokens.ids)) for tokens in told.tokens] == [(1, [6, 7, 8])]
     assert [ended.reason for ended in told.ended] == ["length"]
     await stream.flush()
@@ -190,7 +190,7 @@ async def test_a_stream_that_was_left_for_another_tells_nothing_more() -> None:
     old.close()
     new.close()
     assert [event async for event in old.events()] == []
-    assert [list(tokens.ids) async for event in new.events() for tokens in event.tokens] == [[5, 6]]
+    assert [list(tokens.ids) async for news in new.events() for tokens in news.message.tokens] == [[5, 6]]
 
 
 async def test_what_is_new_of_several_requests_is_one_message() -> None:
@@ -198,7 +198,7 @@ async def test_what_is_new_of_several_requests_is_one_message() -> None:
     for token in (5, 6, 7):
         stream.mark(_choice([token], stream))
     stream.close()
-    (event,) = [event async for event in stream.events()]
+    (event,) = [news.message async for news in stream.events()]
     assert [list(tokens.ids) for tokens in event.tokens] == [[5], [6], [7]]
 
 

@@ -6,8 +6,10 @@ from edgepipe.engine.recorder import StepRecorder
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler import Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy
 from edgepipe.testing.clock import FakeClock
-from edgepipe.wire.engines import EngineTrace, trace_from_wire, trace_to_wire
+from edgepipe.wire.codec import from_wire, to_wire
+from edgepipe.wire.engines import DeviceSpan, EngineTrace
 from edgepipe.wire.plans import StepTiming
+from edgepipe.wire.v1 import engine_pb2
 
 
 def timing(step: int, *, started_us: int, compute_us: int) -> StepTiming:
@@ -38,7 +40,7 @@ def test_a_step_is_remembered_with_what_its_stages_told() -> None:
     (step,) = recorder.steps(after=0)
     assert (step.prefill_tokens, step.decode_rows, step.planned_us) == (20, 0, 7_000_000)
     assert step.used_blocks == 2
-    assert step.spans == ((3_000, 4_500), (5_000, 6_000))
+    assert step.spans == (DeviceSpan(3_000, 4_500), DeviceSpan(5_000, 6_000))
     assert recorder.steps(after=1) == []
 
 
@@ -52,4 +54,4 @@ def test_a_trace_is_the_same_after_the_wire() -> None:
     recorder = recorded(20, 3)
     recorder.timed(0, timing(1, started_us=3_000, compute_us=1_500))
     trace = EngineTrace(steps=tuple(recorder.steps(after=0)), now_us=recorder.now_us(), preemptions=3)
-    assert trace_from_wire(trace_to_wire(trace)) == trace
+    assert from_wire(to_wire(trace, engine_pb2.EngineTrace), EngineTrace) == trace

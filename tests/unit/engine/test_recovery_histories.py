@@ -23,4 +23,4 @@ def test_after_any_history_of_faults_tokens_flow_and_memory_is_given_back() -> N
 
 @pytest.mark.long
 def test_after_any_history_of_faults_tokens_flow_with_many_more_seeds() -> None:
-    live(range(100_000))
+    live(range(40_000))

@@ -26,7 +26,7 @@ from edgepipe.ids import NodeId, RequestId, SequenceId
 from edgepipe.link.channels import MAX_MESSAGE_BYTES
 from edgepipe.sampling import GrammarSpec, PromptLogprobs, SamplingParams, TokenLogprobs
 from edgepipe.scheduler import Event, Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy, TokenSampled
-from edgepipe.wire.common import error_from_wire
+from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.requests import Resumption, Submission, command_to_wire, submission_from_wire
 from edgepipe.wire.sizes import PACKED_BYTES
 from edgepipe.wire.v1 import engine_pb2
@@ -77,7 +77,7 @@ def news(
 async def told(stream: GatewayStream) -> list[engine_pb2.EngineEvent]:
     """All that there is to tell, a message after the other."""
     stream.close()
-    return [event async for event in stream.events()]
+    return [news.message async for news in stream.events()]
 
 
 def errors(events: Iterable[engine_pb2.EngineEvent]) -> dict[str, EdgepipeError]:

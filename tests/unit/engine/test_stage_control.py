@@ -17,7 +17,8 @@ from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.link.channels import bind, make_server
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.security.mutual_tls import Plaintext
-from edgepipe.wire.common import error_to_wire, make_hello
+from edgepipe.wire.common import Hello
+from edgepipe.wire.errors import error_to_wire
 from edgepipe.wire.plans import PipelineSpec
 from edgepipe.wire.v1 import stage_pb2, stage_pb2_grpc
 
@@ -80,7 +81,7 @@ async def opened(
     )
     control = StageControl(site, on_report=lambda *_: None, max_queued=1, security=Plaintext())
     try:
-        await control.open(spec, make_hello(role="engine"), timeout_s=10)
+        await control.open(spec, Hello(role="engine"), timeout_s=10)
         yield stage, control
     finally:
         await control.close()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from edgepipe.wire.v1 import engine_pb2, node_pb2
+from edgepipe.ids import NodeId
+from edgepipe.wire.engines import EngineState, StageState
+from edgepipe.wire.nodes import DeviceState, MemberState, NodeState
 from tests.support.fake_engine import CONTEXT, FakeEngine, view_of
 from tests.support.gateway import Served, serving
 
@@ -74,12 +77,19 @@ async def test_metrics_tell_of_requests_engines_stages_and_links() -> None:
         await served.chat(max_tokens=5, n=2)
         await served.chat(model="tiny")
         view = view_of(served.address)
-        view.served[0].engine.MergeFrom(_busy_engine())
-        mine = node_pb2.NodeState(name="a", node_id="id-a")
-        mine.devices.add(reserved_bytes=1000, free_bytes=500, fenced_messages=6)
-        view.members.append(node_pb2.MemberState(node=mine, state="alive", self=True))
-        view.members.append(
-            node_pb2.MemberState(node=node_pb2.NodeState(name="b"), state="alive", rtt_ms=2, gap_ms=260)
+        mine = NodeState(
+            name="a",
+            node_id=NodeId("id-a"),
+            devices=(DeviceState(reserved_bytes=1000, free_bytes=500, fenced_messages=6),),
+        )
+        other = NodeState(name="b", node_id=NodeId("id-b"))
+        view = replace(
+            view,
+            served=(replace(view.served[0], engine=_busy(view.served[0].engine)),),
+            members=(
+                MemberState(node=mine, state="alive", self=True),
+                MemberState(node=other, state="alive", rtt_ms=2, gap_ms=260),
+            ),
         )
         served.gateway.update(view)
         found = await _samples(served)
@@ -118,17 +128,34 @@ async def test_metrics_tell_of_requests_engines_stages_and_links() -> None:
     assert found["edgepipe_node_up,node=b"] == 1
 
 
-def _busy_engine() -> engine_pb2.EngineState:
-    engine = engine_pb2.EngineState(
-        micro_batches=3, waiting=7, num_blocks=100, free_blocks=25, preemptions=2, cached_tokens=40, recoveries=1
+def _busy(engine: EngineState) -> EngineState:
+    return replace(
+        engine,
+        micro_batches=3,
+        waiting=7,
+        num_blocks=100,
+        free_blocks=25,
+        preemptions=2,
+        cached_tokens=40,
+        recoveries=1,
+        stall_ms=1500,
+        stages=(
+            StageState(
+                node_name="a",
+                node_id=NodeId("id-a"),
+                busy=0.25,
+                upload_ms=4,
+                weight_bytes=700,
+                kv_bytes=200,
+                computed_s=12.5,
+                bubble_s=0.5,
+                hop_bytes=4096,
+                hop_latency_s=0.25,
+                hop_latency_counts=(0, 0, 3, *[0] * 8, 2),
+            ),
+            StageState(node_name="b", node_id=NodeId("id-b"), busy=0.5),
+        ),
     )
-    engine.stall_ms = 1500
-    first = engine.stages.add(node_name="a", node_id="id-a", busy=0.25, upload_ms=4, weight_bytes=700, kv_bytes=200)
-    first.computed_s, first.bubble_s = 12.5, 0.5
-    first.hop_bytes, first.hop_latency_s = 4096, 0.25
-    first.hop_latency_counts.extend([0, 0, 3] + [0] * 8 + [2])
-    engine.stages.add(node_name="b", busy=0.5)
-    return engine
 
 
 async def test_the_document_knows_every_endpoint_and_refers_to_nothing_that_is_not_there(served: Served) -> None:

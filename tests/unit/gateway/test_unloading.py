@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.unloading import GRACE_S, KeepAlives, keep_s
 from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.testing.clock import FakeClock
-from edgepipe.wire.v1 import node_pb2
+from edgepipe.wire.nodes import ClusterView
 from tests.support.fake_engine import FakeEngine, view_of
 from tests.support.gateway import FixedClock, Served, serving
 
@@ -131,7 +132,7 @@ def test_what_is_not_theirs_any_more_they_let_be(change: str) -> None:
 
 def _told(served: Served, *, on_request: bool = True) -> None:
     view = view_of(served.address, loadable=("big",))
-    view.served[0].on_request = on_request
+    view = replace(view, served=(replace(view.served[0], on_request=on_request),))
     served.gateway.update(view)
 
 
@@ -207,7 +208,7 @@ async def test_requests_of_a_model_that_was_stopped_elsewhere_end_though_nobody_
         asking = asyncio.create_task(served.chat(model="tiny"))
         async with asyncio.timeout(10):
             await served.engine.submitted.wait()
-            served.gateway.update(node_pb2.ClusterView(cluster_id="test", stopped=["pipeline-0"]))
+            served.gateway.update(ClusterView(cluster_id="test", stopped=("pipeline-0",)))
             response = await asking
             assert "was stopped" in response.json()["error"]["message"]
             assert (await served.chat(model="tiny")).status_code == 404

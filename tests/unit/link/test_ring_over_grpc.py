@@ -15,7 +15,7 @@ from edgepipe.link.channels import make_channel
 from edgepipe.link.sender import RingSender
 from edgepipe.security.mutual_tls import Credentials, Plaintext
 from edgepipe.system import SystemClock
-from edgepipe.wire.common import epoch_to_wire, make_hello
+from edgepipe.wire.common import Hello, epoch_to_wire
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
 from tests.support.ports import free_port
@@ -105,7 +105,7 @@ async def test_nobody_at_the_address_is_a_connect_timeout() -> None:
     nobody = f"127.0.0.1:{free_port('127.0.0.1')}"
     impatient = RingSender(
         replace(target(nobody), reach_s=0.3),
-        hello=make_hello(role="stage"),
+        hello=Hello(role="stage"),
         security=Plaintext(),
         clock=SystemClock(),
         on_sample=lambda _: None,
@@ -120,7 +120,7 @@ async def test_a_machine_that_swallows_what_comes_is_noticed_though_it_had_longe
         proxy.flowing.clear()
         sender = RingSender(
             replace(target(proxy.address), reach_s=0.3),
-            hello=make_hello(role="stage"),
+            hello=Hello(role="stage"),
             security=Plaintext(),
             clock=SystemClock(),
             on_sample=hop.sample,
@@ -141,7 +141,7 @@ async def test_a_machine_that_is_reached_may_take_longer_to_open() -> None:
     async with grpc_service(hop) as address:
         sender = RingSender(
             replace(target(address), reach_s=0.3),
-            hello=make_hello(role="stage"),
+            hello=Hello(role="stage"),
             security=Plaintext(),
             clock=SystemClock(),
             on_sample=hop.sample,

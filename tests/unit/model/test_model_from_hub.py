@@ -15,14 +15,15 @@ from edgepipe.config import Timeouts
 from edgepipe.daemon.files import models as models_module
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.errors import EdgepipeError, ModelInvalid, ModelUnknown, PeerClosed
+from edgepipe.ids import NodeId
 from edgepipe.model.config import hf_config
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.hub import parse_pinned, pinned_text
 from edgepipe.model.install import install
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.store import ModelStore, StoredModel, tensor_names
-from edgepipe.wire.common import slices_to_wire
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.common import Hello
+from edgepipe.wire.nodes import NodeState
 from tests.support.fake_hub import COMMIT, FakeHub, running
 from tests.support.model_files import (
     adopt,
@@ -47,20 +48,21 @@ class Place:
     hub: FakeHub
     whole: StoredModel
     store: ModelStore
-    peers: list[pb.NodeState]
+    peers: list[NodeState]
     idle_s: float = 5.0
 
     async def fetch(self, *, endpoint: str = "") -> list[str]:
         """Where each piece of progress came from, while the middle layer was fetched."""
         models, model = await self.open(endpoint=endpoint)
         came: list[str] = []
-        async for _ in models.fetch(model, slices_to_wire([MIDDLE]), first_source=""):
+        async for _ in models.fetch(model, (MIDDLE,), first_source=""):
             came += [transfer.source for transfer in models.transfers()]
         assert models.transfers() == []
         return came
 
     async def open(self, *, endpoint: str = "") -> tuple[Models, LocalModel]:
-        peers = SimpleNamespace(hello=None, security=None, nodes=lambda: self.peers, is_self=lambda _id: False)
+        hello = Hello(role="node")
+        peers = SimpleNamespace(hello=hello, security=None, nodes=lambda: self.peers, is_self=lambda _id: False)
         models = Models(
             models_dir=self.store.root,
             peers=cast("Any", peers),
@@ -118,19 +120,19 @@ class Peer:
         self.asked: list[str] = []
 
     async def tensor(
-        self, _: pb.NodeState, __: Manifest, name: str, *, offset: int, bytes_per_s: float
-    ) -> AsyncIterator[pb.DataChunk]:
+        self, _: NodeState, __: Manifest, name: str, *, offset: int, bytes_per_s: float
+    ) -> AsyncIterator[bytes]:
         self.asked.append(name)
         if self.error:
             raise self.error
-        yield pb.DataChunk(offset=offset, data=self.whole.read_tensor(name, offset=offset).tobytes())
+        yield self.whole.read_tensor(name, offset=offset).tobytes()
 
 
 @pytest.fixture
 def peer(place: Place, monkeypatch: pytest.MonkeyPatch) -> Peer:
     made = Peer(place.whole)
     monkeypatch.setattr(models_module, "WeightsClient", lambda **_: made)
-    place.peers.append(pb.NodeState(node_id="there", name="there"))
+    place.peers.append(NodeState(node_id=NodeId("there"), name="there"))
     return made
 
 
@@ -292,7 +294,7 @@ async def test_who_waits_no_longer_leaves_nothing_behind(place: Place):
     models, model = await place.open()
 
     async def fetch() -> None:
-        async for _ in models.fetch(model, slices_to_wire([MIDDLE]), first_source=""):
+        async for _ in models.fetch(model, (MIDDLE,), first_source=""):
             pass
 
     waiting = asyncio.create_task(fetch())

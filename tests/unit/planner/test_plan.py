@@ -17,8 +17,8 @@ from edgepipe.planner.plan import Plan, Wishes, describe, plan
 from edgepipe.planner.profiles import Links
 from edgepipe.planner.shortage import shortage_of
 from edgepipe.units import parse_link
-from edgepipe.wire.profiles import cluster_from_wire
-from edgepipe.wire.v1 import node_pb2 as pb
+from edgepipe.wire.serving import BrokenLink, SurveyReply
+from edgepipe.wire.surveys import cluster_of
 from tests.support.planner_world import GB, machine, machines
 
 BIG, SMALL = named_shape("qwen2.5-32b"), named_shape("qwen2.5-7b")
@@ -99,9 +99,12 @@ def test_a_link_that_fails_one_way_turns_the_ring_round(objective: Objective):
 
 
 def test_a_survey_tells_which_links_carry_nothing():
-    told = pb.SurveyReply(model="tiny", model_config=json.dumps(config_to_json(SMALL)))
-    told.broken.add(node_id="a", other_id="b")
-    links = cluster_from_wire(told).links
+    told = SurveyReply(
+        model="tiny",
+        model_config=json.dumps(config_to_json(SMALL)),
+        broken=(BrokenLink(node_id=NodeId("a"), other_id=NodeId("b")),),
+    )
+    links = cluster_of(told).links
     assert links.broken == {(NodeId("a"), NodeId("b"))}
     assert links.between(NodeId("a"), NodeId("b")).shape.one_way_s > 1e5
 

@@ -16,7 +16,6 @@ from edgepipe.planner.profiles import MeasuredSpeed
 from edgepipe.stage.probe import probe_layer
 from edgepipe.testing.clock import FakeClock
 from edgepipe.testing.tiny_model import tiny_config
-from edgepipe.wire.profiles import layer_profile_from_wire, layer_profile_to_wire
 
 
 class TimedBackend:
@@ -76,7 +75,7 @@ def test_base_layer_head_and_context_are_told_apart():
     assert profile.decode[3].seconds == pytest.approx(2e-3 + 8e-4 + 8 * 64e-6)
     assert profile.kv_token_s == pytest.approx(1e-6)
     assert [one.seconds for one in profile.head] == pytest.approx([5e-3] * 3)
-    speed = MeasuredSpeed(layer_profile_from_wire(layer_profile_to_wire(profile)))
+    speed = MeasuredSpeed(profile)
     parts = speed.parts(StepWork.of_rows([999] * 8, [1] * 8, logit_rows=8))
     assert parts.layer_s == pytest.approx(2e-3 + 8e-4 + 8e-3)
     assert parts.head_s == pytest.approx(5e-3)

@@ -1,0 +1,236 @@
+"""Messages between a daemon and its child processes, and about stages to be loaded, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgepipe.backend.types import ActivationType, DeviceProfile
+from edgepipe.errors import EdgepipeError
+from edgepipe.ids import Epoch, NodeId, PipelineId
+from edgepipe.model.facts import Slice
+from edgepipe.planner.profiles import LayerProfile
+from edgepipe.wire.engines import EngineState
+from edgepipe.wire.nodes import ClusterView
+from edgepipe.wire.serving import PlanMade, PlanWanted, Reachable, RunEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareRequest:
+    """Asks a node to load a stage."""
+
+    pipeline_id: PipelineId
+    epoch: Epoch
+    model: str = ""
+    manifest_hash: str = ""
+    slices: tuple[Slice, ...] = ()
+    weight_bytes: int = 0  # in the device's compute dtype
+    kv_tokens: int = 0  # requested; fewer if memory is short
+    block_size: int = 0
+    weights_node: str = ""  # id of a node with all tensors
+    dtype: str = ""
+    activation_type: ActivationType = ActivationType.BF16
+    fresh: bool = False  # start a new process, even if the present one holds exactly this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareProgress:
+    """Progress of tensors that are fetched or loaded."""
+
+    phase: str = ""  # "fetching" | "loading"
+    bytes_done: int = 0
+    bytes_total: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A stage that is ready to be opened."""
+
+    address: str = ""  # HOST:PORT of the stage
+    max_blocks: int = 0  # KV blocks that fit into the reservation
+    kv_block_bytes: int = 0
+    weight_bytes: int = 0
+    profile: DeviceProfile
+    certificate: bytes = b""  # of the stage
+    crashed_epoch: int = 0  # counter of the epoch whose step crashed or hung the previous stage; 0: no such step
+    crashed_step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareEvent:
+    """Progress of a stage that loads, and at last the stage."""
+
+    event: PrepareProgress | Prepared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileLayerRequest:
+    """Asks a node to measure one layer of a model's shape."""
+
+    model_config: str = ""  # JSON of edgepipe.model.facts.ModelConfig
+    dtype: str = ""  # empty: the node's own
+    known_only: bool = False  # return known values, measure nothing
+    fresh: bool = False  # measure again if possible
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadShard:
+    """Tells a stage process what to load."""
+
+    pipeline_id: PipelineId
+    epoch: Epoch
+    path: str = ""  # folder or file that open_weights takes
+    slices: tuple[Slice, ...] = ()
+    block_size: int = 0
+    dtype: str = ""
+    activation_type: ActivationType = ActivationType.BF16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardLoaded:
+    """A stage process has loaded its layers."""
+
+    weight_bytes: int = 0
+    kv_block_bytes: int = 0
+    memory_free_bytes: int = 0  # on the device, after loading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseStage:
+    """Holds a stage's steps back, because its epoch may have been replaced, or lets them continue."""
+
+    paused: bool = False
+    epoch: Epoch | None = None  # the engine's, if not ``paused``; a stage in another epoch stays paused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopChild:
+    """Tells a child to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntroducedPeer:
+    """A process that a child may talk to."""
+
+    node_id: NodeId  # its node
+    kind: str = ""  # "node" | "gateway" | "engine" | "stage"
+    certificate: bytes = b""
+    may_not_call: bool = False  # it may be called, but may not call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntroducedPeers:
+    """All processes that a child may talk to. The child answers with ``Introduced`` once this holds."""
+
+    version: int = 0
+    peers: tuple[IntroducedPeer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduced:
+    """A child knows these peers."""
+
+    version: int = 0  # of ``IntroducedPeers``
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeniedCall:
+    """A call that a child refused."""
+
+    who: str = ""
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadWanted:
+    """A gateway got a request for a model that is not served."""
+
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnloadWanted:
+    """A model that a request loaded was idle for as long as requests wanted it kept."""
+
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFailed:
+    """The reason why a requested model is still not served."""
+
+    model: str = ""
+    error: EdgepipeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildStarted:
+    """First report of a child process."""
+
+    child_id: str = ""
+    kind: str = ""  # "stage" | "engine" | "gateway"
+    port: int = 0  # of its server
+    profile: DeviceProfile | None = None  # stages
+    certificate: bytes = b""  # made by the child at its start; its key never leaves it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildProgress:
+    """A child's progress, four times a second while work is pending, otherwise once a second.
+
+    Engines report that their loop runs.
+    """
+
+    received: int = 0
+    started: int = 0
+    finished: int = 0
+    sent: int = 0
+    limit_ms: int = 0  # limit without progress on started work, or without a report; beyond it, the child hangs
+    refused_handshakes: int = 0  # connections without a valid certificate
+    fenced: int = 0  # dropped plans and frames of replaced epochs
+
+
+Report = (
+    ChildStarted
+    | ChildProgress
+    | PrepareProgress
+    | ShardLoaded
+    | EngineState
+    | EdgepipeError
+    | PlanWanted
+    | DeniedCall
+    | Introduced
+    | LayerProfile
+    | LoadWanted
+    | UnloadWanted
+)
+"""What a child reports to its daemon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildReport:
+    """A report from a child to its daemon."""
+
+    report: Report
+    child_id: str = ""  # in the first report of any kind
+
+
+Command = (
+    LoadShard
+    | ClusterView
+    | RunEngine
+    | StopChild
+    | PlanMade
+    | Reachable
+    | PauseStage
+    | IntroducedPeers
+    | ProfileLayerRequest
+    | LoadFailed
+)
+"""What a daemon tells its child to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildCommand:
+    """A command from the daemon to its child."""
+
+    command: Command

@@ -1,0 +1,60 @@
+"""The planner's view of a survey."""
+
+from __future__ import annotations
+
+import json
+
+from edgepipe.errors import RemoteProtocolError
+from edgepipe.ids import NodeId
+from edgepipe.model.config_json import config_from_json
+from edgepipe.model.facts import ModelConfig
+from edgepipe.planner.cluster import Cluster
+from edgepipe.planner.placement import NodeRoom
+from edgepipe.planner.profiles import Links, Machine, MeasuredSpeed, estimated_speed
+from edgepipe.units import LinkShape
+from edgepipe.wire.serving import SurveyedMachine, SurveyReply
+
+
+def cluster_of(survey: SurveyReply) -> Cluster:
+    """Return a survey as the planner's cluster. Raises RemoteProtocolError for a profile without times."""
+    config = config_from_json(json.loads(survey.model_config))
+    links = {
+        (NodeId(link.sender), NodeId(link.receiver)): LinkShape(
+            bytes_per_s=link.bytes_per_s or float("inf"), one_way_s=link.one_way_s
+        )
+        for link in survey.links
+    }
+    return Cluster(
+        model=survey.model,
+        config=config,
+        machines=tuple(_machine(machine, config) for machine in survey.machines),
+        links=Links(
+            measured=links,
+            broken=frozenset((NodeId(link.node_id), NodeId(link.other_id)) for link in survey.broken),
+        ),
+    )
+
+
+def _machine(surveyed: SurveyedMachine, config: ModelConfig) -> Machine:
+    device = surveyed.device
+    size = surveyed.value_bytes or 2
+    if (layer := surveyed.layer) is not None:
+        if not layer.decode or not layer.prefill or not layer.head:
+            raise RemoteProtocolError(f"{surveyed.name} reported a layer profile without times")
+        speed = MeasuredSpeed(layer)
+    else:
+        speed = estimated_speed(device, config, bytes_per_weight=size)
+    return Machine(
+        room=NodeRoom(
+            node_id=surveyed.node_id,
+            name=surveyed.name,
+            free_bytes=surveyed.free_bytes,
+            bytes_per_weight=size,
+            bytes_per_kv=size,
+            shares_host_memory=surveyed.shares_host_memory,
+        ),
+        device=device.name,
+        speed=speed,
+        total_bytes=device.memory_total_bytes,
+        taken_bytes=surveyed.taken_bytes,
+    )

@@ -1,0 +1,98 @@
+"""Values and messages: every field arrives, what is unknown is refused, no message has a field that values lack."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from enum import Enum
+from typing import Any, NewType
+
+import pytest
+from google.protobuf.message import Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgepipe.backend.types import ActivationType
+from edgepipe.errors import EdgepipeError, NodeUnreachable, RemoteProtocolError
+from edgepipe.model.facts import LayerRange
+from edgepipe.wire import children, common, engines, nodes, plans, serving, trust
+from edgepipe.wire.codec import from_wire, to_wire
+from edgepipe.wire.v1 import common_pb2, engine_pb2, node_pb2, stage_pb2, trust_pb2
+
+MODULES = (common_pb2, engine_pb2, node_pb2, stage_pb2, trust_pb2)
+VALUES = [
+    kind
+    for module in (children, common, engines, nodes, serving, trust)
+    for kind in vars(module).values()
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind.__module__ == module.__name__
+] + [plans.OpenRing, plans.PipelineSpec]
+NAMES = {plans.PipelineSpec: "OpenPipeline"}  # where the message has another
+NUMBERS = {int: st.integers(1, 60_000), float: st.floats(-1e9, 1e9), bool: st.booleans()}
+
+
+def message_of(kind: type[Any]) -> type[Message]:
+    name = NAMES.get(kind, kind.__name__)
+    return next(found for module in MODULES if (found := getattr(module, name, None)) is not None)
+
+
+def values(hint: Any) -> st.SearchStrategy[Any]:
+    """Any value of a type."""
+    if isinstance(hint, NewType):
+        return values(hint.__supertype__)
+    if hint is LayerRange:
+        return st.tuples(st.integers(0, 90), st.integers(1, 9)).map(lambda pair: LayerRange(pair[0], sum(pair)))
+    if hint is EdgepipeError:
+        return st.text("abc", max_size=9).map(NodeUnreachable)
+    if typing.get_origin(hint) is tuple:
+        return st.lists(values(typing.get_args(hint)[0]), max_size=2).map(tuple)
+    if arms := typing.get_args(hint):
+        return st.one_of(*map(values, arms))
+    if hint is type(None):
+        return st.none()
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return st.sampled_from(hint)
+    if hint is trust.PairMessage:
+        one_each = {name: typing.get_args(known)[0] for name, known in typing.get_type_hints(hint).items()}
+        return st.one_of([st.builds(hint, **{name: values(inner)}) for name, inner in one_each.items()])
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return st.builds(hint, **{field.name: values(hints[field.name]) for field in dataclasses.fields(hint)})
+    return {**NUMBERS, str: st.text("abcé", min_size=1, max_size=9), bytes: st.binary(min_size=1, max_size=9)}[hint]
+
+
+@pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@settings(max_examples=20)
+def test_every_value_arrives_as_it_was_sent(kind: type[Any], data: st.DataObject):
+    value = data.draw(values(kind))
+    message_class = message_of(kind)
+    sent = message_class.FromString(to_wire(value, message_class).SerializeToString())
+    assert from_wire(sent, kind) == value
+
+
+@pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)
+def test_no_field_of_a_message_is_forgotten(kind: type[Any]):
+    """Only the hello of a request is for the service that takes it, not for what it calls."""
+    descriptor = message_of(kind).DESCRIPTOR
+    own = {field.name for field in dataclasses.fields(kind)}
+    for oneof in descriptor.oneofs:
+        if oneof.name in own:
+            own |= {field.name for field in oneof.fields}
+    assert {field.name for field in descriptor.fields} - own <= {"hello"}
+
+
+def test_what_was_left_out_becomes_the_default_where_empty_means_so():
+    spec = from_wire(node_pb2.ServeSpec(model="m"), engines.ServeSpec)
+    assert (spec.dtype, spec.activation_type, spec.block_size) == ("auto", ActivationType.BF16, 16)
+
+
+def test_an_unknown_enumerator_and_an_unknown_kind_are_refused():
+    with pytest.raises(RemoteProtocolError, match="activation type"):
+        from_wire(node_pb2.LoadShard(), children.LoadShard)
+    with pytest.raises(RemoteProtocolError, match="unknown kind"):
+        from_wire(node_pb2.ChildReport(), children.ChildReport)
+
+
+def test_a_value_and_a_message_that_do_not_fit_are_a_mistake_of_ours():
+    with pytest.raises(TypeError, match="has no field"):
+        to_wire(children.LoadWanted(model="m"), node_pb2.StopChild)
