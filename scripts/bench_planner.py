@@ -351,7 +351,7 @@ async def _predictions_on(admin: Admin, cluster: Cluster, run: EmulatedRun, name
     kv_tokens = min(planned.kv_tokens, SEQUENCES * demand.context_tokens)
     serve = replace(run.serve, plan=plan_text(planned), options=replace(run.serve.options, kv_tokens=kv_tokens))
     found: list[Prediction] = []
-    for sequences, forecast in ((1, planned.one), (SEQUENCES, planned.many)):
+    for sequences, forecast in ((1, planned.single), (SEQUENCES, planned.many)):
         settings = {**run.run.settings, **_settings(name, "", ""), "requests": str(sequences)}
         each = replace(run, serve=serve, run=replace(run.run, workload=make_workload_of(settings)))
         (report,) = [one async for one in runs_on(admin, [each], lambda *_: None)]

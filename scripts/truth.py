@@ -1,15 +1,13 @@
-"""Emulated tokens under random load, each checked: the long test of the engine, at a length of one's choice."""
+"""Emulated tokens under random load, each checked: the long test of the engine, of any length."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 
-from figures import ROOT, Row
+from figures import Row
 
-sys.path.insert(0, str(ROOT / "tests" / "cluster"))
-from test_engine_truth import run_load
+from tests.support.engine_load import run_load
 
 
 def truth_rows(num_tokens: int) -> list[Row]:

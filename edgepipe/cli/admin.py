@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from edgepipe.daemon.machine.data_dir import socket_path
 from edgepipe.errors import ConfigInvalid, ConnectTimeout, EdgepipeError, NodeUnreachable, PeerClosed
-from edgepipe.link.channels import make_unix_channel, told_error, translated
+from edgepipe.link.channels import make_unix_channel, sent_error, translated
 from edgepipe.safe_text import one_line
 from edgepipe.security.certificates import make_key_pair
 from edgepipe.security.mutual_tls import MutualTls, Security
@@ -209,7 +209,7 @@ async def connect(data_dir: Path) -> AsyncGenerator[Admin]:
             yield Admin(channel)
     except (ConnectTimeout, PeerClosed) as exc:
         cause = exc.__cause__
-        if isinstance(cause, grpc.aio.AioRpcError) and told_error(cause) is None:
+        if isinstance(cause, grpc.aio.AioRpcError) and sent_error(cause) is None:
             raise no_node(data_dir) from exc
         raise  # the node answered: another machine is unreachable
 

@@ -64,13 +64,13 @@ async def find_inviting(listen_s: float) -> tuple[str, int]:
     if inviting:
         raise ConfigInvalid(
             f"{len(inviting)} nodes are inviting",
-            fact=_told(inviting),
+            fact=_found_text(inviting),
             next_step=f"name one: edgepipe node join --host {inviting[0].host}:{inviting[0].pairing_port} CODE",
         )
     if found:
         raise NoPeersFound(
             "no node invites now",
-            fact=f"found {_told(sorted(found, key=_address))}",
+            fact=f"found {_found_text(sorted(found, key=_address))}",
             next_step="on one of them: edgepipe node invite",
         )
     raise NoPeersFound(
@@ -160,5 +160,5 @@ def _address(node: Announcement) -> tuple[str, int]:
     return node.host, node.port
 
 
-def _told(found: Sequence[Announcement]) -> str:
+def _found_text(found: Sequence[Announcement]) -> str:
     return "; ".join(f"'{node.node_name}' at {node.host}, cluster '{node.cluster_name}'" for node in found[:4])

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgepipe.cli.admin import Admin, connect
-from edgepipe.cli.node_process import EDGEPIPE, node_command, silent_node, told_error
+from edgepipe.cli.node_process import EDGEPIPE, node_command, reported_error, silent_node
 from edgepipe.errors import EdgepipeError
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ async def _ready(node: NodePlan, process: Process, data_dir: Path) -> StartedNod
             plan=node, process=process, data_dir=data_dir, address=document["address"], http_port=document["http_port"]
         )
     if "error" in document:
-        raise told_error(document, node=node.name)
+        raise reported_error(document, node=node.name)
     raise silent_node(data_dir.with_name(f"{node.name}.log"), node=node.name, next_step="edgepipe --debug demo")
 
 

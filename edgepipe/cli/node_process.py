@@ -23,7 +23,7 @@ def node_command(*flags: str, program: Sequence[str] = EDGEPIPE) -> list[str]:
     return [sys.executable, "-P", *program, "node", "start", "--json", *flags]
 
 
-def told_error(document: dict[str, Any], *, node: str) -> EdgepipeError:
+def reported_error(document: dict[str, Any], *, node: str) -> EdgepipeError:
     """Build the error from the JSON document of a node that did not start."""
     problem, fact, next_step = document["error"]["lines"]
     return error_class(document["error"]["code"])(problem, fact=fact, next_step=next_step, node=node)
@@ -54,7 +54,7 @@ def start_in_background(data_dir: Path, flags: Sequence[str], *, name: str) -> d
     document = _first_document(process)
     if "error" in document:
         process.wait(_START_S)
-        raise told_error(document, node=name)
+        raise reported_error(document, node=name)
     if "address" not in document:
         process.kill()
         process.wait(_START_S)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from edgepipe.planner.cluster import Cluster
     from edgepipe.planner.demand import Demand
-    from edgepipe.planner.plan import Wishes
+    from edgepipe.planner.plan import Constraints
 
 _CONVERSATION_TOKENS = 4096  # a long chat; the default context
 _READ_TOKENS = 1024  # tokens that a token attends to on average, by default
@@ -60,7 +60,7 @@ def plan(
     data_dir: DataDir = None,
 ) -> None:
     """Show where layers would go, and the predicted speed."""
-    from edgepipe.planner.plan import Wishes
+    from edgepipe.planner.plan import Constraints
 
     if link and not emulate:
         raise ConfigInvalid("--link goes with --emulate", fact="a running cluster measures its links")
@@ -73,7 +73,7 @@ def plan(
     dtype = checked_dtype(dtype)
     if emulate and dtype == "float32":
         raise ConfigInvalid("--emulate plans in bfloat16", fact="data sheets give rates for bfloat16 only")
-    wishes = Wishes(
+    constraints = Constraints(
         num_nodes=nodes,
         exclude=tuple(name.strip() for name in exclude.split(",") if name.strip()),
         layers=layers,
@@ -84,7 +84,7 @@ def plan(
     else:
         cluster = _surveyed(model, dtype, data_dir, fresh=measure)
     demand = make_demand(cluster, objective=objective, context=context, concurrency=concurrency)
-    _show(cluster if not force else _all_memory(cluster), demand, wishes, what_if=what_if, as_json=as_json)
+    _show(cluster if not force else _all_memory(cluster), demand, constraints, what_if=what_if, as_json=as_json)
 
 
 def make_demand(cluster: Cluster, *, objective: str, context: int, concurrency: int) -> Demand:
@@ -141,7 +141,7 @@ def _all_memory(cluster: Cluster) -> Cluster:
     return replace(cluster, machines=tuple(machines))
 
 
-def _show(cluster: Cluster, demand: Demand, wishes: Wishes, *, what_if: str, as_json: bool) -> None:
+def _show(cluster: Cluster, demand: Demand, constraints: Constraints, *, what_if: str, as_json: bool) -> None:
     from edgepipe.cli.views.plan_view import render_preview
     from edgepipe.planner.plan import plan as make_plan
     from edgepipe.planner.preview import preview, preview_as_dict
@@ -150,16 +150,16 @@ def _show(cluster: Cluster, demand: Demand, wishes: Wishes, *, what_if: str, as_
     console = make_console()
     other = changed(cluster, what_if) if what_if else None
     try:
-        shown = preview(demand, cluster, wishes)
+        shown = preview(demand, cluster, constraints)
     except NoFeasiblePlacement as error:
         if other is None:
-            _show_shortage(cluster, demand, wishes, as_json=as_json)
+            _show_shortage(cluster, demand, constraints, as_json=as_json)
             raise
-        found = preview(demand, other, replace(wishes, layers=""))
+        found = preview(demand, other, replace(constraints, layers=""))
         shown = replace(found, changes=what_if, without=error.what)
     else:
         if other is not None:
-            what_would = make_plan(demand, other.machines, other.links, replace(wishes, layers=""))
+            what_would = make_plan(demand, other.machines, other.links, replace(constraints, layers=""))
             shown = replace(shown, changed=what_would, changes=what_if)
     if as_json:
         print_json(preview_as_dict(shown))
@@ -168,17 +168,17 @@ def _show(cluster: Cluster, demand: Demand, wishes: Wishes, *, what_if: str, as_
         console.print(part)
 
 
-def _show_shortage(cluster: Cluster, demand: Demand, wishes: Wishes, *, as_json: bool) -> None:
+def _show_shortage(cluster: Cluster, demand: Demand, constraints: Constraints, *, as_json: bool) -> None:
     """Show the memory arithmetic when memory is too small."""
     from edgepipe.cli.views.plan_view import render_shortage
     from edgepipe.planner.plan import choose_machines
     from edgepipe.planner.preview import shortage_as_dict
     from edgepipe.planner.shortage import shortage_of
 
-    able, _ = choose_machines(cluster.machines, wishes)
-    if not able or wishes.layers or wishes.num_nodes > len(able):
+    able, _ = choose_machines(cluster.machines, constraints)
+    if not able or constraints.layers or constraints.num_nodes > len(able):
         return
-    short = shortage_of(demand, able, num_nodes=wishes.num_nodes)
+    short = shortage_of(demand, able, num_nodes=constraints.num_nodes)
     if as_json:
         print_json(shortage_as_dict(short))
         return

@@ -64,11 +64,11 @@ class Conversation:
     sent_at_s: OrderedDict[int, float] = field(default_factory=OrderedDict[int, float])
     heard: int = 0
     heard_at_s: float = 0.0
-    told_version: int = -1
-    told_at_s: float = float("-inf")
-    told_digest: bytes = b""
+    sent_version: int = -1
+    state_sent_at_s: float = float("-inf")
+    sent_digest: bytes = b""
     heard_digest: bytes = b""
-    told_in: int = 0  # the beat with the state
+    sent_in: int = 0  # the beat with the state
     held: Mapping[bytes, Statement] | None = None  # own statements at the last search for new ones
     to_tell: deque[Statement] = field(default_factory=deque[Statement])
     theirs: set[bytes] = field(default_factory=set[bytes])  # keys that the other side sent or reported
@@ -137,8 +137,8 @@ class Speaker:
         """Add the digest when it changed, with the new statements. While the other side's digest differs, also add a
         piece of the statements that it lacks, and our keys: first at once, then ever more seldom."""
         digest, held = self._trust.digest, self._trust.held()
-        if conversation.told_digest != digest:
-            conversation.told_digest = digest
+        if conversation.sent_digest != digest:
+            conversation.sent_digest = digest
             beat = replace(beat, trust_digest=digest)
             if conversation.held is not None:
                 known = {*conversation.held, *conversation.theirs}
@@ -160,11 +160,11 @@ class Speaker:
 
     def _with_state(self, beat: Beat, conversation: Conversation, now: float) -> Beat:
         state = self._state()
-        stale = now - conversation.told_at_s >= self._timeouts.state_refresh_s
-        if state.version == conversation.told_version and not stale:
+        stale = now - conversation.state_sent_at_s >= self._timeouts.state_refresh_s
+        if state.version == conversation.sent_version and not stale:
             return beat
-        conversation.told_version, conversation.told_at_s = state.version, now
-        conversation.told_in = conversation.sequence
+        conversation.sent_version, conversation.state_sent_at_s = state.version, now
+        conversation.sent_in = conversation.sequence
         wall_ms = int(self._clock.wall_s() * 1e3)
         return replace(beat, state=state, wall_ms=wall_ms, known=self._membership.introductions())
 

@@ -73,8 +73,8 @@ class Heartbeats:
         self._on_change = on_change
         self._on_identity_taken = on_identity_taken
         self._doubtful: set[str] = set()  # dialled addresses where no node has proved its identity yet
-        self._told: dict[NodeId, int] = {}  # the newest version of this node's state that a member has confirmed
-        self._told_more = asyncio.Event()  # set, and replaced, when a member confirms more
+        self._known_versions: dict[NodeId, int] = {}  # newest version of this node's state that a member confirmed
+        self._confirmed_more = asyncio.Event()  # set, and replaced, when a member confirms more
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._conversations: set[int] = set()
         self._wakes: dict[int, asyncio.Event] = {}
@@ -129,8 +129,10 @@ class Heartbeats:
         self.announce()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SPREAD_S):
-                while any(self._told.get(member.node.node_id, 0) < wanted for member in self._membership.reachable()):
-                    await self._told_more.wait()
+                while any(
+                    self._known_versions.get(member.node.node_id, 0) < wanted for member in self._membership.reachable()
+                ):
+                    await self._confirmed_more.wait()
 
     async def answer(self, beats: AsyncIterator[pb.Beat], context: Context) -> AsyncGenerator[pb.Beat]:
         """Serve ``Node.Heartbeat``: answer each beat with one beat.
@@ -324,8 +326,8 @@ class Heartbeats:
         if beat.trust_keys:
             conversation.heard_keys(beat.trust_keys)
         self._perform(self._membership.on_beat(heard, now=now))
-        if beat.echo >= conversation.told_in > 0:
-            self._note_told(node_id, conversation.told_version)
+        if beat.echo >= conversation.sent_in > 0:
+            self._note_known(node_id, conversation.sent_version)
         if beat.wall_ms and node_id in trusted:
             self.clock_skews_ms[node_id] = beat.wall_ms - self._clock.wall_s() * 1e3
         sent_s = conversation.sent_at_s.get(beat.echo)
@@ -344,10 +346,10 @@ class Heartbeats:
             self._admission.refuse(f"node {node_id}", refusal)
             return None
 
-    def _note_told(self, node_id: NodeId, version: int) -> None:
-        if self._told.get(node_id, 0) < version:
-            self._told[node_id] = version
-            told_more, self._told_more = self._told_more, asyncio.Event()
+    def _note_known(self, node_id: NodeId, version: int) -> None:
+        if self._known_versions.get(node_id, 0) < version:
+            self._known_versions[node_id] = version
+            told_more, self._confirmed_more = self._confirmed_more, asyncio.Event()
             told_more.set()
 
 

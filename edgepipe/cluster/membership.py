@@ -118,7 +118,7 @@ class _Target:
     node_id: NodeId | None = None  # the node that answered there, or is said to be there
     answered: bool = False
     dialling: bool = False
-    nobody_since_s: float | None = None  # dialled since then, and no member answers
+    unanswered_since_s: float | None = None  # dialled since then, and no member answers
 
 
 class Membership:
@@ -390,10 +390,10 @@ class Membership:
         lost: list[str] = []
         for address, target in self._targets.items():
             if target.manual or target.node_id in self._members:
-                target.nobody_since_s = None
-            elif target.nobody_since_s is None:
-                target.nobody_since_s = now
-            elif now - target.nobody_since_s >= self._limits.forget_s:
+                target.unanswered_since_s = None
+            elif target.unanswered_since_s is None:
+                target.unanswered_since_s = now
+            elif now - target.unanswered_since_s >= self._limits.forget_s:
                 lost.append(address)
         for address in lost:
             del self._targets[address]

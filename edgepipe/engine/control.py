@@ -108,7 +108,7 @@ class StageControl:
         waiting = asyncio.ensure_future(all_open)
         try:
             await asyncio.wait((waiting, self._first), return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done() and (report := self._told(self._first)).WhichOneof("message") == "fault":
+            if not waiting.done() and (report := self._first_report(self._first)).WhichOneof("message") == "fault":
                 self._take(report)
             await waiting
         finally:
@@ -151,7 +151,7 @@ class StageControl:
     async def _read(self) -> None:
         assert self._first is not None, "it is open"
         await asyncio.wait((self._first,))
-        self._take(self._told(self._first))
+        self._take(self._first_report(self._first))
         try:
             async for report in self._reports:
                 self._take(report)
@@ -159,7 +159,7 @@ class StageControl:
             raise self._lost(exc) from exc
         raise self._lost(None)
 
-    def _told(self, first: asyncio.Future[stage_pb2.StageReport | None]) -> stage_pb2.StageReport:
+    def _first_report(self, first: asyncio.Future[stage_pb2.StageReport | None]) -> stage_pb2.StageReport:
         try:
             report = first.result()
         except grpc.aio.AioRpcError as exc:

@@ -78,7 +78,7 @@ class StageMeter:
         self._hop_latency_counts[bisect_left(HOP_LATENCY_S, one_way_s)] += 1
         self._hop_latency_s += one_way_s
 
-    def told(self, stage: StageState) -> StageState:
+    def measured(self, stage: StageState) -> StageState:
         """Return the stage's state with its measurements filled in."""
         return replace(
             stage,

@@ -56,7 +56,7 @@ class Choice:
     sent: int  # tokens of the log sent over the current stream
     wanted: int | None = None  # output position at which it was cancelled
     ending: Ending | None = None
-    told: bool = False  # the ending was sent over the current stream
+    reported: bool = False  # the ending was sent over the current stream
     logprobs: LogprobLog = field(default_factory=LogprobLog)  # of the last tokens: all sampled by this engine
     prompt_logprobs: LogprobLog = field(default_factory=LogprobLog)  # from prompt position 1 on
     prompt_sent: int = 0  # prompt log-probabilities sent over the current stream
@@ -253,12 +253,12 @@ def _pack_tokens(choice: Choice, packed: EngineNews) -> bool:
 
 
 def _pack_ending(choice: Choice, packed: EngineNews) -> bool:
-    if choice.ending is None or choice.told:
+    if choice.ending is None or choice.reported:
         return True
     if not packed.reserve(1, ENDING_BYTES):
         return False
     packed.add_ending(*_name(choice), ending=choice.ending)
-    choice.told = True
+    choice.reported = True
     return True
 
 

@@ -31,7 +31,7 @@ class EngineStatus:
         self._rows = rows or self._rows  # an idle ring shows the times of its last steps
         decodes = [pump.micro_batches.decode_s(index, self._rows) for index in range(len(pump.meters))]
         stages = tuple(
-            replace(meter.told(stage), decode_ms=1e3 * step_s, decode_upload_ms=1e3 * upload_s)
+            replace(meter.measured(stage), decode_ms=1e3 * step_s, decode_upload_ms=1e3 * upload_s)
             for stage, meter, (step_s, upload_s) in zip(self.base.stages, pump.meters, decodes, strict=True)
         )
         return replace(

@@ -376,7 +376,7 @@ class RequestTable:
         request.attach(stream)
         for choice in request.choices:
             choice.sent = have[choice.index] if choice.index < len(have) else 0
-            choice.told = False
+            choice.reported = False
             choice.prompt_sent = 0
             self._mark(choice)
 

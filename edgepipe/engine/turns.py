@@ -24,7 +24,7 @@ class _Open:
     sent_s: float
     turn_s: float | None = None
     stayed_s: float = 0.0
-    told: int = 0  # slices that reported
+    reported: int = 0  # slices
 
 
 class TurnLedger:
@@ -55,7 +55,7 @@ class TurnLedger:
         known = self._open.get(step)
         if known is not None:
             known.stayed_s += seconds
-            known.told += 1
+            known.reported += 1
             self._settle(step, known)
 
     def retired(self, step: StepId, now_s: float) -> None:
@@ -66,7 +66,7 @@ class TurnLedger:
             self._settle(step, known)
 
     def _settle(self, step: StepId, known: _Open) -> None:
-        if known.turn_s is None or known.told < self._num_slices:
+        if known.turn_s is None or known.reported < self._num_slices:
             return
         del self._open[step]
         left_s = known.turn_s - known.stayed_s - self._upload_s(known.num_tokens)

@@ -138,7 +138,7 @@ def translated(peer: str) -> Generator[None]:
         raise from_rpc_error(exc, peer=peer) from exc
 
 
-def told_error(exc: grpc.aio.AioRpcError) -> EdgepipeError | None:
+def sent_error(exc: grpc.aio.AioRpcError) -> EdgepipeError | None:
     """Return the error that the far side sent; None without one, as when the far side was never reached."""
     for key, value in exc.trailing_metadata() or ():
         if key == _ERROR_KEY and isinstance(value, bytes):
@@ -148,7 +148,7 @@ def told_error(exc: grpc.aio.AioRpcError) -> EdgepipeError | None:
 
 def from_rpc_error(exc: grpc.aio.AioRpcError, *, peer: str) -> EdgepipeError:
     """Return our error for a failed call to ``peer``."""
-    if (sent := told_error(exc)) is not None:
+    if (sent := sent_error(exc)) is not None:
         return sent
     details = one_line(exc.details() or "")
     if exc.code() == grpc.StatusCode.DEADLINE_EXCEEDED:

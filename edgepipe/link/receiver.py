@@ -56,7 +56,7 @@ class RingReceiver:
         self._sample: LinkSample | None = None
         self._feed: Feed | None = None
         self._window = window
-        self._untold = 0  # steps taken since the last grant
+        self._ungranted = 0  # steps taken since the last grant
         self._closed = False
         self._room = asyncio.Event()  # set: less than MAX_HELD_BYTES wait for plans
         self._room.set()
@@ -89,7 +89,7 @@ class RingReceiver:
     def grant(self) -> Grant:
         """Return what the sender may do now, and the newest measurement, once."""
         sample, self._sample = self._sample, None
-        self._untold = 0
+        self._ungranted = 0
         if sample is not None:
             sample = replace(sample, told_us=self._now_us())
         return Grant(self._assembler.complete, self._assembler.credits, sample)
@@ -123,9 +123,9 @@ class RingReceiver:
         """See ``Incoming.taken``. While the sender knows of half the window, the grant can wait: one message per step
         would cost both ends too much."""
         self._assembler.taken()
-        self._untold += 1
+        self._ungranted += 1
         if self._feed is not None:
-            self._feed.granted(soon=2 * self._untold < self._window)
+            self._feed.granted(soon=2 * self._ungranted < self._window)
 
     def close(self) -> None:
         """End the stream in use and take no more."""

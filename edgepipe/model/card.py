@@ -62,7 +62,7 @@ class ModelCard:
         """
         return value_digest(
             {
-                "config": _told(self.config) | {"rope": _told(self.config.rope)},
+                "config": _changed_fields(self.config) | {"rope": _changed_fields(self.config.rope)},
                 "chat_templates": dict(self.template.sources),
                 "special_tokens": dict(self.template.special_tokens),
                 "emulated": self.emulated,
@@ -98,7 +98,7 @@ def _card(values: dict[str, Any]) -> ModelCard:
     )
 
 
-def _told(shape: ModelConfig | Rope) -> dict[str, Any]:
+def _changed_fields(shape: ModelConfig | Rope) -> dict[str, Any]:
     """Return the fields whose values differ from their defaults."""
     values = {field.name: (getattr(shape, field.name), field.default) for field in dataclasses.fields(shape)}
     return {name: value for name, (value, default) in values.items() if value != default}

@@ -86,7 +86,7 @@ def hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     declared = fields.integer("max_position_embeddings", low=1, high=MAX_CONTEXT, default=family.default_context)
     head_dim = read_head_dim(fields, "head_dim", hidden, heads, family.default_head_dim)
     rope = hf_rope(fields, head_dim=head_dim, context_length=declared)
-    context = extended_context(rope, _told_context(fields, rope, declared))
+    context = extended_context(rope, _declared_context(fields, rope, declared))
     bias = family.attention_bias_key and fields.flag("attention_bias", default=False)
     config = ModelConfig(
         architecture=family.name,
@@ -157,7 +157,7 @@ def gguf_config(
     )
 
 
-def _told_context(fields: Fields, rope: Rope, declared: int) -> int:
+def _declared_context(fields: Fields, rope: Rope, declared: int) -> int:
     """Return the config's context. Vicuna's configs declare the linearly scaled one under another key."""
     if rope.scaling != "linear":
         return declared

@@ -30,7 +30,7 @@ _WORTH = 0.01  # smallest gain that justifies another device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class Constraints:
     """The user's constraints."""
 
     num_nodes: int = 0  # exact number; 0: the planner decides
@@ -67,7 +67,7 @@ class Plan:
     stages: tuple[PlannedStage, ...]
     engine: NodeId  # best node for the engine
     kv_tokens: int  # capacity of every stage
-    one: Forecast  # for a single chat
+    single: Forecast  # for a single chat
     many: Forecast  # for as many chats as are requested and fit
     first_token_s: float  # for a prompt of ``demand.read_tokens`` in an idle ring
     left_out: tuple[LeftOut, ...] = ()
@@ -81,33 +81,40 @@ class Plan:
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second by the objective."""
-        return (self.one if self.demand.objective is Objective.LATENCY else self.many).tokens_per_s
+        return (self.single if self.demand.objective is Objective.LATENCY else self.many).tokens_per_s
 
     @property
     def measured(self) -> bool:
         """Whether all its devices and links were measured."""
-        hops = all(hop.link.measured for hop in self.one.hops)
+        hops = all(hop.link.measured for hop in self.single.hops)
         return hops and all(stage.machine.speed.source == "measured" for stage in self.stages)
 
 
 def plan(
-    demand: Demand, machines: Sequence[Machine], links: Links, wishes: Wishes | None = None, *, explain: bool = True
+    demand: Demand,
+    machines: Sequence[Machine],
+    links: Links,
+    constraints: Constraints | None = None,
+    *,
+    explain: bool = True,
 ) -> Plan:
     """Find the best placement within the constraints. ``explain``: give reasons for unused machines.
 
     Raises PlanInvalid if constraints contradict each other or the cluster, NoFeasiblePlacement with the arithmetic,
     and LinkNotMeasured for a link without measured or assumed figures.
     """
-    wishes = wishes or Wishes()
-    able, excluded = choose_machines(machines, wishes)
-    if wishes.layers:
-        placed = place_by_plan(_need(demand, demand.least_kv_tokens), [machine.room for machine in able], wishes.layers)
+    constraints = constraints or Constraints()
+    able, excluded = choose_machines(machines, constraints)
+    if constraints.layers:
+        placed = place_by_plan(
+            _need(demand, demand.least_kv_tokens), [machine.room for machine in able], constraints.layers
+        )
         return describe(demand, placed, able, links)
-    search = _Search(demand, able, links, wishes)
+    search = _Search(demand, able, links, constraints)
     found = search.best()
     if found is None:
-        error = too_small(demand, able, num_nodes=wishes.num_nodes)
-        if demand.must_keep_tokens and (most := _most_context(demand, able, links, wishes)):
+        error = too_small(demand, able, num_nodes=constraints.num_nodes)
+        if demand.must_keep_tokens and (most := _most_context(demand, able, links, constraints)):
             error.next_step = f"give --context {most} or less; or {error.next_step}"
         raise error
     partition, kv_tokens = found
@@ -118,13 +125,13 @@ def plan(
     return replace(result, left_out=tuple(left_out), gap=gap)
 
 
-def _most_context(demand: Demand, machines: Sequence[Machine], links: Links, wishes: Wishes) -> int:
+def _most_context(demand: Demand, machines: Sequence[Machine], links: Links, constraints: Constraints) -> int:
     """Return the largest context that fits, in steps of ``_CONTEXT_STEP``; 0 if the model does not fit."""
     fits, too_many = 0, demand.must_keep_tokens // _CONTEXT_STEP + 1
     while too_many - fits > 1:
         tried = (fits + too_many) // 2
         fewer = replace(demand, must_keep_tokens=tried * _CONTEXT_STEP)
-        if _Search(fewer, machines, links, wishes).best() is not None:
+        if _Search(fewer, machines, links, constraints).best() is not None:
             fits = tried
         else:
             too_many = tried
@@ -154,7 +161,7 @@ def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machin
         stages=stages,
         engine=_engine_place(placed, links),
         kv_tokens=kv_tokens,
-        one=single,
+        single=single,
         many=many,
         first_token_s=ring.first_token_s(demand.read_tokens),
     )
@@ -172,14 +179,16 @@ def _check_reached(found: Plan, links: Links) -> None:
             )
 
 
-def choose_machines(machines: Sequence[Machine], wishes: Wishes) -> tuple[list[Machine], list[LeftOut]]:
+def choose_machines(machines: Sequence[Machine], constraints: Constraints) -> tuple[list[Machine], list[LeftOut]]:
     """Return the machines that may be used, the roomiest first, and those that may not. Raises PlanInvalid."""
-    if wishes.layers and (wishes.num_nodes or wishes.first):
-        other = "--nodes" if wishes.num_nodes else "--first"
+    if constraints.layers and (constraints.num_nodes or constraints.first):
+        other = "--nodes" if constraints.num_nodes else "--first"
         raise PlanInvalid(f"--plan and {other} contradict each other", next_step="give one of them")
-    unwanted = [_named(machines, name).node_id for name in wishes.exclude]
-    if wishes.first and _named(machines, wishes.first).node_id in unwanted:
-        raise PlanInvalid(f"{wishes.first} cannot be first and be left out", next_step="change --first or --exclude")
+    unwanted = [_named(machines, name).node_id for name in constraints.exclude]
+    if constraints.first and _named(machines, constraints.first).node_id in unwanted:
+        raise PlanInvalid(
+            f"{constraints.first} cannot be first and be left out", next_step="change --first or --exclude"
+        )
     ordered = sorted(machines, key=lambda machine: (-machine.room.free_bytes, machine.name, machine.node_id))
     able = [machine for machine in ordered if machine.node_id not in unwanted]
     if unwanted and not able:
@@ -204,13 +213,13 @@ def _named(machines: Sequence[Machine], name: str) -> Machine:
 class _Search:
     """One search over machines, KV room and micro-batches."""
 
-    def __init__(self, demand: Demand, machines: Sequence[Machine], links: Links, wishes: Wishes) -> None:
+    def __init__(self, demand: Demand, machines: Sequence[Machine], links: Links, constraints: Constraints) -> None:
         self._demand = demand
         self._machines = machines
         self._layers = demand.config.num_layers
-        self._wishes = wishes
+        self._constraints = constraints
         self._check_count()
-        self._first = machines.index(_named(machines, wishes.first)) if wishes.first else None
+        self._first = machines.index(_named(machines, constraints.first)) if constraints.first else None
         ids = [machine.node_id for machine in machines]
         self._shapes = [[None if a == b else links.hop(a, b).shape for b in ids] for a in ids]
         self._hosts_s = [links.host_s(node) for node in ids]
@@ -232,7 +241,7 @@ class _Search:
         for kv_tokens in self._demand.kv_levels():
             sequences = self._sequences(kv_tokens)
             partition = self._best_with(
-                kv_tokens, self._wishes.num_nodes, at_most_s=sequences / per_s if per_s else inf
+                kv_tokens, self._constraints.num_nodes, at_most_s=sequences / per_s if per_s else inf
             )
             if partition is not None:
                 found.append((partition, kv_tokens, self._micro_batches))
@@ -271,7 +280,7 @@ class _Search:
         return out
 
     def _check_count(self) -> None:
-        wanted = self._wishes.num_nodes
+        wanted = self._constraints.num_nodes
         if wanted > self._layers:
             raise PlanInvalid(
                 f"{wanted} nodes cannot share {self._layers} layers",
@@ -305,7 +314,7 @@ class _Search:
     def _without_needless(self, partition: Partition, kv_tokens: int) -> Partition:
         """Use fewer devices as long as that costs less than ``_WORTH``."""
         most_s, bound_s = partition.cycle_s * (1 + _WORTH), partition.bound_s
-        while not self._wishes.num_nodes and len(partition.devices) > 1:
+        while not self._constraints.num_nodes and len(partition.devices) > 1:
             fewer = self._best_with(kv_tokens, len(partition.devices) - 1, at_most_s=most_s, most=self._micro_batches)
             if fewer is None:
                 break
@@ -324,8 +333,8 @@ class _Search:
         room, machine = problem.most_layers[index], self._machines[index]
         if room.max() < 1:
             return f"{format_bytes(max(0, machine.room.free_bytes))} free cannot hold one layer and its KV"
-        if self._wishes.num_nodes:
-            return f"--nodes asks for {self._wishes.num_nodes}"
+        if self._constraints.num_nodes:
+            return f"--nodes asks for {self._constraints.num_nodes}"
         search = self._new_search(0, must=(index,))
         with_it = search.best(problem, below_s=_MUCH_LONGER * partition.cycle_s, near_s=partition.server_s)
         with_it = with_it or search.best(problem)

@@ -11,7 +11,7 @@ from edgepipe.model.shapes import model_shapes
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.forecast import Hop
-from edgepipe.planner.plan import Plan, PlannedStage, Wishes, plan
+from edgepipe.planner.plan import Constraints, Plan, PlannedStage, plan
 from edgepipe.planner.profiles import ESTIMATED, MEASURED, Links, Machine
 from edgepipe.planner.shortage import Shortage
 from edgepipe.planner.what_if import Alternative, alternatives, helps
@@ -30,14 +30,14 @@ class Preview:
     without: str = ""  # why the model does not fit without the changes; ``plan`` then includes them
 
 
-def preview(demand: Demand, cluster: Cluster, wishes: Wishes, *, compare: bool = True) -> Preview:
+def preview(demand: Demand, cluster: Cluster, constraints: Constraints, *, compare: bool = True) -> Preview:
     """Make a plan and compare it with others. Raises the errors of ``plan``."""
-    found = plan(demand, cluster.machines, cluster.links, wishes)
+    found = plan(demand, cluster.machines, cluster.links, constraints)
     return Preview(
         model=cluster.model,
         plan=found,
-        alternatives=tuple(alternatives(demand, cluster, found, wishes)) if compare else (),
-        helps=tuple(helps(demand, cluster, found, wishes)) if compare and not wishes.layers else (),
+        alternatives=tuple(alternatives(demand, cluster, found, constraints)) if compare else (),
+        helps=tuple(helps(demand, cluster, found, constraints)) if compare and not constraints.layers else (),
     )
 
 
@@ -68,12 +68,12 @@ def plan_as_dict(found: Plan) -> dict[str, Any]:
         "plan": plan_text(found),
         "engine": str(found.engine),
         "stages": [_stage_as_dict(found, index) for index in range(len(found.stages))],
-        "links": [_hop_as_dict(found, index, hop) for index, hop in enumerate(found.one.hops)],
+        "links": [_hop_as_dict(found, index, hop) for index, hop in enumerate(found.single.hops)],
         "left_out": [{"node": unused.machine.name, "reason": unused.reason} for unused in found.left_out],
         "kv_tokens": found.kv_tokens,
         "micro_batches": many.micro_batches,
         "bottleneck": many.bottleneck,
-        "token_s": found.one.turn_s,
+        "token_s": found.single.turn_s,
         "first_token_s": found.first_token_s,
         "first_token_prompt_tokens": demand.read_tokens,
         "gap": found.gap,
@@ -147,7 +147,7 @@ def _rates(found: Plan | None) -> dict[str, Any]:
     if found is None:
         return {"one_chat_tokens_per_s": None, "many_chats_tokens_per_s": None, "many_chats": None}
     return {
-        "one_chat_tokens_per_s": round(found.one.tokens_per_s, 3),
+        "one_chat_tokens_per_s": round(found.single.tokens_per_s, 3),
         "many_chats_tokens_per_s": round(found.many.tokens_per_s, 3),
         "many_chats": found.many.sequences,
     }

@@ -11,7 +11,7 @@ from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
 from edgepipe.planner.cluster import Cluster, names, table_machine
 from edgepipe.planner.demand import Demand, Objective
-from edgepipe.planner.plan import Plan, Wishes, plan
+from edgepipe.planner.plan import Constraints, Plan, plan
 from edgepipe.planner.profiles import Machine
 from edgepipe.units import LinkShape, format_rate, parse_bytes, parse_link
 
@@ -63,27 +63,27 @@ def changed(cluster: Cluster, text: str) -> Cluster:
     return cluster
 
 
-def alternatives(demand: Demand, cluster: Cluster, base: Plan, wishes: Wishes) -> Iterator[Alternative]:
+def alternatives(demand: Demand, cluster: Cluster, base: Plan, constraints: Constraints) -> Iterator[Alternative]:
     """Yield other plans: without constraints, on the best single machine, and for the other objective.
 
     Plans with the same placement are left out.
     """
-    if wishes != Wishes():
-        free = _try("without constraints", demand, cluster, Wishes())
+    if constraints != Constraints():
+        free = _try("without constraints", demand, cluster, Constraints())
         if free.plan is not None and free.plan.placed != base.placed:
             yield free
     if len(base.stages) > 1:
-        yield _try("best single machine", demand, cluster, Wishes(num_nodes=1))
+        yield _try("best single machine", demand, cluster, Constraints(num_nodes=1))
     other = Objective.THROUGHPUT if demand.objective is Objective.LATENCY else Objective.LATENCY
-    found = _try(f"--objective {other.value}", replace(demand, objective=other), cluster, Wishes())
+    found = _try(f"--objective {other.value}", replace(demand, objective=other), cluster, Constraints())
     if found.plan is not None and found.plan.placed != base.placed:
         yield found
 
 
-def helps(demand: Demand, cluster: Cluster, base: Plan, wishes: Wishes) -> list[Alternative]:
+def helps(demand: Demand, cluster: Cluster, base: Plan, constraints: Constraints) -> list[Alternative]:
     """Return the most useful improvements under the same constraints, best first: cables, memory, a machine."""
     tried = [
-        _try(label, demand, other, wishes)
+        _try(label, demand, other, constraints)
         for label, other in [*_better_links(cluster, base), *_more_memory(cluster, base), *_one_more(cluster, base)]
     ]
     worth = [option for option in tried if option.gain_over(base) >= _WORTH_TELLING]
@@ -91,7 +91,7 @@ def helps(demand: Demand, cluster: Cluster, base: Plan, wishes: Wishes) -> list[
 
 
 def _better_links(cluster: Cluster, base: Plan) -> Iterator[tuple[str, Cluster]]:
-    shapes = [hop.link.shape for hop in base.one.hops]
+    shapes = [hop.link.shape for hop in base.single.hops]
     slowest = min((shape.bytes_per_s for shape in shapes), default=float("inf"))
     latest = max((shape.one_way_s for shape in shapes), default=0.0)
     for cable in (_CABLE, _FASTER_CABLE):
@@ -117,9 +117,9 @@ def _one_more(cluster: Cluster, base: Plan) -> Iterator[tuple[str, Cluster]]:
     yield f"one more machine like {fastest.name}", cluster.with_machine(twin)
 
 
-def _try(label: str, demand: Demand, cluster: Cluster, wishes: Wishes) -> Alternative:
+def _try(label: str, demand: Demand, cluster: Cluster, constraints: Constraints) -> Alternative:
     try:
-        return Alternative(what=label, plan=plan(demand, cluster.machines, cluster.links, wishes, explain=False))
+        return Alternative(what=label, plan=plan(demand, cluster.machines, cluster.links, constraints, explain=False))
     except NoFeasiblePlacement as error:
         return Alternative(what=label, plan=None, why_not=error.what)
 

@@ -13,7 +13,7 @@ from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.hosts import HOST_S
 from edgepipe.planner.placement import Placed
-from edgepipe.planner.plan import Wishes, plan
+from edgepipe.planner.plan import Constraints, plan
 from edgepipe.scheduler import SchedulerLimits
 from edgepipe.simulation.ring import RingModel, RingStage
 from edgepipe.units import LinkShape, format_bytes
@@ -59,11 +59,11 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
     known = replace(known, links=replace(known.links, assumed_host_s=cluster.host_s))
     keys = {str(machine.node_id): key for machine, key in zip(known.machines, cluster.devices, strict=True)}
     devices = {name: adjusted(named_device(key), cluster.adjustments) for name, key in keys.items()}
-    wishes = Wishes(layers=cluster.plan) if cluster.plan else Wishes(num_nodes=len(devices))
+    constraints = Constraints(layers=cluster.plan) if cluster.plan else Constraints(num_nodes=len(devices))
     demand = _demand(cluster)
-    placed = plan(demand, known.machines, known.links, wishes, explain=False).placed
+    placed = plan(demand, known.machines, known.links, constraints, explain=False).placed
     if cluster.slices > 1:
-        by_hand = Wishes(layers=_interleaved(placed, cluster.slices))
+        by_hand = Constraints(layers=_interleaved(placed, cluster.slices))
         placed = plan(demand, known.machines, known.links, by_hand, explain=False).placed
     parts = [
         (str(stage.node_id), stage.part, CostModel(cluster.config, devices[str(stage.node_id)])) for stage in placed

@@ -17,7 +17,7 @@ from edgepipe.wire.plans import PlanRow, Registration, StepPlan
 
 Runs = tuple[BlockRun, ...]
 
-_MOST_TOLD = 4096  # sequences registered but not begun: many times as many as an engine runs
+_MOST_REGISTERED = 4096  # sequences registered but not begun: many times as many as an engine runs
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class SequenceTable:
         self._new_sampler = new_sampler
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._told: dict[SequenceId, Registration] = {}  # not yet begun
+        self._registered: dict[SequenceId, Registration] = {}  # not yet begun
         self._sequences: dict[SequenceId, SequenceState] = {}
 
     def __len__(self) -> int:
@@ -76,18 +76,19 @@ class SequenceTable:
 
     def tell(self, registration: Registration) -> None:
         """Take all or part of the registration of a sequence that a later plan begins. Raises RemoteProtocolError."""
-        known = self._told.get(registration.sequence)
+        known = self._registered.get(registration.sequence)
         if not registration.continues:
-            self._told[registration.sequence] = registration
+            self._registered[registration.sequence] = registration
         elif known is not None:
-            self._told[registration.sequence] = known.joined(registration)
+            self._registered[registration.sequence] = known.joined(registration)
         else:
             raise RemoteProtocolError(
                 f"a part of sequence {registration.sequence}'s registration came before its beginning"
             )
-        if len(self._told) > _MOST_TOLD:
+        if len(self._registered) > _MOST_REGISTERED:
             raise RemoteProtocolError(
-                f"sequence {registration.sequence} exceeds the limit", fact=f"{_MOST_TOLD} others have not begun yet"
+                f"sequence {registration.sequence} exceeds the limit",
+                fact=f"{_MOST_REGISTERED} others have not begun",
             )
 
     def apply(self, plan: StepPlan) -> PlannedRows:
@@ -96,7 +97,7 @@ class SequenceTable:
             if self._sequences.pop(sequence, None) is None:
                 raise _bad(plan, f"it frees sequence {sequence}, which is not registered")
         for sequence in plan.registers:
-            if (registration := self._told.pop(sequence, None)) is None:
+            if (registration := self._registered.pop(sequence, None)) is None:
                 raise _bad(plan, f"it begins sequence {sequence} without a registration")
             self._sequences[sequence] = self._register(registration)
         self._check_copies(plan)

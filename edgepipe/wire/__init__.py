@@ -1,1 +1,5 @@
-"""Generated protobuf (``wire.v1``), and the only code that converts it to and from domain types."""
+"""Every message between processes as a value, and the conversion between values and protobuf (``wire.v1``).
+
+Decisions about messages live elsewhere. Every room below ``wire`` may import its values. Only the services that send
+and receive import ``wire.v1``.
+"""

@@ -121,12 +121,12 @@ async def _profile(
 
 
 async def _load(stage: Stage, link: DaemonLink, load: LoadShard, profile: DeviceProfile, clock: Clock) -> None:
-    told_at_s = float("-inf")
+    sent_at_s = float("-inf")
 
     def tell(done: LoadProgress) -> None:
-        nonlocal told_at_s
-        if clock.monotonic_s() - told_at_s >= _LOADING_INTERVAL_S:
-            told_at_s = clock.monotonic_s()
+        nonlocal sent_at_s
+        if clock.monotonic_s() - sent_at_s >= _LOADING_INTERVAL_S:
+            sent_at_s = clock.monotonic_s()
             link.report(PrepareProgress(phase="loading", bytes_done=done.bytes_done, bytes_total=done.bytes_total))
 
     shard = await stage.load(

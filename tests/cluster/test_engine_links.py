@@ -81,7 +81,7 @@ async def ring(
 ) -> AsyncGenerator[tuple[EngineLab, TcpProxy]]:
     """Two nodes that load what they are asked for; only node0's stage sends through the proxy, which may be
     ``blocked`` from the beginning."""
-    async with engine_lab(planner=planner, ready=False, link="1gbit,2ms", wishes=spec) as lab:
+    async with engine_lab(planner=planner, ready=False, link="1gbit,2ms", constraints=spec) as lab:
         proxied = asyncio.Event()
         for node, stage in zip(lab.nodes, lab.stages.stages, strict=True):
             node.hold, node.load = proxied, partial(load, stage)
@@ -171,7 +171,7 @@ class LeavesOut:
 
 @pytest.mark.parametrize("wished", [0, 2], ids=["as is best", "two nodes"])
 async def test_a_node_whose_port_the_engine_does_not_reach_is_left_out_after_the_second_time(wished: int) -> None:
-    async with engine_lab(planner=LeavesOut(), ready=False, wishes={"num_nodes": wished}) as lab:
+    async with engine_lab(planner=LeavesOut(), ready=False, constraints={"num_nodes": wished}) as lab:
         lab.nodes[1].stage_address = f"127.0.0.1:{free_port('127.0.0.1')}"
         lab.nodes[0].load = partial(load, lab.stages.stages[0])
         await lab.until(lambda: lab.engine.state().state == "ready")

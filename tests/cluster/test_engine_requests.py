@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from edgepipe.security.mutual_tls import Credentials
 from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
 from tests.support.engine_lab import CONFIG, GREEDY, FakeGateway, engine_lab, oracle_tokens, submission
+from tests.support.waiting import until
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SLOW: dict[str, Any] = {"device": "m4", "time_factor": "20"}  # about 10 ms a step: time to do something meanwhile
@@ -114,9 +114,7 @@ async def test_finished_results_are_forgotten_in_time_and_beyond_a_number() -> N
         table = lab.engine._table
         assert table is not None
         assert len(table._requests) <= 3
-        async with asyncio.timeout(10):
-            while table._requests:  # noqa: ASYNC110 - forgetting has no event
-                await asyncio.sleep(0.02)
+        await until(lambda: not table._requests)
         assert table._forget_timer is None
 
 

@@ -21,7 +21,7 @@ LONG_PARTS = 7
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-async def test_no_schedule_loses_doubles_or_changes_a_token(part: int):
+async def test_no_schedule_loses_doubles_or_changes_a_token(part: int) -> None:
     size = SCHEDULES // PARTS
     totals = await simulate(range(part * size, (part + 1) * size))
     assert totals.schedules == size
@@ -32,7 +32,7 @@ async def test_no_schedule_loses_doubles_or_changes_a_token(part: int):
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(LONG_PARTS))
-async def test_no_schedule_of_many_either(part: int):
+async def test_no_schedule_of_many_either(part: int) -> None:
     size = (LONG_SCHEDULES - SCHEDULES) // LONG_PARTS
     first = SCHEDULES + part * size
     assert (await simulate(range(first, first + size))).schedules == size
@@ -62,23 +62,23 @@ def run_many(kind: Callable[[int], Simulation], *, first: int = 0) -> None:
         kind(seed).run()
 
 
-async def test_a_stage_without_epochs_is_found_out():
+async def test_a_stage_without_epochs_is_found_out() -> None:
     with pytest.raises(AssertionError, match="seed"):
         run_many(Unfenced)
 
 
-async def test_a_stage_that_leaves_copies_out_is_found_out():
+async def test_a_stage_that_leaves_copies_out_is_found_out() -> None:
     with pytest.raises(AssertionError, match="instead of"):
         run_many(partial(Simulation, stage=Forgetful))
 
 
-async def test_an_engine_that_takes_lost_kv_for_kept_is_found_out(monkeypatch: pytest.MonkeyPatch):
+async def test_an_engine_that_takes_lost_kv_for_kept_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KeptKV, "lost_by", lambda *_: [])
     with pytest.raises(AssertionError, match="instead of"):
         run_many(Simulation)
 
 
-async def test_an_engine_that_forgets_an_earlier_loss_is_found_out(monkeypatch: pytest.MonkeyPatch):
+async def test_an_engine_that_forgets_an_earlier_loss_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     lose = KVPool.lose
 
     def lose_only(pool: KVPool, last_slice: int) -> None:
@@ -91,12 +91,12 @@ async def test_an_engine_that_forgets_an_earlier_loss_is_found_out(monkeypatch: 
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_every_death_is_seen_and_nobody_is_buried_alive(part: int):
+def test_every_death_is_seen_and_nobody_is_buried_alive(part: int) -> None:
     for seed in range(part * 30, (part + 1) * 30):
         MemberSimulation(seed).run()
 
 
 @pytest.mark.long
-def test_nobody_is_buried_alive_in_many_schedules():
+def test_nobody_is_buried_alive_in_many_schedules() -> None:
     for seed in range(60, 2_000):
         MemberSimulation(seed).run()

@@ -54,7 +54,7 @@ async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
     await made.end()
 
 
-async def test_strangers_reach_no_process_and_members_only_what_is_theirs(nodes: Nodes):
+async def test_strangers_reach_no_process_and_members_only_what_is_theirs(nodes: Nodes) -> None:
     write_model_folder(nodes.folder / "tiny", emulated_model_config(num_layers=4))
     ModelStore(nodes.folder / "a" / "models").pull(str(nodes.folder / "tiny"))
     a, b = [await nodes.start(name) for name in ("a", "b")]

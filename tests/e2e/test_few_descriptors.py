@@ -18,7 +18,7 @@ async def health(port: int) -> int:
         return (await client.get(f"http://127.0.0.1:{port}/health")).status_code
 
 
-async def test_r6_without_descriptors_a_gateway_waits_and_recovers(tmp_path: Path):
+async def test_r6_without_descriptors_a_gateway_waits_and_recovers(tmp_path: Path) -> None:
     nodes = Nodes(folder=tmp_path, cluster="few")
     try:
         node = await nodes.start("a", backend="none", discovery=False)

@@ -28,7 +28,8 @@ from edgepipe.security.mutual_tls import MutualTls
 from edgepipe.telemetry.audit import read_audit
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.node_models import pull_emulated
-from tests.support.nodes import LOOK_S, Node, Nodes, children_of, idle
+from tests.support.nodes import Node, Nodes, children_of, idle
+from tests.support.waiting import until
 
 _LEFT = ["identity", "incarnation", "node.log", "trust"]
 
@@ -59,13 +60,11 @@ async def impostor(cluster_id: str, victim: str) -> AsyncIterator[MutualTls]:
         await server.stop(None)
 
 
-async def test_two_nodes_find_each_other_by_mdns_whoever_else_says_to_be_one_of_them(nodes: Nodes):
+async def test_two_nodes_find_each_other_by_mdns_whoever_else_says_to_be_one_of_them(nodes: Nodes) -> None:
     a = await nodes.start("a")
     victim = load_identity(TrustFolders(nodes.spare[0]).identity).fingerprint
     async with impostor((await a.status()).cluster_id, victim) as security:
-        async with asyncio.timeout(20):
-            while not security.refused_handshakes:  # noqa: ASYNC110 - gRPC does not tell
-                await asyncio.sleep(LOOK_S)
+        await until(lambda: security.refused_handshakes, timeout_s=20)
         b = await nodes.start("b")
         assert b.node_id == victim
         await a.until(lambda status: any(member.node.address == b.address for member in status.members))
@@ -77,13 +76,13 @@ async def test_two_nodes_find_each_other_by_mdns_whoever_else_says_to_be_one_of_
     await a.until(lambda status: any(member.rtt_ms > 0 for member in status.members))
 
 
-async def test_a_peer_named_by_hand_needs_no_discovery(nodes: Nodes):
+async def test_a_peer_named_by_hand_needs_no_discovery(nodes: Nodes) -> None:
     a = await nodes.start("a", discovery=False)
     b = await nodes.start("b", discovery=False, peers=[a.address])
     await asyncio.gather(*(node.until(lambda status: len(status.members) == 2) for node in (a, b)))
 
 
-async def test_a_model_removed_beside_a_running_node_is_gone_from_the_others_lists(nodes: Nodes):
+async def test_a_model_removed_beside_a_running_node_is_gone_from_the_others_lists(nodes: Nodes) -> None:
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a, b = await asyncio.gather(*(nodes.start(name, backend="none") for name in ("a", "b")))
 
@@ -95,7 +94,7 @@ async def test_a_model_removed_beside_a_running_node_is_gone_from_the_others_lis
     await b.until(lambda status: not on_a(status))
 
 
-async def test_a_model_that_is_served_is_not_removed_unasked(nodes: Nodes):
+async def test_a_model_that_is_served_is_not_removed_unasked(nodes: Nodes) -> None:
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a, b = await asyncio.gather(*(nodes.start(name) for name in ("a", "b")))
     await asyncio.gather(*(node.until(lambda status: idle(status, 2)) for node in (a, b)))
@@ -128,7 +127,7 @@ async def edgepipe(node: Node, *args: str) -> tuple[int | None, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_nodes_of_another_cluster_stay_apart_and_say_so(nodes: Nodes):
+async def test_nodes_of_another_cluster_stay_apart_and_say_so(nodes: Nodes) -> None:
     a = await nodes.start("a")
     b = await nodes.start("b", cluster="elsewhere", peers=[a.address], backend="none")
     status = await b.until(lambda status: len(status.refused) > 0)
@@ -138,7 +137,7 @@ async def test_nodes_of_another_cluster_stay_apart_and_say_so(nodes: Nodes):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
-async def test_a_stopped_node_leaves_nothing_behind(nodes: Nodes, number: int):
+async def test_a_stopped_node_leaves_nothing_behind(nodes: Nodes, number: int) -> None:
     node = await nodes.start("a", port=0)
     await node.until(lambda status: idle(status, 1))
     family = children_of(node.process.pid)
@@ -150,14 +149,14 @@ async def test_a_stopped_node_leaves_nothing_behind(nodes: Nodes, number: int):
         socket.create_connection(("127.0.0.1", node.http_port), timeout=1).close()
 
 
-async def test_a_stopped_node_is_gone_from_the_others_at_once(nodes: Nodes):
+async def test_a_stopped_node_is_gone_from_the_others_at_once(nodes: Nodes) -> None:
     a, b = await asyncio.gather(nodes.start("a", backend="none"), nodes.start("b", backend="none"))
     await a.until(lambda status: len(status.members) == 2)
     await b.stop()
     await a.until(lambda status: len(status.members) == 1, timeout_s=3)
 
 
-async def test_a_killed_node_is_gone_from_the_others_and_its_children_with_it(nodes: Nodes):
+async def test_a_killed_node_is_gone_from_the_others_and_its_children_with_it(nodes: Nodes) -> None:
     a, b = await asyncio.gather(nodes.start("a", backend="none"), nodes.start("b"))
     await a.until(lambda status: idle_or_none(status) == 2)
     family = children_of(b.process.pid)
@@ -172,7 +171,7 @@ def idle_or_none(status) -> int:
     return sum(all(device.state == "idle" for device in member.node.devices) for member in status.members)
 
 
-async def test_a_second_node_on_the_same_directory_is_refused(nodes: Nodes):
+async def test_a_second_node_on_the_same_directory_is_refused(nodes: Nodes) -> None:
     node = await nodes.start("a", backend="none")
     second = await nodes.spawn("a", backend="none")
     _, said = await second.communicate()
@@ -182,7 +181,7 @@ async def test_a_second_node_on_the_same_directory_is_refused(nodes: Nodes):
 
 
 @pytest.mark.parametrize("flag", ["port", "http_port"])
-async def test_a_port_in_use_is_said_in_three_lines(nodes: Nodes, flag: str):
+async def test_a_port_in_use_is_said_in_three_lines(nodes: Nodes, flag: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -198,7 +197,7 @@ async def test_a_port_in_use_is_said_in_three_lines(nodes: Nodes, flag: str):
     assert not (nodes.folder / "a" / "daemon.sock").exists()
 
 
-async def test_a_crashed_gateway_comes_back_at_the_same_port(nodes: Nodes):
+async def test_a_crashed_gateway_comes_back_at_the_same_port(nodes: Nodes) -> None:
     node = await nodes.start("a", backend="none")
     gateway = next(child for child in (await node.status()).children if child.kind == "gateway")
     psutil.Process(gateway.pid).kill()
@@ -208,7 +207,7 @@ async def test_a_crashed_gateway_comes_back_at_the_same_port(nodes: Nodes):
         assert (await client.get(f"http://127.0.0.1:{node.http_port}/health")).status_code == 200
 
 
-async def test_an_unknown_backend_ends_the_start_and_makes_nothing(nodes: Nodes):
+async def test_an_unknown_backend_ends_the_start_and_makes_nothing(nodes: Nodes) -> None:
     process = await nodes.spawn("a", backend="abacus")
     assert process.stderr is not None
     assert "there is no backend 'abacus'" in (await process.stderr.read()).decode()
@@ -216,15 +215,14 @@ async def test_an_unknown_backend_ends_the_start_and_makes_nothing(nodes: Nodes)
     assert sorted(path.name for path in (nodes.folder / "a").iterdir()) == ["identity", "trust"]  # as it was given
 
 
-async def test_a_copied_data_directory_gets_a_new_identity(nodes: Nodes):
+async def test_a_copied_data_directory_gets_a_new_identity(nodes: Nodes) -> None:
     a = await nodes.start("a", backend="none")
     shutil.copytree(a.data_dir, nodes.folder / "b", ignore=shutil.ignore_patterns("daemon.*", "*.log"))
     b = await nodes.start("b", backend="none")
     assert b.node_id == NodeId(a.node_id)
     told = b.data_dir / "audit.log"
-    async with asyncio.timeout(20):
-        while [entry.kind for entry in read_audit(told, last=2)] != ["identity copied", "founded"]:  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_S)
+    expected = ["identity copied", "founded"]
+    await until(lambda: [entry.kind for entry in read_audit(told, last=2)] == expected, timeout_s=20)
     fresh = TrustFile(b.data_dir / "trust").load()
     assert fresh is not None
     assert fresh.store.cluster_id != (await a.status()).cluster_id  # it has to be paired
@@ -232,7 +230,7 @@ async def test_a_copied_data_directory_gets_a_new_identity(nodes: Nodes):
     assert len((await a.status()).members) == 1
 
 
-async def test_the_log_is_there_to_read_and_the_socket_takes_the_stop(nodes: Nodes):
+async def test_the_log_is_there_to_read_and_the_socket_takes_the_stop(nodes: Nodes) -> None:
     node = await nodes.start("a", backend="none")
     assert not (await node.status()).members[0].node.devices
     async with node.admin() as admin:

@@ -75,7 +75,7 @@ def reserved(status: ClusterStatus) -> int:
     return sum(device.reserved_bytes for member in status.members for device in member.node.devices)
 
 
-async def test_a_model_is_served_over_two_nodes_and_stopped(nodes: Nodes):
+async def test_a_model_is_served_over_two_nodes_and_stopped(nodes: Nodes) -> None:
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a, b = await two_nodes(nodes)
     engine = await b.serve("tiny", plan="a:0-2,b:3-5")  # b has nothing of the model on its disk
@@ -105,7 +105,7 @@ async def answered(node: Node) -> dict[str, Any]:
     return response.json()
 
 
-async def test_tensors_come_from_a_peer_and_only_those_needed(nodes: Nodes):
+async def test_tensors_come_from_a_peer_and_only_those_needed(nodes: Nodes) -> None:
     stored = pull_with_weights(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a, b = await two_nodes(nodes)
     assert (await a.serve("tiny", plan="a:0-2,b:3-5")).state == "ready"
@@ -130,7 +130,7 @@ async def test_tensors_come_from_a_peer_and_only_those_needed(nodes: Nodes):
     assert not alarms, "what is asked for is no fault"
 
 
-async def test_what_cannot_be_served_is_refused(nodes: Nodes):
+async def test_what_cannot_be_served_is_refused(nodes: Nodes) -> None:
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a = await nodes.start("a", discovery=False)
     await a.until(lambda status: idle(status, 1))
@@ -168,7 +168,7 @@ async def test_what_cannot_be_served_is_refused(nodes: Nodes):
         assert other.value.fact.startswith(fact)
 
 
-async def test_a_request_loads_what_is_only_pulled_and_may_unload_it_but_nothing_else(nodes: Nodes):
+async def test_a_request_loads_what_is_only_pulled_and_may_unload_it_but_nothing_else(nodes: Nodes) -> None:
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a, b = await two_nodes(nodes)
     body = {"model": "tiny", "prompt": "hi", "raw": True, "stream": False, "options": {"num_predict": 2}}
@@ -191,7 +191,7 @@ async def test_a_request_loads_what_is_only_pulled_and_may_unload_it_but_nothing
         assert [engine.state for engine in (await a.status()).engines] == ["ready"], "a person wants it"
 
 
-async def test_a_setting_keeps_requests_from_loading(nodes: Nodes):
+async def test_a_setting_keeps_requests_from_loading(nodes: Nodes) -> None:
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a = await nodes.start("a", discovery=False, load_on_request=False)
     await a.until(lambda status: idle(status, 1))
@@ -199,7 +199,7 @@ async def test_a_setting_keeps_requests_from_loading(nodes: Nodes):
     assert not (await a.status()).engines
 
 
-async def test_too_little_memory_is_refused_with_figures(nodes: Nodes):
+async def test_too_little_memory_is_refused_with_figures(nodes: Nodes) -> None:
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a = await nodes.start("a", discovery=False, memory_limit_bytes="100KB")
     await a.until(lambda status: idle(status, 1))
@@ -208,7 +208,7 @@ async def test_too_little_memory_is_refused_with_figures(nodes: Nodes):
     assert "missing" in refused.value.fact
 
 
-async def test_another_protocol_version_is_refused_by_name(nodes: Nodes):
+async def test_another_protocol_version_is_refused_by_name(nodes: Nodes) -> None:
     node = await nodes.start("a", backend="none", discovery=False)
     cluster = (await node.status()).cluster_id
     other = nodes.member()

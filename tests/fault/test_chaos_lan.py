@@ -13,6 +13,7 @@ from tests.support.chaos.run import ChaosRun
 from tests.support.fault_streams import PROMPT, Stream
 from tests.support.lan import LanLab, lan_available
 from tests.support.relay import relay
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.lan, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
@@ -52,13 +53,13 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChaosRu
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_streams_go_on(run: ChaosRun, case: str):
+async def test_streams_go_on(run: ChaosRun, case: str) -> None:
     fault, settings = CASES[case]
     await run.trial(fault, **settings)
 
 
 @pytest.mark.long
-async def test_two_sides_of_a_partition_serve_and_one_engine_is_left_when_they_meet_again(run: ChaosRun):
+async def test_two_sides_of_a_partition_serve_and_one_engine_is_left_when_they_meet_again(run: ChaosRun) -> None:
     cluster, lab = run.cluster, run.cluster.lab
     assert lab is not None
     await cluster.until_ready()
@@ -78,9 +79,7 @@ async def test_two_sides_of_a_partition_serve_and_one_engine_is_left_when_they_m
     async def serves(name: str) -> None:
         """Until streams end there that have begun since."""
         wanted = served[name] + 2
-        async with asyncio.timeout(40):
-            while served[name] < wanted:  # noqa: ASYNC110 - counted by whoever asks
-                await asyncio.sleep(0.05)
+        await until(lambda: served[name] >= wanted, timeout_s=40)
 
     async with asyncio.TaskGroup() as asking:
         for name in served:
@@ -105,11 +104,11 @@ async def test_two_sides_of_a_partition_serve_and_one_engine_is_left_when_they_m
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", LONG_CASES)
-async def test_streams_go_on_in_cases_that_take_longer(run: ChaosRun, case: str):
+async def test_streams_go_on_in_cases_that_take_longer(run: ChaosRun, case: str) -> None:
     fault, settings = LONG_CASES[case]
     await run.trial(fault, **settings)
 
 
 @pytest.mark.parametrize("case", NOT_HERE)
-async def test_what_is_not_tried_here(case: str):
+async def test_what_is_not_tried_here(case: str) -> None:
     pytest.skip(f"{case}: {NOT_HERE[case]}")

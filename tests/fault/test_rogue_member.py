@@ -25,6 +25,7 @@ from tests.support.members import member_of
 from tests.support.nodes import Node, Nodes, idle
 from tests.support.rogue.attacks import ATTACKS, MODEL
 from tests.support.rogue.process import RogueProcess, Watch, start_rogue
+from tests.support.waiting import until
 
 GROWTH_BYTES = 50 << 20  # that all attacks together may cost a process
 PAUSE_S = 3.0  # generous: other tests run beside this one; ``scripts/bench trust rogue`` has the real bound
@@ -53,9 +54,7 @@ class Chat:
     async def goes_on(self) -> None:
         """Until more tokens have come."""
         before = self.tokens + len(self.stream.ids)
-        async with asyncio.timeout(40):
-            while self.tokens + len(self.stream.ids) < before + 10:  # noqa: ASYNC110 - streams follow one another
-                await asyncio.sleep(0.02)
+        await until(lambda: self.tokens + len(self.stream.ids) >= before + 10, timeout_s=40)
 
 
 @dataclass(slots=True)

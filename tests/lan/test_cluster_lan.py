@@ -51,7 +51,7 @@ async def all_see(watchers: list[Node], wanted: set[str]) -> None:
     await asyncio.gather(*(node.until(lambda status: names(status) == wanted, timeout_s=30) for node in watchers))
 
 
-async def test_nodes_find_each_other_by_multicast_and_lose_the_killed(nodes: Nodes, lan: LanLab):
+async def test_nodes_find_each_other_by_multicast_and_lose_the_killed(nodes: Nodes, lan: LanLab) -> None:
     a, b, c = await start_all(nodes, lan, backend="none")
     assert [node.address.rpartition(":")[0] for node in (a, b, c)] == [host.address for host in lan.hosts]
     await all_see([a, b, c], {"a", "b", "c"})
@@ -59,7 +59,7 @@ async def test_nodes_find_each_other_by_multicast_and_lose_the_killed(nodes: Nod
     await all_see([a, b], {"a", "b"})
 
 
-async def test_a_cut_cable_parts_the_cluster_and_healing_joins_it(nodes: Nodes, lan: LanLab):
+async def test_a_cut_cable_parts_the_cluster_and_healing_joins_it(nodes: Nodes, lan: LanLab) -> None:
     a, b, c = await start_all(nodes, lan, backend="none")
     await all_see([a, b, c], {"a", "b", "c"})
     lan.cut("c")
@@ -69,7 +69,9 @@ async def test_a_cut_cable_parts_the_cluster_and_healing_joins_it(nodes: Nodes, 
     await all_see([a, b, c], {"a", "b", "c"})
 
 
-async def test_a_model_is_served_over_two_hosts_and_the_third_takes_a_lost_one_s_place(nodes: Nodes, lan: LanLab):
+async def test_a_model_is_served_over_two_hosts_and_the_third_takes_a_lost_one_s_place(
+    nodes: Nodes, lan: LanLab
+) -> None:
     source = nodes.folder / "tiny"
     write_model_folder(source, emulated_model_config(num_layers=4))
     ModelStore(nodes.folder / "a" / "models").pull(str(source))
@@ -92,7 +94,7 @@ def served_by(status: ClusterStatus) -> list[str]:
     return [stage.node_name for stage in ready[0].stages] if len(ready) == 1 else []
 
 
-async def test_a_machine_with_a_new_address_is_followed(nodes: Nodes, lan: LanLab):
+async def test_a_machine_with_a_new_address_is_followed(nodes: Nodes, lan: LanLab) -> None:
     a, b, c = await start_all(nodes, lan, backend="none")
     await all_see([a, b, c], {"a", "b", "c"})
     moving, new = lan.hosts[2], "10.77.0.77"
@@ -122,7 +124,7 @@ async def swallow(lan: LanLab, target: str, which: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("nft") is None, reason="nft makes the firewall")
-async def test_stages_come_in_another_order_where_a_firewall_is_between_two_of_them(nodes: Nodes, lan: LanLab):
+async def test_stages_come_in_another_order_where_a_firewall_is_between_two_of_them(nodes: Nodes, lan: LanLab) -> None:
     source = nodes.folder / "tiny"
     write_model_folder(source, emulated_model_config(num_layers=6))
     for name in "abc":
@@ -153,7 +155,7 @@ async def test_stages_come_in_another_order_where_a_firewall_is_between_two_of_t
 
 @pytest.mark.skipif(shutil.which("nft") is None, reason="nft makes the firewall")
 @pytest.mark.parametrize("which", ["iifname != lo", pytest.param("", marks=pytest.mark.long)])
-async def test_a_machine_whose_ports_are_shut_is_left_out_and_named(nodes: Nodes, lan: LanLab, which: str):
+async def test_a_machine_whose_ports_are_shut_is_left_out_and_named(nodes: Nodes, lan: LanLab, which: str) -> None:
     """Its own processes may reach it (``iifname != lo``) or not; it would be the best place for the model."""
     source = nodes.folder / "tiny"
     write_model_folder(source, emulated_model_config(num_layers=6))

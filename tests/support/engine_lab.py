@@ -307,11 +307,11 @@ async def engine_lab(
     link: str = "",
     make_backend: Callable[[int], Any] | None = None,
     planner: Planner | None = None,
-    wishes: Mapping[str, Any] | None = None,
+    constraints: Mapping[str, Any] | None = None,
 ) -> AsyncGenerator[EngineLab]:
     """An engine over ``num_stages`` emulated stages; everything is stopped at the end, and must be idle if it lives.
 
-    ``link`` emulates a network between them, such as ``1gbit,5ms``; ``wishes`` are further fields of the spec.
+    ``link`` emulates a network between them, such as ``1gbit,5ms``; ``constraints`` are further fields of the spec.
     """
     share = config.num_layers // num_stages
     bounds = [share * i for i in range(num_stages)] + [config.num_layers]
@@ -344,7 +344,7 @@ async def engine_lab(
             stages=tuple(StagePlacement(node_id=NodeId(f"node{i}"), slices=(part,)) for i, part in enumerate(slices)),
             micro_batches=micro_batches,
             block_size=block_size,
-            **(wishes or {}),
+            **(constraints or {}),
         )
         server = make_server(Plaintext())
         address = f"127.0.0.1:{bind(server, Plaintext(), host='127.0.0.1', port=0)}"

@@ -136,8 +136,8 @@ class SimulatedGateway:
         if choice.index in client.reasons:
             return
         client.log.append(choice=choice.index, position=position, ids=ids)
-        if choice.ending is not None and not choice.told:
-            choice.told = True
+        if choice.ending is not None and not choice.reported:
+            choice.reported = True
             assert choice.ending.error is None, f"{choice.request.key.request_id} failed: {choice.ending.error}"
             assert len(client.log.tokens(choice.index)) == choice.ending.num_tokens
             client.reasons[choice.index] = choice.ending.reason

@@ -79,14 +79,14 @@ class BenchClient:
         self._name = f"bench-{secrets.token_hex(4)}"  # unique: engines keep results of old requests
         self._began_s = 0.0
         self._steps: dict[int, StepTrace] = {}
-        self._on_progress: OnProgress = _untold
+        self._on_progress: OnProgress = _ignore_progress
         self._num_ended = self._num_tokens = 0
 
     async def run(self, workload: Workload, *, num_stages: int, on_progress: OnProgress | None = None) -> Measured:
         """Send every request at its arrival time. Return when the last request has ended. Raises LinkError."""
         self._runs += 1
         self._underway, self._steps = {}, {}
-        self._on_progress = on_progress or _untold
+        self._on_progress = on_progress or _ignore_progress
         self._num_ended = self._num_tokens = 0
         before = await self._trace(after_step=0)
         last = before.steps[-1].step if before.steps else 0
@@ -227,5 +227,5 @@ def clock_offsets_s(spans: Sequence[tuple[DeviceSpan, ...]]) -> list[float]:
     return offsets
 
 
-def _untold(num_ended: int, num_tokens: int) -> None:
+def _ignore_progress(num_ended: int, num_tokens: int) -> None:
     """Ignore progress."""

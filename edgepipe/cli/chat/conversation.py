@@ -184,16 +184,16 @@ async def ask_once(settings: ChatSettings, question: str) -> None:
     target = await find_target(settings.data_dir, settings.model)
     messages = [{"role": "system", "content": settings.system}] if settings.system else []
     messages.append({"role": "user", "content": question})
-    wishes = with_advice(settings.options(), target.sampling)
+    options = with_advice(settings.options(), target.sampling)
     async with ChatClient(target.base_url, api_key=target.api_key) as client:
         if settings.as_json:
             incoming = Incoming(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, view=NoView())
-            answer = await stream_answer(client, target, messages, wishes, incoming)
+            answer = await stream_answer(client, target, messages, options, incoming)
             print_json(as_json(answer, target))
             return
         with make_view(markdown=settings.markdown) as view:
             incoming = Incoming(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, view=view)
-            answer = await stream_answer(client, target, messages, wishes, incoming)
+            answer = await stream_answer(client, target, messages, options, incoming)
     print_footer(answer)
 
 

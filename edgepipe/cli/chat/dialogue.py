@@ -98,16 +98,16 @@ class Dialogue:
         self.turns.clear()
         self.first, self.full = 0, False
 
-    def wishes(self, advice: Mapping[str, float]) -> dict[str, Any]:
+    def request_options(self, advice: Mapping[str, float]) -> dict[str, Any]:
         """Return the fields of the next request: set by the user, else advised.
 
         Another answer to a question never uses greedy sampling or the old seed.
         """
-        wishes = with_advice(self.options, advice)
+        options = with_advice(self.options, advice)
         if self.taken_back is None:
-            return wishes
-        greedy = wishes.get("temperature") == 0
-        return wishes | {"seed": None} | ({"temperature": _OTHER_TEMPERATURE} if greedy else {})
+            return options
+        greedy = options.get("temperature") == 0
+        return options | {"seed": None} | ({"temperature": _OTHER_TEMPERATURE} if greedy else {})
 
     def ask(self, question: str) -> None:
         """Add the next question."""

@@ -80,12 +80,12 @@ def _full_context(error: PromptTooLong) -> PromptTooLong:
 async def _stream(talk: Talk, settings: ChatSettings) -> None:
     """Stream one answer and add it to the conversation."""
     dialogue = talk.dialogue
-    wishes = dialogue.wishes(talk.target.sampling)
+    options = dialogue.request_options(talk.target.sampling)
     view = make_view(markdown=settings.markdown)
-    incoming = Incoming(num_nodes=talk.target.num_nodes, max_tokens=wishes.get("max_tokens"), view=view)
+    incoming = Incoming(num_nodes=talk.target.num_nodes, max_tokens=options.get("max_tokens"), view=view)
     async with ChatClient(talk.target.base_url, api_key=talk.target.api_key) as client:
         messages = dialogue.messages()
-        work = asyncio.ensure_future(stream_answer(client, talk.target, messages, wishes, incoming))
+        work = asyncio.ensure_future(stream_answer(client, talk.target, messages, options, incoming))
         try:
             with view, _interrupts(work):
                 answer = await work

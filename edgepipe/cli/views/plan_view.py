@@ -126,9 +126,9 @@ def _ring(found: Plan) -> Iterator[Text]:
         if stage.machine.node_id == found.engine and index == 0:
             line.append("  engine", style="dim")
         yield _marked(line, found, f"stage {index}")
-        if index < len(found.one.hops):
+        if index < len(found.single.hops):
             yield _marked(Text(f"  │ {_link(found.many.hops[index])}"), found, f"link {index}-{index + 1}")
-    yield Text(f"  ╰─▶ token · {format_duration_s(found.one.closing_s)} until the next one begins")
+    yield Text(f"  ╰─▶ token · {format_duration_s(found.single.closing_s)} until the next one begins")
 
 
 def _marked(line: Text, found: Plan, place: str) -> Text:
@@ -147,7 +147,7 @@ def _link(hop: Hop) -> str:
 
 def _token(found: Plan) -> Iterator[Text]:
     """Render the time of one chat's token as one bar."""
-    rates = found.one
+    rates = found.single
     hops_s = rates.turn_s - sum(rates.step_s)
     parts = [(_short(stage.machine.name), seconds) for stage, seconds in zip(found.stages, rates.step_s, strict=True)]
     line = Text("one token  ")
@@ -168,7 +168,7 @@ def _predictions(found: Plan) -> Iterator[RenderableType]:
     many, demand = found.many, found.demand
     table = make_table("EXPECTED", "", "")
     first = f"first word of a {demand.read_tokens}-token prompt in {format_duration_s(found.first_token_s)}"
-    table.add_row("  one chat", f"{found.one.tokens_per_s:.1f} tok/s", first)
+    table.add_row("  one chat", f"{found.single.tokens_per_s:.1f} tok/s", first)
     each = f"{many.tokens_per_s / many.sequences:.1f} each, {_count(many.micro_batches, 'micro-batch')} under way"
     table.add_row(f"  {_count(many.sequences, 'chat')}", f"{many.tokens_per_s:.1f} tok/s", each)
     chats = found.kv_tokens // demand.context_tokens
@@ -184,7 +184,7 @@ def _predictions(found: Plan) -> Iterator[RenderableType]:
 def _sources(found: Plan, *, now_s: float) -> str:
     """Describe the sources of the predictions, and their age."""
     measured = [stage.machine.speed.source == MEASURED for stage in found.stages]
-    links = [hop.link.measured for hop in found.one.hops]
+    links = [hop.link.measured for hop in found.single.hops]
     when = [stage.machine.speed.measured_s for stage in found.stages if stage.machine.speed.measured_s]
     if all(measured):
         devices = "devices measured"
@@ -217,7 +217,7 @@ def _alternative(alternative: Alternative) -> tuple[str, str, str]:
 
 
 def _rates(found: Plan) -> tuple[str, str]:
-    return f"{found.one.tokens_per_s:.1f}", f"{found.many.tokens_per_s:.1f}"
+    return f"{found.single.tokens_per_s:.1f}", f"{found.many.tokens_per_s:.1f}"
 
 
 def _helps(shown: Preview) -> Table:

@@ -50,7 +50,7 @@ def fitting_models(status: ClusterStatus) -> tuple[list[Fit], list[Fit]]:
     machines = [(name, _machines(status, rooms, name)) for name in CATALOGUE]
     found = which_fit(machines, links)
     good = [
-        Fit(source=CATALOGUE[fit.model], text=_text(fit), tokens_per_s=fit.plan.one.tokens_per_s)
+        Fit(source=CATALOGUE[fit.model], text=_text(fit), tokens_per_s=fit.plan.single.tokens_per_s)
         for fit in found
         if fit.plan is not None
     ]
@@ -93,6 +93,6 @@ def _text(fit: ModelFit) -> str:
         return f"{name:<36} {size:>9}  does not fit"
     stages = fit.plan.stages
     where = stages[0].machine.name if len(stages) == 1 else f"{len(stages)} nodes"
-    rate = fit.plan.one.tokens_per_s
+    rate = fit.plan.single.tokens_per_s
     speed = f"~{rate:.0f} tok/s" if rate >= 1 else "<1 tok/s"
     return f"{name:<36} {size:>9}  {where:<10} {speed}"

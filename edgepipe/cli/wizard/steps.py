@@ -195,7 +195,7 @@ def _choose_cluster(setup: Setup, status: ClusterStatus | None) -> None:
         say(f"     listening for other nodes, {setup.config.listen_s:g} s ...", style="dim")
         found = [node for node in _browse(setup) if node.node_id != own]
         if not found:
-            _tell_silence(setup)
+            _explain_silence(setup)
         choices = [
             Choice(value=node.address, text=f"join '{node.cluster_name}', found on {node.node_name} ({node.host})")
             for node in _one_per_cluster(found)
@@ -332,7 +332,7 @@ def _invite(setup: Setup) -> None:
         warn(error.what, remedy=error.fact)
 
 
-def _tell_silence(setup: Setup) -> None:
+def _explain_silence(setup: Setup) -> None:
     """Report that no node announced itself, and check multicast on this machine."""
     facts = network_facts(setup.config)
     warn(f"no node announced itself within {setup.config.listen_s:g} s")

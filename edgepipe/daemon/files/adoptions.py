@@ -63,7 +63,7 @@ class Adoptions:
         self._busy: set[str] = set()  # nodes with a fetch under way, or in the pause after it
         self._coming: list[tuple[str, int]] = []  # node and bytes of models that are not on the disk yet
         self._tried: OrderedDict[ModelKey, None] = OrderedDict()  # the newest at the end
-        self._told: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._reported: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._seen_s: dict[ModelKey, float] = {}  # when the engine of a held model was last announced
 
     def note_held(self, held: Sequence[Adopted]) -> None:
@@ -95,8 +95,8 @@ class Adoptions:
 
     def tell(self, node_id: str, problem: str) -> bool:
         """Return whether a problem with a node's models is new: each is reported once."""
-        first = (node_id, problem) not in self._told
-        _remember(self._told, (node_id, problem))
+        first = (node_id, problem) not in self._reported
+        _remember(self._reported, (node_id, problem))
         return first
 
     def done(self, wanted: Wanted) -> None:

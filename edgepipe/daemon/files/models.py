@@ -56,10 +56,10 @@ class LocalModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _ScannedModel:
     """A model that a scan of the disk found."""
 
-    told: ModelOnDisk
+    on_disk: ModelOnDisk
     path: Path
     former_hash: str
     adopted: Adopted | None
@@ -113,19 +113,19 @@ class Models:
         """Scan the disk, where the command line pulls and removes models, too. Read headers only."""
         async with self._scanning:
             found, room = await asyncio.to_thread(self._scan)
-            self._on_disk = [entry.told for entry in found]
+            self._on_disk = [entry.on_disk for entry in found]
             self._paths.clear()
-            self._present = {(entry.told.model, entry.former_hash): entry.told.manifest_hash for entry in found}
+            self._present = {(entry.on_disk.model, entry.former_hash): entry.on_disk.manifest_hash for entry in found}
             for entry in found:
-                for manifest_hash in (entry.told.manifest_hash, entry.former_hash):
-                    self._paths.setdefault(ModelKey(entry.told.model, manifest_hash), entry.path)
+                for manifest_hash in (entry.on_disk.manifest_hash, entry.former_hash):
+                    self._paths.setdefault(ModelKey(entry.on_disk.model, manifest_hash), entry.path)
             self._adoptions.note_held([entry.adopted for entry in found if entry.adopted])
             self.free_bytes = room
         self._on_change()
 
-    def _scan(self) -> tuple[list[_Found], int]:
+    def _scan(self) -> tuple[list[_ScannedModel], int]:
         """Return the models on the disk, and the room for copies."""
-        found: list[_Found] = []
+        found: list[_ScannedModel] = []
         for stored in self._store.list():
             try:
                 found.append(_look_at(stored))
@@ -400,7 +400,7 @@ class Models:
         return sorted((node for node in self._peers.nodes() if not self._peers.is_self(node.node_id)), key=rank)
 
 
-def _look_at(stored: StoredModel) -> _Found:
+def _look_at(stored: StoredModel) -> _ScannedModel:
     """Describe a stored model. Raises ModelInvalid."""
     on_disk = ModelOnDisk(
         model=stored.id,
@@ -413,7 +413,7 @@ def _look_at(stored: StoredModel) -> _Found:
     adopted = (
         Adopted(key=key, node_id=node_id, num_bytes=on_disk.num_bytes, since_s=stored.adopted_s) if node_id else None
     )
-    return _Found(told=on_disk, path=stored.path, former_hash=stored.manifest.former_hash, adopted=adopted)
+    return _ScannedModel(on_disk=on_disk, path=stored.path, former_hash=stored.manifest.former_hash, adopted=adopted)
 
 
 def _announced(node: NodeState) -> list[ModelKey]:

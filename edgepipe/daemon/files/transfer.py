@@ -256,7 +256,7 @@ class Transfer:
                         break  # the same source would answer the same
             else:
                 self._later_s[source.source_id] = now_s() + _LATER_S
-        raise _nobody_gave(tensor.name, writer.manifest.model_id, problems)
+        raise _without_source(tensor.name, writer.manifest.model_id, problems)
 
     async def _from(self, source: Source, writer: ShardWriter, name: str) -> AsyncGenerator[int]:
         with disk_errors(writer.manifest.model_id), await asyncio.to_thread(writer.open, name) as sink:
@@ -270,7 +270,7 @@ class Transfer:
                 raise RemoteProtocolError(f"{source.name} sent too little of '{name}'")
 
 
-def _nobody_gave(tensor: str, model_id: str, problems: Mapping[str, EdgepipeError]) -> EdgepipeError:
+def _without_source(tensor: str, model_id: str, problems: Mapping[str, EdgepipeError]) -> EdgepipeError:
     """Combine the sources' last errors into one; ``problems`` has them in the order in which the sources were asked."""
     hub = problems.get(_HUB)
     peers = [problem for source_id, problem in problems.items() if source_id != _HUB]

@@ -68,11 +68,11 @@ class Introductions:
         known = self._known()
         self._security.introduce([*known.callers, *known.engines], nodes=known.nodes)
         for child in self._children.running():
-            child.introduce(_told(child, known))
+            child.introduce(_peers_of(child, known))
 
     def greet(self, child: Child) -> None:
         """Send the known peers to one child, after its start or when a stage got its engine."""
-        child.introduce(_told(child, self._known()))
+        child.introduce(_peers_of(child, self._known()))
 
     def _known(self) -> _Known:
         own = Peer(node_id=self._own().node_id, kind=Kind.NODE, certificate=self._trust.key_pair.certificate)
@@ -117,7 +117,7 @@ class Introductions:
         return self._certificates[pem]
 
 
-def _told(child: Child, known: _Known) -> tuple[IntroducedPeer, ...]:
+def _peers_of(child: Child, known: _Known) -> tuple[IntroducedPeer, ...]:
     callers = {peer.node_id for peer in known.callers}
     peers = list(known.nodes)
     if child.kind == Kind.ENGINE:

@@ -153,7 +153,7 @@ class EngineKeeper:
                     name = f"stop:{state.pipeline_id}"
                     self._tasks.create_task(self._engines.stop(state.pipeline_id), name=name)
             elif held is None or not self._peers.is_self(held.engine_node):
-                self._engines.give_way(state.pipeline_id)
+                self._engines.end_superseded(state.pipeline_id)
 
     def _consider(self, rival: ServeBody, node_id: str) -> None:
         """Settle with a record that names another node for an engine that is here.

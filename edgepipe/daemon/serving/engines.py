@@ -140,7 +140,7 @@ class EngineHost:
         self._runs.pop(pipeline_id, None)
         self._on_change(True)
 
-    def give_way(self, pipeline_id: str) -> None:
+    def end_superseded(self, pipeline_id: str) -> None:
         """End an engine whose pipeline another engine drives. The other engine keeps the stages."""
         if pipeline_id in self._runs:
             logger.warning("another engine drives pipeline=%s: the one here ends", pipeline_id)
@@ -282,7 +282,7 @@ class EngineHost:
 
     async def _plan(self, run: _Run, child: Child, wanted: PlanWanted) -> None:
         """Answer an engine that asks for a placement."""
-        # The engine has the older wishes.
+        # The engine has older settings.
         spec = replace(wanted.spec, moves=run.spec.moves, num_nodes=run.spec.num_nodes)
         try:
             made = await self._replanner.plan(run.state.pipeline_id, replace(wanted, spec=spec))
@@ -309,7 +309,7 @@ class EngineHost:
             if self._counts(run.request.pipeline_id) and self._may_restart(run):
                 await self._restart(run, child)  # an engine that does not count held the stages meanwhile
             else:
-                self.give_way(run.request.pipeline_id)
+                self.end_superseded(run.request.pipeline_id)
         elif child.fault is None and self._ends():
             self._abandon(run.request.pipeline_id)  # the signal that ended it also reached this node
         elif child.fault is None and run.restartable and self._may_restart(run):

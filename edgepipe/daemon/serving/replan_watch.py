@@ -189,7 +189,7 @@ class ReplanWatch:
     def _cost(self, known: Known, pipeline_id: str, placed: Sequence[Placed], better: Plan, now: Plan) -> MoveCost:
         state = self._engines.state_of(pipeline_id)
         kept = (state.num_blocks - state.free_blocks) * state.block_size if state is not None and state.running else 0
-        rates = [hop.link.shape.bytes_per_s for hop in better.one.hops]
+        rates = [hop.link.shape.bytes_per_s for hop in better.single.hops]
         prompt_s = now.first_token_s / now.demand.read_tokens  # per token of a prompt in an idle ring
         return move_cost(
             known.model.config,

@@ -17,7 +17,7 @@ from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.placement import Placed
-from edgepipe.planner.plan import Wishes, plan
+from edgepipe.planner.plan import Constraints, plan
 from edgepipe.planner.replacement import replace_lost
 from edgepipe.units import LinkShape
 from edgepipe.wire.engines import LeftOut, ServeSpec
@@ -167,18 +167,18 @@ class Replanner:
     async def search(self, known: Known, spec: ServeSpec, avoided: Avoided) -> tuple[Placed, ...]:
         """Find the best placement by known measurements that uses nothing avoided. Raises NoFeasiblePlacement.
 
-        The wishes in ``spec`` count as far as the present nodes allow.
+        The constraints in ``spec`` count as far as the present nodes allow.
         """
         staying = {node.node_id for node in self._peers.nodes() if not node.draining}  # ``known`` may be older
         machines = [machine for machine in known.cluster.machines if machine.node_id in staying - avoided.nodes]
         names = {name for machine in machines for name in (machine.name, str(machine.node_id))}
-        wishes = Wishes(
+        constraints = Constraints(
             num_nodes=min(spec.num_nodes, len(machines)),
             exclude=tuple(name for name in spec.exclude if name in names),
             first=spec.first if spec.first in names else "",
         )
         links = replace(known.cluster.links, unreached=avoided.links)
-        found = await asyncio.to_thread(plan, known.demand, machines, links, wishes, explain=False)
+        found = await asyncio.to_thread(plan, known.demand, machines, links, constraints, explain=False)
         return found.placed
 
     def made(self, spec: ServeSpec, placed: Sequence[Placed]) -> PlanMade:

@@ -32,7 +32,7 @@ from edgepipe.ids import Epoch, IdSource, PipelineId
 from edgepipe.link.shut_ports import shut_port
 from edgepipe.model.facts import ModelConfig
 from edgepipe.planner.placement import NodeRoom, Placed, place_by_plan
-from edgepipe.planner.plan import Plan, Wishes, plan
+from edgepipe.planner.plan import Constraints, Plan, plan
 from edgepipe.wire.engines import EngineState, ServeSpec
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import (
@@ -318,8 +318,10 @@ class Serving:
         )
         must_keep_tokens = context if request.must_keep_context else 0
         demand = demand_of(model.config, asked, must_keep_tokens=must_keep_tokens)
-        wishes = Wishes(num_nodes=request.num_nodes, exclude=(*request.exclude, *exclude), first=request.first)
-        return await asyncio.to_thread(plan, demand, cluster.machines, cluster.links, wishes, explain=False)
+        constraints = Constraints(
+            num_nodes=request.num_nodes, exclude=(*request.exclude, *exclude), first=request.first
+        )
+        return await asyncio.to_thread(plan, demand, cluster.machines, cluster.links, constraints, explain=False)
 
     def _describe(self, spec: ServeSpec) -> str:
         """Describe a placement: ``layers 0-14 on gamer, 15-29 on mac``."""

@@ -78,13 +78,13 @@ def test_settings_are_typed_and_can_be_taken_back() -> None:
 def test_another_answer_is_drawn_even_where_answers_are_not() -> None:
     one = dialogue()
     one.set("seed", "4")
-    assert one.wishes({}) == {"temperature": 0.0, "seed": 4}
+    assert one.request_options({}) == {"temperature": 0.0, "seed": 4}
     one.take_back()
-    assert one.wishes({}) == {"temperature": 0.7, "seed": None}
+    assert one.request_options({}) == {"temperature": 0.7, "seed": None}
     one.set("temperature", "1.5")
-    assert one.wishes({}) == {"temperature": 1.5, "seed": None}
+    assert one.request_options({}) == {"temperature": 1.5, "seed": None}
     one.answered(answer("therefore"))
-    assert one.wishes({}) == {"temperature": 1.5, "seed": 4}
+    assert one.request_options({}) == {"temperature": 1.5, "seed": 4}
 
 
 def test_a_saved_conversation_comes_back(tmp_path: Path) -> None:
@@ -130,13 +130,13 @@ def test_a_file_that_is_none_changes_nothing(tmp_path: Path, text: str) -> None:
 
 def test_what_nobody_set_is_as_the_makers_advise() -> None:
     one = Dialogue(system="", options={"temperature": None, "top_p": 0.5, "seed": None})
-    assert one.wishes({"temperature": 0.6, "top_p": 0.95, "top_k": 20}) == {
+    assert one.request_options({"temperature": 0.6, "top_p": 0.95, "top_k": 20}) == {
         "temperature": 0.6,
         "top_p": 0.5,
         "top_k": 20,
     }
     one.set("temperature", "0")
-    assert one.wishes({"temperature": 0.6})["temperature"] == 0
+    assert one.request_options({"temperature": 0.6})["temperature"] == 0
 
 
 def test_figures_of_the_session() -> None:

@@ -9,7 +9,7 @@ import httpx
 from edgepipe.cli.sse import event_lines
 
 
-async def test_only_newlines_end_lines_wherever_the_bytes_are_cut():
+async def test_only_newlines_end_lines_wherever_the_bytes_are_cut() -> None:
     text = 'data: {"text": "one\u0085two\u2028three\u2029"}\n\n: a note\r\ndata: [DONE]'
     data = text.encode()
 

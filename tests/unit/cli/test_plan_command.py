@@ -18,7 +18,7 @@ from tests.support.command_line import Run
 IMAGINED = ("plan", "qwen2.5-32b", "--emulate", "4x rtx4090", "--link", "1gbit,0.3ms")
 
 
-def test_the_picture_fits_eighty_columns_and_names_what_matters(run: Run):
+def test_the_picture_fits_eighty_columns_and_names_what_matters(run: Run) -> None:
     shown = run(*IMAGINED, "--objective", "throughput", "--what-if", "link 100mbit,5ms")
     assert shown.code == 0
     assert max(map(len, shown.out.splitlines())) <= 80
@@ -27,7 +27,7 @@ def test_the_picture_fits_eighty_columns_and_names_what_matters(run: Run):
     assert "\x1b" not in shown.out, "colours in a pipe"
 
 
-def test_json_is_one_document_and_says_the_same(run: Run):
+def test_json_is_one_document_and_says_the_same(run: Run) -> None:
     told = json.loads(run(*IMAGINED, "--json").out)
     by_hand = json.loads(run(*IMAGINED, "--json", "--plan", told["plan"]).out)
     assert by_hand["plan"] == told["plan"]
@@ -35,7 +35,7 @@ def test_json_is_one_document_and_says_the_same(run: Run):
     assert by_hand["left_out"] == []
 
 
-def test_wishes_are_kept(run: Run):
+def test_wishes_are_kept(run: Run) -> None:
     told = json.loads(run(*IMAGINED, "--json", "--first", "d", "--nodes", "4").out)
     assert told["stages"][0]["node"] == "d"
     assert len(told["stages"]) == 4
@@ -43,7 +43,7 @@ def test_wishes_are_kept(run: Run):
     assert {"node": "a", "reason": "excluded by --exclude"} in told["left_out"]
 
 
-def test_what_does_not_fit_ends_with_the_sum_and_six(run: Run):
+def test_what_does_not_fit_ends_with_the_sum_and_six(run: Run) -> None:
     short = run("plan", "llama-3.3-70b", "--emulate", "2x rtx4090")
     assert short.code == 6
     for part in ("needed", "free on a", "missing", "WHAT WOULD HELP", "--force"):
@@ -53,7 +53,7 @@ def test_what_does_not_fit_ends_with_the_sum_and_six(run: Run):
     assert json.loads(told.out)["missing_bytes"] > 0
 
 
-def test_a_machine_that_is_left_out_is_in_no_sum(run: Run):
+def test_a_machine_that_is_left_out_is_in_no_sum(run: Run) -> None:
     short = run("plan", "llama-3.3-70b", "--emulate", "4x rtx4090", "--exclude", "a,b")
     assert short.code == 6
     assert "free on a" not in short.out
@@ -64,14 +64,14 @@ def test_a_machine_that_is_left_out_is_in_no_sum(run: Run):
     assert "--exclude leaves out every node" in empty.err
 
 
-def test_data_sheets_know_one_number_format(run: Run):
+def test_data_sheets_know_one_number_format(run: Run) -> None:
     refused = run("plan", "qwen3-8b", "--emulate", "2x rtx4090", "--dtype", "float32")
     assert (refused.code, refused.out) == (2, "")
     assert "--emulate plans in bfloat16" in refused.err
     assert run("plan", "qwen3-8b", "--emulate", "2x rtx4090", "--dtype", "bfloat16").code == 0
 
 
-def test_changes_are_answered_where_the_base_does_not_fit(run: Run):
+def test_changes_are_answered_where_the_base_does_not_fit(run: Run) -> None:
     flags = ("plan", "llama-3.3-70b", "--emulate", "2x rtx4090", "--what-if", "add m3ultra")
     shown = run(*flags)
     assert shown.code == 0
@@ -82,7 +82,7 @@ def test_changes_are_answered_where_the_base_does_not_fit(run: Run):
     assert run("plan", "llama-3.3-70b", "--emulate", "2x rtx4090", "--what-if", "add m1").code == 6
 
 
-def test_too_few_machines_are_no_lack_of_memory(run: Run):
+def test_too_few_machines_are_no_lack_of_memory(run: Run) -> None:
     short = run(*IMAGINED, "--nodes", "5")
     assert short.code == 6
     assert "5 nodes are wanted, 4 can compute" in short.err
@@ -105,19 +105,19 @@ def test_too_few_machines_are_no_lack_of_memory(run: Run):
         ("--measure",),
     ],
 )
-def test_contradictory_wishes_end_with_two_and_one_sentence(run: Run, flags: tuple[str, ...]):
+def test_contradictory_wishes_end_with_two_and_one_sentence(run: Run, flags: tuple[str, ...]) -> None:
     refused = run(*IMAGINED, *flags)
     assert refused.code == 2
     assert refused.err.startswith("\nerror: ") or refused.err.startswith("error: ")
     assert "Traceback" not in refused.err
 
 
-def test_a_link_without_devices_and_no_node_are_told_apart(run: Run):
+def test_a_link_without_devices_and_no_node_are_told_apart(run: Run) -> None:
     assert run("plan", "qwen2.5-32b", "--link", "1gbit").code == 2
     assert run("plan", "qwen2.5-32b").code == 3
 
 
-def test_a_node_that_goes_while_links_are_measured_ends_with_three(run: Run, monkeypatch: pytest.MonkeyPatch):
+def test_a_node_that_goes_while_links_are_measured_ends_with_three(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     class Vanishing:
         async def survey(self, model: str, **_: Any) -> SurveyReply:
             raise LinkNotMeasured("a node went away while links were measured", next_step="try again")
@@ -135,7 +135,7 @@ def test_a_node_that_goes_while_links_are_measured_ends_with_three(run: Run, mon
     ]
 
 
-def test_force_plans_as_if_all_memory_were_free(run: Run):
+def test_force_plans_as_if_all_memory_were_free(run: Run) -> None:
     tight = ("plan", "qwen2.5-14b", "--emulate", "rtx4090, m1", "--json")
     whole = json.loads(run(*tight, "--force").out)
     free = json.loads(run(*tight).out)
@@ -152,5 +152,5 @@ def test_force_plans_as_if_all_memory_were_free(run: Run):
         (("--rebalance", "auto", "--plan", "a:0-1"), 2),
     ],
 )
-def test_rebalance_may_stand_alone(run: Run, flags: tuple[str, ...], code: int):
+def test_rebalance_may_stand_alone(run: Run, flags: tuple[str, ...], code: int) -> None:
     assert run("serve", "demo", *flags).code == code

@@ -103,7 +103,7 @@ def test_setup_starts_the_node_of_a_machine_that_is_alone_in_its_cluster(
     monkeypatch.setattr(steps, "start_in_background", start)
     monkeypatch.setattr(steps, "_status", status)
     monkeypatch.setattr(steps, "_browse", lambda setup: [])  # pyright: ignore[reportUnknownLambdaType]
-    monkeypatch.setattr(steps, "_tell_silence", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(steps, "_explain_silence", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType]
     config = load_config({"data_dir": alone}).values
     setup = Setup(asking=Defaults(), given=Given(cluster=asked), config=config, settings_file=tmp_path / "config.toml")
     steps.cluster(setup)

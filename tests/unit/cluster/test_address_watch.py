@@ -7,18 +7,18 @@ from edgepipe.cluster.address_watch import AddressWatch
 OLD, NEW, LOOPBACK = "192.168.1.20", "192.168.1.77", "127.0.0.1"
 
 
-def test_a_new_address_in_place_of_the_old_one_is_followed_at_the_second_look():
+def test_a_new_address_in_place_of_the_old_one_is_followed_at_the_second_look() -> None:
     watch = AddressWatch(OLD)
     assert not watch.moved(wanted=NEW, available={NEW, LOOPBACK})
     assert watch.moved(wanted=NEW, available={NEW, LOOPBACK})
 
 
-def test_a_second_network_does_not_move_a_node():
+def test_a_second_network_does_not_move_a_node() -> None:
     watch = AddressWatch(OLD)
     assert not any(watch.moved(wanted=NEW, available={OLD, NEW, LOOPBACK}) for _ in range(5))
 
 
-def test_an_address_that_comes_back_and_a_network_that_is_away_move_nothing():
+def test_an_address_that_comes_back_and_a_network_that_is_away_move_nothing() -> None:
     watch = AddressWatch(OLD)
     assert not watch.moved(wanted=NEW, available={NEW})
     assert not watch.moved(wanted=OLD, available={OLD})
@@ -26,12 +26,12 @@ def test_an_address_that_comes_back_and_a_network_that_is_away_move_nothing():
     assert not any(watch.moved(wanted=LOOPBACK, available={LOOPBACK}) for _ in range(5))
 
 
-def test_a_node_that_began_without_a_network_moves_to_the_first_one():
+def test_a_node_that_began_without_a_network_moves_to_the_first_one() -> None:
     watch = AddressWatch(LOOPBACK)
     assert not watch.moved(wanted=NEW, available={LOOPBACK, NEW})
     assert watch.moved(wanted=NEW, available={LOOPBACK, NEW})
 
 
-def test_a_node_that_was_told_to_keep_to_loopback_does():
+def test_a_node_that_was_told_to_keep_to_loopback_does() -> None:
     watch = AddressWatch(LOOPBACK)
     assert not any(watch.moved(wanted=LOOPBACK, available={LOOPBACK, NEW}) for _ in range(3))

@@ -32,7 +32,7 @@ def record(**changes: bytes | None) -> AsyncServiceInfo:
     return AsyncServiceInfo(SERVICE_TYPE, name, port=7117, parsed_addresses=["192.168.1.20"], properties=properties)
 
 
-def test_what_a_node_says_of_itself_is_read_back():
+def test_what_a_node_says_of_itself_is_read_back() -> None:
     read = read_announcement(_service_info(OWN))
     assert read is not None
     assert (read.address, read.node_id, read.cluster_name, read.pairing_port) == (
@@ -43,7 +43,7 @@ def test_what_a_node_says_of_itself_is_read_back():
     )
 
 
-def test_the_name_of_the_record_is_one_dns_label():
+def test_the_name_of_the_record_is_one_dns_label() -> None:
     assert len(_service_info(OWN).name.removesuffix(f".{SERVICE_TYPE}")) <= 63
 
 
@@ -68,12 +68,12 @@ def test_the_name_of_the_record_is_one_dns_label():
         {"pairing": b"x"},
     ],
 )
-def test_a_record_that_is_not_ours_to_the_last_character_is_dropped(changes: dict[str, bytes | None]):
+def test_a_record_that_is_not_ours_to_the_last_character_is_dropped(changes: dict[str, bytes | None]) -> None:
     assert read_announcement(record()) is not None
     assert read_announcement(record(**changes)) is None
 
 
 @given(st.dictionaries(st.binary(max_size=40), st.one_of(st.none(), st.binary(max_size=300)), max_size=8))
-def test_no_bytes_break_the_reader_and_nothing_unprintable_comes_out(properties: dict[bytes, bytes | None]):
+def test_no_bytes_break_the_reader_and_nothing_unprintable_comes_out(properties: dict[bytes, bytes | None]) -> None:
     texts = read_texts(properties)
     assert texts is None or all(text.isprintable() for pair in texts.items() for text in pair)

@@ -57,13 +57,13 @@ def statuses(commands: list[Command]) -> list[MemberStatus]:
     return [command.status for command in commands if isinstance(command, MemberChanged)]
 
 
-def test_a_found_address_is_dialled_once():
+def test_a_found_address_is_dialled_once() -> None:
     cluster = membership()
     assert cluster.on_address(address_of(OTHER)) == [Dial(address_of(OTHER))]
     assert cluster.on_address(address_of(OTHER)) == []
 
 
-def test_a_beat_makes_a_member_and_its_silence_unmakes_it():
+def test_a_beat_makes_a_member_and_its_silence_unmakes_it() -> None:
     cluster = membership()
     assert statuses(cluster.on_beat(beat(OTHER), now=0.0)) == [MemberStatus.ALIVE]
     changes = [status for tenth in range(1, 30) for status in statuses(cluster.on_tick(now=tenth / 10))]
@@ -71,18 +71,18 @@ def test_a_beat_makes_a_member_and_its_silence_unmakes_it():
     assert cluster.reachable() == []
 
 
-def test_a_member_is_dialled_back_at_the_address_that_it_tells():
+def test_a_member_is_dialled_back_at_the_address_that_it_tells() -> None:
     assert Dial(address_of(OTHER)) in membership().on_beat(beat(OTHER), now=0.0)
 
 
-def test_introduced_nodes_are_dialled():
+def test_introduced_nodes_are_dialled() -> None:
     heard = HeardBeat(node_id=OTHER, state=state(OTHER), known=((THIRD, address_of(THIRD)), (ME, MY_ADDRESS)))
     commands = membership().on_beat(heard, now=0.0)
     assert Dial(address_of(THIRD)) in commands
     assert Dial(MY_ADDRESS) not in commands
 
 
-def test_refusal_for_300_ms_means_death():
+def test_refusal_for_300_ms_means_death() -> None:
     cluster = membership()
     cluster.on_address(address_of(OTHER))
     cluster.on_beat(beat(OTHER, dialled=address_of(OTHER)), now=0.0)
@@ -91,7 +91,7 @@ def test_refusal_for_300_ms_means_death():
     assert statuses(cluster.on_refused(address_of(OTHER), now=0.45)) == [MemberStatus.DEAD]
 
 
-def test_a_beat_between_two_refusals_saves_the_member():
+def test_a_beat_between_two_refusals_saves_the_member() -> None:
     cluster = membership()
     cluster.on_address(address_of(OTHER))
     cluster.on_beat(beat(OTHER, dialled=address_of(OTHER)), now=0.0)
@@ -100,7 +100,7 @@ def test_a_beat_between_two_refusals_saves_the_member():
     assert cluster.on_refused(address_of(OTHER), now=0.45) == []
 
 
-def test_who_left_stays_away_until_it_is_started_again():
+def test_who_left_stays_away_until_it_is_started_again() -> None:
     cluster = membership()
     cluster.on_beat(beat(OTHER), now=0.0)
     assert MemberStatus.LEFT in statuses(cluster.on_beat(beat(OTHER, leaving=True), now=0.1))
@@ -108,34 +108,34 @@ def test_who_left_stays_away_until_it_is_started_again():
     assert statuses(cluster.on_beat(beat(OTHER, incarnation=2), now=0.3)) == [MemberStatus.ALIVE]
 
 
-def test_an_earlier_incarnation_is_not_believed():
+def test_an_earlier_incarnation_is_not_believed() -> None:
     cluster = membership()
     cluster.on_beat(beat(OTHER, incarnation=3), now=0.0)
     assert cluster.on_beat(beat(OTHER, incarnation=2, version=9), now=0.1) == []
     assert [member.node.incarnation for member in cluster.reachable()] == [3]
 
 
-def test_only_newer_states_are_news():
+def test_only_newer_states_are_news() -> None:
     cluster = membership()
     cluster.on_beat(beat(OTHER, version=4), now=0.0)
     assert statuses(cluster.on_beat(beat(OTHER, version=4), now=0.1)) == []
     assert statuses(cluster.on_beat(beat(OTHER, version=5), now=0.2)) == [MemberStatus.ALIVE]
 
 
-def test_the_node_that_started_later_gives_its_copied_identity_up():
+def test_the_node_that_started_later_gives_its_copied_identity_up() -> None:
     cluster = membership()
     assert cluster.on_beat(beat(ME, incarnation=4), now=0.0) == [IdentityTaken(address_of(ME))]
     assert cluster.on_beat(beat(ME, incarnation=6), now=0.0) == []
 
 
-def test_dialling_oneself_is_noticed_and_not_repeated():
+def test_dialling_oneself_is_noticed_and_not_repeated() -> None:
     cluster = membership()
     cluster.on_address("127.0.0.1:7117", manual=True)
     assert cluster.on_beat(beat(ME, incarnation=5, dialled="127.0.0.1:7117"), now=0.0) == [HangUp("127.0.0.1:7117")]
     assert cluster.on_address("127.0.0.1:7117") == []
 
 
-def test_two_addresses_of_one_node_keep_one_stream():
+def test_two_addresses_of_one_node_keep_one_stream() -> None:
     cluster = membership()
     cluster.on_address("localhost:7118", manual=True)
     cluster.on_address(address_of(OTHER))
@@ -143,7 +143,7 @@ def test_two_addresses_of_one_node_keep_one_stream():
     assert cluster.on_beat(beat(OTHER, dialled="localhost:7118"), now=0.1) == [HangUp("localhost:7118")]
 
 
-def test_a_member_that_is_reached_by_another_name_is_not_dialled_again():
+def test_a_member_that_is_reached_by_another_name_is_not_dialled_again() -> None:
     cluster = membership()
     cluster.on_address("localhost:7118", manual=True)
     commands = cluster.on_beat(beat(OTHER, dialled="localhost:7118"), now=0.0)
@@ -152,7 +152,7 @@ def test_a_member_that_is_reached_by_another_name_is_not_dialled_again():
     assert statuses(cluster.on_refused("localhost:7118", now=0.5)) == [MemberStatus.DEAD]
 
 
-def test_an_address_where_nobody_answers_is_given_up():
+def test_an_address_where_nobody_answers_is_given_up() -> None:
     cluster = membership()
     cluster.on_address("10.0.0.9:1")
     cluster.on_address("10.0.0.9:2", manual=True)
@@ -160,14 +160,14 @@ def test_an_address_where_nobody_answers_is_given_up():
     assert cluster.on_tick(now=61.0) == [HangUp("10.0.0.9:1")]
 
 
-def test_own_sleep_is_not_the_others_silence():
+def test_own_sleep_is_not_the_others_silence() -> None:
     cluster = membership()
     cluster.on_tick(now=0.0)
     cluster.on_beat(beat(OTHER), now=0.1)
     assert statuses(cluster.on_tick(now=3600.0)) == []
 
 
-def test_a_jittery_link_gets_more_patience_up_to_a_limit():
+def test_a_jittery_link_gets_more_patience_up_to_a_limit() -> None:
     cluster = membership()
     for second in range(60):
         cluster.on_beat(beat(OTHER), now=float(second))
@@ -176,7 +176,7 @@ def test_a_jittery_link_gets_more_patience_up_to_a_limit():
     assert cluster.dead_limit_s(member, now=60.0) == 3.0
 
 
-def test_the_dead_are_dialled_for_a_while_and_then_forgotten():
+def test_the_dead_are_dialled_for_a_while_and_then_forgotten() -> None:
     cluster = membership()
     cluster.on_beat(beat(OTHER), now=0.0)
     for second in range(1, 120):
@@ -187,7 +187,7 @@ def test_the_dead_are_dialled_for_a_while_and_then_forgotten():
     assert cluster.member(OTHER) is None
 
 
-def test_silence_is_probed_over_a_new_connection_before_it_is_death():
+def test_silence_is_probed_over_a_new_connection_before_it_is_death() -> None:
     cluster = membership()
     cluster.on_beat(beat(OTHER), now=0.0)
     commands = [command for tenth in range(1, 15) for command in cluster.on_tick(now=tenth / 10)]
@@ -195,7 +195,7 @@ def test_silence_is_probed_over_a_new_connection_before_it_is_death():
     assert statuses(cluster.on_beat(beat(OTHER), now=1.5)) == [MemberStatus.ALIVE]
 
 
-def test_who_lags_itself_waits_longer():
+def test_who_lags_itself_waits_longer() -> None:
     limits = MembershipLimits(refused_s=0.3, dead_min_s=2.0, dead_max_s=6.0, forget_s=60.0, tick_s=0.125)
     cluster = Membership(node_id=ME, incarnation=5, address=MY_ADDRESS, limits=limits)
     cluster.on_beat(beat(OTHER), now=0.0)
@@ -206,7 +206,7 @@ def test_who_lags_itself_waits_longer():
     assert changes[-1][0] / 8 > 1.375 + 2.0 + 1.0
 
 
-def test_a_node_that_announced_its_sleep_is_absent_not_dead_and_wakes():
+def test_a_node_that_announced_its_sleep_is_absent_not_dead_and_wakes() -> None:
     cluster = membership()
     cluster.on_beat(beat(OTHER), now=0.0)
     asleep = HeardBeat(node_id=OTHER, sleeping=True)
@@ -217,7 +217,7 @@ def test_a_node_that_announced_its_sleep_is_absent_not_dead_and_wakes():
     assert MemberStatus.ALIVE in statuses(cluster.on_beat(beat(OTHER), now=50.0))
 
 
-def test_a_node_that_falls_silent_after_it_said_that_it_will_sleep_is_asleep():
+def test_a_node_that_falls_silent_after_it_said_that_it_will_sleep_is_asleep() -> None:
     cluster = membership()
     cluster.on_beat(HeardBeat(node_id=OTHER, state=state(OTHER, sleeps_soon=True)), now=3.0)
     for half in range(6, 14):
@@ -225,7 +225,7 @@ def test_a_node_that_falls_silent_after_it_said_that_it_will_sleep_is_asleep():
     assert [(one.status, one.status_since_s) for one in cluster.absent()] == [(MemberStatus.ASLEEP, 3.0)]
 
 
-def test_a_dead_node_is_absent_since_it_was_last_heard():
+def test_a_dead_node_is_absent_since_it_was_last_heard() -> None:
     cluster = membership()
     cluster.on_beat(beat(OTHER), now=3.0)
     for half in range(6, 14):
@@ -233,7 +233,7 @@ def test_a_dead_node_is_absent_since_it_was_last_heard():
     assert [(one.status, one.status_since_s) for one in cluster.absent()] == [(MemberStatus.DEAD, 3.0)]
 
 
-def test_two_nodes_that_do_not_hear_each_other_are_not_dead():
+def test_two_nodes_that_do_not_hear_each_other_are_not_dead() -> None:
     cluster = membership()
     told = state(OTHER, version=2, silent=(THIRD,))
     cluster.on_beat(HeardBeat(node_id=OTHER, state=told), now=0.0)
@@ -314,7 +314,7 @@ AnyOrder.TestCase.settings = settings(max_examples=40, stateful_step_count=25, d
 TestAnyOrder = AnyOrder.TestCase
 
 
-def test_a_removed_member_is_dropped_at_once_with_all_its_addresses():
+def test_a_removed_member_is_dropped_at_once_with_all_its_addresses() -> None:
     cluster = membership()
     cluster.on_address(address_of(OTHER), node_id=OTHER)
     cluster.on_beat(beat(OTHER, dialled=address_of(OTHER)), now=0.0)
@@ -326,7 +326,7 @@ def test_a_removed_member_is_dropped_at_once_with_all_its_addresses():
     assert cluster.node_ids() == []
 
 
-def test_a_flood_of_false_addresses_of_a_node_keeps_the_right_one_in():
+def test_a_flood_of_false_addresses_of_a_node_keeps_the_right_one_in() -> None:
     cluster = membership()
     for index in range(1000):
         cluster.on_address(f"10.9.{index // 250}.{index % 250}:7117", node_id=OTHER)
@@ -339,7 +339,7 @@ def test_a_flood_of_false_addresses_of_a_node_keeps_the_right_one_in():
     assert [member.node.address for member in cluster.reachable()] == [address_of(OTHER)]
 
 
-def test_a_flood_in_one_nodes_name_leaves_room_for_others():
+def test_a_flood_in_one_nodes_name_leaves_room_for_others() -> None:
     cluster = membership()
     for index in range(1000):
         cluster.on_address(f"10.9.{index // 250}.{index % 250}:7117", node_id=OTHER)

@@ -47,7 +47,7 @@ def until_confirmed(host: HostPairing, joiner: JoinerPairing) -> None:
         data = joiner.receive(must(host.receive(data)))
 
 
-def test_who_knows_the_code_joins(lab: PairingLab):
+def test_who_knows_the_code_joins(lab: PairingLab) -> None:
     host, joiner = lab.host(), lab.joiner()
     until_confirmed(host, joiner)
     assert host.confirmed
@@ -63,7 +63,7 @@ def test_who_knows_the_code_joins(lab: PairingLab):
     assert host.done
 
 
-def test_a_wrong_code_is_a_wrong_try_and_both_sides_say_what_it_may_mean(lab: PairingLab):
+def test_a_wrong_code_is_a_wrong_try_and_both_sides_say_what_it_may_mean(lab: PairingLab) -> None:
     host, joiner = lab.host(), lab.joiner(code=b"48219038")
     with pytest.raises(PairingRejected, match="wrong code") as told:
         until_confirmed(host, joiner)
@@ -85,7 +85,7 @@ class Middle:
 
 
 @pytest.mark.parametrize("side", ["joiner", "host", "both"])
-def test_a_swapped_certificate_gives_another_key(lab: PairingLab, side: str):
+def test_a_swapped_certificate_gives_another_key(lab: PairingLab, side: str) -> None:
     host, joiner, middle = lab.host(), lab.joiner(), Middle()
     hello = middle.swap(joiner.hello) if side != "host" else joiner.hello
     answer = must(host.receive(hello))
@@ -96,7 +96,7 @@ def test_a_swapped_certificate_gives_another_key(lab: PairingLab, side: str):
     assert "tampering" in told.value.fact
 
 
-def test_the_joiner_finds_out_too_when_the_host_is_not_who_it_seems(lab: PairingLab):
+def test_the_joiner_finds_out_too_when_the_host_is_not_who_it_seems(lab: PairingLab) -> None:
     host, joiner = lab.host(code=b"11111111"), lab.joiner()
     answer = must(host.receive(joiner.hello))
     joiner.receive(must(host.receive(must(joiner.receive(answer)))))
@@ -104,7 +104,7 @@ def test_the_joiner_finds_out_too_when_the_host_is_not_who_it_seems(lab: Pairing
         joiner.receive(pb.PairMessage(confirmation=bytes(32)).SerializeToString())
 
 
-def test_a_replayed_exchange_fails_at_the_confirmation(lab: PairingLab):
+def test_a_replayed_exchange_fails_at_the_confirmation(lab: PairingLab) -> None:
     host, joiner = lab.host(nonce=b"a" * 16), lab.joiner()
     said = [joiner.hello]
     said.append(must(joiner.receive(must(host.receive(said[0])))))
@@ -118,7 +118,7 @@ def test_a_replayed_exchange_fails_at_the_confirmation(lab: PairingLab):
     assert again.guessed
 
 
-def test_a_reflected_element_is_refused(lab: PairingLab):
+def test_a_reflected_element_is_refused(lab: PairingLab) -> None:
     joiner = lab.joiner()
     element = must(joiner.receive(must(lab.host().receive(joiner.hello))))
     with pytest.raises(PairingRejected):
@@ -130,7 +130,7 @@ def test_a_reflected_element_is_refused(lab: PairingLab):
     [b"", b"A" + bytes(32), b"A" + b"\xff" * 32, b"A" + bytes(31), b"B" + bytes(32), b"A\x01" + bytes(31)],
     ids=["empty", "zero", "not in the group", "32 bytes", "wrong side", "neutral"],
 )
-def test_an_element_that_is_none_counts_as_a_wrong_try(lab: PairingLab, element: bytes):
+def test_an_element_that_is_none_counts_as_a_wrong_try(lab: PairingLab, element: bytes) -> None:
     host = lab.host()
     host.receive(lab.joiner().hello)
     with pytest.raises(PairingRejected):
@@ -146,7 +146,7 @@ def test_an_element_that_is_none_counts_as_a_wrong_try(lab: PairingLab, element:
         b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
     ],
 )
-def test_a_certificate_that_is_none_ends_it_at_the_greeting(quick: PairingLab, certificate: bytes):
+def test_a_certificate_that_is_none_ends_it_at_the_greeting(quick: PairingLab, certificate: bytes) -> None:
     message = pb.PairMessage.FromString(quick.joiner().hello)
     message.hello.certificate = certificate
     host = quick.host()
@@ -155,28 +155,28 @@ def test_a_certificate_that_is_none_ends_it_at_the_greeting(quick: PairingLab, c
     assert not host.guessed
 
 
-def test_another_protocol_version_is_told_to_both(quick: PairingLab):
+def test_another_protocol_version_is_told_to_both(quick: PairingLab) -> None:
     message = pb.PairMessage.FromString(quick.joiner().hello)
     message.hello.protocol_version = 99
     with pytest.raises(VersionMismatch, match="different versions"):
         quick.host().receive(message.SerializeToString())
 
 
-def test_a_machine_does_not_pair_with_itself(quick: PairingLab):
+def test_a_machine_does_not_pair_with_itself(quick: PairingLab) -> None:
     message = pb.PairMessage.FromString(must(quick.host().receive(quick.joiner().hello)))
     message.hello.certificate = quick.joiner_key.certificate.pem
     with pytest.raises(PairingRejected, match="itself"):
         quick.joiner().receive(message.SerializeToString())
 
 
-def test_names_that_move_the_cursor_are_refused(quick: PairingLab):
+def test_names_that_move_the_cursor_are_refused(quick: PairingLab) -> None:
     message = pb.PairMessage.FromString(quick.joiner().hello)
     message.hello.node_name = "\x1b[2Jroot"
     with pytest.raises(RemoteProtocolError):
         quick.host().receive(message.SerializeToString())
 
 
-def test_messages_out_of_order_end_it(quick: PairingLab):
+def test_messages_out_of_order_end_it(quick: PairingLab) -> None:
     for message in (
         pb.PairMessage(element=b"x"),
         pb.PairMessage(confirmation=bytes(32)),
@@ -191,7 +191,7 @@ def test_messages_out_of_order_end_it(quick: PairingLab):
             host.receive(quick.joiner().hello)
 
 
-def test_the_welcome_must_hold_both_and_the_announced_cluster(quick: PairingLab):
+def test_the_welcome_must_hold_both_and_the_announced_cluster(quick: PairingLab) -> None:
     for store in (
         quick.store,  # without the joiner
         found_cluster(name="home", node_name="x", founder=make_key_pair(), nonce=bytes(16), now_ms=0),
@@ -203,7 +203,7 @@ def test_the_welcome_must_hold_both_and_the_announced_cluster(quick: PairingLab)
         assert joiner.store is None
 
 
-def test_a_changed_welcome_does_not_open(quick: PairingLab):
+def test_a_changed_welcome_does_not_open(quick: PairingLab) -> None:
     host, joiner = quick.host(), quick.joiner()
     until_confirmed(host, joiner)
     message = pb.PairMessage.FromString(host.welcome(quick.with_joiner(), {}))
@@ -212,7 +212,7 @@ def test_a_changed_welcome_does_not_open(quick: PairingLab):
         joiner.receive(message.SerializeToString())
 
 
-def test_a_refusal_is_told_in_printable_text(quick: PairingLab):
+def test_a_refusal_is_told_in_printable_text(quick: PairingLab) -> None:
     said = pb.PairMessage()
     said.refusal.code, said.refusal.what = "pairing_rejected", "no\x1b[2J way"
     with pytest.raises(PairingRejected) as told:
@@ -221,7 +221,7 @@ def test_a_refusal_is_told_in_printable_text(quick: PairingLab):
 
 
 @pytest.mark.parametrize("text", ["4821-9037", "48219037", " 4821 9037 "])
-def test_a_code_is_read_as_people_type_it(text: str):
+def test_a_code_is_read_as_people_type_it(text: str) -> None:
     assert read_code(text).secret == CODE
     assert show_code("48219037") == "4821-9037"
 
@@ -229,12 +229,12 @@ def test_a_code_is_read_as_people_type_it(text: str):
 @pytest.mark.parametrize(
     "text", ["", "1234567", "123456789", "４８２１９０３７", "EP1-", "EP1-AAAA", "ep1-!!", "join me"]
 )
-def test_what_is_no_code_is_said_before_anything_is_tried(text: str):
+def test_what_is_no_code_is_said_before_anything_is_tried(text: str) -> None:
     with pytest.raises(ConfigInvalid):
         read_code(text)
 
 
-def test_a_long_string_names_the_host_and_only_that_one_may_answer(quick: PairingLab):
+def test_a_long_string_names_the_host_and_only_that_one_may_answer(quick: PairingLab) -> None:
     node_id, secret = NodeId(quick.host_key.fingerprint), bytes(range(16))
     text = show_string(host="192.168.1.20", port=7133, node_id=node_id, secret=secret)
     assert re.fullmatch(r"EP1-[A-Z2-7]+", text)
@@ -248,7 +248,7 @@ def test_a_long_string_names_the_host_and_only_that_one_may_answer(quick: Pairin
         joiner.receive(must(quick.host().receive(joiner.hello)))
 
 
-def test_the_code_itself_is_never_sent(lab: PairingLab):
+def test_the_code_itself_is_never_sent(lab: PairingLab) -> None:
     host, joiner = lab.host(), lab.joiner()
     said = [joiner.hello]
     while len(said) < 6:
@@ -262,7 +262,7 @@ def test_the_code_itself_is_never_sent(lab: PairingLab):
 
 
 @pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=pytest.mark.long)])
-def test_damaged_exchanges_end_in_an_error_of_ours(quick: PairingLab, count: int):
+def test_damaged_exchanges_end_in_an_error_of_ours(quick: PairingLab, count: int) -> None:
     rng, ends = random.Random(7), dict[str, int]()
     for _ in range(count):
         end = fuzz_exchange(quick, rng)

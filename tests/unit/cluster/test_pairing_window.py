@@ -73,7 +73,7 @@ async def try_join(host: Host, joiner: JoinerPairing, on_waiting: Callable[[], N
     return joiner
 
 
-async def test_a_machine_with_the_code_is_asked_about_and_joins(lab: PairingLab):
+async def test_a_machine_with_the_code_is_asked_about_and_joins(lab: PairingLab) -> None:
     async with hosting(lab) as host:
         waiting = asyncio.Event()
         joining = asyncio.create_task(try_join(host, lab.joiner(), waiting.set))
@@ -87,7 +87,7 @@ async def test_a_machine_with_the_code_is_asked_about_and_joins(lab: PairingLab)
             await try_join(host, lab.joiner())
 
 
-async def test_a_no_at_the_host_lets_nobody_in_and_ends_the_window(lab: PairingLab):
+async def test_a_no_at_the_host_lets_nobody_in_and_ends_the_window(lab: PairingLab) -> None:
     async with hosting(lab) as host:
         host.accepts.set_result(False)
         with pytest.raises(PairingRejected, match="did not let"):
@@ -116,7 +116,7 @@ several_addresses = pytest.mark.skipif(sys.platform != "linux", reason="loopback
 
 
 @several_addresses
-async def test_three_wrong_codes_close_the_window_and_one_address_alone_does_not(lab: PairingLab):
+async def test_three_wrong_codes_close_the_window_and_one_address_alone_does_not(lab: PairingLab) -> None:
     async with hosting(lab) as host:
         sources = ["127.0.0.2", "127.0.0.2", "127.0.0.2", "127.0.0.3"]
         errors = [await give_wrong_code(host, lab, source=source) for source in sources]
@@ -139,7 +139,7 @@ async def test_three_wrong_codes_close_the_window_and_one_address_alone_does_not
 
 
 @several_addresses
-async def test_strangers_do_not_close_the_window_of_a_long_string(lab: PairingLab):
+async def test_strangers_do_not_close_the_window_of_a_long_string(lab: PairingLab) -> None:
     async with hosting(lab, guessable=False) as host:
         errors = [await give_wrong_code(host, lab, source="127.0.0.2") for _ in range(FREE_FAILURES)]
         assert all(isinstance(error, PairingRejected) for error in errors)
@@ -151,7 +151,7 @@ async def test_strangers_do_not_close_the_window_of_a_long_string(lab: PairingLa
 
 
 @several_addresses
-async def test_one_address_does_not_fill_the_port(lab: PairingLab):
+async def test_one_address_does_not_fill_the_port(lab: PairingLab) -> None:
     async with hosting(lab) as host:
         silent = [await asyncio.open_connection("127.0.0.1", host.port, local_addr=("127.0.0.2", 0)) for _ in range(20)]
         with pytest.raises(QueueFull, match="another machine"):  # and not a connection that ends without a word
@@ -160,7 +160,7 @@ async def test_one_address_does_not_fill_the_port(lab: PairingLab):
             writer.transport.abort()
 
 
-async def test_a_second_machine_is_told_to_wait(lab: PairingLab):
+async def test_a_second_machine_is_told_to_wait(lab: PairingLab) -> None:
     async with hosting(lab) as host:
         waiting = asyncio.Event()
         first = asyncio.create_task(try_join(host, lab.joiner(), waiting.set))
@@ -171,7 +171,7 @@ async def test_a_second_machine_is_told_to_wait(lab: PairingLab):
         assert (await first).store is not None
 
 
-async def test_who_stops_in_the_middle_frees_the_port_for_the_next(lab: PairingLab):
+async def test_who_stops_in_the_middle_frees_the_port_for_the_next(lab: PairingLab) -> None:
     async with hosting(lab, message_s=1.0) as host:
         _, writer = await asyncio.open_connection("127.0.0.1", host.port)
         hello = lab.joiner().hello
@@ -186,7 +186,7 @@ async def test_who_stops_in_the_middle_frees_the_port_for_the_next(lab: PairingL
 @pytest.mark.parametrize(
     "data", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x00", b"\x00\x00\x00\x04\xff\xff\xff\xff", b"GET / HTTP/1.1\r\n"]
 )
-async def test_what_is_no_pairing_ends_at_once_and_costs_no_try(lab: PairingLab, data: bytes):
+async def test_what_is_no_pairing_ends_at_once_and_costs_no_try(lab: PairingLab, data: bytes) -> None:
     async with hosting(lab) as host:
         reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
         writer.write(data)
@@ -198,7 +198,7 @@ async def test_what_is_no_pairing_ends_at_once_and_costs_no_try(lab: PairingLab,
         assert host.window.tries.left == MAX_TRIES
 
 
-async def test_a_machine_that_leaves_while_the_person_thinks_is_not_let_in(lab: PairingLab):
+async def test_a_machine_that_leaves_while_the_person_thinks_is_not_let_in(lab: PairingLab) -> None:
     async with hosting(lab) as host:
         waiting = asyncio.Event()
         joining = asyncio.create_task(try_join(host, lab.joiner(), waiting.set))
@@ -210,7 +210,7 @@ async def test_a_machine_that_leaves_while_the_person_thinks_is_not_let_in(lab: 
         assert host.let_in == 0
 
 
-async def test_nobody_listening_is_told_with_the_command_for_the_other_side():
+async def test_nobody_listening_is_told_with_the_command_for_the_other_side() -> None:
     with pytest.raises(ConnectTimeout) as told:
         await join(
             PairingLab.make(stubbed=True).joiner(),
@@ -222,7 +222,7 @@ async def test_nobody_listening_is_told_with_the_command_for_the_other_side():
     assert "edgepipe node invite" in told.value.next_step
 
 
-def test_a_code_has_three_tries_whoever_uses_them_and_one_address_has_two():
+def test_a_code_has_three_tries_whoever_uses_them_and_one_address_has_two() -> None:
     tries = Tries(guessable=True)
     for number in range(ADDRESS_TRIES):
         assert tries.refusal("a", now_s=0.0) is None
@@ -234,7 +234,7 @@ def test_a_code_has_three_tries_whoever_uses_them_and_one_address_has_two():
     assert tries.used_up
 
 
-def test_an_address_that_fails_again_and_again_waits_longer_and_longer():
+def test_an_address_that_fails_again_and_again_waits_longer_and_longer() -> None:
     tries, now_s, pauses = Tries(guessable=False), 0.0, list[float]()
     for _ in range(FREE_FAILURES + 6):
         tries.failed("a", wrong_code=True, now_s=now_s)
@@ -247,7 +247,7 @@ def test_an_address_that_fails_again_and_again_waits_longer_and_longer():
     assert not tries.used_up
 
 
-def test_what_is_remembered_of_addresses_is_bounded():
+def test_what_is_remembered_of_addresses_is_bounded() -> None:
     tries = Tries(guessable=False)
     for number in range(10_000):
         tries.failed(f"10.0.{number >> 8}.{number & 255}", wrong_code=True, now_s=0.0)

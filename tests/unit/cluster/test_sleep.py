@@ -8,7 +8,7 @@ from edgepipe.system import SystemClock
 from edgepipe.testing.clock import FakeClock
 
 
-def test_what_was_slept_is_told_once():
+def test_what_was_slept_is_told_once() -> None:
     clock = FakeClock()
     watch = SleepWatch(clock)
     clock.advance(60.0)
@@ -19,7 +19,7 @@ def test_what_was_slept_is_told_once():
     assert watch.slept_s() == 0.0
 
 
-def test_a_set_date_is_no_sleep():
+def test_a_set_date_is_no_sleep() -> None:
     clock = FakeClock()
     watch = SleepWatch(clock)
     for jump_s in (86_400.0, -86_400.0, -40 * 365 * 86_400.0):
@@ -28,12 +28,12 @@ def test_a_set_date_is_no_sleep():
         assert watch.slept_s() == 0.0
 
 
-def test_the_systems_clocks_agree_while_awake():
+def test_the_systems_clocks_agree_while_awake() -> None:
     watch = SleepWatch(SystemClock())
     assert watch.slept_s() == 0.0
 
 
-async def test_announced_sleep_is_told_and_waking_too():
+async def test_announced_sleep_is_told_and_waking_too() -> None:
     clock, told, woken = FakeClock(), list[bool](), list[float]()
 
     async def on_wake(slept_s: float) -> None:
@@ -50,7 +50,7 @@ async def test_announced_sleep_is_told_and_waking_too():
     assert (told, woken) == ([True, False], [3600.0])
 
 
-async def test_sleep_that_does_not_come_is_taken_back():
+async def test_sleep_that_does_not_come_is_taken_back() -> None:
     clock, told = FakeClock(), list[bool]()
 
     async def on_wake(slept_s: float) -> None:

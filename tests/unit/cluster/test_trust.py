@@ -79,13 +79,13 @@ def two_owners() -> TrustStore:
     return with_(store, add(store, C, by=A), add(store, D, by=A))
 
 
-def test_the_founder_owns_a_cluster_of_one():
+def test_the_founder_owns_a_cluster_of_one() -> None:
     assert roles(founded()) == {"a": Role.OWNER}
     assert founded().cluster_name == "home"
     assert founded(A).cluster_id != founded(B).cluster_id
 
 
-def test_who_an_owner_adds_belongs_and_whom_a_member_adds_does_not():
+def test_who_an_owner_adds_belongs_and_whom_a_member_adds_does_not() -> None:
     store = founded()
     store = with_(store, add(store, C, by=A))
     assert roles(store) == {"a": Role.OWNER, "c": Role.MEMBER}
@@ -93,7 +93,7 @@ def test_who_an_owner_adds_belongs_and_whom_a_member_adds_does_not():
         add(store, D, by=C)
 
 
-def test_what_one_owner_removed_does_not_come_back_through_the_other():
+def test_what_one_owner_removed_does_not_come_back_through_the_other() -> None:
     together = two_owners()
     at_a = with_(together, remove(together, C, by=A))
     at_b = with_(together, add(together, C, by=B), add(together, E, by=B))  # b knows of no removal
@@ -105,7 +105,7 @@ def test_what_one_owner_removed_does_not_come_back_through_the_other():
         add(at_a, C, by=A)
 
 
-def test_of_two_owners_who_remove_each_other_the_elder_stays_whoever_is_heard_first():
+def test_of_two_owners_who_remove_each_other_the_elder_stays_whoever_is_heard_first() -> None:
     together = two_owners()
     at_a, at_b = with_(together, remove(together, B, by=A)), with_(together, remove(together, A, by=B))
     for one, other in ((at_a, at_b), (at_b, at_a)):
@@ -117,7 +117,7 @@ def test_of_two_owners_who_remove_each_other_the_elder_stays_whoever_is_heard_fi
     assert roles(both) == {"a": Role.OWNER, "b": Role.OWNER}, "b was let in before c"
 
 
-def test_a_removed_owner_cannot_come_back_by_an_owner_of_its_own_making():
+def test_a_removed_owner_cannot_come_back_by_an_owner_of_its_own_making() -> None:
     """R1: b, removed, makes c an owner; c removes b and so, once, stood by itself; then it removed the founder."""
     before = two_owners()
     gone = with_(before, remove(before, B, by=A))
@@ -139,7 +139,7 @@ def test_a_removed_owner_cannot_come_back_by_an_owner_of_its_own_making():
         assert roles(with_(fooled, *gone.signed())) == roles(gone)
 
 
-def test_a_former_owner_s_removals_count_as_far_as_its_own_removal_says():
+def test_a_former_owner_s_removals_count_as_far_as_its_own_removal_says() -> None:
     store = two_owners()
     store = with_(store, remove(store, D, by=B))
     gone = with_(store, *removal_statements(store, signer=A, node_id=NodeId(B.fingerprint), now_ms=4))
@@ -148,7 +148,7 @@ def test_a_former_owner_s_removals_count_as_far_as_its_own_removal_says():
     assert roles(with_(gone, late)) == roles(gone)
 
 
-def test_whom_only_somebody_dropped_had_removed_stays_removed():
+def test_whom_only_somebody_dropped_had_removed_stays_removed() -> None:
     store = two_owners()
     store = with_(store, add(store, E, by=B, role=Role.OWNER))
     store = with_(store, remove(store, D, by=E))
@@ -156,7 +156,7 @@ def test_whom_only_somebody_dropped_had_removed_stays_removed():
     assert roles(gone) == {"a": Role.OWNER, "c": Role.MEMBER}
 
 
-def test_a_signer_that_says_too_much_takes_nobody_else_s_room():
+def test_a_signer_that_says_too_much_takes_nobody_else_s_room() -> None:
     """R2."""
     store = two_owners()
     junk = [
@@ -183,7 +183,7 @@ def test_a_signer_that_says_too_much_takes_nobody_else_s_room():
     assert with_(again, *full.signed()).digest == with_(full, *again.signed()).digest
 
 
-def test_nothing_rides_along_in_a_statement():
+def test_nothing_rides_along_in_a_statement() -> None:
     store = two_owners()
     padded = said(store, A, adds(E)).body + b"\xfa\x3f\x03abc"  # field 1023
     assert "fields unknown" in refused(store, [TrustStatement(body=padded, signature=b"x")])
@@ -198,7 +198,7 @@ def earlier_form(store: TrustStore, statement: TrustStatement, by: KeyPair) -> T
     return sign(replace(body, number=0, statement=replace(said, kept=()) if isinstance(said, Remove) else said), by)
 
 
-def test_removals_of_the_earlier_form_are_said_again_by_owners_and_bound_from_then_on():
+def test_removals_of_the_earlier_form_are_said_again_by_owners_and_bound_from_then_on() -> None:
     store = two_owners()
     store = with_(store, earlier_form(store, remove(store, D, by=B), B))
     old = with_(store, earlier_form(store, remove(store, B, by=A), A))
@@ -218,7 +218,7 @@ def expelled(store: TrustStore, who: KeyPair, *, by: KeyPair, keep_added: bool =
     return with_(store, *removal_statements(store, signer=by, node_id=node_id, now_ms=3, keep_added=keep_added))
 
 
-def test_whom_only_a_removed_owner_vouched_for_goes_with_it_or_is_kept():
+def test_whom_only_a_removed_owner_vouched_for_goes_with_it_or_is_kept() -> None:
     together = two_owners()
     assert roles(expelled(together, A, by=B)) == {"b": Role.OWNER}
     assert roles(expelled(together, A, by=B, keep_added=True)) == {"b": Role.OWNER, "c": Role.MEMBER, "d": Role.MEMBER}
@@ -226,13 +226,13 @@ def test_whom_only_a_removed_owner_vouched_for_goes_with_it_or_is_kept():
     assert only == {"c", "d"}
 
 
-def test_whom_another_owner_let_in_too_stays():
+def test_whom_another_owner_let_in_too_stays() -> None:
     together = two_owners()
     before = with_(together, add(together, D, by=B))
     assert roles(expelled(before, A, by=B)) == {"b": Role.OWNER, "d": Role.MEMBER}
 
 
-def test_an_owner_that_a_removed_owner_made_does_not_outlive_it_by_itself():
+def test_an_owner_that_a_removed_owner_made_does_not_outlive_it_by_itself() -> None:
     store = two_owners()
     store = with_(store, add(store, E, by=B, role=Role.OWNER))
     store = with_(store, add(store, C, by=E))
@@ -240,7 +240,7 @@ def test_an_owner_that_a_removed_owner_made_does_not_outlive_it_by_itself():
     assert roles(gone) == {"a": Role.OWNER, "d": Role.MEMBER, "c": Role.MEMBER}  # e is out; a let c in before
 
 
-def test_a_name_that_another_peer_has_gets_a_number_and_keeps_it():
+def test_a_name_that_another_peer_has_gets_a_number_and_keeps_it() -> None:
     store, one, other = founded(), NodeId(B.fingerprint), NodeId(C.fingerprint)
     assert store.name_for(one, "b") == "b"
     assert store.name_for(one, "a") == "a-2"
@@ -255,7 +255,7 @@ def test_a_name_that_another_peer_has_gets_a_number_and_keeps_it():
     assert len(with_(store, long).name_for(other, "x" * 63)) <= 63
 
 
-def test_a_member_becomes_an_owner_and_stays_one():
+def test_a_member_becomes_an_owner_and_stays_one() -> None:
     store = two_owners()
     promoted = with_(store, add(store, C, by=B, role=Role.OWNER))
     assert roles(promoted)["c"] is Role.OWNER
@@ -271,7 +271,7 @@ def everything() -> list[TrustStatement]:
 
 @settings(max_examples=20, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 5))
-def test_the_order_and_grouping_of_what_is_heard_make_no_difference(rng: random.Random, parts: int):
+def test_the_order_and_grouping_of_what_is_heard_make_no_difference(rng: random.Random, parts: int) -> None:
     statements = everything()
     whole = read_store(statements)
     founding = [one for one in statements if decode(one).founds]
@@ -285,7 +285,7 @@ def test_the_order_and_grouping_of_what_is_heard_make_no_difference(rng: random.
     assert store.removed == whole.removed
 
 
-def test_an_old_set_replayed_changes_nothing():
+def test_an_old_set_replayed_changes_nothing() -> None:
     old, new = two_owners(), None
     new = with_(old, remove(old, C, by=A))
     merged = merge(new, old.signed())
@@ -299,7 +299,7 @@ def refused(store: TrustStore, statements: Iterable[TrustStatement]) -> str:
     return " ".join(merged.refused)
 
 
-def test_statements_with_a_bad_signature_are_refused_and_said():
+def test_statements_with_a_bad_signature_are_refused_and_said() -> None:
     store = two_owners()
     good = remove(store, B, by=A)
     other = remove(store, C, by=A)
@@ -309,7 +309,7 @@ def test_statements_with_a_bad_signature_are_refused_and_said():
     assert "bad signature" in refused(store, [TrustStatement(body=changed, signature=good.signature)])
 
 
-def test_a_member_cannot_remove_nor_speak_in_an_owners_name():
+def test_a_member_cannot_remove_nor_speak_in_an_owners_name() -> None:
     store = two_owners()
     body = TrustBody(cluster_id=store.cluster_id, signer=C.fingerprint, statement=removes(A))
     own = trust_body_to_bytes(body)
@@ -319,13 +319,13 @@ def test_a_member_cannot_remove_nor_speak_in_an_owners_name():
     assert "bad signature" in told
 
 
-def test_statements_of_another_cluster_mean_nothing_here():
+def test_statements_of_another_cluster_mean_nothing_here() -> None:
     store, other = two_owners(), founded(A, "elsewhere")
     assert "another cluster" in refused(store, [add(other, E, by=A)])
     assert "another cluster" in refused(store, other.signed())
 
 
-def test_a_store_needs_its_founder():
+def test_a_store_needs_its_founder() -> None:
     statements = everything()
     with pytest.raises(TrustInvalid, match="no founding"):
         read_store(one for one in statements if not decode(one).founds)
@@ -349,14 +349,14 @@ def test_a_store_needs_its_founder():
         TrustBody(signer=B.fingerprint, statement=Found(certificate=A.certificate.pem, nonce=NONCE)),
     ],
 )
-def test_statements_of_the_wrong_form_are_refused(body: TrustBody):
+def test_statements_of_the_wrong_form_are_refused(body: TrustBody) -> None:
     with pytest.raises(TrustInvalid):
         decode(TrustStatement(body=trust_body_to_bytes(body), signature=b"x"))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=600), st.binary(max_size=80))
-def test_no_bytes_break_the_reader(body: bytes, signature: bytes):
+def test_no_bytes_break_the_reader(body: bytes, signature: bytes) -> None:
     merged = merge(founded(), [TrustStatement(body=body, signature=signature)])
     assert not merged.new
     assert merged.refused

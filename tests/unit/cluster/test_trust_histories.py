@@ -70,17 +70,17 @@ def _play_all(count: int, *, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_history_gives_a_removed_machine_a_say(seed: int):
+def test_no_history_gives_a_removed_machine_a_say(seed: int) -> None:
     _play_all(2500, seed=seed)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(10, 18))
-def test_no_history_of_very_many_does(seed: int):
+def test_no_history_of_very_many_does(seed: int) -> None:
     _play_all(10_000, seed=seed)
 
 
-def test_these_histories_find_what_the_bounds_prevent(monkeypatch: pytest.MonkeyPatch):
+def test_these_histories_find_what_the_bounds_prevent(monkeypatch: pytest.MonkeyPatch) -> None:
     """R1: removals that bound nothing, as those of the earlier form, let a removed owner say what it likes."""
     monkeypatch.setattr(standing, "_keeps", lambda removal, one: True)
     with pytest.raises(AssertionError):

@@ -21,6 +21,7 @@ from edgepipe.security.trust_view import Role
 from edgepipe.telemetry.audit import AuditKind, AuditLog, read_audit
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.trust import TrustStatement
+from tests.support.waiting import until
 
 
 def keeper(data_dir: Path, *, cluster: str = "", name: str = "") -> TrustKeeper:
@@ -47,7 +48,7 @@ def kinds(data_dir: Path) -> list[str]:
     return [entry.kind for entry in read_audit(TrustFolders(data_dir).audit, last=99)]
 
 
-def test_a_first_start_makes_a_private_identity_and_a_cluster_of_its_own(tmp_path: Path):
+def test_a_first_start_makes_a_private_identity_and_a_cluster_of_its_own(tmp_path: Path) -> None:
     first = keeper(tmp_path / "a", cluster="attic")
     assert (first.store.cluster_name, names(first)) == ("attic", {"a"})
     key = tmp_path / "a" / "identity" / "key.pem"
@@ -60,7 +61,7 @@ def test_a_first_start_makes_a_private_identity_and_a_cluster_of_its_own(tmp_pat
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o620, 0o604])
-def test_a_key_that_others_may_touch_is_refused_with_the_command_that_mends_it(tmp_path: Path, mode: int):
+def test_a_key_that_others_may_touch_is_refused_with_the_command_that_mends_it(tmp_path: Path, mode: int) -> None:
     load_identity(tmp_path / "identity")
     key = tmp_path / "identity" / "key.pem"
     key.chmod(mode)
@@ -69,7 +70,7 @@ def test_a_key_that_others_may_touch_is_refused_with_the_command_that_mends_it(t
     assert told.value.next_step == f"chmod 600 '{key}'"
 
 
-def test_a_linked_or_foreign_key_is_refused(tmp_path: Path):
+def test_a_linked_or_foreign_key_is_refused(tmp_path: Path) -> None:
     load_identity(tmp_path / "identity")
     key = tmp_path / "identity" / "key.pem"
     key.rename(tmp_path / "elsewhere.pem")
@@ -83,7 +84,7 @@ def test_a_linked_or_foreign_key_is_refused(tmp_path: Path):
         load_identity(tmp_path / "identity")
 
 
-def test_a_certificate_of_another_key_is_refused(tmp_path: Path):
+def test_a_certificate_of_another_key_is_refused(tmp_path: Path) -> None:
     load_identity(tmp_path / "identity")
     (tmp_path / "identity" / "certificate.pem").write_bytes(make_key_pair().certificate.pem)
     with pytest.raises(ConfigInvalid, match="damaged"):
@@ -91,7 +92,7 @@ def test_a_certificate_of_another_key_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 400, b"edgepipe trust 1\n", None])
-async def test_a_damaged_store_lets_nobody_in_until_a_member_was_asked(tmp_path: Path, content: bytes | None):
+async def test_a_damaged_store_lets_nobody_in_until_a_member_was_asked(tmp_path: Path, content: bytes | None) -> None:
     a, b, c = three(tmp_path)
     await a.remove(a.find("c"), keep_added=None)
     await tell(a, b)  # b knows of the removal, and its file is damaged before it has written that
@@ -113,7 +114,7 @@ async def test_a_damaged_store_lets_nobody_in_until_a_member_was_asked(tmp_path:
     assert kinds(tmp_path / "b")[-3:] == ["store damaged", "store mended", "removed"]
 
 
-def test_a_store_without_anything_to_save_says_how_to_go_on(tmp_path: Path):
+def test_a_store_without_anything_to_save_says_how_to_go_on(tmp_path: Path) -> None:
     three(tmp_path)
     for path in (tmp_path / "b" / "trust").iterdir():
         path.write_bytes(b"\0\0\0")
@@ -122,7 +123,7 @@ def test_a_store_without_anything_to_save_says_how_to_go_on(tmp_path: Path):
     assert "edgepipe node join" in told.value.next_step
 
 
-def test_a_lone_node_goes_on_with_what_was_saved(tmp_path: Path):
+def test_a_lone_node_goes_on_with_what_was_saved(tmp_path: Path) -> None:
     first = keeper(tmp_path / "a")
     (tmp_path / "a" / "trust" / "statements").write_bytes(b"")
     again = keeper(tmp_path / "a")
@@ -131,7 +132,7 @@ def test_a_lone_node_goes_on_with_what_was_saved(tmp_path: Path):
     assert "store damaged" in kinds(tmp_path / "a")
 
 
-async def test_a_removal_reaches_the_removed_and_everybody_and_lasts(tmp_path: Path):
+async def test_a_removal_reaches_the_removed_and_everybody_and_lasts(tmp_path: Path) -> None:
     a, b, c = three(tmp_path)
     await a.remove(a.find("c"), keep_added=None)
     await tell(a, b)
@@ -144,7 +145,7 @@ async def test_a_removal_reaches_the_removed_and_everybody_and_lasts(tmp_path: P
     assert names(keeper(tmp_path / "a")) == {"a", "b"}
 
 
-async def test_owners_apart_agree_when_they_meet_and_removals_win(tmp_path: Path):
+async def test_owners_apart_agree_when_they_meet_and_removals_win(tmp_path: Path) -> None:
     a, b, c = three(tmp_path)
     await a.promote(a.find("b"))
     await tell(a, b)
@@ -157,7 +158,7 @@ async def test_owners_apart_agree_when_they_meet_and_removals_win(tmp_path: Path
     assert a.digest == b.digest
 
 
-async def test_removing_an_owner_asks_what_becomes_of_those_it_let_in(tmp_path: Path):
+async def test_removing_an_owner_asks_what_becomes_of_those_it_let_in(tmp_path: Path) -> None:
     a, b, _ = three(tmp_path)
     await a.promote(a.find("b"))
     await tell(a, b)
@@ -168,7 +169,7 @@ async def test_removing_an_owner_asks_what_becomes_of_those_it_let_in(tmp_path: 
     assert names(b) == {"b", "c"}
 
 
-async def test_whoever_is_dropped_with_an_owner_stays_out(tmp_path: Path):
+async def test_whoever_is_dropped_with_an_owner_stays_out(tmp_path: Path) -> None:
     a, b, c = three(tmp_path)
     await a.promote(a.find("b"))
     await tell(a, b)
@@ -178,7 +179,7 @@ async def test_whoever_is_dropped_with_an_owner_stays_out(tmp_path: Path):
         await b.add(c.key_pair.certificate, role=Role.MEMBER, name="c")
 
 
-async def test_a_node_does_not_remove_itself_and_a_member_removes_nobody(tmp_path: Path):
+async def test_a_node_does_not_remove_itself_and_a_member_removes_nobody(tmp_path: Path) -> None:
     a, b, _ = three(tmp_path)
     with pytest.raises(TrustInvalid, match="cannot remove itself"):
         await a.remove(a.find("a"), keep_added=None)
@@ -187,7 +188,7 @@ async def test_a_node_does_not_remove_itself_and_a_member_removes_nobody(tmp_pat
     assert "owners: a" in told.value.fact
 
 
-def test_peers_are_found_by_name_or_the_beginning_of_their_id(tmp_path: Path):
+def test_peers_are_found_by_name_or_the_beginning_of_their_id(tmp_path: Path) -> None:
     a, b, _ = three(tmp_path)
     assert a.find("b").node_id == a.find(b.node_id[:6]).node_id == b.node_id
     for text in ("x", b.node_id[:5], ""):
@@ -195,7 +196,7 @@ def test_peers_are_found_by_name_or_the_beginning_of_their_id(tmp_path: Path):
             a.find(text)
 
 
-async def test_bad_statements_are_in_the_audit_log_and_change_nothing(tmp_path: Path):
+async def test_bad_statements_are_in_the_audit_log_and_change_nothing(tmp_path: Path) -> None:
     a, b, c = three(tmp_path)
     await a.remove(a.find("c"), keep_added=None)
     statements = [replace(one, signature=b"x") for one in a.store.signed()]
@@ -204,7 +205,7 @@ async def test_bad_statements_are_in_the_audit_log_and_change_nothing(tmp_path: 
     assert kinds(tmp_path / "b") == ["bad statement"]
 
 
-async def test_who_tells_too_much_or_what_nobody_signed_is_not_listened_to_for_a_while(tmp_path: Path):
+async def test_who_tells_too_much_or_what_nobody_signed_is_not_listened_to_for_a_while(tmp_path: Path) -> None:
     """R6: 17,000 badly signed statements in one beat cost nothing, and as many in small pieces not much more."""
     a, _, c = three(tmp_path)
     clock = FakeClock()
@@ -235,14 +236,12 @@ async def test_who_tells_too_much_or_what_nobody_signed_is_not_listened_to_for_a
         await asyncio.sleep(0.01)
     assert checked <= 1024
     b.hear(a.node_id, digest=a.digest, statements=news)  # another member is heard at once
-    async with asyncio.timeout(5):
-        while names(b) != {"a", "b"}:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: names(b) == {"a", "b"}, timeout_s=5)
     running.cancel()
     await asyncio.wait([running])
 
 
-async def test_listeners_hear_of_changes_and_the_store_is_written(tmp_path: Path):
+async def test_listeners_hear_of_changes_and_the_store_is_written(tmp_path: Path) -> None:
     a, b, _ = three(tmp_path)
     await a.remove(a.find("c"), keep_added=None)
     heard = asyncio.Event()
@@ -264,7 +263,7 @@ async def test_listeners_hear_of_changes_and_the_store_is_written(tmp_path: Path
     await asyncio.wait([listening, running])
 
 
-def test_a_joiner_keeps_the_cluster_it_was_let_into(tmp_path: Path):
+def test_a_joiner_keeps_the_cluster_it_was_let_into(tmp_path: Path) -> None:
     a, _, _ = three(tmp_path)
     alone = keeper(tmp_path / "d")
     fresh = make_key_pair()
@@ -274,7 +273,7 @@ def test_a_joiner_keeps_the_cluster_it_was_let_into(tmp_path: Path):
     assert joined.store.cluster_id == a.store.cluster_id
 
 
-def test_the_audit_log_is_bounded_and_counts_what_repeats(tmp_path: Path):
+def test_the_audit_log_is_bounded_and_counts_what_repeats(tmp_path: Path) -> None:
     clock = FakeClock()
     log = AuditLog(tmp_path / "audit.log", clock.wall_s)
     for _ in range(1000):

@@ -45,13 +45,13 @@ class Side:
     async def hears(self, beat: Beat, source: TrustKeeper) -> None:
         if beat.trust_digest:
             self.conversation.heard_digest = beat.trust_digest
-            statements = told_in(beat)
+            statements = sent_in(beat)
             self.conversation.heard_statements(statements)
             await self.keeper.take_in(source.node_id, digest=beat.trust_digest, statements=statements)
         self.conversation.heard_keys(beat.trust_keys) if beat.trust_keys else None
 
 
-def told_in(beat: Beat) -> tuple[TrustStatement, ...]:
+def sent_in(beat: Beat) -> tuple[TrustStatement, ...]:
     return beat.trust.statements if beat.trust is not None else ()
 
 
@@ -63,7 +63,7 @@ async def talk(one: Side, other: Side, *, at_most: int) -> int:
         for speaker, hearer in ((one, other), (other, one)):
             beat = speaker.says()
             assert to_wire(beat, pb.Beat).ByteSize() < 600 << 10
-            assert len(told_in(beat)) <= MAX_PIECE_STATEMENTS
+            assert len(sent_in(beat)) <= MAX_PIECE_STATEMENTS
             await hearer.hears(beat, speaker.keeper)
         one.clock.advance(BEAT_S)
     raise AssertionError("they did not come to hold the same")
@@ -75,7 +75,7 @@ def sides(tmp_path: Path, clock: FakeClock) -> tuple[Side, Side]:
     return Side(a, clock), Side(b, clock)
 
 
-async def test_news_travel_in_the_next_beat_and_a_settled_pair_says_nothing(tmp_path: Path):
+async def test_news_travel_in_the_next_beat_and_a_settled_pair_says_nothing(tmp_path: Path) -> None:
     clock = FakeClock()
     a, b = sides(tmp_path, clock)
     for _ in range(2):
@@ -85,12 +85,12 @@ async def test_news_travel_in_the_next_beat_and_a_settled_pair_says_nothing(tmp_
     assert (quiet.trust_digest, quiet.trust_keys, quiet.trust) == (b"", (), None)
     await a.keeper.add(make_key_pair().certificate, role=Role.MEMBER, name="c")
     news = a.says()
-    assert len(told_in(news)) == 1
+    assert len(sent_in(news)) == 1
     await b.hears(news, a.keeper)
     assert b.keeper.digest == a.keeper.digest
 
 
-async def test_stores_that_grew_apart_become_one_in_some_beats_however_large(tmp_path: Path):
+async def test_stores_that_grew_apart_become_one_in_some_beats_however_large(tmp_path: Path) -> None:
     clock = FakeClock()
     a, b = sides(tmp_path, clock)
     await a.keeper.promote(a.keeper.find("b"))
@@ -103,7 +103,7 @@ async def test_stores_that_grew_apart_become_one_in_some_beats_however_large(tmp
     assert len(a.keeper.store.peers) == 182
 
 
-async def test_a_pair_that_never_agrees_tells_its_keys_ever_more_seldom(tmp_path: Path):
+async def test_a_pair_that_never_agrees_tells_its_keys_ever_more_seldom(tmp_path: Path) -> None:
     clock = FakeClock()
     a, _ = sides(tmp_path, clock)
     told = 0
@@ -113,10 +113,10 @@ async def test_a_pair_that_never_agrees_tells_its_keys_ever_more_seldom(tmp_path
         clock.advance(BEAT_S)
     assert told < 20
     await a.keeper.add(make_key_pair().certificate, role=Role.MEMBER, name="c")
-    assert told_in(a.says()), "news is told at once all the same"
+    assert sent_in(a.says()), "news is told at once all the same"
 
 
-async def test_the_last_beat_to_a_removed_node_tells_it_why(tmp_path: Path):
+async def test_the_last_beat_to_a_removed_node_tells_it_why(tmp_path: Path) -> None:
     clock = FakeClock()
     a, b = sides(tmp_path, clock)
     await a.keeper.remove(a.keeper.find("b"), keep_added=None)
@@ -125,7 +125,7 @@ async def test_the_last_beat_to_a_removed_node_tells_it_why(tmp_path: Path):
 
 
 @pytest.mark.parametrize("keys", [[b"short"], [number.to_bytes(32) for number in range(9000)]])
-async def test_keys_that_are_none_or_too_many_are_not_answered(tmp_path: Path, keys: list[bytes]):
+async def test_keys_that_are_none_or_too_many_are_not_answered(tmp_path: Path, keys: list[bytes]) -> None:
     clock = FakeClock()
     a, _ = sides(tmp_path, clock)
     a.says()

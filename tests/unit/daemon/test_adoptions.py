@@ -39,6 +39,7 @@ from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc
 from tests.support.node_models import CONFIG
+from tests.support.waiting import until
 
 NODES = ("n1", "n2", "n3")
 KEYS = [ModelKey(f"m{i}", "h") for i in range(12)]
@@ -302,12 +303,6 @@ async def test_r5_a_full_disk_is_said_and_left_as_it_was(
         await here.adopt("tiny", wanted_by="a")
     assert members.asked == (["a"] if when == "before" else ["a", "a edgepipe.json"]), "the disk is this node's own"
     assert members.on_disk() == set()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_r5_what_a_node_announces_beyond_its_share_is_not_kept_and_told_once(

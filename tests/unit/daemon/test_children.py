@@ -35,14 +35,14 @@ async def _newest(child: Child) -> int:
     return 0
 
 
-async def test_a_child_that_answers_lives(child: Child):
+async def test_a_child_that_answers_lives(child: Child) -> None:
     asking = asyncio.ensure_future(child.lives())
     await asyncio.sleep(0)
     child.take_report(Introduced(version=await _newest(child)))
     assert await asking
 
 
-async def test_a_child_that_is_being_killed_does_not(child: Child):
+async def test_a_child_that_is_being_killed_does_not(child: Child) -> None:
     asking = asyncio.ensure_future(child.lives())
     await asyncio.sleep(0)
     assert not asking.done()  # its process stands
@@ -53,6 +53,6 @@ async def test_a_child_that_is_being_killed_does_not(child: Child):
     assert child.state == "exited"
 
 
-async def test_a_silent_child_is_believed_to_live(child: Child, monkeypatch: pytest.MonkeyPatch):
+async def test_a_silent_child_is_believed_to_live(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgepipe.daemon.processes.children._KNOWS_S", 0.01)
     assert await child.lives()

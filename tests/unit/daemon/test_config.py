@@ -10,14 +10,14 @@ from edgepipe.config import Timeouts, child_environment, load_config
 from edgepipe.errors import ConfigInvalid
 
 
-def test_defaults_are_complete():
+def test_defaults_are_complete() -> None:
     loaded = load_config(environ={}, file=None)
     assert loaded.values.port == 7117
     assert loaded.values.models_dir == loaded.values.data_dir / "models"
     assert loaded.origins["port"] == "default"
 
 
-def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(tmp_path: Path):
+def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text('port = 1000\nhttp_port = 1001\ncluster = "lab"\n')
     environ = {"EDGEPIPE_PORT": "2000", "EDGEPIPE_HTTP_PORT": "2001"}
@@ -47,24 +47,24 @@ def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(tmp_path: Path
         {"EDGEPIPE_BACKEND_OPTIONS": "fast"},
     ],
 )
-def test_what_cannot_be_is_refused(environ: dict[str, str]):
+def test_what_cannot_be_is_refused(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigInvalid):
         load_config(environ=environ)
 
 
-def test_an_unknown_key_in_the_file_names_the_file(tmp_path: Path):
+def test_an_unknown_key_in_the_file_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("prot = 7117\n")
     with pytest.raises(ConfigInvalid, match="prot"):
         load_config(environ={}, file=file)
 
 
-def test_a_named_file_must_exist(tmp_path: Path):
+def test_a_named_file_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ConfigInvalid):
         load_config(environ={"EDGEPIPE_CONFIG": str(tmp_path / "none.toml")})
 
 
-def test_sizes_lists_and_flags_are_read():
+def test_sizes_lists_and_flags_are_read() -> None:
     environ = {"EDGEPIPE_MEMORY_LIMIT": "8GB", "EDGEPIPE_PEERS": "a:1, b:2", "EDGEPIPE_DISCOVERY": "no"}
     environ["EDGEPIPE_LISTEN_S"] = "0.5"
     values = load_config(environ=environ).values
@@ -74,14 +74,14 @@ def test_sizes_lists_and_flags_are_read():
     assert values.listen_s == 0.5
 
 
-def test_children_inherit_no_settings():
+def test_children_inherit_no_settings() -> None:
     environ = child_environment(environ={"EDGEPIPE_PORT": "1", "PATH": "/bin"}, threads=2)
     assert environ["PATH"] == "/bin"
     assert environ["OMP_NUM_THREADS"] == "2"
     assert "EDGEPIPE_PORT" not in environ
 
 
-def test_every_profile_notices_death_later_than_a_lost_beat():
+def test_every_profile_notices_death_later_than_a_lost_beat() -> None:
     for timeouts in (Timeouts.loopback(), Timeouts.lan(), Timeouts.wifi()):
         assert 4 * timeouts.beat_interval_s < timeouts.dead_min_s <= timeouts.dead_max_s
         assert timeouts.redial_max_s <= 2.0

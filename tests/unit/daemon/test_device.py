@@ -190,7 +190,7 @@ def no_settling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spare, "_SETTLED_S", 0.0)
 
 
-async def test_a_second_crash_finds_a_spare_too(tmp_path: Path):
+async def test_a_second_crash_finds_a_spare_too(tmp_path: Path) -> None:
     async with running(tmp_path) as host:
         first = host.processes.started[0]
         await host.prepare()
@@ -206,7 +206,7 @@ async def test_a_second_crash_finds_a_spare_too(tmp_path: Path):
         await host.until(lambda: len(host.spares()) == 1)
 
 
-async def test_a_stage_is_kept_for_another_epoch_unless_it_is_dying(tmp_path: Path):
+async def test_a_stage_is_kept_for_another_epoch_unless_it_is_dying(tmp_path: Path) -> None:
     async with running(tmp_path) as host:
         first = host.processes.started[0]
         await host.prepare()
@@ -220,7 +220,7 @@ async def test_a_stage_is_kept_for_another_epoch_unless_it_is_dying(tmp_path: Pa
         assert host.host.pipelines() == ["p"]
 
 
-async def test_a_stage_that_is_to_run_in_a_new_process_is_not_kept(tmp_path: Path):
+async def test_a_stage_that_is_to_run_in_a_new_process_is_not_kept(tmp_path: Path) -> None:
     async with running(tmp_path) as host:
         await host.prepare()
         [stage] = host._serving()
@@ -232,7 +232,7 @@ async def test_a_stage_that_is_to_run_in_a_new_process_is_not_kept(tmp_path: Pat
 
 async def test_a_stage_that_woke_before_its_network_goes_on_once_its_engine_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(device, "_ASK_AGAIN_MIN_S", 0.001)
     answers = iter([None, None, Epoch(1, EngineId("engine-1"))])
 
@@ -250,7 +250,7 @@ async def test_a_stage_that_woke_before_its_network_goes_on_once_its_engine_answ
         assert stage.paused[1].epoch == Epoch(1, EngineId("engine-1"))
 
 
-async def test_a_device_without_room_has_no_spare_beside_its_stage(tmp_path: Path):
+async def test_a_device_without_room_has_no_spare_beside_its_stage(tmp_path: Path) -> None:
     async with running(tmp_path, free_bytes=2 * GB) as host:
         await host.prepare()
         for _ in range(20):
@@ -258,7 +258,7 @@ async def test_a_device_without_room_has_no_spare_beside_its_stage(tmp_path: Pat
         assert host.spares() == []
 
 
-async def test_a_device_that_is_empty_again_is_measured_again(tmp_path: Path):
+async def test_a_device_that_is_empty_again_is_measured_again(tmp_path: Path) -> None:
     async with running(tmp_path) as host:
         await host.prepare()
         await host.until(lambda: len(host.spares()) == 1)
@@ -267,7 +267,7 @@ async def test_a_device_that_is_empty_again_is_measured_again(tmp_path: Path):
         assert [one.settings.device_profile for one in host.spares()] == [None]
 
 
-async def test_a_layer_is_measured_as_soon_as_a_stage_has_left_the_device(tmp_path: Path):
+async def test_a_layer_is_measured_as_soon_as_a_stage_has_left_the_device(tmp_path: Path) -> None:
     async with running(tmp_path) as host:
         await host.prepare()
         await host.until(lambda: len(host.spares()) == 1)
@@ -281,7 +281,7 @@ async def test_a_layer_is_measured_as_soon_as_a_stage_has_left_the_device(tmp_pa
 
 async def test_what_was_measured_beside_other_work_is_measured_again_and_the_shorter_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     shares = iter([0.5, 0.9, 0.1])
     monkeypatch.setattr(layer_measuring, "others_share", lambda before, after: next(shares))
     async with running(tmp_path) as host:
@@ -299,7 +299,7 @@ async def test_what_was_measured_beside_other_work_is_measured_again_and_the_sho
         assert sum(one.measured for one in host.processes.started) == 3
 
 
-async def test_while_a_device_serves_its_known_times_are_told(tmp_path: Path):
+async def test_while_a_device_serves_its_known_times_are_told(tmp_path: Path) -> None:
     async with running(tmp_path) as host:
         known = await host.host.profile_layer(MEASURE)
         await host.prepare()
@@ -307,7 +307,7 @@ async def test_while_a_device_serves_its_known_times_are_told(tmp_path: Path):
         assert sum(one.measured for one in host.processes.started) == 1
 
 
-async def test_a_spare_that_cannot_start_beside_a_stage_is_no_failure_of_the_device(tmp_path: Path):
+async def test_a_spare_that_cannot_start_beside_a_stage_is_no_failure_of_the_device(tmp_path: Path) -> None:
     async with running(tmp_path) as host:
         await host.prepare()
         await host.until(lambda: len(host.spares()) == 1)
@@ -318,7 +318,9 @@ async def test_a_spare_that_cannot_start_beside_a_stage_is_no_failure_of_the_dev
 
 
 @pytest.mark.parametrize(("by_system", "share"), [(True, 0.8), (False, 1.0)])
-async def test_r3_memory_that_the_system_takes_back_twice_is_used_less(tmp_path: Path, by_system: bool, share: float):
+async def test_r3_memory_that_the_system_takes_back_twice_is_used_less(
+    tmp_path: Path, by_system: bool, share: float
+) -> None:
     async with running(tmp_path) as host:
         before = host.host.state()[0].free_bytes
         for counter in (1, 2):
@@ -330,7 +332,7 @@ async def test_r3_memory_that_the_system_takes_back_twice_is_used_less(tmp_path:
         assert host.host.state()[0].free_bytes == int(before * share)
 
 
-async def test_stages_that_no_engine_claims_are_given_back(tmp_path: Path):
+async def test_stages_that_no_engine_claims_are_given_back(tmp_path: Path) -> None:
     async with running(tmp_path) as host:
         await host.prepare()
         host.host.orphaned_by("node-c")  # another's engine

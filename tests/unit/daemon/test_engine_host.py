@@ -82,7 +82,7 @@ def engine_host(
     )
 
 
-@pytest.mark.parametrize("end", ["give_way", "stop"])
+@pytest.mark.parametrize("end", ["end_superseded", "stop"])
 async def test_an_engine_that_ends_before_its_process_is_there_leaves_none(end: str) -> None:
     child, spawned = SlowChild(), asyncio.Event()
 
@@ -95,8 +95,8 @@ async def test_an_engine_that_ends_before_its_process_is_there_leaves_none(end: 
         starting = tasks.create_task(host.start(REQUEST, model_config="", resuming=True))
         await asyncio.sleep(0)
         assert [state.pipeline_id for state in host.states()] == ["p"]
-        if end == "give_way":
-            host.give_way("p")
+        if end == "end_superseded":
+            host.end_superseded("p")
         else:
             await host.stop("p")
         spawned.set()

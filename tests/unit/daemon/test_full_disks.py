@@ -20,6 +20,7 @@ from edgepipe.ids import PipelineId
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.engines import ServeSpec
 from tests.support.serve_books import lone_book
+from tests.support.waiting import until
 
 
 def refusing(number: int) -> Any:
@@ -32,7 +33,7 @@ def refusing(number: int) -> Any:
 @pytest.mark.parametrize(("number", "reason"), [(errno.ENOSPC, "No space"), (errno.EROFS, "Read-only")])
 def test_a_start_on_such_a_disk_is_refused_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
-):
+) -> None:
     opened = DataDir(tmp_path / "node")
     monkeypatch.setattr(data_dir_module, "write_private", refusing(number))
     with pytest.raises(ConfigInvalid, match="cannot be written") as caught:
@@ -47,7 +48,7 @@ def test_a_start_on_such_a_disk_is_refused_in_one_sentence(
 
 async def test_a_trust_store_that_cannot_be_written_works_on_and_is_written_when_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     """A folder of a read-only disk cannot even have its rights set, which is told as another error."""
     monkeypatch.setattr("edgepipe.cluster.trust_keeper._WRITE_AGAIN_S", 0.01)
     found_local_cluster([tmp_path / name for name in "ab"], name="home")
@@ -61,9 +62,7 @@ async def test_a_trust_store_that_cannot_be_written_works_on_and_is_written_when
         await asyncio.sleep(0.03)
         assert not keeper.done(), "the node goes on"
     assert _on_disk(tmp_path / "b") != b.digest
-    async with asyncio.timeout(5):
-        while _on_disk(tmp_path / "b") != b.digest:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: _on_disk(tmp_path / "b") == b.digest, timeout_s=5)
     keeper.cancel()
 
 
@@ -74,16 +73,14 @@ def _on_disk(folder: Path) -> bytes:
 
 async def test_what_is_served_is_known_though_it_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+) -> None:
     book = lone_book(tmp_path)
     monkeypatch.setattr(serve_book, "write_private", refusing(errno.ENOSPC))
     keeper = asyncio.create_task(book.run())
     own = book._trust.key_pair.fingerprint
     book.ask(PipelineId("p"), ServeSpec(model="tiny"), engine_node=own)
     book.note_served(PipelineId("p"), ServeSpec(model="tiny"))
-    async with asyncio.timeout(5):
-        while "were not written" not in caplog.text:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: "were not written" in caplog.text, timeout_s=5)
     assert [record.spec.model for record in book.served()] == ["tiny"]
     assert not keeper.done()
     keeper.cancel()

@@ -44,12 +44,12 @@ def busy(now: float, *, finished: int, limit_s: float = 5.0) -> tuple[float, Chi
 )
 def test_only_silence_and_a_step_without_end_are_hangs(
     reports: list[tuple[float, ChildProgress]], until: float, hung: str
-):
+) -> None:
     said = watched(*reports, until=until)
     assert said.startswith(hung) if hung else not said
 
 
-def test_a_daemon_that_was_stopped_itself_blames_nobody():
+def test_a_daemon_that_was_stopped_itself_blames_nobody() -> None:
     watch = HangWatch(hang_s=5.0, now=0.0)
     watch.report(ChildProgress(started=1), now=0.0)
     assert not watch.why_hung(now=0.25, every_s=EVERY_S)

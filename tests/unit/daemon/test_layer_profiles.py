@@ -26,7 +26,7 @@ def key(backend: str = "torch", **changes: Any) -> str:
     return profile_key(backend, {"a": "b"}, model_config=json.dumps(config_to_json(tiny_config(**changes))))
 
 
-async def test_what_was_measured_is_there_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_what_was_measured_is_there_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, written = tmp_path / "layers.json", threading.Event()
 
     def write(path: Path, data: bytes) -> None:
@@ -43,20 +43,20 @@ async def test_what_was_measured_is_there_after_a_restart(tmp_path: Path, monkey
     assert LayerProfiles(path).get("y") is None
 
 
-def test_a_file_of_an_earlier_version_is_read(tmp_path: Path):
+def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     times = {"baseS": 0.5, "decode": [{"size": 1.0, "seconds": 2.0}], "decodeContext": 64, "measuredMs": "5"}
     path = tmp_path / "layers.json"
     write_private(path, json.dumps({"x": times}).encode())
     assert LayerProfiles(path).get("x") == PROFILE
 
 
-async def test_a_damaged_file_is_measured_anew(tmp_path: Path):
+async def test_a_damaged_file_is_measured_anew(tmp_path: Path) -> None:
     path = tmp_path / "layers.json"
     path.write_text('{"x": 3}')
     path.chmod(0o600)
     assert LayerProfiles(path).get("x") is None
 
 
-def test_keys_tell_devices_and_shapes_apart_and_nothing_else():
+def test_keys_tell_devices_and_shapes_apart_and_nothing_else() -> None:
     assert key() == key(context_length=512)
     assert len({key(), key("mlx"), key(hidden_size=128)}) == 3

@@ -49,14 +49,14 @@ async def node(*, is_needed: bool) -> AsyncIterator[Node]:
         made.work.may_go.set()
 
 
-async def test_who_has_nothing_to_move_stops_at_once():
+async def test_who_has_nothing_to_move_stops_at_once() -> None:
     async with node(is_needed=False) as idle:
         idle.leaving.stop()
         assert idle.stopping.is_set()
         assert idle.work.limits == []
 
 
-async def test_work_moves_away_before_the_node_stops():
+async def test_work_moves_away_before_the_node_stops() -> None:
     async with node(is_needed=True) as busy:
         busy.leaving.stop()
         await asyncio.sleep(0)
@@ -66,14 +66,14 @@ async def test_work_moves_away_before_the_node_stops():
         await busy.stopping.wait()
 
 
-async def test_who_asks_twice_does_not_wait():
+async def test_who_asks_twice_does_not_wait() -> None:
     async with node(is_needed=True) as busy:
         busy.leaving.stop()
         busy.leaving.stop()
         assert busy.stopping.is_set()
 
 
-async def test_sleep_is_announced_once_the_work_is_away_and_over_when_the_machine_wakes():
+async def test_sleep_is_announced_once_the_work_is_away_and_over_when_the_machine_wakes() -> None:
     async with node(is_needed=True) as tired:
         tired.leaving.sleep()
         tired.leaving.sleep()
@@ -90,7 +90,7 @@ async def test_sleep_is_announced_once_the_work_is_away_and_over_when_the_machin
         assert tired.work.undone == 1
 
 
-async def test_a_machine_that_slept_before_its_work_was_away_does_not_announce_it_later():
+async def test_a_machine_that_slept_before_its_work_was_away_does_not_announce_it_later() -> None:
     async with node(is_needed=True) as tired:
         tired.leaving.sleep()
         await asyncio.sleep(0)

@@ -16,7 +16,7 @@ def ledger(free_bytes: int = 16 * GB, *, on_host: bool = False, limit_bytes: int
     return MemoryLedger(node="a", free_bytes=free_bytes, total_bytes=24 * GB, on_host=on_host, limit_bytes=limit_bytes)
 
 
-def test_what_is_reserved_is_gone_until_it_is_released():
+def test_what_is_reserved_is_gone_until_it_is_released() -> None:
     memory = ledger()
     before = memory.free_bytes
     held = memory.reserve("p", weight_bytes=4 * GB, kv_token_bytes=1000, kv_tokens=1000)
@@ -26,7 +26,7 @@ def test_what_is_reserved_is_gone_until_it_is_released():
     assert memory.free_bytes == before
 
 
-def test_refusal_says_what_is_missing_and_changes_nothing():
+def test_refusal_says_what_is_missing_and_changes_nothing() -> None:
     memory = ledger()
     before = memory.free_bytes
     with pytest.raises(NoFeasiblePlacement) as error:
@@ -36,7 +36,7 @@ def test_refusal_says_what_is_missing_and_changes_nothing():
     assert memory.free_bytes == before
 
 
-def test_weights_that_took_more_than_was_told_take_it_from_the_kv_cache():
+def test_weights_that_took_more_than_was_told_take_it_from_the_kv_cache() -> None:
     memory = ledger()
     held = memory.reserve("p", weight_bytes=4 * GB, kv_token_bytes=10**6, kv_tokens=5000)
     before = memory.free_bytes
@@ -50,18 +50,18 @@ def test_weights_that_took_more_than_was_told_take_it_from_the_kv_cache():
     assert "p" not in memory.held
 
 
-def test_kv_is_cut_to_what_fits():
+def test_kv_is_cut_to_what_fits() -> None:
     memory = ledger(7 * GB)
     held = memory.reserve("p", weight_bytes=4 * GB, kv_token_bytes=10**6, kv_tokens=10**6)
     assert 512 * 10**6 <= held.kv_bytes < 2 * GB
 
 
-def test_host_memory_is_shared_with_everything_else():
+def test_host_memory_is_shared_with_everything_else() -> None:
     held = ledger(20 * GB, on_host=True).reserve("p", weight_bytes=GB, kv_token_bytes=10**6, kv_tokens=10**6)
     assert held.kv_bytes < 5 * GB
 
 
-def test_a_limit_bounds_all_reservations_together():
+def test_a_limit_bounds_all_reservations_together() -> None:
     memory = ledger(limit_bytes=3 * GB)
     memory.reserve("p", weight_bytes=2 * GB, kv_token_bytes=1, kv_tokens=1)
     with pytest.raises(NoFeasiblePlacement):
@@ -78,7 +78,7 @@ def test_a_limit_bounds_all_reservations_together():
 )
 def test_no_order_of_reservations_takes_more_than_there_is(
     asks: list[tuple[str, int, int, int]], free: int, on_host: bool
-):
+) -> None:
     memory = ledger(free, on_host=on_host)
     for holder, weight_bytes, token_bytes, tokens in asks:
         try:

@@ -26,6 +26,7 @@ from edgepipe.wire.children import PrepareProgress
 from edgepipe.wire.common import Hello
 from edgepipe.wire.nodes import NodeState
 from tests.support.node_models import CONFIG, pull_with_weights
+from tests.support.waiting import until
 
 ALL = frozenset(range(CONFIG.num_layers + 2))
 
@@ -91,7 +92,7 @@ def parts_here(here: Models) -> frozenset[int]:
     return parts_of(told.parts, num_parts=len(ALL))
 
 
-async def test_a_node_tells_which_parts_it_has(here: Models):
+async def test_a_node_tells_which_parts_it_has(here: Models) -> None:
     model = await here.adopt("tiny")
     assert parts_here(here) == frozenset()
     progress = await copy(here, model, [1, 2, 3])
@@ -105,7 +106,7 @@ async def test_a_node_tells_which_parts_it_has(here: Models):
     assert parts_on(node, "tiny", "another", num_parts=len(ALL)) == frozenset()
 
 
-async def test_the_parts_of_a_slice_are_what_it_loads(here: Models):
+async def test_the_parts_of_a_slice_are_what_it_loads(here: Models) -> None:
     model = await here.adopt("tiny")
     part = Slice(index=1, layers=LayerRange(3, 6), embedding=False, head=True)
     async for _ in here.fetch(model, (part,), first_source="there"):
@@ -116,13 +117,11 @@ async def test_the_parts_of_a_slice_are_what_it_loads(here: Models):
     assert sum(sizes.sizes) == sum(entry.info.num_bytes for entry in model.stored.manifest.tensors)
 
 
-async def test_what_a_stage_waits_for_goes_before_a_copy_which_goes_on_after(here: Models):
+async def test_what_a_stage_waits_for_goes_before_a_copy_which_goes_on_after(here: Models) -> None:
     model = await here.adopt("tiny")
     NearClient.gate.clear()
     copying = asyncio.ensure_future(copy(here, model, sorted(ALL)))
-    async with asyncio.timeout(5):
-        while not NearClient.asked:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await until(lambda: NearClient.asked, timeout_s=5)
     part = Slice(index=1, layers=LayerRange(5, 6), embedding=False, head=True)
 
     async def fetch() -> None:
@@ -143,7 +142,7 @@ async def test_what_a_stage_waits_for_goes_before_a_copy_which_goes_on_after(her
 
 async def test_a_full_disk_is_said_with_its_numbers_before_anything_is_fetched(
     here: Models, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     model = await here.adopt("tiny")
     monkeypatch.setattr("edgepipe.model.disk.free_bytes", lambda _root: 1000)
     with pytest.raises(ModelDownloadFailed) as caught:
@@ -154,7 +153,7 @@ async def test_a_full_disk_is_said_with_its_numbers_before_anything_is_fetched(
 
 async def test_r4_a_disk_that_fills_up_keeps_what_came_and_the_next_try_goes_on(
     here: Models, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     model = await here.adopt("tiny")
     write, left = TensorSink.write, 3
 
@@ -179,7 +178,7 @@ async def test_r4_a_disk_that_fills_up_keeps_what_came_and_the_next_try_goes_on(
     assert held_parts(ModelStore(model.path.parent).resolve("tiny")) == ALL
 
 
-async def test_r8_a_disk_that_cannot_be_written_is_said(here: Models, monkeypatch: pytest.MonkeyPatch):
+async def test_r8_a_disk_that_cannot_be_written_is_said(here: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
@@ -189,20 +188,20 @@ async def test_r8_a_disk_that_cannot_be_written_is_said(here: Models, monkeypatc
     assert "Read-only" in caught.value.fact
 
 
-async def test_copies_at_impossible_paces_do_not_hold_up_the_others(here: Models):
+async def test_copies_at_impossible_paces_do_not_hold_up_the_others(here: Models) -> None:
     async with asyncio.timeout(5):
         for rate in (1e-9, -1.0, float("nan"), float("inf"), 1e9):
             read = NearClient.source.read_tensor("tiny", "", "model.norm.weight", offset=0, bytes_per_s=rate)
             assert sum([len(data) async for data in read]) > 0
 
 
-def test_parts_travel_as_runs():
+def test_parts_travel_as_runs() -> None:
     runs = runs_of({0, 1, 2, 5, 7, 8})
     assert [(run.start, run.end) for run in runs] == [(0, 3), (5, 6), (7, 9)]
     assert parts_of(runs, num_parts=8) == {0, 1, 2, 5, 7}
 
 
-async def test_all_copies_together_keep_to_their_share():
+async def test_all_copies_together_keep_to_their_share() -> None:
     loop, pace, rate = asyncio.get_running_loop(), Pace(), 1e6
     began_s = loop.time()
     await asyncio.gather(*(pace.take(10_000, bytes_per_s=rate) for _ in range(11)))

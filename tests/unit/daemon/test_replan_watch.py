@@ -162,14 +162,14 @@ class World:
             await self.after(5.0)
 
 
-async def test_a_ring_as_planned_gets_no_advice():
+async def test_a_ring_as_planned_gets_no_advice() -> None:
     async with World(15, 13) as world:
         await world.minutes(2)
         assert world.advice is None
         assert world.moved == []
 
 
-async def test_a_machine_that_stays_slow_is_told_of_once_it_has_for_a_while():
+async def test_a_machine_that_stays_slow_is_told_of_once_it_has_for_a_while() -> None:
     async with World(15, 13) as world:
         world.slower = 2.0
         await world.after(15)
@@ -182,7 +182,7 @@ async def test_a_machine_that_stays_slow_is_told_of_once_it_has_for_a_while():
         assert world.moved == [], "nobody asked for that"
 
 
-async def test_a_node_that_is_drained_is_never_advised():
+async def test_a_node_that_is_drained_is_never_advised() -> None:
     async with World(28) as world:
         world.nodes.append(NodeId("b"))
         await world.after(1)
@@ -198,7 +198,7 @@ async def test_a_node_that_is_drained_is_never_advised():
         assert world.advice is None or "a:" not in world.advice.plan
 
 
-async def test_a_short_disturbance_is_nobodys_business():
+async def test_a_short_disturbance_is_nobodys_business() -> None:
     async with World(15, 13) as world:
         for _ in range(6):
             world.slower = 2.0
@@ -208,7 +208,7 @@ async def test_a_short_disturbance_is_nobodys_business():
         assert world.advice is None
 
 
-async def test_a_machine_that_joins_is_measured_and_told_of():
+async def test_a_machine_that_joins_is_measured_and_told_of() -> None:
     async with World(28) as world:
         world.nodes.append(NodeId("b"))
         await world.after(1)
@@ -218,7 +218,7 @@ async def test_a_machine_that_joins_is_measured_and_told_of():
         assert "b:" in world.advice.plan
 
 
-async def test_what_the_engine_leaves_alone_is_looked_at_when_it_does_no_longer():
+async def test_what_the_engine_leaves_alone_is_looked_at_when_it_does_no_longer() -> None:
     async with World(28, moves=True) as world:
         world.to_avoid = Avoided(nodes=frozenset("b"))
         world.nodes.append(NodeId("b"))
@@ -229,7 +229,7 @@ async def test_what_the_engine_leaves_alone_is_looked_at_when_it_does_no_longer(
         assert [one.node_id for one in placed_of(world.moved[0])] == ["b", "a"], "in the order that works"
 
 
-async def test_stages_move_by_themselves_where_that_was_asked_for_and_then_rest():
+async def test_stages_move_by_themselves_where_that_was_asked_for_and_then_rest() -> None:
     async with World(15, 13, moves=True) as world:
         world.slower = 2.0
         await world.minutes(1.5)

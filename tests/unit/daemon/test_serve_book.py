@@ -21,6 +21,7 @@ from edgepipe.wire.engines import EngineState
 from edgepipe.wire.serving import ServeBody, ServeRecord
 from edgepipe.wire.signed import serve_body_to_bytes, serve_records_to_bytes
 from tests.support.serve_books import BookNode, NodeTrust, all_hear, node, nodes, shared, spec
+from tests.support.waiting import until
 
 P = PipelineId("p")
 
@@ -290,9 +291,7 @@ async def test_it_outlives_its_process_and_a_damaged_file_is_an_empty_book(tmp_p
     one.book.note_served("p", spec())
     writing = asyncio.create_task(one.book.run())
     file = tmp_path / "a" / "served.bin"
-    async with asyncio.timeout(10):
-        while not file.exists():  # noqa: ASYNC110 - a file has no event
-            await asyncio.sleep(0.01)
+    await until(lambda: file.exists())
     writing.cancel()
     assert [record.pipeline_id for record in node(trust, "a", tmp_path).book.served()] == ["p"]
     file.write_bytes(b"\xff\xff")

@@ -30,13 +30,13 @@ def alone(config: ModelConfig) -> tuple[Placed, ...]:
 
 
 @pytest.mark.parametrize("context", [256, 100_000])
-def test_gpus_get_room_for_sixteen_long_chats_and_at_least_one_context(context: int):
+def test_gpus_get_room_for_sixteen_long_chats_and_at_least_one_context(context: int) -> None:
     config = tiny_config()
     placed = alone(config)
     assert default_kv_tokens(config, context, placed, [room(host=False)]) == max(16 * min(context, 4096), context)
 
 
-def test_host_memory_is_taken_modestly():
+def test_host_memory_is_taken_modestly() -> None:
     config = tiny_config(num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128, hidden_size=64)
     placed = alone(config)
     tokens = default_kv_tokens(config, 1024, placed, [room(host=True)])
@@ -46,7 +46,7 @@ def test_host_memory_is_taken_modestly():
 
 
 @pytest.mark.parametrize("address", ["", "x", "127.0.0.1:", "127.0.0.1:no", "127.0.0.1:1"])
-async def test_an_engine_s_address_that_is_none_is_no_error(address: str):
+async def test_an_engine_s_address_that_is_none_is_no_error(address: str) -> None:
     """A node may report any address. Gateways that send requests there get the error."""
     fields = ("peers", "models", "ids", "changes", "gateway_knows", "refused", "book", "surveyor", "tasks")
     serving = Serving(**dict.fromkeys(fields))  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ async def test_an_engine_s_address_that_is_none_is_no_error(address: str):
 @pytest.mark.parametrize(
     ("typed", "means"), [("Qwen/Qwen3-8B", True), ("qwen3-8b", True), ("Qwen3", False), ("other/Qwen3-8B", False)]
 )
-def test_a_model_is_meant_by_its_id_or_its_last_part(typed: str, means: bool):
+def test_a_model_is_meant_by_its_id_or_its_last_part(typed: str, means: bool) -> None:
     assert model_matches(typed, "Qwen/Qwen3-8B") is means
 
 
@@ -67,7 +67,7 @@ def test_a_model_is_meant_by_its_id_or_its_last_part(typed: str, means: bool):
     ("sizes", "common"),
     [([], 16), ([(16, 256), (16,)], 16), ([(16, 256), (256,)], 256), ([(16,), (256,)], 16), ([(), (256,)], 256)],
 )
-def test_a_block_is_as_small_as_every_device_serves_well(sizes: list[tuple[int, ...]], common: int):
+def test_a_block_is_as_small_as_every_device_serves_well(sizes: list[tuple[int, ...]], common: int) -> None:
     profiles = [
         DeviceProfile(
             backend="torch",

@@ -85,7 +85,7 @@ def surveyor(peers: FakePeers) -> Surveyor:
     return Surveyor(cast("Any", peers))
 
 
-async def test_every_device_and_every_directed_link_is_asked_for():
+async def test_every_device_and_every_directed_link_is_asked_for() -> None:
     peers = FakePeers()
     told = await surveyor(peers).survey(MODEL, "auto")
     assert [one.node_id for one in told.machines] == ["a", "b", "c"]
@@ -94,13 +94,13 @@ async def test_every_device_and_every_directed_link_is_asked_for():
     assert not any(known_only for _, known_only, _ in peers.layers)
 
 
-async def test_what_is_known_is_measured_again_when_asked():
+async def test_what_is_known_is_measured_again_when_asked() -> None:
     peers = FakePeers()
     await surveyor(peers).survey(MODEL, "auto", fresh=True)
     assert all(fresh for _, _, fresh in peers.layers)
 
 
-async def test_a_node_that_goes_while_links_are_measured_ends_the_survey():
+async def test_a_node_that_goes_while_links_are_measured_ends_the_survey() -> None:
     peers = FakePeers()
     peers.gone.add("b")
     with pytest.raises(LinkNotMeasured) as error:
@@ -108,7 +108,7 @@ async def test_a_node_that_goes_while_links_are_measured_ends_the_survey():
     assert error.value.exit_code == 3
 
 
-async def test_what_is_known_is_told_without_measuring_and_the_rest_is_left_out():
+async def test_what_is_known_is_told_without_measuring_and_the_rest_is_left_out() -> None:
     peers = FakePeers()
     peers.unknown, peers.gone = {"b"}, {"c"}
     told = await surveyor(peers).known(MODEL, "auto")
@@ -117,7 +117,7 @@ async def test_what_is_known_is_told_without_measuring_and_the_rest_is_left_out(
     assert all(known_only for *_, known_only in peers.links)
 
 
-async def test_only_what_touches_a_new_node_is_measured():
+async def test_only_what_touches_a_new_node_is_measured() -> None:
     peers = FakePeers()
     await surveyor(peers).known(MODEL, "auto", measure=["c"])
     assert {(name, known_only) for name, known_only, _ in peers.layers} == {("a", True), ("b", True), ("c", False)}
@@ -135,7 +135,7 @@ class CountingProbes(LinkProbes):
         return LinkProfile(sender="a", receiver=node.node_id, one_way_s=0.002, bytes_per_s=1e8)
 
 
-async def test_links_are_kept_a_while_and_told_with_what_the_host_takes():
+async def test_links_are_kept_a_while_and_told_with_what_the_host_takes() -> None:
     peers, clock = FakePeers(), FakeClock()
     probes = CountingProbes(peers=cast("Any", peers), clock=clock, timeouts=cast("Any", None), network=None)
     assert probes.known(["b"]) == []

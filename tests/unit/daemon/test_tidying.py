@@ -14,7 +14,7 @@ class Ring:
         self.itself = self
 
 
-async def test_what_nobody_holds_goes_without_being_asked_for():
+async def test_what_nobody_holds_goes_without_being_asked_for() -> None:
     gc.disable()
     tidying = asyncio.ensure_future(keep_tidy(every_s=0.01))
     try:

@@ -22,6 +22,7 @@ from edgepipe.wire.engines import StageState
 from edgepipe.wire.plans import Registration, StepTiming, registrations_to_wire
 from edgepipe.wire.requests import Ending, Submission
 from edgepipe.wire.steps import step_to_wire
+from tests.support.waiting import until
 
 EPOCH = Epoch(1, EngineId("engine-0123456789abcdef"))
 
@@ -108,7 +109,7 @@ def test_a_stage_is_measured_by_what_it_tells() -> None:
         meter.note_timing(timing, working_s=1.0)
         meter.note_hop(num_bytes=100, one_way_s=0.003)
         clock.advance(0.1)
-    told = meter.told(StageState(node_id=NodeId("n"), weight_bytes=7))
+    told = meter.measured(StageState(node_id=NodeId("n"), weight_bytes=7))
     assert told.weight_bytes == 7
     assert told.step_ms == pytest.approx(50)
     assert told.upload_ms == pytest.approx(2)
@@ -150,9 +151,7 @@ async def test_the_watch_finds_the_late_step_and_forgets_those_that_came_back() 
     watch.retired()
     watch.close()
     watch.oldest_is(StepId(3), 1)
-    async with asyncio.timeout(10):
-        while not late:  # noqa: ASYNC110 - a timer's call has no event
-            await asyncio.sleep(0.01)
+    await until(lambda: late)
     assert late == [3]
     watch.close()
 

@@ -11,6 +11,7 @@ from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.models import ModelTable
 from tests.support.fake_engine import FakeEngine, view_of
 from tests.support.gateway import serving
+from tests.support.waiting import until
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/api/chat", "/api/generate"]
 
@@ -23,9 +24,7 @@ async def test_a_model_that_can_be_loaded_is_waited_for(path: str) -> None:
         body = {"model": "big", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "stream": False}
         del body["prompt" if "chat" in path else "messages"]
         asking = asyncio.create_task(served.http.post(path, json=body))
-        async with asyncio.timeout(10):
-            while not asked:  # noqa: ASYNC110 - the gateway reports to a list
-                await asyncio.sleep(0.001)
+        await until(lambda: asked)
         served.gateway.update(view_of(served.address, served.address, names=("tiny", "big")))
         response = await asking
         assert response.status_code == 200
@@ -39,9 +38,7 @@ async def test_why_it_cannot_be_served_is_told_to_whoever_waits() -> None:
     async with serving(FakeEngine(), load_model=asked.append) as served:
         served.gateway.update(view_of(served.address, names=("tiny",), loadable=("big",)))
         asking = [asyncio.create_task(served.chat(model="big")) for _ in range(2)]
-        async with asyncio.timeout(10):
-            while len(asked) < 2:  # noqa: ASYNC110 - the gateway reports to a list
-                await asyncio.sleep(0.001)
+        await until(lambda: len(asked) >= 2)
         served.gateway.not_loaded("big", NoFeasiblePlacement("the model needs about 64 GB, 20 GB are free"))
         for response in await asyncio.gather(*asking):
             assert response.status_code == NoFeasiblePlacement.http_status
@@ -74,9 +71,7 @@ async def test_an_earlier_failure_is_not_that_of_a_model_which_a_user_serves() -
     async with serving(FakeEngine(), load_model=asked.append) as served:
         served.gateway.update(view_of(served.address, names=("tiny",), loadable=("big",)))
         asking = asyncio.create_task(served.chat(model="big"))
-        async with asyncio.timeout(10):
-            while not asked:  # noqa: ASYNC110 - the gateway reports to a list
-                await asyncio.sleep(0.001)
+        await until(lambda: asked)
         served.gateway.not_loaded("big", NoFeasiblePlacement("the model needs about 64 GB, 20 GB are free"))
         assert (await asking).status_code == NoFeasiblePlacement.http_status
         served.gateway.update(view_of(served.address, names=("big",), state="loading", loadable=("big",)))

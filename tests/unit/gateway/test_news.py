@@ -53,24 +53,24 @@ async def sent_while(news: list[News], *, until: bytes) -> list[bytes]:
     return bodies
 
 
-async def test_a_recovering_model_is_told_again_and_again_and_its_return_once():
+async def test_a_recovering_model_is_told_again_and_again_and_its_return_once() -> None:
     going_on = News(text=f"{AWAY}; continuing on 2 machines")
     bodies = await sent_while([News(recovering=True, text=AWAY)] * 2 + [going_on], until=b"continuing")
     recovering = f": recovering: {AWAY}\n\n".encode()
     assert bodies == [b"data: 1\n\n", recovering, recovering, f": {going_on.text}\n\n".encode(), b"data: 2\n\n"]
 
 
-async def test_a_silent_stream_of_a_healthy_model_has_only_its_heartbeat():
+async def test_a_silent_stream_of_a_healthy_model_has_only_its_heartbeat() -> None:
     bodies = await sent_while([News(text=AWAY)], until=b"still working")
     assert bodies == [b"data: 1\n\n", b": still working\n\n", b"data: 2\n\n"]
 
 
-async def test_the_reading_of_a_prompt_is_told_as_it_moves():
+async def test_the_reading_of_a_prompt_is_told_as_it_moves() -> None:
     bodies = await sent_while([News(reading="20 %")] * 2 + [News(reading="60 %"), News()], until=b"60")
     assert bodies[:3] == [b"data: 1\n\n", b": reading 20 %\n\n", b": reading 60 %\n\n"]
 
 
-async def test_what_an_engine_tells_of_a_prompt_reaches_the_client():
+async def test_what_an_engine_tells_of_a_prompt_reaches_the_client() -> None:
     engine = FakeEngine(answer=b"yes", hold_after=0, read_tokens=60)
     timeouts = StreamTimeouts(hold_s=0.01, recovering_s=0.01)
     notes: list[str] = []
@@ -84,6 +84,6 @@ async def test_what_an_engine_tells_of_a_prompt_reaches_the_client():
     assert notes == ["reading 60 %"]
 
 
-async def test_a_name_cannot_make_an_event():
+async def test_a_name_cannot_make_an_event() -> None:
     news = [News(recovering=True, text="a\n\ndata: [DONE]\n\n gone"), News()]
     assert b": recovering: a\\n\\ndata: [DONE]\\n\\n gone\n\n" in await sent_while(news, until=b"still working")

@@ -81,7 +81,7 @@ def forge(
     return builder.sign(signing, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-def test_our_own_form_is_accepted_and_names_the_key():
+def test_our_own_form_is_accepted_and_names_the_key() -> None:
     read = read_certificate(PAIR.certificate.pem)
     assert read == PAIR.certificate
     assert len(read.fingerprint) == 52
@@ -90,7 +90,7 @@ def test_our_own_form_is_accepted_and_names_the_key():
     assert read_certificate(forge()).fingerprint == PAIR.fingerprint  # a re-issue with the same key is the same owner
 
 
-def test_two_key_pairs_differ():
+def test_two_key_pairs_differ() -> None:
     assert PAIR.fingerprint != OTHER.fingerprint
 
 
@@ -112,12 +112,12 @@ def test_two_key_pairs_differ():
         pytest.param(PAIR.certificate.pem + b"\n" * 3000, id="too long"),
     ],
 )
-def test_whatever_differs_is_refused(pem: bytes):
+def test_whatever_differs_is_refused(pem: bytes) -> None:
     with pytest.raises(CertificateInvalid):
         read_certificate(pem)
 
 
-def test_other_kinds_of_key_are_refused():
+def test_other_kinds_of_key_are_refused() -> None:
     for key in (ec.generate_private_key(ec.SECP384R1()), ed25519.Ed25519PrivateKey.generate()):
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "x")])
         algorithm = hashes.SHA256() if isinstance(key, ec.EllipticCurvePrivateKey) else None
@@ -135,14 +135,14 @@ def test_other_kinds_of_key_are_refused():
             read_certificate(certificate.public_bytes(serialization.Encoding.PEM))
 
 
-def test_a_second_certificate_behind_the_first_does_not_ride_along():
+def test_a_second_certificate_behind_the_first_does_not_ride_along() -> None:
     read = read_certificate(PAIR.certificate.pem + OTHER.certificate.pem)
     assert read.pem == PAIR.certificate.pem
 
 
 @settings(max_examples=200, deadline=None)
 @given(position=st.integers(0, len(PAIR.certificate.pem) - 1), byte=st.integers(0, 255), noise=st.binary(max_size=64))
-def test_damaged_certificates_are_refused_and_never_crash(position: int, byte: int, noise: bytes):
+def test_damaged_certificates_are_refused_and_never_crash(position: int, byte: int, noise: bytes) -> None:
     pem = bytearray(PAIR.certificate.pem)
     pem[position] = byte
     for damaged in (bytes(pem), noise):
@@ -152,7 +152,7 @@ def test_damaged_certificates_are_refused_and_never_crash(position: int, byte: i
             pass
 
 
-def test_stored_key_pairs_are_read_back_and_checked():
+def test_stored_key_pairs_are_read_back_and_checked() -> None:
     assert read_key_pair(key_pem=PAIR.key_pem, certificate_pem=PAIR.certificate.pem) == PAIR
     with pytest.raises(CertificateInvalid, match="not that of the certificate"):
         read_key_pair(key_pem=OTHER.key_pem, certificate_pem=PAIR.certificate.pem)
@@ -160,12 +160,12 @@ def test_stored_key_pairs_are_read_back_and_checked():
         read_key_pair(key_pem=b"-----BEGIN PRIVATE KEY-----\n", certificate_pem=PAIR.certificate.pem)
 
 
-def test_the_key_is_not_shown():
+def test_the_key_is_not_shown() -> None:
     assert PAIR.key_pem.decode()[40:80] not in repr(PAIR)
     assert "PRIVATE" not in str(dataclasses.asdict(PAIR.certificate))
 
 
-def test_signatures_hold_for_their_data_and_owner_only():
+def test_signatures_hold_for_their_data_and_owner_only() -> None:
     signature = PAIR.sign(b"statement")
     assert PAIR.certificate.verifies(signature, b"statement")
     assert not PAIR.certificate.verifies(signature, b"statement!")

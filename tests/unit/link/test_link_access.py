@@ -18,21 +18,21 @@ def methods() -> dict[str, str]:
     return {f"/{service.full_name}/{method.name}": service.name for service in services for method in service.methods}
 
 
-def test_every_method_of_the_network_has_a_rule_and_no_other_has():
+def test_every_method_of_the_network_has_a_rule_and_no_other_has() -> None:
     for method, service in methods().items():
         assert bool(allowed(method)) is (service not in UNIX_ONLY), method
 
 
-def test_what_is_not_listed_is_denied():
+def test_what_is_not_listed_is_denied() -> None:
     for method in ("", "/", "/edgepipe.wire.v1.Node/Rest", "Node", "/other.Node/Heartbeats", "/edgepipe.wire.v1.Node/"):
         assert allowed(method) == frozenset()
 
 
-def test_gateways_reach_no_node_and_no_stage():
+def test_gateways_reach_no_node_and_no_stage() -> None:
     reachable = {method for method in methods() if Kind.GATEWAY in allowed(method)}
     assert {method.split("/")[1] for method in reachable} == {"edgepipe.wire.v1.Engine"}
 
 
-def test_stages_reach_stages_only():
+def test_stages_reach_stages_only() -> None:
     reachable = {method for method in methods() if Kind.STAGE in allowed(method)}
     assert reachable == {"/edgepipe.wire.v1.Stage/Ring"}

@@ -47,7 +47,7 @@ METHODS = ["Node/Heartbeat", "Node/Prepare", "Node/StartEngine", "Weights/ReadTe
 METHODS += ["Stage/Control", "Stage/Ring", "Admin/Shutdown", "Children/Attach", "Node/NoSuchThing"]
 
 
-async def test_a_member_is_let_in_and_nobody_else():
+async def test_a_member_is_let_in_and_nobody_else() -> None:
     member, stranger = Party(), Party()
     async with listening(member) as process:
         assert await process.say(member, "Node/Heartbeat") == b"x"
@@ -57,7 +57,7 @@ async def test_a_member_is_let_in_and_nobody_else():
         assert process.security.refused_handshakes == 1
 
 
-async def test_without_a_certificate_or_without_tls_nobody_gets_far():
+async def test_without_a_certificate_or_without_tls_nobody_gets_far() -> None:
     member = Party()
     async with listening(member) as process:
         pinned = process.party.pair.certificate
@@ -84,7 +84,7 @@ def tls_context(pair: KeyPair, folder: Path, newest: ssl.TLSVersion) -> ssl.SSLC
 
 
 @pytest.mark.parametrize("newest", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_a_member_that_speaks_an_older_tls_reaches_no_handler(newest: ssl.TLSVersion, tmp_path: Path):
+async def test_a_member_that_speaks_an_older_tls_reaches_no_handler(newest: ssl.TLSVersion, tmp_path: Path) -> None:
     """gRPC's own floor is 1.2. Where the environment was prepared in time the handshake is refused, else the call."""
     member = Party()
     async with (
@@ -103,7 +103,7 @@ async def test_a_member_that_speaks_an_older_tls_reaches_no_handler(newest: ssl.
             assert newest is ssl.TLSVersion.TLSv1_3
 
 
-async def test_an_older_tls_is_denied_and_said():
+async def test_an_older_tls_is_denied_and_said() -> None:
     member = Party()
     async with listening(member) as process:
         security = process.security
@@ -124,7 +124,7 @@ async def test_an_older_tls_is_denied_and_said():
         assert "not TLS 1.3" in process.denials[0].what
 
 
-async def test_a_call_whose_deadline_has_passed_is_not_run():
+async def test_a_call_whose_deadline_has_passed_is_not_run() -> None:
     member, late_s = Party(), 0.05
     async with listening(member) as process:
         find_handler = process.echo.service
@@ -145,7 +145,7 @@ async def test_a_call_whose_deadline_has_passed_is_not_run():
 
 
 @pytest.mark.parametrize("kind", Kind)
-async def test_roles_cannot_be_overstepped(kind: Kind):
+async def test_roles_cannot_be_overstepped(kind: Kind) -> None:
     caller = Party(kind=kind)
     async with listening(caller) as process:
         for method in METHODS:
@@ -159,14 +159,14 @@ async def test_roles_cannot_be_overstepped(kind: Kind):
         assert {denial.who for denial in process.denials} == {caller.pair.fingerprint}
 
 
-async def test_a_kind_that_has_no_business_here_is_not_even_let_through_the_handshake():
+async def test_a_kind_that_has_no_business_here_is_not_even_let_through_the_handshake() -> None:
     gateway = Party(kind=Kind.GATEWAY)
     async with listening(gateway, callers=(Kind.NODE,)) as process:
         with pytest.raises(LinkError):
             await process.say(gateway, "Engine/Generate")
 
 
-async def test_a_server_in_anothers_place_is_not_spoken_to():
+async def test_a_server_in_anothers_place_is_not_spoken_to() -> None:
     member, real = Party(), make_key_pair()
     async with listening(member) as impostor:
         with pytest.raises(LinkError):
@@ -205,7 +205,7 @@ def forged_by(member: KeyPair, victim: Certificate, *, ca: bool, key_usage: bool
 
 @pytest.mark.parametrize("ca", [False, True])
 @pytest.mark.parametrize("key_usage", [False, True])
-async def test_a_member_cannot_sign_a_certificate_in_anothers_name(ca: bool, key_usage: bool):
+async def test_a_member_cannot_sign_a_certificate_in_anothers_name(ca: bool, key_usage: bool) -> None:
     member, victim = Party(), Party()
     forger = Party(pair=forged_by(member.pair, victim.pair.certificate, ca=ca, key_usage=key_usage))
     async with listening(member, victim) as process:
@@ -220,7 +220,7 @@ async def end_code(call: Any) -> grpc.StatusCode:
         return await call.code()
 
 
-async def test_a_removed_peers_open_stream_is_cut_and_it_does_not_come_back():
+async def test_a_removed_peers_open_stream_is_cut_and_it_does_not_come_back() -> None:
     member, other = Party(kind=Kind.ENGINE), Party(kind=Kind.ENGINE)
     async with listening(member, other) as process, process.stream(other, "Node/Prepare") as kept:
         await kept.write(b"1")
@@ -238,7 +238,7 @@ async def test_a_removed_peers_open_stream_is_cut_and_it_does_not_come_back():
         assert [denial.what for denial in process.denials] == [PREFIX + "Node/Prepare: it was removed while it ran"]
 
 
-async def test_a_stream_that_is_cut_while_its_first_reply_is_under_way_ends_with_the_reason():
+async def test_a_stream_that_is_cut_while_its_first_reply_is_under_way_ends_with_the_reason() -> None:
     """The caller has the reply before the server's own send is over; the status must not be lost behind it."""
     member, other = Party(kind=Kind.ENGINE), Party(kind=Kind.ENGINE)
     async with listening(member, other) as process:
@@ -251,7 +251,7 @@ async def test_a_stream_that_is_cut_while_its_first_reply_is_under_way_ends_with
                 assert await end_code(call) is grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_a_stream_with_tasks_beside_it_is_cut_without_a_traceback(caplog: pytest.LogCaptureFixture):
+async def test_a_stream_with_tasks_beside_it_is_cut_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
     member = Party(kind=Kind.ENGINE)
     async with listening(member) as process:
         async with process.stream(member, "Stage/Control") as call:
@@ -262,7 +262,7 @@ async def test_a_stream_with_tasks_beside_it_is_cut_without_a_traceback(caplog: 
     assert [record for record in caplog.records if record.exc_info] == []
 
 
-async def test_a_removed_nodes_heartbeat_may_hear_why_and_ends_within_two_seconds():
+async def test_a_removed_nodes_heartbeat_may_hear_why_and_ends_within_two_seconds() -> None:
     member = Party()
     async with listening(member) as process:
         async with process.stream(member, "Node/Heartbeat") as call:
@@ -274,7 +274,7 @@ async def test_a_removed_nodes_heartbeat_may_hear_why_and_ends_within_two_second
             assert await end_code(call) is grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_a_connection_that_stood_before_the_removal_makes_no_further_call():
+async def test_a_connection_that_stood_before_the_removal_makes_no_further_call() -> None:
     member = Party()
     async with listening(member) as process:
         async with make_channel(process.address, process.credentials(member)) as channel:
@@ -287,7 +287,7 @@ async def test_a_connection_that_stood_before_the_removal_makes_no_further_call(
             assert (await late.code()).name == "PERMISSION_DENIED"
 
 
-async def test_neighbours_count_while_they_are_told_and_their_nodes_are_members():
+async def test_neighbours_count_while_they_are_told_and_their_nodes_are_members() -> None:
     node = Party()
     stage = Party(kind=Kind.STAGE, node=node.pair.fingerprint)
     async with listening(node) as process:
@@ -304,7 +304,7 @@ async def test_neighbours_count_while_they_are_told_and_their_nodes_are_members(
             await process.say(other, "Stage/Ring")
 
 
-async def test_nobody_speaks_in_anothers_name():
+async def test_nobody_speaks_in_anothers_name() -> None:
     member, victim = Party(), Party()
     seen: list[Any] = []
     async with listening(member, victim) as process:
@@ -336,7 +336,7 @@ GARBAGE = {
 }
 
 
-async def test_garbage_half_handshakes_and_silence_are_closed_while_members_are_served():
+async def test_garbage_half_handshakes_and_silence_are_closed_while_members_are_served() -> None:
     """All at once: what never becomes a handshake has 3 s."""
     member = Party()
     async with listening(member) as process:
@@ -354,7 +354,7 @@ async def test_garbage_half_handshakes_and_silence_are_closed_while_members_are_
         assert process.security.refused_handshakes == len(opened)
 
 
-async def test_too_large_a_message_ends_its_call_alone():
+async def test_too_large_a_message_ends_its_call_alone() -> None:
     member = Party()
     async with listening(member) as process, process.stream(member, "Node/Heartbeat") as other:
         async with make_channel(process.address, process.credentials(member)) as channel:
@@ -369,7 +369,7 @@ async def test_too_large_a_message_ends_its_call_alone():
         assert await other.read() == b"fine"
 
 
-async def test_large_metadata_is_refused():
+async def test_large_metadata_is_refused() -> None:
     member = Party()
     async with listening(member) as process:
         with pytest.raises(EdgepipeError):
@@ -377,7 +377,7 @@ async def test_large_metadata_is_refused():
         assert await process.say(member, "Node/Heartbeat") == b"x"
 
 
-async def test_streams_without_number_keep_to_their_own_connection():
+async def test_streams_without_number_keep_to_their_own_connection() -> None:
     """Who opens more streams than one connection may have waits; others are served; nothing grows for ever."""
     greedy, other = Party(), Party()
     async with listening(greedy, other) as process:
@@ -401,7 +401,7 @@ async def test_streams_without_number_keep_to_their_own_connection():
         assert await process.say(other, "Node/Heartbeat") == b"x"
 
 
-async def test_one_caller_has_so_many_calls_at_once_over_all_its_connections():
+async def test_one_caller_has_so_many_calls_at_once_over_all_its_connections() -> None:
     """The rest are refused at once, and others are served meanwhile."""
     greedy, other = Party(), Party()
     async with listening(greedy, other) as process, AsyncExitStack() as stack:
@@ -424,7 +424,7 @@ async def _first_answer(call: Any) -> bytes:
     return await call.read()
 
 
-async def test_rapid_resets_do_not_stop_others():
+async def test_rapid_resets_do_not_stop_others() -> None:
     greedy, other = Party(), Party()
     async with listening(greedy, other) as process:
         async with make_channel(process.address, process.credentials(greedy)) as channel:
@@ -434,7 +434,7 @@ async def test_rapid_resets_do_not_stop_others():
                 assert await process.say(other, "Node/Heartbeat") == b"x"
 
 
-async def test_an_address_tells_whose_it_is_and_only_members_are_dialled():
+async def test_an_address_tells_whose_it_is_and_only_members_are_dialled() -> None:
     member, stranger = Party(), Party()
     async with listening(member) as process:
         node = process.party.pair
@@ -448,7 +448,7 @@ async def test_an_address_tells_whose_it_is_and_only_members_are_dialled():
             await unknown.to_address(process.address, node_id="", timeout_s=5)
 
 
-async def test_an_address_of_nobody_or_of_another_program():
+async def test_an_address_of_nobody_or_of_another_program() -> None:
     with pytest.raises(ConnectTimeout) as nobody:
         await who_answers(f"127.0.0.1:{free_port('127.0.0.1')}", timeout_s=5)
     assert "refused" in nobody.value.fact
@@ -463,7 +463,7 @@ async def test_an_address_of_nobody_or_of_another_program():
             await who_answers(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=5)
 
 
-async def test_a_new_process_knows_nobody():
+async def test_a_new_process_knows_nobody() -> None:
     for kind in Kind:
         async with listening() as process:
             with pytest.raises(LinkError):

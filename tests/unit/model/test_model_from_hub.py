@@ -137,7 +137,7 @@ def peer(place: Place, monkeypatch: pytest.MonkeyPatch) -> Peer:
 
 
 @pytest.mark.parametrize("place", FORMATS, indirect=True)
-async def test_what_no_peer_has_comes_from_the_hub_and_nothing_else_does(place: Place):
+async def test_what_no_peer_has_comes_from_the_hub_and_nothing_else_does(place: Place) -> None:
     assert set(await place.fetch()) == {"hub"}
     wanted = tensor_names(place.whole.config, (MIDDLE,))
     assert sorted(place.held()) == sorted(wanted)
@@ -151,7 +151,7 @@ async def test_what_no_peer_has_comes_from_the_hub_and_nothing_else_does(place: 
 
 
 @pytest.mark.parametrize("place", FORMATS, indirect=True)
-async def test_it_goes_on_where_a_peer_or_the_hub_stopped(place: Place):
+async def test_it_goes_on_where_a_peer_or_the_hub_stopped(place: Place) -> None:
     sizes = [place.whole.manifest.by_name[name].info.num_bytes for name in tensor_names(place.whole.config, (MIDDLE,))]
     data = place.whole.read_tensor(QUERY).tobytes()
     half = len(data) // 2 + 3  # within a head, and within a row
@@ -165,14 +165,16 @@ async def test_it_goes_on_where_a_peer_or_the_hub_stopped(place: Place):
     assert sorted(int(last) - int(first) + 1 for first, last in asked if first != "0") == sorted(sizes)
 
 
-async def test_a_connection_that_breaks_is_made_again(place: Place):
+async def test_a_connection_that_breaks_is_made_again(place: Place) -> None:
     place.hub.cut_after = dict.fromkeys(place.hub.files, 100)
     await place.fetch()
     assert place.hub.cut_after.keys() & {name for name, _ in place.hub.asked} == set()
     assert QUERY in place.held()
 
 
-async def test_the_token_is_for_the_hub_and_not_for_where_it_sends_us(place: Place, monkeypatch: pytest.MonkeyPatch):
+async def test_the_token_is_for_the_hub_and_not_for_where_it_sends_us(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     place.hub.cdn = True
     await place.fetch()
@@ -181,7 +183,7 @@ async def test_the_token_is_for_the_hub_and_not_for_where_it_sends_us(place: Pla
     assert place.hub.tokens == {f"127.0.0.1:{port}": {"Bearer hf_secret"}, f"localhost:{port}": {""}}
 
 
-async def test_damaged_bytes_are_refused_and_forgotten(place: Place):
+async def test_damaged_bytes_are_refused_and_forgotten(place: Place) -> None:
     file, data = place.file_of(QUERY), place.whole.read_tensor(QUERY).tobytes()
     place.hub.files[file] = place.hub.files[file].replace(data[:64], bytes(64))
     with pytest.raises(ModelInvalid, match="arrived damaged") as caught:
@@ -192,7 +194,7 @@ async def test_damaged_bytes_are_refused_and_forgotten(place: Place):
     assert missing.have_bytes == 0
 
 
-async def test_a_damaged_beginning_is_not_laid_at_the_door_of_who_sent_the_rest(place: Place):
+async def test_a_damaged_beginning_is_not_laid_at_the_door_of_who_sent_the_rest(place: Place) -> None:
     place.begun(QUERY, bytes(1000))
     await place.fetch()
     assert QUERY in place.held()
@@ -200,7 +202,7 @@ async def test_a_damaged_beginning_is_not_laid_at_the_door_of_who_sent_the_rest(
 
 @pytest.mark.parametrize("place", ["one file", "gguf"], indirect=True)
 @pytest.mark.parametrize("change", ["longer", "shorter", "zeros", "header"])
-async def test_another_file_than_the_manifests_is_refused(place: Place, change: str):
+async def test_another_file_than_the_manifests_is_refused(place: Place, change: str) -> None:
     file = next(name for name in place.hub.files if name in ("model.safetensors", "tiny-Q8_0.gguf"))
     data = place.hub.files[file]
     place.hub.files[file] = {
@@ -217,7 +219,7 @@ async def test_another_file_than_the_manifests_is_refused(place: Place, change: 
     assert place.held() == []
 
 
-async def test_an_index_that_was_changed_is_refused(place: Place):
+async def test_an_index_that_was_changed_is_refused(place: Place) -> None:
     place.hub.files["model.safetensors.index.json"] = place.hub.files["model.safetensors.index.json"].replace(
         b"layers.1", b"layers.2"
     )
@@ -227,14 +229,14 @@ async def test_an_index_that_was_changed_is_refused(place: Place):
     assert {name for name, _ in place.hub.asked} == {"model.safetensors.index.json"}
 
 
-async def test_a_hub_without_ranges_is_told_and_does_not_send_whole_files(place: Place):
+async def test_a_hub_without_ranges_is_told_and_does_not_send_whole_files(place: Place) -> None:
     place.hub.ranges = False
     with pytest.raises(ModelUnknown) as caught:
         await place.fetch()
     assert "does not send the requested part" in caught.value.fact
 
 
-async def test_a_hub_out_of_reach_adds_its_reason_to_that_of_the_peers(place: Place, peer: Peer):
+async def test_a_hub_out_of_reach_adds_its_reason_to_that_of_the_peers(place: Place, peer: Peer) -> None:
     peer.error = PeerClosed("node there hung up")
     with pytest.raises(ModelUnknown, match="no reachable node has tensor") as caught:
         await place.fetch(endpoint="http://127.0.0.1:9")
@@ -243,7 +245,7 @@ async def test_a_hub_out_of_reach_adds_its_reason_to_that_of_the_peers(place: Pl
     assert caught.value.next_step == f"edgepipe models pull {REPO}"
 
 
-async def test_offline_mode_is_respected(place: Place, monkeypatch: pytest.MonkeyPatch):
+async def test_offline_mode_is_respected(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelUnknown) as caught:
         await place.fetch()
@@ -252,28 +254,28 @@ async def test_offline_mode_is_respected(place: Place, monkeypatch: pytest.Monke
     assert place.hub.asked == []
 
 
-async def test_a_peer_that_has_it_is_asked_alone(place: Place, peer: Peer):
+async def test_a_peer_that_has_it_is_asked_alone(place: Place, peer: Peer) -> None:
     assert set(await place.fetch()) == {"there"}
     assert place.hub.asked == []
 
 
 async def test_the_hub_steps_in_for_a_peer_that_does_not_answer_and_not_every_tensor_waits_for_it(
     place: Place, peer: Peer
-):
+) -> None:
     peer.error = PeerClosed("node there hung up")
     assert set(await place.fetch()) == {"hub"}
     assert QUERY in place.held()
     assert len(set(peer.asked)) == 1
 
 
-async def test_the_hub_gives_what_a_peer_does_not_have(place: Place, peer: Peer):
+async def test_the_hub_gives_what_a_peer_does_not_have(place: Place, peer: Peer) -> None:
     peer.error = ModelUnknown("it is not on this node")
     assert set(await place.fetch()) == {"hub"}
     wanted = tensor_names(place.whole.config, (MIDDLE,))
     assert sorted(peer.asked) == sorted(wanted), "it may have the next one"
 
 
-async def test_copies_that_nobody_waits_for_do_not_come_from_the_hub(place: Place):
+async def test_copies_that_nobody_waits_for_do_not_come_from_the_hub(place: Place) -> None:
     models, model = await place.open()
     with pytest.raises(ModelUnknown):
         async for _ in models.keep_copy(model, [2], first_source="", bytes_per_s=0.0):
@@ -281,7 +283,7 @@ async def test_copies_that_nobody_waits_for_do_not_come_from_the_hub(place: Plac
     assert place.hub.asked == []
 
 
-async def test_a_silent_hub_is_given_up(place: Place):
+async def test_a_silent_hub_is_given_up(place: Place) -> None:
     place.idle_s = 0.05
     place.hub.silent = set(place.hub.files)
     with pytest.raises(ModelUnknown) as caught:
@@ -289,7 +291,7 @@ async def test_a_silent_hub_is_given_up(place: Place):
     assert "the hub does not answer" in caught.value.fact
 
 
-async def test_who_waits_no_longer_leaves_nothing_behind(place: Place):
+async def test_who_waits_no_longer_leaves_nothing_behind(place: Place) -> None:
     place.hub.silent = {place.file_of(QUERY)}
     models, model = await place.open()
 
@@ -311,5 +313,5 @@ async def test_who_waits_no_longer_leaves_nothing_behind(place: Place):
 @pytest.mark.parametrize(
     "text", ["", "demo", "folder:x", f"hub:org/tiny@{COMMIT}x", "hub:org/tiny@main", f"hub:org/../x@{COMMIT}"]
 )
-def test_what_did_not_come_from_the_hub_is_not_looked_for_there(text: str):
+def test_what_did_not_come_from_the_hub_is_not_looked_for_there(text: str) -> None:
     assert parse_pinned(text) is None

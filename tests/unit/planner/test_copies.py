@@ -22,34 +22,34 @@ def part(first: int, last: int, *, of: int = 4) -> Slice:
     return Slice(index=0, layers=layers, embedding=first == 0, head=last == of - 1)
 
 
-def test_a_slice_needs_its_layers_and_a_tied_head_the_embedding():
+def test_a_slice_needs_its_layers_and_a_tied_head_the_embedding() -> None:
     assert PARTS.of([part(0, 1)]) == {0, 1, 2}
     assert PARTS.of([part(2, 3)]) == {3, 4, 5}
     assert ModelParts(sizes=PARTS.sizes, tied=True).of([part(2, 3)]) == {0, 3, 4, 5}
     assert PARTS.fetch_bytes(frozenset({3}), [part(2, 3)]) == 16
 
 
-def test_what_one_disk_has_alone_is_copied_to_another_in_one_piece():
+def test_what_one_disk_has_alone_is_copied_to_another_in_one_piece() -> None:
     plan = plan_copies(PARTS, [disk(A, *range(6)), disk(B, 3, 4, 5), disk(C)], copies=2)
     assert plan.fetch == {C: (0, 1, 2)}
     assert plan.lacking_bytes == 0
 
 
-def test_what_fits_on_no_disk_whole_is_spread_and_what_fits_nowhere_is_counted():
+def test_what_fits_on_no_disk_whole_is_spread_and_what_fits_nowhere_is_counted() -> None:
     disks = [disk(A, *range(6), free=0), disk(B, free=26), disk(C, free=12)]
     plan = plan_copies(PARTS, disks, copies=2)
     assert plan.fetch == {B: (0, 1, 2), C: (3,)}
     assert plan.lacking_bytes == 10 + 6
 
 
-def test_a_node_that_cannot_compute_keeps_copies_when_no_other_has_room():
+def test_a_node_that_cannot_compute_keeps_copies_when_no_other_has_room() -> None:
     whole = disk(A, *range(6))
     assert plan_copies(PARTS, [whole, disk(B, computes=False), disk(C)], copies=2).fetch == {C: tuple(range(6))}
     plan = plan_copies(PARTS, [whole, disk(B, computes=False), disk(C, free=0)], copies=2)
     assert plan.fetch == {B: tuple(range(6))}
 
 
-def test_parts_that_nobody_has_are_named_and_the_others_copied():
+def test_parts_that_nobody_has_are_named_and_the_others_copied() -> None:
     plan = plan_copies(PARTS, [disk(A, 0, 1, 2, 3, 5), disk(B)], copies=2)
     assert plan.lost == (4,)
     assert plan.fetch == {B: (0, 1, 2, 3, 5)}
@@ -64,7 +64,7 @@ def test_parts_that_nobody_has_are_named_and_the_others_copied():
 )
 def test_every_part_has_its_copies_or_there_is_no_room(
     sizes: list[int], drawn: list[tuple[set[int], int, bool, bool]], copies: int
-):
+) -> None:
     parts = ModelParts(sizes=tuple(sizes))
     disks = [
         Disk(

@@ -67,11 +67,11 @@ def seen(*, slower: float = 1.0, later_s: float = 0.0, rate: float = 1.0) -> See
         (Seen(micro_batches=2, sequences=16, step_s=(0, 0), upload_s=(0,), one_way_s=(0,)), []),
     ],
 )
-def test_times_leave_the_plan_when_they_differ_clearly(shown: Seen, left: list[str]):
+def test_times_leave_the_plan_when_they_differ_clearly(shown: Seen, left: list[str]) -> None:
     assert [one.place for one in departures(forecast(), shown)] == left
 
 
-def test_a_corrected_cluster_shows_what_the_ring_showed():
+def test_a_corrected_cluster_shows_what_the_ring_showed() -> None:
     shown = seen(slower=1.6, later_s=0.029, rate=0.25)
     again = forecast(corrected(CLUSTER, HALVES, forecast(), shown))
     assert again.step_s == pytest.approx(shown.step_s)
@@ -80,7 +80,7 @@ def test_a_corrected_cluster_shows_what_the_ring_showed():
     assert departures(again, shown) == []
 
 
-def test_a_machine_that_got_slower_gets_fewer_layers():
+def test_a_machine_that_got_slower_gets_fewer_layers() -> None:
     before = plan(DEMAND, CLUSTER.machines, CLUSTER.links)
     slowed = corrected(CLUSTER, HALVES, forecast(), seen(slower=2.0))
     after = plan(DEMAND, slowed.machines, slowed.links)
@@ -88,7 +88,7 @@ def test_a_machine_that_got_slower_gets_fewer_layers():
     assert count["b"] < {one.machine.name: len(one.part.layers) for one in before.stages}["b"]
 
 
-def test_moving_costs_what_is_loaded_fetched_and_computed_again():
+def test_moving_costs_what_is_loaded_fetched_and_computed_again() -> None:
     rooms = {one.node_id: one.room for one in CLUSTER.machines}
 
     def cost(after: tuple[Placed, ...], missing: int = 0) -> MoveCost:
@@ -109,7 +109,7 @@ def test_moving_costs_what_is_loaded_fetched_and_computed_again():
     assert cost(placed(14, 14)).pause_s > 5 + 3, "both held other layers, and nothing goes on while they load"
 
 
-def test_stages_move_for_clear_gains_that_pay_soon():
+def test_stages_move_for_clear_gains_that_pay_soon() -> None:
     cheap, dear = MoveCost(load_s=10, pause_s=2), MoveCost(load_s=300, pause_s=60)
     assert worth_moving(0.2, cheap)
     assert not worth_moving(0.08, cheap)

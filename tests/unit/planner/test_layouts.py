@@ -44,11 +44,11 @@ def layout(kind: str, work: Workload) -> RunReport:
     return reports[0] if len(reports) == 1 else merged(reports)
 
 
-def test_devices_are_halved_by_speed():
+def test_devices_are_halved_by_speed() -> None:
     assert halves(["m4max", "rtx4090", "rtx4090", "m4pro"]) == (["rtx4090", "m4max"], ["rtx4090", "m4pro"])
 
 
-def test_replicas_serve_every_request_once():
+def test_replicas_serve_every_request_once() -> None:
     work = workload(users=7, requests=25)
     assert [share.concurrency for share in shares(work, 2)] == [4, 3]
     both = layout("replicas", work)
@@ -57,7 +57,7 @@ def test_replicas_serve_every_request_once():
     assert len(both.stages) == 4
 
 
-def test_interleaved_slices_share_their_device():
+def test_interleaved_slices_share_their_device() -> None:
     ring = imagine(replace(CLUSTER, slices=2)).ring
     order = [stage.device for stage in ring.stages]
     assert order == 2 * order[:4]
@@ -75,12 +75,12 @@ def test_interleaved_slices_share_their_device():
         assert starts == sorted(starts), "a step overtook another one"
 
 
-def test_one_slice_per_device_is_the_plain_ring():
+def test_one_slice_per_device_is_the_plain_ring() -> None:
     plain = run(CLUSTER, workload(), micro_batches=4)
     assert run(replace(CLUSTER, slices=1), workload(), micro_batches=4).output_tokens_per_s == plain.output_tokens_per_s
 
 
-def test_interleaved_slices_pay_for_twice_the_hops():
+def test_interleaved_slices_pay_for_twice_the_hops() -> None:
     work = workload(prompt=2048, output=1, requests=1, users=1)
     cluster = replace(CLUSTER, link=parse_link("10gbit,20ms"))
     plain, twice = (run(replace(cluster, slices=slices), work).ttft_s.p50 for slices in (1, 2))
@@ -95,17 +95,17 @@ def test_interleaved_slices_pay_for_twice_the_hops():
         (CLUSTER, "ring"),
     ],
 )
-def test_what_cannot_be_laid_out_is_refused(cluster: ImaginedCluster, kind: str):
+def test_what_cannot_be_laid_out_is_refused(cluster: ImaginedCluster, kind: str) -> None:
     with pytest.raises(ConfigInvalid):
         clusters_of(cluster, Layout(kind=kind))
 
 
-def test_more_slices_than_layers_are_refused():
+def test_more_slices_than_layers_are_refused() -> None:
     with pytest.raises(PlanInvalid):
         imagine(replace(CLUSTER, slices=9))
 
 
-def test_the_verdict_names_the_faster_one():
+def test_the_verdict_names_the_faster_one() -> None:
     one, two = layout("pipeline", workload()), layout("replicas", workload())
     text = verdict([("pipeline", one), ("replicas", two)])
     assert text.startswith("replicas gives" if two.output_tokens_per_s > one.output_tokens_per_s else "pipeline gives")

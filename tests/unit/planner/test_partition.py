@@ -16,7 +16,7 @@ def cycle_s(partition: Partition | None) -> float:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_exact_search_finds_what_trying_everything_finds(seed: int):
+def test_the_exact_search_finds_what_trying_everything_finds(seed: int) -> None:
     generator = np.random.default_rng(seed)
     devices, layers = int(generator.integers(1, 5)), int(generator.integers(1, 8))
     problem = random_instance(generator, devices=devices, layers=layers, alike=seed % 2 == 0)
@@ -27,7 +27,7 @@ def test_the_exact_search_finds_what_trying_everything_finds(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_search_for_many_devices_is_exact_over_equal_links_and_bounds_the_rest(seed: int):
+def test_the_search_for_many_devices_is_exact_over_equal_links_and_bounds_the_rest(seed: int) -> None:
     generator = np.random.default_rng(100 + seed)
     devices, layers = int(generator.integers(1, 5)), int(generator.integers(1, 8))
     problem = random_instance(generator, devices=devices, layers=layers, alike=seed % 2 == 0)
@@ -41,7 +41,7 @@ def test_the_search_for_many_devices_is_exact_over_equal_links_and_bounds_the_re
 
 @pytest.mark.parametrize("kind", [ExactSearch, ManySearch])
 @pytest.mark.parametrize("seed", range(20))
-def test_wishes_are_kept(kind: type[ExactSearch] | type[ManySearch], seed: int):
+def test_wishes_are_kept(kind: type[ExactSearch] | type[ManySearch], seed: int) -> None:
     generator = np.random.default_rng(200 + seed)
     problem = random_instance(generator, devices=5, layers=9, alike=True)
     problem.most_layers[:] = 9
@@ -57,14 +57,14 @@ def test_wishes_are_kept(kind: type[ExactSearch] | type[ManySearch], seed: int):
     assert kind(5).best(problem, below_s=free.cycle_s * 0.999) is None
 
 
-def test_a_model_that_does_not_fit_has_no_share():
+def test_a_model_that_does_not_fit_has_no_share() -> None:
     problem = random_instance(np.random.default_rng(0), devices=3, layers=9, alike=True)
     problem.most_layers[:] = 2
     assert ExactSearch(3).best(problem) is None
     assert ManySearch(3).best(problem) is None
 
 
-def test_sixteen_devices_in_a_way_that_no_turn_round_shortens():
+def test_sixteen_devices_in_a_way_that_no_turn_round_shortens() -> None:
     generator = np.random.default_rng(7)
     problem = random_instance(generator, devices=16, layers=126, alike=False, micro_batches=4)
     problem.most_layers[:] = 12  # at least eleven are needed

@@ -13,7 +13,7 @@ from edgepipe.ids import NodeId
 from edgepipe.model.facts import ModelConfig, Rope
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.placement import Need, NodeRoom, Placed, place_by_plan, stage_bytes
-from edgepipe.planner.plan import Wishes, plan
+from edgepipe.planner.plan import Constraints, plan
 from edgepipe.planner.profiles import Links, Machine, TableSpeed
 from edgepipe.units import parse_link
 
@@ -54,7 +54,7 @@ def layers(placed: tuple[Placed, ...]) -> list[str]:
 NEED = Need(config=config(), kv_tokens=512)
 
 
-def test_a_plan_is_followed():
+def test_a_plan_is_followed() -> None:
     rooms = [node("a", 100 * MB), node("b", 100 * MB)]
     assert layers(place_by_plan(NEED, rooms, "b:0-14, a:15-29")) == ["b:0-14", "a:15-29"]
 
@@ -72,19 +72,19 @@ def test_a_plan_is_followed():
         ("a:14-0,b:15-29", "range"),
     ],
 )
-def test_a_plan_with_a_mistake_is_refused(plan: str, says: str):
+def test_a_plan_with_a_mistake_is_refused(plan: str, says: str) -> None:
     with pytest.raises(PlanInvalid) as error:
         place_by_plan(NEED, [node("a", 100 * MB), node("b", 100 * MB)], plan)
     assert says in error.value.what
 
 
-def test_a_plan_that_does_not_fit_names_the_node():
+def test_a_plan_that_does_not_fit_names_the_node() -> None:
     with pytest.raises(NoFeasiblePlacement) as error:
         place_by_plan(NEED, [node("a", 100 * MB), node("b", 1 * MB)], "a:0-14,b:15-29")
     assert error.value.node == "b"
 
 
-def test_two_nodes_of_one_name_must_be_told_apart():
+def test_two_nodes_of_one_name_must_be_told_apart() -> None:
     twins = [node("a", 100 * MB), NodeRoom(**{**as_dict(node("a", 100 * MB)), "node_id": NodeId("node-2")})]
     with pytest.raises(PlanInvalid):
         place_by_plan(NEED, twins, "a:0-29")
@@ -108,14 +108,14 @@ def searched(nodes: list[NodeRoom], shape: ModelConfig, *, num_nodes: int = 0) -
     machines = [Machine(room=room, device="", speed=speed) for room in nodes]
     demand = Demand(config=shape, context_tokens=256, must_keep_tokens=256)
     links = Links(assumed=parse_link("1gbit,0.3ms"))
-    return plan(demand, machines, links, Wishes(num_nodes=num_nodes), explain=False).placed
+    return plan(demand, machines, links, Constraints(num_nodes=num_nodes), explain=False).placed
 
 
 @settings(max_examples=60)
 @given(rooms=ROOMS, num_layers=st.integers(1, 40), num_nodes=st.integers(0, 6), tied=st.booleans())
 def test_every_layer_once_and_nothing_overfull(
     rooms: list[tuple[int, int]], num_layers: int, num_nodes: int, tied: bool
-):
+) -> None:
     nodes = [node(str(i), free, bytes_per_weight=size) for i, (free, size) in enumerate(rooms)]
     shape = config(num_layers, tied=tied)
     try:
@@ -133,7 +133,7 @@ def test_every_layer_once_and_nothing_overfull(
 
 @settings(max_examples=60)
 @given(room=st.integers(0, 30 * MB), num_layers=st.integers(1, 40))
-def test_a_node_that_holds_everything_is_never_refused(room: int, num_layers: int):
+def test_a_node_that_holds_everything_is_never_refused(room: int, num_layers: int) -> None:
     shape = config(num_layers)
     whole = searched([node("big", 10**12)], shape)[0].part
     fits = stage_bytes(Need(config=shape, kv_tokens=256), node("a", room), whole) <= room

@@ -1,4 +1,4 @@
-"""From machines and wishes to a placement with reasons."""
+"""From machines and constraints to a placement with reasons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgepipe.model.config_json import config_to_json
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.placement import Placed, place_by_plan
-from edgepipe.planner.plan import Plan, Wishes, describe, plan
+from edgepipe.planner.plan import Constraints, Plan, describe, plan
 from edgepipe.planner.profiles import Links
 from edgepipe.planner.shortage import shortage_of
 from edgepipe.units import parse_link
@@ -33,14 +33,14 @@ def names(found: Plan) -> set[str]:
     return {one.machine.name for one in found.stages}
 
 
-def test_one_chat_takes_the_fastest_machines_that_hold_the_model():
+def test_one_chat_takes_the_fastest_machines_that_hold_the_model() -> None:
     assert layers(plan(Demand(config=SMALL), machines("m4max, rtx4090", SMALL), LAN)) == "b:0-27"
     found = plan(Demand(config=BIG), machines("4x rtx4090, m4", BIG), LAN)
     assert len(found.stages) == 3
     assert "e" not in names(found)
 
 
-def test_many_chats_take_more_machines_and_balance_their_time():
+def test_many_chats_take_more_machines_and_balance_their_time() -> None:
     demand = Demand(config=BIG, objective=Objective.THROUGHPUT, concurrency=64)
     found = plan(demand, machines("4x rtx4090", BIG), LAN)
     assert len(found.stages) == 4
@@ -48,19 +48,19 @@ def test_many_chats_take_more_machines_and_balance_their_time():
     assert max(steps) < 1.2 * min(steps)  # a layer more or less, and the head
     one = plan(Demand(config=BIG), machines("4x rtx4090", BIG), LAN)
     assert found.many.tokens_per_s > one.many.tokens_per_s
-    assert found.one.tokens_per_s <= one.one.tokens_per_s
+    assert found.single.tokens_per_s <= one.single.tokens_per_s
 
 
-def test_every_machine_that_is_left_out_has_a_reason():
+def test_every_machine_that_is_left_out_has_a_reason() -> None:
     able = [*machines("rtx4090, m4", SMALL), machine("tiny", "m4", SMALL, free_bytes=GB // 10)]
-    found = plan(Demand(config=SMALL), able, LAN, Wishes(exclude=()))
+    found = plan(Demand(config=SMALL), able, LAN, Constraints(exclude=()))
     reasons = {one.machine.name: one.reason for one in found.left_out}
     assert reasons.keys() == {"b", "tiny"}
     assert "it would slow each token by" in reasons["b"]
     assert "cannot hold one layer" in reasons["tiny"]
 
 
-def test_a_context_that_does_not_fit_is_refused_with_the_largest_that_does():
+def test_a_context_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
     config = named_shape("qwen2.5-32b")
     able = machines("4x rtx4090", config)
     with pytest.raises(NoFeasiblePlacement) as told:
@@ -72,23 +72,23 @@ def test_a_context_that_does_not_fit_is_refused_with_the_largest_that_does():
         plan(Demand(config=config, context_tokens=most + 256, must_keep_tokens=most + 256), able, LAN)
 
 
-def test_nodes_that_do_not_reach_each_other_are_no_neighbours():
+def test_nodes_that_do_not_reach_each_other_are_no_neighbours() -> None:
     able = machines("3x rtx4090", BIG)
     a, b, c = (one.node_id for one in able)
     apart = replace(LAN, broken=frozenset({(a, b), (b, a)}))
-    found = plan(Demand(config=BIG), able, apart, Wishes(num_nodes=3))
+    found = plan(Demand(config=BIG), able, apart, Constraints(num_nodes=3))
     assert [stage.machine.node_id for stage in found.stages][1] == c
     assert found.engine == c
-    free = plan(Demand(config=BIG), able, LAN, Wishes(num_nodes=3))
+    free = plan(Demand(config=BIG), able, LAN, Constraints(num_nodes=3))
     assert found.tokens_per_s == pytest.approx(free.tokens_per_s, rel=0.01)
     with pytest.raises(NoFeasiblePlacement, match="do not reach each other"):
-        plan(Demand(config=SMALL), able[:2], apart, Wishes(num_nodes=2))
+        plan(Demand(config=SMALL), able[:2], apart, Constraints(num_nodes=2))
 
 
 @pytest.mark.parametrize("objective", list(Objective))
-def test_a_link_that_fails_one_way_turns_the_ring_round(objective: Objective):
+def test_a_link_that_fails_one_way_turns_the_ring_round(objective: Objective) -> None:
     demand, able = Demand(config=SMALL, objective=objective, concurrency=8), machines("2x rtx4090", SMALL)
-    two = Wishes(num_nodes=2)
+    two = Constraints(num_nodes=2)
     order = [stage.machine.node_id for stage in plan(demand, able, LAN, two).stages]
     fails = replace(LAN, unreached=frozenset({(order[0], order[1])}))
     found = plan(demand, able, fails, two)
@@ -98,7 +98,7 @@ def test_a_link_that_fails_one_way_turns_the_ring_round(objective: Objective):
         plan(demand, able, replace(LAN, unreached=frozenset({(order[0], order[1]), (order[1], order[0])})), two)
 
 
-def test_a_survey_tells_which_links_carry_nothing():
+def test_a_survey_tells_which_links_carry_nothing() -> None:
     told = SurveyReply(
         model="tiny",
         model_config=json.dumps(config_to_json(SMALL)),
@@ -109,7 +109,7 @@ def test_a_survey_tells_which_links_carry_nothing():
     assert links.between(NodeId("a"), NodeId("b")).shape.one_way_s > 1e5
 
 
-def test_a_slow_link_costs_its_machine_the_place():
+def test_a_slow_link_costs_its_machine_the_place() -> None:
     able = machines("3x rtx4090", BIG)
     wifi = parse_link("20mbit,15ms")
     links = LAN
@@ -121,39 +121,39 @@ def test_a_slow_link_costs_its_machine_the_place():
 
 
 @pytest.mark.parametrize(
-    ("wishes", "expected"),
+    ("constraints", "expected"),
     [
-        (Wishes(num_nodes=2), lambda found: len(found.stages) == 2),
-        (Wishes(exclude=("a",)), lambda found: "a" not in names(found)),
-        (Wishes(first="c"), lambda found: found.stages[0].machine.name == "c"),
-        (Wishes(layers="c:0-9,a:10-27"), lambda found: layers(found) == "c:0-9,a:10-27"),
+        (Constraints(num_nodes=2), lambda found: len(found.stages) == 2),
+        (Constraints(exclude=("a",)), lambda found: "a" not in names(found)),
+        (Constraints(first="c"), lambda found: found.stages[0].machine.name == "c"),
+        (Constraints(layers="c:0-9,a:10-27"), lambda found: layers(found) == "c:0-9,a:10-27"),
     ],
 )
-def test_wishes_are_kept(wishes: Wishes, expected):
-    assert expected(plan(Demand(config=SMALL), machines("3x rtx4090", SMALL), LAN, wishes))
+def test_wishes_are_kept(constraints: Constraints, expected) -> None:
+    assert expected(plan(Demand(config=SMALL), machines("3x rtx4090", SMALL), LAN, constraints))
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "constraints",
     [
-        Wishes(exclude=("nobody",)),
-        Wishes(first="a", exclude=("a",)),
-        Wishes(layers="a:0-27", num_nodes=1),
-        Wishes(layers="a:0-27", first="a"),
-        Wishes(num_nodes=29),
+        Constraints(exclude=("nobody",)),
+        Constraints(first="a", exclude=("a",)),
+        Constraints(layers="a:0-27", num_nodes=1),
+        Constraints(layers="a:0-27", first="a"),
+        Constraints(num_nodes=29),
     ],
 )
-def test_contradictory_wishes_are_refused(wishes: Wishes):
+def test_contradictory_wishes_are_refused(constraints: Constraints) -> None:
     with pytest.raises(PlanInvalid):
-        plan(Demand(config=SMALL), machines("2x rtx4090", SMALL), LAN, wishes)
+        plan(Demand(config=SMALL), machines("2x rtx4090", SMALL), LAN, constraints)
 
 
-def test_a_link_that_nobody_measured_is_no_guess():
+def test_a_link_that_nobody_measured_is_no_guess() -> None:
     with pytest.raises(LinkNotMeasured):
         plan(Demand(config=BIG), machines("3x rtx4090", BIG), Links())
 
 
-def test_what_fits_nowhere_is_added_up_and_what_helps_is_named():
+def test_what_fits_nowhere_is_added_up_and_what_helps_is_named() -> None:
     able = [machine("a", "rtx4090", BIG, taken_bytes=3 * GB), *machines("m4", BIG)[:0]]
     demand = Demand(config=BIG, context_tokens=32768, must_keep_tokens=32768)
     with pytest.raises(NoFeasiblePlacement) as error:
@@ -168,20 +168,20 @@ def test_what_fits_nowhere_is_added_up_and_what_helps_is_named():
     assert any(one.enough and "machine" in one.what for one in short.helps)
 
 
-def test_the_engine_is_beside_the_first_stage_unless_another_way_is_shorter():
+def test_the_engine_is_beside_the_first_stage_unless_another_way_is_shorter() -> None:
     able = machines("3x rtx4090", BIG)
-    found = plan(Demand(config=BIG), able, LAN, Wishes(layers="a:0-20,b:21-41,c:42-63"))
+    found = plan(Demand(config=BIG), able, LAN, Constraints(layers="a:0-20,b:21-41,c:42-63"))
     assert found.engine == "a"
     slow = parse_link("1gbit,20ms")
     links = LAN.with_shape(NodeId("c"), NodeId("a"), slow)
-    found = plan(Demand(config=BIG), able, links, Wishes(layers="a:0-20,b:21-41,c:42-63"))
+    found = plan(Demand(config=BIG), able, links, Constraints(layers="a:0-20,b:21-41,c:42-63"))
     assert found.engine == "b"
 
 
-def test_figures_of_a_placement_add_up():
+def test_figures_of_a_placement_add_up() -> None:
     able = machines("2x rtx4090, m4max", BIG)
     found = describe(Demand(config=BIG), place_by_plan_of(able, "a:0-20,b:21-41,c:42-63"), able, LAN)
-    one = found.one
+    one = found.single
     hops = sum(hop.upload_s + hop.latency_s for hop in one.hops)
     assert one.turn_s == pytest.approx(sum(one.step_s) + hops + one.closing_s)
     assert one.tokens_per_s == pytest.approx(1 / one.turn_s)

@@ -22,13 +22,13 @@ from edgepipe.simulation.schedules import SCHEDULES, DecodeRing, cyclic_decode, 
         ("dualpipe", 8, 32, 1, 10.9),
     ],
 )
-def test_published_bubbles(schedule: str, stages: int, micro_batches: int, slices: int, percent: float):
+def test_published_bubbles(schedule: str, stages: int, micro_batches: int, slices: int, percent: float) -> None:
     found = published(schedule, stages=stages, micro_batches=micro_batches, slices=slices)
     assert 100 * found.bubble == pytest.approx(percent, abs=0.051)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 2), (4, 8), (8, 4), (5, 13)])
-def test_a_run_shows_the_published_bubble_where_it_is_one_of_the_whole(stages: int, micro_batches: int):
+def test_a_run_shows_the_published_bubble_where_it_is_one_of_the_whole(stages: int, micro_batches: int) -> None:
     for schedule in ("naive", "gpipe", "1f1b"):
         expected = published(schedule, stages=stages, micro_batches=micro_batches)
         found = run_schedule(schedule, stages=stages, micro_batches=micro_batches)
@@ -37,19 +37,19 @@ def test_a_run_shows_the_published_bubble_where_it_is_one_of_the_whole(stages: i
 
 
 @pytest.mark.parametrize("slices", [2, 4])
-def test_interleaving_idles_for_less_of_the_whole_than_published(slices: int):
+def test_interleaving_idles_for_less_of_the_whole_than_published(slices: int) -> None:
     bubble = published("interleaved", stages=4, micro_batches=8, slices=slices).bubble
     found = run_schedule("interleaved", stages=4, micro_batches=8, slices=slices)
     assert found.idle == pytest.approx(bubble / (1 + bubble))
 
 
-def test_interleaving_needs_whole_groups():
+def test_interleaving_needs_whole_groups() -> None:
     with pytest.raises(ConfigInvalid):
         run_schedule("interleaved", stages=4, micro_batches=6, slices=2)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_run_is_a_schedule(schedule: str):
+def test_a_run_is_a_schedule(schedule: str) -> None:
     """Every pass once, none at the same time on a device, each after what it needs."""
     found = run_schedule(schedule, stages=4, micro_batches=8, slices=2)
     ends = {span.op: span.end for spans in found.devices for span in spans}
@@ -66,12 +66,12 @@ def test_a_run_is_a_schedule(schedule: str):
             assert ends.get(needs, 0.0) <= start + 1e-9
 
 
-def test_dualpipe_idles_less_than_1f1b():
+def test_dualpipe_idles_less_than_1f1b() -> None:
     both = (run_schedule(name, stages=8, micro_batches=32).idle for name in ("dualpipe", "1f1b"))
     assert next(both) < next(both)
 
 
-def test_decoding_has_no_bubble_once_the_ring_is_full_and_pays_for_more():
+def test_decoding_has_no_bubble_once_the_ring_is_full_and_pays_for_more() -> None:
     ring = DecodeRing(stages=4, weights=0.8, hop=0.1)
     free = [cyclic_decode(ring, micro_batches=count, kv_bound=False) for count in range(1, 13)]
     assert free[0].idle == pytest.approx(1 - 1 / 4.4)
@@ -82,6 +82,6 @@ def test_decoding_has_no_bubble_once_the_ring_is_full_and_pays_for_more():
     assert bound[4].rate > bound[0].rate
 
 
-def test_unknown_schedules_are_named():
+def test_unknown_schedules_are_named() -> None:
     with pytest.raises(ConfigInvalid, match="zigzag"):
         published("zigzag", stages=2, micro_batches=2)

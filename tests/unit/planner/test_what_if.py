@@ -13,7 +13,7 @@ from edgepipe.ids import NodeId
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.demand import Demand, Objective
-from edgepipe.planner.plan import Wishes, plan
+from edgepipe.planner.plan import Constraints, plan
 from edgepipe.planner.preview import plan_as_dict, plan_text, preview, preview_as_dict, shortage_as_dict, which_fit
 from edgepipe.planner.shortage import shortage_of
 from edgepipe.planner.what_if import alternatives, changed, helps
@@ -31,13 +31,13 @@ def names(found: Cluster) -> list[str]:
     return [one.name for one in found.machines]
 
 
-def test_machines_come_and_go():
+def test_machines_come_and_go() -> None:
     found = changed(cluster("2x rtx4090"), "add m4max, remove a, add rtx4090")
     assert names(found) == ["b", "new m4max", "new rtx4090"]
     assert len({one.node_id for one in found.machines}) == 3
 
 
-def test_links_change_everywhere_or_at_one_node():
+def test_links_change_everywhere_or_at_one_node() -> None:
     before = cluster("3x rtx4090")
     everywhere = changed(before, "link 2.5gbit,0.1ms").links
     assert everywhere.between(NodeId("a"), NodeId("c")).shape == parse_link("2.5gbit,0.1ms")
@@ -46,7 +46,7 @@ def test_links_change_everywhere_or_at_one_node():
     assert one.between(NodeId("a"), NodeId("c")).shape == parse_link("1gbit,0.3ms")
 
 
-def test_memory_is_what_the_machine_then_has():
+def test_memory_is_what_the_machine_then_has() -> None:
     assert changed(cluster("rtx4090"), "memory a 96GB").machines[0].room.free_bytes == 96 * GB
 
 
@@ -61,44 +61,44 @@ def test_memory_is_what_the_machine_then_has():
         ("memory z 8GB", PlanInvalid),
     ],
 )
-def test_a_change_that_cannot_be_is_refused(text: str, error: type[Exception]):
+def test_a_change_that_cannot_be_is_refused(text: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         changed(cluster("2x rtx4090"), text)
 
 
-def test_a_slow_network_is_helped_by_cables_first():
+def test_a_slow_network_is_helped_by_cables_first() -> None:
     slow = cluster("4x rtx4090", link="50mbit,10ms")
     demand = Demand(config=BIG, objective=Objective.THROUGHPUT)
     base = plan(demand, slow.machines, slow.links)
-    found = helps(demand, slow, base, Wishes())
+    found = helps(demand, slow, base, Constraints())
     assert found[0].what.startswith("cables of")
     assert found[0].gain_over(base) > 0.5
     gains = [one.gain_over(base) for one in found]
     assert gains == sorted(gains, reverse=True)
 
 
-def test_a_plan_by_hand_is_compared_with_what_would_be_done_and_helped_by_nothing():
+def test_a_plan_by_hand_is_compared_with_what_would_be_done_and_helped_by_nothing() -> None:
     there = cluster("4x rtx4090")
-    wishes = Wishes(layers="a:0-11,b:12-23,c:24-43,d:44-63")
+    constraints = Constraints(layers="a:0-11,b:12-23,c:24-43,d:44-63")
     demand = Demand(config=BIG)
-    base = plan(demand, there.machines, there.links, wishes)
-    free = next(alternatives(demand, there, base, wishes))
+    base = plan(demand, there.machines, there.links, constraints)
+    free = next(alternatives(demand, there, base, constraints))
     assert free.what == "without constraints"
     assert free.gain_over(base) >= 0
-    assert preview(demand, there, wishes).helps == ()
+    assert preview(demand, there, constraints).helps == ()
 
 
-def test_a_single_machine_that_cannot_hold_the_model_is_said_to():
+def test_a_single_machine_that_cannot_hold_the_model_is_said_to() -> None:
     there = cluster("4x rtx4090")
     base = plan(Demand(config=BIG), there.machines, there.links)
-    single = next(one for one in alternatives(Demand(config=BIG), there, base, Wishes()) if "single" in one.what)
+    single = next(one for one in alternatives(Demand(config=BIG), there, base, Constraints()) if "single" in one.what)
     assert single.plan is None
     assert "needs" in single.why_not
 
 
-def test_a_preview_is_plain_json_that_says_what_the_plan_says():
+def test_a_preview_is_plain_json_that_says_what_the_plan_says() -> None:
     there = cluster("4x rtx4090")
-    shown = preview(Demand(config=BIG), there, Wishes())
+    shown = preview(Demand(config=BIG), there, Constraints())
     told = json.loads(json.dumps(preview_as_dict(shown)))
     assert told["model"] == "qwen2.5-32b"
     assert told["plan"] == plan_text(shown.plan)
@@ -108,11 +108,11 @@ def test_a_preview_is_plain_json_that_says_what_the_plan_says():
     assert told["what_if"] is None
     assert told["one_chat_tokens_per_s"] == pytest.approx(1 / told["token_s"], rel=0.01)
     assert all(0 <= one["busy"] <= 1 for one in plan_as_dict(shown.plan)["stages"])
-    again = plan(Demand(config=BIG), there.machines, there.links, Wishes(layers=told["plan"]))
+    again = plan(Demand(config=BIG), there.machines, there.links, Constraints(layers=told["plan"]))
     assert again.placed == shown.plan.placed
 
 
-def test_a_shortage_as_plain_values_adds_up():
+def test_a_shortage_as_plain_values_adds_up() -> None:
     there = cluster("2x rtx4090")
     told = shortage_as_dict(shortage_of(Demand(config=BIG), there.machines))
     assert told["missing_bytes"] == told["needed_bytes"] - told["free_bytes"] > 0
@@ -120,7 +120,7 @@ def test_a_shortage_as_plain_values_adds_up():
     assert any(one["enough"] for one in told["helps"])
 
 
-def test_models_that_fit_come_first_the_largest_of_them():
+def test_models_that_fit_come_first_the_largest_of_them() -> None:
     sizes = ("llama-3.3-70b", "qwen2.5-7b", "qwen2.5-14b")
     clusters = [
         (name, known_cluster(["m4max"], named_shape(name), link=parse_link("ideal")).machines) for name in sizes
@@ -130,18 +130,18 @@ def test_models_that_fit_come_first_the_largest_of_them():
     assert found[-1].plan is None
 
 
-def test_only_memory_that_can_be_bought_is_advised():
+def test_only_memory_that_can_be_bought_is_advised() -> None:
     """A GPU's and a Mac's is what it is; a PC that computes on its CPU takes another module."""
     whole = cluster("rtx4090, m4max")
     as_cpu = [replace(one, device="EPYC", room=replace(one.room, shares_host_memory=True)) for one in whole.machines]
     for machines, advised in ((whole.machines, False), (tuple(as_cpu), True)):
         tight = replace(whole, machines=machines)
         base = plan(Demand(config=BIG), tight.machines, tight.links)
-        told = [one.what for one in helps(base.demand, tight, base, Wishes())]
+        told = [one.what for one in helps(base.demand, tight, base, Constraints())]
         assert any("8 GB more RAM in a" in what for what in told) is advised
         assert not any("8 GB more on" in what for what in told)
 
 
-def test_a_desktop_keeps_its_share_of_every_device():
+def test_a_desktop_keeps_its_share_of_every_device() -> None:
     free = {one.name: one.room.free_bytes / one.total_bytes for one in cluster("rtx4090, m4max").machines}
     assert free == {"a": pytest.approx(22.5 / 24), "b": pytest.approx(0.75)}

@@ -171,7 +171,7 @@ class Marked(Recorder):
         self.calls[-1] += f" at {self.mark.read()}"
 
 
-async def test_the_mark_is_at_the_step_that_is_computed_and_nowhere_between_steps():
+async def test_the_mark_is_at_the_step_that_is_computed_and_nowhere_between_steps() -> None:
     with tempfile.TemporaryFile() as file:
         mark, daemons_view = StepMark(file.fileno()), StepMark(file.fileno())
     thread = ComputeThread(clock=SystemClock(), mark=mark)

@@ -65,7 +65,7 @@ class TimedBackend:
         self.closed = True
 
 
-def test_base_layer_head_and_context_are_told_apart():
+def test_base_layer_head_and_context_are_told_apart() -> None:
     clock = FakeClock()
     backend = TimedBackend(clock)
     profile = probe_layer(backend, tiny_config(num_layers=4), clock, value_bytes=4)
@@ -83,7 +83,7 @@ def test_base_layer_head_and_context_are_told_apart():
     assert alone.layer_s == pytest.approx(2e-3 + 128e-4, rel=0.02)
 
 
-def test_a_real_backend_runs_made_up_layers():
+def test_a_real_backend_runs_made_up_layers() -> None:
     backend = TorchBackend(BackendOptions(device="cpu", threads=1))
     clock = SteppingClock()
     profile = probe_layer(backend, tiny_config(num_layers=2, qkv_bias=True, tied_embeddings=True), clock, value_bytes=4)

@@ -44,7 +44,7 @@ def changed(place: int, *events: Event) -> History:
     return history
 
 
-def test_a_pause_breaks_no_rule():
+def test_a_pause_breaks_no_rule() -> None:
     assert rules(right()) == []
     stall_s = right().stall_s("s1", since_s=0.2)
     assert stall_s is not None
@@ -53,7 +53,7 @@ def test_a_pause_breaks_no_rule():
 
 
 @pytest.mark.parametrize("place", random.Random(3).sample(range(1, 39), 6))
-def test_every_kind_of_damage_is_named(place: int):
+def test_every_kind_of_damage_is_named(place: int) -> None:
     at_s = 3.0
     assert rules(changed(place, given(at_s, IDS[place]), given(at_s, IDS[place])))[:2] == ["I7", "I1"]
     assert rules(changed(place))[:2] == ["I7", "I3" if place == 38 else "I2"]
@@ -61,7 +61,7 @@ def test_every_kind_of_damage_is_named(place: int):
     assert rules(changed(place, given(at_s, IDS[place], text="?"))) == ["I7"]
 
 
-def test_endings_are_counted():
+def test_endings_are_counted() -> None:
     assert rules(changed(39, given(2.4, IDS[39]), given(2.4, reason="stop"))) == ["I8", "I7"]
     twice = right()
     twice.add(Ended(at_s=2.6, stream="s1", how="error", what="stage_lost"))
@@ -78,7 +78,7 @@ def test_endings_are_counted():
     assert rules(right(), most_pause_s=1.0) == ["I10"]
 
 
-def test_an_error_is_an_ending_where_it_is_allowed_and_what_was_sent_must_still_be_right():
+def test_an_error_is_an_ending_where_it_is_allowed_and_what_was_sent_must_still_be_right() -> None:
     def failed(*, token: int) -> History:
         history = History()
         history.add(Asked(at_s=0.0, stream="s1", body={}))
@@ -91,13 +91,13 @@ def test_an_error_is_an_ending_where_it_is_allowed_and_what_was_sent_must_still_
     assert rules(failed(token=5), allowed_errors=["no_feasible_placement"]) == ["I3"]
 
 
-def test_usage_is_held_against_the_tokens():
+def test_usage_is_held_against_the_tokens() -> None:
     history = right()
     history.events[-2] = Counted(at_s=2.5, stream="s1", prompt_tokens=4, completion_tokens=41)
     assert rules(history) == ["I7", "I7"]
 
 
-def test_a_story_has_the_seed_the_fault_and_little_else():
+def test_a_story_has_the_seed_the_fault_and_little_else() -> None:
     history = changed(25, given(2.25, 10_001))
     (violation,) = check(history, expected=EXPECTED, most_pause_s=5.0)
     story = violation.story(history)

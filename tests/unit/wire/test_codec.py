@@ -63,7 +63,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 @pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)
 @given(data=st.data())
 @settings(max_examples=20)
-def test_every_value_arrives_as_it_was_sent(kind: type[Any], data: st.DataObject):
+def test_every_value_arrives_as_it_was_sent(kind: type[Any], data: st.DataObject) -> None:
     value = data.draw(values(kind))
     message_class = message_of(kind)
     sent = message_class.FromString(to_wire(value, message_class).SerializeToString())
@@ -71,7 +71,7 @@ def test_every_value_arrives_as_it_was_sent(kind: type[Any], data: st.DataObject
 
 
 @pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)
-def test_no_field_of_a_message_is_forgotten(kind: type[Any]):
+def test_no_field_of_a_message_is_forgotten(kind: type[Any]) -> None:
     """Only the hello of a request is for the service that takes it, not for what it calls."""
     descriptor = message_of(kind).DESCRIPTOR
     own = {field.name for field in dataclasses.fields(kind)}
@@ -81,18 +81,18 @@ def test_no_field_of_a_message_is_forgotten(kind: type[Any]):
     assert {field.name for field in descriptor.fields} - own <= {"hello"}
 
 
-def test_what_was_left_out_becomes_the_default_where_empty_means_so():
+def test_what_was_left_out_becomes_the_default_where_empty_means_so() -> None:
     spec = from_wire(node_pb2.ServeSpec(model="m"), engines.ServeSpec)
     assert (spec.dtype, spec.activation_type, spec.block_size) == ("auto", ActivationType.BF16, 16)
 
 
-def test_an_unknown_enumerator_and_an_unknown_kind_are_refused():
+def test_an_unknown_enumerator_and_an_unknown_kind_are_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="activation type"):
         from_wire(node_pb2.LoadShard(), children.LoadShard)
     with pytest.raises(RemoteProtocolError, match="unknown kind"):
         from_wire(node_pb2.ChildReport(), children.ChildReport)
 
 
-def test_a_value_and_a_message_that_do_not_fit_are_a_mistake_of_ours():
+def test_a_value_and_a_message_that_do_not_fit_are_a_mistake_of_ours() -> None:
     with pytest.raises(TypeError, match="has no field"):
         to_wire(children.LoadWanted(model="m"), node_pb2.StopChild)

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_libraries_asked_for_are_as_new_as_the_generated_code_wants():
+def test_the_libraries_asked_for_are_as_new_as_the_generated_code_wants() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = dict(re.findall(r"^(grpcio|protobuf)>=([\d.]+)$", "\n".join(project["dependencies"]), re.MULTILINE))
     wire = ROOT / "edgepipe" / "wire" / "v1"

@@ -1,0 +1,87 @@
+"""Many tokens through real stages: prompts that begin alike, cancellations, preemptions, every token checked."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+from edgepipe.engine import EngineLimits
+from edgepipe.scheduler import SchedulerStats
+from tests.support.engine_lab import EngineLab, FakeGateway, engine_lab, oracle_tokens, submission
+
+CLIENTS_PER_GATEWAY = 8  # a gateway wakes all of its clients for every message
+BLOCK_SIZE = 16  # tokens
+
+
+@dataclass
+class Load:
+    """Users who ask again as soon as they have their answer, until the stages have computed enough tokens."""
+
+    lab: EngineLab
+    rng: random.Random
+    wanted_tokens: int
+    longest: int  # answer, in tokens
+    cached_tokens: int = 0
+    num_requests: int = 0
+    num_cancelled: int = 0
+    openings: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.openings = [[self.rng.randrange(250) for _ in range(160)] for _ in range(12)]
+
+    def stats(self) -> SchedulerStats:
+        run = self.lab.engine._run  # pyright: ignore[reportPrivateUsage]
+        assert run is not None
+        return run.pump.stats()
+
+    async def user(self, gateway: FakeGateway) -> None:
+        while self.stats().computed_tokens < self.wanted_tokens:
+            self.num_requests += 1
+            await self._ask(gateway, f"r{self.num_requests}")
+
+    async def _ask(self, gateway: FakeGateway, name: str) -> None:
+        rng = self.rng
+        opening = rng.choice(self.openings)
+        prompt = opening[: rng.randint(0, len(opening))] + [rng.randrange(250) for _ in range(rng.randint(1, 40))]
+        max_tokens, choices = rng.randint(1, self.longest), rng.choice([1, 1, 1, 3])
+        gateway.send(submission(name, prompt, max_tokens, num_choices=choices, priority=int(rng.random() < 0.1)))
+        if rng.random() < 0.2:
+            await gateway.has(name, rng.randint(0, max_tokens))
+            gateway.cancel(name, at_position=rng.randint(0, max_tokens))
+        right = oracle_tokens(prompt, max_tokens)
+        for choice in range(choices):
+            answer = await gateway.ended(name, choice=choice)
+            assert answer.ended is not None
+            assert answer.error is None
+            assert answer.ids == right[: len(answer.ids)]
+            assert answer.ended.reason == ("length" if len(answer.ids) == max_tokens else "cancelled")
+            assert answer.ended.cached_prompt_tokens < len(prompt)
+            self.num_cancelled += len(answer.ids) < max_tokens
+            self.cached_tokens += answer.ended.cached_prompt_tokens
+        gateway.forget(name)
+
+
+async def run_load(
+    *, seed: int, tokens: int, contiguous_kv: bool, num_gateways: int, max_blocks: int, longest: int = 160
+) -> SchedulerStats:
+    """Eight users at each gateway and a KV pool that is too small for them."""
+    rng = random.Random(seed)
+    async with engine_lab(
+        num_stages=3,
+        micro_batches=4,
+        max_blocks=max_blocks,
+        contiguous_kv=contiguous_kv,
+        limits=EngineLimits(max_prefill_tokens=256),
+        block_size=BLOCK_SIZE,
+    ) as lab:
+        load = Load(lab, rng, tokens, longest)
+        async with asyncio.TaskGroup() as users:
+            for index in range(num_gateways):
+                gateway = await lab.gateway(node_id=f"gateway{index}")
+                gateway.patience_s = 600.0  # an answer among 64 takes 12 s on a quiet machine
+                for _ in range(CLIENTS_PER_GATEWAY):
+                    users.create_task(load.user(gateway))
+        assert load.num_cancelled
+        assert load.cached_tokens
+        return load.stats()
