@@ -74,7 +74,9 @@ class TorchBackend:
         set_threads(options.threads)
         self._paging = paging or find_paging(self._device, self._dtype)
         self._transfer: Transfer = self._paging.transfer if self._paging else make_transfer(self._device)
-        self.block_sizes = (self._paging.page_tokens,) if self._paging else (DEFAULT_BLOCK_SIZE, PAGE_TOKENS)
+        self.block_sizes: tuple[int, ...] = (
+            (self._paging.page_tokens,) if self._paging else (DEFAULT_BLOCK_SIZE, PAGE_TOKENS)
+        )
         self.max_submitted = self._transfer.max_submitted
         self.picks_candidates = _picks_candidates(options, self._device)
         self._forget()
