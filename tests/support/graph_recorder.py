@@ -65,7 +65,7 @@ class CpuGraph:
     def spoil(self) -> None:
         """Overwrite the graph's own memory with NaN."""
         for storage in self._own.values():
-            storage.fill_(_ALL_ONES)
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_ALL_ONES)
 
 
 @dataclass(frozen=True, slots=True)

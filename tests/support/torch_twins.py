@@ -148,7 +148,6 @@ class Crowd:
         self._uses: Counter[int] = Counter()  # of each block, by sequences
         self._tables: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
-        self._copies: list[tuple[int, int]] = []  # for the next step
         self._next = 1
 
     def arrive(self, prompts: Sequence[int]) -> None:
@@ -172,19 +171,21 @@ class Crowd:
         self._advance({sequence: tokens if index == 0 else 1 for index, sequence in enumerate(chosen)})
 
     def fork(self) -> None:
-        """Start a sequence that shares another's full blocks and has a copy of its last one."""
+        """Start a sequence that shares another's full blocks and has a copy of its last one, and compute a token."""
         size = self._twins.page_tokens
-        if not self._tables or not self._free:
+        if not self._tables or len(self._free) < 2:
             return
         parent = self._random.choice(sorted(self._tables))
         length, table = self._lengths[parent], self._tables[parent]
         shared = table[: length // size]
         self._uses.update(shared)
         self._tables[self._next], self._lengths[self._next] = list(shared), length
+        copies: list[tuple[int, int]] = []
         if length % size:
             own = self._take()
             self._tables[self._next].append(own)
-            self._copies.append((table[length // size], own))
+            copies.append((table[length // size], own))
+        self._advance({self._next: 1}, copies)
         self._next += 1
 
     def leave(self, count: int) -> None:
@@ -194,11 +195,10 @@ class Crowd:
             del self._lengths[sequence]
             self._uses.subtract(table)
             unused = [block for block in table if not self._uses[block]]
-            self._copies = [(source, target) for source, target in self._copies if target not in unused]
             self._twins.spoil(unused)
             self._free += unused
 
-    def _advance(self, counts: dict[int, int]) -> None:
+    def _advance(self, counts: dict[int, int], copies: Sequence[tuple[int, int]] = ()) -> None:
         """Compute so many tokens of each of these sequences, except of those for which no blocks are left."""
         rows: list[StepRow] = []
         for sequence, tokens in counts.items():
@@ -211,7 +211,6 @@ class Crowd:
             runs = [(block, 1) for block in self._tables[sequence]]
             rows.append(step_row(position, tokens, *runs, sequence=sequence))
         if rows:
-            copies, self._copies = self._copies, []
             ids = [self._random.randrange(self._twins.config.vocab_size) for row in rows for _ in range(row.num_tokens)]
             self._twins.step(rows, ids, copies=copies)
 
