@@ -77,6 +77,7 @@ class Large:
 
         def run() -> float:
             tokens = np.zeros(count, np.int32)
+            start = 0.0
             for index in range(_WARM_UP + _STEPS):
                 if index == _WARM_UP:
                     start = time.perf_counter()
@@ -91,6 +92,7 @@ class Large:
 
         def run() -> float:
             tokens, waiting = np.zeros(count, np.int32), []
+            start = 0.0
             for index in range(_WARM_UP + _STEPS):
                 if index == _WARM_UP:
                     start = time.perf_counter()

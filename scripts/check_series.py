@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 
 class Figure(Protocol):
@@ -20,25 +20,28 @@ class Figure(Protocol):
     def _asdict(self) -> dict[str, Any]: ...
 
 
+FigureT = TypeVar("FigureT", bound=Figure)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Check(Generic[FigureT]):
     """One entry of a series."""
 
     name: str
     limit_s: float  # the check starts only if so much time is left
-    run: Callable[[float], Iterable[Figure]]  # takes its limit in seconds; any exception is a failure
+    run: Callable[[float], Iterable[FigureT]]  # takes its limit in seconds; any exception is a failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
+class Series(Generic[FigureT]):
     """Checks by worth, the most valuable first."""
 
-    checks: Sequence[Check]
+    checks: Sequence[Check[FigureT]]
     facts: dict[str, Any]  # what all results depend on, such as device and commit
     path: Path  # of the JSON file
     budget_s: float
     now_s: Callable[[], float]
-    show: Callable[[Figure], None]
+    show: Callable[[FigureT], None]
     say: Callable[[str], None]
 
     def run(self, *, start: str | None = None) -> bool:
@@ -62,10 +65,10 @@ class Series:
             self._write(results)
         return [result["name"] for result in results if result["state"] == "passed"] == names
 
-    def _run(self, check: Check) -> dict[str, Any]:
+    def _run(self, check: Check[FigureT]) -> dict[str, Any]:
         self.say(f"{check.name}:")
         started_s = self.now_s()
-        rows: list[Figure] = []
+        rows: list[FigureT] = []
         error = ""
         try:
             for row in check.run(check.limit_s):
