@@ -78,7 +78,7 @@ class TestProperties:
         play(Twins(cuts=[1], kind=kind), events, seed)
 
     @pytest.mark.long
-    @settings(max_examples=1000)
+    @settings(max_examples=300)
     @given(
         events=st.lists(events, min_size=1, max_size=5).map(lambda lists: [event for part in lists for event in part]),
         seed=st.integers(0, 2**32 - 1),
