@@ -1,52 +1,247 @@
-"""The torch backend's figures on an NVIDIA GPU; ``scripts/gpu_check`` runs it after the GPU tests."""
+"""Tests and figures of the torch backend on an NVIDIA GPU, by worth; ``scripts/gpu_check`` runs it.
+
+``--from NAME`` goes on with a check, and keeps the results before it. ``--json PATH`` names the file of results.
+"""
 
 from __future__ import annotations
 
+import argparse
+import re
+import statistics
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from bench_backend import NEW_TOKENS, Ours, backend_rows
+from bench_backend import backend_rows
 from bench_foundation import stored_demo
+from check_series import Check, Series
 from edgepipe_torch import TorchBackend
-from figures import Row, print_rows
+from figures import ROOT, Row, at_least, at_most, machine, print_rows
 
-from edgepipe.backend.types import BackendOptions
-from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.backend.types import BackendOptions, BlockRun, LogitEdits, Step, StepOutput, StepRow
+from edgepipe.ids import SequenceId, StepId
+from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.model.shapes import named_shape
 from edgepipe.stage.probe import MadeUpWeights
 
 LARGE = "llama-3.1-8b"
+BUDGET_S = 450.0
+_PAGE = 256  # tokens
+_LONGEST = 32_768
+_BLOCKS = _LONGEST // _PAGE + 1
+_PROMPT_CHUNK = 2048
+_STEPS, _WARM_UP = 24, 4  # a size's second step records its graph
 _ROUNDS = 3
-_KV_BYTES = 2 << 30  # more than sixteen sequences take
+_EDITS = 64  # changed tokens of a row
 
 
-def large_rows(config: ModelConfig, *, device: str) -> list[Row]:
-    """Decoding a model of a usual size, made-up weights, against reading all of it at the rate that was measured."""
-    (whole,) = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
-    weight_bytes = 2 * (config.slice_parameters(whole) - config.vocab_size * config.hidden_size)  # but the embedding
-    profile = TorchBackend(BackendOptions(device=device)).profile()
-    if profile.memory_free_bytes < 2 * config.slice_parameters(whole) + _KV_BYTES:
-        return [Row(f"{LARGE}: too large for this device", profile.memory_free_bytes / 1e9, "GB free")]
-    ours = Ours(MadeUpWeights(config), device=device, threads=1)
-    rows: list[Row] = []
-    for count in (1, 16):
-        run = ours.decode(count)
-        per_s = count * NEW_TOKENS / min(run() for _ in range(_ROUNDS))
-        allowed = count * profile.bandwidth_bytes_per_s / weight_bytes
-        rows.append(
-            Row(f"decode, {count} of {LARGE}'s shape", per_s, "tok/s", allowed, "its memory rate", per_s / allowed)
+class Large:
+    """A whole model of a usual size with made-up weights. All its KV blocks hold computed values."""
+
+    def __init__(self) -> None:
+        """Raises RuntimeError if the device is too small."""
+        self.config = named_shape(LARGE)
+        (whole,) = make_slices([LayerRange(0, self.config.num_layers)], self.config.num_layers)
+        self._backend = TorchBackend(BackendOptions(device="cuda", threads=1))
+        profile = self._backend.profile()
+        self.bandwidth = profile.bandwidth_bytes_per_s
+        self.flops = profile.flops
+        parameters = self.config.slice_parameters(whole)
+        self.kv_token_bytes = self.config.kv_bytes_per_token(num_layers=self.config.num_layers, bytes_per_value=2)
+        if profile.memory_free_bytes < 2 * parameters + self.kv_token_bytes * _BLOCKS * _PAGE + (1 << 30):
+            raise RuntimeError(f"{LARGE} does not fit: {profile.memory_free_bytes / 1e9:.1f} GB are free")
+        self.read_parameters = parameters - self.config.vocab_size * self.config.hidden_size  # but the embedding
+        self._backend.load([whole], MadeUpWeights(self.config), lambda _progress: None)
+        self._backend.allocate_kv(num_blocks=_BLOCKS, block_size=_PAGE)
+        prompt = np.random.default_rng(1).integers(0, self.config.vocab_size, _LONGEST).astype(np.int32)
+        for at in range(0, _LONGEST, _PROMPT_CHUNK):
+            part = prompt[at : at + _PROMPT_CHUNK]
+            self._backend.collect(self._backend.submit(self._prepare(1, at, len(part)), part))
+
+    def memory_s(self, count: int, context: int) -> float:
+        """Seconds to read all weights and the KV of ``count`` sequences once."""
+        return (2 * self.read_parameters + count * context * self.kv_token_bytes) / self.bandwidth
+
+    def roofline_s(self, count: int, context: int) -> float:
+        """Seconds of the slower of reading and multiplying."""
+        return max(self.memory_s(count, context), 2 * self.read_parameters * count / self.flops)
+
+    def step_s(self, count: int, context: int, edits: LogitEdits | None = None) -> float:
+        """Seconds from a step's input to the next: each needs the tokens of the one before."""
+
+        def run() -> float:
+            tokens = np.zeros(count, np.int32)
+            start = 0.0
+            for index in range(_WARM_UP + _STEPS):
+                if index == _WARM_UP:
+                    start = time.perf_counter()
+                prepared = self._prepare(count, context + index, 1)
+                tokens = _best(self._backend.collect(self._backend.submit(prepared, tokens, edits)))
+            return (time.perf_counter() - start) / _STEPS
+
+        return statistics.median(run() for _ in range(_ROUNDS))
+
+    def in_flight_s(self, count: int, context: int, *, depth: int) -> float:
+        """Seconds a step with ``depth`` of them submitted, each prepared before the one ahead of it is collected."""
+
+        def run() -> float:
+            tokens, waiting = np.zeros(count, np.int32), []
+            start = 0.0
+            for index in range(_WARM_UP + _STEPS):
+                if index == _WARM_UP:
+                    start = time.perf_counter()
+                prepared = self._prepare(count, context + index, 1)
+                if len(waiting) == depth:
+                    _best(self._backend.collect(waiting.pop(0)))
+                waiting.append(self._backend.submit(prepared, tokens))
+            taken_s = time.perf_counter() - start
+            for ticket in waiting:
+                self._backend.collect(ticket)
+            return taken_s / _STEPS
+
+        return statistics.median(run() for _ in range(_ROUNDS))
+
+    def edits(self, count: int) -> LogitEdits:
+        """Penalties for some tokens of each row, and a mask that allows all."""
+        vocabulary = self.config.vocab_size
+        return LogitEdits(
+            rows=np.repeat(np.arange(count, dtype=np.int32), _EDITS),
+            ids=np.tile(np.arange(_EDITS, dtype=np.int32) * (vocabulary // _EDITS), count),
+            repetition=np.full(count * _EDITS, 1.1, np.float32),
+            add=np.full(count * _EDITS, -0.5, np.float32),
+            masks=np.full((count, -(-vocabulary // 32)), -1, np.int32),
+            temperatures=np.full(count, 0.8, np.float32),
+            num_top=0,
         )
-    return rows
+
+    def _prepare(self, count: int, position: int, num_tokens: int) -> Any:
+        each = -(-(position + num_tokens) // _PAGE)
+        assert count * each <= _BLOCKS
+        rows = tuple(
+            StepRow(
+                sequence=SequenceId(index),
+                position=position,
+                num_tokens=num_tokens,
+                runs=(BlockRun(index * each, each),),
+            )
+            for index in range(count)
+        )
+        last = np.arange(1, count + 1, dtype=np.int32) * num_tokens - 1
+        return self._backend.prepare(Step(step=StepId(1), slice_index=0, rows=rows, logit_rows=last))
+
+
+@cache
+def large() -> Large:
+    """Load the model on first use."""
+    return Large()
+
+
+def _best(output: StepOutput) -> np.ndarray:
+    """Most likely tokens [R] int32."""
+    if output.candidates is not None:
+        return output.candidates.ids[:, 0]
+    assert output.logits is not None
+    return output.logits.argmax(-1).astype(np.int32)
+
+
+def decode_rows(*contexts: int) -> Iterator[Row]:
+    """One sequence against the time that reading takes."""
+    for context in contexts:
+        allowed_s = large().memory_s(1, context)
+        name = f"decode, 1 of {LARGE}'s shape, context {context}"
+        yield at_most(name, 1e3 * large().step_s(1, context), "ms", 1e3 * allowed_s, "memory time", 1.20)
+
+
+def batch_rows() -> Iterator[Row]:
+    """64 sequences against the roofline."""
+    rate, allowed = 64 / large().step_s(64, 200), 64 / large().roofline_s(64, 200)
+    yield at_least(f"decode, 64 of {LARGE}'s shape, context 200", rate, "tok/s", allowed, "roofline", 0.8)
+
+
+def sampling_rows() -> Iterator[Row]:
+    """Steps with edits, whose 256 candidates come to the host, beside steps whose logits all come."""
+    for count in (1, 64):
+        greedy_ms, edited_ms = (1e3 * large().step_s(count, 200, edits) for edits in (None, large().edits(count)))
+        ratio = edited_ms / greedy_ms
+        yield Row(f"step with edits and 256 candidates, {count} rows", edited_ms, "ms", greedy_ms, "greedy", ratio)
+
+
+def gap_rows() -> Iterator[Row]:
+    """Time between steps in which the GPU waits for the host: what a second submitted step saves."""
+    for count in (1, 64):
+        alone_ms, paired_ms = (1e3 * large().in_flight_s(count, 200, depth=depth) for depth in (1, 2))
+        gap_ms = alone_ms - paired_ms
+        yield Row(f"host gap between steps, {count} rows", gap_ms, "ms", paired_ms, "step without", gap_ms / paired_ms)
+
+
+def gpu_test_rows(folder: str, limit_s: float) -> Iterator[Row]:
+    """GPU tests of a folder. Raises RuntimeError if one fails or none ran."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    if done.returncode or passed is None:
+        raise RuntimeError("\n".join(done.stdout.splitlines()[-15:]) or done.stderr[-1000:])
+    yield Row(f"GPU tests in {folder}", int(passed[1]), "passed")
+
+
+def demo_rows() -> Iterable[Row]:
+    """The demo model against ``transformers``."""
+    return backend_rows(stored_demo().open_weights(), device="cuda")
+
+
+def _figures(rows: Callable[[], Iterable[Row]]) -> Callable[[float], Iterable[Row]]:
+    return lambda _limit_s: rows()
+
+
+CHECKS = (
+    Check(name="cuda", limit_s=120, run=lambda limit_s: gpu_test_rows("tests/unit/torch", limit_s)),
+    Check(name="contract", limit_s=100, run=lambda limit_s: gpu_test_rows("tests/contract", limit_s)),
+    Check(name="decode", limit_s=90, run=_figures(lambda: decode_rows(200))),  # loads the large model
+    Check(name="batch", limit_s=20, run=_figures(batch_rows)),
+    Check(name="contexts", limit_s=20, run=_figures(lambda: decode_rows(8_000, 32_000))),
+    Check(name="sampling", limit_s=20, run=_figures(sampling_rows)),
+    Check(name="gap", limit_s=20, run=_figures(gap_rows)),
+    Check(name="demo", limit_s=60, run=_figures(demo_rows)),
+)
 
 
 def main() -> int:
-    """One table, or a plain word where there is no GPU."""
+    """Run the checks and print a table of all figures at the end."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--from", dest="start", choices=[check.name for check in CHECKS])
+    parser.add_argument("--json", type=Path, default=ROOT / "build" / "gpu_check.json")
+    given = parser.parse_args()
     if not torch.cuda.is_available():
         print("No NVIDIA GPU was found on this machine: nothing was measured.")
         return 0
-    rows = backend_rows(stored_demo().open_weights(), device="cuda")
-    print_rows(torch.cuda.get_device_name(0), rows + large_rows(named_shape(LARGE), device="cuda"))
-    return 0
+    device, rows = torch.cuda.get_device_name(0), list[Row]()
+
+    def show(row: Row) -> None:
+        rows.append(row)
+        mark = {True: "met", False: "MISSED", None: ""}[row.met]
+        ratio = f", {row.ratio:.2f}x of {row.baseline_name} ({row.target or 'no target'}) {mark}" if row.ratio else ""
+        print(f"  {row.name}: {row.value:.4g} {row.unit}{ratio}", flush=True)
+
+    facts = {"device": device, "torch": torch.__version__, "cuda": torch.version.cuda, "commit": machine()["commit"]}
+    series = Series(
+        checks=CHECKS,
+        facts=facts,
+        path=given.json,
+        budget_s=BUDGET_S,
+        now_s=time.monotonic,
+        show=show,
+        say=lambda line: print(line, flush=True),
+    )
+    passed = series.run(start=given.start)
+    print_rows(device, rows)
+    print(f"all results: {given.json}")
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

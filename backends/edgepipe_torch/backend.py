@@ -14,6 +14,7 @@ from torch import Tensor
 
 from edgepipe.backend.step_layout import StepLayout
 from edgepipe.backend.types import (
+    DEFAULT_BLOCK_SIZE,
     Activations,
     ActivationType,
     BackendOptions,
@@ -32,7 +33,6 @@ from edgepipe_torch.attention import CausalMasks, SequenceAttention, StepAttenti
 from edgepipe_torch.candidates import Picked, Scored, pick, score
 from edgepipe_torch.decoder import Decoder, SliceWeights, StepTensors
 from edgepipe_torch.device import (
-    block_sizes,
     check_device,
     choose_device,
     choose_dtype,
@@ -44,10 +44,11 @@ from edgepipe_torch.graphs import DecodeGraphs, can_replay
 from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.linear import Workspace
 from edgepipe_torch.loading import load_slices
-from edgepipe_torch.paged import PagedAttention, can_page
+from edgepipe_torch.paged import PagedAttention
+from edgepipe_torch.paging import PAGE_TOKENS, Paging, find_paging
 from edgepipe_torch.prepared import PreparedStep, prepare_step
 from edgepipe_torch.rope import Rotations
-from edgepipe_torch.transfer import CudaTransfer, Download, make_transfer
+from edgepipe_torch.transfer import Download, Transfer, make_transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,21 +63,27 @@ class StepTicket:
 class TorchBackend:
     """Runs slices of a Llama-like decoder on a CPU (float32) or a CUDA device (bf16)."""
 
-    def __init__(self, options: BackendOptions) -> None:
-        """Raises BackendUnavailable if the device is missing, ConfigInvalid for an unknown device or dtype."""
+    def __init__(self, options: BackendOptions, *, paging: Paging | None = None) -> None:
+        """``paging`` replaces what the device offers for attention over pages and for graphs.
+
+        Raises BackendUnavailable if the device is missing, ConfigInvalid for an unknown device or dtype.
+        """
         self._device = choose_device(options.device)
         self._dtype = choose_dtype(options.dtype, self._device)
         self._activation_type = options.activation_type
         set_threads(options.threads)
-        self._transfer = make_transfer(self._device)
-        self.block_sizes = block_sizes(self._device, self._dtype)
+        self._paging = paging or find_paging(self._device, self._dtype)
+        self._transfer: Transfer = self._paging.transfer if self._paging else make_transfer(self._device)
+        self.block_sizes: tuple[int, ...] = (
+            (self._paging.page_tokens,) if self._paging else (DEFAULT_BLOCK_SIZE, PAGE_TOKENS)
+        )
         self.max_submitted = self._transfer.max_submitted
         self.picks_candidates = _picks_candidates(options, self._device)
         self._forget()
 
     def profile(self) -> DeviceProfile:
         """Return memory as reported by the system or CUDA, and measured bandwidth and matrix rate."""
-        return measure(self._device, self._dtype)
+        return measure(self._device, self._dtype, block_sizes=self.block_sizes)
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """Read the slices' tensors, replacing the loaded ones.
@@ -106,12 +113,13 @@ class TorchBackend:
         """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
         config = self._loaded_config()
         self._pools, self._graphs = {}, {}
+        self._pages = self._paging if self._paging and block_size % self._paging.page_tokens == 0 else None
         parts = [decoder.part for decoder in self._decoders.values()]
         with self._memory_errors("the KV pool", num_blocks * self.kv_block_bytes(config, parts, block_size)):
             self._pools = {part.index: self._new_pool(config, part, num_blocks, block_size) for part in parts}
         self._num_blocks, self._block_size = num_blocks, block_size
-        if self._can_page() and isinstance(self._transfer, CudaTransfer):
-            self._graphs = {index: self._new_graphs(index, self._transfer) for index in self._decoders}
+        if self._pages is not None:
+            self._graphs = {index: self._new_graphs(index, self._pages) for index in self._decoders}
 
     def prepare(self, step: Step) -> PreparedStep:
         """Lay out the step. Raises StepFailed if its blocks do not cover its tokens."""
@@ -172,6 +180,7 @@ class TorchBackend:
         self._weights: dict[int, SliceWeights] = {}  # by slice index
         self._pools: dict[int, KVStorage] = {}  # by slice index
         self._graphs: dict[int, DecodeGraphs] = {}  # by slice index, if the device supports graphs
+        self._pages: Paging | None = None  # if the pool's blocks are whole pages
         self._num_blocks = 0
         self._block_size = 0
         self._workspace = Workspace(self._dtype, self._device)
@@ -196,22 +205,19 @@ class TorchBackend:
             head_dim=config.head_dim,
             dtype=self._dtype,
             device=self._device,
-            spare_blocks=1 if self._can_page(block_size) else 0,  # for graphs
+            spare_blocks=0 if self._pages is None else 1,  # for graphs
         )
 
-    def _new_graphs(self, index: int, transfer: CudaTransfer) -> DecodeGraphs:
+    def _new_graphs(self, index: int, paging: Paging) -> DecodeGraphs:
         assert self._config is not None
         decoder = Decoder(self._config, self._weights[index], Workspace(self._dtype, self._device))
         return DecodeGraphs(
             decoder,
             self._pools[index],
-            transfer,
+            paging,
             finish=decoder.logits if decoder.part.head else self._encode,
             travels=torch.bfloat16 if self._activation_type is ActivationType.BF16 else torch.float32,
         )
-
-    def _can_page(self, block_size: int | None = None) -> bool:
-        return can_page(self._device, self._dtype, block_size=block_size or self._block_size)
 
     def _check_inputs(self, part: Slice, num_tokens: int, inputs: npt.NDArray[Any]) -> None:
         config = self._loaded_config()
@@ -270,8 +276,8 @@ class TorchBackend:
         )
 
     def _attention(self, prepared: PreparedStep, pool: KVStorage) -> StepAttention:
-        if self._can_page():
-            return PagedAttention.of(prepared.layout, pool, self._transfer)
+        if self._pages is not None:
+            return PagedAttention.of(prepared.layout, pool, attend=self._pages.attend, transfer=self._transfer)
         return SequenceAttention(self._loaded_config(), prepared, pool, self._masks)
 
     @contextmanager

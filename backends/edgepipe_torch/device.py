@@ -10,9 +10,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile
+from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, StageError
-from edgepipe_torch.paged import PAGE_TOKENS, can_page
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MEASURE_S = 0.4  # per figure
@@ -66,11 +65,6 @@ def set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads or psutil.cpu_count(logical=False) or 1)
 
 
-def block_sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return efficient KV block sizes in tokens: whole pages if attention reads pages, else any."""
-    return (PAGE_TOKENS,) if can_page(device, dtype, block_size=PAGE_TOKENS) else (DEFAULT_BLOCK_SIZE, PAGE_TOKENS)
-
-
 def free_bytes(device: torch.device) -> int:
     """Return the available memory of the device."""
     if device.type == "cuda":
@@ -91,8 +85,8 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
         )
 
 
-def measure(device: torch.device, dtype: torch.dtype) -> DeviceProfile:
-    """Return the device's profile with measured bandwidth and matrix rate."""
+def measure(device: torch.device, dtype: torch.dtype, *, block_sizes: tuple[int, ...]) -> DeviceProfile:
+    """Return the device's profile with measured bandwidth and matrix rate. ``block_sizes``: tokens per KV block."""
     is_cuda = device.type == "cuda"
     total = torch.cuda.mem_get_info(device)[1] if is_cuda else psutil.virtual_memory().total
     return DeviceProfile(
@@ -104,7 +98,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> DeviceProfile:
         memory_free_bytes=min(free_bytes(device), total),
         bandwidth_bytes_per_s=_bandwidth(device, dtype),
         flops=_matrix_rate(device, dtype),
-        block_sizes=block_sizes(device, dtype),
+        block_sizes=block_sizes,
         contiguous_kv=not is_cuda,
     )
 

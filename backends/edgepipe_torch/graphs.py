@@ -22,8 +22,9 @@ from edgepipe.backend.step_layout import StepLayout
 from edgepipe_torch.decoder import Decoder, StepTensors
 from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.paged import PagedAttention, PagedSequences
+from edgepipe_torch.paging import Graph, GraphRecorder, Paging
 from edgepipe_torch.prepared import PreparedStep
-from edgepipe_torch.transfer import CudaTransfer
+from edgepipe_torch.transfer import GraphTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -47,19 +48,19 @@ class DecodeGraphs:
     """Graphs of one slice."""
 
     def __init__(
-        self, decoder: Decoder, pool: KVStorage, transfer: CudaTransfer, *, finish: Finish, travels: torch.dtype
+        self, decoder: Decoder, pool: KVStorage, paging: Paging, *, finish: Finish, travels: torch.dtype
     ) -> None:
         """``decoder`` needs its own workspace; ``travels``: type of arriving activations."""
         self._decoder = decoder
         self._pool = pool
-        self._transfer = transfer
+        self._paging = paging
+        self._recorder = paging.new_recorder()
         self._finish = finish
         self._travels = travels
-        self._known: dict[tuple[int, int], _Graph] = {}  # by rows and pages
-        self._memory: Any = None
+        self._known: dict[tuple[int, int], _StepGraph] = {}  # by rows and pages
 
     def run(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Tensor:
-        """What leaves the slice for the step's rows; the next step of its size overwrites it.
+        """What leaves the slice for the step's rows; the next step may overwrite it.
 
         inputs  [T] int32 token ids, or [T, H] activations in the link's type
         """
@@ -68,10 +69,10 @@ class DecodeGraphs:
         pages = next(size for size in _WIDTHS if size >= max(len(row.blocks) for row in layout.rows))
         graph = self._known.get((rows, pages))
         if graph is None:
-            fields = _Fields(self._decoder, self._pool, rows, pages, self._travels)
-            graph = self._known[rows, pages] = _Graph(fields, self._compute)
-        graph.fields.fill(prepared, inputs, self._transfer)
-        self._memory = graph.run(self._memory)
+            fields = _Fields(self._decoder, self._pool, self._paging, rows, pages, self._travels)
+            graph = self._known[rows, pages] = _StepGraph(fields, self._compute)
+        graph.fields.fill(prepared, inputs, self._paging.transfer)
+        graph.run(self._recorder)
         return graph.result[: len(layout.rows)]
 
     def _compute(self, fields: _Fields) -> Tensor:
@@ -82,7 +83,7 @@ class DecodeGraphs:
         return self._finish(self._decoder.run(fields.hidden, fields.step, self._pool))
 
 
-class _Graph:
+class _StepGraph:
     """Graph for one size of step."""
 
     def __init__(self, fields: _Fields, compute: Callable[[_Fields], Tensor]) -> None:
@@ -90,35 +91,31 @@ class _Graph:
         self.result = fields.hidden
         self._compute = compute
         self._runs = 0
-        self._recorded: Any = None
+        self._recorded: Graph | None = None
 
-    def run(self, memory: Any) -> Any:
-        """Compute ``result``. Takes and returns the graphs' shared memory pool."""
+    def run(self, recorder: GraphRecorder) -> None:
+        """Compute ``result``."""
         self._runs += 1
         if self._runs == 2:  # the first run has loaded every kernel
-            memory = self._record(memory)
+            self._record(recorder)
         if self._recorded is not None:
             self._recorded.replay()
         else:
             self.result = self._compute(self.fields)
-        return memory
 
-    def _record(self, memory: Any) -> Any:
-        graph = torch.cuda.CUDAGraph()
+    def _record(self, recorder: GraphRecorder) -> None:
         try:
-            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-                result = self._compute(self.fields)
+            self.result, self._recorded = recorder.record(lambda: self._compute(self.fields))
         except RuntimeError as exc:  # such as lack of memory: run steps of this size without a graph
             logger.warning("steps of %d rows run without a CUDA graph: %s", self.fields.rows, exc)
-            return memory
-        self.result, self._recorded = result, graph
-        return graph.pool()
 
 
 class _Fields:
     """A step's inputs on the device, at fixed addresses: B rows, P pages each."""
 
-    def __init__(self, decoder: Decoder, pool: KVStorage, rows: int, pages: int, travels: torch.dtype) -> None:
+    def __init__(
+        self, decoder: Decoder, pool: KVStorage, paging: Paging, rows: int, pages: int, travels: torch.dtype
+    ) -> None:
         config, device = decoder.config, pool.pool.device
         self.rows = rows
         self.hidden = torch.zeros(rows, config.hidden_size, dtype=pool.pool.dtype, device=device)
@@ -151,6 +148,7 @@ class _Fields:
             slots=slots,
             rotations=rotations,
             attention=PagedAttention(
+                paging.attend,
                 pool,
                 PagedSequences(row_starts=every.int(), key_starts=key_starts, lengths=lengths, tables=tables),
                 max_q=1,
@@ -159,7 +157,7 @@ class _Fields:
             logit_rows=every[:rows],
         )
 
-    def fill(self, prepared: PreparedStep, inputs: npt.NDArray[Any], transfer: CudaTransfer) -> None:
+    def fill(self, prepared: PreparedStep, inputs: npt.NDArray[Any], transfer: GraphTransfer) -> None:
         """Send a step's inputs. Rows beyond its own read and write the spare block."""
         layout = prepared.layout
         count = len(layout.rows)

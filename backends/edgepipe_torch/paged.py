@@ -1,43 +1,20 @@
-"""Attention over pages on CUDA, all sequences in one call, by torch's variable-length FlashAttention with block tables.
+"""Attention over pages, all sequences in one call per layer (``paging.py`` has the kernel and what it requires).
 
-It needs torch 2.13, an Ampere or newer card, and pages with a multiple of 256 tokens, which FlashAttention-2 requires.
 Elsewhere ``SequenceAttention`` computes the same, slower.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from edgepipe.backend.step_layout import StepLayout
 from edgepipe_torch.kv import KVStorage
+from edgepipe_torch.paging import VarlenAttention
 from edgepipe_torch.transfer import Transfer
-
-PAGE_TOKENS = 256
-
-
-@cache
-def varlen_attention() -> Callable[..., Any] | None:
-    """Return torch's function if it accepts a block table, else None."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn if "block_table" in inspect.signature(varlen_attn).parameters else None
-
-
-def can_page(device: torch.device, dtype: torch.dtype, *, block_size: int) -> bool:
-    """Return whether paged attention works on the device."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or block_size % PAGE_TOKENS:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 8 and varlen_attention() is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +30,11 @@ class PagedSequences:
 class PagedAttention:
     """Attention of one step's sequences over their pages, in one kernel per layer."""
 
-    def __init__(self, pool: KVStorage, sequences: PagedSequences, *, max_q: int, max_k: int) -> None:
+    def __init__(
+        self, attend: VarlenAttention, pool: KVStorage, sequences: PagedSequences, *, max_q: int, max_k: int
+    ) -> None:
         """``max_q`` and ``max_k``: upper bounds of any sequence's rows and keys."""
+        self._attend = attend
         self._pool = pool
         self._arguments: dict[str, Any] = {
             "cu_seq_q": sequences.row_starts,
@@ -66,8 +46,8 @@ class PagedAttention:
         }
 
     @classmethod
-    def of(cls, layout: StepLayout, pool: KVStorage, transfer: Transfer) -> PagedAttention:
-        """For the rows of a step."""
+    def of(cls, layout: StepLayout, pool: KVStorage, *, attend: VarlenAttention, transfer: Transfer) -> PagedAttention:
+        """Attend for the rows of a step, with tables as wide as its longest."""
         counts = [row.num_tokens for row in layout.rows]
         lengths = [row.length for row in layout.rows]
         tables = np.zeros((len(layout.rows), max(len(row.blocks) for row in layout.rows)), np.int32)
@@ -79,17 +59,17 @@ class PagedAttention:
             lengths=transfer.upload(np.asarray(lengths, np.int32)),
             tables=transfer.upload(tables),
         )
-        return cls(pool, sequences, max_q=max(counts), max_k=max(lengths))
+        return cls(attend, pool, sequences, max_q=max(counts), max_k=max(lengths))
 
     def run(self, layer: int, window: int | None, queries: Tensor, out: Tensor) -> None:
         """Attend for all rows. See StepAttention."""
-        attend = varlen_attention()
-        assert attend is not None, "can_page was checked"
         keys, values = self._pool.pages(layer)
         seen, splits = (-1 if window is None else window - 1, 0), 1
         if window is None and self._arguments["max_q"] == 1 and queries.shape[1] > keys.shape[2]:
             # A single query sees all keys. With this window, the kernel lets the heads of a group share their reads,
             # and may split them. With any other split, torch 2.13 gave NaN for sequences shorter than max_k.
             seen, splits = (-1, -1), None
-        found = attend(queries, keys, values, window_size=seen, num_splits=splits, enable_gqa=True, **self._arguments)
+        found = self._attend(
+            queries, keys, values, window_size=seen, num_splits=splits, enable_gqa=True, **self._arguments
+        )
         out.copy_(found)

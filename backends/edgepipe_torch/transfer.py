@@ -32,6 +32,14 @@ class Transfer(Protocol):
         ...
 
 
+class GraphTransfer(Transfer, Protocol):
+    """A transfer that also overwrites tensors in place, as graphs need with their fixed addresses."""
+
+    def upload_to(self, array: npt.NDArray[Any], target: Tensor) -> None:
+        """Queue an overwrite of the start of ``target``; the caller may reuse the array at once."""
+        ...
+
+
 class Download(Protocol):
     """A result in transfer."""
 

@@ -10,18 +10,25 @@ from edgepipe.model.facts import ModelConfig
 from tests.support.backend_maker import CONFIGS, Maker
 
 BACKENDS = [
-    pytest.param(("emulated", "auto"), id="emulated"),
-    pytest.param(("torch", "cpu"), id="torch"),
-    pytest.param(("torch", "cuda"), id="torch-cuda", marks=pytest.mark.gpu),
-    pytest.param(("mlx", "cpu"), id="mlx"),
+    pytest.param({"name": "emulated", "device": "auto"}, id="emulated"),
+    pytest.param({"name": "torch", "device": "cpu"}, id="torch"),
+    # Pages and graphs with the types and steps that CUDA has, so that both pass the same bounds.
+    pytest.param({"name": "torch", "device": "cpu", "dtype": "bfloat16", "paged_on_cpu": True}, id="torch-paged"),
+    pytest.param(
+        {"name": "torch", "device": "cuda", "dtype": "bfloat16", "block_size": 256},
+        id="torch-cuda",
+        marks=pytest.mark.gpu,
+    ),
+    # Cards without pages attend sequence by sequence, which float32 compares closely.
+    pytest.param({"name": "torch", "device": "cuda"}, id="torch-cuda-float32", marks=pytest.mark.gpu),
+    pytest.param({"name": "mlx", "device": "cpu"}, id="mlx"),
 ]
 
 
 @pytest.fixture(params=BACKENDS)
 def maker(request: pytest.FixtureRequest) -> Iterator[Maker]:
     """One of the backends; whatever it made is closed at the end."""
-    name, device = request.param
-    maker = Maker(name=name, device=device, made=[])
+    maker = Maker(**request.param, made=[])
     yield maker
     for backend in maker.made:
         backend.close()

@@ -1,0 +1,117 @@
+"""What a device offers for attention over pages and for graphs of its kernels: values that a caller may replace.
+
+CUDA's kernel is torch's variable-length FlashAttention with block tables. It needs torch 2.13, an Ampere or newer card,
+bf16, and pages with a multiple of 256 tokens, which FlashAttention-2 requires.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from edgepipe_torch.transfer import CudaTransfer, GraphTransfer
+
+PAGE_TOKENS = 256
+
+
+class VarlenAttention(Protocol):
+    """Attention of N sequences over pages: the part of torch's ``varlen_attn`` that edgepipe calls."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+        seqused_k: Tensor,
+        block_table: Tensor,
+        num_splits: int | None,
+    ) -> Tensor:
+        """Return the heads' outputs [T, Hq, D] in the query's type.
+
+        query        [T, Hq, D], rows of all sequences packed
+        key, value   [pages, page tokens, Hkv, D], same type
+        cu_seq_q     [N + 1] int32, the first row of each sequence
+        cu_seq_k     [N + 1] int32, the first key of each sequence as if keys were packed
+        max_q, max_k upper bounds of any sequence's rows and keys
+        window_size  keys seen before and after a row's own; -1: all
+        seqused_k    [N] int32, keys of each sequence; its last row is at its last key
+        block_table  [N, P] int32, each sequence's pages; entries beyond its keys are not read
+        num_splits   parts of a sequence's keys that run at once; None: the kernel chooses
+        """
+        ...
+
+
+class Graph(Protocol):
+    """Recorded kernels at fixed addresses."""
+
+    def replay(self) -> None:
+        """Queue the kernels again. This may overwrite results of the recorder's other graphs."""
+        ...
+
+
+class GraphRecorder(Protocol):
+    """Records graphs that share one memory pool. Use it from one thread."""
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Graph]:
+        """Record ``compute`` without running its kernels. Returns its result, which each replay fills, and the graph.
+
+        Raises RuntimeError, for example for lack of memory.
+        """
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs."""
+
+    def __init__(self) -> None:
+        self._memory: Any = None  # the pool's handle
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Graph]:
+        """Record kernels of the current stream. See GraphRecorder."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            result = compute()
+        self._memory = graph.pool()
+        return result, graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paging:
+    """Kernel, recorder and transfer of a device that attends over pages."""
+
+    attend: VarlenAttention
+    page_tokens: int  # a block holds a multiple of it
+    new_recorder: Callable[[], GraphRecorder]
+    transfer: GraphTransfer
+
+
+def find_paging(device: torch.device, dtype: torch.dtype) -> Paging | None:
+    """Return CUDA's paging if device, dtype and torch support it, else None."""
+    if device.type != "cuda" or dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] < 8:
+        return None
+    attend = _varlen_attention()
+    if attend is None:
+        return None
+    return Paging(attend=attend, page_tokens=PAGE_TOKENS, new_recorder=CudaRecorder, transfer=CudaTransfer(device))
+
+
+def _varlen_attention() -> VarlenAttention | None:
+    """Return torch's function if it accepts a block table, else None."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    found: Any = varlen_attn  # its result is a tuple only if the caller asks for more
+    return found if "block_table" in inspect.signature(varlen_attn).parameters else None
