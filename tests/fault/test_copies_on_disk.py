@@ -39,7 +39,7 @@ async def test_a_survivor_with_copies_serves_alone_what_it_never_served(nodes: N
         made = await replicate(b, copies=2)
         assert [(one.node_name, one.bytes_done == one.bytes_total > 0) for one in made.copies] == [("b", True)]
         assert [one.fewest for one in copies_of((await b.status()).members).values()] == [2]
-        assert (await replicate(b, copies=2)).copies == []
+        assert (await replicate(b, copies=2)).copies == ()
         with pytest.raises(PlanInvalid, match="3 copies need 3 nodes"):
             await replicate(b, copies=3)
         cut_power(a)
