@@ -66,6 +66,8 @@ class Replication:
                         pass
                 again_s = _AGAIN_MIN_S
             except EdgepipeError as error:
+                if not await self._wanted():
+                    continue  # what was copied is no longer served from here, as when the node stops
                 logger.warning("copies are not complete, tried again in %.0f s: %s", again_s, error)
                 await asyncio.sleep(again_s)
                 again_s = min(2 * again_s, _AGAIN_MAX_S)
