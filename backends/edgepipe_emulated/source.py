@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.emulated_folder import BOS_TOKEN_ID, EOS_TOKEN_ID, SMALLEST_VOCAB
 from edgepipe.model.facts import ModelConfig, Rope, Slice
+from edgepipe.model.logical import OneTensorPerWeight
 from edgepipe.model.tensors import RawTensor, TensorInfo
 
 
@@ -41,7 +42,7 @@ def emulated_model_config(
     )
 
 
-class EmulatedWeights:
+class EmulatedWeights(OneTensorPerWeight):
     """A ``WeightSource`` for a config without tensors."""
 
     def __init__(self, config: ModelConfig) -> None:

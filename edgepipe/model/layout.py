@@ -47,7 +47,12 @@ def model_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def slice_tensors(config: ModelConfig, part: Slice) -> tuple[str, ...]:
-    """Return the names that a slice needs, in reading order; a tied head is the embedding, listed once."""
+    """Return the names of the stored tensors that a slice needs, in reading order."""
+    return slice_weights(config, part)
+
+
+def slice_weights(config: ModelConfig, part: Slice) -> tuple[str, ...]:
+    """Return the names of a slice's weights, in reading order; a tied head is the embedding, listed once."""
     names = [EMBEDDING] if part.embedding else []
     for layer in part.layers:
         names += layer_tensors(config, layer)

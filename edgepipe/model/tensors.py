@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.packed import Packed
+from edgepipe.model.packed_form import PackedForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,18 @@ class TensorInfo:
     scheme: str  # "F32" | "F16" | "BF16" or a GGUF type such as "Q4_1", "Q6_K"
     num_bytes: int  # as stored
     rounded: bool = False  # values are rounded to bf16 for every compute type (GGUF), so that all stages agree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightInfo:
+    """A weight as the model computes with it, made of one or several stored tensors."""
+
+    name: str  # Hugging Face name of the weight: ``model.layers.3.mlp.up_proj.weight``, whatever its parts are called
+    shape: tuple[int, ...]  # logical: [out_features, in_features]
+    scheme: str  # how it is stored, for people and tables: a ``TensorInfo.scheme``, or a format such as "AWQ"
+    form: PackedForm | None  # None: ``load`` returns floats
+    num_bytes: int  # of its stored tensors
+    rounded: bool = False  # see TensorInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +71,20 @@ class WeightSource(Protocol):
         ...
 
     def tensors(self, part: Slice) -> Sequence[TensorInfo]:
-        """Return the tensors that a slice needs, in the best reading order.
+        """Return the stored tensors that a slice needs, in the best reading order.
 
         A tied head appears as ``model.embed_tokens.weight``, once, even if the slice does not embed.
         """
         ...
 
     def read(self, name: str) -> RawTensor:
-        """Read one tensor. Raises ModelInvalid if the file is too short."""
+        """Read one stored tensor. Raises ModelInvalid if the file is too short."""
+        ...
+
+    def weights(self, part: Slice) -> Sequence[WeightInfo]:
+        """Return the weights that a slice computes with, in the order of ``tensors``. Raises ModelInvalid."""
+        ...
+
+    def load(self, name: str) -> RawTensor | Packed:
+        """Read one weight: packed if its info has a form. Raises ModelInvalid, also for values that are not finite."""
         ...

@@ -14,12 +14,14 @@ from edgepipe.model.card import read_card
 from edgepipe.model.config import gguf_config, read_hf_config
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.gguf_file import open_gguf, read_rope_factors
-from edgepipe.model.layout import check_layout, slice_tensors
+from edgepipe.model.layout import check_layout, slice_tensors, slice_weights
+from edgepipe.model.logical import load_weight, weight_info
 from edgepipe.model.manifest import CARD_FILE, read_manifest
+from edgepipe.model.packed import Packed
 from edgepipe.model.safetensors_file import open_safetensors
 from edgepipe.model.strict_json import read_json_object
 from edgepipe.model.tensor_folder import TENSOR_FOLDER, TensorFolder
-from edgepipe.model.tensors import RawTensor, TensorInfo
+from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo
 
 EMULATED_KEY = "edgepipe_emulated"  # in config.json: the model has a shape but no weights
 GGUF_FILE = "model.gguf"  # name of a GGUF file within the store
@@ -78,6 +80,16 @@ class Weights:
         data = self._files.read(name)
         self._bytes_read += info.num_bytes
         return RawTensor(info=info, data=data)
+
+    def weights(self, part: Slice) -> Sequence[WeightInfo]:
+        """Return the weights that a slice computes with, in reading order. Raises ModelInvalid."""
+        if not self._infos:
+            return ()
+        return [weight_info(self._config, self._infos, name) for name in slice_weights(self._config, part)]
+
+    def load(self, name: str) -> RawTensor | Packed:
+        """Read one weight: packed if its info has a form. Raises ModelInvalid."""
+        return load_weight(weight_info(self._config, self._infos, name), self._config, self.read)
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Read bytes ``[offset, offset + num_bytes)`` of the result of ``read``. Raises ModelInvalid."""

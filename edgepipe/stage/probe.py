@@ -16,6 +16,7 @@ from edgepipe.clock import Clock
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.layout import layer_tensors, model_tensors, slice_tensors
+from edgepipe.model.logical import OneTensorPerWeight
 from edgepipe.model.tensors import RawTensor, TensorInfo
 from edgepipe.planner.profiles import LayerProfile, Point
 
@@ -163,7 +164,7 @@ class _Probe:
         return self._clock.monotonic_s() - started_s
 
 
-class MadeUpWeights:
+class MadeUpWeights(OneTensorPerWeight):
     """A ``WeightSource`` of small random numbers for every tensor of a slice."""
 
     bytes_read = 0

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.facts import ModelConfig, Rope, Slice
 from edgepipe.model.layout import model_tensors, slice_tensors
+from edgepipe.model.logical import OneTensorPerWeight
 from edgepipe.model.tensors import RawTensor, TensorInfo
 
 
@@ -50,7 +51,7 @@ def tiny_config(
     )
 
 
-class TinyWeights:
+class TinyWeights(OneTensorPerWeight):
     """A ``WeightSource`` of seeded random tensors, stored as bf16; a tensor's values depend on seed, name and shape."""
 
     def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:

@@ -12,6 +12,7 @@ from edgepipe_mlx import MlxBackend
 from edgepipe.backend.types import ActivationType, BackendOptions, BlockCopy, BlockRun, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.model.facts import LayerRange, ModelConfig, Rope, Slice, make_slices
+from edgepipe.model.logical import OneTensorPerWeight
 from edgepipe.model.tensors import RawTensor, TensorInfo
 
 Float32s = npt.NDArray[np.float32]
@@ -74,11 +75,11 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Float32s]:
 
 
 @dataclass(slots=True)
-class MemorySource:
+class MemorySource(OneTensorPerWeight):
     """A WeightSource over arrays; counts what is read."""
 
     config: ModelConfig
-    weights: dict[str, Float32s]
+    arrays: dict[str, Float32s]
     names_read: list[str] = field(default_factory=list[str])
     bytes_read: int = 0
 
@@ -92,12 +93,12 @@ class MemorySource:
 
         return [
             TensorInfo(name=name, shape=array.shape, scheme="F32", num_bytes=array.nbytes)
-            for name, array in self.weights.items()
+            for name, array in self.arrays.items()
             if wanted(name)
         ]
 
     def read(self, name: str) -> RawTensor:
-        array = self.weights[name]
+        array = self.arrays[name]
         self.names_read.append(name)
         self.bytes_read += array.nbytes
         info = TensorInfo(name=name, shape=array.shape, scheme="F32", num_bytes=array.nbytes)

@@ -26,6 +26,7 @@ from edgepipe.backend.types import BlockCopy, BlockRun, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.model.dequantise import as_bf16_bits
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.model.logical import OneTensorPerWeight
 from edgepipe.model.tensors import RawTensor, TensorInfo, WeightSource
 
 Logits = npt.NDArray[np.float32]
@@ -62,7 +63,7 @@ class Blocks:
             self._free.sort()
 
 
-class BF16Weights:
+class BF16Weights(OneTensorPerWeight):
     """A ``WeightSource`` that has turned another one's tensors to bf16 once, so that loading again is cheap.
 
     Only for models whose values are exact in bf16, such as all GGUF files.
