@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,12 @@ def _compare(what: str, num_tokens: int, ours: Callable[[], float], theirs: Call
 class Ours:
     """One stage with the whole model."""
 
-    def __init__(self, weights: WeightSource, *, device: str, threads: int) -> None:
+    def __init__(
+        self, weights: WeightSource, *, device: str, threads: int, settings: Mapping[str, str] | None = None
+    ) -> None:
         layers = weights.config.num_layers
         self._vocab_size = weights.config.vocab_size
-        self._backend = TorchBackend(BackendOptions(device=device, threads=threads))
+        self._backend = TorchBackend(BackendOptions(device=device, threads=threads, settings=dict(settings or {})))
         block_size = max(self._backend.profile().block_sizes)
         self._blocks = -(-TOKENS_PER_SEQUENCE // block_size)  # of one sequence
         self._backend.load(make_slices([LayerRange(0, layers)], layers), weights, lambda _progress: None)

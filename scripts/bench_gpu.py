@@ -11,8 +11,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,27 @@ from bench_backend import backend_rows
 from bench_foundation import stored_demo
 from check_series import Check, Series
 from edgepipe_torch import TorchBackend
-from figures import ROOT, Row, at_least, at_most, machine, print_rows
+from edgepipe_torch.cuda_kernels.checking import worst_error
+from edgepipe_torch.cuda_kernels.forms import KernelForm
+from edgepipe_torch.cuda_kernels.library import cuda_library
+from edgepipe_torch.cuda_kernels.nvrtc import KernelsUnavailable
+from edgepipe_torch.packed_cuda import kernel_folder
+from figures import ROOT, Row, at_least, at_most, below, machine, print_rows
 
 from edgepipe.backend.types import BackendOptions, BlockRun, LogitEdits, Step, StepOutput, StepRow
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.shapes import named_shape
-from edgepipe.stage.probe import MadeUpWeights
+from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.model.mixes import named_model
+from edgepipe.model.packed import Packed
+from edgepipe.model.packed_form import PackedForm
+from edgepipe.model.resident import resident_sizes
+from edgepipe.model.tensors import RawTensor
+from edgepipe.model.weight_table import WeightTable
+from edgepipe.stage.made_up import MadeUpWeights
+from tests.support.kernel_forms import FORMS
 
 LARGE = "llama-3.1-8b"
+WIDE, PACKED = "bf16", "q4_k_m"
 BUDGET_S = 450.0
 _PAGE = 256  # tokens
 _LONGEST = 32_768
@@ -39,38 +51,71 @@ _PROMPT_CHUNK = 2048
 _STEPS, _WARM_UP = 24, 4  # a size's second step records its graph
 _ROUNDS = 3
 _EDITS = 64  # changed tokens of a row
+_EXACT_ROWS = (1, 3, 8, 9, 16, 17, 32, 33, 64)  # each number of column tiles, full and not
+_LOAD_S_PER_GB = 1.0
+
+
+class ReadyWeights(MadeUpWeights):
+    """Made-up weights whose arrays exist before they load, so that loading is timed without making them."""
+
+    def __init__(self, config: ModelConfig, table: WeightTable) -> None:
+        super().__init__(config, table)
+        self._made: dict[tuple[tuple[int, ...], PackedForm | None], RawTensor | Packed] = {}
+
+    def load(self, name: str) -> RawTensor | Packed:
+        """See ``WeightSource.load``."""
+        key = (self._shapes[name], self._table.form(name))
+        if key not in self._made:
+            self._made[key] = super().load(name)
+        found = self._made[key]
+        return replace(found, name=name) if isinstance(found, Packed) else replace(found, info=self._tensor(name))
 
 
 class Large:
     """A whole model of a usual size with made-up weights. All its KV blocks hold computed values."""
 
-    def __init__(self) -> None:
-        """Raises RuntimeError if the device is too small."""
-        self.config = named_shape(LARGE)
+    def __init__(self, mix: str) -> None:
+        """``mix``: the types of its weights. Raises RuntimeError if the device is too small."""
+        self.mix = mix
+        self.config, table = named_model(f"{LARGE}:{mix}")
         (whole,) = make_slices([LayerRange(0, self.config.num_layers)], self.config.num_layers)
         self._backend = TorchBackend(BackendOptions(device="cuda", threads=1))
         profile = self._backend.profile()
         self.bandwidth = profile.bandwidth_bytes_per_s
         self.flops = profile.flops
         parameters = self.config.slice_parameters(whole)
-        self.kv_token_bytes = self.config.kv_bytes_per_token(num_layers=self.config.num_layers, bytes_per_value=2)
-        if profile.memory_free_bytes < 2 * parameters + self.kv_token_bytes * _BLOCKS * _PAGE + (1 << 30):
+        sizes = resident_sizes(self.config, table, kind="torch-cuda", dtype="bfloat16")
+        self.weight_bytes = sizes.of_slice(whole)
+        self._read_bytes = self.weight_bytes - sizes.embedding
+        self.kv_token_bytes = self.config.kv_bytes_per_token(num_layers=self.config.num_layers, form="bfloat16")
+        if profile.memory_free_bytes < self.weight_bytes + self.kv_token_bytes * _BLOCKS * _PAGE + (1 << 30):
             raise RuntimeError(f"{LARGE} does not fit: {profile.memory_free_bytes / 1e9:.1f} GB are free")
-        self.read_parameters = parameters - self.config.vocab_size * self.config.hidden_size  # but the embedding
-        self._backend.load([whole], MadeUpWeights(self.config), lambda _progress: None)
+        self._read_parameters = parameters - self.config.vocab_size * self.config.hidden_size  # but the embedding
+        weights = ReadyWeights(self.config, table)
+        for info in weights.weights(whole):
+            weights.load(info.name)
+        torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        self._backend.load([whole], weights, lambda _progress: None)
+        torch.cuda.synchronize()
+        self.load_s = time.perf_counter() - began_s
         self._backend.allocate_kv(num_blocks=_BLOCKS, block_size=_PAGE)
         prompt = np.random.default_rng(1).integers(0, self.config.vocab_size, _LONGEST).astype(np.int32)
         for at in range(0, _LONGEST, _PROMPT_CHUNK):
             part = prompt[at : at + _PROMPT_CHUNK]
             self._backend.collect(self._backend.submit(self._prepare(1, at, len(part)), part))
 
+    def close(self) -> None:
+        """Release the device's memory."""
+        self._backend.close()
+
     def memory_s(self, count: int, context: int) -> float:
         """Seconds to read all weights and the KV of ``count`` sequences once."""
-        return (2 * self.read_parameters + count * context * self.kv_token_bytes) / self.bandwidth
+        return (self._read_bytes + count * context * self.kv_token_bytes) / self.bandwidth
 
     def roofline_s(self, count: int, context: int) -> float:
         """Seconds of the slower of reading and multiplying."""
-        return max(self.memory_s(count, context), 2 * self.read_parameters * count / self.flops)
+        return max(self.memory_s(count, context), 2 * self._read_parameters * count / self.flops)
 
     def step_s(self, count: int, context: int, edits: LogitEdits | None = None) -> float:
         """Seconds from a step's input to the next: each needs the tokens of the one before."""
@@ -86,6 +131,17 @@ class Large:
             return (time.perf_counter() - start) / _STEPS
 
         return statistics.median(run() for _ in range(_ROUNDS))
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Seconds of a prompt's first ``num_tokens``."""
+
+        def run() -> float:
+            start = time.perf_counter()
+            self._backend.collect(self._backend.submit(self._prepare(1, 0, num_tokens), np.zeros(num_tokens, np.int32)))
+            return time.perf_counter() - start
+
+        run()
+        return min(run() for _ in range(_ROUNDS))
 
     def in_flight_s(self, count: int, context: int, *, depth: int) -> float:
         """Seconds a step with ``depth`` of them submitted, each prepared before the one ahead of it is collected."""
@@ -136,10 +192,43 @@ class Large:
         return self._backend.prepare(Step(step=StepId(1), slice_index=0, rows=rows, logit_rows=last))
 
 
-@cache
+class Shelf:
+    """Holds one large model at a time, since small devices hold no two, and what was measured with others."""
+
+    def __init__(self) -> None:
+        self._held: Large | None = None
+        self._figures: dict[tuple[str, str, int], float] = {}  # by mix, kind and count
+
+    def model(self, mix: str = WIDE) -> Large:
+        """Load a model unless it is held."""
+        if self._held is None or self._held.mix != mix:
+            if self._held is not None:
+                self._held.close()
+            self._held = None
+            self._held = Large(mix)
+        return self._held
+
+    def step_s(self, mix: str, count: int) -> float:
+        """Seconds of a decode step of ``count`` sequences, measured once."""
+        return self._once(mix, "step", count, lambda model: model.step_s(count, 200))
+
+    def prefill_s(self, mix: str, num_tokens: int) -> float:
+        """Seconds of a prompt, measured once."""
+        return self._once(mix, "prefill", num_tokens, lambda model: model.prefill_s(num_tokens))
+
+    def _once(self, mix: str, kind: str, count: int, measure: Callable[[Large], float]) -> float:
+        key = (mix, kind, count)
+        if key not in self._figures:
+            self._figures[key] = measure(self.model(mix))
+        return self._figures[key]
+
+
+shelf = Shelf()
+
+
 def large() -> Large:
-    """Load the model on first use."""
-    return Large()
+    """Return the bf16 model."""
+    return shelf.model()
 
 
 def _best(output: StepOutput) -> np.ndarray:
@@ -160,7 +249,7 @@ def decode_rows(*contexts: int) -> Iterator[Row]:
 
 def batch_rows() -> Iterator[Row]:
     """64 sequences against the roofline."""
-    rate, allowed = 64 / large().step_s(64, 200), 64 / large().roofline_s(64, 200)
+    rate, allowed = 64 / shelf.step_s(WIDE, 64), 64 / large().roofline_s(64, 200)
     yield at_least(f"decode, 64 of {LARGE}'s shape, context 200", rate, "tok/s", allowed, "roofline", 0.8)
 
 
@@ -178,6 +267,40 @@ def gap_rows() -> Iterator[Row]:
         alone_ms, paired_ms = (1e3 * large().in_flight_s(count, 200, depth=depth) for depth in (1, 2))
         gap_ms = alone_ms - paired_ms
         yield Row(f"host gap between steps, {count} rows", gap_ms, "ms", paired_ms, "step without", gap_ms / paired_ms)
+
+
+def exact_rows() -> Iterator[Row]:
+    """Own kernels of every form against exact values: the largest error in units of one rounding of the result."""
+    library = cuda_library(torch.device("cuda", 0), kernel_folder())
+    if isinstance(library, KernelsUnavailable):
+        raise library
+    for name, form in FORMS.items():
+        worst = worst_error(library.products(form), form, torch.device("cuda", 0), rows=_EXACT_ROWS, **_sizes(form))
+        yield below(f"own kernel, {name}", worst, "roundings", 1.0)
+
+
+def _sizes(form: KernelForm) -> dict[str, int]:
+    """A weight with many tiles, not all of them full."""
+    unit = max(form.group, form.span, 16)
+    return {"out_features": 4000, "in_features": 4048 // unit * unit}
+
+
+def packed_rows() -> Iterator[Row]:
+    """A packed model: bf16 first, so that one model is loaded at a time."""
+    counts: Sequence[int] = (16, 64)
+    wide_s = {count: shelf.step_s(WIDE, count) for count in counts}
+    wide_prefill_s = shelf.prefill_s(WIDE, _PROMPT_CHUNK)
+    packed = shelf.model(PACKED)
+    name = f"{LARGE}'s shape, {PACKED}"
+    allowed_s = packed.memory_s(1, 200)
+    yield at_most(f"decode, 1 of {name}", 1e3 * shelf.step_s(PACKED, 1), "ms", 1e3 * allowed_s, "memory time", 1.35)
+    for count in counts:
+        rate = count / shelf.step_s(PACKED, count)
+        yield at_least(f"decode, {count} of {name}", rate, "tok/s", count / wide_s[count], "bf16", 1.0)
+    rate, wide = (_PROMPT_CHUNK / seconds for seconds in (shelf.prefill_s(PACKED, _PROMPT_CHUNK), wide_prefill_s))
+    yield at_least(f"prefill of {_PROMPT_CHUNK}, {name}", rate, "tok/s", wide, "bf16", 0.8)
+    limit_s = _LOAD_S_PER_GB * packed.weight_bytes / 1e9
+    yield below(f"load {packed.weight_bytes / 1e9:.1f} GB from arrays, {name}", packed.load_s, "s", round(limit_s, 2))
 
 
 def gpu_test_rows(folder: str, limit_s: float) -> Iterator[Row]:
@@ -207,6 +330,8 @@ CHECKS = (
     Check(name="contexts", limit_s=20, run=_figures(lambda: decode_rows(8_000, 32_000))),
     Check(name="sampling", limit_s=20, run=_figures(sampling_rows)),
     Check(name="gap", limit_s=20, run=_figures(gap_rows)),
+    Check(name="exact", limit_s=40, run=_figures(exact_rows)),
+    Check(name="packed", limit_s=60, run=_figures(packed_rows)),
     Check(name="demo", limit_s=60, run=_figures(demo_rows)),
 )
 

@@ -24,8 +24,9 @@ from edgepipe.backend.types import (
     TokenScores,
 )
 from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
-from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.facts import KV_8BIT, ModelConfig, Slice
 from edgepipe.model.tensors import WeightSource
+from edgepipe.model.weight_table import FLOATS, WeightTable, table_of
 from edgepipe.units import format_bytes
 from edgepipe_emulated import arithmetic
 from edgepipe_emulated.arithmetic import Words
@@ -92,6 +93,8 @@ class EmulatedBackend:
             flops=device.flops,
             block_sizes=self.block_sizes,
             contiguous_kv=self._settings.contiguous_kv,
+            packing=self._settings.packing,
+            kv_forms=(KV_8BIT,),
         )
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
@@ -104,7 +107,7 @@ class EmulatedBackend:
         config = weights.config
         if config.hidden_size < _SMALLEST_HIDDEN:
             raise ShardMismatch(f"the emulated backend needs a hidden size of {_SMALLEST_HIDDEN} or more")
-        cost = self._cost(config)
+        cost = self._cost(config, table_of(weight for part in slices for weight in weights.weights(part)))
         num_bytes = cost.weight_bytes(slices)
         self._reserve(num_bytes, "the weights of these layers")
         layers = [len(part.layers) for part in slices]
@@ -194,10 +197,16 @@ class EmulatedBackend:
             return StepOutput(logits=arithmetic.make_logits(state[step.logit_rows], loaded.base_logits), scores=scores)
         return StepOutput(activations=arithmetic.encode(state, loaded.config.hidden_size, self._kind))
 
-    def _cost(self, config: ModelConfig) -> CostModel:
+    def _cost(self, config: ModelConfig, weights: WeightTable = FLOATS) -> CostModel:
+        """``weights`` do not matter for the KV."""
+        if self._settings.as_model is not None:
+            config, weights = self._settings.as_model
         return CostModel(
-            self._settings.as_model or config,
+            config,
             self._settings.device,
+            weights=weights,
+            kind=self._settings.packing,
+            kv=self._settings.kv,
             as_model_bytes=self._settings.as_model_bytes,
             as_kv_bytes_per_token=self._settings.as_kv_bytes_per_token,
         )

@@ -7,15 +7,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from edgepipe.backend.kv_setting import chosen_kv
 from edgepipe.backend.devices import DeviceModel, adjustable, adjusted, named_device, number_setting
 from edgepipe.errors import ConfigInvalid
 from edgepipe.model.facts import ModelConfig
-from edgepipe.model.shapes import named_shape
+from edgepipe.model.mixes import named_model
+from edgepipe.model.resident import WIDE
+from edgepipe.model.weight_table import WeightTable
 from edgepipe.units import parse_bytes
 
 T = TypeVar("T")
 
-_OWN = ("time_factor", "seed", "as_model", "as_model_bytes", "as_kv_bytes_per_token", "contiguous_kv", "faults")
+_OWN = (
+    "time_factor",
+    "seed",
+    "as_model",
+    "as_model_bytes",
+    "as_kv_bytes_per_token",
+    "contiguous_kv",
+    "faults",
+    "weights",
+    "kv",
+)
+_WEIGHTS = ("auto", "wide")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +38,13 @@ class EmulationSettings:
 
     device: DeviceModel
     time_factor: float  # 1: the device's real time, 0: no waiting
-    as_model: ModelConfig | None  # model to time; None: the loaded model
-    as_model_bytes: int | None  # weights of the timed model; None: bf16 of the config's shape
+    as_model: tuple[ModelConfig, WeightTable] | None  # model to time; None: the loaded model
+    as_model_bytes: int | None  # weights of the timed model; None: of its shape and types
     as_kv_bytes_per_token: int | None  # KV of the timed model, all layers; None: bf16 of the config's shape
     seed: int  # of the jitter
     contiguous_kv: bool  # block tables must be runs, as on CPU and MLX
+    packing: str  # how it keeps packed weights: "emulated", or widened
+    kv: str  # form of the KV, which changes its size and the time to read it; empty: bf16
     faults: Path | None  # folder of the device's fault files (``edgepipe_emulated.faults``); None: no faults
 
 
@@ -41,13 +57,21 @@ def read_settings(device: str, settings: dict[str, str]) -> EmulationSettings:
     return EmulationSettings(
         device=adjusted(named_device(device), settings),
         time_factor=number_setting(settings.get("time_factor", "1")),
-        as_model=_maybe(settings, "as_model", named_shape),
+        as_model=_maybe(settings, "as_model", named_model),
         as_model_bytes=_maybe(settings, "as_model_bytes", parse_bytes),
         as_kv_bytes_per_token=_maybe(settings, "as_kv_bytes_per_token", parse_bytes),
         seed=int(number_setting(settings.get("seed", "0"))),
         contiguous_kv=bool(number_setting(settings.get("contiguous_kv", "0"))),
+        packing=_packing(settings.get("weights", "auto")),
+        kv=chosen_kv(settings),
         faults=_maybe(settings, "faults", Path),
     )
+
+
+def _packing(weights: str) -> str:
+    if weights not in _WEIGHTS:
+        raise ConfigInvalid(f"weights cannot be '{weights}'", fact=f"it is {' or '.join(_WEIGHTS)}")
+    return WIDE if weights == "wide" else "emulated"
 
 
 def _maybe(settings: dict[str, str], key: str, parse: Callable[[str], T]) -> T | None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.emulated_folder import BOS_TOKEN_ID, EOS_TOKEN_ID, SMALLEST_VOCAB
 from edgepipe.model.facts import ModelConfig, Rope, Slice
-from edgepipe.model.logical import OneTensorPerWeight
-from edgepipe.model.tensors import RawTensor, TensorInfo
+from edgepipe.model.mixes import mix_weights
+from edgepipe.model.packed import Packed
+from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo
 
 
 def emulated_model_config(
@@ -42,11 +43,13 @@ def emulated_model_config(
     )
 
 
-class EmulatedWeights(OneTensorPerWeight):
+class EmulatedWeights:
     """A ``WeightSource`` for a config without tensors."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, mix: str = "") -> None:
+        """``mix``: types of the imagined weights (``edgepipe.model.mixes``); empty: bf16."""
         self._config = config
+        self._mix = mix
 
     @property
     def config(self) -> ModelConfig:
@@ -65,3 +68,11 @@ class EmulatedWeights(OneTensorPerWeight):
     def read(self, name: str) -> RawTensor:
         """Raise ModelInvalid, since the model has no tensors."""
         raise ModelInvalid(f"an emulated model has no tensor '{name}'", fact="only the emulated backend can serve it")
+
+    def weights(self, part: Slice) -> Sequence[WeightInfo]:
+        """Describe the weights of a mix; none without a mix."""
+        return mix_weights(self._config, self._mix, part) if self._mix else ()
+
+    def load(self, name: str) -> RawTensor | Packed:
+        """Raise ModelInvalid, since the model has no weights."""
+        return self.read(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -36,6 +36,7 @@ from edgepipe_mlx.device import (
     check_device,
     choose_device,
     choose_dtype,
+    choose_packing,
     configure,
     free_bytes,
     is_cpu,
@@ -43,7 +44,7 @@ from edgepipe_mlx.device import (
     score_bytes,
 )
 from edgepipe_mlx.kv import KVStorage
-from edgepipe_mlx.loading import LoadedSlice, Shard, load_shard
+from edgepipe_mlx.loading import LoadedSlice, Shard, WeightTypes, load_shard
 
 SCORED_AT_ONCE = 64  # rows of prompt log-probabilities: 40 MB of logits with a vocabulary of 152,000
 
@@ -74,14 +75,16 @@ class MlxBackend:
     picks_candidates: bool = False  # shared memory: a row of logits is as near as its candidates
 
     def __init__(self, options: BackendOptions) -> None:
-        """Raises BackendUnavailable if mlx-lm or the device is missing, ConfigInvalid for an unknown device or dtype.
+        """Raises BackendUnavailable if mlx-lm or the device is missing, ConfigInvalid for unknown options.
 
+        ``options.settings["weights"]``: "auto" keeps packed weights packed, "wide" widens them to the compute dtype.
         ``options.threads`` has no effect, because MLX chooses its threads.
         """
         models_folder()
         self._options = options
         self._device = choose_device(options.device)
         self._dtype_name, self._dtype = choose_dtype(options.dtype, self._device)
+        self._packed = choose_packing(options.settings.get("weights", "auto"))
         self._shard: Shard | None = None
         self._pools: dict[int, list[KVStorage]] = {}  # by slice index, one per layer
         self._num_blocks = 0
@@ -90,7 +93,8 @@ class MlxBackend:
     def profile(self) -> DeviceProfile:
         """Measure the device with two products. The memory size comes from MLX on Metal, else from the system."""
         configure(self._device)
-        return measure(self._device, self._dtype_name, self._dtype)
+        profile = measure(self._device, self._dtype_name, self._dtype)
+        return replace(profile, packing="mlx") if self._packed else profile
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """Read the slices' tensors, replacing the loaded ones.
@@ -101,13 +105,7 @@ class MlxBackend:
         configure(self._device)
         check_architecture(weights.config)
         with self._memory_errors("the layers"):
-            self._shard = load_shard(
-                slices,
-                weights,
-                self._dtype,
-                progress,
-                inputs_first=is_cpu(self._device) and self._dtype == mx.float32,
-            )
+            self._shard = load_shard(slices, weights, self._weight_types(), progress)
 
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         """Return the bytes of one block in all layers of the slices."""
@@ -171,6 +169,16 @@ class MlxBackend:
         self._num_blocks = self._block_size = 0
         mx.clear_cache()
 
+    def _weight_types(self) -> WeightTypes:
+        """Packed scales have the compute dtype: float32 on CPUs, bf16 on Metal, where others would widen products."""
+        on_cpu = is_cpu(self._device)
+        return WeightTypes(
+            dtype=self._dtype,
+            packed=self._packed,
+            arithmetic=mx.float32 if on_cpu else self._dtype,
+            inputs_first=on_cpu and self._dtype == mx.float32,
+        )
+
     def _arrays(self, plan: StepLayout) -> StepArrays:
         """Make the step's arrays. Unfused attention holds the scores of all heads, at worst in float32."""
         return StepArrays(plan, max_scores=score_bytes(self._device) // (4 * self._loaded().config.num_heads))
@@ -195,7 +203,7 @@ class MlxBackend:
                     "a token id lies outside the vocabulary",
                     fact=f"ids {inputs.min()}-{inputs.max()}, vocabulary {config.vocab_size}",
                 )
-            return part.embedding[mx.array(inputs)]
+            return part.embedding.rows(mx.array(inputs))
         kind = self._options.activation_type
         self._check_shape(inputs, (plan.num_tokens, config.hidden_size), kind.numpy)
         arrived = mx.array(inputs)
@@ -213,7 +221,8 @@ class MlxBackend:
         if part.norm is None or part.head is None or not len(rows):
             return mx.zeros((0, config.vocab_size), mx.float32)
         wanted = hidden[mx.array(rows)]
-        return (mx.fast.rms_norm(wanted, part.norm, config.rms_norm_eps) @ part.head.T).astype(mx.float32)
+        normed = mx.fast.rms_norm(wanted, part.norm, config.rms_norm_eps)
+        return part.head.multiply(normed).astype(mx.float32)
 
     def _scores(self, part: LoadedSlice, hidden: mx.array, wanted: ScoreRows) -> tuple[mx.array, ...]:
         """Compute the fields of TokenScores in pieces, because all logits at once may not fit."""

@@ -48,6 +48,17 @@ def choose_dtype(name: str, device: mx.Device) -> tuple[str, mx.Dtype]:
     return name, _DTYPES[name]
 
 
+def choose_packing(weights: str) -> bool:
+    """Return whether packed weights stay packed, by the setting ``weights``. Raises ConfigInvalid."""
+    if weights not in ("auto", "wide"):
+        raise ConfigInvalid(
+            f"the mlx backend cannot keep weights '{weights}'",
+            fact="it knows: auto (packed as in the file), wide (floats)",
+            next_step="use --backend-options weights=auto",
+        )
+    return weights == "auto"
+
+
 def is_cpu(device: mx.Device) -> bool:
     """Return whether the device is MLX's CPU device."""
     return device.type == mx.cpu

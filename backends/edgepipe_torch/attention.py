@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,8 +18,9 @@ from edgepipe.backend.step_layout import Indices, RowLayout
 from edgepipe.model.facts import ModelConfig
 from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.prepared import PreparedStep
+from edgepipe_torch.step_ops import CompiledOps, SingleQueries, SingleQuery
 
-_TILE = 64  # query rows at once, which limits masked work to 64 columns (2.1 ms instead of 2.8 ms for 512 rows)
+TILE_ROWS = 64  # query rows at once, which limits masked work to 64 columns (2.1 ms instead of 2.8 ms for 512 rows)
 
 
 class StepAttention(Protocol):
@@ -40,14 +42,14 @@ class CausalMasks:
     def get(self, num_rows: int, num_keys: int, window: int | None) -> Tensor:
         """Return a mask where row i of ``num_rows <= 64`` sees its own key and the ``window - 1`` before it."""
         band = self._bands.get(window)
-        if band is None or band.shape[1] < num_keys + _TILE:
+        if band is None or band.shape[1] < num_keys + TILE_ROWS:
             band = self._bands[window] = self._make(2 * num_keys, window)
-        first = band.shape[1] - _TILE - (num_keys - num_rows)
+        first = band.shape[1] - TILE_ROWS - (num_keys - num_rows)
         return band[:num_rows, first : first + num_keys]
 
     def _make(self, num_columns: int, window: int | None) -> Tensor:
         """Make a band [64, columns + 64]: row i sees columns up to ``columns + i``."""
-        ahead = torch.arange(num_columns + _TILE)[None, :] - (num_columns + torch.arange(_TILE)[:, None])
+        ahead = torch.arange(num_columns + TILE_ROWS)[None, :] - (num_columns + torch.arange(TILE_ROWS)[:, None])
         hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
         return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf).to(self._device, self._dtype)
 
@@ -67,8 +69,8 @@ class _Tile:
 def _tiles(prepared: PreparedStep, window: int | None) -> Iterator[_Tile]:
     for row, slots in zip(prepared.layout.rows, prepared.scattered, strict=True):
         context = row.length - row.num_tokens
-        for at in range(0, row.num_tokens, _TILE):
-            count = min(_TILE, row.num_tokens - at)
+        for at in range(0, row.num_tokens, TILE_ROWS):
+            count = min(TILE_ROWS, row.num_tokens - at)
             low = 0 if window is None else max(0, context + at - window + 1)
             yield _Tile(row.first_row + at, row.first_row + at + count, low, context + at + count, row, slots)
 
@@ -119,23 +121,56 @@ class _BoundTile:
 class SequenceAttention:
     """Attention of each sequence to its own KV: views of runs, or gathered from scattered blocks. Any device."""
 
-    def __init__(self, config: ModelConfig, prepared: PreparedStep, pool: KVStorage, masks: CausalMasks) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        prepared: PreparedStep,
+        pool: KVStorage,
+        masks: CausalMasks,
+        ops: CompiledOps | None = None,
+    ) -> None:
+        """``ops``: kernels for rows with one query; without, torch computes them."""
         self._config = config
         self._prepared = prepared
         self._pool = pool
         self._masks = masks
-        self._bound: dict[int | None, list[_BoundTile]] = {}  # by window
+        self._ops = ops
+        self._bound: dict[int | None, tuple[list[_BoundTile], SingleQueries | None]] = {}  # by window
 
     def run(self, layer: int, window: int | None, queries: Tensor, out: Tensor) -> None:
         """Attend for all rows. See StepAttention."""
-        shape = (queries.shape[0], self._config.num_kv_heads, -1, self._config.head_dim)
-        queries, out = queries.view(shape), out.view(shape)
-        for tile in self._tiles(window):
-            tile.run(layer, queries, out)
-
-    def _tiles(self, window: int | None) -> list[_BoundTile]:
         bound = self._bound.get(window)
         if bound is None:
-            tiles = _tiles(self._prepared, window)
-            bound = self._bound[window] = [_BoundTile(tile, self._pool, self._masks, window) for tile in tiles]
-        return bound
+            bound = self._bound[window] = self._bind(window)
+        tiles, singles = bound
+        if singles is not None:
+            singles.run(layer, queries, out)
+        if tiles:
+            shape = (queries.shape[0], self._config.num_kv_heads, -1, self._config.head_dim)
+            queries, out = queries.view(shape), out.view(shape)
+            for tile in tiles:
+                tile.run(layer, queries, out)
+
+    def _bind(self, window: int | None) -> tuple[list[_BoundTile], SingleQueries | None]:
+        tiles = list(_tiles(self._prepared, window))
+        single = [tile for tile in tiles if self._ops is not None and tile.end - tile.start == 1]
+        others = [tile for tile in tiles if self._ops is None or tile.end - tile.start > 1]
+        bound = [_BoundTile(tile, self._pool, self._masks, window) for tile in others]
+        if not single or self._ops is None:
+            return bound, None
+        longest = max(tile.high - tile.low for tile in single)
+        queries = self._ops.single_queries(len(single), longest, self._pool)
+        queries.fill([_single_query(tile) for tile in single])
+        return bound, queries
+
+
+def single_queries(prepared: PreparedStep, window: int | None) -> list[SingleQuery]:
+    """Return the keys of every row of a step whose rows have one query each."""
+    return [_single_query(tile) for tile in _tiles(prepared, window)]
+
+
+def _single_query(tile: _Tile) -> SingleQuery:
+    length = tile.high - tile.low
+    if tile.slots is None:
+        return SingleQuery(tile.start, tile.row.start_slot + tile.low, length, None)
+    return SingleQuery(tile.start, 0, length, np.ascontiguousarray(tile.slots[tile.low : tile.high]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,19 @@ from edgepipe.backend.types import (
 )
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory, ShardMismatch
 from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.tensors import WeightSource
+from edgepipe.model.resident import WIDE, resident_bytes
+from edgepipe.model.tensors import WeightInfo, WeightSource
 from edgepipe.units import format_bytes
 from edgepipe_torch.attention import CausalMasks, SequenceAttention, StepAttention
 from edgepipe_torch.candidates import Picked, Scored, pick, score
+from edgepipe_torch.cpu_kernels import cpu_kernels
+from edgepipe_torch.cpu_replay import DecodeReplays, can_record, can_replay_decode
 from edgepipe_torch.decoder import Decoder, SliceWeights, StepTensors
 from edgepipe_torch.device import (
     check_device,
     choose_device,
     choose_dtype,
+    dtype_name,
     free_bytes,
     measure,
     set_threads,
@@ -48,6 +52,7 @@ from edgepipe_torch.paged import PagedAttention
 from edgepipe_torch.paging import PAGE_TOKENS, Paging, find_paging
 from edgepipe_torch.prepared import PreparedStep, prepare_step
 from edgepipe_torch.rope import Rotations
+from edgepipe_torch.step_ops import CompiledOps
 from edgepipe_torch.transfer import Download, Transfer, make_transfer
 
 
@@ -72,6 +77,7 @@ class TorchBackend:
         self._dtype = choose_dtype(options.dtype, self._device)
         self._activation_type = options.activation_type
         set_threads(options.threads)
+        self._packed = _keeps_packed(options)
         self._paging = paging or find_paging(self._device, self._dtype)
         self._transfer: Transfer = self._paging.transfer if self._paging else make_transfer(self._device)
         self.block_sizes: tuple[int, ...] = (
@@ -83,7 +89,7 @@ class TorchBackend:
 
     def profile(self) -> DeviceProfile:
         """Return memory as reported by the system or CUDA, and measured bandwidth and matrix rate."""
-        return measure(self._device, self._dtype, block_sizes=self.block_sizes)
+        return replace(measure(self._device, self._dtype, block_sizes=self.block_sizes), packing=self._packing)
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """Read the slices' tensors, replacing the loaded ones.
@@ -93,16 +99,23 @@ class TorchBackend:
         self.close()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # for this thread: events and graphs use the current device
-        needed = self._dtype.itemsize * sum(weights.config.slice_parameters(part) for part in slices)
+        needed = sum(self._resident_bytes(info) for part in slices for info in weights.weights(part))
         rotations = Rotations(weights.config)
         with self._memory_errors("the layers", needed):
             loaded = load_slices(
-                slices, weights, progress, dtype=self._dtype, device=self._device, workspace=self._workspace
+                slices,
+                weights,
+                progress,
+                dtype=self._dtype,
+                device=self._device,
+                workspace=self._workspace,
+                packed=self._packed,
             )
         self._config = weights.config
         self._rotations = rotations
         self._weights = {part.part.index: part for part in loaded}
-        self._decoders = {part.part.index: Decoder(weights.config, part, self._workspace) for part in loaded}
+        self._ops = self._compiled_ops(weights.config) if _has_packed(slices, weights) else None
+        self._decoders = {part.part.index: Decoder(weights.config, part, self._workspace, self._ops) for part in loaded}
 
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         """Return the bytes of one block in all layers of the slices."""
@@ -112,7 +125,7 @@ class TorchBackend:
     def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
         """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
         config = self._loaded_config()
-        self._pools, self._graphs = {}, {}
+        self._pools, self._graphs, self._replays = {}, {}, {}
         self._pages = self._paging if self._paging and block_size % self._paging.page_tokens == 0 else None
         parts = [decoder.part for decoder in self._decoders.values()]
         with self._memory_errors("the KV pool", num_blocks * self.kv_block_bytes(config, parts, block_size)):
@@ -120,6 +133,12 @@ class TorchBackend:
         self._num_blocks, self._block_size = num_blocks, block_size
         if self._pages is not None:
             self._graphs = {index: self._new_graphs(index, self._pages) for index in self._decoders}
+        if self._ops is not None:
+            self._replays = {
+                index: DecodeReplays(decoder, self._ops, self._pools[index])
+                for index, decoder in self._decoders.items()
+                if can_record(self._weights[index])
+            }
 
     def prepare(self, step: Step) -> PreparedStep:
         """Lay out the step. Raises StepFailed if its blocks do not cover its tokens."""
@@ -147,7 +166,14 @@ class TorchBackend:
                 if decoder.part.head:
                     return self._sampled(found, edits)
                 return StepTicket(download=self._transfer.download(found), is_logits=False)
-            hidden = self._hidden(decoder, inputs)
+            replays = self._replays.get(layout.slice_index)
+            if replays is not None and can_replay_decode(layout, head=decoder.part.head):
+                found = replays.run(prepared, lambda hidden: self._fill_hidden(decoder, inputs, hidden))
+                if decoder.part.head:
+                    return self._sampled(found.clone(), edits)
+                return StepTicket(download=self._transfer.download(self._encode(found)), is_logits=False)
+            hidden = self._workspace.get("hidden", layout.num_tokens, self._loaded_config().hidden_size)
+            self._fill_hidden(decoder, inputs, hidden)
             hidden = decoder.run(hidden, self._step_tensors(prepared, pool), pool)
             if not decoder.part.head:
                 return StepTicket(download=self._transfer.download(self._encode(hidden)), is_logits=False)
@@ -176,15 +202,32 @@ class TorchBackend:
     def _forget(self) -> None:
         self._config: ModelConfig | None = None
         self._rotations: Rotations | None = None
+        self._ops: CompiledOps | None = None  # for packed weights on a CPU
         self._decoders: dict[int, Decoder] = {}  # by slice index
         self._weights: dict[int, SliceWeights] = {}  # by slice index
         self._pools: dict[int, KVStorage] = {}  # by slice index
         self._graphs: dict[int, DecodeGraphs] = {}  # by slice index, if the device supports graphs
+        self._replays: dict[int, DecodeReplays] = {}  # by slice index, if kernels compute the whole slice
         self._pages: Paging | None = None  # if the pool's blocks are whole pages
         self._num_blocks = 0
         self._block_size = 0
         self._workspace = Workspace(self._dtype, self._device)
         self._masks = CausalMasks(self._dtype, self._device)
+
+    @property
+    def _packing(self) -> str:
+        return f"torch-{self._device.type}" if self._packed else WIDE
+
+    def _resident_bytes(self, info: WeightInfo) -> int:
+        return resident_bytes(info.form, info.shape, kind=self._packing, dtype=dtype_name(self._dtype))
+
+    def _compiled_ops(self, config: ModelConfig) -> CompiledOps | None:
+        """Return kernels for the operations between products, if this CPU and the model's shape allow them."""
+        kernels = cpu_kernels() if self._packed and self._device.type == "cpu" else None
+        whole = config.hidden_size % 8 == 0 and config.head_dim % 8 == 0
+        if kernels is None or self._dtype != torch.float32 or not whole:
+            return None
+        return CompiledOps(kernels, config, self._workspace)
 
     def _loaded_config(self) -> ModelConfig:
         if self._config is None:
@@ -234,9 +277,8 @@ class TorchBackend:
                 fact=f"ids {inputs.min()}-{inputs.max()}, vocabulary {config.vocab_size}",
             )
 
-    def _hidden(self, decoder: Decoder, inputs: npt.NDArray[Any]) -> Tensor:
-        """Return the input [T, H] in the compute dtype, which the layers overwrite."""
-        hidden = self._workspace.get("hidden", inputs.shape[0], self._loaded_config().hidden_size)
+    def _fill_hidden(self, decoder: Decoder, inputs: npt.NDArray[Any], hidden: Tensor) -> None:
+        """Write the input to hidden [T, H] in the compute dtype, which the layers overwrite."""
         if decoder.part.embedding:
             decoder.embed(self._transfer.upload(inputs.astype(np.int64)), hidden)
         elif self._activation_type is ActivationType.BF16:
@@ -245,7 +287,6 @@ class TorchBackend:
             hidden.copy_(bits.view(torch.bfloat16))
         else:
             hidden.copy_(self._transfer.upload(np.array(inputs)))
-        return hidden
 
     def _encode(self, hidden: Tensor) -> Tensor:
         """Copy the activations to a new tensor in the link's type."""
@@ -278,7 +319,7 @@ class TorchBackend:
     def _attention(self, prepared: PreparedStep, pool: KVStorage) -> StepAttention:
         if self._pages is not None:
             return PagedAttention.of(prepared.layout, pool, attend=self._pages.attend, transfer=self._transfer)
-        return SequenceAttention(self._loaded_config(), prepared, pool, self._masks)
+        return SequenceAttention(self._loaded_config(), prepared, pool, self._masks, self._ops)
 
     @contextmanager
     def _memory_errors(self, what: str, needed_bytes: int) -> Iterator[None]:
@@ -305,3 +346,15 @@ def _picks_candidates(options: BackendOptions, device: torch.device) -> bool:
     if wanted not in ("auto", "device", "host"):
         raise ConfigInvalid(f"sampling '{wanted}' is not known", next_step="choose auto, device or host")
     return wanted == "device" or (wanted == "auto" and device.type == "cuda")
+
+
+def _keeps_packed(options: BackendOptions) -> bool:
+    """Return whether packed weights stay packed, by the setting ``weights``. Raises ConfigInvalid."""
+    wanted = options.settings.get("weights", "auto")
+    if wanted not in ("auto", "wide"):
+        raise ConfigInvalid(f"weights '{wanted}' are not known", next_step="choose auto or wide")
+    return wanted == "auto"
+
+
+def _has_packed(slices: Sequence[Slice], weights: WeightSource) -> bool:
+    return any(info.form is not None for part in slices for info in weights.weights(part))

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe_torch.attention import StepAttention
 from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.linear import Linear, Table, Workspace
+from edgepipe_torch.step_ops import StepOps, TorchOps
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,16 +51,20 @@ class StepTensors:
     rotations: Tensor  # [T, 1, D / 2] complex64
     attention: StepAttention
     logit_rows: Tensor  # [R] int64
+    every_row: bool = False  # each row needs logits, in order
 
 
 class Decoder:
     """Runs the layers of a slice."""
 
-    def __init__(self, config: ModelConfig, weights: SliceWeights, workspace: Workspace) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: SliceWeights, workspace: Workspace, ops: StepOps | None = None
+    ) -> None:
+        """``ops``: the small operations, by default torch's."""
         self.config = config
         self._weights = weights
         self._workspace = workspace
-        self._num_rotated = config.num_heads + config.num_kv_heads
+        self._ops = ops or TorchOps(config)
 
     @property
     def part(self) -> Slice:
@@ -85,48 +89,37 @@ class Decoder:
         """
         last = self._weights.layers[-1] if self.part.head else None
         for index, layer in enumerate(self._weights.layers):
-            normed = self._norm(hidden, layer.input_norm)
+            normed = self._ops.norm(hidden, layer.input_norm)
             attended = self._attend(index, layer, layer.qkv.rows(normed), step, pool)
-            if layer is last:
+            if layer is last and not step.every_row:
                 hidden, attended = hidden[step.logit_rows], attended[step.logit_rows]
             if hidden.shape[0]:
                 layer.output.add_to(attended, hidden)
-                normed = self._norm(hidden, layer.post_norm)
+                normed = self._ops.norm(hidden, layer.post_norm)
                 layer.down.add_to(layer.gate_up.swiglu(normed), hidden)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [R, V] float32, in a new tensor, from hidden [R, H] of ``run``."""
-        assert self._weights.head is not None
-        assert self._weights.final_norm is not None
         if hidden.shape[0] == 0:
             return torch.empty(0, self.config.vocab_size, device=hidden.device)
-        found = self._weights.head.rows(self._norm(hidden, self._weights.final_norm))
-        return found.to(torch.float32, copy=True).contiguous()
+        return self.head_product(hidden).to(torch.float32, copy=True).contiguous()
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+    def head_product(self, hidden: Tensor) -> Tensor:
+        """Compute logits [R, V] in the compute dtype, valid until the next product, from hidden [R, H] of ``run``."""
+        assert self._weights.head is not None
+        assert self._weights.final_norm is not None
+        return self._weights.head.rows(self._ops.norm(hidden, self._weights.final_norm))
 
     def _attend(self, index: int, layer: Layer, qkv: Tensor, step: StepTensors, pool: KVStorage) -> Tensor:
         """Attend with qkv [T, (Hq + 2 Hkv) D]; returns the heads' outputs [T, Hq D]."""
         config = self.config
         heads = qkv.view(qkv.shape[0], -1, config.head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
-            queries, keys = heads[:, : config.num_heads], heads[:, config.num_heads : self._num_rotated]
-            queries.copy_(self._norm(queries, layer.query_norm))
-            keys.copy_(self._norm(keys, layer.key_norm))
-        rotate(heads[:, : self._num_rotated], step.rotations)
-        pool.write(index, step.slots, heads[:, config.num_heads :])
+            self._ops.norm_heads(heads[:, : config.num_heads], layer.query_norm)
+            self._ops.norm_heads(heads[:, config.num_heads : config.num_heads + config.num_kv_heads], layer.key_norm)
+        self._ops.place(heads, step.rotations, step.slots, pool, index)
         queries = heads[:, : config.num_heads]
         out = self._workspace.get("attended", qkv.shape[0], config.num_heads * config.head_dim)
         step.attention.run(index, layer.window, queries, out.view(queries.shape))
         return out
-
-
-def rotate(heads: Tensor, rotations: Tensor) -> None:
-    """Rotate heads [T, heads, D] in place; pairs are adjacent. rotations [T, 1, D / 2] complex64."""
-    if heads.dtype == torch.float32:
-        torch.view_as_complex(heads.unflatten(-1, (-1, 2))).mul_(rotations)
-        return
-    turned = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2))).mul_(rotations)
-    heads.copy_(torch.view_as_real(turned).flatten(-2))

@@ -41,6 +41,10 @@ class KVStorage:
         """Write kv [T, 2 * kv heads, D] to slots [T]; ``layer`` counts from the slice's first."""
         self._layers[layer].index_copy_(0, slots, kv)
 
+    def layer(self, layer: int) -> Tensor:
+        """Return a layer's slots [slots, 2 * kv heads, D]."""
+        return self._layers[layer]
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks in every layer, in the given order."""
         for copy in copies:

@@ -7,6 +7,8 @@ A decode step reads every weight for a few rows, so its cost is the number of by
                  weight each time; one batched product over tiles of about 48 outputs does not.
 ``PlainLinear``  bf16 or CUDA: ``[out, in]``.
 
+Packed weights have classes of their own: ``packed_cpu``, ``packed_cuda``.
+
 T rows, I in features, O out features, W tile width.
 """
 
@@ -15,11 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from edgepipe.model.packed import Packed
 
 _BEST_WIDTH = 48  # measured: 48 beats 32, 64, 96 and 192 at 1 to 16 rows with one and two threads
 _MIN_WIDTH, _MAX_WIDTH = 16, 128
@@ -63,6 +67,15 @@ class Table(Protocol):
 
     def take(self, ids: Tensor) -> Tensor:
         """Return the rows of ids [T] int64 as [T, I]."""
+        ...
+
+
+@runtime_checkable
+class PackedLinear(Linear, Table, Protocol):
+    """A ``Linear`` that keeps packed weights packed."""
+
+    def fill_packed(self, part: int, weight: Packed) -> None:
+        """Copy one part's packed weight [O, I] from host memory; the caller may then free its own."""
         ...
 
 

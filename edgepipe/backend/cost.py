@@ -14,10 +14,14 @@ import numpy as np
 from edgepipe.backend.devices import DeviceModel
 from edgepipe.backend.types import Step
 from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.resident import WIDE, resident_sizes
+from edgepipe.model.weight_table import FLOATS, WeightTable
 
-_BYTES_PER_WEIGHT = 2  # bf16
-_BYTES_PER_KV_VALUE = 2
 _DRAWS_AT_ONCE = 256
+
+# Rows above which a backend widens packed weights before it multiplies, by kind (``edgepipe.model.resident``). MLX
+# multiplies packed weights at any size.
+_WIDENS_ABOVE_ROWS = {"torch-cuda": 64, "emulated": 64, "torch-cpu": 8}
 
 
 class StepWork(NamedTuple):
@@ -55,7 +59,8 @@ def work_of(step: Step) -> StepWork:
 class CostModel:
     """Roofline of one device for one model: the slower of reading and multiplying, plus KV reads and overheads.
 
-    A step reads its layers' weights, and the head's table if it needs logits. Embedding rows are negligible.
+    A step reads its layers' weights, and the head's table if it needs logits. Embedding rows are negligible. A step of
+    many rows first widens packed weights.
     """
 
     def __init__(
@@ -63,25 +68,31 @@ class CostModel:
         config: ModelConfig,
         device: DeviceModel,
         *,
+        weights: WeightTable = FLOATS,
+        kind: str = "emulated",
+        dtype: str = "bfloat16",
+        kv: str = "",
         as_model_bytes: int | None = None,
         as_kv_bytes_per_token: int | None = None,
     ) -> None:
-        """``as_model_bytes`` and ``as_kv_bytes_per_token`` (all layers): sizes of the model to time.
+        """``kind`` and ``dtype``: as for ``resident_bytes``. ``kv``: form of the KV; empty: the dtype.
 
-        None: the config's model in bf16.
+        ``as_model_bytes`` and ``as_kv_bytes_per_token`` (all layers): sizes of the model to time; None: the config's.
         """
         self._config = config
         self._device = device
-        table = config.vocab_size * config.hidden_size
-        whole = config.num_layers * config.layer_parameters() + table * (1 if config.tied_embeddings else 2)
-        wanted = as_model_bytes or whole * _BYTES_PER_WEIGHT
-        self._scale = wanted / (whole * _BYTES_PER_WEIGHT)  # size of the timed model over the config's
-        own_kv = config.kv_bytes_per_token(num_layers=config.num_layers, bytes_per_value=_BYTES_PER_KV_VALUE)
+        self._sizes = resident_sizes(config, weights, kind=kind, dtype=dtype)
+        self._widened = resident_sizes(config, weights, kind=WIDE, dtype=dtype)
+        self._widens_above = _WIDENS_ABOVE_ROWS.get(kind)
+        # size of the timed model over the config's
+        self._scale = (as_model_bytes or self._sizes.matrices) / self._sizes.matrices
+        own_kv = config.kv_bytes_per_token(num_layers=config.num_layers, form=kv or dtype)
         self._layer_kv_bytes = (as_kv_bytes_per_token or own_kv) / config.num_layers  # per token
 
     def weight_bytes(self, slices: Sequence[Slice]) -> int:
         """Return the memory of the slices' weights."""
-        return int(sum(self._config.slice_parameters(part) for part in slices) * _BYTES_PER_WEIGHT * self._scale)
+        sizes = self._sizes
+        return int(sum(sizes.of_layers(part.layers) + sizes.of_tables(part) for part in slices) * self._scale)
 
     def kv_bytes_per_token(self, slices: Sequence[Slice]) -> int:
         """Return the memory of one token's KV in all layers of the slices."""
@@ -89,21 +100,38 @@ class CostModel:
 
     def slice_cost(self, part: Slice) -> SliceCost:
         """Return the cost of steps on a slice."""
-        device, layers = self._device, len(part.layers)
+        layers = part.layers
+        return self._cost(len(layers), self._sizes.of_layers(layers), self._widened.of_layers(layers), head=part.head)
+
+    def mean_cost(self, num_layers: int, *, head: bool) -> SliceCost:
+        """Return the cost of steps on so many layers of mean size."""
+        share = num_layers / self._config.num_layers
+        return self._cost(num_layers, sum(self._sizes.layers) * share, sum(self._widened.layers) * share, head=head)
+
+    def _cost(self, layers: int, layer_bytes: float, wide_bytes: float, *, head: bool) -> SliceCost:
+        """``layer_bytes``, ``wide_bytes``: of all layers, as they are kept and widened."""
+        device = self._device
         layer_weights = layers * self._config.layer_parameters() * self._scale
-        head_weights = self._config.vocab_size * self._config.hidden_size * self._scale if part.head else 0.0
+        head_weights = self._config.vocab_size * self._config.hidden_size * self._scale if head else 0.0
         width = self._config.num_heads * self._config.head_dim
+        head_bytes, wide_head_bytes = (self._sizes.head, self._widened.head) if head else (0, 0)
         return SliceCost(
-            read_s=layer_weights * _BYTES_PER_WEIGHT / device.bandwidth_bytes_per_s,
+            read_s=self._read_s(layer_bytes),
             token_s=2 * layer_weights / device.flops,
-            head_read_s=head_weights * _BYTES_PER_WEIGHT / device.bandwidth_bytes_per_s,
+            head_read_s=self._read_s(head_bytes),
             head_row_s=2 * head_weights / device.flops,
             kv_token_s=layers * self._layer_kv_bytes / device.bandwidth_bytes_per_s,
             pair_s=4 * layers * width / device.flops,
             step_overhead_s=device.step_overhead_s + layers * device.layer_overhead_s,
             row_overhead_s=device.sequence_overhead_s,
             tile_steps=device.tile_steps,
+            widen_s=self._read_s(layer_bytes + wide_bytes) if layer_bytes < wide_bytes else 0.0,
+            head_widen_s=self._read_s(head_bytes + wide_head_bytes) if head_bytes < wide_head_bytes else 0.0,
+            widens_above_rows=self._widens_above,
         )
+
+    def _read_s(self, num_bytes: float) -> float:
+        return num_bytes * self._scale / self._device.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +147,22 @@ class SliceCost:
     step_overhead_s: float
     row_overhead_s: float
     tile_steps: tuple[tuple[int, float], ...]
+    widen_s: float = 0.0  # reading packed layers and writing their values, in a step of many tokens
+    head_widen_s: float = 0.0  # the head's
+    widens_above_rows: int | None = None  # None: never
 
     def step_s(self, work: StepWork) -> float:
         """Return the seconds of the step on the device, without jitter."""
         seconds = max(self.read_s * self._stretch(work.tokens), self.token_s * work.tokens)
+        seconds += self.widen_s if self._widens(work.tokens) else 0.0
         if work.logit_rows:
             seconds += max(self.head_read_s * self._stretch(work.logit_rows), self.head_row_s * work.logit_rows)
+            seconds += self.head_widen_s if self._widens(work.logit_rows) else 0.0
         seconds += max(self.kv_token_s * work.kv_tokens, self.pair_s * work.attention_pairs)
         return seconds + self.step_overhead_s + work.rows * self.row_overhead_s
+
+    def _widens(self, rows: int) -> bool:
+        return self.widens_above_rows is not None and rows > self.widens_above_rows
 
     def _stretch(self, tokens: int) -> float:
         """Return the factor on reading weights for this number of tokens, by tiles."""

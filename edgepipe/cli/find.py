@@ -14,6 +14,7 @@ from edgepipe.config import HTTP_PORT, load_config
 from edgepipe.daemon.machine.data_dir import socket_path
 from edgepipe.daemon.machine.http_keys import read_key
 from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable, NoPeersFound
+from edgepipe.model.names import matching_names
 
 if TYPE_CHECKING:
     from edgepipe.cluster.discovery import Announcement
@@ -79,8 +80,8 @@ def _served(status: ClusterStatus, model: str) -> EngineState | None:
             fact=f"served: {', '.join(sorted(engine.model for engine in ready))}",
             next_step="name one: edgepipe chat MODEL",
         )
-    wanted = model.lower()
-    return next((e for e in ready if not model or wanted in (e.model.lower(), e.model.rsplit("/")[-1].lower())), None)
+    meant = matching_names(model, (engine.model for engine in ready))
+    return next((engine for engine in ready if not model or engine.model in meant), None)
 
 
 def _only_model(status: ClusterStatus) -> str:

@@ -1,4 +1,4 @@
-"""``edgepipe models pull|list|rm|replicate``"""
+"""``edgepipe models pull|list|rm|replicate|quantise``"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +16,6 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
-    from edgepipe.model.progress import PullProgress
     from edgepipe.model.pull import PullResult
 
 app = typer.Typer(help="Models on this machine's disk.")
@@ -29,41 +28,63 @@ def _group() -> None:
 
 @app.command()
 def pull(
-    model: Annotated[str, typer.Argument(help="ORG/NAME on the Hugging Face Hub, a folder, a GGUF file, or 'demo'.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="ORG/NAME or ORG/NAME:TYPE on the Hugging Face Hub, a folder, a GGUF file, or 'demo'."),
+    ],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show which files a pull would fetch; fetch nothing.")
     ] = False,
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
+    as_json: Json = False,
 ) -> None:
-    """Fetch a model; an interrupted pull resumes."""
-    result = pull_model(models_dir_of(data_dir, models_dir), model, dry_run=dry_run)
-    if dry_run:
+    """Fetch a model; an interrupted pull resumes. Of a repository with GGUF files of several types, one is fetched."""
+    root, folder = models_dir_of(data_dir, models_dir), data_dir_of(data_dir)
+    result = pull_model(root, with_type(root, folder, model, as_json=as_json), dry_run=dry_run)
+    if as_json:
+        print_json(_result_row(result))
+    elif dry_run:
         _print_plan(result)
     else:
         print(f"{one_line(result.model_id)} is {'already ' * result.already_here}here: {result.path}")
-        tell_node(data_dir_of(data_dir))
+    if not dry_run:
+        tell_node(folder)
+
+
+def with_type(root: Path, data_dir: Path, model: str, *, as_json: bool) -> str:
+    """Return ``model``, with the type that a person at the terminal chooses if its repository has several.
+
+    Raises ConfigInvalid after printing the types if there is no terminal, and the errors of ``hub_types``.
+    """
+    from edgepipe.cli.wizard.asking import Back, Quit, Terminal
+    from edgepipe.cli.wizard.type_choice import ask_type, memory_at_hand, refuse_without_type
+    from edgepipe.model.hub import hub_types
+    from edgepipe.model.pull import hub_source
+    from edgepipe.model.store import ModelStore
+
+    source = hub_source(model)
+    if source is None or source.type or any(one.id == source.repo and one.whole for one in ModelStore(root).list()):
+        return model
+    types = hub_types(source)
+    if not types:
+        return model
+    memory = memory_at_hand(data_dir)
+    if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise refuse_without_type(source, types, memory, as_json=as_json)
+    try:
+        return ask_type(Terminal(), source, types, memory)
+    except (Back, Quit) as stopped:
+        raise typer.Abort from stopped
 
 
 def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
     """Pull with a progress bar on stderr. Raises the errors of ModelStore.pull."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
+    from edgepipe.cli.views.progress_bar import file_progress
     from edgepipe.model.store import ModelStore
 
-    console = make_console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task(one_line(model), total=None)
-
-        def show(now: PullProgress) -> None:
-            progress.update(
-                task, description=f"{now.phase:<8}", completed=now.done_bytes, total=now.total_bytes or None
-            )
-
-        return ModelStore(root).pull(model, on_progress=show, dry_run=dry_run)
+    with file_progress(model) as on_progress:
+        return ModelStore(root).pull(model, on_progress=on_progress, dry_run=dry_run)
 
 
 @app.command("list")
@@ -85,12 +106,12 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
         return
     from edgepipe.units import format_bytes
 
-    shared = ("WHERE", "COPIES") if members else ("STATE",)
+    shared = ("WHERE", "COPIES", "FITS") if members else ("STATE",)
     table = make_table("MODEL", "SIZE", "LAYERS", "CONTEXT", *shared, right=("SIZE", "LAYERS", "CONTEXT"))
     for row in rows:
         state = "whole" if row["whole"] else "in part"
         where = ", ".join(holder["node"] + " (part)" * (not holder["whole"]) for holder in row["nodes"])
-        last = (where, copies_text(row["copies"])) if members else (state,)
+        last = (where, copies_text(row["copies"]), row["fits"] or "-") if members else (state,)
         name = f"{row['model']} @{row['content'][:8]}" if row["ambiguous"] else row["model"]
         sizes = (format_bytes(row["size_bytes"]), str(row["layers"] or "-"), str(row["context"] or "-"))
         table.add_row(one_line(name), *sizes, *map(one_line, last))
@@ -106,11 +127,14 @@ def rm(
 ) -> None:
     """Delete a model from this machine's disk. A served model is stopped first."""
     from edgepipe.cli.views.copies_view import members_of, served_by
+    from edgepipe.model.names import matching_names
     from edgepipe.model.store import ModelStore
     from edgepipe.units import format_bytes
 
     folder, store = data_dir_of(data_dir), ModelStore(models_dir_of(data_dir, models_dir))
-    on_this_disk = any(stored.id == model for stored in store.list())
+    meant = matching_names(model, (stored.id for stored in store.list()))
+    on_this_disk = len(meant) == 1
+    model = meant[0] if on_this_disk else model
     if on_this_disk and (nodes := served_by(folder, model)):
         _stop_first(folder, model, nodes, yes=yes)
     freed = store.rm(model)
@@ -171,6 +195,21 @@ def replicate(
         print(f"every part of {one_line(model)} is on {copies} disks already")
 
 
+@app.command()
+def quantise(
+    model: Annotated[str, typer.Argument(help="A 16-bit model on this machine's disk.", autocompletion=complete_model)],
+    to: Annotated[str, typer.Option("--to", metavar="q4|q8", help="About 5 or 8.5 bits for a weight.")],
+    data_dir: DataDir = None,
+    models_dir: ModelsDir = None,
+    as_json: Json = False,
+) -> None:
+    """Make a packed copy MODEL-q4 or MODEL-q8, and print how far its predictions are from the original's."""
+    from edgepipe.cli.quantising import quantise_model
+
+    quantise_model(models_dir_of(data_dir, models_dir), model, to, as_json=as_json)
+    tell_node(data_dir_of(data_dir))
+
+
 def tell_node(data_dir: Path) -> None:
     """Make this machine's node, if it runs, report its models to the other nodes at once."""
     from edgepipe.daemon.machine.data_dir import socket_path
@@ -186,6 +225,17 @@ def tell_node(data_dir: Path) -> None:
 
     with contextlib.suppress(EdgepipeError):  # a node reads its disk again before it serves a model
         run_async(tell())
+
+
+def _result_row(result: PullResult) -> dict[str, Any]:
+    return {
+        "model": result.model_id,
+        "path": str(result.path),
+        "already_here": result.already_here,
+        "dry_run": result.dry_run,
+        "size_bytes": result.total_bytes,
+        "files": [{"name": file.name, "size_bytes": file.num_bytes} for file in result.files],
+    }
 
 
 def _print_plan(result: PullResult) -> None:

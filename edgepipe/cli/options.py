@@ -9,6 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from edgepipe.errors import ConfigInvalid
+from edgepipe.model.facts import KV_8BIT
 
 DataDir = Annotated[
     Path | None,
@@ -37,6 +38,13 @@ def checked_dtype(dtype: str) -> str:
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ConfigInvalid(f"--dtype cannot be '{dtype}'", next_step="give auto, float32 or bfloat16")
     return "" if dtype == "auto" else dtype
+
+
+def checked_kv(kv: str) -> str:
+    """Check the value of ``--kv``. Return it, empty for auto. Raises ConfigInvalid."""
+    if kv not in ("auto", KV_8BIT):
+        raise ConfigInvalid(f"--kv cannot be '{kv}'", next_step=f"give auto or {KV_8BIT}")
+    return "" if kv == "auto" else kv
 
 
 def data_dir_of(given: Path | None) -> Path:

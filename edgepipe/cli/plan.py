@@ -23,7 +23,7 @@ _READ_TOKENS = 1024  # tokens that a token attends to on average, by default
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A model of the cluster, or a known model: qwen2.5-32b, ...")],
+    model: Annotated[str, typer.Argument(help="A model of the cluster, or a known one: qwen2.5-32b:q4_k_m, ...")],
     objective: ObjectiveName = "",
     context: Annotated[
         int, typer.Option("--context", metavar="TOKENS", min=0, help="Required context in tokens; 0: as much as fits.")
@@ -98,6 +98,7 @@ def make_demand(cluster: Cluster, *, objective: str, context: int, concurrency: 
     conversation = whole if context else min(_CONVERSATION_TOKENS, whole)
     return Demand(
         config=cluster.config,
+        weights=cluster.weights,
         objective=kinds[objective],
         concurrency=concurrency,
         context_tokens=conversation,
@@ -108,11 +109,12 @@ def make_demand(cluster: Cluster, *, objective: str, context: int, concurrency: 
 
 def _imagined(model: str, devices: str, link: str) -> Cluster:
     from edgepipe.backend.devices import parse_devices
-    from edgepipe.model.shapes import named_shape
+    from edgepipe.model.mixes import named_model
     from edgepipe.planner.cluster import known_cluster
     from edgepipe.units import parse_link
 
-    return known_cluster(parse_devices(devices), named_shape(model), link=parse_link(link), model=model)
+    config, weights = named_model(model)
+    return known_cluster(parse_devices(devices), config, link=parse_link(link), model=model, weights=weights)
 
 
 def _surveyed(model: str, dtype: str, data_dir: Path | None, *, fresh: bool) -> Cluster:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from edgepipe.cli.options import DataDir, Exclude, First, ObjectiveName, checked_dtype, complete_model, data_dir_of
+from edgepipe.cli.options import DataDir, Exclude, First, ObjectiveName, checked_dtype, checked_kv, complete_model, data_dir_of
 from edgepipe.cli.output import make_console
 from edgepipe.errors import ConfigInvalid, PeerClosed
 
@@ -68,6 +68,10 @@ def serve(
         ),
     ] = 0,
     dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
+    kv: Annotated[
+        str,
+        typer.Option("--kv", metavar="FORM", help="KV cache in the compute type (auto), or 8bit: less memory, slower."),
+    ] = "auto",
     activations: Annotated[
         str, typer.Option("--activations", metavar="TYPE", help="Type of activations between stages: bf16 or float32.")
     ] = "bf16",
@@ -108,6 +112,7 @@ def serve(
             context=context,
             kv_tokens=kv_tokens,
             dtype=dtype,
+            kv=kv,
             activations=activations,
         ),
         exclude=tuple(name.strip() for name in exclude.split(",") if name.strip()),
@@ -137,6 +142,7 @@ def serve_request(
     context: int = 0,
     kv_tokens: int = 0,
     dtype: str = "auto",
+    kv: str = "auto",
     activations: str = "bf16",
 ) -> ServeRequest:
     """Build the request from the flags. Raises ConfigInvalid."""
@@ -155,6 +161,7 @@ def serve_request(
         context_length=context,
         kv_tokens=kv_tokens,
         dtype=checked_dtype(dtype),
+        kv=checked_kv(kv),
         activation_type=ActivationType(activations),
     )
     return ServeRequest(model=model, num_nodes=nodes, plan=plan, options=options)

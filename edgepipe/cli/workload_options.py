@@ -42,7 +42,9 @@ def _option(flag: str, value: str, kind: Any, text: str, **more: Any) -> inspect
 
 
 _CLUSTER = (
-    _option("as-model", "MODEL", str, "Model to imitate: qwen2.5-32b, llama-3.3-70b, ...  [default: qwen2.5-32b]"),
+    _option(
+        "as-model", "MODEL", str, "Model to imitate: qwen2.5-32b, llama-3.3-70b:q4_k_m, ...  [default: qwen2.5-32b]"
+    ),
     _option("link", "LINK", str, "Link between any two devices: 1gbit,0.3ms or ideal.  [default: 1gbit,0.3ms]"),
     _option("micro-batches", "K", str, "Number of micro-batches in flight, or auto.  [default: auto]"),
     _option("policy", "POLICY", str, "Scheduler policy: throttled, sarathi or throttled-tiles.  [default: throttled]"),
@@ -115,13 +117,15 @@ def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
 def imagined_cluster(settings: Mapping[str, str], *, devices: str) -> ImaginedCluster:
     """Build the cluster that settings over ``CLUSTER_DEFAULTS`` describe. Raises ConfigInvalid, ModelUnknown."""
     from edgepipe.backend.devices import parse_devices
-    from edgepipe.model.shapes import named_shape
+    from edgepipe.model.mixes import named_model
     from edgepipe.simulation.imagined import ImaginedCluster
     from edgepipe.units import parse_link
 
+    config, weights = named_model(settings["as-model"])
     return ImaginedCluster(
         devices=parse_devices(devices),
-        config=named_shape(settings["as-model"]),
+        config=config,
+        weights=weights,
         link=parse_link(settings["link"]),
         adjustments={"jitter": settings["jitter"]},
         plan=settings.get("plan", ""),

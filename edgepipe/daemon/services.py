@@ -117,7 +117,12 @@ class NodeService(node_pb2_grpc.NodeServicer):
             async for progress in fetching:
                 yield pb.PrepareEvent(progress=to_wire(progress, pb.PrepareProgress))
         preparing = self._device.prepare(
-            wanted, engine_node=engine_node, path=str(model.path), config=model.config, engine=engine
+            wanted,
+            engine_node=engine_node,
+            path=str(model.path),
+            config=model.config,
+            engine=engine,
+            weights=model.weights,
         )
         async for event in preparing:
             yield to_wire(event, pb.PrepareEvent)
@@ -157,7 +162,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
         )
         if self._engines.state_of(wanted.pipeline_id) is not None:
             raise AccessDenied("the pipeline has its engine here already", fact=wanted.pipeline_id)
-        await self._engines.start(replace(wanted, spec=held.spec), model_config=model.config_json)
+        await self._engines.start(
+            replace(wanted, spec=held.spec), model_config=model.config_json, model_weights=model.weights_json
+        )
         return pb.StartEngineReply()
 
     async def StopEngine(self, request: pb.StopEngineRequest, context: Any) -> pb.StopEngineReply:

@@ -67,6 +67,7 @@ from edgepipe.errors import (
 from edgepipe.ids import EngineId, Epoch, IdSource, NodeId, PipelineId, SequenceId, StepId
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.scheduler import Policy, ThrottledPolicy, make_policy
 from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.common import Hello
@@ -121,6 +122,7 @@ class Engine:
         timeouts: EngineTimeouts | None = None,
         network: Network | None = None,
         planner: Planner | None = None,
+        weights: WeightTable = FLOATS,
     ) -> None:
         """Raises PlanInvalid if the spec has no stage or one without layers, ConfigInvalid for an unknown policy.
 
@@ -132,6 +134,7 @@ class Engine:
         epoch_counter  1 + the highest known counter of this pipeline
         network        emulated network to the stages of other nodes
         planner        finds a placement after a loss; None: the same placement
+        weights        forms of the model's weights
         """
         if not spec.stages or not all(placement.slices for placement in spec.stages):
             raise PlanInvalid(f"the plan for '{spec.model}' has a stage without layers")
@@ -148,6 +151,7 @@ class Engine:
             limits=self._limits,
             timeouts=self._timeouts,
             network=network,
+            weights=weights,
         )
         self._planner = planner or SamePlan(known)
         self._core = Recovery(
@@ -571,6 +575,7 @@ class Engine:
     def _new_preparation(self, placement: Placement, *, fresh: frozenset[NodeId] = frozenset()) -> Preparation:
         return Preparation(
             config=self._context.config,
+            weights=self._context.weights,
             spec=placement.spec,
             nodes=self._core.nodes,
             pipeline_id=self._context.pipeline_id,

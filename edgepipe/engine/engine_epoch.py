@@ -19,6 +19,7 @@ from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
 from edgepipe.ids import Epoch, PipelineId, SequenceId
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.scheduler import Policy, Scheduler, SchedulerLimits
 from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.common import Hello
@@ -39,6 +40,7 @@ class EngineContext:
     limits: EngineLimits
     timeouts: EngineTimeouts
     network: Network | None  # emulated to the stages of other nodes
+    weights: WeightTable = FLOATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from edgepipe.errors import EdgepipeError, LinkError, NodeUnreachable, RemotePro
 from edgepipe.ids import Epoch, NodeId, PipelineId, StepId
 from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.profiles import slice_costs
 from edgepipe.security.mutual_tls import Security
 from edgepipe.units import format_bytes
@@ -48,9 +49,11 @@ class Preparation:
         limits: EngineLimits,
         timeouts: EngineTimeouts,
         on_progress: OnProgress,
+        weights: WeightTable = FLOATS,
     ) -> None:
         """``fresh``: nodes that must run their stage in a new process."""
         self._config = config
+        self._weights = weights
         self._spec = spec
         self._nodes = nodes
         self._pipeline_id = pipeline_id
@@ -116,24 +119,17 @@ class Preparation:
             model=self._spec.model,
             manifest_hash=self._spec.manifest_hash,
             slices=placement.slices,
-            weight_bytes=self._weight_bytes(placement),
             kv_tokens=self._spec.kv_tokens or self._limits.default_contexts * self._context_length(),
             block_size=self._spec.block_size,
             weights_node=self._hello.node_id,
             dtype=self._spec.dtype,
+            kv=self._spec.kv,
             activation_type=self._spec.activation_type,
             fresh=placement.node_id in self._fresh,
         )
         message = to_wire(request, node_pb2.PrepareRequest)
         message.hello.CopyFrom(hello_to_wire(self._hello))
         return message
-
-    def _weight_bytes(self, placement: StagePlacement) -> int:
-        """Return the bytes of a stage's weights; 0 if the device chooses the dtype, as its node then counts them."""
-        if self._spec.dtype == "auto":
-            return 0
-        parameters = sum(self._config.slice_parameters(part) for part in placement.slices)
-        return parameters * (4 if self._spec.dtype == "float32" else 2)
 
     def _context_length(self) -> int:
         return self._spec.context_length or self._config.context_length
@@ -160,7 +156,7 @@ class Preparation:
             max_blocks=prepared.max_blocks,
             contiguous_kv=prepared.profile.contiguous_kv,
             certificate=prepared.certificate,
-            costs=slice_costs(prepared.profile, self._config, placement.slices),
+            costs=slice_costs(prepared.profile, self._config, placement.slices, weights=self._weights),
             crashed_in=(prepared.crashed_epoch, StepId(prepared.crashed_step)) if prepared.crashed_step else None,
         )
 

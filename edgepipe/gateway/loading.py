@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from edgepipe.errors import CapacityError, EdgepipeError
 from edgepipe.gateway.models import ModelEntry, ModelTable
+from edgepipe.model.names import canonical_name
 
 WAIT_S = 60.0  # then the request gets a 503 and may be sent again; clients give up later
 
@@ -40,7 +41,7 @@ class ModelLoads:
 
         Raises the errors of ``get``, the error that ``failed`` reported, or CapacityError if loading takes too long.
         """
-        wanted = name or ""
+        wanted = canonical_name(name or "")
         try:
             return self._models.get(name)
         except CapacityError:

@@ -13,6 +13,7 @@ from edgepipe.gateway.engine_link import EngineLink
 from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.text import Detokenizer
 from edgepipe.gateway.tool_calls import ToolFormat
+from edgepipe.model.names import canonical_name
 
 
 class Assets(Protocol):
@@ -155,6 +156,7 @@ class ModelTable:
         """
         if not name and len(self._entries) == 1:
             return next(iter(self._entries.values()))
+        name = canonical_name(name) if name else name
         if name and name in self._entries:
             return self._entries[name]
         self._raise_if_coming(name)

@@ -16,6 +16,8 @@ from edgepipe.model.config_json import config_from_json, config_to_json
 from edgepipe.model.facts import ModelConfig, Rope
 from edgepipe.model.fields import Fields
 from edgepipe.model.manifest import CARD_FILE, METADATA_LIMITS
+from edgepipe.model.mixes import mix_names
+from edgepipe.model.quantisation import quantisation_to_json
 from edgepipe.model.rope_config import extended_context
 from edgepipe.model.sampling_defaults import checked_sampling
 from edgepipe.model.strict_json import parse_json_object, read_json_object
@@ -33,6 +35,7 @@ class ModelCard:
     config: ModelConfig
     template: ChatTemplate
     emulated: bool = False  # has no weights; only the emulated backend serves it
+    mix: str = ""  # of an emulated model: types of the imagined weights (``edgepipe.model.mixes``); empty: bf16
     sampling: Mapping[str, float] = field(default_factory=dict[str, float])  # defaults by parameter name
 
     def to_json(self) -> bytes:
@@ -44,6 +47,7 @@ class ModelCard:
             "special_tokens": dict(self.template.special_tokens),
             "emulated": self.emulated,
             "sampling": dict(self.sampling),
+            **({"mix": self.mix} if self.mix else {}),
         }
         data = json.dumps(value, indent=1).encode()
         if len(data) > _MAX_CARD_BYTES:
@@ -62,11 +66,12 @@ class ModelCard:
         """
         return value_digest(
             {
-                "config": _changed_fields(self.config) | {"rope": _changed_fields(self.config.rope)},
+                "config": _changed_config(self.config),
                 "chat_templates": dict(self.template.sources),
                 "special_tokens": dict(self.template.special_tokens),
                 "emulated": self.emulated,
                 **({"sampling": dict(self.sampling)} if self.sampling else {}),
+                **({"mix": self.mix} if self.mix else {}),
             }
         )
 
@@ -94,8 +99,21 @@ def _card(values: dict[str, Any]) -> ModelCard:
         config=replace(shape, context_length=context),
         template=ChatTemplate(sources=sources, special_tokens=special),
         emulated=fields.flag("emulated", default=False),
+        mix=_mix(fields),
         sampling=checked_sampling(_mapping(fields, "sampling")),
     )
+
+
+def _changed_config(config: ModelConfig) -> dict[str, Any]:
+    changed = _changed_fields(config) | {"rope": _changed_fields(config.rope)}
+    return changed | ({"quantisation": quantisation_to_json(config.quantisation)} if config.quantisation else {})
+
+
+def _mix(fields: Fields) -> str:
+    mix = fields.text("mix", default="")
+    if mix not in ("", *mix_names()):
+        raise fields.fail("mix", f"{mix[:40]!r} is unknown")
+    return mix
 
 
 def _changed_fields(shape: ModelConfig | Rope) -> dict[str, Any]:

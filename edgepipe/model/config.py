@@ -10,6 +10,7 @@ from typing import Any
 from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
 from edgepipe.model.facts import ModelConfig, Rope
 from edgepipe.model.fields import Fields
+from edgepipe.model.quantisation_config import check_quantisation
 from edgepipe.model.rope_config import extended_context, gguf_rope, hf_rope
 from edgepipe.model.sampling_defaults import GENERATION_FILE
 from edgepipe.model.strict_json import read_json_object
@@ -108,6 +109,7 @@ def hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | None = 
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
         eos_token_ids=_hf_eos(fields, generation, vocab),
         bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab_size=vocab)), None),
+        quantisation=check_quantisation(values),
     )
     return config
 
@@ -189,12 +191,6 @@ def _refuse_foreign_code(fields: Fields) -> None:
             "config.json needs code from the model's folder ('auto_map')",
             fact="edgepipe runs no code that comes with a model",
             next_step="choose a model without custom code",
-        )
-    if fields.has("quantization_config"):
-        raise ModelInvalid(
-            "the weights are quantised in a way that is not supported ('quantization_config')",
-            fact="F32, F16 and BF16 safetensors and GGUF files are read",
-            next_step="pull the model's original or its GGUF",
         )
     activation = fields.text("hidden_act", default="silu")
     if activation not in ("silu", "swish"):

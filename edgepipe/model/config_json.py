@@ -10,6 +10,8 @@ from edgepipe.errors import ArchitectureUnsupported
 from edgepipe.model import config as limits
 from edgepipe.model.facts import ModelConfig, Rope
 from edgepipe.model.fields import Fields
+from edgepipe.model.formats import check_format
+from edgepipe.model.quantisation import Quantisation, quantisation_from_json, quantisation_to_json
 from edgepipe.model.rope_config import MAX_FACTOR, MAX_THETA, MIN_THETA, SCALINGS
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -17,7 +19,9 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
     """Convert a config to plain JSON values; ``config_from_json`` restores an equal config."""
-    return asdict(config)
+    values = asdict(config)
+    del values["quantisation"]
+    return values | ({"quantisation": quantisation_to_json(config.quantisation)} if config.quantisation else {})
 
 
 def config_from_json(values: Mapping[str, Any]) -> ModelConfig:
@@ -54,7 +58,18 @@ def config_from_json(values: Mapping[str, Any]) -> ModelConfig:
         tied_embeddings=fields.flag("tied_embeddings", default=False),
         eos_token_ids=fields.token_ids("eos_token_ids", vocab_size=vocab),
         bos_token_id=bos[0] if bos else None,
+        quantisation=_quantisation(fields),
     )
+
+
+def _quantisation(fields: Fields) -> Quantisation | None:
+    value = fields.raw("quantisation")
+    if value is None:
+        return None
+    quantisation = quantisation_from_json(value)
+    for stored in quantisation.formats:
+        check_format(stored)
+    return quantisation
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:

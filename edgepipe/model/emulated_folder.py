@@ -9,7 +9,7 @@ from typing import Any, cast
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from edgepipe.model.facts import ModelConfig
-from edgepipe.model.weights import EMULATED_KEY
+from edgepipe.model.weights import EMULATED_KEY, MIX_KEY
 
 NUM_BYTE_TOKENS = 256
 SPECIAL_TOKENS = ("<|bos|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258
@@ -23,15 +23,16 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_model_folder(folder: Path, config: ModelConfig) -> None:
+def write_model_folder(folder: Path, config: ModelConfig, *, mix: str = "") -> None:
     """Write ``config.json``, ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder`` (made if missing).
 
-    The vocabulary must hold at least the bytes and the special tokens; higher ids are artificial words.
+    The vocabulary must hold at least the bytes and the special tokens; higher ids are artificial words. ``mix``: types
+    of the imagined weights (``edgepipe.model.mixes``); empty: bf16.
     """
     if config.vocab_size < SMALLEST_VOCAB:
         raise ValueError(f"the emulated tokenizer needs a vocabulary of {SMALLEST_VOCAB} or more")
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", config_json(config))
+    _write_json(folder / "config.json", config_json(config) | ({MIX_KEY: mix} if mix else {}))
     _write_json(folder / "tokenizer_config.json", tokenizer_config_json(config))
     byte_level_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
 

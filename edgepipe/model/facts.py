@@ -9,6 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from edgepipe.errors import ConfigInvalid, PlanInvalid
+from edgepipe.model.quantisation import Quantisation
+
+KV_8BIT = "8bit"
+"""KV as int8 codes with a float16 scale per token, kv head, and key or value."""
+
+_KV_VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, KV_8BIT: 1}
+_KV_SCALE_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -123,6 +130,7 @@ class ModelConfig:
     tied_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    quantisation: Quantisation | None = None  # None: every weight is one stored tensor
 
     def context_for(self, asked_tokens: int) -> int:
         """Return the context length for a request of ``asked_tokens`` (0: the model's).
@@ -141,9 +149,15 @@ class ModelConfig:
         """Return the sliding window of a layer in tokens, or None."""
         return self.sliding_windows[layer] if self.sliding_windows else None
 
-    def kv_bytes_per_token(self, *, num_layers: int, bytes_per_value: int) -> int:
-        """Return the bytes of one token's keys and values in ``num_layers`` layers."""
-        return 2 * num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+    def kv_bytes_per_token(self, *, num_layers: int, form: str) -> int:
+        """Return the bytes of one token's keys and values in ``num_layers`` layers.
+
+        form  the dtype of the values ("float32" | "float16" | "bfloat16"), or ``KV_8BIT``; raises ConfigInvalid for others
+        """
+        if form not in _KV_VALUE_BYTES:
+            raise ConfigInvalid(f"KV cannot be kept as '{form}'", fact=f"it can be {', '.join(_KV_VALUE_BYTES)}")
+        per_head = self.head_dim * _KV_VALUE_BYTES[form] + (_KV_SCALE_BYTES if form == KV_8BIT else 0)
+        return 2 * num_layers * self.num_kv_heads * per_head
 
     def layer_parameters(self) -> int:
         """Return the number of weights in one decoder layer, including norms and biases."""

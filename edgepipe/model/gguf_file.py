@@ -1,4 +1,7 @@
-"""Tensors of a GGUF file under Hugging Face's names, row-major, with q and k rows in Hugging Face's order."""
+"""Tensors of a GGUF model under Hugging Face's names, row-major, with q and k rows in Hugging Face's order.
+
+A model is one file or several (``gguf_split.py``).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ import numpy.typing as npt
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.config import MAX_HEAD_DIM
 from edgepipe.model.file_bytes import read_at
-from edgepipe.model.gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from edgepipe.model.gguf_header import GgufHeader, GgufTensor, GgufValue, read_gguf_header
+from edgepipe.model.gguf_split import check_parts, part_paths
 from edgepipe.model.tensors import TensorInfo, TensorPlace
 
 ROPE_FACTORS = "rope_freqs.weight"  # per rotary pair; part of the config, not of the weights
@@ -41,7 +45,7 @@ _QUERY_KEY = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _HeadCounts:
+class HeadCounts:
     """Head counts for un-permuting; only the architecture ``llama`` needs it."""
 
     query: int
@@ -58,13 +62,50 @@ def hugging_face_name(name: str) -> str:
     return f"model.layers.{int(match.group(1))}.{_PART[match.group(2)]}.{match.group(3)}"
 
 
-class GgufFile:
-    """Tensors of one GGUF file, read lazily; without the metadata."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufPlace:
+    """Position of a tensor's bytes in one of a model's files."""
 
-    def __init__(self, path: Path, places: Mapping[str, TensorPlace]) -> None:
-        self._path = path
-        self._places = places
-        self._infos = {name: place.info for name, place in places.items()}
+    file: str
+    place: TensorPlace
+
+
+class JoinedGguf:
+    """The headers of a model's files as one: metadata of the first, tensors of all."""
+
+    def __init__(self, headers: Mapping[str, GgufHeader]) -> None:
+        """``headers``: by file name, in order. Raises ModelInvalid if they are not one model."""
+        check_parts(headers)
+        first_name, first = next(iter(headers.items()))
+        heads = head_counts(first.metadata, file=first_name)
+        self.metadata: Mapping[str, GgufValue] = first.metadata
+        self.tensors: dict[str, tuple[str, GgufTensor]] = {}  # file and description, by GGUF's name
+        self.places: dict[str, GgufPlace] = {}  # by Hugging Face's name
+        for file, header in headers.items():
+            self.tensors |= {name: (file, tensor) for name, tensor in header.tensors.items()}
+            for name, place in tensor_places(header, heads, file=file).items():
+                if name in self.places:
+                    raise _under_two_names(file, name)
+                self.places[name] = GgufPlace(file=file, place=place)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Row-major shapes by GGUF's name."""
+        return {name: tensor.shape for name, (_, tensor) in self.tensors.items()}
+
+    @property
+    def infos(self) -> dict[str, TensorInfo]:
+        """All tensors, by Hugging Face's name."""
+        return {name: found.place.info for name, found in self.places.items()}
+
+
+class GgufFiles:
+    """Tensors of one GGUF model, read lazily; without the tokenizer."""
+
+    def __init__(self, folder: Path, joined: JoinedGguf) -> None:
+        self._folder = folder
+        self._places = joined.places
+        self._infos = joined.infos
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
@@ -73,18 +114,22 @@ class GgufFile:
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
         """Read a tensor's blocks, rows in logical order. Raises ModelInvalid if the file is too short."""
-        place = self._places[name]
-        data = read_at(self._path, place.offset, place.info.num_bytes, what=f"tensor '{name}'")
+        path, place = self._place(name)
+        data = read_at(path, place.offset, place.info.num_bytes, what=f"tensor '{name}'")
         if place.permuted_heads is None:
             return data
         return unpermute_rows(data, place.info.shape[0], place.permuted_heads)
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Read a part of the result of ``read``. Raises ModelInvalid like ``read``."""
-        place = self._places[name]
+        path, place = self._place(name)
         if place.permuted_heads is not None:
             return self.read(name)[offset : offset + num_bytes]
-        return read_at(self._path, place.offset + offset, num_bytes, what=f"tensor '{name}'")
+        return read_at(path, place.offset + offset, num_bytes, what=f"tensor '{name}'")
+
+    def _place(self, name: str) -> tuple[Path, TensorPlace]:
+        found = self._places[name]
+        return self._folder / found.file, found.place
 
 
 def unpermute_rows(data: npt.NDArray[np.uint8], num_rows: int, num_heads: int) -> npt.NDArray[np.uint8]:
@@ -97,62 +142,61 @@ def unpermute_rows(data: npt.NDArray[np.uint8], num_rows: int, num_heads: int) -
     return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)
 
 
-def read_rope_factors(path: Path, header: GgufHeader) -> tuple[float, ...]:
-    """Read the divisors of the rotary pairs' frequencies; () if the file has none. Raises ModelInvalid."""
-    tensor = header.tensors.get(ROPE_FACTORS)
-    if tensor is None:
+def read_rope_factors(folder: Path, joined: JoinedGguf) -> tuple[float, ...]:
+    """Read the divisors of the rotary pairs' frequencies; () if the model has none. Raises ModelInvalid."""
+    if ROPE_FACTORS not in joined.tensors:
         return ()
+    file, tensor = joined.tensors[ROPE_FACTORS]
     if tensor.block.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_HEAD_DIM // 2:
         raise ModelInvalid(
-            f"'{path.name}' has unusable rope factors",
+            f"'{file}' has unusable rope factors",
             fact=f"they are {tensor.block.name} of shape {tensor.shape}; at most {MAX_HEAD_DIM // 2} in F32 are read",
         )
-    values = read_at(path, tensor.offset, tensor.num_bytes, what=ROPE_FACTORS).view("<f4")
+    values = read_at(folder / file, tensor.offset, tensor.num_bytes, what=ROPE_FACTORS).view("<f4")
     return tuple(float(value) for value in values)
 
 
-def open_gguf(path: Path) -> tuple[GgufHeader, GgufFile]:
-    """Open a GGUF file: header and tensors. Raises ModelInvalid."""
-    header = read_gguf_header(path)
-    return header, GgufFile(path, tensor_places(header, file=path.name))
+def open_gguf(path: Path) -> tuple[JoinedGguf, GgufFiles]:
+    """Open a GGUF model by its file, or by any of its parts. Raises ModelInvalid."""
+    joined = JoinedGguf({part.name: read_gguf_header(part) for part in part_paths(path)})
+    return joined, GgufFiles(path.parent, joined)
 
 
-def tensor_places(header: GgufHeader, *, file: str) -> dict[str, TensorPlace]:
-    """Return the tensors' places by Hugging Face's name; ``file``: name for errors. Raises ModelInvalid."""
-    heads = _head_counts(file, header)
+def tensor_places(header: GgufHeader, heads: HeadCounts | None, *, file: str) -> dict[str, TensorPlace]:
+    """Return the places of one file's tensors by Hugging Face's name.
+
+    ``heads``: see ``head_counts``; ``file``: name for errors. Raises ModelInvalid.
+    """
     places: dict[str, TensorPlace] = {}
     for tensor in header.tensors.values():
-        place = _place(tensor, heads)
+        place = _place(tensor, heads, file)
         if place.info.name in places:
-            raise ModelInvalid(f"'{file}' contradicts itself", fact=f"it has '{place.info.name[:80]}' under two names")
+            raise _under_two_names(file, place.info.name)
         if tensor.name != ROPE_FACTORS:
             places[place.info.name] = place
     return places
 
 
-def _head_counts(file: str, header: GgufHeader) -> _HeadCounts | None:
-    if header.metadata.get("general.architecture") != "llama":
+def head_counts(metadata: Mapping[str, GgufValue], *, file: str) -> HeadCounts | None:
+    """Return the head counts for un-permuting; None for architectures without permuted rows. Raises ModelInvalid."""
+    if metadata.get("general.architecture") != "llama":
         return None
-    query = header.metadata.get("llama.attention.head_count")
-    key = header.metadata.get("llama.attention.head_count_kv", query)
-    counts = _HeadCounts(query=query, key=key) if isinstance(query, int) and isinstance(key, int) else None
+    query = metadata.get("llama.attention.head_count")
+    key = metadata.get("llama.attention.head_count_kv", query)
+    counts = HeadCounts(query=query, key=key) if isinstance(query, int) and isinstance(key, int) else None
     if counts is None or counts.query < 1 or counts.key < 1:
         raise ModelInvalid(
             f"'{file}' does not say how many heads it has",
             fact=f"integers are needed, it has {type(query).__name__} and {type(key).__name__}",
         )
-    for tensor in header.tensors.values():
-        match = _QUERY_KEY.fullmatch(tensor.name)
-        heads = counts.query if match and match.group(1) == "q" else counts.key
-        if match and tensor.shape[0] % (2 * heads):
-            raise ModelInvalid(
-                f"'{file}' contradicts itself",
-                fact=f"'{tensor.name}' {tensor.shape} has no even rows for {heads} heads",
-            )
     return counts
 
 
-def _place(tensor: GgufTensor, heads: _HeadCounts | None) -> TensorPlace:
+def _under_two_names(file: str, name: str) -> ModelInvalid:
+    return ModelInvalid(f"'{file}' contradicts itself", fact=f"it has '{name[:80]}' under two names")
+
+
+def _place(tensor: GgufTensor, heads: HeadCounts | None, file: str) -> TensorPlace:
     info = TensorInfo(
         name=hugging_face_name(tensor.name),
         shape=tensor.shape,
@@ -163,4 +207,10 @@ def _place(tensor: GgufTensor, heads: _HeadCounts | None) -> TensorPlace:
     match = _QUERY_KEY.fullmatch(tensor.name)
     if heads is None or match is None:
         return TensorPlace(info=info, offset=tensor.offset)
-    return TensorPlace(info=info, offset=tensor.offset, permuted_heads=heads.query if match[1] == "q" else heads.key)
+    num_heads = heads.query if match[1] == "q" else heads.key
+    if tensor.shape[0] % (2 * num_heads):
+        raise ModelInvalid(
+            f"'{file}' contradicts itself",
+            fact=f"'{tensor.name}' {tensor.shape} has no even rows for {num_heads} heads",
+        )
+    return TensorPlace(info=info, offset=tensor.offset, permuted_heads=num_heads)

@@ -38,6 +38,24 @@ GgufValue = bool | int | float | str | list[str] | npt.NDArray[np.generic]
 _ARRAY, _STRING = 9, 8
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
 _BOOL = 7
+_OTHER_TYPES = {  # withdrawn from ggml, or never meant for weights; other forks use numbers above these
+    4: "Q4_2",
+    5: "Q4_3",
+    9: "Q8_1",
+    15: "Q8_K",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+    41: "Q1_0",
+}
 _SHOWN_CHARS = 300  # of an error's fact; keys and names in it may be long
 
 
@@ -98,6 +116,13 @@ class _Reader:
             f"'{self._name}' is not a usable GGUF file",
             fact=fact if len(fact) <= _SHOWN_CHARS else f"{fact[:_SHOWN_CHARS]}...",
             next_step="fetch the file again: edgepipe models pull",
+        )
+
+    def unreadable_type(self, tensor: str, kind: int) -> ModelInvalid:
+        return ModelInvalid(
+            f"'{self._name}' has weights in the format {_OTHER_TYPES.get(kind, f'number {kind}')}, which is not read",
+            fact=f"tensor '{tensor}' has it",
+            next_step="pull another type of the model: edgepipe models pull ORG/NAME:Q4_K_M",
         )
 
     def take(self, num_bytes: int, what: str) -> bytes:
@@ -233,7 +258,7 @@ def _read_row(reader: _Reader, index: int) -> tuple[str, tuple[int, ...], BlockT
     kind = reader.number("<I", name)
     offset = reader.number("<Q", name)
     if kind not in GGUF_TYPES:
-        raise reader.fail(f"tensor '{name}' has type {kind}, which is unknown or cannot be dequantised")
+        raise reader.unreadable_type(name, kind)
     return name, dims[::-1], GGUF_TYPES[kind], offset
 
 

@@ -2,46 +2,127 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
+from edgepipe.model.dequantise import block_values
+from edgepipe.model.gguf_blocks import LAYOUTS, BlockLayout, Parts
 from edgepipe.model.gguf_types import BLOCKS_BY_NAME
-from edgepipe.model.packed import GroupValues, Packed, split_planes
+from edgepipe.model.packed import Codes, GroupValues, Packed, requantise
 from edgepipe.model.packed_form import PackedForm
 from edgepipe.model.tensors import RawTensor
 
-_FORMS = {
-    "Q4_0": PackedForm(bits=4, group=32, offset="zero"),
-    "Q4_1": PackedForm(bits=4, group=32, offset="added"),
-    "Q8_0": PackedForm(bits=8, group=32, offset="zero"),
-}
+_FLOATS = ("F32", "F16", "BF16")
+_CHUNK_BYTES = 128 << 10  # of blocks unpacked at once: they and their words stay in a core's cache
+_WIDE_CHUNK_VALUES = 1 << 18  # widened at once, of the types that are requantised
+_REQUANTISED = PackedForm(bits=8, group=32, offset="zero")
 
 
 def gguf_form(scheme: str) -> PackedForm | None:
     """Return the packed form of a GGUF type; None for plain floats."""
-    return _FORMS.get(scheme)
+    if scheme in LAYOUTS:
+        return LAYOUTS[scheme].form
+    return None if scheme in _FLOATS or scheme not in BLOCKS_BY_NAME else _REQUANTISED
 
 
 def pack_gguf(raw: RawTensor) -> Packed:
-    """Pack a tensor [O, I] of a GGUF type. Raises ModelInvalid if bytes and shape disagree."""
+    """Pack a tensor [O, I] of a quantised GGUF type.
+
+    The values are exact, except for IQ1, IQ2 and IQ3, which are requantised to 8 bits. Raises ModelInvalid if bytes
+    and shape disagree or a scale is not finite.
+    """
+    blocks = _blocks(raw)
+    layout = LAYOUTS.get(raw.info.scheme)
+    packed = _requantised(raw, blocks) if layout is None else _exact(raw, blocks, layout)
+    for values in (packed.scale, packed.offset):
+        if values is not None and not _finite(values.base):
+            raise ModelInvalid(
+                f"tensor '{raw.info.name}' cannot be used", fact=f"a scale of its {raw.info.scheme} blocks is no number"
+            )
+    return packed
+
+
+def _blocks(raw: RawTensor) -> Codes:
+    """Return the blocks [N, block bytes]. Raises ModelInvalid."""
     rows, inputs = raw.info.shape
-    form, block = _FORMS[raw.info.scheme], BLOCKS_BY_NAME[raw.info.scheme]
-    if raw.data.nbytes != rows * inputs // block.block_values * block.block_bytes:
-        raise ModelInvalid(f"tensor '{raw.info.name}' cannot be read", fact=f"it has {raw.data.nbytes} bytes")
-    blocks = raw.data.reshape(rows, inputs // block.block_values, block.block_bytes)
-    scale = GroupValues(base=np.ascontiguousarray(blocks[:, :, :2]).view("<f2")[:, :, 0])
-    if raw.info.scheme == "Q8_0":
-        codes = (blocks[:, :, 2:] ^ np.uint8(0x80)).reshape(rows, inputs)
-        low, high = split_planes(codes, 8)
-        return Packed(name=raw.info.name, shape=(rows, inputs), form=form, low=low, high=high, scale=scale, zero=128)
-    start = 2 if raw.info.scheme == "Q4_0" else 4
-    pairs = blocks[:, :, start:]  # byte j: value j and value j + 16
-    codes = np.concatenate([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=2).reshape(rows, inputs)
-    low, _ = split_planes(codes, 4)
-    offset = None
-    if start == 4:
-        offset = GroupValues(base=np.ascontiguousarray(blocks[:, :, 2:4]).view("<f2")[:, :, 0])
-    zero = 8 if start == 2 else None
-    return Packed(
-        name=raw.info.name, shape=(rows, inputs), form=form, low=low, high=None, scale=scale, offset=offset, zero=zero
+    block = BLOCKS_BY_NAME[raw.info.scheme]
+    if inputs % block.block_values:
+        raise ModelInvalid(
+            f"tensor '{raw.info.name}' cannot be read",
+            fact=f"its rows of {inputs} values are no multiple of {block.block_values}, a {raw.info.scheme} block",
+        )
+    expected = rows * inputs // block.block_values * block.block_bytes
+    if raw.data.nbytes != expected:
+        raise ModelInvalid(
+            f"tensor '{raw.info.name}' cannot be read",
+            fact=f"shape {raw.info.shape} in {raw.info.scheme} takes {expected} bytes, it has {raw.data.nbytes}",
+        )
+    return np.ascontiguousarray(raw.data).reshape(-1, block.block_bytes)
+
+
+def _exact(raw: RawTensor, blocks: Codes, layout: BlockLayout) -> Packed:
+    rows, inputs = raw.info.shape
+    form, count = layout.form, len(blocks)
+    values, two_level = BLOCKS_BY_NAME[raw.info.scheme].block_values, form.span > 0
+    groups, added = values // form.group, form.offset == "added"
+    bases = values // (form.span or form.group)
+    parts = Parts(
+        low=np.empty((count, values // 2), np.uint8),
+        high=np.empty((count, values * (form.bits - 4) // 8), np.uint8),
+        scale=np.empty((count, bases), np.uint16),
+        factor=np.empty((count, groups * two_level), layout.factor),
+        offset=np.empty((count, bases * added), np.uint16),
+        offset_factor=np.empty((count, groups * two_level * added), np.uint8),
     )
+    records = blocks.view(layout.struct)[:, 0]
+    step = max(1, _CHUNK_BYTES // layout.struct.itemsize)
+    for start in range(0, count, step):
+        chunk = slice(start, start + step)
+        layout.unpack(records[chunk], parts.rows(chunk))
+    return Packed(
+        name=raw.info.name,
+        shape=(rows, inputs),
+        form=form,
+        low=parts.low.reshape(rows, -1),
+        high=parts.high.reshape(rows, -1) if form.bits > 4 else None,
+        scale=_group_values(parts.scale.view(layout.base), parts.factor, rows),
+        offset=_group_values(parts.offset.view(layout.base), parts.offset_factor, rows) if added else None,
+        zero=layout.zero,
+    )
+
+
+def _group_values(base: npt.NDArray[Any], factor: npt.NDArray[Any], rows: int) -> GroupValues:
+    return GroupValues(base=base.reshape(rows, -1), factor=factor.reshape(rows, -1) if factor.size else None)
+
+
+def _requantised(raw: RawTensor, blocks: Codes) -> Packed:
+    rows, inputs = raw.info.shape
+    low = np.empty((rows, inputs // 2), np.uint8)
+    high = np.empty_like(low)
+    scale = np.empty((rows, inputs // _REQUANTISED.group), np.float16)
+    per_row = blocks.reshape(rows, -1, blocks.shape[1])
+    step = max(1, _WIDE_CHUNK_VALUES // inputs)
+    for start in range(0, rows, step):
+        chunk = slice(start, start + step)
+        wide = block_values(raw.info.scheme, per_row[chunk].reshape(-1, blocks.shape[1]))
+        part = requantise(raw.info.name, wide.reshape(-1, inputs), group=_REQUANTISED.group)
+        assert part.high is not None
+        low[chunk], high[chunk], scale[chunk] = part.low, part.high, part.scale.base
+    return Packed(
+        name=raw.info.name,
+        shape=(rows, inputs),
+        form=_REQUANTISED,
+        low=low,
+        high=high,
+        scale=GroupValues(base=scale),
+        zero=128,
+    )
+
+
+def _finite(base: npt.NDArray[Any]) -> bool:
+    """Return whether no value is infinite or NaN: float16, or uint16 as bits of bf16."""
+    exponent = np.uint16(0x7C00 if base.dtype == np.float16 else 0x7F80)
+    return not bool(((base.view(np.uint16) & exponent) == exponent).any())

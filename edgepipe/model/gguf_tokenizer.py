@@ -63,12 +63,22 @@ def rebuild_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
     elif kind == "llama":
         built, adds_bos = _sentence_piece(fields, tokens), True
     else:
-        raise ModelInvalid(
-            f"the tokenizer '{kind[:40]}' of the GGUF file is not supported", fact="supported: gpt2, llama"
-        )
+        raise _unknown_kind(kind)
     _add_special(built, fields, tokens)
     _add_ends(built, fields, tokens, adds_bos)
     return built
+
+
+def check_tokenizer_kind(metadata: Mapping[str, object]) -> None:
+    """Check that ``rebuild_tokenizer`` knows the tokenizer's kind, if there is a tokenizer. Raises ModelInvalid."""
+    fields = Fields(metadata, what="the GGUF metadata")
+    if not fields.has("tokenizer.ggml.tokens"):
+        return
+    kind = fields.text("tokenizer.ggml.model")
+    if kind == "gpt2":
+        _pre_tokenizer(fields)
+    elif kind != "llama":
+        raise _unknown_kind(kind)
 
 
 def special_tokens(metadata: Mapping[str, object]) -> dict[str, str]:
@@ -96,9 +106,11 @@ def _vocabulary(tokens: list[str]) -> dict[str, int]:
     return vocabulary
 
 
-def _byte_level(fields: Fields, tokens: list[str]) -> tuple[Tokenizer, bool]:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+def _unknown_kind(kind: str) -> ModelInvalid:
+    return ModelInvalid(f"the tokenizer '{kind[:40]}' of the GGUF file is not supported", fact="supported: gpt2, llama")
 
+
+def _pre_tokenizer(fields: Fields) -> _PreTokenizer:
     name = fields.text("tokenizer.ggml.pre", default="default")
     if name not in _PRE_TOKENIZERS:
         raise ModelInvalid(
@@ -106,7 +118,13 @@ def _byte_level(fields: Fields, tokens: list[str]) -> tuple[Tokenizer, bool]:
             fact=f"supported: {', '.join(_PRE_TOKENIZERS)}",
             next_step="pull the model's safetensors, which include a tokenizer.json",
         )
-    pre = _PRE_TOKENIZERS[name]
+    return _PRE_TOKENIZERS[name]
+
+
+def _byte_level(fields: Fields, tokens: list[str]) -> tuple[Tokenizer, bool]:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pre = _pre_tokenizer(fields)
     merges = list(_merges(fields))
     built = Tokenizer(_guarded(lambda: models.BPE(_vocabulary(tokens), merges, ignore_merges=pre.whole_words)))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]

@@ -9,40 +9,40 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import re
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
+from edgepipe.errors import ArchitectureUnsupported, EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model.config import read_hf_config
+from edgepipe.model.gguf_names import GgufChoice, choose_type, gguf_choices, recommended_label, stored_name
+from edgepipe.model.gguf_split import names_in_store
 from edgepipe.model.install import METADATA_NAMES, check_metadata_size, file_chunks, hash_file
 from edgepipe.model.progress import OnProgress, PlannedFile, ProgressCounter
 from edgepipe.model.safe_path import check_member_name
 from edgepipe.model.safetensors_file import INDEX_FILE, SINGLE_FILE, shard_names
-from edgepipe.model.weights import GGUF_FILE
 
 SHARDS = "model-*-of-*.safetensors"
 CONTACT_TIMEOUT_S = 10.0  # for the hub's first answer
 
 _SOURCE = re.compile(
     r"(?:hf:|https://huggingface\.co/)?(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})"
-    r"(?::(?P<pick>[\w.-]{1,80}))?(?:@(?P<revision>[\w./-]{1,80}))?",
+    r"(?::(?P<type>[\w.-]{1,80}))?(?:@(?P<revision>[\w./-]{1,80}))?",
     re.ASCII,
 )
 _PINNED = re.compile(
     r"hub:(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})@(?P<commit>[0-9a-f]{40})", re.ASCII
 )
-_SPLIT_GGUF = re.compile(r".*-\d{5}-of-\d{5}\.gguf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubSource:
-    """``org/name``, optionally ``:PICK`` (part of a GGUF file's name) and ``@REVISION``."""
+    """``org/name``, optionally ``:TYPE`` (of a GGUF file) and ``@REVISION``."""
 
     repo: str
-    pick: str = ""
+    type: str = ""
     revision: str = "main"
 
 
@@ -52,7 +52,16 @@ class HubPlan:
 
     source: HubSource
     commit: str
+    model_id: str
     files: tuple[PlannedFile, ...]
+    gguf: tuple[PlannedFile, ...] = ()  # the weights among them if they are GGUF, in order
+    alternative: str = ""  # another type in the repository, for a person whose choice cannot be read
+
+    @property
+    def stored(self) -> Mapping[str, str]:
+        """Names in the store of the GGUF files, by their names on the hub."""
+        names = [file.name for file in self.gguf]
+        return dict(zip(names, names_in_store(names), strict=True)) if names else {}
 
 
 def parse_hub_source(text: str) -> HubSource | None:
@@ -60,7 +69,7 @@ def parse_hub_source(text: str) -> HubSource | None:
     match = _SOURCE.fullmatch(text)
     if match is None:
         return None
-    return HubSource(repo=match["repo"], pick=match["pick"] or "", revision=match["revision"] or "main")
+    return HubSource(repo=match["repo"], type=match["type"] or "", revision=match["revision"] or "main")
 
 
 def pinned_text(repo: str, commit: str) -> str:
@@ -77,14 +86,29 @@ def parse_pinned(text: str) -> HubSource | None:
 def plan_hub(source: HubSource, *, endpoint: str | None = None) -> HubPlan:
     """List the model's files on the hub. Raises ModelUnknown, ModelDownloadFailed, ModelInvalid."""
     commit, files = list_hub(source, endpoint=endpoint)
-    chosen = _choose(source, files)
-    for file in chosen:
+    plan = _plan(source, commit, files)
+    for file in plan.files:
         check_metadata_size(file.name, file.num_bytes)
-    return HubPlan(source=source, commit=commit, files=chosen)
+    return plan
+
+
+def hub_types(source: HubSource, *, endpoint: str | None = None) -> list[GgufChoice]:
+    """Return the types between which a pull of ``source`` needs a choice, largest first; empty if it needs none.
+
+    Raises ModelUnknown, ModelDownloadFailed.
+    """
+    if source.type:
+        return []
+    _, files = list_hub(source, endpoint=endpoint)
+    whole = [] if _has_safetensors(files) else [choice for choice in gguf_choices(files) if not choice.missing]
+    return whole if len(whole) > 1 else []
 
 
 def list_hub(source: HubSource, *, endpoint: str | None = None) -> tuple[str, list[PlannedFile]]:
-    """Return the commit and the top folder's files. Raises ModelUnknown, ModelDownloadFailed, ModelInvalid."""
+    """Return the commit, the top folder's files and all GGUF files.
+
+    Raises ModelUnknown, ModelDownloadFailed, ModelInvalid.
+    """
     from huggingface_hub import HfApi
 
     with hub_errors(source):
@@ -105,20 +129,32 @@ def fetch_hub(plan: HubPlan, folder: Path, on_progress: OnProgress, *, endpoint:
     weights = [file for file in plan.files if file.name not in METADATA_NAMES]
     for file in metadata:
         _fetch(plan, file, folder, counter, endpoint)
-    if not any(file.name.endswith(".gguf") for file in weights):
-        read_hf_config(folder)
+    if not plan.gguf:
+        with suggesting_alternative(plan):
+            read_hf_config(folder)
         if (folder / INDEX_FILE).exists():
             _check_index(folder, weights)
     for file in weights:
-        _fetch(plan, file, folder, counter, endpoint)
-        if file.name.endswith(".gguf"):
-            (folder / file.name).replace(folder / GGUF_FILE)
+        _fetch(plan, file, folder, counter, endpoint, stored=plan.stored.get(file.name, ""))
+
+
+@contextmanager
+def suggesting_alternative(plan: HubPlan) -> Generator[None]:
+    """Name the repository's other type as the next step of an error about the plan's format."""
+    try:
+        yield
+    except ArchitectureUnsupported:
+        raise  # the other type has the same architecture
+    except ModelInvalid as error:
+        if plan.alternative:
+            error.next_step = f"edgepipe models pull {plan.source.repo}:{plan.alternative}"
+        raise
 
 
 def _planned(file: Any) -> PlannedFile | None:
-    """Return a file of the repository's top with its size and hash, or None for others."""
+    """Return a file of the repository's top or a GGUF file with its size and hash, or None for others."""
     name = str(file.rfilename)
-    if "/" in name or file.size is None:
+    if ("/" in name and not name.endswith(".gguf")) or file.size is None:
         return None
     sha256 = str(file.lfs.sha256) if file.lfs else ""
     return PlannedFile(
@@ -129,31 +165,35 @@ def _planned(file: Any) -> PlannedFile | None:
     )
 
 
-def _choose(source: HubSource, files: Sequence[PlannedFile]) -> tuple[PlannedFile, ...]:
-    """Choose metadata and one set of weights: safetensors if present, else one GGUF file."""
-    by_name = {file.name: file for file in files}
-    metadata = [by_name[name] for name in METADATA_NAMES if name in by_name]
-    gguf = [file for file in files if file.name.endswith(".gguf")]
-    if INDEX_FILE in by_name and not source.pick:
-        return (*metadata, *(file for file in files if fnmatch.fnmatchcase(file.name, SHARDS)))
-    if SINGLE_FILE in by_name and not source.pick:
-        return (*metadata, by_name[SINGLE_FILE])
-    return (_one_gguf(source, gguf),)
-
-
-def _one_gguf(source: HubSource, files: Sequence[PlannedFile]) -> PlannedFile:
-    matching = [file for file in files if source.pick.lower() in file.name.lower()]
-    if len(matching) == 1 and not _SPLIT_GGUF.fullmatch(matching[0].name):
-        return matching[0]
-    names = ", ".join(file.name for file in files[:12])
-    if not matching:
-        fact = f"GGUF files: {names}" if files else "it has neither model.safetensors nor a GGUF file"
-        raise ModelInvalid(f"'{source.repo}' has no usable weights", fact=fact)
-    raise ModelInvalid(
-        f"'{source.repo}' has several GGUF files (or one split into parts)",
-        fact=names,
-        next_step=f"name one by a part of its name: edgepipe models pull {source.repo}:Q4_K_M",
+def _plan(source: HubSource, commit: str, files: Sequence[PlannedFile]) -> HubPlan:
+    """Choose metadata and one set of weights: safetensors if present and no type is given, else one GGUF model."""
+    choices = gguf_choices(files)
+    if not source.type and _has_safetensors(files):
+        by_name = {file.name: file for file in files}
+        metadata = [by_name[name] for name in METADATA_NAMES if name in by_name]
+        shards = [file for file in files if "/" not in file.name and fnmatch.fnmatchcase(file.name, SHARDS)]
+        weights = shards if INDEX_FILE in by_name else [by_name[SINGLE_FILE]]
+        return HubPlan(
+            source=source,
+            commit=commit,
+            model_id=source.repo,
+            files=(*metadata, *weights),
+            alternative=recommended_label(choices) if choices else "",
+        )
+    chosen = choose_type(source.type, choices, repo=source.repo)
+    others = [choice for choice in choices if choice.label != chosen.label]
+    return HubPlan(
+        source=source,
+        commit=commit,
+        model_id=stored_name(source.repo, chosen, alone=len(choices) == 1),
+        files=chosen.files,
+        gguf=chosen.files,
+        alternative=recommended_label(others) if others else "",
     )
+
+
+def _has_safetensors(files: Sequence[PlannedFile]) -> bool:
+    return any(file.name in (INDEX_FILE, SINGLE_FILE) for file in files)
 
 
 def _check_index(folder: Path, weights: Sequence[PlannedFile]) -> None:
@@ -162,11 +202,13 @@ def _check_index(folder: Path, weights: Sequence[PlannedFile]) -> None:
         raise ModelInvalid("the repository lacks weight files", fact=f"missing: {', '.join(sorted(missing)[:5])}")
 
 
-def _fetch(plan: HubPlan, file: PlannedFile, folder: Path, counter: ProgressCounter, endpoint: str | None) -> None:
-    path = folder / file.name
-    stored = folder / GGUF_FILE if file.name.endswith(".gguf") else path
-    if stored.is_file() and stored.stat().st_size == file.num_bytes and _hash_fits(file, stored):
-        counter.add(file.name, file.num_bytes)  # an earlier pull has fetched it
+def _fetch(
+    plan: HubPlan, file: PlannedFile, folder: Path, counter: ProgressCounter, endpoint: str | None, *, stored: str = ""
+) -> None:
+    """Fetch a file under the name ``stored``; empty: its own. A whole one of an earlier pull is not fetched again."""
+    path, target = folder / file.name, folder / (stored or file.name)
+    if target.is_file() and target.stat().st_size == file.num_bytes and _hash_fits(file, target):
+        counter.add(file.name, file.num_bytes)
         return
     import huggingface_hub
 
@@ -184,6 +226,11 @@ def _fetch(plan: HubPlan, file: PlannedFile, folder: Path, counter: ProgressCoun
         )
     _verify(file, path)
     counted.finish()
+    if path != target:
+        path.replace(target)
+        for parent in path.relative_to(folder).parents[:-1]:
+            with suppress(OSError):  # other parts may still be in it
+                (folder / parent).rmdir()
 
 
 def _verify(file: PlannedFile, path: Path) -> None:

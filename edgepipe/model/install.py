@@ -13,6 +13,7 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.model.card import ModelCard, read_card
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.gguf_header import read_gguf_header
+from edgepipe.model.gguf_split import gguf_in, stored_gguf
 from edgepipe.model.manifest import (
     CARD_FILE,
     MANIFEST_FILE,
@@ -29,7 +30,7 @@ from edgepipe.model.safetensors_file import INDEX_FILE, shard_names
 from edgepipe.model.sampling_defaults import GENERATION_FILE, hf_sampling
 from edgepipe.model.template import ChatTemplate, gguf_template, hf_template
 from edgepipe.model.tokenizer import Tokenizer, check_tokenizer
-from edgepipe.model.weights import GGUF_FILE, Weights, is_emulated, open_gguf_weights, open_hf_weights
+from edgepipe.model.weights import Weights, emulated_mix, is_emulated, open_gguf_weights, open_hf_weights
 from edgepipe.units import format_bytes
 
 HASH_CHUNK_BYTES = 4 << 20
@@ -58,13 +59,14 @@ def install(folder: Path, *, model_id: str, source: str, on_progress: OnProgress
 
     Reads every byte once or twice. Raises ModelInvalid, ArchitectureUnsupported.
     """
-    gguf = folder / GGUF_FILE
-    weights = open_gguf_weights(gguf) if gguf.is_file() else open_hf_weights(folder)
-    template = _install_gguf_text(folder, gguf) if gguf.is_file() else hf_template(folder)
+    gguf = gguf_in(folder)
+    weights = open_gguf_weights(gguf) if gguf else open_hf_weights(folder)
+    template = _install_gguf_text(folder, gguf) if gguf else hf_template(folder)
     tokenizer = _tokenizer_content(folder, weights.config)
     config = _with_ends(folder, weights.config)
-    emulated = not gguf.is_file() and is_emulated(folder)
-    card = ModelCard(config=config, template=template, emulated=emulated, sampling=hf_sampling(folder))
+    emulated = gguf is None and is_emulated(folder)
+    mix = emulated_mix(folder) if emulated else ""
+    card = ModelCard(config=config, template=template, emulated=emulated, mix=mix, sampling=hf_sampling(folder))
     (folder / CARD_FILE).write_bytes(card.to_json())
     contents = {CARD_FILE: read_card(folder).digest, **tokenizer}
     manifest = Manifest(
@@ -169,7 +171,7 @@ def _hash_tensors(weights: Weights, on_progress: OnProgress) -> tuple[TensorEntr
 def _weight_files(folder: Path, *, emulated: bool) -> tuple[str, ...]:
     if emulated:
         return ()
-    return (GGUF_FILE,) if (folder / GGUF_FILE).is_file() else shard_names(folder)
+    return stored_gguf(path.name for path in folder.iterdir()) or shard_names(folder)
 
 
 def _hash_files(

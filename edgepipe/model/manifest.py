@@ -18,8 +18,8 @@ from typing import Any, cast
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.canonical import value_digest
 from edgepipe.model.fields import Fields
-from edgepipe.model.gguf_types import BLOCKS_BY_NAME
 from edgepipe.model.safe_path import check_member_name
+from edgepipe.model.stored_types import stored_bytes
 from edgepipe.model.strict_json import parse_json_object
 from edgepipe.model.tensors import TensorInfo
 
@@ -27,7 +27,7 @@ CARD_FILE = "edgepipe.json"
 TOKENIZER_FILE = "tokenizer.json"
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 8 << 20  # a tensor takes about 190 bytes; a peer's message is limited to 4 MB
-MAX_TENSORS = 20_000  # 1024 layers of 17 tensors; the largest supported model has about 1,200
+MAX_TENSORS = 20_000  # the largest supported model has about 1,200; stored as NF4 about 5,600
 MAX_FILES = 4096
 MAX_METADATA_BYTES = 64 << 20  # one metadata file; the largest tokenizers take about 34 MB
 METADATA_LIMITS = {CARD_FILE: 16 << 20, TOKENIZER_FILE: MAX_METADATA_BYTES}
@@ -162,26 +162,19 @@ def _tensor_from_json(fields: Fields) -> TensorEntry:
     name, scheme = fields.text("name"), fields.text("scheme")
     if not _TENSOR_NAME.fullmatch(name) or ".." in name:
         raise fields.fail("name", f"{name[:80]!r} is not a tensor's name")
-    if scheme not in BLOCKS_BY_NAME:
-        raise fields.fail("scheme", f"{scheme[:40]!r} is unknown")
     shape = fields.items("shape")
-    if not 1 <= len(shape) <= 8 or not all(type(dim) is int and 0 < dim < 1 << 62 for dim in shape):
+    if stored_bytes((0,), scheme) is None:
+        raise fields.fail("scheme", f"{scheme[:40]!r} is unknown")
+    if len(shape) > 8 or not all(type(dim) is int and 0 < dim < 1 << 62 for dim in shape):
         raise fields.fail("shape", f"it is {str(shape)[:80]}")
     dims = tuple(cast("list[int]", shape))
     num_bytes = fields.integer("num_bytes", low=1, high=1 << 50)
-    if num_bytes != _stored_bytes(dims, scheme):
+    if num_bytes != stored_bytes(dims, scheme):
         raise fields.fail("num_bytes", f"'{name}' {list(dims)} in {scheme} does not take {num_bytes} bytes")
     info = TensorInfo(
         name=name, shape=dims, scheme=scheme, num_bytes=num_bytes, rounded=fields.flag("rounded", default=False)
     )
     return TensorEntry(info=info, sha256=_digest(fields, "sha256"))
-
-
-def _stored_bytes(shape: tuple[int, ...], scheme: str) -> int:
-    block, values = BLOCKS_BY_NAME[scheme], 1
-    for dim in shape:
-        values *= dim
-    return values // block.block_values * block.block_bytes if values % block.block_values == 0 else -1
 
 
 def _file_from_json(fields: Fields) -> FileEntry:

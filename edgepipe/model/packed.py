@@ -27,7 +27,7 @@ _CHUNK_VALUES = 1 << 20  # widened at once
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupValues:
-    """One float per group: ``base[o, g * group // span] * factor[o, g]`` (``factor`` is 1 if it is None)."""
+    """One float per group: ``base[o, g * group // span] * factor[o, g]`` (1 without ``factor``)."""
 
     base: npt.NDArray[Any]  # [O, I / span] float16, float32, or uint16 as bits of bf16
     factor: npt.NDArray[Any] | None = None  # [O, I / group] uint8 or int8; K types
@@ -185,11 +185,10 @@ def requantise(name: str, values: Floats, *, group: int = 32) -> Packed:
 
 
 def concatenate(parts: Sequence[Packed]) -> Packed:
-    """Join weights of one form along the out features; they must agree in form and order of columns."""
+    """Join weights along the out features. Raises ValueError if their forms or orders of columns differ."""
     first = parts[0]
-    zeros = [part.zeros() for part in parts]
-    same_zero = all(part.zero is first.zero or part.zero == first.zero for part in parts if isinstance(part.zero, int))
-    plain = not any(isinstance(part.zero, np.ndarray) for part in parts) and same_zero
+    if any(part.form != first.form or not _same_order(part, first) for part in parts):
+        raise ValueError(f"'{first.name}' cannot be joined with weights of another form or order of columns")
     return replace(
         first,
         shape=(sum(part.shape[0] for part in parts), first.shape[1]),
@@ -197,8 +196,21 @@ def concatenate(parts: Sequence[Packed]) -> Packed:
         high=None if first.high is None else np.concatenate([part.high for part in parts if part.high is not None]),
         scale=_join([part.scale for part in parts]),
         offset=None if first.offset is None else _join([part.offset for part in parts if part.offset is not None]),
-        zero=first.zero if plain else np.concatenate([zero for zero in zeros if zero is not None]),
+        zero=_joined_zeros(parts),
     )
+
+
+def _same_order(one: Packed, other: Packed) -> bool:
+    if one.order is None or other.order is None:
+        return one.order is other.order
+    return np.array_equal(one.order, other.order)
+
+
+def _joined_zeros(parts: Sequence[Packed]) -> int | Codes | None:
+    plain = {part.zero for part in parts if not isinstance(part.zero, np.ndarray)}
+    if len(plain) == 1 and not any(isinstance(part.zero, np.ndarray) for part in parts):
+        return plain.pop()
+    return np.concatenate([zeros for zeros in (part.zeros() for part in parts) if zeros is not None])
 
 
 def _join(values: Sequence[GroupValues]) -> GroupValues:

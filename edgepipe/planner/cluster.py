@@ -10,11 +10,13 @@ from edgepipe.backend.cost import CostModel
 from edgepipe.backend.devices import DeviceModel, adjusted, named_device
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.placement import NodeRoom
 from edgepipe.planner.profiles import Links, Machine, TableSpeed
 from edgepipe.units import LinkShape
 
-_BYTES_PER_VALUE = 2  # bf16, of weights and of KV
+_BYTES_PER_VALUE = 2  # bf16, of weights that are not packed, and of KV
+_PACKING = "emulated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,7 @@ class Cluster:
     config: ModelConfig
     machines: tuple[Machine, ...]
     links: Links
+    weights: WeightTable = FLOATS
 
     def with_machine(self, machine: Machine) -> Cluster:
         """Return the cluster with one more machine. Its links are as assumed, else like the fastest measured one."""
@@ -69,19 +72,20 @@ def known_cluster(
     link: LinkShape,
     model: str = "",
     adjustments: Mapping[str, str] | None = None,
+    weights: WeightTable = FLOATS,
 ) -> Cluster:
     """Build a cluster of devices from the table, named a, b, c, ..., with one kind of link. Raises ConfigInvalid."""
     speeds: dict[str, Machine] = {}
     machines: list[Machine] = []
     for name, key in zip(names(len(devices)), devices, strict=True):
         if key not in speeds:
-            speeds[key] = table_machine(name, adjusted(named_device(key), adjustments or {}), config)
+            speeds[key] = table_machine(name, adjusted(named_device(key), adjustments or {}), config, weights)
         known = speeds[key]
         machines.append(replace(known, room=replace(known.room, node_id=NodeId(name), name=name)))
-    return Cluster(model=model, config=config, machines=tuple(machines), links=Links(assumed=link))
+    return Cluster(model=model, config=config, machines=tuple(machines), links=Links(assumed=link), weights=weights)
 
 
-def table_machine(name: str, device: DeviceModel, config: ModelConfig) -> Machine:
+def table_machine(name: str, device: DeviceModel, config: ModelConfig, weights: WeightTable = FLOATS) -> Machine:
     """Build a machine from a device's data sheet."""
     return Machine(
         room=NodeRoom(
@@ -89,10 +93,10 @@ def table_machine(name: str, device: DeviceModel, config: ModelConfig) -> Machin
             name=name,
             free_bytes=device.usable_bytes,
             bytes_per_weight=_BYTES_PER_VALUE,
-            bytes_per_kv=_BYTES_PER_VALUE,
+            packing=_PACKING,
         ),
         device=device.name,
-        speed=TableSpeed(CostModel(config, device)),
+        speed=TableSpeed(CostModel(config, device, weights=weights, kind=_PACKING)),
         total_bytes=device.memory_bytes,
     )
 

@@ -7,6 +7,7 @@ from enum import Enum
 
 from edgepipe.backend.cost import StepWork
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.profiles import Speed, StepParts
 
 _LEAST_KV_TOKENS = 512  # enough for one ordinary question
@@ -24,6 +25,7 @@ class Demand:
     """Expected use of the model."""
 
     config: ModelConfig
+    weights: WeightTable = FLOATS
     objective: Objective = Objective.LATENCY
     concurrency: int = 16  # sequences side by side, for throughput
     context_tokens: int = 4096  # kept per sequence

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.placement import Need, NodeRoom, Placed, stage_bytes
 
 LEAST_GAIN = 0.05
@@ -40,6 +41,7 @@ def move_cost(
     fetch_bytes: Callable[[NodeId, Sequence[Slice]], int],
     fetch_bytes_per_s: float,
     replay_s: float,
+    weights: WeightTable = FLOATS,
 ) -> MoveCost:
     """Return the cost of moving from one placement to another.
 
@@ -51,7 +53,7 @@ def move_cost(
     replaces its former layers. Nodes load in parallel.
     """
     had = _parts(before)
-    need = Need(config=config, kv_tokens=0)
+    need = Need(config=config, kv_tokens=0, weights=weights)
     load_s = stopped_s = 0.0
     for node_id, parts in _parts(after).items():
         if had.get(node_id) == parts:

@@ -8,6 +8,9 @@ the counts, and the path through the links.
 Under a limit on T the four are independent: counts fill the fastest devices first (exact, because times are linear),
 and the path is the shortest one through the allowed links (Held and Karp 1962), both for every set and pair of ends at
 once. A binary search over the finitely many values of T then finds the smallest cycle.
+
+All layers count as equal in time: layers of a mix of weight types have their mean time, and ``most_layers`` counts the
+largest run of layers that a stage may get.
 """
 
 from __future__ import annotations

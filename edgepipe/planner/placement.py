@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.model.resident import WIDE, ResidentSizes, dtype_of, resident_sizes
+from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.units import format_bytes
 
 _PLAN_PART = re.compile(r"(?P<node>[^:,\s]+):(?P<first>\d{1,6})-(?P<last>\d{1,6})")
@@ -21,9 +23,23 @@ class NodeRoom:
     node_id: NodeId
     name: str
     free_bytes: int  # for weights and KV, without headroom
-    bytes_per_weight: int  # of the compute dtype: 4 for float32, 2 for bf16
-    bytes_per_kv: int  # of one key or value
+    bytes_per_weight: int  # of a float in the compute dtype: 4 for float32, 2 for bf16
     shares_host_memory: bool = False  # with all other programs of the machine
+    packing: str = WIDE  # how it keeps packed weights, see ``resident_bytes``
+    kv: str = ""  # form of the served model's KV, see ``ModelConfig.kv_bytes_per_token``; empty: the compute dtype
+
+    def sizes(self, config: ModelConfig, weights: WeightTable) -> ResidentSizes:
+        """Return the bytes of a model's weights on this node."""
+        return resident_sizes(config, weights, kind=self.packing, dtype=self.dtype)
+
+    @property
+    def dtype(self) -> str:
+        """The compute dtype."""
+        return dtype_of(self.bytes_per_weight)
+
+    def kv_bytes_per_token(self, config: ModelConfig, num_layers: int) -> int:
+        """Return the bytes of one token's KV in so many layers on this node."""
+        return config.kv_bytes_per_token(num_layers=num_layers, form=self.kv or self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +48,7 @@ class Need:
 
     config: ModelConfig
     kv_tokens: int  # minimum for every stage
+    weights: WeightTable = FLOATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +76,8 @@ def place_by_plan(need: Need, nodes: Sequence[NodeRoom], plan: str) -> tuple[Pla
 
 def stage_bytes(need: Need, node: NodeRoom, part: Slice) -> int:
     """Return the memory of a slice on a node: weights, embedding and head included, and the required KV."""
-    kv = need.config.kv_bytes_per_token(num_layers=len(part.layers), bytes_per_value=node.bytes_per_kv)
-    return need.config.slice_parameters(part) * node.bytes_per_weight + kv * need.kv_tokens
+    kv = node.kv_bytes_per_token(need.config, len(part.layers))
+    return node.sizes(need.config, need.weights).of_slice(part) + kv * need.kv_tokens
 
 
 def _lacks(node: NodeRoom, wanted: int) -> NoFeasiblePlacement:

@@ -12,10 +12,11 @@ import numpy as np
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.model.resident import ResidentSizes
 from edgepipe.planner.demand import Demand, Objective, batch_parts
 from edgepipe.planner.forecast import Forecast, Ring
 from edgepipe.planner.hosts import hop_host_s, turn_host_s
-from edgepipe.planner.partition import EXACT_DEVICES, ExactSearch, Partition, PartitionProblem
+from edgepipe.planner.partition import EXACT_DEVICES, ExactSearch, Ints, Partition, PartitionProblem
 from edgepipe.planner.partition_many import ManySearch
 from edgepipe.planner.placement import Need, NodeRoom, Placed, place_by_plan, stage_bytes
 from edgepipe.planner.profiles import Links, Machine, Speed, StepParts
@@ -141,7 +142,7 @@ def _most_context(demand: Demand, machines: Sequence[Machine], links: Links, con
 def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machine], links: Links) -> Plan:
     """Return a placement with its figures. Raises LinkNotMeasured."""
     by_id = {machine.node_id: machine for machine in machines}
-    kv_tokens = _kv_room(demand.config, placed, by_id)
+    kv_tokens = _kv_room(demand, placed, by_id)
     ring = Ring(demand, placed, by_id, links)
     single, many = ring.of(1, 1), ring.best(demand.sequences(kv_tokens))
     wanted = min(kv_tokens, demand.context_tokens * demand.concurrency)
@@ -149,7 +150,7 @@ def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machin
         PlannedStage(
             machine=by_id[each.node_id],
             part=each.part,
-            weight_bytes=_weight_bytes(demand.config, by_id[each.node_id].room, each.part),
+            weight_bytes=_weight_bytes(demand, by_id[each.node_id].room, each.part),
             kv_bytes=_kv_token_bytes(demand.config, by_id[each.node_id].room, each.part) * wanted,
             step_s=many.step_s[index],
             alone_s=single.step_s[index],
@@ -351,16 +352,22 @@ class _Search:
         return f"it would slow each token by {loss * 100:.0f} % ({why})"
 
     def _most_layers(self, kv_tokens: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-        """Return ``[N, 4]``: layers that fit, by flags."""
-        config = self._demand.config
+        """Return ``[N, 4]``: layers that fit, by flags.
+
+        Layers may differ in size. A stage with the embedding has the first layers, one with the head the last ones;
+        for the others every run of so many layers fits.
+        """
+        config, weights = self._demand.config, self._demand.weights
         room = np.zeros((len(self._machines), 4), dtype=np.int64)
+        runs: dict[tuple[ResidentSizes, int], list[Ints]] = {}  # of machines that keep weights alike
         for index, machine in enumerate(self._machines):
-            need = _need(self._demand, kv_tokens)
-            layer = stage_bytes(need, machine.room, _slice(0))
+            sizes = machine.room.sizes(config, weights)
+            kv = machine.room.kv_bytes_per_token(config, 1) * kv_tokens
+            if (sizes, kv) not in runs:
+                runs[sizes, kv] = _run_bytes(np.array(sizes.layers, dtype=np.int64) + kv)
             for flags in range(4):
-                table = stage_bytes(need, machine.room, _slice(flags)) - layer
-                free = machine.room.free_bytes - table
-                room[index, flags] = min(max(free // layer, 0), config.num_layers)
+                free = machine.room.free_bytes - sizes.of_tables(_slice(flags))
+                room[index, flags] = np.searchsorted(runs[sizes, kv][flags], free, side="right")
         return room
 
     def _instance(
@@ -393,6 +400,14 @@ class _Search:
         return self._parts[key]
 
 
+def _run_bytes(layers: Ints) -> list[Ints]:
+    """Return, by a stage's flags, the bytes of its first 1, 2, ... layers; of the largest runs without flags."""
+    ends = np.concatenate([[0], np.cumsum(layers)])
+    counts = range(1, len(layers) + 1)
+    anywhere = np.array([(ends[count:] - ends[:-count]).max() for count in counts], dtype=np.int64)
+    return [anywhere, ends[1:], ends[-1] - ends[-2::-1], ends[1:]]
+
+
 def _engine_place(placed: Sequence[Placed], links: Links) -> NodeId:
     """Return the best node for the engine: the shortest path from the last stage over the engine to the first.
 
@@ -412,23 +427,24 @@ def _slice(flags: int) -> Slice:
 
 
 def _need(demand: Demand, kv_tokens: int) -> Need:
-    return Need(config=demand.config, kv_tokens=kv_tokens)
+    return Need(config=demand.config, kv_tokens=kv_tokens, weights=demand.weights)
 
 
-def _weight_bytes(config: ModelConfig, room: NodeRoom, part: Slice) -> int:
-    return stage_bytes(Need(config=config, kv_tokens=0), room, part)
+def _weight_bytes(demand: Demand, room: NodeRoom, part: Slice) -> int:
+    return stage_bytes(_need(demand, 0), room, part)
 
 
 def _kv_token_bytes(config: ModelConfig, room: NodeRoom, part: Slice) -> int:
-    return config.kv_bytes_per_token(num_layers=len(part.layers), bytes_per_value=room.bytes_per_kv)
+    return room.kv_bytes_per_token(config, len(part.layers))
 
 
-def _kv_room(config: ModelConfig, placed: Sequence[Placed], machines: Mapping[NodeId, Machine]) -> int:
+def _kv_room(demand: Demand, placed: Sequence[Placed], machines: Mapping[NodeId, Machine]) -> int:
     """Return the KV tokens that fit on the tightest node beside its weights."""
     free = {node_id: machine.room.free_bytes for node_id, machine in machines.items()}
     token_bytes: dict[NodeId, int] = {}
     for stage in placed:
         room = machines[stage.node_id].room
-        free[stage.node_id] -= _weight_bytes(config, room, stage.part)
-        token_bytes[stage.node_id] = token_bytes.get(stage.node_id, 0) + _kv_token_bytes(config, room, stage.part)
+        free[stage.node_id] -= _weight_bytes(demand, room, stage.part)
+        size = _kv_token_bytes(demand.config, room, stage.part)
+        token_bytes[stage.node_id] = token_bytes.get(stage.node_id, 0) + size
     return max(0, min(free[node_id] // size for node_id, size in token_bytes.items()))

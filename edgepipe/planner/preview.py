@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgepipe.errors import NoFeasiblePlacement
-from edgepipe.model.shapes import model_shapes
+from edgepipe.model.facts import LayerRange, Slice
+from edgepipe.model.mixes import named_model
+from edgepipe.model.resident import WIDE, slice_bytes
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.forecast import Hop
@@ -115,7 +117,8 @@ class ModelFit:
     """A well-known model on a cluster."""
 
     model: str
-    weight_bytes: int
+    num_parameters: int
+    weight_bytes: int  # on the machine where they take most
     plan: Plan | None  # None: the model does not fit
 
 
@@ -124,23 +127,27 @@ def which_fit(
 ) -> list[ModelFit]:
     """Return for each model whether it fits and how fast it would be. The machines' speeds depend on the model.
 
-    The largest models come first; those that do not fit come last.
+    The models with most parameters come first; those that do not fit come last.
     """
     fits = [_fit(model, machines, links, read_tokens) for model, machines in machines_for]
-    return sorted(fits, key=lambda fit: (fit.plan is None, -fit.weight_bytes))
+    return sorted(fits, key=lambda fit: (fit.plan is None, -fit.num_parameters))
 
 
 def _fit(model: str, machines: Sequence[Machine], links: Links, read_tokens: int) -> ModelFit:
-    config = model_shapes()[model]
-    demand = Demand(config=config, read_tokens=read_tokens)
-    whole = config.num_layers * config.layer_parameters() + config.vocab_size * config.hidden_size * (
-        1 if config.tied_embeddings else 2
-    )
-    weight_bytes = int(whole * max((machine.room.bytes_per_weight for machine in machines), default=2))
+    config, weights = named_model(model)
+    demand = Demand(config=config, weights=weights, read_tokens=read_tokens)
+    whole = Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)
+    sizes = [machine.room.sizes(config, weights).of_slice(whole) for machine in machines]
     try:
-        return ModelFit(model=model, weight_bytes=weight_bytes, plan=plan(demand, machines, links))
+        found = plan(demand, machines, links)
     except NoFeasiblePlacement:
-        return ModelFit(model=model, weight_bytes=weight_bytes, plan=None)
+        found = None
+    return ModelFit(
+        model=model,
+        num_parameters=config.slice_parameters(whole),
+        weight_bytes=max(sizes, default=slice_bytes(config, weights, whole, kind=WIDE, dtype="bfloat16")),
+        plan=found,
+    )
 
 
 def _rates(found: Plan | None) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from edgepipe.backend.devices import DeviceModel
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import LinkNotMeasured
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice
+from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.hosts import HOST_S
 from edgepipe.planner.placement import NodeRoom
 from edgepipe.units import LinkShape
@@ -65,8 +66,7 @@ class TableSpeed:
 
     def __init__(self, cost: CostModel) -> None:
         self._one, self._two, self._headed = (
-            cost.slice_cost(Slice(index=1, layers=LayerRange(0, count), embedding=False, head=head))
-            for count, head in ((1, False), (2, False), (1, True))
+            cost.mean_cost(count, head=head) for count, head in ((1, False), (2, False), (1, True))
         )
 
     def parts(self, work: StepWork) -> StepParts:
@@ -133,27 +133,36 @@ def _at(points: Sequence[Point], size: float) -> float:
     return seconds[-1] + _slope(points[-2:]) * (size - sizes[-1])
 
 
-def estimated_speed(profile: DeviceProfile, config: ModelConfig, *, bytes_per_weight: float) -> Speed:
-    """Estimate the speed of a device without a probe from its memory and matrix rates."""
-    return TableSpeed(CostModel(config, _as_table(profile, bytes_per_weight)))
+def estimated_speed(
+    profile: DeviceProfile, config: ModelConfig, *, weights: WeightTable = FLOATS, dtype: str = ""
+) -> Speed:
+    """Estimate the speed of a device without a probe from its memory and matrix rates. ``dtype``: empty: its own."""
+    return TableSpeed(_cost_model(profile, config, weights, dtype))
 
 
-def slice_costs(profile: DeviceProfile, config: ModelConfig, slices: Iterable[Slice]) -> dict[int, SliceCost]:
+def slice_costs(
+    profile: DeviceProfile, config: ModelConfig, slices: Iterable[Slice], *, weights: WeightTable = FLOATS
+) -> dict[int, SliceCost]:
     """Return each slice's cost, by slice index, from the device's rates; empty if it reported none."""
     if profile.bandwidth_bytes_per_s <= 0 or profile.flops <= 0:
         return {}
-    cost = CostModel(config, _as_table(profile, 4 if profile.compute_dtype == "float32" else 2))
+    cost = _cost_model(profile, config, weights)
     return {part.index: cost.slice_cost(part) for part in slices}
 
 
-def _as_table(profile: DeviceProfile, bytes_per_weight: float) -> DeviceModel:
+def _cost_model(profile: DeviceProfile, config: ModelConfig, weights: WeightTable, dtype: str = "") -> CostModel:
+    dtype = dtype or ("float32" if profile.compute_dtype == "float32" else "bfloat16")
+    return CostModel(config, _as_table(profile), weights=weights, kind=profile.packing, dtype=dtype)
+
+
+def _as_table(profile: DeviceProfile) -> DeviceModel:
     """Build a data-sheet device from a profile, with overheads assumed by its kind."""
     guessed = _GUESSED_OVERHEADS_S["cpu" if profile.device == "cpu" else "gpu"]
     step_s, layer_s = _CUDA_OVERHEADS_S if profile.device.startswith("cuda") else guessed
     return DeviceModel(
         name=profile.name,
         memory_bytes=profile.memory_total_bytes,
-        bandwidth_bytes_per_s=profile.bandwidth_bytes_per_s * 2 / bytes_per_weight,  # the cost model counts bf16
+        bandwidth_bytes_per_s=profile.bandwidth_bytes_per_s,
         flops=profile.flops,
         step_overhead_s=step_s,
         layer_overhead_s=layer_s,

@@ -81,21 +81,27 @@ def too_small(demand: Demand, machines: Sequence[Machine], *, num_nodes: int = 0
 
 
 def _whole(demand: Demand, machines: Sequence[Machine], kv_tokens: int) -> tuple[int, int]:
-    """Return the bytes of weights and of KV, in the largest data type among the machines."""
-    room = max(machines, key=lambda machine: machine.room.bytes_per_weight).room
+    """Return the bytes of weights and of KV, on the machine where they take most."""
     whole = Slice(index=0, layers=LayerRange(0, demand.config.num_layers), embedding=True, head=True)
-    weight_bytes = stage_bytes(Need(config=demand.config, kv_tokens=0), room, whole)
-    return weight_bytes, stage_bytes(Need(config=demand.config, kv_tokens=kv_tokens), room, whole) - weight_bytes
+    weights_only = Need(config=demand.config, kv_tokens=0, weights=demand.weights)
+    room = max(machines, key=lambda machine: stage_bytes(weights_only, machine.room, whole)).room
+    weight_bytes = stage_bytes(weights_only, room, whole)
+    return weight_bytes, stage_bytes(replace(weights_only, kv_tokens=kv_tokens), room, whole) - weight_bytes
+
+
+def _layer_bytes(demand: Demand, machines: Sequence[Machine]) -> int:
+    """Return the largest layer's bytes on the machine where it takes least."""
+    return min(max(machine.room.sizes(demand.config, demand.weights).layers) for machine in machines)
 
 
 def _helps(demand: Demand, machines: Sequence[Machine], short: Shortage) -> Iterator[Help]:
     """Yield measures that free memory, then those that add memory. The last always suffices."""
-    missing = short.missing_bytes or demand.config.layer_parameters() * 2  # room for one more layer makes a cut fit
+    missing = short.missing_bytes or _layer_bytes(demand, machines)  # room for one more layer makes a cut fit
     for machine in machines:
         if machine.taken_bytes > _WORTH_CLOSING_BYTES:
             action = f"close other programs on {machine.name}"
             yield Help(what=action, gain_bytes=machine.taken_bytes, enough=machine.taken_bytes >= missing)
-    wide = [machine for machine in machines if machine.room.bytes_per_weight > 2]
+    wide = [machine for machine in machines if machine.room.bytes_per_weight > 2 and not demand.weights.packed]
     if wide:
         saved = sum(max(0, machine.room.free_bytes) for machine in wide)  # the same memory then holds twice the layers
         yield Help(what="--dtype bfloat16 (slower on CPUs)", gain_bytes=saved, enough=saved >= missing)

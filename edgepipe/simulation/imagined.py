@@ -9,6 +9,7 @@ from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import DeviceModel, adjusted, named_device
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.hosts import HOST_S
@@ -18,7 +19,7 @@ from edgepipe.scheduler import SchedulerLimits
 from edgepipe.simulation.ring import RingModel, RingStage
 from edgepipe.units import LinkShape, format_bytes
 
-_BYTES_PER_VALUE = 2  # bf16, of weights, of KV and on links
+_BYTES_PER_VALUE = 2  # bf16, on links
 _KV_SHARE = 0.9  # of the memory that the weights leave free
 _CONVERSATION_TOKENS = 4096  # a long chat; the placement reserves room for it
 
@@ -30,6 +31,7 @@ class ImaginedCluster:
     devices: Sequence[str]  # keys of the device table
     config: ModelConfig
     link: LinkShape  # between any two devices
+    weights: WeightTable = FLOATS
     adjustments: Mapping[str, str] = field(default_factory=dict[str, str])  # for all devices: {"jitter": "0.05"}
     plan: str = ""  # "a:0-15,b:16-31": placement by hand; devices are named a, b, c, ...
     slices: int = 1  # V, per device; interleaved if more than 1
@@ -55,7 +57,13 @@ class Imagined:
 
 def imagine(cluster: ImaginedCluster) -> Imagined:
     """Place the model with the planner. Raises NoFeasiblePlacement, PlanInvalid, ConfigInvalid."""
-    known = known_cluster(cluster.devices, cluster.config, link=cluster.link, adjustments=cluster.adjustments)
+    known = known_cluster(
+        cluster.devices,
+        cluster.config,
+        link=cluster.link,
+        adjustments=cluster.adjustments,
+        weights=cluster.weights,
+    )
     known = replace(known, links=replace(known.links, assumed_host_s=cluster.host_s))
     keys = {str(machine.node_id): key for machine, key in zip(known.machines, cluster.devices, strict=True)}
     devices = {name: adjusted(named_device(key), cluster.adjustments) for name, key in keys.items()}
@@ -66,7 +74,12 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
         by_hand = Constraints(layers=_interleaved(placed, cluster.slices))
         placed = plan(demand, known.machines, known.links, by_hand, explain=False).placed
     parts = [
-        (str(stage.node_id), stage.part, CostModel(cluster.config, devices[str(stage.node_id)])) for stage in placed
+        (
+            str(stage.node_id),
+            stage.part,
+            CostModel(cluster.config, devices[str(stage.node_id)], weights=cluster.weights),
+        )
+        for stage in placed
     ]
     row_bytes = cluster.config.hidden_size * _BYTES_PER_VALUE
     stages = [
@@ -121,6 +134,7 @@ def _demand(cluster: ImaginedCluster) -> Demand:
     """Return a demand of many conversations, since a simulation runs under load."""
     return Demand(
         config=cluster.config,
+        weights=cluster.weights,
         objective=Objective.THROUGHPUT,
         context_tokens=min(_CONVERSATION_TOKENS, cluster.config.context_for(cluster.context_length)),
     )

@@ -15,10 +15,10 @@ from edgepipe.backend.types import BlockRun, Step, StepRow
 from edgepipe.clock import Clock
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.layout import layer_tensors, model_tensors, slice_tensors
-from edgepipe.model.logical import OneTensorPerWeight
-from edgepipe.model.tensors import RawTensor, TensorInfo
+from edgepipe.model.resident import WIDE, dtype_of, resident_sizes
+from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.profiles import LayerProfile, Point
+from edgepipe.stage.made_up import MadeUpWeights, spread
 
 _ROWS = (1, 2, 4, 8, 16, 32)
 _PROMPTS = (32, 128, 512)
@@ -34,15 +34,28 @@ _LONGEST_REST_S = 0.01  # between decode steps: a stage idles while others compu
 _LOAD_S = 0.5  # limit for loading the largest probe
 
 
-def probe_layer(backend: Backend, config: ModelConfig, clock: Clock, *, value_bytes: int) -> LayerProfile:
+def probe_layer(
+    backend: Backend,
+    config: ModelConfig,
+    clock: Clock,
+    *,
+    value_bytes: int,
+    weights: WeightTable = FLOATS,
+    packing: str = WIDE,
+) -> LayerProfile:
     """Measure a layer on the compute thread. Nothing may be loaded before or is after. Some seconds on a CPU.
 
-    Raises the errors of loading, mainly DeviceOutOfMemory.
+    The probe's layers have the model's formats, in the model's shares. ``packing``: as in the device's profile. Raises
+    the errors of loading, mainly DeviceOutOfMemory.
     """
-    layer_bytes = config.layer_parameters() * value_bytes
+    sizes = resident_sizes(config, weights, kind=packing, dtype=dtype_of(value_bytes)).layers
+    layer_bytes = sum(sizes) / len(sizes)
     many = min(_MOST_LAYERS, max(2, math.ceil(_WEIGHTS_BYTES / layer_bytes)))
     most = max(config.num_layers, _MOST_LAYERS + 2)
-    probe = _Probe(backend, replace(config, num_layers=most, sliding_windows=()), clock)
+    context = max(config.context_length, 2 * _LONG_CONTEXT)
+    shape = replace(config, num_layers=most, sliding_windows=(), context_length=context)
+    source = MadeUpWeights(shape, spread(weights, config.num_layers, most))
+    probe = _Probe(backend, source, clock)
     try:
         quick = probe.load_s(1) * _MOST_LAYERS < _LOAD_S
         probe.warm_up()
@@ -86,10 +99,10 @@ def _at(points: Sequence[Point], size: float) -> float:
 class _Probe:
     """A few layers with random weights, and steps over them."""
 
-    def __init__(self, backend: Backend, config: ModelConfig, clock: Clock) -> None:
+    def __init__(self, backend: Backend, source: MadeUpWeights, clock: Clock) -> None:
         self._backend = backend
         self._block = backend.block_sizes[0]
-        self._config = replace(config, context_length=max(config.context_length, 2 * _LONG_CONTEXT))
+        self._source = source
         self._clock = clock
         self._steps = 0
         self._part = Slice(index=1, layers=LayerRange(0, 1), embedding=False, head=False)
@@ -103,7 +116,7 @@ class _Probe:
     def load(self, num_layers: int, *, head: bool) -> None:
         """Replace the loaded layers."""
         self._part = Slice(index=1, layers=LayerRange(0, num_layers), embedding=False, head=head)
-        self._backend.load([self._part], MadeUpWeights(self._config), lambda _: None)
+        self._backend.load([self._part], self._source, lambda _: None)
         tokens = max(_ROWS[-1] * (_CONTEXT + self._block), _LONG_ROWS * (_LONG_CONTEXT + self._block), _PROMPTS[-1])
         self._backend.allocate_kv(num_blocks=tokens // self._block + _ROWS[-1] + 1, block_size=self._block)
 
@@ -157,38 +170,8 @@ class _Probe:
             rows=tuple(step_rows),
             logit_rows=np.arange(len(rows) if self._part.head else 0, dtype=np.int32),
         )
-        inputs = np.full((tokens, self._config.hidden_size), 0x3D00, dtype=np.uint16)  # a small number in bf16
+        inputs = np.full((tokens, self._source.config.hidden_size), 0x3D00, dtype=np.uint16)  # a small number in bf16
         prepared = self._backend.prepare(step)
         started_s = self._clock.monotonic_s()
         self._backend.collect(self._backend.submit(prepared, inputs))
         return self._clock.monotonic_s() - started_s
-
-
-class MadeUpWeights(OneTensorPerWeight):
-    """A ``WeightSource`` of small random numbers for every tensor of a slice."""
-
-    bytes_read = 0
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        shapes = model_tensors(replace(config, num_layers=1))
-        self._shapes = {name: shape for name, shape in shapes.items() if not name.startswith("model.layers.")}
-        self._pattern = np.random.default_rng(0).normal(0, 0.02, 1 << 16).astype(np.float32).view(np.uint32) >> 16
-
-    def tensors(self, part: Slice) -> Sequence[TensorInfo]:
-        """See ``WeightSource.tensors``."""
-        shapes = dict(self._shapes)
-        for layer in part.layers:
-            shapes |= layer_tensors(self.config, layer)
-        self._shapes = shapes
-        return [self._info(name) for name in slice_tensors(self.config, part)]
-
-    def read(self, name: str) -> RawTensor:
-        """See ``WeightSource.read``."""
-        info = self._info(name)
-        data = np.resize(self._pattern.astype(np.uint16), info.num_bytes // 2)
-        return RawTensor(info=info, data=data.view(np.uint8))
-
-    def _info(self, name: str) -> TensorInfo:
-        shape = self._shapes[name]
-        return TensorInfo(name=name, shape=shape, scheme="BF16", num_bytes=2 * math.prod(shape))

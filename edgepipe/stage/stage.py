@@ -28,7 +28,9 @@ from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
 from edgepipe.link.shaped import Network, delayed_replies
 from edgepipe.model.facts import Slice
+from edgepipe.model.resident import dtype_of, resident_sizes
 from edgepipe.model.tensors import WeightSource
+from edgepipe.model.weight_table import table_of
 from edgepipe.planner.profiles import slice_costs
 from edgepipe.sampling import sample
 from edgepipe.sampling.bounds import ModelBounds
@@ -54,7 +56,7 @@ class LoadedShard:
     """Layers that a stage has loaded."""
 
     slices: tuple[Slice, ...]
-    weight_bytes: int  # in the device's compute dtype
+    weight_bytes: int  # in the device's memory
     kv_block_bytes: int  # one block in all its layers
     hidden_size: int
     model: ModelBounds
@@ -383,11 +385,13 @@ class Stage:
         config = weights.config
         self._grammars.use(config)
         profile = self._backend.profile()
-        self._compute.expect(slice_costs(profile, config, slices))
-        value_bytes = 4 if profile.compute_dtype == "float32" else 2
+        table = table_of(weight for part in slices for weight in weights.weights(part))
+        self._compute.expect(slice_costs(profile, config, slices, weights=table))
+        dtype = dtype_of(4 if profile.compute_dtype == "float32" else 2)
+        sizes = resident_sizes(config, table, kind=profile.packing, dtype=dtype)
         return LoadedShard(
             slices=slices,
-            weight_bytes=value_bytes * sum(config.slice_parameters(part) for part in slices),
+            weight_bytes=sum(sizes.of_slice(part) for part in slices),
             kv_block_bytes=self._backend.kv_block_bytes(config, slices, block_size),
             hidden_size=config.hidden_size,
             model=ModelBounds(vocab_size=config.vocab_size, context_length=config.context_length),

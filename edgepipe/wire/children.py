@@ -23,11 +23,12 @@ class PrepareRequest:
     model: str = ""
     manifest_hash: str = ""
     slices: tuple[Slice, ...] = ()
-    weight_bytes: int = 0  # in the device's compute dtype
+    weight_bytes: int = 0  # from engines of earlier versions; the node counts them itself
     kv_tokens: int = 0  # requested; fewer if memory is short
     block_size: int = 0
     weights_node: str = ""  # id of a node with all tensors
     dtype: str = ""
+    kv: str = ""  # as in ``ServeSpec``
     activation_type: ActivationType = ActivationType.BF16
     fresh: bool = False  # start a new process, even if the present one holds exactly this
 
@@ -67,6 +68,7 @@ class ProfileLayerRequest:
     """Asks a node to measure one layer of a model's shape."""
 
     model_config: str = ""  # JSON of edgepipe.model.facts.ModelConfig
+    model_weights: str = ""  # JSON of edgepipe.model.weight_table.WeightTable; empty: floats
     dtype: str = ""  # empty: the node's own
     known_only: bool = False  # return known values, measure nothing
     fresh: bool = False  # measure again if possible
@@ -82,6 +84,7 @@ class LoadShard:
     slices: tuple[Slice, ...] = ()
     block_size: int = 0
     dtype: str = ""
+    kv: str = ""  # as in ``ServeSpec``
     activation_type: ActivationType = ActivationType.BF16
 
 

@@ -30,6 +30,7 @@ class ServeSpec:
     context_length: int = 0  # tokens per sequence; 0: the model's
     kv_tokens: int = 0  # requested KV pool; 0: by free memory
     dtype: str = default_if_empty("auto")
+    kv: str = ""  # form of the KV on every node, see ``ModelConfig.kv_bytes_per_token``; empty: the compute dtype
     activation_type: ActivationType = default_if_empty(ActivationType.BF16)
     policy: str = ""  # scheduling policy; empty: the default
     throughput: bool = False  # placed for many chats instead of one

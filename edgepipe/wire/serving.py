@@ -102,6 +102,7 @@ class RunEngine:
     spec: ServeSpec
     nodes: tuple[Introduction, ...] = ()
     model_config: str = ""  # JSON of edgepipe.model.facts.ModelConfig
+    model_weights: str = ""  # JSON of edgepipe.model.weight_table.WeightTable; empty: floats
     epoch_counter: int = 0  # 1 + the pipeline's highest known counter
     resuming: bool = False  # after another engine: requests wait while stages are placed and prepared
 
@@ -192,6 +193,7 @@ class SurveyReply:
 
     model: str = ""
     model_config: str = ""
+    model_weights: str = ""  # JSON of edgepipe.model.weight_table.WeightTable; empty: floats
     machines: tuple[SurveyedMachine, ...] = ()
     links: tuple[LinkProfile, ...] = ()
     unusable: tuple[str, ...] = ()  # nodes that cannot compute, each with the reason

@@ -8,6 +8,8 @@ from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import NodeId
 from edgepipe.model.config_json import config_from_json
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.resident import dtype_of
+from edgepipe.model.weight_table import WeightTable, table_from_json
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.placement import NodeRoom
 from edgepipe.planner.profiles import Links, Machine, MeasuredSpeed, estimated_speed
@@ -15,9 +17,13 @@ from edgepipe.units import LinkShape
 from edgepipe.wire.serving import SurveyedMachine, SurveyReply
 
 
-def cluster_of(survey: SurveyReply) -> Cluster:
-    """Return a survey as the planner's cluster. Raises RemoteProtocolError for a profile without times."""
+def cluster_of(survey: SurveyReply, *, kv: str = "") -> Cluster:
+    """Return a survey as the planner's cluster, with KV in the form ``kv`` (empty: each device's compute dtype).
+
+    Raises RemoteProtocolError for a profile without times.
+    """
     config = config_from_json(json.loads(survey.model_config))
+    weights = table_from_json(survey.model_weights, config)
     links = {
         (NodeId(link.sender), NodeId(link.receiver)): LinkShape(
             bytes_per_s=link.bytes_per_s or float("inf"), one_way_s=link.one_way_s
@@ -27,7 +33,8 @@ def cluster_of(survey: SurveyReply) -> Cluster:
     return Cluster(
         model=survey.model,
         config=config,
-        machines=tuple(_machine(machine, config) for machine in survey.machines),
+        weights=weights,
+        machines=tuple(_machine(machine, config, weights, kv) for machine in survey.machines),
         links=Links(
             measured=links,
             broken=frozenset((NodeId(link.node_id), NodeId(link.other_id)) for link in survey.broken),
@@ -35,7 +42,7 @@ def cluster_of(survey: SurveyReply) -> Cluster:
     )
 
 
-def _machine(surveyed: SurveyedMachine, config: ModelConfig) -> Machine:
+def _machine(surveyed: SurveyedMachine, config: ModelConfig, weights: WeightTable, kv: str) -> Machine:
     device = surveyed.device
     size = surveyed.value_bytes or 2
     if (layer := surveyed.layer) is not None:
@@ -43,15 +50,16 @@ def _machine(surveyed: SurveyedMachine, config: ModelConfig) -> Machine:
             raise RemoteProtocolError(f"{surveyed.name} reported a layer profile without times")
         speed = MeasuredSpeed(layer)
     else:
-        speed = estimated_speed(device, config, bytes_per_weight=size)
+        speed = estimated_speed(device, config, weights=weights, dtype=dtype_of(size))
     return Machine(
         room=NodeRoom(
             node_id=surveyed.node_id,
             name=surveyed.name,
             free_bytes=surveyed.free_bytes,
             bytes_per_weight=size,
-            bytes_per_kv=size,
             shares_host_memory=surveyed.shares_host_memory,
+            packing=device.packing,
+            kv=kv,
         ),
         device=device.name,
         speed=speed,

@@ -13,6 +13,7 @@ from edgepipe.link.channels import make_server
 from edgepipe.link.shaped import Network, make_network
 from edgepipe.model.config_json import config_from_json
 from edgepipe.model.strict_json import parse_json_object
+from edgepipe.model.weight_table import table_from_json
 from edgepipe.system import RandomIds, SystemClock
 from edgepipe.wire import serving
 from edgepipe.wire.children import ChildProgress
@@ -97,8 +98,10 @@ def _engine(
     planner: DaemonPlanner,
 ) -> Engine:
     hello = Hello(role="engine", node_id=settings.node_id, node_name=settings.node_name, cluster_id=settings.cluster_id)
+    config = config_from_json(parse_json_object(task.model_config.encode(), what="the model's shape"))
     return Engine(
-        config=config_from_json(parse_json_object(task.model_config.encode(), what="the model's shape")),
+        config=config,
+        weights=table_from_json(task.model_weights, config),
         spec=task.spec,
         nodes={node.node_id: node.address for node in task.nodes},
         node_names={node.node_id: node.name for node in task.nodes if node.name},

@@ -53,7 +53,8 @@ class ChildSettings:
             for name in ("ports", "http_names", "api_keys"):
                 values[name] = tuple(values.get(name, ()))
             if profile := values.get("device_profile"):
-                profile["block_sizes"] = tuple(profile["block_sizes"])
+                for name in ("block_sizes", "kv_forms"):
+                    profile[name] = tuple(profile[name])
                 values["device_profile"] = DeviceProfile(**profile)
             return cls(**values)
         except (ValueError, TypeError, KeyError) as exc:

@@ -18,6 +18,7 @@ from edgepipe.model.config_json import config_from_json
 from edgepipe.model.store import StoredModel
 from edgepipe.model.strict_json import parse_json_object
 from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.model.weight_table import table_from_json
 from edgepipe.model.weights import open_weights
 from edgepipe.planner.profiles import LayerProfile
 from edgepipe.stage.compute import ComputeThread
@@ -113,7 +114,10 @@ async def _profile(
     size = 4 if device.compute_dtype == "float32" else 2
     try:
         config = config_from_json(parse_json_object(wanted.model_config.encode(), what="the model's shape"))
-        found = await compute.call(partial(probe_layer, backend, config, clock, value_bytes=size))
+        weights = table_from_json(wanted.model_weights, config)
+        found = await compute.call(
+            partial(probe_layer, backend, config, clock, value_bytes=size, weights=weights, packing=device.packing)
+        )
     except EdgepipeError as error:
         logger.warning("a probe layer cannot run: %s", error)
         found = LayerProfile(base_s=0.0, decode=(), prefill=(), head=(), kv_token_s=0.0, decode_context=0)
@@ -171,5 +175,5 @@ def _options(settings: ChildSettings, load: LoadShard | None = None) -> BackendO
         dtype=load.dtype if load.dtype not in ("", "auto") else settings.dtype,
         activation_type=load.activation_type,
         threads=options.threads,
-        settings=options.settings,
+        settings={**options.settings, "kv": load.kv} if load.kv else options.settings,
     )

@@ -13,7 +13,7 @@ from edgepipe.backend.types import ActivationType, BackendOptions, BlockCopy, Bl
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.model.facts import LayerRange, ModelConfig, Rope, Slice, make_slices
 from edgepipe.model.logical import OneTensorPerWeight
-from edgepipe.model.tensors import RawTensor, TensorInfo
+from edgepipe.model.tensors import RawTensor, TensorInfo, WeightSource
 
 Float32s = npt.NDArray[np.float32]
 BLOCK_SIZE = 16
@@ -105,9 +105,11 @@ class MemorySource(OneTensorPerWeight):
         return RawTensor(info=info, data=array.reshape(-1).view(np.uint8))
 
 
-def cpu_options(*, dtype: str = "float32", activation_type: ActivationType = ActivationType.FLOAT32) -> BackendOptions:
+def cpu_options(
+    *, dtype: str = "float32", activation_type: ActivationType = ActivationType.FLOAT32, weights: str = "auto"
+) -> BackendOptions:
     """The CPU device, so that figures and rounding are the same on every machine."""
-    return BackendOptions(device="cpu", dtype=dtype, activation_type=activation_type)
+    return BackendOptions(device="cpu", dtype=dtype, activation_type=activation_type, settings={"weights": weights})
 
 
 class Chain:
@@ -115,7 +117,7 @@ class Chain:
 
     def __init__(
         self,
-        source: MemorySource,
+        source: WeightSource,
         *,
         ranges: Sequence[tuple[int, int]] | None = None,
         options: BackendOptions | None = None,

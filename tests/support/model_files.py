@@ -159,11 +159,16 @@ def write_gguf(
     architecture: str = "llama",
     extra: Mapping[str, np.ndarray] | None = None,
     tokens: list[str] | None = None,
+    tensors_per_part: int = 0,
+    metadata_alone: bool = False,
 ) -> Path:
-    """A GGUF file of the config, written by the ``gguf`` package; matrices quantised to ``scheme``."""
+    """A GGUF file of the config, written by the ``gguf`` package; matrices quantised to ``scheme``.
+
+    With ``tensors_per_part`` it is split; ``metadata_alone``: the first part has no tensors.
+    """
     import gguf
 
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_part, small_first_shard=metadata_alone)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.hidden_size)
@@ -197,6 +202,16 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_split_gguf(
+    folder: Path, config: ModelConfig, *, stem: str = "tiny", seed: int = 0, tensors_per_part: int = 12, **options: Any
+) -> list[Path]:
+    """A split GGUF model of random tensors; its parts in order."""
+    write_gguf(
+        folder / f"{stem}.gguf", random_tensors(config, seed), config, tensors_per_part=tensors_per_part, **options
+    )
+    return sorted(folder.glob(f"{stem}-*-of-*.gguf"))
 
 
 def smollm2_gguf(folder: Path) -> Path:

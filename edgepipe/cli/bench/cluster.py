@@ -27,11 +27,17 @@ class EmulatedCluster:
     """Description of the cluster to start."""
 
     devices: Sequence[str]  # keys of the device table; node i is called a, b, c, ...
-    model: str  # name of the served model
+    model: str  # model to imitate: qwen2.5-32b:q4_k_m
     config: ModelConfig  # from the table of shapes
     link: str = ""  # of every node, such as 1gbit,0.3ms; empty: this machine's loopback
     settings: Mapping[str, str] = field(default_factory=dict[str, str])  # of all devices: {"jitter": "0.05"}
+    mix: str = ""  # types of the weights (edgepipe.model.mixes); empty: bf16
     vocab_size: int | None = None  # None: the smallest, because logits of 150,000 tokens cost host time
+
+    @property
+    def served_name(self) -> str:
+        """Name of the model in the store, which takes it from a folder."""
+        return self.model.replace(":", "-")
 
 
 @asynccontextmanager
@@ -42,7 +48,7 @@ async def emulated_cluster(cluster: EmulatedCluster) -> AsyncGenerator[Admin]:
     """
     folder = Path(tempfile.mkdtemp(prefix="edgepipe-bench-"))
     try:
-        _store_model(folder / "models", folder / cluster.model, cluster)  # activations have the real size
+        _store_model(folder / "models", folder / cluster.served_name, cluster)  # activations have the real size
         async with local_cluster(_plan(cluster, folder / "models")) as nodes, connect(nodes[0].data_dir) as admin:
             if await wait_until_joined(admin, num_nodes=len(nodes), timeout_s=_JOIN_S) is None:
                 raise NoPeersFound(
@@ -58,7 +64,8 @@ def _store_model(models_dir: Path, source: Path, cluster: EmulatedCluster) -> No
     from edgepipe.model.emulated_folder import SMALLEST_VOCAB, write_model_folder
     from edgepipe.model.store import ModelStore
 
-    write_model_folder(source, replace(cluster.config, vocab_size=cluster.vocab_size or SMALLEST_VOCAB))
+    config = replace(cluster.config, vocab_size=cluster.vocab_size or SMALLEST_VOCAB)
+    write_model_folder(source, config, mix=cluster.mix)
     ModelStore(models_dir).pull(str(source))
 
 

@@ -105,14 +105,24 @@ def emulated_run(given: Mapping[str, str], label: str = "") -> EmulatedRun:
     from edgepipe.cli.bench.cluster import EmulatedCluster
     from edgepipe.cli.bench.run import BenchRun, EmulatedRun
     from edgepipe.cli.serve import serve_request
+    from edgepipe.model.mixes import split_mix
     from edgepipe.simulation.imagined import imagine
 
     settings = {**options.CLUSTER_DEFAULTS, **given}
+    settings["as-model"] = settings["as-model"].lower()
     cluster = options.imagined_cluster(settings, devices=settings["emulate"])
     imagined = imagine(cluster)
     limits = imagined.limits
     workload = options.make_workload_of(settings)
     shown = {key: settings[key] for key in ("link", "policy", "micro-batches", "jitter", "seed")}
+    emulated = EmulatedCluster(
+        devices=cluster.devices,
+        model=settings["as-model"],
+        config=cluster.config,
+        mix=split_mix(settings["as-model"])[1],
+        link=settings["link"],
+        settings=cluster.adjustments,
+    )
     return EmulatedRun(
         run=BenchRun(
             workload=workload,
@@ -124,15 +134,9 @@ def emulated_run(given: Mapping[str, str], label: str = "") -> EmulatedRun:
                 "workload": workload.description,
             },
         ),
-        cluster=EmulatedCluster(
-            devices=cluster.devices,
-            model=settings["as-model"],
-            config=cluster.config,
-            link=settings["link"],
-            settings=cluster.adjustments,
-        ),
+        cluster=emulated,
         serve=serve_request(
-            settings["as-model"],
+            emulated.served_name,
             plan=imagined.plan,
             micro_batches=settings["micro-batches"],
             policy=settings["policy"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.util
 import platform
 import resource
@@ -27,6 +28,8 @@ def machine_findings(config: Config) -> Iterator[Finding]:
         what=f"edgepipe {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
     )
     yield backend_finding()
+    if (found := kernel_finding()) is not None:
+        yield found
     folder = next(path for path in (config.models_dir, *config.models_dir.parents) if path.exists())
     yield disk_finding(str(folder), free_bytes=shutil.disk_usage(folder).free)
     key = config.data_dir / "identity" / "key.pem"
@@ -63,6 +66,28 @@ def backend_finding() -> Finding:
         level=Level.OK,
         what=f"backends: {', '.join(have)}",
         fact="an NVIDIA driver is installed" if gpu else "",
+    )
+
+
+def kernel_finding() -> Finding | None:
+    """Check whether torch's CUDA compiles the own kernels for packed weights; None without an NVIDIA driver or torch.
+
+    Looks for NVRTC where ``edgepipe_torch.cuda_kernels.nvrtc`` does, without importing torch.
+    """
+    torch = importlib.util.find_spec("torch")
+    if shutil.which("nvidia-smi") is None or torch is None:
+        return None
+    nvidia = importlib.util.find_spec("nvidia")
+    roots = [Path(root) for spec in (torch, nvidia) if spec for root in spec.submodule_search_locations or ()]
+    names = ("lib/nvrtc64_*.dll", "*/bin/**/nvrtc64_*.dll", "*/lib/libnvrtc.so.*")
+    if ctypes.util.find_library("nvrtc") or any(any(root.glob(name)) for root in roots for name in names):
+        return Finding(id="machine.kernels", level=Level.OK, what="packed weights compute with edgepipe's CUDA kernels")
+    return Finding(
+        id="machine.kernels",
+        level=Level.WARNING,
+        what="packed weights compute with torch's slower operations",
+        fact="NVRTC, which compiles the CUDA kernels, was not found",
+        remedy="pip install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12 (CUDA 12)",
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from edgepipe.cli.views.copies_view import Key, copies_of
+from edgepipe.errors import ModelInvalid
 
 if TYPE_CHECKING:
     from edgepipe.model.store import StoredModel
@@ -36,6 +37,7 @@ def model_rows(stored: Sequence[StoredModel], members: Sequence[MemberState]) ->
                 "model": name,
                 "content": content,
                 **row,
+                "fits": _fits(own.get((name, content), []), members),
                 "copies": found and {"fewest": found.fewest, "nodes": list(found.nodes)},
                 "ambiguous": name in twins,
             }
@@ -57,6 +59,19 @@ def _row(stored: Sequence[StoredModel], reported: Sequence[tuple[MemberState, Mo
         "path": str(shown.path) if shown is not None else "",
         "nodes": _nodes(reported),
     }
+
+
+def _fits(stored: Sequence[StoredModel], members: Sequence[MemberState]) -> str | None:
+    """Return where the model would go; None without a device or the model's description."""
+    if not stored or not any(member.node.devices for member in members):
+        return None
+    from edgepipe.cli.views.fitting import plan_on, where_text
+
+    try:
+        found = plan_on(members, stored[0].config, stored[0].weight_table)
+    except ModelInvalid:
+        return None
+    return where_text(found)
 
 
 def _nodes(reported: Sequence[tuple[MemberState, ModelOnDisk]]) -> list[dict[str, Any]]:

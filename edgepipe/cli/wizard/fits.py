@@ -6,31 +6,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from edgepipe.daemon.serving.capacity import rooms_of
-from edgepipe.ids import NodeId
-from edgepipe.model.shapes import named_shape
+from edgepipe.cli.views.fitting import links_of, machines_of, rate_text, where_text
+from edgepipe.model.mixes import named_model
 from edgepipe.planner.preview import ModelFit, which_fit
-from edgepipe.planner.profiles import Links, Machine, estimated_speed
-from edgepipe.units import LinkShape, format_bytes
+from edgepipe.units import format_bytes
 
 if TYPE_CHECKING:
-    from edgepipe.planner.placement import NodeRoom
     from edgepipe.wire.nodes import ClusterStatus
 
 CATALOGUE: Mapping[str, str] = {
-    "llama-3.3-70b": "meta-llama/Llama-3.3-70B-Instruct",
-    "qwen3-32b": "Qwen/Qwen3-32B",
-    "qwen2.5-14b": "Qwen/Qwen2.5-14B-Instruct",
-    "qwen3-8b": "Qwen/Qwen3-8B",
-    "qwen3-4b": "Qwen/Qwen3-4B",
+    "llama-3.3-70b:q4_k_m": "bartowski/Llama-3.3-70B-Instruct-GGUF:q4_k_m",
+    "qwen3-32b:q4_k_m": "Qwen/Qwen3-32B-GGUF:q4_k_m",
+    "qwen2.5-14b:q4_k_m": "bartowski/Qwen2.5-14B-Instruct-GGUF:q4_k_m",
+    "qwen3-8b:q4_k_m": "Qwen/Qwen3-8B-GGUF:q4_k_m",
+    "qwen3-4b:q4_k_m": "Qwen/Qwen3-4B-GGUF:q4_k_m",
     "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
     "smollm2-135m": "demo",
 }
-"""Known models by shape, and their names for ``models pull``; the demo model needs no hub."""
+"""Known models by shape and type, and their names for ``models pull``; the demo model needs no hub."""
 
-_UNMEASURED = LinkShape(bytes_per_s=1e9 / 8, one_way_s=0.0005)  # a home network with cables
 _USABLE_TOKENS_PER_S = 5.0  # about as fast as people read
-_WIFI_MS = 3.0  # a longer round trip means Wi-Fi
+_NAME_COLUMNS = max(map(len, CATALOGUE.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +40,8 @@ class Fit:
 
 def fitting_models(status: ClusterStatus) -> tuple[list[Fit], list[Fit]]:
     """Return the models that fit, largest first, and the models that do not."""
-    alive = [member.node for member in status.members if member.state == "alive"]
-    rooms = {room.node_id: room for node in alive for room in rooms_of(node, "auto")}
-    links = Links(assumed=_worst_link(status))
-    machines = [(name, _machines(status, rooms, name)) for name in CATALOGUE]
-    found = which_fit(machines, links)
+    machines = [(name, machines_of(status.members, *named_model(name))) for name in CATALOGUE]
+    found = which_fit(machines, links_of(status.members))
     good = [
         Fit(source=CATALOGUE[fit.model], text=_text(fit), tokens_per_s=fit.plan.single.tokens_per_s)
         for fit in found
@@ -64,35 +57,9 @@ def best_fit(fits: Sequence[Fit]) -> Fit | None:
     return usable or max(fits, key=lambda fit: fit.tokens_per_s, default=None)
 
 
-def _machines(status: ClusterStatus, rooms: Mapping[NodeId, NodeRoom], model: str) -> list[Machine]:
-    config = named_shape(model)
-    machines: list[Machine] = []
-    for member in status.members:
-        room = rooms.get(member.node.node_id)
-        profile = member.node.devices[0].profile if member.node.devices else None
-        if room is None or profile is None:
-            continue
-        speed = estimated_speed(profile, config, bytes_per_weight=room.bytes_per_weight)
-        machines.append(Machine(room=room, device=profile.name or profile.device, speed=speed))
-    return machines
-
-
-def _worst_link(status: ClusterStatus) -> LinkShape:
-    """Return the link with the longest round trip; rates are not measured yet."""
-    worst_ms = max((member.rtt_ms for member in status.members if not member.self), default=0.0)
-    if not worst_ms:
-        return _UNMEASURED
-    rate = 180e6 / 8 if worst_ms > _WIFI_MS else _UNMEASURED.bytes_per_s
-    return LinkShape(bytes_per_s=rate, one_way_s=worst_ms / 2e3)
-
-
 def _text(fit: ModelFit) -> str:
     size = format_bytes(fit.weight_bytes)
-    name = CATALOGUE[fit.model]
+    name = f"{CATALOGUE[fit.model]:<{_NAME_COLUMNS}} {size:>9}"
     if fit.plan is None:
-        return f"{name:<36} {size:>9}  does not fit"
-    stages = fit.plan.stages
-    where = stages[0].machine.name if len(stages) == 1 else f"{len(stages)} nodes"
-    rate = fit.plan.single.tokens_per_s
-    speed = f"~{rate:.0f} tok/s" if rate >= 1 else "<1 tok/s"
-    return f"{name:<36} {size:>9}  {where:<10} {speed}"
+        return f"{name}  does not fit"
+    return f"{name}  {where_text(fit.plan):<10} {rate_text(fit.plan)}"

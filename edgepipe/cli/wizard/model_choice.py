@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from edgepipe.cli.admin import connect, run_async
 from edgepipe.cli.wizard.asking import Asking, Choice, filled, say
 from edgepipe.cli.wizard.fits import best_fit, fitting_models
+from edgepipe.cli.wizard.type_choice import ask_type, memory_at_hand
 from edgepipe.errors import EdgepipeError
 from edgepipe.units import format_bytes
 
@@ -41,15 +42,29 @@ def choose_model(asking: Asking, *, data_dir: Path, models_dir: Path) -> str:
     preferred = [fit for fit in good if fit.source in begun] or [fit for fit in good if fit.source in whole] or good
     best = best_fit(preferred)
     answer = asking.choose("Which model?", choices, default=best.source if best is not None else SKIP)
-    return asking.text("Model:", check=filled) if answer == _OTHER else answer
+    return _typed(asking, asking.text("Model:", check=filled), data_dir) if answer == _OTHER else answer
+
+
+def _typed(asking: Asking, model: str, data_dir: Path) -> str:
+    """Ask for the type of a model if its repository has several. Return the name for ``models pull``."""
+    from edgepipe.model.hub import hub_types
+    from edgepipe.model.pull import hub_source
+
+    source = hub_source(model)
+    with suppress(EdgepipeError):  # the pull reports it
+        if source is not None and (types := hub_types(source)):
+            return ask_type(asking, source, types, memory_at_hand(data_dir))
+    return model
 
 
 def on_disk(models_dir: Path, sources: Sequence[str]) -> tuple[set[str], set[str]]:
     """Return the models on this disk, and the models with a part from an interrupted pull."""
+    from edgepipe.model.names import canonical_name
     from edgepipe.model.store import ModelStore
 
     store = ModelStore(models_dir)
-    whole = {model.id for model in store.list() if model.whole}.intersection(sources)
+    present = {model.id for model in store.list() if model.whole}
+    whole = {name for name in sources if canonical_name(name) in present}
     return whole, {name for name in sources if name not in whole and store.interrupted_bytes(name)}
 
 

@@ -18,6 +18,7 @@ from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.errors import BackendUnavailable, EdgepipeError, RequestInvalid, SendTimeout, StaleEpoch
 from edgepipe.ids import MAX_EPOCH_STEP, Epoch, StepId
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.profiles import LayerProfile
 from edgepipe.security.mutual_tls import Peer
 from edgepipe.system import num_memory_kills
@@ -125,7 +126,14 @@ class DeviceHost:
         return await self._layers.measure(request)
 
     async def prepare(
-        self, request: PrepareRequest, *, engine_node: str, path: str, config: ModelConfig, engine: Peer | None
+        self,
+        request: PrepareRequest,
+        *,
+        engine_node: str,
+        path: str,
+        config: ModelConfig,
+        engine: Peer | None,
+        weights: WeightTable = FLOATS,
     ) -> AsyncGenerator[PrepareEvent]:
         """Reserve memory and load a stage; yield progress, then ``Prepared``. On failure release everything.
 
@@ -140,7 +148,7 @@ class DeviceHost:
             return
         hold = await self._admit(request, engine_node)
         try:
-            self._memory.reserve(request, config)
+            self._memory.reserve(request, config, weights)
             hold.load = load
             child = hold.child = await self._spare.take()
             self._tasks.create_task(self._mourn(request.pipeline_id, hold, child), name=f"stage:{request.pipeline_id}")
@@ -389,5 +397,6 @@ def _load_command(request: PrepareRequest, path: str) -> LoadShard:
         slices=request.slices,
         block_size=request.block_size,
         dtype=request.dtype,
+        kv=request.kv,
         activation_type=request.activation_type,
     )

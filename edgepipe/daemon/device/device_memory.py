@@ -11,8 +11,11 @@ from dataclasses import replace
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.device.memory import PRESSURE_CUT, MemoryLedger, MemoryPressure, Reservation, uses_host_memory
 from edgepipe.daemon.processes.children import Child
+from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.ids import PipelineId
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.resident import WIDE, resident_sizes
+from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.wire.children import PrepareRequest
 from edgepipe.wire.nodes import DeviceState, Reserved
 
@@ -33,6 +36,8 @@ class DeviceMemory:
         self._pressure = MemoryPressure()
         self._ledger: MemoryLedger | None = None
         self._compute_dtype = ""
+        self._packing = WIDE
+        self._kv_forms: tuple[str, ...] = ()
 
     @property
     def is_known(self) -> bool:
@@ -46,7 +51,8 @@ class DeviceMemory:
 
     def measured(self, profile: DeviceProfile) -> None:
         """Take the device's measured free memory, unless stages hold a part of it."""
-        self._compute_dtype = profile.compute_dtype
+        self._compute_dtype, self._packing = profile.compute_dtype, profile.packing
+        self._kv_forms = profile.kv_forms
         if self._ledger is None or not self._ledger.reserved_bytes:
             self._ledger = MemoryLedger(
                 node=self._node_name,
@@ -57,17 +63,22 @@ class DeviceMemory:
             )
             self._ledger.cut(self._pressure.share)
 
-    def reserve(self, request: PrepareRequest, config: ModelConfig) -> None:
-        """Set memory aside for a stage's weights and KV. Raises NoFeasiblePlacement."""
+    def reserve(self, request: PrepareRequest, config: ModelConfig, weights: WeightTable = FLOATS) -> None:
+        """Set memory aside for a stage's weights and KV. Raises NoFeasiblePlacement, also for an unknown form of KV."""
         assert self._ledger is not None
-        dtype = self._compute_dtype if request.dtype in ("", "auto") else request.dtype
-        value_bytes = 4 if dtype == "float32" else 2
+        if request.kv and request.kv not in self._kv_forms:
+            raise NoFeasiblePlacement(
+                f"node {self._node_name} cannot keep KV as {request.kv}", next_step="serve without --kv"
+            )
+        wanted = self._compute_dtype if request.dtype in ("", "auto") else request.dtype
+        dtype = "float32" if wanted == "float32" else "bfloat16"
         num_layers = sum(len(part.layers) for part in request.slices)
-        weight_bytes = value_bytes * sum(config.slice_parameters(part) for part in request.slices)
+        sizes = resident_sizes(config, weights, kind=self._packing, dtype=dtype)
+        weight_bytes = sum(sizes.of_slice(part) for part in request.slices)
         self._ledger.reserve(
             request.pipeline_id,
             weight_bytes=max(request.weight_bytes, weight_bytes),
-            kv_token_bytes=config.kv_bytes_per_token(num_layers=num_layers, bytes_per_value=value_bytes),
+            kv_token_bytes=config.kv_bytes_per_token(num_layers=num_layers, form=request.kv or dtype),
             kv_tokens=request.kv_tokens,
         )
 

@@ -112,6 +112,7 @@ class LayerMeasuring:
             settings.threads,
             settings.backend_options,
             model_config=request.model_config,
+            model_weights=request.model_weights,
         )
 
 

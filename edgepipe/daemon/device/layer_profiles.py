@@ -24,15 +24,19 @@ _MOST_BYTES = 1 << 20
 _MOST_SHAPES = 128
 
 
-def profile_key(*facts: object, model_config: str) -> str:
-    """Return a key of all that a layer's times depend on: device, compute settings, the layer's shape, our version.
+def profile_key(*facts: object, model_config: str, model_weights: str = "") -> str:
+    """Return a key of all that a layer's times depend on: device, compute settings, the layer's shape and format, our
+    version.
 
     Raises ModelInvalid.
     """
     shape = parse_json_object(model_config.encode(), what="the model's shape")
     for name in ("eos_token_ids", "bos_token_id", "context_length", "rope"):
         shape.pop(name, None)
-    text = json.dumps([__version__, [_plain(fact) for fact in facts], shape], sort_keys=True, default=str)
+    known = [__version__, [_plain(fact) for fact in facts], shape]
+    if model_weights:
+        known.append(parse_json_object(model_weights.encode(), what="the model's weights"))
+    text = json.dumps(known, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

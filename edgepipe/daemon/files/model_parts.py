@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.layout import EMBEDDING, FINAL_NORM, HEAD, layer_tensors
+from edgepipe.model.layout import EMBEDDING, FINAL_NORM, HEAD, layer_tensors, stored_names
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.store import StoredModel
 from edgepipe.planner.copies import ModelParts
@@ -14,9 +14,10 @@ from edgepipe.wire.nodes import NodeState
 
 
 def part_tensors(config: ModelConfig) -> list[list[str]]:
-    """Return the names of each part's tensors; a tied head has the norm alone."""
+    """Return the names of each part's stored tensors; a tied head has the norm alone."""
     layers = [list(layer_tensors(config, layer)) for layer in range(config.num_layers)]
-    return [[EMBEDDING], *layers, [FINAL_NORM] if config.tied_embeddings else [FINAL_NORM, HEAD]]
+    weights = [[EMBEDDING], *layers, [FINAL_NORM] if config.tied_embeddings else [FINAL_NORM, HEAD]]
+    return [list(stored_names(config, names)) for names in weights]
 
 
 def model_parts(config: ModelConfig, manifest: Manifest) -> ModelParts:

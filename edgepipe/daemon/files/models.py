@@ -24,8 +24,10 @@ from edgepipe.model.disk import COPY_HEADROOM_BYTES, check_room, disk_errors, fr
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.hub_tensors import hub_tensors
 from edgepipe.model.manifest import Manifest
+from edgepipe.model.names import canonical_name, matching_names
 from edgepipe.model.store import ModelStore, StoredModel, tensor_names
 from edgepipe.model.tensor_folder import ShardWriter
+from edgepipe.model.weight_table import WeightTable
 from edgepipe.wire.children import PrepareProgress
 from edgepipe.wire.nodes import ModelOnDisk, NodeState, Transfer
 
@@ -53,6 +55,16 @@ class LocalModel:
     def config_json(self) -> str:
         """The model's shape, as an engine takes it."""
         return json.dumps(config_to_json(self.config))
+
+    @property
+    def weights(self) -> WeightTable:
+        """The forms of its weights."""
+        return self.stored.weight_table
+
+    @property
+    def weights_json(self) -> str:
+        """The forms of its weights, as an engine takes them."""
+        return self.weights.to_json()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +160,13 @@ class Models:
         local = [entry.model for entry in self._on_disk]
         remote = [entry.model for node in self._peers.nodes() for entry in node.models]
         for known in (local, remote):
-            if match := next((model for model in known if model.lower() == name.lower()), None) or _by_last(
-                name, known
-            ):
-                return await self.adopt(match)
+            found = matching_names(name, known)
+            if len(found) == 1:
+                return await self.adopt(found[0])
+            if found:
+                raise ModelUnknown(f"several models match '{name[:120]}'", fact=", ".join(found), next_step="name one")
         try:
-            return await self.adopt(name)  # a peer may have pulled it since its last report
+            return await self.adopt(canonical_name(name))  # a peer may have pulled it since its last report
         except ModelUnknown as exc:
             everywhere = sorted({*local, *remote})
             raise ModelUnknown(
@@ -440,9 +453,3 @@ def _writer(model: LocalModel) -> ShardWriter:
     """Open the model for writing tensors. Raises ModelDownloadFailed."""
     with disk_errors(model.name):
         return model.stored.writer()
-
-
-def _by_last(name: str, known: Sequence[str]) -> str | None:
-    """Return the only model whose last part is ``name``: ``Qwen3-8B`` for ``Qwen/Qwen3-8B``."""
-    found = {model for model in known if model.rsplit("/", 1)[-1].lower() == name.lower()}
-    return found.pop() if len(found) == 1 else None

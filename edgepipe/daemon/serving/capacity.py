@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from edgepipe.daemon.device.memory import uses_host_memory
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.placement import Need, NodeRoom, Placed
 from edgepipe.wire.engines import StagePlacement
 from edgepipe.wire.nodes import DeviceState, NodeState
@@ -14,9 +15,10 @@ from edgepipe.wire.nodes import DeviceState, NodeState
 _PLACEMENT_KV_TOKENS = 512  # minimum of every stage; a stage takes more as memory allows
 
 
-def placement_need(config: ModelConfig, context_length: int) -> Need:
+def placement_need(config: ModelConfig, context_length: int, weights: WeightTable = FLOATS) -> Need:
     """Return the memory that a model's placement needs."""
-    return Need(config=config, kv_tokens=min(_PLACEMENT_KV_TOKENS, context_length or config.context_length))
+    kv_tokens = min(_PLACEMENT_KV_TOKENS, context_length or config.context_length)
+    return Need(config=config, kv_tokens=kv_tokens, weights=weights)
 
 
 def usable_device(node: NodeState, *, own: str = "") -> DeviceState | None:
@@ -25,14 +27,16 @@ def usable_device(node: NodeState, *, own: str = "") -> DeviceState | None:
     return next((device for device in node.devices if device.state not in unusable), None)  # one device per node
 
 
-def rooms_of(node: NodeState, dtype: str, *, own: str = "") -> Sequence[NodeRoom]:
-    """Return the room on a node's device; empty while the device cannot compute.
+def rooms_of(node: NodeState, dtype: str, *, kv: str = "", own: str = "") -> Sequence[NodeRoom]:
+    """Return the room on a node's device; empty while the device cannot compute, or not with this form of KV.
 
     ``own`` names a running pipeline that is placed again: its reservations count as free, and a device in the state
     "starting" counts as ready.
     """
     device = usable_device(node, own=own)
     if node.draining or device is None or device.profile is None:
+        return []
+    if kv and kv not in device.profile.kv_forms:  # a node of an earlier version names no form
         return []
     compute = dtype if dtype not in ("", "auto") else device.profile.compute_dtype
     size = 4 if compute == "float32" else 2
@@ -44,8 +48,9 @@ def rooms_of(node: NodeState, dtype: str, *, own: str = "") -> Sequence[NodeRoom
         name=node.name,
         free_bytes=device.free_bytes + held,
         bytes_per_weight=size,
-        bytes_per_kv=size,
         shares_host_memory=uses_host_memory(device.profile),
+        packing=device.profile.packing,
+        kv=kv,
     )
     return [room]
 

@@ -140,7 +140,9 @@ class EngineKeeper:
         try:
             self._book.take_over(record.pipeline_id)
             model = await self._models.adopt(record.spec.model, manifest_hash=record.spec.manifest_hash)
-            await self._engines.start(request, model_config=model.config_json, resuming=True)
+            await self._engines.start(
+                request, model_config=model.config_json, model_weights=model.weights_json, resuming=True
+            )
         except EdgepipeError as error:
             logger.error("engine not started model=%s: %s", record.spec.model, error)
 

@@ -31,6 +31,7 @@ class _Run:
 
     request: StartEngineRequest
     model_config: str
+    model_weights: str = ""
     spec: ServeSpec
     state: EngineState
     advice: Advice | None = None  # a better placement than the one in ``spec``
@@ -105,7 +106,9 @@ class EngineHost:
             self._set_advice(run, advice)
             self._on_change(False)
 
-    async def start(self, request: StartEngineRequest, *, model_config: str, resuming: bool = False) -> None:
+    async def start(
+        self, request: StartEngineRequest, *, model_config: str, model_weights: str = "", resuming: bool = False
+    ) -> None:
         """Start an engine process and send it its task. Return once it has the task, or was ended meanwhile.
 
         ``resuming``: another engine served the model; this one accepts its requests at once and finds its stages.
@@ -122,7 +125,14 @@ class EngineHost:
             state="recovering" if resuming else "starting",
             message="starting the engine",
         )
-        run = _Run(request=request, model_config=model_config, spec=request.spec, state=state, restartable=resuming)
+        run = _Run(
+            request=request,
+            model_config=model_config,
+            model_weights=model_weights,
+            spec=request.spec,
+            state=state,
+            restartable=resuming,
+        )
         self._runs[request.pipeline_id] = run
         self._on_change(True)
         await self._launch(run, resuming=resuming)
@@ -210,6 +220,7 @@ class EngineHost:
             spec=run.spec,
             nodes=run.request.nodes,
             model_config=run.model_config,
+            model_weights=run.model_weights,
             epoch_counter=1 + max(known),
             resuming=resuming,
         )

@@ -199,6 +199,7 @@ class ReplanWatch:
             fetch_bytes=self._replanner.fetch_bytes(known.model),
             fetch_bytes_per_s=min(rates, default=1e9 / 8),
             replay_s=kept * prompt_s,
+            weights=known.demand.weights,
         )
 
     def _why(self, joined: Collection[str], left: Sequence[Departure], now: Plan) -> str:

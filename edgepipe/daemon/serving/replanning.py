@@ -14,6 +14,7 @@ from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.placement import Placed
@@ -32,12 +33,15 @@ _READ_TOKENS = 1024  # tokens that a plan lets each token attend to
 _UNMEASURED = LinkShape(bytes_per_s=1e9 / 8, one_way_s=0.0005)  # assumed for unmeasured links: a cable at home
 
 
-def demand_of(config: ModelConfig, spec: ServeSpec, *, must_keep_tokens: int = 0) -> Demand:
+def demand_of(
+    config: ModelConfig, spec: ServeSpec, *, weights: WeightTable = FLOATS, must_keep_tokens: int = 0
+) -> Demand:
     """Return the demand implied by a serve spec."""
     context = min(spec.context_length or config.context_length, config.context_length)
     conversation = min(context, DEFAULT_SEQUENCE_TOKENS)
     return Demand(
         config=config,
+        weights=weights,
         objective=Objective.THROUGHPUT if spec.throughput else Objective.LATENCY,
         concurrency=spec.concurrency or DEFAULT_SEQUENCES,
         context_tokens=conversation,
@@ -119,7 +123,7 @@ class Replanner:
 
     def usable(self, spec: ServeSpec, *, own: str) -> frozenset[str]:
         """Return the nodes that could hold stages of a running pipeline."""
-        return frozenset(node.node_id for node in self._peers.nodes() if rooms_of(node, spec.dtype, own=own))
+        return frozenset(node.node_id for node in self._peers.nodes() if rooms_of(node, spec.dtype, kv=spec.kv, own=own))
 
     def name(self, node_id: str) -> str:
         """Return a node's name for people. Raises NodeUnreachable."""
@@ -159,10 +163,11 @@ class Replanner:
         Raises ModelUnknown.
         """
         model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
-        survey = await self._surveyor.known(model, spec.dtype, own=pipeline_id, measure=measure)
-        cluster = cluster_of(survey)
+        survey = await self._surveyor.known(model, spec.dtype, kv=spec.kv, own=pipeline_id, measure=measure)
+        cluster = cluster_of(survey, kv=spec.kv)
         links = replace(cluster.links, assumed=_UNMEASURED)
-        return Known(model=model, demand=demand_of(model.config, spec), cluster=replace(cluster, links=links))
+        demand = demand_of(model.config, spec, weights=model.weights)
+        return Known(model=model, demand=demand, cluster=replace(cluster, links=links))
 
     async def search(self, known: Known, spec: ServeSpec, avoided: Avoided) -> tuple[Placed, ...]:
         """Find the best placement by known measurements that uses nothing avoided. Raises NoFeasiblePlacement.
@@ -194,7 +199,7 @@ class Replanner:
     def _replaced(self, model: LocalModel, spec: ServeSpec, own: str, avoided: Avoided) -> tuple[Placed, ...] | None:
         """Place lost stages elsewhere and keep the others; None if they do not fit."""
         nodes = [node for node in self._peers.nodes() if node.node_id not in avoided.nodes]
-        rooms = [room for node in nodes for room in rooms_of(node, spec.dtype, own=own)]
-        need = placement_need(model.config, spec.context_length)
+        rooms = [room for node in nodes for room in rooms_of(node, spec.dtype, kv=spec.kv, own=own)]
+        need = placement_need(model.config, spec.context_length, model.weights)
         broken = self._peers.broken_links().union(avoided.links)
         return replace_lost(need, placed_of(spec), rooms, fetch_bytes=self.fetch_bytes(model), broken=broken)

@@ -31,6 +31,8 @@ from edgepipe.errors import (
 from edgepipe.ids import Epoch, IdSource, PipelineId
 from edgepipe.link.shut_ports import shut_port
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.names import matching_names
+from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.placement import NodeRoom, Placed, place_by_plan
 from edgepipe.planner.plan import Constraints, Plan, plan
 from edgepipe.wire.engines import EngineState, ServeSpec
@@ -137,7 +139,8 @@ class Serving:
             except (NoFeasiblePlacement, PlanInvalid) as error:
                 raise next(iter(shut.values()), error) from None
             newest = [_left_out(error) for error in shut.values()][-1:]
-            yield ServeEvent(message=f"{model.name}: {self._describe(spec)}", note="".join(newest))
+            lacking = [f"{reason}: it is left out" for reason in self._without_kv(spec.kv)]
+            yield ServeEvent(message=f"{model.name}: {self._describe(spec)}", note="\n".join([*lacking, *newest]))
             record = self._book.ask(pipeline_id, spec, engine_node=engine_node)
             await self._peers.start_engine(engine_node, self._start_request(pipeline_id, spec, record))
             async for event in self._follow(engine_node, pipeline_id):
@@ -204,7 +207,8 @@ class Serving:
     async def stop(self, model: str) -> list[str]:
         """Stop a model, or all of them; return their names. Raises ModelUnknown."""
         known = {engine.model for _, engine in self.engines()}
-        chosen = {name for name in known | self._wanted() if not model or model_matches(model, name)}
+        named = known | self._wanted()
+        chosen = set(matching_names(model, named)) if model else named
         if model and not chosen:
             raise ModelUnknown(
                 f"the model '{model}' is not served",
@@ -259,6 +263,14 @@ class Serving:
             if device.state == "failed" and device.error is not None
         ]
 
+    def _without_kv(self, kv: str) -> list[str]:
+        """Describe each node that could compute, but not with KV of this form."""
+        return [
+            f"{node.name} cannot keep KV as {kv}"
+            for node in self._peers.nodes()
+            if rooms_of(node, "") and not rooms_of(node, "", kv=kv)
+        ]
+
     async def _devices_started(self) -> None:
         """Wait at most ``_DEVICES_S`` until every device is known, so that a placement leaves none out."""
         with contextlib.suppress(TimeoutError):
@@ -273,21 +285,24 @@ class Serving:
         """Choose what to serve and the engine's node, without the node ids in ``exclude``."""
         options = request.options
         nodes = self._peers.nodes()
-        rooms = [room for node in nodes for room in rooms_of(node, options.dtype)]
+        rooms = [room for node in nodes for room in rooms_of(node, options.dtype, kv=options.kv)]
         try:
             if request.plan:
-                placed = place_by_plan(placement_need(model.config, context), rooms, request.plan)
+                placed = place_by_plan(placement_need(model.config, context, model.weights), rooms, request.plan)
                 engine_node = placed[0].node_id
             else:
                 found = await self._planned(request, model, context, exclude)
                 placed, engine_node = found.placed, found.engine
-        except NoFeasiblePlacement as error:
+        except (NoFeasiblePlacement, PlanInvalid) as error:
+            error.fact = "; ".join([error.fact, *self._without_kv(options.kv)])
+            if isinstance(error, PlanInvalid):
+                raise
             mismatch = next((refusal for refusal in self._refused() if isinstance(refusal, VersionMismatch)), None)
             if mismatch is not None and request.num_nodes > len(rooms):
                 raise VersionMismatch(error.what, fact=mismatch.fact, next_step=mismatch.next_step) from error
             error.fact = "; ".join([error.fact, *self._failed_devices()])
             raise
-        _check_kv_room(model.config, options.kv_tokens, placed, rooms)
+        _check_kv_room(model.config, options.kv_tokens, placed, rooms, weights=model.weights)
         profiles = [device.profile for node in nodes for device in node.devices]
         spec = replace(
             options,
@@ -295,7 +310,8 @@ class Serving:
             manifest_hash=model.manifest_hash,
             stages=stages_of(placed),
             context_length=context,
-            kv_tokens=options.kv_tokens or default_kv_tokens(model.config, context, placed, rooms),
+            kv_tokens=options.kv_tokens
+            or default_kv_tokens(model.config, context, placed, rooms, weights=model.weights),
             throughput=request.throughput,
             concurrency=request.concurrency,
             moves=request.moves is Moves.AUTO,
@@ -309,7 +325,8 @@ class Serving:
 
     async def _planned(self, request: ServeRequest, model: LocalModel, context: int, exclude: tuple[str, ...]) -> Plan:
         """Find the best placement that the request allows. Raises like ``plan``."""
-        cluster = cluster_of(await self._surveyor.survey(model, request.options.dtype))
+        kv = request.options.kv
+        cluster = cluster_of(await self._surveyor.survey(model, request.options.dtype, kv=kv), kv=kv)
         asked = ServeSpec(
             model=model.name,
             context_length=context,
@@ -317,7 +334,7 @@ class Serving:
             concurrency=request.concurrency,
         )
         must_keep_tokens = context if request.must_keep_context else 0
-        demand = demand_of(model.config, asked, must_keep_tokens=must_keep_tokens)
+        demand = demand_of(model.config, asked, weights=model.weights, must_keep_tokens=must_keep_tokens)
         constraints = Constraints(
             num_nodes=request.num_nodes, exclude=(*request.exclude, *exclude), first=request.first
         )
@@ -373,27 +390,39 @@ def _left_out(error: ConnectTimeout) -> str:
     return f"{error.node} is left out: {error.what} ({error.fact}). {error.next_step}"
 
 
-def default_kv_tokens(config: ModelConfig, context: int, placed: Sequence[Placed], rooms: Sequence[NodeRoom]) -> int:
+def default_kv_tokens(
+    config: ModelConfig,
+    context: int,
+    placed: Sequence[Placed],
+    rooms: Sequence[NodeRoom],
+    *,
+    weights: WeightTable = FLOATS,
+) -> int:
     """Return the default KV tokens: some long chats' worth, less where stages use the host's memory."""
     tokens = DEFAULT_SEQUENCES * min(context, DEFAULT_SEQUENCE_TOKENS)
     by_id = {room.node_id: room for room in rooms}
     for stage in placed:
         room = by_id[stage.node_id]
         if room.shares_host_memory:
-            token_bytes = config.kv_bytes_per_token(
-                num_layers=len(stage.part.layers), bytes_per_value=room.bytes_per_kv
-            )
-            most = modest_kv_bytes(weight_bytes=config.slice_parameters(stage.part) * room.bytes_per_weight)
+            token_bytes = room.kv_bytes_per_token(config, len(stage.part.layers))
+            most = modest_kv_bytes(weight_bytes=room.sizes(config, weights).of_slice(stage.part))
             tokens = min(tokens, most // token_bytes)
     return max(tokens, context)
 
 
-def _check_kv_room(config: ModelConfig, kv_tokens: int, placed: Sequence[Placed], rooms: Sequence[NodeRoom]) -> None:
+def _check_kv_room(
+    config: ModelConfig,
+    kv_tokens: int,
+    placed: Sequence[Placed],
+    rooms: Sequence[NodeRoom],
+    *,
+    weights: WeightTable,
+) -> None:
     """Raise NoFeasiblePlacement if ``kv_tokens`` do not fit beside the weights."""
     by_id = {room.node_id: room for room in rooms}
     most = min(
-        (room.free_bytes - config.slice_parameters(piece.part) * room.bytes_per_weight)
-        // config.kv_bytes_per_token(num_layers=len(piece.part.layers), bytes_per_value=room.bytes_per_kv)
+        (room.free_bytes - room.sizes(config, weights).of_slice(piece.part))
+        // room.kv_bytes_per_token(config, len(piece.part.layers))
         for piece in placed
         for room in (by_id[piece.node_id],)
     )
@@ -410,11 +439,6 @@ def common_block_size(profiles: Iterable[DeviceProfile]) -> int:
     supported = [profile.block_sizes for profile in profiles if profile.block_sizes]
     common = (size for size in supported[0] if all(size in sizes for sizes in supported)) if supported else ()
     return min(common, default=DEFAULT_BLOCK_SIZE)
-
-
-def model_matches(wanted: str, name: str) -> bool:
-    """Return whether a person who types ``wanted`` means the model ``name``: its id, or the last part of it."""
-    return wanted.lower() in (name.lower(), name.rsplit("/", 1)[-1].lower())
 
 
 def _check_served_as_asked(
@@ -463,6 +487,7 @@ def _other_setting(request: ServeRequest, spec: ServeSpec) -> str:
         "--micro-batches": (asked.micro_batches, spec.micro_batches),
         "--policy": (asked.policy, spec.policy or "throttled"),
         "--dtype": (asked.dtype, spec.dtype),
+        "--kv": (asked.kv, spec.kv),
         "--concurrency": (request.concurrency, spec.concurrency),
     }
     other = next(((flag, now) for flag, (wanted, now) in flags.items() if wanted not in (0, "", "auto", now)), None)

@@ -30,23 +30,26 @@ class Surveyor:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
-    async def survey(self, model: LocalModel, dtype: str, *, fresh: bool = False) -> SurveyReply:
-        """Collect a plan's inputs; ``fresh`` measures known values again. Raises LinkNotMeasured when a node goes."""
-        reply, usable = self._machines(model, dtype)
+    async def survey(self, model: LocalModel, dtype: str, *, kv: str = "", fresh: bool = False) -> SurveyReply:
+        """Collect a plan's inputs; ``fresh`` measures known values again. Raises LinkNotMeasured when a node goes.
+
+        Nodes that cannot keep KV in the form ``kv`` are unusable.
+        """
+        reply, usable = self._machines(model, dtype, kv)
         hosts = [list(nodes) for _, nodes in groupby(sorted(usable, key=_host), key=_host)]
         layers = await asyncio.gather(*(self._profile_all(nodes, reply, dtype, fresh=fresh) for nodes in hosts))
         links = await self._links(usable, fresh=fresh) if len(usable) > 1 else []
         return _with(reply, chain.from_iterable(layers), links)
 
     async def known(
-        self, model: LocalModel, dtype: str, *, own: str = "", measure: Collection[str] = ()
+        self, model: LocalModel, dtype: str, *, kv: str = "", own: str = "", measure: Collection[str] = ()
     ) -> SurveyReply:
         """Collect earlier measurements without waiting; leave unknown values out.
 
         own      a running pipeline that is placed again: its reservations count as free
         measure  idle nodes: they are measured now, with the links from and to them
         """
-        reply, usable = self._machines(model, dtype, own=own)
+        reply, usable = self._machines(model, dtype, kv, own=own)
         new = frozenset(measure)
         profiling = [self._profile(node, reply, dtype, known_only=node.node_id not in new) for node in usable]
         asking = [
@@ -57,13 +60,16 @@ class Surveyor:
         layers, links = await asyncio.gather(asyncio.gather(*profiling), asyncio.gather(*asking))
         return _with(reply, layers, chain.from_iterable(links))
 
-    def _machines(self, model: LocalModel, dtype: str, *, own: str = "") -> tuple[SurveyReply, list[NodeState]]:
+    def _machines(
+        self, model: LocalModel, dtype: str, kv: str, *, own: str = ""
+    ) -> tuple[SurveyReply, list[NodeState]]:
         """Return a survey of every node that can compute, and those nodes."""
-        looked_at = [(node, _machine(node, dtype, own=own)) for node in self._peers.nodes()]
+        looked_at = [(node, _machine(node, dtype, kv, own=own)) for node in self._peers.nodes()]
         broken = self._peers.broken_links()
         reply = SurveyReply(
             model=model.name,
             model_config=model.config_json,
+            model_weights=model.weights_json,
             machines=tuple(machine for _, machine in looked_at if machine is not None),
             unusable=tuple(_why_not(node) for node, machine in looked_at if machine is None),
             broken=tuple(BrokenLink(node_id=node_id, other_id=other) for node_id, other in broken),
@@ -99,6 +105,7 @@ class Surveyor:
     ) -> _Layer:
         request = ProfileLayerRequest(
             model_config=reply.model_config,
+            model_weights=reply.model_weights,
             dtype="" if dtype == "auto" else dtype,
             known_only=known_only,
             fresh=fresh,
@@ -154,9 +161,9 @@ def _links_to_ask(
     return [(known_only, ids) for known_only, ids in ((True, known), (False, measured)) if ids]
 
 
-def _machine(node: NodeState, dtype: str, *, own: str = "") -> SurveyedMachine | None:
+def _machine(node: NodeState, dtype: str, kv: str, *, own: str = "") -> SurveyedMachine | None:
     """Return a node's entry in a survey; None while it cannot compute."""
-    room = next(iter(rooms_of(node, dtype, own=own)), None)
+    room = next(iter(rooms_of(node, dtype, kv=kv, own=own)), None)
     device = usable_device(node, own=own)
     if room is None or device is None or device.profile is None:
         return None

@@ -207,6 +207,8 @@ class DeviceProfile(_message.Message):
     FLOPS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZES_FIELD_NUMBER: _builtins.int
     CONTIGUOUS_KV_FIELD_NUMBER: _builtins.int
+    PACKING_FIELD_NUMBER: _builtins.int
+    KV_FORMS_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     device: _builtins.str
     name: _builtins.str
@@ -216,8 +218,14 @@ class DeviceProfile(_message.Message):
     bandwidth_bytes_per_s: _builtins.float
     flops: _builtins.float
     contiguous_kv: _builtins.bool
+    packing: _builtins.str
+    """how it keeps packed weights (edgepipe.model.resident); empty: widened"""
     @_builtins.property
     def block_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def kv_forms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """forms of KV that it can keep besides its compute dtype"""
+
     def __init__(
         self,
         *,
@@ -231,10 +239,12 @@ class DeviceProfile(_message.Message):
         flops: _builtins.float = ...,
         block_sizes: _abc.Iterable[_builtins.int] | None = ...,
         contiguous_kv: _builtins.bool = ...,
+        packing: _builtins.str = ...,
+        kv_forms: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "block_sizes", b"block_sizes", "compute_dtype", b"compute_dtype", "contiguous_kv", b"contiguous_kv", "device", b"device", "flops", b"flops", "memory_free_bytes", b"memory_free_bytes", "memory_total_bytes", b"memory_total_bytes", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "block_sizes", b"block_sizes", "compute_dtype", b"compute_dtype", "contiguous_kv", b"contiguous_kv", "device", b"device", "flops", b"flops", "kv_forms", b"kv_forms", "memory_free_bytes", b"memory_free_bytes", "memory_total_bytes", b"memory_total_bytes", "name", b"name", "packing", b"packing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -380,11 +380,12 @@ class PrepareRequest(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     ACTIVATION_TYPE_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     model: _builtins.str
     manifest_hash: _builtins.str
     weight_bytes: _builtins.int
-    """in the device's compute dtype"""
+    """from engines of earlier versions; the node counts them itself"""
     kv_tokens: _builtins.int
     """wanted; fewer are given where memory is short"""
     block_size: _builtins.int
@@ -394,6 +395,8 @@ class PrepareRequest(_message.Message):
     activation_type: _common_pb2.ActivationType.ValueType
     fresh: _builtins.bool
     """in a new process, even if the one there holds just this"""
+    kv: _builtins.str
+    """form of the KV, as in ServeSpec"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -416,10 +419,11 @@ class PrepareRequest(_message.Message):
         dtype: _builtins.str = ...,
         activation_type: _common_pb2.ActivationType.ValueType = ...,
         fresh: _builtins.bool = ...,
+        kv: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "fresh", b"fresh", "hello", b"hello", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "model", b"model", "pipeline_id", b"pipeline_id", "slices", b"slices", "weight_bytes", b"weight_bytes", "weights_node", b"weights_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "fresh", b"fresh", "hello", b"hello", "kv", b"kv", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "model", b"model", "pipeline_id", b"pipeline_id", "slices", b"slices", "weight_bytes", b"weight_bytes", "weights_node", b"weights_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -613,6 +617,7 @@ class ServeSpec(_message.Message):
     FIXED_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     ON_REQUEST_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     manifest_hash: _builtins.str
     micro_batches: _builtins.int
@@ -641,6 +646,8 @@ class ServeSpec(_message.Message):
     """tokens per KV block; 0: 16"""
     on_request: _builtins.bool
     """a request loaded it, and a request's keep_alive may stop it"""
+    kv: _builtins.str
+    """form of the KV (edgepipe.model.facts); empty: the compute dtype"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePlacement]: ...
     @_builtins.property
@@ -668,10 +675,11 @@ class ServeSpec(_message.Message):
         fixed: _builtins.bool = ...,
         block_size: _builtins.int = ...,
         on_request: _builtins.bool = ...,
+        kv: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "concurrency", b"concurrency", "context_length", b"context_length", "dtype", b"dtype", "exclude", b"exclude", "first", b"first", "fixed", b"fixed", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "num_nodes", b"num_nodes", "on_request", b"on_request", "policy", b"policy", "stages", b"stages", "throughput", b"throughput"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "concurrency", b"concurrency", "context_length", b"context_length", "dtype", b"dtype", "exclude", b"exclude", "first", b"first", "fixed", b"fixed", "kv", b"kv", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "num_nodes", b"num_nodes", "on_request", b"on_request", "policy", b"policy", "stages", b"stages", "throughput", b"throughput"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1727,12 +1735,15 @@ class LoadShard(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     ACTIVATION_TYPE_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     path: _builtins.str
     """folder or file that open_weights takes"""
     block_size: _builtins.int
     dtype: _builtins.str
     activation_type: _common_pb2.ActivationType.ValueType
+    kv: _builtins.str
+    """form of the KV, as in ServeSpec"""
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
@@ -1747,10 +1758,11 @@ class LoadShard(_message.Message):
         block_size: _builtins.int = ...,
         dtype: _builtins.str = ...,
         activation_type: _common_pb2.ActivationType.ValueType = ...,
+        kv: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "path", b"path", "pipeline_id", b"pipeline_id", "slices", b"slices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "kv", b"kv", "path", b"path", "pipeline_id", b"pipeline_id", "slices", b"slices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1766,6 +1778,7 @@ class RunEngine(_message.Message):
     MODEL_CONFIG_FIELD_NUMBER: _builtins.int
     EPOCH_COUNTER_FIELD_NUMBER: _builtins.int
     RESUMING_FIELD_NUMBER: _builtins.int
+    MODEL_WEIGHTS_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     model_config: _builtins.str
     """JSON of edgepipe.model.facts.ModelConfig"""
@@ -1773,6 +1786,8 @@ class RunEngine(_message.Message):
     """1 + the highest of the pipeline that anybody has seen"""
     resuming: _builtins.bool
     """another engine served it before: requests wait while stages are placed and prepared"""
+    model_weights: _builtins.str
+    """JSON of edgepipe.model.weight_table.WeightTable; empty: floats"""
     @_builtins.property
     def spec(self) -> Global___ServeSpec: ...
     @_builtins.property
@@ -1786,10 +1801,11 @@ class RunEngine(_message.Message):
         model_config: _builtins.str = ...,
         epoch_counter: _builtins.int = ...,
         resuming: _builtins.bool = ...,
+        model_weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch_counter", b"epoch_counter", "model_config", b"model_config", "nodes", b"nodes", "pipeline_id", b"pipeline_id", "resuming", b"resuming", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch_counter", b"epoch_counter", "model_config", b"model_config", "model_weights", b"model_weights", "nodes", b"nodes", "pipeline_id", b"pipeline_id", "resuming", b"resuming", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2392,6 +2408,7 @@ class ProfileLayerRequest(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     KNOWN_ONLY_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
+    MODEL_WEIGHTS_FIELD_NUMBER: _builtins.int
     model_config: _builtins.str
     """JSON of edgepipe.model.facts.ModelConfig"""
     dtype: _builtins.str
@@ -2400,6 +2417,8 @@ class ProfileLayerRequest(_message.Message):
     """nothing is measured now"""
     fresh: _builtins.bool
     """measured again where that can be done"""
+    model_weights: _builtins.str
+    """JSON of edgepipe.model.weight_table.WeightTable; empty: floats"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     def __init__(
@@ -2410,10 +2429,11 @@ class ProfileLayerRequest(_message.Message):
         dtype: _builtins.str = ...,
         known_only: _builtins.bool = ...,
         fresh: _builtins.bool = ...,
+        model_weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fresh", b"fresh", "hello", b"hello", "known_only", b"known_only", "model_config", b"model_config"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fresh", b"fresh", "hello", b"hello", "known_only", b"known_only", "model_config", b"model_config", "model_weights", b"model_weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2708,8 +2728,11 @@ class SurveyReply(_message.Message):
     LINKS_FIELD_NUMBER: _builtins.int
     UNUSABLE_FIELD_NUMBER: _builtins.int
     BROKEN_FIELD_NUMBER: _builtins.int
+    MODEL_WEIGHTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     model_config: _builtins.str
+    model_weights: _builtins.str
+    """JSON of edgepipe.model.weight_table.WeightTable; empty: floats"""
     @_builtins.property
     def machines(self) -> _containers.RepeatedCompositeFieldContainer[Global___SurveyedMachine]: ...
     @_builtins.property
@@ -2731,10 +2754,11 @@ class SurveyReply(_message.Message):
         links: _abc.Iterable[Global___LinkProfile] | None = ...,
         unusable: _abc.Iterable[_builtins.str] | None = ...,
         broken: _abc.Iterable[Global___BrokenLink] | None = ...,
+        model_weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broken", b"broken", "links", b"links", "machines", b"machines", "model", b"model", "model_config", b"model_config", "unusable", b"unusable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broken", b"broken", "links", b"links", "machines", b"machines", "model", b"model", "model_config", b"model_config", "model_weights", b"model_weights", "unusable", b"unusable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

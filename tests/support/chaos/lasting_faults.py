@@ -38,7 +38,7 @@ _LATE_S = 5.0  # from a machine's waking to its first packet, where Wi-Fi has to
 def _memory_bytes(*, kv_tokens: int) -> int:
     """Memory for half of the model's layers and so much KV."""
     _, part = make_slices([LayerRange(0, 3), LayerRange(3, 6)], 6)
-    kv_bytes = CONFIG.kv_bytes_per_token(num_layers=3, bytes_per_value=2) * kv_tokens
+    kv_bytes = CONFIG.kv_bytes_per_token(num_layers=3, form="bfloat16") * kv_tokens
     return 2 * CONFIG.slice_parameters(part) + int(kv_bytes / 0.9)  # a node keeps a tenth for other things
 
 

@@ -6,9 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
+from edgepipe.backend.types import DeviceProfile
 from edgepipe.cli.views.model_rows import model_rows
 from edgepipe.ids import NodeId
-from edgepipe.wire.nodes import MemberState, ModelOnDisk, NodeState
+from edgepipe.model.mixes import mix_table
+from edgepipe.model.shapes import named_shape
+from edgepipe.wire.nodes import DeviceState, MemberState, ModelOnDisk, NodeState
 
 
 def stored(model: str, content: str, *, whole: bool, size: int) -> Any:
@@ -47,6 +52,41 @@ def test_what_is_elsewhere_only_is_listed_and_two_contents_are_two_models() -> N
         ("demo", "c2", True),
     ]
     assert (rows[0]["size_bytes"], rows[0]["path"], rows[0]["layers"]) == (9, "", 0)
+
+
+@pytest.mark.parametrize(
+    ("mix", "packing", "where"), [("q4_k_m", "mlx", "studio"), ("q4_k_m", "", "no"), ("bf16", "mlx", "no")]
+)
+def test_a_model_fits_by_the_way_its_weights_are_kept(mix: str, packing: str, where: str) -> None:
+    config = named_shape("qwen3-8b")
+    here = SimpleNamespace(
+        id="m",
+        manifest_hash="c",
+        whole=True,
+        size_bytes=1,
+        path=Path(),
+        config=config,
+        weight_table=mix_table(config, mix),
+    )
+    profile = DeviceProfile(
+        backend="mlx",
+        device="gpu",
+        name="M1",
+        compute_dtype="bfloat16",
+        memory_total_bytes=16 * 10**9,
+        memory_free_bytes=12 * 10**9,
+        bandwidth_bytes_per_s=6e10,
+        flops=2e12,
+        packing=packing,
+    )
+    node = NodeState(
+        node_id=NodeId("n"),
+        name="studio",
+        devices=(DeviceState(profile=profile, state="idle", free_bytes=12 * 10**9),),
+        models=(ModelOnDisk(model="m", manifest_hash="c", num_bytes=1, complete=True),),
+    )
+    (row,) = model_rows(cast("Any", [here]), [MemberState(self=True, node=node, state="alive")])
+    assert row["fits"] == where
 
 
 def test_without_a_node_the_disk_alone_counts() -> None:

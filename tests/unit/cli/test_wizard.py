@@ -84,7 +84,7 @@ def test_models_that_fit_come_with_an_estimate() -> None:
     good, bad = fitting_models(measured_status())
     assert "demo" in [one.source for one in good]
     assert all("tok/s" in one.text for one in good)
-    assert "meta-llama/Llama-3.3-70B-Instruct" in [one.source for one in bad]
+    assert "bartowski/Llama-3.3-70B-Instruct-GGUF:q4_k_m" in [one.source for one in bad]
     assert "does not fit" in bad[0].text
 
 
@@ -203,12 +203,12 @@ def test_an_interrupted_download_is_offered_first_and_what_is_here_before_others
     steps.model(setup)
     assert asking.default == "tiny"
     assert asking.choices["tiny"].endswith("  here")
-    begun = setup.config.models_dir / ".pulling-Qwen--Qwen3-4B"
+    begun = setup.config.models_dir / ".pulling-Qwen--Qwen3-4B-GGUF+q4_k_m"
     begun.mkdir()
     (begun / "model.safetensors").write_bytes(bytes(3_000_000))
     steps.model(setup)
-    assert asking.default == "Qwen/Qwen3-4B"
-    assert asking.choices["Qwen/Qwen3-4B"].endswith("  begun")
+    assert asking.default == "Qwen/Qwen3-4B-GGUF:q4_k_m"
+    assert asking.choices["Qwen/Qwen3-4B-GGUF:q4_k_m"].endswith("  begun")
 
 
 def test_machines_that_are_off_or_have_no_device_are_not_waited_for() -> None:

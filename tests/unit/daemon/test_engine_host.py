@@ -157,7 +157,7 @@ async def test_a_model_is_looked_at_until_somebody_has_its_engine(monkeypatch: p
             done.set()
 
     async def adopt(*_: object, **__: object) -> SimpleNamespace:
-        return SimpleNamespace(config_json="", manifest_hash="h")
+        return SimpleNamespace(config_json="", weights_json="", manifest_hash="h")
 
     async def changes() -> AsyncGenerator[None]:
         yield

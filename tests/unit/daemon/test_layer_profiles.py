@@ -13,7 +13,9 @@ import pytest
 from edgepipe.cluster.private_files import write_private
 from edgepipe.daemon.device import layer_profiles
 from edgepipe.daemon.device.layer_profiles import LayerProfiles, profile_key
+from edgepipe.errors import ModelInvalid
 from edgepipe.model.config_json import config_to_json
+from edgepipe.model.mixes import mix_table
 from edgepipe.planner.profiles import LayerProfile, Point
 from edgepipe.testing.tiny_model import tiny_config
 
@@ -60,3 +62,13 @@ async def test_a_damaged_file_is_measured_anew(tmp_path: Path) -> None:
 def test_keys_tell_devices_and_shapes_apart_and_nothing_else() -> None:
     assert key() == key(context_length=512)
     assert len({key(), key("mlx"), key(hidden_size=128)}) == 3
+
+
+def test_a_format_has_times_of_its_own() -> None:
+    config = tiny_config()
+    shape = json.dumps(config_to_json(config))
+    tables = ["", mix_table(config, "q8_0").to_json(), mix_table(config, "mxfp4").to_json()]
+    assert len({profile_key("torch", model_config=shape, model_weights=table) for table in tables}) == 3
+    assert profile_key("torch", model_config=shape) == profile_key("torch", model_config=shape, model_weights="")
+    with pytest.raises(ModelInvalid):
+        profile_key("torch", model_config=shape, model_weights="[")

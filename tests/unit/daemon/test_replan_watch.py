@@ -116,7 +116,7 @@ class World:
         speed = TableSpeed(CostModel(SHAPE, named_device("m4max")))
         machines = tuple(
             Machine(
-                room=NodeRoom(node_id=one, name=one, free_bytes=17 * 10**9, bytes_per_weight=2, bytes_per_kv=2),
+                room=NodeRoom(node_id=one, name=one, free_bytes=17 * 10**9, bytes_per_weight=2),
                 device="M4 Max",
                 speed=speed,
             )

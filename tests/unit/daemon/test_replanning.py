@@ -21,6 +21,7 @@ from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.model.config_json import config_to_json
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.model.shapes import named_shape
+from edgepipe.model.weight_table import FLOATS
 from edgepipe.planner.placement import Placed
 from edgepipe.planner.profiles import LayerProfile
 from edgepipe.wire.children import ProfileLayerRequest
@@ -77,7 +78,9 @@ class OneModel:
 
     async def adopt(self, name: str, *, manifest_hash: str = "") -> Any:
         stored = SimpleNamespace(id=name, manifest_hash="", config=SHAPE, manifest=SimpleNamespace(tensors=[]))
-        return SimpleNamespace(name=name, config=SHAPE, config_json=SHAPE_JSON, stored=stored)
+        return SimpleNamespace(
+            name=name, config=SHAPE, config_json=SHAPE_JSON, weights=FLOATS, weights_json="", stored=stored
+        )
 
 
 def wanted(*, quarantined: str = "", links: Iterable[str] = ()) -> PlanWanted:

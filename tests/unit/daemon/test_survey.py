@@ -36,7 +36,7 @@ DEVICE = DeviceProfile(
     bandwidth_bytes_per_s=0,
     flops=0,
 )
-MODEL = cast("Any", type("Model", (), {"name": "m", "config_json": "{}"})())
+MODEL = cast("Any", type("Model", (), {"name": "m", "config_json": "{}", "weights_json": ""})())
 
 
 class FakePeers:

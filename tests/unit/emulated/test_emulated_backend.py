@@ -98,7 +98,7 @@ def test_settings_that_cannot_be_used(device: str, settings: dict[str, str]) -> 
 def test_weights_and_kv_use_the_devices_memory() -> None:
     backend = loaded(LLAMA_8B, num_blocks=100)
     weights = LLAMA_8B.slice_parameters(whole(LLAMA_8B)) * 2
-    kv = 100 * 16 * LLAMA_8B.kv_bytes_per_token(num_layers=32, bytes_per_value=2)
+    kv = 100 * 16 * LLAMA_8B.kv_bytes_per_token(num_layers=32, form="bfloat16")
     profile = backend.profile()
     assert profile.memory_free_bytes == profile.memory_total_bytes - weights - kv
     with pytest.raises(DeviceOutOfMemory, match="KV blocks"):
@@ -223,3 +223,27 @@ def test_jitter_is_repeatable() -> None:
     first, second = moments(), moments()
     assert first[0] != pytest.approx(1000, abs=1)
     assert first == pytest.approx(second, abs=1e-3)
+
+
+@pytest.mark.parametrize(("weights", "gigabytes"), [("auto", 5.0), ("wide", 16.1)])
+def test_a_type_gives_the_timed_model_s_memory_and_time(weights: str, gigabytes: float) -> None:
+    small = replace(LLAMA_8B, vocab_size=259)
+    backend = loaded(small, as_model="llama-3.1-8b:q4_k_m", weights=weights)
+    used = backend.profile().memory_total_bytes - backend.profile().memory_free_bytes
+    assert used == pytest.approx(gigabytes * 1e9, rel=0.02)
+    assert backend.profile().packing == ("emulated" if weights == "auto" else "")
+
+
+def test_an_emulated_model_has_the_memory_of_its_mix() -> None:
+    def used(mix: str) -> int:
+        backend = EmulatedBackend(BackendOptions(settings={"time_factor": "0"}))
+        backend.load([whole(LLAMA_8B)], EmulatedWeights(LLAMA_8B, mix=mix), lambda _: None)
+        return backend.profile().memory_total_bytes - backend.profile().memory_free_bytes
+
+    assert used("") == used("bf16") == LLAMA_8B.slice_parameters(whole(LLAMA_8B)) * 2
+    assert used("q4_k_m") == pytest.approx(5.0e9, rel=0.02)
+
+
+def test_weights_are_packed_or_wide() -> None:
+    with pytest.raises(ConfigInvalid, match="tall"):
+        EmulatedBackend(BackendOptions(settings={"weights": "tall"}))

@@ -11,9 +11,13 @@ from edgepipe_emulated import EmulatedBackend, emulated_model_config
 from tokenizers import Tokenizer
 
 from edgepipe.backend.types import BackendOptions
+from edgepipe.errors import ModelInvalid
+from edgepipe.model.card import ModelCard
 from edgepipe.model.emulated_folder import byte_level_tokenizer, write_model_folder
 from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.mixes import mix_table
 from edgepipe.model.store import ModelStore
+from edgepipe.model.weight_table import FLOATS
 from edgepipe.model.weights import EMULATED_KEY
 
 
@@ -70,3 +74,19 @@ def test_the_store_takes_the_folder_and_gives_back_what_was_written(tmp_path: Pa
     assert stored.tokenizer().encode("Hé") == list("Hé".encode())
     backend = EmulatedBackend(BackendOptions(settings={"time_factor": "0"}))
     backend.load(make_slices([LayerRange(0, 5)], 5), stored.open_weights(), lambda _progress: None)
+
+
+def test_an_emulated_model_may_have_types(tmp_path: Path) -> None:
+    config = emulated_model_config(num_layers=5, hidden_size=256)
+    store = ModelStore(tmp_path / "store")
+    for name, mix in (("plain", ""), ("packed", "q4_k_m")):
+        write_model_folder(tmp_path / name, config, mix=mix)
+        store.pull(str(tmp_path / name))
+    packed, plain = store.list()
+    assert plain.weight_table == FLOATS
+    assert packed.weight_table == mix_table(config, "q4_k_m")
+    assert packed.manifest_hash != plain.manifest_hash
+    assert b"mix" not in plain.card.to_json()
+    assert ModelCard.from_json(packed.card.to_json()) == packed.card
+    with pytest.raises(ModelInvalid):
+        ModelCard.from_json(packed.card.to_json().replace(b"q4_k_m", b"q4_9_m"))

@@ -135,7 +135,7 @@ def test_rope_factors_as_large_as_the_file_are_not_read(tmp_path: Path) -> None:
     rows = (gguf_row("rope_freqs.weight", (50 * MB,), 0, 0),)
     path = sparse(tmp_path / "model.gguf", gguf_bytes(rows=rows), 201 * MB)
     with at_most(4 * MB), pytest.raises(ModelInvalid, match="rope factors"):
-        read_rope_factors(path, read_gguf_header(path))
+        read_rope_factors(path.parent, open_gguf(path)[0])
 
 
 def test_a_chat_template_that_could_not_be_read_back_is_refused_at_once() -> None:
@@ -207,11 +207,11 @@ def good_safetensors() -> bytes:
 
 def take_gguf_apart(path: Path) -> None:
     """All that is done with a header before a tensor is read."""
-    header, _ = open_gguf(path)
-    factors = read_rope_factors(path, header)
-    gguf_config(header.metadata, {name: tensor.shape for name, tensor in header.tensors.items()}, factors)
-    gguf_template(header.metadata, {})
-    rebuild_tokenizer(header.metadata)
+    joined, _ = open_gguf(path)
+    factors = read_rope_factors(path.parent, joined)
+    gguf_config(joined.metadata, joined.shapes, factors)
+    gguf_template(joined.metadata, {})
+    rebuild_tokenizer(joined.metadata)
 
 
 def take_safetensors_apart(path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgepipe.errors import ArchitectureUnsupported, ModelDownloadFailed, ModelInvalid, ModelUnknown
@@ -17,7 +18,16 @@ from edgepipe.model.progress import PullProgress
 from edgepipe.model.pull import Puller, PullResult
 from edgepipe.model.store import ModelStore
 from tests.support.fake_hub import COMMIT, FakeHub, running
-from tests.support.model_files import hf_values, random_tensors, write_gguf, write_hf_folder
+from tests.support.model_files import (
+    TOKENS,
+    gguf_bytes,
+    gguf_row,
+    hf_values,
+    random_tensors,
+    write_gguf,
+    write_hf_folder,
+    write_split_gguf,
+)
 
 REPO = "org/tiny"
 BIG = "model-00002-of-00002.safetensors"
@@ -140,23 +150,86 @@ def gguf_repository(folder: Path, *names: str) -> dict[str, bytes]:
     return dict.fromkeys(names, data)
 
 
-def test_one_gguf_of_several_is_chosen_by_a_part_of_its_name(tmp_path: Path) -> None:
-    files = gguf_repository(tmp_path, "tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf")
+def test_one_gguf_of_several_is_chosen_by_its_type(tmp_path: Path) -> None:
+    files = gguf_repository(tmp_path, "tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", "mmproj-F16.gguf")
     with running(FakeHub(repo=REPO, files=files)) as hub:
-        with pytest.raises(ModelInvalid, match="several GGUF files"):
+        with pytest.raises(ModelInvalid, match="several GGUF files") as several:
             pull(hub, tmp_path / "store")
-        with pytest.raises(ModelInvalid, match="no usable weights"):
+        assert several.value.next_step == f"edgepipe models pull {REPO}:Q4_K_M"
+        with pytest.raises(ModelInvalid, match="no file of the type 'IQ1'"):
             pull(hub, tmp_path / "store", f"{REPO}:IQ1")
         result = pull(hub, tmp_path / "store", f"{REPO}:q8_0")
+        assert pull(hub, tmp_path / "store", f"{REPO}:Q8_0").already_here
     assert (result.path / "model.gguf").is_file()
-    assert ModelStore(tmp_path / "store").resolve(REPO).config.num_layers == 3
+    store = ModelStore(tmp_path / "store")
+    assert store.resolve(f"{REPO}:Q8_0").config.num_layers == 3
+    assert store.meant(REPO) == store.meant("tiny") == f"{REPO}:q8_0"
     assert {name for name, _ in hub.asked} == {"tiny-Q8_0.gguf"}
+    assert store.rm("tiny:q8_0") > 0
 
 
-def test_a_gguf_in_parts_is_refused(tmp_path: Path) -> None:
-    files = gguf_repository(tmp_path, "tiny-00001-of-00002.gguf")
-    with running(FakeHub(repo=REPO, files=files)) as hub, pytest.raises(ModelInvalid):
+def test_a_type_in_parts_is_pulled_and_opened_as_one_model(tmp_path: Path) -> None:
+    config = hf_config(hf_values())
+    parts = write_split_gguf(tmp_path, config, stem="tiny-F32", tokens=TOKENS + ["x"] * (300 - len(TOKENS)))
+    files = {f"F32/{path.name}": path.read_bytes() for path in parts}
+    with running(FakeHub(repo=REPO, files=files, lfs_from=0)) as hub:
+        result = pull(hub, tmp_path / "store")
+    assert result.model_id == f"{REPO}:f32"
+    names = {path.name for path in result.path.iterdir()}
+    assert names == {"edgepipe.json", "manifest.json", "tokenizer.json"} | {
+        f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3)
+    }
+    weights = ModelStore(tmp_path / "store").resolve(f"{REPO}:F32").open_weights()
+    for name, tensor in random_tensors(config).items():
+        assert np.array_equal(weights.read(name).data.view("<f4"), tensor.reshape(-1))
+
+
+@pytest.mark.parametrize("case", ["type", "architecture", "tokenizer", "missing part", "other model"])
+def test_what_cannot_be_read_is_refused_after_its_header(tmp_path: Path, case: str) -> None:
+    config = hf_config(hf_values())
+    tensors = random_tensors(config)
+    good = write_gguf(tmp_path / "good.gguf", tensors, config).read_bytes()
+    files, says, step = {"tiny-Q4_K_M.gguf": good}, "", ""
+    if case == "type":
+        withdrawn = gguf_row("token_embd.weight", (32,), 32, 0)
+        files["tiny-Q4_0_4_8.gguf"] = gguf_bytes(rows=(withdrawn,), data=bytes(1 << 20))
+        says, step = "the format Q4_0_4_8, which is not read", f"edgepipe models pull {REPO}:Q4_K_M"
+    elif case == "architecture":
+        path = write_gguf(tmp_path / "x.gguf", tensors, config, architecture="mamba")
+        files["tiny-Q4_0_4_8.gguf"] = path.read_bytes()
+        says = "GGUF mamba"
+    elif case == "tokenizer":
+        path = write_gguf(tmp_path / "x.gguf", tensors, config, tokens=TOKENS)
+        files["tiny-Q4_0_4_8.gguf"] = path.read_bytes().replace(b"gpt-2", b"gpt-9")
+        says = "pre-tokenizer 'gpt-9'"
+    else:
+        stem = "tiny-Q4_0_4_8"
+        parts = {path.name: path.read_bytes() for path in write_split_gguf(tmp_path, config, stem=stem)}
+        second = f"{stem}-00002-of-00003.gguf"
+        if case == "missing part":
+            del parts[second]
+            says = "lacks parts"
+        else:
+            parts[second] = parts[f"{stem}-00003-of-00003.gguf"]
+            says = "contradicts its name"
+        files |= parts
+    with running(FakeHub(repo=REPO, files=files)) as hub:
+        with pytest.raises(ModelInvalid, match=says) as caught:
+            pull(hub, tmp_path / "store", f"{REPO}:Q4_0_4_8")
+    asked = [name for name, _ in hub.asked]
+    assert len(asked) == len(set(asked)), "each file at most once, for its header"
+    assert step in caught.value.next_step
+    assert list((tmp_path / "store").glob("*")) == []
+
+
+def test_an_unreadable_format_is_refused_with_a_type_that_works(tmp_path: Path) -> None:
+    files = repository(tmp_path / "source")
+    files["config.json"] = json.dumps(hf_values(quantization_config={"quant_method": "quip"})).encode()
+    files |= dict.fromkeys(("tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf"), b"GGUF")
+    with running(FakeHub(repo=REPO, files=files)) as hub, pytest.raises(ModelInvalid, match="quip") as caught:
         pull(hub, tmp_path / "store")
+    assert caught.value.next_step == f"edgepipe models pull {REPO}:Q4_K_M"
+    assert {name for name, _ in hub.asked} == {"config.json", "model.safetensors.index.json"}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +244,7 @@ def test_a_gguf_in_parts_is_refused(tmp_path: Path) -> None:
 def test_sources(text: str, parts: tuple[str, str, str]) -> None:
     source = parse_hub_source(text)
     assert source is not None
-    assert (source.repo, source.pick, source.revision) == parts
+    assert (source.repo, source.type, source.revision) == parts
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,6 @@ def node(name: str, free_bytes: int, *, bytes_per_weight: int = 2) -> NodeRoom:
         name=name,
         free_bytes=free_bytes,
         bytes_per_weight=bytes_per_weight,
-        bytes_per_kv=bytes_per_weight,
     )
 
 

@@ -18,7 +18,7 @@ STANDING = tuple(Placed(node_id=NodeId(name), part=part) for name, part in zip("
 
 
 def room(name: str, free_bytes: int = 1 << 40) -> NodeRoom:
-    return NodeRoom(node_id=NodeId(name), name=name, free_bytes=free_bytes, bytes_per_weight=2, bytes_per_kv=2)
+    return NodeRoom(node_id=NodeId(name), name=name, free_bytes=free_bytes, bytes_per_weight=2)
 
 
 def costs(given: Mapping[str, int]) -> Callable[[NodeId, Sequence[Slice]], int]:

@@ -1,0 +1,118 @@
+"""Replay a CPU's decode steps: one call instead of ten for each layer.
+
+A step with packed weights consists of compiled functions only. Their arguments depend on the number of rows, so the
+calls of a step are recorded once for each number; later steps fill the same buffers and repeat them. Called one by one
+from Python, they take about a third as long again as they compute (docs/experiments.md).
+
+T rows with one token each, H hidden, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from edgepipe.backend.step_layout import StepLayout
+from edgepipe_torch.attention import single_queries
+from edgepipe_torch.cpu_kernels import CpuKernels, Recording
+from edgepipe_torch.decoder import Decoder, SliceWeights, StepTensors
+from edgepipe_torch.kv import KVStorage
+from edgepipe_torch.packed_cpu import PackedCpuLinear
+from edgepipe_torch.prepared import PreparedStep
+from edgepipe_torch.step_ops import CompiledOps, SingleQueries
+
+_MOST_ROWS = 64  # with more, Python's share is small
+_FIRST_KEYS = 512  # room for scores, doubled when a context outgrows it
+
+
+def can_record(weights: SliceWeights) -> bool:
+    """Return whether a slice computes by kernels only."""
+    products = [each for layer in weights.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    products += [weights.head] if weights.head is not None else []
+    return all(isinstance(product, PackedCpuLinear) and product.only_kernels for product in products)
+
+
+def can_replay_decode(layout: StepLayout, *, head: bool) -> bool:
+    """Return whether a step has one token per row and, with the head, samples from each row."""
+    if layout.scores is not None or layout.num_tokens != len(layout.rows) or not 0 < len(layout.rows) <= _MOST_ROWS:
+        return False
+    return not head or layout.logit_rows.tolist() == list(range(len(layout.rows)))
+
+
+class DecodeReplays:
+    """Recorded decode steps of one slice."""
+
+    def __init__(self, decoder: Decoder, ops: CompiledOps, pool: KVStorage) -> None:
+        self._decoder = decoder
+        self._ops = ops
+        self._pool = pool
+        self._known: dict[int, _Step] = {}  # by rows
+
+    def run(self, prepared: PreparedStep, fill_hidden: Callable[[Tensor], None]) -> Tensor:
+        """Compute a step. Returns logits [T, V] or hidden [T, H], valid until the next step.
+
+        ``fill_hidden`` writes the slice's input to a tensor [T, H].
+        """
+        count = len(prepared.layout.rows)
+        longest = max(row.length for row in prepared.layout.rows)
+        step = self._known.get(count)
+        if step is None or step.longest < longest:
+            room = _FIRST_KEYS
+            while room < longest:
+                room *= 2
+            step = self._known[count] = _Step(self._decoder, self._ops, self._pool, count, room)
+        fill_hidden(step.hidden)
+        return step.run(prepared)
+
+
+class _Step:
+    """Buffers and calls for one number of rows."""
+
+    def __init__(self, decoder: Decoder, ops: CompiledOps, pool: KVStorage, rows: int, longest: int) -> None:
+        config = decoder.config
+        self.longest = longest
+        self.hidden = torch.zeros(rows, config.hidden_size)
+        self._decoder = decoder
+        self._kernels: CpuKernels = ops.kernels
+        self._pool = pool
+        windows = {layer.window for layer in decoder.layers}
+        self._queries = {window: ops.single_queries(rows, longest, pool) for window in windows}
+        self._tensors = StepTensors(
+            slots=torch.zeros(rows, dtype=torch.int64),
+            rotations=torch.zeros(rows, 1, config.head_dim // 2, dtype=torch.complex64),
+            attention=_Queries(self._queries),
+            logit_rows=torch.arange(rows),
+            every_row=True,
+        )
+        self._recording: Recording | None = None
+        self._result = self.hidden
+
+    def run(self, prepared: PreparedStep) -> Tensor:
+        """Compute the step whose input is in ``hidden``."""
+        self._tensors.slots.copy_(torch.from_numpy(prepared.layout.slots))
+        self._tensors.rotations[:, 0].copy_(torch.from_numpy(prepared.rotations))
+        for window, queries in self._queries.items():
+            queries.fill(single_queries(prepared, window))
+        if self._recording is None:
+            with self._kernels.record() as self._recording:
+                self._result = self._compute()
+        else:
+            self._kernels.replay(self._recording)
+        return self._result
+
+    def _compute(self) -> Tensor:
+        hidden = self._decoder.run(self.hidden, self._tensors, self._pool)
+        return self._decoder.head_product(hidden) if self._decoder.part.head else hidden
+
+
+class _Queries:
+    """A ``StepAttention`` of rows with one query each."""
+
+    def __init__(self, queries: dict[int | None, SingleQueries]) -> None:
+        self._queries = queries  # by window
+
+    def run(self, layer: int, window: int | None, queries: Tensor, out: Tensor) -> None:
+        """See ``StepAttention``."""
+        self._queries[window].run(layer, queries, out)

@@ -1,0 +1,1 @@
+"""CUDA C++ kernels for packed weights, compiled on the user's machine by the NVRTC that comes with torch."""

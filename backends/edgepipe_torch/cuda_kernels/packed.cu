@@ -1,0 +1,460 @@
+// Products with packed weights: one source for all forms, compiled once per form.
+//
+// value[o, i] = scale[o, i / group] * level(code[o, i]) + offset[o, i / group]
+//
+// Codes become bf16 levels without rounding: integers up to 8 bits, or entries of a table. Tensor cores multiply levels
+// with bf16 inputs, and a float32 scale multiplies the float32 sum of each 16 or 32 inputs. So a product rounds only as
+// float32 sums do, and its result once.
+//
+// A weight is stored in tiles of 16 out features and 128 inputs, out features first, both padded with zeros.
+// Row r of a tile keeps lane t's values (t < 4) in 4 words, one per 32 inputs:
+//
+//   word w, bit 4j + 16h   lower 4 bits of input 32w + 16(j / 2) + 4t + 2(j % 2) + h         j < 4, h < 2
+//
+// Higher bits, HIGH per value, follow the same order: 4 / HIGH words share one,
+//
+//   word w * HIGH / 4, bit HIGH * (j + 4 (w % (4 / HIGH))) + 16h
+//
+// so one shift and one mask give a pair of neighbours, the halves of a tensor-core operand.
+//
+// Macros of a form:
+//   BITS            4, 5, 6 or 8
+//   GROUP           inputs of a scale: 16, 32, 64 or a multiple of 128; 0: all of a row
+//   SPAN            inputs of a base scale, a multiple of 128; 0: scales have one level
+//   SCALE_KIND      of scales, or of base scales: 0 float16, 1 bfloat16, 2 float32
+//   SCALE_FACTOR    with SPAN: 1 unsigned, 2 signed 8-bit factors
+//   OFFSET          0 none, 1 an integer zero, 2 an integer zero per group, 3 added
+//   OFFSET_KIND, OFFSET_FACTOR   as for scales, with OFFSET 3
+//   LEVELS          16 bf16 levels, comma-separated; absent: codes are integers
+//   LEVELS_REST     what bf16 misses of each level, again in bf16; absent: nothing
+//   E4M3            1: codes are float8_e4m3fn
+
+#define TILE_ROWS 16
+#define TILE_INPUTS 128
+#define HIGH (BITS - 4)
+#define HIGH_WORDS (HIGH ? HIGH : 1)
+#define SEGMENT (GROUP == 16 ? 16 : 32)  // inputs whose product is summed before it is scaled
+#define SEGMENTS (TILE_INPUTS / SEGMENT)
+#define GROUPS_PER_TILE (GROUP && GROUP < TILE_INPUTS ? TILE_INPUTS / GROUP : 1)
+#define WARPS 8
+#define FULL_PAIRS 0x00010001u
+#define BF16_128 0x43004300u  // 128.0: its 7 lowest bits are the ones place and above
+#define BF16_ONE 0x3F803F80u
+
+struct Weight {
+    const u32 *low;          // [row tiles, input tiles, 16, 4, 4]
+    const u32 *high;         // [row tiles, input tiles, 16, 4, HIGH]
+    const void *scale;       // [row tiles, group tiles, 16, GROUPS_PER_TILE]
+    const void *scale_base;  // [row tiles, spans, 16]
+    const void *offset;      // as scale
+    const void *offset_base;
+    const u8 *zeros;  // as scale
+    int zero;
+    int out_features;
+    int in_features;
+    int row_tiles;
+    int input_tiles;
+    int group_tiles;
+    int spans;
+};
+
+#ifdef LEVELS
+__device__ const u16 levels[16] = {LEVELS};
+#ifdef LEVELS_REST
+__device__ const u16 levels_rest[16] = {LEVELS_REST};
+#define TERMS 2  // a level is the sum of so many bf16 values
+#else
+#define TERMS 1
+#endif
+#define TABLE_BYTES (1024 * TERMS)
+#else
+#define TERMS 1
+#define TABLE_BYTES 0
+#endif
+
+DEVICE float bf16_as_float(u16 bits) { return bits_as_float(static_cast<u32>(bits) << 16); }
+
+// Round to nearest, ties to even.
+DEVICE u16 float_as_bf16(float value) {
+    const u32 bits = float_as_bits(value);
+    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FC0;  // no number
+    return static_cast<u16>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+// The bf16 of an integer of up to 8 bits, in both halves.
+DEVICE u32 integer_pair(int value) {
+    const u32 bits = float_as_bits(static_cast<float>(value)) >> 16;
+    return bits | bits << 16;
+}
+
+template <int KIND>
+DEVICE float widened(u32 bits) {
+    if constexpr (KIND == 0) return widen_half(static_cast<u16>(bits));
+    if constexpr (KIND == 1) return bf16_as_float(static_cast<u16>(bits));
+    return bits_as_float(bits);
+}
+
+// BYTES consecutive bytes in registers: a power of two up to 32.
+template <int BYTES>
+struct Bytes {
+    u32 words[(BYTES + 3) / 4];
+
+    // The index-th run of BYTES.
+    DEVICE void load(const void *from, u64 index) {
+        if constexpr (BYTES >= 16) {
+#pragma unroll
+            for (int part = 0; part < BYTES / 16; part++) {
+                const uint4 found = static_cast<const uint4 *>(from)[index * (BYTES / 16) + part];
+                words[4 * part] = found.x;
+                words[4 * part + 1] = found.y;
+                words[4 * part + 2] = found.z;
+                words[4 * part + 3] = found.w;
+            }
+        } else if constexpr (BYTES == 8) {
+            const uint2 found = static_cast<const uint2 *>(from)[index];
+            words[0] = found.x;
+            words[1] = found.y;
+        } else if constexpr (BYTES == 4) {
+            words[0] = static_cast<const u32 *>(from)[index];
+        } else if constexpr (BYTES == 2) {
+            words[0] = static_cast<const u16 *>(from)[index];
+        } else {
+            words[0] = static_cast<const u8 *>(from)[index];
+        }
+    }
+
+    // The index-th value of SIZE bytes.
+    template <int SIZE>
+    DEVICE u32 get(int index) const {
+        if constexpr (SIZE == 4) return words[index];
+        return words[index * SIZE / 4] >> (8 * SIZE * (index % (4 / SIZE))) & ((1u << (8 * SIZE)) - 1);
+    }
+};
+
+// A float per group of one row of a tile: widened values, or a base times 8-bit factors.
+template <int KIND, int FACTOR>
+struct GroupFloats {
+    static constexpr int SIZE = FACTOR ? 1 : KIND == 2 ? 4 : 2;
+    Bytes<SIZE * GROUPS_PER_TILE> values;
+    Bytes<KIND == 2 ? 4 : 2> base;
+
+    DEVICE void load(const void *values_from, const void *base_from, u64 group_row, u64 span_row) {
+        values.load(values_from, group_row);
+        if constexpr (FACTOR != 0) base.load(base_from, span_row);
+    }
+
+    DEVICE float get(int group) const {
+        const u32 bits = values.template get<SIZE>(group);
+        if constexpr (FACTOR == 0) return widened<KIND>(bits);
+        const int factor = FACTOR == 2 ? static_cast<int>(static_cast<i8>(bits)) : static_cast<int>(bits);
+        return widened<KIND>(base.template get<KIND == 2 ? 4 : 2>(0)) * static_cast<float>(factor);
+    }
+};
+
+// What a row of a tile has besides its codes.
+struct RowScales {
+    GroupFloats<SCALE_KIND, SCALE_FACTOR> scale;
+#if OFFSET == 3
+    GroupFloats<OFFSET_KIND, OFFSET_FACTOR> offset;
+#endif
+#if OFFSET == 2
+    Bytes<GROUPS_PER_TILE> zeros;
+#endif
+
+    DEVICE void load(const Weight &weight, int row_tile, int input_tile, int row) {
+        const int group_tile = GROUP == 0 ? 0 : GROUP > TILE_INPUTS ? input_tile / (GROUP / TILE_INPUTS) : input_tile;
+        const u64 group_row = (static_cast<u64>(row_tile) * weight.group_tiles + group_tile) * TILE_ROWS + row;
+        const int span = SPAN ? input_tile / (SPAN / TILE_INPUTS) : 0;
+        const u64 span_row = (static_cast<u64>(row_tile) * weight.spans + span) * TILE_ROWS + row;
+        scale.load(weight.scale, weight.scale_base, group_row, span_row);
+#if OFFSET == 3
+        offset.load(weight.offset, weight.offset_base, group_row, span_row);
+#endif
+#if OFFSET == 2
+        zeros.load(weight.zeros, group_row);
+#endif
+    }
+
+    // The integer zero of a group.
+    DEVICE int zero(const Weight &weight, int group) const {
+#if OFFSET == 2
+        return static_cast<int>(zeros.template get<1>(group));
+#else
+        return OFFSET == 1 ? weight.zero : 0;
+#endif
+    }
+};
+
+// The bf16 levels (or one term of them) of codes (w, j, h = 0) and (w, j, h = 1); ``shift``: -(128 + zero), or -zero for 8 bits.
+DEVICE u32 level_pair(u32 low, u32 high, int w, int j, u32 shift, const u32 *table) {
+    const u32 lower = low >> (4 * j) & (15 * FULL_PAIRS);
+#if defined(LEVELS)
+    return table[(lower | lower >> 12) & 255];
+#elif HIGH == 0
+    return fma_bf16_pair(BF16_128 | lower, BF16_ONE, shift);
+#else
+    const u32 higher = high >> (HIGH * (j + 4 * (w % (4 / HIGH)))) & (((1u << HIGH) - 1) * FULL_PAIRS);
+#if E4M3
+    const u32 bits = (higher & (8 * FULL_PAIRS)) << 12 | (higher & (7 * FULL_PAIRS)) << 8 | lower << 4;
+    return fma_bf16_pair(bits, 0x7B807B80u, 0);  // exponents of bf16 are biased by 127, of e4m3 by 7: times 2^120
+#elif HIGH == 4
+    const u32 centred = fma_bf16_pair(BF16_128 | higher, BF16_ONE, 0xC308C308u);  // minus 136: -8 to 7
+    const u32 ones = fma_bf16_pair(BF16_128 | lower, BF16_ONE, shift);           // 128 more than the lower bits
+    return fma_bf16_pair(centred, 0x41804180u, ones);                             // times 16
+#else
+    return fma_bf16_pair(BF16_128 | lower | higher << 4, BF16_ONE, shift);
+#endif
+#endif
+}
+
+DEVICE u32 level_shift(int zero) { return integer_pair(BITS == 8 ? -zero : -(128 + zero)); }
+
+DEVICE int group_of(int segment) { return GROUP && GROUP < TILE_INPUTS ? segment / (GROUP / SEGMENT) : 0; }
+
+// Fill the table of levels by pairs of codes: 256 words for each term.
+DEVICE void fill_table(u32 *table) {
+#ifdef LEVELS
+    for (int pair = threadIdx.x; pair < 256; pair += blockDim.x) {
+        table[pair] = levels[pair & 15] | static_cast<u32>(levels[pair >> 4]) << 16;
+#if TERMS == 2
+        table[256 + pair] = levels_rest[pair & 15] | static_cast<u32>(levels_rest[pair >> 4]) << 16;
+#endif
+    }
+#endif
+}
+
+// One lane's part of a tile: its words of rows g and g + 8.
+struct TilePart {
+    Bytes<16> low[2];
+    Bytes<4 * HIGH_WORDS> high[2];
+    RowScales scales[2];
+
+    DEVICE void load(const Weight &weight, int row_tile, int input_tile, int lane) {
+        const u64 tile = static_cast<u64>(row_tile) * weight.input_tiles + input_tile;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = (lane >> 2) + 8 * half;
+            const u64 words = (tile * TILE_ROWS + row) * 4 + (lane & 3);
+            low[half].load(weight.low, words);
+            if constexpr (HIGH != 0) high[half].load(weight.high, words);
+            scales[half].load(weight, row_tile, input_tile, row);
+        }
+    }
+};
+
+// The inputs [rows, inputs] bf16 that a block holds in shared memory, and their sums by segment [segments, columns].
+struct Staged {
+    const unsigned char *inputs;
+    int pitch;  // bytes of a row, 32 more than a multiple of 128: eight-byte reads of a warp meet no bank twice
+    const float *sums;
+    int rows;
+};
+
+// Add the product of a tile with the staged inputs from ``first`` on to sums [16, 8 * COLUMN_TILES].
+template <int COLUMN_TILES>
+DEVICE void multiply_part(
+    float (&sums)[COLUMN_TILES][4], const Weight &weight, const TilePart &part, const Staged &staged, int first,
+    const u32 *table, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+        u32 a[TERMS][2][4];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const u32 high_word = HIGH ? part.high[half].words[w * HIGH / 4] : 0;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int zero = part.scales[half].zero(weight, group_of((32 * w + 16 * (j >> 1)) / SEGMENT));
+#pragma unroll
+                for (int term = 0; term < TERMS; term++)
+                    a[term][j >> 1][2 * (j & 1) + half] =
+                        level_pair(part.low[half].words[w], high_word, w, j, level_shift(zero), table + 256 * term);
+            }
+        }
+#pragma unroll
+        for (int s = 0; s < 32 / SEGMENT; s++) {
+            const int segment = w * (32 / SEGMENT) + s;
+            const float scale0 = part.scales[0].scale.get(group_of(segment));
+            const float scale1 = part.scales[1].scale.get(group_of(segment));
+#pragma unroll
+            for (int tile = 0; tile < COLUMN_TILES; tile++) {
+                const int row = min(8 * tile + g, staged.rows - 1);  // columns beyond the rows are not stored
+                const unsigned char *from = staged.inputs + row * staged.pitch + 2 * (first + SEGMENT * segment + 4 * t);
+                float product[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+                for (int step = 0; step < SEGMENT / 16; step++) {
+                    const uint2 b = *reinterpret_cast<const uint2 *>(from + 32 * step);
+#pragma unroll
+                    for (int term = 0; term < TERMS; term++)
+                        multiply_tiles(product, a[term][SEGMENT == 16 ? s : step], b.x, b.y);
+                }
+                sums[tile][0] += scale0 * product[0];
+                sums[tile][1] += scale0 * product[1];
+                sums[tile][2] += scale1 * product[2];
+                sums[tile][3] += scale1 * product[3];
+#if OFFSET == 3
+                const float offset0 = part.scales[0].offset.get(group_of(segment));
+                const float offset1 = part.scales[1].offset.get(group_of(segment));
+                const float *totals =
+                    staged.sums + (first / SEGMENT + segment) * (8 * COLUMN_TILES) + 8 * tile + 2 * t;
+                sums[tile][0] += offset0 * totals[0];
+                sums[tile][1] += offset0 * totals[1];
+                sums[tile][2] += offset1 * totals[0];
+                sums[tile][3] += offset1 * totals[1];
+#endif
+            }
+        }
+    }
+}
+
+// Copy inputs [first, first + chunk) of x [rows, stride] to shared memory; inputs beyond in_features are zero.
+DEVICE void stage_inputs(
+    unsigned char *inputs, int pitch, const u16 *x, int stride, int rows, int first, int chunk, int in_features) {
+    const int runs = chunk / 8;  // of 16 bytes
+    for (int index = threadIdx.x; index < rows * runs; index += blockDim.x) {
+        const int row = index / runs, run = index % runs, input = first + 8 * run;
+        uint4 found = make_uint4(0, 0, 0, 0);
+        if (input < in_features) found = *reinterpret_cast<const uint4 *>(x + static_cast<u64>(row) * stride + input);
+        *reinterpret_cast<uint4 *>(inputs + row * pitch + 16 * run) = found;
+    }
+}
+
+// Sum the staged inputs of each segment.
+DEVICE void sum_segments(float *sums, int columns, const unsigned char *inputs, int pitch, int rows, int chunk) {
+    for (int index = threadIdx.x; index < rows * (chunk / SEGMENT); index += blockDim.x) {
+        const int row = index % rows, segment = index / rows;
+        const uint2 *from = reinterpret_cast<const uint2 *>(inputs + row * pitch + 2 * SEGMENT * segment);
+        float total = 0.0f;
+#pragma unroll
+        for (int part = 0; part < SEGMENT / 4; part++) {
+            const uint2 four = from[part];
+            total += bits_as_float(four.x << 16) + bits_as_float(four.x & 0xFFFF0000u);
+            total += bits_as_float(four.y << 16) + bits_as_float(four.y & 0xFFFF0000u);
+        }
+        sums[segment * columns + row] = total;
+    }
+}
+
+// Write out[row, o] = x[row] . weight[o] (+ bias[o]) (+ out[row, o]) in bf16, for up to 8 * COLUMN_TILES rows.
+//
+// A block has 8 warps: ``warps_down`` of them take a row tile each, and the others share its input tiles. ``chunk``
+// inputs, a multiple of 128 * (8 / warps_down), are staged at a time. Partial sums meet in shared memory, always in the
+// same order.
+template <int COLUMN_TILES>
+DEVICE void multiply_rows(
+    const Weight &weight, const u16 *x, int x_stride, int rows, u16 *out, int out_stride, const u16 *bias, int add,
+    int chunk, int warps_down, unsigned char *shared) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int sharing = WARPS / warps_down, share = warp % sharing;
+    const int row_tile = blockIdx.x * warps_down + warp / sharing;
+    const bool active = row_tile < weight.row_tiles;
+    u32 *table = reinterpret_cast<u32 *>(shared);
+    unsigned char *inputs = shared + TABLE_BYTES;
+    const int pitch = 2 * chunk + 32;
+    float *totals = reinterpret_cast<float *>(inputs + rows * pitch);
+    const Staged staged = {inputs, pitch, totals, rows};
+    float sums[COLUMN_TILES][4] = {};
+    TilePart next;
+    if (active && share < weight.input_tiles) next.load(weight, row_tile, share, lane);
+    fill_table(table);
+    for (int start = 0; start < weight.input_tiles; start += chunk / TILE_INPUTS) {
+        synchronise();  // the last chunk is used
+        stage_inputs(inputs, pitch, x, x_stride, rows, start * TILE_INPUTS, chunk, weight.in_features);
+        synchronise();
+#if OFFSET == 3
+        sum_segments(totals, 8 * COLUMN_TILES, inputs, pitch, rows, chunk);
+        synchronise();
+#endif
+        const int end = min(start + chunk / TILE_INPUTS, weight.input_tiles);
+        for (int tile = start + share; active && tile < end; tile += sharing) {
+            const TilePart part = next;
+            if (tile + sharing < weight.input_tiles) next.load(weight, row_tile, tile + sharing, lane);
+            multiply_part(sums, weight, part, staged, (tile - start) * TILE_INPUTS, table, lane);
+        }
+    }
+    synchronise();
+    float *partial = reinterpret_cast<float *>(shared);  // [warps, 4 * COLUMN_TILES, 32]
+#pragma unroll
+    for (int tile = 0; tile < COLUMN_TILES; tile++)
+#pragma unroll
+        for (int part = 0; part < 4; part++)
+            partial[(warp * COLUMN_TILES * 4 + 4 * tile + part) * 32 + lane] = sums[tile][part];
+    synchronise();
+    for (int index = threadIdx.x; index < warps_down * COLUMN_TILES * 128; index += blockDim.x) {
+        const int down = index / (COLUMN_TILES * 128), place = index % (COLUMN_TILES * 128);
+        const int g = (place & 31) >> 2, t = place & 3, tile = place >> 7, part = place >> 5 & 3;
+        const int column = (blockIdx.x * warps_down + down) * TILE_ROWS + g + 8 * (part >> 1);
+        const int row = 8 * tile + 2 * t + (part & 1);
+        if (row >= rows || column >= weight.out_features) continue;
+        float total = 0.0f;
+        for (int index_of_share = 0; index_of_share < sharing; index_of_share++)
+            total += partial[(down * sharing + index_of_share) * COLUMN_TILES * 128 + place];
+        u16 *to = out + static_cast<u64>(row) * out_stride + column;
+        if (bias) total += bf16_as_float(bias[column]);
+        if (add) total += bf16_as_float(*to);
+        *to = float_as_bf16(total);
+    }
+}
+
+#define AFFINE_MM(COLUMN_TILES)                                                                                   \
+    KERNEL(affine_mm_##COLUMN_TILES)(                                                                             \
+        Weight weight, const u16 *x, int x_stride, int rows, u16 *out, int out_stride, const u16 *bias, int add,  \
+        int chunk, int warps_down) {                                                                              \
+        SHARED_MEMORY(shared);                                                                                    \
+        multiply_rows<COLUMN_TILES>(                                                                              \
+            weight, x, x_stride, rows, out, out_stride, bias, add, chunk, warps_down, shared);                    \
+    }
+
+AFFINE_MM(1)
+AFFINE_MM(2)
+AFFINE_MM(4)
+AFFINE_MM(8)
+
+// Write values [count, in_features] in bf16, rounded once: of out features ``ids``, or of ``first`` and up without ids.
+KERNEL(dequantise)(Weight weight, const long long *ids, int first, int count, u16 *out) {
+    SHARED_MEMORY(shared);
+    u32 *table = reinterpret_cast<u32 *>(shared);
+    fill_table(table);
+    synchronise();
+    const u64 words = static_cast<u64>(count) * weight.input_tiles * 16;
+    const u64 step = static_cast<u64>(gridDim.x) * blockDim.x;
+    for (u64 index = static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x; index < words; index += step) {
+        const int t = index & 3, w = index >> 2 & 3;
+        const int input_tile = index / 16 % weight.input_tiles, entry = index / 16 / weight.input_tiles;
+        const u64 out_feature = ids ? static_cast<u64>(ids[entry]) : static_cast<u64>(first + entry);
+        const int row_tile = out_feature / TILE_ROWS, row = out_feature % TILE_ROWS;
+        RowScales scales;
+        scales.load(weight, row_tile, input_tile, row);
+        const u64 tile = static_cast<u64>(row_tile) * weight.input_tiles + input_tile;
+        const u64 lane_words = (tile * TILE_ROWS + row) * 4 + t;
+        const u32 low = weight.low[lane_words * 4 + w];
+        const u32 high = HIGH ? weight.high[lane_words * HIGH + w * HIGH / 4] : 0;
+#pragma unroll
+        for (int s = 0; s < 2; s++) {
+            const int input = input_tile * TILE_INPUTS + 32 * w + 16 * s + 4 * t;
+            if (input >= weight.in_features) continue;
+            const int group = group_of((32 * w + 16 * s) / SEGMENT);
+            const u32 shift = level_shift(scales.zero(weight, group));
+            const float scale = scales.scale.get(group);
+            u32 pairs[2];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float found[2] = {0.0f, 0.0f};
+#pragma unroll
+                for (int term = 0; term < TERMS; term++) {
+                    const u32 levels_found = level_pair(low, high, w, 2 * s + r, shift, table + 256 * term);
+                    found[0] += bits_as_float(levels_found << 16);
+                    found[1] += bits_as_float(levels_found & 0xFFFF0000u);
+                }
+                float values[2] = {scale * found[0], scale * found[1]};
+#if OFFSET == 3
+                values[0] += scales.offset.get(group);
+                values[1] += scales.offset.get(group);
+#endif
+                pairs[r] = float_as_bf16(values[0]) | static_cast<u32>(float_as_bf16(values[1])) << 16;
+            }
+            *reinterpret_cast<uint2 *>(out + static_cast<u64>(entry) * weight.in_features + input) =
+                make_uint2(pairs[0], pairs[1]);
+        }
+    }
+}

@@ -1,0 +1,45 @@
+// What the kernels need from the device, for sm_80 and newer. The tests replace this file by one for the host.
+// NVRTC finds no CUDA headers on a user's machine, so conversions and tensor-core products are written in PTX.
+
+#define KERNEL(name) extern "C" __global__ void __launch_bounds__(256) name
+#define DEVICE __device__ __forceinline__
+#define SHARED_MEMORY(name)              \
+    extern __shared__ uint4 name##_16[]; \
+    unsigned char *name = reinterpret_cast<unsigned char *>(name##_16)
+
+typedef unsigned char u8;
+typedef signed char i8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+DEVICE void synchronise() { __syncthreads(); }
+
+DEVICE float bits_as_float(u32 bits) { return __uint_as_float(bits); }
+
+DEVICE u32 float_as_bits(float value) { return __float_as_uint(value); }
+
+DEVICE float widen_half(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+// a * b + c for two bf16 at once, rounded once.
+DEVICE u32 fma_bf16_pair(u32 a, u32 b, u32 c) {
+    u32 result;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    return result;
+}
+
+// sum += a b, with a [16, 16] and b [16, 8] in bf16 and sum [16, 8] in float32, spread over a warp as in PTX ISA,
+// "Matrix fragments for mma.m16n8k16 with floating point type". With g = lane / 4 and t = lane % 4, a lane holds
+//   a[0..3]   rows g, g + 8, g, g + 8 at columns 2t, 2t, 2t + 8, 2t + 8, each with its right neighbour
+//   b0, b1    column g at rows 2t and 2t + 8, each with the row below
+//   sum[0..3] row g at columns 2t, 2t + 1, then row g + 8
+DEVICE void multiply_tiles(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}

@@ -1,0 +1,166 @@
+"""Asks which type of a repository's GGUF files to pull: shows sizes, and which types fit the memory at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgepipe.cli.output import make_console, make_table, print_json
+from edgepipe.cli.wizard.asking import Asking, Choice, say
+from edgepipe.errors import ConfigInvalid
+from edgepipe.model.gguf_names import GgufChoice, main_scheme
+from edgepipe.model.names import plain_type
+from edgepipe.safe_text import one_line
+from edgepipe.units import format_bytes
+
+if TYPE_CHECKING:
+    from edgepipe.model.hub import HubSource
+
+PREFERRED = "Q4_K_M"  # about as good as larger types, at the fewest bytes of which that is true
+_WORK_BYTES = 1_000_000_000  # of each machine, for a chat's KV cache and the computation
+_TYPICAL_MODEL = "llama-3.1-8b"
+_PROBE_SHAPE = (256, 4096)  # of a weight whose size in memory is compared with its size in the file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Free memory of one machine."""
+
+    free_bytes: int
+    packing: str  # how its backend keeps packed weights: a kind of ``edgepipe.model.resident``
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Free memory for a model."""
+
+    owner: str  # "this cluster" or "this machine"
+    rooms: tuple[Room, ...]
+
+    def fits(self, choice: GgufChoice) -> bool:
+        """Return whether all weights of a model fit, in the form in which each machine keeps them."""
+        capacity = sum(max(0, room.free_bytes - _WORK_BYTES) / _growth(choice.type, room) for room in self.rooms)
+        return choice.num_bytes <= capacity
+
+
+def memory_at_hand(data_dir: Path) -> Memory:
+    """Return the free memory of the running node's cluster; without a running node, of this machine."""
+    from edgepipe.cli.views.copies_view import members_of
+    from edgepipe.daemon.serving.capacity import rooms_of
+
+    alive = [member.node for member in members_of(data_dir) if member.state == "alive"]
+    rooms = [
+        Room(
+            free_bytes=room.free_bytes, packing=room.packing, dtype=room.dtype
+        )
+        for node in alive
+        for room in rooms_of(node, "auto")
+    ]
+    return Memory(owner="this cluster", rooms=tuple(rooms)) if rooms else _own_memory()
+
+
+def recommended(choices: Sequence[GgufChoice], memory: Memory) -> GgufChoice | None:
+    """Return Q4_K_M if it fits, else the largest choice that fits; None if no choice fits."""
+    fitting = [choice for choice in choices if memory.fits(choice)]
+    preferred = next((choice for choice in fitting if choice.type == PREFERRED), None)
+    return preferred or max(fitting, key=lambda choice: choice.num_bytes, default=None)
+
+
+def ask_type(asking: Asking, source: HubSource, choices: Sequence[GgufChoice], memory: Memory) -> str:
+    """Ask which type to pull. Return the name for ``models pull``. Raises Back and Quit."""
+    free = format_bytes(sum(room.free_bytes for room in memory.rooms))
+    say(f"{one_line(source.repo)} has {len(choices)} types; free memory of {memory.owner}: {free}")
+    best = recommended(choices, memory)
+    lines = [Choice(value=name_of(source, choice), text=_line(choice, best, memory)) for choice in choices]
+    default = best or min(choices, key=lambda choice: choice.num_bytes)
+    return asking.choose("Which type?", lines, default=name_of(source, default))
+
+
+def refuse_without_type(
+    source: HubSource, choices: Sequence[GgufChoice], memory: Memory, *, as_json: bool
+) -> ConfigInvalid:
+    """Print the types. Return the error for a pull that needs one and cannot ask."""
+    best = recommended(choices, memory)
+    if as_json:
+        print_json({"model": source.repo, "types": [_row(source, choice, best, memory) for choice in choices]})
+    else:
+        table = make_table("TYPE", "SIZE", "", right=("SIZE",), whole=("TYPE",))
+        for choice in choices:
+            table.add_row(one_line(choice.label), format_bytes(choice.num_bytes), _verdict(choice, best, memory))
+        make_console().print(table)
+    return ConfigInvalid(
+        f"'{source.repo}' has {len(choices)} types of one model",
+        fact=f"a pull fetches one; 'fits' is for {memory.owner}",
+        next_step=f"edgepipe models pull {name_of(source, best or choices[-1])}",
+    )
+
+
+def name_of(source: HubSource, choice: GgufChoice) -> str:
+    """Return the name of one type for ``models pull``."""
+    return f"{source.repo}:{choice.label}" + (f"@{source.revision}" if source.revision != "main" else "")
+
+
+def _own_memory() -> Memory:
+    import psutil
+
+    from edgepipe.daemon.device.memory import headroom_bytes
+
+    memory = psutil.virtual_memory()
+    free = max(0, memory.available - headroom_bytes(total_bytes=memory.total, on_host=True))
+    return Memory(owner="this machine", rooms=(Room(free_bytes=free, packing="torch-cpu"),))
+
+
+def _growth(kind: str, room: Room) -> float:
+    """Return the bytes in memory per byte of a file: of a model of 8B in a known mix, else of most weights."""
+    from edgepipe.model.mixes import mix_names
+
+    mix = plain_type(kind)
+    return _growth_of_mix(mix, room) if mix in mix_names() else _growth_of_scheme(main_scheme(kind), room)
+
+
+def _growth_of_mix(mix: str, room: Room) -> float:
+    from edgepipe.model.facts import LayerRange, Slice
+    from edgepipe.model.mixes import mix_weights, named_model
+    from edgepipe.model.resident import resident_sizes
+
+    config, table = named_model(f"{_TYPICAL_MODEL}:{mix}")
+    whole = Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)
+    stored = sum(weight.num_bytes for weight in mix_weights(config, mix, whole))
+    return resident_sizes(config, table, kind=room.packing, dtype=room.dtype).matrices / stored
+
+
+def _growth_of_scheme(scheme: str, room: Room) -> float:
+    from edgepipe.model.gguf_packing import gguf_form
+    from edgepipe.model.gguf_types import BLOCKS_BY_NAME
+    from edgepipe.model.resident import resident_bytes
+
+    block = BLOCKS_BY_NAME.get(scheme)
+    if block is None:
+        return 1.0
+    rows, inputs = _PROBE_SHAPE
+    stored = rows * inputs // block.block_values * block.block_bytes
+    return resident_bytes(gguf_form(scheme), _PROBE_SHAPE, kind=room.packing, dtype=room.dtype) / stored
+
+
+def _line(choice: GgufChoice, best: GgufChoice | None, memory: Memory) -> str:
+    return f"{choice.label:<14} {format_bytes(choice.num_bytes):>9}  {_verdict(choice, best, memory)}"
+
+
+def _verdict(choice: GgufChoice, best: GgufChoice | None, memory: Memory) -> str:
+    if choice is best:
+        return "fits, recommended"
+    return "fits" if memory.fits(choice) else "too large"
+
+
+def _row(source: HubSource, choice: GgufChoice, best: GgufChoice | None, memory: Memory) -> Mapping[str, Any]:
+    return {
+        "type": choice.label,
+        "size_bytes": choice.num_bytes,
+        "files": len(choice.files),
+        "fits": memory.fits(choice),
+        "recommended": choice is best,
+        "command": f"edgepipe models pull {name_of(source, choice)}",
+    }

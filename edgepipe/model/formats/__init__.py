@@ -1,0 +1,81 @@
+"""Formats whose weights are several stored tensors: names and shapes of the parts, the packed form, and packing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from edgepipe.errors import ModelInvalid
+from edgepipe.model.formats.awq import Awq
+from edgepipe.model.formats.common import StoredFormat, StoredPart, StoredWeight, decode
+from edgepipe.model.formats.compressed import Int8, PackedIntegers
+from edgepipe.model.formats.fp8 import Fp8
+from edgepipe.model.formats.gptq import Gptq
+from edgepipe.model.formats.mlx import MlxAffine, MlxMxfp4
+from edgepipe.model.formats.nf4 import Nf4
+from edgepipe.model.packed import Packed
+from edgepipe.model.packed_form import PackedForm
+from edgepipe.model.quantisation import WeightFormat
+from edgepipe.model.tensors import RawTensor
+
+FORMATS: Mapping[str, StoredFormat] = {
+    "awq": Awq(),
+    "gptq": Gptq(zero_shift=1),
+    "gptq_v2": Gptq(zero_shift=0),
+    "packed": PackedIntegers(),
+    "int8": Int8(),
+    "fp8": Fp8(scale_part="weight_scale"),
+    "fp8_inv": Fp8(scale_part="weight_scale_inv"),
+    "mlx": MlxAffine(),
+    "mlx_mxfp4": MlxMxfp4(),
+    "nf4": Nf4(),
+}
+"""By ``WeightFormat.kind``."""
+
+
+def check_format(stored: WeightFormat) -> WeightFormat:
+    """Return the value if its fields belong together. Raises ModelInvalid."""
+    fault = FORMATS[stored.kind].fault(stored) if stored.kind in FORMATS else f"the format '{stored.kind[:40]}'"
+    if fault:
+        raise ModelInvalid(f"{fault} is not supported", fact=SUPPORTED, next_step=NEXT_STEP)
+    return stored
+
+
+SUPPORTED = (
+    "edgepipe reads GGUF, MLX (2-8 bits, mxfp4), AWQ, GPTQ (4 and 8 bits), "
+    "compressed-tensors (W4A16, W8A16, int8, FP8), FP8 and bitsandbytes NF4"
+)
+NEXT_STEP = "pull another quantisation of the model, or its original"
+
+
+def weight_parts(stored: WeightFormat, shape: tuple[int, ...]) -> dict[str, StoredPart]:
+    """Return the stored tensors of a weight by suffix. Raises ModelInvalid if the weight cannot be stored so."""
+    matrix = _matrix(shape)
+    misfit = FORMATS[stored.kind].misfit(stored, matrix)
+    if misfit:
+        raise ModelInvalid("the weights contradict the model's config", fact=f"{weight_label(stored)}: {misfit}")
+    return FORMATS[stored.kind].parts(stored, matrix)
+
+
+def packed_form(stored: WeightFormat, shape: tuple[int, ...]) -> PackedForm:
+    """Return the packed form of a weight."""
+    return FORMATS[stored.kind].form(stored, _matrix(shape))
+
+
+def weight_label(stored: WeightFormat) -> str:
+    """Return the format's name for people and tables."""
+    return FORMATS[stored.kind].label(stored)
+
+
+def pack_weight(name: str, shape: tuple[int, ...], stored: WeightFormat, tensors: Mapping[str, RawTensor]) -> Packed:
+    """Pack a weight's stored tensors, given by suffix. Raises ModelInvalid."""
+    arrays = {
+        suffix: decode(tensors[suffix].info.name, part, tensors[suffix].data, tensors[suffix].info.scheme)
+        for suffix, part in weight_parts(stored, shape).items()
+    }
+    weight = StoredWeight(name=name, shape=_matrix(shape), stored=stored, arrays=arrays)
+    return FORMATS[stored.kind].pack(weight)
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    rows, columns = shape
+    return rows, columns

@@ -1,0 +1,169 @@
+"""Memory of weights while a backend computes with them: pure arithmetic, without torch or mlx.
+
+One function per kind of backend. A test holds each of them to the ``num_bytes`` of that backend's own weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from edgepipe.model.facts import LayerRange, ModelConfig, Slice
+from edgepipe.model.layout import layer_tensors
+from edgepipe.model.packed_form import PackedForm
+from edgepipe.model.weight_table import WeightTable
+
+WIDE = ""
+"""The kind of a backend that widens every weight to its compute dtype, and of nodes of earlier versions."""
+
+_BYTES_PER_FLOAT = {"float32": 4, "float16": 2, "bfloat16": 2}
+_SCALE_BYTES = 2  # of a scale, offset or zero that the backend keeps in 16 bits
+_CPU_TILE = 16
+_CPU_CODEBOOK_BITS = {"iq4": 8, "nf4": 8, "e2m1": 5, "e4m3": 8}
+_PLANE_GROUP = 32  # inputs per scale where a form is requantised
+_CUDA_TILE_ROWS, _CUDA_TILE_INPUTS = 16, 128  # edgepipe_torch.packed_tiles
+_MLX_BITS = (4, 5, 6, 8)  # kept as they are in groups of 32 and more; others are requantised to 8
+_MLX_GROUPS = (128, 64, 32)  # that MLX's kernels know
+
+
+def resident_bytes(form: PackedForm | None, shape: Sequence[int], *, kind: str, dtype: str) -> int:
+    """Return the bytes of one weight in a backend's memory.
+
+    form   of the stored weight; None: floats
+    shape  [O, I] of a packed weight; any shape of floats
+    kind   "torch-cpu" | "torch-cuda" | "mlx" | "emulated" | WIDE; an unknown kind counts as WIDE
+    dtype  the compute dtype: "float32" | "float16" | "bfloat16"
+    """
+    packed = _KINDS.get(kind)
+    if form is None or packed is None:
+        return prod(shape) * float_bytes(dtype)
+    rows, inputs = shape
+    return packed(form, rows, inputs, float_bytes(dtype))
+
+
+def float_bytes(dtype: str) -> int:
+    """Return the bytes of a value in a compute dtype."""
+    return _BYTES_PER_FLOAT[dtype]
+
+
+def _torch_cpu(form: PackedForm, rows: int, inputs: int, _value_bytes: int) -> int:
+    """Codes of 4, 5, 6 or 8 bits in tiles of 16 rows, with a float16 scale per group and for some forms an offset."""
+    bits = _CPU_CODEBOOK_BITS.get(form.codebook, form.bits)
+    padded = -(-rows // _CPU_TILE) * _CPU_TILE
+    high = -(-inputs * (bits - 4) // 32) * 4 if bits in (5, 6) else 0  # whole words of high bits
+    values = 2 if form.offset in ("added", "zeros") else 1
+    codes = inputs * (8 if bits == 8 else 4) // 8 + high
+    return padded * (codes + inputs // form.group * values * _SCALE_BYTES) + (4 * inputs if form.ordered else 0)
+
+
+def _torch_cuda(form: PackedForm, rows: int, inputs: int, _value_bytes: int) -> int:
+    """The packed planes as they are, in tiles of 16 out features and 128 inputs."""
+    rows = -(-rows // _CUDA_TILE_ROWS) * _CUDA_TILE_ROWS
+    padded = -(-inputs // _CUDA_TILE_INPUTS) * _CUDA_TILE_INPUTS
+    groups = rows * (padded // form.group if form.group < _CUDA_TILE_INPUTS else -(-inputs // form.group))
+    bases = rows * -(-inputs // form.span) if form.span else groups
+    values = bases * form.base_bits // 8 + (groups if form.span else 0)
+    total = rows * padded * form.bits // 8 + values
+    total += values if form.offset == "added" else 0
+    total += groups if form.offset == "zeros" else 0
+    return total + (4 * inputs if form.ordered else 0)
+
+
+def _emulated(form: PackedForm, rows: int, inputs: int, _value_bytes: int) -> int:
+    """The packed planes as they are."""
+    return form.num_bytes((rows, inputs))
+
+
+def _mlx(form: PackedForm, rows: int, inputs: int, value_bytes: int) -> int:
+    """Codes of 4, 5, 6 or 8 bits with scale and bias of the compute dtype per group of 32, 64 or 128; or MXFP4.
+
+    Other forms take 8 bits in groups of 32, and floats if 32 does not divide the inputs.
+    """
+    if inputs % _PLANE_GROUP:
+        return rows * inputs * value_bytes
+    order = 4 * inputs if form.ordered else 0
+    if form.codebook == "e2m1" and form.group == _PLANE_GROUP:
+        return rows * (inputs // 2 + inputs // _PLANE_GROUP)
+    bits, group = 8, next((group for group in _MLX_GROUPS if form.group % group == 0), 0)
+    if not form.codebook and form.bits in _MLX_BITS and group:
+        bits = form.bits
+    elif form.codebook != "iq4" or not group:  # the levels of IQ4 are 8-bit integers
+        group = _PLANE_GROUP
+    return rows * inputs * bits // 8 + rows * (inputs // group) * 2 * value_bytes + order
+
+
+_KINDS: Mapping[str, Callable[[PackedForm, int, int, int], int]] = {
+    "torch-cpu": _torch_cpu,
+    "torch-cuda": _torch_cuda,
+    "mlx": _mlx,
+    "emulated": _emulated,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentSizes:
+    """Bytes of a model's weights in one kind of backend. Layers may differ."""
+
+    layers: tuple[int, ...]
+    embedding: int
+    head: int  # its table, also if it is the embedding
+    norm: int  # the final one
+    tied: bool  # the head is the embedding
+
+    def of_layers(self, layers: LayerRange) -> float:
+        """Return the bytes of layers; of so many mean ones if the model has fewer."""
+        if layers.end <= len(self.layers):
+            return sum(self.layers[layers.start : layers.end])
+        return sum(self.layers) / len(self.layers) * len(layers)
+
+    def of_tables(self, part: Slice) -> int:
+        """Return the bytes of a slice beside its layers. A tied head counts in the slice that uses it."""
+        total = self.embedding if part.embedding else 0
+        if part.head:
+            total += self.norm + (0 if part.embedding and self.tied else self.head)
+        return total
+
+    @property
+    def matrices(self) -> int:
+        """All layers, embedding and head."""
+        return sum(self.layers) + self.embedding + (0 if self.tied else self.head)
+
+    def of_slice(self, part: Slice) -> int:
+        """Return the bytes of a slice."""
+        return sum(self.layers[part.layers.start : part.layers.end]) + self.of_tables(part)
+
+
+@lru_cache(maxsize=64)
+def resident_sizes(config: ModelConfig, weights: WeightTable, *, kind: str, dtype: str) -> ResidentSizes:
+    """Return the sizes of a model's weights; ``kind`` and ``dtype`` as for ``resident_bytes``."""
+    shapes = {name.removeprefix("model.layers.0."): shape for name, shape in layer_tensors(config, 0).items()}
+
+    def layer_bytes(forms: Mapping[str, PackedForm]) -> int:
+        sizes = (resident_bytes(forms.get(name), shape, kind=kind, dtype=dtype) for name, shape in shapes.items())
+        return sum(sizes)
+
+    by_class = [layer_bytes(dict(forms)) for forms in weights.classes]
+    floats = layer_bytes({})
+    known = [by_class[index] for index in weights.layers[: config.num_layers]]
+    table = (config.vocab_size, config.hidden_size)
+    embedding = resident_bytes(weights.embedding, table, kind=kind, dtype=dtype)
+    head = resident_bytes(weights.head, table, kind=kind, dtype=dtype)
+    return ResidentSizes(
+        layers=(*known, *[floats] * (config.num_layers - len(known))),
+        embedding=embedding,
+        head=embedding if config.tied_embeddings else head,
+        norm=config.hidden_size * float_bytes(dtype),
+        tied=config.tied_embeddings,
+    )
+
+
+def slice_bytes(config: ModelConfig, weights: WeightTable, part: Slice, *, kind: str, dtype: str) -> int:
+    """Return the bytes of a slice's weights in a backend's memory."""
+    return resident_sizes(config, weights, kind=kind, dtype=dtype).of_slice(part)
+
+
+def dtype_of(value_bytes: int) -> str:
+    """Return the compute dtype of values of this size."""
+    return "float32" if value_bytes == _BYTES_PER_FLOAT["float32"] else "bfloat16"

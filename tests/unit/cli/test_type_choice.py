@@ -1,0 +1,173 @@
+"""Which type of a repository's GGUF files is pulled: a person is asked, a script gets the list and the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from edgepipe.cli import models
+from edgepipe.cli.views import copies_view
+from edgepipe.cli.wizard import asking, type_choice
+from edgepipe.cli.wizard.asking import Back, Choice, Defaults
+from edgepipe.cli.wizard.model_choice import choose_model
+from edgepipe.cli.wizard.type_choice import Memory, Room, ask_type, memory_at_hand, recommended
+from edgepipe.model.gguf_names import GgufChoice, gguf_choices
+from edgepipe.model.hub import HubSource
+from edgepipe.model.progress import PlannedFile
+from tests.support.command_line import Run, make_status
+from tests.support.fake_hub import FakeHub, running
+
+GB = 1_000_000_000
+REPO = "org/Big-GGUF"
+SOURCE = HubSource(repo=REPO)
+SIZES = {"Q2_K": 26, "Q4_0": 40, "Q4_K_M": 42, "Q6_K": 58, "Q8_0": 75, "F16": 141}
+
+
+def choices(*types: str) -> list[GgufChoice]:
+    return gguf_choices(PlannedFile(name=f"Big-{kind}.gguf", num_bytes=SIZES[kind] * GB) for kind in types)
+
+
+def gpus(*sizes_gb: int) -> Memory:
+    rooms = tuple(Room(free_bytes=size * GB, packing="torch-cuda") for size in sizes_gb)
+    return Memory(owner="this cluster", rooms=rooms)
+
+
+@pytest.mark.parametrize(
+    ("memory", "best"),
+    [(gpus(24, 24), "Q4_K_M"), (gpus(100, 100), "Q4_K_M"), (gpus(21, 22), "Q4_0"), (gpus(24), None), (gpus(), None)],
+)
+def test_q4_k_m_is_recommended_and_else_the_largest_that_fits(memory: Memory, best: str | None) -> None:
+    found = recommended(choices(*SIZES), memory)
+    assert (found and found.label) == best
+
+
+def test_without_q4_k_m_the_largest_that_fits_is_recommended() -> None:
+    found = recommended(choices("Q2_K", "Q6_K", "Q8_0", "F16"), gpus(48, 32))
+    assert found is not None
+    assert found.label == "Q8_0"
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q6_K", "IQ3_M"])
+def test_what_a_backend_keeps_in_8_bits_needs_more_than_its_file(kind: str) -> None:
+    (choice,) = gguf_choices([PlannedFile(name=f"x-{kind}.gguf", num_bytes=20 * GB)])
+    room = Room(free_bytes=25 * GB, packing="torch-cpu")
+    assert not Memory(owner="this cluster", rooms=(room,)).fits(choice)
+    assert Memory(owner="this cluster", rooms=(room,) * 6).fits(choice)
+
+
+def test_a_backend_that_widens_needs_16_bits_for_each_weight() -> None:
+    (choice,) = choices("Q8_0")
+    widened = Room(free_bytes=100 * GB, packing="")
+    assert gpus(100).fits(choice)
+    assert not Memory(owner="this cluster", rooms=(widened,)).fits(choice)
+
+
+def test_memory_is_that_of_the_cluster_or_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    alone = memory_at_hand(tmp_path)
+    assert (alone.owner, len(alone.rooms)) == ("this machine", 1)
+    monkeypatch.setattr(copies_view, "members_of", lambda data_dir: make_status().members)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    cluster = memory_at_hand(tmp_path)
+    assert cluster.owner == "this cluster"
+    assert [room.free_bytes for room in cluster.rooms] == [1_000_000_000, 25_300_000_000]
+
+
+class Noting(Defaults):
+    """Takes the default, and remembers the question."""
+
+    def __init__(self, *, model: str = "", back: bool = False) -> None:
+        self.lines: list[str] = []
+        self._model = model
+        self._back = back
+
+    def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
+        """The default, or the entry for another model."""
+        if self._back:
+            raise Back
+        self.lines = [choice.text for choice in choices]
+        return "other" if self._model and question == "Which model?" else default
+
+    def text(self, question: str, **options: object) -> str:
+        """The name of another model."""
+        return self._model
+
+
+def test_a_person_sees_sizes_and_what_fits() -> None:
+    noting = Noting()
+    assert ask_type(noting, SOURCE, choices(*SIZES), gpus(24, 24)) == f"{REPO}:Q4_K_M"
+    assert [" ".join(line.split()) for line in noting.lines] == [
+        "F16 141.0 GB too large",
+        "Q8_0 75.0 GB too large",
+        "Q6_K 58.0 GB too large",
+        "Q4_K_M 42.0 GB fits, recommended",
+        "Q4_0 40.0 GB fits",
+        "Q2_K 26.0 GB too large",
+    ]
+
+
+def test_where_nothing_fits_the_smallest_is_preselected_and_the_revision_is_kept() -> None:
+    source = HubSource(repo=REPO, revision="v2")
+    assert ask_type(Noting(), source, choices(*SIZES), gpus(8)) == f"{REPO}:Q2_K@v2"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    files = {name: bytes(10) for name in ("mmproj-F16.gguf", "x-Q4_K_M.gguf", "imatrix_x.gguf", "config.json")}
+    files |= {f"Q8_0/x-Q8_0-0000{part}-of-00002.gguf": bytes(10) for part in (1, 2)}
+    with running(FakeHub(repo=REPO, files=files)) as served:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.endpoint)
+        yield served
+
+
+def test_a_script_gets_the_list_and_the_command(run: Run, hub: FakeHub) -> None:
+    result = run("models", "pull", REPO)
+    assert result.code == 2
+    assert [line.split()[:2] for line in result.out.splitlines()] == [
+        ["TYPE", "SIZE"],
+        ["Q8_0", "20"],
+        ["Q4_K_M", "10"],
+    ]
+    assert f"try: edgepipe models pull {REPO}:Q4_K_M" in result.err
+    assert hub.asked == []
+
+
+def test_a_script_gets_the_list_as_json(run: Run, hub: FakeHub) -> None:
+    result = run("models", "pull", f"hf:{REPO}@v2", "--json")
+    assert result.code == 2
+    found = json.loads(result.out)
+    assert found["model"] == REPO
+    assert [(row["type"], row["size_bytes"], row["files"], row["recommended"]) for row in found["types"]] == [
+        ("Q8_0", 20, 2, False),
+        ("Q4_K_M", 10, 1, True),
+    ]
+    assert found["types"][0]["command"] == f"edgepipe models pull {REPO}:Q8_0@v2"
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_person_is_asked(monkeypatch: pytest.MonkeyPatch, run: Run, hub: FakeHub, back: bool) -> None:
+    pulled: list[str] = []
+
+    def pull(root: Path, model: str, *, dry_run: bool) -> SimpleNamespace:
+        pulled.append(model)
+        return SimpleNamespace(model_id=model, already_here=False, path=root)
+
+    monkeypatch.setattr(models, "pull_model", pull)
+    monkeypatch.setattr(asking, "Terminal", lambda: Noting(back=back))
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    result = run("models", "pull", REPO)
+    assert pulled == ([] if back else [f"{REPO}:Q4_K_M"])
+    assert result.code == int(back)
+
+
+def test_the_wizard_asks_for_the_type_of_another_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hub: FakeHub
+) -> None:
+    monkeypatch.setattr("edgepipe.cli.wizard.model_choice.status_with_devices", lambda data_dir: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(type_choice, "_own_memory", lambda: gpus(1, 2))
+    assert choose_model(Noting(model=REPO), data_dir=tmp_path, models_dir=tmp_path) == f"{REPO}:Q4_K_M"
+    assert choose_model(Noting(model="demo"), data_dir=tmp_path, models_dir=tmp_path) == "demo"
+    assert choose_model(Noting(model="org/none"), data_dir=tmp_path, models_dir=tmp_path) == "org/none"

@@ -1,0 +1,248 @@
+"""Plans by the bytes of packed weights; models of 16 bits are planned as before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgepipe.backend.cost import CostModel, StepWork
+from edgepipe.backend.devices import named_device, parse_devices
+from edgepipe.backend.types import DeviceProfile
+from edgepipe.errors import NoFeasiblePlacement
+from edgepipe.ids import NodeId
+from edgepipe.model.facts import LayerRange, Slice, make_slices
+from edgepipe.model.mixes import mix_names, mix_table, named_model
+from edgepipe.model.shapes import model_shapes, named_shape
+from edgepipe.planner.cluster import Cluster, known_cluster
+from edgepipe.planner.demand import Demand, Objective
+from edgepipe.planner.placement import Need, NodeRoom, stage_bytes
+from edgepipe.planner.plan import Plan, plan
+from edgepipe.planner.preview import plan_text, which_fit
+from edgepipe.planner.profiles import Links, estimated_speed
+from edgepipe.planner.shortage import shortage_of
+from edgepipe.simulation.imagined import ImaginedCluster, imagine
+from edgepipe.units import parse_link
+
+GB = 10**9
+names = st.sampled_from(sorted(model_shapes()))
+mixes = st.sampled_from(mix_names())
+
+
+def cluster(model: str, devices: str, link: str = "1gbit,0.3ms") -> Cluster:
+    config, weights = named_model(model)
+    return known_cluster(parse_devices(devices), config, link=parse_link(link), weights=weights)
+
+
+def planned(model: str, devices: str, link: str = "1gbit,0.3ms", **demand: Any) -> Plan:
+    there = cluster(model, devices, link)
+    wanted = Demand(config=there.config, weights=there.weights, **demand)
+    return plan(wanted, there.machines, there.links, explain=False)
+
+
+def room(free_bytes: int, packing: str, value_bytes: int) -> NodeRoom:
+    return NodeRoom(
+        node_id=NodeId("a"),
+        name="a",
+        free_bytes=free_bytes,
+        bytes_per_weight=value_bytes,
+        packing=packing,
+    )
+
+
+LATENCY, THROUGHPUT = Objective.LATENCY, Objective.THROUGHPUT
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "link", "objective", "layers", "kv_tokens", "tokens_per_s"),  # of the rule before this one
+    [
+        ("qwen2.5-32b", "4x rtx4090, m4", "1gbit,0.3ms", LATENCY, "a:0-20,c:21-42,b:43-63", 5387, 12.721236097867354),
+        (
+            *("qwen2.5-32b", "4x rtx4090, m4", "1gbit,0.3ms", THROUGHPUT),
+            *("a:0-15,c:16-32,d:33-48,b:49-63", 81474, 196.04364341528344),
+        ),
+        (
+            *("qwen2.5-32b", "m4max, 2x rtx4090", "2.5gbit,0.2ms", THROUGHPUT),
+            *("a:0-29,c:30-47,b:48-63", 67087, 136.60736722589726),
+        ),
+        ("llama-3.1-8b", "rtx3090, m2pro", "1gbit,1ms", THROUGHPUT, "b:0-1,a:2-31", 68055, 494.95385060823094),
+        ("qwen2.5-14b", "2x m1pro, rtx4090", "180mbit,5ms", LATENCY, "a:0-11,c:12-47", 7619, 12.974084603306865),
+        ("smollm2-1.7b", "m1, m2", "ideal", THROUGHPUT, "a:0-9,b:10-23", 86491, 218.28368025915117),
+        (
+            *("llama-3.3-70b", "8x rtx4090", "10gbit,0.1ms", LATENCY),
+            *("a:0-10,b:11-22,c:23-34,e:35-46,f:47-58,g:59-69,d:70-79", 34940, 5.943943064321582),
+        ),
+        (
+            *("qwen3-4b", "12x m4", "1gbit,0.3ms", THROUGHPUT),
+            *("b:0-9,c:10-19,d:20-29,a:30-35", 224694, 175.82270044403228),
+        ),
+    ],
+)
+def test_models_of_16_bits_are_planned_as_before(
+    model: str, devices: str, link: str, objective: Objective, layers: str, kv_tokens: int, tokens_per_s: float
+) -> None:
+    found = planned(model, devices, link, objective=objective)
+    assert (plan_text(found), found.kv_tokens) == (layers, kv_tokens)
+    assert found.tokens_per_s == pytest.approx(tokens_per_s, rel=1e-12)
+
+
+@given(
+    name=names,
+    packing=st.sampled_from(("", "torch-cpu", "torch-cuda", "mlx", "emulated", "of a later version")),
+    value_bytes=st.sampled_from((2, 4)),
+    start=st.integers(0, 22),
+    kv_tokens=st.integers(0, 10_000),
+    ends=st.tuples(st.booleans(), st.booleans()),
+)
+def test_a_stage_of_floats_takes_its_parameters_bytes(
+    name: str, packing: str, value_bytes: int, start: int, kv_tokens: int, ends: tuple[bool, bool]
+) -> None:
+    config = named_shape(name)
+    part = Slice(index=0, layers=LayerRange(start, config.num_layers), embedding=ends[0], head=ends[1])
+    kv = config.kv_bytes_per_token(num_layers=len(part.layers), form=dtype_of(value_bytes)) * kv_tokens
+    need = Need(config=config, kv_tokens=kv_tokens)
+    expected = config.slice_parameters(part) * value_bytes + kv
+    assert stage_bytes(need, room(0, packing, value_bytes), part) == expected
+
+
+@given(name=names, head=st.booleans(), count=st.integers(1, 24), rows=st.integers(1, 300))
+def test_a_step_of_floats_takes_the_time_that_it_took(name: str, head: bool, count: int, rows: int) -> None:
+    config, device = named_shape(name), named_device("rtx4090")
+    cost = CostModel(config, device).slice_cost(Slice(index=1, layers=LayerRange(0, count), embedding=False, head=head))
+    assert cost.read_s == pytest.approx(2 * count * config.layer_parameters() / device.bandwidth_bytes_per_s)
+    assert cost.widen_s == cost.head_widen_s == 0.0
+    table = 2 * config.vocab_size * config.hidden_size if head else 0
+    assert cost.head_read_s == pytest.approx(table / device.bandwidth_bytes_per_s)
+    assert cost.step_s(StepWork.of_rows([9] * rows, [1] * rows, logit_rows=0)) > 0
+
+
+def test_a_70b_at_four_bits_fits_two_cards_of_24_gb_and_at_sixteen_it_does_not() -> None:
+    found = planned("llama-3.3-70b:q4_k_m", "2x rtx4090")
+    assert len(found.stages) == 2
+    assert sum(stage.weight_bytes for stage in found.stages) == pytest.approx(43.4e9, rel=0.01)
+    assert all(stage.weight_bytes + stage.kv_bytes <= stage.machine.room.free_bytes for stage in found.stages)
+    assert found.single.tokens_per_s == pytest.approx(19, rel=0.1)  # 43 GB at 857 GB/s
+    with pytest.raises(NoFeasiblePlacement):
+        planned("llama-3.3-70b", "2x rtx4090")
+    with pytest.raises(NoFeasiblePlacement):
+        planned("llama-3.3-70b:q5_k_m", "2x rtx4090")
+    short = shortage_of(Demand(config=named_shape("llama-3.3-70b")), cluster("llama-3.3-70b", "2x rtx4090").machines)
+    assert short.weight_bytes == pytest.approx(141.1e9, rel=0.001)
+
+
+@given(
+    name=names,
+    mix=mixes,
+    devices=st.lists(st.sampled_from(("rtx4090", "m4", "m1", "rtx3090")), min_size=1, max_size=3),
+    free_gb=st.lists(st.floats(0.05, 60), min_size=3, max_size=3),
+)
+def test_a_plan_never_puts_more_on_a_machine_than_fits(
+    name: str, mix: str, devices: list[str], free_gb: list[float]
+) -> None:
+    there = cluster(f"{name}:{mix}", ", ".join(devices))
+    machines = [
+        replace(machine, room=replace(machine.room, free_bytes=int(free * GB)))
+        for machine, free in zip(there.machines, free_gb, strict=False)
+    ]
+    demand = Demand(config=there.config, weights=there.weights)
+    need = Need(config=there.config, kv_tokens=demand.least_kv_tokens, weights=there.weights)
+    try:
+        found = plan(demand, machines, there.links, explain=False)
+    except NoFeasiblePlacement:
+        (whole,) = make_slices([LayerRange(0, there.config.num_layers)], there.config.num_layers)
+        assert all(stage_bytes(need, machine.room, whole) > machine.room.free_bytes for machine in machines)
+        return
+    assert all(stage_bytes(need, each.machine.room, each.part) <= each.machine.room.free_bytes for each in found.stages)
+
+
+def test_a_machine_holds_as_many_layers_as_fit_though_layers_differ() -> None:
+    """The first layers of Q4_K_M are larger than the mean, the middle ones smaller."""
+    config, weights = named_model("llama-3.3-70b:q4_k_m")
+    sizes = room(0, "emulated", 2).sizes(config, weights)
+    assert max(sizes.layers) * 80 > 1.04 * sum(sizes.layers)
+    tight = sum(sizes.layers) + sizes.embedding + sizes.head + sizes.norm + 512 * 80 * 4096
+    devices = cluster("llama-3.3-70b:q4_k_m", "2x rtx4090")
+    demand = Demand(config=config, weights=weights)
+    fits, lacks = (
+        [replace(machine, room=replace(machine.room, free_bytes=size)) for machine in devices.machines[:1]]
+        for size in (tight, tight - 1)
+    )
+    assert plan_text(plan(demand, fits, devices.links)) == "a:0-79"
+    with pytest.raises(NoFeasiblePlacement):
+        plan(demand, lacks, devices.links)
+
+
+def test_a_node_that_widens_is_planned_by_wide_weights() -> None:
+    config, weights = named_model("qwen3-8b:q4_k_m")
+    whole = Slice(index=0, layers=LayerRange(0, 36), embedding=True, head=True)
+    need = Need(config=config, kv_tokens=0, weights=weights)
+    old = stage_bytes(need, room(0, "", 4), whole)
+    assert old == 4 * config.slice_parameters(whole)
+    assert stage_bytes(need, room(0, "torch-cpu", 4), whole) < 0.25 * old
+    packs, widens = (estimated_speed(profile(packing), config, weights=weights) for packing in ("torch-cpu", ""))
+    work = StepWork.of_rows([100], [1], logit_rows=1)
+    assert packs.parts(work).layer_s < 0.25 * widens.parts(work).layer_s
+    assert packs.parts(work).head_s < 0.4 * widens.parts(work).head_s
+
+
+def profile(packing: str) -> DeviceProfile:
+    return DeviceProfile(
+        backend="torch",
+        device="cpu",
+        name="CPU",
+        compute_dtype="float32",
+        memory_total_bytes=64 * GB,
+        memory_free_bytes=64 * GB,
+        bandwidth_bytes_per_s=40e9,
+        flops=1e12,
+        packing=packing,
+    )
+
+
+@given(name=names, mix=mixes)
+def test_decode_takes_the_time_of_the_bytes_and_a_long_prompt_pays_for_widening(name: str, mix: str) -> None:
+    config, device = named_shape(name), named_device("rtx4090")
+    weights = mix_table(config, mix)
+    part = Slice(index=1, layers=LayerRange(0, config.num_layers), embedding=False, head=False)
+    packed, wide = CostModel(config, device, weights=weights), CostModel(config, device)
+    num_bytes = packed.weight_bytes([part])
+    assert packed.slice_cost(part).read_s == pytest.approx(num_bytes / device.bandwidth_bytes_per_s)
+    assert packed.mean_cost(config.num_layers, head=False) == packed.slice_cost(part)
+    one, many = StepWork.of_rows([64], [1], logit_rows=0), StepWork.of_rows([0], [512], logit_rows=0)
+    assert packed.slice_cost(part).step_s(one) <= wide.slice_cost(part).step_s(one)
+    if weights.packed:
+        extra_s = (num_bytes + wide.weight_bytes([part])) / device.bandwidth_bytes_per_s
+        assert packed.slice_cost(part).widen_s == pytest.approx(extra_s)
+        assert packed.slice_cost(part).step_s(many) > max(extra_s, packed.slice_cost(part).token_s * 512)
+
+
+def test_speeds_use_layers_of_mean_size() -> None:
+    there = cluster("llama-3.1-8b:q4_k_m", "rtx4090")
+    sizes = there.machines[0].room.sizes(there.config, there.weights)
+    parts = there.machines[0].speed.parts(StepWork.of_rows([0], [1], logit_rows=0))
+    device = named_device("rtx4090")
+    mean_s = np.mean(sizes.layers) / device.bandwidth_bytes_per_s + device.layer_overhead_s
+    assert parts.layer_s == pytest.approx(mean_s, rel=0.01)
+
+
+def test_simulations_take_the_type() -> None:
+    config, weights = named_model("llama-3.3-70b:q4_k_m")
+    imagined = ImaginedCluster(devices=["rtx4090"] * 2, config=config, weights=weights, link=parse_link("1gbit,0.3ms"))
+    assert imagine(imagined).limits.num_blocks > 0
+    with pytest.raises(NoFeasiblePlacement):
+        imagine(replace(imagined, weights=mix_table(config, "bf16")))
+
+
+def test_fits_follow_the_type_and_order_by_parameters() -> None:
+    sizes = ("llama-3.3-70b:q4_k_m", "llama-3.3-70b", "qwen3-8b", "qwen3-32b:q4_k_m")
+    found = which_fit(
+        [(name, cluster(name, "2x rtx4090").machines) for name in sizes], Links(assumed=parse_link("ideal"))
+    )
+    assert [fit.model for fit in found] == ["llama-3.3-70b:q4_k_m", "qwen3-32b:q4_k_m", "qwen3-8b", "llama-3.3-70b"]
+    assert [fit.plan is not None for fit in found] == [True, True, True, False]
+    assert found[0].weight_bytes == pytest.approx(43.4e9, rel=0.01)
+    assert found[0].num_parameters == found[3].num_parameters

@@ -1,0 +1,23 @@
+"""Fixtures of the torch backend's tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from edgepipe_torch.cuda_kernels.forms import KernelForm
+
+    from tests.support.host_kernels import HostModule
+
+
+@pytest.fixture(scope="session")
+def host_modules(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelForm, HostModule]:
+    """Kernels of all tested forms, compiled for the CPU."""
+    from tests.support.host_kernels import COMPILER, compile_for_host
+    from tests.support.kernel_forms import FORMS
+
+    if COMPILER is None:
+        pytest.skip("g++ is not installed")
+    return compile_for_host(list(FORMS.values()), tmp_path_factory.mktemp("kernels"))
