@@ -32,6 +32,7 @@ from tests.support.numerics_harness import Pipeline
 
 TOKENS, MLX_TOKENS, WINDOW = 4096, 256, 256
 ALLOWED = 5e-4  # mean KL above that of bf16 arithmetic
+KV_ALLOWED = 2e-3  # mean KL of 8-bit KV
 
 Floats = npt.NDArray[np.float32]
 
@@ -82,7 +83,7 @@ def quality_rows(model: Path, schemes: Sequence[str]) -> list[Row]:
 
 
 def _rows_of(path: Path, name: str, *, tokens_of: Path | None = None) -> list[Row]:
-    tokens = Tokenizer.from_file((tokens_of or path) / "tokenizer.json").encode(REFERENCE_TEXT)[:TOKENS]
+    tokens = _tokens(tokens_of or path)
     exact = ExactWeights(open_weights(path))
     reference = _logits([_torch("float32")], exact, tokens)
     rows: list[Row] = []
@@ -96,9 +97,36 @@ def _rows_of(path: Path, name: str, *, tokens_of: Path | None = None) -> list[Ro
         rows.append(Row(f"KL, {name}, {label}", found.kl, "nats", floor, "bf16 arithmetic", ratio, note, met))
 
     add("torch CPU", [_torch("auto")], TOKENS)
-    add("MLX", [_mlx()], MLX_TOKENS)
-    add("torch CPU, then MLX", [_torch("auto"), _mlx()], MLX_TOKENS)
+    add("MLX", [_mlx("auto")], MLX_TOKENS)
+    add("torch CPU, then MLX", [_torch("auto"), _mlx("auto")], MLX_TOKENS)
     return rows
+
+
+def kv_rows(model: Path) -> list[Row]:
+    """Rows of 8-bit KV, each against the same backend with KV in its compute type."""
+    tokens, source = _tokens(model), open_weights(model)
+    rows: list[Row] = []
+    for label, make, count in (("torch CPU", _torch, TOKENS), ("MLX", _mlx, MLX_TOKENS)):
+        reference = _logits([make("auto")], source, tokens[:count])
+        found = compare(reference, _logits([make("auto", kv="8bit")], source, tokens[:count]))
+        note = f"same token {found.agrees:.1%}"
+        rows.append(
+            Row(
+                f"KL, kv 8bit, {label}",
+                found.kl,
+                "nats",
+                KV_ALLOWED,
+                "bound",
+                found.kl / KV_ALLOWED,
+                note,
+                found.kl <= KV_ALLOWED,
+            )
+        )
+    return rows
+
+
+def _tokens(model: Path) -> list[int]:
+    return Tokenizer.from_file(model / "tokenizer.json").encode(REFERENCE_TEXT)[:TOKENS]
 
 
 def compare(reference: Floats, found: Floats) -> Quality:
@@ -130,9 +158,9 @@ def _logits(backends: Sequence[Callable[[], Backend]], source: WeightSource, tok
     return np.concatenate(found)
 
 
-def _torch(dtype: str) -> Callable[[], Backend]:
-    return lambda: TorchBackend(BackendOptions(device="cpu", dtype=dtype, threads=2))
+def _torch(dtype: str, kv: str = "auto") -> Callable[[], Backend]:
+    return lambda: TorchBackend(BackendOptions(device="cpu", dtype=dtype, threads=2, settings={"kv": kv}))
 
 
-def _mlx() -> Callable[[], Backend]:
-    return lambda: MlxBackend(BackendOptions(device="cpu"))
+def _mlx(dtype: str, kv: str = "auto") -> Callable[[], Backend]:
+    return lambda: MlxBackend(BackendOptions(device="cpu", dtype=dtype, settings={"kv": kv}))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from edgepipe.backend.kv_setting import chosen_kv
 from edgepipe.backend.devices import DeviceModel, adjustable, adjusted, named_device, number_setting
+from edgepipe.backend.kv_setting import chosen_kv
 from edgepipe.errors import ConfigInvalid
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.mixes import named_model

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from edgepipe.backend.step_layout import RowLayout, StepLayout
-from edgepipe_mlx.kv import KVStorage
+from edgepipe_mlx.kv import KVPool
 from edgepipe_mlx.tiles import tile_rows
 
 
@@ -47,7 +47,7 @@ class StepArrays:
 class LayerCache:
     """One layer's pool in one step, with the interface of an mlx-lm cache."""
 
-    def __init__(self, step: StepArrays, pool: KVStorage, *, window: int | None, block_size: int) -> None:
+    def __init__(self, step: StepArrays, pool: KVPool, *, window: int | None, block_size: int) -> None:
         self._step = step
         self._pool = pool
         self._window = window

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from edgepipe.backend.kv_setting import chosen_kv
 from edgepipe.backend.step_layout import StepLayout, lay_out_step
 from edgepipe.backend.types import (
     Activations,
@@ -26,7 +27,8 @@ from edgepipe.backend.types import (
     TokenScores,
 )
 from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
-from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.facts import KV_8BIT, ModelConfig, Slice
+from edgepipe.model.resident import WIDE
 from edgepipe.model.tensors import WeightSource
 from edgepipe.units import format_bytes
 from edgepipe_mlx.attention import LayerCache, StepArrays
@@ -43,8 +45,9 @@ from edgepipe_mlx.device import (
     measure,
     score_bytes,
 )
-from edgepipe_mlx.kv import KVStorage
+from edgepipe_mlx.kv import KVPool, KVStorage
 from edgepipe_mlx.loading import LoadedSlice, Shard, WeightTypes, load_shard
+from edgepipe_mlx.packed_kv import PackedKVStorage
 
 SCORED_AT_ONCE = 64  # rows of prompt log-probabilities: 40 MB of logits with a vocabulary of 152,000
 
@@ -85,16 +88,17 @@ class MlxBackend:
         self._device = choose_device(options.device)
         self._dtype_name, self._dtype = choose_dtype(options.dtype, self._device)
         self._packed = choose_packing(options.settings.get("weights", "auto"))
+        self._kv = chosen_kv(options.settings)
         self._shard: Shard | None = None
-        self._pools: dict[int, list[KVStorage]] = {}  # by slice index, one per layer
+        self._pools: dict[int, list[KVPool]] = {}  # by slice index, one per layer
         self._num_blocks = 0
         self._block_size = 0
 
     def profile(self) -> DeviceProfile:
         """Measure the device with two products. The memory size comes from MLX on Metal, else from the system."""
         configure(self._device)
-        profile = measure(self._device, self._dtype_name, self._dtype)
-        return replace(profile, packing="mlx") if self._packed else profile
+        found = measure(self._device, self._dtype_name, self._dtype)
+        return replace(found, packing="mlx" if self._packed else WIDE, kv_forms=(KV_8BIT,))
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """Read the slices' tensors, replacing the loaded ones.
@@ -110,7 +114,7 @@ class MlxBackend:
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         """Return the bytes of one block in all layers of the slices."""
         num_layers = sum(len(part.layers) for part in slices)
-        return block_size * config.kv_bytes_per_token(num_layers=num_layers, bytes_per_value=self._dtype.size)
+        return block_size * config.kv_bytes_per_token(num_layers=num_layers, form=self._kv or self._dtype_name)
 
     def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
         """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
@@ -183,7 +187,7 @@ class MlxBackend:
         """Make the step's arrays. Unfused attention holds the scores of all heads, at worst in float32."""
         return StepArrays(plan, max_scores=score_bytes(self._device) // (4 * self._loaded().config.num_heads))
 
-    def _run_layers(self, part: LoadedSlice, pools: list[KVStorage], step: StepArrays, hidden: mx.array) -> mx.array:
+    def _run_layers(self, part: LoadedSlice, pools: list[KVPool], step: StepArrays, hidden: mx.array) -> mx.array:
         """Run the layers on hidden [T, H]; returns [T, H]. They see T sequences of one token, without padding."""
         config = self._loaded().config
         rows = hidden[:, None]
@@ -243,8 +247,9 @@ class MlxBackend:
                 for pool in pools:
                     pool.copy(plan.copies)
 
-    def _make_pool(self, config: ModelConfig, num_blocks: int, block_size: int) -> KVStorage:
-        return KVStorage(
+    def _make_pool(self, config: ModelConfig, num_blocks: int, block_size: int) -> KVPool:
+        make = PackedKVStorage if self._kv else KVStorage
+        return make(
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             num_blocks=num_blocks,

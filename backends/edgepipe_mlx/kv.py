@@ -11,6 +11,7 @@ before any view is taken, and views live no longer than their step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -19,8 +20,32 @@ from edgepipe.backend.step_layout import RowLayout
 from edgepipe.backend.types import BlockCopy
 
 
+class KVPool(Protocol):
+    """One layer's keys and values, in any form. Belongs to the compute thread."""
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """All that the pool holds, for evaluation only; do not keep them."""
+        ...
+
+    def write(self, slots: mx.array, keys: mx.array, values: mx.array) -> None:
+        """Write the step's keys and values [T, kv heads, 1, D] to ``slots`` [T]."""
+        ...
+
+    def read(self, row: RowLayout, first: int, blocks: mx.array | None) -> tuple[mx.array, mx.array]:
+        """Return keys and values [1, kv heads, length - first, D] of a sequence's tokens ``[first, length)``.
+
+        ``blocks`` [n], from the block with ``first`` on, if the sequence does not lie in one run.
+        """
+        ...
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks, with the result of copying one after another."""
+        ...
+
+
 class KVStorage:
-    """One layer's keys and values. Belongs to the compute thread."""
+    """Keys and values in the compute dtype."""
 
     def __init__(self, *, num_kv_heads: int, head_dim: int, num_blocks: int, block_size: int, dtype: mx.Dtype) -> None:
         self._block_size = block_size
@@ -44,16 +69,10 @@ class KVStorage:
 
         A view if the sequence lies in one run. Otherwise gathers its ``blocks`` [n], from the block with ``first`` on.
         """
-        return self._read(self._keys, row, first, blocks), self._read(self._values, row, first, blocks)
-
-    def _read(self, pool: mx.array, row: RowLayout, first: int, blocks: mx.array | None) -> mx.array:
-        if blocks is None:
-            return pool[None, :, row.start_slot + first : row.start_slot + row.length]
-        heads, slots, dim = pool.shape
-        size = self._block_size
-        picked = mx.take(pool.reshape(heads, slots // size, size * dim), blocks, axis=1)
-        skipped = first // size * size
-        return picked.reshape(1, heads, -1, dim)[:, :, first - skipped : row.length - skipped]
+        keys, values = (
+            read_tokens(pool, row, first, blocks, self._block_size)[None] for pool in (self._keys, self._values)
+        )
+        return keys, values
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks, with the result of copying one after another.
@@ -62,18 +81,32 @@ class KVStorage:
         the pool.
         """
         for wave in independent(copies):
-            sources = mx.array(self._slots([copy.source for copy in wave]))
-            targets = mx.array(self._slots([copy.target for copy in wave]))
+            sources, targets = copied_slots(wave, self._block_size)
             keys, values = self._keys[:, sources], self._values[:, sources]
             mx.eval(keys, values)
             self._keys[:, targets] = keys
             self._values[:, targets] = values
             mx.eval(self._keys, self._values)
 
-    def _slots(self, blocks: list[int]) -> np.ndarray:
-        """Return the slots of the blocks, in order, int32."""
-        size = self._block_size
-        return (np.array(blocks, np.int32)[:, None] * size + np.arange(size, dtype=np.int32)).reshape(-1)
+
+def read_tokens(pool: mx.array, row: RowLayout, first: int, blocks: mx.array | None, block_size: int) -> mx.array:
+    """Return a sequence's tokens ``[first, length)`` of a pool [kv heads, slots, D]; as for ``KVPool.read``."""
+    if blocks is None:
+        return pool[:, row.start_slot + first : row.start_slot + row.length]
+    heads, slots, dim = pool.shape
+    picked = mx.take(pool.reshape(heads, slots // block_size, block_size * dim), blocks, axis=1)
+    skipped = first // block_size * block_size
+    return picked.reshape(heads, -1, dim)[:, first - skipped : row.length - skipped]
+
+
+def copied_slots(copies: Sequence[BlockCopy], block_size: int) -> tuple[mx.array, mx.array]:
+    """Return the slots of the source blocks and of the target blocks, in order, int32."""
+
+    def slots(blocks: list[int]) -> mx.array:
+        within = np.arange(block_size, dtype=np.int32)
+        return mx.array((np.array(blocks, np.int32)[:, None] * block_size + within).reshape(-1))
+
+    return slots([copy.source for copy in copies]), slots([copy.target for copy in copies])
 
 
 def independent(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from edgepipe.backend.kv_setting import chosen_kv
 from edgepipe.backend.step_layout import StepLayout
 from edgepipe.backend.types import (
     DEFAULT_BLOCK_SIZE,
@@ -26,7 +28,7 @@ from edgepipe.backend.types import (
     TokenIds,
 )
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory, ShardMismatch
-from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.facts import KV_8BIT, ModelConfig, Slice
 from edgepipe.model.resident import WIDE, resident_bytes
 from edgepipe.model.tensors import WeightInfo, WeightSource
 from edgepipe.units import format_bytes
@@ -48,12 +50,16 @@ from edgepipe_torch.graphs import DecodeGraphs, can_replay
 from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.linear import Workspace
 from edgepipe_torch.loading import load_slices
+from edgepipe_torch.packed_attention import PackedSequenceAttention
+from edgepipe_torch.packed_kv import PackedKVStorage
 from edgepipe_torch.paged import PagedAttention
 from edgepipe_torch.paging import PAGE_TOKENS, Paging, find_paging
 from edgepipe_torch.prepared import PreparedStep, prepare_step
 from edgepipe_torch.rope import Rotations
 from edgepipe_torch.step_ops import CompiledOps
 from edgepipe_torch.transfer import Download, Transfer, make_transfer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +84,11 @@ class TorchBackend:
         self._activation_type = options.activation_type
         set_threads(options.threads)
         self._packed = _keeps_packed(options)
+        self._kv = chosen_kv(options.settings)
         self._paging = paging or find_paging(self._device, self._dtype)
+        if self._kv and self._paging is not None:
+            logger.info("8-bit KV saves memory and costs speed: attention runs without pages and graphs")
+            self._paging = None
         self._transfer: Transfer = self._paging.transfer if self._paging else make_transfer(self._device)
         self.block_sizes: tuple[int, ...] = (
             (self._paging.page_tokens,) if self._paging else (DEFAULT_BLOCK_SIZE, PAGE_TOKENS)
@@ -89,7 +99,8 @@ class TorchBackend:
 
     def profile(self) -> DeviceProfile:
         """Return memory as reported by the system or CUDA, and measured bandwidth and matrix rate."""
-        return replace(measure(self._device, self._dtype, block_sizes=self.block_sizes), packing=self._packing)
+        found = measure(self._device, self._dtype, block_sizes=self.block_sizes)
+        return replace(found, packing=self._packing, kv_forms=(KV_8BIT,))
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """Read the slices' tensors, replacing the loaded ones.
@@ -120,7 +131,7 @@ class TorchBackend:
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         """Return the bytes of one block in all layers of the slices."""
         num_layers = sum(len(part.layers) for part in slices)
-        return block_size * config.kv_bytes_per_token(num_layers=num_layers, bytes_per_value=self._dtype.itemsize)
+        return block_size * config.kv_bytes_per_token(num_layers=num_layers, form=self._kv or dtype_name(self._dtype))
 
     def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
         """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
@@ -135,9 +146,9 @@ class TorchBackend:
             self._graphs = {index: self._new_graphs(index, self._pages) for index in self._decoders}
         if self._ops is not None:
             self._replays = {
-                index: DecodeReplays(decoder, self._ops, self._pools[index])
+                index: DecodeReplays(decoder, self._ops, pool)
                 for index, decoder in self._decoders.items()
-                if can_record(self._weights[index])
+                if can_record(self._weights[index]) and isinstance(pool := self._pools[index], KVStorage)
             }
 
     def prepare(self, step: Step) -> PreparedStep:
@@ -205,7 +216,7 @@ class TorchBackend:
         self._ops: CompiledOps | None = None  # for packed weights on a CPU
         self._decoders: dict[int, Decoder] = {}  # by slice index
         self._weights: dict[int, SliceWeights] = {}  # by slice index
-        self._pools: dict[int, KVStorage] = {}  # by slice index
+        self._pools: dict[int, KVStorage | PackedKVStorage] = {}  # by slice index
         self._graphs: dict[int, DecodeGraphs] = {}  # by slice index, if the device supports graphs
         self._replays: dict[int, DecodeReplays] = {}  # by slice index, if kernels compute the whole slice
         self._pages: Paging | None = None  # if the pool's blocks are whole pages
@@ -223,7 +234,7 @@ class TorchBackend:
 
     def _compiled_ops(self, config: ModelConfig) -> CompiledOps | None:
         """Return kernels for the operations between products, if this CPU and the model's shape allow them."""
-        kernels = cpu_kernels() if self._packed and self._device.type == "cpu" else None
+        kernels = cpu_kernels() if self._packed and self._device.type == "cpu" and not self._kv else None
         whole = config.hidden_size % 8 == 0 and config.head_dim % 8 == 0
         if kernels is None or self._dtype != torch.float32 or not whole:
             return None
@@ -234,12 +245,23 @@ class TorchBackend:
             raise ShardMismatch("nothing is loaded", next_step="load slices first")
         return self._config
 
-    def _slice(self, index: int) -> tuple[Decoder, KVStorage]:
+    def _slice(self, index: int) -> tuple[Decoder, KVStorage | PackedKVStorage]:
         if index not in self._decoders or index not in self._pools:
             raise ShardMismatch(f"slice {index} is not loaded here", fact=f"loaded: {sorted(self._decoders)}")
         return self._decoders[index], self._pools[index]
 
-    def _new_pool(self, config: ModelConfig, part: Slice, num_blocks: int, block_size: int) -> KVStorage:
+    def _new_pool(
+        self, config: ModelConfig, part: Slice, num_blocks: int, block_size: int
+    ) -> KVStorage | PackedKVStorage:
+        if self._kv:
+            return PackedKVStorage(
+                num_layers=len(part.layers),
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                device=self._device,
+            )
         return KVStorage(
             num_layers=len(part.layers),
             num_blocks=num_blocks,
@@ -252,11 +274,13 @@ class TorchBackend:
         )
 
     def _new_graphs(self, index: int, paging: Paging) -> DecodeGraphs:
+        pool = self._pools[index]
         assert self._config is not None
+        assert isinstance(pool, KVStorage)  # 8-bit KV has no pages
         decoder = Decoder(self._config, self._weights[index], Workspace(self._dtype, self._device))
         return DecodeGraphs(
             decoder,
-            self._pools[index],
+            pool,
             paging,
             finish=decoder.logits if decoder.part.head else self._encode,
             travels=torch.bfloat16 if self._activation_type is ActivationType.BF16 else torch.float32,
@@ -308,7 +332,7 @@ class TorchBackend:
             return StepTicket(download=pick(logits, edits, self._transfer), is_logits=True, scored=scored)
         return StepTicket(download=self._transfer.download(logits), is_logits=True, scored=scored)
 
-    def _step_tensors(self, prepared: PreparedStep, pool: KVStorage) -> StepTensors:
+    def _step_tensors(self, prepared: PreparedStep, pool: KVStorage | PackedKVStorage) -> StepTensors:
         return StepTensors(
             slots=self._transfer.upload(prepared.layout.slots),
             rotations=self._transfer.upload(prepared.rotations).unsqueeze(1),
@@ -316,7 +340,9 @@ class TorchBackend:
             logit_rows=self._transfer.upload(prepared.layout.logit_rows),
         )
 
-    def _attention(self, prepared: PreparedStep, pool: KVStorage) -> StepAttention:
+    def _attention(self, prepared: PreparedStep, pool: KVStorage | PackedKVStorage) -> StepAttention:
+        if isinstance(pool, PackedKVStorage):
+            return PackedSequenceAttention(self._loaded_config(), prepared, pool, self._masks, self._dtype)
         if self._pages is not None:
             return PagedAttention.of(prepared.layout, pool, attend=self._pages.attend, transfer=self._transfer)
         return SequenceAttention(self._loaded_config(), prepared, pool, self._masks, self._ops)

@@ -16,11 +16,11 @@ the sum of the group's inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from edgepipe_torch.ir_text import Function
+from edgepipe_torch.ir_text import Function, float_constant
 
 TILE = 16  # outputs
 
@@ -35,15 +35,17 @@ SEGMENT = (  # 64-bit fields of a part of a product, in order
     "scale",
     "offset",
     "bias",  # float32 [tiles * 16], or 0
-    "factors",  # float32 [11]: of the inputs i % 8, of the groups' sums, of the scale; the codes' zero
+    "factors",  # float32 [12]: of the inputs i % 8, of the groups' sums, of the scale; the codes' zero; of offsets
     "inputs",
     "groups",
     "blocks",  # of 8 inputs in a group
     "outputs",
     "column",  # of the first output
 )
+PANEL_INPUTS = 256  # with 16 outputs 16 KiB: half of a usual L1 cache
+CHUNK_ROWS = 128  # rows whose inputs stay in a usual L2 cache
 CALL_FIELDS = 11  # of a recorded call: the function's address and its arguments
-SUM_FACTOR, SCALE_FACTOR, ZERO, NUM_FACTORS = 8, 9, 10, 11
+SUM_FACTOR, SCALE_FACTOR, ZERO, OFFSET_FACTOR, NUM_FACTORS = 8, 9, 10, 11, 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,11 @@ class Kind:
         return 2 if self.bits == 8 else 1
 
     @property
+    def panel_rows(self) -> int:
+        """Rows from which on weights are unpacked to memory once for all, measured: earlier with two planes."""
+        return 12 if self.high_bits else 24
+
+    @property
     def gain_exponent(self) -> int:
         """Exponent of the power of two that float codes lack; the inputs bring it."""
         return 100 if self.floats else 0
@@ -89,22 +96,36 @@ def input_factor(kind: Kind, index: int) -> float:
     return 1.0 if place == 32 // width - 1 else 2.0 ** (-width * place)
 
 
+_WORK = (
+    *("ptr %segment", "ptr %x", "ptr %sums", "i64 %rows", "ptr %out", "i64 %stride", "i1 %accumulate"),
+    *("i64 %first", "i64 %end"),
+)
+
+
 class ProductCode:
     """Writes the functions of one kind for vectors of ``width`` floats."""
 
-    def __init__(self, kind: Kind, *, width: int, row_counts: Sequence[int]) -> None:
-        """``row_counts``: rows that share an unpacked weight, falling, the last 1."""
+    def __init__(self, kind: Kind, *, width: int, row_counts: Sequence[int], panel_counts: Sequence[int]) -> None:
+        """Counts of rows that share an unpacked weight, falling, the last 1: of registers, and of a panel."""
         self._kind = kind
         self._width = width
         self._vectors = TILE // width
         self._row_counts = row_counts
+        self._panel_counts = panel_counts
         self._floats = f"<{width} x float>"
         self._ints = f"<{width} x i32>"
 
     def module(self) -> str:
         """Return the text of a module with the functions ``work_...`` and ``take_...``."""
         parts = [self._tile(count) for count in self._row_counts]
-        parts += [self._work(), self._take(), *(fma_declaration(width) for width in {self._width, 8}), ATTRIBUTES]
+        parts += [self._unpack(), *(self._panel(count) for count in self._panel_counts)]
+        parts += [
+            self._work_panels(),
+            self._work(),
+            self._take(),
+            *(fma_declaration(width) for width in {self._width, 8}),
+            ATTRIBUTES,
+        ]
         return "\n".join(parts)
 
     # --- one tile -----------------------------------------------------------------------------------------
@@ -123,9 +144,12 @@ class ProductCode:
         totals = [[code.variable(self._floats, "zeroinitializer") for _ in range(self._vectors)] for _ in range(rows)]
         self._start_with_bias(code, totals)
         code.loop("0", "%groups", lambda group: self._group(code, totals, group))
+        self._finish_tile(code, totals)
+        return code.text()
+
+    def _finish_tile(self, code: Function, totals: list[list[str]]) -> None:
         whole = code.value(f"icmp eq i64 %lanes, {TILE}")
         code.branch(whole, lambda: self._store_whole(code, totals), lambda: self._store_some(code, totals))
-        return code.text()
 
     def _start_with_bias(self, code: Function, totals: list[list[str]]) -> None:
         def start() -> None:
@@ -170,14 +194,7 @@ class ProductCode:
     def _block(self, code: Function, sets: list[list[list[str]]], block: str) -> None:
         """Add the products of 8 inputs."""
         kind = self._kind
-        base = code.at("i32", "%low", code.mul(block, TILE * kind.words))
-        words = [
-            [
-                code.load(self._ints, code.at("i32", base, str(word * TILE + index * self._width)))
-                for index in range(self._vectors)
-            ]
-            for word in range(kind.words)
-        ]
+        words = self._words(code, block)
         highs = self._high_words(code, block)
         start = code.mul(block, 8)
         for place in range(8):
@@ -192,6 +209,18 @@ class ProductCode:
                 for index, chain in enumerate(vectors):
                     target = chain[place % len(chain)]
                     code.store(self._floats, self._fma(code, levels[index], x, code.load(self._floats, target)), target)
+
+    def _words(self, code: Function, block: str) -> list[list[str]]:
+        """Return a block's words of the first plane, [word][vector]."""
+        words = self._kind.words
+        base = code.at("i32", "%low", code.mul(block, TILE * words))
+        return [
+            [
+                code.load(self._ints, code.at("i32", base, str(word * TILE + index * self._width)))
+                for index in range(self._vectors)
+            ]
+            for word in range(words)
+        ]
 
     def _high_words(self, code: Function, block: str) -> list[str]:
         """Return the words of high bits, shifted so that the block's bits are where its low codes end."""
@@ -262,50 +291,167 @@ class ProductCode:
 
     def _work(self) -> str:
         """Write ``work_...``: tiles [first, end) of a segment for all rows."""
-        code = Function(
-            f"work_{self._kind.name}",
-            [
-                *("ptr %segment", "ptr %x", "ptr %sums", "i64 %rows", "ptr %out", "i64 %stride", "i1 %accumulate"),
-                *("i64 %first", "i64 %end"),
-            ],
-        )
+        code = Function(f"work_{self._kind.name}", _WORK)
+        many = code.value(f"icmp sge i64 %rows, {self._kind.panel_rows}")
+        names = ", ".join(_WORK)
+        code.branch(many, lambda: code.do(f"call void @work_panels({names})"), lambda: self._work_tiles(code))
+        return code.text() + "declare i64 @llvm.smin.i64(i64, i64)\n"
+
+    def _work_tiles(self, code: Function) -> None:
+        """Unpack each weight once for a few rows, in registers."""
         field = read_fields(code, "%segment")
-        words = code.mul(field["inputs"], 2 * self._kind.words)  # of a tile: I / 8 blocks * 16 lanes
-        high_words = self._high_stride(code, field["inputs"])
-        values = code.mul(field["groups"], TILE)
 
         def tile(index: str) -> None:
-            low = code.at("i32", field["low"], code.mul(index, words))
-            high = code.at("i32", field["high"], code.mul(index, high_words))
-            scale = code.at("half", field["scale"], code.mul(index, values))
-            offset = code.at("half", field["offset"], code.mul(index, values))
-            output = code.mul(index, TILE)
-            at = code.at("float", field["bias"], output)
-            bias = code.value(f"select i1 {code.is_null(field['bias'])}, ptr null, ptr {at}")
-            left = code.value(f"sub i64 {field['outputs']}, {output}")
-            lanes = code.value(f"call i64 @llvm.smin.i64(i64 {left}, i64 {TILE})")
-            out = code.at("float", "%out", code.add(field["column"], output))
-            row = code.variable("i64", "0")
-            for count in self._row_counts:
-                start = code.load("i64", row)
-                rest = code.value(f"srem i64 {code.value(f'sub i64 %rows, {start}')}, {count}")
-                end = code.value(f"sub i64 %rows, {rest}")
+            at = self._tile_addresses(code, field, index)
 
-                def rows(first: str, count: int = count) -> None:
-                    x = code.at("float", "%x", code.mul(first, field["inputs"]))
-                    sums = code.at("float", "%sums", code.mul(first, field["groups"]))
-                    target = code.at("float", out, code.mul(first, "%stride"))
-                    code.do(
-                        f"call void @tile{count}(ptr {x}, ptr {sums}, ptr {low}, ptr {high}, ptr {scale}, "
-                        f"ptr {offset}, ptr {bias}, ptr {target}, i64 %stride, i64 {field['inputs']}, "
-                        f"i64 {field['groups']}, i64 {field['blocks']}, i64 {lanes}, i1 %accumulate)"
-                    )
+            def rows(first: str, count: int) -> None:
+                x = code.at("float", "%x", code.mul(first, field["inputs"]))
+                sums = code.at("float", "%sums", code.mul(first, field["groups"]))
+                target = code.at("float", at["out"], code.mul(first, "%stride"))
+                code.do(
+                    f"call void @tile{count}(ptr {x}, ptr {sums}, ptr {at['low']}, ptr {at['high']}, "
+                    f"ptr {at['scale']}, ptr {at['offset']}, ptr {at['bias']}, ptr {target}, i64 %stride, i64 {field['inputs']}, "
+                    f"i64 {field['groups']}, i64 {field['blocks']}, i64 {at['lanes']}, i1 %accumulate)"
+                )
 
-                code.loop(start, end, rows, step=count)
-                code.store("i64", end, row)
+            _by_counts(code, "0", "%rows", self._row_counts, rows)
 
         code.loop("%first", "%end", tile)
-        return code.text() + "declare i64 @llvm.smin.i64(i64, i64)\n"
+
+    def _tile_addresses(self, code: Function, field: dict[str, str], index: str) -> dict[str, str]:
+        """Return a tile's addresses, and how many of its 16 outputs exist."""
+        words = code.mul(field["inputs"], 2 * self._kind.words)  # of a tile: I / 8 blocks * 16 lanes
+        values = code.mul(field["groups"], TILE)
+        output = code.mul(index, TILE)
+        bias = code.at("float", field["bias"], output)
+        left = code.value(f"sub i64 {field['outputs']}, {output}")
+        return {
+            "low": code.at("i32", field["low"], code.mul(index, words)),
+            "high": code.at("i32", field["high"], code.mul(index, self._high_stride(code, field["inputs"]))),
+            "scale": code.at("half", field["scale"], code.mul(index, values)),
+            "offset": code.at("half", field["offset"], code.mul(index, values)),
+            "bias": code.value(f"select i1 {code.is_null(field['bias'])}, ptr null, ptr {bias}"),
+            "lanes": code.value(f"call i64 @llvm.smin.i64(i64 {left}, i64 {TILE})"),
+            "out": code.at("float", "%out", code.add(field["column"], output)),
+        }
+
+    # --- many rows ----------------------------------------------------------------------------------------
+
+    def _work_panels(self) -> str:
+        """Write the same for many rows: unpack a panel of ``PANEL_INPUTS`` inputs of a tile to a core's cache, then
+        multiply it with all rows of a chunk."""
+        code = Function("work_panels", _WORK, internal=True)
+        field = read_fields(code, "%segment")
+        panel = code.variable(f"[{PANEL_INPUTS * TILE} x float]")
+
+        def chunk(first_row: str) -> None:
+            rest = code.value(f"sub i64 %rows, {first_row}")
+            last_row = code.add(first_row, code.value(f"call i64 @llvm.smin.i64(i64 {rest}, i64 {CHUNK_ROWS})"))
+
+            def tile(index: str) -> None:
+                at = self._tile_addresses(code, field, index)
+
+                def inputs(start: str) -> None:
+                    left = code.value(f"sub i64 {field['inputs']}, {start}")
+                    count = code.value(f"call i64 @llvm.smin.i64(i64 {left}, i64 {PANEL_INPUTS})")
+                    code.do(
+                        f"call void @unpack(ptr {at['low']}, ptr {at['high']}, ptr {at['scale']}, ptr {at['offset']}, "
+                        f"ptr {field['factors']}, i64 {field['blocks']}, i64 {start}, i64 {count}, ptr {panel})"
+                    )
+                    begins = code.value(f"icmp eq i64 {start}, 0")
+                    bias = code.value(f"select i1 {begins}, ptr {at['bias']}, ptr null")
+                    adds = code.value(f"select i1 {begins}, i1 %accumulate, i1 true")
+
+                    def rows(first: str, count_of_rows: int) -> None:
+                        x = code.at("float", "%x", code.add(code.mul(first, field["inputs"]), start))
+                        target = code.at("float", at["out"], code.mul(first, "%stride"))
+                        code.do(
+                            f"call void @panel{count_of_rows}(ptr {x}, ptr {panel}, ptr {bias}, ptr {target}, "
+                            f"i64 %stride, i64 {field['inputs']}, i64 {count}, i64 {at['lanes']}, i1 {adds})"
+                        )
+
+                    _by_counts(code, first_row, last_row, self._panel_counts, rows)
+
+                code.loop("0", field["inputs"], inputs, step=PANEL_INPUTS)
+
+            code.loop("%first", "%end", tile)
+
+        code.loop("0", "%rows", chunk, step=CHUNK_ROWS)
+        return code.text()
+
+    def _unpack(self) -> str:
+        """Write the values of a tile's inputs [start, start + count) to ``panel`` [count, 16].
+
+        They are divided by the factors of their inputs, which ``prepare`` has multiplied in.
+        """
+        code = Function(
+            "unpack",
+            [
+                *(f"ptr noalias %{name}" for name in ("low", "high", "scale", "offset", "factors")),
+                *("i64 %blocks", "i64 %start", "i64 %count", "ptr noalias %panel"),
+            ],
+            internal=True,
+        )
+        kind = self._kind
+        zero = code.load("float", code.at("float", "%factors", str(ZERO)))
+        zeros = code.splat("float", code.value(f"fneg float {zero}"), self._width)
+        shift = code.splat("float", code.load("float", code.at("float", "%factors", str(OFFSET_FACTOR))), self._width)
+        first = code.value("sdiv i64 %start, 8")
+
+        def block(number: str) -> None:
+            index = code.add(first, number)
+            group = code.mul(code.value(f"sdiv i64 {index}, %blocks"), TILE)
+            words, highs = self._words(code, index), self._high_words(code, index)
+            out = code.at("float", "%panel", code.mul(number, 8 * TILE))
+            for vector in range(self._vectors):
+                at = code.add(group, vector * self._width)
+                scale = self._half(code, "%scale", at)
+                added = code.value(
+                    f"fmul {self._floats} {self._half(code, '%offset', at)}, {shift}"
+                    if kind.added
+                    else f"fmul {self._floats} {scale}, {zeros}"
+                )
+                for place in range(8):
+                    word, position = divmod(place, 8 // kind.words)
+                    level = self._level(code, words[word][vector], highs[vector] if highs else "", position)
+                    power = 1.0 if kind.floats else 1.0 / input_factor(kind, place)
+                    term = code.value(f"fmul {self._floats} {added}, {self._all_floats(power)}")
+                    value = self._fma(code, level, scale, term)
+                    code.store(self._floats, value, code.at("float", out, str(place * TILE + vector * self._width)))
+
+        code.loop("0", code.value("sdiv i64 %count, 8"), block)
+        return code.text()
+
+    def _panel(self, rows: int) -> str:
+        """Write the product of ``rows`` rows with a panel."""
+        code = Function(
+            f"panel{rows}",
+            [
+                *("ptr noalias %x", "ptr noalias %panel", "ptr %bias", "ptr noalias %out", "i64 %stride"),
+                *("i64 %inputs", "i64 %count", "i64 %lanes", "i1 %accumulate"),
+            ],
+            internal=True,
+        )
+        totals = [[code.variable(self._floats, "zeroinitializer") for _ in range(self._vectors)] for _ in range(rows)]
+        self._start_with_bias(code, totals)
+
+        def some(start: str) -> None:
+            for place in range(4):
+                index = code.add(start, place)
+                base = code.at("float", "%panel", code.mul(index, TILE))
+                values = [
+                    code.load(self._floats, code.at("float", base, str(vector * self._width)))
+                    for vector in range(self._vectors)
+                ]
+                for row, vectors in enumerate(totals):
+                    at = code.add(code.mul("%inputs", row), index)
+                    x = code.splat("float", code.load("float", code.at("float", "%x", at)), self._width)
+                    for value, total in zip(values, vectors, strict=True):
+                        code.store(self._floats, self._fma(code, value, x, code.load(self._floats, total)), total)
+
+        code.loop("0", "%count", some, step=4)
+        self._finish_tile(code, totals)
+        return code.text()
 
     def _high_stride(self, code: Function, inputs: str) -> str:
         """Return the words of high bits in a tile."""
@@ -409,9 +555,23 @@ class ProductCode:
         kind = self._floats
         return code.value(f"call {kind} @llvm.fma.v{self._width}f32({kind} {a}, {kind} {b}, {kind} {c})")
 
+    def _all_floats(self, value: float) -> str:
+        return "<" + ", ".join([f"float {float_constant(value)}"] * self._width) + ">"
+
     def _all(self, value: int) -> str:
         """Return a constant vector."""
         return _list([value] * self._width)
+
+
+def _by_counts(code: Function, first: str, end: str, counts: Sequence[int], body: Callable[[str, int], None]) -> None:
+    """Cover rows [first, end) by ``counts`` at a time, the largest first; ``body`` gets the first row and the count."""
+    row = code.variable("i64", first)
+    for count in counts:
+        start = code.load("i64", row)
+        rest = code.value(f"srem i64 {code.value(f'sub i64 {end}, {start}')}, {count}")
+        covered = code.value(f"sub i64 {end}, {rest}")
+        code.loop(start, covered, lambda index, count=count: body(index, count), step=count)
+        code.store("i64", covered, row)
 
 
 def frame_module() -> str:
@@ -544,7 +704,7 @@ def _prepare() -> str:
 def _replay() -> str:
     """Write ``replay``: ``count`` recorded calls, each an address and ten 64-bit arguments.
 
-    Functions take as many arguments as they have; in the calling conventions of x86-64 and arm64, the caller removes the
+    A function takes as many arguments as it has: in the calling conventions of x86-64 and arm64 the caller removes the
     others.
     """
     code = Function("replay", ["ptr %calls", "i64 %count"])
@@ -552,9 +712,7 @@ def _replay() -> str:
     def call(index: str) -> None:
         start = code.at("i64", "%calls", code.mul(index, CALL_FIELDS))
         function = code.load("ptr", start)
-        arguments = [
-            code.load("i64", code.at("i64", start, str(number))) for number in range(1, CALL_FIELDS)
-        ]
+        arguments = [code.load("i64", code.at("i64", start, str(number))) for number in range(1, CALL_FIELDS)]
         code.do(f"call void {function}({', '.join(f'i64 {argument}' for argument in arguments)})")
 
     code.loop("0", "%count", call)

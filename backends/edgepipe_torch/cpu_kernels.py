@@ -1,23 +1,28 @@
 """Compile the CPU's kernels in this process with llvmlite, and call them.
 
-Code is compiled for this machine's CPU when a weight first needs it (about 0.3 s for each kind of weight). Threads are
-those of torch's OpenMP pool, through ``GOMP_parallel``; without that symbol products run on one thread.
+Code is compiled for this machine's CPU when a weight first needs it (about 0.7 s for each kind of weight), and kept on
+disk. Threads are those of torch's OpenMP pool, through ``GOMP_parallel``; without that symbol products run on one
+thread.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib
 import logging
 import platform
+import secrets
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import platformdirs
 from torch import Tensor
 
 from edgepipe_torch.cpu_code import CALL_FIELDS, Kind, ProductCode, frame_module
@@ -25,6 +30,7 @@ from edgepipe_torch.cpu_step_code import head_module, vector_module
 
 logger = logging.getLogger(__name__)
 
+_DIGEST_BYTES = 32  # SHA-256 before the code, against files cut short by a crash
 _NEEDED = ("avx2", "fma", "f16c")  # of x86: without f16c, LLVM would call a library for float16
 
 
@@ -67,16 +73,16 @@ class Recording:
 class CpuKernels:
     """The compiled functions of one process."""
 
-    def __init__(self, llvm: Any) -> None:
-        """``llvm``: llvmlite's binding."""
+    def __init__(self, llvm: Any, folder: Path) -> None:
+        """``llvm``: llvmlite's binding; ``folder`` keeps compiled code."""
         self._llvm = llvm
         features = llvm.get_host_cpu_features()
         self._wide = bool(features.get("avx512f"))
         self._width = 16 if self._wide else 8 if _is_x86() else 4
         target = llvm.Target.from_default_triple()
-        self._machine = target.create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=3, jit=True
-        )
+        cpu, flags = llvm.get_host_cpu_name(), features.flatten()
+        self._machine = target.create_target_machine(cpu=cpu, features=flags, opt=3, jit=True)
+        self._code = CodeCache(folder, f"{llvm.llvm_version_info} {self._machine.triple} {cpu} {flags}")
         self._engines: list[Any] = []  # own the code
         self._kinds: dict[Kind, tuple[Native, Native]] = {}  # work, take
         self._heads: dict[int, HeadKernels] = {}
@@ -173,22 +179,55 @@ class CpuKernels:
 
     def _compiled(self, kind: Kind) -> tuple[Native, Native]:
         if kind not in self._kinds:
-            row_counts = (8, 4, 2, 1) if self._wide else (4, 2, 1)  # as many sums as 32 or 16 registers hold
-            engine = self._compile(ProductCode(kind, width=self._width, row_counts=row_counts).module())
+            # As many sums as 32 or 16 registers hold.
+            row_counts, panel_counts = ((8, 4, 2, 1), (12, 4, 2, 1)) if self._wide else ((4, 2, 1), (6, 4, 2, 1))
+            code = ProductCode(kind, width=self._width, row_counts=row_counts, panel_counts=panel_counts)
+            engine = self._compile(code.module())
             self._kinds[kind] = Native(engine, f"work_{kind.name}", 9), Native(engine, f"take_{kind.name}", 4)
         return self._kinds[kind]
 
     def _compile(self, text: str) -> Any:
+        """Return an engine with the functions of a module; it owns their code."""
+        llvm = self._llvm
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), self._machine)
+        engine.add_object_file(llvm.ObjectFileRef.from_data(self._code.get(text, self._object_code)))
+        engine.finalize_object()
+        self._engines.append(engine)
+        return engine
+
+    def _object_code(self, text: str) -> bytes:
         llvm = self._llvm
         module = llvm.parse_assembly(text)
         module.verify()
         options = llvm.create_pipeline_tuning_options(speed_level=3)
         builder = llvm.create_pass_builder(self._machine, options)
         builder.getModulePassManager().run(module, builder)
-        engine = llvm.create_mcjit_compiler(module, self._machine)
-        engine.finalize_object()
-        self._engines.append(engine)
-        return engine
+        return self._machine.emit_object(module)
+
+
+class CodeCache:
+    """Compiled code on disk, by the text it was compiled from. A file that cannot be used costs only time."""
+
+    def __init__(self, folder: Path, target: str) -> None:
+        """``target``: what else the code depends on, such as the CPU and the compiler's version."""
+        self._folder = folder
+        self._target = target
+
+    def get(self, text: str, compile_text: Callable[[str], bytes]) -> bytes:
+        """Return the code of a text; compile it if it is new."""
+        path = self._folder / f"{hashlib.sha256(f'{self._target} {text}'.encode()).hexdigest()[:32]}.o"
+        with suppress(OSError):
+            stored = path.read_bytes()
+            digest, code = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
+            if hashlib.sha256(code).digest() == digest:
+                return code
+        code = compile_text(text)
+        with suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{secrets.token_hex(4)}")
+            part.write_bytes(hashlib.sha256(code).digest() + code)
+            part.replace(path)
+        return code
 
 
 @cache
@@ -201,7 +240,7 @@ def cpu_kernels() -> CpuKernels | None:
         features = llvm.get_host_cpu_features()
         if _is_x86() and not all(features.get(name) for name in _NEEDED):
             return None
-        return CpuKernels(llvm)
+        return CpuKernels(llvm, Path(platformdirs.user_cache_dir("edgepipe", appauthor=False)) / "kernels")
     except (ImportError, OSError, RuntimeError) as exc:
         logger.info("packed weights on this CPU are computed by torch: %s", exc)
         return None

@@ -4,7 +4,7 @@ A step with packed weights consists of compiled functions only. Their arguments 
 calls of a step are recorded once for each number; later steps fill the same buffers and repeat them. Called one by one
 from Python, they take about a third as long again as they compute (docs/experiments.md).
 
-T rows with one token each, H hidden, D head dim.
+T packed rows, one or a few of each sequence; H hidden, D head dim.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from edgepipe.backend.step_layout import StepLayout
-from edgepipe_torch.attention import single_queries
+from edgepipe_torch.attention import SHORT_ROWS, single_queries
 from edgepipe_torch.cpu_kernels import CpuKernels, Recording
 from edgepipe_torch.decoder import Decoder, SliceWeights, StepTensors
 from edgepipe_torch.kv import KVStorage
@@ -35,10 +35,12 @@ def can_record(weights: SliceWeights) -> bool:
 
 
 def can_replay_decode(layout: StepLayout, *, head: bool) -> bool:
-    """Return whether a step has one token per row and, with the head, samples from each row."""
-    if layout.scores is not None or layout.num_tokens != len(layout.rows) or not 0 < len(layout.rows) <= _MOST_ROWS:
+    """Return whether a step has a few tokens of each sequence and, with the head, needs logits of all."""
+    if layout.scores is not None or not 0 < layout.num_tokens <= _MOST_ROWS:
         return False
-    return not head or layout.logit_rows.tolist() == list(range(len(layout.rows)))
+    if any(row.num_tokens > SHORT_ROWS for row in layout.rows):
+        return False
+    return not head or layout.logit_rows.tolist() == list(range(layout.num_tokens))
 
 
 class DecodeReplays:
@@ -55,7 +57,7 @@ class DecodeReplays:
 
         ``fill_hidden`` writes the slice's input to a tensor [T, H].
         """
-        count = len(prepared.layout.rows)
+        count = prepared.layout.num_tokens
         longest = max(row.length for row in prepared.layout.rows)
         step = self._known.get(count)
         if step is None or step.longest < longest:

@@ -7,10 +7,8 @@ T rows, H hidden, Hq and Hkv heads, D head dim (a multiple of 8), L keys.
 
 from __future__ import annotations
 
-import struct
-
 from edgepipe_torch.cpu_code import ATTRIBUTES, fma_declaration
-from edgepipe_torch.ir_text import Function
+from edgepipe_torch.ir_text import Function, float_constant
 
 _EIGHT = "<8 x float>"
 _INTS = "<8 x i32>"
@@ -177,7 +175,7 @@ def _attend_items(head_dim: int) -> str:
     code = Function("attend_items", ["ptr %job", "i64 %first", "i64 %end", "ptr noalias %scores"], internal=True)
     field = _job(code)
     chunks = range(0, head_dim, 8)
-    scale = code.splat("float", _float(head_dim**-0.5), 8)
+    scale = code.splat("float", float_constant(head_dim**-0.5), 8)
 
     def item(index: str) -> None:
         row = code.at("i64", field["rows"], code.mul(code.value(f"sdiv i64 {index}, {field['heads']}"), 4))
@@ -195,7 +193,7 @@ def _attend_items(head_dim: int) -> str:
             for place in chunks
         ]
         scattered = code.value(f"icmp ne i64 {table}, 0")
-        largest = code.variable("float", _float(-3.0e38))
+        largest = code.variable("float", float_constant(-3.0e38))
 
         def position(key: str) -> str:
             """Return the floats from the pool's start to a key's slot."""
@@ -222,7 +220,9 @@ def _attend_items(head_dim: int) -> str:
         top = code.splat("float", code.load("float", largest), 8)
         rest = code.value(f"srem i64 {length}, 8")  # pad to whole vectors with scores whose weight is zero
         padded = code.value(f"sub i64 {code.add(length, 8)}, {rest}")
-        code.loop(length, padded, lambda key: code.store("float", _float(-3.0e38), code.at("float", "%scores", key)))
+        code.loop(
+            length, padded, lambda key: code.store("float", float_constant(-3.0e38), code.at("float", "%scores", key))
+        )
         total = code.variable(_EIGHT, "zeroinitializer")
 
         def weigh(key: str) -> None:
@@ -330,11 +330,5 @@ def _shuffled(code: Function, vector: str, lanes: list[int]) -> str:
     return code.value(f"shufflevector {_EIGHT} {vector}, {_EIGHT} poison, <8 x i32> <{chosen}>")
 
 
-def _float(value: float) -> str:
-    """Return a float constant: LLVM wants its bits as a double."""
-    single = struct.unpack("<f", struct.pack("<f", value))[0]
-    return f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016X}"
-
-
 def _all(value: float) -> str:
-    return "<" + ", ".join([f"float {_float(value)}"] * 8) + ">"
+    return "<" + ", ".join([f"float {float_constant(value)}"] * 8) + ">"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe_torch.attention import StepAttention
-from edgepipe_torch.kv import KVStorage
+from edgepipe_torch.kv import KVPool
 from edgepipe_torch.linear import Linear, Table, Workspace
 from edgepipe_torch.step_ops import StepOps, TorchOps
 
@@ -82,7 +82,7 @@ class Decoder:
         assert table is not None
         hidden.copy_(table.index_select(0, ids) if isinstance(table, Tensor) else table.take(ids))
 
-    def run(self, hidden: Tensor, step: StepTensors, pool: KVStorage) -> Tensor:
+    def run(self, hidden: Tensor, step: StepTensors, pool: KVPool) -> Tensor:
         """Apply the layers to hidden [T, H] in place and write the rows' keys and values. Returns hidden.
 
         With the head, returns [R, H]: after the last layer's attention only rows that need logits continue.
@@ -111,7 +111,7 @@ class Decoder:
         assert self._weights.final_norm is not None
         return self._weights.head.rows(self._ops.norm(hidden, self._weights.final_norm))
 
-    def _attend(self, index: int, layer: Layer, qkv: Tensor, step: StepTensors, pool: KVStorage) -> Tensor:
+    def _attend(self, index: int, layer: Layer, qkv: Tensor, step: StepTensors, pool: KVPool) -> Tensor:
         """Attend with qkv [T, (Hq + 2 Hkv) D]; returns the heads' outputs [T, Hq D]."""
         config = self.config
         heads = qkv.view(qkv.shape[0], -1, config.head_dim)

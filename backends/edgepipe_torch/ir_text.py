@@ -5,6 +5,7 @@ Pointers are opaque and variables live on the stack; LLVM's optimiser turns them
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 
 
@@ -102,3 +103,9 @@ class Function:
                 arm()
             self.do(f"br label %end{name}")
         self._lines.append(f"end{name}:")
+
+
+def float_constant(value: float) -> str:
+    """Return a float32 constant. LLVM writes it as the bits of the double of the same value."""
+    (single,) = struct.unpack("<f", struct.pack("<f", value))
+    return f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016X}"

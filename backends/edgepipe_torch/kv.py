@@ -7,11 +7,24 @@ layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from edgepipe.backend.types import BlockCopy
+
+
+class KVPool(Protocol):
+    """What a step needs of a slice's keys and values, in any form."""
+
+    def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
+        """Write kv [T, 2 * kv heads, D] to slots [T]; ``layer`` counts from the slice's first."""
+        ...
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks in every layer, in the given order."""
+        ...
 
 
 class KVStorage:

@@ -78,9 +78,7 @@ class PackedSequenceAttention:
                 tile = slice(at, min(at + TILE_ROWS, num_rows))
                 high = num_keys - num_rows + tile.stop
                 low = 0 if window is None else max(0, num_keys - num_rows + at - window + 1)
-                found = self._attend(
-                    queries[tile, heads], keys[:, :, low:high], values[:, :, low:high], window=window
-                )
+                found = self._attend(queries[tile, heads], keys[:, :, low:high], values[:, :, low:high], window=window)
                 out[tile, heads] = found
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, *, window: int | None) -> Tensor:

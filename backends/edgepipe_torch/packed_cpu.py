@@ -19,7 +19,17 @@ from torch import Tensor
 
 from edgepipe.model.packed import Floats, Packed
 from edgepipe.model.packed_form import CODEBOOKS
-from edgepipe_torch.cpu_code import NUM_FACTORS, SCALE_FACTOR, SEGMENT, SUM_FACTOR, TILE, ZERO, Kind, input_factor
+from edgepipe_torch.cpu_code import (
+    NUM_FACTORS,
+    OFFSET_FACTOR,
+    SCALE_FACTOR,
+    SEGMENT,
+    SUM_FACTOR,
+    TILE,
+    ZERO,
+    Kind,
+    input_factor,
+)
 from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels
 from edgepipe_torch.linear import Workspace
 
@@ -62,7 +72,9 @@ class PackedWeight:
         self.factors[ZERO] = levels.zero
         self.factors[SUM_FACTOR] = -levels.zero * 2.0**exponent
         if self._offset is not None:
-            self.factors[SUM_FACTOR] = 2.0 ** _fill_halves(self._offset, offset)
+            offset_exponent = _fill_halves(self._offset, offset)
+            self.factors[SUM_FACTOR] = 2.0**offset_exponent
+            self.factors[OFFSET_FACTOR] = 2.0 ** (offset_exponent - exponent)
 
     @property
     def num_bytes(self) -> int:
@@ -176,7 +188,7 @@ class _Levels:
         offset: Floats = np.zeros((1, 1), np.float32) if weight.offset is None else weight.offset.float32()
         zeros = weight.zeros() if self.kind.added else None
         if zeros is not None:
-            offset = offset - scale * zeros.astype(np.float32)
+            offset = np.subtract(offset, scale * zeros.astype(np.float32), dtype=np.float32)
         return scale, offset
 
 

@@ -1,4 +1,4 @@
-"""The KV pool of a slice in 8 bits: codes ``[layers, slots, 2 * kv heads, D]``, scales ``[layers, slots, 2 * kv heads]``.
+"""The KV pool of a slice in 8 bits: codes ``[layers, slots, 2 * kv heads, D]`` and their scales.
 
 A slot's head has int8 codes and one float16 scale of its own, so what a token stores depends on that token alone:
 chunks of a prompt, truncation and copies of blocks leave the same codes. A value is ``code * scale``.

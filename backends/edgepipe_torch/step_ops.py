@@ -6,6 +6,7 @@ T rows, H hidden, Hq and Hkv heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from edgepipe.model.facts import ModelConfig
 from edgepipe_torch.cpu_kernels import CpuKernels
 from edgepipe_torch.cpu_step_code import ATTEND_JOB
-from edgepipe_torch.kv import KVStorage
+from edgepipe_torch.kv import KVPool, KVStorage
 from edgepipe_torch.linear import Workspace
 
 
@@ -32,7 +33,7 @@ class StepOps(Protocol):
         """Normalise heads [T, n, D], a view of some of a row's heads, in place."""
         ...
 
-    def place(self, qkv: Tensor, rotations: Tensor, slots: Tensor, pool: KVStorage, layer: int) -> None:
+    def place(self, qkv: Tensor, rotations: Tensor, slots: Tensor, pool: KVPool, layer: int) -> None:
         """Rotate queries and keys of qkv [T, Hq + 2 Hkv, D] in place; write keys and values to the pool's slots [T].
 
         rotations [T, 1, D / 2] complex64.
@@ -52,7 +53,7 @@ class TorchOps:
     def norm_heads(self, heads: Tensor, weight: Tensor) -> None:
         heads.copy_(self.norm(heads, weight))
 
-    def place(self, qkv: Tensor, rotations: Tensor, slots: Tensor, pool: KVStorage, layer: int) -> None:
+    def place(self, qkv: Tensor, rotations: Tensor, slots: Tensor, pool: KVPool, layer: int) -> None:
         config = self._config
         rotate(qkv[:, : config.num_heads + config.num_kv_heads], rotations)
         pool.write(layer, slots, qkv[:, config.num_heads :])
@@ -84,7 +85,8 @@ class CompiledOps:
     def norm_heads(self, heads: Tensor, weight: Tensor) -> None:
         self.kernels.normalise(heads, weight, heads, self._config.rms_norm_eps)
 
-    def place(self, qkv: Tensor, rotations: Tensor, slots: Tensor, pool: KVStorage, layer: int) -> None:
+    def place(self, qkv: Tensor, rotations: Tensor, slots: Tensor, pool: KVPool, layer: int) -> None:
+        assert isinstance(pool, KVStorage)  # 8-bit KV has no compiled kernels
         layer_pool = pool.layer(layer)
         places = (qkv.data_ptr(), rotations.data_ptr(), slots.data_ptr(), layer_pool.data_ptr())
         counts = (qkv.shape[0], self._config.num_heads, self._config.num_kv_heads)
@@ -95,11 +97,14 @@ class CompiledOps:
         return SingleQueries(self.kernels, self._config, num_rows, longest, pool, self._workspace)
 
 
+@dataclass(frozen=True, slots=True)
 class SingleQuery:
-    """Keys of one row of a step: ``length`` slots from ``first`` on, or scattered ``slots`` [length] int64."""
+    """Keys of one row of a step."""
 
-    def __init__(self, row: int, first: int, length: int, slots: npt.NDArray[np.int64] | None) -> None:
-        self.row, self.first, self.length, self.slots = row, first, length, slots
+    row: int  # of queries and results
+    first: int  # slot of the first key, unless they are scattered
+    length: int
+    slots: npt.NDArray[np.int64] | None  # [length] of scattered keys
 
 
 class SingleQueries:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from edgepipe.cli.options import DataDir, Exclude, First, ObjectiveName, checked_dtype, checked_kv, complete_model, data_dir_of
+from edgepipe.cli.options import (
+    DataDir,
+    Exclude,
+    First,
+    ObjectiveName,
+    checked_dtype,
+    checked_kv,
+    complete_model,
+    data_dir_of,
+)
 from edgepipe.cli.output import make_console
 from edgepipe.errors import ConfigInvalid, PeerClosed
 

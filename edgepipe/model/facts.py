@@ -152,7 +152,9 @@ class ModelConfig:
     def kv_bytes_per_token(self, *, num_layers: int, form: str) -> int:
         """Return the bytes of one token's keys and values in ``num_layers`` layers.
 
-        form  the dtype of the values ("float32" | "float16" | "bfloat16"), or ``KV_8BIT``; raises ConfigInvalid for others
+        form  the dtype of the values ("float32" | "float16" | "bfloat16"), or ``KV_8BIT``
+
+        Raises ConfigInvalid for another form.
         """
         if form not in _KV_VALUE_BYTES:
             raise ConfigInvalid(f"KV cannot be kept as '{form}'", fact=f"it can be {', '.join(_KV_VALUE_BYTES)}")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import cast
-
-import numpy as np
+from typing import Any, cast
 
 from edgepipe.errors import ModelInvalid
 
@@ -86,8 +84,8 @@ class Fields:
         value = self._values.get(key)
         if value is None:
             return []
-        if isinstance(value, np.ndarray):
-            return cast("list[object]", value.tolist())
+        if hasattr(value, "tolist"):  # an array of a GGUF header; numpy would make every command start slower
+            return cast("list[object]", cast("Any", value).tolist())
         if not isinstance(value, list | tuple):
             raise self.fail(key, f"it is {_show(value)}; a list is needed")
         return list(cast("list[object]", value))

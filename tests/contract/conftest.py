@@ -22,6 +22,11 @@ BACKENDS = [
     # Cards without pages attend sequence by sequence, which float32 compares closely.
     pytest.param({"name": "torch", "device": "cuda"}, id="torch-cuda-float32", marks=pytest.mark.gpu),
     pytest.param({"name": "mlx", "device": "cpu"}, id="mlx"),
+    pytest.param({"name": "emulated", "device": "auto", "kv": "8bit"}, id="emulated-kv8"),
+    pytest.param({"name": "torch", "device": "cpu", "kv": "8bit"}, id="torch-kv8"),
+    pytest.param({"name": "torch", "device": "cpu", "dtype": "bfloat16", "kv": "8bit"}, id="torch-bf16-kv8"),
+    pytest.param({"name": "torch", "device": "cuda", "kv": "8bit"}, id="torch-cuda-kv8", marks=pytest.mark.gpu),
+    pytest.param({"name": "mlx", "device": "cpu", "kv": "8bit"}, id="mlx-kv8"),
 ]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from edgepipe_torch import TorchBackend
+from edgepipe_torch.kv import KVStorage
 
 from edgepipe.backend.types import ActivationType, BackendOptions, Step, StepRow
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
@@ -68,14 +69,14 @@ class Twins:
         self._recorders.clear()
         for backend in (self.paged, self.plain):
             backend.allocate_kv(num_blocks=self.num_blocks, block_size=self.page_tokens)
-            for pool in backend._pools.values():
-                pool.pool.fill_(torch.nan)
+            for pool in pools_of(backend):
+                pool.fill_(torch.nan)
 
     def spoil(self, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN."""
         for backend in (self.paged, self.plain):
-            for pool in backend._pools.values():
-                pool.pool.unflatten(1, (-1, self.page_tokens))[:, list(blocks)] = torch.nan
+            for pool in pools_of(backend):
+                pool.unflatten(1, (-1, self.page_tokens))[:, list(blocks)] = torch.nan
 
     def step(
         self,
@@ -120,8 +121,8 @@ class Twins:
     def _compare_kv(self) -> None:
         """Whatever belongs to a sequence is the same in both pools, and nothing else was written."""
         end = self.num_blocks * self.page_tokens
-        for index, pool in self.plain._pools.items():
-            self._assert_close(self.paged._pools[index].pool[:, :end].numpy(), pool.pool[:, :end].numpy())
+        for paged, plain in zip(pools_of(self.paged), pools_of(self.plain), strict=True):
+            self._assert_close(paged[:, :end].numpy(), plain[:, :end].numpy())
 
     def _assert_close(self, found: np.ndarray, expected: np.ndarray) -> None:
         known = np.abs(expected[np.isfinite(expected)])
@@ -221,3 +222,8 @@ class Crowd:
         block = self._free.pop(self._random.randrange(len(self._free)))
         self._uses[block] += 1
         return block
+
+
+def pools_of(backend: TorchBackend) -> list[torch.Tensor]:
+    """The pool [layers, slots, 2 * kv heads, D] of each slice."""
+    return [pool.pool for pool in backend._pools.values() if isinstance(pool, KVStorage)]

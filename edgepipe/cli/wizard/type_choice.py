@@ -53,9 +53,7 @@ def memory_at_hand(data_dir: Path) -> Memory:
 
     alive = [member.node for member in members_of(data_dir) if member.state == "alive"]
     rooms = [
-        Room(
-            free_bytes=room.free_bytes, packing=room.packing, dtype=room.dtype
-        )
+        Room(free_bytes=room.free_bytes, packing=room.packing, dtype=room.dtype)
         for node in alive
         for room in rooms_of(node, "auto")
     ]

@@ -123,7 +123,9 @@ class Replanner:
 
     def usable(self, spec: ServeSpec, *, own: str) -> frozenset[str]:
         """Return the nodes that could hold stages of a running pipeline."""
-        return frozenset(node.node_id for node in self._peers.nodes() if rooms_of(node, spec.dtype, kv=spec.kv, own=own))
+        return frozenset(
+            node.node_id for node in self._peers.nodes() if rooms_of(node, spec.dtype, kv=spec.kv, own=own)
+        )
 
     def name(self, node_id: str) -> str:
         """Return a node's name for people. Raises NodeUnreachable."""

@@ -17,6 +17,7 @@ from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, Slice, make_slices
 from edgepipe.model.mixes import mix_names, mix_table, named_model
+from edgepipe.model.resident import dtype_of
 from edgepipe.model.shapes import model_shapes, named_shape
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.demand import Demand, Objective
