@@ -187,9 +187,9 @@ async def test_waiting_without_work_is_no_fault() -> None:
     async with stages(2) as local, local.open(epoch(1), step_deadline_ms=400) as driver:
         engine = SmallEngine(driver)
         sequence = engine.new(PROMPT)
-        for _ in range(3):
-            await asyncio.sleep(0.9)  # more than two deadlines, which are longer than credits wait
-            await engine.generate([[sequence]], len(sequence.generated) + 1)
+        await engine.generate([[sequence]], 1)
+        await asyncio.sleep(0.9)  # idle for more than two deadlines of a real stage, which are longer than credits wait
+        await engine.generate([[sequence]], 2)
         assert driver.fault() is None
 
 

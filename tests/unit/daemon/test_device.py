@@ -38,6 +38,7 @@ from edgepipe.wire.children import (
 )
 from edgepipe.workers.settings import ChildSettings
 from tests.support.stage_settings import STAGE_SETTINGS
+from tests.support.waiting import until
 
 GB = 10**9
 CONFIG = emulated_model_config(num_layers=2)
@@ -338,7 +339,7 @@ async def test_stages_that_no_engine_claims_are_given_back(tmp_path: Path) -> No
         host.host.orphaned_by("node-c")  # another's engine
         host.host.orphaned_by("node-b")
         await host.prepare(counter=2)  # a new engine claims it in time
-        await asyncio.sleep(0.03)
+        await until(lambda: not any(task.get_name().startswith("orphan:") for task in asyncio.all_tasks()))
         assert host.host.pipelines() == ["p"]
         host.host.orphaned_by("node-b")
         await host.until(lambda: host.host.pipelines() == [])

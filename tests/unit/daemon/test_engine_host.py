@@ -19,6 +19,7 @@ from edgepipe.system import SystemClock
 from edgepipe.wire.engines import EngineState, ServeSpec
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import ServeBody, StartEngineRequest, VouchReply
+from tests.support.waiting import until
 
 REQUEST = StartEngineRequest(pipeline_id=PipelineId("p"), spec=ServeSpec(model="m"))
 
@@ -185,6 +186,6 @@ async def test_a_model_is_looked_at_until_somebody_has_its_engine(monkeypatch: p
         keeping = tasks.create_task(keeper.run())
         async with asyncio.timeout(10):
             await done.wait()
-            await asyncio.sleep(0.02)
+            await until(lambda: all(task.get_name() != "engine-for:p" for task in asyncio.all_tasks()))
         assert starts == ["p", "p"]
         keeping.cancel()

@@ -56,10 +56,17 @@ async def test_a_trust_store_that_cannot_be_written_works_on_and_is_written_when
     (peer,) = [one for one in a.outbound() if one.node_id == b.node_id]
     await a.promote(peer)
     keeper = asyncio.create_task(b.run())
+    refuse, refused = refusing(errno.EROFS), 0
+
+    def refuse_and_count(*args: object) -> None:
+        nonlocal refused
+        refused += 1
+        refuse(*args)
+
     with monkeypatch.context() as read_only:
-        read_only.setattr(Path, "chmod", refusing(errno.EROFS))
+        read_only.setattr(Path, "chmod", refuse_and_count)
         b.hear(a.node_id, digest=a.digest, statements=[statement.signed for statement in a.held().values()])
-        await asyncio.sleep(0.03)
+        await until(lambda: refused >= 2)
         assert not keeper.done(), "the node goes on"
     assert _on_disk(tmp_path / "b") != b.digest
     await until(lambda: _on_disk(tmp_path / "b") == b.digest, timeout_s=5)
