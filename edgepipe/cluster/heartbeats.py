@@ -349,8 +349,8 @@ class Heartbeats:
     def _note_known(self, node_id: NodeId, version: int) -> None:
         if self._known_versions.get(node_id, 0) < version:
             self._known_versions[node_id] = version
-            told_more, self._confirmed_more = self._confirmed_more, asyncio.Event()
-            told_more.set()
+            confirmed, self._confirmed_more = self._confirmed_more, asyncio.Event()
+            confirmed.set()
 
 
 async def _next_beat(call: Any) -> pb.Beat | None:
