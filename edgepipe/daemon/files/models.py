@@ -76,14 +76,18 @@ class Models:
         timeouts: Timeouts,
         on_change: Callable[[], None],
         hub_endpoint: str | None = None,
+        client: WeightsClient | None = None,
     ) -> None:
-        """``hub_endpoint``: None for the default of ``huggingface_hub``."""
+        """
+        hub_endpoint  None for the default of ``huggingface_hub``
+        client        asks other nodes for files; None for the one over the network
+        """
         self._store = ModelStore(models_dir)
         self._hub_endpoint = hub_endpoint
         self._hub_idle_s = timeouts.transfer_idle_s
         self._peers = peers
         self._on_change = on_change
-        self._client = WeightsClient(hello=peers.hello, security=peers.security, timeouts=timeouts)
+        self._client = client or WeightsClient(hello=peers.hello, security=peers.security, timeouts=timeouts)
         self._transfers = Transfers(self._client, on_change)
         self.free_bytes = 0  # for copies, at the last scan
         self._on_disk: list[ModelOnDisk] = []

@@ -222,6 +222,7 @@ class Members:
             peers=cast("Any", peers),
             timeouts=Timeouts(connect_s=1.0),
             on_change=self.changes.notify,
+            client=cast("Any", self),
         )
 
     def on_disk(self) -> set[str]:
@@ -232,7 +233,6 @@ class Members:
 @pytest.fixture
 def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Members:
     made = Members(tmp_path)
-    monkeypatch.setattr(models_module, "WeightsClient", lambda **_: made)
     monkeypatch.setattr("edgepipe.model.disk.HEADROOM_BYTES", 0)
     return made
 

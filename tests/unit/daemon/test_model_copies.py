@@ -12,7 +12,6 @@ from typing import Any, cast
 import pytest
 
 from edgepipe.config import Timeouts
-from edgepipe.daemon.files import models as models_module
 from edgepipe.daemon.files.model_parts import held_parts, model_parts, parts_of, parts_on, runs_of
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.files.pace import Pace, chunk_bytes
@@ -62,7 +61,13 @@ async def make_models(folder: Path, others: Sequence[NodeState]) -> Models:
     peers = SimpleNamespace(
         hello=Hello(role="node"), security=None, nodes=lambda: list(others), is_self=lambda _id: False, own_id="here"
     )
-    made = Models(models_dir=folder, peers=cast("Any", peers), timeouts=Timeouts(connect_s=1.0), on_change=lambda: None)
+    made = Models(
+        models_dir=folder,
+        peers=cast("Any", peers),
+        timeouts=Timeouts(connect_s=1.0),
+        on_change=lambda: None,
+        client=cast("Any", NearClient()),
+    )
     await made.rescan()
     return made
 
@@ -77,7 +82,6 @@ async def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Models:
         asyncio.Event(),
     )
     NearClient.gate.set()
-    monkeypatch.setattr(models_module, "WeightsClient", NearClient)
     monkeypatch.setattr("edgepipe.model.disk.HEADROOM_BYTES", 0)
     there = NodeState(node_id=NodeId("there"), name="there", models=tuple(NearClient.source.on_disk()))
     return await make_models(tmp_path / "here", [there])
