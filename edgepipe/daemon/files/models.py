@@ -77,10 +77,12 @@ class Models:
         on_change: Callable[[], None],
         hub_endpoint: str | None = None,
         client: WeightsClient | None = None,
+        adoptions: Adoptions | None = None,
     ) -> None:
         """
         hub_endpoint  None for the default of ``huggingface_hub``
         client        asks other nodes for files; None for the one over the network
+        adoptions     decides which models are kept for other nodes; None for the usual limits
         """
         self._store = ModelStore(models_dir)
         self._hub_endpoint = hub_endpoint
@@ -95,7 +97,7 @@ class Models:
         self._paths: dict[ModelKey, Path] = {}  # of models whose metadata is here
         self._reading: OrderedDict[ModelKey, StoredModel] = OrderedDict()  # the most recently read at the end
         self._scanning = asyncio.Lock()
-        self._adoptions = Adoptions()
+        self._adoptions = adoptions or Adoptions()
         self._adopting: WeakValueDictionary[tuple[ModelKey, str], asyncio.Lock] = WeakValueDictionary()
         self._fetching = asyncio.Semaphore(MAX_FETCHES)  # for models that no user here asked for
         self._checking = asyncio.Lock()  # one at a time: a hostile tokenizer takes 3 GB until its process is killed

@@ -209,7 +209,7 @@ class Members:
         stored = self.stores[source.node_id].resolve(manifest.model_id)
         yield stored.read_file(name, offset=0, num_bytes=stored.metadata_file(name).num_bytes).tobytes()
 
-    def models(self) -> Models:
+    def models(self, adoptions: Adoptions | None = None) -> Models:
         """The node under test."""
         peers = SimpleNamespace(
             hello=Hello(role="node"),
@@ -223,6 +223,7 @@ class Members:
             timeouts=Timeouts(connect_s=1.0),
             on_change=self.changes.notify,
             client=cast("Any", self),
+            adoptions=adoptions,
         )
 
     def on_disk(self) -> set[str]:
@@ -306,13 +307,11 @@ async def test_r5_a_full_disk_is_said_and_left_as_it_was(
 
 
 async def test_r5_what_a_node_announces_beyond_its_share_is_not_kept_and_told_once(
-    members: Members, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    members: Members, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(bounds, "MAX_MODELS_PER_NODE", 2)
-    monkeypatch.setattr(bounds, "RETRY_S", 0.01)
     members.add("rogue", {f"m{i}": "T" for i in range(4)})
     members.add("honest", {"mine": "T"})
-    here = members.models()
+    here = members.models(Adoptions(max_models=2, retry_s=0.01))
     with caplog.at_level(logging.WARNING):
         async with asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(here.keep_served_metadata(members.changes.watch))
@@ -325,17 +324,14 @@ async def test_r5_what_a_node_announces_beyond_its_share_is_not_kept_and_told_on
             keeping.cancel()
 
 
-async def test_what_is_used_stays_and_what_is_not_goes_when_its_engine_is_gone(
-    members: Members, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_used_stays_and_what_is_not_goes_when_its_engine_is_gone(members: Members) -> None:
     members.add("a", {"used": "T", "unused": "U"})
-    here = members.models()
+    here = members.models(Adoptions(forget_s=0.0))
     async with asyncio.TaskGroup() as tasks:
         keeping = tasks.create_task(here.keep_served_metadata(members.changes.watch))
         await until(lambda: members.on_disk() == {"used", "unused"} and len(here.on_disk()) == 2)
         await here.adopt("used")
         await here.rescan()
-        monkeypatch.setattr(bounds, "FORGET_S", -1.0)
         members.ends_engines("a", 2)
         members.changes.notify()
         await until(lambda: members.on_disk() == {"used"})

@@ -50,9 +50,10 @@ async def test_a_trust_store_that_cannot_be_written_works_on_and_is_written_when
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder of a read-only disk cannot even have its rights set, which is told as another error."""
-    monkeypatch.setattr("edgepipe.cluster.trust_keeper._WRITE_AGAIN_S", 0.01)
     found_local_cluster([tmp_path / name for name in "ab"], name="home")
-    a, b = (open_trust(tmp_path / name, cluster="", node_name=name, clock=FakeClock()) for name in "ab")
+    a, b = (
+        open_trust(tmp_path / name, cluster="", node_name=name, clock=FakeClock(), write_again_s=0.01) for name in "ab"
+    )
     (peer,) = [one for one in a.outbound() if one.node_id == b.node_id]
     await a.promote(peer)
     keeper = asyncio.create_task(b.run())
