@@ -78,13 +78,16 @@ class Models:
         hub_endpoint: str | None = None,
         client: WeightsClient | None = None,
         adoptions: Adoptions | None = None,
+        piece_bytes: int = _CHUNK_BYTES,
     ) -> None:
         """
         hub_endpoint  None for the default of ``huggingface_hub``
         client        asks other nodes for files; None for the one over the network
         adoptions     decides which models are kept for other nodes; None for the usual limits
+        piece_bytes   most bytes of a file or tensor sent at once
         """
         self._store = ModelStore(models_dir)
+        self._piece_bytes = piece_bytes
         self._hub_endpoint = hub_endpoint
         self._hub_idle_s = timeouts.transfer_idle_s
         self._peers = peers
@@ -309,7 +312,7 @@ class Models:
         if not await asyncio.to_thread(stored.holds, tensor):
             raise ModelUnknown(f"tensor '{tensor}' is not on this node", fact="only parts of the model are")
         rate = max(_LEAST_BYTES_PER_S, min(bytes_per_s, _MOST_BYTES_PER_S)) if bytes_per_s else 0.0
-        most = min(_CHUNK_BYTES, chunk_bytes(rate)) if rate else _CHUNK_BYTES
+        most = min(self._piece_bytes, chunk_bytes(rate)) if rate else self._piece_bytes
         while offset < entry.info.num_bytes:
             size = min(most, entry.info.num_bytes - offset)
             if rate:
@@ -322,8 +325,8 @@ class Models:
         """Yield a metadata file's bytes for a peer. Raises ModelUnknown, and ModelInvalid for any other file."""
         stored = await asyncio.to_thread(self._opened, name, manifest_hash)
         end = stored.metadata_file(file).num_bytes
-        for start in range(offset, end, _CHUNK_BYTES):
-            size = min(_CHUNK_BYTES, end - start)
+        for start in range(offset, end, self._piece_bytes):
+            size = min(self._piece_bytes, end - start)
             data = await asyncio.to_thread(stored.read_file, file, offset=start, num_bytes=size)
             yield data.tobytes()
 

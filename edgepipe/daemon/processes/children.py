@@ -50,8 +50,14 @@ class Child:
     """One running child process. Its reports arrive by ``on_report``; ``exited`` is set when the process is gone."""
 
     def __init__(
-        self, settings: ChildSettings, process: asyncio.subprocess.Process, *, mark: StepMark | None = None
+        self,
+        settings: ChildSettings,
+        process: asyncio.subprocess.Process,
+        *,
+        mark: StepMark | None = None,
+        knows_s: float = _KNOWS_S,
     ) -> None:
+        self._knows_s = knows_s
         self._mark = mark
         self.crashed_in: tuple[int, StepId] | None = None  # stages: the epoch's counter and the step of the crash
         self.settings = settings
@@ -139,7 +145,7 @@ class Child:
         """Wait until the child confirms the introduced peers, it ends, or a second passes."""
         waiting = [asyncio.ensure_future(event.wait()) for event in (self._current, self.exited)]
         try:
-            await asyncio.wait(waiting, timeout=_KNOWS_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waiting, timeout=self._knows_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in waiting:
                 task.cancel()

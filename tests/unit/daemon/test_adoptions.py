@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from edgepipe.config import Timeouts
 from edgepipe.daemon.changes import Changes
 from edgepipe.daemon.files import adoptions as bounds
-from edgepipe.daemon.files import models as models_module
 from edgepipe.daemon.files.adoptions import FORGET_S, Adopted, Adoptions, ModelKey
 from edgepipe.daemon.files.models import Models
 from edgepipe.daemon.files.transfer import WeightsClient
@@ -209,7 +208,7 @@ class Members:
         stored = self.stores[source.node_id].resolve(manifest.model_id)
         yield stored.read_file(name, offset=0, num_bytes=stored.metadata_file(name).num_bytes).tobytes()
 
-    def models(self, adoptions: Adoptions | None = None) -> Models:
+    def models(self, adoptions: Adoptions | None = None, *, piece_bytes: int = 1 << 19) -> Models:
         """The node under test."""
         peers = SimpleNamespace(
             hello=Hello(role="node"),
@@ -224,6 +223,7 @@ class Members:
             on_change=self.changes.notify,
             client=cast("Any", self),
             adoptions=adoptions,
+            piece_bytes=piece_bytes,
         )
 
     def on_disk(self) -> set[str]:
@@ -452,12 +452,9 @@ async def test_r5_one_node_reads_a_bounded_number_of_files_at_a_time(members: Me
     assert service._reads == {}  # pyright: ignore[reportPrivateUsage]
 
 
-async def test_files_are_read_in_pieces_and_only_those_that_nodes_exchange(
-    members: Members, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_files_are_read_in_pieces_and_only_those_that_nodes_exchange(members: Members) -> None:
     members.add("here", {"tiny": "T"})
-    stored, here = members.genuine("here", "tiny"), members.models()
-    monkeypatch.setattr(models_module, "_CHUNK_BYTES", 100)
+    stored, here = members.genuine("here", "tiny"), members.models(piece_bytes=100)
     whole = (stored.path / "edgepipe.json").read_bytes()
     security = SimpleNamespace(caller=lambda _context, _kind: None)
     service = WeightsService(admit=lambda _hello: None, security=cast("Any", security), models=here)

@@ -17,7 +17,7 @@ from edgepipe_emulated import emulated_model_config
 
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.config import Timeouts
-from edgepipe.daemon.device import device, layer_measuring, spare
+from edgepipe.daemon.device import layer_measuring
 from edgepipe.daemon.device.device import DeviceHost
 from edgepipe.daemon.device.layer_profiles import LayerProfiles
 from edgepipe.daemon.processes.children import Children
@@ -141,6 +141,8 @@ class Host:
             on_change=lambda: None,
             layers=LayerProfiles(folder / "layers.json"),
             memory_kills=lambda: self.memory_kills,
+            settled_s=0.0,
+            ask_again_s=0.001,
         )
 
     async def prepare(self, *, counter: int = 1, fresh: bool = False) -> None:
@@ -186,11 +188,6 @@ async def running(folder: Path, *, free_bytes: int = 20 * GB) -> AsyncIterator[H
         keeper.cancel()
 
 
-@pytest.fixture(autouse=True)
-def no_settling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spare, "_SETTLED_S", 0.0)
-
-
 async def test_a_second_crash_finds_a_spare_too(tmp_path: Path) -> None:
     async with running(tmp_path) as host:
         first = host.processes.started[0]
@@ -231,10 +228,7 @@ async def test_a_stage_that_is_to_run_in_a_new_process_is_not_kept(tmp_path: Pat
         assert not stage.alive
 
 
-async def test_a_stage_that_woke_before_its_network_goes_on_once_its_engine_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "_ASK_AGAIN_MIN_S", 0.001)
+async def test_a_stage_that_woke_before_its_network_goes_on_once_its_engine_answers(tmp_path: Path) -> None:
     answers = iter([None, None, Epoch(1, EngineId("engine-1"))])
 
     async def engine_epoch(node_id: str, pipeline_id: str) -> Epoch | None:
