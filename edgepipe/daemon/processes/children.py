@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 _MAIN = ("-m", "edgepipe.workers.main")
 _LAST_LINES = 20  # of a child's output, kept to explain its end
 _MAX_LINE_BYTES = 1 << 16
-_LOOK_S = 0.25  # between checks for hanging children
 _KNOWS_S = 1.0  # for a child to confirm its peers
 _MAX_COMMANDS = 64  # a child takes commands at once; more waiting means that it hangs
 
@@ -227,10 +226,15 @@ class Children:
         timeouts: Timeouts,
         clock: Clock,
         *,
+        hang_check_s: float,
         on_new: Callable[[Child], None] = lambda _child: None,
         on_denied: Callable[[DeniedCall], None] = lambda _denied: None,
     ) -> None:
-        """``on_new``: a child was started and needs its list of peers. ``on_denied``: a child refused a call."""
+        """``on_new``: a child was started and needs its list of peers. ``on_denied``: a child refused a call.
+
+        ``hang_check_s``: the time between two checks for hanging children.
+        """
+        self._hang_check_s = hang_check_s
         self._on_new = on_new
         self._on_denied = on_denied
         self._timeouts = timeouts
@@ -289,13 +293,13 @@ class Children:
     async def watch_hangs(self) -> None:
         """Kill children that hang, until cancelled. Their waiters see the end of the process."""
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(self._hang_check_s)
             now = self._clock.monotonic_s()
             for child_id, watch in list(self._hang_watches.items()):
                 child = self._children.get(child_id)
                 if child is None or child.exited.is_set():
                     del self._hang_watches[child_id]
-                elif why := watch.why_hung(now=now, every_s=_LOOK_S):
+                elif why := watch.why_hung(now=now, every_s=self._hang_check_s):
                     del self._hang_watches[child_id]
                     logger.error("child=%s pid=%d hangs and is killed: %s", child.kind, child.pid, why)
                     child.hang = why
