@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 import edgepipe.cli.find
-from edgepipe.cli.find import Target, find_target
+from edgepipe.cli.find import find_target
 from edgepipe.cluster.discovery import Announcement
 from edgepipe.config import Config, load_config
 from edgepipe.daemon.machine.accounts import several_people, shared_by_file
 from edgepipe.daemon.machine.http_keys import key_file, keys_in_force, read_key
 from edgepipe.errors import ConfigInvalid, NodeUnreachable
+from tests.support.admin_server import FakeNode, answering
+from tests.support.command_line import make_status
 
 SHELL, NONE = "/bin/bash", "/usr/sbin/nologin"
 GIVEN = "a-key-of-my-own"
@@ -100,17 +102,8 @@ async def test_commands_bring_the_key_to_their_own_node_and_to_no_other_machine(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     keys_in_force(config(local_key="yes"), tmp_path)
 
-    async def own_target(*_: Any) -> Target:
-        return Target(base_url="http://127.0.0.1:8117", model="tiny")
-
-    async def status(data_dir: Path) -> object:
-        return object() if (data_dir / "node.sock").exists() else None
-
-    (tmp_path / "node.sock").touch()
-    monkeypatch.setattr(edgepipe.cli.find, "status_if_running", status)
-    monkeypatch.setattr(edgepipe.cli.find, "_own_target", own_target)
-    monkeypatch.setattr("edgepipe.cli.admin.socket_path", lambda _: tmp_path / "node.sock")
-    assert (await find_target(tmp_path, "tiny")).api_key == read_key(tmp_path) != ""
+    with answering(tmp_path, FakeNode(status=make_status())):
+        assert (await find_target(tmp_path, "")).api_key == read_key(tmp_path) != ""
 
     asked: list[str] = []
 
@@ -122,7 +115,6 @@ async def test_commands_bring_the_key_to_their_own_node_and_to_no_other_machine(
             asked.append(api_key)
             raise NodeUnreachable
 
-    (tmp_path / "node.sock").unlink()
     monkeypatch.setattr("edgepipe.cluster.browsing.browse", heard)
     monkeypatch.setattr(edgepipe.cli.find, "ChatClient", Client)
     with pytest.raises(NodeUnreachable):
