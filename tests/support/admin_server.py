@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import grpc
 
 from edgepipe.daemon.machine.data_dir import socket_path
-from edgepipe.errors import EdgepipeError
+from edgepipe.errors import EdgepipeError, ModelUnknown
 from edgepipe.ids import NodeId
 from edgepipe.wire.codec import to_wire
 from edgepipe.wire.errors import error_to_wire
@@ -24,7 +24,7 @@ NodeT = TypeVar("NodeT")
 
 
 class FakeNode:
-    """Gives the same answers always, and notes what it was asked to stop."""
+    """Gives the same answers always, has no model to serve, and notes what it was asked to serve and to stop."""
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class FakeNode:
         self._peers = peers or ListPeersReply(node_id=NodeId("a"))
         self._survey = survey
         self.stopped: list[str] = []  # models; empty: all
+        self.asked_to_serve: list[str] = []
 
     def __getattr__(self, name: str) -> None:
         """No test asks another method."""
@@ -55,6 +56,16 @@ class FakeNode:
     def StopModel(self, request: pb.StopModelRequest, context: Any) -> pb.StopModelReply:
         self.stopped.append(request.model)
         return pb.StopModelReply(stopped=[request.model])
+
+    def Serve(self, request: pb.ServeRequest, context: Any) -> NoReturn:
+        self.asked_to_serve.append(request.model)
+        refuse(context, ModelUnknown("no node has this model"))
+
+    def MeasureLinks(self, request: Any, context: Any) -> pb.ProfileLinksReply:
+        return pb.ProfileLinksReply()
+
+    def RescanModels(self, request: Any, context: Any) -> pb.RescanModelsReply:
+        return pb.RescanModelsReply()
 
     def Drain(self, request: Any, context: Any) -> Iterator[pb.DrainEvent]:
         yield from ()

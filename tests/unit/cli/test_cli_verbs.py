@@ -17,14 +17,12 @@ import typer
 
 import edgepipe.cli.node
 from edgepipe.cli import find
-from edgepipe.cli.chat import repl
 from edgepipe.cli.chat import verb as chat
-from edgepipe.cli.chat.conversation import ChatSettings
 from edgepipe.cli.demo import choose_backends, even_layers
 from edgepipe.cli.options import data_dir_of
 from edgepipe.cli.serve import serve_request
 from edgepipe.daemon.machine.backends import installed_backends
-from edgepipe.errors import ConfigInvalid, PlanInvalid
+from edgepipe.errors import ConfigInvalid, ModelUnknown, PlanInvalid
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange
 from edgepipe.wire.nodes import ClusterStatus
@@ -89,20 +87,12 @@ def test_the_version_is_also_an_option(run: Run) -> None:
     assert (result.code, result.out) == (0, run("version").out)
 
 
-def test_a_model_to_talk_to_needs_no_option(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    async def converse(settings: ChatSettings) -> None:
-        asked.append(settings.model)
-
-    monkeypatch.setattr(repl, "converse", converse)
-
-    def no_question(prompt: str | None) -> None:
-        return None
-
-    monkeypatch.setattr(chat, "question_of", no_question)
-    assert run("chat", "demo").code == 0
-    assert asked == ["demo"]
+def test_a_model_to_talk_to_needs_no_option(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "stdin", Typed())
+    status = ClusterStatus(node_id=NodeId("a"), members=(replace(make_member("a"), self=True),))
+    with answering(tmp_path / "data", FakeNode(status=status)) as node:
+        assert run("chat", "demo").code == ModelUnknown.exit_code
+    assert node.asked_to_serve == ["demo"]
 
 
 @pytest.mark.parametrize(
