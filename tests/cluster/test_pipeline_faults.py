@@ -135,7 +135,7 @@ async def test_bytes_that_are_no_message_end_their_stream_alone(method: str, dat
 
 
 async def test_a_stream_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "FIRST_MESSAGE_S", 0.05)
+    monkeypatch.setattr(service, "FIRST_MESSAGE_S", 0.05)  # the real wait makes a slow test
     async with stages(1) as local, make_channel(local.addresses[0], Credentials()) as channel:
         for open_stream in (StageStub(channel).Control, StageStub(channel).Ring):
             call: Any = open_stream()

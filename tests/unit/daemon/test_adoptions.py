@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import logging
+import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -234,7 +235,7 @@ class Members:
 @pytest.fixture
 def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Members:
     made = Members(tmp_path)
-    monkeypatch.setattr("edgepipe.model.disk.HEADROOM_BYTES", 0)
+    monkeypatch.setattr("edgepipe.model.disk.HEADROOM_BYTES", 0)  # the disk of the tests may be nearly full
     return made
 
 
@@ -293,13 +294,13 @@ async def test_r5_a_full_disk_is_said_and_left_as_it_was(
     members.add("b", {"tiny": "T"})
     here = members.models()
     if when == "before":
-        monkeypatch.setattr("edgepipe.model.disk.free_bytes", lambda _root: 10)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     else:
 
         def full(*_: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(MetadataSink, "write", full)
+        monkeypatch.setattr(MetadataSink, "write", full)  # no test can fill a disk
     with pytest.raises(ModelDownloadFailed):
         await here.adopt("tiny", wanted_by="a")
     assert members.asked == (["a"] if when == "before" else ["a", "a edgepipe.json"]), "the disk is this node's own"

@@ -278,7 +278,7 @@ async def test_what_was_measured_beside_other_work_is_measured_again_and_the_sho
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares = iter([0.5, 0.9, 0.1])
-    monkeypatch.setattr(layer_measuring, "others_share", lambda before, after: next(shares))
+    monkeypatch.setattr(layer_measuring, "others_share", lambda before, after: next(shares))  # other programs' load
     async with running(tmp_path) as host:
         first = await host.host.profile_layer(UNLESS_KNOWN)
         assert first.busy

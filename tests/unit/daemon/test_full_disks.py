@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,7 @@ import pytest
 
 from edgepipe.cluster.founding import found_local_cluster, open_trust
 from edgepipe.cluster.trust_keeper import TrustKeeper
-from edgepipe.daemon.machine import data_dir as data_dir_module
 from edgepipe.daemon.machine.data_dir import DataDir
-from edgepipe.daemon.serving import serve_book
 from edgepipe.errors import ConfigInvalid
 from edgepipe.ids import PipelineId
 from edgepipe.testing.clock import FakeClock
@@ -35,13 +34,13 @@ def test_a_start_on_such_a_disk_is_refused_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
 ) -> None:
     opened = DataDir(tmp_path / "node")
-    monkeypatch.setattr(data_dir_module, "write_private", refusing(number))
+    monkeypatch.setattr(os, "fsync", refusing(number))
     with pytest.raises(ConfigInvalid, match="cannot be written") as caught:
         opened.next_incarnation(FakeClock())
     assert reason in caught.value.fact
     opened.close()
-    monkeypatch.setattr(data_dir_module.fcntl, "flock", lambda *_: None)
-    monkeypatch.setattr(data_dir_module.os, "pwrite", refusing(number))
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(os, "pwrite", refusing(number))
     with pytest.raises(ConfigInvalid, match="cannot be written"):
         DataDir(tmp_path / "node")
 
@@ -83,7 +82,7 @@ async def test_what_is_served_is_known_though_it_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     book = lone_book(tmp_path)
-    monkeypatch.setattr(serve_book, "write_private", refusing(errno.ENOSPC))
+    monkeypatch.setattr(os, "fsync", refusing(errno.ENOSPC))
     keeper = asyncio.create_task(book.run())
     own = book._trust.key_pair.fingerprint
     book.ask(PipelineId("p"), ServeSpec(model="tiny"), engine_node=own)

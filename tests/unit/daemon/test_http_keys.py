@@ -115,8 +115,8 @@ async def test_commands_bring_the_key_to_their_own_node_and_to_no_other_machine(
             asked.append(api_key)
             raise NodeUnreachable
 
-    monkeypatch.setattr("edgepipe.cluster.browsing.browse", heard)
-    monkeypatch.setattr(edgepipe.cli.find, "ChatClient", Client)
+    monkeypatch.setattr("edgepipe.cluster.browsing.browse", heard)  # mDNS would find other machines
+    monkeypatch.setattr(edgepipe.cli.find, "ChatClient", Client)  # no request may leave this machine
     with pytest.raises(NodeUnreachable):
         await find_target(tmp_path, "tiny")
     assert asked == [""]
