@@ -116,6 +116,16 @@ class Timeouts:
         return cls(connect_s=5.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watching:
+    """How the processes of a node watch each other. Benches turn it off to measure its cost; no setting leads to it."""
+
+    timeouts: Timeouts | None = None  # None: the profile of the node's network
+    hang_check_s: float = 0.25  # between two checks for hanging children
+    progress_s: float = 0.25  # ARCHITECTURE: a child with pending work reports four times a second
+    keepalive: bool = True  # gRPC pings on all connections
+
+
 def default_data_dir() -> Path:
     """Return the default folder of a node's identity."""
     return Path(platformdirs.user_data_dir("edgepipe", appauthor=False))

@@ -91,8 +91,8 @@ def _start(
         overview.overview()
 
 
-def main(args: list[str] | None = None) -> NoReturn:
-    """Run a command line and exit: 0, or the exit code of the error."""
+def main(args: list[str] | None = None, *, app: typer.Typer | None = None) -> NoReturn:
+    """Run a command line and exit: 0, or the exit code of the error. ``app``: the command (default: ``make_app()``)."""
     given = sys.argv[1:] if args is None else args
     debug = "--debug" in given
     args = [arg for arg in given if arg != "--debug"]
@@ -101,7 +101,7 @@ def main(args: list[str] | None = None) -> NoReturn:
     if sys.stdout.isatty():
         forget_exported_size()
     try:
-        status: int | None = make_app()(args=args, prog_name="edgepipe", standalone_mode=False)
+        status: int | None = (app or make_app())(args=args, prog_name="edgepipe", standalone_mode=False)
     except Exception as error:
         if debug:
             print(visible("".join(traceback.format_exception(error)), keep="\n"), end="", file=sys.stderr)

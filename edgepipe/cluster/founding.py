@@ -13,7 +13,7 @@ from edgepipe.cluster.private_files import make_private_folder
 from edgepipe.cluster.statements import NONCE_BYTES
 from edgepipe.cluster.trust import TrustStore, add_statement, found_cluster, merge
 from edgepipe.cluster.trust_file import LoadedTrust, TrustFile
-from edgepipe.cluster.trust_keeper import TrustKeeper
+from edgepipe.cluster.trust_keeper import WRITE_AGAIN_S, TrustKeeper
 from edgepipe.errors import ConfigInvalid
 from edgepipe.security.certificates import KeyPair, make_key_pair
 from edgepipe.security.trust_view import Role
@@ -45,7 +45,9 @@ class TrustFolders:
         return self.data_dir / "audit.log"
 
 
-def open_trust(data_dir: Path, *, cluster: str, node_name: str, clock: Clock) -> TrustKeeper:
+def open_trust(
+    data_dir: Path, *, cluster: str, node_name: str, clock: Clock, write_again_s: float = WRITE_AGAIN_S
+) -> TrustKeeper:
     """Open this node's identity and cluster; make what is missing: the node is then alone, and owns the cluster.
 
     ``cluster``: the name of a new cluster; the name of an existing one, or empty. Raises ConfigInvalid for another
@@ -70,7 +72,9 @@ def open_trust(data_dir: Path, *, cluster: str, node_name: str, clock: Clock) ->
             fact=f"its trust store is {file.path}",
             next_step="leave --cluster out; to change clusters: edgepipe node join",
         )
-    return TrustKeeper(key_pair=key_pair, loaded=loaded, file=file, audit=audit, clock=clock)
+    return TrustKeeper(
+        key_pair=key_pair, loaded=loaded, file=file, audit=audit, clock=clock, write_again_s=write_again_s
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -32,7 +33,7 @@ from edgepipe.link.channels import make_channel, translated
 from edgepipe.security.mutual_tls import Context, Credentials, Security
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, hello_from_wire
-from edgepipe.wire.nodes import NodeState
+from edgepipe.wire.nodes import Beat, NodeState
 from edgepipe.wire.sizes import count_entries
 from edgepipe.wire.trust import TrustStatement
 from edgepipe.wire.v1 import node_pb2 as pb
@@ -75,6 +76,7 @@ class Heartbeats:
         self._doubtful: set[str] = set()  # dialled addresses where no node has proved its identity yet
         self._known_versions: dict[NodeId, int] = {}  # newest version of this node's state that a member confirmed
         self._confirmed_more = asyncio.Event()  # set, and replaced, when a member confirms more
+        self._converted: tuple[NodeState, pb.NodeState] | None = None  # this node's newest state, and its message
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._conversations: set[int] = set()
         self._wakes: dict[int, asyncio.Event] = {}
@@ -148,10 +150,19 @@ class Heartbeats:
                 self._admission.require(self._trust.member(node_id), hello)
                 self._security.require_node(context, node_id)
             if self._trust.member(node_id) is None:
-                yield to_wire(self._speaker.farewell(conversation), pb.Beat)
+                yield self._message(self._speaker.farewell(conversation))
                 raise PairingRejected(f"{node_id} was removed from the cluster")
             self._hear(conversation, beat, NodeId(node_id), dialled="")
-            yield to_wire(self._speaker.beat(conversation), pb.Beat)
+            yield self._message(self._speaker.beat(conversation))
+
+    def _message(self, beat: Beat) -> pb.Beat:
+        """Convert a beat. The node's state is converted once per version, not for every member."""
+        message = to_wire(replace(beat, state=None), pb.Beat)
+        if beat.state is not None:
+            if self._converted is None or self._converted[0] is not beat.state:
+                self._converted = beat.state, to_wire(beat.state, pb.NodeState)
+            message.state.CopyFrom(self._converted[1])
+        return message
 
     def _trusted(self) -> set[NodeId]:
         return {peer.node_id for peer in self._trust.outbound()}
@@ -199,7 +210,7 @@ class Heartbeats:
                 with translated(address):
                     call = node_pb2_grpc.NodeStub(channel).Heartbeat()
                     conversation = Conversation()
-                    await call.write(to_wire(self._speaker.beat(conversation), pb.Beat))
+                    await call.write(self._message(self._speaker.beat(conversation)))
                     first = await self._first_answer(call, address)
                     node_id = self._reached(credentials, hello_from_wire(first.hello))
                     self._hear(conversation, first, node_id, dialled="")
@@ -235,7 +246,7 @@ class Heartbeats:
             with translated(address):
                 call = node_pb2_grpc.NodeStub(channel).Heartbeat()
                 conversation = Conversation()
-                await call.write(to_wire(self._speaker.beat(conversation), pb.Beat))
+                await call.write(self._message(self._speaker.beat(conversation)))
                 first = await self._first_answer(call, address)
                 hello = hello_from_wire(first.hello)
                 node_id = self._reached(credentials, hello)
@@ -291,7 +302,7 @@ class Heartbeats:
                 except TimeoutError:
                     pass
                 conversation.wake.clear()
-                await call.write(to_wire(self._speaker.beat(conversation), pb.Beat))
+                await call.write(self._message(self._speaker.beat(conversation)))
                 if self._speaker.leaving:
                     await call.done_writing()
                     return
@@ -349,8 +360,8 @@ class Heartbeats:
     def _note_known(self, node_id: NodeId, version: int) -> None:
         if self._known_versions.get(node_id, 0) < version:
             self._known_versions[node_id] = version
-            told_more, self._confirmed_more = self._confirmed_more, asyncio.Event()
-            told_more.set()
+            confirmed, self._confirmed_more = self._confirmed_more, asyncio.Event()
+            confirmed.set()
 
 
 async def _next_beat(call: Any) -> pb.Beat | None:

@@ -28,7 +28,7 @@ from edgepipe.wire.trust import TrustStatement
 logger = logging.getLogger(__name__)
 
 _NAME_CHARS = 6  # of a node id, to name a peer by it
-_WRITE_AGAIN_S = 30.0  # after a write that failed: a full disk may have room again
+WRITE_AGAIN_S = 30.0  # after a write that failed: a full disk may have room again
 MAX_PIECE_STATEMENTS = 256  # in one beat; a member that sends more is ignored for a while
 _MAX_PIECES = 4  # of one member, waiting to be checked
 _NEW_STATEMENTS = 1024  # limit of one member at once; then the rate below applies
@@ -52,8 +52,17 @@ class TrustKeeper:
     """
 
     def __init__(
-        self, *, key_pair: KeyPair, loaded: LoadedTrust, file: TrustFile, audit: AuditLog, clock: Clock
+        self,
+        *,
+        key_pair: KeyPair,
+        loaded: LoadedTrust,
+        file: TrustFile,
+        audit: AuditLog,
+        clock: Clock,
+        write_again_s: float = WRITE_AGAIN_S,
     ) -> None:
+        """``write_again_s``: from a failed write to the next."""
+        self._write_again_s = write_again_s
         alone = not set(loaded.store.peers) - {NodeId(key_pair.fingerprint)}
         self.damage = "" if alone else loaded.damage  # without other members, the rescued part is all there is
         self.audit = audit
@@ -242,7 +251,7 @@ class TrustKeeper:
                     await self._write()
                 except (OSError, ConfigInvalid) as exc:
                     logger.error("the trust store cannot be written: %s", exc)
-                    asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._dirty.set)
+                    asyncio.get_running_loop().call_later(self._write_again_s, self._dirty.set)
 
     async def _check_heard(self) -> None:
         """Check one piece of each member in turn."""

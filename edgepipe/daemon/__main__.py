@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from edgepipe.config import load_config
-from edgepipe.daemon.node import NodeReady, run
+from edgepipe.config import Config, load_config
+from edgepipe.daemon.node import NodeReady, OnReady, run
 from edgepipe.errors import EdgepipeError
 
 
-def main() -> int:
+def main(run: Callable[[Config, OnReady], None] = run) -> int:
     """Run until stopped; return the error's exit status."""
     try:
         flags: dict[str, Any] = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
-        run(load_config(flags).values, on_ready=_tell)
+        run(load_config(flags).values, _tell)
     except EdgepipeError as error:
         sys.stderr.write("\n".join(error.lines()) + "\n")
         return error.exit_code

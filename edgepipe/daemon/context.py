@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from edgepipe.cluster.interfaces import interfaces, is_wireless
 from edgepipe.cluster.trust_keeper import TrustKeeper
-from edgepipe.config import Config, Timeouts
+from edgepipe.config import Config, Timeouts, Watching
 from edgepipe.daemon.machine.data_dir import DataDir
 from edgepipe.daemon.machine.http_keys import keys_in_force
 from edgepipe.daemon.network.handshakes import RefusedHandshakes
@@ -33,6 +33,7 @@ class NodeBasis:
         incarnation: int,
         host: str,
         encrypted: bool,
+        watching: Watching,
         on_new_child: Callable[[Child], None],
     ) -> None:
         """``on_new_child``: called with a new child, which needs its list of peers."""
@@ -43,7 +44,8 @@ class NodeBasis:
         self.incarnation = incarnation
         self.host = host
         self.address = ""  # HOST:PORT, once the node listens
-        self.timeouts = _timeouts_for(host)
+        self.watching = watching
+        self.timeouts = watching.timeouts or _timeouts_for(host)
         self.http_keys = keys_in_force(config, data_dir.path)
         self.clock, self.ids = SystemClock(), RandomIds()
         self.hello = Hello(
@@ -53,9 +55,20 @@ class NodeBasis:
             cluster_id=trust.store.cluster_id,
             cluster_name=trust.store.cluster_name,
         )
-        self.tls = MutualTls(trust.key_pair, callers=(Kind.NODE, Kind.ENGINE), on_denied=self._on_denied)
+        self.tls = MutualTls(
+            trust.key_pair,
+            callers=(Kind.NODE, Kind.ENGINE),
+            on_denied=self._on_denied,
+            keepalive=watching.keepalive,
+        )
         self.security: Security = self.tls if encrypted else Plaintext()
-        self.children = Children(self.timeouts, self.clock, on_new=on_new_child, on_denied=self._on_child_denied)
+        self.children = Children(
+            self.timeouts,
+            self.clock,
+            on_new=on_new_child,
+            on_denied=self._on_child_denied,
+            hang_check_s=watching.hang_check_s,
+        )
         self.handshakes = RefusedHandshakes(tls=self.tls, children=self.children, audit=trust.audit)
         self._settings = ChildSettingsMaker(
             config=config,
@@ -65,6 +78,7 @@ class NodeBasis:
             socket=data_dir.socket,
             http_keys=self.http_keys,
             encrypted=encrypted,
+            watching=watching,
             ids=self.ids,
             children=self.children,
         )

@@ -16,7 +16,7 @@ import uvloop
 from edgepipe.cluster.founding import begin_anew, open_trust
 from edgepipe.cluster.interfaces import Interface, choose_address, interfaces, routed_address
 from edgepipe.cluster.private_files import writable
-from edgepipe.config import Config
+from edgepipe.config import Config, Watching
 from edgepipe.daemon.machine.backends import choose_backend
 from edgepipe.daemon.machine.data_dir import DataDir, log_path
 from edgepipe.daemon.node_daemon import NodeDaemon, NodeReady, OnReady
@@ -30,13 +30,15 @@ __all__ = ["NodeReady", "OnReady", "run"]
 logger = logging.getLogger(__name__)
 
 
-def run(config: Config, on_ready: OnReady | None = None, *, encrypted: bool = True) -> None:
+def run(
+    config: Config, on_ready: OnReady | None = None, *, encrypted: bool = True, watching: Watching | None = None
+) -> None:
     """Run a node in the foreground until SIGINT, SIGTERM or ``node stop``.
 
     The node first moves stages and engines to other nodes, for at most 30 s. A second signal skips that; a signal while
     the node stops ends it at once.
 
-    ``encrypted=False`` is for measuring the cost of encryption; no setting leads to it.
+    ``encrypted`` and ``watching`` are for measuring the cost of encryption and of watching; no setting leads to them.
     Raises ConfigInvalid (settings, or a second node on the data directory), FeatureMissing and PortInUse.
     """
     choose_backend(config.backend)  # before anything is created: a wrong backend leaves nothing behind
@@ -47,7 +49,7 @@ def run(config: Config, on_ready: OnReady | None = None, *, encrypted: bool = Tr
         with writable(data_dir.path):
             set_up_logging(level=config.log_level, file=log_path(config.data_dir))
         gc.freeze()  # modules live for ever: collections then check only later objects
-        uvloop.run(_run_until_stopped(config, data_dir, on_ready, encrypted=encrypted))
+        uvloop.run(_run_until_stopped(config, data_dir, on_ready, encrypted=encrypted, watching=watching))
     finally:
         data_dir.close()
 
@@ -61,7 +63,9 @@ def _address(config: Config, available: list[Interface]) -> str:
     )
 
 
-async def _run_until_stopped(config: Config, data_dir: DataDir, on_ready: OnReady | None, *, encrypted: bool) -> None:
+async def _run_until_stopped(
+    config: Config, data_dir: DataDir, on_ready: OnReady | None, *, encrypted: bool, watching: Watching | None
+) -> None:
     """Run nodes until one was stopped. A new node replaces the present one when another node has its identity, after it
     joined another cluster, and after the machine's address changed."""
     clock, cluster = SystemClock(), config.cluster
@@ -80,6 +84,7 @@ async def _run_until_stopped(config: Config, data_dir: DataDir, on_ready: OnRead
             wanted_address=lambda available: _address(config, available),
             on_ready=on_ready,
             encrypted=encrypted,
+            watching=watching,
         )
         with _signals(node):
             await _single(node.run())

@@ -11,7 +11,7 @@ from pathlib import Path
 from edgepipe.cluster.address_watch import AddressWatch
 from edgepipe.cluster.interfaces import Interface, interfaces
 from edgepipe.cluster.trust_keeper import TrustKeeper
-from edgepipe.config import Config
+from edgepipe.config import Config, Watching
 from edgepipe.daemon.cluster_side import NodePresence
 from edgepipe.daemon.context import NodeBasis
 from edgepipe.daemon.machine.awake import awake_command, keep_awake
@@ -63,10 +63,11 @@ class NodeDaemon:
         wanted_address: Callable[[list[Interface]], str],
         on_ready: OnReady | None,
         encrypted: bool = True,
+        watching: Watching | None = None,
     ) -> None:
         """``wanted_address``: returns the address to listen on, given the machine's present addresses.
 
-        ``encrypted``: False to measure what encryption costs; no setting reaches it.
+        ``encrypted`` and ``watching``: for measuring what encryption and watching cost; no setting reaches them.
         """
         self.stopping = asyncio.Event()
         self.identity_taken = False
@@ -81,6 +82,7 @@ class NodeDaemon:
             incarnation=incarnation,
             host=host,
             encrypted=encrypted,
+            watching=watching or Watching(),
             on_new_child=self._greet,
         )
 

@@ -25,8 +25,9 @@ class NodeServers:
     def __init__(self, basis: NodeBasis) -> None:
         """Bind the port. Raises PortInUse."""
         self._basis = basis
-        self._server = make_server(basis.security, max_received_bytes=MAX_BEAT_BYTES)
-        self._unix_server = make_unix_server(str(basis.data_dir.socket))
+        keepalive = basis.watching.keepalive
+        self._server = make_server(basis.security, max_received_bytes=MAX_BEAT_BYTES, keepalive=keepalive)
+        self._unix_server = make_unix_server(str(basis.data_dir.socket), keepalive=keepalive)
         self._logs = LogTail()
         port = bind(self._server, basis.security, host=basis.host, port=basis.config.port)
         self.address = f"{basis.host}:{port}"

@@ -30,11 +30,12 @@ class BodyReader:
     """Reads and checks bodies. Raises HttpProblem for every invalid body."""
 
     models: ModelTable
+    body_s: float  # until a body has arrived
     child: WarmChild = field(default_factory=_new_child)  # started by the first large body
 
     async def read(self, request: Request, kind: type[BodyT], *, of_any_type: bool = False) -> BodyT:
         """Return the checked body. ``of_any_type``: accept any Content-Type. Raises HttpProblem."""
-        body = await read_body(request, of_any_type=of_any_type)
+        body = await read_body(request, within_s=self.body_s, of_any_type=of_any_type)
         if len(body) <= _INLINE_BYTES:
             return validate(kind, parse_json_object(body))
         context = max((served.context_length for served in self.models.served), default=0)

@@ -16,13 +16,12 @@ from edgepipe.gateway.problems import HttpProblem, bad_request
 
 MAX_BODY_BYTES = 8 << 20  # a prompt of 1 M tokens as text or as ids
 MAX_DEPTH = 32  # message parts nest 5 levels, tool schemas about 20
-BODY_TIMEOUT_S = 30.0
 _DRAIN_S, _DRAIN_BYTES = 2.0, 64 << 20  # bounds of reading on after a refused body, before the connection closes
 _CLOSE = {"Connection": "close"}  # the gateway does not wait for the rest of the body
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def read_body(request: Request, *, of_any_type: bool = False) -> bytes:
+async def read_body(request: Request, *, within_s: float, of_any_type: bool = False) -> bytes:
     """Read the whole body. Raises HttpProblem: 415 not JSON, 413 too large, 408 too slow, 400 incomplete.
 
     ``of_any_type``: accept any Content-Type.
@@ -33,7 +32,7 @@ async def read_body(request: Request, *, of_any_type: bool = False) -> bytes:
     too_large = declared.isdigit() and int(declared) > MAX_BODY_BYTES
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(within_s):
             chunks = request.stream()
             while not too_large and (chunk := await anext(chunks, None)) is not None:
                 body += chunk

@@ -31,6 +31,8 @@ class ConnectionLimits:
     max_connections: int = 512  # idle ones included; each costs some 50 KB
     header_s: float = 10.0  # from the connection, or from a later request's first byte, to the end of its header
     idle_s: float = 30.0  # between two requests
+    body_s: float = 30.0  # from a request's header to the end of its body
+    stop_s: float = 2.0  # of a gateway that stops; then running answers end with an error
 
 
 class Connections:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -39,7 +40,6 @@ from edgepipe.wire.nodes import ClusterView
 
 logger = logging.getLogger(__name__)
 _BACKLOG = 1024  # connections that the kernel queues while the event loop is busy
-_STOP_S = 2  # then running answers end with an error
 
 
 class Gateway:
@@ -97,7 +97,7 @@ class Gateway:
             compiler=GrammarCompiler(self._grammar_trial.check),
         )
         status_handlers = StatusHandlers(models=self._models, clock=clock, metrics=metrics)
-        self._bodies = BodyReader(models=self._models)
+        self._bodies = BodyReader(models=self._models, body_s=self._connections.limits.body_s)
         self.app: ASGIApp = make_app(
             service=service,
             bodies=self._bodies,
@@ -133,10 +133,11 @@ class Gateway:
                 await entry.close()
 
     async def serve(self, *sockets: socket.socket) -> None:
-        """Answer HTTP on listening sockets until cancelled; running answers get two seconds to end, then an error.
+        """Answer HTTP on listening sockets until cancelled; running answers get ``stop_s`` to end, then an error.
 
         ``run`` must continue until this has ended.
         """
+        limits = self._connections.limits
         config = uvicorn.Config(
             self.app,
             http=self._connections.protocol(),  # based on h11, which checks more than httptools
@@ -147,8 +148,8 @@ class Gateway:
             server_header=False,
             proxy_headers=False,  # the client is the TCP peer; ignores X-Forwarded-For and the environment
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            timeout_keep_alive=round(self._connections.limits.idle_s),
-            timeout_graceful_shutdown=_STOP_S + 1,  # one second more, to send errors to unfinished answers
+            timeout_keep_alive=round(limits.idle_s),
+            timeout_graceful_shutdown=math.ceil(limits.stop_s) + 1,  # one more, to send errors to unfinished answers
         )
         server = _Server(config)
         async with asyncio.TaskGroup() as tasks:
@@ -157,7 +158,7 @@ class Gateway:
                 await asyncio.shield(serving)
             except asyncio.CancelledError:
                 server.should_exit = True
-                await asyncio.wait((serving,), timeout=_STOP_S)
+                await asyncio.wait((serving,), timeout=limits.stop_s)
                 for entry in self._entries.values():
                     entry.link.fail_all(_stopped())
                 await serving

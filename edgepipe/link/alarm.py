@@ -13,7 +13,6 @@ from typing import Protocol
 
 from edgepipe.clock import Clock
 
-_SMOOTHING = 0.1  # weight of the newest wait
 _FIRST_LATE_S = 0.0001  # a longer delay comes from a busy host and says nothing of the next one
 
 
@@ -31,7 +30,9 @@ class ThreadAlarm:
     Create it on the loop of its waiters. ``close`` ends the thread.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, *, smoothing: float = 0.1) -> None:
+        """``smoothing``: the weight of the newest wait; 0: never aim early."""
+        self._smoothing = smoothing
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []  # a heap
@@ -54,7 +55,7 @@ class ThreadAlarm:
                 self._changed.notify()
         await future
         late_s = self._clock.monotonic_s() - aim_s
-        self._late_s += _SMOOTHING * (min(late_s, 2 * self._late_s + _FIRST_LATE_S) - self._late_s)
+        self._late_s += self._smoothing * (min(late_s, 2 * self._late_s + _FIRST_LATE_S) - self._late_s)
 
     def close(self) -> None:
         """End the thread. No coroutine may wait any more."""

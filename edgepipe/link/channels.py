@@ -39,12 +39,14 @@ ATTEMPT_S = 3.0
 
 # Keepalive on both sides, or servers answer GOAWAY too_many_pings. The ping time-out bounds how long a stopped process
 # goes unnoticed; at 1 s lossy Wi-Fi breaks streams many times a minute, at 3 s it does not.
-_COMMON_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+_KEEPALIVE_OPTIONS = [
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 1000),
-    ("grpc.http2.ping_timeout_ms", 3000),
     ("grpc.keepalive_permit_without_calls", 1),
+]
+_COMMON_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.ping_timeout_ms", 3000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.lookahead_bytes", 4 << 20),
     ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
@@ -76,7 +78,7 @@ def make_channel(
 
     A message of more than ``max_received_bytes`` ends its call.
     """
-    options = [*_CHANNEL_OPTIONS, (_MAX_RECEIVED, max_received_bytes)]
+    options = [*_CHANNEL_OPTIONS, *_keepalive(credentials.keepalive), (_MAX_RECEIVED, max_received_bytes)]
     if credentials.tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     named = [
@@ -86,20 +88,22 @@ def make_channel(
     return grpc.aio.secure_channel(address, credentials.tls, options=[*options, *named])
 
 
-def make_unix_channel(path: str) -> grpc.aio.Channel:
+def make_unix_channel(path: str, *, keepalive: bool = True) -> grpc.aio.Channel:
     """Make a channel to a Unix socket of this machine."""
-    options = [*_CHANNEL_OPTIONS, (_MAX_RECEIVED, MAX_MESSAGE_BYTES)]
+    options = [*_CHANNEL_OPTIONS, *_keepalive(keepalive), (_MAX_RECEIVED, MAX_MESSAGE_BYTES)]
     return grpc.aio.insecure_channel(f"unix:{path}", options=options)
 
 
-def make_server(security: Security, *, max_received_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
+def make_server(
+    security: Security, *, max_received_bytes: int = MAX_MESSAGE_BYTES, keepalive: bool = True
+) -> grpc.aio.Server:
     """Make a server that admits the callers that ``security`` admits; ``bind`` it with the same ``security``.
 
     A message of more than ``max_received_bytes`` ends its call. Handlers may raise EdgepipeError: callers get the same
     class back through ``translated``.
     """
     return grpc.aio.server(
-        options=[*_SERVER_OPTIONS, (_MAX_RECEIVED, max_received_bytes)],
+        options=[*_SERVER_OPTIONS, *_keepalive(keepalive), (_MAX_RECEIVED, max_received_bytes)],
         interceptors=[_Interceptor(security)],
         maximum_concurrent_rpcs=_MAX_CALLS,
     )
@@ -121,12 +125,16 @@ def bind(server: grpc.aio.Server, security: Security, *, host: str, port: int) -
     return bound
 
 
-def make_unix_server(path: str) -> grpc.aio.Server:
+def make_unix_server(path: str, *, keepalive: bool = True) -> grpc.aio.Server:
     """Make a server on a Unix socket. Any process that can open the socket may call: keep its folder private (0700)."""
-    options = [*_SERVER_OPTIONS, (_MAX_RECEIVED, MAX_MESSAGE_BYTES)]
+    options = [*_SERVER_OPTIONS, *_keepalive(keepalive), (_MAX_RECEIVED, MAX_MESSAGE_BYTES)]
     server = grpc.aio.server(options=options, interceptors=[_Interceptor(Plaintext())])
     server.add_insecure_port(f"unix:{path}")
     return server
+
+
+def _keepalive(wanted: bool) -> list[tuple[str, int]]:
+    return _KEEPALIVE_OPTIONS if wanted else []
 
 
 @contextmanager

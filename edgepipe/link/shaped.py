@@ -159,10 +159,11 @@ class ShapedLine:
 class Network:
     """The emulated network of one process. ``close`` it after the last message."""
 
-    def __init__(self, shape: LinkShape, clock: Clock) -> None:
+    def __init__(self, shape: LinkShape, clock: Clock, *, alarm: ThreadAlarm | None = None) -> None:
+        """``alarm``: the timer of its messages; ``close`` ends it."""
         self._shape = shape
         self._clock = clock
-        self._alarm = ThreadAlarm(clock)
+        self._alarm = alarm or ThreadAlarm(clock)
 
     def wire(self) -> Wire:
         """Return a separate cable for activations; it may outlive its streams."""

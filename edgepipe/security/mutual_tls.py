@@ -67,6 +67,7 @@ class Credentials:
     server_name: str = ""
     node_id: str = ""  # for channels to daemons
     tls: grpc.ChannelCredentials | None = None
+    keepalive: bool = True  # whether the connection sends pings
 
 
 class Security(Protocol):
@@ -169,8 +170,10 @@ class MutualTls:
         *,
         callers: Collection[Kind],
         on_denied: Callable[[Denial], None] = lambda denial: None,
+        keepalive: bool = True,
     ) -> None:
-        """``callers``: the only kinds of processes that connect to this one."""
+        """``callers``: the only kinds of processes that connect to this one; ``keepalive``: see ``Credentials``."""
+        self._keepalive = keepalive
         self._own = own
         self._kinds = frozenset(callers)
         self._on_denied = on_denied
@@ -315,7 +318,7 @@ class MutualTls:
             private_key=self._own.key_pem,
             certificate_chain=self._own.certificate.pem,
         )
-        return Credentials(server_name=certificate.dns_name, tls=tls)
+        return Credentials(server_name=certificate.dns_name, tls=tls, keepalive=self._keepalive)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         self._given_roots = self._roots

@@ -175,8 +175,7 @@ def _enum(hint: Iterable[Enum], descriptor: EnumDescriptor) -> tuple[_Convert, _
 
 def _set(message: Message, wire: FieldDescriptor, value: Any) -> None:
     if wire.message_type is not None:
-        getattr(message, wire.name).CopyFrom(value)
-        getattr(message, wire.name).SetInParent()
+        getattr(message, wire.name).CopyFrom(value)  # also sets the field where the value is empty
     else:
         setattr(message, wire.name, value)
 

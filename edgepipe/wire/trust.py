@@ -211,7 +211,6 @@ class JoinDone:
 
     cluster_name: str = ""
     num_peers: int = 0  # others in the cluster
-    node_id: NodeId | None = None
     node_name: str = ""  # in the cluster
     wanted_name: str = ""  # its own name, if another machine has that name
 

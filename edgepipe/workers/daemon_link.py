@@ -53,7 +53,7 @@ class DaemonLink:
 
         Raises LinkError when the daemon is gone, and PairingRejected when it does not know this child.
         """
-        async with make_unix_channel(self.settings.socket) as channel:
+        async with make_unix_channel(self.settings.socket, keepalive=self.settings.keepalive) as channel:
             with translated("the node's daemon"):
                 call = node_pb2_grpc.ChildrenStub(channel).Attach(self._outgoing())
                 async for message in call:
@@ -101,7 +101,12 @@ class DaemonLink:
 
     def _mutual_tls(self) -> MutualTls:
         """Use a key of this process alone; deny all calls until the daemon has introduced peers."""
-        return MutualTls(make_key_pair(), callers=_CALLERS[self.settings.kind], on_denied=self._denied)
+        return MutualTls(
+            make_key_pair(),
+            callers=_CALLERS[self.settings.kind],
+            on_denied=self._denied,
+            keepalive=self.settings.keepalive,
+        )
 
     def _denied(self, denial: Denial) -> None:
         if self._reports.qsize() < _MAX_WAITING:  # a peer can cause more of them than the daemon reads

@@ -28,7 +28,7 @@ from edgepipe.workers.settings import ChildSettings
 
 async def run(settings: ChildSettings, link: DaemonLink) -> None:
     """Wait for the task and serve it until cancelled. Raises the reason of the engine's end."""
-    server = make_server(link.security)
+    server = make_server(link.security, keepalive=settings.keepalive)
     clock = SystemClock()
     network = make_network(settings.link, clock)
     port = bind_one_of(server, link.security, settings)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from edgepipe.wire.children import ChildProgress
 from edgepipe.workers.daemon_link import DaemonLink
 
-_BUSY_S = 0.25  # ARCHITECTURE: four times a second while work is pending
 _IDLE_S = 1.0
 
 
@@ -23,4 +22,4 @@ async def report_progress(link: DaemonLink, look: Callable[[], ChildProgress]) -
         if pending or loop.time() - sent_at_s >= _IDLE_S:
             link.progress(progress)
             sent, sent_at_s = progress, loop.time()
-        await asyncio.sleep(_BUSY_S)
+        await asyncio.sleep(link.settings.progress_s)

@@ -52,7 +52,7 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
     network = make_network(settings.link, clock)
     mark = StepMark(settings.mark) if settings.mark >= 0 else None
     compute = ComputeThread(clock=clock, mark=mark)
-    server = make_server(link.security)
+    server = make_server(link.security, keepalive=settings.keepalive)
     options = _options(settings)
     backend = await compute.call(lambda: create_backend(settings.backend, options))
     profile = settings.device_profile or await compute.call(backend.profile)

@@ -32,7 +32,7 @@ def told_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.extend(message.ByteSize() for message in messages)
         send(self, messages)
 
-    monkeypatch.setattr(StageControl, "send", measured)
+    monkeypatch.setattr(StageControl, "send", measured)  # a spy: it notes the sizes
     return sizes
 
 

@@ -104,6 +104,18 @@ async def test_a_stream_that_nobody_resumes_cancels_its_requests() -> None:
         assert not answer.ids
 
 
+async def test_a_request_that_arrives_after_its_resumption_leaves_the_next_attempt_alone() -> None:
+    """A new stream may overtake the broken one: the gateway sends the request again, and the late one is dropped."""
+    async with engine_lab(**SLOW) as lab:
+        old, new = await lab.gateway(), await lab.gateway()
+        new.resume("a", [0])
+        assert isinstance((await new.ended("a")).error, PeerClosed)
+        new.send(submission("a", PROMPT, 20, attempt=2))
+        old.send(submission("a", PROMPT, 20))
+        assert (await new.ended("a", attempt=2)).ids == oracle_tokens(PROMPT, 20)
+        assert not old.answers
+
+
 async def test_finished_results_are_forgotten_in_time_and_beyond_a_number() -> None:
     limits, timeouts = EngineLimits(max_finished=3), EngineTimeouts(resume_s=0.15)
     async with engine_lab(limits=limits, timeouts=timeouts) as lab:

@@ -135,7 +135,7 @@ async def test_bytes_that_are_no_message_end_their_stream_alone(method: str, dat
 
 
 async def test_a_stream_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "FIRST_MESSAGE_S", 0.05)
+    monkeypatch.setattr(service, "FIRST_MESSAGE_S", 0.05)  # the real wait makes a slow test
     async with stages(1) as local, make_channel(local.addresses[0], Credentials()) as channel:
         for open_stream in (StageStub(channel).Control, StageStub(channel).Ring):
             call: Any = open_stream()
@@ -187,9 +187,9 @@ async def test_waiting_without_work_is_no_fault() -> None:
     async with stages(2) as local, local.open(epoch(1), step_deadline_ms=400) as driver:
         engine = SmallEngine(driver)
         sequence = engine.new(PROMPT)
-        for _ in range(3):
-            await asyncio.sleep(0.9)  # more than two deadlines, which are longer than credits wait
-            await engine.generate([[sequence]], len(sequence.generated) + 1)
+        await engine.generate([[sequence]], 1)
+        await asyncio.sleep(0.9)  # idle for more than two deadlines of a real stage, which are longer than credits wait
+        await engine.generate([[sequence]], 2)
         assert driver.fault() is None
 
 

@@ -73,7 +73,7 @@ async def test_a_stage_that_leaves_copies_out_is_found_out() -> None:
 
 
 async def test_an_engine_that_takes_lost_kv_for_kept_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KeptKV, "lost_by", lambda *_: [])
+    monkeypatch.setattr(KeptKV, "lost_by", lambda *_: [])  # the fault to find
     with pytest.raises(AssertionError, match="instead of"):
         run_many(Simulation)
 
@@ -85,7 +85,7 @@ async def test_an_engine_that_forgets_an_earlier_loss_is_found_out(monkeypatch: 
         lose(pool, last_slice)
         pool.stale_to = last_slice
 
-    monkeypatch.setattr(KVPool, "lose", lose_only)
+    monkeypatch.setattr(KVPool, "lose", lose_only)  # the fault to find
     with pytest.raises(AssertionError, match="instead of"):
         run_many(Simulation, first=210)
 

@@ -16,4 +16,5 @@ STAGE_SETTINGS = ChildSettings(
     cluster_id="c",
     address="127.0.0.1:1",
     log_level="info",
+    progress_s=0.25,
 )

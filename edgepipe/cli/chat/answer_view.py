@@ -97,7 +97,8 @@ class PlainView:
 class MarkdownView:
     """View that prints each finished Markdown block once, and redraws the unfinished block as it grows."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, redraw_s: float = _REDRAW_S) -> None:
+        self._redraw_s = redraw_s
         self._console = console or make_console()
         self._open = ""  # text of the unfinished block
         self._waits = ""  # the note below it during a pause
@@ -128,7 +129,7 @@ class MarkdownView:
         if finished:
             self._stop()
             self._print(finished)
-        if self._open.strip() and time.monotonic() - self._drawn_s >= _REDRAW_S:
+        if self._open.strip() and time.monotonic() - self._drawn_s >= self._redraw_s:
             self._draw()
 
     def _print(self, markdown: str) -> None:

@@ -85,7 +85,17 @@ def with_advice(options: Mapping[str, Any], advice: Mapping[str, float]) -> dict
 class Incoming:
     """An answer in progress; the text so far is an answer, too."""
 
-    def __init__(self, *, num_nodes: int, max_tokens: int | None, view: AnswerView) -> None:
+    def __init__(
+        self,
+        *,
+        num_nodes: int,
+        max_tokens: int | None,
+        view: AnswerView,
+        slow_start_s: float = _SLOW_START_S,
+        slow_word_s: float = _SLOW_WORD_S,
+    ) -> None:
+        """``slow_start_s``, ``slow_word_s``: waits for the first and for a later word, after which a note explains."""
+        self._slow_start_s, self._slow_word_s = slow_start_s, slow_word_s
         self._num_nodes, self._max_tokens = num_nodes, max_tokens
         self._view = view
         self._started_s = time.monotonic()
@@ -136,7 +146,7 @@ class Incoming:
     @property
     def quiet_after_s(self) -> float:
         """Return the seconds without text after which the view shows a note."""
-        return _SLOW_WORD_S if self._first_s else _SLOW_START_S
+        return self._slow_word_s if self._first_s else self._slow_start_s
 
     def answer(self) -> Answer:
         """Return the answer so far."""

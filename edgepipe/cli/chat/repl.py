@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from edgepipe.cli.admin import connect
-from edgepipe.cli.chat.answer_view import make_view
+from edgepipe.cli.chat.answer_view import AnswerView, make_view
 from edgepipe.cli.chat.conversation import ChatSettings, Incoming, print_footer, stream_answer
 from edgepipe.cli.chat.dialogue import Dialogue
 from edgepipe.cli.chat.slash import Talk, complete, run_command
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
 _BLOCK = '"""'
 
 
-async def converse(settings: ChatSettings) -> None:
-    """Read, answer, repeat until ^D or /bye. Raises errors of the start; shows later errors and continues."""
+async def converse(settings: ChatSettings, *, new_view: Callable[[], AnswerView] | None = None) -> None:
+    """Read, answer, repeat until ^D or /bye. Raises errors of the start; shows later errors and continues.
+
+    ``new_view`` makes the view of each answer; by default as ``settings`` say.
+    """
+    new_view = new_view or partial(make_view, markdown=settings.markdown)
     target = await find_target(settings.data_dir, settings.model)
     talk = Talk(data_dir=settings.data_dir, target=target, dialogue=Dialogue.begin(settings))
     talk.model_names = await _model_names(talk)
@@ -44,18 +49,18 @@ async def converse(settings: ChatSettings) -> None:
                 talk.again = True
             if talk.again:
                 talk.again = False
-                await _answer(talk, settings)
+                await _answer(talk, new_view)
         except EdgepipeError as error:
             print_error(error)
 
 
-async def _answer(talk: Talk, settings: ChatSettings) -> None:
+async def _answer(talk: Talk, new_view: Callable[[], AnswerView]) -> None:
     """Answer the last question; with ``history drop``, drop the oldest turns if needed. Raises PromptTooLong."""
     dialogue, dropped = talk.dialogue, int(talk.dialogue.full and talk.dialogue.drop_oldest())
     try:
         while True:
             try:
-                return await _stream(talk, settings)
+                return await _stream(talk, new_view)
             except PromptTooLong as error:
                 if not dialogue.drop_oldest():
                     raise _full_context(error) if dialogue.has_earlier_turns else error from None
@@ -77,11 +82,11 @@ def _full_context(error: PromptTooLong) -> PromptTooLong:
     )
 
 
-async def _stream(talk: Talk, settings: ChatSettings) -> None:
+async def _stream(talk: Talk, new_view: Callable[[], AnswerView]) -> None:
     """Stream one answer and add it to the conversation."""
     dialogue = talk.dialogue
     options = dialogue.request_options(talk.target.sampling)
-    view = make_view(markdown=settings.markdown)
+    view = new_view()
     incoming = Incoming(num_nodes=talk.target.num_nodes, max_tokens=options.get("max_tokens"), view=view)
     async with ChatClient(talk.target.base_url, api_key=talk.target.api_key) as client:
         messages = dialogue.messages()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,10 +46,21 @@ class Peer:
     member: MemberState | None = None
 
 
-async def examine(config: Config, peers: Sequence[str], *, say: Callable[[Finding], None]) -> list[Finding]:
+ExaminePeer = Callable[[Peer, NetworkFacts, Ports, Links], Coroutine[None, None, list[Finding]]]
+
+
+async def examine(
+    config: Config,
+    peers: Sequence[str],
+    *,
+    say: Callable[[Finding], None],
+    facts: NetworkFacts | None = None,
+    examine_peer: ExaminePeer | None = None,
+) -> list[Finding]:
     """Return all findings, always in the same order; pass each to ``say`` as soon as its turn comes.
 
-    Checks that wait for the network run concurrently. Raises ConfigInvalid.
+    Checks that wait for the network run concurrently. ``facts`` and ``examine_peer`` replace what the machine says and
+    the check of a peer. Raises ConfigInvalid.
     """
     from edgepipe.cli.admin import status_if_running
 
@@ -65,14 +76,14 @@ async def examine(config: Config, peers: Sequence[str], *, say: Callable[[Findin
             say(finding)
 
     tell(*machine_findings(config), *node_findings(status))
-    facts = network_facts(config)
+    facts, examine_peer = facts or network_facts(config), examine_peer or _examine_peer
     tell(*network_findings(facts, ports))
     others = [*named, *_known_peers(status, named)]
     async with asyncio.TaskGroup() as tasks:
         multicast = tasks.create_task(_multicast(config, facts, len(others)), name="multicast")
         links = tasks.create_task(_links(config, status), name="links")
         looks = [
-            tasks.create_task(_examine_peer(machine, facts, ports, links), name=f"peer:{machine.name}")
+            tasks.create_task(examine_peer(machine, facts, ports, links), name=f"peer:{machine.name}")
             for machine in others
         ]
         for look in (multicast, *looks):

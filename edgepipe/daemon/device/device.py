@@ -12,7 +12,7 @@ from edgepipe.config import Timeouts
 from edgepipe.daemon.device.device_memory import DeviceMemory
 from edgepipe.daemon.device.layer_measuring import LayerMeasuring
 from edgepipe.daemon.device.layer_profiles import LayerProfiles
-from edgepipe.daemon.device.spare import SpareStage
+from edgepipe.daemon.device.spare import SETTLED_S, SpareStage
 from edgepipe.daemon.machine.backends import NONE
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.errors import BackendUnavailable, EdgepipeError, RequestInvalid, SendTimeout, StaleEpoch
@@ -72,11 +72,15 @@ class DeviceHost:
         on_change: Callable[[], None],
         layers: LayerProfiles,
         memory_kills: Callable[[], int | None] = num_memory_kills,
+        settled_s: float = SETTLED_S,
+        ask_again_s: float = _ASK_AGAIN_MIN_S,
     ) -> None:
         """``has_engine``: whether a pipeline's engine runs on a reachable node.
 
         ``memory_kills``: how many processes the system has killed for lack of memory; None if it does not say.
+        ``settled_s``: pause before another spare starts. ``ask_again_s``: first pause between questions to an engine.
         """
+        self._ask_again_s = ask_again_s
         self._node_name = node_name
         self._backend = backend
         self._children = children
@@ -94,6 +98,7 @@ class DeviceHost:
             tasks=tasks,
             on_measured=self._memory.measured,
             on_change=on_change,
+            settled_s=settled_s,
         )
         self._layers = LayerMeasuring(
             node_name=node_name,
@@ -215,7 +220,7 @@ class DeviceHost:
     async def _resume(
         self, pipeline_id: str, hold: _Hold, engine_epoch: Callable[[str, str], Awaitable[Epoch | None]]
     ) -> None:
-        pause_s = _ASK_AGAIN_MIN_S
+        pause_s = self._ask_again_s
         while self._holds.get(pipeline_id) is hold and hold.child is not None and not hold.child.exited.is_set():
             epoch = await engine_epoch(hold.engine_node, pipeline_id)
             if epoch is not None:

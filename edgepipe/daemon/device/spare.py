@@ -16,7 +16,7 @@ from edgepipe.workers.settings import ChildSettings
 logger = logging.getLogger(__name__)
 
 _RESTART_MIN_S, _RESTART_MAX_S = 0.5, 30.0  # between attempts while a spare crashes at its start
-_SETTLED_S = 3.0  # another spare starts only after a pipeline's first steps, or a recovery's
+SETTLED_S = 3.0  # another spare starts only after a pipeline's first steps, or a recovery's
 
 
 class SpareStage:
@@ -32,8 +32,13 @@ class SpareStage:
         tasks: asyncio.TaskGroup,
         on_measured: Callable[[DeviceProfile], None],
         on_change: Callable[[], None],
+        settled_s: float = SETTLED_S,
     ) -> None:
-        """``on_measured``: takes the device's profile when a new spare has reported it."""
+        """``on_measured``: takes the device's profile when a new spare has reported it.
+
+        ``settled_s``: pause before another spare starts.
+        """
+        self._settled_s = settled_s
         self._node_name = node_name
         self._backend = backend
         self._children = children
@@ -73,7 +78,7 @@ class SpareStage:
         while self._backend != NONE and not self._closed:
             await self._wanted.wait()
             if not self._vacant.is_set():
-                await asyncio.sleep(_SETTLED_S)
+                await asyncio.sleep(self._settled_s)
                 if self._closed or not self._wanted.is_set():
                     continue
             try:
@@ -126,7 +131,7 @@ class SpareStage:
             await _first_of(spare.exited, self._taken, *([self._vacant] if beside else ()))
             if self._child is not spare:
                 return
-            await _first_of(spare.exited, self._taken, timeout_s=_SETTLED_S)
+            await _first_of(spare.exited, self._taken, timeout_s=self._settled_s)
             if self._child is spare and self._vacant.is_set() and not spare.exited.is_set():
                 self._vacate()  # free memory may have changed meanwhile: the next spare measures it
                 self._on_change()

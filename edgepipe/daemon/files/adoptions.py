@@ -57,7 +57,12 @@ class Wanted:
 class Adoptions:
     """Decides which model is fetched next, which models are deleted for it, and which are refused."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, max_models: int = MAX_MODELS_PER_NODE, retry_s: float = RETRY_S, forget_s: float = FORGET_S
+    ) -> None:
+        self._max_models = max_models  # of one announcing node
+        self._retry_s = retry_s
+        self._forget_s = forget_s
         self._held: tuple[Adopted, ...] = ()
         self._announced: Mapping[str, Sequence[ModelKey]] = {}
         self._busy: set[str] = set()  # nodes with a fetch under way, or in the pause after it
@@ -90,7 +95,7 @@ class Adoptions:
     def rest_s(self, wanted: Wanted, present: Container[ModelKey]) -> float:
         """Return the pause before the node's next fetch. Call ``note_held`` with the result of this one before."""
         if wanted.key not in present:
-            return RETRY_S
+            return self._retry_s
         return sum(model.num_bytes for model in self._held if model.key == wanted.key) / ADOPTED_BYTES_PER_S
 
     def tell(self, node_id: str, problem: str) -> bool:
@@ -118,25 +123,25 @@ class Adoptions:
             self._coming.remove(entry)
 
     def forgotten(self, *, now_s: float) -> list[Adopted]:
-        """Return the held models without an announced engine for ``FORGET_S``; ``now_s``: monotonic."""
+        """Return the held models without an announced engine for ``forget_s``; ``now_s``: monotonic."""
         announced = self._announced_keys()
         self._seen_s = {
             model.key: now_s if model.key in announced else self._seen_s.get(model.key, now_s) for model in self._held
         }
-        return [model for model in self._held if now_s - self._seen_s[model.key] > FORGET_S]
+        return [model for model in self._held if now_s - self._seen_s[model.key] > self._forget_s]
 
     def _make_room(self, node_id: str, num_bytes: int) -> list[Adopted]:
         kept = sorted((model for model in self._held if model.node_id == node_id), key=lambda model: model.since_s)
         coming = [size for node, size in self._coming if node == node_id]
         announced, drop = self._announced_keys(), list[Adopted]()
-        while len(kept) + len(coming) >= MAX_MODELS_PER_NODE or (
+        while len(kept) + len(coming) >= self._max_models or (
             sum(model.num_bytes for model in kept) + sum(coming) + num_bytes > MAX_BYTES_PER_NODE
         ):
             oldest = next((model for model in kept if model.key not in announced), None)
             if oldest is None:
                 raise ModelDownloadFailed(
                     "a node announces more models than this node keeps for it",
-                    fact=f"at most {MAX_MODELS_PER_NODE} models and {format_bytes(MAX_BYTES_PER_NODE)} are kept",
+                    fact=f"at most {self._max_models} models and {format_bytes(MAX_BYTES_PER_NODE)} are kept",
                     next_step="edgepipe models pull NAME, for a model that this node should answer for",
                 )
             kept.remove(oldest)

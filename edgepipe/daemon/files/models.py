@@ -88,14 +88,23 @@ class Models:
         timeouts: Timeouts,
         on_change: Callable[[], None],
         hub_endpoint: str | None = None,
+        client: WeightsClient | None = None,
+        adoptions: Adoptions | None = None,
+        piece_bytes: int = _CHUNK_BYTES,
     ) -> None:
-        """``hub_endpoint``: None for the default of ``huggingface_hub``."""
+        """
+        hub_endpoint  None for the default of ``huggingface_hub``
+        client        asks other nodes for files; None for the one over the network
+        adoptions     decides which models are kept for other nodes; None for the usual limits
+        piece_bytes   most bytes of a file or tensor sent at once
+        """
         self._store = ModelStore(models_dir)
+        self._piece_bytes = piece_bytes
         self._hub_endpoint = hub_endpoint
         self._hub_idle_s = timeouts.transfer_idle_s
         self._peers = peers
         self._on_change = on_change
-        self._client = WeightsClient(hello=peers.hello, security=peers.security, timeouts=timeouts)
+        self._client = client or WeightsClient(hello=peers.hello, security=peers.security, timeouts=timeouts)
         self._transfers = Transfers(self._client, on_change)
         self.free_bytes = 0  # for copies, at the last scan
         self._on_disk: list[ModelOnDisk] = []
@@ -103,7 +112,7 @@ class Models:
         self._paths: dict[ModelKey, Path] = {}  # of models whose metadata is here
         self._reading: OrderedDict[ModelKey, StoredModel] = OrderedDict()  # the most recently read at the end
         self._scanning = asyncio.Lock()
-        self._adoptions = Adoptions()
+        self._adoptions = adoptions or Adoptions()
         self._adopting: WeakValueDictionary[tuple[ModelKey, str], asyncio.Lock] = WeakValueDictionary()
         self._fetching = asyncio.Semaphore(MAX_FETCHES)  # for models that no user here asked for
         self._checking = asyncio.Lock()  # one at a time: a hostile tokenizer takes 3 GB until its process is killed
@@ -316,7 +325,7 @@ class Models:
         if not await asyncio.to_thread(stored.holds, tensor):
             raise ModelUnknown(f"tensor '{tensor}' is not on this node", fact="only parts of the model are")
         rate = max(_LEAST_BYTES_PER_S, min(bytes_per_s, _MOST_BYTES_PER_S)) if bytes_per_s else 0.0
-        most = min(_CHUNK_BYTES, chunk_bytes(rate)) if rate else _CHUNK_BYTES
+        most = min(self._piece_bytes, chunk_bytes(rate)) if rate else self._piece_bytes
         while offset < entry.info.num_bytes:
             size = min(most, entry.info.num_bytes - offset)
             if rate:
@@ -329,8 +338,8 @@ class Models:
         """Yield a metadata file's bytes for a peer. Raises ModelUnknown, and ModelInvalid for any other file."""
         stored = await asyncio.to_thread(self._opened, name, manifest_hash)
         end = stored.metadata_file(file).num_bytes
-        for start in range(offset, end, _CHUNK_BYTES):
-            size = min(_CHUNK_BYTES, end - start)
+        for start in range(offset, end, self._piece_bytes):
+            size = min(self._piece_bytes, end - start)
             data = await asyncio.to_thread(stored.read_file, file, offset=start, num_bytes=size)
             yield data.tobytes()
 

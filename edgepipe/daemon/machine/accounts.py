@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import pwd
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-_PASSWD = Path("/etc/passwd")
 _PEOPLE = range(501, 1 << 31) if sys.platform == "darwin" else range(1000, 60_000)  # user ids of people's accounts
 _NO_LOGIN = ("nologin", "false")
 
@@ -17,15 +16,20 @@ Account = tuple[int, str]  # user id, login shell
 
 
 def shared_computer() -> bool:
-    """Return whether several people have an account here. Takes milliseconds with any source of accounts.
-
-    Linux: reads ``/etc/passwd``, since listing a directory (LDAP, Active Directory) may take minutes. If this process's
-    own account is missing in that file, it comes from a directory, and a directory means several people.
-    """
+    """Return whether several people have an account here. Takes milliseconds with any source of accounts."""
     if sys.platform == "darwin":
         return several_people((account.pw_uid, account.pw_shell) for account in pwd.getpwall())
-    accounts = list(_local_accounts())
-    return several_people(accounts) or _from_directory(accounts, own_uid=os.getuid())
+    return shared_by_file(Path("/etc/passwd"), own_uid=os.getuid(), has_name=_has_name)
+
+
+def shared_by_file(passwd: Path, *, own_uid: int, has_name: Callable[[int], bool]) -> bool:
+    """Return whether the file lists several people, or lacks this process's own account though that has a name.
+
+    Listing a directory (LDAP, Active Directory) may take minutes. An account that has a name but no line in the file
+    comes from a directory, and a directory means several people. A container's bare user id has no name.
+    """
+    accounts = list(_accounts_in(passwd))
+    return several_people(accounts) or (own_uid not in {uid for uid, _ in accounts} and has_name(own_uid))
 
 
 def several_people(accounts: Iterable[Account]) -> bool:
@@ -33,9 +37,9 @@ def several_people(accounts: Iterable[Account]) -> bool:
     return len({uid for uid, shell in accounts if uid in _PEOPLE and not shell.endswith(_NO_LOGIN)}) > 1
 
 
-def _local_accounts() -> Iterable[Account]:
+def _accounts_in(passwd: Path) -> Iterable[Account]:
     try:
-        lines = _PASSWD.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = passwd.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
     for line in lines:
@@ -44,11 +48,8 @@ def _local_accounts() -> Iterable[Account]:
             yield int(parts[2]), parts[6]
 
 
-def _from_directory(accounts: Iterable[Account], *, own_uid: int) -> bool:
-    """Return whether the own account has a name but no line in the file; a container's bare user id has no name."""
-    if any(uid == own_uid for uid, _ in accounts):
-        return False
+def _has_name(uid: int) -> bool:
     with suppress(KeyError):
-        pwd.getpwuid(own_uid)
+        pwd.getpwuid(uid)
         return True
     return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from importlib.util import find_spec
 
 from edgepipe.backend.loader import backend_names
@@ -25,9 +26,11 @@ def choose_backend(wanted: str) -> str:
     return next((name for name in order if find_spec(name) is not None), NONE)
 
 
-def installed_backends() -> tuple[str, ...]:
+def installed_backends(
+    has_package: Callable[[str], bool] = lambda name: find_spec(name) is not None,
+) -> tuple[str, ...]:
     """Return the backends whose packages are installed."""
-    return tuple(name for name in backend_names() if name not in _LIBRARIES or find_spec(name) is not None)
+    return tuple(name for name in backend_names() if name not in _LIBRARIES or has_package(name))
 
 
 def _checked(wanted: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,16 +37,16 @@ def read_key(data_dir: Path) -> str:
         return ""
 
 
-def asks_on_loopback(config: Config) -> bool:
+def asks_on_loopback(config: Config, *, shared: Callable[[], bool] = shared_computer) -> bool:
     """Return whether clients on this computer need a key: as set, else if a key is set or others have accounts."""
     if config.local_key != "auto":
         return config.local_key == "yes"
-    return bool(config.api_key) or shared_computer()
+    return bool(config.api_key) or shared()
 
 
-def keys_in_force(config: Config, data_dir: Path) -> HttpKeys:
+def keys_in_force(config: Config, data_dir: Path, *, shared: Callable[[], bool] = shared_computer) -> HttpKeys:
     """Return the keys by settings. ``data_dir`` keeps the first for the command line, or the key that is made here."""
-    on_loopback = asks_on_loopback(config)
+    on_loopback = asks_on_loopback(config, shared=shared)
     if config.api_key:
         write_private(key_file(data_dir), config.api_key[0].encode())
         return HttpKeys(keys=config.api_key, on_loopback=on_loopback)

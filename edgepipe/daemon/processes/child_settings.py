@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from edgepipe.config import CHILD_PORTS, Config
+from edgepipe.config import CHILD_PORTS, Config, Watching
 from edgepipe.daemon.machine.backends import choose_backend
 from edgepipe.daemon.machine.http_keys import HttpKeys
 from edgepipe.daemon.processes.children import Children
@@ -27,6 +27,7 @@ class ChildSettingsMaker:
         socket: Path,
         http_keys: HttpKeys,
         encrypted: bool,
+        watching: Watching,
         ids: IdSource,
         children: Children,
     ) -> None:
@@ -38,6 +39,7 @@ class ChildSettingsMaker:
         self._socket = socket
         self._http_keys = http_keys
         self._encrypted = encrypted
+        self._watching = watching
         self._ids = ids
         self._children = children
 
@@ -61,6 +63,8 @@ class ChildSettingsMaker:
             address=self._address(),
             log_level=config.log_level,
             encrypted=self._encrypted,
+            progress_s=self._watching.progress_s,
+            keepalive=self._watching.keepalive,
             link=config.link,
             backend=choose_backend(config.backend),
             device=config.device or "auto",

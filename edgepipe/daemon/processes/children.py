@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 _MAIN = ("-m", "edgepipe.workers.main")
 _LAST_LINES = 20  # of a child's output, kept to explain its end
 _MAX_LINE_BYTES = 1 << 16
-_LOOK_S = 0.25  # between checks for hanging children
 _KNOWS_S = 1.0  # for a child to confirm its peers
 _MAX_COMMANDS = 64  # a child takes commands at once; more waiting means that it hangs
 
@@ -50,8 +49,14 @@ class Child:
     """One running child process. Its reports arrive by ``on_report``; ``exited`` is set when the process is gone."""
 
     def __init__(
-        self, settings: ChildSettings, process: asyncio.subprocess.Process, *, mark: StepMark | None = None
+        self,
+        settings: ChildSettings,
+        process: asyncio.subprocess.Process,
+        *,
+        mark: StepMark | None = None,
+        knows_s: float = _KNOWS_S,
     ) -> None:
+        self._knows_s = knows_s
         self._mark = mark
         self.crashed_in: tuple[int, StepId] | None = None  # stages: the epoch's counter and the step of the crash
         self.settings = settings
@@ -139,7 +144,7 @@ class Child:
         """Wait until the child confirms the introduced peers, it ends, or a second passes."""
         waiting = [asyncio.ensure_future(event.wait()) for event in (self._current, self.exited)]
         try:
-            await asyncio.wait(waiting, timeout=_KNOWS_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waiting, timeout=self._knows_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in waiting:
                 task.cancel()
@@ -221,10 +226,15 @@ class Children:
         timeouts: Timeouts,
         clock: Clock,
         *,
+        hang_check_s: float,
         on_new: Callable[[Child], None] = lambda _child: None,
         on_denied: Callable[[DeniedCall], None] = lambda _denied: None,
     ) -> None:
-        """``on_new``: a child was started and needs its list of peers. ``on_denied``: a child refused a call."""
+        """``on_new``: a child was started and needs its list of peers. ``on_denied``: a child refused a call.
+
+        ``hang_check_s``: the time between two checks for hanging children.
+        """
+        self._hang_check_s = hang_check_s
         self._on_new = on_new
         self._on_denied = on_denied
         self._timeouts = timeouts
@@ -283,13 +293,13 @@ class Children:
     async def watch_hangs(self) -> None:
         """Kill children that hang, until cancelled. Their waiters see the end of the process."""
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(self._hang_check_s)
             now = self._clock.monotonic_s()
             for child_id, watch in list(self._hang_watches.items()):
                 child = self._children.get(child_id)
                 if child is None or child.exited.is_set():
                     del self._hang_watches[child_id]
-                elif why := watch.why_hung(now=now, every_s=_LOOK_S):
+                elif why := watch.why_hung(now=now, every_s=self._hang_check_s):
                     del self._hang_watches[child_id]
                     logger.error("child=%s pid=%d hangs and is killed: %s", child.kind, child.pid, why)
                     child.hang = why

@@ -44,8 +44,10 @@ class EngineKeeper:
         changes: Callable[[], AsyncIterator[None]],
         ends: Callable[[], bool],
         tasks: asyncio.TaskGroup,
+        look_again_s: float = _LOOK_AGAIN_S,
     ) -> None:
-        """``ends``: whether this node is about to stop."""
+        """``ends``: whether this node is about to stop. ``look_again_s``: between attempts to start an engine."""
+        self._look_again_s = look_again_s
         self._book = book
         self._engines = engines
         self._models = models
@@ -100,7 +102,7 @@ class EngineKeeper:
                 await self._gather(record)
                 if self._wanted(pipeline_id) is not None:
                     await self._start(record)
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await asyncio.sleep(self._look_again_s)
 
     async def _is_ours(self, record: ServeBody) -> bool:
         """Return whether this node starts the engine: it had the engine, or the takeover rule chooses this node."""

@@ -342,13 +342,11 @@ class JoinDone(_message.Message):
 
     CLUSTER_NAME_FIELD_NUMBER: _builtins.int
     NUM_PEERS_FIELD_NUMBER: _builtins.int
-    NODE_ID_FIELD_NUMBER: _builtins.int
     NODE_NAME_FIELD_NUMBER: _builtins.int
     WANTED_NAME_FIELD_NUMBER: _builtins.int
     cluster_name: _builtins.str
     num_peers: _builtins.int
     """others"""
-    node_id: _builtins.str
     node_name: _builtins.str
     """in the cluster"""
     wanted_name: _builtins.str
@@ -358,13 +356,12 @@ class JoinDone(_message.Message):
         *,
         cluster_name: _builtins.str = ...,
         num_peers: _builtins.int = ...,
-        node_id: _builtins.str = ...,
         node_name: _builtins.str = ...,
         wanted_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_name", b"cluster_name", "node_id", b"node_id", "node_name", b"node_name", "num_peers", b"num_peers", "wanted_name", b"wanted_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_name", b"cluster_name", "node_name", b"node_name", "num_peers", b"num_peers", "wanted_name", b"wanted_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
 
 from edgepipe.cli.main import main
 from tests.support.command_line import Result, Run
@@ -17,9 +18,9 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("COLUMNS", "80")
 
-    def command(*args: str) -> Result:
+    def command(*args: str, app: typer.Typer | None = None) -> Result:
         with pytest.raises(SystemExit) as ended:
-            main(list(args))
+            main(list(args), app=app)
         code = ended.value.code
         captured = capsys.readouterr()
         return Result(code if isinstance(code, int) else 0, captured.out, captured.err)

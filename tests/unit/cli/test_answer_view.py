@@ -70,7 +70,7 @@ def drawn(pieces: list[str], *, height: int = 24) -> str:
             return len(text)
 
     console = Console(file=Out(), force_terminal=True, width=80, height=height, highlight=False, emoji=False)
-    with MarkdownView(console) as view:
+    with MarkdownView(console, redraw_s=0.0) as view:
         for piece in pieces:
             view.show(piece)
     above = ["".join(line[column].data for column in range(80)) for line in screen.history.top]
@@ -78,8 +78,7 @@ def drawn(pieces: list[str], *, height: int = 24) -> str:
     return "\n".join(line for line in lines if line)  # blocks drawn one by one stand further apart
 
 
-def test_markdown_piece_by_piece_looks_like_markdown_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgepipe.cli.chat.answer_view._REDRAW_S", 0.0)
+def test_markdown_piece_by_piece_looks_like_markdown_at_once() -> None:
     at_once = drawn([ANSWER])
     assert drawn(list(ANSWER)) == at_once
     assert "**" not in at_once
@@ -88,15 +87,13 @@ def test_markdown_piece_by_piece_looks_like_markdown_at_once(monkeypatch: pytest
         assert at_once.count(words) == 1
 
 
-def test_a_block_longer_than_the_screen_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgepipe.cli.chat.answer_view._REDRAW_S", 0.0)
+def test_a_block_longer_than_the_screen_is_there_once() -> None:
     text = "```\n" + "".join(f"line {number:02d}\n" for number in range(60)) + "```\n"
     shown = drawn([text[start : start + 7] for start in range(0, len(text), 7)], height=12)
     assert [shown.count(f"line {number:02d}") for number in range(60)] == [1] * 60
 
 
-def test_a_long_paragraph_word_by_word_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgepipe.cli.chat.answer_view._REDRAW_S", 0.0)
+def test_a_long_paragraph_word_by_word_is_there_once() -> None:
     words = [f"word{number:03d} " for number in range(120)]
     shown = drawn(words)
     assert [shown.count(word.strip()) for word in words] == [1] * 120

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from edgepipe.cli.chat import repl
 from edgepipe.cli.chat.answer_view import PlainView
 from edgepipe.cli.chat.conversation import ChatSettings
-from edgepipe.cli.find import Target
+from edgepipe.cli.chat.repl import converse
+from edgepipe.wire.nodes import ClusterStatus
+from tests.support.admin_server import FakeNode, answering
+from tests.support.command_line import make_engine, make_member, make_status
 from tests.support.fake_engine import CONTEXT, FakeEngine
 from tests.support.gateway import Served, serving
 
@@ -44,26 +47,32 @@ class ViewUntil(PlainView):
 
 @asynccontextmanager
 async def conversation(
-    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, tmp_path: Path, view: PlainView | None = None
 ) -> AsyncIterator[tuple[Served, PipeInput, asyncio.Task[None]]]:
     """A running conversation: what is served, its keyboard, its task."""
     async with serving(engine) as served:
-        target = Target(base_url=str(served.http.base_url), model="tiny", num_nodes=2)
-
-        async def found(data_dir: Path, model: str) -> Target:
-            return target
-
-        monkeypatch.setattr(repl, "find_target", found)
-        with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
-            task = asyncio.create_task(repl.converse(ChatSettings(data_dir=tmp_path, model="", max_tokens=40)))
+        member = make_member("a")
+        node = replace(member.node, http_port=served.http.base_url.port)
+        status = ClusterStatus(
+            node_id=node.node_id,
+            members=(replace(member, node=node, self=True),),
+            engines=(make_engine("tiny", stages=make_status().engines[0].stages),),
+        )
+        with (
+            answering(tmp_path, FakeNode(status=status)),
+            create_pipe_input() as keys,
+            create_app_session(input=keys, output=DummyOutput()),
+        ):
+            settings = ChatSettings(data_dir=tmp_path, model="", max_tokens=40)
+            task = asyncio.create_task(converse(settings, new_view=None if view is None else lambda: view))
             async with asyncio.timeout(20):
                 yield served, keys, task
 
 
 async def test_questions_and_answers_are_remembered_until_clear(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with conversation(FakeEngine(answer=b"yes"), tmp_path, monkeypatch) as (served, keys, task):
+    async with conversation(FakeEngine(answer=b"yes"), tmp_path) as (served, keys, task):
         keys.send_text(f"one\rtwo{ALT_ENTER}lines\r/clear\r/help\r/what\rthree\r{CTRL_D}")
         await task
         prompts = [bytes(submit.prompt).decode() for submit in served.engine.submits]
@@ -82,17 +91,14 @@ async def test_questions_and_answers_are_remembered_until_clear(
     assert (tmp_path / "chat_history").stat().st_mode & 0o077 == 0
 
 
-async def test_figures_stand_below_the_complete_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_figures_stand_below_the_complete_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class LateView(PlainView):
         """Draws the last block when the answer is over, as Markdown is drawn."""
 
         def __exit__(self, *exc_info: object) -> None:
             sys.stderr.write("the last block\n")
 
-    monkeypatch.setattr(repl, "make_view", lambda *, markdown: LateView())  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    async with conversation(FakeEngine(answer=b"yes"), tmp_path, monkeypatch) as (_, keys, task):
+    async with conversation(FakeEngine(answer=b"yes"), tmp_path, LateView()) as (_, keys, task):
         keys.send_text(f"one\r{CTRL_D}")
         await task
     answer, _, figures = capsys.readouterr().err.partition("the last block")
@@ -100,10 +106,8 @@ async def test_figures_stand_below_the_complete_answer(
     assert "4 tok" in figures
 
 
-async def test_slash_commands_change_what_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async with conversation(FakeEngine(answer=b"yes"), tmp_path, monkeypatch) as (served, keys, task):
+async def test_slash_commands_change_what_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with conversation(FakeEngine(answer=b"yes"), tmp_path) as (served, keys, task):
         keys.send_text('/system be brief\r/set max_tokens 2\r"""one\r\rmore"""\r/regenerate\r')
         keys.send_text("/stats\r/save trip\r/clear\r/load trip\r/set nonsense 1\r/regenerate\r/bye\r")
         await task
@@ -119,10 +123,8 @@ async def test_slash_commands_change_what_is_asked(
     assert "unknown setting 'nonsense'" in shown.err
 
 
-async def test_a_full_context_offers_a_way_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async with conversation(FakeEngine(answer=b"yes"), tmp_path, monkeypatch) as (served, keys, task):
+async def test_a_full_context_offers_a_way_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with conversation(FakeEngine(answer=b"yes"), tmp_path) as (served, keys, task):
         first, second, third = "a" * 2000, "b" * 1500, "c" * 2000
         pastes = [f"{PASTE_BEGINS}{text}{PASTE_ENDS}\r" for text in (first, second, third)]
         keys.send_text("".join([*pastes, "/set history drop\r", pastes[-1], "more\r/bye\r"]))
@@ -138,9 +140,9 @@ async def test_a_full_context_offers_a_way_on(
 
 
 async def test_an_answer_that_the_context_ends_is_not_cut_by_max_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with conversation(FakeEngine(answer=b"a long story"), tmp_path, monkeypatch) as (served, keys, task):
+    async with conversation(FakeEngine(answer=b"a long story"), tmp_path) as (served, keys, task):
         text = "a" * (CONTEXT - len("user: \nassistant:") - 5)
         keys.send_text(f"{PASTE_BEGINS}{text}{PASTE_ENDS}\r/set history drop\rb\r/bye\r")
         await task
@@ -154,9 +156,9 @@ async def test_an_answer_that_the_context_ends_is_not_cut_by_max_tokens(
 
 
 async def test_words_are_drawn_unless_somebody_asks_for_the_likeliest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with conversation(FakeEngine(answer=b"yes"), tmp_path, monkeypatch) as (served, keys, task):
+    async with conversation(FakeEngine(answer=b"yes"), tmp_path) as (served, keys, task):
         keys.send_text("one\r/set\r/set temperature 0\rtwo\r/set temperature default\rthree\r/bye\r")
         await task
         temperatures = [submit.sampling.temperature for submit in served.engine.submits]
@@ -165,15 +167,11 @@ async def test_words_are_drawn_unless_somebody_asks_for_the_likeliest(
 
 
 async def test_an_interrupt_stops_the_answer_and_not_the_conversation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine, view = FakeEngine(answer=b"a long story", hold_after=6), ViewUntil("a long")
 
-    def the_view(*, markdown: bool) -> PlainView:
-        return view
-
-    monkeypatch.setattr(repl, "make_view", the_view)
-    async with conversation(engine, tmp_path, monkeypatch) as (served, keys, task):
+    async with conversation(engine, tmp_path, view) as (served, keys, task):
         keys.send_text("tell\r")
         await view.reached.wait()
         os.kill(os.getpid(), signal.SIGINT)
@@ -188,9 +186,9 @@ async def test_an_interrupt_stops_the_answer_and_not_the_conversation(
 
 
 async def test_an_error_is_shown_and_the_conversation_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with conversation(FakeEngine(answer=b"ok"), tmp_path, monkeypatch) as (served, keys, task):
+    async with conversation(FakeEngine(answer=b"ok"), tmp_path) as (served, keys, task):
         keys.send_text(f"{PASTE_BEGINS}{'x' * 5000}{PASTE_ENDS}\rshort\r{CTRL_D}")
         await task
     shown = capsys.readouterr()

@@ -7,28 +7,27 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
+import typer
 
 import edgepipe.cli.node
-from edgepipe.cli import admin, find
-from edgepipe.cli.chat import repl
+from edgepipe.cli import find
 from edgepipe.cli.chat import verb as chat
-from edgepipe.cli.chat.conversation import ChatSettings
 from edgepipe.cli.demo import choose_backends, even_layers
 from edgepipe.cli.options import data_dir_of
 from edgepipe.cli.serve import serve_request
-from edgepipe.daemon.machine import backends
-from edgepipe.errors import ConfigInvalid, PlanInvalid
+from edgepipe.daemon.machine.backends import installed_backends
+from edgepipe.errors import ConfigInvalid, ModelUnknown, PlanInvalid
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange
 from edgepipe.wire.nodes import ClusterStatus
-from tests.support.command_line import Run, make_engine
+from tests.support.admin_server import FakeNode, answering
+from tests.support.command_line import Run, make_engine, make_member
 
 VERBS = ("demo", "node", "models", "serve", "chat", "ps", "stop", "status", "logs", "simulate", "config", "version")
 NODE_FLAGS = ("--name --cluster --device --backend --dtype --interface --port --http-port --peer --data-dir").split()
@@ -88,20 +87,12 @@ def test_the_version_is_also_an_option(run: Run) -> None:
     assert (result.code, result.out) == (0, run("version").out)
 
 
-def test_a_model_to_talk_to_needs_no_option(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    async def converse(settings: ChatSettings) -> None:
-        asked.append(settings.model)
-
-    monkeypatch.setattr(repl, "converse", converse)
-
-    def no_question(prompt: str | None) -> None:
-        return None
-
-    monkeypatch.setattr(chat, "question_of", no_question)
-    assert run("chat", "demo").code == 0
-    assert asked == ["demo"]
+def test_a_model_to_talk_to_needs_no_option(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "stdin", Typed())
+    status = ClusterStatus(node_id=NodeId("a"), members=(replace(make_member("a"), self=True),))
+    with answering(tmp_path / "data", FakeNode(status=status)) as node:
+        assert run("chat", "demo").code == ModelUnknown.exit_code
+    assert node.asked_to_serve == ["demo"]
 
 
 @pytest.mark.parametrize(
@@ -116,32 +107,19 @@ def test_a_model_to_talk_to_needs_no_option(run: Run, monkeypatch: pytest.Monkey
 )
 def test_the_one_model_that_is_served_needs_no_name_to_be_stopped(
     run: Run,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     served: list[str],
     words: tuple[str, ...],
     code: int,
     shown: str,
     stopped: list[str],
 ) -> None:
-    asked: list[str] = []
-
-    class FakeAdmin:
-        async def status(self) -> ClusterStatus:
-            return ClusterStatus(node_id=NodeId("a"), engines=tuple(map(make_engine, served)))
-
-        async def stop_model(self, model: str) -> list[str]:
-            asked.append(model)
-            return [model]
-
-    @asynccontextmanager
-    async def connect(data_dir: Path) -> AsyncIterator[FakeAdmin]:
-        yield FakeAdmin()
-
-    monkeypatch.setattr(admin, "connect", connect)
-    result = run(*words)
+    status = ClusterStatus(node_id=NodeId("a"), engines=tuple(map(make_engine, served)))
+    with answering(tmp_path / "data", FakeNode(status=status)) as node:
+        result = run(*words)
     assert result.code == code
     assert shown in result.out + result.err
-    assert asked == stopped
+    assert node.stopped == stopped
 
 
 @pytest.mark.parametrize(
@@ -163,13 +141,13 @@ async def test_a_model_is_sampled_as_its_makers_advise(
         asked.append(request.url.path)
         return httpx.Response(200, json=told)
 
-    async def found(data_dir: Path, model: str) -> find.Target:
-        return find.Target(base_url="http://x", model=model)
-
     transport = httpx.MockTransport(answer)
-    monkeypatch.setattr(find, "_target", found)
     monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, transport=transport))
-    target = await find.find_target(tmp_path, "org/tiny")
+    status = ClusterStatus(
+        node_id=NodeId("a"), members=(replace(make_member("a"), self=True),), engines=(make_engine("org/tiny"),)
+    )
+    with answering(tmp_path, FakeNode(status=status)):
+        target = await find.find_target(tmp_path, "org/tiny")
     assert target.sampling == sampling
     assert [type(value) for value in target.sampling.values()] == [type(value) for value in sampling.values()]
     assert asked == ["/v1/models/org/tiny"]
@@ -251,17 +229,26 @@ def test_a_socket_that_nobody_answers_is_no_node(run: Run, tmp_path: Path) -> No
     assert "no edgepipe node runs on this machine" in result.err
 
 
-def test_a_mistake_of_our_own_is_one_line_and_a_traceback_only_with_debug(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(given: object) -> Path:
-        raise RuntimeError("oops \x1b[2J")
+def app_that_raises(error: BaseException) -> typer.Typer:
+    """A command with one verb, ``fail``."""
+    app = typer.Typer(pretty_exceptions_enable=False)
 
-    monkeypatch.setattr(edgepipe.cli.node, "data_dir_of", broken)
-    result = run("node", "stop")
+    def fail() -> None:
+        raise error
+
+    app.callback()(lambda: None)
+    app.command()(fail)
+    return app
+
+
+def test_a_mistake_of_our_own_is_one_line_and_a_traceback_only_with_debug(
+    run: Run,
+) -> None:
+    app = app_that_raises(RuntimeError("oops \x1b[2J"))
+    result = run("fail", app=app)
     assert result.code == 1
     assert len(result.err.splitlines()) == 1
-    shown = run("--debug", "node", "stop").err
+    shown = run("--debug", "fail", app=app).err
     assert shown.startswith("Traceback")
     assert shown.endswith("RuntimeError: oops \\x1b[2J\n")
 
@@ -276,14 +263,8 @@ def test_a_mistake_of_our_own_is_one_line_and_a_traceback_only_with_debug(
         (OSError(errno.ENOSPC, "No space left on device"), "the output cannot be written\n       No space left"),
     ],
 )
-def test_what_the_system_refuses_is_no_mistake_of_ours(
-    run: Run, monkeypatch: pytest.MonkeyPatch, error: OSError, shown: str
-) -> None:
-    def refused(given: object) -> Path:
-        raise error
-
-    monkeypatch.setattr(edgepipe.cli.node, "data_dir_of", refused)
-    result = run("node", "stop")
+def test_what_the_system_refuses_is_no_mistake_of_ours(run: Run, error: OSError, shown: str) -> None:
+    result = run("fail", app=app_that_raises(error))
     assert result.code == 2
     assert result.err.startswith(f"error: {shown}")
 
@@ -307,12 +288,9 @@ def test_text_in_another_encoding_is_a_question_and_no_crash(run: Run, monkeypat
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert chat.question_of("caf\udce9") == "caf\ufffd"
 
-    def asked(given: object) -> Path:
+    with pytest.raises(UnicodeEncodeError) as caught:
         "caf\udce9".encode()
-        raise AssertionError
-
-    monkeypatch.setattr(edgepipe.cli.node, "data_dir_of", asked)
-    refused = run("node", "stop")
+    refused = run("fail", app=app_that_raises(caught.value))
     assert refused.code == 2
     assert refused.err.startswith("error: 'caf\\udce9' is not UTF-8 text\n")
 
@@ -347,26 +325,19 @@ def test_a_question_answered_with_no_is_no_mistake(
 def test_nothing_is_removed_below_a_node_that_does_not_stop(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    async def asked_to(data_dir: Path) -> None:
-        return
-
-    monkeypatch.setattr(edgepipe.cli.node, "_shut_down", asked_to)
-    monkeypatch.setattr(edgepipe.cli.node, "_STOP_S", 0.0)
+    monkeypatch.setattr(edgepipe.cli.node, "_STOP_S", 0.0)  # no flag leads to it
     (tmp_path / "data").mkdir()
-    for name in ("daemon.sock", "daemon.lock", "key"):
+    for name in ("daemon.lock", "key"):
         (tmp_path / "data" / name).touch()
-    done = run("uninstall", "--yes")
+    with answering(tmp_path / "data", FakeNode()):
+        done = run("uninstall", "--yes")
     assert done.code == 3
     assert "the node has not stopped yet" in done.err
     assert (tmp_path / "data" / "key").exists()
 
 
-def test_an_interrupt_exits_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(given: object) -> Path:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(edgepipe.cli.node, "data_dir_of", interrupted)
-    assert run("node", "stop").code == 130
+def test_an_interrupt_exits_with_130(run: Run) -> None:
+    assert run("fail", app=app_that_raises(KeyboardInterrupt())).code == 130
 
 
 def test_logs_of_a_stopped_node_are_what_it_left(run: Run, tmp_path: Path) -> None:
@@ -426,6 +397,6 @@ def test_no_verb_loads_torch_or_mlx_or_what_help_does_not_need() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_only_backends_whose_packages_are_here_are_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "find_spec", lambda name: None if name == "mlx" else object())
-    assert json.loads(run("version", "--json").out)["backends"] == ["emulated", "torch"]
+def test_only_backends_whose_packages_are_here_are_told(run: Run) -> None:
+    assert installed_backends(lambda name: name != "mlx") == ("emulated", "torch")
+    assert json.loads(run("version", "--json").out)["backends"] == list(installed_backends())

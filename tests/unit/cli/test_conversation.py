@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
-from edgepipe.cli.chat import conversation
 from edgepipe.cli.chat.answer_view import NoView
 from edgepipe.cli.chat.conversation import Incoming, stream_answer
 from edgepipe.cli.find import Target
@@ -61,14 +58,12 @@ def test_the_reading_of_a_prompt_and_a_pause_are_told_as_they_happen() -> None:
     assert "studio gone since 21:14; continuing on 1 machine" in answer.footer()
 
 
-async def test_nobody_waits_long_without_a_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation, "_SLOW_START_S", 0.01)
-    monkeypatch.setattr(conversation, "_SLOW_WORD_S", 0.01)
+async def test_nobody_waits_long_without_a_sign() -> None:
     engine, view = FakeEngine(answer=b"yes", hold_after=0), Watched()
     async with asyncio.timeout(20), serving(engine) as served:
         target = Target(base_url=str(served.http.base_url), model="tiny")
         async with ChatClient(target.base_url) as client:
-            incoming = Incoming(num_nodes=1, max_tokens=None, view=view)
+            incoming = Incoming(num_nodes=1, max_tokens=None, view=view, slow_start_s=0.01, slow_word_s=0.01)
             question = [{"role": "user", "content": "x"}]
             work = asyncio.ensure_future(stream_answer(client, target, question, {}, incoming))
             await view.waited.wait()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.cli import admin
 from edgepipe.cli.doctor import examining
 from edgepipe.cli.doctor.findings import (
     Finding,
@@ -28,11 +27,11 @@ from edgepipe.cli.doctor.findings import (
     rights_finding,
     worst,
 )
-from edgepipe.cli.wizard.links import Link
 from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe, TlsProbe, neighbour_is_known, probe_tcp, reach_of
-from edgepipe.config import Config, load_config
+from edgepipe.config import load_config
 from edgepipe.ids import NodeId
 from edgepipe.wire.nodes import ClusterStatus, MemberState, NodeState
+from tests.support.admin_server import FakeNode, answering
 
 PORTS = Ports(node=7117, http=8117)
 FACTS = NetworkFacts(interface="enp5s0", address="192.168.1.20", wireless=False, speed_bits_per_s=1e9, mtu_bytes=1500)
@@ -171,30 +170,26 @@ def test_whose_key_an_address_shows() -> None:
         assert words in text
 
 
-async def test_a_member_that_is_named_is_looked_at_once_where_its_node_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_member_that_is_named_is_looked_at_once_where_its_node_is(tmp_path: Path) -> None:
     own = MemberState(node=NodeState(node_id=NodeId("a")), self=True)
     studio = MemberState(node=NodeState(name="studio", node_id=NodeId("b"), address="127.0.0.1:9"))
 
-    async def status(data_dir: Path) -> ClusterStatus:
-        return ClusterStatus(node_id=own.node.node_id, members=(own, studio))
-
-    async def no_links(config: Config, status: ClusterStatus | None) -> dict[str, Link]:
-        return {}
-
+    status = ClusterStatus(node_id=own.node.node_id, members=(own, studio))
     asked: list[str] = []
 
-    async def look(peer: examining.Peer, *others: object) -> list[Finding]:
+    async def look(peer: examining.Peer, *_: object) -> list[Finding]:
         asked.append(f"{peer.name} at {peer.host}")
         return []
 
-    monkeypatch.setattr(admin, "status_if_running", status)
-    monkeypatch.setattr(examining, "_links", no_links)
-    monkeypatch.setattr(examining, "_examine_peer", look)
-    monkeypatch.setattr(examining, "network_facts", lambda config: replace(FACTS, address=""))  # pyright: ignore[reportUnknownLambdaType]
     config = load_config({"data_dir": tmp_path}, environ={}).values
-    await examining.examine(config, ["studio", "10.0.0.7"], say=lambda finding: None)
+    with answering(tmp_path, FakeNode(status=status)):
+        await examining.examine(
+            config,
+            ["studio", "10.0.0.7"],
+            say=lambda finding: None,
+            facts=replace(FACTS, address=""),
+            examine_peer=look,
+        )
     assert asked == ["10.0.0.7 at 10.0.0.7", "studio at 127.0.0.1"]
 
 

@@ -7,9 +7,8 @@ import json
 import logging
 import unicodedata
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
@@ -17,7 +16,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from edgepipe.cluster.founding import TrustFolders
-from edgepipe.daemon.machine.data_dir import log_path, socket_path
+from edgepipe.daemon.machine.data_dir import log_path
 from edgepipe.errors import EdgepipeError, LinkError
 from edgepipe.link.channels import from_rpc_error
 from edgepipe.safe_text import MAX_LINE_CHARS, json_text, one_line, visible
@@ -25,8 +24,9 @@ from edgepipe.telemetry.audit import AuditKind, AuditLog
 from edgepipe.telemetry.log import LineFormatter
 from edgepipe.wire.codec import to_wire
 from edgepipe.wire.errors import error_from_wire
-from edgepipe.wire.v1 import common_pb2, node_pb2_grpc, trust_pb2, trust_pb2_grpc
+from edgepipe.wire.v1 import common_pb2, trust_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.admin_server import answering
 from tests.support.command_line import Run, make_status
 
 FORGED = "2026-01-01 00:00:00,000 ERROR   this line was never logged"
@@ -124,16 +124,8 @@ class _Node:
 @pytest.fixture
 def node(run: Run, tmp_path: Path) -> Iterator[_Node]:
     """A node at the socket that the commands of ``run`` ask."""
-    socket = socket_path(tmp_path / "data")
-    socket.parent.mkdir(parents=True, exist_ok=True)
-    server = grpc.server(ThreadPoolExecutor(2))
-    node = _Node()
-    node_pb2_grpc.add_AdminServicer_to_server(cast("Any", node), server)
-    trust_pb2_grpc.add_TrustAdminServicer_to_server(cast("Any", node), server)
-    server.add_insecure_port(f"unix:{socket}")
-    server.start()
-    yield node
-    server.stop(None).wait()
+    with answering(tmp_path / "data", _Node()) as node:
+        yield node
 
 
 def test_the_status_has_no_line_of_a_member_s_own(run: Run, node: _Node) -> None:

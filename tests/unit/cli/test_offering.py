@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,23 @@ import pytest
 import typer
 
 from edgepipe.cli import offering
-from edgepipe.cli.wizard import model_choice
 from edgepipe.cli.wizard.asking import Choice, Defaults, Quit
 from edgepipe.ids import NodeId
+from edgepipe.model.pull import PullResult
 from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, ModelOnDisk, NodeState
+from tests.support.admin_server import FakeNode, answering
 from tests.support.command_line import make_status, with_devices
+
+
+def roomy(device: DeviceState) -> DeviceState:
+    """A fast device with free memory."""
+    assert device.profile is not None
+    fast = replace(device.profile, bandwidth_bytes_per_s=1e12, flops=1e14)
+    return replace(device, profile=fast, free_bytes=20_000_000_000)
+
+
+EMPTY = replace(with_devices(make_status(), roomy), engines=())
+"""A cluster with room and no model."""
 
 
 def of_one(*models: ModelOnDisk) -> ClusterStatus:
@@ -38,55 +51,41 @@ class Answering(Defaults):
         return self._answer
 
 
-@pytest.fixture
-def pulled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is pulled, in a cluster with room."""
+class Pulling:
+    """Pulls nothing, and notes what."""
 
-    class Pulled:
-        model_id = "tiny"
+    def __init__(self) -> None:
+        self.names: list[str] = []
 
-    names: list[str] = []
-
-    def pull(root: Path, model: str) -> type[Pulled]:
-        names.append(model)
-        return Pulled
-
-    def status(data_dir: Path) -> ClusterStatus:
-        return with_devices(make_status(), roomy)
-
-    def roomy(device: DeviceState) -> DeviceState:
-        assert device.profile is not None
-        fast = replace(device.profile, bandwidth_bytes_per_s=1e12, flops=1e14)
-        return replace(device, profile=fast, free_bytes=20_000_000_000)
-
-    monkeypatch.setattr(model_choice, "status_with_devices", status)
-    monkeypatch.setattr(offering, "pull_model", pull)
-    return names
+    def __call__(self, root: Path, model: str) -> PullResult:
+        self.names.append(model)
+        return PullResult(model_id="tiny", path=root / "tiny", files=())
 
 
-def test_the_model_that_is_chosen_is_fetched(
-    tmp_path: Path, pulled: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert offering.fetch_chosen(Answering("demo"), tmp_path, tmp_path / "models") == "tiny"
-    assert pulled == ["demo"]
+def test_the_model_that_is_chosen_is_fetched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pull = Pulling()
+    with answering(tmp_path, FakeNode(status=EMPTY)):
+        assert offering.fetch_chosen(Answering("demo"), tmp_path, tmp_path / "models", pull=pull) == "tiny"
+    assert pull.names == ["demo"]
     shown = capsys.readouterr().out
     assert "No machine of this cluster has a model yet." in shown
     assert "usable memory of this cluster: 40.0 GB" in shown, "a machine that is not alive has none"
 
 
-def test_none_is_fetched_where_none_is_wanted(tmp_path: Path, pulled: list[str]) -> None:
-    assert offering.fetch_chosen(Answering("skip"), tmp_path, tmp_path / "models") == ""
+def test_none_is_fetched_where_none_is_wanted(tmp_path: Path) -> None:
+    pull = Pulling()
+    assert offering.fetch_chosen(Answering("skip"), tmp_path, tmp_path / "models", pull=pull) == ""
     with pytest.raises(typer.Exit) as stopped:
-        offering.fetch_chosen(Answering("^C"), tmp_path, tmp_path / "models")
+        offering.fetch_chosen(Answering("^C"), tmp_path, tmp_path / "models", pull=pull)
     assert stopped.value.exit_code == 130
-    assert pulled == []
+    assert pull.names == []
 
 
 @pytest.mark.parametrize(
     ("terminal", "status", "offered"),
     [
-        (True, of_one(), "tiny"),
-        (False, of_one(), ""),
+        (True, EMPTY, "tiny"),
+        (False, EMPTY, ""),
         (True, None, ""),
         (True, make_status(), ""),
         (True, of_one(ModelOnDisk(model="a", complete=True)), ""),
@@ -96,15 +95,18 @@ def test_none_is_fetched_where_none_is_wanted(tmp_path: Path, pulled: list[str])
 def test_only_a_person_whose_cluster_has_no_model_is_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, terminal: bool, status: ClusterStatus | None, offered: str
 ) -> None:
-    async def found(data_dir: Path) -> ClusterStatus | None:
-        return status
-
     class Stream:
         def isatty(self) -> bool:
             return terminal
 
-    monkeypatch.setattr(offering, "status_if_running", found)
-    monkeypatch.setattr(offering, "fetch_chosen", lambda asking, data_dir, models_dir: "tiny")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+        def write(self, text: str) -> int:
+            return len(text)
+
+        def flush(self) -> None:
+            pass
+
     for name in ("stdin", "stdout"):
         monkeypatch.setattr(sys, name, Stream())
-    assert offering.offer_model(tmp_path, tmp_path / "models") == offered
+    with nullcontext() if status is None else answering(tmp_path, FakeNode(status=status)):
+        found = offering.offer_model(tmp_path, tmp_path / "models", asking=Answering("demo"), pull=Pulling())
+    assert found == offered

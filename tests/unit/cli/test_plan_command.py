@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from edgepipe.cli import admin
 from edgepipe.errors import LinkNotMeasured
-from edgepipe.wire.serving import SurveyReply
+from tests.support.admin_server import FakeNode, answering
 from tests.support.command_line import Run
 
 IMAGINED = ("plan", "qwen2.5-32b", "--emulate", "4x rtx4090", "--link", "1gbit,0.3ms")
@@ -117,17 +113,10 @@ def test_a_link_without_devices_and_no_node_are_told_apart(run: Run) -> None:
     assert run("plan", "qwen2.5-32b").code == 3
 
 
-def test_a_node_that_goes_while_links_are_measured_ends_with_three(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Vanishing:
-        async def survey(self, model: str, **_: Any) -> SurveyReply:
-            raise LinkNotMeasured("a node went away while links were measured", next_step="try again")
-
-    @asynccontextmanager
-    async def connect(folder: Path) -> AsyncIterator[Any]:
-        yield Vanishing()
-
-    monkeypatch.setattr(admin, "connect", connect)
-    gone = run("plan", "qwen2.5-32b")
+def test_a_node_that_goes_while_links_are_measured_ends_with_three(run: Run, tmp_path: Path) -> None:
+    vanishing = LinkNotMeasured("a node went away while links were measured", next_step="try again")
+    with answering(tmp_path / "data", FakeNode(survey=vanishing)):
+        gone = run("plan", "qwen2.5-32b")
     assert gone.code == 3
     assert gone.err.strip().splitlines() == [
         "error: a node went away while links were measured",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from pathlib import Path
 
 import pyte
 import pytest
@@ -14,7 +14,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from edgepipe.cli import admin, inviting, peers
+from edgepipe.cli import inviting, peers
 from edgepipe.cli.chat.answer_view import MarkdownView, make_view
 from edgepipe.cli.main import main
 from edgepipe.cli.output import make_console
@@ -22,6 +22,7 @@ from edgepipe.cli.wizard.asking import Choice, Quit, Terminal
 from edgepipe.errors import PairingRejected
 from edgepipe.ids import NodeId
 from edgepipe.wire.trust import InviteEvent, InviteFailed, InviteStart, ListPeersReply, PeerState
+from tests.support.admin_server import FakeNode, answering
 from tests.support.command_line import Run
 
 PLAN = ("plan", "qwen2.5-7b", "--emulate", "2x rtx4090", "--link", "1gbit,1ms")
@@ -156,7 +157,7 @@ def test_a_terminal_that_is_not_utf8_shows_what_it_can(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_addresses_and_keys_are_whole_on_every_screen(
-    emulator: Callable[[int], Emulator], monkeypatch: pytest.MonkeyPatch, columns: int
+    emulator: Callable[[int], Emulator], tmp_path: Path, columns: int
 ) -> None:
     told = ListPeersReply(
         cluster_name="home",
@@ -170,17 +171,9 @@ def test_addresses_and_keys_are_whole_on_every_screen(
         ),
     )  # fmt: skip
 
-    class FakeAdmin:
-        async def peers(self) -> ListPeersReply:
-            return told
-
-    @asynccontextmanager
-    async def connect(data_dir: object) -> AsyncIterator[FakeAdmin]:
-        yield FakeAdmin()
-
-    monkeypatch.setattr(admin, "connect", connect)
     screen = emulator(columns)
-    peers.list_peers()
+    with answering(tmp_path, FakeNode(peers=told)):
+        peers.list_peers(tmp_path)
     text = "\n".join(screen.lines())
     for whole in ("192.168.178.123:7117", "192.168.178.124:7117", "livi", "studiost"):
         assert whole in text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.cli import inviting, node
+from edgepipe.cli import inviting
 from edgepipe.cli.doctor.findings import NetworkFacts, Ports, network_findings
 from edgepipe.cli.doctor.machine_findings import backend_finding
 from edgepipe.cli.doctor.node_findings import trust_findings
@@ -21,6 +21,7 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.ids import NodeId
 from edgepipe.telemetry.audit import AuditKind, AuditLog
 from edgepipe.wire.trust import InviteEvent, InviteJoined, InviteStart
+from tests.support.admin_server import FakeNode, answering
 from tests.support.command_line import Run
 
 
@@ -68,12 +69,9 @@ def test_a_new_owner_is_introduced_by_what_it_may_do(capsys: pytest.CaptureFixtu
     assert shown == "  ✓ 'studio' joined\n    It can also manage the cluster if this machine is lost.\n"
 
 
-def test_a_drained_machine_is_safe_to_switch_off(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def drained(data_dir: Path, *, undo: bool, wait_s: float) -> None:
-        return
-
-    monkeypatch.setattr(node, "_drain", drained)
-    assert run("node", "drain").out == "safe to switch off now\n"
+def test_a_drained_machine_is_safe_to_switch_off(run: Run, tmp_path: Path) -> None:
+    with answering(tmp_path / "data", FakeNode()):
+        assert run("node", "drain").out == "safe to switch off now\n"
 
 
 def test_a_missing_pairing_code_is_told_with_its_flags(tmp_path: Path) -> None:

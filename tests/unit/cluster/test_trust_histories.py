@@ -82,6 +82,6 @@ def test_no_history_of_very_many_does(seed: int) -> None:
 
 def test_these_histories_find_what_the_bounds_prevent(monkeypatch: pytest.MonkeyPatch) -> None:
     """R1: removals that bound nothing, as those of the earlier form, let a removed owner say what it likes."""
-    monkeypatch.setattr(standing, "_keeps", lambda removal, one: True)
+    monkeypatch.setattr(standing, "_keeps", lambda removal, one: True)  # the fault to find
     with pytest.raises(AssertionError):
         _play_all(2500, seed=0)

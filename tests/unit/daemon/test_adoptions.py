@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import logging
+import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -20,7 +21,6 @@ from hypothesis import strategies as st
 from edgepipe.config import Timeouts
 from edgepipe.daemon.changes import Changes
 from edgepipe.daemon.files import adoptions as bounds
-from edgepipe.daemon.files import models as models_module
 from edgepipe.daemon.files.adoptions import FORGET_S, Adopted, Adoptions, ModelKey
 from edgepipe.daemon.files.models import Models
 from edgepipe.daemon.files.transfer import WeightsClient
@@ -209,7 +209,7 @@ class Members:
         stored = self.stores[source.node_id].resolve(manifest.model_id)
         yield stored.read_file(name, offset=0, num_bytes=stored.metadata_file(name).num_bytes).tobytes()
 
-    def models(self) -> Models:
+    def models(self, adoptions: Adoptions | None = None, *, piece_bytes: int = 1 << 19) -> Models:
         """The node under test."""
         peers = SimpleNamespace(
             hello=Hello(role="node"),
@@ -222,6 +222,9 @@ class Members:
             peers=cast("Any", peers),
             timeouts=Timeouts(connect_s=1.0),
             on_change=self.changes.notify,
+            client=cast("Any", self),
+            adoptions=adoptions,
+            piece_bytes=piece_bytes,
         )
 
     def on_disk(self) -> set[str]:
@@ -232,8 +235,7 @@ class Members:
 @pytest.fixture
 def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Members:
     made = Members(tmp_path)
-    monkeypatch.setattr(models_module, "WeightsClient", lambda **_: made)
-    monkeypatch.setattr("edgepipe.model.disk.HEADROOM_BYTES", 0)
+    monkeypatch.setattr("edgepipe.model.disk.HEADROOM_BYTES", 0)  # the disk of the tests may be nearly full
     return made
 
 
@@ -292,13 +294,13 @@ async def test_r5_a_full_disk_is_said_and_left_as_it_was(
     members.add("b", {"tiny": "T"})
     here = members.models()
     if when == "before":
-        monkeypatch.setattr("edgepipe.model.disk.free_bytes", lambda _root: 10)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     else:
 
         def full(*_: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(MetadataSink, "write", full)
+        monkeypatch.setattr(MetadataSink, "write", full)  # no test can fill a disk
     with pytest.raises(ModelDownloadFailed):
         await here.adopt("tiny", wanted_by="a")
     assert members.asked == (["a"] if when == "before" else ["a", "a edgepipe.json"]), "the disk is this node's own"
@@ -306,13 +308,11 @@ async def test_r5_a_full_disk_is_said_and_left_as_it_was(
 
 
 async def test_r5_what_a_node_announces_beyond_its_share_is_not_kept_and_told_once(
-    members: Members, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    members: Members, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(bounds, "MAX_MODELS_PER_NODE", 2)
-    monkeypatch.setattr(bounds, "RETRY_S", 0.01)
     members.add("rogue", {f"m{i}": "T" for i in range(4)})
     members.add("honest", {"mine": "T"})
-    here = members.models()
+    here = members.models(Adoptions(max_models=2, retry_s=0.01))
     with caplog.at_level(logging.WARNING):
         async with asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(here.keep_served_metadata(members.changes.watch))
@@ -325,17 +325,14 @@ async def test_r5_what_a_node_announces_beyond_its_share_is_not_kept_and_told_on
             keeping.cancel()
 
 
-async def test_what_is_used_stays_and_what_is_not_goes_when_its_engine_is_gone(
-    members: Members, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_used_stays_and_what_is_not_goes_when_its_engine_is_gone(members: Members) -> None:
     members.add("a", {"used": "T", "unused": "U"})
-    here = members.models()
+    here = members.models(Adoptions(forget_s=0.0))
     async with asyncio.TaskGroup() as tasks:
         keeping = tasks.create_task(here.keep_served_metadata(members.changes.watch))
         await until(lambda: members.on_disk() == {"used", "unused"} and len(here.on_disk()) == 2)
         await here.adopt("used")
         await here.rescan()
-        monkeypatch.setattr(bounds, "FORGET_S", -1.0)
         members.ends_engines("a", 2)
         members.changes.notify()
         await until(lambda: members.on_disk() == {"used"})
@@ -456,12 +453,9 @@ async def test_r5_one_node_reads_a_bounded_number_of_files_at_a_time(members: Me
     assert service._reads == {}  # pyright: ignore[reportPrivateUsage]
 
 
-async def test_files_are_read_in_pieces_and_only_those_that_nodes_exchange(
-    members: Members, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_files_are_read_in_pieces_and_only_those_that_nodes_exchange(members: Members) -> None:
     members.add("here", {"tiny": "T"})
-    stored, here = members.genuine("here", "tiny"), members.models()
-    monkeypatch.setattr(models_module, "_CHUNK_BYTES", 100)
+    stored, here = members.genuine("here", "tiny"), members.models(piece_bytes=100)
     whole = (stored.path / "edgepipe.json").read_bytes()
     security = SimpleNamespace(caller=lambda _context, _kind: None)
     service = WeightsService(admit=lambda _hello: None, security=cast("Any", security), models=here)

@@ -53,6 +53,7 @@ async def test_a_child_that_is_being_killed_does_not(child: Child) -> None:
     assert child.state == "exited"
 
 
-async def test_a_silent_child_is_believed_to_live(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgepipe.daemon.processes.children._KNOWS_S", 0.01)
-    assert await child.lives()
+async def test_a_silent_child_is_believed_to_live(child: Child) -> None:
+    silent = Child(child.settings, child.process, knows_s=0.01)
+    silent.introduce(())
+    assert await silent.lives()

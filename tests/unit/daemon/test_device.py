@@ -17,7 +17,7 @@ from edgepipe_emulated import emulated_model_config
 
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.config import Timeouts
-from edgepipe.daemon.device import device, layer_measuring, spare
+from edgepipe.daemon.device import layer_measuring
 from edgepipe.daemon.device.device import DeviceHost
 from edgepipe.daemon.device.layer_profiles import LayerProfiles
 from edgepipe.daemon.processes.children import Children
@@ -38,6 +38,7 @@ from edgepipe.wire.children import (
 )
 from edgepipe.workers.settings import ChildSettings
 from tests.support.stage_settings import STAGE_SETTINGS
+from tests.support.waiting import until
 
 GB = 10**9
 CONFIG = emulated_model_config(num_layers=2)
@@ -140,6 +141,8 @@ class Host:
             on_change=lambda: None,
             layers=LayerProfiles(folder / "layers.json"),
             memory_kills=lambda: self.memory_kills,
+            settled_s=0.0,
+            ask_again_s=0.001,
         )
 
     async def prepare(self, *, counter: int = 1, fresh: bool = False) -> None:
@@ -185,11 +188,6 @@ async def running(folder: Path, *, free_bytes: int = 20 * GB) -> AsyncIterator[H
         keeper.cancel()
 
 
-@pytest.fixture(autouse=True)
-def no_settling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spare, "_SETTLED_S", 0.0)
-
-
 async def test_a_second_crash_finds_a_spare_too(tmp_path: Path) -> None:
     async with running(tmp_path) as host:
         first = host.processes.started[0]
@@ -230,10 +228,7 @@ async def test_a_stage_that_is_to_run_in_a_new_process_is_not_kept(tmp_path: Pat
         assert not stage.alive
 
 
-async def test_a_stage_that_woke_before_its_network_goes_on_once_its_engine_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "_ASK_AGAIN_MIN_S", 0.001)
+async def test_a_stage_that_woke_before_its_network_goes_on_once_its_engine_answers(tmp_path: Path) -> None:
     answers = iter([None, None, Epoch(1, EngineId("engine-1"))])
 
     async def engine_epoch(node_id: str, pipeline_id: str) -> Epoch | None:
@@ -283,7 +278,7 @@ async def test_what_was_measured_beside_other_work_is_measured_again_and_the_sho
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares = iter([0.5, 0.9, 0.1])
-    monkeypatch.setattr(layer_measuring, "others_share", lambda before, after: next(shares))
+    monkeypatch.setattr(layer_measuring, "others_share", lambda before, after: next(shares))  # other programs' load
     async with running(tmp_path) as host:
         first = await host.host.profile_layer(UNLESS_KNOWN)
         assert first.busy
@@ -338,7 +333,7 @@ async def test_stages_that_no_engine_claims_are_given_back(tmp_path: Path) -> No
         host.host.orphaned_by("node-c")  # another's engine
         host.host.orphaned_by("node-b")
         await host.prepare(counter=2)  # a new engine claims it in time
-        await asyncio.sleep(0.03)
+        await until(lambda: not any(task.get_name().startswith("orphan:") for task in asyncio.all_tasks()))
         assert host.host.pipelines() == ["p"]
         host.host.orphaned_by("node-b")
         await host.until(lambda: host.host.pipelines() == [])

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from edgepipe.daemon.serving import engine_keeper
 from edgepipe.daemon.serving.engine_keeper import EngineKeeper
 from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.errors import EdgepipeError, StaleEpoch
@@ -19,6 +18,7 @@ from edgepipe.system import SystemClock
 from edgepipe.wire.engines import EngineState, ServeSpec
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import ServeBody, StartEngineRequest, VouchReply
+from tests.support.waiting import until
 
 REQUEST = StartEngineRequest(pipeline_id=PipelineId("p"), spec=ServeSpec(model="m"))
 
@@ -142,9 +142,8 @@ async def test_an_engine_whose_stages_another_had_comes_back_where_its_record_sa
         await host.stop("p")
 
 
-async def test_a_model_is_looked_at_until_somebody_has_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_is_looked_at_until_somebody_has_its_engine() -> None:
     """The engine that was started here gave way to another, whose node was lost meanwhile; nothing else changes."""
-    monkeypatch.setattr(engine_keeper, "_LOOK_AGAIN_S", 0.001)
     nodes = [NodeState(node_id=NodeId("a"))]
     engine = EngineState(model="m", pipeline_id=PipelineId("p"), epoch=Epoch(1, EngineId("e")), state="recovering")
     starts: list[str] = []
@@ -181,10 +180,11 @@ async def test_a_model_is_looked_at_until_somebody_has_its_engine(monkeypatch: p
             changes=changing,
             ends=lambda: False,
             tasks=tasks,
+            look_again_s=0.001,
         )
         keeping = tasks.create_task(keeper.run())
         async with asyncio.timeout(10):
             await done.wait()
-            await asyncio.sleep(0.02)
+            await until(lambda: all(task.get_name() != "engine-for:p" for task in asyncio.all_tasks()))
         assert starts == ["p", "p"]
         keeping.cancel()

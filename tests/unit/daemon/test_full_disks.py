@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,7 @@ import pytest
 
 from edgepipe.cluster.founding import found_local_cluster, open_trust
 from edgepipe.cluster.trust_keeper import TrustKeeper
-from edgepipe.daemon.machine import data_dir as data_dir_module
 from edgepipe.daemon.machine.data_dir import DataDir
-from edgepipe.daemon.serving import serve_book
 from edgepipe.errors import ConfigInvalid
 from edgepipe.ids import PipelineId
 from edgepipe.testing.clock import FakeClock
@@ -35,13 +34,13 @@ def test_a_start_on_such_a_disk_is_refused_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
 ) -> None:
     opened = DataDir(tmp_path / "node")
-    monkeypatch.setattr(data_dir_module, "write_private", refusing(number))
+    monkeypatch.setattr(os, "fsync", refusing(number))
     with pytest.raises(ConfigInvalid, match="cannot be written") as caught:
         opened.next_incarnation(FakeClock())
     assert reason in caught.value.fact
     opened.close()
-    monkeypatch.setattr(data_dir_module.fcntl, "flock", lambda *_: None)
-    monkeypatch.setattr(data_dir_module.os, "pwrite", refusing(number))
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(os, "pwrite", refusing(number))
     with pytest.raises(ConfigInvalid, match="cannot be written"):
         DataDir(tmp_path / "node")
 
@@ -50,16 +49,24 @@ async def test_a_trust_store_that_cannot_be_written_works_on_and_is_written_when
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder of a read-only disk cannot even have its rights set, which is told as another error."""
-    monkeypatch.setattr("edgepipe.cluster.trust_keeper._WRITE_AGAIN_S", 0.01)
     found_local_cluster([tmp_path / name for name in "ab"], name="home")
-    a, b = (open_trust(tmp_path / name, cluster="", node_name=name, clock=FakeClock()) for name in "ab")
+    a, b = (
+        open_trust(tmp_path / name, cluster="", node_name=name, clock=FakeClock(), write_again_s=0.01) for name in "ab"
+    )
     (peer,) = [one for one in a.outbound() if one.node_id == b.node_id]
     await a.promote(peer)
     keeper = asyncio.create_task(b.run())
+    refuse, refused = refusing(errno.EROFS), 0
+
+    def refuse_and_count(*args: object) -> None:
+        nonlocal refused
+        refused += 1
+        refuse(*args)
+
     with monkeypatch.context() as read_only:
-        read_only.setattr(Path, "chmod", refusing(errno.EROFS))
+        read_only.setattr(Path, "chmod", refuse_and_count)
         b.hear(a.node_id, digest=a.digest, statements=[statement.signed for statement in a.held().values()])
-        await asyncio.sleep(0.03)
+        await until(lambda: refused >= 2)
         assert not keeper.done(), "the node goes on"
     assert _on_disk(tmp_path / "b") != b.digest
     await until(lambda: _on_disk(tmp_path / "b") == b.digest, timeout_s=5)
@@ -75,7 +82,7 @@ async def test_what_is_served_is_known_though_it_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     book = lone_book(tmp_path)
-    monkeypatch.setattr(serve_book, "write_private", refusing(errno.ENOSPC))
+    monkeypatch.setattr(os, "fsync", refusing(errno.ENOSPC))
     keeper = asyncio.create_task(book.run())
     own = book._trust.key_pair.fingerprint
     book.ask(PipelineId("p"), ServeSpec(model="tiny"), engine_node=own)

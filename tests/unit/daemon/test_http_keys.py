@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 import edgepipe.cli.find
-from edgepipe.cli.find import Target, find_target
+from edgepipe.cli.find import find_target
 from edgepipe.cluster.discovery import Announcement
 from edgepipe.config import Config, load_config
-from edgepipe.daemon.machine import accounts, http_keys
-from edgepipe.daemon.machine.accounts import several_people, shared_computer
+from edgepipe.daemon.machine.accounts import several_people, shared_by_file
 from edgepipe.daemon.machine.http_keys import key_file, keys_in_force, read_key
 from edgepipe.errors import ConfigInvalid, NodeUnreachable
+from tests.support.admin_server import FakeNode, answering
+from tests.support.command_line import make_status
 
 SHELL, NONE = "/bin/bash", "/usr/sbin/nologin"
 GIVEN = "a-key-of-my-own"
@@ -42,31 +43,21 @@ def test_people_are_accounts_that_can_log_in(found: list[tuple[int, str]], sever
     assert several_people(found) == several
 
 
-def test_accounts_are_read_from_the_file_and_a_directory_is_recognised(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_accounts_are_read_from_the_file_and_a_directory_is_recognised(tmp_path: Path) -> None:
     file = tmp_path / "passwd"
-    monkeypatch.setattr(accounts, "_PASSWD", file)
-    monkeypatch.setattr(accounts.sys, "platform", "linux")
-    monkeypatch.setattr(accounts.os, "getuid", lambda: 1000)
     root = f"root:x:0:0:root:/root:{SHELL}\n+::::::\nno line\n"
-    known = {1000, 70_001}
 
-    def named(uid: int) -> None:
-        if uid not in known:
-            raise KeyError(uid)
+    def shared(uid: int) -> bool:
+        return shared_by_file(file, own_uid=uid, has_name={1000, 70_001}.__contains__)
 
-    monkeypatch.setattr(accounts.pwd, "getpwuid", named)
     file.write_text(f"{root}ann:x:1000:1000:Ann:/home/ann:{SHELL}\n")
-    assert not shared_computer()
-    monkeypatch.setattr(accounts.os, "getuid", lambda: 70_001)  # known by name, and not from the file
-    assert shared_computer()
-    monkeypatch.setattr(accounts.os, "getuid", lambda: 70_002)  # a container's bare number
-    assert not shared_computer()
+    assert not shared(1000)
+    assert shared(70_001), "known by name, and not from the file"
+    assert not shared(70_002), "a container's bare number"
     file.write_text(f"{root}ann:x:1000:1000::/home/ann:{SHELL}\nbob:x:1001:1001::/home/bob:{SHELL}\n")
-    assert shared_computer()
+    assert shared(70_002)
     file.unlink()
-    assert not shared_computer()
+    assert not shared(70_002)
 
 
 @pytest.mark.parametrize(
@@ -84,22 +75,20 @@ def test_accounts_are_read_from_the_file_and_a_directory_is_recognised(
     ],
 )
 def test_who_needs_a_key(
-    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     settings: dict[str, str],
     shared: bool,
     num_keys: int,
     on_loopback: bool,
 ) -> None:
-    monkeypatch.setattr(http_keys, "shared_computer", lambda: shared)
-    found = keys_in_force(config(**settings), tmp_path)
+    found = keys_in_force(config(**settings), tmp_path, shared=lambda: shared)
     assert (len(found.keys), found.on_loopback) == (num_keys, on_loopback)
     if not num_keys:
         assert not key_file(tmp_path).exists()
         return
     assert found.keys == (read_key(tmp_path),)
     assert stat.S_IMODE(key_file(tmp_path).stat().st_mode) == 0o600
-    assert keys_in_force(config(**settings), tmp_path) == found  # the same after the next start
+    assert keys_in_force(config(**settings), tmp_path, shared=lambda: shared) == found  # the same after the next start
 
 
 def test_the_setting_is_checked() -> None:
@@ -113,17 +102,8 @@ async def test_commands_bring_the_key_to_their_own_node_and_to_no_other_machine(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     keys_in_force(config(local_key="yes"), tmp_path)
 
-    async def own_target(*_: Any) -> Target:
-        return Target(base_url="http://127.0.0.1:8117", model="tiny")
-
-    async def status(data_dir: Path) -> object:
-        return object() if (data_dir / "node.sock").exists() else None
-
-    (tmp_path / "node.sock").touch()
-    monkeypatch.setattr(edgepipe.cli.find, "status_if_running", status)
-    monkeypatch.setattr(edgepipe.cli.find, "_own_target", own_target)
-    monkeypatch.setattr("edgepipe.cli.admin.socket_path", lambda _: tmp_path / "node.sock")
-    assert (await find_target(tmp_path, "tiny")).api_key == read_key(tmp_path) != ""
+    with answering(tmp_path, FakeNode(status=make_status())):
+        assert (await find_target(tmp_path, "")).api_key == read_key(tmp_path) != ""
 
     asked: list[str] = []
 
@@ -135,9 +115,8 @@ async def test_commands_bring_the_key_to_their_own_node_and_to_no_other_machine(
             asked.append(api_key)
             raise NodeUnreachable
 
-    (tmp_path / "node.sock").unlink()
-    monkeypatch.setattr("edgepipe.cluster.browsing.browse", heard)
-    monkeypatch.setattr(edgepipe.cli.find, "ChatClient", Client)
+    monkeypatch.setattr("edgepipe.cluster.browsing.browse", heard)  # mDNS would find other machines
+    monkeypatch.setattr(edgepipe.cli.find, "ChatClient", Client)  # no request may leave this machine
     with pytest.raises(NodeUnreachable):
         await find_target(tmp_path, "tiny")
     assert asked == [""]

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from edgepipe.cluster.private_files import write_private
-from edgepipe.daemon.device import layer_profiles
 from edgepipe.daemon.device.layer_profiles import LayerProfiles, profile_key
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.config_json import config_to_json
 from edgepipe.model.mixes import mix_table
 from edgepipe.planner.profiles import LayerProfile, Point
 from edgepipe.testing.tiny_model import tiny_config
+from tests.support.waiting import until
 
 PROFILE = LayerProfile(
     base_s=0.5, decode=(Point(1, 2),), prefill=(), head=(), kv_token_s=0.0, decode_context=64, measured_ms=5
@@ -28,18 +25,12 @@ def key(backend: str = "torch", **changes: Any) -> str:
     return profile_key(backend, {"a": "b"}, model_config=json.dumps(config_to_json(tiny_config(**changes))))
 
 
-async def test_what_was_measured_is_there_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, written = tmp_path / "layers.json", threading.Event()
-
-    def write(path: Path, data: bytes) -> None:
-        write_private(path, data)
-        written.set()
-
-    monkeypatch.setattr(layer_profiles, "write_private", write)
+async def test_what_was_measured_is_there_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "layers.json"
     profiles = LayerProfiles(path)
     profiles.keep("x", PROFILE)
     writer = asyncio.create_task(profiles.run())
-    assert await asyncio.to_thread(written.wait, 5)
+    await until(path.exists)
     writer.cancel()
     assert LayerProfiles(path).get("x") == PROFILE
     assert LayerProfiles(path).get("y") is None

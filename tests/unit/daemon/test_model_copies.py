@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,6 @@ from typing import Any, cast
 import pytest
 
 from edgepipe.config import Timeouts
-from edgepipe.daemon.files import models as models_module
 from edgepipe.daemon.files.model_parts import held_parts, model_parts, parts_of, parts_on, runs_of
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.files.pace import Pace, chunk_bytes
@@ -62,7 +62,13 @@ async def make_models(folder: Path, others: Sequence[NodeState]) -> Models:
     peers = SimpleNamespace(
         hello=Hello(role="node"), security=None, nodes=lambda: list(others), is_self=lambda _id: False, own_id="here"
     )
-    made = Models(models_dir=folder, peers=cast("Any", peers), timeouts=Timeouts(connect_s=1.0), on_change=lambda: None)
+    made = Models(
+        models_dir=folder,
+        peers=cast("Any", peers),
+        timeouts=Timeouts(connect_s=1.0),
+        on_change=lambda: None,
+        client=cast("Any", NearClient()),
+    )
     await made.rescan()
     return made
 
@@ -77,8 +83,7 @@ async def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Models:
         asyncio.Event(),
     )
     NearClient.gate.set()
-    monkeypatch.setattr(models_module, "WeightsClient", NearClient)
-    monkeypatch.setattr("edgepipe.model.disk.HEADROOM_BYTES", 0)
+    monkeypatch.setattr("edgepipe.model.disk.HEADROOM_BYTES", 0)  # the disk of the tests may be nearly full
     there = NodeState(node_id=NodeId("there"), name="there", models=tuple(NearClient.source.on_disk()))
     return await make_models(tmp_path / "here", [there])
 
@@ -144,7 +149,7 @@ async def test_a_full_disk_is_said_with_its_numbers_before_anything_is_fetched(
     here: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = await here.adopt("tiny")
-    monkeypatch.setattr("edgepipe.model.disk.free_bytes", lambda _root: 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(ModelDownloadFailed) as caught:
         await copy(here, model, [1])
     assert "1.0 KB are free" in caught.value.fact
@@ -164,14 +169,14 @@ async def test_r4_a_disk_that_fills_up_keeps_what_came_and_the_next_try_goes_on(
             raise OSError(errno.ENOSPC, "No space left on device")
         write(sink, chunk)
 
-    monkeypatch.setattr(TensorSink, "write", full)
+    monkeypatch.setattr(TensorSink, "write", full)  # no test can fill a disk
     part = Slice(index=0, layers=LayerRange(0, 6), embedding=True, head=True)
     with pytest.raises(ModelDownloadFailed, match="could not be written") as caught:
         async for _ in here.fetch(model, (part,), first_source="there"):
             pass
     assert caught.value.fact == "the disk is full"
     assert len(NearClient.asked) == 4, "no other peer is asked: the disk is this node's own"
-    monkeypatch.setattr(TensorSink, "write", write)
+    monkeypatch.setattr(TensorSink, "write", write)  # the disk has room again
     async for _ in here.fetch(model, (part,), first_source="there"):
         pass
     assert len(NearClient.asked) == 1 + len(model.stored.manifest.tensors)

@@ -328,7 +328,8 @@ async def test_who_asks_for_a_stage_waits_until_this_node_believes_its_record(tm
         with pytest.raises(AccessDenied):
             await d.book.until_engine("p", node_id, content, timeout_s=0.01)
     waiting = asyncio.create_task(d.book.until_engine("p", c.node_id, "h", timeout_s=5))
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)  # it begins to wait
+    assert not waiting.done()
     for one in (c, d):
         one.gone.add(b.node_id)
     c.book.take_over("p")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from edgepipe.engine.groups import first_error
@@ -142,11 +140,18 @@ def test_known_sizes_get_less_time_than_new_ones() -> None:
 async def test_the_watch_finds_the_late_step_and_forgets_those_that_came_back() -> None:
     late: list[int] = []
     timeouts = EngineTimeouts(step_min_s=0.05, step_first_s=60.0)
-    watch = StepWatch(timeouts=timeouts, turn_s=lambda: 0.0, on_late=lambda step, _: late.append(step))
+    checks = 0
+
+    def turn_s() -> float:
+        nonlocal checks
+        checks += 1
+        return 0.0
+
+    watch = StepWatch(timeouts=timeouts, turn_s=turn_s, on_late=lambda step, _: late.append(step))
     watch.oldest_is(StepId(1), 1)
     watch.retired()
     watch.oldest_is(StepId(2), 700)
-    await asyncio.sleep(0.1)
+    await until(lambda: checks >= 2)
     assert not late, "its size is new"
     watch.retired()
     watch.close()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import pytest
-
 from edgepipe.errors import StageLost
+from edgepipe.gateway.connections import ConnectionLimits
 from edgepipe.gateway.engine_link import LinkLimits
 from tests.support.fake_engine import CONTEXT, END, FakeEngine, start_engine, view_of
 from tests.support.gateway import Served, events_of, serving
@@ -240,9 +239,8 @@ async def test_an_engine_s_error_after_the_first_token_is_the_stream_s_one_endin
         assert all(c["finish_reason"] is None for event in events[:-1] for c in event["choices"])
 
 
-async def test_an_answer_under_way_when_the_node_stops_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgepipe.gateway.service._STOP_S", 0.05)
-    async with serving(FakeEngine(hold_after=3)) as served:
+async def test_an_answer_under_way_when_the_node_stops_ends_with_an_error() -> None:
+    async with serving(FakeEngine(hold_after=3), connections=ConnectionLimits(stop_s=0.05)) as served:
         body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
         async with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
             parts = response.aiter_text()

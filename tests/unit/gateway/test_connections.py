@@ -7,7 +7,6 @@ import socket
 
 import pytest
 
-from edgepipe.gateway import body
 from edgepipe.gateway.connections import ConnectionLimits
 from edgepipe.gateway.streams import StreamTimeouts
 from tests.support.fake_engine import FakeEngine
@@ -171,11 +170,11 @@ async def test_every_response_has_a_request_id(served: Served) -> None:
         assert (response.headers["x-request-id"] == given) is kept
 
 
-async def test_a_body_that_dribbles_in_is_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.3)
-    answer = await served.raw(HEAD + b"Content-Length: 100\r\n\r\n{")
-    assert answer.startswith(b"HTTP/1.1 408 ")
-    assert await _works(served)
+async def test_a_body_that_dribbles_in_is_given_up() -> None:
+    async with serving(FakeEngine(), connections=ConnectionLimits(body_s=0.3)) as served:
+        answer = await served.raw(HEAD + b"Content-Length: 100\r\n\r\n{")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert await _works(served)
 
 
 async def test_a_body_that_breaks_off_costs_nothing(served: Served) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from starlette.requests import Request
 
 from edgepipe.errors import ModelInvalid
+from edgepipe.gateway.bodies import BodyReader
 from edgepipe.gateway.body_child import BAD, GOOD, answer, kind_name, pack, unpack
+from edgepipe.gateway.models import ModelTable
+from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import ChatBody, Checked, CompletionBody, DetokenizeBody, TokenizeBody, validate
 from edgepipe.model.encoding import LongTextEncoder
 from edgepipe.model.store import StoredModel
 from edgepipe.model.warm_child import ChildEnded, WarmChild
-from tests.support.fake_engine import CONTEXT, FakeEngine
-from tests.support.gateway import Served, serving
+from tests.support.fake_engine import CONTEXT
+from tests.support.gateway import Served
 
 WIDE = 200 << 10  # characters: more than is parsed on the loop
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -97,22 +102,38 @@ async def test_large_bodies_are_served_and_refused_as_small_ones(served: Served)
     assert len(served.engine.submits[-1].prompt) < CONTEXT
 
 
-async def test_a_reader_that_ends_is_told_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    asks: list[int] = []
-    ask = WarmChild.ask
+class DiesOnce(WarmChild):
+    """A reader whose process ends at the first question."""
 
-    async def dies_once(self: WarmChild, *parts: bytes, **bounds: Any) -> bytes:
-        asks.append(len(parts))
-        if len(asks) == 1:
-            await ask(self, b"no question", **bounds)  # what it cannot read ends it
-        return await ask(self, *parts, **bounds)
+    asked = 0
 
-    monkeypatch.setattr(WarmChild, "ask", dies_once)
-    async with serving(FakeEngine()) as served:
-        response = await served.complete("ab", junk=" " * WIDE)
-        assert response.status_code == 503
-        assert response.headers["retry-after"] == "1"
-        assert (await served.complete("ab", junk=" " * WIDE)).status_code == 200
+    async def ask(self, *parts: bytes, **bounds: Any) -> bytes:
+        """Ask in vain at first."""
+        self.asked += 1
+        if self.asked == 1:
+            await super().ask(b"no question", **bounds)  # what it cannot read ends it
+        return await super().ask(*parts, **bounds)
+
+
+async def test_a_reader_that_ends_is_told_and_replaced() -> None:
+    child = DiesOnce("edgepipe.gateway.body_child", start_s=20)
+    reader = BodyReader(models=ModelTable(), body_s=20, child=child)
+    body = json.dumps({"prompt": "ab", "junk": " " * WIDE}).encode()
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    def request() -> Request:
+        return Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
+
+    try:
+        with pytest.raises(HttpProblem) as caught:
+            await reader.read(request(), CompletionBody)
+        assert caught.value.status == 503
+        assert caught.value.headers["Retry-After"] == "1"
+        assert (await reader.read(request(), CompletionBody)).prompt == ["ab"]
+    finally:
+        await child.end()
 
 
 async def test_a_child_that_does_not_start_says_so() -> None:

@@ -174,10 +174,11 @@ async def test_a_cancelled_wait_does_not_disturb_the_others() -> None:
     alarm.close()
 
 
-async def test_a_shaped_link_is_measured_like_a_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_shaped_link_is_measured_like_a_real_one() -> None:
     """A step of 80 bytes at 80 kB/s occupies the wire for 1 ms, in five chunks, and is 2 ms under way."""
-    monkeypatch.setattr("edgepipe.link.alarm._SMOOTHING", 0.0)  # it never aims early, so nothing arrives early
-    network = Network(LinkShape(bytes_per_s=80_000, one_way_s=0.002), SystemClock())
+    clock = SystemClock()
+    alarm = ThreadAlarm(clock, smoothing=0.0)  # it never aims early, so nothing arrives early
+    network = Network(LinkShape(bytes_per_s=80_000, one_way_s=0.002), clock, alarm=alarm)
     hop = Hop(window=4, network=network)
     try:
         async with grpc_service(hop) as address, running(hop, grpc_sender(hop, address, network=network)):

@@ -115,7 +115,7 @@ def test_a_gguf_header_never_makes_more_than_its_limit_be_read(case: str) -> Non
 
 
 def test_strings_of_all_arrays_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_header, "MAX_ARRAY_STRINGS", 3)
+    monkeypatch.setattr(gguf_header, "MAX_ARRAY_STRINGS", 3)  # the real limit makes a slow test
     two = gguf_bytes(entries=(array("i", STRING, 2, bytes(16)), array("j", STRING, 1, bytes(8))))
     assert parse_gguf_header(io.BytesIO(two), size=len(two), name="model.gguf").metadata == {"i": ["", ""], "j": [""]}
     more = gguf_bytes(entries=(array("i", STRING, 2, bytes(16)), array("j", STRING, 2, bytes(16))))

@@ -105,7 +105,7 @@ def test_a_long_prompt_is_not_decoded_again_for_what_follows(monkeypatch: pytest
     tokenizer = tokenizer_of("llama")
     looked_at: list[int] = []
     table = tokenizer._token_bytes
-    monkeypatch.setattr(tokenizer, "_token_bytes", Noting(table, looked_at))
+    monkeypatch.setattr(tokenizer, "_token_bytes", Noting(table, looked_at))  # a spy on the look-ups
     prompt = [1, *[VOCABULARY.index("▁is")] * 100_000, 2]
     assert tokenizer.detokenizer(before=prompt).add(VOCABULARY.index("▁Pa")) == " Pa"
     assert len(looked_at) < 8

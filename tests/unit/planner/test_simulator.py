@@ -150,10 +150,10 @@ def test_steps_that_repeat_come_out_as_if_each_had_been_scheduled(name: str, mon
         planned.append(1)
         return next_step(scheduler)
 
-    monkeypatch.setattr(Scheduler, "next_step", counted)
+    monkeypatch.setattr(Scheduler, "next_step", counted)  # a spy: it counts the calls
     quick = served(cluster, workload, micro_batches=micro_batches)
     calls = len(planned)
-    monkeypatch.setattr(Scheduler, "steady_steps", lambda _: 0)
+    monkeypatch.setattr(Scheduler, "steady_steps", lambda _: 0)  # without the shortcut under test
     slow = served(cluster, workload, micro_batches=micro_batches)
     assert calls < 0.9 * (len(planned) - calls), "nothing was repeated"
     assert [(step.step, step.decode_rows, step.used_blocks, step.micro_batches) for step in quick.steps] == [

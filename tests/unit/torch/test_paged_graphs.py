@@ -225,7 +225,7 @@ class TestStaleness:
 
     def test_prompts_of_many_lengths_leave_a_graphs_memory_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The workspace of prompts drops old shapes, which a graph must not have recorded."""
-        monkeypatch.setattr(Workspace, "_MAX_SHAPES", 4)
+        monkeypatch.setattr(Workspace, "_MAX_SHAPES", 4)  # few prompts fill it
         options = BackendOptions(device="cpu", dtype="bfloat16", threads=1)  # products without a workspace
         backend = TorchBackend(options, paging=cpu_paging(page_tokens=4))
         backend.load(make_slices([LayerRange(0, 2)], 2), TinyWeights(TINY), lambda _progress: None)
