@@ -1,6 +1,6 @@
 """Packed weights on a CPU: exactness, quality, memory, load time and speed.
 
-    scripts/bench packed [--model FOLDER] [--only exact,speed,shape,quality,memory] [--full]
+    scripts/bench packed [--model FOLDER] [--only exact,speed,shape,quality,kv,memory] [--full]
 
 ``--full`` measures the quality of every type. llama.cpp is measured where npm can install it without a compiler.
 """
@@ -21,7 +21,7 @@ from bench_foundation import stored_demo
 from figures import ROOT, Row, at_least, print_rows
 from gguf import GGMLQuantizationType, quants
 from packed_made_up import memory_rows
-from packed_quality import quality_rows
+from packed_quality import kv_rows, quality_rows
 from packed_shape import shape_rows
 
 from edgepipe.model.gguf_packing import gguf_form, pack_gguf
@@ -41,7 +41,7 @@ def main() -> None:
     """Measure what is asked for, print the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, default=None)
-    parser.add_argument("--only", default="exact,speed,shape,quality,memory")
+    parser.add_argument("--only", default="exact,speed,shape,quality,kv,memory")
     parser.add_argument("--full", action="store_true")
     asked = parser.parse_args()
     model = asked.model or stored_demo().path
@@ -50,6 +50,7 @@ def main() -> None:
         "speed": lambda: speed_rows(model),
         "shape": shape_rows,
         "quality": lambda: quality_rows(model, ALL_TYPES if asked.full else SHORT_TYPES),
+        "kv": lambda: kv_rows(model),
         "memory": memory_rows,
     }
     print_rows("packed", [row for name in asked.only.split(",") for row in parts[name]()])

@@ -310,8 +310,9 @@ class ProductCode:
                 target = code.at("float", at["out"], code.mul(first, "%stride"))
                 code.do(
                     f"call void @tile{count}(ptr {x}, ptr {sums}, ptr {at['low']}, ptr {at['high']}, "
-                    f"ptr {at['scale']}, ptr {at['offset']}, ptr {at['bias']}, ptr {target}, i64 %stride, i64 {field['inputs']}, "
-                    f"i64 {field['groups']}, i64 {field['blocks']}, i64 {at['lanes']}, i1 %accumulate)"
+                    f"ptr {at['scale']}, ptr {at['offset']}, ptr {at['bias']}, ptr {target}, i64 %stride, "
+                    f"i64 {field['inputs']}, i64 {field['groups']}, i64 {field['blocks']}, i64 {at['lanes']}, "
+                    "i1 %accumulate)"
                 )
 
             _by_counts(code, "0", "%rows", self._row_counts, rows)

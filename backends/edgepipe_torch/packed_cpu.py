@@ -33,7 +33,7 @@ from edgepipe_torch.cpu_code import (
 from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels
 from edgepipe_torch.linear import Workspace
 
-_CHUNK_VALUES = 1 << 20  # repacked at once
+_CHUNK_VALUES = 1 << 18  # repacked at once
 _WIDE_ROWS = 256  # widened at once without kernels
 _INTEGER_LEVELS = {  # codebook: bits, zero and unit of its levels as integers; those of NF4 are rounded
     "iq4": (8, 128, 1.0),
@@ -62,7 +62,7 @@ class PackedWeight:
         self.order = None if weight.order is None else torch.from_numpy(np.ascontiguousarray(weight.order, np.int32))
         step = max(TILE, _CHUNK_VALUES // inputs // TILE * TILE)
         for start in range(0, rows, step):
-            self._fill_codes(start, levels.codes(weight.rows(slice(start, start + step))))
+            self._fill_codes(start, levels, weight.rows(slice(start, start + step)))
         scale, offset = levels.values()
         exponent = _fill_halves(self._scale, scale * np.float32(2.0**self.kind.scale_exponent))
         self.factors = np.zeros(NUM_FACTORS, np.float32)
@@ -136,15 +136,12 @@ class PackedWeight:
         order = None if self.order is None else self.order.numpy().tobytes()
         return (self.factors[: SUM_FACTOR + 1].tobytes(), self.group, order)
 
-    def _fill_codes(self, start: int, codes: npt.NDArray[np.uint8]) -> None:
-        """Store codes [n, I] of rows ``start`` and up; ``start`` is a multiple of 16."""
-        if self.kind.bits == 8:
-            _fill_tiles(self._low, start, codes.view("<i4"))
-            return
-        low = (codes[:, 0::2] & np.uint8(15)) | (codes[:, 1::2] << np.uint8(4))
+    def _fill_codes(self, start: int, levels: _Levels, rows: Packed) -> None:
+        """Store the codes of rows ``start`` and up; ``start`` is a multiple of 16."""
+        low, high = levels.planes(rows)
         _fill_tiles(self._low, start, np.ascontiguousarray(low).view("<i4"))
-        if self._high is not None:
-            _fill_tiles(self._high, start, _high_words(codes >> np.uint8(4), self.kind.high_bits))
+        if self._high is not None and high is not None:
+            _fill_tiles(self._high, start, _high_words(high, self.kind.high_bits))
 
     def _high_codes(self, words: Tensor) -> Tensor:
         """Return the high bits [n, I] of words [n, W]."""
@@ -176,10 +173,12 @@ class _Levels:
             self.zero = 0 if added else self.zero
             self.kind = Kind(bits=_known_bits(weight.form.bits), added=added)
 
-    def codes(self, rows: Packed) -> npt.NDArray[np.uint8]:
-        """Return codes [n, I] of a selection of the weight's rows."""
-        codes = rows.codes()
-        return codes if self._table is None else self._table[codes]
+    def planes(self, rows: Packed) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8] | None]:
+        """Return the bytes of the first plane, and the high bits [n, I] of a second, for some of the weight's rows."""
+        if self._table is None and self.kind.bits != 8:  # stored as the kernels read it
+            return rows.low, None if rows.high is None else _spread(rows.high, self.kind.high_bits)
+        codes = rows.codes() if self._table is None else self._table[rows.codes()]
+        return (codes, None) if self.kind.bits == 8 else _split_low(codes)
 
     def values(self) -> tuple[Floats, Floats]:
         """Return scales and offsets [O, G]; the latter only for an added form."""
@@ -307,6 +306,17 @@ class PackedCpuLinear:
             target += product
         else:
             target.copy_(product)
+
+
+def _split_low(codes: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """Split codes [n, I] into their low halves [n, I / 2], the first in bits 0 to 3, and what is above [n, I]."""
+    return (codes[:, 0::2] & np.uint8(15)) | (codes[:, 1::2] << np.uint8(4)), codes >> np.uint8(4)
+
+
+def _spread(plane: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
+    """Return the high bits [n, I] of a ``Packed.high``."""
+    places = np.arange(0, 8, bits, dtype=np.uint8)
+    return ((plane[:, :, None] >> places) & np.uint8((1 << bits) - 1)).reshape(len(plane), -1)
 
 
 def _known_bits(bits: int) -> Literal[4, 5, 6, 8]:

@@ -55,6 +55,11 @@ def rooms_of(node: NodeState, dtype: str, *, kv: str = "", own: str = "") -> Seq
     return [room]
 
 
+def lacks_kv(node: NodeState, kv: str) -> bool:
+    """Return whether a node could compute, but not with KV of this form."""
+    return bool(rooms_of(node, "")) and not rooms_of(node, "", kv=kv)
+
+
 def stages_of(placed: Sequence[Placed]) -> tuple[StagePlacement, ...]:
     """Group slices into one stage per node, in the order in which tokens first reach the nodes."""
     by_node: dict[NodeId, list[Placed]] = {}

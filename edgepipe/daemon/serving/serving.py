@@ -14,7 +14,7 @@ from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile
 from edgepipe.daemon.device.memory import modest_kv_bytes
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.network.peers import Peers
-from edgepipe.daemon.serving.capacity import placement_need, rooms_of, stages_of
+from edgepipe.daemon.serving.capacity import lacks_kv, placement_need, rooms_of, stages_of
 from edgepipe.daemon.serving.replanning import DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCES, demand_of
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.daemon.serving.survey import Surveyor
@@ -265,11 +265,7 @@ class Serving:
 
     def _without_kv(self, kv: str) -> list[str]:
         """Describe each node that could compute, but not with KV of this form."""
-        return [
-            f"{node.name} cannot keep KV as {kv}"
-            for node in self._peers.nodes()
-            if rooms_of(node, "") and not rooms_of(node, "", kv=kv)
-        ]
+        return [f"{node.name} cannot keep KV as {kv}" for node in self._peers.nodes() if lacks_kv(node, kv)]
 
     async def _devices_started(self) -> None:
         """Wait at most ``_DEVICES_S`` until every device is known, so that a placement leaves none out."""

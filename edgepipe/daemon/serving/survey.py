@@ -11,7 +11,7 @@ from itertools import chain, groupby
 from edgepipe.daemon.device.memory import headroom_bytes, uses_host_memory
 from edgepipe.daemon.files.models import LocalModel
 from edgepipe.daemon.network.peers import Peers
-from edgepipe.daemon.serving.capacity import rooms_of, usable_device
+from edgepipe.daemon.serving.capacity import lacks_kv, rooms_of, usable_device
 from edgepipe.errors import EdgepipeError, LinkNotMeasured
 from edgepipe.ids import NodeId
 from edgepipe.planner.profiles import LayerProfile
@@ -71,7 +71,7 @@ class Surveyor:
             model_config=model.config_json,
             model_weights=model.weights_json,
             machines=tuple(machine for _, machine in looked_at if machine is not None),
-            unusable=tuple(_why_not(node) for node, machine in looked_at if machine is None),
+            unusable=tuple(_why_not(node, kv) for node, machine in looked_at if machine is None),
             broken=tuple(BrokenLink(node_id=node_id, other_id=other) for node_id, other in broken),
         )
         return reply, [node for node, machine in looked_at if machine is not None]
@@ -182,7 +182,9 @@ def _machine(node: NodeState, dtype: str, kv: str, *, own: str = "") -> Surveyed
     )
 
 
-def _why_not(node: NodeState) -> str:
+def _why_not(node: NodeState, kv: str) -> str:
+    if lacks_kv(node, kv):
+        return f"{node.name}: it cannot keep KV as {kv}"
     errors = [device.error for device in node.devices if device.state == "failed"]
     failed = next((error.what for error in errors if error is not None), "")
     return f"{node.name}: {failed or ('its device is still starting' if node.devices else 'no backend')}"

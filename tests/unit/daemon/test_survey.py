@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -46,6 +47,7 @@ class FakePeers:
         self.own_id = "a"
         self.gone: set[str] = set()
         self.unknown: set[str] = set()
+        self.forms: dict[str, tuple[str, ...]] = {}  # of KV, by node
         self.layers: list[tuple[str, bool, bool]] = []
         self.links: list[tuple[str, tuple[str, ...], bool]] = []
 
@@ -57,8 +59,11 @@ class FakePeers:
             node_id=NodeId(node_id),
             name=node_id,
             address=f"10.0.0.{ord(node_id)}:7117",
-            devices=(DeviceState(profile=DEVICE, state="idle", free_bytes=10**9),),
+            devices=(DeviceState(profile=self._profile(node_id), state="idle", free_bytes=10**9),),
         )
+
+    def _profile(self, node_id: str) -> DeviceProfile:
+        return replace(DEVICE, kv_forms=self.forms.get(node_id, ()))
 
     def broken_links(self) -> frozenset[tuple[str, str]]:
         return frozenset()
@@ -92,6 +97,16 @@ async def test_every_device_and_every_directed_link_is_asked_for() -> None:
     assert all(one.layer is not None for one in told.machines)
     assert {(one.sender, one.receiver) for one in told.links} == {(x, y) for x in "abc" for y in "abc" if x != y}
     assert not any(known_only for _, known_only, _ in peers.layers)
+
+
+async def test_a_node_that_cannot_keep_8_bit_kv_is_left_out_with_the_reason() -> None:
+    peers = FakePeers()
+    peers.forms["b"] = ("8bit",)
+    told = await surveyor(peers).survey(MODEL, "auto", kv="8bit")
+    assert [one.node_id for one in told.machines] == ["b"]
+    assert told.unusable == ("a: it cannot keep KV as 8bit", "c: it cannot keep KV as 8bit")
+    known = await surveyor(peers).known(MODEL, "auto", kv="8bit")
+    assert [one.node_id for one in known.machines] == ["b"]
 
 
 async def test_what_is_known_is_measured_again_when_asked() -> None:

@@ -44,8 +44,8 @@ class OutlierWeights(TinyWeights):
         return RawTensor(info=raw.info, data=values.flatten().view(torch.uint8).numpy())
 
 
-def loaded(config: ModelConfig, kv: str, weights: TinyWeights | None = None, **options: str) -> TorchBackend:
-    backend = TorchBackend(BackendOptions(device="cpu", threads=1, settings={"kv": kv}, **options))
+def loaded(config: ModelConfig, kv: str, weights: TinyWeights | None = None, dtype: str = "float32") -> TorchBackend:
+    backend = TorchBackend(BackendOptions(device="cpu", threads=1, dtype=dtype, settings={"kv": kv}))
     slices = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
     backend.load(slices, weights or TinyWeights(config), lambda _progress: None)
     backend.allocate_kv(num_blocks=24, block_size=16)
@@ -54,7 +54,7 @@ def loaded(config: ModelConfig, kv: str, weights: TinyWeights | None = None, **o
 
 def logits(backend: TorchBackend, tokens: Sequence[int], *, position: int = 0, first_block: int = 0) -> Floats:
     row = step_row(position, len(tokens), (first_block, 14))
-    return run_step(backend, make_step([row]), token_ids(tokens))
+    return run_step(backend, make_step([row]), token_ids(tokens)).astype(np.float32)
 
 
 @given(HEADS)
@@ -107,7 +107,7 @@ def test_a_pool_takes_the_bytes_that_the_planner_counts(head_dim: int) -> None:
     assert pool.num_bytes == 24 * 16 * config.kv_bytes_per_token(num_layers=2, form="8bit")
 
 
-@pytest.mark.parametrize(("weights", "allowed"), [(TinyWeights, 0.04), (OutlierWeights, 0.15)])
+@pytest.mark.parametrize(("weights", "allowed"), [(TinyWeights, 0.04), (OutlierWeights, 0.25)])
 def test_logits_are_near_those_of_float_kv(weights: type[TinyWeights], allowed: float) -> None:
     exact = logits(loaded(LLAMA, "auto", weights(LLAMA)), PROMPT)
     backend = loaded(LLAMA, "8bit", weights(LLAMA))
@@ -133,7 +133,7 @@ def test_other_sequences_do_not_change_a_bit() -> None:
         logits(backend, PROMPT[:20])
         logits(backend, neighbour[:20], first_block=5)
         rows = [step_row(20, 1, (0, 2)), step_row(20, 1, (5, 2), sequence=2)]
-        return run_step(backend, make_step(rows), token_ids(PROMPT[20:21], neighbour[20:21]))
+        return run_step(backend, make_step(rows), token_ids(PROMPT[20:21], neighbour[20:21])).astype(np.float32)
 
     first, second = decode_beside(PROMPT[50:]), decode_beside(PROMPT[100:])
     np.testing.assert_array_equal(first[0], second[0])

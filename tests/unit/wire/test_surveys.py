@@ -7,7 +7,7 @@ import json
 import pytest
 
 from edgepipe.backend.types import DeviceProfile
-from edgepipe.errors import ModelInvalid
+from edgepipe.errors import ConfigInvalid, ModelInvalid
 from edgepipe.ids import NodeId
 from edgepipe.model.config_json import config_to_json
 from edgepipe.model.facts import LayerRange, Slice
@@ -53,6 +53,15 @@ def test_each_node_is_planned_by_the_way_it_keeps_weights() -> None:
     packs, old, later = (one.room.sizes(CONFIG, WEIGHTS).of_slice(WHOLE) for one in cluster.machines)
     assert old == later == 2 * CONFIG.slice_parameters(WHOLE)
     assert packs == pytest.approx(5.1e9, rel=0.02)
+
+
+def test_8_bit_kv_takes_a_byte_a_value_and_two_a_head() -> None:
+    (plain,), (packed,) = (cluster_of(survey("", "torch-cuda"), kv=kv).machines for kv in ("", "8bit"))
+    values = 2 * 36 * CONFIG.num_kv_heads
+    assert plain.room.kv_bytes_per_token(CONFIG, 36) == values * CONFIG.head_dim * 2
+    assert packed.room.kv_bytes_per_token(CONFIG, 36) == values * (CONFIG.head_dim + 2)
+    with pytest.raises(ConfigInvalid, match="cannot be kept as '4bit'"):
+        CONFIG.kv_bytes_per_token(num_layers=1, form="4bit")
 
 
 def test_a_survey_of_an_earlier_version_describes_floats() -> None:
