@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from edgepipe.cluster.private_files import write_private
 from edgepipe.daemon.device.layer_profiles import LayerProfiles, profile_key
 from edgepipe.errors import ModelInvalid
