@@ -19,9 +19,9 @@ from edgepipe.model.weight_table import FLOATS, WeightTable
 
 _DRAWS_AT_ONCE = 256
 
-# Rows above which a backend widens packed weights before it multiplies, by kind (``edgepipe.model.resident``). MLX
-# multiplies packed weights at any size.
-_WIDENS_ABOVE_ROWS = {"torch-cuda": 64, "emulated": 64, "torch-cpu": 8}
+# Rows above which a backend widens packed weights before it multiplies, by kind (``edgepipe.model.resident``). Others
+# multiply packed weights at any size.
+_WIDENS_ABOVE_ROWS = {"torch-cuda": 64, "emulated": 64}
 
 
 class StepWork(NamedTuple):

@@ -324,7 +324,7 @@ async def test_nobody_speaks_in_anothers_name() -> None:
 
         process.echo.service = service  # type: ignore[method-assign]
         with pytest.raises(AccessDenied, match="in the name of"):
-            await process.say(member, "Node/Heartbeat")
+            await process.say(member, "Node/Heartbeat", data=b"")
         assert seen == [member.peer]
 
 
