@@ -9,6 +9,7 @@ T rows, I in features, O out features, G groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import numpy as np
@@ -61,8 +62,12 @@ class PackedWeight:
         self._offset = torch.zeros(tiles, groups, TILE, dtype=torch.float16) if self.kind.added else None
         self.order = None if weight.order is None else torch.from_numpy(np.ascontiguousarray(weight.order, np.int32))
         step = max(TILE, _CHUNK_VALUES // inputs // TILE * TILE)
-        for start in range(0, rows, step):
-            self._fill_codes(start, levels, weight.rows(slice(start, start + step)))
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            for _ in threads.map(
+                lambda start: self._fill_codes(start, levels, weight.rows(slice(start, start + step))),
+                range(0, rows, step),
+            ):
+                pass
         scale, offset = levels.values()
         exponent = _fill_halves(self._scale, scale * np.float32(2.0**self.kind.scale_exponent))
         self.factors = np.zeros(NUM_FACTORS, np.float32)
@@ -315,8 +320,12 @@ def _split_low(codes: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint8], npt
 
 def _spread(plane: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
     """Return the high bits [n, I] of a ``Packed.high``."""
-    places = np.arange(0, 8, bits, dtype=np.uint8)
-    return ((plane[:, :, None] >> places) & np.uint8((1 << bits) - 1)).reshape(len(plane), -1)
+    wide = np.dtype(f"<u{8 // bits}")
+    source = plane.astype(wide)
+    codes = np.zeros_like(source)
+    for index in range(8 // bits):
+        codes |= ((source >> wide.type(index * bits)) & wide.type((1 << bits) - 1)) << wide.type(8 * index)
+    return codes.view(np.uint8)
 
 
 def _known_bits(bits: int) -> Literal[4, 5, 6, 8]:
@@ -341,9 +350,10 @@ def _high_words(bits_above: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.
     rows, inputs = bits_above.shape
     shared = 4 // bits
     blocks = np.zeros((rows, -(-inputs // 8 // shared) * shared), np.uint32)
-    by_place = bits_above.reshape(rows, -1, 8)
+    eights = np.ascontiguousarray(bits_above).view("<u8")  # the bits of 8 inputs, a byte for each
     for place in range(8):
-        blocks[:, : inputs // 8] |= by_place[:, :, place].astype(np.uint32) << np.uint32((4 * place + 4) % 32)
+        code = ((eights >> np.uint64(8 * place)) & np.uint64(15)).astype(np.uint32)
+        blocks[:, : inputs // 8] |= code << np.uint32((4 * place + 4) % 32)
     words = blocks[:, 0::shared].copy()
     for index in range(1, shared):
         words |= blocks[:, index::shared] << np.uint32(index * bits)

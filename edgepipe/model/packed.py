@@ -151,17 +151,20 @@ def split_planes(codes: Codes, bits: int) -> tuple[Codes, Codes | None]:
 
 
 def join_planes(low: Codes, high: Codes | None, bits: int) -> Codes:
-    """Undo ``split_planes``."""
-    codes = np.empty((low.shape[0], 2 * low.shape[1]), np.uint8)
-    codes[:, 0::2] = low & 15
-    codes[:, 1::2] = low >> 4
-    if high is not None:
-        high_bits = bits - 4
-        per_byte = 8 // high_bits
-        mask = np.uint8((1 << high_bits) - 1)
-        above = codes.reshape(codes.shape[0], -1, per_byte)
-        for index in range(per_byte):
-            above[:, :, index] |= ((high >> np.uint8(index * high_bits)) & mask) << 4
+    """Undo ``split_planes``. Whole words are shifted: single bytes at a stride would take several times as long."""
+    words = low.astype("<u2")
+    codes = ((words & np.uint16(0x0F)) | ((words & np.uint16(0xF0)) << np.uint16(4))).view(np.uint8)
+    if high is None:
+        return codes
+    high_bits = bits - 4
+    per_byte = 8 // high_bits
+    wide = np.dtype(f"<u{per_byte}")
+    source = high.astype(wide)
+    above = np.zeros_like(source)
+    for index in range(per_byte):  # code ``index`` of a byte goes to byte ``index`` of the word, above its low bits
+        part = (source >> wide.type(index * high_bits)) & wide.type((1 << high_bits) - 1)
+        above |= part << wide.type(8 * index + 4)
+    codes |= above.view(np.uint8)
     return codes
 
 
