@@ -34,6 +34,7 @@ class NodePlan:
     name: str
     backend: str
     device: str = ""  # empty: the backend's choice
+    backend_options: Sequence[str] = ()  # besides those of all nodes
     http_port: int = 0
 
 
@@ -140,7 +141,9 @@ def _command(plan: ClusterPlan, node: NodePlan, folder: Path) -> list[str]:
         flags["--link"] = plan.link
     given = (part for flag in flags.items() for part in flag)
     command = node_command("--end-with-stdin", *given, program=plan.program)
-    return command + [part for option in plan.backend_options for part in ("--backend-option", option)]
+    return command + [
+        part for option in (*plan.backend_options, *node.backend_options) for part in ("--backend-option", option)
+    ]
 
 
 async def _ready(node: NodePlan, process: Process, data_dir: Path) -> StartedNode:
