@@ -223,7 +223,7 @@ class CodeCache:
                 return code
         code = compile_text(text)
         with suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             part = path.with_suffix(f".{secrets.token_hex(4)}")
             part.write_bytes(hashlib.sha256(code).digest() + code)
             part.replace(path)

@@ -94,7 +94,7 @@ class CompiledKernels:
         path = self._path(form, architecture)
         new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             new.write_bytes(cubin)
             os.replace(new, path)
         except OSError as exc:  # such as a full disk: the next start compiles again

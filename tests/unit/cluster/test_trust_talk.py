@@ -113,7 +113,7 @@ async def test_a_pair_that_never_agrees_tells_its_keys_ever_more_seldom(tmp_path
         clock.advance(BEAT_S)
     assert told < 20
     await a.keeper.add(make_key_pair().certificate, role=Role.MEMBER, name="c")
-    assert sent_in(a.says()), "news is told at once all the same"
+    assert sent_in(a.says()), "news is sent at once"
 
 
 async def test_the_last_beat_to_a_removed_node_tells_it_why(tmp_path: Path) -> None:
