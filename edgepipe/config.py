@@ -136,6 +136,11 @@ def default_config_file() -> Path:
     return Path(platformdirs.user_config_dir("edgepipe", appauthor=False)) / "config.toml"
 
 
+def kernel_dir() -> Path:
+    """Return the folder where backends keep compiled kernels. A backend compiles what it does not find there."""
+    return Path(platformdirs.user_cache_dir("edgepipe", appauthor=False)) / "kernels"
+
+
 def config_file(environ: Mapping[str, str] | None = None) -> Path:
     """Return the path of the TOML file in effect."""
     variables = os.environ if environ is None else environ

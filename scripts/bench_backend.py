@@ -26,6 +26,7 @@ from edgepipe.model.dequantise import as_float32
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.model.tensors import WeightSource
 from edgepipe.model.weights import open_weights
+from tests.support.shapes import flat
 
 THREADS = 2
 ROUNDS = 3
@@ -155,7 +156,7 @@ def reference_model(weights: WeightSource) -> PreTrainedModel:
     warnings.filterwarnings("ignore", module="transformers")
     config = weights.config
     assert config.architecture == "llama"
-    assert config.rope.scaling == "default"
+    assert flat(config).rope.scaling == "default"
     with torch.device("meta"):
         model = LlamaForCausalLM(_llama_config(config))
     model = model.to_empty(device="cpu").eval()
@@ -171,14 +172,14 @@ def _llama_config(config: ModelConfig) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=flat(config).intermediate_size,
         num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_attention_heads=flat(config).num_heads,
+        num_key_value_heads=flat(config).num_kv_heads,
+        head_dim=flat(config).head_dim,
         max_position_embeddings=config.context_length,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        rms_norm_eps=flat(config).rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": flat(config).rope.theta},
         tie_word_embeddings=config.tied_embeddings,
         eos_token_id=None,
         bos_token_id=None,

@@ -16,6 +16,7 @@ from local_nodes import Node, complete, decode_rate, median_gap_s, running_nodes
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.layout import slice_parameters
 from edgepipe.model.store import ModelStore, StoredModel
 
 ROUNDS = 3
@@ -89,7 +90,7 @@ def memory_rows(model: StoredModel) -> list[Row]:
         complete(nodes[0], PROMPTS[:8], max_tokens=16)
         (engine,) = nodes[0].status()["engines"]
         for index, node in enumerate(nodes):
-            weights = 4 * model.config.slice_parameters(slices[index])
+            weights = 4 * slice_parameters(model.config, slices[index])
             kv = int(engine["stages"][index]["kv_bytes"])
             largest = 4 * model.config.vocab_size * model.config.hidden_size
             for kind, process in node.processes():

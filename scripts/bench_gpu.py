@@ -22,16 +22,18 @@ from bench_backend import backend_rows
 from bench_foundation import stored_demo
 from check_series import Check, Series
 from edgepipe_torch import TorchBackend
+from edgepipe_torch.compiled_code import KernelsUnavailable
 from edgepipe_torch.cuda_kernels.checking import worst_error
 from edgepipe_torch.cuda_kernels.forms import KernelForm
 from edgepipe_torch.cuda_kernels.library import cuda_library
-from edgepipe_torch.cuda_kernels.nvrtc import KernelsUnavailable
-from edgepipe_torch.packed_cuda import kernel_folder
 from figures import ROOT, Row, at_least, at_most, below, machine, print_rows
+from gpu_experts import expert_exact_rows, expert_rows
 
 from edgepipe.backend.types import BackendOptions, BlockRun, LogitEdits, Step, StepOutput, StepRow
+from edgepipe.config import kernel_dir
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.model.layout import slice_parameters
 from edgepipe.model.mixes import named_model
 from edgepipe.model.packed import Packed
 from edgepipe.model.packed_form import PackedForm
@@ -83,11 +85,11 @@ class Large:
         profile = self._backend.profile()
         self.bandwidth = profile.bandwidth_bytes_per_s
         self.flops = profile.flops
-        parameters = self.config.slice_parameters(whole)
+        parameters = slice_parameters(self.config, whole)
         sizes = resident_sizes(self.config, table, kind="torch-cuda", dtype="bfloat16")
         self.weight_bytes = sizes.of_slice(whole)
         self._read_bytes = self.weight_bytes - sizes.embedding
-        self.kv_token_bytes = self.config.kv_bytes_per_token(num_layers=self.config.num_layers, form="bfloat16")
+        self.kv_token_bytes = self.config.kv_bytes_per_token(form="bfloat16")
         if profile.memory_free_bytes < self.weight_bytes + self.kv_token_bytes * _BLOCKS * _PAGE + (1 << 30):
             raise RuntimeError(f"{LARGE} does not fit: {profile.memory_free_bytes / 1e9:.1f} GB are free")
         self._read_parameters = parameters - self.config.vocab_size * self.config.hidden_size  # but the embedding
@@ -202,11 +204,15 @@ class Shelf:
     def model(self, mix: str = WIDE) -> Large:
         """Load a model unless it is held."""
         if self._held is None or self._held.mix != mix:
-            if self._held is not None:
-                self._held.close()
-            self._held = None
+            self.clear()
             self._held = Large(mix)
         return self._held
+
+    def clear(self) -> None:
+        """Release the model that is held."""
+        if self._held is not None:
+            self._held.close()
+        self._held = None
 
     def step_s(self, mix: str, count: int) -> float:
         """Seconds of a decode step of ``count`` sequences, measured once."""
@@ -271,7 +277,7 @@ def gap_rows() -> Iterator[Row]:
 
 def exact_rows() -> Iterator[Row]:
     """Own kernels of every form against exact values: the largest error in units of one rounding of the result."""
-    library = cuda_library(torch.device("cuda", 0), kernel_folder())
+    library = cuda_library(torch.device("cuda", 0), kernel_dir())
     if isinstance(library, KernelsUnavailable):
         raise library
     for name, form in FORMS.items():
@@ -303,6 +309,12 @@ def packed_rows() -> Iterator[Row]:
     yield below(f"load {packed.weight_bytes / 1e9:.1f} GB from arrays, {name}", packed.load_s, "s", round(limit_s, 2))
 
 
+def expert_layer_rows() -> Iterator[Row]:
+    """Layers with experts beside dense ones."""
+    shelf.clear()
+    yield from expert_rows()
+
+
 def gpu_test_rows(folder: str, limit_s: float) -> Iterator[Row]:
     """GPU tests of a folder. Raises RuntimeError if one fails or none ran."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", folder]
@@ -332,6 +344,8 @@ CHECKS = (
     Check(name="gap", limit_s=20, run=_figures(gap_rows)),
     Check(name="exact", limit_s=40, run=_figures(exact_rows)),
     Check(name="packed", limit_s=60, run=_figures(packed_rows)),
+    Check(name="expert-forms", limit_s=40, run=_figures(expert_exact_rows)),
+    Check(name="experts", limit_s=60, run=_figures(expert_layer_rows)),
     Check(name="demo", limit_s=60, run=_figures(demo_rows)),
 )
 

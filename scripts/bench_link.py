@@ -10,7 +10,7 @@ import asyncio
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,7 +21,16 @@ import uvloop
 from edgepipe_emulated import EmulatedWeights, emulated_model_config
 from figures import Row, print_rows
 
-from edgepipe.backend.types import Activations, ActivationType, BlockRun, DeviceProfile, Step, StepOutput, TokenIds
+from edgepipe.backend.types import (
+    Activations,
+    ActivationType,
+    BlockRun,
+    DeviceProfile,
+    PackedProducts,
+    Step,
+    StepOutput,
+    TokenIds,
+)
 from edgepipe.ids import PipelineId, SequenceId, StepId
 from edgepipe.link.channels import bind, make_channel, make_server
 from edgepipe.model.facts import LayerRange, make_slices
@@ -155,10 +164,14 @@ class _NullBackend:
     def load(self, slices: Any, weights: Any, progress: Any) -> None:
         pass
 
+    def packed_products(self) -> tuple[PackedProducts, ...]:
+        """Return nothing: it has no weights."""
+        return ()
+
     def kv_block_bytes(self, config: Any, slices: Any, block_size: int) -> int:
         return 0
 
-    def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
+    def allocate_kv(self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = ()) -> None:
         pass
 
     def prepare(self, step: Step) -> Step:

@@ -1,28 +1,31 @@
 """Packed weights on a CPU: exactness, quality, memory, load time and speed.
 
-    scripts/bench packed [--model FOLDER] [--only exact,speed,shape,quality,kv,memory] [--full]
+    scripts/bench packed [--model FOLDER] [--only PART,PART] [--full]
 
-``--full`` measures the quality of every type. llama.cpp is measured where npm can install it without a compiler.
+``--help`` lists the parts. ``--full`` measures the quality of every type. llama.cpp is measured where npm can install
+it without a compiler, K-quantised copies where ``xllamacpp`` is installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
-import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from bench_backend import NEW_TOKENS, Ours
+from bench_backend import NEW_TOKENS, PROMPT_TOKENS, Ours
 from bench_foundation import stored_demo
-from figures import ROOT, Row, at_least, print_rows
+from figures import Row, at_least, print_rows
 from gguf import GGMLQuantizationType, quants
+from llama_cpp import llama_cpp
+from packed_kv_speed import kv_speed_rows
 from packed_made_up import memory_rows
+from packed_plan import plan_rows
 from packed_quality import kv_rows, quality_rows
 from packed_shape import shape_rows
+from packed_step import resident_rows, split_rows
 
 from edgepipe.model.gguf_packing import gguf_form, pack_gguf
 from edgepipe.model.gguf_types import BLOCKS_BY_NAME
@@ -30,30 +33,37 @@ from edgepipe.model.tensors import RawTensor, TensorInfo
 from edgepipe.model.weights import open_weights
 from tests.support.packed_models import random_blocks
 
-LLAMA_PACKAGES = ("node-llama-cpp@3.22.1", "@node-llama-cpp/linux-x64@3.22.1")
-LLAMA_PROMPT, LLAMA_TOKENS, LLAMA_ROUNDS = 512, 48, 4
-ROUNDS = 5
+LLAMA_CONTEXT = 1024
+ROUNDS = 4
 SHORT_TYPES = ("Q4_K", "Q6_K")
 ALL_TYPES = ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q3_K", "IQ4_NL")
 
 
 def main() -> None:
     """Measure what is asked for, print the table."""
+    parts: dict[str, Callable[[Path, bool], list[Row]]] = {
+        "exact": lambda _model, _full: exact_rows(),
+        "resident": lambda model, _full: resident_rows(model),
+        "split": lambda model, _full: split_rows(model),
+        "speed": lambda model, _full: speed_rows(model),
+        "shape": lambda _model, _full: shape_rows(),
+        "plan": lambda model, _full: plan_rows(model),
+        "quality": lambda model, full: quality_rows(model, ALL_TYPES if full else SHORT_TYPES),
+        "kv": lambda model, _full: [*kv_speed_rows(model), *kv_rows(model)],
+        "memory": lambda _model, _full: memory_rows(),
+    }
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, default=None)
-    parser.add_argument("--only", default="exact,speed,shape,quality,kv,memory")
+    parser.add_argument("--only", default=",".join(parts), help="default: %(default)s")
     parser.add_argument("--full", action="store_true")
     asked = parser.parse_args()
     model = asked.model or stored_demo().path
-    parts: dict[str, Callable[[], list[Row]]] = {
-        "exact": exact_rows,
-        "speed": lambda: speed_rows(model),
-        "shape": shape_rows,
-        "quality": lambda: quality_rows(model, ALL_TYPES if asked.full else SHORT_TYPES),
-        "kv": lambda: kv_rows(model),
-        "memory": memory_rows,
-    }
-    print_rows("packed", [row for name in asked.only.split(",") for row in parts[name]()])
+    rows: list[Row] = []
+    for name in asked.only.split(","):
+        begun_s = time.perf_counter()
+        rows += parts[name](model, asked.full)
+        print(f"{name}: {time.perf_counter() - begun_s:.0f} s", flush=True)
+    print_rows("packed", rows)
 
 
 def exact_rows() -> list[Row]:
@@ -75,66 +85,37 @@ def exact_rows() -> list[Row]:
 
 
 def speed_rows(model: Path) -> list[Row]:
-    """Decode and prefill with packed and with widened weights, in turns; and llama.cpp on the same file."""
+    """Decode and prefill with packed and with widened weights and by llama.cpp on the same file, in turns."""
     rows: list[Row] = []
     for threads in (1, 2):
         weights = open_weights(model)
         packed = Ours(weights, device="cpu", threads=threads)
         wide = Ours(weights, device="cpu", threads=threads, settings={"weights": "wide"})
-        where = f"{threads} thread{'s' if threads > 1 else ''}"
-        alone, alone_wide = _in_turns(packed.decode(1), wide.decode(1))
-        rows.append(
-            at_least(
-                f"decode, 1 sequence, {where}", NEW_TOKENS / alone, "tok/s", NEW_TOKENS / alone_wide, "widened", 1.5
-            )
-        )
-        many, many_wide = _in_turns(packed.decode(16), wide.decode(16))
-        rows.append(_rate(f"decode, 16 sequences, {where}", 16 * NEW_TOKENS, many, many_wide, 0.8))
-        prompt, prompt_wide = _in_turns(packed.prefill(512), wide.prefill(512))
-        rows.append(_rate(f"prefill, 512 tokens, {where}", 512, prompt, prompt_wide, 0.9))
-        rival = _llama_cpp(model, threads)
-        again, _ = _in_turns(packed.decode(1), packed.decode(1))  # close to the rival's in time
+        where = f"{threads} thread{'s' * (threads > 1)}"
+        with llama_cpp(model / "model.gguf", threads=threads, context_tokens=LLAMA_CONTEXT) as rival:
+            decode = [packed.decode(1), wide.decode(1)]
+            prefill = [packed.prefill(512), wide.prefill(512)]
+            if rival is not None:
+                decode.append(partial(rival.decode_s, NEW_TOKENS, prompt_tokens=PROMPT_TOKENS))
+                prefill.append(partial(rival.prefill_s, 512))
+            one, many = _rates(NEW_TOKENS, decode), _rates(16 * NEW_TOKENS, [packed.decode(16), wide.decode(16)])
+            prompt = _rates(512, prefill)
+        name = f"decode, 1 sequence, {where}"
+        rows.append(at_least(name, one[0], "tok/s", one[1], "widened", 1.5))
         if rival is not None:
-            decode, prefill = NEW_TOKENS / min(alone, again), 512 / prompt
-            name = f"decode, 1 sequence, {where}"
-            rows.append(at_least(name, decode, "tok/s", rival["decode_tok_s"], "llama.cpp", 0.85))
-            rows.append(Row(f"prefill, 512 tokens, {where}", prefill, "tok/s", rival["prefill_tok_s"], "llama.cpp"))
+            rows.append(at_least(name, one[0], "tok/s", one[2], "llama.cpp", 0.85))
+        rows.append(at_least(f"decode, 16 sequences, {where}", many[0], "tok/s", many[1], "widened", 0.8))
+        name = f"prefill, 512 tokens, {where}"
+        rows.append(at_least(name, prompt[0], "tok/s", prompt[1], "widened", 0.9))
+        if rival is not None:
+            rows.append(Row(name, prompt[0], "tok/s", prompt[2], "llama.cpp", prompt[0] / prompt[2]))
     return rows
 
 
-def _rate(name: str, tokens: int, own_s: float, wide_s: float, target: float) -> Row:
-    return at_least(name, tokens / own_s, "tok/s", tokens / wide_s, "widened", target)
-
-
-def _in_turns(first: Callable[[], float], second: Callable[[], float]) -> tuple[float, float]:
-    """Return the least seconds of each, in turns after one round to warm up."""
-    taken = [(first(), second()) for _ in range(ROUNDS + 1)][1:]
-    own, other = zip(*taken, strict=True)
-    return min(own), min(other)
-
-
-def _llama_cpp(model: Path, threads: int) -> dict[str, float] | None:
-    """Return llama.cpp's rates on the model's file, or None where it cannot be had."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "edgepipe-bench"
-    if shutil.which("npm") is None or shutil.which("node") is None:
-        print("llama.cpp is not measured: npm and node are needed")
-        return None
-    if not (folder / "node_modules" / "node-llama-cpp").is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "package.json").write_text("{}", encoding="utf-8")
-        command = ["npm", "install", "--ignore-scripts", "--omit=optional", "--prefix", str(folder), *LLAMA_PACKAGES]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            print("llama.cpp is not measured: npm could not install it")
-            return None
-    numbers = [str(number) for number in (threads, LLAMA_PROMPT, LLAMA_TOKENS, LLAMA_ROUNDS)]
-    found = subprocess.run(
-        ["node", str(ROOT / "scripts" / "llama_cpp.mjs"), str(model / "model.gguf"), *numbers],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"NODE_LLAMA_CPP": str(folder)},
-    )
-    return json.loads(found.stdout.splitlines()[-1])
+def _rates(tokens: int, works: Sequence[Callable[[], float]]) -> list[float]:
+    """Return tokens per second of each, from the least of its seconds, in turns after one round to warm up."""
+    taken = [[work() for work in works] for _ in range(ROUNDS + 1)][1:]
+    return [tokens / min(times) for times in zip(*taken, strict=True)]
 
 
 if __name__ == "__main__":

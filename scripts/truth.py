@@ -1,29 +1,73 @@
-"""Emulated tokens under random load, each checked: the long test of the engine, of any length."""
+"""Emulated tokens under random load, each checked: the long test of the engine, of any length.
+
+    python scripts/truth.py TOKENS [--seed N] [--losses N]
+
+checks tokens of a model with experts, while stages are lost. Runs with other seeds are other tokens.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import time
 
-from figures import Row
+from edgepipe_emulated import emulated_model_config
+from figures import Row, print_rows
 
+from edgepipe.model.facts import ModelConfig
+from tests.support.engine_lab import CONFIG
 from tests.support.engine_load import run_load
 
+EXPERTS = emulated_model_config(num_layers=6, context_length=512, experts=(16, 4))
+TOKENS_PER_LOSS = 6_000
 
-def truth_rows(num_tokens: int) -> list[Row]:
-    """Blocks shared and blocks copied, half of the tokens each; three stages that take no time."""
+
+def main() -> None:
+    """Check tokens with experts, and print the rows."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("tokens", type=int)
+    parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--losses", type=int, help="in each half; by default one for every 6,000 tokens")
+    wanted = parser.parse_args()
+    print_rows("truth", expert_rows(wanted.tokens, seed=wanted.seed, losses=wanted.losses))
+
+
+def expert_rows(num_tokens: int, *, seed: int = 2, losses: int | None = None) -> list[Row]:
+    """Check tokens of a model with experts. ``losses``: in each half; None: one for every TOKENS_PER_LOSS."""
+    lost = max(1, num_tokens // 2 // TOKENS_PER_LOSS) if losses is None else losses
+    return truth_rows(num_tokens, config=EXPERTS, losses=lost, seed=seed)
+
+
+def truth_rows(num_tokens: int, *, config: ModelConfig = CONFIG, losses: int = 0, seed: int = 2) -> list[Row]:
+    """Blocks shared and blocks copied, half of the tokens each; three stages that take no time.
+
+    ``losses``: stages to lose in each half.
+    """
     rows: list[Row] = []
     for contiguous_kv in (False, True):
         begun_s = time.perf_counter()
         try:
-            load = run_load(seed=2, tokens=num_tokens // 2, contiguous_kv=contiguous_kv, num_gateways=8, max_blocks=280)
-            stats = asyncio.run(load)
+            load = asyncio.run(
+                run_load(
+                    seed=seed,
+                    tokens=num_tokens // 2,
+                    contiguous_kv=contiguous_kv,
+                    num_gateways=8,
+                    max_blocks=280,
+                    config=config,
+                    losses=losses,
+                )
+            )
         except AssertionError as error:
             rows.append(Row(f"truth: {error}", 0, "tokens", target="every token right", met=False))
             continue
         kind = "copied" if contiguous_kv else "shared"
-        name = f"truth, {kind} blocks: {stats.preemptions} preemptions, {stats.cached_tokens} cached"
-        per_s = stats.computed_tokens / (time.perf_counter() - begun_s)
+        name = f"truth, {kind} blocks: {load.preemptions} preemptions, {load.cached_tokens} cached, {losses} losses"
+        per_s = load.num_tokens / (time.perf_counter() - begun_s)
         target = "all right, all blocks back"
-        rows.append(Row(name, stats.computed_tokens, "tokens", per_s, "tok/s", target=target, met=True))
+        rows.append(Row(name, load.num_tokens, "tokens", per_s, "tok/s", target=target, met=True))
     return rows
+
+
+if __name__ == "__main__":
+    main()

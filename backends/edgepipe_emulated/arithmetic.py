@@ -4,7 +4,9 @@
 
     x        = mix(token + 1)                            embedding
     kv_l[p]  = (x ^ w[p]) * key[l]                       written by layer l for position p
-    x        = shift((x + sum_{j<=p} kv_l[j] * w[j]) * key[l])      w[j] odd, key[l] odd, shift(x) = x ^ (x >> 29)
+    x        = shift((x + sum_j kv_l[j] * w[j]) * key[l])           p - window < j <= p; w[j], key[l] odd;
+                                                                    shift(x) = x ^ (x >> 29)
+    x        = shift(x * key[l, (x >> 40) mod E])        experts: a token uses one of E, chosen by its own state
     token    = mix(x) mod V                              head
 
 Shape letters: T packed tokens, H hidden, V vocabulary, R rows with logits, L layers.
@@ -28,6 +30,8 @@ _ONE = np.uint64(1)
 _LAYER_SALT = np.uint64(0x6C61796572)
 _POSITION_SALT = np.uint64(0x706F736974)
 _ELEMENT_SALT = np.uint64(0x656C656D)
+_EXPERT_SALT = np.uint64(0x657870657274)
+_ROUTER_SHIFT = np.uint64(40)
 
 TOP_LOGIT = 32.0
 RUNNER_UP_LOGITS = (31.0, 30.0, 29.0, 28.0, 26.0, 24.0)  # the next best tokens; all others have 0..12
@@ -68,8 +72,20 @@ def kv_values(state: Words, weights: Words, key: np.uint64) -> Words:
 
 
 def leave_layer(state: Words, attended: Words, key: np.uint64) -> Words:
-    """Return states ``[T]`` after a layer. ``attended`` [T]: weighted sum over all slots up to each token."""
+    """Return states ``[T]`` after a layer. ``attended`` [T]: weighted sum over the slots that it sees."""
     state = (state + attended) * key
+    return state ^ (state >> np.uint64(29))
+
+
+@lru_cache(maxsize=256)  # a process's layers
+def expert_keys(layer: int, count: int) -> Words:
+    """Return ``key[l, e]`` for the experts ``[0, count)`` of one of the model's layers."""
+    return _odd(layer * count, (layer + 1) * count, _EXPERT_SALT)
+
+
+def pass_experts(state: Words, keys: Words) -> Words:
+    """Return states ``[T]`` after a layer's experts, with their keys ``[E]``."""
+    state = state * keys[(state >> _ROUTER_SHIFT) % np.uint64(len(keys))]
     return state ^ (state >> np.uint64(29))
 
 

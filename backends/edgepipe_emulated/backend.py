@@ -17,6 +17,7 @@ from edgepipe.backend.types import (
     DeviceProfile,
     LoadProgress,
     LogitEdits,
+    PackedProducts,
     ScoreRows,
     Step,
     StepOutput,
@@ -25,6 +26,8 @@ from edgepipe.backend.types import (
 )
 from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
 from edgepipe.model.facts import KV_8BIT, ModelConfig, Slice
+from edgepipe.model.layer_spec import LayerSpec
+from edgepipe.model.memory_classes import stage_classes
 from edgepipe.model.tensors import WeightSource
 from edgepipe.model.weight_table import FLOATS, WeightTable, table_of
 from edgepipe.units import format_bytes
@@ -33,7 +36,7 @@ from edgepipe_emulated.arithmetic import Words
 from edgepipe_emulated.device_queue import DeviceQueue
 from edgepipe_emulated.faults import DeviceFaults
 from edgepipe_emulated.kv import KVStorage
-from edgepipe_emulated.prepared import PreparedStep, prepare_step
+from edgepipe_emulated.prepared import LayerGroup, Past, PreparedStep, prepare_step
 from edgepipe_emulated.settings import read_settings
 
 _SMALLEST_HIDDEN = 4  # four 16-bit elements hold a state
@@ -45,7 +48,6 @@ class Loaded:
 
     config: ModelConfig
     slices: dict[int, Slice]  # by index in the pipeline
-    first_layer: dict[int, int]  # by slice index: row of the slice's first layer in the KV pool
     costs: dict[int, SliceCost]  # by slice index
     weights: Words  # by position in the context
     base_logits: npt.NDArray[np.float32]  # [V]
@@ -74,7 +76,8 @@ class EmulatedBackend:
         self._kind = options.activation_type
         self._queue = self._make_queue(0)
         self._loaded: Loaded | None = None
-        self._pool: KVStorage | None = None
+        self._pools: tuple[KVStorage, ...] = ()  # by memory class
+        self._groups: dict[int, tuple[LayerGroup, ...]] = {}  # by slice index
         self._kv_bytes = 0
         self._num_submitted = 0
 
@@ -116,26 +119,34 @@ class EmulatedBackend:
         self._loaded = Loaded(
             config=config,
             slices={part.index: part for part in slices},
-            first_layer={part.index: sum(layers[:i]) for i, part in enumerate(slices)},
             costs={part.index: cost.slice_cost(part) for part in slices},
             weights=arithmetic.position_weights(0, config.context_length),
             base_logits=arithmetic.base_logits(config.vocab_size),
             bytes=num_bytes,
         )
 
+    def packed_products(self) -> Sequence[PackedProducts]:
+        """Return nothing: it multiplies no weights."""
+        return ()
+
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         """Return the bytes of one block on the emulated device (this process uses 8 bytes per layer and slot)."""
         return self._cost(config).kv_bytes_per_token(slices) * block_size
 
-    def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
-        """Allocate the pool. Raises DeviceOutOfMemory if it does not fit beside the weights."""
+    def allocate_kv(self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = ()) -> None:
+        """Allocate the pools. Raises DeviceOutOfMemory if they do not fit beside the weights."""
         loaded = self._need_loaded()
-        self._pool, self._kv_bytes = None, 0
+        self._pools, self._groups, self._kv_bytes = (), {}, 0
         slices = list(loaded.slices.values())
-        num_bytes = self.kv_block_bytes(loaded.config, slices, block_size) * num_blocks
+        classes = stage_classes(loaded.config, slices, num_blocks=num_blocks, window_blocks=window_blocks)
+        num_bytes = sum(self.kv_block_bytes(loaded.config, parts, block_size) * count for count, parts in classes)
         self._reserve(num_bytes, f"{num_blocks} KV blocks")
-        num_layers = sum(len(part.layers) for part in slices)
-        self._pool = KVStorage(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size)
+        layers = [[layer for part in parts for layer in part.layers] for _, parts in classes]
+        self._pools = tuple(
+            KVStorage(num_layers=len(own), num_blocks=count, block_size=block_size)
+            for own, (count, _) in zip(layers, classes, strict=True)
+        )
+        self._groups = {part.index: _groups(loaded.config, part, layers) for part in slices}
         self._kv_bytes = num_bytes
 
     def prepare(self, step: Step) -> PreparedStep:
@@ -143,7 +154,8 @@ class EmulatedBackend:
         loaded = self._need_loaded()
         if step.slice_index not in loaded.slices:
             raise ShardMismatch(f"slice {step.slice_index} is not loaded", fact=f"loaded: {sorted(loaded.slices)}")
-        return prepare_step(step, pool=self._need_pool(), weights=loaded.weights)
+        pools = self._need_pools()
+        return prepare_step(step, pools=pools, weights=loaded.weights, groups=self._groups[step.slice_index])
 
     def submit(
         self, prepared: PreparedStep, inputs: TokenIds | Activations, edits: LogitEdits | None = None
@@ -152,12 +164,13 @@ class EmulatedBackend:
         if self._num_submitted >= self.max_submitted:
             raise RuntimeError(f"{self.max_submitted} steps are submitted but not collected")
         self._faults.check_step()
-        loaded, pool = self._need_loaded(), self._need_pool()
+        loaded, pools = self._need_loaded(), self._need_pools()
         part = loaded.slices[prepared.step.slice_index]
         done_at_s = self._queue.enqueue(loaded.costs[part.index].step_s(work_of(prepared.step)))
         state = self._enter(part, loaded.config, prepared, inputs)  # runs during the emulated time
-        pool.copy(prepared.step.copies)
-        state = _run_layers(state, part, loaded.first_layer[part.index], pool, prepared)
+        pools[0].copy(prepared.step.copies)
+        specs = loaded.config.layers[part.layers.start : part.layers.end]
+        state = _run_layers(state, part, specs, self._groups[part.index], pools, prepared)
         self._num_submitted += 1
         return EmulatedTicket(output=self._leave(part, loaded, prepared.step, state), done_at_s=done_at_s)
 
@@ -173,12 +186,12 @@ class EmulatedBackend:
 
     def close(self) -> None:
         """Release the model and the KV pool."""
-        self._loaded, self._pool = None, None
+        self._loaded, self._pools, self._groups = None, (), {}
         self._kv_bytes = self._num_submitted = 0
 
     def _enter(self, part: Slice, config: ModelConfig, prepared: PreparedStep, inputs: TokenIds | Activations) -> Words:
         """Convert token ids or activations to states ``[T]``. Raises ShardMismatch."""
-        tokens = len(prepared.slots)
+        tokens = prepared.num_tokens
         shape = (tokens,) if part.embedding else (tokens, config.hidden_size)
         kind = np.dtype(np.int32 if part.embedding else self._kind.numpy)
         if inputs.shape != shape or inputs.dtype != kind:
@@ -229,10 +242,10 @@ class EmulatedBackend:
             raise RuntimeError("load comes first")
         return self._loaded
 
-    def _need_pool(self) -> KVStorage:
-        if self._pool is None:
+    def _need_pools(self) -> tuple[KVStorage, ...]:
+        if not self._pools:
             raise RuntimeError("allocate_kv comes first")
-        return self._pool
+        return self._pools
 
 
 def _score(state: Words, wanted: ScoreRows, base: npt.NDArray[np.float32]) -> TokenScores:
@@ -258,30 +271,80 @@ def _score_row(
     return total, float(logits[target]), top, logits[top]
 
 
-def _run_layers(state: Words, part: Slice, first: int, pool: KVStorage, prepared: PreparedStep) -> Words:
+def _groups(config: ModelConfig, part: Slice, layers: Sequence[Sequence[int]]) -> tuple[LayerGroup, ...]:
+    """Group a slice's layers. ``layers``: of the stage, by memory class."""
+    found: dict[tuple[int, int | None], list[int]] = {}
+    for layer in part.layers:
+        number = next(number for number, own in enumerate(layers) if layer in own)
+        found.setdefault((number, config.layers[layer].attention.window), []).append(layer)
+    groups: list[LayerGroup] = []
+    for (number, window), own in found.items():
+        stored = [layers[number].index(layer) for layer in own]
+        together = stored == list(range(stored[0], stored[0] + len(stored)))
+        groups.append(
+            LayerGroup(
+                pool=number,
+                window=window,
+                layers=tuple(layer - part.layers.start for layer in own),
+                stored=slice(stored[0], stored[0] + len(stored)) if together else np.array(stored, np.int64),
+            )
+        )
+    return tuple(groups)
+
+
+def _run_layers(
+    state: Words,
+    part: Slice,
+    specs: Sequence[LayerSpec],
+    groups: Sequence[LayerGroup],
+    pools: Sequence[KVStorage],
+    prepared: PreparedStep,
+) -> Words:
     """Return states ``[T]`` after the slice's layers, and write their KV.
 
     KV of earlier steps is read for all layers at once; KV of this step is summed layer by layer.
     """
-    layers = slice(first, first + len(part.layers))
     # Every row has one token, so it attends to no other token of this step.
     alone = len(prepared.row_start) == len(state)
-    rows = zip(prepared.past, prepared.past_weights, strict=True)
-    past = [pool.attended(layers, slots, weights) for slots, weights in rows]
-    before = np.stack(past, axis=1)[:, prepared.row_of]
+    before = np.empty((len(part.layers), len(state)), np.uint64)
+    for group, past in zip(groups, prepared.past, strict=True):
+        before[list(group.layers)] = _seen_before(group, past, pools[group.pool], prepared)
     written = np.empty((len(part.layers), len(state)), np.uint64)
     for offset, key in enumerate(arithmetic.layer_keys(part.layers.start, part.layers.end)):
         values = written[offset] = arithmetic.kv_values(state, prepared.weights, key)
         weighted = values * prepared.weights
-        own = weighted if alone else _sums_within_rows(weighted, prepared)
+        own = weighted if alone else _sums_within_rows(weighted, prepared, specs[offset].attention.window)
         state = arithmetic.leave_layer(state, before[offset] + own, key)
-    pool.write(layers, prepared.slots, written)
+        experts = specs[offset].experts
+        if experts is not None:
+            state = arithmetic.pass_experts(state, arithmetic.expert_keys(part.layers.start + offset, experts.count))
+    for group in groups:
+        pools[group.pool].write(group.stored, prepared.slots[group.pool], written[list(group.layers)])
     return state
 
 
-def _sums_within_rows(weighted: Words, prepared: PreparedStep) -> Words:
+def _seen_before(group: LayerGroup, past: Past, pool: KVStorage, prepared: PreparedStep) -> Words:
+    """Return for each layer and token ``[layers, T]`` the weighted sum of what it sees of earlier steps."""
+    seen = [pool.read(group.stored, slots) for slots in past.slots]
+    if group.window is None or len(prepared.row_start) == prepared.num_tokens:
+        totals = [values @ weights for values, weights in zip(seen, past.weights, strict=True)]
+        return np.stack(totals, axis=1)[:, prepared.row_of]
+    parts: list[Words] = []
+    for row, values, weights, start in zip(prepared.step.rows, seen, past.weights, past.starts, strict=True):
+        sums = np.zeros((len(values), len(weights) + 1), np.uint64)  # of the first 0, 1, ... tokens
+        np.cumsum(values * weights, axis=1, out=sums[:, 1:])
+        positions = np.arange(row.position, row.position + row.num_tokens)
+        unseen = np.clip(positions - group.window + 1 - start, 0, len(weights))  # tokens before each token's window
+        parts.append(sums[:, -1:] - sums[:, unseen])
+    return np.concatenate(parts, axis=1)
+
+
+def _sums_within_rows(weighted: Words, prepared: PreparedStep, window: int | None) -> Words:
     sums = np.cumsum(weighted)
-    return sums - (sums - weighted)[prepared.row_start][prepared.row_of]
+    first = prepared.row_start[prepared.row_of]
+    if window is not None:
+        first = np.maximum(first, np.arange(len(weighted)) - window + 1)
+    return sums - (sums - weighted)[first]
 
 
 def _tell(progress: Callable[[LoadProgress], None], *, num_layers: int, num_bytes: int) -> None:

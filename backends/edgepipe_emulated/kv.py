@@ -1,4 +1,7 @@
-"""The emulated KV pool: one uint64 per layer, block and slot. Shape letters: L layers of the stage, T packed tokens."""
+"""The emulated KV pool of a memory class: one uint64 per layer, block and slot.
+
+Shape letters: L the stage's layers of the class, T packed tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from edgepipe_emulated.arithmetic import Words
 
 Slots = slice | npt.NDArray[np.int64]
 """Slots of the pool: a slice (view) if the block table is one run, else indices."""
+
+Layers = slice | npt.NDArray[np.int64]
+"""Layers of a pool: a slice (view) if they follow one another, else indices."""
 
 
 class KVStorage:
@@ -27,13 +33,14 @@ class KVStorage:
         for item in copies:
             self._values[:, self._block(item.target)] = self._values[:, self._block(item.source)]
 
-    def attended(self, layers: slice, slots: Slots, weights: Words) -> Words:
-        """Return each layer's weighted sum over the slots ``[layers]``, modulo 2**64."""
-        return self._values[layers, slots] @ weights
+    def read(self, layers: Layers, slots: Slots) -> Words:
+        """Return the values ``[layers, n]`` of n slots."""
+        return self._values[layers][:, slots]
 
-    def write(self, layers: slice, slots: npt.NDArray[np.int64], values: Words) -> None:
+    def write(self, layers: Layers, slots: npt.NDArray[np.int64], values: Words) -> None:
         """Store values ``[layers, T]`` in slots ``[T]``."""
-        self._values[layers, slots] = values
+        places = np.arange(len(self._values))[layers]
+        self._values[places[:, None], slots] = values
 
     def _block(self, block: int) -> slice:
         return slice(block * self.block_size, (block + 1) * self.block_size)
@@ -56,9 +63,9 @@ def slot_at(runs: Sequence[BlockRun], position: int, block_size: int) -> int:
     raise IndexError(f"position {position} is beyond the block table")
 
 
-def past_slots(runs: Sequence[BlockRun], stop: int, block_size: int) -> Slots:
-    """Return the slots of positions ``[0, stop)`` of a block table, as a slice if its first run covers them."""
+def past_slots(runs: Sequence[BlockRun], start: int, stop: int, block_size: int) -> Slots:
+    """Return the slots of positions ``[start, stop)`` of a block table, as a slice if its first run covers them."""
     if stop <= runs[0].count * block_size:
         first = runs[0].start * block_size
-        return slice(first, first + stop)
-    return table_slots(runs, 0, stop, block_size)
+        return slice(first + start, first + stop)
+    return table_slots(runs, start, stop, block_size)

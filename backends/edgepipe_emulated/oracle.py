@@ -20,7 +20,8 @@ class Oracle:
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         self._keys = arithmetic.layer_keys(0, config.num_layers)
-        self._sums = np.zeros(config.num_layers, dtype=np.uint64)
+        # By layer: running sums [tokens + 1] of a window, or the last of them.
+        self._sums = [np.zeros(1, dtype=np.uint64) for _ in config.layers]
         self._length = 0
         self._last = np.zeros(0, dtype=np.uint64)
 
@@ -29,9 +30,18 @@ class Oracle:
         state = arithmetic.embed(np.asarray(tokens, dtype=np.int64))
         weights = arithmetic.position_weights(self._length, self._length + len(tokens))
         for layer, key in enumerate(self._keys):
-            sums = self._sums[layer] + np.cumsum(arithmetic.kv_values(state, weights, key) * weights)
-            state = arithmetic.leave_layer(state, sums, key)
-            self._sums[layer] = sums[-1]
+            spec = self._config.layers[layer]
+            sums = self._sums[layer][-1] + np.cumsum(arithmetic.kv_values(state, weights, key) * weights)
+            if (window := spec.attention.window) is None:
+                seen, self._sums[layer] = sums, sums[-1:]
+            else:
+                self._sums[layer] = every = np.concatenate([self._sums[layer], sums])
+                ends = np.arange(self._length, self._length + len(tokens)) + 1
+                seen = sums - every[np.maximum(ends - window, 0)]
+            state = arithmetic.leave_layer(state, seen, key)
+            experts = spec.experts
+            if experts is not None:
+                state = arithmetic.pass_experts(state, arithmetic.expert_keys(layer, experts.count))
         self._length += len(tokens)
         self._last = state[-1:]
 

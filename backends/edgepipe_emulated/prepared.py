@@ -8,10 +8,29 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.backend.types import Step, StepRow
+from edgepipe.backend.types import BlockRun, Step, StepRow
 from edgepipe.errors import StepFailed
 from edgepipe_emulated.arithmetic import Words
-from edgepipe_emulated.kv import KVStorage, Slots, past_slots, slot_at, table_slots
+from edgepipe_emulated.kv import KVStorage, Layers, Slots, past_slots, slot_at, table_slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """A slice's layers of one memory class that see the same window."""
+
+    pool: int  # number of the class
+    window: int | None  # tokens that a token sees, including itself; None: all
+    layers: tuple[int, ...]  # of the slice, from 0
+    stored: Layers  # the same layers in the class's pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What the rows of a step see of earlier steps, in one group of layers."""
+
+    starts: tuple[int, ...]  # [B] first position
+    slots: tuple[Slots, ...]  # [B] of the positions from there to the row's first
+    weights: tuple[Words, ...]  # [B] of the same positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,15 +39,21 @@ class PreparedStep:
 
     step: Step
     weights: Words  # [T] weight of each token's position
-    slots: npt.NDArray[np.int64]  # [T] slot of each token's KV
-    past: tuple[Slots, ...]  # [B] slots that each row attends to besides its own tokens
-    past_weights: tuple[Words, ...]  # [B] weights of those positions
+    slots: tuple[npt.NDArray[np.int64], ...]  # by class: [T] slot of each token's KV
+    past: tuple[Past, ...]  # by group
     row_of: npt.NDArray[np.int64]  # [T] row of each token
     row_start: npt.NDArray[np.int64]  # [B] packed index of each row's first token
 
+    @property
+    def num_tokens(self) -> int:
+        """T"""
+        return len(self.weights)
 
-def prepare_step(step: Step, *, pool: KVStorage, weights: Words) -> PreparedStep:
-    """Build the arrays. ``weights``: for every position of the context.
+
+def prepare_step(
+    step: Step, *, pools: Sequence[KVStorage], weights: Words, groups: Sequence[LayerGroup]
+) -> PreparedStep:
+    """Build the arrays. ``weights``: for every position of the context. ``groups``: of the slice.
 
     Raises StepFailed for a short block table, an unknown block, a position beyond the context, an invalid logit row,
     and two tokens in the same slot.
@@ -36,43 +61,85 @@ def prepare_step(step: Step, *, pool: KVStorage, weights: Words) -> PreparedStep
     if not step.rows:
         raise StepFailed("a step has no rows")
     for row in step.rows:
-        _check(row, pool, len(weights))
+        _check(row, pools, len(weights))
     lengths = np.array([row.num_tokens for row in step.rows], dtype=np.int64)
-    slots = np.array([slot for row in step.rows for slot in _own_slots(row, pool.block_size)], dtype=np.int64)
-    if len(set(slots.tolist())) != len(slots):
-        raise StepFailed("two tokens of a step would be written to one KV slot", fact=_shared_slot(slots, pool))
-    if len(step.logit_rows) and not 0 <= step.logit_rows.min() <= step.logit_rows.max() < len(slots):
-        raise StepFailed("a step asks for logits of a token outside the step", fact=f"it has {len(slots)} tokens")
+    slots = tuple(_own_slots(step, number, pool) for number, pool in enumerate(pools))
+    num_tokens = int(lengths.sum())
+    if len(step.logit_rows) and not 0 <= step.logit_rows.min() <= step.logit_rows.max() < num_tokens:
+        raise StepFailed("a step asks for logits of a token outside the step", fact=f"it has {num_tokens} tokens")
     row_of, row_start = np.repeat(np.arange(len(lengths)), lengths), np.cumsum(lengths) - lengths
     # Each row's first position, minus the packed index of its first token.
     positions = np.array([row.position for row in step.rows]) - row_start
     return PreparedStep(
         step=step,
-        weights=weights[positions[row_of] + np.arange(len(slots))],
+        weights=weights[positions[row_of] + np.arange(num_tokens)],
         slots=slots,
-        past=tuple(past_slots(row.runs, row.position, pool.block_size) for row in step.rows),
-        past_weights=tuple(weights[: row.position] for row in step.rows),
+        past=tuple(_past(step, group, pools[group.pool], weights) for group in groups),
         row_of=row_of,
         row_start=row_start,
     )
 
 
-def _own_slots(row: StepRow, block_size: int) -> Sequence[int]:
-    """Return the slots of the row's tokens; a decode's slot needs no arrays."""
-    if row.num_tokens == 1:
-        return (slot_at(row.runs, row.position, block_size),)
-    return table_slots(row.runs, row.position, row.position + row.num_tokens, block_size).tolist()
+def _table(row: StepRow, number: int) -> tuple[int, Sequence[BlockRun]]:
+    """Return a row's table of one class: the place of its first block, and its runs."""
+    if number == 0:
+        return 0, row.runs
+    if number > len(row.windows):
+        raise StepFailed("a row lacks a block table", fact=f"it has {len(row.windows)} of windows")
+    return row.windows[number - 1].first, row.windows[number - 1].runs
 
 
-def _check(row: StepRow, pool: KVStorage, context_length: int) -> None:
+def _own_slots(step: Step, number: int, pool: KVStorage) -> npt.NDArray[np.int64]:
+    """Return the slots ``[T]`` of the step's tokens in one class; a decode's slot needs no arrays."""
+    found: list[int] = []
+    for row in step.rows:
+        first, runs = _table(row, number)
+        position = row.position - first * pool.block_size
+        if row.num_tokens == 1:
+            found.append(slot_at(runs, position, pool.block_size))
+        else:
+            found += table_slots(runs, position, position + row.num_tokens, pool.block_size).tolist()
+    slots = np.array(found, dtype=np.int64)
+    if len(set(found)) != len(found):
+        raise StepFailed("two tokens of a step would be written to one KV slot", fact=_shared_slot(slots, pool))
+    return slots
+
+
+def _past(step: Step, group: LayerGroup, pool: KVStorage, weights: Words) -> Past:
+    starts: list[int] = []
+    slots: list[Slots] = []
+    for row in step.rows:
+        first, runs = _table(row, group.pool)
+        begin = first * pool.block_size
+        start = 0 if group.window is None else max(0, row.position - group.window + 1)
+        if start < begin:
+            raise StepFailed(
+                f"a table of a window of {group.window} tokens begins at token {begin}",
+                fact=f"token {row.position} sees the tokens from {start} on",
+            )
+        starts.append(start)
+        slots.append(past_slots(runs, start - begin, row.position - begin, pool.block_size))
+    seen = zip(starts, step.rows, strict=True)
+    return Past(
+        starts=tuple(starts),
+        slots=tuple(slots),
+        weights=tuple(weights[start : row.position] for start, row in seen),
+    )
+
+
+def _check(row: StepRow, pools: Sequence[KVStorage], context_length: int) -> None:
     end = row.position + row.num_tokens
-    room = sum(run.count for run in row.runs) * pool.block_size
     if row.num_tokens < 1 or row.position < 0 or end > context_length:
         raise StepFailed(f"tokens {row.position}-{end - 1} are outside the context", fact=f"it has {context_length}")
-    if room < end:
-        raise StepFailed(f"a block table ends before its tokens do: {room} slots for {end} tokens")
-    if any(run.start < 0 or run.count < 1 or run.start + run.count > pool.num_blocks for run in row.runs):
-        raise StepFailed("a block table names blocks that are not in the pool", fact=f"the pool has {pool.num_blocks}")
+    for number, pool in enumerate(pools):
+        first, runs = _table(row, number)
+        room = (first + sum(run.count for run in runs)) * pool.block_size
+        if room < end:
+            raise StepFailed(f"a block table ends before its tokens do: {room} slots for {end} tokens")
+        if any(run.start < 0 or run.count < 1 or run.start + run.count > pool.num_blocks for run in runs):
+            raise StepFailed(
+                "a block table names blocks that are not in the pool", fact=f"the pool has {pool.num_blocks}"
+            )
 
 
 def _shared_slot(slots: npt.NDArray[np.int64], pool: KVStorage) -> str:

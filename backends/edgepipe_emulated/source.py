@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.emulated_folder import BOS_TOKEN_ID, EOS_TOKEN_ID, SMALLEST_VOCAB
-from edgepipe.model.facts import ModelConfig, Rope, Slice
+from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.layer_spec import Experts, Rope, Router
 from edgepipe.model.mixes import mix_weights
 from edgepipe.model.packed import Packed
 from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo
+from edgepipe.model.uniform import UniformShape
 
 
 def emulated_model_config(
@@ -23,13 +29,20 @@ def emulated_model_config(
     head_dim: int = 16,
     intermediate_size: int | None = None,
     tied_embeddings: bool = True,
+    experts: tuple[int, int] | None = None,
+    windows: tuple[int | None, ...] = (None,),
 ) -> ModelConfig:
-    """Make a llama-shaped config for the emulated backend. The default vocabulary fits ``write_model_folder``."""
-    return ModelConfig(
+    """Make a llama-shaped config for the emulated backend. The default vocabulary fits ``write_model_folder``.
+
+    ``experts``: how many each layer has, and how many of them a token uses; the shape is then that of Qwen3.
+    ``windows``: of the first layers, and of those behind them in turns; None: they see the context.
+    """
+    inner = intermediate_size or 3 * hidden_size
+    shape = UniformShape(
         architecture="llama",
         num_layers=num_layers,
         hidden_size=hidden_size,
-        intermediate_size=intermediate_size or 3 * hidden_size,
+        intermediate_size=inner,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -41,6 +54,15 @@ def emulated_model_config(
         eos_token_ids=(EOS_TOKEN_ID,),
         bos_token_id=BOS_TOKEN_ID,
     )
+    if windows != (None,):
+        shape = replace(shape, sliding_windows=tuple(windows[layer % len(windows)] for layer in range(num_layers)))
+    if experts is None:
+        return shape.config()
+    plain = replace(shape, architecture="qwen3", qk_norm=True).config()
+    count, used = experts
+    mixture = Experts(count=count, used=used, inner=inner, router=Router())
+    layers = tuple(replace(spec, dense=None, experts=mixture) for spec in plain.layers)
+    return replace(plain, architecture="qwen3_moe", layers=layers, naming="qwen3_moe")
 
 
 class EmulatedWeights:
@@ -68,6 +90,10 @@ class EmulatedWeights:
     def read(self, name: str) -> RawTensor:
         """Raise ModelInvalid, since the model has no tensors."""
         raise ModelInvalid(f"an emulated model has no tensor '{name}'", fact="only the emulated backend can serve it")
+
+    def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Raise ModelInvalid, since the model has no tensors."""
+        return self.read(name).data[offset : offset + num_bytes]
 
     def weights(self, part: Slice) -> Sequence[WeightInfo]:
         """Describe the weights of a mix; none without a mix."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +19,7 @@ from edgepipe.backend.types import (
     DeviceProfile,
     LoadProgress,
     LogitEdits,
+    PackedProducts,
     ScoreRows,
     Step,
     StepOutput,
@@ -28,11 +28,12 @@ from edgepipe.backend.types import (
 )
 from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
 from edgepipe.model.facts import KV_8BIT, ModelConfig, Slice
+from edgepipe.model.layer_spec import Attention
+from edgepipe.model.memory_classes import stage_classes
 from edgepipe.model.resident import WIDE
-from edgepipe.model.tensors import WeightSource
+from edgepipe.model.tensors import WeightInfo, WeightSource
 from edgepipe.units import format_bytes
-from edgepipe_mlx.attention import LayerCache, StepArrays
-from edgepipe_mlx.definitions import check_architecture, models_folder
+from edgepipe_mlx.attention import LayerStep, StepArrays
 from edgepipe_mlx.device import (
     BLOCK_SIZES,
     check_device,
@@ -46,8 +47,10 @@ from edgepipe_mlx.device import (
     score_bytes,
 )
 from edgepipe_mlx.kv import KVPool, KVStorage
+from edgepipe_mlx.latent_kv import latent_pool
 from edgepipe_mlx.loading import LoadedSlice, Shard, WeightTypes, load_shard
 from edgepipe_mlx.packed_kv import PackedKVStorage
+from edgepipe_mlx.packing import mlx_form
 
 SCORED_AT_ONCE = 64  # rows of prompt log-probabilities: 40 MB of logits with a vocabulary of 152,000
 
@@ -67,7 +70,7 @@ def _copied_scores(scores: tuple[mx.array, ...]) -> TokenScores:
 
 
 class MlxBackend:
-    """Runs mlx-lm's layers over packed rows.
+    """Runs decoder layers over packed rows.
 
     MLX objects belong to the thread that made them, so all methods except ``prepare`` must be called on one thread.
     ``prepare`` only makes numpy arrays, and ``collect`` returns copies.
@@ -78,21 +81,23 @@ class MlxBackend:
     picks_candidates: bool = False  # shared memory: a row of logits is as near as its candidates
 
     def __init__(self, options: BackendOptions) -> None:
-        """Raises BackendUnavailable if mlx-lm or the device is missing, ConfigInvalid for unknown options.
+        """Raises BackendUnavailable if the device is missing, ConfigInvalid for unknown options.
 
         ``options.settings["weights"]``: "auto" keeps packed weights packed, "wide" widens them to the compute dtype.
         ``options.threads`` has no effect, because MLX chooses its threads.
         """
-        models_folder()
         self._options = options
         self._device = choose_device(options.device)
         self._dtype_name, self._dtype = choose_dtype(options.dtype, self._device)
         self._packed = choose_packing(options.settings.get("weights", "auto"))
         self._kv = chosen_kv(options.settings)
         self._shard: Shard | None = None
+        self._products: tuple[PackedProducts, ...] = ()
         self._pools: dict[int, list[KVPool]] = {}  # by slice index, one per layer
+        self._class_of: dict[int, int] = {}  # memory class of each loaded layer, by its index in the model
         self._num_blocks = 0
         self._block_size = 0
+        self._window_blocks: tuple[int, ...] = ()
 
     def profile(self) -> DeviceProfile:
         """Measure the device with two products. The memory size comes from MLX on Metal, else from the system."""
@@ -107,33 +112,48 @@ class MlxBackend:
         """
         self.close()
         configure(self._device)
-        check_architecture(weights.config)
         with self._memory_errors("the layers"):
             self._shard = load_shard(slices, weights, self._weight_types(), progress)
+        if self._packed:
+            self._products = _products([info for part in slices for info in weights.weights(part)])
+
+    def packed_products(self) -> Sequence[PackedProducts]:
+        """Return what multiplies with the loaded packed weights, each once, the fallback last."""
+        return self._products
 
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         """Return the bytes of one block in all layers of the slices."""
-        num_layers = sum(len(part.layers) for part in slices)
-        return block_size * config.kv_bytes_per_token(num_layers=num_layers, form=self._kv or self._dtype_name)
+        layers = [layer for part in slices for layer in part.layers]
+        return block_size * config.kv_bytes_per_token(layers, form=self._kv or self._dtype_name)
 
-    def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
+    def allocate_kv(self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = ()) -> None:
         """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
         shard = self._loaded()
         self._pools = {}
         mx.clear_cache()
         parts = [part.part for part in shard.slices]
-        wanted = num_blocks * self.kv_block_bytes(shard.config, parts, block_size)
-        self._check_room(wanted)
+        classes = stage_classes(shard.config, parts, num_blocks=num_blocks, window_blocks=window_blocks)
+        self._check_room(sum(self.kv_block_bytes(shard.config, own, block_size) * count for count, own in classes))
+        self._class_of = {layer: n for n, (_, own) in enumerate(classes) for part in own for layer in part.layers}
         with self._memory_errors("the KV cache"):
             self._pools = {
-                part.index: [self._make_pool(shard.config, num_blocks, block_size) for _ in part.layers]
+                part.index: [
+                    self._make_pool(shard.config.layers[layer].attention, classes[self._class_of[layer]][0], block_size)
+                    for layer in part.layers
+                ]
                 for part in parts
             }
-        self._num_blocks, self._block_size = num_blocks, block_size
+        self._num_blocks, self._block_size, self._window_blocks = num_blocks, block_size, tuple(window_blocks)
 
     def prepare(self, step: Step) -> StepLayout:
         """Lay the step out in numpy arrays. Raises StepFailed if its block tables cannot be right."""
-        return lay_out_step(step, block_size=self._block_size, num_blocks=self._num_blocks, dtype=np.int32)
+        return lay_out_step(
+            step,
+            block_size=self._block_size,
+            num_blocks=self._num_blocks,
+            window_blocks=self._window_blocks,
+            dtype=np.int32,
+        )
 
     def submit(
         self, prepared: StepLayout, inputs: TokenIds | Activations, edits: LogitEdits | None = None
@@ -143,7 +163,7 @@ class MlxBackend:
         hidden = self._hidden(part, prepared, inputs)
         self._copy_blocks(prepared)
         pools = self._pools[prepared.slice_index]
-        hidden = self._run_layers(part, pools, self._arrays(prepared), hidden)
+        hidden = self._run_layers(part, pools, [self._arrays(each) for each in (prepared, *prepared.windows)], hidden)
         array = (
             self._logits(part, hidden, prepared.logit_rows[: prepared.num_sampled])
             if part.part.head
@@ -169,33 +189,34 @@ class MlxBackend:
     def close(self) -> None:
         """Release weights, pools and MLX's cached buffers."""
         self._shard = None
+        self._products = ()
         self._pools = {}
         self._num_blocks = self._block_size = 0
         mx.clear_cache()
 
     def _weight_types(self) -> WeightTypes:
-        """Packed scales have the compute dtype: float32 on CPUs, bf16 on Metal, where others would widen products."""
+        """Choose by the device. Packed scales are as wide as the compute dtype."""
         on_cpu = is_cpu(self._device)
         return WeightTypes(
             dtype=self._dtype,
             packed=self._packed,
-            arithmetic=mx.float32 if on_cpu else self._dtype,
+            in_float32=on_cpu,
             inputs_first=on_cpu and self._dtype == mx.float32,
         )
 
     def _arrays(self, plan: StepLayout) -> StepArrays:
         """Make the step's arrays. Unfused attention holds the scores of all heads, at worst in float32."""
-        return StepArrays(plan, max_scores=score_bytes(self._device) // (4 * self._loaded().config.num_heads))
+        heads = max(spec.attention.num_heads for spec in self._loaded().config.layers)
+        return StepArrays(plan, max_scores=score_bytes(self._device) // (4 * heads))
 
-    def _run_layers(self, part: LoadedSlice, pools: list[KVPool], step: StepArrays, hidden: mx.array) -> mx.array:
-        """Run the layers on hidden [T, H]; returns [T, H]. They see T sequences of one token, without padding."""
-        config = self._loaded().config
-        rows = hidden[:, None]
-        for layer, block, pool in zip(part.part.layers, part.blocks, pools, strict=True):
-            cache = LayerCache(step, pool, window=config.window(layer), block_size=self._block_size)
-            run: Any = block
-            rows = run(rows, None, cache=cache)
-        return rows[:, 0]
+    def _run_layers(
+        self, part: LoadedSlice, pools: list[KVPool], steps: Sequence[StepArrays], hidden: mx.array
+    ) -> mx.array:
+        """Run the layers on hidden [T, H]; returns [T, H]. ``steps``: by memory class."""
+        for index, layer, pool in zip(part.part.layers, part.layers, pools, strict=True):
+            step = steps[self._class_of[index]]
+            hidden = layer.run(hidden, LayerStep(step, pool, layer.spec.attention, block_size=self._block_size))
+        return hidden
 
     def _hidden(self, part: LoadedSlice, plan: StepLayout, inputs: TokenIds | Activations) -> mx.array:
         """Return the first layer's input [T, H] in the compute dtype."""
@@ -207,7 +228,8 @@ class MlxBackend:
                     "a token id lies outside the vocabulary",
                     fact=f"ids {inputs.min()}-{inputs.max()}, vocabulary {config.vocab_size}",
                 )
-            return part.embedding.rows(mx.array(inputs))
+            embedded = part.embedding.rows(mx.array(inputs))
+            return embedded if config.embedding_scale == 1 else embedded * config.embedding_scale
         kind = self._options.activation_type
         self._check_shape(inputs, (plan.num_tokens, config.hidden_size), kind.numpy)
         arrived = mx.array(inputs)
@@ -224,9 +246,11 @@ class MlxBackend:
         config = self._loaded().config
         if part.norm is None or part.head is None or not len(rows):
             return mx.zeros((0, config.vocab_size), mx.float32)
-        wanted = hidden[mx.array(rows)]
-        normed = mx.fast.rms_norm(wanted, part.norm, config.rms_norm_eps)
-        return part.head.multiply(normed).astype(mx.float32)
+        logits = part.head.logits(part.norm.rows(hidden[mx.array(rows)]))
+        if config.logit_scale != 1:
+            logits = logits * config.logit_scale
+        cap = config.logit_softcap
+        return cap * mx.tanh(logits / cap) if cap else logits
 
     def _scores(self, part: LoadedSlice, hidden: mx.array, wanted: ScoreRows) -> tuple[mx.array, ...]:
         """Compute the fields of TokenScores in pieces, because all logits at once may not fit."""
@@ -243,15 +267,20 @@ class MlxBackend:
     def _copy_blocks(self, plan: StepLayout) -> None:
         """Copy blocks in every layer of the stage, because only its first slice of a step has the copies."""
         if plan.copies:
-            for pools in self._pools.values():
-                for pool in pools:
-                    pool.copy(plan.copies)
+            for part in (each.part for each in self._loaded().slices):
+                for layer, pool in zip(part.layers, self._pools[part.index], strict=True):
+                    if self._class_of[layer] == 0:  # blocks of windows are shared, never copied
+                        pool.copy(plan.copies)
 
-    def _make_pool(self, config: ModelConfig, num_blocks: int, block_size: int) -> KVPool:
+    def _make_pool(self, spec: Attention, num_blocks: int, block_size: int) -> KVPool:
+        if spec.latent is not None:
+            return latent_pool(
+                spec, num_blocks=num_blocks, block_size=block_size, dtype=self._dtype, packed=bool(self._kv)
+            )
         make = PackedKVStorage if self._kv else KVStorage
         return make(
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=self._dtype,
@@ -300,3 +329,14 @@ class MlxBackend:
             raise DeviceOutOfMemory(
                 f"{what} did not fit into memory", fact=str(exc), next_step="give this node fewer layers"
             ) from exc
+
+
+def _products(infos: Sequence[WeightInfo]) -> tuple[PackedProducts, ...]:
+    """Return what multiplies with the weights that have a form."""
+    widened = {info.shape[1] for info in infos if info.form is not None and mlx_form(info.form, info.shape[1]) is None}
+    kept = any(info.form is not None and info.shape[1] not in widened for info in infos)
+    found = [PackedProducts(by="MLX")] if kept else []
+    if widened:
+        reason = f"MLX multiplies no packed weights of {' or '.join(map(str, sorted(widened)))} inputs"
+        found.append(PackedProducts(by="MLX (weights widened as they load)", reason=reason))
+    return tuple(found)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from edgepipe_mlx.packing import Planes
+
+_SHIFT = 5
+"""Inputs of products in float16 are divided by 2^5, and results multiplied by it. So values up to 2,000,000 do not
+overflow (the demo model has 22,500); values above 0.002 keep all digits of bf16."""
 
 
 class Matrix(Protocol):
@@ -24,6 +28,10 @@ class Matrix(Protocol):
 
     def multiply(self, x: mx.array) -> mx.array:
         """Return ``x @ weight.T``: x [..., I] in the compute dtype, result [..., O] in the same."""
+        ...
+
+    def logits(self, x: mx.array) -> mx.array:
+        """Return ``x @ weight.T`` in float32, without rounding it to the compute dtype before."""
         ...
 
 
@@ -51,24 +59,44 @@ class WideMatrix:
         """See ``Matrix``."""
         return x @ self._weight.T
 
+    def logits(self, x: mx.array) -> mx.array:
+        """See ``Matrix``. The product has the weight's type."""
+        return self.multiply(x).astype(mx.float32)
+
+
+@partial(mx.compile, shapeless=True)  # one kernel on Metal
+def _lowered(x: mx.array) -> mx.array:
+    return (x * 2.0**-_SHIFT).astype(mx.float16)
+
+
+@partial(mx.compile, shapeless=True)
+def _raised(product: mx.array) -> mx.array:
+    return product.astype(mx.bfloat16) * 2.0**_SHIFT
+
 
 class PackedMatrix:
-    """A packed matrix, which MLX's kernels unpack as they multiply."""
+    """A packed matrix, which MLX's kernels unpack as they multiply.
 
-    def __init__(self, planes: Planes, *, dtype: mx.Dtype, arithmetic: mx.Dtype) -> None:
-        """``arithmetic``: type of the kernel's input and sums.
+    A kernel's input, scales and result have one type. Weights with float16 scales multiply in float16, which is more
+    exact than bf16; on M1 and M2, prompts are faster, too: 17 ms instead of 31 ms for 512 rows of a 6656 x 19968
+    matrix (mlx#4216). Decoding gets two small kernels more per product.
+    """
+
+    def __init__(self, planes: Planes, *, dtype: mx.Dtype, in_float32: bool) -> None:
+        """``in_float32``: multiply in float32, whatever the scales.
 
         The CPU device sums in the input's type; in bf16 its error is 20 times as large, and it takes longer.
         """
         self._form = planes.form
         self._dtype = dtype
-        self._arithmetic = arithmetic
+        self._in_float32 = in_float32
         self._words = mx.array(planes.words)
         self._scales = mx.array(planes.scales)
         self._biases = None if planes.biases is None else mx.array(planes.biases)
         if planes.scales.dtype == "uint16":
             self._scales = self._scales.view(mx.bfloat16)
             self._biases = None if self._biases is None else self._biases.view(mx.bfloat16)
+        self._in_half = self._scales.dtype == mx.float16
         self._order = None if planes.order is None else mx.array(planes.order)
         mx.eval(self._arrays())
 
@@ -95,10 +123,17 @@ class PackedMatrix:
 
     def multiply(self, x: mx.array) -> mx.array:
         """See ``Matrix``."""
-        if self._order is not None:
-            x = mx.take(x, self._order, axis=-1)
+        return self._leaving(self._product(x))
+
+    def logits(self, x: mx.array) -> mx.array:
+        """See ``Matrix``."""
+        product = self._product(x).astype(mx.float32)
+        return product * 2.0**_SHIFT if self._in_half else product
+
+    def _product(self, x: mx.array) -> mx.array:
+        """Return the kernel's result; in float16, it is that of the lowered input."""
         product = mx.quantized_matmul(
-            x.astype(self._arithmetic),
+            self._entering(x),
             self._words,
             self._scales,
             self._biases,
@@ -106,28 +141,32 @@ class PackedMatrix:
             bits=self._form.bits,
             mode=self._form.mode,
         )
-        return product.astype(self._dtype)
+        return product.astype(mx.float16) if self._in_half else product
+
+    def _entering(self, x: mx.array) -> mx.array:
+        """Return x [..., I] in the order and type of the kernel's input; lowered for float16."""
+        if self._order is not None:
+            x = mx.take(x, self._order, axis=-1)
+        rows = _lowered(x) if self._in_half else x
+        return rows.astype(mx.float32) if self._in_float32 else rows
+
+    def _leaving(self, product: mx.array) -> mx.array:
+        """Return a kernel's product in the compute dtype."""
+        return _raised(product.astype(mx.float16)) if self._in_half else product.astype(self._dtype)
 
     def _arrays(self) -> list[mx.array]:
         arrays = (self._words, self._scales, self._biases, self._order)
         return [array for array in arrays if array is not None]
 
 
-class PackedLinear(nn.Module):
-    """A layer's projection with a packed weight, in place of ``nn.Linear``."""
+class Linear:
+    """A projection: a matrix [O, I], and a bias [O]."""
 
-    def __init__(self, weight: PackedMatrix, bias: mx.array | None) -> None:
-        super().__init__()
-        self._matrix = weight
-        if bias is not None:
-            self.bias = bias
+    def __init__(self, matrix: Matrix, bias: mx.array | None) -> None:
+        self._matrix = matrix
+        self._bias = bias
 
-    @property
-    def matrix(self) -> PackedMatrix:
-        """The weight."""
-        return self._matrix
-
-    def __call__(self, x: mx.array) -> mx.array:
+    def multiply(self, x: mx.array) -> mx.array:
         """Return [..., O] for x [..., I]."""
         product = self._matrix.multiply(x)
-        return product + self["bias"] if "bias" in self else product
+        return product if self._bias is None else product + self._bias

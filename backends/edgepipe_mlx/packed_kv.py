@@ -1,12 +1,14 @@
 """One layer's keys and values in 8 bits: an int8 code per value, a float16 scale per token and kv head.
 
 A token's codes depend on that token alone, so chunks of a prompt, truncation and copies of blocks leave the same codes.
-A value is ``code * scale``; attention reads values in the compute dtype, also those of the step's own tokens.
+A value is ``code * scale``, rounded once to the compute dtype; attention reads such values, also of the step's own
+tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import mlx.core as mx
 
@@ -19,13 +21,23 @@ _SCALE_MARGIN = 1 + 2**-11  # at least the rounding of a normal float16, so that
 _LEAST_SCALE = 2**-24  # the smallest float16: of zeros, and the rounding of scales near it
 
 
+def _widened(dtype: mx.Dtype, codes: mx.array, scales: mx.array) -> mx.array:
+    return (codes.astype(mx.float32) * scales.astype(mx.float32)).astype(dtype)
+
+
+_WIDEN: Mapping[mx.Dtype, Callable[[mx.array, mx.array], mx.array]] = {
+    dtype: mx.compile(partial(_widened, dtype), shapeless=True)  # one kernel on Metal
+    for dtype in (mx.float32, mx.bfloat16)
+}
+
+
 class PackedKVStorage:
     """Codes [kv heads, slots, D] and scales [kv heads, slots, 1] of keys and of values. See ``KVPool``."""
 
     def __init__(self, *, num_kv_heads: int, head_dim: int, num_blocks: int, block_size: int, dtype: mx.Dtype) -> None:
-        """``dtype``: of what ``read`` returns."""
+        """``dtype``: of what ``read`` returns, float32 or bfloat16."""
         self._block_size = block_size
-        self._dtype = dtype
+        self._widen = _WIDEN[dtype]
         slots = (num_kv_heads, num_blocks * block_size)
         self._keys, self._values = mx.zeros((*slots, head_dim), mx.int8), mx.zeros((*slots, head_dim), mx.int8)
         self._key_scales, self._value_scales = mx.zeros((*slots, 1), mx.float16), mx.zeros((*slots, 1), mx.float16)
@@ -43,11 +55,10 @@ class PackedKVStorage:
 
     def read(self, row: RowLayout, first: int, blocks: mx.array | None) -> tuple[mx.array, mx.array]:
         """Return widened keys and values [1, kv heads, length - first, D]. See ``KVPool``."""
-        size, dtype = self._block_size, self._dtype
         keys, values, key_scales, value_scales = (
-            read_tokens(pool, row, first, blocks, size)[None].astype(dtype) for pool in self.arrays
+            read_tokens(pool, row, first, blocks, self._block_size)[None] for pool in self.arrays
         )
-        return keys * key_scales, values * value_scales
+        return self._widen(keys, key_scales), self._widen(values, value_scales)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks. See ``KVStorage.copy``."""
@@ -58,6 +69,11 @@ class PackedKVStorage:
             self._keys[:, targets], self._values[:, targets] = copied[0], copied[1]
             self._key_scales[:, targets], self._value_scales[:, targets] = copied[2], copied[3]
             mx.eval(self.arrays)
+
+
+def decoded(codes: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Return values [..., D] for codes [..., D] and scales [..., 1]; ``dtype``: float32 or bfloat16."""
+    return _WIDEN[dtype](codes, scales)
 
 
 def encode(values: mx.array) -> tuple[mx.array, mx.array]:

@@ -8,18 +8,19 @@ weight                                          here                            
 ==============================================  ====================================  ==========================
 4, 5, 6 or 8 bits, groups of 32 and more        affine, its bits, groups up to 128    the file's
 IQ4 in groups of 32 and more                    affine 8: its levels are integers     the file's
-MXFP4                                           mxfp4                                 the file's
+MXFP4, MXFP8, NVFP4                             mxfp4, mxfp8, nvfp4                   the file's
 groups of 16 (Q6_K), NF4, FP8                   affine 8, groups of 32                rounded to 255 steps a group
 inputs that are no multiple of 32               floats of the compute dtype           as floats are
 ==============================================  ====================================  ==========================
 
 With float32 scales, "the file's" means the same float32 values (weights stored with float32 scales: within rounding
-of the product). In bf16, scale and bias are rounded once per group.
+of the product). With 16-bit scales, scale and bias are rounded once per group, to float16 or bf16. Float16 holds those
+of GGUF's Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and IQ4_NL exactly, and bf16 those of most MLX models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ import numpy.typing as npt
 
 from edgepipe.model.dequantise import round_to_bf16, widen_bf16
 from edgepipe.model.packed import Codes, Floats, Packed
-from edgepipe.model.packed_form import CODEBOOKS, PackedForm
+from edgepipe.model.packed_form import CODEBOOKS, MXFP4_FORM, MXFP8_FORM, NVFP4_FORM, PackedForm
 
 Words = npt.NDArray[np.uint32]
 
@@ -36,7 +37,6 @@ _GROUPS = (128, 64, 32)  # that MLX's kernels know, the fewest scales first
 _BITS = (4, 5, 6, 8)  # of packed forms, in groups that MLX knows
 _IQ4_SHIFT = np.float32(128)
 _IQ4_LEVELS = (CODEBOOKS["iq4"] + _IQ4_SHIFT).astype(np.uint8)  # -127 to 113, shifted
-_SAMPLED_ROWS = 8  # for a weight's mean code
 _CHUNK_VALUES = 1 << 18  # codes in a byte each, or widened, at once
 
 
@@ -44,9 +44,16 @@ _CHUNK_VALUES = 1 << 18  # codes in a byte each, or widened, at once
 class MlxForm:
     """Arguments of MLX's kernels."""
 
-    mode: Literal["affine", "mxfp4"]
+    mode: Literal["affine", "mxfp4", "mxfp8", "nvfp4"]
     bits: int
     group: int  # inputs that share a scale
+
+
+_NATIVE: Mapping[PackedForm, MlxForm] = {
+    MXFP4_FORM: MlxForm(mode="mxfp4", bits=4, group=32),
+    MXFP8_FORM: MlxForm(mode="mxfp8", bits=8, group=32),
+    NVFP4_FORM: MlxForm(mode="nvfp4", bits=4, group=16),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,8 +62,8 @@ class Planes:
 
     form: MlxForm
     words: Words  # [O, I * bits / 32]
-    scales: npt.NDArray[Any]  # [O, I / group] float32, uint16 as bits of bf16, or uint8 (mxfp4: exponent plus 127)
-    biases: npt.NDArray[Any] | None  # like scales; None with mxfp4
+    scales: npt.NDArray[Any]  # [O, I / group] float32, float16, bf16's bits (uint16), or uint8 (other modes)
+    biases: npt.NDArray[Any] | None  # like scales; None with the other modes
     order: npt.NDArray[np.int32] | None  # see Packed
 
 
@@ -64,8 +71,9 @@ def mlx_form(form: PackedForm, inputs: int) -> MlxForm | None:
     """Return how MLX keeps a weight with ``inputs`` columns; None: as floats."""
     if inputs % _GROUPS[-1]:
         return None
-    if form.codebook == "e2m1" and form.group == 32:
-        return MlxForm(mode="mxfp4", bits=4, group=32)
+    native = _NATIVE.get(replace(form, ordered=False))
+    if native is not None:
+        return native
     group = next((group for group in _GROUPS if form.group % group == 0), None)
     if group is None or not _affine(form):
         return MlxForm(mode="affine", bits=8, group=32)
@@ -77,23 +85,56 @@ def _affine(form: PackedForm) -> bool:
     return form.codebook == "iq4" or (not form.codebook and form.bits in _BITS)
 
 
-def lay_out(packed: Packed, form: MlxForm, *, bf16: bool) -> Planes:
-    """Convert a weight. ``bf16``: scales and biases for kernels that compute in bf16, else float32.
+@dataclass(frozen=True, slots=True)
+class _ValueType:
+    """A type of scales and biases."""
 
-    Raises ValueError for an e2m1 weight whose scales are no powers of two.
+    dtype: npt.DTypeLike
+    narrow: Callable[[Floats], npt.NDArray[Any]]
+    widen: Callable[[npt.NDArray[Any]], Floats]
+
+
+_FLOAT32 = _ValueType(np.float32, lambda values: values, lambda kept: kept)
+_FLOAT16 = _ValueType(np.float16, lambda values: values.astype(np.float16), lambda kept: kept.astype(np.float32))
+_BF16 = _ValueType(np.uint16, round_to_bf16, widen_bf16)
+
+
+class _GroupValues:
+    """Scales and biases of a weight, and what rounding them to their type loses."""
+
+    def __init__(self, kind: _ValueType, num_groups: tuple[int, int]) -> None:
+        self.arrays = np.empty((2, *num_groups), kind.dtype)
+        self.lost = 0.0  # sum of all rounding errors; infinite if a value overflows
+        self._kind = kind
+
+    def put(self, rows: slice, values: Floats) -> None:
+        """Keep the values [2, R, I / group] of some rows."""
+        with np.errstate(over="ignore"):
+            self.arrays[:, rows] = self._kind.narrow(values)
+        self.lost += float(np.abs(self._kind.widen(self.arrays[:, rows]) - values).sum(dtype=np.float64))
+
+
+def lay_out(packed: Packed, form: MlxForm, *, narrow: bool) -> Planes:
+    """Convert a weight.
+
+    ``narrow``: scales and biases in 16 bits, else in float32. The type is bf16 or float16, whichever loses less; bf16
+    if equal.
+
+    Raises ValueError if MLX's type of scales does not hold one of MXFP4, MXFP8 or NVFP4.
     """
-    if form.mode == "mxfp4":
-        words = packed.low.view(np.uint32)
-        return Planes(form=form, words=words, scales=_exponents(packed), biases=None, order=packed.order)
+    if form.mode != "affine":
+        words = packed.low.view(np.uint32) if form.bits == 4 else pack_bits(packed.codes(), form.bits)
+        scales = _e4m3_codes(packed) if form.mode == "nvfp4" else _exponents(packed)
+        return Planes(form=form, words=words, scales=scales, biases=None, order=packed.order)
     rows, inputs = packed.shape
     words = np.empty((rows, inputs * form.bits // 32), np.uint32)
-    scales = np.empty((rows, inputs // form.group), np.uint16 if bf16 else np.float32)
-    biases = np.empty_like(scales)
-    mean_code = np.float32(packed.rows(slice(0, _SAMPLED_ROWS)).codes().mean())
+    kinds = (_BF16, _FLOAT16) if narrow else (_FLOAT32,)
+    choices = [_GroupValues(kind, (rows, inputs // form.group)) for kind in kinds]
     for chunk in _row_chunks(packed.shape):
-        words[chunk], scale, bias = _grouped(packed.rows(chunk), form, bf16=bf16, mean_code=mean_code)
-        scales[chunk] = round_to_bf16(scale) if bf16 else scale
-        biases[chunk] = round_to_bf16(bias) if bf16 else bias
+        words[chunk], scale, bias = _grouped(packed.rows(chunk), form, narrow=narrow)
+        for choice in choices:
+            choice.put(chunk, np.stack([scale, bias]))
+    scales, biases = min(choices, key=lambda choice: choice.lost).arrays
     return Planes(form=form, words=words, scales=scales, biases=biases, order=packed.order)
 
 
@@ -123,45 +164,22 @@ def _row_chunks(shape: tuple[int, int]) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
-def _grouped(part: Packed, form: MlxForm, *, bf16: bool, mean_code: np.float32) -> tuple[Words, Floats, Floats]:
-    """Return words [R, I * bits / 32], scales and biases [R, I / group] of MLX's groups.
-
-    A bias follows from the rounded scale. So zeros stay zeros; with an added offset, the mean code keeps its value.
-    """
+def _grouped(part: Packed, form: MlxForm, *, narrow: bool) -> tuple[Words, Floats, Floats]:
+    """Return words [R, I * bits / 32], scales and biases [R, I / group] of MLX's groups."""
     if part.form.group % form.group or not _affine(part.form):
-        return _requantised(part, form, bf16=bf16)
-    exact, words = part.scale.float32(), _words(part, form)
-    scale = widen_bf16(round_to_bf16(exact)) if bf16 else exact
+        return _requantised(part, form, narrow=narrow)
+    scale, words = part.scale.float32(), _words(part, form)
     zeros = part.zeros()
     if part.form.codebook:
         bias = -_IQ4_SHIFT * scale
     elif zeros is not None:
         bias = -scale * zeros.astype(np.float32)
     elif part.offset is not None:
-        bias = part.offset.float32() + (exact - scale) * mean_code
+        bias = part.offset.float32()
     else:
         bias = np.zeros_like(scale)
-    if bf16:
-        words, scale, bias = _flipped(words, scale, bias, form.bits)
     repeat = part.form.group // form.group
     return words, np.repeat(scale, repeat, axis=1), np.repeat(bias, repeat, axis=1)
-
-
-def _flipped(words: Words, scale: Floats, bias: Floats, bits: int) -> tuple[Words, Floats, Floats]:
-    """Count codes from the top, with a negative scale, in groups where bf16 has a value nearer to that bias.
-
-    A rounded bias moves its whole group. In Q4_1 of the demo model, rounding scale and bias adds 0.24 % to the
-    quantisation noise; 0.21 % if the mean code keeps its value; 0.15 % with this choice.
-    """
-    from_top = (bias + scale * ((1 << bits) - 1)).astype(np.float32, copy=False)
-    flip = _rounding_error(from_top) < _rounding_error(bias)
-    ones = np.where(flip, np.uint32(0xFFFFFFFF), np.uint32(0))  # 32 codes fill ``bits`` words
-    words = words ^ np.repeat(ones, words.shape[1] // flip.shape[1], axis=1)
-    return words, np.where(flip, -scale, scale), np.where(flip, from_top, bias)
-
-
-def _rounding_error(values: Floats) -> Floats:
-    return np.abs(values - widen_bf16(round_to_bf16(values)))
 
 
 def _words(part: Packed, form: MlxForm) -> Words:
@@ -170,16 +188,16 @@ def _words(part: Packed, form: MlxForm) -> Words:
     return part.low.view(np.uint32) if form.bits == 4 else pack_bits(part.codes(), form.bits)  # 4 bits: the same
 
 
-def _requantised(part: Packed, form: MlxForm, *, bf16: bool) -> tuple[Words, Floats, Floats]:
+def _requantised(part: Packed, form: MlxForm, *, narrow: bool) -> tuple[Words, Floats, Floats]:
     """Round the values to evenly spaced levels from the group's smallest value, or zero, to its largest.
 
-    Scale and bias are rounded before the values, outwards, so that no value lies beyond the levels.
+    Narrow scales and biases are rounded before the values, outwards, so that no value lies beyond the levels.
     """
     values = replace(part, order=None).float32().reshape(part.shape[0], -1, form.group)
     bias = np.minimum(values.min(axis=2), np.float32(0))
-    bias = _outwards(bias) if bf16 else bias
+    bias = _outwards(bias) if narrow else bias
     scale = np.maximum(values.max(axis=2) - bias, np.float32(0)) / np.float32((1 << form.bits) - 1)
-    scale = _outwards(scale) if bf16 else scale
+    scale = _outwards(scale) if narrow else scale
     steps = np.where(scale > 0, scale, np.float32(1))
     levels = np.rint((values - bias[:, :, None]) / steps[:, :, None])
     codes = np.clip(levels, 0, (1 << form.bits) - 1).astype(np.uint8)
@@ -187,9 +205,12 @@ def _requantised(part: Packed, form: MlxForm, *, bf16: bool) -> tuple[Words, Flo
 
 
 def _outwards(values: Floats) -> Floats:
-    """Round to bf16, away from zero."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    return ((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+    """Round to float16, away from zero. Values beyond float16 stay as they are; such a weight gets bf16 scales."""
+    with np.errstate(over="ignore"):
+        nearest = values.astype(np.float16)
+        farther = np.nextafter(nearest, np.copysign(np.float16(np.inf), nearest))
+    rounded = np.where(np.abs(nearest.astype(np.float32)) < np.abs(values), farther, nearest).astype(np.float32)
+    return np.where(np.isfinite(rounded), rounded, values)
 
 
 def _exponents(packed: Packed) -> npt.NDArray[np.uint8]:
@@ -199,3 +220,12 @@ def _exponents(packed: Packed) -> npt.NDArray[np.uint8]:
     if (mantissa != 0.5).any():
         raise ValueError(f"a scale of '{packed.name}' is no power of two")
     return (exponent + 126).astype(np.uint8)
+
+
+def _e4m3_codes(packed: Packed) -> npt.NDArray[np.uint8]:
+    """Return the scales [O, I / 16] as codes of e4m3 (OCP 8-bit floating point, 5.2)."""
+    scale, levels = packed.scale.float32(), CODEBOOKS["e4m3"][:127]  # in ascending order
+    codes = np.searchsorted(levels, scale).astype(np.uint8)
+    if (levels[np.minimum(codes, 126)] != scale).any():
+        raise ValueError(f"a scale of '{packed.name}' is no value of e4m3")
+    return codes

@@ -1,4 +1,4 @@
-"""The rotary embedding, with the interface of mlx-lm's attention.
+"""The rotary embedding of a layer, with a position per row.
 
 mlx-lm's rope modules ignore some fields that change the result (yarn's ``truncate`` and ``attention_factor``), and one
 of them takes no offset per row. So edgepipe computes the frequencies, in float64, once per load.
@@ -7,32 +7,47 @@ of them takes no offset per row. So edgepipe computes the frequencies, in float6
 from __future__ import annotations
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
-from edgepipe.model.facts import ModelConfig
+from edgepipe.model.layer_spec import Attention
 from edgepipe.model.rope import Floats, rotary_frequencies
 
 
-class RotaryEmbedding(nn.Module):
-    """Rotates ``[T, heads, 1, D]`` by one position per row."""
+class RotaryEmbedding:
+    """Rotates the leading dimensions of heads [T, heads, 1, D], and scales them."""
 
-    def __init__(self, *, dims: int, wavelengths: Floats, amplitude: float) -> None:
-        super().__init__()
-        self.dims = dims
-        self._amplitude = amplitude
-        self._wavelengths = mx.array(wavelengths.astype(np.float32))  # the underscore marks it as not a weight
+    def __init__(self, wavelengths: Floats, *, head_dim: int, interleaved: bool, amplitude: float) -> None:
+        """``wavelengths``: of each rotary pair, tokens per radian. See ``layer_spec.Attention``."""
+        self._rotated = 2 * len(wavelengths)
+        self._interleaved = interleaved
+        self._wavelengths = mx.array(wavelengths.astype(np.float32))
+        factors = np.where(np.arange(head_dim) < self._rotated, np.float32(amplitude), np.float32(1))
+        self._factors = None if amplitude == 1 else mx.array(factors)
 
-    def __call__(self, x: mx.array, offset: mx.array | int = 0) -> mx.array:
-        """Rotate x [T, heads, 1, D]; offset [T] int32: the rows' positions."""
-        if self._amplitude != 1.0:
-            x = x * self._amplitude
+    def rotate(self, x: mx.array, positions: mx.array) -> mx.array:
+        """Return x [T, heads, 1, D] rotated by positions [T] int32, in the type of x."""
+        if self._factors is not None:
+            x = x * self._factors.astype(x.dtype)
         return mx.fast.rope(
-            x, self.dims, traditional=False, base=None, scale=1.0, offset=offset, freqs=self._wavelengths
+            x,
+            self._rotated,
+            traditional=self._interleaved,
+            base=None,
+            scale=1.0,
+            offset=positions,
+            freqs=self._wavelengths,
         )
 
 
-def make_rope(config: ModelConfig) -> RotaryEmbedding:
-    """Make the model's rotary embedding. Raises ArchitectureUnsupported for an unknown scaling."""
-    frequencies, amplitude = rotary_frequencies(config)
-    return RotaryEmbedding(dims=config.head_dim, wavelengths=1.0 / frequencies, amplitude=amplitude)
+def make_rope(attention: Attention, context_length: int) -> RotaryEmbedding | None:
+    """Make a layer's rotary embedding; None: positions do not enter.
+
+    Raises ArchitectureUnsupported for an unknown scaling.
+    """
+    if attention.rope is None:
+        return None
+    frequencies, amplitude = rotary_frequencies(attention.rope, dims=attention.rotated, context_length=context_length)
+    size = attention.head_dim if attention.latent is None else attention.rotated  # latent: apart from the others
+    with np.errstate(divide="ignore"):  # pairs that never turn have an infinite wavelength
+        wavelengths = 1.0 / frequencies
+    return RotaryEmbedding(wavelengths, head_dim=size, interleaved=attention.interleaved, amplitude=amplitude)

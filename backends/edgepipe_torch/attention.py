@@ -1,11 +1,11 @@
 """Attention per sequence, on KV in place if the sequence lies in one run.
 
-T packed rows, n rows of one sequence, L its keys, Hq and Hkv heads, G = Hq / Hkv, D head dim.
+T packed rows, n rows of one sequence, L its keys, Hq and Hkv heads, G = Hq / Hkv, D head dim, V numbers of a value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgepipe.backend.step_layout import Indices, RowLayout
-from edgepipe.model.facts import ModelConfig
+from edgepipe_torch.dot_attention import attend
+from edgepipe_torch.head_shape import LayerHeads
 from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.prepared import PreparedStep
 from edgepipe_torch.step_ops import CompiledOps, SingleQueries, SingleQuery
@@ -27,8 +28,8 @@ TILE_ROWS = 64  # query rows at once, which limits masked work to 64 columns (2.
 class StepAttention(Protocol):
     """Attention of one step, bound to its rows and the KV pool."""
 
-    def run(self, layer: int, window: int | None, queries: Tensor, out: Tensor) -> None:
-        """Attend with rotated queries [T, Hq, D]; write out [T, Hq, D]. The pool has the step's keys and values."""
+    def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
+        """Attend with rotated queries [T, Hq, D]; write out [T, Hq, V]. The pool has the step's keys and values."""
         ...
 
 
@@ -77,90 +78,81 @@ def _tiles(prepared: PreparedStep, window: int | None) -> Iterator[_Tile]:
 
 
 class _BoundTile:
-    """A tile with its views of every layer's KV."""
+    """A tile with its views of the KV of all layers of a kind."""
 
-    def __init__(self, tile: _Tile, pool: KVStorage, masks: CausalMasks, window: int | None) -> None:
+    def __init__(self, tile: _Tile, pool: KVStorage, masks: CausalMasks, heads: LayerHeads) -> None:
+        """``heads``: of any layer of the kind."""
         self.start, self.end = tile.start, tile.end
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._keys: Sequence[Tensor] = ()
+        self._values: Sequence[Tensor] = ()
         self._slots: Tensor | None = None
         self._pool = pool
         if tile.slots is None:
             first = tile.row.start_slot
-            self._keys, self._values = pool.run(first + tile.low, first + tile.high)
+            self._keys, self._values = pool.run(heads.kind, first + tile.low, first + tile.high)
         else:
-            self._slots = torch.from_numpy(tile.slots[tile.low : tile.high]).to(pool.pool.device)
+            self._slots = torch.from_numpy(tile.slots[tile.low : tile.high]).to(pool.device)
         self._mask: Tensor | None = None
         if tile.end - tile.start > 1:
-            mask = masks.get(tile.end - tile.start, tile.high - tile.low, window)
+            mask = masks.get(tile.end - tile.start, tile.high - tile.low, heads.window)
             self._mask = mask.contiguous() if mask.is_cuda else mask  # CUDA kernels read aligned pieces
 
-    def run(self, layer: int, queries: Tensor, out: Tensor) -> None:
-        """Attend for this tile; queries and out [T, Hkv, G, D]."""
-        keys, values = self._kv(layer)
-        if self._mask is None:  # the group's heads act as query length: [1, Hkv, G, D] with [1, Hkv, L, D]
+    def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
+        """Attend for this tile; queries [T, Hkv, G, D], out [T, Hkv, G, V]."""
+        keys, values = self._kv(heads)
+        if self._mask is None and heads.is_plain:  # the group's heads act as rows: [1, Hkv, G, D], [1, Hkv, L, D]
             found = F.scaled_dot_product_attention(
-                queries[self.start : self.end], keys.unsqueeze(0), values.unsqueeze(0)
+                queries[self.start : self.end], keys.unsqueeze(0), values.unsqueeze(0), scale=heads.scale
             )
             out[self.start : self.end].copy_(found)
             return
-        shape = (-1, queries.shape[2], -1, -1)  # [Hkv, G, n, D] with [Hkv, G (stride 0), L, D]
-        found = F.scaled_dot_product_attention(
-            queries[self.start : self.end].permute(1, 2, 0, 3),
-            keys.unsqueeze(1).expand(shape),
-            values.unsqueeze(1).expand(shape),
-            attn_mask=self._mask,
-        )
+        own = queries[self.start : self.end].permute(1, 2, 0, 3)
+        found = attend(own, keys, values, self._mask, heads, heads.grouped_sinks)
         out[self.start : self.end].copy_(found.permute(2, 0, 1, 3))
 
-    def _kv(self, layer: int) -> tuple[Tensor, Tensor]:
+    def _kv(self, heads: LayerHeads) -> tuple[Tensor, Tensor]:
         if self._slots is None:
-            return self._keys[layer], self._values[layer]
-        return self._pool.gather(layer, self._slots)
+            return self._keys[heads.place], self._values[heads.place]
+        return self._pool.gather(heads.layer, self._slots)
 
 
 class SequenceAttention:
     """Attention of each sequence to its own KV: views of runs, or gathered from scattered blocks. Any device."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        prepared: PreparedStep,
-        pool: KVStorage,
-        masks: CausalMasks,
-        ops: CompiledOps | None = None,
+        self, prepared: PreparedStep, pool: KVStorage, masks: CausalMasks, ops: CompiledOps | None = None
     ) -> None:
         """``ops``: kernels for single queries; without, torch computes all."""
-        self._config = config
         self._prepared = prepared
         self._pool = pool
         self._masks = masks
         self._ops = ops
-        self._bound: dict[int | None, tuple[list[_BoundTile], SingleQueries | None]] = {}  # by window
+        self._bound: dict[int, tuple[list[_BoundTile], SingleQueries | None]] = {}  # by kind of layer
 
-    def run(self, layer: int, window: int | None, queries: Tensor, out: Tensor) -> None:
+    def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
         """Attend for all rows. See StepAttention."""
-        bound = self._bound.get(window)
+        bound = self._bound.get(heads.kind)
         if bound is None:
-            bound = self._bound[window] = self._bind(window)
+            bound = self._bound[heads.kind] = self._bind(heads)
         tiles, singles = bound
         if singles is not None:
-            singles.run(layer, queries, out)
+            singles.run(heads, queries, out)
         if tiles:
-            shape = (queries.shape[0], self._config.num_kv_heads, -1, self._config.head_dim)
-            queries, out = queries.view(shape), out.view(shape)
+            queries = queries.view(queries.shape[0], heads.num_kv_heads, -1, heads.head_dim)
+            out = out.view(out.shape[0], heads.num_kv_heads, -1, heads.out_dim)
             for tile in tiles:
-                tile.run(layer, queries, out)
+                tile.run(heads, queries, out)
 
-    def _bind(self, window: int | None) -> tuple[list[_BoundTile], SingleQueries | None]:
-        tiles = list(_tiles(self._prepared, window))
-        short = [tile for tile in tiles if self._ops is not None and tile.end - tile.start <= SHORT_ROWS]
-        others = [tile for tile in tiles if self._ops is None or tile.end - tile.start > SHORT_ROWS]
-        bound = [_BoundTile(tile, self._pool, self._masks, window) for tile in others]
-        if not short or self._ops is None:
+    def _bind(self, heads: LayerHeads) -> tuple[list[_BoundTile], SingleQueries | None]:
+        ops = self._ops if self._ops is not None and self._ops.attends(heads) else None
+        tiles = list(_tiles(self._prepared, heads.window))
+        short = [tile for tile in tiles if ops is not None and tile.end - tile.start <= SHORT_ROWS]
+        others = [tile for tile in tiles if ops is None or tile.end - tile.start > SHORT_ROWS]
+        bound = [_BoundTile(tile, self._pool, self._masks, heads) for tile in others]
+        if not short or ops is None:
             return bound, None
-        rows = [query for tile in short for query in _single_queries(tile, window)]
-        queries = self._ops.single_queries(len(rows), max(row.length for row in rows), self._pool)
+        rows = [query for tile in short for query in _single_queries(tile, heads.window)]
+        queries = ops.single_queries(heads, len(rows), max(row.length for row in rows), self._pool)
         queries.fill(rows)
         return bound, queries
 
@@ -168,6 +160,12 @@ class SequenceAttention:
 def single_queries(prepared: PreparedStep, window: int | None) -> list[SingleQuery]:
     """Return the keys of every packed row of a step, as queries of their own."""
     return [query for tile in _tiles(prepared, window) for query in _single_queries(tile, window)]
+
+
+def short_queries(prepared: PreparedStep, window: int | None) -> list[SingleQuery]:
+    """Return the keys of every row of sequences with few rows, as queries of their own."""
+    tiles = (tile for tile in _tiles(prepared, window) if tile.row.num_tokens <= SHORT_ROWS)
+    return [query for tile in tiles for query in _single_queries(tile, window)]
 
 
 def _single_queries(tile: _Tile, window: int | None) -> Iterator[SingleQuery]:

@@ -23,20 +23,25 @@ from edgepipe.backend.types import (
     DeviceProfile,
     LoadProgress,
     LogitEdits,
+    PackedProducts,
     Step,
     StepOutput,
     TokenIds,
 )
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory, ShardMismatch
+from edgepipe.model.expert_places import SETTING, chosen_share, in_ram, with_share
 from edgepipe.model.facts import KV_8BIT, ModelConfig, Slice
-from edgepipe.model.resident import WIDE, resident_bytes
+from edgepipe.model.layout import is_expert
+from edgepipe.model.memory_classes import memory_classes, stage_classes
+from edgepipe.model.resident import WIDE, ram_bytes, weight_bytes
 from edgepipe.model.tensors import WeightInfo, WeightSource
 from edgepipe.units import format_bytes
 from edgepipe_torch.attention import CausalMasks, SequenceAttention, StepAttention
 from edgepipe_torch.candidates import Picked, Scored, pick, score
-from edgepipe_torch.cpu_kernels import cpu_kernels
+from edgepipe_torch.compiled_code import KernelsUnavailable
+from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels
 from edgepipe_torch.cpu_replay import DecodeReplays, can_record, can_replay_decode
-from edgepipe_torch.decoder import Decoder, SliceWeights, StepTensors
+from edgepipe_torch.decoder import ClassTensors, Decoder, SliceWeights, StepTensors
 from edgepipe_torch.device import (
     check_device,
     choose_device,
@@ -46,14 +51,16 @@ from edgepipe_torch.device import (
     measure,
     set_threads,
 )
+from edgepipe_torch.expert_ram import CPU
 from edgepipe_torch.graphs import DecodeGraphs, can_replay
+from edgepipe_torch.head_shape import by_kind, kernels_fit
 from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.linear import Workspace
 from edgepipe_torch.loading import load_slices
 from edgepipe_torch.packed_attention import PackedSequenceAttention
 from edgepipe_torch.packed_kv import PackedKVStorage
-from edgepipe_torch.paged import PagedAttention
-from edgepipe_torch.paging import PAGE_TOKENS, Paging, find_paging
+from edgepipe_torch.paged import MixedAttention, PagedAttention
+from edgepipe_torch.paging import PAGE_TOKENS, Paging, find_paging, pages_fit
 from edgepipe_torch.prepared import PreparedStep, prepare_step
 from edgepipe_torch.rope import Rotations
 from edgepipe_torch.step_ops import CompiledOps
@@ -74,8 +81,14 @@ class StepTicket:
 class TorchBackend:
     """Runs slices of a Llama-like decoder on a CPU (float32) or a CUDA device (bf16)."""
 
-    def __init__(self, options: BackendOptions, *, paging: Paging | None = None) -> None:
-        """``paging`` replaces what the device offers for attention over pages and for graphs.
+    def __init__(
+        self,
+        options: BackendOptions,
+        *,
+        paging: Paging | None = None,
+        kernels: CpuKernels | KernelsUnavailable | None = None,
+    ) -> None:
+        """``paging`` replaces what the device offers for attention over pages and for graphs, ``kernels`` the CPU's.
 
         Raises BackendUnavailable if the device is missing, ConfigInvalid for an unknown device or dtype.
         """
@@ -84,6 +97,8 @@ class TorchBackend:
         self._activation_type = options.activation_type
         set_threads(options.threads)
         self._packed = _keeps_packed(options)
+        self._ram_percent = chosen_share(options.settings)  # of the layers, whose experts stay in host memory
+        self._kernels = kernels
         self._kv = chosen_kv(options.settings)
         self._paging = paging or find_paging(self._device, self._dtype)
         if self._kv and self._paging is not None:
@@ -110,7 +125,9 @@ class TorchBackend:
         self.close()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # for this thread: events and graphs use the current device
-        needed = sum(self._resident_bytes(info) for part in slices for info in weights.weights(part))
+        infos = [info for part in slices for info in weights.weights(part)]
+        needed = sum(self._resident_bytes(info) for info in infos if not self._in_ram(info))
+        self._check_ram(sum(ram_bytes(info.name, info.form, info.shape) for info in infos if self._in_ram(info)))
         rotations = Rotations(weights.config)
         with self._memory_errors("the layers", needed):
             loaded = load_slices(
@@ -120,42 +137,71 @@ class TorchBackend:
                 dtype=self._dtype,
                 device=self._device,
                 workspace=self._workspace,
+                rotations=rotations.kinds,
                 packed=self._packed,
+                kernels=self._kernels,
+                ram_percent=self._ram_percent,
             )
         self._config = weights.config
         self._rotations = rotations
         self._weights = {part.part.index: part for part in loaded}
-        self._ops = self._compiled_ops(weights.config) if _has_packed(slices, weights) else None
+        self._ops = self._compiled_ops(weights.config) if self._kv or _has_packed(slices, weights) else None
         self._decoders = {part.part.index: Decoder(weights.config, part, self._workspace, self._ops) for part in loaded}
+
+    def packed_products(self) -> Sequence[PackedProducts]:
+        """Return what multiplies with the loaded packed weights, each once, the fallbacks last."""
+        found = {each for part in self._weights.values() for linear in part.packed for each in linear.products}
+        return sorted(found, key=lambda each: (each.reason, each.by))
 
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         """Return the bytes of one block in all layers of the slices."""
-        num_layers = sum(len(part.layers) for part in slices)
-        return block_size * config.kv_bytes_per_token(num_layers=num_layers, form=self._kv or dtype_name(self._dtype))
+        layers = [layer for part in slices for layer in part.layers]
+        return block_size * config.kv_bytes_per_token(layers, form=self._kv or dtype_name(self._dtype))
 
-    def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
+    def allocate_kv(self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = ()) -> None:
         """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
         config = self._loaded_config()
         self._pools, self._graphs, self._replays = {}, {}, {}
         self._pages = self._paging if self._paging and block_size % self._paging.page_tokens == 0 else None
         parts = [decoder.part for decoder in self._decoders.values()]
-        with self._memory_errors("the KV pool", num_blocks * self.kv_block_bytes(config, parts, block_size)):
-            self._pools = {part.index: self._new_pool(config, part, num_blocks, block_size) for part in parts}
-        self._num_blocks, self._block_size = num_blocks, block_size
+        classes = stage_classes(config, parts, num_blocks=num_blocks, window_blocks=window_blocks)
+        num_bytes = sum(self.kv_block_bytes(config, own, block_size) * count for count, own in classes)
+        class_of = memory_classes(config).of_layer if window_blocks else (0,) * config.num_layers
+        for decoder in self._decoders.values():
+            kinds = by_kind(decoder.heads)
+            decoder.classes = [class_of[decoder.part.layers.start + alike[0].layer] for alike in kinds]
+        with self._memory_errors("the KV pool", num_bytes):
+            self._pools = {
+                index: self._new_pool(decoder, (num_blocks, *window_blocks), block_size)
+                for index, decoder in self._decoders.items()
+            }
+        self._num_blocks, self._block_size, self._window_blocks = num_blocks, block_size, tuple(window_blocks)
         if self._pages is not None:
-            self._graphs = {index: self._new_graphs(index, self._pages) for index in self._decoders}
+            if any(not pages_fit(heads) for decoder in self._decoders.values() for heads in decoder.heads):
+                logger.info("some layers' heads are too large for pages: steps run without graphs")
+            self._graphs = {
+                index: self._new_graphs(index, self._pages)
+                for index, decoder in self._decoders.items()
+                if not self._weights[index].waits and all(map(pages_fit, decoder.heads))
+            }
         if self._ops is not None:
             self._replays = {
-                index: DecodeReplays(decoder, self._ops, pool)
+                index: DecodeReplays(decoder, self._ops, self._pools[index])
                 for index, decoder in self._decoders.items()
-                if can_record(self._weights[index]) and isinstance(pool := self._pools[index], KVStorage)
+                if can_record(self._weights[index], decoder.heads, self._ops)
             }
 
     def prepare(self, step: Step) -> PreparedStep:
         """Lay out the step. Raises StepFailed if its blocks do not cover its tokens."""
         self._loaded_config()
         assert self._rotations is not None
-        return prepare_step(step, rotations=self._rotations, block_size=self._block_size, num_blocks=self._num_blocks)
+        return prepare_step(
+            step,
+            rotations=self._rotations,
+            block_size=self._block_size,
+            num_blocks=self._num_blocks,
+            window_blocks=self._window_blocks,
+        )
 
     def submit(
         self, prepared: PreparedStep, inputs: TokenIds | Activations, edits: LogitEdits | None = None
@@ -181,11 +227,11 @@ class TorchBackend:
             if replays is not None and can_replay_decode(layout, head=decoder.part.head):
                 found = replays.run(prepared, lambda hidden: self._fill_hidden(decoder, inputs, hidden))
                 if decoder.part.head:
-                    return self._sampled(found.clone(), edits)
+                    return self._sampled(decoder.shaped(found.clone()), edits)
                 return StepTicket(download=self._transfer.download(self._encode(found)), is_logits=False)
             hidden = self._workspace.get("hidden", layout.num_tokens, self._loaded_config().hidden_size)
             self._fill_hidden(decoder, inputs, hidden)
-            hidden = decoder.run(hidden, self._step_tensors(prepared, pool), pool)
+            hidden = decoder.run(hidden, self._step_tensors(decoder, prepared, pool), pool)
             if not decoder.part.head:
                 return StepTicket(download=self._transfer.download(self._encode(hidden)), is_logits=False)
             return self._leave(decoder, hidden, layout, edits)
@@ -213,7 +259,7 @@ class TorchBackend:
     def _forget(self) -> None:
         self._config: ModelConfig | None = None
         self._rotations: Rotations | None = None
-        self._ops: CompiledOps | None = None  # for packed weights on a CPU
+        self._ops: CompiledOps | None = None  # for packed weights or 8-bit KV on a CPU
         self._decoders: dict[int, Decoder] = {}  # by slice index
         self._weights: dict[int, SliceWeights] = {}  # by slice index
         self._pools: dict[int, KVStorage | PackedKVStorage] = {}  # by slice index
@@ -222,23 +268,45 @@ class TorchBackend:
         self._pages: Paging | None = None  # if the pool's blocks are whole pages
         self._num_blocks = 0
         self._block_size = 0
+        self._window_blocks: tuple[int, ...] = ()
         self._workspace = Workspace(self._dtype, self._device)
         self._masks = CausalMasks(self._dtype, self._device)
 
     @property
     def _packing(self) -> str:
-        return f"torch-{self._device.type}" if self._packed else WIDE
+        kind = f"torch-{self._device.type}" if self._packed else WIDE
+        return kind if self._device.type == "cpu" else with_share(kind, self._ram_percent)
+
+    def _in_ram(self, info: WeightInfo) -> bool:
+        """Return whether a weight is that of experts beside the device's memory."""
+        beside = self._device.type != "cpu" and is_expert(info.name)
+        return beside and in_ram(int(info.name.split(".")[2]), self._ram_percent)
+
+    def _check_ram(self, needed_bytes: int) -> None:
+        """Raises DeviceOutOfMemory if experts of that size do not fit host memory."""
+        free = free_bytes(CPU)
+        if needed_bytes > free:
+            fact = f"{format_bytes(needed_bytes)} are needed, {format_bytes(free)} are free in RAM"
+            raise DeviceOutOfMemory(
+                "the experts do not fit RAM", fact=fact, next_step=f"keep fewer there: lower {SETTING}"
+            )
 
     def _resident_bytes(self, info: WeightInfo) -> int:
-        return resident_bytes(info.form, info.shape, kind=self._packing, dtype=dtype_name(self._dtype))
+        dtype = dtype_name(self._dtype)
+        return weight_bytes(info.name, info.form, info.shape, kind=self._packing, dtype=dtype)
 
     def _compiled_ops(self, config: ModelConfig) -> CompiledOps | None:
         """Return kernels for the operations between products, if this CPU and the model's shape allow them."""
-        kernels = cpu_kernels() if self._packed and self._device.type == "cpu" and not self._kv else None
-        whole = config.hidden_size % 8 == 0 and config.head_dim % 8 == 0
-        if kernels is None or self._dtype != torch.float32 or not whole:
+        wanted = (self._packed or self._kv) and self._device.type == "cpu" and self._dtype == torch.float32
+        if not wanted or not kernels_fit(config):
             return None
-        return CompiledOps(kernels, config, self._workspace)
+        kernels = self._kernels or cpu_kernels()
+        try:
+            if isinstance(kernels, KernelsUnavailable):
+                return None
+            return CompiledOps(kernels, config, self._workspace, packed_kv=bool(self._kv))
+        except KernelsUnavailable:  # they compute wrong values on this CPU
+            return None
 
     def _loaded_config(self) -> ModelConfig:
         if self._config is None:
@@ -250,24 +318,20 @@ class TorchBackend:
             raise ShardMismatch(f"slice {index} is not loaded here", fact=f"loaded: {sorted(self._decoders)}")
         return self._decoders[index], self._pools[index]
 
-    def _new_pool(
-        self, config: ModelConfig, part: Slice, num_blocks: int, block_size: int
-    ) -> KVStorage | PackedKVStorage:
+    def _new_pool(self, decoder: Decoder, num_blocks: tuple[int, ...], block_size: int) -> KVStorage | PackedKVStorage:
         if self._kv:
             return PackedKVStorage(
-                num_layers=len(part.layers),
+                decoder.heads,
+                classes=decoder.classes,
                 num_blocks=num_blocks,
                 block_size=block_size,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
                 device=self._device,
             )
         return KVStorage(
-            num_layers=len(part.layers),
+            decoder.heads,
+            classes=decoder.classes,
             num_blocks=num_blocks,
             block_size=block_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
             dtype=self._dtype,
             device=self._device,
             spare_blocks=0 if self._pages is None else 1,  # for graphs
@@ -276,8 +340,9 @@ class TorchBackend:
     def _new_graphs(self, index: int, paging: Paging) -> DecodeGraphs:
         pool = self._pools[index]
         assert self._config is not None
-        assert isinstance(pool, KVStorage)  # 8-bit KV has no pages
+        assert isinstance(pool, KVStorage)
         decoder = Decoder(self._config, self._weights[index], Workspace(self._dtype, self._device))
+        decoder.classes = self._decoders[index].classes
         return DecodeGraphs(
             decoder,
             pool,
@@ -332,20 +397,25 @@ class TorchBackend:
             return StepTicket(download=pick(logits, edits, self._transfer), is_logits=True, scored=scored)
         return StepTicket(download=self._transfer.download(logits), is_logits=True, scored=scored)
 
-    def _step_tensors(self, prepared: PreparedStep, pool: KVStorage | PackedKVStorage) -> StepTensors:
+    def _step_tensors(self, decoder: Decoder, prepared: PreparedStep, pool: KVStorage | PackedKVStorage) -> StepTensors:
         return StepTensors(
-            slots=self._transfer.upload(prepared.layout.slots),
-            rotations=self._transfer.upload(prepared.rotations).unsqueeze(1),
-            attention=self._attention(prepared, pool),
+            classes=[
+                ClassTensors(self._transfer.upload(held.layout.slots), self._attention(decoder, held, pool))
+                for held in (prepared, *prepared.windows)
+            ],
+            rotations=[self._transfer.upload(each).unsqueeze(1) for each in prepared.rotations],
             logit_rows=self._transfer.upload(prepared.layout.logit_rows),
         )
 
-    def _attention(self, prepared: PreparedStep, pool: KVStorage | PackedKVStorage) -> StepAttention:
+    def _attention(self, decoder: Decoder, prepared: PreparedStep, pool: KVStorage | PackedKVStorage) -> StepAttention:
         if isinstance(pool, PackedKVStorage):
-            return PackedSequenceAttention(self._loaded_config(), prepared, pool, self._masks, self._dtype)
+            return PackedSequenceAttention(prepared, pool, self._masks, self._dtype, self._ops)
         if self._pages is not None:
-            return PagedAttention.of(prepared.layout, pool, attend=self._pages.attend, transfer=self._transfer)
-        return SequenceAttention(self._loaded_config(), prepared, pool, self._masks, self._ops)
+            paged = PagedAttention.of(prepared.layout, pool, attend=self._pages.attend, transfer=self._transfer)
+            if all(map(pages_fit, decoder.heads)):
+                return paged
+            return MixedAttention(paged, SequenceAttention(prepared, pool, self._masks, self._ops))
+        return SequenceAttention(prepared, pool, self._masks, self._ops)
 
     @contextmanager
     def _memory_errors(self, what: str, needed_bytes: int) -> Iterator[None]:

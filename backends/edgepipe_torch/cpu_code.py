@@ -2,21 +2,28 @@
 
 A weight [O, I] lies in tiles of 16 outputs, so that a vector holds one input's codes of neighbouring outputs::
 
-    low     [tiles, I / n, 16] int32    n = 8 codes of 4 bits, or 4 of 8 bits: input j in bits j * bits and up
-    high    [tiles, ceil(I * h / 32), 16] int32    h high bits; block b = i // 8 shares a word with 4 / h blocks:
-                                                   input i in bits (4 * (i % 8) + 4 + h * (b % (4 / h))) % 32 and up
+    low     [tiles, words, 16] int32    4 bits: 8 codes in a word, 8 bits: 4 codes; input j in bits j * bits and up
+                                        5 and 6 bits: 2 words for each 16 inputs
+    high    [tiles, I / 16, 16]         5 bits: int16, 6 bits: int32; none for 4 and 8 bits
     scale   [tiles, groups, 16] float16
     offset  [tiles, groups, 16] float16 (added forms only)
 
-A code becomes a float by one mask and one conversion: it stays where it lies in its word, times ``2 ** (j * bits)``.
-``prepare`` has divided the input by that, which is exact. The uppermost code is shifted instead, since its mask would
-make negative numbers. Every group is summed in float32 and then multiplied by its scale. Zeros and offsets need only
-the sum of the group's inputs.
+16 codes of 6 bits fill three words, the last of them in ``high``: five codes in each, from bit 0 up, and two bits of
+the sixteenth code at bit 30. 16 codes of 5 bits fill two words, with six codes and two bits of the sixteenth in each,
+and a half word with three codes and the fifth bit.
+
+A code becomes a float by one mask and one conversion: it stays where it lies in its word, times two to its first bit.
+``prepare`` has divided the input by that, which is exact. A code that ends at bit 31 is shifted instead, since its mask
+would make negative numbers. Every group is summed in float32 and then multiplied by its scale. Zeros and offsets need
+only the sum of the group's inputs.
+
+Codes of E2M1 (MXFP4) become bytes before, twice their values plus 12: by a table of 16 bytes where the CPU has an
+instruction for it, else by arithmetic on whole words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +42,7 @@ SEGMENT = (  # 64-bit fields of a part of a product, in order
     "scale",
     "offset",
     "bias",  # float32 [tiles * 16], or 0
-    "factors",  # float32 [12]: of the inputs i % 8, of the groups' sums, of the scale; the codes' zero; of offsets
+    "factors",  # float32 [20]: of the inputs i % 16, of the groups' sums, of the scale; the codes' zero; of offsets
     "inputs",
     "groups",
     "blocks",  # of 8 inputs in a group
@@ -44,8 +51,11 @@ SEGMENT = (  # 64-bit fields of a part of a product, in order
 )
 PANEL_INPUTS = 256  # with 16 outputs 16 KiB: half of a usual L1 cache
 CHUNK_ROWS = 128  # rows whose inputs stay in a usual L2 cache
+LAST = 15  # place of the code of a split unit that is made of parts
+E2M1_BYTES = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # twice the values of codes, plus E2M1_ZERO
+E2M1_ZERO = 12
 CALL_FIELDS = 11  # of a recorded call: the function's address and its arguments
-SUM_FACTOR, SCALE_FACTOR, ZERO, OFFSET_FACTOR, NUM_FACTORS = 8, 9, 10, 11, 12
+SUM_FACTOR, SCALE_FACTOR, ZERO, OFFSET_FACTOR, NUM_FACTORS = 16, 17, 18, 19, 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,26 +65,42 @@ class Kind:
     bits: Literal[4, 5, 6, 8]
     added: bool = False  # an offset per group
     floats: bool = False  # codes are float8_e4m3fn
+    e2m1: bool = False  # codes of 4 bits are E2M1, which kernels read as the bytes ``E2M1_BYTES``
 
     @property
     def name(self) -> str:
         """Return a name for functions."""
-        return f"b{self.bits}{'a' if self.added else ''}{'f' if self.floats else ''}"
+        return f"b{self.bits}{'a' if self.added else ''}{'f' if self.floats else ''}{'e' if self.e2m1 else ''}"
 
     @property
-    def high_bits(self) -> int:
-        """Bits of a code in the second plane."""
-        return self.bits - 4 if self.bits in (5, 6) else 0
+    def split(self) -> bool:
+        """Whether units of 16 codes have parts in both planes."""
+        return self.bits in (5, 6)
+
+    @property
+    def unit(self) -> int:
+        """Blocks of 8 inputs whose codes fill whole words."""
+        return 2 if self.split else 1
 
     @property
     def words(self) -> int:
-        """Words of the first plane for 8 inputs."""
-        return 2 if self.bits == 8 else 1
+        """Words of the first plane for a unit."""
+        return 1 if self.bits == 4 else 2
+
+    @property
+    def high_bits(self) -> int:
+        """Bits of the second plane's elements, of which each unit has one; 0 without a second plane."""
+        return {5: 16, 6: 32}.get(self.bits, 0)
+
+    @property
+    def codes_per_word(self) -> int:
+        """Codes that lie whole in a word."""
+        return 32 // self.bits
 
     @property
     def panel_rows(self) -> int:
         """Rows from which on weights are unpacked to memory once for all, measured: earlier with two planes."""
-        return 12 if self.high_bits else 24
+        return 12 if self.split else 16
 
     @property
     def gain_exponent(self) -> int:
@@ -87,15 +113,36 @@ class Kind:
         return 20 if self.floats else 0
 
 
+def code_place(kind: Kind, index: int) -> tuple[int, int]:
+    """Return the word of input ``index`` of a unit (the last one is of ``high``) and its first bit there.
+
+    The sixteenth code of a split unit lies in no single word.
+    """
+    word, position = divmod(index, kind.codes_per_word)
+    return word, position * kind.bits
+
+
+def part_place(kind: Kind, word: int) -> int:
+    """Return the first bit of a word's part of the sixteenth code, which has two bits, or one behind 15 bits."""
+    return 15 if kind.bits == 5 and word == kind.words else 30
+
+
 def input_factor(kind: Kind, index: int) -> float:
-    """Return what input ``index`` (0 to 7) of a block is multiplied by, except for the scale's exponent."""
+    """Return what an input with ``i % 16 == index`` is multiplied by, except for the scale's exponent."""
     if kind.floats:
         return 2.0**kind.gain_exponent
-    width = 8 if kind.bits == 8 else 4
-    place = index % (32 // width)
-    return 1.0 if place == 32 // width - 1 else 2.0 ** (-width * place)
+    if kind.split and index == LAST:
+        return 1.0
+    _word, first_bit = _byte_place(index) if kind.e2m1 else code_place(kind, index % (8 * kind.unit))
+    return 1.0 if first_bit + (8 if kind.e2m1 else kind.bits) == 32 else 2.0**-first_bit
 
 
+def _byte_place(index: int) -> tuple[int, int]:
+    """Return where the byte of an E2M1 code lies: among those of even or of odd inputs, and its first bit there."""
+    return index % 2, index % 8 // 2 * 8
+
+
+_BYTES, _SHUFFLE = "<32 x i8>", "llvm.x86.avx2.pshuf.b"
 _WORK = (
     *("ptr %segment", "ptr %x", "ptr %sums", "i64 %rows", "ptr %out", "i64 %stride", "i1 %accumulate"),
     *("i64 %first", "i64 %end"),
@@ -105,25 +152,39 @@ _WORK = (
 class ProductCode:
     """Writes the functions of one kind for vectors of ``width`` floats."""
 
-    def __init__(self, kind: Kind, *, width: int, row_counts: Sequence[int], panel_counts: Sequence[int]) -> None:
-        """Counts of rows that share an unpacked weight, falling, the last 1: of registers, and of a panel."""
+    def __init__(self, kind: Kind, *, width: int, most_rows: tuple[int, int], shuffles: bool = False) -> None:
+        """``most_rows``: the most that share an unpacked weight in registers, and in a panel.
+
+        ``shuffles``: the CPU has AVX2's shuffle of bytes.
+        """
         self._kind = kind
+        self._shuffles = shuffles and width % 8 == 0 and kind.e2m1
         self._width = width
         self._vectors = TILE // width
-        self._row_counts = row_counts
-        self._panel_counts = panel_counts
+        self._most_rows = most_rows
         self._floats = f"<{width} x float>"
         self._ints = f"<{width} x i32>"
 
+    @property
+    def tile_counts(self) -> list[int]:
+        """Numbers of rows with a ``tile`` function of their own."""
+        return _part_sizes(range(1, self._kind.panel_rows), self._most_rows[0])
+
+    @property
+    def panel_counts(self) -> list[int]:
+        """Numbers of rows with a ``panel`` function of their own."""
+        return _part_sizes(range(self._kind.panel_rows, CHUNK_ROWS + 1), self._most_rows[1])
+
     def module(self) -> str:
         """Return the text of a module with the functions ``work_...`` and ``take_...``."""
-        parts = [self._tile(count) for count in self._row_counts]
-        parts += [self._unpack(), *(self._panel(count) for count in self._panel_counts)]
+        parts = [self._tile(count) for count in self.tile_counts]
+        parts += [self._unpack(), *(self._panel(count) for count in self.panel_counts)]
         parts += [
             self._work_panels(),
             self._work(),
             self._take(),
             *(fma_declaration(width) for width in {self._width, 8}),
+            *([f"declare {_BYTES} @{_SHUFFLE}({_BYTES}, {_BYTES})\n"] if self._shuffles else ()),
             ATTRIBUTES,
         ]
         return "\n".join(parts)
@@ -140,6 +201,7 @@ class ProductCode:
                 *("i64 %lanes", "i1 %accumulate"),
             ],
             internal=True,
+            inline=False,
         )
         totals = [[code.variable(self._floats, "zeroinitializer") for _ in range(self._vectors)] for _ in range(rows)]
         self._start_with_bias(code, totals)
@@ -175,7 +237,7 @@ class ProductCode:
                 for index, chain in enumerate(vector):
                     code.store(self._floats, zero if added or index else sums[-1], chain)
         first = code.mul(group, "%blocks")
-        code.loop(first, code.add(first, "%blocks"), lambda block: self._block(code, sets, block))
+        code.loop(first, code.add(first, "%blocks"), lambda block: self._unit(code, sets, block), step=self._kind.unit)
         base = code.mul(group, TILE)
         for index in range(self._vectors):
             at = code.add(base, index * self._width)
@@ -191,74 +253,99 @@ class ProductCode:
                     value = self._fma(code, offset, sums[row], value)
                 code.store(self._floats, value, total[index])
 
-    def _block(self, code: Function, sets: list[list[list[str]]], block: str) -> None:
-        """Add the products of 8 inputs."""
-        kind = self._kind
-        words = self._words(code, block)
-        highs = self._high_words(code, block)
+    def _unit(self, code: Function, sets: list[list[list[str]]], block: str) -> None:
+        """Add the products of one unit's inputs."""
         start = code.mul(block, 8)
-        for place in range(8):
-            word, position = divmod(place, 8 // kind.words)
-            levels = [
-                self._level(code, words[word][index], highs[index] if highs else "", position)
-                for index in range(self._vectors)
-            ]
+        for place, levels in enumerate(self._levels(code, block)):
             for row, vectors in enumerate(sets):
                 at = code.add(code.add(code.mul("%inputs", row), start), place)
                 x = code.splat("float", code.load("float", code.at("float", "%x", at)), self._width)
-                for index, chain in enumerate(vectors):
+                for level, chain in zip(levels, vectors, strict=True):
                     target = chain[place % len(chain)]
-                    code.store(self._floats, self._fma(code, levels[index], x, code.load(self._floats, target)), target)
+                    code.store(self._floats, self._fma(code, level, x, code.load(self._floats, target)), target)
 
-    def _words(self, code: Function, block: str) -> list[list[str]]:
-        """Return a block's words of the first plane, [word][vector]."""
-        words = self._kind.words
-        base = code.at("i32", "%low", code.mul(block, TILE * words))
-        return [
-            [
-                code.load(self._ints, code.at("i32", base, str(word * TILE + index * self._width)))
-                for index in range(self._vectors)
-            ]
-            for word in range(words)
-        ]
+    def _levels(self, code: Function, block: str) -> Iterator[list[str]]:
+        """Write the codes of the unit that begins with ``block`` as floats, times two to their first bits.
 
-    def _high_words(self, code: Function, block: str) -> list[str]:
-        """Return the words of high bits, shifted so that the block's bits are where its low codes end."""
-        bits = self._kind.high_bits
-        if not bits:
-            return []
-        shared = 4 // bits
-        word = code.value(f"sdiv i64 {block}, {shared}")
-        shift = code.value(f"trunc i64 {code.mul(code.value(f'srem i64 {block}, {shared}'), bits)} to i32")
-        amounts = code.splat("i32", shift, self._width)
-        base = code.at("i32", "%high", code.mul(word, TILE))
-        loaded = [
-            code.load(self._ints, code.at("i32", base, str(index * self._width))) for index in range(self._vectors)
-        ]
-        return [code.value(f"lshr {self._ints} {each}, {amounts}") for each in loaded]
-
-    def _level(self, code: Function, word: str, high: str, position: int) -> str:
-        """Return the codes at a position of their words as floats, times the power of two of the position."""
+        Each step yields one input's, [vector].
+        """
         kind, ints = self._kind, self._ints
+        if kind.e2m1:
+            yield from self._e2m1_levels(code, block)
+            return
+        last: list[str] = []  # codes made of parts
+        for word in range(kind.words + bool(kind.high_bits)):
+            loaded = [self._word(code, block, word, vector) for vector in range(self._vectors)]
+            for place in range(8 * kind.unit - kind.split):
+                at, first_bit = code_place(kind, place)
+                if at == word:
+                    yield [self._level(code, each, first_bit) for each in loaded]
+            if kind.split:
+                first_bit = part_place(kind, word)
+                parts = [code.value(f"lshr {ints} {each}, {self._all(first_bit)}") for each in loaded]
+                if word:
+                    parts = [code.value(f"shl {ints} {each}, {self._all(2 * word)}") for each in parts]
+                    parts = [code.value(f"or {ints} {one}, {two}") for one, two in zip(last, parts, strict=True)]
+                last = parts
+        if kind.split:
+            yield [code.value(f"sitofp {ints} {each} to {self._floats}") for each in last]
+
+    def _e2m1_levels(self, code: Function, block: str) -> Iterator[list[str]]:
+        """Write the codes of a unit as ``_levels`` does, by their bytes."""
+        nibbles = self._all(0x0F0F0F0F)
+        halves: list[list[str]] = [[], []]  # bytes of even and of odd inputs, [vector]
+        for vector in range(self._vectors):
+            word = self._word(code, block, 0, vector)
+            shifted = code.value(f"lshr {self._ints} {word}, {self._all(4)}")
+            for half, moved in zip(halves, (word, shifted), strict=True):
+                codes = code.value(f"and {self._ints} {moved}, {nibbles}")
+                half.append(self._shuffled(code, codes) if self._shuffles else _e2m1_bytes(code, codes, self._width))
+        for place in range(8):
+            odd, first_bit = _byte_place(place)
+            yield [self._level(code, each, first_bit, size=8) for each in halves[odd]]
+
+    def _shuffled(self, code: Function, codes: str) -> str:
+        """Return the E2M1_BYTES of codes in the bytes of words."""
+        count = self._width // 8
+        table = "<" + ", ".join([f"i8 {value}" for value in E2M1_BYTES] * 2) + ">"
+        found: list[str] = []
+        for index in range(count):
+            lanes = _list(list(range(8 * index, 8 * index + 8)))
+            part = code.value(f"shufflevector {self._ints} {codes}, {self._ints} poison, <8 x i32> {lanes}")
+            part = code.value(f"bitcast <8 x i32> {part} to {_BYTES}")
+            part = code.value(f"call {_BYTES} @{_SHUFFLE}({_BYTES} {table}, {_BYTES} {part})")
+            found.append(code.value(f"bitcast {_BYTES} {part} to <8 x i32>"))
+        if count == 1:
+            return found[0]
+        lanes = _list(list(range(16)))
+        return code.value(f"shufflevector <8 x i32> {found[0]}, <8 x i32> {found[1]}, <16 x i32> {lanes}")
+
+    def _word(self, code: Function, block: str, word: int, vector: int) -> str:
+        """Read a unit's word; the last one is of the second plane."""
+        kind, lane = self._kind, vector * self._width
+        unit = block if kind.unit == 1 else code.value(f"ashr exact i64 {block}, 1")
+        if word < kind.words:
+            at = code.add(code.mul(unit, TILE * kind.words), word * TILE + lane)
+            return code.load(self._ints, code.at("i32", "%low", at))
+        at = code.add(code.mul(unit, TILE), lane)
+        if kind.high_bits == 32:
+            return code.load(self._ints, code.at("i32", "%high", at))
+        short = f"<{self._width} x i16>"
+        return code.value(f"zext {short} {code.load(short, code.at('i16', '%high', at), align=2)} to {self._ints}")
+
+    def _level(self, code: Function, word: str, first_bit: int, *, size: int = 0) -> str:
+        """Return codes of ``size`` bits (0: the kind's) at a place of words as floats, times two to their first bit."""
+        kind, ints, size = self._kind, self._ints, size or self._kind.bits
         if kind.floats:  # sign to bit 31, exponent and mantissa where a float32 has them
-            moved = code.value(f"shl {ints} {word}, {self._all(24 - 8 * position)}")
+            moved = code.value(f"shl {ints} {word}, {self._all(24 - first_bit)}")
             moved = code.value(f"ashr {ints} {moved}, {self._all(4)}")
             bits = code.value(f"and {ints} {moved}, {self._all(0x87F00000 - (1 << 32))}")
             return code.value(f"bitcast {ints} {bits} to {self._floats}")
-        width = 8 if kind.bits == 8 else 4
-        last = position == 32 // width - 1
-        if last:
-            bits = code.value(f"lshr {ints} {word}, {self._all(32 - width)}")
+        if first_bit + size == 32:
+            found = code.value(f"lshr {ints} {word}, {self._all(first_bit)}")
         else:
-            bits = code.value(f"and {ints} {word}, {self._all(((1 << width) - 1) << (width * position))}")
-        if high:
-            mask = (1 << kind.high_bits) - 1
-            place = 0 if last else 4 * position + 4
-            above = code.value(f"and {ints} {high}, {self._all(mask << place)}")
-            if last:
-                above = code.value(f"shl {ints} {above}, {self._all(4)}")
-            bits = code.value(f"or {ints} {bits}, {above}")
-        return code.value(f"sitofp {ints} {bits} to {self._floats}")
+            found = code.value(f"and {ints} {word}, {self._all(((1 << size) - 1) << first_bit)}")
+        return code.value(f"sitofp {ints} {found} to {self._floats}")
 
     def _store_whole(self, code: Function, totals: list[list[str]]) -> None:
         for row, vectors in enumerate(totals):
@@ -315,20 +402,20 @@ class ProductCode:
                     "i1 %accumulate)"
                 )
 
-            _by_counts(code, "0", "%rows", self._row_counts, rows)
+            _by_counts(code, "0", "%rows", self._most_rows[0], self.tile_counts, rows)
 
         code.loop("%first", "%end", tile)
 
     def _tile_addresses(self, code: Function, field: dict[str, str], index: str) -> dict[str, str]:
         """Return a tile's addresses, and how many of its 16 outputs exist."""
-        words = code.mul(field["inputs"], 2 * self._kind.words)  # of a tile: I / 8 blocks * 16 lanes
+        low, high = self._strides(code, field["inputs"])
         values = code.mul(field["groups"], TILE)
         output = code.mul(index, TILE)
         bias = code.at("float", field["bias"], output)
         left = code.value(f"sub i64 {field['outputs']}, {output}")
         return {
-            "low": code.at("i32", field["low"], code.mul(index, words)),
-            "high": code.at("i32", field["high"], code.mul(index, self._high_stride(code, field["inputs"]))),
+            "low": code.at("i32", field["low"], code.mul(index, low)),
+            "high": code.at(f"i{self._kind.high_bits or 32}", field["high"], code.mul(index, high)),
             "scale": code.at("half", field["scale"], code.mul(index, values)),
             "offset": code.at("half", field["offset"], code.mul(index, values)),
             "bias": code.value(f"select i1 {code.is_null(field['bias'])}, ptr null, ptr {bias}"),
@@ -345,10 +432,7 @@ class ProductCode:
         field = read_fields(code, "%segment")
         panel = code.variable(f"[{PANEL_INPUTS * TILE} x float]")
 
-        def chunk(first_row: str) -> None:
-            rest = code.value(f"sub i64 %rows, {first_row}")
-            last_row = code.add(first_row, code.value(f"call i64 @llvm.smin.i64(i64 {rest}, i64 {CHUNK_ROWS})"))
-
+        def chunk(first_row: str, last_row: str) -> None:
             def tile(index: str) -> None:
                 at = self._tile_addresses(code, field, index)
 
@@ -371,13 +455,13 @@ class ProductCode:
                             f"i64 %stride, i64 {field['inputs']}, i64 {count}, i64 {at['lanes']}, i1 {adds})"
                         )
 
-                    _by_counts(code, first_row, last_row, self._panel_counts, rows)
+                    _by_counts(code, first_row, last_row, self._most_rows[1], self.panel_counts, rows)
 
                 code.loop("0", field["inputs"], inputs, step=PANEL_INPUTS)
 
             code.loop("%first", "%end", tile)
 
-        code.loop("0", "%rows", chunk, step=CHUNK_ROWS)
+        _parts(code, "0", "%rows", CHUNK_ROWS, chunk)
         return code.text()
 
     def _unpack(self) -> str:
@@ -392,35 +476,43 @@ class ProductCode:
                 *("i64 %blocks", "i64 %start", "i64 %count", "ptr noalias %panel"),
             ],
             internal=True,
+            inline=False,
         )
         kind = self._kind
         zero = code.load("float", code.at("float", "%factors", str(ZERO)))
         zeros = code.splat("float", code.value(f"fneg float {zero}"), self._width)
         shift = code.splat("float", code.load("float", code.at("float", "%factors", str(OFFSET_FACTOR))), self._width)
+        powers = [1.0 if kind.floats else 1.0 / input_factor(kind, place) for place in range(8 * kind.unit)]
         first = code.value("sdiv i64 %start, 8")
+        end = code.add(first, code.value("sdiv i64 %count, 8"))
+        current = code.variable("i64", first)
+        code.do("br label %group")
+        code.label("group")
+        begin = code.load("i64", current)
+        group = code.value(f"sdiv i64 {begin}, %blocks")
+        stop = code.value(f"call i64 @llvm.smin.i64(i64 {end}, i64 {code.mul(code.add(group, 1), '%blocks')})")
+        scales: list[str] = []
+        terms: list[dict[float, str]] = []  # by the power of two of the place
+        for vector in range(self._vectors):
+            at = code.add(code.mul(group, TILE), vector * self._width)
+            scales.append(self._half(code, "%scale", at))
+            added = self._half(code, "%offset", at) if kind.added else scales[-1]
+            term = code.value(f"fmul {self._floats} {added}, {shift if kind.added else zeros}")
+            terms.append(
+                {power: code.value(f"fmul {self._floats} {term}, {self._all_floats(power)}") for power in powers}
+            )
 
-        def block(number: str) -> None:
-            index = code.add(first, number)
-            group = code.mul(code.value(f"sdiv i64 {index}, %blocks"), TILE)
-            words, highs = self._words(code, index), self._high_words(code, index)
-            out = code.at("float", "%panel", code.mul(number, 8 * TILE))
-            for vector in range(self._vectors):
-                at = code.add(group, vector * self._width)
-                scale = self._half(code, "%scale", at)
-                added = code.value(
-                    f"fmul {self._floats} {self._half(code, '%offset', at)}, {shift}"
-                    if kind.added
-                    else f"fmul {self._floats} {scale}, {zeros}"
-                )
-                for place in range(8):
-                    word, position = divmod(place, 8 // kind.words)
-                    level = self._level(code, words[word][vector], highs[vector] if highs else "", position)
-                    power = 1.0 if kind.floats else 1.0 / input_factor(kind, place)
-                    term = code.value(f"fmul {self._floats} {added}, {self._all_floats(power)}")
-                    value = self._fma(code, level, scale, term)
+        def unit(index: str) -> None:
+            out = code.at("float", "%panel", code.mul(code.value(f"sub i64 {index}, {first}"), 8 * TILE))
+            for place, levels in enumerate(self._levels(code, index)):
+                for vector, level in enumerate(levels):
+                    value = self._fma(code, level, scales[vector], terms[vector][powers[place]])
                     code.store(self._floats, value, code.at("float", out, str(place * TILE + vector * self._width)))
 
-        code.loop("0", code.value("sdiv i64 %count, 8"), block)
+        code.loop(begin, stop, unit, step=kind.unit)
+        code.store("i64", stop, current)
+        code.do(f"br i1 {code.value(f'icmp slt i64 {stop}, {end}')}, label %group, label %done")
+        code.label("done")
         return code.text()
 
     def _panel(self, rows: int) -> str:
@@ -432,6 +524,7 @@ class ProductCode:
                 *("i64 %inputs", "i64 %count", "i64 %lanes", "i1 %accumulate"),
             ],
             internal=True,
+            inline=False,
         )
         totals = [[code.variable(self._floats, "zeroinitializer") for _ in range(self._vectors)] for _ in range(rows)]
         self._start_with_bias(code, totals)
@@ -454,14 +547,10 @@ class ProductCode:
         self._finish_tile(code, totals)
         return code.text()
 
-    def _high_stride(self, code: Function, inputs: str) -> str:
-        """Return the words of high bits in a tile."""
-        bits = self._kind.high_bits
-        if not bits:
-            return "0"
-        blocks = code.value(f"sdiv i64 {inputs}, 8")
-        shared = 4 // bits
-        return code.mul(code.value(f"sdiv i64 {code.add(blocks, shared - 1)}, {shared}"), TILE)
+    def _strides(self, code: Function, inputs: str) -> tuple[str, str]:
+        """Return the elements of a tile in both planes."""
+        units = code.value(f"sdiv i64 {inputs}, {8 * self._kind.unit}")
+        return code.mul(units, TILE * self._kind.words), code.mul(units, TILE) if self._kind.high_bits else "0"
 
     # --- single weights' rows -----------------------------------------------------------------------------
 
@@ -470,8 +559,7 @@ class ProductCode:
         code = Function(f"take_{self._kind.name}", ["ptr %segment", "ptr %ids", "i64 %count", "ptr %out"])
         field = read_fields(code, "%segment")
         kind = self._kind
-        words = code.mul(field["inputs"], 2 * kind.words)
-        high_words = self._high_stride(code, field["inputs"])
+        low_stride, high_stride = self._strides(code, field["inputs"])
         values = code.mul(field["groups"], TILE)
         factor = code.load("float", code.at("float", field["factors"], str(SCALE_FACTOR)))
         factors = code.splat("float", factor, 8)
@@ -480,68 +568,78 @@ class ProductCode:
         def row(index: str) -> None:
             number = code.load("i64", code.at("i64", "%ids", index))
             tile, lane = code.value(f"sdiv i64 {number}, {TILE}"), code.value(f"srem i64 {number}, {TILE}")
-            low = code.at("i32", field["low"], code.add(code.mul(tile, words), lane))
-            high = code.at("i32", field["high"], code.add(code.mul(tile, high_words), lane))
+            low = code.at("i32", field["low"], code.add(code.mul(tile, low_stride), lane))
+            high = code.at(f"i{kind.high_bits or 32}", field["high"], code.add(code.mul(tile, high_stride), lane))
             scale = code.at("half", field["scale"], code.add(code.mul(tile, values), lane))
             offset = code.at("half", field["offset"], code.add(code.mul(tile, values), lane))
             out = code.at("float", "%out", code.mul(index, field["inputs"]))
 
-            def block(number: str) -> None:
-                levels = self._eight(code, low, high, number)
+            def unit(number: str) -> None:
                 group = code.mul(code.value(f"sdiv i64 {number}, {field['blocks']}"), TILE)
                 scales = code.splat("float", self._single(code, scale, group), 8)
-                if kind.added:  # factors[SUM_FACTOR]: of the offset; without rounding the product of scale and code
-                    shift = code.load("float", code.at("float", field["factors"], str(SUM_FACTOR)))
-                    added = code.value(f"fmul float {self._single(code, offset, group)}, {shift}")
-                    scales = code.value(f"fmul <8 x float> {scales}, {factors}")
-                    parts = (levels, scales, code.splat("float", added, 8))
-                    value = code.value(
-                        f"call <8 x float> @llvm.fma.v8f32({', '.join(f'<8 x float> {part}' for part in parts)})"
-                    )
-                else:
-                    zero = code.load("float", code.at("float", field["factors"], str(ZERO)))
-                    centred = code.value(f"fsub <8 x float> {levels}, {code.splat('float', zero, 8)}")
-                    centred = code.value(f"fmul <8 x float> {centred}, {factors}")
-                    value = code.value(f"fmul <8 x float> {centred}, {scales}")
-                code.store("<8 x float>", value, code.at("float", out, code.mul(number, 8)))
+                for index, levels in enumerate(self._eights(code, low, high, number)):
+                    value = self._values(code, field, levels, scales, factors, offset, group)
+                    code.store("<8 x float>", value, code.at("float", out, code.mul(code.add(number, index), 8)))
 
-            code.loop("0", total_blocks, block)
+            code.loop("0", total_blocks, unit, step=kind.unit)
 
         code.loop("0", "%count", row)
         return code.text()
 
-    def _eight(self, code: Function, low: str, high: str, block: str) -> str:
-        """Return the levels of one output's 8 inputs of a block."""
+    def _values(
+        self, code: Function, field: dict[str, str], levels: str, scales: str, factors: str, offset: str, group: str
+    ) -> str:
+        """Return one output's values of 8 inputs."""
+        if self._kind.added:  # factors[SUM_FACTOR]: of the offset; without rounding the product of scale and code
+            shift = code.load("float", code.at("float", field["factors"], str(SUM_FACTOR)))
+            added = code.value(f"fmul float {self._single(code, offset, group)}, {shift}")
+            scales = code.value(f"fmul <8 x float> {scales}, {factors}")
+            parts = (levels, scales, code.splat("float", added, 8))
+            return code.value(f"call <8 x float> @llvm.fma.v8f32({', '.join(f'<8 x float> {part}' for part in parts)})")
+        zero = code.load("float", code.at("float", field["factors"], str(ZERO)))
+        centred = code.value(f"fsub <8 x float> {levels}, {code.splat('float', zero, 8)}")
+        centred = code.value(f"fmul <8 x float> {centred}, {factors}")
+        return code.value(f"fmul <8 x float> {centred}, {scales}")
+
+    def _eights(self, code: Function, low: str, high: str, block: str) -> list[str]:
+        """Return the levels of one output's inputs of the unit that begins with ``block``, 8 in each vector."""
         kind = self._kind
-        base = code.mul(block, TILE * kind.words)
-        word = code.splat("i32", code.load("i32", code.at("i32", low, base)), 8)
-        if kind.bits == 8:
-            second = code.splat("i32", code.load("i32", code.at("i32", low, code.add(base, TILE))), 8)
-            lanes = ", ".join(f"i32 {lane}" for lane in (0, 1, 2, 3, 12, 13, 14, 15))
-            word = code.value(f"shufflevector <8 x i32> {word}, <8 x i32> {second}, <8 x i32> <{lanes}>")
-        width = 8 if kind.bits == 8 else 4
-        moved = code.value(f"lshr <8 x i32> {word}, {_list([width * (place % (32 // width)) for place in range(8)])}")
-        codes = code.value(f"and <8 x i32> {moved}, {_list([(1 << width) - 1] * 8)}")
-        if kind.floats:
-            sign = code.value(
-                f"shl <8 x i32> {code.value(f'and <8 x i32> {codes}, {_list([128] * 8)}')}, {_list([24] * 8)}"
-            )
-            rest = code.value(
-                f"shl <8 x i32> {code.value(f'and <8 x i32> {codes}, {_list([127] * 8)}')}, {_list([20] * 8)}"
-            )
-            return code.value(f"bitcast <8 x i32> {code.value(f'or <8 x i32> {sign}, {rest}')} to <8 x float>")
-        if bits := kind.high_bits:
-            shared = 4 // bits
-            at = code.mul(code.value(f"sdiv i64 {block}, {shared}"), TILE)
-            above = code.splat("i32", code.load("i32", code.at("i32", high, at)), 8)
-            amount = code.value(f"trunc i64 {code.mul(code.value(f'srem i64 {block}, {shared}'), bits)} to i32")
-            amounts = code.value(
-                f"add <8 x i32> {code.splat('i32', amount, 8)}, {_list([(4 * place + 4) % 32 for place in range(8)])}"
-            )
-            above = code.value(f"lshr <8 x i32> {above}, {amounts}")
-            above = code.value(f"and <8 x i32> {above}, {_list([(1 << bits) - 1] * 8)}")
-            codes = code.value(f"or <8 x i32> {codes}, {code.value(f'shl <8 x i32> {above}, {_list([4] * 8)}')}")
-        return code.value(f"sitofp <8 x i32> {codes} to <8 x float>")
+        unit = code.value(f"sdiv i64 {block}, {kind.unit}")
+        base = code.mul(unit, TILE * kind.words)
+        words = [code.load("i32", code.at("i32", low, code.add(base, TILE * word))) for word in range(kind.words)]
+        last = ""  # the code made of parts
+        if kind.split:
+            element = f"i{kind.high_bits}"
+            above = code.load(element, code.at(element, high, code.mul(unit, TILE)), align=2)
+            words.append(above if kind.bits == 6 else code.value(f"zext i16 {above} to i32"))
+            for word, each in enumerate(words):
+                top = code.value(f"lshr i32 {each}, {part_place(kind, word)}")
+                last = code.value(f"or i32 {last}, {code.value(f'shl i32 {top}, {2 * word}')}") if last else top
+        found: list[str] = []
+        for first in range(0, 8 * kind.unit, 8):
+            vector, shifts = "poison", []
+            for lane in range(8):
+                word, shift = code_place(kind, first + lane)
+                source, shift = (last, 0) if last and first + lane == LAST else (words[word], shift)
+                vector = code.value(f"insertelement <8 x i32> {vector}, i32 {source}, i32 {lane}")
+                shifts.append(shift)
+            moved = code.value(f"lshr <8 x i32> {vector}, {_list(shifts)}")
+            codes = code.value(f"and <8 x i32> {moved}, {_list([(1 << kind.bits) - 1] * 8)}")
+            if kind.floats:
+                sign = code.value(f"and <8 x i32> {codes}, {_list([128] * 8)}")
+                rest = code.value(f"and <8 x i32> {codes}, {_list([127] * 8)}")
+                sign, rest = (
+                    code.value(f"shl <8 x i32> {each}, {_list([by] * 8)}") for each, by in ((sign, 24), (rest, 20))
+                )
+                found.append(
+                    code.value(f"bitcast <8 x i32> {code.value(f'or <8 x i32> {sign}, {rest}')} to <8 x float>")
+                )
+            elif kind.e2m1:
+                levels = code.value(f"and <8 x i32> {_e2m1_bytes(code, codes, 8)}, {_list([255] * 8)}")
+                found.append(code.value(f"sitofp <8 x i32> {levels} to <8 x float>"))
+            else:
+                found.append(code.value(f"sitofp <8 x i32> {codes} to <8 x float>"))
+        return found
 
     def _single(self, code: Function, base: str, index: str) -> str:
         half = code.load("half", code.at("half", base, index), align=2)
@@ -564,20 +662,70 @@ class ProductCode:
         return _list([value] * self._width)
 
 
-def _by_counts(code: Function, first: str, end: str, counts: Sequence[int], body: Callable[[str, int], None]) -> None:
-    """Cover rows [first, end) by ``counts`` at a time, the largest first; ``body`` gets the first row and the count."""
-    row = code.variable("i64", first)
-    for count in counts:
-        start = code.load("i64", row)
-        rest = code.value(f"srem i64 {code.value(f'sub i64 {end}, {start}')}, {count}")
-        covered = code.value(f"sub i64 {end}, {rest}")
-        code.loop(start, covered, lambda index, count=count: body(index, count), step=count)
-        code.store("i64", covered, row)
+def _e2m1_bytes(code: Function, codes: str, width: int) -> str:
+    """Return the E2M1_BYTES of codes in the bytes of words. No byte reaches into its neighbour.
+
+    A magnitude t of 4 and more, whose lower bits are r, has ``t + r``, and 2 more for r = 3.
+    """
+    kind = f"<{width} x i32>"
+
+    def do(operation: str, word: str, other: str | int, *, every_byte: bool = False) -> str:
+        number = int(other) * 0x01010101 if every_byte else other
+        return code.value(
+            f"{operation} {kind} {word}, {_list([number] * width) if isinstance(number, int) else number}"
+        )
+
+    magnitude = do("and", codes, 7, every_byte=True)
+    large = do("and", codes, 4, every_byte=True)
+    rest = do("and", magnitude, do("sub", large, do("lshr", large, 2)))
+    both = do("and", rest, do("lshr", rest, 1))
+    value = do("add", do("add", magnitude, rest), do("shl", both, 1))
+    sign = do("and", codes, 8, every_byte=True)
+    ones = do("sub", do("shl", sign, 2), do("lshr", sign, 3))  # 31 of a negative value: 12 - v is (v ^ 31) + 12 - 31
+    return do("sub", do("add", do("xor", value, ones), E2M1_ZERO, every_byte=True), ones)
 
 
-def frame_module() -> str:
-    """Return the module with ``multiply``, which prepares inputs and shares tiles among threads, and ``replay``."""
-    return "\n".join([_multiply(), _team(), _share(), _prepare(), _replay(), ATTRIBUTES])
+def parts_of(rows: int, most: int) -> list[int]:
+    """Split rows into as few parts of about the same size as possible, of ``most`` rows or fewer: their sizes."""
+    count = -(-rows // most)
+    return [rows * (index + 1) // count - rows * index // count for index in range(count)]
+
+
+def _part_sizes(rows: range, most: int) -> list[int]:
+    return sorted({size for count in rows for size in parts_of(count, most)})
+
+
+def _parts(code: Function, first: str, end: str, most: int, body: Callable[[str, str], None]) -> None:
+    """Split rows [first, end) as ``parts_of`` does; ``body`` gets a part's first row and its end."""
+    rows = code.value(f"sub i64 {end}, {first}")
+    count = code.value(f"sdiv i64 {code.add(rows, most - 1)}, {most}")
+
+    def bound(index: str) -> str:
+        return code.add(first, code.value(f"sdiv i64 {code.mul(rows, index)}, {count}"))
+
+    code.loop("0", count, lambda index: body(bound(index), bound(code.add(index, 1))))
+
+
+def _by_counts(
+    code: Function, first: str, end: str, most: int, sizes: Sequence[int], body: Callable[[str, int], None]
+) -> None:
+    """Split rows [first, end) as ``parts_of`` does; ``body`` gets a part's first row and its size, one of ``sizes``."""
+
+    def part(begin: str, stop: str) -> None:
+        found = code.value(f"sub i64 {stop}, {begin}")
+        for size in sizes:
+            code.branch(code.value(f"icmp eq i64 {found}, {size}"), lambda size=size: body(begin, size))
+
+    _parts(code, first, end, most, part)
+
+
+def frame_module(more: Sequence[str] = ()) -> str:
+    """Return the module with ``multiply``, which prepares inputs and shares tiles among threads, and ``replay``.
+
+    ``more``: functions that call ``prepare_chain`` and ``share``.
+    """
+    own = [_multiply(), _team(), _share(), _prepare_chain(), _prepare(), _replay()]
+    return "\n".join([*own, *more, ATTRIBUTES])
 
 
 def _multiply() -> str:
@@ -588,17 +736,7 @@ def _multiply() -> str:
     """
     names = ["ptr %segment", "ptr %x", "i64 %rows", "ptr %out", "i64 %stride", "i64 %accumulate", "ptr %scratch"]
     code = Function("multiply", [*names, "i64 %slot", "i64 %count", "ptr %calls"])
-    current = code.variable("ptr", "%segment")
-    code.do("br label %prepare")
-    code.label("prepare")
-    segment = code.load("ptr", current)
-    field = read_fields(code, segment)
-    wanted = code.value(f"icmp ne i64 {field['prepares']}, 0")
-    xs, sums = _slot(code, field, "%scratch", "%rows", "%slot")
-    code.branch(wanted, lambda: code.do(f"call void @prepare(ptr {segment}, ptr %x, i64 %rows, ptr {xs}, ptr {sums})"))
-    code.store("ptr", field["next"], current)
-    code.do(f"br i1 {code.is_null(field['next'])}, label %compute, label %prepare")
-    code.label("compute")
+    code.do("call void @prepare_chain(ptr %segment, ptr %x, i64 %rows, ptr %scratch, i64 %slot)")
     job = code.variable("[8 x i64]")
     arguments = ["%segment", "%rows", "%out", "%stride", "%accumulate", "%scratch", "%slot", "%calls"]
     for index, value in enumerate(arguments):
@@ -651,12 +789,30 @@ def _share() -> str:
     return code.text()
 
 
+def _prepare_chain() -> str:
+    """Write ``prepare_chain``: the prepared inputs of all segments of a chain."""
+    code = Function(
+        "prepare_chain", ["ptr %segment", "ptr %x", "i64 %rows", "ptr %scratch", "i64 %slot"], internal=True
+    )
+    current = code.variable("ptr", "%segment")
+    code.do("br label %prepare")
+    code.label("prepare")
+    segment = code.load("ptr", current)
+    field = read_fields(code, segment)
+    wanted = code.value(f"icmp ne i64 {field['prepares']}, 0")
+    xs, sums = _slot(code, field, "%scratch", "%rows", "%slot")
+    code.branch(wanted, lambda: code.do(f"call void @prepare(ptr {segment}, ptr %x, i64 %rows, ptr {xs}, ptr {sums})"))
+    code.store("ptr", field["next"], current)
+    code.do(f"br i1 {code.is_null(field['next'])}, label %done, label %prepare")
+    code.label("done")
+    return code.text()
+
+
 def _prepare() -> str:
     """Write ``prepare``: inputs times their factors, and the sums of groups times theirs."""
     code = Function("prepare", ["ptr %segment", "ptr %x", "i64 %rows", "ptr noalias %xs", "ptr noalias %sums"])
     field = read_fields(code, "%segment")
     eight = "<8 x float>"
-    factors = code.load(eight, field["factors"])
     sum_factor = code.load("float", code.at("float", field["factors"], str(SUM_FACTOR)))
     spare = code.variable("[8 x float]")
     ordered = code.value(f"icmp ne ptr {field['order']}, null")
@@ -672,6 +828,8 @@ def _prepare() -> str:
 
             def block(at: str) -> None:
                 start = code.mul(at, 8)
+                half = code.value(f"and i64 {start}, 8")
+                factors = code.load(eight, code.at("float", field["factors"], half))
 
                 def gather() -> None:
                     for place in range(8):

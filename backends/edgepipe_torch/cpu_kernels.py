@@ -8,43 +8,61 @@ thread.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib
 import logging
 import platform
-import secrets
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import platformdirs
 from torch import Tensor
 
+from edgepipe.config import kernel_dir
+from edgepipe_torch.compiled_code import CodeCache, KernelsUnavailable
+from edgepipe_torch.cpu_checking import head_error, product_error, step_error
 from edgepipe_torch.cpu_code import CALL_FIELDS, Kind, ProductCode, frame_module
+from edgepipe_torch.cpu_group_code import group_functions
+from edgepipe_torch.cpu_kv_code import packed_head_module
+from edgepipe_torch.cpu_repack import repack_error
+from edgepipe_torch.cpu_repack_code import REPACK_ARGUMENTS, repack_module
 from edgepipe_torch.cpu_step_code import head_module, vector_module
 
 logger = logging.getLogger(__name__)
 
-_DIGEST_BYTES = 32  # SHA-256 before the code, against files cut short by a crash
+T = TypeVar("T")
+
 _NEEDED = ("avx2", "fma", "f16c")  # of x86: without f16c, LLVM would call a library for float16
+_INSTALL = "pip install llvmlite"
 
 
 class Native:
     """A compiled function with 64-bit arguments. Calls release the interpreter's lock."""
 
     def __init__(self, engine: Any, name: str, num_arguments: int) -> None:
+        """Raises KernelsUnavailable if there is no such function."""
         self.address: int = engine.get_function_address(name)
+        if not self.address:
+            raise KernelsUnavailable(f"the compiled code has no function {name}")
         self.call: Callable[..., None] = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * num_arguments)(self.address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """Functions of one kind of weight; see ``cpu_code``."""
+
+    work: Native  # called by ``CpuKernels.multiply``, through a segment
+    take: Native  # segment, ids [T] int64, T, out [T, I] float32
+    by: str  # for people: "own kernels (AVX2)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeadKernels:
-    """Functions for heads of one size, with addresses as arguments; see ``cpu_step_code``."""
+    """Functions for heads of one size and form, with addresses as arguments; see ``cpu_step_code``, ``cpu_kv_code``."""
 
     rotate: Native
     attend: Native
@@ -70,27 +88,66 @@ class Recording:
         return self._table
 
 
-class CpuKernels:
-    """The compiled functions of one process."""
+class Compiler:
+    """Compiles modules for this machine's CPU."""
 
-    def __init__(self, llvm: Any, folder: Path) -> None:
-        """``llvm``: llvmlite's binding; ``folder`` keeps compiled code."""
+    def __init__(self, llvm: Any, folder: Path, *, width: int = 0) -> None:
+        """``llvm``: llvmlite's binding; ``folder`` keeps compiled code; ``width``: floats of a vector, 0: of this CPU.
+
+        Raises KernelsUnavailable if the CPU lacks instructions.
+        """
         self._llvm = llvm
         features = llvm.get_host_cpu_features()
-        self._wide = bool(features.get("avx512f"))
-        self._width = 16 if self._wide else 8 if _is_x86() else 4
-        target = llvm.Target.from_default_triple()
-        cpu, flags = llvm.get_host_cpu_name(), features.flatten()
-        self._machine = target.create_target_machine(cpu=cpu, features=flags, opt=3, jit=True)
-        self._code = CodeCache(folder, f"{llvm.llvm_version_info} {self._machine.triple} {cpu} {flags}")
+        if _is_x86() and not all(features.get(name) for name in _NEEDED):
+            raise KernelsUnavailable("this CPU has no AVX2, FMA and F16C")
+        wide = bool(features.get("avx512f"))
+        self.instructions = ("AVX-512" if wide else "AVX2") if _is_x86() else "Neon"
+        self.width = width or (16 if wide else 8 if _is_x86() else 4)
+        self._target = llvm.Target.from_default_triple()
+        self._cpu, self._flags = llvm.get_host_cpu_name(), features.flatten()
+        target = f"{llvm.llvm_version_info} {self._target.triple} {self._cpu} {self._flags}"
+        self._code = CodeCache(folder, target, suffix=".o")
         self._engines: list[Any] = []  # own the code
-        self._kinds: dict[Kind, tuple[Native, Native]] = {}  # work, take
-        self._heads: dict[int, HeadKernels] = {}
+
+    def compile(self, text: str) -> Any:
+        """Return an engine with the functions of a module; it owns their code. Raises RuntimeError."""
+        llvm = self._llvm
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), self._new_machine())  # it frees the machine
+        engine.add_object_file(llvm.ObjectFileRef.from_data(self._code.get(text, self._object_code)))
+        engine.finalize_object()
+        self._engines.append(engine)
+        return engine
+
+    def _object_code(self, text: str) -> bytes:
+        llvm = self._llvm
+        module = llvm.parse_assembly(text)
+        module.verify()
+        machine = self._new_machine()
+        options = llvm.create_pipeline_tuning_options(speed_level=3)
+        builder = llvm.create_pass_builder(machine, options)
+        builder.getModulePassManager().run(module, builder)
+        return machine.emit_object(module)
+
+    def _new_machine(self) -> Any:
+        return self._target.create_target_machine(cpu=self._cpu, features=self._flags, opt=3, jit=True)
+
+
+class CpuKernels:
+    """The compiled functions of one process. Each is compared with float64 results when it is compiled."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        """Raises KernelsUnavailable, also if the functions that every model needs compute wrong values here."""
+        self._compiler = compiler
+        self._kinds: dict[Kind, Product | KernelsUnavailable] = {}
+        self._heads: dict[tuple[int, int, bool], HeadKernels | KernelsUnavailable] = {}  # by sizes, and packed KV
+        self._repacks: dict[str, Native | KernelsUnavailable] = {}  # by GGUF type
         self._recording: Recording | None = None
         self._calls = _openmp()
-        frame, vectors = self._compile(frame_module()), self._compile(vector_module())
+        frame, vectors = self._compile(frame_module(group_functions())), self._compile(vector_module())
         self._multiply, self._replay = Native(frame, "multiply", 10), Native(frame, "replay", 2)
+        self._groups, self._join = Native(frame, "multiply_groups", 10), Native(vectors, "join", 7)
         self._normalise, self._swiglu = Native(vectors, "normalise", 8), Native(vectors, "swiglu", 4)
+        _refuse_wrong("norms and SwiGLU", step_error(self))
 
     @property
     def parallel(self) -> bool:
@@ -135,23 +192,36 @@ class CpuKernels:
         """
         inner = x.shape[1] if x.dim() == 3 else 1
         shape = (x.shape[0], inner, weight.shape[0], x.stride(0))
-        arguments = (x.data_ptr(), weight.data_ptr(), out.data_ptr(), *shape, _float_bits(epsilon))
+        arguments = (x.data_ptr(), weight.data_ptr(), out.data_ptr(), *shape, float_bits(epsilon))
         self.run(self._normalise, arguments, (x, weight, out))
 
     def swiglu(self, x: Tensor, out: Tensor) -> None:
         """Write silu(x[:, :I]) * x[:, I:] of x [T, 2 I] to out [T, I]; I is a multiple of 8."""
         self.run(self._swiglu, (x.data_ptr(), out.data_ptr(), out.shape[0], out.shape[1]), (x, out))
 
-    def heads(self, head_dim: int) -> HeadKernels:
-        """Return the kernels for heads of a size, a multiple of 8."""
-        if head_dim not in self._heads:
-            engine = self._compile(head_module(head_dim))
-            self._heads[head_dim] = HeadKernels(rotate=Native(engine, "rotate", 7), attend=Native(engine, "attend", 1))
-        return self._heads[head_dim]
+    def heads(self, head_dim: int, value_width: int = 0, *, packed_kv: bool = False) -> HeadKernels:
+        """Return the kernels for heads of a size, a multiple of 8, with float32 or 8-bit KV; see ``head_module``.
 
-    def work_address(self, kind: Kind) -> int:
-        """Return the address of a kind's function, for segments; compile it first if it is new."""
-        return self._compiled(kind)[0].address
+        Raises KernelsUnavailable.
+        """
+        form = head_dim, value_width, packed_kv
+        if form not in self._heads:
+            name = f"heads of {head_dim}{' with 8-bit KV' if packed_kv else ''}"
+            self._heads[form] = _result_or_reason(name, lambda: self._load_heads(*form))
+        return _or_raise(self._heads[form])
+
+    def product(self, kind: Kind) -> Product:
+        """Return a kind's functions; compile and check them if they are new. Raises KernelsUnavailable."""
+        if kind not in self._kinds:
+            self._kinds[kind] = _result_or_reason(f"weights of {kind.bits} bits", lambda: self._load_product(kind))
+        return _or_raise(self._kinds[kind])
+
+    def repack(self, scheme: str) -> Native:
+        """Return the function that repacks blocks of a type of BLOCK_CODES. Raises KernelsUnavailable."""
+        if scheme not in self._repacks:
+            what = f"the layout of {scheme}"
+            self._repacks[scheme] = _result_or_reason(what, lambda: self._load_repack(scheme))
+        return _or_raise(self._repacks[scheme])
 
     def multiply(
         self,
@@ -173,81 +243,113 @@ class CpuKernels:
         places = (segments, x.data_ptr(), rows, out.data_ptr(), columns, int(accumulate), scratch.data_ptr(), slot)
         self.run(self._multiply, (*places, team, self.openmp), (x, out, scratch))
 
-    def take(self, kind: Kind, segment: int, ids: Tensor, out: Tensor) -> None:
-        """Write the rows ids [T] int64 of a segment's weight to out [T, I] float32."""
-        self._compiled(kind)[1].call(segment, ids.data_ptr(), ids.shape[0], out.data_ptr())
+    def multiply_groups(
+        self,
+        groups: npt.NDArray[np.int64],
+        x: Tensor,
+        out: Tensor,
+        scratch: Tensor,
+        *,
+        pitch: int,
+        slot: int,
+        threads: int,
+    ) -> None:
+        """Multiply the rows of x [P, I] into out [P, O], each group with a chain of segments of its own.
 
-    def _compiled(self, kind: Kind) -> tuple[Native, Native]:
-        if kind not in self._kinds:
-            # As many sums as 32 or 16 registers hold.
-            row_counts, panel_counts = ((8, 4, 2, 1), (12, 4, 2, 1)) if self._wide else ((4, 2, 1), (6, 4, 2, 1))
-            code = ProductCode(kind, width=self._width, row_counts=row_counts, panel_counts=panel_counts)
-            engine = self._compile(code.module())
-            self._kinds[kind] = Native(engine, f"work_{kind.name}", 9), Native(engine, f"take_{kind.name}", 4)
-        return self._kinds[kind]
+        groups   [n, 3] of ``cpu_group_code.GROUP``; together they hold all rows
+        pitch    floats of a row's prepared inputs: slot floats for each slot of a chain
+        scratch  at least P * pitch floats
+        """
+        team = threads if self._calls is not None else 1
+        places = (groups.ctypes.data, len(groups), x.data_ptr(), out.data_ptr(), out.shape[1], scratch.data_ptr())
+        self.run(self._groups, (*places, pitch, slot, team, self.openmp), (groups, x, out, scratch))
+
+    def join(self, out: Tensor, places: Tensor, weights: Tensor, total: Tensor) -> None:
+        """Add to each row of total [T, H] the rows places [T, K] int64 of out [P, H] times weights [T, K], in order.
+
+        H is a multiple of 8. All lie without gaps.
+        """
+        addresses = (out.data_ptr(), places.data_ptr(), weights.data_ptr(), total.data_ptr())
+        self.run(self._join, (*addresses, *places.shape, total.shape[1]), (out, places, weights, total))
+
+    def _load_product(self, kind: Kind) -> Product:
+        width = self._compiler.width
+        code = ProductCode(kind, width=width, most_rows=most_rows(width), shuffles=_is_x86())
+        engine = self._compile(code.module())
+        found = Product(
+            work=Native(engine, f"work_{kind.name}", 9),
+            take=Native(engine, f"take_{kind.name}", 4),
+            by=f"own kernels ({self._compiler.instructions})",
+        )
+        _refuse_wrong(f"products {kind.name}", product_error(self, kind, found))
+        return found
+
+    def _load_repack(self, scheme: str) -> Native:
+        found = Native(self._compile(repack_module(scheme)), "repack", len(REPACK_ARGUMENTS))
+        _refuse_wrong(f"layout of {scheme}", repack_error(found, scheme))
+        return found
+
+    def _load_heads(self, head_dim: int, value_width: int, packed_kv: bool) -> HeadKernels:
+        make = packed_head_module if packed_kv else head_module
+        engine = self._compile(make(head_dim, value_width))
+        rotate = Native(engine, "rotate", 8 if packed_kv else 7)
+        found = HeadKernels(rotate=rotate, attend=Native(engine, "attend", 1))
+        _refuse_wrong(f"attention of {head_dim}", head_error(self, (head_dim, value_width), found, packed_kv=packed_kv))
+        return found
 
     def _compile(self, text: str) -> Any:
-        """Return an engine with the functions of a module; it owns their code."""
-        llvm = self._llvm
-        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), self._machine)
-        engine.add_object_file(llvm.ObjectFileRef.from_data(self._code.get(text, self._object_code)))
-        engine.finalize_object()
-        self._engines.append(engine)
-        return engine
-
-    def _object_code(self, text: str) -> bytes:
-        llvm = self._llvm
-        module = llvm.parse_assembly(text)
-        module.verify()
-        options = llvm.create_pipeline_tuning_options(speed_level=3)
-        builder = llvm.create_pass_builder(self._machine, options)
-        builder.getModulePassManager().run(module, builder)
-        return self._machine.emit_object(module)
+        try:
+            return self._compiler.compile(text)
+        except RuntimeError as exc:  # of llvmlite
+            raise KernelsUnavailable(f"LLVM does not compile own kernels for this CPU: {exc}") from exc
 
 
-class CodeCache:
-    """Compiled code on disk, by the text it was compiled from. A file that cannot be used costs only time."""
-
-    def __init__(self, folder: Path, target: str) -> None:
-        """``target``: what else the code depends on, such as the CPU and the compiler's version."""
-        self._folder = folder
-        self._target = target
-
-    def get(self, text: str, compile_text: Callable[[str], bytes]) -> bytes:
-        """Return the code of a text; compile it if it is new."""
-        path = self._folder / f"{hashlib.sha256(f'{self._target} {text}'.encode()).hexdigest()[:32]}.o"
-        with suppress(OSError):
-            stored = path.read_bytes()
-            digest, code = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
-            if hashlib.sha256(code).digest() == digest:
-                return code
-        code = compile_text(text)
-        with suppress(OSError):
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            part = path.with_suffix(f".{secrets.token_hex(4)}")
-            part.write_bytes(hashlib.sha256(code).digest() + code)
-            part.replace(path)
-        return code
+def most_rows(width: int) -> tuple[int, int]:
+    """Return how many rows share a weight unpacked in registers, and in a panel: sums fit in 32 or 16 registers."""
+    return (8, 12) if width == 16 else (5, 6)
 
 
 @cache
-def cpu_kernels() -> CpuKernels | None:
-    """Return this process's kernels; None where llvmlite or the CPU's instructions are missing."""
+def cpu_kernels() -> CpuKernels | KernelsUnavailable:
+    """Return this process's kernels, or the reason for their absence."""
+    return _result_or_reason("packed weights", lambda: CpuKernels(Compiler(_llvm(), kernel_dir())))
+
+
+def _llvm() -> Any:
+    """Return llvmlite's binding. Raises KernelsUnavailable."""
     try:
         llvm = importlib.import_module("llvmlite.binding")
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
-        features = llvm.get_host_cpu_features()
-        if _is_x86() and not all(features.get(name) for name in _NEEDED):
-            return None
-        return CpuKernels(llvm, Path(platformdirs.user_cache_dir("edgepipe", appauthor=False)) / "kernels")
     except (ImportError, OSError, RuntimeError) as exc:
-        logger.info("packed weights on this CPU are computed by torch: %s", exc)
-        return None
+        raise KernelsUnavailable(f"llvmlite, which compiles own kernels, is missing: {exc}", remedy=_INSTALL) from exc
+    return llvm
+
+
+def _refuse_wrong(what: str, error: float) -> None:
+    """Raise KernelsUnavailable for an error above 1, or NaN."""
+    if not error <= 1:
+        raise KernelsUnavailable(f"own kernels compute wrong values here: {what}, {error:.3g} times the rounding")
+
+
+def _result_or_reason(what: str, load: Callable[[], T]) -> T | KernelsUnavailable:
+    """Return what ``load`` returns, or why kernels are not used, which is logged."""
+    try:
+        return load()
+    except KernelsUnavailable as exc:
+        logger.warning("torch computes %s: %s", what, exc)
+        return exc
+
+
+def _or_raise(found: T | KernelsUnavailable) -> T:
+    if isinstance(found, KernelsUnavailable):
+        raise found
+    return found
 
 
 @cache
-def _float_bits(value: float) -> int:
+def float_bits(value: float) -> int:
+    """Return the bits of a float32, sign-extended."""
     return int(np.float32(value).view(np.int32))
 
 

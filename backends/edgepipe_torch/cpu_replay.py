@@ -9,7 +9,7 @@ T packed rows, one or a few of each sequence; H hidden, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from torch import Tensor
 from edgepipe.backend.step_layout import StepLayout
 from edgepipe_torch.attention import SHORT_ROWS, single_queries
 from edgepipe_torch.cpu_kernels import CpuKernels, Recording
-from edgepipe_torch.decoder import Decoder, SliceWeights, StepTensors
-from edgepipe_torch.kv import KVStorage
+from edgepipe_torch.decoder import ClassTensors, Decoder, Layer, SliceWeights, StepTensors
+from edgepipe_torch.head_shape import LayerHeads, by_kind
+from edgepipe_torch.kv import KVPool
 from edgepipe_torch.packed_cpu import PackedCpuLinear
 from edgepipe_torch.prepared import PreparedStep
 from edgepipe_torch.step_ops import CompiledOps, SingleQueries
@@ -27,11 +28,22 @@ _MOST_ROWS = 64  # with more, Python's share is small
 _FIRST_KEYS = 512  # room for scores, doubled when a context outgrows it
 
 
-def can_record(weights: SliceWeights) -> bool:
+def can_record(weights: SliceWeights, heads: Sequence[LayerHeads], ops: CompiledOps) -> bool:
     """Return whether a slice computes by kernels only."""
-    products = [each for layer in weights.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    if not all(ops.attends(each) and ops.places(each) for each in heads):
+        return False
+    if not all(_is_plain(layer) and layer.feed_forward.products for layer in weights.layers):
+        return False
+    products = [each for layer in weights.layers for each in (layer.qkv, layer.output, *layer.feed_forward.products)]
     products += [weights.head] if weights.head is not None else []
     return all(isinstance(product, PackedCpuLinear) and product.only_kernels for product in products)
+
+
+def _is_plain(layer: Layer) -> bool:
+    """Return whether a layer has no operations between its products that only torch computes."""
+    spec = layer.spec
+    attends = layer.temperature is None and layer.value_order is None
+    return attends and spec.norms == "before" and spec.residual_scale == 1 and not spec.output_scaled
 
 
 def can_replay_decode(layout: StepLayout, *, head: bool) -> bool:
@@ -46,7 +58,7 @@ def can_replay_decode(layout: StepLayout, *, head: bool) -> bool:
 class DecodeReplays:
     """Recorded decode steps of one slice."""
 
-    def __init__(self, decoder: Decoder, ops: CompiledOps, pool: KVStorage) -> None:
+    def __init__(self, decoder: Decoder, ops: CompiledOps, pool: KVPool) -> None:
         self._decoder = decoder
         self._ops = ops
         self._pool = pool
@@ -72,19 +84,22 @@ class DecodeReplays:
 class _Step:
     """Buffers and calls for one number of rows."""
 
-    def __init__(self, decoder: Decoder, ops: CompiledOps, pool: KVStorage, rows: int, longest: int) -> None:
+    def __init__(self, decoder: Decoder, ops: CompiledOps, pool: KVPool, rows: int, longest: int) -> None:
         config = decoder.config
         self.longest = longest
         self.hidden = torch.zeros(rows, config.hidden_size)
         self._decoder = decoder
         self._kernels: CpuKernels = ops.kernels
         self._pool = pool
-        windows = {layer.window for layer in decoder.layers}
-        self._queries = {window: ops.single_queries(rows, longest, pool) for window in windows}
+        kinds = [alike[0] for alike in by_kind(decoder.heads)]
+        self._kinds = [(decoder.classes[heads.kind], heads.window) for heads in kinds]
+        self._queries = [ops.single_queries(heads, rows, longest, pool) for heads in kinds]
         self._tensors = StepTensors(
-            slots=torch.zeros(rows, dtype=torch.int64),
-            rotations=torch.zeros(rows, 1, config.head_dim // 2, dtype=torch.complex64),
-            attention=_Queries(self._queries),
+            classes=[
+                ClassTensors(torch.zeros(rows, dtype=torch.int64), _Queries(self._queries))
+                for _ in range(1 + max(decoder.classes))
+            ],
+            rotations=[torch.zeros(rows, 1, pairs, dtype=torch.complex64) for pairs in decoder.rotated_pairs],
             logit_rows=torch.arange(rows),
             every_row=True,
         )
@@ -93,10 +108,14 @@ class _Step:
 
     def run(self, prepared: PreparedStep) -> Tensor:
         """Compute the step whose input is in ``hidden``."""
-        self._tensors.slots.copy_(torch.from_numpy(prepared.layout.slots))
-        self._tensors.rotations[:, 0].copy_(torch.from_numpy(prepared.rotations))
-        for window, queries in self._queries.items():
-            queries.fill(single_queries(prepared, window))
+        every = (prepared, *prepared.windows)
+        for held, to in zip(every, self._tensors.classes, strict=False):
+            to.slots.copy_(torch.from_numpy(held.layout.slots))
+        for own, rotations in zip(self._tensors.rotations, prepared.rotations, strict=True):
+            own[:, 0].copy_(torch.from_numpy(rotations))
+        rows = {kind: single_queries(every[kind[0]], kind[1]) for kind in set(self._kinds)}
+        for kind, queries in zip(self._kinds, self._queries, strict=True):
+            queries.fill(rows[kind])
         if self._recording is None:
             with self._kernels.record() as self._recording:
                 self._result = self._compute()
@@ -112,9 +131,9 @@ class _Step:
 class _Queries:
     """A ``StepAttention`` of rows with one query each."""
 
-    def __init__(self, queries: dict[int | None, SingleQueries]) -> None:
-        self._queries = queries  # by window
+    def __init__(self, queries: Sequence[SingleQueries]) -> None:
+        self._queries = queries  # by kind of layer
 
-    def run(self, layer: int, window: int | None, queries: Tensor, out: Tensor) -> None:
+    def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
         """See ``StepAttention``."""
-        self._queries[window].run(layer, queries, out)
+        self._queries[heads.kind].run(heads, queries, out)

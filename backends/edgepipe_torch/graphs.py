@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from edgepipe.backend.step_layout import StepLayout
-from edgepipe_torch.decoder import Decoder, StepTensors
+from edgepipe_torch.decoder import ClassTensors, Decoder, StepTensors
 from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.paged import PagedAttention, PagedSequences
 from edgepipe_torch.paging import Graph, GraphRecorder, Paging
@@ -116,58 +116,59 @@ class _Fields:
     def __init__(
         self, decoder: Decoder, pool: KVStorage, paging: Paging, rows: int, pages: int, travels: torch.dtype
     ) -> None:
-        config, device = decoder.config, pool.pool.device
+        config, device = decoder.config, pool.device
         self.rows = rows
-        self.hidden = torch.zeros(rows, config.hidden_size, dtype=pool.pool.dtype, device=device)
+        self.hidden = torch.zeros(rows, config.hidden_size, dtype=pool.dtype, device=device)
         self.arrived = torch.zeros(rows, config.hidden_size, dtype=travels, device=device)
-        self._spare = pool.spare_block
-        self._spare_slot = pool.spare_block * pool.block_size
-        shapes: list[tuple[type[Any], tuple[int, ...]]] = [
-            (np.int64, (rows,)),
-            (np.int64, (rows,)),
-            (np.complex64, (rows, 1, config.head_dim // 2)),
+        self._spares = [(each, each * pool.block_size) for each in pool.num_blocks]  # block and slot of each class
+        num_classes, num_kinds = len(pool.num_blocks), len(decoder.rotated_pairs)
+        held: list[tuple[type[Any], tuple[int, ...]]] = [  # lengths, starts of keys, tables
             (np.int32, (rows,)),
             (np.int32, (rows + 1,)),
             (np.int32, (rows, pages)),
+        ]
+        shapes: list[tuple[type[Any], tuple[int, ...]]] = [
+            (np.int64, (rows,)),
+            *[(np.int64, (rows,))] * num_classes,
+            *[(np.complex64, (rows, 1, pairs)) for pairs in decoder.rotated_pairs],
+            *held * num_classes,
         ]
         sizes = [np.dtype(kind).itemsize * math.prod(shape) for kind, shape in shapes]
         self._host = np.zeros(sum(sizes), np.uint8)
         self._device = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         starts = np.cumsum([0, *sizes[:-1]])
         host = [self._host[at : at + size] for at, size in zip(starts, sizes, strict=True)]
-        self._ids, self._slots, self._rotations, self._lengths, self._key_starts, self._tables = (
-            part.view(kind).reshape(shape) for part, (kind, shape) in zip(host, shapes, strict=True)
-        )
-        ids, slots, rotations, lengths, key_starts, tables = (
+        self._ids, *parts = (part.view(kind).reshape(shape) for part, (kind, shape) in zip(host, shapes, strict=True))
+        ends = num_classes, num_classes + num_kinds
+        self._slots, self._rotations, self._held = parts[: ends[0]], parts[ends[0] : ends[1]], parts[ends[1] :]
+        ids, *tensors = (
             self._device[int(at) : int(at) + size].view(_torch_type(kind)).view(shape)
             for at, size, (kind, shape) in zip(starts, sizes, shapes, strict=True)
         )
         self.ids = ids if decoder.part.embedding else None
         every = torch.arange(rows + 1, device=device)
-        self.step = StepTensors(
-            slots=slots,
-            rotations=rotations,
-            attention=PagedAttention(
-                paging.attend,
-                pool,
-                PagedSequences(row_starts=every.int(), key_starts=key_starts, lengths=lengths, tables=tables),
-                max_q=1,
-                max_k=pages * pool.block_size,
-            ),
-            logit_rows=every[:rows],
-        )
+        found: list[ClassTensors] = []
+        for number in range(num_classes):
+            lengths, key_starts, tables = tensors[ends[1] + 3 * number : ends[1] + 3 * number + 3]
+            sequences = PagedSequences(row_starts=every.int(), key_starts=key_starts, lengths=lengths, tables=tables)
+            attention = PagedAttention(paging.attend, pool, sequences, max_q=1, max_k=pages * pool.block_size)
+            found.append(ClassTensors(tensors[number], attention))
+        self.step = StepTensors(classes=found, rotations=tensors[ends[0] : ends[1]], logit_rows=every[:rows])
 
     def fill(self, prepared: PreparedStep, inputs: npt.NDArray[Any], transfer: GraphTransfer) -> None:
         """Send a step's inputs. Rows beyond its own read and write the spare block."""
         layout = prepared.layout
         count = len(layout.rows)
-        self._slots[:count], self._slots[count:] = layout.slots, self._spare_slot
-        self._rotations[:count, 0] = prepared.rotations
-        self._lengths[count:], self._tables[count:] = 1, self._spare
-        for index, row in enumerate(layout.rows):
-            self._lengths[index] = row.length
-            self._tables[index, : len(row.blocks)] = row.blocks
-        np.cumsum(self._lengths, dtype=np.int32, out=self._key_starts[1:])
+        for own, turns in zip(self._rotations, prepared.rotations, strict=True):
+            own[:count, 0] = turns
+        for number, (spare, held) in enumerate(zip(self._spares, (layout, *layout.windows), strict=True)):
+            slots, (lengths, key_starts, tables) = self._slots[number], self._held[3 * number : 3 * number + 3]
+            tables[count:], slots[count:] = spare
+            slots[:count], lengths[count:] = held.slots, 1
+            for index, row in enumerate(held.rows):
+                lengths[index] = row.length
+                tables[index, : len(row.blocks)] = row.blocks
+            np.cumsum(lengths, dtype=np.int32, out=key_starts[1:])
         if self.ids is not None:
             self._ids[:count] = inputs
         else:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 class Function:
     """The body of one function while it is written. Values are names such as ``%v3``, or constants such as ``7``."""
 
-    def __init__(self, name: str, parameters: Sequence[str], *, internal: bool = False) -> None:
+    def __init__(self, name: str, parameters: Sequence[str], *, internal: bool = False, inline: bool = True) -> None:
         """``parameters``: type and name, such as ``ptr %x``."""
-        self._head = f"define {'internal ' if internal else ''}void @{name}({', '.join(parameters)}) #0"
+        linkage, inlining = "internal " if internal else "", "" if inline else " noinline"
+        self._head = f"define {linkage}void @{name}({', '.join(parameters)}){inlining} #0"
         self._variables: list[str] = []
         self._lines: list[str] = []
         self._count = 0

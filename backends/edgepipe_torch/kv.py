@@ -1,7 +1,7 @@
-"""The KV pool of a slice: ``[layers, slots, 2 * kv heads, D]``; a slot is one token position in a block.
+"""The KV pools of a slice, one for each kind of layer: ``[layers, slots, entries, D]``.
 
-A slot holds one token's keys, then its values. So writing a token is one copy, and a run of blocks is one view over all
-layers.
+A slot is one token position in a block. It holds one token's keys, then its values, unless these are parts of the keys.
+So writing a token is one copy, and a run of blocks is one view over all layers of a kind.
 """
 
 from __future__ import annotations
@@ -13,17 +13,22 @@ import torch
 from torch import Tensor
 
 from edgepipe.backend.types import BlockCopy
+from edgepipe_torch.head_shape import LayerHeads, by_kind
 
 
 class KVPool(Protocol):
     """What a step needs of a slice's keys and values, in any form."""
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
-        """Write kv [T, 2 * kv heads, D] to slots [T]; ``layer`` counts from the slice's first."""
+        """Write kv [T, entries, D] to slots [T]; ``layer`` counts from the slice's first."""
         ...
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks in every layer, in the given order."""
+        """Copy blocks in every layer that keeps the context, in the given order; blocks of windows are never copied."""
+        ...
+
+    def arrays(self, layer: int) -> tuple[Tensor, ...]:
+        """Return a layer's arrays for compiled kernels: [slots, entries, D], of codes also their scales."""
         ...
 
 
@@ -32,50 +37,69 @@ class KVStorage:
 
     def __init__(
         self,
+        heads: Sequence[LayerHeads],
         *,
-        num_layers: int,
-        num_blocks: int,
+        classes: Sequence[int],
+        num_blocks: Sequence[int],
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         spare_blocks: int = 0,
     ) -> None:
-        """Raises RuntimeError or MemoryError for lack of memory."""
+        """Raises RuntimeError or MemoryError for lack of memory.
+
+        heads       of the slice's layers
+        classes     memory class of each kind of layer
+        num_blocks  of each memory class
+        """
         self.block_size = block_size
-        self.spare_block = num_blocks  # belongs to no sequence; only if ``spare_blocks``
-        self._num_kv_heads = num_kv_heads
-        shape = (num_layers, (num_blocks + spare_blocks) * block_size, 2 * num_kv_heads, head_dim)
-        self.pool = torch.zeros(shape, dtype=dtype, device=device)
-        self._layers = self.pool.unbind(0)
+        self.num_blocks = num_blocks  # block n, after a class's last one, belongs to no sequence, if ``spare_blocks``
+        self.device = device
+        self.dtype = dtype
+        self._heads = heads
+        slots = [(num_blocks[each] + spare_blocks) * block_size for each in classes]
+        self.pools = [
+            torch.zeros(len(alike), count, alike[0].entries, alike[0].head_dim, dtype=dtype, device=device)
+            for alike, count in zip(by_kind(heads), slots, strict=True)
+        ]
+        self._copied = [pool for pool, each in zip(self.pools, classes, strict=True) if each == 0]
+        self._layers = [self.pools[each.kind][each.place] for each in heads]
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
-        """Write kv [T, 2 * kv heads, D] to slots [T]; ``layer`` counts from the slice's first."""
+        """Write kv [T, entries, D] to slots [T]; ``layer`` counts from the slice's first."""
         self._layers[layer].index_copy_(0, slots, kv)
 
-    def layer(self, layer: int) -> Tensor:
-        """Return a layer's slots [slots, 2 * kv heads, D]."""
-        return self._layers[layer]
+    def arrays(self, layer: int) -> tuple[Tensor]:
+        """Return a layer's slots [slots, entries, D]."""
+        return (self._layers[layer],)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks in every layer, in the given order."""
+        """Copy blocks in every layer that keeps the context, in the given order."""
         for copy in copies:
             source, target = copy.source * self.block_size, copy.target * self.block_size
-            self.pool[:, target : target + self.block_size].copy_(self.pool[:, source : source + self.block_size])
+            for pool in self._copied:
+                pool[:, target : target + self.block_size].copy_(pool[:, source : source + self.block_size])
 
-    def run(self, first_slot: int, end_slot: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return views of keys and values of ``[first_slot, end_slot)``, per layer [kv heads, slots, D]."""
-        view = self.pool[:, first_slot:end_slot].transpose(1, 2)
-        heads = self._num_kv_heads
-        return list(view[:, :heads].unbind(0)), list(view[:, heads:].unbind(0))
+    def run(self, kind: int, first_slot: int, end_slot: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return views of ``[first_slot, end_slot)`` per layer of a kind: keys [Hkv, L, D] and values [Hkv, L, V]."""
+        alike = next(each for each in self._heads if each.kind == kind)
+        keys, values = _parted(self.pools[kind][:, first_slot:end_slot], alike)
+        return keys.transpose(1, 2).unbind(0), values.transpose(1, 2).unbind(0)
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of keys and values of slots [L], each [kv heads, L, D]."""
-        rows = self._layers[layer].index_select(0, slots).transpose(0, 1)
-        return rows[: self._num_kv_heads], rows[self._num_kv_heads :]
+        """Return copies of keys [Hkv, L, D] and values [Hkv, L, V] of slots [L]."""
+        keys, values = _parted(self._layers[layer].index_select(0, slots), self._heads[layer])
+        return keys.transpose(0, 1), values.transpose(0, 1)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return views of a layer's keys and values as pages [blocks, block size, kv heads, D]."""
-        rows = self._layers[layer].view(-1, self.block_size, 2 * self._num_kv_heads, self.pool.shape[-1])
-        return rows[:, :, : self._num_kv_heads], rows[:, :, self._num_kv_heads :]
+        """Return views of a layer's keys and values as pages [blocks, block size, Hkv, D]."""
+        rows = self._layers[layer]
+        return _parted(rows.view(-1, self.block_size, *rows.shape[1:]), self._heads[layer])
+
+
+def _parted(slots: Tensor, heads: LayerHeads) -> tuple[Tensor, Tensor]:
+    """Return views of keys and values in [..., entries, D]."""
+    if heads.value_width:
+        return slots, slots[..., : heads.value_width]
+    keys, values = slots.split(heads.num_kv_heads, dim=-2)
+    return keys, values

@@ -23,19 +23,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from edgepipe.backend.types import PackedProducts
 from edgepipe.model.packed import Packed
 
 _BEST_WIDTH = 48  # measured: 48 beats 32, 64, 96 and 192 at 1 to 16 rows with one and two threads
 _MIN_WIDTH, _MAX_WIDTH = 16, 128
 
 
-class Linear(Protocol):
-    """A weight with parts (such as q, k and v) merged along the out features."""
+class HeldWeight(Protocol):
+    """A weight in memory."""
 
     @property
     def num_bytes(self) -> int:
         """Memory of weight and bias."""
         ...
+
+
+@runtime_checkable
+class PackedWeight(HeldWeight, Protocol):
+    """A weight that keeps packed parts packed."""
+
+    @property
+    def products(self) -> set[PackedProducts]:
+        """What multiplies with the packed parts."""
+        ...
+
+
+class Linear(HeldWeight, Protocol):
+    """A weight with parts (such as q, k and v) merged along the out features."""
 
     def fill(self, part: int, weight: Tensor) -> None:
         """Copy one part's weight [O, I] from host memory; the caller may then free its own."""
@@ -71,7 +86,7 @@ class Table(Protocol):
 
 
 @runtime_checkable
-class PackedLinear(Linear, Table, Protocol):
+class PackedLinear(Linear, PackedWeight, Table, Protocol):
     """A ``Linear`` that keeps packed weights packed."""
 
     def fill_packed(self, part: int, weight: Packed) -> None:

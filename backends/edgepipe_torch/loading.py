@@ -6,20 +6,45 @@ or are widened to the compute dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from edgepipe.backend.types import LoadProgress
-from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
+from edgepipe.errors import ModelInvalid
 from edgepipe.model.dequantise import as_bf16_bits, as_float32, round_to_bf16
+from edgepipe.model.expert_places import in_ram
 from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.layout import EMBEDDING, FINAL_NORM, HEAD
+from edgepipe.model.gguf_packing import pack_gguf
+from edgepipe.model.layer_spec import Activation, Attention, Experts, LayerSpec
+from edgepipe.model.layout import EMBEDDING, FINAL_NORM, HEAD, LAYER_SCALE, OWN_NORMS, norm_names
 from edgepipe.model.packed import Packed
+from edgepipe.model.repacked import KeepsRepacked
 from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo, WeightSource
+from edgepipe_torch.compiled_code import KernelsUnavailable
+from edgepipe_torch.cpu_experts import CpuExperts
+from edgepipe_torch.cpu_kernels import CpuKernels
+from edgepipe_torch.cpu_repack import StoredBlocks
 from edgepipe_torch.decoder import Layer, SliceWeights
+from edgepipe_torch.expert_ram import CPU, ExpertsInRam
+from edgepipe_torch.feed_forward import (
+    Apart,
+    Both,
+    EachExpert,
+    ExpertProducts,
+    FeedForward,
+    Gated,
+    Mixture,
+    RouterWeights,
+)
+from edgepipe_torch.latent import LatentWeights
 from edgepipe_torch.linear import (
     HalfLinear,
     Linear,
@@ -31,8 +56,33 @@ from edgepipe_torch.linear import (
     half_works,
 )
 from edgepipe_torch.packed_cpu import PackedCpuLinear
+from edgepipe_torch.rope import RotaryKind
+from edgepipe_torch.shard_cache import ShardCache
 
-Sink = Callable[[Tensor | Packed], None]
+if TYPE_CHECKING:
+    from edgepipe_torch.cuda_kernels.library import ExpertLibrary
+    from edgepipe_torch.expert_cuda import ExpertMatrix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeight:
+    """A weight with a form whose tensors are still in their files."""
+
+    info: WeightInfo
+    load: Callable[[], Packed]  # may raise ModelInvalid
+
+
+HostWeight = Tensor | Packed | StoredBlocks | StoredWeight
+Sink = Callable[[HostWeight], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where products compute."""
+
+    device: torch.device
+    dtype: torch.dtype
+    workspace: Workspace
 
 
 class SliceBuilder:
@@ -47,15 +97,26 @@ class SliceBuilder:
         dtype: torch.dtype,
         device: torch.device,
         workspace: Workspace,
+        rotations: Mapping[RotaryKind, int],
         packed: bool = True,
+        kernels: CpuKernels | KernelsUnavailable | None = None,
+        cache: ShardCache | None = None,
+        ram_percent: int = 0,
     ) -> None:
-        """``infos``: the weights to load. ``packed``: those with a form stay packed. Raises ArchitectureUnsupported."""
-        if config.head_dim % 2:
-            raise ArchitectureUnsupported("an odd head dimension cannot be rotated", fact=f"it is {config.head_dim}")
+        """``infos``: the weights to load. ``packed``: those with a form stay packed. ``kernels``: of a CPU, None for
+        this process's. ``cache``: of repacked weights. ``ram_percent``: of the layers, whose experts stay in host
+        memory. Raises ArchitectureUnsupported.
+        """
         self._config = config
         self._dtype = dtype
         self._device = device
         self._workspace = workspace
+        self._rotations = rotations
+        self._kernels = kernels
+        self._cache = cache
+        self._place = _Place(device=device, dtype=dtype, workspace=workspace)
+        self._ram = _Place(device=CPU, dtype=torch.float32, workspace=Workspace(torch.float32, CPU))
+        self._ram_percent = ram_percent
         self._packed = packed and (device.type == "cuda" or dtype == torch.float32)
         self._infos = {info.name: info for info in infos}
         self._sinks: dict[str, list[Sink]] = {}
@@ -70,8 +131,8 @@ class SliceBuilder:
             head=head,
         )
 
-    def take(self, name: str, tensor: Tensor | Packed) -> None:
-        """Copy a host tensor or a packed weight to its destination.
+    def take(self, name: str, tensor: HostWeight) -> None:
+        """Copy a host tensor or a packed weight to its destination. ``takes_stored``: or read it from its files.
 
         Raises ModelInvalid for an unknown name or a wrong shape.
         """
@@ -82,7 +143,7 @@ class SliceBuilder:
                 sink(tensor)
         except RuntimeError as exc:
             raise ModelInvalid(
-                f"tensor '{name}' does not fit the config", fact=f"its shape is {list(tensor.shape)}: {exc}"
+                f"tensor '{name}' does not fit the config", fact=f"its shape is {list(_shape(tensor))}: {exc}"
             ) from exc
         self._finish(name)
 
@@ -90,6 +151,11 @@ class SliceBuilder:
     def packed(self) -> bool:
         """Whether weights with a form stay packed."""
         return self._packed
+
+    @property
+    def takes_stored(self) -> bool:
+        """Whether ``take`` reads weights with a form itself."""
+        return self._packed and self._device.type == "cpu"
 
     def _finish(self, name: str) -> None:
         """Finish the products for which this was the last tensor, before the next tensor is read."""
@@ -100,34 +166,170 @@ class SliceBuilder:
         self._unfinished = [entry for entry in self._unfinished if entry[0]]
 
     def _layer(self, index: int) -> Layer:
-        config, prefix = self._config, f"model.layers.{index}."
-        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        hidden, inner = config.hidden_size, config.intermediate_size
-        norm = config.head_dim if config.qk_norm else None
-        return Layer(
-            input_norm=self._vector(prefix + "input_layernorm.weight", hidden),
-            qkv=self._linear(
-                [
-                    (prefix + "self_attn.q_proj", query, True),
-                    (prefix + "self_attn.k_proj", key, True),
-                    (prefix + "self_attn.v_proj", key, False),
-                ],
-                hidden,
-            ),
-            query_norm=self._vector(prefix + "self_attn.q_norm.weight", norm, pairs=True) if norm else None,
-            key_norm=self._vector(prefix + "self_attn.k_norm.weight", norm, pairs=True) if norm else None,
-            output=self._linear([(prefix + "self_attn.o_proj", hidden, False)], query),
-            post_norm=self._vector(prefix + "post_attention_layernorm.weight", hidden),
-            gate_up=self._linear(
-                [(prefix + "mlp.gate_proj", inner, False), (prefix + "mlp.up_proj", inner, False)], hidden
-            ),
-            down=self._linear([(prefix + "mlp.down_proj", hidden, False)], inner),
-            window=config.window(index),
+        spec, prefix = self._config.layers[index], f"model.layers.{index}."
+        attention, hidden = spec.attention, self._config.hidden_size
+        latent = None if attention.latent is None else self._latent(prefix + "self_attn.", attention)
+        before, after = (
+            [self._vector(f"{prefix}{name}.weight", hidden) for name in names] for names in norm_names(spec)
         )
+        input_norm, inner_norm = [*before, None, None][:2]
+        feed_forward = self._feed_forward(spec, prefix + "mlp.")
+        if spec.own_norms:
+            assert isinstance(feed_forward, Both)
+            assert inner_norm is not None
+            norms = (self._vector(f"{prefix}{name}.weight", hidden) for name in OWN_NORMS)
+            feed_forward, inner_norm = Apart(feed_forward, (inner_norm, *norms), self._config.norm.eps), None
+        attended_norm, added_norm = [*after, None, None][:2]
+        return Layer(
+            spec=spec,
+            input_norm=input_norm,
+            qkv=self._qkv(prefix + "self_attn.", attention),
+            latent=latent,
+            query_norm=self._qk_norm(prefix + "self_attn.q_norm.weight", attention.query_width, attention),
+            key_norm=self._qk_norm(prefix + "self_attn.k_norm.weight", attention.kv_width, attention),
+            output=self._linear([(prefix + "self_attn.o_proj", hidden, None)], attention.output_width),
+            attended_norm=attended_norm,
+            inner_norm=inner_norm,
+            feed_forward=feed_forward,
+            added_norm=added_norm,
+            rotation=self._rotations.get((attention.rope, attention.rotated)) if attention.rope else None,
+            temperature=self._rotations.get(attention.temperature) if attention.temperature else None,
+            value_norm=self._ones(attention.head_dim) if attention.value_norm else None,
+            value_order=pair_order(attention.head_dim, attention).argsort().to(self._device)
+            if attention.values_from_keys
+            else None,
+            output_scale=self._matrix(prefix + LAYER_SCALE, (1,), self._dtype) if spec.output_scaled else None,
+            sinks=self._matrix(prefix + "self_attn.sinks", (attention.num_heads,), torch.float32)
+            if attention.sinks
+            else None,
+        )
+
+    def _qkv(self, prefix: str, attention: Attention) -> Linear:
+        """Make the input product of a layer's attention."""
+        query, key, hidden = attention.query_width, attention.kv_width, self._config.hidden_size
+        if attention.latent is None:
+            own = [(f"{prefix}q_proj", query, attention), (f"{prefix}k_proj", key, attention)]
+            values = [] if attention.values_from_keys else [(f"{prefix}v_proj", key, None)]
+            return self._linear([*own, *values], hidden)
+        latent = attention.latent
+        plain = attention.num_heads * (latent.nope_dim + latent.rope_dim)
+        asked = ("q_a_proj", latent.query_rank) if latent.query_rank else ("q_proj", plain)
+        parts = [asked, ("kv_a_proj_with_mqa", key)]
+        return self._linear([(f"{prefix}{name}", size, None) for name, size in parts], hidden)
+
+    def _latent(self, prefix: str, attention: Attention) -> LatentWeights:
+        latent = attention.latent
+        assert latent is not None
+        width = attention.num_heads * (latent.nope_dim + latent.rope_dim)
+        query = self._linear([(f"{prefix}q_b_proj", width, None)], latent.query_rank) if latent.query_rank else None
+        made = LatentWeights(attention, query, dtype=self._dtype, device=self._device, ws=self._workspace)
+        if latent.query_rank:
+            self._send(f"{prefix}q_a_layernorm.weight", lambda weight: _copy(made.query_norm, _floats(weight)))
+        self._send(f"{prefix}kv_a_layernorm.weight", lambda weight: _copy(made.key_norm, _floats(weight)))
+        if latent.joined:
+            self._send(f"{prefix}kv_b_proj.weight", lambda weight: made.fill_joined(_floats(weight)))
+        else:
+            self._send(f"{prefix}k_b_proj.weight", lambda weight: made.fill_keys(_floats(weight)))
+            self._send(f"{prefix}v_b_proj.weight", lambda weight: made.fill_values(_floats(weight)))
+        return made
+
+    def _qk_norm(self, name: str, width: int, attention: Attention) -> Tensor | None:
+        if not attention.qk_norm:
+            return None
+        return self._vector(name, attention.head_dim if attention.qk_norm == "head" else width, pairs=attention)
+
+    def _feed_forward(self, spec: LayerSpec, prefix: str) -> FeedForward:
+        dense = None if spec.dense is None else self._gated(prefix, spec.dense.inner, spec.dense.activation)
+        if spec.experts is None:
+            assert dense is not None  # a layer has a feed-forward part
+            return dense
+        mixture = self._mixture(spec.experts, prefix)
+        return mixture if dense is None else Both(dense, mixture)
+
+    def _gated(self, prefix: str, inner: int, activation: Activation) -> Gated:
+        hidden = self._config.hidden_size
+        gate_up = self._linear([(prefix + "gate_proj", inner, None), (prefix + "up_proj", inner, None)], hidden)
+        return Gated(gate_up, self._linear([(prefix + "down_proj", hidden, None)], inner), activation)
+
+    def _mixture(self, experts: Experts, prefix: str) -> Mixture:
+        hidden, how = self._config.hidden_size, experts.router
+        router = RouterWeights(
+            self._matrix(prefix + "router.weight", (experts.count, hidden), torch.float32),
+            self._matrix(prefix + "router.bias", (experts.count,), torch.float32) if how.bias else None,
+            self._matrix(prefix + "router.correction", (experts.count,), torch.float32) if how.correction else None,
+            None if how.input_eps is None else self._matrix(prefix + "router.input_scale", (hidden,), torch.float32),
+            self._matrix(prefix + "router.expert_scale", (experts.count,), torch.float32)
+            if how.expert_scales
+            else None,
+        )
+        if how.groups == 1 and (library := self._expert_library()):
+            router.choose = library.routing().choose
+        shared = self._gated(prefix + "shared_expert.", experts.shared_inner, "silu") if experts.shared_inner else None
+        gated = experts.shared_inner and experts.shared_gated
+        gate = self._matrix(prefix + "shared_expert_gate.weight", (1, hidden), self._dtype) if gated else None
+        return Mixture(experts, router, self._expert_products(experts, prefix + "experts."), shared, gate)
+
+    def _expert_products(self, experts: Experts, prefix: str) -> ExpertProducts:
+        if in_ram(int(prefix.split(".")[2]), self._ram_percent):
+            return ExpertsInRam(self._experts_by_name(experts, prefix, self._ram))
+        if library := self._expert_library():
+            return self._cuda_experts(experts, prefix, library)
+        return self._experts_by_name(experts, prefix, self._place)
+
+    def _expert_library(self) -> ExpertLibrary | None:
+        if self._device.type != "cuda":
+            return None
+        from edgepipe_torch.expert_cuda import expert_library
+
+        return expert_library(self._device, self._dtype)
+
+    def _experts_by_name(self, experts: Experts, prefix: str, place: _Place) -> ExpertProducts:
+        hidden = self._config.hidden_size
+        gate_up = self._expert_linears(prefix, ("gate_proj", "up_proj"), experts, experts.inner, hidden, place)
+        down = self._expert_linears(prefix, ("down_proj",), experts, hidden, experts.inner, place)
+        each = EachExpert([Gated(one, other, experts.activation) for one, other in zip(gate_up, down, strict=True)])
+        if all(isinstance(linear, PackedCpuLinear) for linear in each.linears):
+            return CpuExperts(each, experts.activation, place.workspace)
+        return each
+
+    def _cuda_experts(self, experts: Experts, prefix: str, library: ExpertLibrary) -> ExpertProducts:
+        from edgepipe_torch.expert_cuda import CudaExperts, ExpertMatrix
+
+        def matrix(names: Sequence[str], rows: int, in_features: int) -> ExpertMatrix:
+            infos = [self._infos.get(f"{prefix}{name}.weight") for name in names]
+            forms = [info.form if info is not None and self._packed else None for info in infos]
+            made = ExpertMatrix(
+                experts.count, in_features, len(names), rows, forms, device=self._device, library=library
+            )
+            size = experts.count * rows
+            for part, name in enumerate(names):
+                self._send(f"{prefix}{name}.weight", _matrix_sink(made, part, (size, in_features)))
+                self._send(f"{prefix}{name}.bias", _matrix_bias_sink(made, part, size))
+            return made
+
+        hidden = self._config.hidden_size
+        gate_up = matrix(("gate_proj", "up_proj"), experts.inner, hidden)
+        return CudaExperts(gate_up, matrix(("down_proj",), hidden, experts.inner), experts.activation, library)
+
+    def _expert_linears(
+        self, prefix: str, matrices: Sequence[str], experts: Experts, rows: int, in_features: int, place: _Place
+    ) -> list[Linear]:
+        """Make one product for each expert, of parts that hold ``rows`` of each expert's rows in turn."""
+        weights = [f"{prefix}{matrix}.weight" for matrix in matrices]
+        biases = [f"{prefix}{matrix}.bias" for matrix in matrices]
+        names = {name for name in (*weights, *biases) if name in self._infos}
+        sizes = [rows] * len(matrices)
+        linears = [self._new_linear("experts", in_features, sizes, names, weights, place) for _ in range(experts.count)]
+        for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            self._send(weight, _each_expert(linears, part, (rows, in_features)))
+            if bias in names:
+                self._send(bias, _each_bias(linears, part, rows))
+        self._unfinished += [(set(names), linear) for linear in linears]
+        return linears
 
     def _head(self) -> Linear:
         name = EMBEDDING if self._config.tied_embeddings else HEAD
-        return self._merged("head", [(name, "", self._config.vocab_size, False)], self._config.hidden_size)
+        return self._merged("head", [(name, "", self._config.vocab_size, None)], self._config.hidden_size)
 
     def _embedding(self, head: Linear | None) -> Tensor | Table:
         if self._config.tied_embeddings and isinstance(head, TiledLinear | PlainLinear | PackedLinear):
@@ -135,7 +337,7 @@ class SliceBuilder:
         info = self._infos.get(EMBEDDING)
         if self._packed and info is not None and info.form is not None:
             table = self._merged(
-                "embedding", [(EMBEDDING, "", self._config.vocab_size, False)], self._config.hidden_size
+                "embedding", [(EMBEDDING, "", self._config.vocab_size, None)], self._config.hidden_size
             )
             assert isinstance(table, PackedLinear)
             return table
@@ -146,12 +348,12 @@ class SliceBuilder:
         self._send(EMBEDDING, lambda tensor: _copy(rows, _floats(tensor)))
         return rows
 
-    def _linear(self, parts: Sequence[tuple[str, int, bool]], in_features: int) -> Linear:
-        """Make a product from parts: name without suffix, out features, whether its rows become rotary pairs."""
+    def _linear(self, parts: Sequence[tuple[str, int, Attention | None]], in_features: int) -> Linear:
+        """Make a product from parts: name without suffix, out features, attention whose rotary pairs its rows form."""
         named = [(f"{name}.weight", f"{name}.bias", size, pairs) for name, size, pairs in parts]
         return self._merged(parts[0][0].rsplit(".", 1)[1], named, in_features)
 
-    def _merged(self, role: str, parts: Sequence[tuple[str, str, int, bool]], in_features: int) -> Linear:
+    def _merged(self, role: str, parts: Sequence[tuple[str, str, int, Attention | None]], in_features: int) -> Linear:
         names = {name for weight, bias, _size, _pairs in parts for name in (weight, bias) if name in self._infos}
         sizes = [size for _weight, _bias, size, _pairs in parts]
         linear = self._new_linear(role, in_features, sizes, names, [weight for weight, _bias, _size, _pairs in parts])
@@ -162,28 +364,38 @@ class SliceBuilder:
         return linear
 
     def _new_linear(
-        self, role: str, in_features: int, sizes: Sequence[int], names: set[str], weights: Sequence[str]
+        self,
+        role: str,
+        in_features: int,
+        sizes: Sequence[int],
+        names: set[str],
+        weights: Sequence[str],
+        place: _Place | None = None,
     ) -> Linear:
         """Choose the class. ``names``: of weights and biases; ``weights``: of the parts, in order."""
+        place = place or self._place
         forms = [self._infos[name].form if name in self._infos else None for name in weights]
         if self._packed and any(forms):
-            if self._device.type == "cpu":
-                return PackedCpuLinear(role, in_features, sizes, self._workspace)
+            if place.device.type == "cpu":
+                return PackedCpuLinear(role, in_features, sizes, place.workspace, self._kernels)
             from edgepipe_torch.packed_cuda import PackedCudaLinear
 
-            return PackedCudaLinear(in_features, sizes, forms, dtype=self._dtype, device=self._device)
-        if self._device.type != "cpu" or self._dtype != torch.float32:
-            return PlainLinear(in_features, sizes, dtype=self._dtype, device=self._device)
+            return PackedCudaLinear(in_features, sizes, forms, dtype=place.dtype, device=place.device)
+        if place.device.type != "cpu" or place.dtype != torch.float32:
+            return PlainLinear(in_features, sizes, dtype=place.dtype, device=place.device)
         exact = all(_is_half(self._infos[name]) for name in names)
         kind = HalfLinear if exact and half_works() else TiledLinear
-        return kind(role, in_features, sizes, self._workspace)
+        return kind(role, in_features, sizes, place.workspace)
 
-    def _part_sink(self, linear: Linear, index: int, shape: tuple[int, int], *, pairs: bool) -> Sink:
-        def sink(weight: Tensor | Packed) -> None:
-            if tuple(weight.shape) != shape:
+    def _part_sink(self, linear: Linear, index: int, shape: tuple[int, int], *, pairs: Attention | None) -> Sink:
+        def sink(weight: HostWeight) -> None:
+            if _shape(weight) != shape:
                 raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
-            order = self._pair_order(shape[0]) if pairs else None
-            if isinstance(weight, Packed):
+            order = None if pairs is None else pair_order(shape[0], pairs)
+            if isinstance(weight, StoredBlocks | StoredWeight):
+                assert isinstance(linear, PackedCpuLinear)
+                self._fill_stored(linear, index, weight, None if order is None else order.numpy())
+            elif isinstance(weight, Packed):
                 assert isinstance(linear, PackedLinear)
                 linear.fill_packed(index, weight if order is None else weight.rows(order.numpy()))
             else:
@@ -191,28 +403,116 @@ class SliceBuilder:
 
         return sink
 
-    def _bias_sink(self, linear: Linear, index: int, size: int, *, pairs: bool) -> Sink:
-        def sink(bias: Tensor | Packed) -> None:
-            if tuple(bias.shape) != (size,):
+    def _fill_stored(
+        self,
+        linear: PackedCpuLinear,
+        index: int,
+        weight: StoredBlocks | StoredWeight,
+        order: npt.NDArray[np.int64] | None,
+    ) -> None:
+        """Fill a part from the cache; else repack it and keep it there."""
+        kept = self._cache.read(weight.info, order) if self._cache else None
+        if kept is not None:
+            linear.fill_repacked(index, kept)
+            return
+        if isinstance(weight, StoredBlocks):
+            linear.fill_blocks(index, weight, order)
+        else:
+            packed = weight.load()
+            linear.fill_packed(index, packed if order is None else packed.rows(order))
+        if self._cache:
+            self._cache.keep(weight.info, order, linear.repacked(index))
+
+    def _bias_sink(self, linear: Linear, index: int, size: int, *, pairs: Attention | None) -> Sink:
+        def sink(bias: HostWeight) -> None:
+            if _shape(bias) != (size,):
                 raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
             values = _floats(bias)
-            linear.fill_bias(index, values[self._pair_order(size)] if pairs else values)
+            linear.fill_bias(index, values if pairs is None else values[pair_order(size, pairs)])
 
         return sink
 
-    def _vector(self, name: str, size: int, *, pairs: bool = False) -> Tensor:
+    def _vector(self, name: str, size: int, *, pairs: Attention | None = None) -> Tensor:
+        """Make a norm's weight; the files of some families hold it minus one."""
         vector = torch.empty(size, dtype=self._dtype, device=self._device)
-        order = self._pair_order(size) if pairs else slice(None)
-        self._send(name, lambda tensor: _copy(vector, _floats(tensor)[order]))
+        order = slice(None) if pairs is None else pair_order(size, pairs)
+        more = 1.0 if self._config.norm.plus_one else 0.0
+        self._send(name, lambda tensor: _copy(vector, (_floats(tensor)[order].float() + more)))
         return vector
+
+    def _ones(self, size: int) -> Tensor:
+        return torch.ones(size, dtype=self._dtype, device=self._device)
+
+    def _matrix(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        matrix = torch.empty(shape, dtype=dtype, device=self._device)
+        self._send(name, lambda tensor: _copy(matrix, _floats(tensor)))
+        return matrix
 
     def _send(self, name: str, sink: Sink) -> None:
         self._sinks.setdefault(name, []).append(sink)
 
-    def _pair_order(self, rows: int) -> Tensor:
-        """Return the order (head, pair, half) of rows (head, half, pair), so that rotary pairs are adjacent."""
-        half = self._config.head_dim // 2
-        return torch.arange(rows).view(-1, 2, half).transpose(1, 2).reshape(-1)
+
+def pair_order(rows: int, attention: Attention) -> Tensor:
+    """Return the order of q's or k's rows in which rotary pairs are adjacent.
+
+    Files have rotating rows of a head as (half, pair), unless the family interleaves them; the rest of a head stays.
+    """
+    rotated, size = attention.rotated, attention.head_dim
+    own = torch.arange(size)
+    if rotated and not attention.interleaved:
+        own[:rotated] = torch.arange(rotated).view(2, -1).t().reshape(-1)
+    return (torch.arange(rows // size)[:, None] * size + own).reshape(-1)
+
+
+def _each_expert(linears: Sequence[Linear], part: int, shape: tuple[int, int]) -> Sink:
+    """Return a sink that gives each expert its rows of a weight [experts * rows, in]."""
+    rows, inputs = shape
+
+    def sink(weight: HostWeight) -> None:
+        if _shape(weight) != (len(linears) * rows, inputs):
+            raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
+        weight = weight.load() if isinstance(weight, StoredWeight) else weight
+        for expert, linear in enumerate(linears):
+            first, end = expert * rows, (expert + 1) * rows
+            if isinstance(weight, StoredBlocks):
+                assert isinstance(linear, PackedCpuLinear)
+                linear.fill_blocks(part, weight.rows(first, end))
+            elif isinstance(weight, Packed):
+                assert isinstance(linear, PackedLinear)
+                linear.fill_packed(part, weight.rows(slice(first, end)))
+            else:
+                linear.fill(part, weight[first:end])
+
+    return sink
+
+
+def _each_bias(linears: Sequence[Linear], part: int, rows: int) -> Sink:
+    def sink(bias: HostWeight) -> None:
+        if _shape(bias) != (len(linears) * rows,):
+            raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
+        for expert, linear in enumerate(linears):
+            linear.fill_bias(part, _floats(bias)[expert * rows : (expert + 1) * rows])
+
+    return sink
+
+
+def _matrix_sink(matrix: ExpertMatrix, part: int, shape: tuple[int, int]) -> Sink:
+    def sink(weight: HostWeight) -> None:
+        if _shape(weight) != shape:
+            raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
+        assert isinstance(weight, Tensor | Packed)  # a device reads no stored blocks
+        matrix.fill(part, weight)
+
+    return sink
+
+
+def _matrix_bias_sink(matrix: ExpertMatrix, part: int, size: int) -> Sink:
+    def sink(bias: HostWeight) -> None:
+        if _shape(bias) != (size,):
+            raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
+        matrix.fill_bias(part, _floats(bias))
+
+    return sink
 
 
 def load_slices(
@@ -223,25 +523,75 @@ def load_slices(
     dtype: torch.dtype,
     device: torch.device,
     workspace: Workspace,
+    rotations: Mapping[RotaryKind, int],
     packed: bool = True,
+    kernels: CpuKernels | KernelsUnavailable | None = None,
+    ram_percent: int = 0,
 ) -> list[SliceWeights]:
-    """Read every slice's weights; ``packed``: weights stay packed where the device can compute so.
+    """Read every slice's weights.
+
+    rotations    place of each kind of rotary embedding among those of a step
+    packed       weights stay packed where the device can compute so
+    kernels      of a CPU; None for this process's
+    ram_percent  of the layers, whose experts stay in host memory (``edgepipe.model.expert_places``)
+
+    A CPU keeps repacked weights beside a model of the store.
 
     Raises ModelInvalid, ArchitectureUnsupported, and torch's memory errors.
     """
+    place = source.repacked if isinstance(source, KeepsRepacked) and packed and device.type == "cpu" else None
+    with ShardCache(place) if place else nullcontext() as cache:
+        return _load_slices(
+            slices,
+            source,
+            progress,
+            dtype=dtype,
+            device=device,
+            workspace=workspace,
+            rotations=rotations,
+            packed=packed,
+            kernels=kernels,
+            cache=cache,
+            ram_percent=ram_percent,
+        )
+
+
+def _load_slices(
+    slices: Sequence[Slice],
+    source: WeightSource,
+    progress: Callable[[LoadProgress], None],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    workspace: Workspace,
+    rotations: Mapping[RotaryKind, int],
+    packed: bool,
+    kernels: CpuKernels | KernelsUnavailable | None,
+    cache: ShardCache | None,
+    ram_percent: int,
+) -> list[SliceWeights]:
     todo = [(part, info) for part in slices for info in source.weights(part)]
     total_bytes = sum(info.num_bytes for _part, info in todo)
     done, done_bytes = 0, 0
     loaded: list[SliceWeights] = []
     for part in slices:
         infos = source.weights(part)
-        stored = {(info.name, info.scheme) for info in source.tensors(part)}
+        stored = {info.name: info for info in source.tensors(part)}
         builder = SliceBuilder(
-            source.config, part, infos, dtype=dtype, device=device, workspace=workspace, packed=packed
+            source.config,
+            part,
+            infos,
+            dtype=dtype,
+            device=device,
+            workspace=workspace,
+            rotations=rotations,
+            packed=packed,
+            kernels=kernels,
+            cache=cache,
+            ram_percent=ram_percent,
         )
         for info in infos:
-            whole = (info.name, info.scheme) in stored
-            builder.take(info.name, _host_weight(source, info, packed=builder.packed, stored=whole))
+            builder.take(info.name, _host_weight(source, builder, info, stored))
             done, done_bytes = done + 1, done_bytes + info.num_bytes
             progress(
                 LoadProgress(tensors_done=done, tensors_total=len(todo), bytes_done=done_bytes, bytes_total=total_bytes)
@@ -250,14 +600,32 @@ def load_slices(
     return loaded
 
 
-def _host_weight(source: WeightSource, info: WeightInfo, *, packed: bool, stored: bool) -> Tensor | Packed:
-    """Read a weight: packed if it has a form and may stay so, else as floats. ``stored``: it is one stored tensor."""
-    if not packed and stored:
-        return host_tensor(source.read(info.name))
+def _host_weight(
+    source: WeightSource, builder: SliceBuilder, info: WeightInfo, stored: Mapping[str, TensorInfo]
+) -> HostWeight:
+    """Read a weight: packed if it has a form and may stay so, else as floats. ``take`` may read it later.
+
+    ``stored``: the slice's tensors by name.
+    """
+    tensor = stored.get(info.name)
+    if tensor is not None and (tensor.scheme, tensor.shape) == (info.scheme, info.shape):
+        if info.form is not None and builder.takes_stored:
+            read, read_range = partial(source.read, info.name), partial(source.read_range, info.name)
+            return StoredBlocks(info=tensor, read=read, read_range=read_range)
+        if not builder.packed:
+            return host_tensor(source.read(info.name))
+    if info.form is not None and builder.takes_stored:
+        return StoredWeight(info=info, load=partial(_load_packed, source, info.name))
     weight = source.load(info.name)
     if isinstance(weight, RawTensor):
         return host_tensor(weight)
-    return weight if packed else _widened(weight, rounded=info.rounded)
+    return weight if builder.packed else _widened(weight, rounded=info.rounded)
+
+
+def _load_packed(source: WeightSource, name: str) -> Packed:
+    weight = source.load(name)
+    assert isinstance(weight, Packed), f"{name} has a form"
+    return weight
 
 
 def _widened(weight: Packed, *, rounded: bool) -> Tensor:
@@ -289,8 +657,16 @@ def _is_half(info: WeightInfo) -> bool:
     return _is_bf16(info) or info.scheme == "F16"
 
 
-def _floats(weight: Tensor | Packed) -> Tensor:
+def _floats(weight: HostWeight) -> Tensor:
+    if isinstance(weight, StoredWeight):  # such as a packed router
+        weight = weight.load()
+    if isinstance(weight, StoredBlocks):
+        weight = pack_gguf(weight.read())
     return torch.from_numpy(weight.float32()) if isinstance(weight, Packed) else weight
+
+
+def _shape(weight: HostWeight) -> tuple[int, ...]:
+    return weight.info.shape if isinstance(weight, StoredBlocks | StoredWeight) else tuple(weight.shape)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -15,20 +15,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
-import platformdirs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from edgepipe.backend.types import PackedProducts
+from edgepipe.config import kernel_dir
 from edgepipe.model.packed import Packed
 from edgepipe.model.packed_form import PackedForm
+from edgepipe_torch.compiled_code import KernelsUnavailable
 from edgepipe_torch.cuda_kernels.forms import TILE_ROWS, kernel_form, supports, zeros_fit
 from edgepipe_torch.cuda_kernels.library import KernelLibrary, cuda_library
-from edgepipe_torch.cuda_kernels.nvrtc import KernelsUnavailable
 from edgepipe_torch.cuda_kernels.products import MOST_ROWS, Products
 from edgepipe_torch.packed_fallbacks import Int4Weights, UnpackedWeights, WideWeights, multiply_wide, rows_at_once
 from edgepipe_torch.packed_tiles import TiledWeight
@@ -62,6 +62,7 @@ class PackedCudaLinear:
             int, TiledWeights | Int4Weights | UnpackedWeights | WideWeights
         ] = {}  # by the run's first part
         self._bias: Tensor | None = None
+        self.products: set[PackedProducts] = set()  # what multiplies with the packed parts
 
     @property
     def num_bytes(self) -> int:
@@ -118,18 +119,23 @@ class PackedCudaLinear:
             self._weights[run.start].multiply(x, out[:, columns], bias=bias, add=add)
 
     def _new_weights(self, weight: Packed, out_features: int) -> TiledWeights | Int4Weights | UnpackedWeights:
-        shape = (out_features, self._in_features)
-        reason = ""
         try:
             products = self._products(weight)
         except KernelsUnavailable as exc:
-            reason = str(exc)
-        else:
-            return TiledWeights(products, TiledWeight(kernel_form(weight), *shape, self._device), weight.order)
-        if Int4Weights.accepts(weight, out_features, self._device, self._dtype):
-            _log_once("int4pack", weight.form, reason)
-            return Int4Weights(*shape, weight.form.group, self._device)
-        _log_once("unpacked", weight.form, reason)
+            return self._without_kernels(weight, out_features, exc)
+        self.products.add(PackedProducts(by="own kernels (CUDA)"))
+        tiles = TiledWeight(kernel_form(weight), out_features, self._in_features, self._device)
+        return TiledWeights(products, tiles, weight.order)
+
+    def _without_kernels(
+        self, weight: Packed, out_features: int, reason: KernelsUnavailable
+    ) -> Int4Weights | UnpackedWeights:
+        packs = Int4Weights.accepts(weight, out_features, self._device, self._dtype)
+        by = "torch's int4pack" if packs else "torch (blocks widened)"
+        self.products.add(reason.instead(by))
+        _log_once(by, weight.form, str(reason))
+        if packs:
+            return Int4Weights(out_features, self._in_features, weight.form.group, self._device)
         return UnpackedWeights(weight, out_features, dtype=self._dtype, device=self._device)
 
     def _products(self, weight: Packed) -> Products:
@@ -141,15 +147,10 @@ class PackedCudaLinear:
         return library.products(kernel_form(weight))
 
 
-def kernel_folder() -> Path:
-    """Return where compiled kernels are kept."""
-    return Path(platformdirs.user_cache_dir("edgepipe", appauthor=False)) / "kernels"
-
-
 def _library_of(device: torch.device) -> KernelLibrary:
     if device.type != "cuda":
         raise KernelsUnavailable("own kernels need a CUDA device")
-    found = cuda_library(device, kernel_folder())
+    found = cuda_library(device, kernel_dir())
     if isinstance(found, KernelsUnavailable):
         raise found
     return found
@@ -167,9 +168,11 @@ def _runs(parts: Sequence[int], forms: Sequence[PackedForm | None]) -> Iterator[
 
 
 @cache
-def _log_once(kind: str, form: PackedForm, reason: str) -> None:
+def _log_once(by: str, form: PackedForm, reason: str) -> None:
     """Say which fallback computes and why, once per form."""
-    logger.warning("packed weights of %d bits, groups of %d, compute by %s: %s", form.bits, form.group, kind, reason)
+    logger.warning(
+        "packed weights of %d bits, groups of %d, are multiplied by %s: %s", form.bits, form.group, by, reason
+    )
 
 
 class TiledWeights:

@@ -12,8 +12,11 @@ import numpy as np
 from torch import Tensor
 
 from edgepipe.backend.step_layout import StepLayout
+from edgepipe_torch.attention import StepAttention
+from edgepipe_torch.dot_attention import beside_sinks
+from edgepipe_torch.head_shape import LayerHeads
 from edgepipe_torch.kv import KVStorage
-from edgepipe_torch.paging import VarlenAttention
+from edgepipe_torch.paging import AlsoReturn, VarlenAttention, pages_fit
 from edgepipe_torch.transfer import Transfer
 
 
@@ -61,15 +64,41 @@ class PagedAttention:
         )
         return cls(attend, pool, sequences, max_q=max(counts), max_k=max(lengths))
 
-    def run(self, layer: int, window: int | None, queries: Tensor, out: Tensor) -> None:
+    def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
         """Attend for all rows. See StepAttention."""
-        keys, values = self._pool.pages(layer)
-        seen, splits = (-1 if window is None else window - 1, 0), 1
-        if window is None and self._arguments["max_q"] == 1 and queries.shape[1] > keys.shape[2]:
+        keys, values = self._pool.pages(heads.layer)
+        seen, splits = (-1 if heads.window is None else heads.window - 1, 0), 1
+        shared = heads.num_heads > heads.num_kv_heads
+        if heads.window is None and self._arguments["max_q"] == 1 and shared and heads.sinks is None:
             # A single query sees all keys. With this window, the kernel lets the heads of a group share their reads,
             # and may split them. With any other split, torch 2.13 gave NaN for sequences shorter than max_k.
             seen, splits = (-1, -1), None
         found = self._attend(
-            queries, keys, values, window_size=seen, num_splits=splits, enable_gqa=True, **self._arguments
+            queries,
+            keys,
+            values,
+            return_aux=None if heads.sinks is None else AlsoReturn(lse=True),
+            scale=heads.scale,
+            window_size=seen,
+            num_splits=splits,
+            enable_gqa=True,
+            **self._arguments,
         )
-        out.copy_(found)
+        if heads.sinks is None:
+            assert isinstance(found, Tensor)
+            out.copy_(found)
+        else:
+            attended, total = found  # [T, Hq, D], [Hq, T]
+            out.copy_(attended * beside_sinks(total, heads.sinks.unsqueeze(1)).t().unsqueeze(-1))
+
+
+class MixedAttention:
+    """Attention over pages in layers that the kernel computes, and of each sequence in the others."""
+
+    def __init__(self, paged: PagedAttention, others: StepAttention) -> None:
+        self._paged = paged
+        self._others = others
+
+    def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
+        """See StepAttention."""
+        (self._paged if pages_fit(heads) else self._others).run(heads, queries, out)

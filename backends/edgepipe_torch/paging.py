@@ -9,14 +9,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from edgepipe_torch.head_shape import LayerHeads
 from edgepipe_torch.transfer import CudaTransfer, GraphTransfer
 
 PAGE_TOKENS = 256
+_MAX_HEAD_DIM = 256  # of FlashAttention-2
+
+
+class AlsoReturn(NamedTuple):
+    """What the kernel returns besides the outputs; read as torch's ``AuxRequest``, whose import takes seconds."""
+
+    lse: bool  # log of the sum of the exponentials of each row's logits, without sinks
 
 
 class VarlenAttention(Protocol):
@@ -32,19 +40,22 @@ class VarlenAttention(Protocol):
         max_q: int,
         max_k: int,
         *,
+        return_aux: AlsoReturn | None,
+        scale: float,
         window_size: tuple[int, int],
         enable_gqa: bool,
         seqused_k: Tensor,
         block_table: Tensor,
         num_splits: int | None,
-    ) -> Tensor:
-        """Return the heads' outputs [T, Hq, D] in the query's type.
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the heads' outputs [T, Hq, D] in the query's type, with ``return_aux.lse`` also [Hq, T] float32.
 
         query        [T, Hq, D], rows of all sequences packed
         key, value   [pages, page tokens, Hkv, D], same type
         cu_seq_q     [N + 1] int32, the first row of each sequence
         cu_seq_k     [N + 1] int32, the first key of each sequence as if keys were packed
         max_q, max_k upper bounds of any sequence's rows and keys
+        scale        factor on products of query and key
         window_size  keys seen before and after a row's own; -1: all
         seqused_k    [N] int32, keys of each sequence; its last row is at its last key
         block_table  [N, P] int32, each sequence's pages; entries beyond its keys are not read
@@ -95,6 +106,11 @@ class Paging:
     page_tokens: int  # a block holds a multiple of it
     new_recorder: Callable[[], GraphRecorder]
     transfer: GraphTransfer
+
+
+def pages_fit(heads: LayerHeads) -> bool:
+    """Return whether the kernel computes a layer's attention."""
+    return heads.head_dim <= _MAX_HEAD_DIM and not heads.value_width and not heads.softcap
 
 
 def find_paging(device: torch.device, dtype: torch.dtype) -> Paging | None:

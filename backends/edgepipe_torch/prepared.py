@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +18,24 @@ class PreparedStep:
     """What ``submit`` needs of a step of T packed tokens. Indices are int64, which torch picks rows by."""
 
     layout: StepLayout
-    rotations: npt.NDArray[np.complex64]  # [T, head_dim / 2]
+    rotations: tuple[npt.NDArray[np.complex64], ...]  # [T, pairs] for each kind of rotary embedding
     scattered: tuple[Indices | None, ...]  # of each row: [length] slot of every token, where the blocks are not one run
+    windows: tuple[PreparedStep, ...] = ()  # the same step in each windowed memory class
 
 
-def prepare_step(step: Step, *, rotations: Rotations, block_size: int, num_blocks: int) -> PreparedStep:
+def prepare_step(
+    step: Step, *, rotations: Rotations, block_size: int, num_blocks: int, window_blocks: Sequence[int] = ()
+) -> PreparedStep:
     """Lay out a step and look up its rotations. Raises StepFailed, see ``lay_out_step``."""
-    layout = lay_out_step(step, block_size=block_size, num_blocks=num_blocks, dtype=np.int64)
-    scattered = tuple(None if row.contiguous else all_slots(row, block_size) for row in layout.rows)
-    return PreparedStep(layout=layout, rotations=rotations.at(layout.positions), scattered=scattered)
+    layout = lay_out_step(
+        step, block_size=block_size, num_blocks=num_blocks, window_blocks=window_blocks, dtype=np.int64
+    )
+    found = rotations.at(layout.positions)
+    windows = tuple(
+        PreparedStep(layout=each, rotations=found, scattered=_scattered(each, block_size)) for each in layout.windows
+    )
+    return PreparedStep(layout=layout, rotations=found, scattered=_scattered(layout, block_size), windows=windows)
+
+
+def _scattered(layout: StepLayout, block_size: int) -> tuple[Indices | None, ...]:
+    return tuple(None if row.contiguous else all_slots(row, block_size) for row in layout.rows)

@@ -1,11 +1,11 @@
 """Small operations of a step between its products: by torch, or by kernels compiled for this CPU.
 
-T rows, H hidden, Hq and Hkv heads, D head dim.
+T rows, H hidden, Hq and Hkv heads, D head dim, V numbers of a head's output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgepipe.model.facts import ModelConfig
-from edgepipe_torch.cpu_kernels import CpuKernels
+from edgepipe_torch.compiled_code import KernelsUnavailable
+from edgepipe_torch.cpu_kernels import CpuKernels, HeadKernels, float_bits
 from edgepipe_torch.cpu_step_code import ATTEND_JOB
-from edgepipe_torch.kv import KVPool, KVStorage
+from edgepipe_torch.head_shape import LayerHeads
+from edgepipe_torch.kv import KVPool
 from edgepipe_torch.linear import Workspace
 
 
@@ -30,13 +32,16 @@ class StepOps(Protocol):
         ...
 
     def norm_heads(self, heads: Tensor, weight: Tensor) -> None:
-        """Normalise heads [T, n, D], a view of some of a row's heads, in place."""
+        """Normalise heads [T, n, D], a view of some of a row's heads, in place.
+
+        weight [D]: each head on its own; or [n D]: all together.
+        """
         ...
 
-    def place(self, qkv: Tensor, rotations: Tensor, slots: Tensor, pool: KVPool, layer: int) -> None:
+    def place(self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, pool: KVPool, heads: LayerHeads) -> None:
         """Rotate queries and keys of qkv [T, Hq + 2 Hkv, D] in place; write keys and values to the pool's slots [T].
 
-        rotations [T, 1, D / 2] complex64.
+        rotations [T, 1, pairs] complex64, of the first pairs of each head; None: nothing rotates.
         """
         ...
 
@@ -45,18 +50,22 @@ class TorchOps:
     """By torch's operations, for any device and dtype."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._config = config
+        self._norm = config.norm
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self._config.rms_norm_eps)
+        if self._norm.kind == "layer":
+            return F.layer_norm(x, (x.shape[-1],), weight, None, self._norm.eps)
+        return F.rms_norm(x, (x.shape[-1],), weight, self._norm.eps)
 
     def norm_heads(self, heads: Tensor, weight: Tensor) -> None:
+        if weight.shape[0] != heads.shape[-1]:
+            heads = heads.view(heads.shape[0], -1)
         heads.copy_(self.norm(heads, weight))
 
-    def place(self, qkv: Tensor, rotations: Tensor, slots: Tensor, pool: KVPool, layer: int) -> None:
-        config = self._config
-        rotate(qkv[:, : config.num_heads + config.num_kv_heads], rotations)
-        pool.write(layer, slots, qkv[:, config.num_heads :])
+    def place(self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, pool: KVPool, heads: LayerHeads) -> None:
+        if rotations is not None:
+            rotate(qkv[:, : heads.num_heads + heads.num_kv_heads, : 2 * rotations.shape[-1]], rotations)
+        pool.write(heads.layer, slots, qkv[:, heads.num_heads :])
 
 
 def rotate(heads: Tensor, rotations: Tensor) -> None:
@@ -69,32 +78,78 @@ def rotate(heads: Tensor, rotations: Tensor) -> None:
 
 
 class CompiledOps:
-    """By compiled kernels, for float32 on a CPU. H and D are multiples of 8."""
+    """By compiled kernels, for float32 on a CPU, and by torch's operations in layers that the kernels lack.
 
-    def __init__(self, kernels: CpuKernels, config: ModelConfig, workspace: Workspace) -> None:
+    H and D are multiples of 8.
+    """
+
+    def __init__(
+        self, kernels: CpuKernels, config: ModelConfig, workspace: Workspace, *, packed_kv: bool = False
+    ) -> None:
+        """``packed_kv``: pools are ``PackedKVStorage``, not ``KVStorage``.
+
+        Raises KernelsUnavailable if kernels compute no layer's attention.
+        """
         self.kernels = kernels
-        self._heads = kernels.heads(config.head_dim)
-        self._config = config
+        self.packed_kv = packed_kv
+        self._others = TorchOps(config)
+        self._heads = _head_kernels(kernels, config, packed_kv=packed_kv)
+        self._epsilon = config.norm.eps
         self._workspace = workspace
+
+    def attends(self, heads: LayerHeads) -> bool:
+        """Return whether kernels compute the attention of a layer's single queries."""
+        return not heads.softcap and (heads.head_dim, heads.value_width) in self._heads
+
+    def places(self, heads: LayerHeads) -> bool:
+        """Return whether kernels rotate a layer's queries and keys and write its keys and values."""
+        return heads.rotates_whole and not heads.value_width and (heads.head_dim, 0) in self._heads
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         out = self._workspace.get("normed", *x.shape)
-        self.kernels.normalise(x, weight, out, self._config.rms_norm_eps)
+        self.kernels.normalise(x, weight, out, self._epsilon)
         return out
 
     def norm_heads(self, heads: Tensor, weight: Tensor) -> None:
-        self.kernels.normalise(heads, weight, heads, self._config.rms_norm_eps)
+        if weight.shape[0] != heads.shape[-1]:
+            heads = heads.view(heads.shape[0], -1)
+        self.kernels.normalise(heads, weight, heads, self._epsilon)
 
-    def place(self, qkv: Tensor, rotations: Tensor, slots: Tensor, pool: KVPool, layer: int) -> None:
-        assert isinstance(pool, KVStorage)  # 8-bit KV has no compiled kernels
-        layer_pool = pool.layer(layer)
-        places = (qkv.data_ptr(), rotations.data_ptr(), slots.data_ptr(), layer_pool.data_ptr())
-        counts = (qkv.shape[0], self._config.num_heads, self._config.num_kv_heads)
-        self.kernels.run(self._heads.rotate, (*places, *counts), (qkv, rotations, slots, layer_pool))
+    def place(self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, pool: KVPool, heads: LayerHeads) -> None:
+        if rotations is None or not self.places(heads):
+            self._others.place(qkv, rotations, slots, pool, heads)
+            return
+        arrays = pool.arrays(heads.layer)
+        places = (qkv.data_ptr(), rotations.data_ptr(), slots.data_ptr(), *(each.data_ptr() for each in arrays))
+        counts = (qkv.shape[0], heads.num_heads, heads.num_kv_heads)
+        rotate = self._heads[heads.head_dim, 0].rotate
+        self.kernels.run(rotate, (*places, *counts), (qkv, rotations, slots, *arrays))
 
-    def single_queries(self, num_rows: int, longest: int, pool: KVStorage) -> SingleQueries:
-        """Return attention for rows with one query and at most ``longest`` keys each."""
-        return SingleQueries(self.kernels, self._config, num_rows, longest, pool, self._workspace)
+    def single_queries(self, heads: LayerHeads, num_rows: int, longest: int, pool: KVPool) -> SingleQueries:
+        """Return attention for rows with one query and at most ``longest`` keys each, in layers of one kind.
+
+        ``heads``: of any of them, which ``attends`` accepts.
+        """
+        kernels = self._heads[heads.head_dim, heads.value_width]
+        return SingleQueries(self, kernels, heads, num_rows, longest, pool, self._workspace)
+
+
+def _head_kernels(
+    kernels: CpuKernels, config: ModelConfig, *, packed_kv: bool
+) -> Mapping[tuple[int, int], HeadKernels]:
+    """Return the kernels of each size of a head and of its value. Raises KernelsUnavailable without any."""
+    attentions = [spec.attention for spec in config.layers]
+    sizes = dict.fromkeys((each.head_dim, each.latent_width) for each in attentions if each.latent_width % 8 == 0)
+    found: dict[tuple[int, int], HeadKernels] = {}
+    missing = KernelsUnavailable("no layer's attention has kernels")
+    for size in sizes:
+        try:
+            found[size] = kernels.heads(*size, packed_kv=packed_kv)
+        except KernelsUnavailable as exc:
+            missing = exc
+    if not found:
+        raise missing
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,33 +167,36 @@ class SingleQueries:
 
     def __init__(
         self,
-        kernels: CpuKernels,
-        config: ModelConfig,
+        ops: CompiledOps,
+        kernels: HeadKernels,
+        heads: LayerHeads,
         num_rows: int,
         longest: int,
-        pool: KVStorage,
+        pool: KVPool,
         workspace: Workspace,
     ) -> None:
-        """``longest``: keys of a row, at most."""
-        self._kernels = kernels
-        self._attend = kernels.heads(config.head_dim).attend
+        """``heads``: of any layer of the kind; ``longest``: keys of a row, at most."""
+        self._kernels = ops.kernels
+        self._attend = kernels.attend
         self._pool = pool
         self.longest = longest
         self._slots: list[npt.NDArray[np.int64]] = []  # owned, of scattered rows
         self._table = np.zeros((num_rows, 4), np.int64)
-        pitch = longest // 8 * 8 + 8
-        threads = torch.get_num_threads() if kernels.parallel else 1
-        self._scores = workspace.get("scores", threads * pitch)
+        shared = heads.num_heads // heads.num_kv_heads
+        room = (longest // 8 * 8 + 8) * (shared if ops.packed_kv else 1)
+        threads = torch.get_num_threads() if self._kernels.parallel else 1
+        self._scores = workspace.get("scores", threads * room)
         values = {
             "rows": self._table.ctypes.data,
-            "items": num_rows * config.num_heads,
-            "heads": config.num_heads,
-            "shared": config.num_heads // config.num_kv_heads,
-            "pitch": 2 * config.num_kv_heads * config.head_dim,
+            "items": num_rows * heads.num_heads,
+            "heads": heads.num_heads,
+            "shared": shared,
+            "pitch": heads.entries * heads.head_dim,
             "scores": self._scores.data_ptr(),
-            "longest": pitch,
-            "calls": kernels.openmp,
+            "room": room,
+            "calls": self._kernels.openmp,
             "threads": threads,
+            "scale": float_bits(heads.scale),
         }
         self._job = np.array([values.get(name, 0) for name in ATTEND_JOB], np.int64)
 
@@ -149,9 +207,10 @@ class SingleQueries:
             table = 0 if row.slots is None else row.slots.ctypes.data
             self._table[index] = row.row, row.first, table, row.length
 
-    def run(self, layer: int, queries: Tensor, out: Tensor) -> None:
-        """Attend with queries [T, Hq, D] of all rows of the step; write the bound rows of out [T, Hq, D]."""
+    def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
+        """Attend with queries [T, Hq, D] of all rows of the step; write the bound rows of out [T, Hq, V]."""
         job = self._job.copy() if self._kernels.recording else self._job
-        keys = self._pool.layer(layer)
-        job[:4] = queries.data_ptr(), queries.stride(0), out.data_ptr(), keys.data_ptr()
-        self._kernels.run(self._attend, (job.ctypes.data,), (job, self, queries, out, keys))
+        arrays, sinks = self._pool.arrays(heads.layer), heads.sinks
+        places = (queries.data_ptr(), queries.stride(0), out.data_ptr(), arrays[0].data_ptr(), arrays[-1].data_ptr())
+        job[:6] = *places, 0 if sinks is None else sinks.data_ptr()
+        self._kernels.run(self._attend, (job.ctypes.data,), (job, self, queries, out, heads, *arrays))

@@ -6,18 +6,22 @@ The emulated backend and the simulator use the same model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from edgepipe.backend.devices import DeviceModel
 from edgepipe.backend.types import Step
-from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.expert_places import in_ram, split_kind, with_share
+from edgepipe.model.facts import LayerRange, ModelConfig, Slice
+from edgepipe.model.layer_spec import LayerSpec
+from edgepipe.model.layout import multiplied_parameters
 from edgepipe.model.resident import WIDE, resident_sizes
 from edgepipe.model.weight_table import FLOATS, WeightTable
 
 _DRAWS_AT_ONCE = 256
+_RAM_BYTES_PER_S = 40e9  # at which a CPU reads experts, until a probe has measured it
 
 # Rows above which a backend widens packed weights before it multiplies, by kind (``edgepipe.model.resident``). Others
 # multiply packed weights at any size.
@@ -43,6 +47,14 @@ class StepWork(NamedTuple):
             pairs = sum(count * (at + (count + 1) / 2) for at, count in zip(positions, num_tokens, strict=True))
         return cls(tokens=tokens, rows=rows, kv_tokens=kv_tokens, attention_pairs=pairs, logit_rows=logit_rows)
 
+    def within(self, window: int) -> StepWork:
+        """Return the work of attention that sees the last ``window`` tokens, if all rows are alike."""
+        per_row = self.tokens / self.rows  # a chunk of n tokens reads n - 1 more than one
+        kv_tokens = min(self.kv_tokens, round(self.rows * (window + per_row - 1)))
+        return self._replace(
+            kv_tokens=kv_tokens, attention_pairs=min(self.attention_pairs, float(self.tokens * window))
+        )
+
     def later(self, turns: int) -> StepWork:
         """Return the work of the same decodes, ``turns`` tokens later."""
         more = turns * self.rows
@@ -54,6 +66,23 @@ def work_of(step: Step) -> StepWork:
     positions, counts = [row.position for row in step.rows], [row.num_tokens for row in step.rows]
     num_scored = len(step.scores.rows) if step.scores is not None else 0
     return StepWork.of_rows(positions, counts, logit_rows=len(step.logit_rows) + num_scored)
+
+
+def layer_kinds(config: ModelConfig, weights: WeightTable) -> tuple[int, ...]:
+    """Return the kind of each layer: layers of one kind take the same time and memory. Kinds count from 0."""
+    kinds: dict[tuple[LayerSpec, int | None], int] = {}
+    found: list[int] = []
+    for index, spec in enumerate(config.layers):
+        alike = replace(spec, attention=replace(spec.attention, rope=None))
+        forms = weights.layers[index] if index < len(weights.layers) else None
+        found.append(kinds.setdefault((alike, forms), len(kinds)))
+    return tuple(found)
+
+
+def _split(kinds: Sequence[int], percent: int) -> tuple[int, ...]:
+    """Return the kinds of layers, of which some have their experts in host memory."""
+    found: dict[tuple[int, bool], int] = {}
+    return tuple(found.setdefault((kind, in_ram(index, percent)), len(found)) for index, kind in enumerate(kinds))
 
 
 class CostModel:
@@ -82,47 +111,66 @@ class CostModel:
         self._config = config
         self._device = device
         self._sizes = resident_sizes(config, weights, kind=kind, dtype=dtype)
-        self._widened = resident_sizes(config, weights, kind=WIDE, dtype=dtype)
+        kind, percent = split_kind(kind)
+        self._widened = resident_sizes(config, weights, kind=with_share(WIDE, percent), dtype=dtype)
         self._widens_above = _WIDENS_ABOVE_ROWS.get(kind)
         # size of the timed model over the config's
         self._scale = (as_model_bytes or self._sizes.matrices) / self._sizes.matrices
-        own_kv = config.kv_bytes_per_token(num_layers=config.num_layers, form=kv or dtype)
-        self._layer_kv_bytes = (as_kv_bytes_per_token or own_kv) / config.num_layers  # per token
+        own_kv = config.kv_bytes_per_token(form=kv or dtype)
+        kv_scale = (as_kv_bytes_per_token or own_kv) / own_kv
+        self._kv_bytes = [  # per token
+            config.kv_bytes_per_token((layer,), form=kv or dtype) * kv_scale for layer in range(config.num_layers)
+        ]
+        self._weights = [multiplied_parameters(spec, config.hidden_size) * self._scale for spec in config.layers]
+        self._widths = [spec.attention.query_width for spec in config.layers]
+        self.kinds = _split(layer_kinds(config, weights), percent)  # of each layer
+        self.has_experts = any(spec.experts is not None for spec in config.layers)
 
     def weight_bytes(self, slices: Sequence[Slice]) -> int:
         """Return the memory of the slices' weights."""
         sizes = self._sizes
-        return int(sum(sizes.of_layers(part.layers) + sizes.of_tables(part) for part in slices) * self._scale)
+        layers = sum(self._sum(sizes.layers, part.layers) + sizes.of_tables(part) for part in slices)
+        return int(layers * self._scale)
 
     def kv_bytes_per_token(self, slices: Sequence[Slice]) -> int:
         """Return the memory of one token's KV in all layers of the slices."""
-        return int(self._layer_kv_bytes * sum(len(part.layers) for part in slices))
+        return int(sum(self._sum(self._kv_bytes, part.layers) for part in slices))
 
     def slice_cost(self, part: Slice) -> SliceCost:
         """Return the cost of steps on a slice."""
-        layers = part.layers
-        return self._cost(len(layers), self._sizes.of_layers(layers), self._widened.of_layers(layers), head=part.head)
+        if part.layers.end > self._config.num_layers:  # the timed model has fewer layers
+            return self.mean_cost(len(part.layers), head=part.head)
+        return self._cost(part.layers, 1.0, head=part.head)
+
+    def kind_costs(self) -> list[SliceCost]:
+        """Return the cost of steps on one layer of each kind."""
+        firsts = [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
+        return [self._cost(LayerRange(first, first + 1), 1.0, head=False) for first in firsts]
 
     def mean_cost(self, num_layers: int, *, head: bool) -> SliceCost:
         """Return the cost of steps on so many layers of mean size."""
-        share = num_layers / self._config.num_layers
-        return self._cost(num_layers, sum(self._sizes.layers) * share, sum(self._widened.layers) * share, head=head)
+        every = LayerRange(0, self._config.num_layers)
+        return self._cost(every, num_layers / len(every), head=head)
 
-    def _cost(self, layers: int, layer_bytes: float, wide_bytes: float, *, head: bool) -> SliceCost:
-        """``layer_bytes``, ``wide_bytes``: of all layers, as they are kept and widened."""
-        device = self._device
-        layer_weights = layers * self._config.layer_parameters() * self._scale
+    def _cost(self, layers: LayerRange, share: float, *, head: bool) -> SliceCost:
+        """Return the cost of ``share`` times the layers."""
+        device, sizes = self._device, self._sizes
+        run = slice(layers.start, layers.end)
+        layer_bytes, wide_bytes = share * sum(sizes.layers[run]), share * sum(self._widened.layers[run])
+        expert_bytes = share * sum(sizes.experts[run])
         head_weights = self._config.vocab_size * self._config.hidden_size * self._scale if head else 0.0
-        width = self._config.num_heads * self._config.head_dim
+        experts = next((spec.experts for spec in self._config.layers[run] if spec.experts is not None), None)
         head_bytes, wide_head_bytes = (self._sizes.head, self._widened.head) if head else (0, 0)
+        attention = [self._attention(layers, window, share) for window in self._windows(layers)]
         return SliceCost(
-            read_s=self._read_s(layer_bytes),
-            token_s=2 * layer_weights / device.flops,
+            read_s=self._read_s(layer_bytes - expert_bytes),
+            expert_read_s=self._read_s(expert_bytes) + share * sum(sizes.in_ram[run]) * self._scale / _RAM_BYTES_PER_S,
+            expert_share=experts.used / experts.count if experts is not None else 1.0,
+            token_s=2 * share * sum(self._weights[run]) / device.flops,
             head_read_s=self._read_s(head_bytes),
             head_row_s=2 * head_weights / device.flops,
-            kv_token_s=layers * self._layer_kv_bytes / device.bandwidth_bytes_per_s,
-            pair_s=4 * layers * width / device.flops,
-            step_overhead_s=device.step_overhead_s + layers * device.layer_overhead_s,
+            attention=tuple(attention),
+            step_overhead_s=device.step_overhead_s + share * len(layers) * device.layer_overhead_s,
             row_overhead_s=device.sequence_overhead_s,
             tile_steps=device.tile_steps,
             widen_s=self._read_s(layer_bytes + wide_bytes) if layer_bytes < wide_bytes else 0.0,
@@ -130,35 +178,81 @@ class CostModel:
             widens_above_rows=self._widens_above,
         )
 
+    def _windows(self, layers: LayerRange) -> list[int | None]:
+        """Return the windows of some layers, each once."""
+        return list(dict.fromkeys(self._config.layers[index].attention.window for index in layers))
+
+    def _attention(self, layers: LayerRange, window: int | None, share: float) -> AttentionCost:
+        """Return the cost of attention in ``share`` times the layers that have this window."""
+        own = [index for index in layers if self._config.layers[index].attention.window == window]
+        return AttentionCost(
+            window=window,
+            kv_token_s=share * sum(self._kv_bytes[index] for index in own) / self._device.bandwidth_bytes_per_s,
+            pair_s=4 * share * sum(self._widths[index] for index in own) / self._device.flops,
+        )
+
+    def _sum(self, values: Sequence[float], layers: LayerRange) -> float:
+        """Return the sum of some layers' values; of so many mean ones if the timed model has fewer."""
+        if layers.end > len(values):
+            return sum(values) / len(values) * len(layers)
+        return sum(values[layers.start : layers.end])
+
     def _read_s(self, num_bytes: float) -> float:
         return num_bytes * self._scale / self._device.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCost:
+    """Attention of the layers with one window: the longer of reading and multiplying."""
+
+    window: int | None  # tokens that a query sees; None: all
+    kv_token_s: float  # reading one token's KV
+    pair_s: float  # multiplying, per pair of tokens
+
+    def seen(self, work: StepWork) -> StepWork:
+        """Return the work of what the layers see."""
+        return work if self.window is None else work.within(self.window)
+
+    def step_s(self, work: StepWork) -> float:
+        """Return the seconds of a step."""
+        seen = self.seen(work)
+        return max(self.kv_token_s * seen.kv_tokens, self.pair_s * seen.attention_pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceCost:
     """Step costs of one slice. Matrices and attention each take the longer of reading and multiplying."""
 
-    read_s: float  # reading the layers' weights
+    read_s: float  # reading the layers' weights, without experts
     token_s: float  # multiplying with them, per token
     head_read_s: float  # reading the head's weights; 0 without the head
     head_row_s: float  # multiplying with them, per row of logits
-    kv_token_s: float  # reading one token's KV
-    pair_s: float  # multiplying, per pair of tokens
+    attention: tuple[AttentionCost, ...]
     step_overhead_s: float
     row_overhead_s: float
     tile_steps: tuple[tuple[int, float], ...]
     widen_s: float = 0.0  # reading packed layers and writing their values, in a step of many tokens
     head_widen_s: float = 0.0  # the head's
     widens_above_rows: int | None = None  # None: never
+    expert_read_s: float = 0.0  # reading all experts
+    expert_share: float = 1.0  # of the experts that one token uses
+
+    def distinct_share(self, tokens: int) -> float:
+        """Return the share of the experts that so many tokens use together, if they choose independently.
+
+        An upper bound: real choices are skewed.
+        """
+        return 1.0 - (1.0 - self.expert_share) ** tokens
 
     def step_s(self, work: StepWork) -> float:
         """Return the seconds of the step on the device, without jitter."""
-        seconds = max(self.read_s * self._stretch(work.tokens), self.token_s * work.tokens)
+        read_s = self.read_s + self.expert_read_s * self.distinct_share(work.tokens)
+        seconds = max(read_s * self._stretch(work.tokens), self.token_s * work.tokens)
         seconds += self.widen_s if self._widens(work.tokens) else 0.0
         if work.logit_rows:
             seconds += max(self.head_read_s * self._stretch(work.logit_rows), self.head_row_s * work.logit_rows)
             seconds += self.head_widen_s if self._widens(work.logit_rows) else 0.0
-        seconds += max(self.kv_token_s * work.kv_tokens, self.pair_s * work.attention_pairs)
+        seconds += sum(attention.step_s(work) for attention in self.attention)
         return seconds + self.step_overhead_s + work.rows * self.row_overhead_s
 
     def _widens(self, rows: int) -> bool:

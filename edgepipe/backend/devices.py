@@ -11,7 +11,10 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.units import parse_bytes, parse_duration_s
 
 _DESKTOP_BYTES = 1_500_000_000  # of a GPU's memory: windows, a browser, workspaces
-_BANDWIDTH_EFFICIENCY = 0.85  # share of the data sheet's memory rate that streaming reads reach
+# Share of the data sheet's memory rate that streaming reads reach, and a layer's time beside its reads (some 20
+# kernels). NVIDIA's are the least squares of decode rates of dense models on an RTX 4090: docs/architecture.md.
+_BANDWIDTH_EFFICIENCY = 0.85
+_GPU_BANDWIDTH_EFFICIENCY, _GPU_LAYER_S = 0.96, 44e-6
 _MATRIX_EFFICIENCY = 0.70  # share of the dense bf16 rate that large matrix products reach
 
 # (first number of tokens, factor): step time jumps at tile edges, as measured on an L20.
@@ -55,10 +58,10 @@ def _gpu(name: str, *, memory_gb: float, peak_gb_per_s: float, peak_tflops: floa
     return DeviceModel(
         name=name,
         memory_bytes=int(memory_gb * 1e9),
-        bandwidth_bytes_per_s=peak_gb_per_s * 1e9 * _BANDWIDTH_EFFICIENCY,
+        bandwidth_bytes_per_s=peak_gb_per_s * 1e9 * _GPU_BANDWIDTH_EFFICIENCY,
         flops=peak_tflops * 1e12 * _MATRIX_EFFICIENCY,
         step_overhead_s=60e-6,
-        layer_overhead_s=6e-6,
+        layer_overhead_s=_GPU_LAYER_S,
         tile_steps=_CUDA_TILES,
     )
 

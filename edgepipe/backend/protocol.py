@@ -11,6 +11,7 @@ from edgepipe.backend.types import (
     DeviceProfile,
     LoadProgress,
     LogitEdits,
+    PackedProducts,
     Step,
     StepOutput,
     TokenIds,
@@ -43,12 +44,20 @@ class Backend(Protocol):
         """
         ...
 
+    def packed_products(self) -> Sequence[PackedProducts]:
+        """Return what multiplies with the loaded packed weights, each once; empty if all loaded weights are floats."""
+        ...
+
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         """Return the bytes of one KV block of ``block_size`` tokens in all layers of the slices."""
         ...
 
-    def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
-        """Allocate the KV pool of every loaded layer. Later calls allocate none. Raises DeviceOutOfMemory."""
+    def allocate_kv(self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = ()) -> None:
+        """Allocate the KV pool of every loaded layer. Later calls allocate none. Raises DeviceOutOfMemory.
+
+        window_blocks  blocks of each windowed class (``model.memory_classes``), whose layers then find their KV by the
+                       rows' ``windows``; empty: every layer has ``num_blocks`` and finds it by ``runs``
+        """
         ...
 
     def prepare(self, step: Step) -> Prepared:

@@ -5,7 +5,8 @@ Shape letters: T packed tokens, R rows that are sampled from, S rows that are sc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,9 @@ class StepLayout:
     num_sampled: int  # R
     scores: ScoreRows | None
     copies: tuple[BlockCopy, ...]
+    # The same step in each windowed memory class: ``slots`` and ``rows`` are those of the class, and the rows' lengths
+    # count from the first token that the class's table names.
+    windows: tuple[StepLayout, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -48,35 +52,67 @@ class StepLayout:
         return len(self.slots)
 
 
-def lay_out_step(step: Step, *, block_size: int, num_blocks: int, dtype: type[np.int32] | type[np.int64]) -> StepLayout:
-    """Lay out a step of blocks with ``block_size`` tokens, from a pool of ``num_blocks``.
+def lay_out_step(
+    step: Step,
+    *,
+    block_size: int,
+    num_blocks: int,
+    window_blocks: Sequence[int] = (),
+    dtype: type[np.int32] | type[np.int64],
+) -> StepLayout:
+    """Lay out a step of blocks with ``block_size`` tokens, from a pool of ``num_blocks`` and the windows' pools.
 
     Raises StepFailed if a block table is short or names a block that the pool lacks: kernels check nothing.
     """
-    positions: list[Indices] = []
-    slots: list[Indices] = []
-    rows: list[RowLayout] = []
-    first_row = 0
-    for row in step.rows:
-        layout = _row_layout(row, first_row, block_size=block_size, num_blocks=num_blocks, dtype=dtype)
-        own = np.arange(row.position, row.position + row.num_tokens, dtype=dtype)
-        positions.append(own)
-        slots.append(_slots_at(layout, own, block_size))
-        rows.append(layout)
-        first_row += row.num_tokens
+    positions = [np.arange(row.position, row.position + row.num_tokens, dtype=dtype) for row in step.rows]
+    slots, rows = _lay_out_rows(step.rows, block_size=block_size, num_blocks=num_blocks, dtype=dtype)
     for copy in step.copies:
         _check_run(BlockRun(copy.source, 1), num_blocks)
         _check_run(BlockRun(copy.target, 1), num_blocks)
-    return StepLayout(
+    layout = StepLayout(
         slice_index=step.slice_index,
         positions=_joined(positions, dtype),
-        slots=_joined(slots, dtype),
-        rows=tuple(rows),
-        logit_rows=_logit_rows(step, first_row, dtype),
+        slots=slots,
+        rows=rows,
+        logit_rows=_logit_rows(step, len(slots), dtype),
         num_sampled=len(step.logit_rows),
         scores=step.scores,
         copies=step.copies,
     )
+    if not window_blocks:
+        return layout
+    windows: list[StepLayout] = []
+    for number, count in enumerate(window_blocks):
+        held = [_within(row, number, block_size) for row in step.rows]
+        slots, rows = _lay_out_rows(held, block_size=block_size, num_blocks=count, dtype=dtype)
+        windows.append(replace(layout, slots=slots, rows=rows))
+    return replace(layout, windows=tuple(windows))
+
+
+def _lay_out_rows(
+    held: Sequence[StepRow], *, block_size: int, num_blocks: int, dtype: type[np.int32] | type[np.int64]
+) -> tuple[Indices, tuple[RowLayout, ...]]:
+    """Return the slots ``[T]`` of the rows' tokens in one memory class, and the rows' layouts."""
+    slots: list[Indices] = []
+    rows: list[RowLayout] = []
+    first_row = 0
+    for row in held:
+        layout = _row_layout(row, first_row, block_size=block_size, num_blocks=num_blocks, dtype=dtype)
+        own = np.arange(row.position, row.position + row.num_tokens, dtype=dtype)
+        slots.append(_slots_at(layout, own, block_size))
+        rows.append(layout)
+        first_row += row.num_tokens
+    return _joined(slots, dtype), tuple(rows)
+
+
+def _within(row: StepRow, number: int, block_size: int) -> StepRow:
+    """Return the row as a windowed class holds it: its positions count from the table's first block."""
+    if number >= len(row.windows):
+        raise StepFailed(
+            f"sequence {row.sequence} lacks the blocks of a window", fact=f"it has those of {len(row.windows)}"
+        )
+    table = row.windows[number]
+    return replace(row, position=row.position - table.first * block_size, runs=table.runs)
 
 
 def all_slots(row: RowLayout, block_size: int) -> Indices:

@@ -57,6 +57,15 @@ class DeviceProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackedProducts:
+    """What multiplies with the loaded packed weights, or with some of them. Texts are for people."""
+
+    by: str  # "own kernels (AVX2)"
+    reason: str = ""  # why nothing faster does; empty: it is the fastest on this device
+    remedy: str = ""  # command that makes a faster way available, if one does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
     """Options of a stage process for its backend."""
 
@@ -83,6 +92,14 @@ class BlockCopy:
     target: int
 
 
+@dataclass(frozen=True, slots=True)
+class WindowRuns:
+    """A sequence's block table in one windowed memory class, as far as later tokens need it."""
+
+    first: int  # place in the sequence of the first block: tokens before it are not kept
+    runs: tuple[BlockRun, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
     """The tokens of one sequence in a step: a whole prompt, a chunk of a prompt, or one decode token.
@@ -95,6 +112,7 @@ class StepRow:
     position: int  # absolute, of the first token
     num_tokens: int
     runs: tuple[BlockRun, ...]  # the sequence's block table from token 0, covering position + num_tokens
+    windows: tuple[WindowRuns, ...] = ()  # its tables of windowed classes, if the pool has such classes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

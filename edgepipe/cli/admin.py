@@ -94,12 +94,12 @@ class Admin:
             async for event in self._stub.Serve(message, timeout=_SERVE_S):
                 yield from_wire(event, ServeEvent)
 
-    async def survey(self, model: str, *, dtype: str, fresh: bool = False) -> SurveyReply:
+    async def survey(self, model: str, *, dtype: str, kv: str = "", fresh: bool = False) -> SurveyReply:
         """Return a model's shape, devices and links for a plan. The nodes measure what they have not measured yet.
 
         Raises ModelUnknown, LinkNotMeasured.
         """
-        request = pb.SurveyRequest(hello=self._hello, model=model, dtype=dtype, fresh=fresh)
+        request = pb.SurveyRequest(hello=self._hello, model=model, dtype=dtype, fresh=fresh, kv=kv)
         with translated(_PEER):
             reply = await self._stub.Survey(request, timeout=_SURVEY_S)
         return from_wire(reply, SurveyReply)
@@ -162,14 +162,14 @@ class Admin:
         return from_wire(reply, ListPeersReply)
 
     async def remove_peer(self, peer: str, *, others: str) -> RemovePeerReply:
-        """Remove a peer; ``others`` as in the .proto. Raises TrustInvalid."""
+        """Remove a peer; ``others`` as in the .proto. Raises ConfigInvalid for an unknown name, TrustInvalid."""
         request = trust_pb2.RemovePeerRequest(hello=self._hello, peer=peer, others=others)
         with translated(_PEER):
             reply = await self._trust.RemovePeer(request, timeout=_RPC_S)
         return from_wire(reply, RemovePeerReply)
 
     async def promote_peer(self, peer: str) -> str:
-        """Make a peer an owner. Return its name. Raises TrustInvalid."""
+        """Make a peer an owner. Return its name. Raises ConfigInvalid for an unknown name, TrustInvalid."""
         request = trust_pb2.PromotePeerRequest(hello=self._hello, peer=peer)
         with translated(_PEER):
             return (await self._trust.PromotePeer(request, timeout=_RPC_S)).name

@@ -88,7 +88,7 @@ def demo(
         threads=max(1, (os.cpu_count() or 1) // nodes),
         backend_options=backend_option or (),
     )
-    _fetch(plan.models_dir, model)
+    model = _fetch(plan.models_dir, model)
     status = asyncio.run(_until_signal(_Demo(plan, model).run(prompt or _QUESTION, max_tokens, serve=serve), serve))
     if status:
         raise typer.Exit(status)
@@ -137,15 +137,16 @@ def _installed() -> list[str]:
     return [name for name, library in (("torch", "torch"), ("mlx", "mlx")) if find_spec(library) is not None]
 
 
-def _fetch(models_dir: Path, model: str) -> None:
-    """Pull the model unless this disk has it."""
+def _fetch(models_dir: Path, model: str) -> str:
+    """Pull the model unless this disk has it; return its name there."""
     from edgepipe.cli.models import pull_model
     from edgepipe.model.store import ModelStore
 
     try:
         ModelStore(models_dir).resolve(model)
     except ModelUnknown:
-        pull_model(models_dir, model)
+        return pull_model(models_dir, model).model_id
+    return model
 
 
 async def _until_signal(work: Coroutine[Any, Any, None], serve: bool) -> int:

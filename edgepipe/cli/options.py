@@ -25,6 +25,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 ObjectiveName = Annotated[
     str, typer.Option("--objective", metavar="GOAL", help="latency: speed of one chat; throughput: tokens/s of all.")
 ]
+KVForm = Annotated[
+    str, typer.Option("--kv", metavar="FORM", help="KV cache in the compute type (auto), or 8bit: less memory.")
+]
 Exclude = Annotated[
     str, typer.Option("--exclude", metavar="NODES", help="Nodes to leave out: a,b.", show_default=False)
 ]

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgepipe.cli.options import DataDir, Exclude, First, Json, ObjectiveName, checked_dtype, data_dir_of
+from edgepipe.cli.options import (
+    DataDir,
+    Exclude,
+    First,
+    Json,
+    KVForm,
+    ObjectiveName,
+    checked_dtype,
+    checked_kv,
+    data_dir_of,
+)
 from edgepipe.cli.output import make_console, print_json
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 
@@ -54,6 +64,7 @@ def plan(
         str, typer.Option("--link", metavar="LINK", help="Link between emulated devices: 1gbit,0.3ms.")
     ] = "",
     dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
+    kv: KVForm = "auto",
     measure: Annotated[bool, typer.Option("--measure", help="Measure devices and links again.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Plan as if all memory were free.")] = False,
     as_json: Json = False,
@@ -70,7 +81,7 @@ def plan(
         )
     if emulate and data_dir is not None:
         raise ConfigInvalid("--emulate and --data-dir contradict each other", next_step="give one of them")
-    dtype = checked_dtype(dtype)
+    dtype, kv = checked_dtype(dtype), checked_kv(kv)
     if emulate and dtype == "float32":
         raise ConfigInvalid("--emulate plans in bfloat16", fact="data sheets give rates for bfloat16 only")
     constraints = Constraints(
@@ -80,9 +91,9 @@ def plan(
         first=first,
     )
     if emulate:
-        cluster = _imagined(model, emulate, link or "1gbit,0.3ms")
+        cluster = _imagined(model, emulate, link or "1gbit,0.3ms", kv)
     else:
-        cluster = _surveyed(model, dtype, data_dir, fresh=measure)
+        cluster = _surveyed(model, dtype, kv, data_dir, fresh=measure)
     demand = make_demand(cluster, objective=objective, context=context, concurrency=concurrency)
     _show(cluster if not force else _all_memory(cluster), demand, constraints, what_if=what_if, as_json=as_json)
 
@@ -107,24 +118,24 @@ def make_demand(cluster: Cluster, *, objective: str, context: int, concurrency: 
     )
 
 
-def _imagined(model: str, devices: str, link: str) -> Cluster:
+def _imagined(model: str, devices: str, link: str, kv: str) -> Cluster:
     from edgepipe.backend.devices import parse_devices
     from edgepipe.model.mixes import named_model
     from edgepipe.planner.cluster import known_cluster
     from edgepipe.units import parse_link
 
     config, weights = named_model(model)
-    return known_cluster(parse_devices(devices), config, link=parse_link(link), model=model, weights=weights)
+    return known_cluster(parse_devices(devices), config, link=parse_link(link), model=model, weights=weights, kv=kv)
 
 
-def _surveyed(model: str, dtype: str, data_dir: Path | None, *, fresh: bool) -> Cluster:
+def _surveyed(model: str, dtype: str, kv: str, data_dir: Path | None, *, fresh: bool) -> Cluster:
     """Return the cluster of this machine's node; nodes first measure unknown devices and links."""
     from edgepipe.cli.admin import connect, run_async
     from edgepipe.wire.surveys import cluster_of
 
     async def work(folder: Path) -> Cluster:
         async with connect(folder) as admin:
-            return cluster_of(await admin.survey(model, dtype=dtype, fresh=fresh))
+            return cluster_of(await admin.survey(model, dtype=dtype, kv=kv, fresh=fresh), kv=kv)
 
     with make_console(stderr=True).status("measuring devices and links"):
         return run_async(work(data_dir_of(data_dir)))

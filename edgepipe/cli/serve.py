@@ -13,6 +13,7 @@ from edgepipe.cli.options import (
     DataDir,
     Exclude,
     First,
+    KVForm,
     ObjectiveName,
     checked_dtype,
     checked_kv,
@@ -77,10 +78,7 @@ def serve(
         ),
     ] = 0,
     dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
-    kv: Annotated[
-        str,
-        typer.Option("--kv", metavar="FORM", help="KV cache in the compute type (auto), or 8bit: less memory, slower."),
-    ] = "auto",
+    kv: KVForm = "auto",
     activations: Annotated[
         str, typer.Option("--activations", metavar="TYPE", help="Type of activations between stages: bf16 or float32.")
     ] = "bf16",

@@ -36,7 +36,7 @@ def uninstall(
 ) -> None:
     """Remove edgepipe's service, identity, settings and logs from this machine. Models stay by default."""
     from edgepipe.cli.service import service_plan, uninstall_service
-    from edgepipe.config import default_config_file, load_config
+    from edgepipe.config import default_config_file, kernel_dir, load_config
     from edgepipe.daemon.machine.data_dir import socket_path
 
     config = load_config({"data_dir": data_dir, "models_dir": models_dir}).values
@@ -46,6 +46,7 @@ def uninstall(
         data_dir=config.data_dir,
         models_dir=config.models_dir,
         config_file=default_config_file(),
+        kernels=kernel_dir(),
         purge_models=purge_models,
     )
     _print(leftovers, dry_run=dry_run)
@@ -66,7 +67,13 @@ def uninstall(
 
 
 def find_leftovers(
-    *, services: Sequence[Path], data_dir: Path, models_dir: Path, config_file: Path, purge_models: bool
+    *,
+    services: Sequence[Path],
+    data_dir: Path,
+    models_dir: Path,
+    config_file: Path,
+    kernels: Path,
+    purge_models: bool,
 ) -> list[Leftover]:
     """Find edgepipe's files and folders, with their sizes."""
     found = [Leftover(path=path, what="service", num_bytes=_size(path)) for path in services]
@@ -76,6 +83,8 @@ def find_leftovers(
         found.append(Leftover(path=data_dir, what="identity, trust, logs, conversations", num_bytes=size))
     if config_file.exists():
         found.append(Leftover(path=config_file, what="settings", num_bytes=_size(config_file)))
+    if kernels.exists():
+        found.append(Leftover(path=kernels, what="compiled kernels", num_bytes=_size(kernels)))
     if models_dir.exists():
         found.append(Leftover(path=models_dir, what="models", num_bytes=_size(models_dir), kept=not purge_models))
     return found

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from edgepipe.cli.options import checked_kv
 from edgepipe.errors import ConfigInvalid
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ _CLUSTER = (
     _option("jitter", "SHARE", float, "Standard deviation of step times over their mean.  [default: 0.05]", min=0.0),
     _option("context", "TOKENS", int, "Tokens per conversation.  [default: the model's]", min=1),
     _option("kv-tokens", "TOKENS", int, "KV cache of all conversations, in tokens.  [default: by memory]", min=1),
+    _option("kv", "FORM", str, "KV cache in the compute type (auto), or 8bit: less memory.  [default: auto]"),
 )
 _WORKLOAD = (
     _option(
@@ -131,6 +133,7 @@ def imagined_cluster(settings: Mapping[str, str], *, devices: str) -> ImaginedCl
         plan=settings.get("plan", ""),
         context_length=count_of(settings, "context", 0),
         kv_tokens=count_of(settings, "kv-tokens", 0),
+        kv=checked_kv(settings.get("kv", "auto")),
         seed=count_of(settings, "seed", 0, least=0),
     )
 

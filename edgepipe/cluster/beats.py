@@ -19,6 +19,8 @@ from edgepipe.wire.common import Hello
 from edgepipe.wire.nodes import Beat, NodeState
 from edgepipe.wire.trust import TrustSet, TrustStatement
 
+BEATS_PER_S = 50.0  # taken from one member, which sends four a second and one for each change of its state
+BURST_BEATS = 200
 _ECHO_MEMORY = 32  # beats whose sending time is remembered: eight seconds
 _PIECE_BYTES = 256 << 10  # of statements in one beat: a home's store fits into one
 _MAX_KEYS = 8192  # accepted in one beat; a full store has some 3,000
@@ -53,6 +55,23 @@ class SharedTrust(Protocol):
     def changes(self) -> AsyncIterator[None]:
         """Yield at once and then after every change."""
         ...
+
+
+class BeatPace:
+    """Paces the beats of each member over all its streams: a burst at once, then ``BEATS_PER_S``.
+
+    The reader waits, so that flow control holds the sender back. This is the leaky bucket of ITU-T I.371, annex A
+    (virtual scheduling).
+    """
+
+    def __init__(self) -> None:
+        self._due_s: dict[NodeId, float] = {}  # when a beat would come at the full rate; has members only
+
+    def wait_s(self, node_id: NodeId, *, now_s: float) -> float:
+        """Count a member's beat that came now. Return how many seconds to wait before reading the next."""
+        due_s = max(self._due_s.get(node_id, now_s), now_s) + 1.0 / BEATS_PER_S
+        self._due_s[node_id] = due_s
+        return max(0.0, due_s - now_s - BURST_BEATS / BEATS_PER_S)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import grpc.aio
 
 from edgepipe.clock import Clock
 from edgepipe.cluster.admission import Admission
-from edgepipe.cluster.beats import Conversation, SharedTrust, Speaker
+from edgepipe.cluster.beats import BeatPace, Conversation, SharedTrust, Speaker
 from edgepipe.cluster.membership import (
     Command,
     Dial,
@@ -66,6 +66,7 @@ class Heartbeats:
         self._speaker = Speaker(
             membership=membership, hello=hello, trust=trust, state=state, clock=clock, timeouts=timeouts
         )
+        self._pace = BeatPace()
         self._trust = trust
         self._security = security
         self._state = state
@@ -154,6 +155,12 @@ class Heartbeats:
                 raise PairingRejected(f"{node_id} was removed from the cluster")
             self._hear(conversation, beat, NodeId(node_id), dialled="")
             yield self._message(self._speaker.beat(conversation))
+            await self._pause(NodeId(node_id))
+
+    async def _pause(self, node_id: NodeId) -> None:
+        """Wait after a member's beat if the member sends more than it may."""
+        if wait_s := self._pace.wait_s(node_id, now_s=self._clock.monotonic_s()):
+            await asyncio.sleep(wait_s)
 
     def _message(self, beat: Beat) -> pb.Beat:
         """Convert a beat. The node's state is converted once per version, not for every member."""
@@ -259,6 +266,7 @@ class Heartbeats:
                     try:
                         while (beat := await _next_beat(call)) is not None:
                             self._hear(conversation, beat, node_id, dialled=address)
+                            await self._pause(node_id)
                     except grpc.aio.AioRpcError:
                         pass  # the call's code is read below
                     sender.cancel()

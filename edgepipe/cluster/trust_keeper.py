@@ -150,7 +150,7 @@ class TrustKeeper:
             self._listeners.discard(changed)
 
     def find(self, text: str) -> TrustedPeer:
-        """Return the peer with that name or beginning of its id. Raises TrustInvalid unless exactly one matches."""
+        """Return the peer with that name or beginning of its id. Raises ConfigInvalid unless exactly one matches."""
         peers = self._store.peers.values()
         found = [peer for peer in peers if peer.name == text or peer.node_id == text]
         if not found and len(text) >= _NAME_CHARS:
@@ -160,7 +160,7 @@ class TrustKeeper:
         known = ", ".join(
             f"{peer.name} ({peer.node_id[:_NAME_CHARS]})" for peer in sorted(peers, key=lambda peer: peer.name)
         )
-        raise TrustInvalid(
+        raise ConfigInvalid(
             f"{len(found)} peers are called '{text}'" if found else f"no peer is called '{text}'",
             fact=f"peers: {known}",
             next_step="name it by the beginning of its id" if found else "see 'edgepipe peers'",
@@ -219,8 +219,8 @@ class TrustKeeper:
     async def remove(self, peer: TrustedPeer, *, keep_added: bool | None) -> list[TrustedPeer]:
         """Remove a peer for ever, and the nodes that only it added unless ``keep_added`` lets its adds count.
 
-        Returns those nodes. Raises TrustInvalid for this node itself, and without ``keep_added`` (None) if
-        other nodes are affected.
+        Returns those nodes. Raises TrustInvalid for this node itself, and ConfigInvalid without ``keep_added`` (None)
+        if other nodes are affected.
         """
         statements = removal_statements(
             self._store,
@@ -231,7 +231,7 @@ class TrustKeeper:
         )
         others = self._store.added_only_by(peer.node_id, remover=self.node_id)
         if others and keep_added is None:
-            raise TrustInvalid(
+            raise ConfigInvalid(
                 f"'{peer.name}' alone added other nodes, which would go with it",
                 fact=", ".join(other.name for other in others),
                 next_step="choose for them: --keep-added or --drop-added",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from edgepipe.clock import Clock
@@ -18,6 +18,8 @@ from edgepipe.daemon.network.neighbours import Neighbours
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.daemon.serving.serve_book import ServeBook
+from edgepipe.ids import EngineId, Epoch
+from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import (
     AbsentNode,
     ChildState,
@@ -27,7 +29,7 @@ from edgepipe.wire.nodes import (
     RefusedPeer,
     ServedModel,
 )
-from edgepipe.wire.serving import BrokenLink
+from edgepipe.wire.serving import BrokenLink, ServeBody
 
 _MOST_LOADABLE = 256  # model names sent to a gateway
 
@@ -70,8 +72,9 @@ class ClusterViews:
         self._started_s = clock.monotonic_s()
 
     def for_gateway(self) -> ClusterView:
-        """Return the served models whose metadata is here, with their engines."""
+        """Return the served models whose metadata is here, with their engines, and those whose engine is away."""
         engines = [engine for node in self._peers.nodes() for engine in node.engines]
+        away = engines_away(self._book.served(), engines)
         paths = [self._models.metadata_path(engine.model, engine.manifest_hash) for engine in engines]
         return ClusterView(
             cluster_id=self._trust.store.cluster_id,
@@ -82,7 +85,8 @@ class ClusterViews:
                 )
                 for engine, path in zip(engines, paths, strict=True)
                 if path is not None
-            ),
+            )
+            + tuple(ServedModel(engine=engine) for engine in away),
             absent=self._absent(),
             loadable=tuple(self._loadable()) if self._load_on_request else (),
             stopped=tuple(self._book.stopped()),
@@ -149,6 +153,22 @@ class ClusterViews:
             )
             for member in self._membership.absent()
         )
+
+
+def engines_away(wanted: Iterable[ServeBody], engines: Iterable[EngineState]) -> list[EngineState]:
+    """Return the engines of wanted models that no reachable node runs: a gateway asks clients to try again."""
+    models = {engine.model for engine in engines}
+    return [
+        EngineState(
+            model=body.spec.model,
+            pipeline_id=body.pipeline_id,
+            epoch=Epoch(0, EngineId("")),
+            state="starting",
+            message="no reachable machine runs its engine now",
+        )
+        for body in wanted
+        if body.spec.model not in models
+    ]
 
 
 def _child_state(child: Child) -> ChildState:

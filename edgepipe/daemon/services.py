@@ -339,7 +339,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
         """Measure the inputs of a model's plan."""
         admit_command_line(request.hello)
         await self._refresh_models()
-        survey = await self._serving.survey(request.model, request.dtype, fresh=request.fresh)
+        survey = await self._serving.survey(request.model, request.dtype, kv=request.kv, fresh=request.fresh)
         return to_wire(survey, pb.SurveyReply)
 
     async def MeasureLinks(self, request: pb.MeasureLinksRequest, context: Any) -> pb.ProfileLinksReply:

@@ -415,7 +415,7 @@ class Engine:
                 recoveries=counts.recoveries + (not self._core.moved), moves=counts.moves + self._core.moved
             )
         self._has_served = True
-        self._tell()
+        self._show()
         self._table.attach(run.pump)
         if self._running:
             self._drive(run)
@@ -536,6 +536,8 @@ class Engine:
         if core.state is State.STOPPED:
             return  # ``start`` and ``run`` report the end
         serves = core.running is not None
+        if serves and self._run is None:
+            return  # ``_resume`` reports the epoch with its numbers
         self._tell(
             state=_WORDS[core.state],
             message=core.message,

@@ -19,6 +19,7 @@ from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
 from edgepipe.ids import Epoch, PipelineId, SequenceId
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.memory_classes import memory_classes
 from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.scheduler import Policy, Scheduler, SchedulerLimits
 from edgepipe.security.mutual_tls import Security
@@ -181,12 +182,12 @@ class EngineEpoch:
 
     def hand_over(self) -> KeptKV:
         """Return the state of the stages' KV for the next epoch."""
-        return KeptKV(pool=self.pump.hand_over(), contiguous=self.limits.contiguous_kv, since=self._kv_since())
+        return KeptKV(pools=self.pump.hand_over(), contiguous=self.limits.contiguous_kv, since=self._kv_since())
 
     def _take_over(self) -> None:
-        pool = self._kept.usable(self.limits, self._kv_since()) if self._kept is not None else None
-        if pool is not None:
-            self.pump.take_over(pool)
+        pools = self._kept.usable(self.limits, self._kv_since()) if self._kept is not None else None
+        if pools is not None:
+            self.pump.take_over(pools)
 
     def _kv_since(self) -> KVSince:
         return {control.site.slices: control.kv_since for control in self._controls}
@@ -205,14 +206,14 @@ class EngineEpoch:
         return sum(len(site.slices) for site in self.sites)
 
     def _scheduler_limits(self) -> SchedulerLimits:
-        """Use one number of blocks for all stages: the smallest stage's. Raises NoFeasiblePlacement."""
+        """Use the smallest stage's number of blocks of each memory class for all stages. Raises NoFeasiblePlacement."""
         limits, spec = self._context.limits, self._spec
         smallest = min(self.sites, key=lambda site: site.max_blocks)
         num_blocks = smallest.max_blocks
         if spec.kv_tokens:
             num_blocks = min(num_blocks, -(-spec.kv_tokens // spec.block_size))
         if self._kept is not None and self._kept.is_worth(num_blocks):
-            num_blocks = min(num_blocks, self._kept.pool.num_blocks)
+            num_blocks = min(num_blocks, self._kept.pools.num_blocks[0])
         if num_blocks < 1:
             raise NoFeasiblePlacement(
                 f"node {smallest.node_name} has no room for a KV cache",
@@ -228,6 +229,7 @@ class EngineEpoch:
             max_running=limits.max_running,
             max_waiting=limits.max_waiting,
             contiguous_kv=any(site.contiguous_kv for site in self.sites),
+            windows=memory_classes(self._context.config).pools(num_blocks=num_blocks, block_size=spec.block_size),
         )
 
     def _pipeline_spec(self, site: StageSite) -> PipelineSpec:
@@ -241,6 +243,7 @@ class EngineEpoch:
             activation_type=self._spec.activation_type,
             num_blocks=self.limits.num_blocks,
             block_size=self.limits.block_size,
+            window_blocks=tuple(pool.num_blocks for pool in self.limits.windows),
             next_address=following.address if following is not None else "",
             max_in_flight=self._most_in_flight,
             step_deadline_ms=round(1000 * self._step_deadline_s),

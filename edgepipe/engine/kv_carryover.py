@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from edgepipe.ids import Epoch
 from edgepipe.model.facts import Slice
-from edgepipe.scheduler import KVPool, SchedulerLimits
+from edgepipe.scheduler import KeptPools, SchedulerLimits
 
 _WORTH = 1.25  # times the kept number of blocks: more room than that justifies recomputing everything
 
@@ -19,7 +19,7 @@ KVSince = Mapping[tuple[Slice, ...], Epoch | None]
 class KeptKV:
     """The prefix cache of an ended epoch, and the stages that held it."""
 
-    pool: KVPool
+    pools: KeptPools
     contiguous: bool
     since: KVSince
 
@@ -29,25 +29,27 @@ class KeptKV:
         Another number empties the KV of all stages. A little more room does not justify that. Much more does: a pool
         that once shrank would otherwise refuse long prompts for ever.
         """
-        return bool(self.pool.cached_blocks) and num_blocks <= _WORTH * self.pool.num_blocks
+        return bool(self.pools.cached_blocks) and num_blocks <= _WORTH * self.pools.num_blocks[0]
 
     def lost_by(self, since: KVSince) -> list[tuple[Slice, ...]]:
         """Return the next epoch's stages without the last epoch's KV: other processes or other layers."""
         return [slices for slices, epoch in since.items() if epoch is None or self.since.get(slices) != epoch]
 
-    def usable(self, limits: SchedulerLimits, since: KVSince) -> KVPool | None:
-        """Return the pool for the next epoch's scheduler. Blocks that some stages have lost become stale.
+    def usable(self, limits: SchedulerLimits, since: KVSince) -> KeptPools | None:
+        """Return the pools for the next epoch's scheduler. Blocks that some stages have lost become stale.
 
-        Returns None if nothing is usable: the last slice lost its KV, or the number or layout of blocks differs.
+        Returns None if nothing is usable: the last slice lost its KV, or the number or layout of blocks differs. With
+        windows, any loss makes all KV useless: a window is rebuilt by computing the sequence from its first token.
         """
-        if self.pool.num_blocks != limits.num_blocks or self.contiguous != limits.contiguous_kv:
+        numbers = (limits.num_blocks, *(pool.num_blocks for pool in limits.windows))
+        if self.pools.num_blocks != numbers or self.contiguous != limits.contiguous_kv:
             return None
         lost = _last_index(self.lost_by(since))
-        if lost == _last_index(since):
+        if lost == _last_index(since) or (lost >= 0 and limits.windows):
             return None
         if lost >= 0:
-            self.pool.lose(lost)
-        return self.pool
+            self.pools.lose(lost)
+        return self.pools
 
 
 def _last_index(stages: Iterable[tuple[Slice, ...]]) -> int:

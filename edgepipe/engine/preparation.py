@@ -152,11 +152,15 @@ class Preparation:
             backend=prepared.profile.backend,
             device=prepared.profile.name or prepared.profile.device,
             weight_bytes=prepared.weight_bytes,
+            products=prepared.products,
             kv_block_bytes=prepared.kv_block_bytes,
+            window_block_bytes=prepared.window_block_bytes,
             max_blocks=prepared.max_blocks,
             contiguous_kv=prepared.profile.contiguous_kv,
             certificate=prepared.certificate,
-            costs=slice_costs(prepared.profile, self._config, placement.slices, weights=self._weights),
+            costs=slice_costs(
+                prepared.profile, self._config, placement.slices, weights=self._weights, kv=self._spec.kv
+            ),
             crashed_in=(prepared.crashed_epoch, StepId(prepared.crashed_step)) if prepared.crashed_step else None,
         )
 

@@ -23,7 +23,7 @@ from edgepipe.engine.watch import StepWatch
 from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
 from edgepipe.ids import Epoch, SequenceId, StepId
 from edgepipe.sampling import PromptLogprobs, TokenLogprobs
-from edgepipe.scheduler import Event, KVPool, ScheduledStep, Scheduler, SchedulerStats, SequenceSpec, TokenSampled
+from edgepipe.scheduler import Event, KeptPools, ScheduledStep, Scheduler, SchedulerStats, SequenceSpec, TokenSampled
 from edgepipe.wire.engines import EngineTrace
 from edgepipe.wire.plans import Registration, StageTimings, StepDone
 
@@ -160,11 +160,11 @@ class Pump:
         """Return the sequences of a step in flight; empty if it is not in flight."""
         return next((sent.sequences for sent in self._in_flight if sent.step == step), ())
 
-    def take_over(self, pool: KVPool) -> None:
+    def take_over(self, pools: KeptPools) -> None:
         """See ``Scheduler.take_over``."""
-        self._scheduler.take_over(pool)
+        self._scheduler.take_over(pools)
 
-    def hand_over(self) -> KVPool:
+    def hand_over(self) -> KeptPools:
         """See ``Scheduler.hand_over``."""
         return self._scheduler.hand_over()
 

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from edgepipe.backend.cost import SliceCost
+from edgepipe.backend.types import PackedProducts
 from edgepipe.ids import NodeId, StepId
 from edgepipe.model.facts import Slice
+from edgepipe.model.memory_classes import pool_bytes
+from edgepipe.scheduler import SchedulerLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +25,19 @@ class StageSite:
     backend: str
     device: str
     weight_bytes: int
-    kv_block_bytes: int
+    kv_block_bytes: int  # of one block in all its layers
     max_blocks: int
+    window_block_bytes: tuple[int, ...] = ()  # of one block of each windowed memory class, in its layers
+    products: tuple[PackedProducts, ...] = ()  # of its packed weights
     contiguous_kv: bool = False  # attends over runs of blocks as views
     certificate: bytes = b""  # PEM, of the stage's process; empty without encryption
     costs: Mapping[int, SliceCost] = field(default_factory=dict[int, SliceCost])  # by slice index, by the data sheet
     crashed_in: tuple[int, StepId] | None = None  # epoch counter and step that ended the previous process
+
+    def kv_bytes(self, limits: SchedulerLimits) -> int:
+        """Return the bytes of the stage's pools."""
+        window_blocks = [pool.num_blocks for pool in limits.windows]
+        return pool_bytes(self.kv_block_bytes, self.window_block_bytes, limits.num_blocks, window_blocks)
 
     @property
     def label(self) -> str:

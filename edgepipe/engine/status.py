@@ -73,7 +73,7 @@ class EngineStatus:
         self.note(
             context_length=run.limits.max_tokens,
             stages=tuple(
-                replace(stage, kv_bytes=run.limits.num_blocks * site.kv_block_bytes)
+                replace(stage, kv_bytes=site.kv_bytes(run.limits))
                 for stage, site in zip(self.base.stages, run.sites, strict=True)
             ),
         )
@@ -97,4 +97,5 @@ def stage_state(site: StageSite) -> StageState:
         slices=site.slices,
         address=site.address,
         weight_bytes=site.weight_bytes,
+        products=site.products,
     )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from edgepipe.gateway.conversation import TemplateTraits, template_traits
 from edgepipe.gateway.text import Detokenizer
-from edgepipe.gateway.tool_calls import ToolFormat, detect_format
 from edgepipe.model.encoding import LongTextEncoder
 from edgepipe.model.store import StoredModel
 from edgepipe.model.template import TemplateRenderer
-from edgepipe.model.tokenizer import TOOL_MARKS, Tokenizer
+from edgepipe.model.tokenizer import Tokenizer
 
 
 class ModelAssets:
@@ -30,9 +30,7 @@ class ModelAssets:
         self._long_texts = long_texts
         self._renderer = renderer
         self._special = {token: text for text, token in tokenizer.special_ids.items()}
-        sources = renderer.template.sources
-        self._source = "\n".join(sources.values())
-        self._tool_format = detect_format(self._source)
+        self._traits = template_traits("\n".join(renderer.template.sources.values()))
 
     @property
     def vocab_size(self) -> int:
@@ -40,14 +38,9 @@ class ModelAssets:
         return self._tokenizer.vocab_size
 
     @property
-    def tool_format(self) -> ToolFormat:
+    def traits(self) -> TemplateTraits:
         """See Assets."""
-        return self._tool_format
-
-    @property
-    def template_knows_tools(self) -> bool:
-        """See Assets."""
-        return "tools" in self._source
+        return self._traits
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """See Assets."""
@@ -69,9 +62,9 @@ class ModelAssets:
         """See Assets."""
         return self._special.get(token) or self._tokenizer.token_bytes(token).decode("utf-8", "replace")
 
-    def new_detokenizer(self, *, tool_calls: bool = False, before: Sequence[int] = ()) -> Detokenizer:
-        """See Assets. Special tokens have no text."""
-        return self._tokenizer.detokenizer(keep=TOOL_MARKS if tool_calls else (), before=before)
+    def new_detokenizer(self, *, keep: Collection[str] = (), before: Sequence[int] = ()) -> Detokenizer:
+        """See Assets. Other special tokens have no text."""
+        return self._tokenizer.detokenizer(keep=keep, before=before)
 
     def info(self) -> dict[str, Any]:
         """See Assets: names as in Hugging Face's ``tokenizer_config.json``."""

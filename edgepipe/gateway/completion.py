@@ -8,18 +8,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from edgepipe.gateway.answer_reader import AnswerFormat, AnswerReader
 from edgepipe.gateway.generation import Generation
 from edgepipe.gateway.metrics import RequestMeter
 from edgepipe.gateway.models import Assets, ModelEntry
 from edgepipe.gateway.text import ChoiceText, Delta
-from edgepipe.gateway.tool_call_scanner import ToolCallScanner
-from edgepipe.gateway.tool_calls import ToolFormat, call_id
+from edgepipe.gateway.tool_calls import Scanned, call_id, joined_calls
 from edgepipe.sampling import LogprobLog
 from edgepipe.sampling.logprobs import logprob_bytes
 from edgepipe.wire.requests import Submission
 
 _TOKEN_BYTES = 64  # an integer, its references, its text
-_CHOICE_BYTES = 8192  # detokenizer, scanner, the engine's link
+_CHOICE_BYTES = 8192  # detokenizer, reader, the engine's link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Completion:
     model: str
     requests: tuple[Submission, ...]  # one per prompt
     stops: tuple[str, ...]
-    tool_format: ToolFormat | None = None  # set: find tool calls in the text
+    answer: AnswerFormat | None = None  # set: find reasoning and tool calls in the text
     only_scores: bool = False  # scores of the prompts only; hides the one token that engines always generate
     continues: bool = False  # the answer continues the prompt's text; in a chat it begins a new text
 
@@ -80,7 +80,7 @@ class _Track:
     prompt: int  # index
     choice: int  # within the generation
     text: ChoiceText
-    scanner: ToolCallScanner | None
+    reader: AnswerReader | None
 
 
 async def run_completion(
@@ -119,22 +119,22 @@ def _tracks(completion: Completion, generations: list[Generation], assets: Asset
                 len(tracks),
                 new_detokenizer=partial(
                     assets.new_detokenizer,
-                    tool_calls=completion.tool_format is not None,
+                    keep=completion.answer.marks if completion.answer is not None else (),
                     before=generation.request.prompt if completion.continues else (),
                 ),
                 stops=completion.stops,
                 stop_token_ids=generation.request.stop_token_ids,
             )
-            scanner = _scanner(completion, generation, choice)
-            tracks.append(_Track(generation=generation, prompt=prompt, choice=choice, text=text, scanner=scanner))
+            reader = _reader(completion, generation, choice)
+            tracks.append(_Track(generation=generation, prompt=prompt, choice=choice, text=text, reader=reader))
     return tracks
 
 
-def _scanner(completion: Completion, generation: Generation, choice: int) -> ToolCallScanner | None:
-    if completion.tool_format is None:
+def _reader(completion: Completion, generation: Generation, choice: int) -> AnswerReader | None:
+    if completion.answer is None:
         return None
     request_id = generation.request.request_id
-    return ToolCallScanner(completion.tool_format, new_id=lambda index: call_id(request_id, choice, index))
+    return AnswerReader(completion.answer, new_id=lambda index: call_id(request_id, choice, index))
 
 
 def _advance(track: _Track, counts: Counts, meter: RequestMeter) -> Delta | None:
@@ -158,19 +158,22 @@ def _advance(track: _Track, counts: Counts, meter: RequestMeter) -> Delta | None
         counts.cached_prompt_tokens += ending.cached_prompt_tokens
     if track.generation.request.sampling.logprobs:
         delta = replace(delta, logprobs=tuple(log.logprobs(track.choice, start=before, count=count)))
-    if track.scanner is not None:
-        delta = _scanned(delta, track.scanner)
+    if track.reader is not None:
+        delta = _read(delta, track.reader)
     if delta.finish_reason is not None:
         meter.choice_ended(delta.finish_reason)
     return delta
 
 
-def _scanned(delta: Delta, scanner: ToolCallScanner) -> Delta:
-    """Move tool calls from the delta's text to its calls."""
-    scanned = scanner.push(delta.text)
-    content, reason = scanned.content, delta.finish_reason
+def _read(delta: Delta, reader: AnswerReader) -> Delta:
+    """Move tool calls and reasoning from the delta's text to its calls and its reasoning."""
+    scanned = reader.push(delta.text)
+    content, reasoning, reason = scanned.content, scanned.reasoning, delta.finish_reason
     if reason is not None:
-        if reason == "stop" and scanner.num_calls and not scanner.in_call:
+        rest = reader.finish(followed_by=delta.stopped_by or ("" if reason == "length" else None))
+        content, reasoning = content + rest.content, reasoning + rest.reasoning
+        if rest.calls:
+            scanned = Scanned(calls=joined_calls([*scanned.calls, *rest.calls]))
+        if reason == "stop" and reader.num_calls and not reader.in_call:
             reason = "tool_calls"
-        content += scanner.finish(followed_by=delta.stopped_by or ("" if reason == "length" else None))
-    return replace(delta, text=content, calls=scanned.calls, finish_reason=reason)
+    return replace(delta, text=content, calls=scanned.calls, reasoning=reasoning, finish_reason=reason)

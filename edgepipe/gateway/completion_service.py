@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -15,12 +14,13 @@ from edgepipe.gateway.admission import Admission, Ticket
 from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.completion import Completion, Counts, run_completion
 from edgepipe.gateway.context import check_length, prompt_too_long
+from edgepipe.gateway.conversation import template_keywords, template_turns
 from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.metrics import RequestMeter, RequestMetrics
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable, News
 from edgepipe.gateway.problems import bad_request, from_error
-from edgepipe.gateway.schema import ChatBody, CompletionBody, Message, RequestBody
-from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output, tool_instructions
+from edgepipe.gateway.schema import ChatBody, CompletionBody, RequestBody
+from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, choose_tools, plan_output
 from edgepipe.gateway.text import Delta
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, RequestId
@@ -75,15 +75,13 @@ class CompletionService:
         """Prepare a conversation's next turn. Raises HttpProblem, EdgepipeError."""
         entry = await self.loads.entry(body.model)
         assets = await entry.assets()
+        form = answer_form(body)
+        choice = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        text = await render_chat(assets, body, choice.tools)
+        chat = assets.traits.chat
         plan = await plan_output(
-            form=answer_form(body),
-            tools=body.tools,
-            tool_choice=body.tool_choice,
-            parallel_tool_calls=body.parallel_tool_calls,
-            tool_format=assets.tool_format,
-            compiler=self.compiler,
+            form=form, choice=choice, chat=chat, in_reasoning=chat.opens_reasoning(text), compiler=self.compiler
         )
-        text = await render_chat(assets, body, plan)
         context_length = entry.served.context_length
         prompt = await _encode_prompt(
             assets, text, special_tokens=False, context_length=context_length, param="messages"
@@ -99,7 +97,7 @@ class CompletionService:
         """Prepare continuations of prompts. Raises HttpProblem, EdgepipeError."""
         entry = await self.loads.entry(body.model)
         assets = await entry.assets()
-        plan = await plan_output(form=answer_form(body), tool_format=assets.tool_format, compiler=self.compiler)
+        plan = await plan_output(form=answer_form(body), compiler=self.compiler)
         context_length = entry.served.context_length
         special = body.add_special_tokens is not False
         prompts = [
@@ -225,27 +223,22 @@ class CompletionService:
         model = ModelBounds(vocab_size=assets.vocab_size, context_length=context_length)
         for request in requests:
             _check(request, model, prompt_param=param)
-        return Completion(
-            model=entry.served.name, requests=requests, stops=tuple(body.stop or ()), tool_format=plan.tool_format
-        )
+        return Completion(model=entry.served.name, requests=requests, stops=tuple(body.stop or ()), answer=plan.answer)
 
 
-async def render_chat(assets: Assets, body: ChatBody, plan: OutputPlan) -> str:
+async def render_chat(assets: Assets, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> str:
     """Render the prompt of a conversation. Raises TemplateFailed, HttpProblem for reserved template keywords."""
-    keywords = dict(body.chat_template_kwargs or {})
-    for name in keywords:
+    given = body.chat_template_kwargs or {}
+    for name in given:
         if name not in KNOWN_KEYWORDS - _OWN_KEYWORDS:
             raise bad_request(
                 f"'{name[:64]}' is no keyword for chat templates", param=f"chat_template_kwargs.{name[:64]}"
             )
-    if body.reasoning_effort is not None:
-        keywords.setdefault("reasoning_effort", body.reasoning_effort)
-    messages = [_message_for_template(message) for message in body.messages]
-    if plan.tools and assets.template_knows_tools:
-        keywords["tools"] = list(plan.tools)
-    elif plan.tools:
-        _tell_of_tools(messages, plan.tools)
-    return await assets.render(messages, **keywords)
+    traits = assets.traits
+    keywords = template_keywords(given, body.reasoning_effort, traits)
+    if tools and traits.knows_tools and not traits.tools_in_system:
+        keywords["tools"] = list(tools)
+    return await assets.render(template_turns(body.messages, tools=tools, traits=traits), **keywords)
 
 
 class TooManyTokens(Exception):
@@ -278,34 +271,6 @@ async def _encode_prompt(
         return await encode(assets, text, special_tokens=special_tokens, at_most=context_length)
     except TooManyTokens as exc:
         raise from_error(prompt_too_long(exc.count, context_length), param=param) from exc
-
-
-def _message_for_template(message: Message) -> dict[str, Any]:
-    """Convert a message for templates: missing content is empty, a call's arguments are an object, functions are tools.
-
-    Older clients call tools "functions".
-    """
-    fields = message.model_dump(exclude_none=True) | {"content": message.content or ""}
-    if message.role == "function":
-        fields["role"] = "tool"
-    if (function := fields.pop("function_call", None)) is not None:
-        fields["tool_calls"] = [*fields.get("tool_calls", ()), {"id": "", "type": "function", "function": function}]
-    for call in fields.get("tool_calls", ()):
-        try:
-            arguments: object = json.loads(call["function"]["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(arguments, dict):
-            call["function"]["arguments"] = arguments
-    return fields
-
-
-def _tell_of_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
-    text = tool_instructions(tools)
-    if messages[0]["role"] == "system":
-        messages[0] = messages[0] | {"content": f"{messages[0]['content']}\n\n{text}"}
-    else:
-        messages.insert(0, {"role": "system", "content": text})
 
 
 def _echoed(assets: Assets, prompt: str | list[int]) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from edgepipe.errors import CapacityError, ModelUnknown
+from edgepipe.gateway.conversation import TemplateTraits
 from edgepipe.gateway.engine_link import EngineLink
 from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.text import Detokenizer
-from edgepipe.gateway.tool_calls import ToolFormat
 from edgepipe.model.names import canonical_name
 
 
@@ -30,13 +30,8 @@ class Assets(Protocol):
         ...
 
     @property
-    def tool_format(self) -> ToolFormat:
-        """Format of the model's tool calls."""
-        ...
-
-    @property
-    def template_knows_tools(self) -> bool:
-        """Whether the chat template shows tools to the model."""
+    def traits(self) -> TemplateTraits:
+        """What the chat template can do, and the format of the model's answers."""
         ...
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
@@ -62,11 +57,11 @@ class Assets(Protocol):
         """Return the text of a single token for people: special tokens by name, incomplete characters replaced."""
         ...
 
-    def new_detokenizer(self, *, tool_calls: bool = False, before: Sequence[int] = ()) -> Detokenizer:
+    def new_detokenizer(self, *, keep: Collection[str] = (), before: Sequence[int] = ()) -> Detokenizer:
         """Make a detokenizer for one choice.
 
-        ``tool_calls``: special tokens that begin a call have text. ``before``: tokens whose text the choice continues;
-        without them it begins a text.
+        ``keep``: special tokens that have text. ``before``: tokens whose text the choice continues; without them it
+        begins a text.
         """
         ...
 

@@ -50,6 +50,7 @@ from edgepipe.gateway.unloading import keep_s
 from edgepipe.sampling import TokenLogprobs
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+_MOST = {"temperature": 2.0, "top_p": 1.0, "min_p": 1.0}  # of OpenAI's body; Ollama has no highest temperature
 _MOST_KEPT_S = 1e15
 _MOST_LEFT_S = 1e9  # a longer time means for ever
 _FOREVER = "0001-01-01T00:00:00Z"  # for models that stay until a user stops them
@@ -66,15 +67,21 @@ class GoBody(Checked):
         return {name: value for name, value in cast("dict[str, object]", raw).items() if value is not None}
 
 
+Clamped = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
+
+
 class Options(GoBody):
-    """Sampling options. Options of Ollama's engine have no effect."""
+    """Sampling options. Options of Ollama's engine have no effect.
+
+    As in Ollama's sampler (``sample/samplers.go``, ``NewSampler``), values out of range count as the nearest possible.
+    """
 
     refused: ClassVar[RefusedFields] = SAMPLING
 
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    temperature: Clamped | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None  # 0 and -1: all
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    top_p: Clamped | None = None  # 0 leaves only the likeliest token
+    min_p: Clamped | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stops = None
     num_predict: Annotated[int, Field(ge=-2, le=(1 << 31) - 1)] | None = None  # below 1: as many as the context allows
@@ -87,6 +94,11 @@ class Options(GoBody):
         fields: dict[str, Any] = self.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True)
         if self.repeat_penalty is not None:
             fields["repetition_penalty"] = self.repeat_penalty
+        for name, most in _MOST.items():
+            if name in fields:
+                fields[name] = min(max(fields[name], 0.0), most)
+        if fields.get("top_p") == 0.0:
+            fields |= {"temperature": 0.0, "top_p": 1.0}
         fields = {name: value for name, value in _DEFAULTS.items() if name not in own} | fields
         return fields | ({"max_tokens": self.num_predict} if self.num_predict and self.num_predict > 0 else {})
 
@@ -230,7 +242,7 @@ class OllamaShape:
         self._reason = choice.finish_reason
         calls = _calls_with_objects(choice.whole_calls())
         logprobs = self._logprobs(choice.ids, choice.logprobs)
-        return self._line("".join(choice.text), calls) | logprobs | self._numbers()
+        return self._line("".join(choice.text), calls, "".join(choice.reasoning)) | logprobs | self._numbers()
 
     def opening(self) -> bytes:
         """See Shape."""
@@ -246,9 +258,9 @@ class OllamaShape:
         if delta.finish_reason is not None and self._calls:
             calls = _calls_with_objects(GatheredChoice(calls=self._calls).whole_calls())
         logprobs = self._logprobs(delta.ids, delta.logprobs)
-        if not (delta.text or calls or logprobs.get("logprobs")):
+        if not (delta.text or delta.reasoning or calls or logprobs.get("logprobs")):
             return b""
-        return _as_line(self._line(delta.text, calls) | logprobs | {"done": False})
+        return _as_line(self._line(delta.text, calls, delta.reasoning) | logprobs | {"done": False})
 
     def ending(self) -> bytes:
         """See Shape."""
@@ -258,14 +270,15 @@ class OllamaShape:
         """See Shape."""
         return _as_line({"error": problem.message})
 
-    def _line(self, text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    def _line(self, text: str, calls: list[dict[str, Any]], reasoning: str = "") -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._prepared.completion.model,
             "created_at": _time_text(self._clock.wall_s()),
         }
+        thinking = {"thinking": reasoning} if reasoning else {}
         if not self._chat:
-            return body | {"response": text}
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+            return body | {"response": text} | thinking
+        message: dict[str, Any] = {"role": "assistant", "content": text} | thinking
         if calls:
             message["tool_calls"] = calls
         return body | {"message": message}
@@ -354,7 +367,7 @@ class OllamaHandlers:
                     "edgepipe.context_length": entry.served.context_length,
                     "edgepipe.vocab_size": assets.vocab_size,
                 },
-                "capabilities": ["completion", "tools"],
+                "capabilities": ["completion", "tools"] + ["thinking"] * assets.traits.chat.reasons,
             }
         )
 

@@ -119,7 +119,7 @@ CHAT: RefusedFields = {
     "include_reasoning": Refused((True,)),
     "parse_tool_calls": Refused((True,)),
     "prompt": Refused((), "messages"),
-    "reasoning_format": Refused(("none", "auto")),
+    "reasoning_format": Refused(("auto", "deepseek")),
     "suffix": Refused(("",)),
     "thinking_forced_open": Refused((False,)),
 }
@@ -167,7 +167,6 @@ NO_EFFECT: Mapping[str, str] = {
     "prompt_cache_key": "the prefix cache is always on",
     "prompt_cache_options": "the prefix cache is always on",
     "prompt_cache_retention": "the prefix cache is always on",
-    "reasoning": "in a turn: models see reasoning_content",
     "refusal": "in a turn: models see content",
     "request_id": "the header X-Request-Id names a request",
     "return_progress": "edgepipe sends no progress",

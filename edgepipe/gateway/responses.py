@@ -60,6 +60,7 @@ class GatheredChoice:
     """A choice of an unstreamed answer."""
 
     text: list[str] = field(default_factory=list[str])
+    reasoning: list[str] = field(default_factory=list[str])
     ids: list[int] = field(default_factory=list[int])
     logprobs: LogprobLog = field(default_factory=LogprobLog)
     calls: list[CallDelta] = field(default_factory=list[CallDelta])
@@ -68,6 +69,7 @@ class GatheredChoice:
     def add(self, delta: Delta) -> None:
         """Append a delta."""
         self.text.append(delta.text)
+        self.reasoning.append(delta.reasoning)
         self.ids.extend(delta.ids)
         self.logprobs.extend(delta.logprobs)
         self.calls.extend(delta.calls)
@@ -181,7 +183,7 @@ class _EventShape:
 
     def _shows(self, delta: Delta) -> bool:
         ids = delta.ids and (self._head.with_ids or self._wants_logprobs)
-        return bool(delta.text or delta.calls or ids or delta.finish_reason is not None)
+        return bool(delta.text or delta.reasoning or delta.calls or ids or delta.finish_reason is not None)
 
 
 class ChatShape(_EventShape):
@@ -213,10 +215,10 @@ class ChatShape(_EventShape):
         """See Shape."""
         if not self._shows(delta):
             return b""
-        fields = f'"content":{compact(delta.text)}' if delta.text else ""
-        if delta.calls:
-            calls = compact([_call_piece(piece) for piece in delta.calls])
-            fields += ("," if fields else "") + f'"tool_calls":{calls}'
+        parts = [f'"reasoning_content":{compact(delta.reasoning)}'] if delta.reasoning else []
+        parts += [f'"content":{compact(delta.text)}'] if delta.text else []
+        parts += [f'"tool_calls":{compact([_call_piece(piece) for piece in delta.calls])}'] if delta.calls else []
+        fields = ",".join(parts)
         more = f',"token_ids":{compact(delta.ids)}' if self._head.with_ids else ""
         logprobs = compact(self._logprobs(delta.ids, delta.logprobs)) if delta.logprobs else "null"
         return self._event(self._part(delta.choice, f"{{{fields}}}", logprobs, delta.finish_reason, more))
@@ -228,8 +230,10 @@ class ChatShape(_EventShape):
         return f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}{more}}}'
 
     def _choice(self, index: int, choice: GatheredChoice) -> dict[str, Any]:
-        text, calls = "".join(choice.text), choice.whole_calls()
+        text, calls, reasoning = "".join(choice.text), choice.whole_calls(), "".join(choice.reasoning)
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         body: dict[str, Any] = {
             "index": index,
             "message": message | ({"tool_calls": calls} if calls else {}),

@@ -327,6 +327,7 @@ class Message(Checked):
     content: Content = None
     name: Text | None = None
     reasoning_content: LongText | None = None
+    reasoning: LongText | None = None  # another name of it
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Text | None = None
     function_call: FunctionCall | None = None  # a call in the form of older clients
@@ -342,7 +343,8 @@ def _num_chars(message: Message) -> int:
     called = [call.function for call in message.tool_calls or ()]
     called += [message.function_call] if message.function_call is not None else []
     calls = sum(len(function.arguments) for function in called)
-    return len(message.content or "") + len(message.reasoning_content or "") + calls
+    thoughts = (message.reasoning_content or "") + (message.reasoning or "")
+    return len(message.content or "") + len(thoughts) + calls
 
 
 def _bounded(messages: list[Message]) -> list[Message]:

@@ -1,41 +1,53 @@
 """Turns an answer's form and ``tools`` into a grammar, and checks it before the request is accepted.
 
-``plan_output`` takes fields of the body; an invalid field is a 400 that names it. A child process compiles. The tools
-of a chat also go into its prompt: through the model's template if it supports tools, else as ``tool_instructions``
-before the conversation.
+``choose_tools`` and ``plan_output`` take fields of the body; an invalid field is a 400 that names it. A child process
+compiles. The tools of a chat also go into its prompt (``conversation``). Where the model reasons, the grammar binds
+what follows the reasoning.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from edgepipe.errors import RequestInvalid
 from edgepipe.gateway.answer_form import AnswerForm
+from edgepipe.gateway.answer_reader import AnswerFormat
 from edgepipe.gateway.checked_schema import checked_schema, invalid_schema
 from edgepipe.gateway.closed_schema import closed_parameters
+from edgepipe.gateway.formats.chat_format import CallForm, ChatFormat, Functions, Reasoning
 from edgepipe.gateway.grammar_trial import GrammarTooHard
 from edgepipe.gateway.problems import HttpProblem, bad_request
 from edgepipe.gateway.schema import MAX_TOOLS
-from edgepipe.gateway.tool_calls import ToolFormat
 from edgepipe.sampling import GrammarSpec
-from edgepipe.sampling.grammar import json_grammar, json_rule, lark_grammar
+from edgepipe.sampling.grammar import json_grammar, lark_grammar, rule_of
 
 MAX_CACHED_GRAMMARS = 64
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
+_FREE = CallForm(forced=False, several=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """Functions that an answer may call."""
+
+    functions: Functions = field(default_factory=dict[str, Mapping[str, Any]])
+    all_functions: Functions = field(default_factory=dict[str, Mapping[str, Any]])  # of the request
+    form: CallForm = _FREE
+    tools: tuple[Mapping[str, Any], ...] = ()  # the functions as the prompt shows them
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputPlan:
-    """Grammar that binds a choice's output, and the format to read it."""
+    """Grammar that binds a choice's output, and the way to read it."""
 
     grammar: GrammarSpec | None = None  # for SamplingParams
-    tools: tuple[Mapping[str, Any], ...] = ()  # tools that may be called, for the prompt
-    tool_format: ToolFormat | None = None  # set: a ToolCallScanner of that format reads the text
+    answer: AnswerFormat | None = None  # None: all text is content
 
 
 class GrammarCompiler:
@@ -56,55 +68,65 @@ class GrammarCompiler:
         self._good.move_to_end(grammar.text)
 
 
-async def plan_output(
-    *,
-    form: AnswerForm | None = None,
+def choose_tools(
     tools: Sequence[Mapping[str, Any]] | None = None,
     tool_choice: str | Mapping[str, Any] | None = None,
     parallel_tool_calls: bool | None = None,
-    tool_format: ToolFormat,
-    compiler: GrammarCompiler,
-) -> OutputPlan:
-    """Plan the output of a request. Raises HttpProblem (400) with the invalid field."""
+) -> ToolChoice:
+    """Return the functions that a request allows. Raises HttpProblem (400) with the invalid field."""
     functions = _functions(tools)
     chosen, forced = _choice(tool_choice, functions)
     several = parallel_tool_calls is not False and not _names_one(tool_choice)
-    grammar = form.grammar if form is not None else None
-    if chosen:
-        if form is not None:
-            raise bad_request(f"{form.field} cannot be combined with tools", param=form.field)
-        grammar = _tool_grammar(chosen, tool_format, forced=forced, several=several)
-    if grammar is None:
-        return OutputPlan()
+    return ToolChoice(
+        functions=chosen,
+        all_functions=functions,
+        form=CallForm(forced=forced, several=several),
+        tools=tuple(tool for tool in tools or () if tool["function"]["name"] in chosen),
+    )
+
+
+NO_TOOLS = ToolChoice()
+
+
+async def plan_output(
+    *,
+    form: AnswerForm | None = None,
+    choice: ToolChoice = NO_TOOLS,
+    chat: ChatFormat | None = None,
+    in_reasoning: bool = False,
+    compiler: GrammarCompiler,
+) -> OutputPlan:
+    """Plan the output of a request. Raises HttpProblem (400) with the invalid field.
+
+    chat          format of a conversation's answer; None for a text that continues a prompt
+    in_reasoning  the prompt has opened the reasoning
+    """
+    if choice.functions and form is not None:
+        raise bad_request(f"{form.field} cannot be combined with tools", param=form.field)
+    grammar = _grammar(form, choice, chat, in_reasoning=in_reasoning)
+    if grammar is not None:
+        await _check(grammar, form, choice, compiler)
+    answer: AnswerFormat | None = None
+    if chat is not None and (choice.functions or chat.reasons):
+        answer = AnswerFormat(chat=chat, functions=choice.functions, in_reasoning=in_reasoning)
+    return OutputPlan(grammar=grammar, answer=answer)
+
+
+async def _check(grammar: GrammarSpec, form: AnswerForm | None, choice: ToolChoice, compiler: GrammarCompiler) -> None:
     param = "tools" if form is None else form.param
     try:
         await compiler.check(grammar)
     except GrammarTooHard as exc:
         raise _too_hard(param) from exc
     except RequestInvalid as exc:
-        await _find_bad_tool(functions, compiler)
+        await _find_bad_tool(choice.all_functions, compiler)
         raise invalid_schema(exc, param=param) from exc
-    if not chosen:
-        return OutputPlan(grammar=grammar)
-    shown = tuple(tool for tool in tools or () if tool["function"]["name"] in chosen)
-    return OutputPlan(grammar=grammar, tools=shown, tool_format=tool_format)
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Mapping[str, Any], ...]:
     """Return the tools of a prompt that is only tokenized. Raises HttpProblem (400) with the invalid field."""
     _functions(tools)
     return tuple(tools or ())
-
-
-def tool_instructions(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the tools to a model whose chat template does not, and ask for calls in Hermes' format."""
-    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return (
-        "You may call functions to answer. Their signatures stand between <tools> and </tools>:\n"
-        f"<tools>\n{lines}\n</tools>\n"
-        "To call one, write its name and arguments as JSON between tags:\n"
-        '<tool_call>\n{"name": "function name", "arguments": {"argument": "value"}}\n</tool_call>'
-    )
 
 
 async def _find_bad_tool(functions: Mapping[str, Mapping[str, Any]], compiler: GrammarCompiler) -> None:
@@ -210,74 +232,38 @@ def _function_name(value: object) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _tool_grammar(
-    functions: Mapping[str, Mapping[str, Any]], kind: ToolFormat, *, forced: bool, several: bool
-) -> GrammarSpec:
-    """Make the grammar of calls in a format, with free text around them unless a call is required."""
-    calls = [_call_rule(index, name, kind, schema) for index, (name, schema) in enumerate(functions.items())]
-    rules = [*_AROUND[kind](forced=forced, several=several), "call: " + _any("call", len(calls)), *calls]
+def _grammar(
+    form: AnswerForm | None, choice: ToolChoice, chat: ChatFormat | None, *, in_reasoning: bool
+) -> GrammarSpec | None:
+    """Return the grammar of an answer: bound to a form, or with calls in it."""
+    if chat is None or (form is None and not choice.functions):
+        return form.grammar if form is not None else None
     try:
-        return lark_grammar("\n".join(rules) + "\n")
+        if form is not None:
+            if not chat.reasons:
+                return form.grammar
+            rules = [*chat.form_rules, rule_of(form.grammar, "form")]
+        else:
+            rules = chat.call_rules(choice.functions, choice.form)
+        bound = form is not None or choice.form.forced
+        start = _start(chat.reasoning, bound=bound, in_reasoning=in_reasoning)
+        return lark_grammar("\n".join([*start, *rules, r"ANYTHING: /(.|\n)*/"]) + "\n")
     except RequestInvalid as exc:
-        raise invalid_schema(exc, param="tools") from exc
+        raise invalid_schema(exc, param="tools" if form is None else form.param) from exc
 
 
-def _call_rule(index: int, name: str, kind: ToolFormat, schema: Mapping[str, Any]) -> str:
-    """Make the rule of one function's call. It embeds the schema whole: references are relative to the schema."""
-    if kind is ToolFormat.MISTRAL_ARGS:
-        return f"call_{index}: {json.dumps(name + '[ARGS]')} {json_rule(schema)}"
-    key = "parameters" if kind is ToolFormat.LLAMA else "arguments"
-    opening = '{"name": ' + json.dumps(name) + f', "{key}": '
-    return f'call_{index}: {json.dumps(opening)} {json_rule(schema)} "}}"'
-
-
-def _any(rule: str, count: int) -> str:
-    return " | ".join(f"{rule}_{index}" for index in range(count))
-
-
-_TEXT = r"TEXT: /(.|\n)*/"
-"""Free text. It ends where a lazy ``opening`` matches; the grammar binds the text after it."""
-
-
-def _start(calls: str, *, several: bool) -> str:
-    """Make the start rule of an automatic choice: text with calls in it, or text that ends with a single call."""
-    return f"start: {calls}* TEXT" if several else f"start: {calls} | TEXT"
-
-
-def _hermes(*, forced: bool, several: bool) -> list[str]:
-    body = r'"\n"? call "\n"? "</tool_call>"'
-    if forced:
-        more = r'("\n" tag)*' if several else ""
-        return [f"start: tag {more}", f'tag: "<tool_call>" {body}']
-    return [_start("tag", several=several), f"tag: opening {body}", 'opening[lazy]: TEXT "<tool_call>"', _TEXT]
-
-
-def _llama(*, forced: bool, several: bool) -> list[str]:
-    calls = 'calls: call ("; " call)*' if several else "calls: call"
-    if forced:
-        return ["start: calls", calls]
-    marked = ["marked: opening calls", 'opening[lazy]: TEXT "<|python_tag|>"']
-    return ["start: calls | marked | TEXT", calls, *marked, r"TEXT: /([^{](.|\n)*)?/"]
-
-
-def _mistral(*, forced: bool, several: bool) -> list[str]:
-    more = r'(", " call)*' if several else ""
-    array = f'" "? "[" call {more} "]"'
-    if forced:
-        return [f'start: "[TOOL_CALLS]" {array}']
-    start = "start: group? TEXT" if several else "start: group | TEXT"
-    return [start, f"group: opening {array}", 'opening[lazy]: TEXT "[TOOL_CALLS]"', _TEXT]
-
-
-def _mistral_args(*, forced: bool, several: bool) -> list[str]:
-    if forced:
-        return ["start: tag+" if several else "start: tag", 'tag: "[TOOL_CALLS]" call']
-    return [_start("tag", several=several), "tag: opening call", 'opening[lazy]: TEXT "[TOOL_CALLS]"', _TEXT]
-
-
-_AROUND = {
-    ToolFormat.HERMES: _hermes,
-    ToolFormat.LLAMA: _llama,
-    ToolFormat.MISTRAL: _mistral,
-    ToolFormat.MISTRAL_ARGS: _mistral_args,
-}
+def _start(reasoning: Reasoning | None, *, bound: bool, in_reasoning: bool) -> list[str]:
+    """Return the rules of the start: an answer, perhaps after reasoning. A bound answer has no other text before it."""
+    gap = r"/\s{1,4}/? " if bound else ""
+    plain = "PLAIN: ANYTHING"
+    if reasoning is None:
+        return ["start: answer", plain]
+    closing = re.escape(reasoning.closing).replace("/", r"\/")
+    if in_reasoning:
+        return [f"start: thought {gap}answer", rf"thought[lazy]: /(.|\n)*{closing}/", plain]
+    begun = rf"\s*{re.escape(reasoning.opening)}(.|\n)*"
+    return [
+        f"start: answer | thought {gap}answer",
+        f"thought[lazy]: /{begun}{closing}/",
+        f"PLAIN: ANYTHING & ~/{begun}/",
+    ]

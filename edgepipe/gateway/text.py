@@ -71,6 +71,7 @@ class Delta:
     stopped_by: str = ""  # that stop string
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per id if the request asked for them
     calls: tuple[CallDelta, ...] = ()  # pieces of tool calls
+    reasoning: str = ""
 
 
 class ChoiceText:

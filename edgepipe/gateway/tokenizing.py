@@ -12,7 +12,7 @@ from edgepipe.gateway.completion_service import TooManyTokens, encode, render_ch
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable
 from edgepipe.gateway.problems import bad_request
 from edgepipe.gateway.schema import ChatBody, DetokenizeBody, TokenizeBody
-from edgepipe.gateway.structured import OutputPlan, checked_tools
+from edgepipe.gateway.structured import checked_tools
 
 MAX_TOKENS = 1 << 18  # tokens of one text: writing more as JSON would block the event loop
 MAX_TOKEN_STRINGS = 1 << 16
@@ -35,7 +35,7 @@ class TokenHandlers:
             ids = await _encode(assets, body.prompt, special_tokens=special, param="prompt")
         else:
             chat = ChatBody(messages=body.messages or [], chat_template_kwargs=body.chat_template_kwargs)
-            text = await render_chat(assets, chat, OutputPlan(tools=checked_tools(body.tools)))
+            text = await render_chat(assets, chat, checked_tools(body.tools))
             special = bool(body.add_special_tokens)
             ids = await _encode(assets, text, special_tokens=special, param="messages")
         texts = [assets.token_text(token) for token in ids[:MAX_TOKEN_STRINGS]] if body.return_token_strs else None

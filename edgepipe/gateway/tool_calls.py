@@ -1,28 +1,11 @@
-"""Tool calls: the formats of model families, and the pieces that clients get."""
+"""Tool calls: the pieces that clients get, and calls as values."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from enum import Enum
-
-
-class ToolFormat(Enum):
-    """Format of a model family's calls."""
-
-    HERMES = "hermes"  # <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once per call: Qwen, Hermes, SmolLM
-    LLAMA = "llama"  # {"name": ..., "parameters": {...}} as the whole answer, perhaps after <|python_tag|>
-    MISTRAL = "mistral"  # [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]
-    MISTRAL_ARGS = "mistral-args"  # [TOOL_CALLS]name[ARGS]{...}, once per call: since tokenizer version 11
-
-
-def detect_format(template: str) -> ToolFormat:
-    """Return the format that a chat template mentions, else Hermes': it is the most common, and easy to explain."""
-    if "[TOOL_CALLS]" in template:
-        return ToolFormat.MISTRAL_ARGS if "[ARGS]" in template else ToolFormat.MISTRAL
-    if "<tool_call>" not in template and ("<|python_tag|>" in template or '"parameters"' in template):
-        return ToolFormat.LLAMA
-    return ToolFormat.HERMES
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +17,38 @@ class CallDelta:
     name: str = ""
     arguments: str = ""  # JSON text
 
+    def extended(self, arguments: str) -> CallDelta:
+        """Return the piece with more arguments."""
+        return replace(self, arguments=self.arguments + arguments)
+
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """Content and calls in a piece of text."""
+    """Content, calls and reasoning in a piece of text."""
 
-    content: str = ""  # text outside calls
+    content: str = ""  # text outside calls and reasoning
     calls: tuple[CallDelta, ...] = ()
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A whole call of an earlier turn."""
+
+    name: str
+    arguments: Mapping[str, Any]
 
 
 def call_id(request_id: str, choice: int, index: int) -> str:
     """Return the id of a choice's ``index``-th call. It depends on the request only, so a resumed answer keeps it."""
     digest = hashlib.sha256(f"{request_id}/{choice}/{index}".encode()).hexdigest()
     return f"call_{digest[:24]}"
+
+
+def joined_calls(pieces: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
+    """Join the pieces of each call: clients refuse two entries of one index in a delta."""
+    found: dict[int, CallDelta] = {}
+    for piece in pieces:
+        known = found.get(piece.index)
+        found[piece.index] = piece if known is None else known.extended(piece.arguments)
+    return tuple(found.values())

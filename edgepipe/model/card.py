@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.canonical import value_digest
-from edgepipe.model.config_json import config_from_json, config_to_json
-from edgepipe.model.facts import ModelConfig, Rope
+from edgepipe.model.config_json import changed_values, config_from_json, config_to_json
+from edgepipe.model.facts import ModelConfig
 from edgepipe.model.fields import Fields
 from edgepipe.model.manifest import CARD_FILE, METADATA_LIMITS
 from edgepipe.model.mixes import mix_names
-from edgepipe.model.quantisation import quantisation_to_json
-from edgepipe.model.rope_config import extended_context
 from edgepipe.model.sampling_defaults import checked_sampling
 from edgepipe.model.strict_json import parse_json_object, read_json_object
 from edgepipe.model.template import MAX_TEMPLATE_BYTES, ChatTemplate
@@ -66,7 +63,7 @@ class ModelCard:
         """
         return value_digest(
             {
-                "config": _changed_config(self.config),
+                "config": changed_values(self.config),
                 "chat_templates": dict(self.template.sources),
                 "special_tokens": dict(self.template.special_tokens),
                 "emulated": self.emulated,
@@ -93,10 +90,8 @@ def _card(values: dict[str, Any]) -> ModelCard:
     if not isinstance(config, dict):
         raise fields.fail("config", "it is missing")
     sources, special = _texts(fields, "chat_templates"), _texts(fields, "special_tokens")
-    shape = config_from_json(cast("dict[str, Any]", config))
-    context = extended_context(shape.rope, shape.context_length)  # older cards name the context before stretching
     return ModelCard(
-        config=replace(shape, context_length=context),
+        config=config_from_json(cast("dict[str, Any]", config)),
         template=ChatTemplate(sources=sources, special_tokens=special),
         emulated=fields.flag("emulated", default=False),
         mix=_mix(fields),
@@ -104,22 +99,11 @@ def _card(values: dict[str, Any]) -> ModelCard:
     )
 
 
-def _changed_config(config: ModelConfig) -> dict[str, Any]:
-    changed = _changed_fields(config) | {"rope": _changed_fields(config.rope)}
-    return changed | ({"quantisation": quantisation_to_json(config.quantisation)} if config.quantisation else {})
-
-
 def _mix(fields: Fields) -> str:
     mix = fields.text("mix", default="")
     if mix not in ("", *mix_names()):
         raise fields.fail("mix", f"{mix[:40]!r} is unknown")
     return mix
-
-
-def _changed_fields(shape: ModelConfig | Rope) -> dict[str, Any]:
-    """Return the fields whose values differ from their defaults."""
-    values = {field.name: (getattr(shape, field.name), field.default) for field in dataclasses.fields(shape)}
-    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _mapping(fields: Fields, key: str) -> dict[str, object]:

@@ -9,6 +9,7 @@ from typing import Any, cast
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.layer_spec import LayerSpec, Rope
 from edgepipe.model.weights import EMULATED_KEY, MIX_KEY
 
 NUM_BYTE_TOKENS = 256
@@ -39,25 +40,45 @@ def write_model_folder(folder: Path, config: ModelConfig, *, mix: str = "") -> N
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
     """Return the config in Hugging Face's format, with the marker of an emulated model."""
-    return {
+    spec = config.layers[0]
+    attention, rope = spec.attention, spec.attention.rope
+    values = {
         EMULATED_KEY: True,
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.context_length,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope.theta,
+        "rms_norm_eps": config.norm.eps,
+        "rope_theta": rope.theta if rope is not None else Rope().theta,
         "hidden_act": "silu",
         "tie_word_embeddings": config.tied_embeddings,
         "bos_token_id": BOS_TOKEN_ID,
         "eos_token_id": EOS_TOKEN_ID,
         "torch_dtype": "bfloat16",
+    }
+    return values | _feed_forward(spec)
+
+
+def _feed_forward(spec: LayerSpec) -> dict[str, Any]:
+    """Return the class whose layers have the spec's feed-forward part, and its sizes."""
+    experts = spec.experts
+    if experts is None:
+        assert spec.dense is not None  # a layer has one of them
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "intermediate_size": spec.dense.inner,
+        }
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.used,
+        "moe_intermediate_size": experts.inner,
+        "norm_topk_prob": experts.router.normalised,
     }
 
 

@@ -5,10 +5,11 @@ This module reads no files; ``edgepipe.model.config`` builds a ``ModelConfig`` f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from edgepipe.errors import ConfigInvalid, PlanInvalid
+from edgepipe.model.layer_spec import LayerSpec, Norm
 from edgepipe.model.quantisation import Quantisation
 
 KV_8BIT = "8bit"
@@ -88,49 +89,28 @@ def _layers(first: int, last: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
-    """Rotary embedding and its scaling, with the field names of Hugging Face's ``rope_scaling``."""
-
-    theta: float = 10_000.0
-    scaling: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope
-    factor: float = 1.0
-    original_context: int = 0  # context the model was trained on before scaling; 0: unknown
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn, longrope; None: derived
-    mscale: float | None = None  # yarn
-    mscale_all_dim: float | None = None  # yarn
-    truncate: bool = True  # yarn: round the correction range to whole dimensions
-    short_factor: tuple[float, ...] = ()  # longrope, one per rotary pair
-    long_factor: tuple[float, ...] = ()  # longrope, one per rotary pair
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder-only model. Immutable; its values are checked where it is built."""
 
-    architecture: str  # "llama" | "mistral" | "qwen2" | "qwen3": the family, lower case
-    num_layers: int
+    architecture: str  # the family, lower case: "llama", "qwen3_moe"
     hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
     context_length: int  # tokens of one sequence, including the rope's scaling
-    rms_norm_eps: float
-    rope: Rope
-    qkv_bias: bool = False
-    output_bias: bool = False  # bias of the attention's output projection
-    mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over head_dim on q and k before rotary (Qwen3)
-    sliding_windows: tuple[int | None, ...] = ()  # per layer: tokens that a query sees incl. itself; (): no windows
+    layers: tuple[LayerSpec, ...]
+    norm: Norm
     tied_embeddings: bool = False
+    embedding_scale: float = 1.0  # factor on embeddings as they enter the first layer
+    logit_scale: float = 1.0  # factor on logits
+    logit_softcap: float = 0.0  # logits become ``c * tanh(logit / c)``; 0: they stay
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     quantisation: Quantisation | None = None  # None: every weight is one stored tensor
+    naming: str = ""  # of the stored tensors, a key of ``edgepipe.model.naming.NAMINGS``
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
 
     def context_for(self, asked_tokens: int) -> int:
         """Return the context length for a request of ``asked_tokens`` (0: the model's).
@@ -145,12 +125,8 @@ class ModelConfig:
             )
         return asked_tokens or self.context_length
 
-    def window(self, layer: int) -> int | None:
-        """Return the sliding window of a layer in tokens, or None."""
-        return self.sliding_windows[layer] if self.sliding_windows else None
-
-    def kv_bytes_per_token(self, *, num_layers: int, form: str) -> int:
-        """Return the bytes of one token's keys and values in ``num_layers`` layers.
+    def kv_bytes_per_token(self, layers: Iterable[int] | None = None, *, form: str) -> int:
+        """Return the bytes of one token's keys and values in some layers, by index; None: in all.
 
         form  the dtype of the values ("float32" | "float16" | "bfloat16"), or ``KV_8BIT``
 
@@ -158,26 +134,10 @@ class ModelConfig:
         """
         if form not in _KV_VALUE_BYTES:
             raise ConfigInvalid(f"KV cannot be kept as '{form}'", fact=f"it can be {', '.join(_KV_VALUE_BYTES)}")
-        per_head = self.head_dim * _KV_VALUE_BYTES[form] + (_KV_SCALE_BYTES if form == KV_8BIT else 0)
-        return 2 * num_layers * self.num_kv_heads * per_head
-
-    def layer_parameters(self) -> int:
-        """Return the number of weights in one decoder layer, including norms and biases."""
-        q, kv, h, i = (
-            self.num_heads * self.head_dim,
-            self.num_kv_heads * self.head_dim,
-            self.hidden_size,
-            self.intermediate_size,
+        specs = self.layers if layers is None else [self.layers[index] for index in layers]
+        scale_bytes = _KV_SCALE_BYTES if form == KV_8BIT else 0
+        parts = [spec.attention for spec in specs]
+        return sum(
+            part.kv_vectors * part.num_kv_heads * (part.head_dim * _KV_VALUE_BYTES[form] + scale_bytes)
+            for part in parts
         )
-        count = h * (q + 2 * kv) + q * h + 3 * h * i + 2 * h
-        count += (q + 2 * kv) * self.qkv_bias + h * self.output_bias + (2 * i + h) * self.mlp_bias
-        return count + 2 * self.head_dim * self.qk_norm
-
-    def slice_parameters(self, part: Slice) -> int:
-        """Return the number of weights in a slice. A tied head counts in the slice that uses it."""
-        table = self.vocab_size * self.hidden_size
-        count = len(part.layers) * self.layer_parameters()
-        count += table if part.embedding else 0
-        if part.head:
-            count += self.hidden_size + (0 if part.embedding and self.tied_embeddings else table)
-        return count

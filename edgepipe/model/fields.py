@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from edgepipe.errors import ModelInvalid
@@ -14,11 +14,22 @@ class Fields:
 
     def __init__(self, values: Mapping[str, object], *, what: str) -> None:
         self._values = values
-        self._what = what
+        self.what = what  # for errors
 
     def fail(self, key: str, fact: str) -> ModelInvalid:
         """Return the error for an unusable value."""
-        return ModelInvalid(f"{self._what} cannot be used: '{key}'", fact=fact)
+        return ModelInvalid(f"{self.what} cannot be used: '{key}'", fact=fact)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def over(self, defaults: Mapping[str, object]) -> Fields:
+        """Return these values, and those of ``defaults`` where they are absent or null."""
+        own = {key: value for key, value in self._values.items() if value is not None or key not in defaults}
+        return Fields({**defaults, **own}, what=self.what)
 
     def has(self, key: str) -> bool:
         """Return whether the key is present and not null."""

@@ -56,7 +56,7 @@ def _struct(*fields: tuple[str, str] | tuple[str, str, tuple[int, ...]]) -> np.d
 
 def _words(values: npt.NDArray[Any], dtype: str = "<u8") -> npt.NDArray[Any]:
     """Return a contiguous copy of bytes [N, ...] as words along the last axis."""
-    return np.ascontiguousarray(values).view(dtype)
+    return np.array(values, order="C").view(dtype)  # a copy also of a single block, which callers change
 
 
 def _split_nibbles(quants: Bytes, low: Bytes) -> None:

@@ -14,13 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
-from edgepipe.model.config import MAX_HEAD_DIM
+from edgepipe.model.families import FAMILIES
+from edgepipe.model.families.reading import is_list
+from edgepipe.model.fields import Fields
 from edgepipe.model.file_bytes import read_at
 from edgepipe.model.gguf_header import GgufHeader, GgufTensor, GgufValue, read_gguf_header
 from edgepipe.model.gguf_split import check_parts, part_paths
+from edgepipe.model.layout import is_router
+from edgepipe.model.rope_config import ROPE_FACTORS
+from edgepipe.model.shape_limits import MAX_HEAD_DIM
 from edgepipe.model.tensors import TensorInfo, TensorPlace
-
-ROPE_FACTORS = "rope_freqs.weight"  # per rotary pair; part of the config, not of the weights
 
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -39,27 +42,55 @@ _PART = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-_LAYER = re.compile(r"blk\.(\d{1,5})\.([a-z_]{1,40})\.(weight|bias)")
+_OF_EXPERTS = ("ffn_gate", "ffn_up", "ffn_down")  # as early files name those of one expert
+_BARE = {  # have no suffix here
+    "attn_sinks.weight": "self_attn.sinks",
+    "exp_probs_b.bias": "mlp.router.correction",
+    "ffn_gate_inp.scale": "mlp.router.input_scale",
+    "ffn_down_exps.scale": "mlp.router.expert_scale",
+    "layer_output_scale.weight": "layer_scalar",
+}
+_LAYER = re.compile(r"blk\.(\d{1,5})\.([a-z_12]{1,40})\.(?:(\d{1,4})\.)?(weight|bias|scale)")  # with an expert's number
 _QUERY_KEY = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadCounts:
-    """Head counts for un-permuting; only the architecture ``llama`` needs it."""
+    """Head counts for un-permuting."""
 
     query: int
     key: int
 
 
-def hugging_face_name(name: str) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufNames:
+    """What an architecture's files do in a way of their own."""
+
+    parts: Mapping[str, str]  # names within a layer
+    heads: HeadCounts | None  # None: q and k rows are in Hugging Face's order
+
+
+def hugging_face_name(name: str, parts: Mapping[str, str] = _PART) -> str:
     """Translate ``blk.3.attn_q.weight`` to ``model.layers.3.self_attn.q_proj.weight``; unknown names stay."""
     if name in _WHOLE:
         return _WHOLE[name]
     match = _LAYER.fullmatch(name)
-    if not match or match.group(2) not in _PART:
+    if not match:
         return name
-    return f"model.layers.{int(match.group(1))}.{_PART[match.group(2)]}.{match.group(3)}"
+    layer, part, expert, suffix = match.groups()
+    found = _BARE.get(f"{part}.{suffix}") or (f"{parts[part]}.{suffix}" if part in parts else "")
+    if expert is not None:
+        found = found.replace("mlp.", f"mlp.experts.{int(expert)}.") if part in _OF_EXPERTS else ""
+    return f"model.layers.{int(layer)}.{found}" if found else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +108,13 @@ class JoinedGguf:
         """``headers``: by file name, in order. Raises ModelInvalid if they are not one model."""
         check_parts(headers)
         first_name, first = next(iter(headers.items()))
-        heads = head_counts(first.metadata, file=first_name)
+        names = gguf_names(first.metadata, file=first_name)
         self.metadata: Mapping[str, GgufValue] = first.metadata
         self.tensors: dict[str, tuple[str, GgufTensor]] = {}  # file and description, by GGUF's name
         self.places: dict[str, GgufPlace] = {}  # by Hugging Face's name
         for file, header in headers.items():
             self.tensors |= {name: (file, tensor) for name, tensor in header.tensors.items()}
-            for name, place in tensor_places(header, heads, file=file).items():
+            for name, place in tensor_places(header, names, file=file).items():
                 if name in self.places:
                     raise _under_two_names(file, name)
                 self.places[name] = GgufPlace(file=file, place=place)
@@ -142,17 +173,19 @@ def unpermute_rows(data: npt.NDArray[np.uint8], num_rows: int, num_heads: int) -
     return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)
 
 
-def read_rope_factors(folder: Path, joined: JoinedGguf) -> tuple[float, ...]:
-    """Read the divisors of the rotary pairs' frequencies; () if the model has none. Raises ModelInvalid."""
-    if ROPE_FACTORS not in joined.tensors:
-        return ()
-    file, tensor = joined.tensors[ROPE_FACTORS]
+def read_rope_factors(folder: Path, joined: JoinedGguf) -> dict[str, tuple[float, ...]]:
+    """Read the divisors of the rotary pairs' frequencies, by tensor. Raises ModelInvalid."""
+    found = {name: joined.tensors[name] for name in ROPE_FACTORS if name in joined.tensors}
+    return {name: _factors(folder, file, tensor) for name, (file, tensor) in found.items()}
+
+
+def _factors(folder: Path, file: str, tensor: GgufTensor) -> tuple[float, ...]:
     if tensor.block.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_HEAD_DIM // 2:
         raise ModelInvalid(
             f"'{file}' has unusable rope factors",
             fact=f"they are {tensor.block.name} of shape {tensor.shape}; at most {MAX_HEAD_DIM // 2} in F32 are read",
         )
-    values = read_at(folder / file, tensor.offset, tensor.num_bytes, what=ROPE_FACTORS).view("<f4")
+    values = read_at(folder / file, tensor.offset, tensor.num_bytes, what=tensor.name).view("<f4")
     return tuple(float(value) for value in values)
 
 
@@ -162,47 +195,71 @@ def open_gguf(path: Path) -> tuple[JoinedGguf, GgufFiles]:
     return joined, GgufFiles(path.parent, joined)
 
 
-def tensor_places(header: GgufHeader, heads: HeadCounts | None, *, file: str) -> dict[str, TensorPlace]:
+def tensor_places(header: GgufHeader, names: GgufNames, *, file: str) -> dict[str, TensorPlace]:
     """Return the places of one file's tensors by Hugging Face's name.
 
-    ``heads``: see ``head_counts``; ``file``: name for errors. Raises ModelInvalid.
+    ``file``: name for errors. Raises ModelInvalid.
     """
     places: dict[str, TensorPlace] = {}
     for tensor in header.tensors.values():
-        place = _place(tensor, heads, file)
+        place = _place(tensor, names, file)
         if place.info.name in places:
             raise _under_two_names(file, place.info.name)
-        if tensor.name != ROPE_FACTORS:
+        if tensor.name not in ROPE_FACTORS:  # they are a part of the config
             places[place.info.name] = place
     return places
 
 
-def head_counts(metadata: Mapping[str, GgufValue], *, file: str) -> HeadCounts | None:
-    """Return the head counts for un-permuting; None for architectures without permuted rows. Raises ModelInvalid."""
-    if metadata.get("general.architecture") != "llama":
-        return None
-    query = metadata.get("llama.attention.head_count")
-    key = metadata.get("llama.attention.head_count_kv", query)
+def gguf_names(metadata: Mapping[str, GgufValue], *, file: str) -> GgufNames:
+    """Return the names and the order of rows in a model's files, from its metadata. Raises ModelInvalid."""
+    arch = metadata.get("general.architecture")
+    known = arch if isinstance(arch, str) else ""  # a hostile file may hold an array
+    family = next((family for family in FAMILIES if family.gguf and family.gguf == known), None)
+    if family is None:
+        return GgufNames(parts=_PART, heads=None)
+    heads = _head_counts(metadata, family.gguf, file) if family.gguf_permuted else None
+    return GgufNames(parts={**_PART, **family.gguf_parts}, heads=heads)
+
+
+def _head_counts(metadata: Mapping[str, GgufValue], arch: str, file: str) -> HeadCounts:
+    query = _of_all_layers(metadata.get(f"{arch}.attention.head_count"))
+    key = _of_all_layers(metadata.get(f"{arch}.attention.head_count_kv", query))
     counts = HeadCounts(query=query, key=key) if isinstance(query, int) and isinstance(key, int) else None
     if counts is None or counts.query < 1 or counts.key < 1:
         raise ModelInvalid(
             f"'{file}' does not say how many heads it has",
-            fact=f"integers are needed, it has {type(query).__name__} and {type(key).__name__}",
+            fact=f"'{arch}.attention.head_count' and head_count_kv: integers are needed, it has {query!r} and {key!r}",
         )
     return counts
+
+
+def _of_all_layers(value: object) -> object:
+    """Return the number that a list repeats for every layer; anything else as it is."""
+    items = Fields({"": value}, what="").items("") if is_list(value) else []
+    return items[0] if items and all(item == items[0] for item in items) else value
+
+
+def _joined_experts(tensor: GgufTensor) -> tuple[int, ...]:
+    """Return a tensor's shape, with the experts' or heads' rows below one another: [E, out, in] is [E * out, in]."""
+    of_heads = len(tensor.shape) == 3 and tensor.name.endswith((".attn_k_b.weight", ".attn_v_b.weight"))
+    if not of_heads and ("_exps." not in tensor.name or len(tensor.shape) < 2):
+        return tensor.shape
+    inner = tensor.shape[2:] if tensor.name.endswith(".weight") else ()
+    return (tensor.shape[0] * tensor.shape[1], *inner)
 
 
 def _under_two_names(file: str, name: str) -> ModelInvalid:
     return ModelInvalid(f"'{file}' contradicts itself", fact=f"it has '{name[:80]}' under two names")
 
 
-def _place(tensor: GgufTensor, heads: HeadCounts | None, file: str) -> TensorPlace:
+def _place(tensor: GgufTensor, names: GgufNames, file: str) -> TensorPlace:
+    heads, name = names.heads, hugging_face_name(tensor.name, names.parts)
     info = TensorInfo(
-        name=hugging_face_name(tensor.name),
-        shape=tensor.shape,
+        name=name,
+        shape=_joined_experts(tensor),
         scheme=tensor.block.name,
         num_bytes=tensor.num_bytes,
-        rounded=True,
+        rounded=not is_router(name),  # bf16 would move an expert's correction by more than scores differ
     )
     match = _QUERY_KEY.fullmatch(tensor.name)
     if heads is None or match is None:

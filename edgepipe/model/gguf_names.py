@@ -22,7 +22,7 @@ _TYPE = re.compile(
 )
 _NO_MODELS = re.compile(r"mmproj|imatrix|^(?:ggml-)?vocab-", re.IGNORECASE)
 _SHOWN = 12
-_MAIN_SCHEMES = {"IQ2_M": "IQ2_S", "IQ3_XS": "IQ3_XXS", "IQ3_M": "IQ3_S", "MXFP4_MOE": "MXFP4"}
+_MAIN_SCHEMES = {"IQ2_M": "IQ2_S", "IQ3_XS": "IQ3_XXS", "IQ3_M": "IQ3_S", "MXFP4_MOE": "MXFP4", "Q8_K_XL": "Q8_0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,11 @@ class GgufChoice:
     def num_bytes(self) -> int:
         """Total bytes of the files."""
         return sum(file.num_bytes for file in self.files)
+
+    @property
+    def known(self) -> bool:
+        """Whether edgepipe knows the type, or the name has none and only the header says."""
+        return not self.type or bool(main_scheme(self.type))
 
 
 def type_of(file_name: str) -> str:
@@ -81,7 +86,7 @@ def gguf_choices(files: Iterable[PlannedFile]) -> list[GgufChoice]:
 def choose_type(pick: str, choices: Sequence[GgufChoice], *, repo: str) -> GgufChoice:
     """Return the choice with the type ``pick``, or the only one that has it with a prefix such as ``UD-``.
 
-    Without ``pick``: the only choice. Raises ModelInvalid.
+    Without ``pick``: the only choice. ``choices`` is not empty. Raises ModelInvalid.
     """
     wanted = {"fp16": "f16", "fp32": "f32"}.get(pick.lower(), pick.lower())
     exact = [choice for choice in choices if wanted and wanted in (choice.label.lower(), choice.type.lower())]
@@ -89,8 +94,6 @@ def choose_type(pick: str, choices: Sequence[GgufChoice], *, repo: str) -> GgufC
     if len(found) == 1:
         return _complete(found[0])
     labels = ", ".join(choice.label for choice in choices[:_SHOWN]) + ", ..." * (len(choices) > _SHOWN)
-    if not choices:
-        raise ModelInvalid(f"'{repo}' has no usable weights", fact="it has neither model.safetensors nor a GGUF file")
     step = f"edgepipe models pull {repo}:{recommended_label(found or choices)}"
     if not found:
         raise ModelInvalid(f"'{repo}' has no file of the type '{pick}'", fact=f"types: {labels}", next_step=step)
@@ -103,7 +106,8 @@ def stored_name(repo: str, choice: GgufChoice, *, alone: bool) -> str:
 
 
 def recommended_label(choices: Sequence[GgufChoice]) -> str:
-    """Return the label of Q4_K_M if there is one, else of the choice nearest to it in size."""
+    """Return the label of Q4_K_M if there is one, else of a choice of middle size, if possible of a known type."""
+    choices = [choice for choice in choices if choice.known] or choices
     preferred = next((choice for choice in choices if choice.type == "Q4_K_M"), None)
     preferred = preferred or next((choice for choice in choices if plain_type(choice.type).startswith("q4_k")), None)
     return (preferred or choices[len(choices) // 2]).label

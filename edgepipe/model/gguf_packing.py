@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +16,11 @@ from edgepipe.model.gguf_blocks import LAYOUTS, BlockLayout, Parts
 from edgepipe.model.gguf_types import BLOCKS_BY_NAME
 from edgepipe.model.packed import Codes, GroupValues, Packed, requantise
 from edgepipe.model.packed_form import PackedForm
-from edgepipe.model.tensors import RawTensor
+from edgepipe.model.tensors import RawTensor, TensorInfo
 
 _FLOATS = ("F32", "F16", "BF16")
-_CHUNK_BYTES = 128 << 10  # of blocks unpacked at once: they and their words stay in a core's cache
+_CHUNK_BYTES = 256 << 10  # of blocks unpacked at once: they and their words stay in a core's cache
+_MOST_THREADS = 4  # more would wait for the interpreter
 _WIDE_CHUNK_VALUES = 1 << 18  # widened at once, of the types that are requantised
 _REQUANTISED = PackedForm(bits=8, group=32, offset="zero")
 
@@ -39,28 +43,42 @@ def pack_gguf(raw: RawTensor) -> Packed:
     packed = _requantised(raw, blocks) if layout is None else _exact(raw, blocks, layout)
     for values in (packed.scale, packed.offset):
         if values is not None and not _finite(values.base):
-            raise ModelInvalid(
-                f"tensor '{raw.info.name}' cannot be used", fact=f"a scale of its {raw.info.scheme} blocks is no number"
-            )
+            raise unusable_scale(raw.info)
     return packed
+
+
+def unusable_scale(info: TensorInfo) -> ModelInvalid:
+    """Return the error for a tensor with a scale that is infinite or NaN."""
+    return ModelInvalid(
+        f"tensor '{info.name}' cannot be used", fact=f"a scale of its {info.scheme} blocks is no number"
+    )
+
+
+def checked_row_bytes(info: TensorInfo) -> int:
+    """Return the bytes of a row of a tensor [O, I] of a quantised GGUF type.
+
+    Raises ModelInvalid if the tensor's size does not fit its shape.
+    """
+    rows, inputs = info.shape
+    block = BLOCKS_BY_NAME[info.scheme]
+    if inputs % block.block_values:
+        raise ModelInvalid(
+            f"tensor '{info.name}' cannot be read",
+            fact=f"its rows of {inputs} values are no multiple of {block.block_values}, a {info.scheme} block",
+        )
+    row_bytes = inputs // block.block_values * block.block_bytes
+    if info.num_bytes != rows * row_bytes:
+        raise ModelInvalid(
+            f"tensor '{info.name}' cannot be read",
+            fact=f"shape {info.shape} in {info.scheme} takes {rows * row_bytes} bytes, it has {info.num_bytes}",
+        )
+    return row_bytes
 
 
 def _blocks(raw: RawTensor) -> Codes:
     """Return the blocks [N, block bytes]. Raises ModelInvalid."""
-    rows, inputs = raw.info.shape
-    block = BLOCKS_BY_NAME[raw.info.scheme]
-    if inputs % block.block_values:
-        raise ModelInvalid(
-            f"tensor '{raw.info.name}' cannot be read",
-            fact=f"its rows of {inputs} values are no multiple of {block.block_values}, a {raw.info.scheme} block",
-        )
-    expected = rows * inputs // block.block_values * block.block_bytes
-    if raw.data.nbytes != expected:
-        raise ModelInvalid(
-            f"tensor '{raw.info.name}' cannot be read",
-            fact=f"shape {raw.info.shape} in {raw.info.scheme} takes {expected} bytes, it has {raw.data.nbytes}",
-        )
-    return np.ascontiguousarray(raw.data).reshape(-1, block.block_bytes)
+    checked_row_bytes(replace(raw.info, num_bytes=raw.data.nbytes))
+    return np.ascontiguousarray(raw.data).reshape(-1, BLOCKS_BY_NAME[raw.info.scheme].block_bytes)
 
 
 def _exact(raw: RawTensor, blocks: Codes, layout: BlockLayout) -> Packed:
@@ -79,9 +97,17 @@ def _exact(raw: RawTensor, blocks: Codes, layout: BlockLayout) -> Packed:
     )
     records = blocks.view(layout.struct)[:, 0]
     step = max(1, _CHUNK_BYTES // layout.struct.itemsize)
-    for start in range(0, count, step):
+
+    def unpack(start: int) -> None:
         chunk = slice(start, start + step)
         layout.unpack(records[chunk], parts.rows(chunk))
+
+    if count <= step:
+        unpack(0)
+    else:
+        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="pack") as threads:
+            for _ in threads.map(unpack, range(0, count, step)):
+                pass
     return Packed(
         name=raw.info.name,
         shape=(rows, inputs),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import io
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,12 +27,14 @@ from edgepipe.model.safetensors_file import INDEX_FILE, SINGLE_FILE, shard_names
 
 SHARDS = "model-*-of-*.safetensors"
 CONTACT_TIMEOUT_S = 10.0  # for the hub's first answer
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")  # PyTorch's own formats
 
 _SOURCE = re.compile(
     r"(?:hf:|https://huggingface\.co/)?(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})"
     r"(?::(?P<type>[\w.-]{1,80}))?(?:@(?P<revision>[\w./-]{1,80}))?",
     re.ASCII,
 )
+_QUANTISED = re.compile(r"base_model:quantized:(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})", re.ASCII)
 _PINNED = re.compile(
     r"hub:(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})@(?P<commit>[0-9a-f]{40})", re.ASCII
 )
@@ -47,6 +50,15 @@ class HubSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HubListing:
+    """A repository's files at one commit."""
+
+    commit: str
+    files: tuple[PlannedFile, ...]  # the top folder's, and all GGUF files
+    original: str = ""  # the repository that this one quantises, as its makers say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HubPlan:
     """Files that a pull fetches, at one commit."""
 
@@ -55,7 +67,7 @@ class HubPlan:
     model_id: str
     files: tuple[PlannedFile, ...]
     gguf: tuple[PlannedFile, ...] = ()  # the weights among them if they are GGUF, in order
-    alternative: str = ""  # another type in the repository, for a person whose choice cannot be read
+    alternative: str = ""  # another type of the repository or its original, for a person whose choice cannot be read
 
     @property
     def stored(self) -> Mapping[str, str]:
@@ -85,8 +97,7 @@ def parse_pinned(text: str) -> HubSource | None:
 
 def plan_hub(source: HubSource, *, endpoint: str | None = None) -> HubPlan:
     """List the model's files on the hub. Raises ModelUnknown, ModelDownloadFailed, ModelInvalid."""
-    commit, files = list_hub(source, endpoint=endpoint)
-    plan = _plan(source, commit, files)
+    plan = _plan(source, list_hub(source, endpoint=endpoint))
     for file in plan.files:
         check_metadata_size(file.name, file.num_bytes)
     return plan
@@ -99,23 +110,25 @@ def hub_types(source: HubSource, *, endpoint: str | None = None) -> list[GgufCho
     """
     if source.type:
         return []
-    _, files = list_hub(source, endpoint=endpoint)
+    files = list_hub(source, endpoint=endpoint).files
     whole = [] if _has_safetensors(files) else [choice for choice in gguf_choices(files) if not choice.missing]
     return whole if len(whole) > 1 else []
 
 
-def list_hub(source: HubSource, *, endpoint: str | None = None) -> tuple[str, list[PlannedFile]]:
-    """Return the commit, the top folder's files and all GGUF files.
-
-    Raises ModelUnknown, ModelDownloadFailed, ModelInvalid.
-    """
+def list_hub(source: HubSource, *, endpoint: str | None = None) -> HubListing:
+    """List a repository. Raises ModelUnknown, ModelDownloadFailed, ModelInvalid."""
     from huggingface_hub import HfApi
 
     with hub_errors(source):
         api = HfApi(endpoint=endpoint)
         info = api.model_info(source.repo, revision=source.revision, files_metadata=True, timeout=CONTACT_TIMEOUT_S)
     listed = [_planned(file) for file in info.siblings or ()]
-    return str(info.sha), [file for file in listed if file]
+    quantised = (_QUANTISED.fullmatch(tag) for tag in info.tags or ())
+    return HubListing(
+        commit=str(info.sha),
+        files=tuple(file for file in listed if file),
+        original=next((match["repo"] for match in quantised if match), ""),
+    )
 
 
 def fetch_hub(plan: HubPlan, folder: Path, on_progress: OnProgress, *, endpoint: str | None = None) -> None:
@@ -140,14 +153,14 @@ def fetch_hub(plan: HubPlan, folder: Path, on_progress: OnProgress, *, endpoint:
 
 @contextmanager
 def suggesting_alternative(plan: HubPlan) -> Generator[None]:
-    """Name the repository's other type as the next step of an error about the plan's format."""
+    """Name the plan's alternative as the next step of an error about the plan's format."""
     try:
         yield
     except ArchitectureUnsupported:
-        raise  # the other type has the same architecture
+        raise  # the alternative has the same architecture
     except ModelInvalid as error:
         if plan.alternative:
-            error.next_step = f"edgepipe models pull {plan.source.repo}:{plan.alternative}"
+            error.next_step = f"edgepipe models pull {plan.alternative}"
         raise
 
 
@@ -165,8 +178,9 @@ def _planned(file: Any) -> PlannedFile | None:
     )
 
 
-def _plan(source: HubSource, commit: str, files: Sequence[PlannedFile]) -> HubPlan:
+def _plan(source: HubSource, listing: HubListing) -> HubPlan:
     """Choose metadata and one set of weights: safetensors if present and no type is given, else one GGUF model."""
+    commit, files = listing.commit, listing.files
     choices = gguf_choices(files)
     if not source.type and _has_safetensors(files):
         by_name = {file.name: file for file in files}
@@ -178,8 +192,10 @@ def _plan(source: HubSource, commit: str, files: Sequence[PlannedFile]) -> HubPl
             commit=commit,
             model_id=source.repo,
             files=(*metadata, *weights),
-            alternative=recommended_label(choices) if choices else "",
+            alternative=_alternative(source, choices, listing.original),
         )
+    if not choices:
+        raise _without_gguf(source, files)
     chosen = choose_type(source.type, choices, repo=source.repo)
     others = [choice for choice in choices if choice.label != chosen.label]
     return HubPlan(
@@ -188,7 +204,31 @@ def _plan(source: HubSource, commit: str, files: Sequence[PlannedFile]) -> HubPl
         model_id=stored_name(source.repo, chosen, alone=len(choices) == 1),
         files=chosen.files,
         gguf=chosen.files,
-        alternative=recommended_label(others) if others else "",
+        alternative=_alternative(source, others, listing.original),
+    )
+
+
+def _alternative(source: HubSource, choices: Sequence[GgufChoice], original: str) -> str:
+    """Return what a pull of ``source`` may fetch instead: another type, else the original; empty without either."""
+    known = [choice for choice in choices if choice.known]
+    return f"{source.repo}:{recommended_label(known)}" if known else original
+
+
+def _without_gguf(source: HubSource, files: Sequence[PlannedFile]) -> ModelInvalid:
+    """Return the error for a repository from which a pull would need a GGUF file."""
+    if _has_safetensors(files):
+        return ModelInvalid(
+            f"'{source.repo}' has no file of the type '{source.type}'",
+            fact="its weights are safetensors; only GGUF files have such types",
+            next_step=f"edgepipe models pull {source.repo}",
+        )
+    pickled = next((file.name for file in files if file.name.endswith(_PICKLES)), "")
+    return ModelInvalid(
+        f"'{source.repo}' has no usable weights",
+        fact=f"'{pickled}' could run code and is never read"
+        if pickled
+        else "it has neither model.safetensors nor a GGUF file",
+        next_step="choose a repository with safetensors or GGUF files",
     )
 
 
@@ -282,6 +322,10 @@ class _Counted:
             """Progress bar that only counts: draws nothing and starts no monitor thread."""
 
             monitor_interval = 0
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                quiet = kwargs | {"file": io.StringIO()}  # it writes an empty line at its end
+                cast("Any", super()).__init__(*args, **quiet)
 
             def display(self, *args: Any, **kwargs: Any) -> None:
                 """Draw nothing."""

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from edgepipe.errors import ModelInvalid, ModelUnknown
-from edgepipe.model.gguf_file import HeadCounts, head_counts, tensor_places, unpermute_rows
+from edgepipe.model.gguf_file import GgufNames, gguf_names, tensor_places, unpermute_rows
 from edgepipe.model.gguf_header import MAX_HEADER_BYTES as MAX_GGUF_HEADER_BYTES
 from edgepipe.model.gguf_header import parse_gguf_header
 from edgepipe.model.gguf_split import stored_gguf
@@ -46,7 +46,7 @@ class HubTensors:
         self._hub = HubFiles(source, endpoint=endpoint, idle_s=idle_s)
         self._files = {entry.name: entry for entry in manifest.files}
         self._gguf: Sequence[FileEntry] = ()  # the model's GGUF files under their names on the hub, once they are found
-        self._heads: HeadCounts | None = None  # of a GGUF model, once its first header is read
+        self._names: GgufNames | None = None  # of a GGUF model, once its first header is read
         self._shards: Mapping[str, str] = {}  # tensor to file, once the index is read
         self._places: dict[str, Mapping[str, TensorPlace]] = {}  # by file name, once its header is read
 
@@ -105,8 +105,8 @@ class HubTensors:
 
     async def _find_gguf(self, entries: Sequence[FileEntry]) -> list[FileEntry]:
         """Find GGUF files by their hashes, because the store uses other names."""
-        _, files = await asyncio.to_thread(list_hub, self._source, endpoint=self._endpoint)
-        names = {(file.sha256, file.num_bytes): file.name for file in files if file.name.endswith(".gguf")}
+        listing = await asyncio.to_thread(list_hub, self._source, endpoint=self._endpoint)
+        names = {(file.sha256, file.num_bytes): file.name for file in listing.files if file.name.endswith(".gguf")}
         found = [names.get((entry.sha256, entry.num_bytes), "") for entry in entries]
         if not all(found):
             raise ModelUnknown(f"the hub has no GGUF file of '{self._source.repo}' with the model's SHA-256")
@@ -136,8 +136,9 @@ class HubTensors:
     def _parse_gguf(self, file: BinaryIO, /, *, size: int, name: str) -> dict[str, TensorPlace]:
         header = parse_gguf_header(file, size=size, name=name)
         if name == self._gguf[0].name:  # the only part with the model's metadata; it is read first
-            self._heads = head_counts(header.metadata, file=name)
-        return tensor_places(header, self._heads, file=name)
+            self._names = gguf_names(header.metadata, file=name)
+        assert self._names is not None  # the first part's header is read first
+        return tensor_places(header, self._names, file=name)
 
 
 @asynccontextmanager

@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.formats import pack_weight, packed_form, weight_label
 from edgepipe.model.gguf_packing import gguf_form, pack_gguf
-from edgepipe.model.layout import stored_parts, weight_shape
-from edgepipe.model.packed import Packed
-from edgepipe.model.quantisation import WeightFormat
+from edgepipe.model.layout import Share, shares, weight_shape
+from edgepipe.model.packed import Packed, concatenate
 from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo
 
 
 def weight_info(config: ModelConfig, infos: Mapping[str, TensorInfo], name: str) -> WeightInfo:
     """Describe a weight by its stored tensors. Raises ModelInvalid if they are missing or disagree."""
-    parts = stored_parts(config, name)
-    tensors = [_present(infos, part) for part in parts or (name,)]
-    if not parts:
-        return _single(tensors[0])
-    shape, stored = weight_shape(config, name), _format_of(config, name)
+    described = [_share_info(share, infos, name) for share in shares(config, name)]
+    first = described[0]
+    kinds = {(info.scheme, info.form) for info in described}
+    if len(kinds) > 1:
+        raise ModelInvalid(
+            f"the experts of '{name}' are stored in different formats",
+            fact=", ".join(sorted({info.scheme for info in described})),
+            next_step="pull another quantisation of the model",
+        )
+    return replace(first, shape=weight_shape(config, name), num_bytes=sum(info.num_bytes for info in described))
+
+
+def _share_info(share: Share, infos: Mapping[str, TensorInfo], weight: str) -> WeightInfo:
+    tensors = [_present(infos, part) for part in share.parts]
+    num_bytes = sum(info.num_bytes for info in tensors) * share.shape[0] // share.whole[0]
+    if share.stored is None:
+        return replace(_single(replace(tensors[0], shape=share.shape)), name=weight, num_bytes=num_bytes)
     return WeightInfo(
-        name=name,
-        shape=shape,
-        scheme=weight_label(stored),
-        form=packed_form(stored, shape),
-        num_bytes=sum(info.num_bytes for info in tensors),
+        name=weight,
+        shape=share.shape,
+        scheme=weight_label(share.stored),
+        form=packed_form(share.stored, share.whole),
+        num_bytes=num_bytes,
     )
 
 
@@ -36,12 +51,6 @@ def _present(infos: Mapping[str, TensorInfo], name: str) -> TensorInfo:
     if info is None:
         raise ModelInvalid(f"tensor '{name}' is missing", fact=f"the model has {len(infos)} tensors")
     return info
-
-
-def _format_of(config: ModelConfig, name: str) -> WeightFormat:
-    stored = config.quantisation.of(name.removesuffix(".weight")) if config.quantisation else None
-    assert stored is not None, f"{name} has no stored parts"
-    return stored
 
 
 def _single(info: TensorInfo) -> WeightInfo:
@@ -58,13 +67,50 @@ def _single(info: TensorInfo) -> WeightInfo:
 
 def load_weight(weight: WeightInfo, config: ModelConfig, read: Callable[[str], RawTensor]) -> RawTensor | Packed:
     """Read a weight's stored tensors and pack them. Raises ModelInvalid."""
-    parts = stored_parts(config, weight.name)
-    if parts:
-        module = weight.name.removesuffix("weight")
-        tensors = {name.removeprefix(module): read(name) for name in parts}
-        return pack_weight(weight.name, weight.shape, _format_of(config, weight.name), tensors)
-    raw = read(weight.name)
+    loaded = [_load_share(share, weight, read) for share in shares(config, weight.name)]
+    if len(loaded) == 1:
+        return loaded[0]
+    packed = [part for part in loaded if isinstance(part, Packed)]
+    if packed:
+        return _joined(packed)
+    floats = [part for part in loaded if isinstance(part, RawTensor)]
+    info = TensorInfo(
+        name=weight.name,
+        shape=weight.shape,
+        scheme=weight.scheme,
+        num_bytes=weight.num_bytes,
+        rounded=weight.rounded,
+    )
+    return RawTensor(info=info, data=np.concatenate([part.data for part in floats]))
+
+
+def _load_share(share: Share, weight: WeightInfo, read: Callable[[str], RawTensor]) -> RawTensor | Packed:
+    if share.stored is not None:
+        start = len(share.module) + 1
+        packed = pack_weight(weight.name, share.whole, share.stored, {name[start:]: read(name) for name in share.parts})
+        return packed if share.cut is None else packed.rows(share.cut.indices())
+    raw = _own_rows(share, read(next(iter(share.parts))))
     return raw if weight.form is None else pack_gguf(raw)
+
+
+def _own_rows(share: Share, raw: RawTensor) -> RawTensor:
+    """Return the rows of a stored tensor that are a weight's, [out, in] as floats or GGUF's blocks."""
+    data = raw.data
+    if share.transposed:
+        count, inputs, outputs = raw.info.shape
+        each = np.dtype(f"V{data.size // (count * inputs * outputs)}")
+        data = np.ascontiguousarray(data.view(each).reshape(count, inputs, outputs).swapaxes(1, 2)).view(np.uint8)
+    if share.cut is not None:
+        data = data.reshape(share.cut.rows, -1)[share.cut.indices()]
+    info = replace(raw.info, shape=share.shape, num_bytes=data.size)
+    return RawTensor(info=info, data=data.reshape(-1))
+
+
+def _joined(parts: Sequence[Packed]) -> Packed:
+    try:
+        return concatenate(parts)
+    except ValueError as exc:
+        raise ModelInvalid(f"the experts of '{parts[0].name}' cannot be joined", fact=str(exc)) from exc
 
 
 class OneTensorPerWeight(Protocol):
@@ -77,6 +123,10 @@ class OneTensorPerWeight(Protocol):
     def read(self, name: str) -> RawTensor:
         """See ``WeightSource.read``."""
         ...
+
+    def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """See ``WeightSource.read_range``."""
+        return self.read(name).data[offset : offset + num_bytes]
 
     def weights(self, part: Slice) -> Sequence[WeightInfo]:
         """See ``WeightSource.weights``."""

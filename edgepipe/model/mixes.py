@@ -15,14 +15,16 @@ from edgepipe.errors import ModelUnknown
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.gguf_packing import gguf_form
 from edgepipe.model.gguf_types import BLOCKS_BY_NAME
-from edgepipe.model.layout import EMBEDDING, HEAD, model_tensors, slice_weights
+from edgepipe.model.layout import EMBEDDING, HEAD, is_expert, is_router, model_tensors, slice_weights
 from edgepipe.model.packed_form import PackedForm
 from edgepipe.model.shapes import named_shape
 from edgepipe.model.tensors import WeightInfo
 from edgepipe.model.weight_table import WeightTable, table_of
 
 DEFAULT_MIX = "bf16"
-"""The mix of a name without one."""
+"""The mix of a name without one, unless ``_PUBLISHED_MIXES`` has it."""
+
+_PUBLISHED_MIXES = {"gpt-oss-20b": "mxfp4", "gpt-oss-120b": "mxfp4"}
 
 _FP8 = PackedForm(bits=8, group=128, base_bits=32, codebook="e4m3")  # blocks of 128 x 128 (DeepSeek-V3, Qwen3-FP8)
 _FALLBACKS = {
@@ -48,7 +50,12 @@ class _Place:
 
     @property
     def is_down(self) -> bool:
-        return self.name == "mlp.down_proj.weight"
+        return self.name in ("mlp.down_proj.weight", "mlp.experts.down_proj.weight")
+
+    @property
+    def routes(self) -> bool:
+        """Whether it chooses experts or weighs them: such matrices stay floats."""
+        return self.name in ("mlp.router.weight", "mlp.shared_expert_gate.weight")
 
     @property
     def gets_more_bits(self) -> bool:
@@ -65,7 +72,8 @@ def mix_names() -> tuple[str, ...]:
 def split_mix(name: str) -> tuple[str, str]:
     """Split ``llama-3.3-70b:q4_k_m`` into model and mix. Raises ModelUnknown for a mix without a known rule."""
     model, colon, mix = name.partition(":")
-    mix = mix.strip().lower().replace("-", "_") if colon else DEFAULT_MIX
+    own = _PUBLISHED_MIXES.get(model.strip().lower(), DEFAULT_MIX)
+    mix = mix.strip().lower().replace("-", "_") if colon else own
     if mix not in _MIXES:
         raise ModelUnknown(
             f"the type of '{name}' is not known",
@@ -99,7 +107,8 @@ def mix_weights(config: ModelConfig, mix: str, part: Slice) -> list[WeightInfo]:
 def _info(config: ModelConfig, mix: str, name: str, shape: tuple[int, ...]) -> WeightInfo:
     """Describe one weight; vectors are floats."""
     inputs = shape[-1]
-    scheme = "BF16" if len(shape) == 1 else _scheme(config, mix, name, inputs)
+    vector = "F32" if is_router(name) else "BF16"
+    scheme = vector if len(shape) == 1 else _scheme(config, mix, name, inputs)
     if scheme == "FP8":
         form: PackedForm | None = _FP8
         num_bytes = prod(shape) + 2 * -(-shape[0] // 128) * (inputs // 128)  # bf16 scales
@@ -114,7 +123,7 @@ def _scheme(config: ModelConfig, mix: str, name: str, inputs: int) -> str:
     _, _, inner = name.partition("model.layers.")
     layer, _, within = inner.partition(".")
     place = _Place(within or name, int(layer) if within else -1, config)
-    scheme = _MIXES[mix](place)
+    scheme = "F32" if place.routes else _MIXES[mix](place)
     if scheme == "FP8":
         return scheme if inputs % 128 == 0 else "BF16"
     if inputs % BLOCKS_BY_NAME[scheme].block_values:
@@ -160,6 +169,18 @@ def _only_layers(of_layers: str) -> Callable[[_Place], str]:
     return lambda place: of_layers if place.layer >= 0 else "BF16"
 
 
+def _mxfp4(place: _Place) -> str:
+    """As gpt-oss is published: its experts alone are packed."""
+    if place.config.architecture == "gpt_oss" and not is_expert(place.name):
+        return "BF16"
+    return _only_layers("MXFP4")(place)
+
+
+def _mxfp4_moe(place: _Place) -> str:
+    """llama.cpp's MXFP4_MOE: everything but the experts in Q8_0."""
+    return "MXFP4" if is_expert(place.name) else "Q8_0"
+
+
 _MIXES: Mapping[str, Callable[[_Place], str]] = {
     "q3_k_m": _k_mix("Q3_K", _q3_k_m),
     "q4_0": _everywhere("Q4_0", output="Q6_K"),
@@ -167,7 +188,8 @@ _MIXES: Mapping[str, Callable[[_Place], str]] = {
     "q5_k_m": _k_mix("Q5_K", _more_bits),
     "q6_k": _k_mix("Q6_K", lambda _: None),
     "q8_0": _everywhere("Q8_0", output="Q8_0"),
-    "mxfp4": _only_layers("MXFP4"),
+    "mxfp4": _mxfp4,
+    "mxfp4_moe": _mxfp4_moe,
     "fp8": _only_layers("FP8"),
     "bf16": lambda _: "BF16",
 }

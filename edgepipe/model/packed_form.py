@@ -70,3 +70,10 @@ class PackedForm:
         total += values if self.offset == "added" else 0
         total += groups if self.offset == "zeros" else 0
         return total + (4 * inputs if self.ordered else 0)
+
+
+MXFP4_FORM = PackedForm(bits=4, group=32, codebook="e2m1")
+MXFP8_FORM = PackedForm(bits=8, group=32, codebook="e4m3")
+"""Scales are powers of two, as bits of bf16 (OCP Microscaling Formats 1.0). No other format has these forms."""
+NVFP4_FORM = PackedForm(bits=4, group=16, codebook="e2m1")
+"""Scales are values of e4m3 without a sign, as float16. No other format has this form."""

@@ -130,13 +130,17 @@ class Puller:
 
     @staticmethod
     def _unknown(source: str, path: Path) -> ModelUnknown:
-        return ModelUnknown(
-            f"'{source[:120]}' is not a model source",
-            fact="it is neither a GGUF file nor a folder with config.json"
-            if path.exists()
-            else "it is neither a local file or folder nor an ORG/NAME of the hub",
-            next_step="edgepipe models pull demo | ORG/NAME | ORG/NAME:TYPE | FOLDER | FILE.gguf",
-        )
+        fact = "it is neither a local file or folder nor an ORG/NAME of the hub"
+        step = "edgepipe models pull demo | ORG/NAME | ORG/NAME:TYPE | FOLDER | FILE.gguf"
+        base, _, kind = source.rpartition(":")
+        if path.exists():
+            fact = "it is neither a GGUF file nor a folder with config.json"
+            if files := sorted(path.glob("*.gguf")):
+                fact, step = "it is a folder of GGUF files; a pull takes one model", f"edgepipe models pull {files[0]}"
+        elif base and (base == DEMO or Path(base).expanduser().exists()):
+            fact = f"a type such as ':{kind}' goes with an ORG/NAME of the hub, not with '{base}'"
+            step = f"edgepipe models pull {base}"
+        return ModelUnknown(f"'{source[:120]}' is not a model source", fact=fact, next_step=step)
 
     def _hub_job(self, source: HubSource) -> _Job:
         plan = plan_hub(source, endpoint=self._endpoint)
@@ -173,9 +177,10 @@ def staging_folder(target: Path) -> Path:
     return target.with_name(f".pulling-{target.name}")
 
 
-def folder_size(folder: Path) -> int:
-    """Return the total bytes of all files below a folder."""
-    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+def folder_size(folder: Path, *, without: str = "") -> int:
+    """Return the total bytes of all files below a folder, except those in its subfolder ``without``."""
+    found = (path for path in folder.rglob("*") if path.relative_to(folder).parts[0] != without)
+    return sum(path.lstat().st_size for path in found if path.is_file())
 
 
 def _remove_strangers(staging: Path, job: _Job) -> None:

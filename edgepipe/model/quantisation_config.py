@@ -13,7 +13,8 @@ from typing import Any, cast
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.fields import Fields
-from edgepipe.model.formats import FORMATS, NEXT_STEP, SUPPORTED, check_format
+from edgepipe.model.formats import FORMATS, NEXT_STEP, SUPPORTED, check_format, part_name
+from edgepipe.model.formats.common import joined_experts
 from edgepipe.model.quantisation import Quantisation, WeightFormat
 from edgepipe.model.stored_types import FLOAT_TYPES
 from edgepipe.model.tensors import TensorInfo
@@ -22,6 +23,7 @@ _MAX_BLOCK = 1 << 20
 _MAX_ALTERNATIVES = 1000
 _TABLES = ("model.embed_tokens", "lm_head")
 _MLX_KEYS = ("group_size", "bits", "mode", "quant_method")
+_MLX_FLOATS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}  # bits and group by mode
 
 
 def check_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
@@ -52,10 +54,15 @@ def settle_quantisation(
 ) -> Quantisation:
     """Decide from the stored tensors which module has which of the formats.
 
-    ``shapes``: of all weights by name. A module without a fitting format keeps the default, so that ``check_layout``
-    names its tensors. Raises ModelInvalid if no weight is quantised.
+    ``shapes``: of all weights by name, [out, in], or [experts, in, out] of a name without ``.weight``. A module without
+    a fitting format keeps the default, so that ``check_layout`` names its tensors. Raises ModelInvalid if no weight is
+    quantised.
     """
-    modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
+    modules = {
+        name.removesuffix(".weight"): shape
+        for name, shape in shapes.items()
+        if len(shape) == 3 or (len(shape) == 2 and name.endswith(".weight"))
+    }
     formats = {module: _stored_format(found, module, shape, infos) for module, shape in modules.items()}
     layers = Counter(stored for module, stored in formats.items() if stored and module not in _TABLES)
     if not any(formats.values()):
@@ -71,10 +78,10 @@ def settle_quantisation(
 def _stored_format(
     found: Quantisation, module: str, shape: tuple[int, ...], infos: Mapping[str, TensorInfo]
 ) -> WeightFormat | None:
-    plain = infos.get(f"{module}.weight")
-    if plain is not None and plain.scheme in FLOAT_TYPES and plain.shape == shape:
+    plain = infos.get(module if len(shape) == 3 else f"{module}.weight")
+    if plain is not None and plain.scheme in FLOAT_TYPES and shape in (plain.shape, joined_experts(plain.shape)):
         return None
-    rows, columns = shape
+    rows, columns = shape if len(shape) == 2 else (shape[0] * shape[2], shape[1])
     named = found.of(module)
     claims = found.formats if named is None else (named, *found.formats)
     for claim in claims:
@@ -87,8 +94,8 @@ def _stored_format(
 def _with_types(claim: WeightFormat, module: str, infos: Mapping[str, TensorInfo]) -> WeightFormat:
     """Complete a claim by what only the tensors tell: the type of the scales, and whether an index is stored."""
     kind = FORMATS[claim.kind]
-    scales = infos.get(f"{module}.{kind.scale_part}")
-    indexed = bool(kind.index_part) and f"{module}.{kind.index_part}" in infos
+    scales = infos.get(part_name(module, claim, kind.scale_part))
+    indexed = bool(kind.index_part) and part_name(module, claim, kind.index_part) in infos
     return replace(claim, scale=scales.scheme if scales else claim.scale, indexed=indexed)
 
 
@@ -97,7 +104,7 @@ def _fits(stored: WeightFormat, module: str, shape: tuple[int, int], infos: Mapp
     if kind.fault(stored) or kind.misfit(stored, shape):
         return False
     for suffix, part in kind.parts(stored, shape).items():
-        info = infos.get(f"{module}.{suffix}")
+        info = infos.get(part_name(module, stored, suffix))
         if info is None or info.scheme not in part.types or not part.accepts(info.shape):
             return False
     return True
@@ -143,12 +150,13 @@ def _mlx(fields: Fields, values: Mapping[str, object]) -> Quantisation:
 
 def _mlx_format(fields: Fields) -> WeightFormat:
     mode = fields.text("mode", default="affine")
-    if mode not in ("affine", "mxfp4"):
+    if mode != "affine" and mode not in _MLX_FLOATS:
         raise _refused(f"MLX '{mode[:40]}'")
-    group = fields.integer("group_size", low=1, high=_MAX_BLOCK, default=32 if mode == "mxfp4" else 64)
-    bits = fields.integer("bits", low=1, high=8, default=4)
-    if mode == "mxfp4":
-        return check_format(WeightFormat(kind="mlx_mxfp4", bits=bits, group=group, scale="U8"))
+    bits, group = _MLX_FLOATS.get(mode, (4, 64))
+    group = fields.integer("group_size", low=1, high=_MAX_BLOCK, default=group)
+    bits = fields.integer("bits", low=1, high=8, default=bits)
+    if mode in _MLX_FLOATS:
+        return check_format(WeightFormat(kind=f"mlx_{mode}", bits=bits, group=group, scale="U8"))
     return check_format(WeightFormat(kind="mlx", bits=bits, group=group))
 
 
@@ -280,6 +288,11 @@ def _compressed_format(group: Fields, layout: str) -> WeightFormat | None:
     raise _refused(f"compressed-tensors '{layout[:40]}' of {bits} bits ({kind[:20]})")
 
 
+def _mxfp4(_: Fields) -> Quantisation:
+    """gpt-oss's experts. Its ``modules_to_not_convert`` are stored as floats."""
+    return Quantisation(default=WeightFormat(kind="mxfp4", bits=4, group=32, scale="U8"))
+
+
 _READERS: Mapping[str, Callable[[Fields], Quantisation]] = {
     "awq": _awq,
     "gptq": _gptq,
@@ -289,4 +302,5 @@ _READERS: Mapping[str, Callable[[Fields], Quantisation]] = {
     "fbgemm_fp8": _fbgemm_fp8,
     "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed_tensors,
+    "mxfp4": _mxfp4,
 }

@@ -6,13 +6,15 @@ One function per kind of backend. A test holds each of them to the ``num_bytes``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.layout import layer_tensors
-from edgepipe.model.packed_form import PackedForm
+from edgepipe.model.expert_places import in_ram, split_kind
+from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.layer_spec import LayerSpec
+from edgepipe.model.layout import is_expert, is_of_heads, is_router, spec_tensors
+from edgepipe.model.packed_form import MXFP4_FORM, MXFP8_FORM, NVFP4_FORM, PackedForm
 from edgepipe.model.weight_table import WeightTable
 
 WIDE = ""
@@ -20,12 +22,13 @@ WIDE = ""
 
 _BYTES_PER_FLOAT = {"float32": 4, "float16": 2, "bfloat16": 2}
 _SCALE_BYTES = 2  # of a scale, offset or zero that the backend keeps in 16 bits
-_CPU_TILE = 16
-_CPU_CODEBOOK_BITS = {"iq4": 8, "nf4": 8, "e2m1": 5, "e4m3": 8}
+_CPU_TILE, _CPU_UNIT = 16, 16
+_CPU_CODEBOOK_BITS = {"iq4": 8, "nf4": 8, "e2m1": 4, "e4m3": 8}
 _PLANE_GROUP = 32  # inputs per scale where a form is requantised
 _CUDA_TILE_ROWS, _CUDA_TILE_INPUTS = 16, 128  # edgepipe_torch.packed_tiles
 _MLX_BITS = (4, 5, 6, 8)  # kept as they are in groups of 32 and more; others are requantised to 8
 _MLX_GROUPS = (128, 64, 32)  # that MLX's kernels know
+_MLX_NATIVE = (MXFP4_FORM, MXFP8_FORM, NVFP4_FORM)
 
 
 def resident_bytes(form: PackedForm | None, shape: Sequence[int], *, kind: str, dtype: str) -> int:
@@ -33,14 +36,28 @@ def resident_bytes(form: PackedForm | None, shape: Sequence[int], *, kind: str, 
 
     form   of the stored weight; None: floats
     shape  [O, I] of a packed weight; any shape of floats
-    kind   "torch-cpu" | "torch-cuda" | "mlx" | "emulated" | WIDE; an unknown kind counts as WIDE
+    kind   "torch-cpu" | "torch-cuda" | "mlx" | "emulated" | WIDE; an unknown kind counts as WIDE; a share of experts in
+           host memory (``expert_places``) changes nothing here
     dtype  the compute dtype: "float32" | "float16" | "bfloat16"
     """
-    packed = _KINDS.get(kind)
+    packed = _KINDS.get(split_kind(kind)[0])
     if form is None or packed is None:
         return prod(shape) * float_bytes(dtype)
     rows, inputs = shape
     return packed(form, rows, inputs, float_bytes(dtype))
+
+
+def weight_bytes(name: str, form: PackedForm | None, shape: Sequence[int], *, kind: str, dtype: str) -> int:
+    """Return the bytes of a named weight in a backend's memory; ``name`` may be that within the layer.
+
+    Routers are float32 in every backend, however they are stored. Weights of single heads are floats of the compute
+    dtype. See ``resident_bytes``.
+    """
+    if is_of_heads(name):
+        return prod(shape) * float_bytes(dtype)
+    if is_router(name):
+        return prod(shape) * float_bytes("float32")
+    return resident_bytes(form, shape, kind=kind, dtype=dtype)
 
 
 def float_bytes(dtype: str) -> int:
@@ -49,13 +66,16 @@ def float_bytes(dtype: str) -> int:
 
 
 def _torch_cpu(form: PackedForm, rows: int, inputs: int, _value_bytes: int) -> int:
-    """Codes of 4, 5, 6 or 8 bits in tiles of 16 rows, with a float16 scale per group and for some forms an offset."""
+    """Codes of 4, 5, 6 or 8 bits in tiles of 16 rows, with a float16 scale per group and for some forms an offset.
+
+    Codes of 5 and 6 bits take 8 in groups that are no multiples of 16.
+    """
     bits = _CPU_CODEBOOK_BITS.get(form.codebook, form.bits)
+    bits = 8 if bits in (5, 6) and form.group % _CPU_UNIT else bits
     padded = -(-rows // _CPU_TILE) * _CPU_TILE
-    high = -(-inputs * (bits - 4) // 32) * 4 if bits in (5, 6) else 0  # whole words of high bits
     values = 2 if form.offset in ("added", "zeros") else 1
-    codes = inputs * (8 if bits == 8 else 4) // 8 + high
-    return padded * (codes + inputs // form.group * values * _SCALE_BYTES) + (4 * inputs if form.ordered else 0)
+    row_bytes = inputs * bits // 8 + inputs // form.group * values * _SCALE_BYTES
+    return padded * row_bytes + (4 * inputs if form.ordered else 0)
 
 
 def _torch_cuda(form: PackedForm, rows: int, inputs: int, _value_bytes: int) -> int:
@@ -77,15 +97,16 @@ def _emulated(form: PackedForm, rows: int, inputs: int, _value_bytes: int) -> in
 
 
 def _mlx(form: PackedForm, rows: int, inputs: int, value_bytes: int) -> int:
-    """Codes of 4, 5, 6 or 8 bits with scale and bias of the compute dtype per group of 32, 64 or 128; or MXFP4.
+    """Codes of 4, 5, 6 or 8 bits with scale and bias of the compute dtype's size per group of 32, 64 or 128.
 
+    MXFP4, MXFP8 and NVFP4 stay as they are, with scales of a byte.
     Other forms take 8 bits in groups of 32, and floats if 32 does not divide the inputs.
     """
     if inputs % _PLANE_GROUP:
         return rows * inputs * value_bytes
     order = 4 * inputs if form.ordered else 0
-    if form.codebook == "e2m1" and form.group == _PLANE_GROUP:
-        return rows * (inputs // 2 + inputs // _PLANE_GROUP)
+    if replace(form, ordered=False) in _MLX_NATIVE:
+        return rows * (inputs * form.bits // 8 + inputs // form.group) + order
     bits, group = 8, next((group for group in _MLX_GROUPS if form.group % group == 0), 0)
     if not form.codebook and form.bits in _MLX_BITS and group:
         bits = form.bits
@@ -106,17 +127,13 @@ _KINDS: Mapping[str, Callable[[PackedForm, int, int, int], int]] = {
 class ResidentSizes:
     """Bytes of a model's weights in one kind of backend. Layers may differ."""
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # on the device
+    experts: tuple[int, ...]  # of each layer's bytes on the device, those of all its experts
+    in_ram: tuple[int, ...]  # of each layer's experts in host memory, beside ``layers``
     embedding: int
     head: int  # its table, also if it is the embedding
     norm: int  # the final one
     tied: bool  # the head is the embedding
-
-    def of_layers(self, layers: LayerRange) -> float:
-        """Return the bytes of layers; of so many mean ones if the model has fewer."""
-        if layers.end <= len(self.layers):
-            return sum(self.layers[layers.start : layers.end])
-        return sum(self.layers) / len(self.layers) * len(layers)
 
     def of_tables(self, part: Slice) -> int:
         """Return the bytes of a slice beside its layers. A tied head counts in the slice that uses it."""
@@ -131,32 +148,50 @@ class ResidentSizes:
         return sum(self.layers) + self.embedding + (0 if self.tied else self.head)
 
     def of_slice(self, part: Slice) -> int:
-        """Return the bytes of a slice."""
+        """Return the bytes of a slice on the device."""
         return sum(self.layers[part.layers.start : part.layers.end]) + self.of_tables(part)
 
 
 @lru_cache(maxsize=64)
 def resident_sizes(config: ModelConfig, weights: WeightTable, *, kind: str, dtype: str) -> ResidentSizes:
     """Return the sizes of a model's weights; ``kind`` and ``dtype`` as for ``resident_bytes``."""
-    shapes = {name.removeprefix("model.layers.0."): shape for name, shape in layer_tensors(config, 0).items()}
+    known: dict[tuple[LayerSpec, int | None, bool], tuple[int, int, int]] = {}
+    _, percent = split_kind(kind)
 
-    def layer_bytes(forms: Mapping[str, PackedForm]) -> int:
-        sizes = (resident_bytes(forms.get(name), shape, kind=kind, dtype=dtype) for name, shape in shapes.items())
-        return sum(sizes)
+    def layer_bytes(index: int) -> tuple[int, int, int]:
+        """Return the bytes of a layer and of its experts on the device, and of its experts in host memory."""
+        spec, place = config.layers[index], weights.layers[index] if index < len(weights.layers) else None
+        away = in_ram(index, percent)
+        if (spec, place, away) not in known:
+            forms, shapes = weights.layer(index), spec_tensors(spec, config.hidden_size)
+            sizes = {
+                name: weight_bytes(name, forms.get(name), shape, kind=kind, dtype=dtype)
+                for name, shape in shapes.items()
+            }
+            experts = {name: size for name, size in sizes.items() if is_expert(name)}
+            own = 0 if away else sum(experts.values())
+            host = sum(ram_bytes(name, forms.get(name), shapes[name]) for name in experts) if away else 0
+            known[spec, place, away] = sum(sizes.values()) - sum(experts.values()) + own, own, host
+        return known[spec, place, away]
 
-    by_class = [layer_bytes(dict(forms)) for forms in weights.classes]
-    floats = layer_bytes({})
-    known = [by_class[index] for index in weights.layers[: config.num_layers]]
+    by_layer = [layer_bytes(index) for index in range(config.num_layers)]
     table = (config.vocab_size, config.hidden_size)
     embedding = resident_bytes(weights.embedding, table, kind=kind, dtype=dtype)
     head = resident_bytes(weights.head, table, kind=kind, dtype=dtype)
     return ResidentSizes(
-        layers=(*known, *[floats] * (config.num_layers - len(known))),
+        layers=tuple(size for size, _, _ in by_layer),
+        experts=tuple(size for _, size, _ in by_layer),
+        in_ram=tuple(size for _, _, size in by_layer),
         embedding=embedding,
         head=embedding if config.tied_embeddings else head,
         norm=config.hidden_size * float_bytes(dtype),
         tied=config.tied_embeddings,
     )
+
+
+def ram_bytes(name: str, form: PackedForm | None, shape: Sequence[int]) -> int:
+    """Return the bytes of a weight of experts in host memory beside a device, where a CPU computes with it."""
+    return weight_bytes(name, form, shape, kind="torch-cpu", dtype="float32")
 
 
 def slice_bytes(config: ModelConfig, weights: WeightTable, part: Slice, *, kind: str, dtype: str) -> int:

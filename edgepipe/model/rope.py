@@ -12,19 +12,21 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.errors import ArchitectureUnsupported
-from edgepipe.model.facts import ModelConfig, Rope
+from edgepipe.model.layer_spec import Rope, Temperature
 from edgepipe.model.rope_config import SCALINGS
 
 Floats = npt.NDArray[np.float64]
 
 
-def rotary_frequencies(config: ModelConfig) -> tuple[Floats, float]:
-    """Return radians per token of each pair [D / 2], and the factor on rotated queries and keys.
+def rotary_frequencies(rope: Rope, *, dims: int, context_length: int) -> tuple[Floats, float]:
+    """Return radians per token of each pair [dims / 2], and the factor on rotated queries and keys.
+
+    dims            dimensions of a head that rotate
+    context_length  the model's
 
     Raises ArchitectureUnsupported.
     """
-    rope = config.rope
-    plain: Floats = rope.theta ** (-np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+    plain: Floats = rope.theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
     match rope.scaling:
         case "default" | "dynamic":  # dynamic scales only beyond the model's context, which no position exceeds
             return plain, 1.0
@@ -33,15 +35,23 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Floats, float]:
         case "llama3":
             return _llama3(rope, plain), 1.0
         case "yarn":
-            return _yarn(rope, plain, config), _yarn_amplitude(rope)
+            return _yarn(rope, plain, dims, context_length), _yarn_amplitude(rope)
+        case "proportional":
+            turning = np.arange(dims // 2) < int(rope.rotated_share * dims // 2)
+            return np.where(turning, plain / rope.factor, 0.0), 1.0
         case "longrope":
-            return plain / _longrope_factors(rope, config), _longrope_amplitude(rope)
+            return plain / _longrope_factors(rope, context_length), _longrope_amplitude(rope)
         case _:
             raise ArchitectureUnsupported(
                 f"the rope scaling '{rope.scaling}' is not computed by any backend",
                 fact=f"computed are {', '.join(SCALINGS)}",
                 next_step="serve a model with one of those",
             )
+
+
+def temperatures(temperature: Temperature, positions: npt.NDArray[np.int64]) -> Floats:
+    """Return the factors [T] of queries at positions [T]."""
+    return 1.0 + temperature.growth * np.log1p(positions // temperature.context)
 
 
 def _llama3(rope: Rope, plain: Floats) -> Floats:
@@ -51,17 +61,17 @@ def _llama3(rope: Rope, plain: Floats) -> Floats:
     return plain * (kept + (1.0 - kept) / rope.factor)
 
 
-def _yarn(rope: Rope, plain: Floats, config: ModelConfig) -> Floats:
+def _yarn(rope: Rope, plain: Floats, dims: int, context_length: int) -> Floats:
     """Keep pairs below ``low``, divide those above ``high``, blend between by index (Peng et al. 2023, 3.2)."""
-    context = rope.original_context or config.context_length
+    context = rope.original_context or context_length
 
     def pair_with(turns: float) -> float:
-        return config.head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return dims * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
+    low, high = max(low, 0), min(high, dims - 1)
     width = (high - low) or 0.001  # equal ends: a step instead of a ramp
     divided = np.clip((np.arange(len(plain)) - low) / width, 0.0, 1.0)
     return plain * (1.0 - divided + divided / rope.factor)
@@ -80,12 +90,12 @@ def _yarn_amplitude(rope: Rope) -> float:
     return grown(1.0)
 
 
-def _longrope_factors(rope: Rope, config: ModelConfig) -> Floats:
+def _longrope_factors(rope: Rope, context_length: int) -> Floats:
     """Return the long factors for a model served beyond its trained context, for prompts of any length.
 
     Choosing by the prompt's length would mix keys of both kinds in one cache.
     """
-    beyond = 0 < rope.original_context < config.context_length
+    beyond = 0 < rope.original_context < context_length
     return np.asarray(rope.long_factor if beyond else rope.short_factor, np.float64)
 
 

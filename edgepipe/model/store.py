@@ -26,6 +26,7 @@ from edgepipe.model.manifest import TOKENIZER_FILE, FileEntry, Manifest
 from edgepipe.model.names import canonical_name, folder_name, is_name, matching_names, name_of_folder
 from edgepipe.model.progress import OnProgress
 from edgepipe.model.pull import Puller, PullResult, folder_size, staging_folder
+from edgepipe.model.repacked import REPACKED_FOLDER
 from edgepipe.model.template import TemplateRenderer
 from edgepipe.model.tensor_folder import TENSOR_FOLDER, MissingTensor, ShardWriter, complete_names
 from edgepipe.model.tokenizer import Tokenizer
@@ -93,8 +94,8 @@ class StoredModel:
 
     @property
     def size_bytes(self) -> int:
-        """Size on this node's disk."""
-        return folder_size(self.path)
+        """Size on this node's disk, without weights that a backend repacked."""
+        return folder_size(self.path, without=REPACKED_FOLDER)
 
     @property
     def tokenizer_path(self) -> Path:
@@ -221,9 +222,9 @@ class ModelStore:
 
     def drop(self, model: StoredModel) -> int:
         """Delete one folder of a model. Return the freed bytes."""
-        freed = model.size_bytes
         gone = model.path.with_name(f".removing-{model.path.name}")
         model.path.rename(gone)  # atomically hidden, so that no process opens half a model
+        freed = folder_size(gone)
         shutil.rmtree(gone)
         return freed
 

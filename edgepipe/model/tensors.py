@@ -81,6 +81,10 @@ class WeightSource(Protocol):
         """Read one stored tensor. Raises ModelInvalid if the file is too short."""
         ...
 
+    def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Read a part of the bytes of ``read``. Several threads may do so at once. Raises ModelInvalid."""
+        ...
+
     def weights(self, part: Slice) -> Sequence[WeightInfo]:
         """Return the weights that a slice computes with, in the order of ``tensors``. Raises ModelInvalid."""
         ...

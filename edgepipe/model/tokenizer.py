@@ -30,13 +30,28 @@ CHAT_ENDS = (
     "<|end_of_text|>",
     "<|endoftext|>",
     "<end_of_turn>",
+    "<turn|>",
+    "<|tool_response>",
+    "<|return|>",
+    "<|call|>",
+    "<|user|>",
+    "<|observation|>",
     "</s>",
 )
 """Special tokens that end an answer, in addition to the model's config."""
 
+_CHANNELS = frozenset({"<|channel|>", "<|return|>"})  # in a vocabulary with both, ``<|end|>`` ends a message only
 
-TOOL_MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")
-"""Tokens around tool calls: part of an answer's text, even if the model marks them as special."""
+TOOL_MARKS = (
+    *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<think>", "</think>", "[THINK]", "[/THINK]", "<minimax:tool_call>", "</minimax:tool_call>"),
+    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>"),
+    *("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>"),
+    *("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
+    *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+)
+"""Tokens around tool calls and reasoning, whose text grammars bind even if the model marks them as special."""
 
 
 class Tokenizer:
@@ -127,6 +142,8 @@ class Tokenizer:
     def end_ids(self, configured: Sequence[int]) -> tuple[int, ...]:
         """Return the ids that end an answer: the config's, and the chat ends among the special tokens."""
         ends = [self._special[name] for name in CHAT_ENDS if name in self._special]
+        if self._special.keys() >= _CHANNELS and "<|end|>" in self._special:
+            ends.remove(self._special["<|end|>"])
         return tuple(dict.fromkeys([*configured, *ends]))
 
     def largest_id(self) -> int:

@@ -10,11 +10,11 @@ from dataclasses import fields as fields_of
 from typing import Any, TypeVar, cast
 
 from edgepipe.errors import ModelInvalid
-from edgepipe.model.config import MAX_INTERMEDIATE, MAX_LAYERS
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.fields import Fields
-from edgepipe.model.layout import EMBEDDING, HEAD, layer_tensors
+from edgepipe.model.layout import EMBEDDING, HEAD, spec_tensors
 from edgepipe.model.packed_form import CODEBOOKS, PackedForm
+from edgepipe.model.shape_limits import MAX_INTERMEDIATE, MAX_LAYERS
 from edgepipe.model.strict_json import parse_json_object
 from edgepipe.model.tensors import WeightInfo, WeightSource
 
@@ -127,7 +127,7 @@ def table_from_json(text: str, config: ModelConfig) -> WeightTable:
     forms = [_form(value, fields) for value in fields.items("forms")]
     if len(forms) > _MAX_FORMS:
         raise fields.fail("forms", f"it has {len(forms)} entries, at most {_MAX_FORMS} are read")
-    classes = [_layer(value, forms, fields, config) for value in fields.items("classes")]
+    classes = [_layer(value, forms, fields) for value in fields.items("classes")]
     layers = fields.items("layers")
     if len(layers) > config.num_layers or len(classes) > MAX_LAYERS:
         raise fields.fail("layers", f"the model has {config.num_layers} layers, the list {len(layers)}")
@@ -136,7 +136,10 @@ def table_from_json(text: str, config: ModelConfig) -> WeightTable:
         _checked(_item(fields.raw(key), forms, fields), shape, fields, key) if fields.has(key) else None
         for key in ("embedding", "head")
     ]
-    return make_table([_item(index, classes, fields) for index in layers], embedding=tables[0], head=tables[1])
+    own = [_item(index, classes, fields) for index in layers]
+    for spec, named in dict.fromkeys(zip(config.layers, own, strict=False)):
+        _check_layer(spec_tensors(spec, config.hidden_size), named, fields)
+    return make_table(own, embedding=tables[0], head=tables[1])
 
 
 def _form_json(form: PackedForm) -> dict[str, Any]:
@@ -164,16 +167,19 @@ def _form(value: object, table: Fields) -> PackedForm:
     return form
 
 
-def _layer(value: object, forms: list[PackedForm], table: Fields, config: ModelConfig) -> LayerForms:
+def _layer(value: object, forms: list[PackedForm], table: Fields) -> LayerForms:
     if not isinstance(value, dict):
         raise table.fail("classes", "a list of objects is needed")
-    shapes = {name.removeprefix("model.layers.0."): shape for name, shape in layer_tensors(config, 0).items()}
-    found: list[tuple[str, PackedForm]] = []
-    for name, index in sorted(cast("dict[str, object]", value).items()):
+    entries = sorted(cast("dict[str, object]", value).items())
+    return tuple((name, _item(index, forms, table)) for name, index in entries)
+
+
+def _check_layer(shapes: Mapping[str, tuple[int, ...]], named: LayerForms, table: Fields) -> None:
+    """Check that a layer's weights can have these forms. Raises ModelInvalid."""
+    for name, form in named:
         if name not in shapes:
             raise table.fail("classes", f"a layer has no weight {name[:80]!r}")
-        found.append((name, _checked(_item(index, forms, table), shapes[name], table, name)))
-    return tuple(found)
+        _checked(form, shapes[name], table, name)
 
 
 def _checked(form: PackedForm, shape: tuple[int, ...], table: Fields, name: str) -> PackedForm:

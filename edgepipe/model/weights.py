@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Protocol
 
 import numpy as np
@@ -16,16 +17,25 @@ from edgepipe.model.config import gguf_config, read_hf_config
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.fields import Fields
 from edgepipe.model.gguf_file import open_gguf, read_rope_factors
-from edgepipe.model.gguf_split import gguf_in
-from edgepipe.model.layout import check_layout, model_tensors, slice_tensors, slice_weights
+from edgepipe.model.gguf_split import gguf_in, stored_gguf
+from edgepipe.model.layout import (
+    check_layout,
+    settled_head,
+    settled_latent,
+    slice_tensors,
+    slice_weights,
+    stored_shapes,
+)
 from edgepipe.model.logical import load_weight, weight_info
 from edgepipe.model.manifest import CARD_FILE, read_manifest
 from edgepipe.model.mixes import mix_weights, split_mix
+from edgepipe.model.naming import settled_naming
 from edgepipe.model.packed import Packed
 from edgepipe.model.quantisation_config import settle_quantisation
-from edgepipe.model.safetensors_file import open_safetensors
+from edgepipe.model.repacked import RepackedPlace, files_identity, repacked_place
+from edgepipe.model.safetensors_file import open_safetensors, shard_names
 from edgepipe.model.strict_json import read_json_object
-from edgepipe.model.tensor_folder import TENSOR_FOLDER, TensorFolder
+from edgepipe.model.tensor_folder import TENSOR_FOLDER, TensorFolder, complete_names
 from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo
 
 EMULATED_KEY = "edgepipe_emulated"  # in config.json: the model has a shape but no weights
@@ -52,18 +62,27 @@ class TensorFiles(Protocol):
 class Weights:
     """The tensors of one model, read lazily; a ``WeightSource``."""
 
-    def __init__(self, config: ModelConfig, files: TensorFiles, *, mix: str = "") -> None:
-        """``mix``: types of an emulated model's weights."""
+    def __init__(
+        self, config: ModelConfig, files: TensorFiles, *, mix: str = "", repacked: RepackedPlace | None = None
+    ) -> None:
+        """``mix``: types of an emulated model's weights. ``repacked``: where a backend may keep its layout of them."""
         self._mix = mix
+        self._repacked = repacked
         self._config = config
         self._files = files
         self._infos = files.infos
         self._bytes_read = 0
+        self._counting = Lock()  # read_range is called from several threads
 
     @property
     def config(self) -> ModelConfig:
         """The model's shape."""
         return self._config
+
+    @property
+    def repacked(self) -> RepackedPlace | None:
+        """Where a backend may keep repacked weights; None outside the store."""
+        return self._repacked
 
     @property
     def bytes_read(self) -> int:
@@ -85,7 +104,7 @@ class Weights:
         """Read one tensor. Raises ModelInvalid if it is missing or its file is too short."""
         info = self._info(name)
         data = self._files.read(name)
-        self._bytes_read += info.num_bytes
+        self._count(info.num_bytes)
         return RawTensor(info=info, data=data)
 
     def weights(self, part: Slice) -> Sequence[WeightInfo]:
@@ -108,8 +127,12 @@ class Weights:
             raise ModelInvalid(
                 f"tensor '{name}' has no bytes {offset}-{offset + num_bytes}", fact=f"{info.num_bytes} bytes"
             )
-        self._bytes_read += num_bytes
+        self._count(num_bytes)
         return self._files.read_range(name, offset, num_bytes)
+
+    def _count(self, num_bytes: int) -> None:
+        with self._counting:
+            self._bytes_read += num_bytes
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self._infos:
@@ -152,8 +175,10 @@ def open_hf_weights(path: Path) -> Weights:
     if is_emulated(path):
         return Weights(config, NoTensors(), mix=emulated_mix(path))
     files = open_safetensors(path)
+    config = replace(config, naming=settled_naming(config.naming, files.infos))
+    config = settled_head(settled_latent(config, files.infos), files.infos)
     if config.quantisation:
-        settled = settle_quantisation(config.quantisation, model_tensors(config), files.infos)
+        settled = settle_quantisation(config.quantisation, stored_shapes(config), files.infos)
         config = replace(config, quantisation=settled)
     check_layout(config, files.infos)
     return Weights(config, files)
@@ -185,7 +210,23 @@ def _open_stored(path: Path) -> Weights:
         return Weights(card.config, NoTensors(), mix=card.mix)
     files = _stored_files(path)
     check_layout(card.config, files.infos)
-    return Weights(card.config, files)
+    return Weights(card.config, files, repacked=_place_beside(path, files))
+
+
+def _place_beside(path: Path, files: TensorFiles) -> RepackedPlace | None:
+    """Return where a stored model's repacked weights may lie. Files in the store change only as a whole."""
+    try:
+        if (path / TENSOR_FOLDER).is_dir():  # filled tensor by tensor, each checked against the manifest
+            present = complete_names(path, list(files.infos))
+            source = read_manifest(path).hash
+        else:
+            present = list(files.infos)
+            names = stored_gguf(file.name for file in path.iterdir()) or shard_names(path)
+            source = files_identity(path / name for name in (CARD_FILE, *names))
+    except OSError:
+        return None
+    model_bytes = sum(files.infos[name].num_bytes for name in present)
+    return repacked_place(path, source=source, model_bytes=model_bytes)
 
 
 def _stored_files(path: Path) -> TensorFiles:

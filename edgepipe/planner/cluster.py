@@ -28,6 +28,7 @@ class Cluster:
     machines: tuple[Machine, ...]
     links: Links
     weights: WeightTable = FLOATS
+    kv: str = ""  # form of the KV, see ``ModelConfig.kv_bytes_per_token``; empty: each machine's compute dtype
 
     def with_machine(self, machine: Machine) -> Cluster:
         """Return the cluster with one more machine. Its links are as assumed, else like the fastest measured one."""
@@ -73,20 +74,25 @@ def known_cluster(
     model: str = "",
     adjustments: Mapping[str, str] | None = None,
     weights: WeightTable = FLOATS,
+    kv: str = "",
 ) -> Cluster:
     """Build a cluster of devices from the table, named a, b, c, ..., with one kind of link. Raises ConfigInvalid."""
     speeds: dict[str, Machine] = {}
     machines: list[Machine] = []
     for name, key in zip(names(len(devices)), devices, strict=True):
         if key not in speeds:
-            speeds[key] = table_machine(name, adjusted(named_device(key), adjustments or {}), config, weights)
+            speeds[key] = table_machine(name, adjusted(named_device(key), adjustments or {}), config, weights, kv)
         known = speeds[key]
         machines.append(replace(known, room=replace(known.room, node_id=NodeId(name), name=name)))
-    return Cluster(model=model, config=config, machines=tuple(machines), links=Links(assumed=link), weights=weights)
+    return Cluster(
+        model=model, config=config, machines=tuple(machines), links=Links(assumed=link), weights=weights, kv=kv
+    )
 
 
-def table_machine(name: str, device: DeviceModel, config: ModelConfig, weights: WeightTable = FLOATS) -> Machine:
-    """Build a machine from a device's data sheet."""
+def table_machine(
+    name: str, device: DeviceModel, config: ModelConfig, weights: WeightTable = FLOATS, kv: str = ""
+) -> Machine:
+    """Build a machine from a device's data sheet. ``kv``: form of the KV; empty: the compute dtype."""
     return Machine(
         room=NodeRoom(
             node_id=NodeId(name),
@@ -94,9 +100,10 @@ def table_machine(name: str, device: DeviceModel, config: ModelConfig, weights: 
             free_bytes=device.usable_bytes,
             bytes_per_weight=_BYTES_PER_VALUE,
             packing=_PACKING,
+            kv=kv,
         ),
         device=device.name,
-        speed=TableSpeed(CostModel(config, device, weights=weights, kind=_PACKING)),
+        speed=TableSpeed(CostModel(config, device, weights=weights, kind=_PACKING, kv=kv)),
         total_bytes=device.memory_bytes,
     )
 

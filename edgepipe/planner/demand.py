@@ -85,11 +85,8 @@ def batch_parts(speed: Speed, demand: Demand, rows: float) -> StepParts:
         return below
     above = speed.parts(decode_work(low + 1, read_tokens=demand.read_tokens, prompt_share=demand.prompt_share))
 
-    def mixed(few_s: float, many_s: float) -> float:
-        return few_s + share * (many_s - few_s)
-
     return StepParts(
-        base_s=mixed(below.base_s, above.base_s),
-        layer_s=mixed(below.layer_s, above.layer_s),
-        head_s=mixed(below.head_s, above.head_s),
+        base_s=below.base_s + share * (above.base_s - below.base_s),
+        layer_s=below.layer_s + share * (above.layer_s - below.layer_s),
+        head_s=below.head_s + share * (above.head_s - below.head_s),
     )

@@ -15,7 +15,7 @@ from edgepipe.ids import NodeId
 from edgepipe.planner.demand import Demand, batch_parts, prompt_work
 from edgepipe.planner.hosts import hop_host_s, turn_host_s
 from edgepipe.planner.placement import Placed
-from edgepipe.planner.profiles import Link, Links, Machine, StepParts
+from edgepipe.planner.profiles import Link, Links, Machine
 from edgepipe.scheduler.sizing import most_micro_batches
 from edgepipe.units import LinkShape
 
@@ -71,23 +71,16 @@ class Ring:
     def of(self, micro_batches: int, sequences: int) -> Forecast:
         """Return the forecast for S sequences in M micro-batches."""
         rows = sequences / micro_batches
-        steps = [
-            _slice_s(batch_parts(machine.speed, self._demand, rows), stage)
-            for machine, stage in zip(self._machines, self._placed, strict=True)
-        ]
-        tokens = rows * (1 + self._demand.prompt_share)
-        hops = [
-            _hop(link, tokens * self._demand.hop_bytes, host_s)
-            for link, host_s in zip(self._links, self._hosts_s[1:], strict=True)
-        ]
+        steps, hops = self._steps_s(rows), self._hops(rows)
         busy: dict[NodeId, float] = {}
         for stage, seconds in zip(self._placed, steps, strict=True):
             busy[stage.node_id] = busy.get(stage.node_id, 0.0) + seconds
         uploads = [hop.upload_s for hop in hops]
         server_s = max([*busy.values(), *uploads])
         closing_s = self._home_s + turn_host_s(self._hosts_s[0], rows)
+        largest = ceil(rows)  # all micro-batches wait for the turn of the largest
         latency_s = sum(hop.latency_s for hop in hops) + closing_s
-        turn_s = sum(steps) + sum(uploads) + latency_s
+        turn_s = sum(self._steps_s(largest)) + sum(hop.upload_s for hop in self._hops(largest)) + latency_s
         return Forecast(
             micro_batches=micro_batches,
             sequences=sequences,
@@ -99,6 +92,17 @@ class Ring:
             tokens_per_s=sequences / max(micro_batches * server_s, turn_s, 1e-9),
             bottleneck=self._bottleneck(busy, uploads, server_s),
         )
+
+    def _steps_s(self, rows: float) -> list[float]:
+        """Return each slice's time for a micro-batch of so many rows."""
+        return [
+            batch_parts(machine.speed, self._demand, rows).slice_s(stage.part)
+            for machine, stage in zip(self._machines, self._placed, strict=True)
+        ]
+
+    def _hops(self, rows: float) -> list[Hop]:
+        num_bytes = rows * (1 + self._demand.prompt_share) * self._demand.hop_bytes
+        return [_hop(link, num_bytes, host_s) for link, host_s in zip(self._links, self._hosts_s[1:], strict=True)]
 
     def best(self, sequences: int) -> Forecast:
         """Return the forecast with the best M, the smallest among equals."""
@@ -114,7 +118,7 @@ class Ring:
         way_s, slowest_s = self._home_s + turn_host_s(self._hosts_s[0], 1), 0.0
         for index, (machine, stage) in enumerate(zip(self._machines, self._placed, strict=True)):
             work = prompt_work(size, start=(chunks - 1) * size // 2, logits=stage.part.head)
-            seconds = _slice_s(machine.speed.parts(work), stage)
+            seconds = machine.speed.parts(work).slice_s(stage.part)
             way_s, slowest_s = way_s + seconds, max(slowest_s, seconds)
             if index < len(self._links) and (link := self._links[index]) is not None:
                 hop = _hop(link, size * self._demand.hop_bytes, self._hosts_s[index + 1])
@@ -127,10 +131,6 @@ class Ring:
                 return f"stage {index}"
         index = uploads.index(server_s)
         return f"link {index}-{index + 1}"
-
-
-def _slice_s(parts: StepParts, stage: Placed) -> float:
-    return parts.base_s + len(stage.part.layers) * parts.layer_s + (parts.head_s if stage.part.head else 0.0)
 
 
 def _hop(link: Link | None, num_bytes: float, host_s: float) -> Hop:

@@ -9,15 +9,14 @@ Under a limit on T the four are independent: counts fill the fastest devices fir
 and the path is the shortest one through the allowed links (Held and Karp 1962), both for every set and pair of ends at
 once. A binary search over the finitely many values of T then finds the smallest cycle.
 
-All layers count as equal in time: layers of a mix of weight types have their mean time, and ``most_layers`` counts the
-largest run of layers that a stage may get.
+``ExactSearch`` counts on layers that are all equal; ``partition_unequal`` searches where they differ in time or bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 
 import numpy as np
@@ -34,23 +33,39 @@ _NEVER = -(10**9)  # layers of an unusable device: no sum with it reaches the mo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnequalLayers:
+    """Times and capacities of N devices for L layers that differ."""
+
+    done_s: Floats  # [N, L + 1] of the first 0, 1, ... layers
+    earliest: Ints  # [N, 4, L + 1] first layer of the longest run that ends before a layer and fits, by flags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionProblem:
     """Times and capacities of N devices for one number of micro-batches."""
 
     num_layers: int
     micro_batches: int
     base_s: Floats  # [N] per step, independent of the layers
-    layer_s: Floats  # [N] per layer
+    layer_s: Floats  # [N] per layer, of the mean one if they differ
     head_s: Floats  # [N] additional with the head
-    most_layers: Ints  # [N, 4] layers that fit, by flags; 0: the device cannot be used so
+    most_layers: Ints  # [N, 4] layers that fit wherever they begin, by flags; 0: the device cannot be used so
     upload_s: Floats  # [N, N] time that a step's activations occupy the link; infinite: no link
     latency_s: Floats  # [N, N] one way
     closing_s: Floats  # [N, N] from the last device's logits to the first one's next step
+    unequal: UnequalLayers | None = None  # None: all layers are equal
 
     @property
     def num_devices(self) -> int:
         """Number of devices N."""
         return len(self.base_s)
+
+    def stage_s(self, device: int, layers: range) -> float:
+        """Return the time of a step over some layers, without the head."""
+        if self.unequal is None:
+            return float(self.base_s[device] + len(layers) * self.layer_s[device])
+        done_s = self.unequal.done_s[device]
+        return float(self.base_s[device] + done_s[layers.stop] - done_s[layers.start])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +79,18 @@ class Partition:
     cycle_s: float
     bound_s: float  # lower bound of every partition's cycle; equal to ``cycle_s`` if the search is exact
 
+    def layers_at(self, position: int) -> range:
+        """Return the layers of the stage at a position."""
+        start = sum(self.layers[:position])
+        return range(start, start + self.layers[position])
+
 
 def evaluate(problem: PartitionProblem, devices: Sequence[int], layers: Sequence[int]) -> Partition:
     """Return the times of one partition, which must fit."""
+    ends = list(accumulate(layers))
     times = [
-        problem.base_s[device] + count * problem.layer_s[device] for device, count in zip(devices, layers, strict=True)
+        problem.stage_s(device, range(end - count, end))
+        for device, count, end in zip(devices, layers, ends, strict=True)
     ]
     times[-1] += problem.head_s[devices[-1]]
     hops = list(pairwise(devices))

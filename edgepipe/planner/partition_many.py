@@ -57,9 +57,21 @@ class ManySearch:
 
     def best(self, problem: PartitionProblem, *, below_s: float = inf, near_s: float = 0.0) -> Partition | None:
         """Return the best partition found with a cycle below ``below_s``, or None. ``near_s``: estimate of its T."""
+        tables = self._crossing(problem, below_s, near_s)
+        bound_s = _bound_s(tables, problem)
+        shares = [self._share(problem, table, bound_s) for table in tables if table.best_s < inf]
+        found = [partition for partition in shares if partition is not None and partition.cycle_s < below_s]
+        return min(found, key=lambda partition: partition.cycle_s, default=None)
+
+    def bound_s(self, problem: PartitionProblem, *, below_s: float = inf) -> float:
+        """Return a lower bound of every partition's cycle; infinite if it is not below ``below_s``."""
+        return _bound_s(self._crossing(problem, below_s, 0.0), problem)
+
+    def _crossing(self, problem: PartitionProblem, below_s: float, near_s: float) -> list[_Table]:
+        """Return the tables of the limits on T between which the turn passes M * T; none if no cycle is so short."""
         m = problem.micro_batches
-        if not could_fit(problem, below_s / m) or self._bound_s(problem, below_s / m) >= below_s:
-            return None
+        if not could_fit(problem, below_s / m) or self._turn_bound_s(problem, below_s / m) >= below_s:
+            return []
         limits = server_times(problem, below_s / m)
         tables: dict[float, _Table] = {}
 
@@ -69,23 +81,18 @@ class ManySearch:
             return tables[limit_s]
 
         low = first_true(limits, lambda limit_s: table(limit_s).best_s <= m * limit_s, near=near_index(limits, near_s))
-        ends = [float(limits[index]) for index in (low, low - 1) if index >= 0]
-        bounds = {limit_s: max(m * limit_s, table(limit_s).best_s) for limit_s in ends}
-        bound_s = min(bounds.values())
-        shares = [self._share(problem, table(limit_s), bound_s) for limit_s, value in bounds.items() if value < inf]
-        found = [partition for partition in shares if partition is not None and partition.cycle_s < below_s]
-        return min(found, key=lambda partition: partition.cycle_s, default=None)
+        return [table(float(limits[index])) for index in (low, low - 1) if index >= 0]
 
     def balanced(self, problem: PartitionProblem, partition: Partition, *, slack: float) -> Partition:
         """Return a more balanced partition. See ``ExactSearch.balanced``."""
         most_s = partition.cycle_s * (1 + slack)
         limits = server_times(problem, partition.server_s)
-        limit_s = first_limit(limits, lambda limit: self._bound_s(problem, limit) <= most_s)
+        limit_s = first_limit(limits, lambda limit: self._turn_bound_s(problem, limit) <= most_s)
         found = None if limit_s is None else self._share(problem, _Table(self, problem, limit_s), partition.bound_s)
         worse = found is None or found.server_s >= partition.server_s or found.cycle_s > most_s
         return partition if found is None or worse else found
 
-    def _bound_s(self, problem: PartitionProblem, limit_s: float) -> float:
+    def _turn_bound_s(self, problem: PartitionProblem, limit_s: float) -> float:
         """Return a lower bound of the turn within the limit: each device pays its cheapest incoming link."""
         table = _Table(self, problem, limit_s)
         return table.best_s
@@ -227,6 +234,10 @@ class _Table:
                     best = (float(costs[index]), option.flags, came_from, int(counts[index]))
         assert best[0] <= wanted * (1 + 1e-9), "every cost has an origin"
         return best[1:]
+
+
+def _bound_s(tables: Sequence[_Table], problem: PartitionProblem) -> float:
+    return min((max(problem.micro_batches * table.limit_s, table.best_s) for table in tables), default=inf)
 
 
 def _slide(cost: Floats, room: int, layer_s: float) -> Floats:

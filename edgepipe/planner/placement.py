@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.model.memory_classes import kv_bytes
 from edgepipe.model.resident import WIDE, ResidentSizes, dtype_of, resident_sizes
 from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.units import format_bytes
@@ -37,9 +38,14 @@ class NodeRoom:
         """The compute dtype."""
         return dtype_of(self.bytes_per_weight)
 
-    def kv_bytes_per_token(self, config: ModelConfig, num_layers: int) -> int:
-        """Return the bytes of one token's KV in so many layers on this node."""
-        return config.kv_bytes_per_token(num_layers=num_layers, form=self.kv or self.dtype)
+    def layers_kv_bytes(self, config: ModelConfig, num_tokens: int) -> tuple[int, ...]:
+        """Return the bytes of each layer's KV on this node, for a KV cache of so many tokens."""
+        return kv_bytes(config, num_tokens, form=self.kv or self.dtype)
+
+    def kv_bytes(self, config: ModelConfig, layers: Iterable[int], num_tokens: int) -> int:
+        """Return the bytes of the KV in some layers, by index, on this node, for a KV cache of so many tokens."""
+        each = self.layers_kv_bytes(config, num_tokens)
+        return sum(each[layer] for layer in layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +82,8 @@ def place_by_plan(need: Need, nodes: Sequence[NodeRoom], plan: str) -> tuple[Pla
 
 def stage_bytes(need: Need, node: NodeRoom, part: Slice) -> int:
     """Return the memory of a slice on a node: weights, embedding and head included, and the required KV."""
-    kv = node.kv_bytes_per_token(need.config, len(part.layers))
-    return node.sizes(need.config, need.weights).of_slice(part) + kv * need.kv_tokens
+    kv = node.kv_bytes(need.config, part.layers, need.kv_tokens)
+    return node.sizes(need.config, need.weights).of_slice(part) + kv
 
 
 def _lacks(node: NodeRoom, wanted: int) -> NoFeasiblePlacement:

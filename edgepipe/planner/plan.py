@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
+from edgepipe.backend.cost import layer_kinds
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.model.expert_places import split_kind
+from edgepipe.model.facts import LayerRange, Slice, make_slices
+from edgepipe.model.memory_classes import most_within
 from edgepipe.model.resident import ResidentSizes
 from edgepipe.planner.demand import Demand, Objective, batch_parts
 from edgepipe.planner.forecast import Forecast, Ring
 from edgepipe.planner.hosts import hop_host_s, turn_host_s
-from edgepipe.planner.partition import EXACT_DEVICES, ExactSearch, Ints, Partition, PartitionProblem
+from edgepipe.planner.partition import EXACT_DEVICES, ExactSearch, Ints, Partition, PartitionProblem, UnequalLayers
 from edgepipe.planner.partition_many import ManySearch
+from edgepipe.planner.partition_unequal import ManyUnequalSearch, UnequalSearch, earliest_within
 from edgepipe.planner.placement import Need, NodeRoom, Placed, place_by_plan, stage_bytes
 from edgepipe.planner.profiles import Links, Machine, Speed, StepParts
 from edgepipe.planner.shortage import too_small
@@ -151,7 +157,7 @@ def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machin
             machine=by_id[each.node_id],
             part=each.part,
             weight_bytes=_weight_bytes(demand, by_id[each.node_id].room, each.part),
-            kv_bytes=_kv_token_bytes(demand.config, by_id[each.node_id].room, each.part) * wanted,
+            kv_bytes=by_id[each.node_id].room.kv_bytes(demand.config, each.part.layers, wanted),
             step_s=many.step_s[index],
             alone_s=single.step_s[index],
         )
@@ -211,6 +217,16 @@ def _named(machines: Sequence[Machine], name: str) -> Machine:
     return found[0]
 
 
+class _Rooms(NamedTuple):
+    """Layers that fit, by machine and flags; see ``PartitionProblem`` and ``UnequalLayers``."""
+
+    most: Ints
+    earliest: Ints
+
+
+_PartitionSearch = ExactSearch | ManySearch | UnequalSearch | ManyUnequalSearch
+
+
 class _Search:
     """One search over machines, KV room and micro-batches."""
 
@@ -218,6 +234,9 @@ class _Search:
         self._demand = demand
         self._machines = machines
         self._layers = demand.config.num_layers
+        shares = (split_kind(machine.room.packing)[1] for machine in machines)
+        whole = all(percent in (0, 100) for percent in shares)  # else layers differ by the place of their experts
+        self._equal = whole and len(set(layer_kinds(demand.config, demand.weights))) == 1
         self._constraints = constraints
         self._check_count()
         self._first = machines.index(_named(machines, constraints.first)) if constraints.first else None
@@ -302,7 +321,7 @@ class _Search:
         """Return the best partition over all M, or those up to ``most``."""
         sequences, best = self._sequences(kv_tokens), None
         search = self._new_search(count)
-        room = self._most_layers(kv_tokens)
+        room = self._rooms(kv_tokens)
         below_s = at_most_s
         for micro_batches in range(1, min(sequences, most or most_micro_batches(len(self._machines))) + 1):
             problem = self._instance(micro_batches, sequences, room)
@@ -322,13 +341,17 @@ class _Search:
             partition = replace(fewer, bound_s=min(bound_s, fewer.cycle_s))
         return partition
 
-    def _new_search(self, count: int, must: Sequence[int] = ()) -> ExactSearch | ManySearch:
-        kind = ExactSearch if len(self._machines) <= EXACT_DEVICES else ManySearch
+    def _new_search(self, count: int, must: Sequence[int] = ()) -> _PartitionSearch:
+        few = len(self._machines) <= EXACT_DEVICES
+        if self._equal:
+            kind = ExactSearch if few else ManySearch
+        else:
+            kind = UnequalSearch if few else ManyUnequalSearch
         return kind(len(self._machines), count=count, first=self._first, must=must)
 
     def _problem_with(self, kv_tokens: int) -> PartitionProblem:
         """Return the problem with the M of the partition found last."""
-        return self._instance(self._micro_batches, self._sequences(kv_tokens), self._most_layers(kv_tokens))
+        return self._instance(self._micro_batches, self._sequences(kv_tokens), self._rooms(kv_tokens))
 
     def _reason(self, index: int, partition: Partition, problem: PartitionProblem) -> str:
         room, machine = problem.most_layers[index], self._machines[index]
@@ -347,49 +370,54 @@ class _Search:
         position = with_it.devices.index(index)
         own = [hop for hop in pairwise(with_it.devices) if index in hop]
         link_s = float(sum(problem.upload_s[hop] + problem.latency_s[hop] for hop in own))
-        step_s = float(problem.base_s[index] + with_it.layers[position] * problem.layer_s[index])
+        step_s = problem.stage_s(index, with_it.layers_at(position))
         why = f"its links: {format_duration_s(link_s)} a token" if link_s > step_s else "it is slower"
         return f"it would slow each token by {loss * 100:.0f} % ({why})"
 
-    def _most_layers(self, kv_tokens: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-        """Return ``[N, 4]``: layers that fit, by flags.
-
-        Layers may differ in size. A stage with the embedding has the first layers, one with the head the last ones;
-        for the others every run of so many layers fits.
-        """
+    def _rooms(self, kv_tokens: int) -> _Rooms:
+        """Return the layers that fit on each machine."""
         config, weights = self._demand.config, self._demand.weights
-        room = np.zeros((len(self._machines), 4), dtype=np.int64)
-        runs: dict[tuple[ResidentSizes, int], list[Ints]] = {}  # of machines that keep weights alike
+        most = np.zeros((len(self._machines), 4), dtype=np.int64)
+        earliest = np.zeros((len(self._machines), 4, config.num_layers + 1), dtype=np.int64)
+        runs: dict[tuple[ResidentSizes, tuple[int, ...]], list[Ints]] = {}  # of machines that keep weights alike
         for index, machine in enumerate(self._machines):
             sizes = machine.room.sizes(config, weights)
-            kv = machine.room.kv_bytes_per_token(config, 1) * kv_tokens
+            kv = machine.room.layers_kv_bytes(config, kv_tokens)
+            layers = np.array(sizes.layers, dtype=np.int64) + kv
             if (sizes, kv) not in runs:
-                runs[sizes, kv] = _run_bytes(np.array(sizes.layers, dtype=np.int64) + kv)
-            for flags in range(4):
-                free = machine.room.free_bytes - sizes.of_tables(_slice(flags))
-                room[index, flags] = np.searchsorted(runs[sizes, kv][flags], free, side="right")
-        return room
+                runs[sizes, kv] = _run_bytes(layers)
+            free = [machine.room.free_bytes - sizes.of_tables(_slice(flags)) for flags in range(4)]
+            most[index] = [
+                np.searchsorted(run, room, side="right") for run, room in zip(runs[sizes, kv], free, strict=True)
+            ]
+            if not self._equal:
+                earliest[index] = earliest_within(layers, free)
+        return _Rooms(most=most, earliest=earliest)
 
-    def _instance(
-        self, micro_batches: int, sequences: int, room: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-    ) -> PartitionProblem:
+    def _instance(self, micro_batches: int, sequences: int, rooms: _Rooms) -> PartitionProblem:
         demand = self._demand
         rows = sequences / micro_batches
         parts = [self._parts_of(machine.speed, rows) for machine in self._machines]
+        layer_s = np.stack([times.layer_s for times in parts])
         num_bytes = rows * (1 + demand.prompt_share) * demand.hop_bytes
         uploads = [[inf if shape is None else num_bytes / shape.bytes_per_s for shape in row] for row in self._shapes]
         hop_hosts_s = np.array([hop_host_s(host_s, num_bytes) for host_s in self._hosts_s])
         turn_hosts_s = np.array([turn_host_s(host_s, rows) for host_s in self._hosts_s])
+        unequal = None
+        if not self._equal:
+            done_s = np.pad(np.cumsum(layer_s, axis=1), ((0, 0), (1, 0)))
+            unequal = UnequalLayers(done_s=done_s, earliest=rooms.earliest)
         return PartitionProblem(
             num_layers=self._layers,
             micro_batches=micro_batches,
             base_s=np.array([times.base_s for times in parts]),
-            layer_s=np.array([times.layer_s for times in parts]),
+            layer_s=layer_s.mean(axis=1) if unequal is not None else layer_s[:, 0],
             head_s=np.array([times.head_s for times in parts]),
-            most_layers=room,
+            most_layers=rooms.most,
             upload_s=np.array(uploads, dtype=np.float64),
             latency_s=self._latency_s + hop_hosts_s[None, :],
             closing_s=self._home_s.T + turn_hosts_s[:, None],
+            unequal=unequal,
         )
 
     def _parts_of(self, speed: Speed, rows: float) -> StepParts:
@@ -434,17 +462,14 @@ def _weight_bytes(demand: Demand, room: NodeRoom, part: Slice) -> int:
     return stage_bytes(_need(demand, 0), room, part)
 
 
-def _kv_token_bytes(config: ModelConfig, room: NodeRoom, part: Slice) -> int:
-    return room.kv_bytes_per_token(config, len(part.layers))
-
-
 def _kv_room(demand: Demand, placed: Sequence[Placed], machines: Mapping[NodeId, Machine]) -> int:
     """Return the KV tokens that fit on the tightest node beside its weights."""
     free = {node_id: machine.room.free_bytes for node_id, machine in machines.items()}
-    token_bytes: dict[NodeId, int] = {}
+    layers: dict[NodeId, list[int]] = {}
     for stage in placed:
-        room = machines[stage.node_id].room
-        free[stage.node_id] -= _weight_bytes(demand, room, stage.part)
-        size = _kv_token_bytes(demand.config, room, stage.part)
-        token_bytes[stage.node_id] = token_bytes.get(stage.node_id, 0) + size
-    return max(0, min(free[node_id] // size for node_id, size in token_bytes.items()))
+        free[stage.node_id] -= _weight_bytes(demand, machines[stage.node_id].room, stage.part)
+        layers.setdefault(stage.node_id, []).extend(stage.part.layers)
+    return min(
+        most_within(free[node_id], partial(machines[node_id].room.kv_bytes, demand.config, own))
+        for node_id, own in layers.items()
+    )

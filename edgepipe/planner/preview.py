@@ -8,6 +8,7 @@ from typing import Any
 
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.model.facts import LayerRange, Slice
+from edgepipe.model.layout import slice_parameters
 from edgepipe.model.mixes import named_model
 from edgepipe.model.resident import WIDE, slice_bytes
 from edgepipe.planner.cluster import Cluster
@@ -144,7 +145,7 @@ def _fit(model: str, machines: Sequence[Machine], links: Links, read_tokens: int
         found = None
     return ModelFit(
         model=model,
-        num_parameters=config.slice_parameters(whole),
+        num_parameters=slice_parameters(config, whole),
         weight_bytes=max(sizes, default=slice_bytes(config, weights, whole, kind=WIDE, dtype="bfloat16")),
         plan=found,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from edgepipe.backend.cost import CostModel, SliceCost, StepWork
 from edgepipe.backend.devices import DeviceModel
@@ -19,20 +20,29 @@ from edgepipe.planner.hosts import HOST_S
 from edgepipe.planner.placement import NodeRoom
 from edgepipe.units import LinkShape
 
+Floats = npt.NDArray[np.float64]
+
 MEASURED, ESTIMATED = "measured", "estimated"
 
 # Overheads of an unmeasured device: per step, and per layer.
 _GUESSED_OVERHEADS_S = {"cpu": (300e-6, 60e-6), "gpu": (250e-6, 20e-6)}
 _CUDA_OVERHEADS_S = (200e-6, 50e-6)  # of an H100 with graphs: small kernels do not fill it
 
+_SOME_BYTES_PER_S, _SOME_FLOPS = 100e9, 2e12  # of a device that did not report them: only ratios of layers count
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """A step's time on a device, as a linear function of the layers."""
+    """A step's time on a device, as a sum over layers."""
 
     base_s: float  # independent of the layers
-    layer_s: float  # per layer
+    layer_s: Floats  # [L] of each layer
     head_s: float  # additional with the head
+
+    def slice_s(self, part: Slice) -> float:
+        """Return the time of a step on a slice."""
+        layers_s = float(self.layer_s[part.layers.start : part.layers.end].sum())
+        return self.base_s + layers_s + (self.head_s if part.head else 0.0)
 
 
 class Speed(Protocol):
@@ -65,15 +75,15 @@ class TableSpeed:
     busy, measured_s = False, 0.0
 
     def __init__(self, cost: CostModel) -> None:
-        self._one, self._two, self._headed = (
-            cost.mean_cost(count, head=head) for count, head in ((1, False), (2, False), (1, True))
-        )
+        self._none, self._headed = (cost.mean_cost(0, head=head) for head in (False, True))
+        self._kinds = np.array(cost.kinds)
+        self._layers = cost.kind_costs()
 
     def parts(self, work: StepWork) -> StepParts:
         """Return the estimated times. See ``Speed.parts``."""
-        one_s = self._one.step_s(work)
-        layer_s = self._two.step_s(work) - one_s
-        return StepParts(base_s=one_s - layer_s, layer_s=layer_s, head_s=self._headed.step_s(work) - one_s)
+        base_s = self._none.step_s(work)
+        layer_s = np.array([layer.step_s(work) - base_s for layer in self._layers])
+        return StepParts(base_s=base_s, layer_s=layer_s[self._kinds], head_s=self._headed.step_s(work) - base_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +109,58 @@ class LayerProfile:
 
 
 class MeasuredSpeed:
-    """Speed from a device's own measurements."""
+    """Speed from a device's own measurements of layers in the model's mix.
+
+    The data sheet only tells how the measured time is shared between kinds of layers, and how the time of layers with
+    experts goes on between the measured numbers of rows, where it is not linear.
+    """
 
     source = MEASURED
 
-    def __init__(self, profile: LayerProfile) -> None:
+    def __init__(self, profile: LayerProfile, cost: CostModel) -> None:
+        """``cost``: by the device's data sheet."""
         self._profile = profile
         self.busy, self.measured_s = profile.busy, profile.measured_ms / 1e3
+        self._sheet = TableSpeed(cost)
+        self._kinds = np.array(cost.kinds)
+        self._attention = [kind.attention[0] for kind in cost.kind_costs()]
+        self._experts = cost.has_experts
+        kv_s = np.array([each.kv_token_s for each in self._attention])
+        self._kv_token_s = profile.kv_token_s * kv_s / kv_s[self._kinds].mean()
 
     def parts(self, work: StepWork) -> StepParts:
         """See ``Speed.parts``. Assumes that prompt tokens beside decodes cost as much as alone in one row."""
         profile = self._profile
-        beyond = max(0.0, work.kv_tokens - work.rows * profile.decode_context)
-        if work.tokens == work.rows:
-            layer_s = _at(profile.decode, work.rows) + beyond * profile.kv_token_s
-        else:
-            alone = _at((profile.decode[0], *profile.prefill), work.tokens)
-            layer_s = max(alone, _at(profile.decode, work.rows)) + beyond * profile.kv_token_s
+        mean_s = self._decode_s(work.rows)
+        if work.tokens != work.rows:
+            mean_s = max(_at((profile.decode[0], *profile.prefill), work.tokens), mean_s)
+        sheet_s = self._sheet_s(work)
+        own = self._context_s(work)[self._kinds]
         head_s = _at(profile.head, work.logit_rows) if work.logit_rows else 0.0
+        layer_s = mean_s * sheet_s / sheet_s.mean() + own
         return StepParts(base_s=profile.base_s, layer_s=layer_s, head_s=head_s)
+
+    def _decode_s(self, rows: int) -> float:
+        """Return the mean layer's time at ``decode_context``."""
+        points = self._profile.decode
+        if not self._experts:
+            return _at(points, rows)
+        ratios = [point.seconds / self._mean_sheet_s(point.size) for point in points]
+        return self._mean_sheet_s(rows) * float(np.interp(rows, [point.size for point in points], ratios))
+
+    def _mean_sheet_s(self, rows: float) -> float:
+        count = round(rows)
+        return float(self._sheet_s(StepWork.of_rows([0] * count, [1] * count, logit_rows=0)).mean())
+
+    def _sheet_s(self, work: StepWork) -> Floats:
+        """Return each layer's time [L] without attention, by the data sheet."""
+        return self._sheet.parts(work._replace(kv_tokens=0, attention_pairs=0.0)).layer_s
+
+    def _context_s(self, work: StepWork) -> Floats:
+        """Return the time [kinds] of attending to tokens beyond ``decode_context``."""
+        measured = work.rows * self._profile.decode_context
+        beyond = [max(0.0, attention.seen(work).kv_tokens - measured) for attention in self._attention]
+        return np.array(beyond) * self._kv_token_s
 
 
 def _slope(points: Sequence[Point]) -> float:
@@ -134,25 +177,47 @@ def _at(points: Sequence[Point], size: float) -> float:
 
 
 def estimated_speed(
-    profile: DeviceProfile, config: ModelConfig, *, weights: WeightTable = FLOATS, dtype: str = ""
+    profile: DeviceProfile, config: ModelConfig, *, weights: WeightTable = FLOATS, dtype: str = "", kv: str = ""
 ) -> Speed:
-    """Estimate the speed of a device without a probe from its memory and matrix rates. ``dtype``: empty: its own."""
-    return TableSpeed(_cost_model(profile, config, weights, dtype))
+    """Estimate the speed of a device without a probe from its memory and matrix rates.
+
+    ``dtype``: empty: the device's own. ``kv``: form of the KV, as for ``CostModel``; empty: the dtype.
+    """
+    return TableSpeed(_cost_model(profile, config, weights, dtype, kv))
+
+
+def measured_speed(
+    layer: LayerProfile,
+    profile: DeviceProfile,
+    config: ModelConfig,
+    *,
+    weights: WeightTable = FLOATS,
+    dtype: str = "",
+) -> Speed:
+    """Return the speed of a device with a probe. ``profile``: its rates, if known; see ``estimated_speed``."""
+    if profile.bandwidth_bytes_per_s <= 0 or profile.flops <= 0:
+        profile = replace(profile, bandwidth_bytes_per_s=_SOME_BYTES_PER_S, flops=_SOME_FLOPS)
+    return MeasuredSpeed(layer, _cost_model(profile, config, weights, dtype))
 
 
 def slice_costs(
-    profile: DeviceProfile, config: ModelConfig, slices: Iterable[Slice], *, weights: WeightTable = FLOATS
+    profile: DeviceProfile, config: ModelConfig, slices: Iterable[Slice], *, weights: WeightTable = FLOATS, kv: str = ""
 ) -> dict[int, SliceCost]:
-    """Return each slice's cost, by slice index, from the device's rates; empty if it reported none."""
+    """Return each slice's cost, by slice index, from the device's rates; empty if it reported none.
+
+    ``kv``: form of the KV; empty: the compute dtype.
+    """
     if profile.bandwidth_bytes_per_s <= 0 or profile.flops <= 0:
         return {}
-    cost = _cost_model(profile, config, weights)
+    cost = _cost_model(profile, config, weights, kv=kv)
     return {part.index: cost.slice_cost(part) for part in slices}
 
 
-def _cost_model(profile: DeviceProfile, config: ModelConfig, weights: WeightTable, dtype: str = "") -> CostModel:
+def _cost_model(
+    profile: DeviceProfile, config: ModelConfig, weights: WeightTable, dtype: str = "", kv: str = ""
+) -> CostModel:
     dtype = dtype or ("float32" if profile.compute_dtype == "float32" else "bfloat16")
-    return CostModel(config, _as_table(profile), weights=weights, kind=profile.packing, dtype=dtype)
+    return CostModel(config, _as_table(profile), weights=weights, kind=profile.packing, dtype=dtype, kv=kv)
 
 
 def _as_table(profile: DeviceProfile) -> DeviceModel:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.model.facts import LayerRange, Slice
+from edgepipe.model.mixes import mix_table
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.placement import Need, stage_bytes
 from edgepipe.planner.profiles import Machine
@@ -16,6 +17,7 @@ _SIZES_GB = (8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 512)  # common me
 _HEADROOM = 1.06  # total memory over usable memory
 _SHORT_CONTEXT = 4096  # tokens: a long chat
 _WORTH_CLOSING_BYTES = 500_000_000
+_SMALL_MIX = "q4_k_m"  # as good as larger types for most uses (docs/which-file.md)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,10 @@ def _helps(demand: Demand, machines: Sequence[Machine], short: Shortage) -> Iter
     if wide:
         saved = sum(max(0, machine.room.free_bytes) for machine in wide)  # the same memory then holds twice the layers
         yield Help(what="--dtype bfloat16 (slower on CPUs)", gain_bytes=saved, enough=saved >= missing)
+    small = replace(demand, weights=mix_table(demand.config, _SMALL_MIX))
+    saved = short.weight_bytes - _whole(small, machines, 0)[0]
+    if saved > 0:
+        yield Help(what=f"take a 4-bit type of it (:{_SMALL_MIX})", gain_bytes=saved, enough=saved >= missing)
     if demand.least_kv_tokens > _SHORT_CONTEXT:
         saved = short.kv_bytes - _whole(demand, machines, _SHORT_CONTEXT)[1]
         yield Help(what=f"--context {_SHORT_CONTEXT}", gain_bytes=saved, enough=saved >= missing)

@@ -146,7 +146,7 @@ def _with_link(cluster: Cluster, text: str) -> Cluster:
 
 
 def _new_machine(cluster: Cluster, text: str) -> Machine:
-    machine = table_machine(_free_name(cluster), named_device(text), cluster.config, cluster.weights)
+    machine = table_machine(_free_name(cluster), named_device(text), cluster.config, cluster.weights, cluster.kv)
     return replace(machine, room=replace(machine.room, name=f"new {text}"))
 
 

@@ -58,6 +58,11 @@ def lark_grammar(text: str) -> GrammarSpec:
     return GrammarSpec("%llguidance {}\n" + text)
 
 
+def rule_of(spec: GrammarSpec, name: str) -> str:
+    """Return the rules of a grammar from this module, whose start has another name."""
+    return name + spec.text.partition("start")[2].rstrip("\n")
+
+
 def check_grammar(spec: GrammarSpec) -> None:
     """Compile the grammar and throw it away: some ms, up to a second for the largest, without end for hostile patterns.
 

@@ -16,6 +16,7 @@ from edgepipe.scheduler.policy import (
     make_policy,
 )
 from edgepipe.scheduler.scheduler import Scheduler
+from edgepipe.scheduler.tables import KeptPools
 from edgepipe.scheduler.types import (
     EndReason,
     Event,
@@ -24,6 +25,7 @@ from edgepipe.scheduler.types import (
     SequenceEnded,
     SequenceSpec,
     TokenSampled,
+    WindowBlocks,
 )
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "EndReason",
     "Event",
     "KVPool",
+    "KeptPools",
     "Load",
     "Policy",
     "Priority",
@@ -45,5 +48,6 @@ __all__ = [
     "StepBudget",
     "ThrottledPolicy",
     "TokenSampled",
+    "WindowBlocks",
     "make_policy",
 ]

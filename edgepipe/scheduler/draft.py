@@ -5,7 +5,7 @@ from __future__ import annotations
 from edgepipe.backend.types import BlockCopy
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler.sequence import Sequence
-from edgepipe.scheduler.types import ScheduledStep
+from edgepipe.scheduler.types import ScheduledStep, WindowBlocks
 
 _MOST_REGISTRATION_BYTES = 1 << 20
 """Registrations in one step: 0.5 s on a link of 20 Mbit/s, a tenth of the shortest step deadline."""
@@ -13,6 +13,9 @@ _MOST_REGISTRATION_BYTES = 1 << 20
 
 _MOST_TABLE_ENTRIES = 16_384
 """Runs of new blocks and copies in one step: 256 KiB of its plan."""
+
+
+_NONE = WindowBlocks((), (), (), ())
 
 
 class Draft:
@@ -35,6 +38,8 @@ class Draft:
         self._block_rows: list[int] = []
         self._block_starts: list[int] = []
         self._block_counts: list[int] = []
+        # By windowed class: row, place, first block and number of blocks of each run.
+        self._windows: list[list[tuple[int, int, int, int]]] = []
         self._registers: list[SequenceId] = []
         self._registration_bytes = 0
 
@@ -63,7 +68,7 @@ class Draft:
         sequence.in_flight += 1
         self._positions.append(count - 1)
         self._token_ids.append(tokens[-1])
-        if sequence.new_runs:
+        if sequence.new_runs:  # or of a window: all tables of a decode grow together
             self._tell(sequence)
         self.decodes.append(sequence)
 
@@ -100,14 +105,23 @@ class Draft:
             registers=tuple(self._registers),
             frees=tuple(frees),
             copies=tuple(self.copies),
+            windows=tuple([WindowBlocks(*zip(*runs, strict=True)) if runs else _NONE for runs in self._windows]),
             last_slice=self._last_slice,
         )
 
     def _tell(self, sequence: Sequence) -> None:
         """Add the table's changes for the next row."""
+        row = len(self.decodes) + len(self.chunks)
         for run in sequence.new_runs:
-            self._block_rows.append(len(self.decodes) + len(self.chunks))
+            self._block_rows.append(row)
             self._block_starts.append(run.start)
             self._block_counts.append(run.count)
         self.copies += sequence.new_copies
         sequence.new_runs, sequence.new_copies = (), ()
+        for number, table in enumerate(sequence.windows):
+            if number == len(self._windows):
+                self._windows.append([])
+            place, runs = table.take_new()
+            for run in runs:
+                self._windows[number].append((row, place, run.start, run.count))
+                place += run.count

@@ -153,6 +153,11 @@ class KVPool:
             found.append(block)
         return found
 
+    def block_of(self, key: Key) -> int | None:
+        """Return the cached block with this key, or None."""
+        block = self._by_key.get(key)
+        return None if block is None or self._idle_since[block] == NOT_CACHED else block
+
     def num_current(self, blocks: Sequence[int]) -> int:
         """Count the leading blocks that are not stale."""
         if not self._stale:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edgepipe.model.memory_classes import WindowPool
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     """Capacity of the pipeline."""
 
-    num_blocks: int
+    num_blocks: int  # for the layers that keep the context
     block_size: int  # tokens
     context_length: int  # tokens of one sequence, prompt and output
     micro_batches: int  # M: maximum number of steps in flight
@@ -17,6 +19,13 @@ class SchedulerLimits:
     max_waiting: int = 1024  # sequences not yet admitted: a few minutes of work for the fastest cluster
     contiguous_kv: bool = False  # a stage attends over runs as views: a cached prefix is copied, not shared
     prefix_cache: bool = True  # sequences with the same first tokens reuse computed blocks
+    windows: tuple[WindowPool, ...] = ()  # of the classes of layers that keep a window; empty: all keep the context
+
+    @property
+    def most_chunk_tokens(self) -> int:
+        """Tokens of one sequence in a step, so that its chunks in all steps in flight fit into the windows' slack."""
+        slack = min([pool.slack for pool in self.windows], default=self.context_length)
+        return max(1, slack // self.micro_batches) if self.windows else slack
 
     @property
     def max_tokens(self) -> int:

@@ -6,7 +6,9 @@ Shared steps compute several prompts side by side. Suspected sequences take turn
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from itertools import chain
 
 from edgepipe.scheduler.sequence import Sequence
 
@@ -45,6 +47,9 @@ class Prompts:
         shared = sum([sequence.unscheduled for sequence in self._shared])
         return shared + sum([sequence.unscheduled for sequence in self._suspected]) if self._suspected else shared
 
+    def __iter__(self) -> Iterator[Sequence]:
+        return chain(self._shared, self._suspected)
+
     @property
     def furthest_position(self) -> int:
         """Scheduled tokens of the prompt that is furthest on. Its next chunk attends to all of them."""
@@ -78,9 +83,10 @@ class Prompts:
     def share(self, budget: int, *, replays: bool) -> list[tuple[Sequence, int]]:
         """Return the chunks of the next shared step: sequences with token counts, at most ``budget`` in total.
 
-        ``replays``: choose the sequences whose next tokens are replayed, or the others.
+        ``replays``: choose the sequences whose next tokens are replayed, or the others. Sequences without blocks for
+        a next token wait.
         """
-        prompts = [sequence for sequence in self._shared if sequence.replays == replays]
+        prompts = [each for each in self._shared if each.replays == replays and each.next_tokens > 0]
         if budget < 1 or not prompts:
             return []
         if len(prompts) == 1:

@@ -17,14 +17,14 @@ from edgepipe.backend.types import BlockCopy
 from edgepipe.errors import PromptTooLong, QueueFull
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler.draft import Draft
-from edgepipe.scheduler.kv import Key, KVPool
+from edgepipe.scheduler.kv import Key
 from edgepipe.scheduler.limits import SchedulerLimits, SchedulerStats
 from edgepipe.scheduler.policy import Load, Policy, StepBudget
 from edgepipe.scheduler.prompts import Prompts
 from edgepipe.scheduler.queue import WaitingQueue
 from edgepipe.scheduler.sequence import NEVER, Phase, Sequence
 from edgepipe.scheduler.step_time import PrefillCap
-from edgepipe.scheduler.tables import BlockTables
+from edgepipe.scheduler.tables import BlockTables, KeptPools
 from edgepipe.scheduler.types import (
     EndReason,
     Event,
@@ -36,7 +36,6 @@ from edgepipe.scheduler.types import (
 )
 
 _MAX_PREEMPTED = 2  # after so many preemptions a batch sequence counts as interactive
-_SPARE_SHARE = 20  # a twentieth of the blocks, like the throttled policy's reserve for decodes
 
 
 @dataclass(slots=True)
@@ -78,16 +77,16 @@ class Scheduler:
 
     # From epoch to epoch
 
-    def hand_over(self) -> KVPool:
+    def hand_over(self) -> KeptPools:
         """Return the KV cache that retired steps left, for the next epoch's scheduler. Call this last."""
         return self._tables.carry_over()
 
-    def take_over(self, pool: KVPool) -> None:
+    def take_over(self, pools: KeptPools) -> None:
         """Start with the previous epoch's KV cache, before any ``submit``.
 
-        The caller has marked lost blocks with ``KVPool.lose``. Raises ValueError if the number of blocks differs.
+        The caller has marked lost blocks with ``KeptPools.lose``. Raises ValueError if a number of blocks differs.
         """
-        self._tables.take_over(pool)
+        self._tables.take_over(pools)
 
     # Input
 
@@ -156,7 +155,8 @@ class Scheduler:
             return None
         preemptions = self._preemptions
         draft = self._fill()
-        while draft.empty and self._preemptions > preemptions:  # the budget was for sequences that were preempted
+        # Again if the budget was for sequences that were preempted, or if no prompt has blocks for its next tokens.
+        while draft.empty and (self._preemptions > preemptions or self._make_way()):
             preemptions = self._preemptions
             draft = self._fill()
         if draft.empty:
@@ -325,7 +325,10 @@ class Scheduler:
         """Fill a step with one suspected sequence. Each of k suspected sequences gets one of the next 2k steps."""
         sequence = self._prompts.next_suspected()
         draft = Draft(last_slice=self._tables.stale_to if sequence.replays else None, isolated=True)
-        self._add_chunk(draft, sequence, min(sequence.next_tokens, self._isolated_tokens()))
+        if not sequence.next_tokens:
+            self._tables.fill_windows(sequence)
+        if num_tokens := min(sequence.next_tokens, self._isolated_tokens(), self._limits.most_chunk_tokens):
+            self._add_chunk(draft, sequence, num_tokens)
         return draft
 
     def _isolated_tokens(self) -> int:
@@ -400,19 +403,40 @@ class Scheduler:
 
         ``promised``: free or draining blocks that already belong to waiting decodes.
         """
-        while self._tables.free_blocks + self._tables.draining_blocks <= promised:
-            victim = max(self._running.values(), key=lambda candidate: (candidate.priority, candidate.arrival))
+        while self._tables.blocks_to_come <= promised:
+            victim = self._youngest()
             self._preempt(victim)
             if victim is sequence:
                 return False
         return self._tables.grow(sequence)
 
+    def _make_way(self) -> bool:
+        """Preempt the youngest sequence if prompts hold one another's blocks and no step will free any."""
+        if self._in_flight or len(self._running) < 2 or not self._prompts:
+            return False
+        if any(prompt.next_tokens > 0 for prompt in self._prompts):
+            return False
+        self._preempt(self._youngest())
+        return True
+
+    def _youngest(self) -> Sequence:
+        return max(self._running.values(), key=lambda candidate: (candidate.priority, candidate.arrival))
+
     def _add_prefills(self, draft: Draft, budget: int) -> None:
+        if self._limits.windows:
+            self._fill_windows()
         if budget > 0 and len(self._waiting):
             self._admit_waiting()
+        most = self._limits.most_chunk_tokens
         for sequence, num_tokens in self._prompts.share(budget, replays=draft.replays):
             if draft.may_begin(sequence):  # the oldest comes first and always fits
-                self._add_chunk(draft, sequence, num_tokens)
+                self._add_chunk(draft, sequence, min(num_tokens, most))
+
+    def _fill_windows(self) -> None:
+        """Allocate blocks for prompts that have none for their next token."""
+        for prompt in self._prompts:
+            if not prompt.next_tokens:
+                self._tables.fill_windows(prompt)
 
     def _add_chunk(self, draft: Draft, sequence: Sequence, num_tokens: int) -> None:
         draft.add_chunk(sequence, num_tokens)
@@ -459,14 +483,13 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Admit the first sequence in the queue with blocks for all its known tokens, so that its prefill cannot stall.
 
-        Keeps one free block per running sequence: admitting a sequence only to preempt it does work twice. Beside other
-        prompts it keeps as many more as the sequence takes, up to a share of all, because its turn comes later.
+        Free blocks remain for running sequences: admitting a sequence only to preempt it does work twice. More remain
+        beside other prompts, because its turn comes later.
         """
-        full = len(self._running) >= self._limits.max_running
-        kept = len(self._running)
-        if self._prompts:
-            kept += min(self._tables.needs(sequence), self._tables.num_blocks // _SPARE_SHARE)
-        if full or not self._tables.admit(sequence, kept_blocks=kept):
+        running = len(self._running)
+        if running >= self._limits.max_running:
+            return False
+        if not self._tables.admit(sequence, running=running, beside_prompts=bool(self._prompts)):
             return False
         self._waiting.pop()
         self._unscheduled_prefill -= sequence.scheduled

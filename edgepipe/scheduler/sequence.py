@@ -9,6 +9,7 @@ from edgepipe.backend.types import BlockCopy, BlockRun
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler.kv import Key, next_key
 from edgepipe.scheduler.types import EndReason, Priority
+from edgepipe.scheduler.windows import WindowTable
 
 NEVER = 1 << 60
 """More tokens than any sequence has."""
@@ -53,7 +54,8 @@ class Sequence:
     draining: bool = False  # it left, but steps in flight still use its blocks
     table: list[BlockRun] = field(default_factory=list[BlockRun])
     blocks: list[int] = field(default_factory=list[int])  # block ids of the table, in order
-    room: int = 0  # capacity of the blocks, in tokens
+    windows: list[WindowTable] = field(default_factory=list[WindowTable])  # by windowed class
+    room: int = 0  # tokens that its blocks of every class reach to
     known_blocks: int = 0  # its first blocks that are full, computed and entered in the cache
     next_full: int = NEVER  # computed tokens at which the next block can enter the cache
     keys: list[Key] = field(default_factory=list[Key])  # keys of its first full blocks, computed on demand
@@ -89,7 +91,7 @@ class Sequence:
     @property
     def next_tokens(self) -> int:
         """Number of tokens that can go into one step."""
-        return (self.replay_end if self.replays else len(self.tokens)) - self.scheduled
+        return min(self.replay_end if self.replays else len(self.tokens), self.room) - self.scheduled
 
     def note_overtaken(self) -> None:
         """Count an interactive sequence that passes this batch sequence. Raise the priority at ``MAX_OVERTAKEN``."""
@@ -100,7 +102,6 @@ class Sequence:
     def grow(self, runs: tuple[BlockRun, ...], *, block_size: int) -> None:
         """Append blocks to the table and join adjoining runs."""
         self.new_runs += runs
-        self.room += block_size * sum([run.count for run in runs])
         for run in runs:
             self.blocks.extend(range(run.start, run.start + run.count))
             last = self.table[-1] if self.table else None
@@ -108,6 +109,12 @@ class Sequence:
                 self.table[-1] = BlockRun(last.start, last.count + run.count)
             else:
                 self.table.append(run)
+        self.note_room(block_size)
+
+    def note_room(self, block_size: int) -> None:
+        """Update ``room`` after a table changed."""
+        blocks = len(self.blocks)
+        self.room = block_size * (min([blocks, *[each.end for each in self.windows]]) if self.windows else blocks)
 
     def keys_of(self, num_blocks: int, *, block_size: int) -> list[Key]:
         """Return the keys of the first ``num_blocks`` blocks. All their tokens must be known."""
@@ -120,5 +127,6 @@ class Sequence:
         """Empty the table and return its former runs."""
         table, self.table = self.table, []
         self.blocks, self.known_blocks, self.new_runs, self.registered = [], 0, (), False
+        self.windows = []
         self.room, self.next_full = 0, NEVER
         return table

@@ -6,8 +6,12 @@ token's turn and never the cycle. With S sequences in M micro-batches, b = S / M
 
     T(M) = max(d_i, u_i)    turn(M) = sum(d_i + u_i) + L    X(M) = min(b / T, S / turn)
 
+Where M does not divide S, some micro-batches have a row more. They never overtake each other, so all wait for the turn
+of the largest one: ``turn`` is that of ``ceil(b)`` rows, T that of the mean.
+
 A rule such as "one per stage" does not hold: each further micro-batch reads the weights again, and each missing one
-leaves the slowest server idle. The curves are measured while the ring runs, so M follows load and network.
+leaves the slowest server idle. Experts are read as far as the rows use them, so a further micro-batch costs less than
+with dense layers and a row more. The curves are measured while the ring runs, so M follows load and network.
 """
 
 from __future__ import annotations
@@ -311,11 +315,10 @@ class Forecasts:
         counts = np.arange(1, self._limit + 1, dtype=np.float64)
         self._max_rows = max_rows or inf
         rows = np.minimum(sequences / counts, self._max_rows)
-        devices = [np.sum([curve.at(rows) for curve in curves], axis=0) for curves in ring.stages]
-        uploads = [link.at(rows * ring.row_bytes) for link in ring.links]
-        self._servers: Floats = np.stack([*devices, *uploads])
+        self._servers: Floats = _servers(ring, rows)
+        largest = _servers(ring, np.minimum(np.ceil(sequences / counts), self._max_rows))
         self._server_s: Floats = np.maximum(self._servers.max(axis=0), 1e-9)
-        self._turn_s: Floats = np.maximum(self._servers.sum(axis=0) + ring.latency_s, 1e-9)
+        self._turn_s: Floats = np.maximum(largest.sum(axis=0) + ring.latency_s, 1e-9)
         self._rows = rows
         self._tokens_per_s: Floats = np.minimum(rows / self._server_s, counts * rows / self._turn_s)
 
@@ -349,6 +352,12 @@ class Forecasts:
             turns = self._turn_s[index] / self._server_s[index]
             index = max(index, min(ceil((1 + SLACK * self._ring.jitter) * turns), self._limit) - 1)
         return self.of(index + 1)
+
+
+def _servers(ring: Ring, rows: Floats) -> Floats:
+    """Return the time [devices and links, sizes] of a decode step for each number of rows."""
+    devices = [np.sum([curve.at(rows) for curve in curves], axis=0) for curves in ring.stages]
+    return np.stack([*devices, *(link.at(rows * ring.row_bytes) for link in ring.links)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

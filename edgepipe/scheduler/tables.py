@@ -1,15 +1,43 @@
-"""Block tables of all sequences: allocate, share, copy and free blocks."""
+"""Block tables of all sequences, one per memory class: allocate, share, copy and free blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from edgepipe.backend.types import BlockCopy
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler.kv import Key, KVPool, as_runs
 from edgepipe.scheduler.limits import SchedulerLimits
-from edgepipe.scheduler.sequence import Sequence
+from edgepipe.scheduler.sequence import NEVER, Sequence
+from edgepipe.scheduler.windows import WindowClass
+
+_SPARE_SHARE = 20  # a twentieth of the blocks, like the throttled policy's reserve for decodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPools:
+    """What an epoch's pools keep for the next one: the prefix cache of every memory class."""
+
+    context: KVPool
+    windows: tuple[KVPool, ...] = ()
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Number of blocks of each class."""
+        return (self.context.num_blocks, *(pool.num_blocks for pool in self.windows))
+
+    @property
+    def cached_blocks(self) -> int:
+        """Number of cached blocks of the context."""
+        return self.context.cached_blocks
+
+    def lose(self, last_slice: int) -> None:
+        """See ``KVPool.lose``. Raises ValueError if there are windows, which cannot be replayed in part."""
+        if self.windows:
+            raise ValueError("a window is lost as a whole")
+        self.context.lose(last_slice)
 
 
 class BlockTables:
@@ -18,6 +46,7 @@ class BlockTables:
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self._kv = KVPool(limits.num_blocks, contiguous=limits.contiguous_kv)
+        self._windows = [WindowClass(pool) for pool in limits.windows]
         self._frees: list[SequenceId] = []
         self.draining_blocks = 0  # blocks that steps in flight use: of sequences that left, or sources of copies
         self.admitted_tokens = 0  # known tokens of sequences when they were admitted, since the start
@@ -36,6 +65,14 @@ class BlockTables:
         return self._kv.free_blocks
 
     @property
+    def blocks_to_come(self) -> int:
+        """Free and draining blocks of the class that has the fewest."""
+        blocks = self._kv.free_blocks + self.draining_blocks
+        if not self._windows:
+            return blocks
+        return min([blocks, *[each.kv.free_blocks + each.draining_blocks for each in self._windows]])
+
+    @property
     def cached_blocks(self) -> int:
         """Number of blocks in the prefix cache."""
         return self._kv.cached_blocks
@@ -45,15 +82,18 @@ class BlockTables:
         """Last slice that must recompute stale blocks; None if nothing was lost."""
         return self._kv.stale_to
 
-    def carry_over(self) -> KVPool:
-        """Return a pool with the same prefix cache for the next epoch."""
-        return self._kv.carry_over()
+    def carry_over(self) -> KeptPools:
+        """Return pools with the same prefix cache for the next epoch."""
+        windows = tuple(each.kv.carry_over() for each in self._windows)
+        return KeptPools(context=self._kv.carry_over(), windows=windows)
 
-    def take_over(self, pool: KVPool) -> None:
-        """Start with the previous epoch's pool. Raises ValueError if its number of blocks differs."""
-        if pool.num_blocks != self._kv.num_blocks:
-            raise ValueError(f"a pool of {pool.num_blocks} blocks cannot be one of {self._kv.num_blocks}")
-        self._kv = pool
+    def take_over(self, pools: KeptPools) -> None:
+        """Start with the previous epoch's pools. Raises ValueError if a number of blocks differs."""
+        numbers = (self._limits.num_blocks, *(pool.num_blocks for pool in self._limits.windows))
+        if pools.num_blocks != numbers:
+            raise ValueError(f"pools of {pools.num_blocks} blocks cannot be those of {numbers}")
+        self._kv = pools.context
+        self._windows = [WindowClass(*each) for each in zip(self._limits.windows, pools.windows, strict=True)]
 
     def awaited(self, sequence: Sequence) -> Key | None:
         """Return the key of the last of the prompt's next blocks that other sequences are computing; None if none.
@@ -61,7 +101,7 @@ class BlockTables:
         Waiting for that block is quicker than computing it twice.
         """
         keys = self._reusable_keys(sequence)
-        end = begin = self._kv.num_current(self._kv.find(keys))
+        end = begin = self._supported(keys, self._kv.num_current(self._kv.find(keys)))
         while end < len(keys) and self._kv.coming_from(keys[end]) is not None:
             end += 1
         return keys[end - 1] if end > begin else None
@@ -70,32 +110,38 @@ class BlockTables:
         """Return the sequence that is computing the block with this key, or None."""
         return self._kv.coming_from(key)
 
-    def admit(self, sequence: Sequence, *, kept_blocks: int) -> bool:
-        """Build a table for all known tokens: share or copy computed blocks, allocate the rest.
+    def admit(self, sequence: Sequence, *, running: int, beside_prompts: bool) -> bool:
+        """Build tables for all known tokens: share or copy computed blocks, allocate the rest.
 
-        Returns False and takes nothing if fewer than ``kept_blocks`` would remain free, or while another sequence holds
-        stale blocks of the prompt.
+        Keeps one free block per running sequence, and beside other prompts as many more as the sequence takes, up to a
+        share of all. Returns False and takes nothing if fewer would remain, or while another sequence holds stale
+        blocks of the prompt.
         """
         count = self.needs(sequence)
-        left = self._kv.free_blocks - kept_blocks
+        left = self._kv.free_blocks - running
+        if beside_prompts:
+            left -= min(count, self.num_blocks // _SPARE_SHARE)
         known = self._known_prefix(sequence) if left > 0 else None
         if known is None:
             return False
         copied = False
         if self._limits.contiguous_kv and known and not self._kv.can_adopt(known, more=count - len(known)):
             known = self._affordable(known[: self._kv.num_current(known)], max(left - count, 0))
+            known = known[: self._supported(sequence.keys, len(known))]
             copied = bool(known)
         else:
             left += len(known) - self._kv.num_idle(known)
-        if count > left:
+        if count > left or not self._windows_have_room(sequence, len(known), running, beside_prompts=beside_prompts):
             return False
         self._take(sequence, known, count, copied=copied)
         return True
 
     def grow(self, sequence: Sequence) -> bool:
-        """Add one block if one is free. Return whether it was."""
-        if not self._kv.free_blocks:
+        """Add one block to each table if all classes have one. Return whether they had."""
+        if not self._kv.free_blocks or not all(each.kv.free_blocks for each in self._windows):
             return False
+        for each, table in zip(self._windows, sequence.windows, strict=True):
+            each.grow(table)
         runs = self._kv.extend(sequence.table, room=self._room(sequence) - sequence.num_blocks)
         sequence.grow(runs, block_size=self._limits.block_size)
         return True
@@ -104,21 +150,36 @@ class BlockTables:
         """Lower bound on the tokens per sequence that still fit in free blocks, at most ``most``."""
         size = self._limits.block_size
         rooms = [sequence.room - len(sequence.tokens) for sequence in sequences]
-        turns = min(most, self._kv.free_blocks * size)
-        while turns > 0 and sum([-(-(turns - room) // size) for room in rooms if room < turns]) > self._kv.free_blocks:
+        free = min([self._kv.free_blocks, *[each.kv.free_blocks for each in self._windows]])
+        turns = min(most, free * size)
+        while turns > 0 and sum([-(-(turns - room) // size) for room in rooms if room < turns]) > free:
             turns //= 2
         return turns
 
     def note_computed(self, sequence: Sequence, end: int) -> None:
-        """Enter the full blocks of the computed tokens ``[0, end)`` in the prefix cache."""
+        """Enter the full blocks of the computed tokens ``[0, end)`` in the prefix cache, and move the windows on."""
         if end < sequence.next_full:
             return
         full = end // self._limits.block_size
-        keys = sequence.keys_of(full, block_size=self._limits.block_size)
-        for index in range(sequence.known_blocks, full):
-            self._kv.enter(keys[index], sequence.blocks[index])
+        if self._limits.prefix_cache:
+            keys = sequence.keys_of(full, block_size=self._limits.block_size)
+            for index in range(sequence.known_blocks, full):
+                self._kv.enter(keys[index], sequence.blocks[index])
+                for each, table in zip(self._windows, sequence.windows, strict=True):
+                    each.kv.enter(keys[index], table.blocks[index - table.first])
         sequence.known_blocks = full
         sequence.next_full = (full + 1) * self._limits.block_size
+        if self._windows and not sequence.draining:
+            for each, table in zip(self._windows, sequence.windows, strict=True):
+                each.give_back(table, end)
+            self.fill_windows(sequence)
+
+    def fill_windows(self, sequence: Sequence) -> None:
+        """Allocate blocks for the next tokens of a prompt as far as the windows' slack goes and blocks are free."""
+        needs = self.needs(sequence)
+        for each, table in zip(self._windows, sequence.windows, strict=True):
+            each.fill(table, needs=needs)
+        sequence.note_room(self._limits.block_size)
 
     def note_sent(self, copies: Seq[BlockCopy]) -> None:
         """Count the sources of copies in a step that is now in flight."""
@@ -138,14 +199,21 @@ class BlockTables:
     def release(self, sequence: Sequence) -> None:
         """Free the blocks. While steps in flight use them, only count them; call again when none does."""
         if sequence.in_flight:
-            self.draining_blocks += 0 if sequence.draining else sequence.num_blocks
+            self._note_draining(sequence, 0 if sequence.draining else 1)
             sequence.draining = True
             return
-        self.draining_blocks -= sequence.num_blocks if sequence.draining else 0
+        self._note_draining(sequence, -1 if sequence.draining else 0)
         sequence.draining = False
         if sequence.registered:
             self._frees.append(sequence.sequence)
+        for each, table in zip(self._windows, sequence.windows, strict=False):  # none before its admission
+            each.release(table)
         self._kv.release(sequence.forget_blocks())
+
+    def _note_draining(self, sequence: Sequence, sign: int) -> None:
+        self.draining_blocks += sign * sequence.num_blocks
+        for each, table in zip(self._windows, sequence.windows, strict=False):
+            each.draining_blocks += sign * len(table.blocks)
 
     @property
     def has_frees(self) -> bool:
@@ -175,9 +243,26 @@ class BlockTables:
 
     def _known_prefix(self, sequence: Sequence) -> list[int] | None:
         """Return the cached blocks of its first tokens; None while other sequences rewrite stale ones among them."""
-        known = self._kv.find(self._reusable_keys(sequence))
+        keys = self._reusable_keys(sequence)
+        known = self._kv.find(keys)
+        known = known[: self._supported(keys, len(known))]
         stale = known[self._kv.num_current(known) :]
         return known if self._kv.num_idle(stale) == len(stale) else None
+
+    def _supported(self, keys: Seq[Key], hits: int) -> int:
+        """Return the most leading blocks, at most ``hits``, behind which every class still has its window."""
+        before = -1
+        while self._windows and hits != before:
+            before = hits
+            for each in self._windows:
+                hits = each.supported(keys, hits)
+        return hits
+
+    def _windows_have_room(self, sequence: Sequence, hits: int, running: int, *, beside_prompts: bool) -> bool:
+        needs, share = self.needs(sequence), _SPARE_SHARE if beside_prompts else 0
+        return all(
+            each.has_room(sequence.keys, hits, needs=needs, kept_blocks=running, share=share) for each in self._windows
+        )
 
     def _affordable(self, known: list[int], spare_blocks: int) -> list[int]:
         """Return the leading blocks that the pool can keep while they are copied."""
@@ -195,13 +280,16 @@ class BlockTables:
         else:
             sequence.grow(as_runs(known), block_size=size)
             self._take_more(sequence, count - len(known), room=room - len(known))
+        if self._windows:
+            sequence.windows = [each.admit(sequence.keys, len(known), needs=count) for each in self._windows]
+            sequence.note_room(size)
         sequence.scheduled = current * size
         sequence.replay_end = len(known) * size
         sequence.known_blocks = current
         if not sequence.preemptions and not sequence.carried:
             sequence.cached_prompt_tokens = min(sequence.scheduled, sequence.prompt_tokens)
+        sequence.next_full = (current + 1) * size if self._limits.prefix_cache or self._windows else NEVER
         if self._limits.prefix_cache:
-            sequence.next_full = (current + 1) * size
             keys = sequence.keys_of(len(sequence.tokens) // size, block_size=size)
             self._kv.expect(keys[current:], sequence.sequence)
         self._count(sequence)

@@ -71,6 +71,15 @@ class SequenceEnded:
 Event = TokenSampled | SequenceEnded
 
 
+class WindowBlocks(NamedTuple):
+    """New blocks of one windowed class, in columns."""
+
+    rows: tuple[int, ...]
+    places: tuple[int, ...]  # in the sequence, of the run's first block; a row's first run begins its table
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
 class ScheduledStep(NamedTuple):
     """One micro-batch in columns: the same index in the first four columns is one row. It holds changes only.
 
@@ -89,6 +98,7 @@ class ScheduledStep(NamedTuple):
     registers: tuple[SequenceId, ...]  # sequences that begin (again) with an empty block table
     frees: tuple[SequenceId, ...]  # sequences that stages forget
     copies: tuple[BlockCopy, ...] = ()  # blocks of one sequence, copied into the table of another
+    windows: tuple[WindowBlocks, ...] = ()  # by windowed class; empty if no row has new blocks of a window
     last_slice: int | None = None  # the step ends after this slice; None: after the pipeline's last
 
     @property

@@ -9,6 +9,7 @@ from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import DeviceModel, adjusted, named_device
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.memory_classes import MOST_TOKENS, memory_classes
 from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand, Objective
@@ -37,6 +38,7 @@ class ImaginedCluster:
     slices: int = 1  # V, per device; interleaved if more than 1
     context_length: int = 0  # tokens; 0: the model's
     kv_tokens: int = 0  # 0: as many as fit
+    kv: str = ""  # form of the KV, see ``ModelConfig.kv_bytes_per_token``; empty: bf16
     block_size: int = 16
     max_running: int = 256
     host_s: float = HOST_S  # one small message, on each machine
@@ -63,6 +65,7 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
         link=cluster.link,
         adjustments=cluster.adjustments,
         weights=cluster.weights,
+        kv=cluster.kv,
     )
     known = replace(known, links=replace(known.links, assumed_host_s=cluster.host_s))
     keys = {str(machine.node_id): key for machine, key in zip(known.machines, cluster.devices, strict=True)}
@@ -77,7 +80,7 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
         (
             str(stage.node_id),
             stage.part,
-            CostModel(cluster.config, devices[str(stage.node_id)], weights=cluster.weights),
+            CostModel(cluster.config, devices[str(stage.node_id)], weights=cluster.weights, kv=cluster.kv),
         )
         for stage in placed
     ]
@@ -145,12 +148,20 @@ def _limits(
 ) -> SchedulerLimits:
     """Use one number of blocks for all stages: the smallest stage's."""
     held = {name: (cost, [part for other, part, _ in parts if other == name]) for name, _, cost in parts}
-    room = min(
-        (devices[name].usable_bytes - cost.weight_bytes(slices)) * _KV_SHARE / cost.kv_bytes_per_token(slices)
+    classes = memory_classes(cluster.config)
+    num_blocks = min(
+        classes.most_blocks(
+            cluster.block_size * cost.kv_bytes_per_token(slices),
+            [
+                cluster.block_size * cost.kv_bytes_per_token(classes.layers(number, slices))
+                for number in range(1, 1 + len(classes.windows))
+            ],
+            block_size=cluster.block_size,
+            room_bytes=(devices[name].usable_bytes - cost.weight_bytes(slices)) * _KV_SHARE,
+            wanted=(cluster.kv_tokens or MOST_TOKENS) // cluster.block_size,
+        )
         for name, (cost, slices) in held.items()
     )
-    tokens = min(room, cluster.kv_tokens) if cluster.kv_tokens else room
-    num_blocks = int(tokens) // cluster.block_size
     if num_blocks < 1:
         raise NoFeasiblePlacement(
             "no room is left for a KV cache",
@@ -163,4 +174,5 @@ def _limits(
         context_length=cluster.config.context_for(cluster.context_length),
         micro_batches=len(held),
         max_running=cluster.max_running,
+        windows=classes.pools(num_blocks=num_blocks, block_size=cluster.block_size),
     )

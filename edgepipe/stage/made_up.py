@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.layer_spec import LayerSpec
 from edgepipe.model.layout import model_tensors, slice_weights
 from edgepipe.model.packed import GroupValues, Packed
 from edgepipe.model.packed_form import CODEBOOKS, PackedForm
@@ -44,6 +46,10 @@ class MadeUpWeights:
         """See ``WeightSource.read``."""
         info = self._tensor(name)
         return RawTensor(info=info, data=np.resize(self._floats, info.num_bytes // 2).view(np.uint8))
+
+    def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """See ``WeightSource.read_range``."""
+        return self.read(name).data[offset : offset + num_bytes]
 
     def weights(self, part: Slice) -> Sequence[WeightInfo]:
         """See ``WeightSource.weights``."""
@@ -110,17 +116,21 @@ def _scale_for(form: PackedForm) -> float:
     return _DEVIATION / (2**form.bits / math.sqrt(12))  # of uniform codes
 
 
-def spread(table: WeightTable, num_layers: int, wanted: int) -> WeightTable:
-    """Return a table of ``wanted`` layers, of which any first few have the forms of a model's layers in their shares.
+def spread(config: ModelConfig, table: WeightTable, wanted: int) -> tuple[tuple[LayerSpec, ...], WeightTable]:
+    """Return ``wanted`` layers, of which any first few have a model's kinds of layers in their shares, without windows.
 
-    Each next layer is of the class that has got the least of its share.
+    A kind is a spec with the forms of its weights. Each next layer is of the kind that has got the least of its share.
     """
-    shares = Counter(tuple(sorted(table.layer(index).items())) for index in range(num_layers))
-    taken: Counter[LayerForms] = Counter()
-    layers: list[LayerForms] = []
+    shares = Counter(
+        (replace(spec, attention=replace(spec.attention, window=None)), tuple(sorted(table.layer(index).items())))
+        for index, spec in enumerate(config.layers)
+    )
+    taken: Counter[tuple[LayerSpec, LayerForms]] = Counter()
+    layers: list[tuple[LayerSpec, LayerForms]] = []
     for count in range(1, wanted + 1):
-        due = [(number * count / num_layers - taken[forms], forms) for forms, number in shares.items()]
-        _, forms = max(due, key=lambda each: each[0])
-        taken[forms] += 1
-        layers.append(forms)
-    return make_table(layers, embedding=table.embedding, head=table.head)
+        due = [(number * count / config.num_layers - taken[kind], kind) for kind, number in shares.items()]
+        _, kind = max(due, key=lambda each: each[0])
+        taken[kind] += 1
+        layers.append(kind)
+    forms = make_table([forms for _, forms in layers], embedding=table.embedding, head=table.head)
+    return tuple(spec for spec, _ in layers), forms

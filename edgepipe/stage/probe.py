@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import BlockRun, Step, StepRow
@@ -21,6 +22,8 @@ from edgepipe.planner.profiles import LayerProfile, Point
 from edgepipe.stage.made_up import MadeUpWeights, spread
 
 _ROWS = (1, 2, 4, 8, 16, 32)
+_EXPERT_ROWS = (1, 4, 16, 64)  # experts are read as rows use them, so more rows read more
+_INPUT = 0.03  # deviation of a row's common and of its own part
 _PROMPTS = (32, 128, 512)
 _HEAD_ROWS = (1, 8, 32)
 _CONTEXT, _LONG_CONTEXT, _LONG_ROWS = 64, 1024, 4
@@ -53,8 +56,8 @@ def probe_layer(
     many = min(_MOST_LAYERS, max(2, math.ceil(_WEIGHTS_BYTES / layer_bytes)))
     most = max(config.num_layers, _MOST_LAYERS + 2)
     context = max(config.context_length, 2 * _LONG_CONTEXT)
-    shape = replace(config, num_layers=most, sliding_windows=(), context_length=context)
-    source = MadeUpWeights(shape, spread(weights, config.num_layers, most))
+    layers, table = spread(config, weights, most)
+    source = MadeUpWeights(replace(config, layers=layers, context_length=context), table)
     probe = _Probe(backend, source, clock)
     try:
         quick = probe.load_s(1) * _MOST_LAYERS < _LOAD_S
@@ -67,7 +70,8 @@ def probe_layer(
         probe.load(few, head=True)
         headed = probe.sweep(_HEAD_ROWS, lambda rows: probe.decode_s(rows, _CONTEXT))
         probe.load(many, head=False)
-        decode = probe.sweep(_ROWS, lambda rows: probe.decode_s(rows, _CONTEXT))
+        rows = _EXPERT_ROWS if any(spec.experts is not None for spec in layers) else _ROWS
+        decode = probe.sweep(rows, lambda rows: probe.decode_s(rows, _CONTEXT))
         prefill = probe.sweep(_PROMPTS, probe.prefill_s)
         short_s, long_s = (probe.decode_s(_LONG_ROWS, context) for context in (_CONTEXT, _LONG_CONTEXT))
     finally:
@@ -96,6 +100,17 @@ def _at(points: Sequence[Point], size: float) -> float:
     return float(np.interp(size, [point.size for point in points], [point.seconds for point in points]))
 
 
+def probe_rows(hidden_size: int) -> npt.NDArray[np.uint16]:
+    """Return random rows [_PROMPTS[-1], H] of bf16 bits.
+
+    Half of their power is common to all, so routers prefer some experts, as those of trained models do.
+    """
+    generator = np.random.default_rng(0)
+    common = generator.normal(0, _INPUT, hidden_size)
+    rows = (common + generator.normal(0, _INPUT, (_PROMPTS[-1], hidden_size))).astype(np.float32)
+    return (rows.view(np.uint32) >> 16).astype(np.uint16)
+
+
 class _Probe:
     """A few layers with random weights, and steps over them."""
 
@@ -105,6 +120,7 @@ class _Probe:
         self._source = source
         self._clock = clock
         self._steps = 0
+        self._inputs = probe_rows(source.config.hidden_size)
         self._part = Slice(index=1, layers=LayerRange(0, 1), embedding=False, head=False)
 
     def load_s(self, num_layers: int) -> float:
@@ -117,8 +133,9 @@ class _Probe:
         """Replace the loaded layers."""
         self._part = Slice(index=1, layers=LayerRange(0, num_layers), embedding=False, head=head)
         self._backend.load([self._part], self._source, lambda _: None)
-        tokens = max(_ROWS[-1] * (_CONTEXT + self._block), _LONG_ROWS * (_LONG_CONTEXT + self._block), _PROMPTS[-1])
-        self._backend.allocate_kv(num_blocks=tokens // self._block + _ROWS[-1] + 1, block_size=self._block)
+        short, long = _EXPERT_ROWS[-1] * (_CONTEXT + self._block), _LONG_ROWS * (_LONG_CONTEXT + self._block)
+        tokens = max(short, long, _PROMPTS[-1])
+        self._backend.allocate_kv(num_blocks=tokens // self._block + _EXPERT_ROWS[-1] + 1, block_size=self._block)
 
     def warm_up(self) -> None:
         """Run a first step, which also starts libraries: seconds on a GPU."""
@@ -170,7 +187,7 @@ class _Probe:
             rows=tuple(step_rows),
             logit_rows=np.arange(len(rows) if self._part.head else 0, dtype=np.int32),
         )
-        inputs = np.full((tokens, self._source.config.hidden_size), 0x3D00, dtype=np.uint16)  # a small number in bf16
+        inputs = np.resize(self._inputs, (tokens, self._source.config.hidden_size))
         prepared = self._backend.prepare(step)
         started_s = self._clock.monotonic_s()
         self._backend.collect(self._backend.submit(prepared, inputs))

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from edgepipe.backend.types import BlockRun, ScoreRows, StepRow
+from edgepipe.backend.types import BlockRun, ScoreRows, StepRow, WindowRuns
 from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import SequenceId
+from edgepipe.model.memory_classes import WindowPool
 from edgepipe.sampling import SampleRow, SequenceSampler
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.wire.intake import registration_fault
-from edgepipe.wire.plans import PlanRow, Registration, StepPlan
+from edgepipe.wire.plans import NewWindow, PlanRow, Registration, StepPlan
 
 Runs = tuple[BlockRun, ...]
 
 _MOST_REGISTERED = 4096  # sequences registered but not begun: many times as many as an engine runs
+
+
+@dataclass(slots=True)
+class WindowState:
+    """A sequence's block table in one windowed memory class."""
+
+    first: int = 0  # place of the first block that the table still names
+    end: int = 0  # place behind its last block
+    runs: Runs = ()
+
+    def drop(self, first: int) -> None:
+        """Forget the blocks before the place ``first``, which no later row sees."""
+        runs = self.runs
+        while self.first < first and runs:
+            gone = min(runs[0].count, first - self.first)
+            rest = () if gone == runs[0].count else (BlockRun(runs[0].start + gone, runs[0].count - gone),)
+            runs, self.first = (*rest, *runs[1:]), self.first + gone
+        self.runs = runs
 
 
 @dataclass(slots=True)
@@ -29,6 +48,7 @@ class SequenceState:
     scored: bool  # whether this stage computes its prompt's log-probabilities
     runs: Runs = ()  # block table from token 0, neighbouring runs merged
     num_blocks: int = 0
+    windows: tuple[WindowState, ...] = ()  # by windowed memory class
     end: int | None = None  # tokens with KV after the newest plan; None before its first row
 
 
@@ -60,6 +80,7 @@ class SequenceTable:
         *,
         num_blocks: int,
         block_size: int,
+        windows: Sequence[WindowPool] = (),
         model: ModelBounds,
         new_sampler: Callable[[Registration, EdgepipeError | None], SequenceSampler] | None,
     ) -> None:
@@ -68,6 +89,7 @@ class SequenceTable:
         self._new_sampler = new_sampler
         self._num_blocks = num_blocks
         self._block_size = block_size
+        self._windows = windows
         self._registered: dict[SequenceId, Registration] = {}  # not yet begun
         self._sequences: dict[SequenceId, SequenceState] = {}
 
@@ -109,10 +131,14 @@ class SequenceTable:
     def _register(self, registration: Registration) -> SequenceState:
         """Create a sequence's state. Ids outside the vocabulary fail only this sequence, when it is sampled."""
         if self._new_sampler is None:
-            return SequenceState(registration, None, False)
+            return SequenceState(registration, None, False, windows=self._empty_windows())
         fault = registration_fault(registration, self._model)
         scored = registration.sampling.prompt_logprobs and fault is None
-        return SequenceState(registration, self._new_sampler(registration, fault), scored)
+        sampler = self._new_sampler(registration, fault)
+        return SequenceState(registration, sampler, scored, windows=self._empty_windows())
+
+    def _empty_windows(self) -> tuple[WindowState, ...]:
+        return tuple([WindowState() for _ in self._windows])
 
     def _advance(self, plan: StepPlan, row: PlanRow) -> SequenceState:
         state = self._sequences.get(row.sequence)
@@ -120,6 +146,8 @@ class SequenceTable:
             raise _bad(plan, f"it has a row of sequence {row.sequence}, which is not registered")
         for run in row.new_blocks:
             self._append(plan, state, run)
+        for new in row.new_windows:
+            self._append_window(plan, state, new)
         self._check_row(plan, row, state)
         state.end = row.position + row.num_tokens
         return state
@@ -131,12 +159,24 @@ class SequenceTable:
                 f"it assigns blocks {run.start}-{run.start + run.count - 1}",
                 f"there are {self._num_blocks} blocks",
             )
-        last = state.runs[-1] if state.runs else None
-        if last is not None and last.start + last.count == run.start:
-            state.runs = (*state.runs[:-1], BlockRun(last.start, last.count + run.count))
-        else:
-            state.runs = (*state.runs, run)
+        state.runs = _joined(state.runs, run)
         state.num_blocks += run.count
+
+    def _append_window(self, plan: StepPlan, state: SequenceState, new: NewWindow) -> None:
+        run = new.run
+        pool = self._windows[new.number] if new.number < len(self._windows) else None
+        if pool is None or run.count < 1 or run.start + run.count > pool.num_blocks:
+            raise _bad(
+                plan,
+                f"it assigns blocks {run.start}-{run.start + run.count - 1} of window {new.number}",
+                f"there are {pool.num_blocks} blocks" if pool is not None else f"there are {len(self._windows)}",
+            )
+        table = state.windows[new.number]
+        if not table.runs:
+            table.first = table.end = new.place
+        if new.place != table.end:
+            raise _bad(plan, f"it continues window {new.number} at block {new.place}", f"it ends at {table.end}")
+        table.runs, table.end = _joined(table.runs, run), table.end + run.count
 
     def _check_row(self, plan: StepPlan, row: PlanRow, state: SequenceState) -> None:
         end, room = row.position + row.num_tokens, state.num_blocks * self._block_size
@@ -148,6 +188,21 @@ class SequenceTable:
             raise _bad(
                 plan, f"sequence {row.sequence} continues at position {row.position}", f"its KV ends at {state.end}"
             )
+        if self._windows:
+            self._check_windows(plan, row, state)
+
+    def _check_windows(self, plan: StepPlan, row: PlanRow, state: SequenceState) -> None:
+        """Forget the blocks that no later row sees, and check that the tables have those that this row sees."""
+        end = row.position + row.num_tokens
+        for number, (pool, table) in enumerate(zip(self._windows, state.windows, strict=True)):
+            table.drop(pool.first_block(row.position - pool.slack))
+            first, last = pool.first_block(row.position), (end - 1) // self._block_size
+            if not table.first <= first <= last < table.end:
+                raise _bad(
+                    plan,
+                    f"sequence {row.sequence} needs blocks {first}-{last} of window {number}",
+                    f"its table has {table.first}-{table.end - 1}",
+                )
 
     def _check_copies(self, plan: StepPlan) -> None:
         for copy in plan.copies:
@@ -157,6 +212,14 @@ class SequenceTable:
                 )
 
 
+def _joined(runs: Runs, run: BlockRun) -> Runs:
+    """Append a run and join it with the last one if they are neighbours."""
+    last = runs[-1] if runs else None
+    if last is not None and last.start + last.count == run.start:
+        return (*runs[:-1], BlockRun(last.start, last.count + run.count))
+    return (*runs, run)
+
+
 def _rows(plan: StepPlan, states: list[SequenceState]) -> PlannedRows:
     rows: list[StepRow] = []
     logit_rows: list[int] = []
@@ -164,7 +227,17 @@ def _rows(plan: StepPlan, states: list[SequenceState]) -> PlannedRows:
     scores = _Scores()
     packed = 0
     for row, state in zip(plan.rows, states, strict=True):
-        rows.append(StepRow(sequence=row.sequence, position=row.position, num_tokens=row.num_tokens, runs=state.runs))
+        rows.append(
+            StepRow(
+                sequence=row.sequence,
+                position=row.position,
+                num_tokens=row.num_tokens,
+                runs=state.runs,
+                windows=tuple([WindowRuns(table.first, table.runs) for table in state.windows])
+                if state.windows
+                else (),
+            )
+        )
         if state.scored:
             scores.add(row, state.registration, packed)
         packed += row.num_tokens

@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 
 from edgepipe.backend.protocol import Backend
-from edgepipe.backend.types import DeviceProfile, LoadProgress
+from edgepipe.backend.types import DeviceProfile, LoadProgress, PackedProducts
 from edgepipe.clock import Clock
 from edgepipe.errors import (
     ConnectTimeout,
@@ -28,6 +28,7 @@ from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
 from edgepipe.link.shaped import Network, delayed_replies
 from edgepipe.model.facts import Slice
+from edgepipe.model.memory_classes import MemoryClasses, WindowPool, memory_classes
 from edgepipe.model.resident import dtype_of, resident_sizes
 from edgepipe.model.tensors import WeightSource
 from edgepipe.model.weight_table import table_of
@@ -58,6 +59,9 @@ class LoadedShard:
     slices: tuple[Slice, ...]
     weight_bytes: int  # in the device's memory
     kv_block_bytes: int  # one block in all its layers
+    window_block_bytes: tuple[int, ...]  # one block of each windowed memory class, in its layers of the class
+    classes: MemoryClasses  # of the model
+    products: tuple[PackedProducts, ...]
     hidden_size: int
     model: ModelBounds
 
@@ -121,7 +125,7 @@ class Stage:
             stage=name,
         )
         self._shard: LoadedShard | None = None
-        self._kv = (0, 0)  # allocated blocks, tokens per block
+        self._kv: tuple[int, ...] = ()  # allocated blocks, tokens per block, blocks of each window
         self._kv_writer: tuple[PipelineId, EngineId] | None = None  # pipeline and engine that wrote the KV
         self._kv_since: Epoch | None = None  # the KV holds all that this engine wrote since then
         self._pipeline: PipelineId | None = None
@@ -145,10 +149,12 @@ class Stage:
         open_weights: Callable[[], WeightSource],
         progress: Callable[[LoadProgress], None],
         block_size: int,
+        kv: str = "",
     ) -> LoadedShard:
         """Replace the loaded slices. Calls ``progress`` on the loop, once per tensor.
 
-        Raises StageError while a pipeline is open, and the errors of ``Backend.load``.
+        ``kv``: form of the backend's KV, for the expected times of steps; empty: the compute dtype. Raises StageError
+        while a pipeline is open, and the errors of ``Backend.load``.
         """
         if self._current is not None:
             raise StageError("the stage serves a pipeline and cannot load other layers")
@@ -157,8 +163,8 @@ class Stage:
         def tell(done: LoadProgress) -> None:
             loop.call_soon_threadsafe(progress, done)
 
-        self._shard, self._kv = None, (0, 0)
-        self._shard = await self._compute.call(lambda: self._load(tuple(slices), open_weights, tell, block_size))
+        self._shard, self._kv = None, ()
+        self._shard = await self._compute.call(lambda: self._load(tuple(slices), open_weights, tell, block_size, kv))
         return self._shard
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -309,7 +315,9 @@ class Stage:
             self._still_promised(spec)
             kv_since = await self._compute.call(lambda: self._allocate(spec))
             self._still_promised(spec)
-            self._current = StageEpoch(spec, self._tools, model=shard.model, kv_since=kv_since)
+            self._current = StageEpoch(
+                spec, self._tools, model=shard.model, kv_since=kv_since, windows=_windows(shard, spec)
+            )
             self._tell_change()
         return self._current
 
@@ -328,6 +336,13 @@ class Stage:
             )
         if max(part.index for part in spec.slices) + 1 < spec.num_slices and not spec.next_address:
             raise RemoteProtocolError("the pipeline cannot be opened: the next stage has no address")
+        if spec.window_blocks and (
+            len(spec.window_blocks) != len(shard.classes.windows) or min(spec.window_blocks) < 1
+        ):
+            raise RemoteProtocolError(
+                "the pipeline cannot be opened: it names blocks of other windows than the model has",
+                fact=f"the model's windows are {shard.classes.windows}",
+            )
         return shard
 
     def _promise(self, spec: PipelineSpec) -> None:
@@ -362,10 +377,13 @@ class Stage:
         Returns the epoch since which the KV holds all that the engine's steps wrote. Another engine's KV stays in
         place: no step reads it, since rows write before they attend.
         """
-        needed, writer = (spec.num_blocks, spec.block_size), (spec.pipeline_id, spec.epoch.engine_id)
+        needed = (spec.num_blocks, spec.block_size, *spec.window_blocks)
+        writer = (spec.pipeline_id, spec.epoch.engine_id)
         if self._kv != needed:
-            self._kv, self._kv_since = (0, 0), None
-            self._backend.allocate_kv(num_blocks=spec.num_blocks, block_size=spec.block_size)
+            self._kv, self._kv_since = (), None
+            self._backend.allocate_kv(
+                num_blocks=spec.num_blocks, block_size=spec.block_size, window_blocks=spec.window_blocks
+            )
             self._kv = needed
         if self._kv_since is None or self._kv_writer != writer:
             self._kv_since = spec.epoch
@@ -378,6 +396,7 @@ class Stage:
         open_weights: Callable[[], WeightSource],
         tell: Callable[[LoadProgress], None],
         block_size: int,
+        kv: str,
     ) -> LoadedShard:
         """Load layers, on the compute thread."""
         weights = open_weights()
@@ -386,16 +405,27 @@ class Stage:
         self._grammars.use(config)
         profile = self._backend.profile()
         table = table_of(weight for part in slices for weight in weights.weights(part))
-        self._compute.expect(slice_costs(profile, config, slices, weights=table))
+        self._compute.expect(slice_costs(profile, config, slices, weights=table, kv=kv))
         dtype = dtype_of(4 if profile.compute_dtype == "float32" else 2)
         sizes = resident_sizes(config, table, kind=profile.packing, dtype=dtype)
+        classes = memory_classes(config)
         return LoadedShard(
             slices=slices,
             weight_bytes=sum(sizes.of_slice(part) for part in slices),
             kv_block_bytes=self._backend.kv_block_bytes(config, slices, block_size),
+            window_block_bytes=tuple(
+                self._backend.kv_block_bytes(config, classes.layers(number, slices), block_size)
+                for number in range(1, 1 + len(classes.windows))
+            ),
+            classes=classes,
+            products=tuple(self._backend.packed_products()),
             hidden_size=config.hidden_size,
             model=ModelBounds(vocab_size=config.vocab_size, context_length=config.context_length),
         )
+
+
+def _windows(shard: LoadedShard, spec: PipelineSpec) -> tuple[WindowPool, ...]:
+    return shard.classes.opened(spec.window_blocks, block_size=spec.block_size)
 
 
 def _stale(epoch: Epoch, promised: Epoch) -> StaleEpoch:

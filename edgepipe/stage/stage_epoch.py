@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -21,6 +21,7 @@ from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
 from edgepipe.model.facts import Slice
+from edgepipe.model.memory_classes import WindowPool
 from edgepipe.sampling import OpenGrammars, SequenceSampler
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.stage.compute import ComputeThread
@@ -90,7 +91,15 @@ class _Over(Exception):
 class StageEpoch:
     """One epoch on one stage. Runs on the loop; ``computed`` and ``broken`` are called on the compute thread."""
 
-    def __init__(self, spec: PipelineSpec, tools: Tools, *, model: ModelBounds, kv_since: Epoch) -> None:
+    def __init__(
+        self,
+        spec: PipelineSpec,
+        tools: Tools,
+        *,
+        model: ModelBounds,
+        kv_since: Epoch,
+        windows: Sequence[WindowPool] = (),
+    ) -> None:
         """``kv_since``: the epoch since which the KV holds all that this engine's steps wrote."""
         self.spec = spec
         self._model = model
@@ -103,6 +112,7 @@ class StageEpoch:
         self._table = SequenceTable(
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
+            windows=windows,
             model=model,
             new_sampler=self._new_sampler if any(part.head for part in spec.slices) else None,
         )

@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
-from edgepipe.model.facts import ModelConfig, Rope, Slice
+from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.model.layer_spec import Rope
 from edgepipe.model.layout import model_tensors, slice_tensors
 from edgepipe.model.logical import OneTensorPerWeight
 from edgepipe.model.tensors import RawTensor, TensorInfo
+from edgepipe.model.uniform import UniformShape
 
 
 def tiny_config(
@@ -31,7 +33,7 @@ def tiny_config(
     tied_embeddings: bool = False,
 ) -> ModelConfig:
     """A decoder of a few kilobytes."""
-    return ModelConfig(
+    return UniformShape(
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -48,7 +50,7 @@ def tiny_config(
         sliding_windows=(sliding_window,) * num_layers if sliding_window else (),
         tied_embeddings=tied_embeddings,
         eos_token_ids=(0,),
-    )
+    ).config()
 
 
 class TinyWeights(OneTensorPerWeight):

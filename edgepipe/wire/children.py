@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgepipe.backend.types import ActivationType, DeviceProfile
+from edgepipe.backend.types import ActivationType, DeviceProfile, PackedProducts
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, NodeId, PipelineId
 from edgepipe.model.facts import Slice
@@ -48,9 +48,11 @@ class Prepared:
 
     address: str = ""  # HOST:PORT of the stage
     max_blocks: int = 0  # KV blocks that fit into the reservation
-    kv_block_bytes: int = 0
+    kv_block_bytes: int = 0  # of one block in all layers
+    window_block_bytes: tuple[int, ...] = ()  # of one block of each windowed memory class, in its layers
     weight_bytes: int = 0
     profile: DeviceProfile
+    products: tuple[PackedProducts, ...] = ()
     certificate: bytes = b""  # of the stage
     crashed_epoch: int = 0  # counter of the epoch whose step crashed or hung the previous stage; 0: no such step
     crashed_step: int = 0
@@ -72,6 +74,7 @@ class ProfileLayerRequest:
     dtype: str = ""  # empty: the node's own
     known_only: bool = False  # return known values, measure nothing
     fresh: bool = False  # measure again if possible
+    kv: str = ""  # form of the KV, see ``ModelConfig.kv_bytes_per_token``; empty: the compute dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +96,10 @@ class ShardLoaded:
     """A stage process has loaded its layers."""
 
     weight_bytes: int = 0
-    kv_block_bytes: int = 0
+    kv_block_bytes: int = 0  # of one block in all layers
+    window_block_bytes: tuple[int, ...] = ()  # of one block of each windowed memory class, in its layers
     memory_free_bytes: int = 0  # on the device, after loading
+    products: tuple[PackedProducts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ class PipelineSpec:
     activation_type: ActivationType
     num_blocks: int
     block_size: int  # tokens
+    window_blocks: tuple[int, ...] = ()  # of each windowed memory class; empty: all layers keep the context
     next_address: str  # HOST:PORT of the stage with the next slice; "" for the last
     max_in_flight: int  # steps
     step_deadline_ms: int
@@ -61,6 +62,15 @@ class OpenRing:
 
 
 @dataclass(frozen=True, slots=True)
+class NewWindow:
+    """New blocks of one windowed memory class of a sequence."""
+
+    number: int  # of the windowed class, from 0
+    place: int  # of the run's first block in the sequence
+    run: BlockRun
+
+
+@dataclass(frozen=True, slots=True)
 class PlanRow:
     """The tokens ``[position, position + num_tokens)`` of a registered sequence, and new blocks for them."""
 
@@ -69,6 +79,7 @@ class PlanRow:
     num_tokens: int
     sample: bool = False  # sample a token from the last token's logits
     new_blocks: tuple[BlockRun, ...] = ()  # appended to the sequence's block table
+    new_windows: tuple[NewWindow, ...] = ()  # appended to its tables of windowed classes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,14 +222,21 @@ def plan_from_wire(message: stage_pb2.Plan) -> StepPlan:
     """Convert a received plan. Raises RemoteProtocolError if columns of a group differ in length."""
     num_rows = len(message.sequence)
     _check_columns(message, num_rows)
-    blocks = _blocks_by_row(message)
+    blocks, windows = _blocks_by_row(message), _windows_by_row(message, num_rows)
     rows = zip(message.sequence, message.position, message.num_tokens, message.sample, strict=True)
     return StepPlan(
         epoch=epoch_from_wire(message.epoch),
         step=StepId(message.step),
         last_slice=message.last_slice,
         rows=tuple(
-            PlanRow(SequenceId(sequence), position, num_tokens, sample, tuple(blocks.get(index, ())))
+            PlanRow(
+                SequenceId(sequence),
+                position,
+                num_tokens,
+                sample,
+                tuple(blocks.get(index, ())),
+                tuple(windows.get(index, ())),
+            )
             for index, (sequence, position, num_tokens, sample) in enumerate(rows)
         ),
         token_ids=tuple(message.token_ids),
@@ -336,6 +354,20 @@ def _blocks_by_row(message: stage_pb2.Plan) -> dict[int, list[BlockRun]]:
     for row, start, count in zip(message.block_row, message.block_start, message.block_count, strict=True):
         blocks.setdefault(row, []).append(BlockRun(start, count))
     return blocks
+
+
+def _windows_by_row(message: stage_pb2.Plan, num_rows: int) -> dict[int, list[NewWindow]]:
+    windows: dict[int, list[NewWindow]] = {}
+    for number, blocks in enumerate(message.windows):
+        if not len(blocks.row) == len(blocks.place) == len(blocks.start) == len(blocks.count):
+            raise RemoteProtocolError(f"the plan of step {message.step} has window columns of different lengths")
+        if any(row >= num_rows for row in blocks.row):
+            raise RemoteProtocolError(
+                f"the plan of step {message.step} assigns blocks to a missing row", fact=f"it has {num_rows} rows"
+            )
+        for row, place, start, count in zip(blocks.row, blocks.place, blocks.start, blocks.count, strict=True):
+            windows.setdefault(row, []).append(NewWindow(number, place, BlockRun(start, count)))
+    return windows
 
 
 def registrations_to_wire(

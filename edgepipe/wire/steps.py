@@ -29,6 +29,10 @@ def step_to_wire(
             token_ids=step.token_ids if with_token_ids else (),
             registers=step.registers,
             frees=step.frees,
+            windows=[
+                stage_pb2.WindowBlocks(row=blocks.rows, place=blocks.places, start=blocks.starts, count=blocks.counts)
+                for blocks in step.windows
+            ],
             copies=[stage_pb2.BlockCopy(source=copy.source, target=copy.target) for copy in step.copies],
         )
     )

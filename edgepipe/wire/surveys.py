@@ -12,7 +12,7 @@ from edgepipe.model.resident import dtype_of
 from edgepipe.model.weight_table import WeightTable, table_from_json
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.placement import NodeRoom
-from edgepipe.planner.profiles import Links, Machine, MeasuredSpeed, estimated_speed
+from edgepipe.planner.profiles import Links, Machine, estimated_speed, measured_speed
 from edgepipe.units import LinkShape
 from edgepipe.wire.serving import SurveyedMachine, SurveyReply
 
@@ -34,6 +34,7 @@ def cluster_of(survey: SurveyReply, *, kv: str = "") -> Cluster:
         model=survey.model,
         config=config,
         weights=weights,
+        kv=kv,
         machines=tuple(_machine(machine, config, weights, kv) for machine in survey.machines),
         links=Links(
             measured=links,
@@ -48,9 +49,9 @@ def _machine(surveyed: SurveyedMachine, config: ModelConfig, weights: WeightTabl
     if (layer := surveyed.layer) is not None:
         if not layer.decode or not layer.prefill or not layer.head:
             raise RemoteProtocolError(f"{surveyed.name} reported a layer profile without times")
-        speed = MeasuredSpeed(layer)
+        speed = measured_speed(layer, device, config, weights=weights, dtype=dtype_of(size))
     else:
-        speed = estimated_speed(device, config, weights=weights, dtype=dtype_of(size))
+        speed = estimated_speed(device, config, weights=weights, dtype=dtype_of(size), kv=kv)
     return Machine(
         room=NodeRoom(
             node_id=surveyed.node_id,

@@ -68,7 +68,7 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
                 elif command.epoch is not None:
                     stage.resume(command.epoch)
             if isinstance(command, ProfileLayerRequest) and stage is None:
-                await _profile(compute, backend, link, command, profile, clock)
+                await _profile(compute, backend, link, settings, command, profile, clock)
             if not isinstance(command, LoadShard) or stage is not None:
                 continue
             if (wanted := _options(settings, command)) != options:
@@ -106,6 +106,7 @@ async def _profile(
     compute: ComputeThread,
     backend: Backend,
     link: DaemonLink,
+    settings: ChildSettings,
     wanted: ProfileLayerRequest,
     device: DeviceProfile,
     clock: Clock,
@@ -115,6 +116,8 @@ async def _profile(
     try:
         config = config_from_json(parse_json_object(wanted.model_config.encode(), what="the model's shape"))
         weights = table_from_json(wanted.model_weights, config)
+        if wanted.kv:
+            backend = await compute.call(partial(create_backend, settings.backend, _options(settings, wanted)))
         found = await compute.call(
             partial(probe_layer, backend, config, clock, value_bytes=size, weights=weights, packing=device.packing)
         )
@@ -138,8 +141,16 @@ async def _load(stage: Stage, link: DaemonLink, load: LoadShard, profile: Device
         open_weights=partial(open_weights, Path(load.path)),
         progress=tell,
         block_size=load.block_size,
+        kv=load.kv,
     )
-    link.report(ShardLoaded(weight_bytes=shard.weight_bytes, kv_block_bytes=shard.kv_block_bytes))
+    link.report(
+        ShardLoaded(
+            weight_bytes=shard.weight_bytes,
+            kv_block_bytes=shard.kv_block_bytes,
+            window_block_bytes=shard.window_block_bytes,
+            products=shard.products,
+        )
+    )
 
 
 def _progress(stage: Stage | None) -> ChildProgress:
@@ -160,20 +171,21 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     return StoredModel(path.name, path).tokenizer()
 
 
-def _options(settings: ChildSettings, load: LoadShard | None = None) -> BackendOptions:
-    """Return the node's options, with the pipeline's overrides."""
+def _options(settings: ChildSettings, command: LoadShard | ProfileLayerRequest | None = None) -> BackendOptions:
+    """Return the node's options, with the overrides of a pipeline or of a measurement."""
+    kv = command.kv if command is not None else ""
     options = BackendOptions(
         device=settings.device,
         dtype=settings.dtype,
         threads=settings.threads or None,
-        settings=settings.backend_options,
+        settings={**settings.backend_options, "kv": kv} if kv else settings.backend_options,
     )
-    if load is None:
+    if not isinstance(command, LoadShard):
         return options
     return BackendOptions(
         device=settings.device,
-        dtype=load.dtype if load.dtype not in ("", "auto") else settings.dtype,
-        activation_type=load.activation_type,
+        dtype=command.dtype if command.dtype not in ("", "auto") else settings.dtype,
+        activation_type=command.activation_type,
         threads=options.threads,
-        settings={**options.settings, "kv": load.kv} if load.kv else options.settings,
+        settings=options.settings,
     )

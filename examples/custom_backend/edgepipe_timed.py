@@ -20,6 +20,7 @@ from edgepipe.backend.types import (
     DeviceProfile,
     LoadProgress,
     LogitEdits,
+    PackedProducts,
     Step,
     StepOutput,
     TokenIds,
@@ -52,13 +53,17 @@ class TimedBackend:
         """Read the slices' tensors."""
         self._inner.load(slices, weights, progress)
 
+    def packed_products(self) -> Sequence[PackedProducts]:
+        """Return what multiplies with packed weights."""
+        return self._inner.packed_products()
+
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         """Return the bytes of one KV block."""
         return self._inner.kv_block_bytes(config, slices, block_size)
 
-    def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
+    def allocate_kv(self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = ()) -> None:
         """Allocate the KV pool."""
-        self._inner.allocate_kv(num_blocks=num_blocks, block_size=block_size)
+        self._inner.allocate_kv(num_blocks=num_blocks, block_size=block_size, window_blocks=window_blocks)
 
     def prepare(self, step: Step) -> Prepared:
         """Build the step's host arrays. May run on any thread."""

@@ -26,6 +26,14 @@ async def measured(lab: EngineLab) -> Measured:
         return await client.run(WORKLOAD, num_stages=2)
 
 
+async def test_a_ready_engine_tells_its_blocks_and_its_context() -> None:
+    """A bench divides by the number of blocks in the first report of a ready engine."""
+    async with engine_lab(num_stages=2) as lab:
+        ready = next(state for state in lab.states if state.state == "ready")
+        assert ready.num_blocks == lab.engine.state().num_blocks > 0
+        assert ready.context_length == lab.engine.state().context_length > 0
+
+
 async def test_the_second_bench_of_an_engine_is_computed_like_the_first() -> None:
     async with engine_lab(num_stages=2, device="rtx4090") as lab:
         first = await measured(lab)

@@ -8,25 +8,12 @@ from typing import Any
 import pytest
 
 from edgepipe.engine import EngineLimits, EngineTimeouts
-from edgepipe.errors import PeerClosed, StepFailed
-from tests.support.engine_lab import EngineLab, engine_lab, oracle_tokens, submission
+from edgepipe.errors import StepFailed
+from tests.support.engine_lab import EngineLab, break_stage, engine_lab, lose_kv, oracle_tokens, submission
 
 LIMITS = EngineLimits(max_prefill_tokens=64)
 SHARED = [7, 3, 9, 1, 4, 4, 8, 2] * 12  # six blocks that all prompts begin with
 LAB: dict[str, Any] = {"num_stages": 3, "limits": LIMITS, "link": "1gbit,0.5ms"}
-
-
-def break_stage(lab: EngineLab, index: int) -> None:
-    """End the epoch there."""
-    session = lab.stages.stages[index]._current  # pyright: ignore[reportPrivateUsage]
-    assert session is not None
-    session.fault(PeerClosed("the stage is shutting down"))
-
-
-def lose_kv(lab: EngineLab, *stages: int) -> None:
-    """As when other processes take the stages' places: their KV is new and empty."""
-    for index in stages:
-        lab.stages.stages[index]._kv = (0, 0)  # pyright: ignore[reportPrivateUsage]
 
 
 async def ask_and_break(lab: EngineLab, lost: Collection[int]) -> None:

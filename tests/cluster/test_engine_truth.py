@@ -3,23 +3,87 @@
 from __future__ import annotations
 
 import pytest
+from edgepipe_emulated import emulated_model_config
 
+from edgepipe.model.memory_classes import memory_classes
 from tests.support.engine_load import run_load
+
+WINDOWS = emulated_model_config(num_layers=6, context_length=512, windows=(16, 24, None))
+EXPERTS = emulated_model_config(num_layers=6, context_length=512, experts=(16, 4))
 
 
 @pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
 async def test_every_token_is_right_and_every_block_comes_back(contiguous_kv: bool) -> None:
-    stats = await run_load(
-        seed=1, tokens=2_500, contiguous_kv=contiguous_kv, num_gateways=3, max_blocks=40, longest=100
+    load = await run_load(seed=1, tokens=2_500, contiguous_kv=contiguous_kv, num_gateways=3, max_blocks=40, longest=100)
+    assert load.cached_tokens > 0.1 * load.num_tokens
+    assert load.preemptions > 0
+
+
+async def test_every_token_of_experts_is_right_though_stages_are_lost() -> None:
+    load = await run_load(
+        seed=3,
+        tokens=2_500,
+        contiguous_kv=False,
+        num_gateways=3,
+        max_blocks=40,
+        longest=100,
+        config=EXPERTS,
+        losses=2,
     )
-    assert stats.cached_tokens > 0.1 * stats.admitted_tokens
-    assert stats.preemptions > 0
+    assert load.preemptions > 0
+
+
+@pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
+async def test_every_token_of_windowed_layers_is_right_though_stages_are_lost(contiguous_kv: bool) -> None:
+    load = await run_load(
+        seed=5,
+        tokens=800,
+        contiguous_kv=contiguous_kv,
+        num_gateways=3,
+        max_blocks=160,
+        longest=100,
+        config=WINDOWS,
+        losses=2,
+    )
+    assert load.cached_tokens > 0
+    assert memory_classes(WINDOWS).pools(num_blocks=160, block_size=16)[0].num_blocks == 30
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
+async def test_a_hundred_thousand_tokens_of_windowed_layers_are_right(contiguous_kv: bool) -> None:
+    load = await run_load(
+        seed=6,
+        tokens=100_000,
+        contiguous_kv=contiguous_kv,
+        num_gateways=8,
+        max_blocks=280,
+        config=WINDOWS,
+        losses=10,
+    )
+    assert load.cached_tokens > 0
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
 async def test_two_hundred_thousand_tokens_are_right(contiguous_kv: bool) -> None:
-    stats = await run_load(seed=2, tokens=200_000, contiguous_kv=contiguous_kv, num_gateways=8, max_blocks=280)
-    assert stats.cached_tokens > 0.1 * stats.admitted_tokens
-    assert stats.preemptions > 0
+    load = await run_load(seed=2, tokens=200_000, contiguous_kv=contiguous_kv, num_gateways=8, max_blocks=280)
+    assert load.cached_tokens > 0.1 * load.num_tokens
+    assert load.preemptions > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+async def test_half_a_million_tokens_of_experts_are_right_though_stages_are_lost() -> None:
+    load = await run_load(
+        seed=4,
+        tokens=500_000,
+        contiguous_kv=False,
+        num_gateways=8,
+        max_blocks=280,
+        config=EXPERTS,
+        losses=40,
+    )
+    assert load.preemptions > 0

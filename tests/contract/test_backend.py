@@ -48,6 +48,9 @@ class TestShapes:
             assert data.dtype == (kind.numpy if index < 2 else np.float32)
             assert data.flags.c_contiguous
 
+    def test_floats_have_no_packed_products(self, maker: Maker) -> None:
+        assert not maker.loaded(LLAMA).packed_products()
+
     def test_logits_come_in_the_order_they_were_asked_for(self, maker: Maker) -> None:
         backend = maker.loaded(LLAMA)
         everything = run(backend, (step_row(0, 6, (0, 1)), PROMPT[:6]))

@@ -33,5 +33,5 @@ def test_a_bench_compares_policies_and_links(tmp_path: Path) -> None:
         assert run["itl_s"]["p50"] >= 0.004  # to the second stage, and its token back
         assert [stage["busy"] > 0 for stage in run["stages"]] == [True, True]
         assert run["num_steps"] >= 8
-        assert run["kv_peak"] > 0
+        assert 0 < run["kv_mean"] <= run["kv_peak"] <= 1
     assert not list(tmp_path.glob("edgepipe-bench-*"))

@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from edgepipe.model.config import hf_config
 from edgepipe.model.rope import rotary_frequencies
+from tests.support.shapes import flat
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_ropes.json").read_text())
 SCALED = [one for one in PUBLISHED if "rope_scaling" in one["values"]]
@@ -36,10 +37,9 @@ def test_a_published_rope_turns_as_in_transformers(published: dict[str, Any]) ->
     values = {**SHAPE, **published["values"]}
     config = hf_config(values)
     reference = LlamaConfig(**{key: value for key, value in values.items() if key != "architectures"})
-    theirs, amplitude = ROPE_INIT_FUNCTIONS[config.rope.scaling](
-        reference, seq_len=_served(config.rope.scaling, values)
-    )
-    ours, our_amplitude = rotary_frequencies(config)
+    rope, dims = flat(config).rope, flat(config).head_dim
+    theirs, amplitude = ROPE_INIT_FUNCTIONS[rope.scaling](reference, seq_len=_served(rope.scaling, values))
+    ours, our_amplitude = rotary_frequencies(rope, dims=dims, context_length=config.context_length)
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=2e-6)
     assert our_amplitude == pytest.approx(amplitude)
 

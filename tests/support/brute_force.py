@@ -15,7 +15,11 @@ def brute_force(problem: PartitionProblem) -> Partition | None:
     for count in range(1, min(problem.num_devices, problem.num_layers) + 1):
         for devices in permutations(range(problem.num_devices), count):
             most = [int(problem.most_layers[device, flags_of(i, count)]) for i, device in enumerate(devices)]
+            if problem.unequal is not None:
+                most = [problem.num_layers] * count
             for layers in _compositions(problem.num_layers, most):
+                if not _fits(problem, devices, layers):
+                    continue
                 partition = evaluate(problem, devices, layers)
                 if partition.cycle_s < inf and (best is None or partition.cycle_s < best.cycle_s):
                     best = partition
@@ -31,3 +35,15 @@ def _compositions(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
     for first in range(1, min(most[0], total - len(most) + 1) + 1):
         for rest in _compositions(total - first, most[1:]):
             yield (first, *rest)
+
+
+def _fits(problem: PartitionProblem, devices: Sequence[int], layers: Sequence[int]) -> bool:
+    """Return whether every device can hold its run of layers that differ."""
+    if problem.unequal is None:
+        return True
+    end = 0
+    for i, (device, count) in enumerate(zip(devices, layers, strict=True)):
+        end += count
+        if problem.unequal.earliest[device, flags_of(i, len(devices)), end] > end - count:
+            return False
+    return True

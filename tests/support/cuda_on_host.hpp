@@ -18,10 +18,14 @@ using std::min;
 struct alignas(8) uint2 {
     uint32_t x, y;
 };
+struct alignas(8) int2 {
+    int32_t x, y;
+};
 struct alignas(16) uint4 {
     uint32_t x, y, z, w;
 };
 static inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+static inline int2 make_int2(int32_t x, int32_t y) { return {x, y}; }
 static inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 struct Index {
@@ -155,6 +159,11 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 DEVICE void synchronise() { host::wait(host::State::at_block); }
+
+DEVICE int add_shared(int *place, int value) {
+    *place += value;
+    return *place - value;
+}
 
 DEVICE float bits_as_float(u32 bits) {
     float value;

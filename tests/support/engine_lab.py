@@ -16,7 +16,7 @@ from edgepipe_emulated.oracle import Oracle
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, BackendOptions
 from edgepipe.engine import Engine, EngineLimits, EngineTimeouts
 from edgepipe.engine.placing import Planner
-from edgepipe.errors import EdgepipeError
+from edgepipe.errors import EdgepipeError, PeerClosed
 from edgepipe.ids import NodeId, PipelineId, RequestId
 from edgepipe.link.channels import bind, make_channel, make_server
 from edgepipe.link.shaped import make_network
@@ -38,14 +38,16 @@ CONFIG = emulated_model_config(num_layers=6, context_length=512)
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def oracle_tokens(prompt: Sequence[int], count: int, *, ignore_eos: bool = True) -> list[int]:
-    """What a sequence shall be given."""
-    oracle = Oracle(CONFIG)
+def oracle_tokens(
+    prompt: Sequence[int], count: int, *, ignore_eos: bool = True, config: ModelConfig = CONFIG
+) -> list[int]:
+    """Return the right tokens of a sequence."""
+    oracle = Oracle(config)
     oracle.append(prompt)
     tokens: list[int] = []
     while len(tokens) < count:
         tokens.append(oracle.next_token())
-        if tokens[-1] in CONFIG.eos_token_ids and not ignore_eos:
+        if tokens[-1] in config.eos_token_ids and not ignore_eos:
             break
         oracle.append(tokens[-1:])
     return tokens
@@ -288,6 +290,19 @@ class EngineLab:
     def bind(self, tasks: asyncio.TaskGroup) -> None:
         """Where its tasks live."""
         self._tasks = tasks
+
+
+def break_stage(lab: EngineLab, index: int) -> None:
+    """End the epoch there."""
+    session = lab.stages.stages[index]._current  # pyright: ignore[reportPrivateUsage]
+    assert session is not None
+    session.fault(PeerClosed("the stage is shutting down"))
+
+
+def lose_kv(lab: EngineLab, *stages: int) -> None:
+    """As when other processes take the stages' places: their KV is new and empty."""
+    for index in stages:
+        lab.stages.stages[index]._kv = (0, 0)  # pyright: ignore[reportPrivateUsage]
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Many tokens through real stages: prompts that begin alike, cancellations, preemptions, every token checked."""
+"""Many tokens through real stages: prompts that begin alike, cancels, preemptions, lost stages; every token checked."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ import random
 from dataclasses import dataclass, field
 
 from edgepipe.engine import EngineLimits
+from edgepipe.model.facts import ModelConfig
 from edgepipe.scheduler import SchedulerStats
-from tests.support.engine_lab import EngineLab, FakeGateway, engine_lab, oracle_tokens, submission
+from tests.support.engine_lab import (
+    CONFIG,
+    EngineLab,
+    FakeGateway,
+    break_stage,
+    engine_lab,
+    lose_kv,
+    oracle_tokens,
+    submission,
+)
 
 CLIENTS_PER_GATEWAY = 8  # a gateway wakes all of its clients for every message
 BLOCK_SIZE = 16  # tokens
@@ -22,12 +32,16 @@ class Load:
     rng: random.Random
     wanted_tokens: int
     longest: int  # answer, in tokens
+    config: ModelConfig = CONFIG
+    num_tokens: int = 0  # of prompts and answers that ended
+    preemptions: int = 0  # in epochs that a lost stage ended
     cached_tokens: int = 0
     num_requests: int = 0
     num_cancelled: int = 0
     openings: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._answered = asyncio.Event()
         self.openings = [[self.rng.randrange(250) for _ in range(160)] for _ in range(12)]
 
     def stats(self) -> SchedulerStats:
@@ -36,9 +50,24 @@ class Load:
         return run.pump.stats()
 
     async def user(self, gateway: FakeGateway) -> None:
-        while self.stats().computed_tokens < self.wanted_tokens:
+        while self.num_tokens < self.wanted_tokens:
             self.num_requests += 1
             await self._ask(gateway, f"r{self.num_requests}")
+
+    async def lose_stages(self, count: int) -> None:
+        """Break a stage ``count`` times, evenly over the tokens; most lose their KV, as a new process has none."""
+        for index in range(1, count + 1):
+            while self.num_tokens < index * self.wanted_tokens / (count + 1):
+                self._answered.clear()
+                await self._answered.wait()
+            await self.lab.until(lambda: self.lab.engine.state().state == "ready")
+            self.preemptions += self.stats().preemptions
+            stage = self.rng.randrange(len(self.lab.stages.stages))
+            if self.rng.random() < 0.7:
+                lose_kv(self.lab, stage)
+            recoveries = self.lab.engine.state().recoveries
+            break_stage(self.lab, stage)
+            await self.lab.until(lambda before=recoveries: self.lab.engine.state().recoveries > before)
 
     async def _ask(self, gateway: FakeGateway, name: str) -> None:
         rng = self.rng
@@ -49,7 +78,7 @@ class Load:
         if rng.random() < 0.2:
             await gateway.has(name, rng.randint(0, max_tokens))
             gateway.cancel(name, at_position=rng.randint(0, max_tokens))
-        right = oracle_tokens(prompt, max_tokens)
+        right = oracle_tokens(prompt, max_tokens, config=self.config)
         for choice in range(choices):
             answer = await gateway.ended(name, choice=choice)
             assert answer.ended is not None
@@ -59,13 +88,23 @@ class Load:
             assert answer.ended.cached_prompt_tokens < len(prompt)
             self.num_cancelled += len(answer.ids) < max_tokens
             self.cached_tokens += answer.ended.cached_prompt_tokens
+            self.num_tokens += len(prompt) + len(answer.ids)
         gateway.forget(name)
+        self._answered.set()
 
 
 async def run_load(
-    *, seed: int, tokens: int, contiguous_kv: bool, num_gateways: int, max_blocks: int, longest: int = 160
-) -> SchedulerStats:
-    """Eight users at each gateway and a KV pool that is too small for them."""
+    *,
+    seed: int,
+    tokens: int,
+    contiguous_kv: bool,
+    num_gateways: int,
+    max_blocks: int,
+    longest: int = 160,
+    config: ModelConfig = CONFIG,
+    losses: int = 0,
+) -> Load:
+    """Eight users at each gateway and a KV pool that is too small for them. ``losses``: stages to lose meanwhile."""
     rng = random.Random(seed)
     async with engine_lab(
         num_stages=3,
@@ -74,9 +113,11 @@ async def run_load(
         contiguous_kv=contiguous_kv,
         limits=EngineLimits(max_prefill_tokens=256),
         block_size=BLOCK_SIZE,
+        config=config,
     ) as lab:
-        load = Load(lab, rng, tokens, longest)
+        load = Load(lab, rng, tokens, longest, config)
         async with asyncio.TaskGroup() as users:
+            users.create_task(load.lose_stages(losses))
             for index in range(num_gateways):
                 gateway = await lab.gateway(node_id=f"gateway{index}")
                 gateway.patience_s = 600.0  # an answer among 64 takes 12 s on a quiet machine
@@ -84,4 +125,6 @@ async def run_load(
                     users.create_task(load.user(gateway))
         assert load.num_cancelled
         assert load.cached_tokens
-        return load.stats()
+        load.preemptions += load.stats().preemptions
+        assert lab.engine.state().recoveries == losses
+        return load

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from edgepipe.errors import EdgepipeError, PeerClosed
-from edgepipe.gateway.tool_calls import ToolFormat
+from edgepipe.gateway.conversation import template_traits
 from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.link.channels import bind, make_server
 from edgepipe.security.mutual_tls import Plaintext
@@ -59,8 +59,7 @@ class ByteAssets:
 
     vocab_size = 257
     sampling: Mapping[str, float] = MappingProxyType({})
-    tool_format = ToolFormat.HERMES
-    template_knows_tools = False
+    traits = template_traits("lines")
 
     def decode(self, ids: Sequence[int], *, finish: bool = True) -> str:
         detokenizer = ByteDetokenizer()
@@ -72,7 +71,7 @@ class ByteAssets:
     def token_text(self, token: int) -> str:
         return "<end>" if token == END else bytes([token]).decode(errors="replace")
 
-    def new_detokenizer(self, *, tool_calls: bool = False, before: Sequence[int] = ()) -> ByteDetokenizer:
+    def new_detokenizer(self, *, keep: Collection[str] = (), before: Sequence[int] = ()) -> ByteDetokenizer:
         detokenizer = ByteDetokenizer()
         for token in before:
             detokenizer.add(token)

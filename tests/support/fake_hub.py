@@ -32,6 +32,7 @@ class FakeHub:
     ranges: bool = True  # else every GET is answered with the whole file
     held: threading.Event = field(default_factory=threading.Event)  # somebody waits for the rest of a silent one
     ended: threading.Event = field(default_factory=threading.Event)
+    tags: list[str] = field(default_factory=list[str])
     asked: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # (file, Range header) of every GET
 
     def listing(self) -> dict[str, Any]:
@@ -42,7 +43,7 @@ class FakeHub:
             "modelId": self.repo,
             "sha": COMMIT,
             "siblings": siblings,
-            "tags": [],
+            "tags": self.tags,
             "private": False,
         }
 

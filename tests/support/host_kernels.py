@@ -5,18 +5,28 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edgepipe_torch.cuda_kernels import forms
-from edgepipe_torch.cuda_kernels.forms import FUNCTIONS, KernelForm
+from edgepipe_torch.cuda_kernels.forms import (
+    EXPERT_FUNCTIONS,
+    EXPERT_MACROS,
+    FUNCTIONS,
+    PRODUCT_FILES,
+    ROUTING_FILES,
+    ROUTING_FUNCTIONS,
+    KernelForm,
+    expert_files,
+)
 
 COMPILER = shutil.which("g++")
 
 _WRAPPER = """
-extern "C" int form_{index}_{name}(unsigned blocks, unsigned threads, unsigned shared_bytes, void **arguments) {{
-    return host::launch(blocks, threads, shared_bytes, [=] {{ host::call(form_{index}::{name}, arguments); }});
+extern "C" int part_{index}_{name}(unsigned blocks, unsigned threads, unsigned shared_bytes, void **arguments) {{
+    return host::launch(blocks, threads, shared_bytes, [=] {{ host::call(part_{index}::{name}, arguments); }});
 }}
 """
 
@@ -35,8 +45,17 @@ void call(void (*kernel)(Arguments...), void **given) {
 """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Kernels that are compiled as one module."""
+
+    files: tuple[str, ...]
+    macros: Mapping[str, str]
+    functions: Sequence[str]
+
+
 class HostModule:
-    """Kernels of one form; see ``edgepipe_torch.cuda_kernels.driver.Module``."""
+    """Kernels of one part; see ``edgepipe_torch.cuda_kernels.driver.Module``."""
 
     def __init__(self, library: ctypes.CDLL, index: int) -> None:
         self._library = library
@@ -44,38 +63,50 @@ class HostModule:
 
     def launch(self, function: str, *, blocks: int, shared_bytes: int, arguments: Sequence[Any]) -> None:
         addresses = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(argument) for argument in arguments])
-        run = getattr(self._library, f"form_{self._index}_{function}")
+        run = getattr(self._library, f"part_{self._index}_{function}")
         if run(blocks, 256, shared_bytes, addresses):
             raise RuntimeError(f"threads of {function} diverge")
 
 
-def compile_for_host(kinds: Sequence[KernelForm], folder: Path) -> dict[KernelForm, HostModule]:
-    """Compile the kernels of all forms, by two compilers at once."""
+def products_part(form: KernelForm) -> Part:
+    """Products of a form."""
+    return Part(files=PRODUCT_FILES, macros=form.macros, functions=FUNCTIONS)
+
+
+def experts_part(form: KernelForm) -> Part:
+    """Products with experts of a form."""
+    return Part(files=expert_files(form), macros=form.macros | EXPERT_MACROS, functions=EXPERT_FUNCTIONS)
+
+
+ROUTING = Part(files=ROUTING_FILES, macros={}, functions=ROUTING_FUNCTIONS)
+
+
+def compile_for_host(parts: Sequence[Part], folder: Path) -> list[HostModule]:
+    """Compile all parts, by two compilers at once."""
     assert COMPILER is not None
-    source = (Path(forms.__file__).parent / "packed.cu").read_text(encoding="utf-8")
-    (folder / "kernels.hpp").write_text(source, encoding="utf-8")
-    command = [COMPILER, "-std=c++17", "-O0", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", "-o"]
-    compiling: list[tuple[Sequence[KernelForm], Path, subprocess.Popen[bytes]]] = []
-    for name, part in (("even", kinds[::2]), ("odd", kinds[1::2])):
-        (folder / f"{name}.cpp").write_text(_source(part, source), encoding="utf-8")
+    sources = Path(forms.__file__).parent
+    command = [COMPILER, "-std=c++17", "-O0", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", f"-I{sources}", "-o"]
+    compiling: list[tuple[Path, subprocess.Popen[bytes]]] = []
+    for name, some in (("even", parts[::2]), ("odd", parts[1::2])):
+        (folder / f"{name}.cpp").write_text(_source(some, sources), encoding="utf-8")
         library = folder / f"{name}.so"
-        compiling.append((part, library, subprocess.Popen([*command, str(library), f"{name}.cpp"], cwd=folder)))
-    found: dict[KernelForm, HostModule] = {}
-    for part, library, compiler in compiling:
+        compiling.append((library, subprocess.Popen([*command, str(library), f"{name}.cpp"], cwd=folder)))
+    loaded: list[ctypes.CDLL] = []
+    for library, compiler in compiling:
         if compiler.wait(timeout=100):
             raise RuntimeError(f"{COMPILER} cannot compile {library.stem}.cpp")
-        loaded = ctypes.CDLL(str(library))
-        found.update({kind: HostModule(loaded, index) for index, kind in enumerate(part)})
-    return found
+        loaded.append(ctypes.CDLL(str(library)))
+    return [HostModule(loaded[index % 2], index // 2) for index in range(len(parts))]
 
 
-def _source(kinds: Sequence[KernelForm], kernels: str) -> str:
-    """Return C++ with the kernels of each form in a namespace, and a function to launch each."""
-    macros = sorted({line.split()[1].split("(")[0] for line in kernels.splitlines() if line.startswith("#define")})
-    parts = [(Path(__file__).parent / "cuda_on_host.hpp").read_text(encoding="utf-8"), _CALL]
-    for index, kind in enumerate(kinds):
-        given = [f"#define {name} {value}" for name, value in kind.macros.items()]
-        parts += [*given, f"namespace form_{index} {{", '#include "kernels.hpp"', "}"]
-        parts += [f"#undef {name}" for name in (*macros, *kind.macros)]
-        parts += [_WRAPPER.format(index=index, name=name) for name in FUNCTIONS]
-    return "\n".join(parts)
+def _source(parts: Sequence[Part], sources: Path) -> str:
+    """Return C++ with the kernels of each part in a namespace, and a function to launch each."""
+    lines = [(Path(__file__).parent / "cuda_on_host.hpp").read_text(encoding="utf-8"), _CALL]
+    for index, part in enumerate(parts):
+        lines += [f"#define {name} {value}" for name, value in part.macros.items()]
+        lines += [f"namespace part_{index} {{", *[f'#include "{name}"' for name in part.files], "}"]
+        texts = "\n".join((sources / name).read_text(encoding="utf-8") for name in part.files)
+        own = {line.split()[1].split("(")[0] for line in texts.splitlines() if line.startswith("#define")}
+        lines += [f"#undef {name}" for name in sorted(own | set(part.macros))]
+        lines += [_WRAPPER.format(index=index, name=name) for name in part.functions]
+    return "\n".join(lines)

@@ -14,6 +14,7 @@ from edgepipe_emulated import emulated_model_config
 from google.protobuf.message import Message
 
 from edgepipe.backend.types import ActivationType, DeviceProfile
+from edgepipe.cluster.beats import BEATS_PER_S
 from edgepipe.cluster.founding import TrustFolders, found_local_cluster, open_trust
 from edgepipe.cluster.heartbeats import Heartbeats
 from edgepipe.cluster.identity import load_identity
@@ -364,6 +365,7 @@ async def _heartbeat(world: World, beat: pb.Beat) -> None:
     """After a proper one; at the beginning of a stream; and what it tells of trust and of what is served, believed."""
     await drained(world.heartbeats.answer(one(_beats(world)[0], beat), SimpleNamespace()))  # pyright: ignore[reportArgumentType]
     await drained(world.heartbeats.answer(one(beat), SimpleNamespace()))  # pyright: ignore[reportArgumentType]
+    world.clock.advance(3 / BEATS_PER_S)  # for three beats at the full rate; a faster member is made to wait
     merge(world.trust.store, from_wire(beat.trust, TrustSet).statements)
     world.book.merge(world.other, [from_wire(record, ServeRecord) for record in beat.state.serves])
 

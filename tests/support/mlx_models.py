@@ -11,16 +11,19 @@ from edgepipe_mlx import MlxBackend
 
 from edgepipe.backend.types import ActivationType, BackendOptions, BlockCopy, BlockRun, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.facts import LayerRange, ModelConfig, Rope, Slice, make_slices
+from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.model.layer_spec import Rope
+from edgepipe.model.layout import model_tensors
 from edgepipe.model.logical import OneTensorPerWeight
 from edgepipe.model.tensors import RawTensor, TensorInfo, WeightSource
+from edgepipe.model.uniform import UniformShape
 
 Float32s = npt.NDArray[np.float32]
 BLOCK_SIZE = 16
 
 
 def tiny_config(**changes: object) -> ModelConfig:
-    """Three Llama layers with grouped queries and a head size that is not hidden / heads."""
+    """Three Llama layers with grouped queries and a head size that is not hidden / heads; see ``UniformShape``."""
     facts: dict[str, object] = {
         "architecture": "llama",
         "num_layers": 3,
@@ -34,35 +37,7 @@ def tiny_config(**changes: object) -> ModelConfig:
         "rms_norm_eps": 1e-5,
         "rope": Rope(theta=10_000.0),
     }
-    return ModelConfig(**(facts | changes))  # type: ignore[arg-type] - a dict of fields, checked by the class's callers
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model by Hugging Face's name."""
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    hidden, inner = config.hidden_size, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
-        own: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-        for name, rows in (("q", query), ("k", key), ("v", key)):
-            own[f"self_attn.{name}_proj.weight"] = (rows, hidden)
-            if config.qkv_bias:
-                own[f"self_attn.{name}_proj.bias"] = (rows,)
-        own["self_attn.o_proj.weight"] = (hidden, query)
-        if config.output_bias:
-            own["self_attn.o_proj.bias"] = (hidden,)
-        if config.qk_norm:
-            own |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
-        own["post_attention_layernorm.weight"] = (hidden,)
-        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-            own[f"mlp.{name}_proj.weight"] = shape
-            if config.mlp_bias:
-                own[f"mlp.{name}_proj.bias"] = shape[:1]
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tied_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
+    return UniformShape(**(facts | changes)).config()  # type: ignore[arg-type] - a dict of the class's fields
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Float32s]:
@@ -70,7 +45,7 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Float32s]:
     random = np.random.default_rng(seed)
     return {
         name: (random.standard_normal(shape) * 0.3 + ("norm" in name)).astype(np.float32)
-        for name, shape in tensor_shapes(config).items()
+        for name, shape in model_tensors(config).items()
     }
 
 
@@ -106,10 +81,15 @@ class MemorySource(OneTensorPerWeight):
 
 
 def cpu_options(
-    *, dtype: str = "float32", activation_type: ActivationType = ActivationType.FLOAT32, weights: str = "auto"
+    *,
+    dtype: str = "float32",
+    activation_type: ActivationType = ActivationType.FLOAT32,
+    weights: str = "auto",
+    kv: str = "auto",
 ) -> BackendOptions:
     """The CPU device, so that figures and rounding are the same on every machine."""
-    return BackendOptions(device="cpu", dtype=dtype, activation_type=activation_type, settings={"weights": weights})
+    settings = {"weights": weights, "kv": kv}
+    return BackendOptions(device="cpu", dtype=dtype, activation_type=activation_type, settings=settings)
 
 
 class Chain:

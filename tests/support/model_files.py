@@ -18,6 +18,7 @@ from edgepipe.model.manifest import Manifest
 from edgepipe.model.store import ModelStore, StoredModel
 from edgepipe.model.tensor_folder import ShardWriter
 from edgepipe.model.tokenizer import Tokenizer
+from tests.support.shapes import flat
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = DATA / "golden_smollm2.json"
@@ -172,12 +173,12 @@ def write_gguf(
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_feed_forward_length(flat(config).intermediate_size)
+    writer.add_head_count(flat(config).num_heads)
+    writer.add_head_count_kv(flat(config).num_kv_heads)
+    writer.add_key_length(flat(config).head_dim)
+    writer.add_layer_norm_rms_eps(flat(config).rms_norm_eps)
+    writer.add_rope_freq_base(flat(config).rope.theta)
     writer.add_eos_token_id(2)
     if tokens is not None:
         writer.add_tokenizer_model("gpt2")
@@ -191,7 +192,7 @@ def write_gguf(
     names = gguf_names(config)
     for name, tensor in tensors.items():
         if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
-            tensor = permute_rows(tensor, config.num_heads if ".q_proj." in name else config.num_kv_heads)
+            tensor = permute_rows(tensor, flat(config).num_heads if ".q_proj." in name else flat(config).num_kv_heads)
         kind = quant if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
         data = gguf.quants.quantize(np.ascontiguousarray(tensor), kind)
         writer.add_tensor(names[name], data, raw_dtype=kind)

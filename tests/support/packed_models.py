@@ -151,6 +151,10 @@ class PackedTinyModel:
             for info in self.tensors(part)
         ]
 
+    def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """See ``WeightSource``."""
+        return self.read(name).data[offset : offset + num_bytes]
+
     def load(self, name: str) -> RawTensor | Packed:
         """See ``WeightSource``."""
         raw = self.read(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,7 +11,8 @@ from edgepipe.backend.cost import CostModel
 from edgepipe.backend.devices import named_device, parse_devices
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import ModelConfig
-from edgepipe.planner.partition import PartitionProblem
+from edgepipe.planner.partition import PartitionProblem, UnequalLayers
+from edgepipe.planner.partition_unequal import earliest_within
 from edgepipe.planner.placement import NodeRoom
 from edgepipe.planner.profiles import Machine, TableSpeed
 
@@ -37,6 +39,27 @@ def machines(devices: str, config: ModelConfig) -> list[Machine]:
     return [
         machine(name, key, config) for name, key in zip(string.ascii_lowercase, parse_devices(devices), strict=False)
     ]
+
+
+def unequal_instance(generator: np.random.Generator, *, devices: int, layers: int, alike: bool) -> PartitionProblem:
+    """Any times and rooms of layers in classes; links of one kind where ``alike``."""
+    problem = random_instance(generator, devices=devices, layers=layers, alike=alike)
+    if alike:
+        np.copyto(problem.closing_s, problem.closing_s[0, 0])
+    kinds = generator.integers(0, int(generator.integers(1, 4)), layers)
+    times = generator.uniform(0.1, 2, (devices, 3))[:, kinds]
+    sizes = generator.integers(1, 9, 3)[kinds]
+    rooms = generator.integers(0, 9 * layers, (devices, 1)) - np.array([0, 2, 3, 5])
+    if generator.random() < 0.3:
+        rooms[:] = 9 * layers
+    return replace(
+        problem,
+        layer_s=times.mean(axis=1),
+        unequal=UnequalLayers(
+            done_s=np.concatenate([np.zeros((devices, 1)), np.cumsum(times, axis=1)], axis=1),
+            earliest=np.stack([earliest_within(sizes, room.tolist()) for room in rooms]),
+        ),
+    )
 
 
 def random_instance(

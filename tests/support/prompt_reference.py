@@ -1,7 +1,7 @@
 """transformers' log-probabilities of short texts under the demo model's own weights, kept in ``tests/data``.
 
-The model is made from the values that stages hold: GGUF blocks rounded to bf16, computed in float32. To write the file
-again, after a change of its texts: ``python tests/support/prompt_reference.py``.
+The model is made from the exact values of the GGUF blocks, as stages multiply them, computed in float32. To write the
+file again, after a change of its texts: ``python tests/support/prompt_reference.py``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgepipe.model.dequantise import as_float32
+from edgepipe.model.packed import Packed
 from edgepipe.model.store import ModelStore, StoredModel
+from edgepipe.model.tensors import RawTensor
 from edgepipe.model.weights import Weights
+from tests.support.shapes import flat
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from transformers import PreTrainedModel
 
 FILE = Path(__file__).parents[1] / "data" / "prompt_logprobs_smollm2.json"
@@ -47,21 +52,25 @@ def reference_model(weights: Weights) -> PreTrainedModel:
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
+        intermediate_size=flat(shape).intermediate_size,
         num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        num_attention_heads=flat(shape).num_heads,
+        num_key_value_heads=flat(shape).num_kv_heads,
+        head_dim=flat(shape).head_dim,
         max_position_embeddings=shape.context_length,
-        rms_norm_eps=shape.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope.theta},
+        rms_norm_eps=flat(shape).rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": flat(shape).rope.theta},
         tie_word_embeddings=shape.tied_embeddings,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    tensors = {name: torch.from_numpy(as_float32(weights.read(name)).copy()) for name in weights.infos}
+    tensors = {name: torch.from_numpy(_exact(weights.load(name))) for name in weights.infos}
     loaded = model.load_state_dict(tensors, strict=False)
     assert (loaded.missing_keys, loaded.unexpected_keys) == (["lm_head.weight"], []), "the head is the embedding"
     return model
+
+
+def _exact(weight: RawTensor | Packed) -> npt.NDArray[np.float32]:
+    return weight.float32() if isinstance(weight, Packed) else as_float32(weight).copy()
 
 
 def prompt_logprobs(model: PreTrainedModel, ids: Sequence[int]) -> list[float]:

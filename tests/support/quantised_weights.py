@@ -51,6 +51,7 @@ class Recipe:
     make: Callable[[Draw, int, int], Quantised]
     key: str = "quantization_config"
     tables: bool = False  # embedding and head are quantised too
+    outputs: int = 8  # divide the outputs of every weight
     notes: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -78,6 +79,14 @@ def pack_int32(codes: Array, bits: int, axis: int, order: tuple[int, ...] | None
     return np.ascontiguousarray(np.moveaxis(words, -1, axis)).view(np.int32)
 
 
+def pack_stream(codes: Array, bits: int, axis: int) -> npt.NDArray[np.int32]:
+    """Pack codes along an axis into int32 as one stream of bits: codes cross words."""
+    moved = np.moveaxis(codes, axis, -1).astype(np.uint8)
+    stream = np.unpackbits(moved[..., None], axis=-1, bitorder="little")[..., :bits].reshape(*moved.shape[:-1], -1)
+    words = np.packbits(stream, axis=-1, bitorder="little").view(np.int32)
+    return np.ascontiguousarray(np.moveaxis(words, -1, axis))
+
+
 def awq(group: int, dtype: str = "F16") -> Recipe:
     """AutoAWQ, GEMM."""
 
@@ -103,6 +112,7 @@ def gptq(
     bits: int, group: int, *, version: int = 1, sym: bool = True, act_order: bool = False, indexed: bool = True
 ) -> Recipe:
     """AutoGPTQ (version 1) and GPTQModel (version 2)."""
+    pack = pack_stream if bits == 3 else pack_int32
 
     def make(draw: Draw, outputs: int, inputs: int) -> Quantised:
         size = inputs if group < 0 else group
@@ -115,8 +125,8 @@ def gptq(
         )
         stored, scale = scales(draw, zeros.shape, "F16")
         parts = {
-            "qweight": Tensor("I32", pack_int32(codes, bits, 0)),
-            "qzeros": Tensor("I32", pack_int32((zeros - (version == 1)) % top, bits, 1)),
+            "qweight": Tensor("I32", pack(codes, bits, 0)),
+            "qzeros": Tensor("I32", pack((zeros - (version == 1)) % top, bits, 1)),
             "scales": stored,
         }
         if indexed:
@@ -125,7 +135,8 @@ def gptq(
         return Quantised(parts, np.ascontiguousarray(values.T))
 
     config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": sym, "desc_act": act_order}
-    return Recipe(config=config | ({"checkpoint_format": "gptq_v2"} if version == 2 else {}), make=make)
+    config |= {"checkpoint_format": "gptq_v2"} if version == 2 else {}
+    return Recipe(config=config, make=make, outputs={2: 16, 3: 32}.get(bits, 8))
 
 
 def compressed(bits: int, group: int | None, *, symmetric: bool = True, act_order: bool = False) -> Recipe:
@@ -239,8 +250,7 @@ def mlx(bits: int, group: int, dtype: str = "BF16") -> Recipe:
         codes = draw.integers(0, 1 << bits, (outputs, inputs)).astype(np.uint8)
         stored, scale = scales(draw, (outputs, inputs // group), dtype)
         biases, bias = scales(draw, scale.shape, dtype)
-        stream = np.unpackbits(codes[:, :, None], axis=2, bitorder="little")[:, :, :bits].reshape(outputs, -1)
-        words = np.packbits(stream, axis=1, bitorder="little").view(np.uint32)
+        words = pack_stream(codes, bits, 1).view(np.uint32)
         parts = {"weight": Tensor("U32", words), "scales": stored, "biases": biases}
         values = codes.astype(np.float32) * np.repeat(scale, group, axis=1)
         return Quantised(parts, values + np.repeat(bias, group, axis=1))
@@ -259,6 +269,33 @@ def mlx_mxfp4() -> Recipe:
         return Quantised(parts, E2M1[codes] * np.repeat(scale, 32, axis=1))
 
     config = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    return Recipe(config=config, make=make, key="quantization", tables=True)
+
+
+def mlx_mxfp8() -> Recipe:
+    """MLX, mode mxfp8."""
+
+    def make(draw: Draw, outputs: int, inputs: int) -> Quantised:
+        codes = _e4m3_codes(draw, (outputs, inputs))
+        exponents = draw.integers(112, 122, (outputs, inputs // 32)).astype(np.uint8)
+        parts = {"weight": Tensor("U32", codes.view(np.uint32)), "scales": Tensor("U8", exponents)}
+        scale = np.ldexp(np.float32(1), exponents.astype(int) - 127)
+        return Quantised(parts, e4m3_values(codes) * np.repeat(scale, 32, axis=1))
+
+    config = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
+    return Recipe(config=config, make=make, key="quantization", tables=True)
+
+
+def mlx_nvfp4() -> Recipe:
+    """MLX, mode nvfp4."""
+
+    def make(draw: Draw, outputs: int, inputs: int) -> Quantised:
+        codes = draw.integers(0, 16, (outputs, inputs)).astype(np.uint8)
+        scale = draw.integers(0, 32, (outputs, inputs // 16)).astype(np.uint8)
+        parts = {"weight": Tensor("U32", pack_int32(codes, 4, 1).view(np.uint32)), "scales": Tensor("U8", scale)}
+        return Quantised(parts, E2M1[codes] * np.repeat(e4m3_values(scale), 16, axis=1))
+
+    config = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
     return Recipe(config=config, make=make, key="quantization", tables=True)
 
 
@@ -304,6 +341,8 @@ RECIPES: Mapping[str, Recipe] = {
     "mlx6": mlx(6, 64, "F32"),
     "mlx8": mlx(8, 64),
     "mlx-mxfp4": mlx_mxfp4(),
+    "mlx-mxfp8": mlx_mxfp8(),
+    "mlx-nvfp4": mlx_nvfp4(),
     "awq-32": awq(32, "BF16"),
     "awq-64": awq(64),
     "awq-row": awq(-1),
@@ -312,6 +351,11 @@ RECIPES: Mapping[str, Recipe] = {
     "gptq-act-order": gptq(4, 32, act_order=True),
     "gptq-row-act-order": gptq(4, -1, act_order=True),
     "gptq-no-index": gptq(4, 128, indexed=False),
+    "gptq2": gptq(2, 64),
+    "gptq2-act-order": gptq(2, 32, act_order=True),
+    "gptq3": gptq(3, 128),
+    "gptq3-v2-asym": gptq(3, 32, version=2, sym=False),
+    "gptq3-asym-act-order": gptq(3, 32, sym=False, act_order=True),
     "gptq8": gptq(8, 128),
     "gptq8-asym-act-order": gptq(8, 32, sym=False, act_order=True),
     "w4a16": compressed(4, 128),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgepipe.ids import SequenceId
+from edgepipe.model.memory_classes import WindowPool
 from edgepipe.scheduler import (
     EndReason,
     Event,
@@ -62,6 +63,9 @@ class World:
         self.ended: dict[SequenceId, SequenceEnded] = {}
         self.in_flight: deque[ScheduledStep] = deque()
         self.tables: dict[SequenceId, list[int]] = {}  # what a stage knows
+        # By windowed class: what a stage knows, by sequence and place, and what its slots hold.
+        self.windows: list[dict[SequenceId, dict[int, int]]] = [{} for _ in self.limits.windows]
+        self.window_slots: list[dict[int, tuple[int, int]]] = [{} for _ in self.limits.windows]
         self.slots: dict[int, tuple[int, int]] = {}  # block * block_size + offset -> token, and all up to it folded
         self.steps: list[ScheduledStep] = []
         self.suspected: set[SequenceId] = set()  # until a step of its own has sampled a token
@@ -77,14 +81,19 @@ class World:
     def next_epoch(self, *, lost_to: int | None = None) -> None:
         """All steps in flight are lost; what has retired is still there, on slices behind ``lost_to``."""
         pool = self.scheduler.hand_over()
-        if lost_to is not None:
-            pool.lose(lost_to)
         self.scheduler = Scheduler(self.limits, self.policy)
-        self.scheduler.take_over(pool)
+        if lost_to is not None and self.limits.windows:
+            self.slots, self.window_slots = {}, [{} for _ in self.limits.windows]
+        else:
+            if lost_to is not None:
+                pool.lose(lost_to)
+            self.scheduler.take_over(pool)
         self.in_flight.clear()
         self.tables, self.steps = {}, []
         self._reads.clear()
         self._snapshot.clear()
+        self._window_snapshot.clear()
+        self.windows = [{} for _ in self.limits.windows]
         self._due.clear()
         self.suspected = {sequence for sequence, spec in self.specs.items() if spec.alone}
         going_on = [
@@ -151,6 +160,8 @@ class World:
         assert stats.free_blocks == stats.num_blocks
         assert set(self.ended) == set(self.specs)
         assert self.scheduler._tables.draining_blocks == 0  # pyright: ignore[reportPrivateUsage]
+        for each in self.scheduler._tables._windows:  # pyright: ignore[reportPrivateUsage]
+            assert (each.kv.free_blocks, each.draining_blocks) == (each.kv.num_blocks, 0)
         assert not self.scheduler._tables._kv._coming, "somebody would be waited for in vain"  # pyright: ignore[reportPrivateUsage]
         assert self.scheduler._unscheduled_prefill == 0  # pyright: ignore[reportPrivateUsage]
         assert self.scheduler._num_decodes == 0  # pyright: ignore[reportPrivateUsage]
@@ -187,8 +198,48 @@ class World:
             s for sent in self.in_flight for s, samples in zip(sent.sequences, sent.samples, strict=True) if samples
         }
         assert not sampling & set(step.sequences), "a sequence has two steps while one samples"
+        self._check_windows(step)
         self._reads[step.step] = {block for sequence in step.sequences for block in self.tables[sequence]}
         self._snapshot[step.step] = {sequence: list(self.tables[sequence]) for sequence in step.sequences}
+
+    def _check_windows(self, step: ScheduledStep) -> None:
+        """A window's blocks follow one another, and no sequence holds more than the window and the slack."""
+        for tables in self.windows:
+            for sequence in step.frees:
+                del tables[sequence]
+            tables.update({sequence: {} for sequence in step.registers})
+        for tables, pool, new in zip(self.windows, self.limits.windows, step.windows, strict=False):
+            for row, place, start, count in zip(*new, strict=True):
+                table = tables[step.sequences[row]]
+                assert 0 <= start < start + count <= pool.num_blocks
+                assert not table or place == max(table) + 1
+                table.update({place + index: start + index for index in range(count)})
+        for sequence, position, num_tokens in zip(step.sequences, step.positions, step.num_tokens, strict=True):
+            for tables, pool in zip(self.windows, self.limits.windows, strict=True):
+                assert max(tables[sequence]) >= (position + num_tokens - 1) // pool.block_size
+        for each, pool in zip(self.scheduler._tables._windows, self.limits.windows, strict=True):  # pyright: ignore[reportPrivateUsage]
+            number = self.scheduler._tables._windows.index(each)  # pyright: ignore[reportPrivateUsage]
+            for one in self.scheduler._running.values():  # pyright: ignore[reportPrivateUsage]
+                assert len(one.windows[number].blocks) <= pool.most_blocks
+        self._window_snapshot[step.step] = [
+            {sequence: dict(tables[sequence]) for sequence in step.sequences} for tables in self.windows
+        ]
+
+    def _write_windows(self, step: ScheduledStep) -> None:
+        """Write the step's tokens to every window. All tokens that they see must be there, after those of the step."""
+        held = [(row, *at) for row, at in enumerate(zip(step.sequences, step.positions, step.num_tokens, strict=True))]
+        for number, snapshot in enumerate(self._window_snapshot.pop(step.step)):
+            pool, slots, size = self.limits.windows[number], self.window_slots[number], self.limits.block_size
+            for row, sequence, position, num_tokens in held:
+                known, table = [*self.specs[sequence].prompt, *self.output[sequence]], snapshot[sequence]
+                assert step.positions[row] == position
+                for p in range(position, position + num_tokens):
+                    slots[table[p // size] * size + p % size] = (p, known[p])
+            for _, sequence, position, num_tokens in held:
+                known, table = [*self.specs[sequence].prompt, *self.output[sequence]], snapshot[sequence]
+                for p in range(max(0, position - pool.window + 1), position + num_tokens):
+                    held_there = slots.get(table[p // size] * size + p % size)
+                    assert held_there == (p, known[p]), "a window lacks what a token sees"
 
     def _check_turns(self, step: ScheduledStep) -> None:
         """A suspected sequence shares no step. Of k of them that are admitted each has one of the next 2k steps."""
@@ -200,6 +251,7 @@ class World:
         self._due = turns
 
     def _compute(self, step: ScheduledStep) -> list[int]:
+        self._write_windows(step)
         ids: list[int] = []
         tokens = iter(step.token_ids)
         tables, size = self._snapshot.pop(step.step), self.limits.block_size
@@ -231,6 +283,7 @@ class World:
     _reads: dict[int, set[int]] = field(default_factory=dict)
     _due: dict[SequenceId, int] = field(default_factory=dict)
     _snapshot: dict[int, dict[SequenceId, list[int]]] = field(default_factory=dict)
+    _window_snapshot: dict[int, list[dict[SequenceId, dict[int, int]]]] = field(default_factory=dict)
 
 
 def spec(sequence: int, prompt: int | Sequence[int] = 4, **more: object) -> SequenceSpec:
@@ -243,3 +296,19 @@ def limits(**changes: Any) -> SchedulerLimits:
     """A small pipeline."""
     defaults: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "context_length": 200, "micro_batches": 2}
     return SchedulerLimits(**{**defaults, **changes})
+
+
+def windowed(*windows: tuple[int, int], share: int = 4, **changes: Any) -> SchedulerLimits:
+    """A small pipeline with windowed classes: window and slack of each. A pool has a share of the context's blocks."""
+    whole = limits(**changes)
+    pools = [
+        WindowPool(window=window, slack=slack, num_blocks=whole.num_blocks, block_size=whole.block_size)
+        for window, slack in windows
+    ]
+    return replace(
+        whole,
+        windows=tuple(
+            replace(pool, num_blocks=min(whole.num_blocks, max(whole.num_blocks // share, pool.most_blocks)))
+            for pool in pools
+        ),
+    )

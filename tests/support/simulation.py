@@ -23,7 +23,9 @@ from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.table import RequestTable
 from edgepipe.errors import StaleEpoch
 from edgepipe.ids import EngineId, Epoch, SequenceId
-from edgepipe.model.facts import LayerRange, ModelConfig, Rope, make_slices
+from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.model.layer_spec import Rope
+from edgepipe.model.uniform import UniformShape
 from edgepipe.scheduler import Event, Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy
 from tests.support.simulated_gateway import SimulatedGateway
 from tests.support.simulated_stage import BLOCK, VOCAB, SimulatedStage
@@ -238,7 +240,7 @@ class Simulation:
         stats = self._scheduler.stats()
         self.kept += stats.kept_tokens
         self.replayed += stats.replayed_tokens
-        self._kept = KeptKV(pool=self._scheduler.hand_over(), contiguous=self._limits.contiguous_kv, since=self._since)
+        self._kept = KeptKV(pools=self._scheduler.hand_over(), contiguous=self._limits.contiguous_kv, since=self._since)
 
     def _new_table(self) -> RequestTable:
         return RequestTable(config=self._config, limits=EngineLimits(), timeouts=EngineTimeouts())
@@ -304,7 +306,7 @@ async def simulate(seeds: range) -> Totals:
 
 def _config(num_layers: int) -> ModelConfig:
     """A shape with the simulation's vocabulary and context; nothing else of it is read."""
-    return ModelConfig(
+    return UniformShape(
         architecture="llama",
         num_layers=num_layers,
         hidden_size=8,
@@ -318,4 +320,4 @@ def _config(num_layers: int) -> ModelConfig:
         rope=Rope(),
         tied_embeddings=True,
         eos_token_ids=(),
-    )
+    ).config()

@@ -226,4 +226,4 @@ class Crowd:
 
 def pools_of(backend: TorchBackend) -> list[torch.Tensor]:
     """The pool [layers, slots, 2 * kv heads, D] of each slice."""
-    return [pool.pool for pool in backend._pools.values() if isinstance(pool, KVStorage)]
+    return [pool for storage in backend._pools.values() if isinstance(storage, KVStorage) for pool in storage.pools]

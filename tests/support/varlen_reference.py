@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
+from edgepipe_torch.paging import AlsoReturn
 from torch import Tensor
 
 
@@ -20,21 +21,23 @@ def varlen_attention(
     max_q: int,
     max_k: int,
     *,
+    return_aux: AlsoReturn | None = None,
+    scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
     seqused_k: Tensor,
     block_table: Tensor,
     num_splits: int | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Return the heads' outputs [T, Hq, D]; ``edgepipe_torch.paging.VarlenAttention`` describes the arguments.
 
     The whole call is one operation to torch, so that a recorder of operations sees neither loops nor lengths.
     """
     grouped = query.shape[1] != key.shape[2]
     assert enable_gqa or not grouped, "query heads share keys only with enable_gqa"
-    return torch.ops.edgepipe_tests.varlen(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, list(window_size), seqused_k, block_table, num_splits
-    )
+    indices = (cu_seq_q, cu_seq_k, max_q, max_k, list(window_size), seqused_k, block_table, num_splits)
+    out, total = torch.ops.edgepipe_tests.varlen(query, key, value, *indices, scale or query.shape[2] ** -0.5)
+    return (out, total) if return_aux is not None and return_aux.lse else out
 
 
 def _varlen(
@@ -49,7 +52,8 @@ def _varlen(
     seqused_k: Tensor,
     block_table: Tensor,
     num_splits: int | None,
-) -> Tensor:
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     row_starts, lengths, tables = cu_seq_q.tolist(), seqused_k.tolist(), block_table.tolist()
     before, after = window_size
     _check_types(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table)
@@ -58,6 +62,7 @@ def _varlen(
     assert row_starts[-1] == query.shape[0], "every row belongs to a sequence"
     assert cu_seq_k.tolist() == [0, *torch.cumsum(seqused_k, 0).tolist()], "keys start as if they were packed"
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    total = torch.empty(query.shape[1], query.shape[0])
     for index, (length, table) in enumerate(zip(lengths, tables, strict=True)):
         start, end = row_starts[index], row_starts[index + 1]
         assert 0 < end - start <= max_q
@@ -65,29 +70,30 @@ def _varlen(
         pages = table[: math.ceil(length / key.shape[1])]
         assert all(0 <= page < key.shape[0] for page in pages), "a page outside the pool"
         keys, values = (part[pages].flatten(0, 1)[:length].float() for part in (key, value))
-        out[start:end] = _attend(query[start:end].float(), keys, values, before=before, after=after)
-    return out
+        scores = _scores(query[start:end].float() * scale, keys, before=before, after=after)
+        group = query.shape[1] // values.shape[1]
+        out[start:end] = torch.einsum("hnl,lhd->nhd", scores.softmax(-1), values.repeat_interleave(group, 1))
+        total[:, start:end] = scores.logsumexp(-1)
+    return out, total
 
 
 _LIBRARY = torch.library.Library("edgepipe_tests", "DEF")
 _LIBRARY.define(
     "varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, int max_q, int max_k, "
-    "int[] window_size, Tensor seqused_k, Tensor block_table, int? num_splits) -> Tensor"
+    "int[] window_size, Tensor seqused_k, Tensor block_table, int? num_splits, float scale) -> (Tensor, Tensor)"
 )
 _LIBRARY.impl("varlen", _varlen, "CPU")
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, *, before: int, after: int) -> Tensor:
-    """Attend with query [n, Hq, D] to keys and values [L, Hkv, D]; row n - 1 is at key L - 1."""
-    group = query.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    scores = torch.einsum("nhd,lhd->hnl", query, keys) / math.sqrt(query.shape[2])
+def _scores(query: Tensor, keys: Tensor, *, before: int, after: int) -> Tensor:
+    """Return scores [Hq, n, L] of query [n, Hq, D] and keys [L, Hkv, D]; row n - 1 is at key L - 1."""
+    scores = torch.einsum("nhd,lhd->hnl", query, keys.repeat_interleave(query.shape[1] // keys.shape[1], 1))
     own = torch.arange(query.shape[0])[:, None] + keys.shape[0] - query.shape[0]
     ahead = torch.arange(keys.shape[0])[None, :] - own
     hidden = (ahead > after if after >= 0 else ahead > keys.shape[0]) | (
         ahead < -before if before >= 0 else ahead < -keys.shape[0]
     )
-    return torch.einsum("hnl,lhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+    return scores.masked_fill(hidden, -torch.inf)
 
 
 def _check_types(query: Tensor, key: Tensor, value: Tensor, *indices: Tensor) -> None:

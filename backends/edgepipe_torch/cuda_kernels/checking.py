@@ -10,8 +10,9 @@ import torch
 
 from edgepipe.model.packed import GroupValues, Packed, split_planes
 from edgepipe.model.packed_form import CODEBOOKS, PackedForm
-from edgepipe_torch.cuda_kernels.forms import TILE_INPUTS, FloatKind, KernelForm
-from edgepipe_torch.cuda_kernels.products import Products
+from edgepipe_torch.cuda_kernels.experts import ExpertKernels, RoutingKernels
+from edgepipe_torch.cuda_kernels.forms import TILE_INPUTS, WIDE_FORM, FloatKind, KernelForm
+from edgepipe_torch.cuda_kernels.products import Products, WeightStruct, weight_struct, wide_struct
 from edgepipe_torch.packed_tiles import TiledWeight
 
 _BF16_ROUNDING = 2.0**-8  # of a value, and a little of its sum
@@ -48,7 +49,58 @@ def worst_error(
         expected = inputs @ exact.T
         bound = _BF16_ROUNDING * np.abs(expected) + _FLOAT32_SUMS * (np.abs(inputs) @ np.abs(exact).T)
         errors.append(np.abs(out.double().cpu().numpy() - expected) / bound)
-    return max(float(np.max(np.where(np.isnan(error), np.inf, error))) for error in errors)
+    return _largest(errors)
+
+
+def worst_expert_error(
+    products: ExpertKernels,
+    routing: RoutingKernels,
+    form: KernelForm,
+    device: torch.device,
+    *,
+    experts: int = 5,
+    used: int = 2,
+    features: int = 48,
+    in_features: int = 0,
+    rows: Sequence[int] = (1, 11, 40),
+) -> float:
+    """Return the largest error of random experts' products with their rows, in units of its bound; see worst_error."""
+    rng = np.random.default_rng(6)
+    inputs = in_features or _in_features(form)
+    struct, exact, _kept = random_experts(form, experts * features, inputs, rng, device)
+    errors = []
+    for count in rows:
+        x = torch.from_numpy(rng.standard_normal((count, inputs), np.float32)).to(torch.bfloat16)
+        chosen = np.argsort(rng.random((count, experts)), axis=1)[:, :used]
+        runs = routing.sort(torch.from_numpy(chosen.copy()).to(device), experts)
+        out = torch.empty(count * used, features, dtype=torch.bfloat16, device=device)
+        products.expert_mm(struct, experts, runs, x.to(device), out, bias=None)
+        for expert in range(experts):
+            pairs = np.flatnonzero(chosen == expert)
+            given, own = x.double().numpy()[pairs // used], exact[expert * features : (expert + 1) * features]
+            expected = given @ own.T
+            bound = _BF16_ROUNDING * np.abs(expected) + _FLOAT32_SUMS * (np.abs(given) @ np.abs(own).T)
+            errors.append((np.abs(out.double().cpu().numpy()[pairs] - expected) / bound).reshape(-1))
+    return _largest(errors)
+
+
+def random_experts(
+    form: KernelForm, rows: int, in_features: int, rng: np.random.Generator, device: torch.device
+) -> tuple[WeightStruct, npt.NDArray[np.float64], object]:
+    """Return a random weight [rows, I] for kernels, its values, and what must be kept while it is used."""
+    if form == WIDE_FORM:
+        values = torch.from_numpy(rng.standard_normal((rows, in_features), np.float32)).to(torch.bfloat16)
+        placed = values.to(device)
+        return wide_struct(placed), values.double().numpy(), placed
+    weight = random_packed(form, rows, in_features, rng)
+    tiled = TiledWeight(form, *weight.shape, device)
+    tiled.fill(0, weight)
+    return weight_struct(tiled), weight.float32().astype(np.float64), tiled
+
+
+def _largest(errors: Sequence[npt.NDArray[np.float64]]) -> float:
+    """NaN counts as infinite."""
+    return max(float(np.max(np.where(np.isnan(error), np.inf, error), initial=0)) for error in errors)
 
 
 def random_packed(form: KernelForm, out_features: int, in_features: int, rng: np.random.Generator) -> Packed:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from edgepipe_torch.cuda_kernels.nvrtc import KernelsUnavailable
+from edgepipe_torch.compiled_code import KernelsUnavailable
 
 THREADS = 256  # of every block
 SHARED_BYTES = 99 * 1024  # that a block may have on every device from sm_80 on

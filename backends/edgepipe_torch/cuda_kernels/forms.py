@@ -16,6 +16,8 @@ from edgepipe.model.packed_form import CODEBOOKS, PackedForm
 
 TILE_ROWS, TILE_INPUTS = 16, 128
 FUNCTIONS = ("affine_mm_1", "affine_mm_2", "affine_mm_4", "affine_mm_8", "dequantise")
+EXPERT_FUNCTIONS = ("expert_mm_1", "expert_mm_2", "expert_mm_8")
+ROUTING_FUNCTIONS = ("choose", "sort_pairs", "add_weighted")
 
 _OFFSETS = {"none": 0, "zero": 1, "zeros": 2, "added": 3}
 _KINDS = {"float16": 0, "uint16": 1, "float32": 2}  # of GroupValues.base
@@ -46,7 +48,7 @@ class FloatKind:
 class KernelForm:
     """What the kernels are compiled for."""
 
-    bits: int
+    bits: int  # 16: bf16, not packed
     group: int  # 0: all of a row
     span: int
     offset: Literal["none", "zero", "zeros", "added"]  # as PackedForm
@@ -144,11 +146,27 @@ def _round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint32)
 
 
+WIDE_FORM = KernelForm(
+    bits=16, group=0, span=0, offset="none", codebook="", scale=FloatKind(base="uint16"), added=FloatKind()
+)
+"""bf16 values; only experts' products compute with them."""
+
+
+PRODUCT_FILES = ("common.cuh", "packed.cu", "products.cu")
+ROUTING_FILES = ("common.cuh", "routing.cu")
+EXPERT_MACROS = {"EXPERTS": "1"}
+
+
+def expert_files(form: KernelForm) -> tuple[str, ...]:
+    """Return the sources of products with experts of a form. They need ``EXPERT_MACROS``, too."""
+    return ("common.cuh", "wide.cu" if form == WIDE_FORM else "packed.cu", "products.cu", "experts.cu")
+
+
 @cache
-def kernel_source() -> str:
-    """Return the CUDA source without its macros."""
+def kernel_source(files: tuple[str, ...] = PRODUCT_FILES) -> str:
+    """Return CUDA source without its macros."""
     folder = Path(__file__).parent
-    return "\n".join((folder / name).read_text(encoding="utf-8") for name in ("primitives.cuh", "packed.cu"))
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in ("primitives.cuh", *files))
 
 
 def options(macros: Mapping[str, str]) -> list[str]:

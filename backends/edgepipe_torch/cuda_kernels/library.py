@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
-import secrets
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from edgepipe_torch.cuda_kernels.checking import worst_error
+from edgepipe_torch.compiled_code import CodeCache, KernelsUnavailable
+from edgepipe_torch.cuda_kernels.checking import worst_error, worst_expert_error
 from edgepipe_torch.cuda_kernels.driver import CudaModule
-from edgepipe_torch.cuda_kernels.forms import FUNCTIONS, KernelForm, kernel_source, options
-from edgepipe_torch.cuda_kernels.nvrtc import KernelsUnavailable, Nvrtc, find_nvrtc
+from edgepipe_torch.cuda_kernels.experts import ExpertKernels, RoutingKernels
+from edgepipe_torch.cuda_kernels.forms import (
+    EXPERT_FUNCTIONS,
+    EXPERT_MACROS,
+    FUNCTIONS,
+    PRODUCT_FILES,
+    ROUTING_FILES,
+    ROUTING_FUNCTIONS,
+    KernelForm,
+    expert_files,
+    kernel_source,
+    options,
+)
+from edgepipe_torch.cuda_kernels.nvrtc import Nvrtc, find_nvrtc
 from edgepipe_torch.cuda_kernels.products import Products
 
 logger = logging.getLogger(__name__)
 
 _MIN_CAPABILITY = 80  # bf16 on tensor cores
+
+Key = TypeVar("Key")
+Kernels = TypeVar("Kernels")
 
 
 class KernelLibrary(Protocol):
@@ -29,6 +42,18 @@ class KernelLibrary(Protocol):
 
     def products(self, form: KernelForm) -> Products:
         """Return the kernels of a form. The first call of a form may take seconds. Raises KernelsUnavailable."""
+        ...
+
+
+class ExpertLibrary(Protocol):
+    """Source of kernels for mixtures of experts."""
+
+    def experts(self, form: KernelForm) -> ExpertKernels:
+        """Return the products with experts of a form. The first call may take seconds. Raises KernelsUnavailable."""
+        ...
+
+    def routing(self) -> RoutingKernels:
+        """Return what surrounds them. Raises KernelsUnavailable."""
         ...
 
 
@@ -45,67 +70,83 @@ class CudaLibrary:
         self._multiprocessors: int = properties.multi_processor_count
         self._nvrtc = find_nvrtc(_cuda_major(), Path(torch.__file__).parent / "lib")
         logger.info("packed weights: own kernels for sm_%d by NVRTC %s", self._architecture, self._nvrtc.version)
-        self._folder = folder
-        self._known: dict[KernelForm, Products | KernelsUnavailable] = {}
+        self._compiled = CompiledKernels(self._nvrtc, folder)
+        self._products = _Known(self._load_products)
+        self._experts = _Known(self._load_experts)
+        self._routing = _Known(self._load_routing)
 
     def products(self, form: KernelForm) -> Products:
-        """See KernelLibrary. A form that failed once fails again without a new attempt."""
-        found = self._known.get(form)
+        """See KernelLibrary."""
+        return self._products.get(form)
+
+    def experts(self, form: KernelForm) -> ExpertKernels:
+        """See ExpertLibrary."""
+        return self._experts.get(form)
+
+    def routing(self) -> RoutingKernels:
+        """See ExpertLibrary."""
+        return self._routing.get(None)
+
+    def _load_products(self, form: KernelForm) -> Products:
+        module = self._module(PRODUCT_FILES, form.macros, FUNCTIONS)
+        products = Products(module, form, multiprocessors=self._multiprocessors)
+        _refuse_wrong(worst_error(products, form, self._device))
+        return products
+
+    def _load_experts(self, form: KernelForm) -> ExpertKernels:
+        module = self._module(expert_files(form), form.macros | EXPERT_MACROS, EXPERT_FUNCTIONS)
+        products = ExpertKernels(module, form, multiprocessors=self._multiprocessors)
+        _refuse_wrong(worst_expert_error(products, self.routing(), form, self._device))
+        return products
+
+    def _load_routing(self, _key: None) -> RoutingKernels:
+        return RoutingKernels(self._module(ROUTING_FILES, {}, ROUTING_FUNCTIONS))
+
+    def _module(self, files: tuple[str, ...], macros: dict[str, str], functions: Sequence[str]) -> CudaModule:
+        return CudaModule(self._compiled.cubin(files, macros, self._architecture), functions, self._device)
+
+
+class _Known(Generic[Key, Kernels]):
+    """Kernels by what they are for, loaded once. Those that failed fail again without a new attempt."""
+
+    def __init__(self, load: Callable[[Key], Kernels]) -> None:
+        self._load = load
+        self._found: dict[Key, Kernels | KernelsUnavailable] = {}
+
+    def get(self, key: Key) -> Kernels:
+        found = self._found.get(key)
         if found is None:
             try:
-                found = self._load(form)
+                found = self._load(key)
             except KernelsUnavailable as exc:
                 found = exc
-            self._known[form] = found
+            self._found[key] = found
         if isinstance(found, KernelsUnavailable):
             raise found
         return found
 
-    def _load(self, form: KernelForm) -> Products:
-        compiled = CompiledKernels(self._nvrtc, self._folder)
-        try:
-            module = CudaModule(compiled.cubin(form, self._architecture), FUNCTIONS, self._device)
-        except KernelsUnavailable:  # the file may be damaged
-            module = CudaModule(compiled.compile(form, self._architecture), FUNCTIONS, self._device)
-        products = Products(module, form, multiprocessors=self._multiprocessors)
-        error = worst_error(products, form, self._device)
-        if not error <= 1:
-            raise KernelsUnavailable(f"own kernels compute wrong values here: {error:.3g} times the rounding")
-        return products
+
+def _refuse_wrong(error: float) -> None:
+    """``error`` in units of the rounding. Raises KernelsUnavailable."""
+    if not error <= 1:
+        raise KernelsUnavailable(f"own kernels compute wrong values here: {error:.3g} times the rounding")
 
 
 class CompiledKernels:
-    """Cubins on disk, by source, form, architecture and compiler version."""
+    """Cubins on disk, by source, macros, architecture and compiler version."""
 
     def __init__(self, nvrtc: Nvrtc, folder: Path) -> None:
         self._nvrtc = nvrtc
         self._folder = folder
 
-    def cubin(self, form: KernelForm, architecture: int) -> bytes:
-        """Return a form's cubin from disk, or compile it. Raises KernelsUnavailable."""
-        try:
-            return self._path(form, architecture).read_bytes()
-        except OSError:
-            return self.compile(form, architecture)
-
-    def compile(self, form: KernelForm, architecture: int) -> bytes:
-        """Compile a form and write the result to disk. Raises KernelsUnavailable."""
-        cubin = self._nvrtc.compile(kernel_source(), architecture=architecture, options=options(form.macros))
-        path = self._path(form, architecture)
-        new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            new.write_bytes(cubin)
-            os.replace(new, path)
-        except OSError as exc:  # such as a full disk: the next start compiles again
-            logger.info("compiled kernels are not kept: %s", exc)
-            with suppress(OSError):
-                new.unlink()
-        return cubin
-
-    def _path(self, form: KernelForm, architecture: int) -> Path:
-        key = "\n".join([kernel_source(), *options(form.macros), self._nvrtc.version, str(architecture)])
-        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+    def cubin(self, files: tuple[str, ...], macros: Mapping[str, str], architecture: int) -> bytes:
+        """Return the cubin of source files from disk, or compile it. Raises KernelsUnavailable."""
+        chosen = options(macros)
+        target = "\n".join([*chosen, self._nvrtc.version, str(architecture)])
+        return CodeCache(self._folder, target, suffix=".cubin").get(
+            kernel_source(files),
+            lambda source: self._nvrtc.compile(source, architecture=architecture, options=chosen),
+        )
 
 
 @cache

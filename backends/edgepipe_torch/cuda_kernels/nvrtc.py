@@ -13,9 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-
-class KernelsUnavailable(Exception):
-    """Own kernels cannot be used here. The text says why, for logs and ``doctor``."""
+from edgepipe_torch.compiled_code import KernelsUnavailable
 
 
 class Nvrtc:
@@ -81,7 +79,7 @@ def find_nvrtc(major: int | None, torch_folder: Path | None = None) -> Nvrtc:
         except (OSError, AttributeError):
             continue
     package = "nvidia-cuda-nvrtc-cu12" if majors[0] == 12 else "nvidia-cuda-nvrtc"
-    raise KernelsUnavailable(f"NVRTC was not found: pip install {package}")
+    raise KernelsUnavailable("NVRTC, which compiles the CUDA kernels, was not found", remedy=f"pip install {package}")
 
 
 def _candidates(majors: Sequence[int], torch_folder: Path | None) -> Iterator[str]:

@@ -1,4 +1,4 @@
-// Products with packed weights: one source for all forms, compiled once per form.
+// Packed weights: one source for all forms, compiled once per form. products.cu multiplies with their tiles.
 //
 // value[o, i] = scale[o, i / group] * level(code[o, i]) + offset[o, i / group]
 //
@@ -29,34 +29,14 @@
 //   LEVELS_REST     what bf16 misses of each level, again in bf16; absent: nothing
 //   E4M3            1: codes are float8_e4m3fn
 
-#define TILE_ROWS 16
-#define TILE_INPUTS 128
 #define HIGH (BITS - 4)
 #define HIGH_WORDS (HIGH ? HIGH : 1)
 #define SEGMENT (GROUP == 16 ? 16 : 32)  // inputs whose product is summed before it is scaled
 #define SEGMENTS (TILE_INPUTS / SEGMENT)
 #define GROUPS_PER_TILE (GROUP && GROUP < TILE_INPUTS ? TILE_INPUTS / GROUP : 1)
-#define WARPS 8
 #define FULL_PAIRS 0x00010001u
 #define BF16_128 0x43004300u  // 128.0: its 7 lowest bits are the ones place and above
 #define BF16_ONE 0x3F803F80u
-
-struct Weight {
-    const u32 *low;          // [row tiles, input tiles, 16, 4, 4]
-    const u32 *high;         // [row tiles, input tiles, 16, 4, HIGH]
-    const void *scale;       // [row tiles, group tiles, 16, GROUPS_PER_TILE]
-    const void *scale_base;  // [row tiles, spans, 16]
-    const void *offset;      // as scale
-    const void *offset_base;
-    const u8 *zeros;  // as scale
-    int zero;
-    int out_features;
-    int in_features;
-    int row_tiles;
-    int input_tiles;
-    int group_tiles;
-    int spans;
-};
 
 #ifdef LEVELS
 __device__ const u16 levels[16] = {LEVELS};
@@ -71,15 +51,6 @@ __device__ const u16 levels_rest[16] = {LEVELS_REST};
 #define TERMS 1
 #define TABLE_BYTES 0
 #endif
-
-DEVICE float bf16_as_float(u16 bits) { return bits_as_float(static_cast<u32>(bits) << 16); }
-
-// Round to nearest, ties to even.
-DEVICE u16 float_as_bf16(float value) {
-    const u32 bits = float_as_bits(value);
-    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FC0;  // no number
-    return static_cast<u16>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-}
 
 // The bf16 of an integer of up to 8 bits, in both halves.
 DEVICE u32 integer_pair(int value) {
@@ -242,16 +213,9 @@ struct TilePart {
     }
 };
 
-// The inputs [rows, inputs] bf16 that a block holds in shared memory, and their sums by segment [segments, columns].
-struct Staged {
-    const unsigned char *inputs;
-    int pitch;  // bytes of a row, 32 more than a multiple of 128: eight-byte reads of a warp meet no bank twice
-    const float *sums;
-    int rows;
-};
-
 // Add the product of a tile with the staged inputs from ``first`` on to sums [16, 8 * COLUMN_TILES].
-template <int COLUMN_TILES>
+// PARTLY: leave out column tiles without rows.
+template <int COLUMN_TILES, bool PARTLY>
 DEVICE void multiply_part(
     float (&sums)[COLUMN_TILES][4], const Weight &weight, const TilePart &part, const Staged &staged, int first,
     const u32 *table, int lane) {
@@ -278,6 +242,7 @@ DEVICE void multiply_part(
             const float scale1 = part.scales[1].scale.get(group_of(segment));
 #pragma unroll
             for (int tile = 0; tile < COLUMN_TILES; tile++) {
+                if (PARTLY && 8 * tile >= staged.rows) break;
                 const int row = min(8 * tile + g, staged.rows - 1);  // columns beyond the rows are not stored
                 const unsigned char *from = staged.inputs + row * staged.pitch + 2 * (first + SEGMENT * segment + 4 * t);
                 float product[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -306,109 +271,6 @@ DEVICE void multiply_part(
         }
     }
 }
-
-// Copy inputs [first, first + chunk) of x [rows, stride] to shared memory; inputs beyond in_features are zero.
-DEVICE void stage_inputs(
-    unsigned char *inputs, int pitch, const u16 *x, int stride, int rows, int first, int chunk, int in_features) {
-    const int runs = chunk / 8;  // of 16 bytes
-    for (int index = threadIdx.x; index < rows * runs; index += blockDim.x) {
-        const int row = index / runs, run = index % runs, input = first + 8 * run;
-        uint4 found = make_uint4(0, 0, 0, 0);
-        if (input < in_features) found = *reinterpret_cast<const uint4 *>(x + static_cast<u64>(row) * stride + input);
-        *reinterpret_cast<uint4 *>(inputs + row * pitch + 16 * run) = found;
-    }
-}
-
-// Sum the staged inputs of each segment.
-DEVICE void sum_segments(float *sums, int columns, const unsigned char *inputs, int pitch, int rows, int chunk) {
-    for (int index = threadIdx.x; index < rows * (chunk / SEGMENT); index += blockDim.x) {
-        const int row = index % rows, segment = index / rows;
-        const uint2 *from = reinterpret_cast<const uint2 *>(inputs + row * pitch + 2 * SEGMENT * segment);
-        float total = 0.0f;
-#pragma unroll
-        for (int part = 0; part < SEGMENT / 4; part++) {
-            const uint2 four = from[part];
-            total += bits_as_float(four.x << 16) + bits_as_float(four.x & 0xFFFF0000u);
-            total += bits_as_float(four.y << 16) + bits_as_float(four.y & 0xFFFF0000u);
-        }
-        sums[segment * columns + row] = total;
-    }
-}
-
-// Write out[row, o] = x[row] . weight[o] (+ bias[o]) (+ out[row, o]) in bf16, for up to 8 * COLUMN_TILES rows.
-//
-// A block has 8 warps: ``warps_down`` of them take a row tile each, and the others share its input tiles. ``chunk``
-// inputs, a multiple of 128 * (8 / warps_down), are staged at a time. Partial sums meet in shared memory, always in the
-// same order.
-template <int COLUMN_TILES>
-DEVICE void multiply_rows(
-    const Weight &weight, const u16 *x, int x_stride, int rows, u16 *out, int out_stride, const u16 *bias, int add,
-    int chunk, int warps_down, unsigned char *shared) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int sharing = WARPS / warps_down, share = warp % sharing;
-    const int row_tile = blockIdx.x * warps_down + warp / sharing;
-    const bool active = row_tile < weight.row_tiles;
-    u32 *table = reinterpret_cast<u32 *>(shared);
-    unsigned char *inputs = shared + TABLE_BYTES;
-    const int pitch = 2 * chunk + 32;
-    float *totals = reinterpret_cast<float *>(inputs + rows * pitch);
-    const Staged staged = {inputs, pitch, totals, rows};
-    float sums[COLUMN_TILES][4] = {};
-    TilePart next;
-    if (active && share < weight.input_tiles) next.load(weight, row_tile, share, lane);
-    fill_table(table);
-    for (int start = 0; start < weight.input_tiles; start += chunk / TILE_INPUTS) {
-        synchronise();  // the last chunk is used
-        stage_inputs(inputs, pitch, x, x_stride, rows, start * TILE_INPUTS, chunk, weight.in_features);
-        synchronise();
-#if OFFSET == 3
-        sum_segments(totals, 8 * COLUMN_TILES, inputs, pitch, rows, chunk);
-        synchronise();
-#endif
-        const int end = min(start + chunk / TILE_INPUTS, weight.input_tiles);
-        for (int tile = start + share; active && tile < end; tile += sharing) {
-            const TilePart part = next;
-            if (tile + sharing < weight.input_tiles) next.load(weight, row_tile, tile + sharing, lane);
-            multiply_part(sums, weight, part, staged, (tile - start) * TILE_INPUTS, table, lane);
-        }
-    }
-    synchronise();
-    float *partial = reinterpret_cast<float *>(shared);  // [warps, 4 * COLUMN_TILES, 32]
-#pragma unroll
-    for (int tile = 0; tile < COLUMN_TILES; tile++)
-#pragma unroll
-        for (int part = 0; part < 4; part++)
-            partial[(warp * COLUMN_TILES * 4 + 4 * tile + part) * 32 + lane] = sums[tile][part];
-    synchronise();
-    for (int index = threadIdx.x; index < warps_down * COLUMN_TILES * 128; index += blockDim.x) {
-        const int down = index / (COLUMN_TILES * 128), place = index % (COLUMN_TILES * 128);
-        const int g = (place & 31) >> 2, t = place & 3, tile = place >> 7, part = place >> 5 & 3;
-        const int column = (blockIdx.x * warps_down + down) * TILE_ROWS + g + 8 * (part >> 1);
-        const int row = 8 * tile + 2 * t + (part & 1);
-        if (row >= rows || column >= weight.out_features) continue;
-        float total = 0.0f;
-        for (int index_of_share = 0; index_of_share < sharing; index_of_share++)
-            total += partial[(down * sharing + index_of_share) * COLUMN_TILES * 128 + place];
-        u16 *to = out + static_cast<u64>(row) * out_stride + column;
-        if (bias) total += bf16_as_float(bias[column]);
-        if (add) total += bf16_as_float(*to);
-        *to = float_as_bf16(total);
-    }
-}
-
-#define AFFINE_MM(COLUMN_TILES)                                                                                   \
-    KERNEL(affine_mm_##COLUMN_TILES)(                                                                             \
-        Weight weight, const u16 *x, int x_stride, int rows, u16 *out, int out_stride, const u16 *bias, int add,  \
-        int chunk, int warps_down) {                                                                              \
-        SHARED_MEMORY(shared);                                                                                    \
-        multiply_rows<COLUMN_TILES>(                                                                              \
-            weight, x, x_stride, rows, out, out_stride, bias, add, chunk, warps_down, shared);                    \
-    }
-
-AFFINE_MM(1)
-AFFINE_MM(2)
-AFFINE_MM(4)
-AFFINE_MM(8)
 
 // Write values [count, in_features] in bf16, rounded once: of out features ``ids``, or of ``first`` and up without ids.
 KERNEL(dequantise)(Weight weight, const long long *ids, int first, int count, u16 *out) {

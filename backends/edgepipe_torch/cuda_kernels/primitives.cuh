@@ -15,6 +15,9 @@ typedef unsigned long long u64;
 
 DEVICE void synchronise() { __syncthreads(); }
 
+// Add to a number in shared memory, also of other threads; return it as it was.
+DEVICE int add_shared(int *place, int value) { return atomicAdd(place, value); }
+
 DEVICE float bits_as_float(u32 bits) { return __uint_as_float(bits); }
 
 DEVICE u32 float_as_bits(float value) { return __float_as_uint(value); }

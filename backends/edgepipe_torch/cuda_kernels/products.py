@@ -7,20 +7,22 @@ import ctypes
 from torch import Tensor
 
 from edgepipe_torch.cuda_kernels.driver import SHARED_BYTES, THREADS, Module
-from edgepipe_torch.cuda_kernels.forms import TILE_INPUTS, KernelForm
+from edgepipe_torch.cuda_kernels.forms import TILE_INPUTS, TILE_ROWS, KernelForm
 from edgepipe_torch.packed_tiles import TiledWeight
 
 MOST_ROWS = 64  # of one product; with more, tensor cores wait less if the weight is widened once
 
 _COLUMN_TILES = (1, 2, 4, 8)  # of 8 rows of x
-_WARPS = THREADS // 32
+WARPS = THREADS // 32
 _STAGED_BYTES = 24 * 1024  # of inputs and their sums: four blocks fit a multiprocessor
 _FULL_LOAD = 0.9  # of the multiprocessors: with more row tiles per block, fewer blocks read the inputs
 
 
-class _Weight(ctypes.Structure):
-    """``Weight`` of packed.cu."""
+class WeightStruct(ctypes.Structure):
+    """``Weight`` of common.cuh."""
 
+    row_tiles: int
+    input_tiles: int
     _fields_ = (
         ("low", ctypes.c_void_p),
         ("high", ctypes.c_void_p),
@@ -53,15 +55,16 @@ class Products:
         Columns of x and out are adjacent. x begins at a multiple of 16 bytes.
         """
         rows = x.shape[0]
-        column_tiles = _column_tiles(rows)
+        column_tiles = column_tiles_of(rows)
         down = warps_down(self._form, weight.row_tiles, rows, self._multiprocessors)
-        chunk = staged_inputs(self._form, weight.input_tiles, rows, down)
+        chunk = staged_inputs(self._form, weight.input_tiles, rows, down, column_tiles=column_tiles)
+        staged = staged_bytes(self._form, rows, chunk, column_tiles=column_tiles)
         self._module.launch(
             f"affine_mm_{column_tiles}",
             blocks=-(-weight.row_tiles // down),
-            shared_bytes=max(staged_bytes(self._form, rows, chunk), _WARPS * column_tiles * 4 * 32 * 4),
+            shared_bytes=max(staged, partial_bytes(column_tiles)),
             arguments=(
-                _struct(weight),
+                weight_struct(weight),
                 ctypes.c_void_p(x.data_ptr()),
                 ctypes.c_int(x.stride(0)),
                 ctypes.c_int(rows),
@@ -86,7 +89,7 @@ class Products:
             blocks=min(blocks, 64 * self._multiprocessors),
             shared_bytes=self._form.table_bytes,
             arguments=(
-                _struct(weight),
+                weight_struct(weight),
                 ctypes.c_void_p(rows.data_ptr() if listed else None),
                 ctypes.c_int(0 if listed else rows.start),
                 ctypes.c_int(count),
@@ -98,42 +101,50 @@ class Products:
 def warps_down(form: KernelForm, row_tiles: int, rows: int, multiprocessors: int) -> int:
     """Return how many row tiles a block takes: the more the fewer blocks read x, but every multiprocessor needs one."""
     down = 1
-    while down < _WARPS and row_tiles / (2 * down) >= _FULL_LOAD * multiprocessors:
+    while down < WARPS and row_tiles / (2 * down) >= _FULL_LOAD * multiprocessors:
         down *= 2
-    while staged_bytes(form, rows, _unit(down)) > SHARED_BYTES:
+    while staged_bytes(form, rows, staged_unit(down), column_tiles=column_tiles_of(rows)) > SHARED_BYTES:
         down *= 2
     return down
 
 
-def staged_inputs(form: KernelForm, input_tiles: int, rows: int, down: int) -> int:
+def staged_inputs(form: KernelForm, input_tiles: int, rows: int, down: int, *, column_tiles: int) -> int:
     """Return the inputs that a block stages at a time."""
-    unit = _unit(down)
+    unit = staged_unit(down)
     chunk = -(-input_tiles * TILE_INPUTS // unit) * unit
-    while chunk > unit and staged_bytes(form, rows, chunk) > _STAGED_BYTES:
+    while chunk > unit and staged_bytes(form, rows, chunk, column_tiles=column_tiles) > _STAGED_BYTES:
         chunk -= unit
     return chunk
 
 
-def _unit(down: int) -> int:
-    """Inputs of one tile for each warp that shares them."""
-    return _WARPS // down * TILE_INPUTS
+def staged_unit(down: int) -> int:
+    """Return the inputs of one tile for each warp that shares a row tile."""
+    return WARPS // down * TILE_INPUTS
 
 
-def _column_tiles(rows: int) -> int:
+def column_tiles_of(rows: int) -> int:
+    """Return how many tiles of 8 rows a product takes."""
     return next(size for size in _COLUMN_TILES if 8 * size >= rows)
 
 
-def staged_bytes(form: KernelForm, rows: int, chunk: int) -> int:
+def staged_bytes(form: KernelForm, rows: int, chunk: int, *, column_tiles: int) -> int:
     """Return the shared memory of a block that stages ``chunk`` inputs of so many rows."""
-    sums = chunk // form.segment * 8 * _column_tiles(rows) * 4 if form.offset == "added" else 0
+    sums = chunk // form.segment * 8 * column_tiles * 4 if form.offset == "added" else 0
     return form.table_bytes + rows * (2 * chunk + 32) + sums
 
 
-def _struct(weight: TiledWeight) -> _Weight:
+def partial_bytes(column_tiles: int) -> int:
+    """Return the shared memory of the warps' partial sums."""
+    return WARPS * column_tiles * 4 * 32 * 4
+
+
+def weight_struct(weight: TiledWeight) -> WeightStruct:
+    """Return what the kernels read of a packed weight, which must stay where it is."""
+
     def address(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
-    return _Weight(
+    return WeightStruct(
         low=address(weight.low),
         high=address(weight.high),
         scale=address(weight.scale),
@@ -148,4 +159,16 @@ def _struct(weight: TiledWeight) -> _Weight:
         input_tiles=weight.input_tiles,
         group_tiles=weight.group_tiles,
         spans=weight.spans,
+    )
+
+
+def wide_struct(weight: Tensor) -> WeightStruct:
+    """Return what the kernels read of a bf16 weight [O, I], which must stay where it is."""
+    rows, inputs = weight.shape
+    return WeightStruct(
+        low=weight.data_ptr(),
+        out_features=rows,
+        in_features=inputs,
+        row_tiles=-(-rows // TILE_ROWS),
+        input_tiles=-(-inputs // TILE_INPUTS),
     )

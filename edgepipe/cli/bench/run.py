@@ -101,6 +101,7 @@ async def _measure(
         measured = await client.run(
             run.workload, num_stages=num_stages, on_progress=lambda ended, _: on_progress(title, ended, total)
         )
+    num_blocks = _num_blocks(await admin.status(), engine)
     facts = RunFacts(
         label=run.label,
         settings=run.settings,
@@ -108,11 +109,17 @@ async def _measure(
             f"{stage.node_name} {(devices or {}).get(stage.node_name, stage.device)} {layers_of(stage)}"
             for stage in engine.stages
         ),
-        num_blocks=engine.num_blocks,
+        num_blocks=num_blocks,
         preemptions=measured.preemptions,
         real_s=time.perf_counter() - started_s,
     )
     return make_report(facts, measured.requests, measured.steps)
+
+
+def _num_blocks(status: ClusterStatus, engine: EngineState) -> int:
+    """Return the size of an engine's KV pool, which its first report as ready may lack."""
+    reported = (each.num_blocks for each in status.engines if each.pipeline_id == engine.pipeline_id)
+    return max(reported, default=engine.num_blocks)
 
 
 def _warm_up() -> Workload:

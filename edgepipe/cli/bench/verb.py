@@ -142,6 +142,7 @@ def emulated_run(given: Mapping[str, str], label: str = "") -> EmulatedRun:
             policy=settings["policy"],
             context=cluster.context_length,
             kv_tokens=limits.num_blocks * limits.block_size,
+            kv=cluster.kv or "auto",
         ),
     )
 

@@ -103,6 +103,7 @@ class Incoming:
         self._texts: list[str] = []
         self._reason, self._note, self._read = "", "", ""
         self._quiet = False  # the view shows a note
+        self._thinks = False  # reasoning has arrived
         self._num_tokens, self._num_prompt_tokens = 0, 0
 
     def take(self, piece: Piece) -> None:
@@ -112,6 +113,10 @@ class Incoming:
             self._first_s = self._first_s or self._last_s
             self._texts.append(piece.text)
             self._view.show(piece.text)
+        if piece.thinks and not self._thinks:
+            self._thinks = True
+            if self._quiet:
+                self.quiet()
         if piece.note:
             self._take_note(piece.note)
         self._reason = piece.finish_reason or self._reason
@@ -138,6 +143,8 @@ class Incoming:
         self._quiet = True
         if self._first_s:
             self._view.wait("waiting for the next word")
+        elif self._thinks:
+            self._view.wait("thinking")
         elif self._num_prompt_tokens:
             self._view.wait(f"reading {self._num_prompt_tokens:,} tokens{one_line(self._read)}")
         else:

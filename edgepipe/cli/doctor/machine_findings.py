@@ -9,6 +9,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ from edgepipe.cli.doctor.findings import Finding, Level, NetworkFacts, descripto
 if TYPE_CHECKING:
     from edgepipe.cluster.probes import MulticastProbe
     from edgepipe.config import Config
+
+_SLOWER = "packed weights compute with torch's slower operations"
+_KERNEL_FLAGS = {"avx2", "fma", "f16c"}  # of x86, as in ``edgepipe_torch.cpu_kernels``
 
 
 def machine_findings(config: Config) -> Iterator[Finding]:
@@ -70,25 +74,37 @@ def backend_finding() -> Finding:
 
 
 def kernel_finding() -> Finding | None:
-    """Check whether torch's CUDA compiles the own kernels for packed weights; None without an NVIDIA driver or torch.
+    """Check what the own kernels for packed weights need; None without torch, and on a Mac with MLX.
 
-    Looks for NVRTC where ``edgepipe_torch.cuda_kernels.nvrtc`` does, without importing torch.
+    Looks without importing torch: for NVRTC where ``edgepipe_torch.cuda_kernels.nvrtc`` does; without an NVIDIA driver
+    for llvmlite and the CPU's instructions.
     """
     torch = importlib.util.find_spec("torch")
-    if shutil.which("nvidia-smi") is None or torch is None:
+    if torch is None or (platform.system() == "Darwin" and importlib.util.find_spec("mlx") is not None):
         return None
+    if shutil.which("nvidia-smi") is not None:
+        remedy = "pip install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12 (CUDA 12)"
+        return _compiler_finding("CUDA", "NVRTC", remedy, found=_has_nvrtc(torch))
+    flags = _cpu_flags()
+    if flags and not flags >= _KERNEL_FLAGS:
+        return Finding(id="machine.kernels", level=Level.NOTE, what=_SLOWER, fact="this CPU has no AVX2, FMA and F16C")
+    found = importlib.util.find_spec("llvmlite") is not None
+    return _compiler_finding("CPU", "llvmlite", "pip install llvmlite", found=found)
+
+
+def _compiler_finding(kernels: str, compiler: str, remedy: str, *, found: bool) -> Finding:
+    if found:
+        what = f"packed weights compute with edgepipe's {kernels} kernels"
+        return Finding(id="machine.kernels", level=Level.OK, what=what)
+    fact = f"{compiler}, which compiles the {kernels} kernels, was not found"
+    return Finding(id="machine.kernels", level=Level.WARNING, what=_SLOWER, fact=fact, remedy=remedy)
+
+
+def _has_nvrtc(torch: ModuleSpec) -> bool:
     nvidia = importlib.util.find_spec("nvidia")
     roots = [Path(root) for spec in (torch, nvidia) if spec for root in spec.submodule_search_locations or ()]
     names = ("lib/nvrtc64_*.dll", "*/bin/**/nvrtc64_*.dll", "*/lib/libnvrtc.so.*")
-    if ctypes.util.find_library("nvrtc") or any(any(root.glob(name)) for root in roots for name in names):
-        return Finding(id="machine.kernels", level=Level.OK, what="packed weights compute with edgepipe's CUDA kernels")
-    return Finding(
-        id="machine.kernels",
-        level=Level.WARNING,
-        what="packed weights compute with torch's slower operations",
-        fact="NVRTC, which compiles the CUDA kernels, was not found",
-        remedy="pip install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12 (CUDA 12)",
-    )
+    return bool(ctypes.util.find_library("nvrtc")) or any(any(root.glob(name)) for root in roots for name in names)
 
 
 def network_facts(config: Config) -> NetworkFacts:
@@ -141,6 +157,15 @@ def _firewall() -> str:
     except OSError:
         pass
     return "firewalld" if Path("/run/firewalld").exists() else ""
+
+
+def _cpu_flags() -> set[str]:
+    """Return an x86 CPU's instruction sets; empty where the system does not list them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set[str]())
 
 
 def _number(path: Path) -> int:

@@ -12,6 +12,7 @@ from edgepipe.cli.views.left_out import left_out_text
 from edgepipe.errors import EdgepipeError
 
 if TYPE_CHECKING:
+    from edgepipe.backend.types import PackedProducts
     from edgepipe.config import Config
     from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, NodeState
 
@@ -37,8 +38,11 @@ def member_findings(name: str, member: MemberState) -> Iterator[Finding]:
 
 
 def engine_findings(node: NodeState) -> Iterator[Finding]:
-    """Report nodes and links that a node's engines avoid, and why a model is not served."""
+    """Report of a node's engines: what they avoid, why a model is not served, what multiplies with packed weights."""
     for engine in node.engines:
+        for stage in engine.stages:
+            for products in stage.products:
+                yield _products_finding(engine.model, stage.node_name, products)
         for entry in engine.left_out:
             yield Finding(
                 id=f"engine.{engine.model}.left_out",
@@ -55,6 +59,18 @@ def engine_findings(node: NodeState) -> Iterator[Finding]:
                 fact=error.fact,
                 remedy=error.next_step,
             )
+
+
+def _products_finding(model: str, node_name: str, products: PackedProducts) -> Finding:
+    """Report what multiplies with a stage's packed weights: a warning if a command makes a faster way available."""
+    level = Level.WARNING if products.remedy else Level.NOTE if products.reason else Level.OK
+    return Finding(
+        id=f"engine.{model}.products",
+        level=level,
+        what=f"{model} on {node_name}: packed weights are multiplied by {products.by}",
+        fact=products.reason,
+        remedy=f"on {node_name}: {products.remedy}" if products.remedy else "",
+    )
 
 
 def _device_finding(name: str, device: DeviceState) -> Finding:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from edgepipe.backend.types import PackedProducts
     from edgepipe.wire.engines import Advice, EngineState
     from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, Transfer
 
@@ -160,6 +161,7 @@ def render_plan(engine: EngineState) -> Iterator[RenderableType]:
     if engine.stages:
         yield _ring(engine)
         yield _stages(engine)
+        yield from _packed_products(engine)
     if engine.state == "ready" and engine.why:
         yield _sizing(engine)
     if engine.state == "ready" and engine.advice is not None:
@@ -253,6 +255,21 @@ def _stages(engine: EngineState) -> Table:
         name = f"  {_short(stage.node_name)}"
         table.add_row(name, format_bytes(stage.weight_bytes), format_bytes(stage.kv_bytes), step, busy, hop)
     return table
+
+
+def _packed_products(engine: EngineState) -> Iterator[Text]:
+    """Name what multiplies with packed weights, by node; the slower ways last, with the reason."""
+    nodes: dict[PackedProducts, list[str]] = {}
+    for stage in engine.stages:
+        for products in stage.products:
+            nodes.setdefault(products, []).append(_short(stage.node_name))
+    for products in sorted(nodes, key=lambda each: (each.reason, each.by)):
+        line = f"  Packed weights: {products.by} on {', '.join(nodes[products])}"
+        if not products.reason:
+            yield Text(line, style="dim")
+            continue
+        remedy = f"\n    {products.remedy}" if products.remedy else ""
+        yield Text(f"{line}\n    {products.reason}{remedy}", style="yellow")
 
 
 def _downloads(transfers: list[tuple[MemberState, Transfer]], names: dict[str, str]) -> Table:

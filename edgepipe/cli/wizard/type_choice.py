@@ -41,7 +41,9 @@ class Memory:
     rooms: tuple[Room, ...]
 
     def fits(self, choice: GgufChoice) -> bool:
-        """Return whether all weights of a model fit, in the form in which each machine keeps them."""
+        """Return whether all weights of a model of a known type fit, in the form in which each machine keeps them."""
+        if not choice.known:
+            return False
         capacity = sum(max(0, room.free_bytes - _WORK_BYTES) / _growth(choice.type, room) for room in self.rooms)
         return choice.num_bytes <= capacity
 
@@ -73,8 +75,7 @@ def ask_type(asking: Asking, source: HubSource, choices: Sequence[GgufChoice], m
     say(f"{one_line(source.repo)} has {len(choices)} types; free memory of {memory.owner}: {free}")
     best = recommended(choices, memory)
     lines = [Choice(value=name_of(source, choice), text=_line(choice, best, memory)) for choice in choices]
-    default = best or min(choices, key=lambda choice: choice.num_bytes)
-    return asking.choose("Which type?", lines, default=name_of(source, default))
+    return asking.choose("Which type?", lines, default=name_of(source, best or _smallest(choices)))
 
 
 def refuse_without_type(
@@ -92,8 +93,13 @@ def refuse_without_type(
     return ConfigInvalid(
         f"'{source.repo}' has {len(choices)} types of one model",
         fact=f"a pull fetches one; 'fits' is for {memory.owner}",
-        next_step=f"edgepipe models pull {name_of(source, best or choices[-1])}",
+        next_step=f"edgepipe models pull {name_of(source, best or _smallest(choices))}",
     )
+
+
+def _smallest(choices: Sequence[GgufChoice]) -> GgufChoice:
+    """Return the smallest choice, if possible of a known type."""
+    return min(choices, key=lambda choice: (not choice.known, choice.num_bytes))
 
 
 def name_of(source: HubSource, choice: GgufChoice) -> str:
@@ -150,6 +156,8 @@ def _line(choice: GgufChoice, best: GgufChoice | None, memory: Memory) -> str:
 def _verdict(choice: GgufChoice, best: GgufChoice | None, memory: Memory) -> str:
     if choice is best:
         return "fits, recommended"
+    if not choice.known:
+        return "not supported"
     return "fits" if memory.fits(choice) else "too large"
 
 
@@ -158,6 +166,7 @@ def _row(source: HubSource, choice: GgufChoice, best: GgufChoice | None, memory:
         "type": choice.label,
         "size_bytes": choice.num_bytes,
         "files": len(choice.files),
+        "supported": choice.known,
         "fits": memory.fits(choice),
         "recommended": choice is best,
         "command": f"edgepipe models pull {name_of(source, choice)}",

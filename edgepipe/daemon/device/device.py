@@ -18,6 +18,7 @@ from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.errors import BackendUnavailable, EdgepipeError, RequestInvalid, SendTimeout, StaleEpoch
 from edgepipe.ids import MAX_EPOCH_STEP, Epoch, StepId
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.memory_classes import memory_classes
 from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.profiles import LayerProfile
 from edgepipe.security.mutual_tls import Peer
@@ -167,7 +168,7 @@ class DeviceHost:
                 if isinstance(report, ShardLoaded):
                     hold.ready = True
                     held = self._memory.loaded(request.pipeline_id, weight_bytes=report.weight_bytes)
-                    hold.prepared = self._prepared(child, report, request, held.kv_bytes)
+                    hold.prepared = self._prepared(child, report, request, config, held.kv_bytes)
                     self._holds_changed()
                     yield PrepareEvent(event=self._with_crash(request.pipeline_id, hold.prepared))
                     return
@@ -348,15 +349,25 @@ class DeviceHost:
     def _release_soon(self, pipeline_id: str, hold: _Hold) -> None:
         self._tasks.create_task(self._end(pipeline_id, hold), name=f"release:{pipeline_id}")
 
-    def _prepared(self, child: Child, loaded: ShardLoaded, request: PrepareRequest, kv_bytes: int) -> Prepared:
+    def _prepared(
+        self, child: Child, loaded: ShardLoaded, request: PrepareRequest, config: ModelConfig, kv_bytes: int
+    ) -> Prepared:
         assert self._spare.profile is not None  # each stage reports one at its start
-        block_bytes = max(1, loaded.kv_block_bytes)
-        wanted = -(-request.kv_tokens // max(1, request.block_size))
+        block_size = max(1, request.block_size)
+        most_blocks = memory_classes(config).most_blocks(
+            max(1, loaded.kv_block_bytes),
+            loaded.window_block_bytes,
+            block_size=block_size,
+            room_bytes=kv_bytes,
+            wanted=-(-request.kv_tokens // block_size),
+        )
         return Prepared(
             address=f"{child.settings.host}:{child.port}",
-            max_blocks=min(wanted, kv_bytes // block_bytes) or 1,
+            max_blocks=most_blocks or 1,
             kv_block_bytes=loaded.kv_block_bytes,
+            window_block_bytes=loaded.window_block_bytes,
             weight_bytes=loaded.weight_bytes,
+            products=loaded.products,
             profile=self._spare.profile,
             certificate=child.certificate,
         )

@@ -11,9 +11,10 @@ from dataclasses import replace
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.device.memory import PRESSURE_CUT, MemoryLedger, MemoryPressure, Reservation, uses_host_memory
 from edgepipe.daemon.processes.children import Child
-from edgepipe.errors import NoFeasiblePlacement
+from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import PipelineId
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.memory_classes import kv_bytes
 from edgepipe.model.resident import WIDE, resident_sizes
 from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.wire.children import PrepareRequest
@@ -64,7 +65,7 @@ class DeviceMemory:
             self._ledger.cut(self._pressure.share)
 
     def reserve(self, request: PrepareRequest, config: ModelConfig, weights: WeightTable = FLOATS) -> None:
-        """Set memory aside for a stage's weights and KV. Raises NoFeasiblePlacement, also for an unknown form of KV."""
+        """Set memory aside for a stage's weights and KV. Raises NoFeasiblePlacement, PlanInvalid."""
         assert self._ledger is not None
         if request.kv and request.kv not in self._kv_forms:
             raise NoFeasiblePlacement(
@@ -72,13 +73,19 @@ class DeviceMemory:
             )
         wanted = self._compute_dtype if request.dtype in ("", "auto") else request.dtype
         dtype = "float32" if wanted == "float32" else "bfloat16"
-        num_layers = sum(len(part.layers) for part in request.slices)
+        beyond = next((part.layers for part in request.slices if part.layers.end > config.num_layers), None)
+        if beyond is not None:
+            raise PlanInvalid(
+                f"layers {beyond} are not all in the model", fact=f"it has layers 0-{config.num_layers - 1}"
+            )
+        kv = kv_bytes(config, request.kv_tokens, form=request.kv or dtype)
+        stage_kv = sum(kv[layer] for part in request.slices for layer in part.layers)
         sizes = resident_sizes(config, weights, kind=self._packing, dtype=dtype)
         weight_bytes = sum(sizes.of_slice(part) for part in request.slices)
         self._ledger.reserve(
             request.pipeline_id,
             weight_bytes=max(request.weight_bytes, weight_bytes),
-            kv_token_bytes=config.kv_bytes_per_token(num_layers=num_layers, form=request.kv or dtype),
+            kv_token_bytes=-(-stage_kv // max(1, request.kv_tokens)),  # windows keep fewer: a mean
             kv_tokens=request.kv_tokens,
         )
 

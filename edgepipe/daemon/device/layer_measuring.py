@@ -109,6 +109,7 @@ class LayerMeasuring:
             profile.device,
             profile.name,
             request.dtype or profile.compute_dtype,
+            *([request.kv] if request.kv else []),
             settings.threads,
             settings.backend_options,
             model_config=request.model_config,

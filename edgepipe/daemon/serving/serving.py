@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile
 from edgepipe.daemon.device.memory import modest_kv_bytes
@@ -31,6 +32,7 @@ from edgepipe.errors import (
 from edgepipe.ids import Epoch, IdSource, PipelineId
 from edgepipe.link.shut_ports import shut_port
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.memory_classes import most_within
 from edgepipe.model.names import matching_names
 from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.placement import NodeRoom, Placed, place_by_plan
@@ -182,12 +184,12 @@ class Serving:
     def _named(self, name: str) -> NodeState | None:
         return next((node for node in self._peers.nodes() if name and node.name == name), None)
 
-    async def survey(self, name: str, dtype: str, *, fresh: bool = False) -> SurveyReply:
+    async def survey(self, name: str, dtype: str, *, kv: str = "", fresh: bool = False) -> SurveyReply:
         """Measure the inputs of a model's plan. Raises ModelUnknown, LinkNotMeasured."""
         model = await self._models.resolve(name)
         if self._starting():
             await self._devices_started()
-        return await self._surveyor.survey(model, dtype, fresh=fresh)
+        return await self._surveyor.survey(model, dtype, kv=kv, fresh=fresh)
 
     async def measure_links(self) -> list[LinkProfile]:
         """Measure every directed link between nodes. Raises LinkNotMeasured."""
@@ -400,9 +402,8 @@ def default_kv_tokens(
     for stage in placed:
         room = by_id[stage.node_id]
         if room.shares_host_memory:
-            token_bytes = room.kv_bytes_per_token(config, len(stage.part.layers))
             most = modest_kv_bytes(weight_bytes=room.sizes(config, weights).of_slice(stage.part))
-            tokens = min(tokens, most // token_bytes)
+            tokens = most_within(most, partial(room.kv_bytes, config, stage.part.layers), at_most=tokens)
     return max(tokens, context)
 
 
@@ -417,8 +418,10 @@ def _check_kv_room(
     """Raise NoFeasiblePlacement if ``kv_tokens`` do not fit beside the weights."""
     by_id = {room.node_id: room for room in rooms}
     most = min(
-        (room.free_bytes - room.sizes(config, weights).of_slice(piece.part))
-        // room.kv_bytes_per_token(config, len(piece.part.layers))
+        most_within(
+            room.free_bytes - room.sizes(config, weights).of_slice(piece.part),
+            partial(room.kv_bytes, config, piece.part.layers),
+        )
         for piece in placed
         for room in (by_id[piece.node_id],)
     )

@@ -37,7 +37,7 @@ class Surveyor:
         """
         reply, usable = self._machines(model, dtype, kv)
         hosts = [list(nodes) for _, nodes in groupby(sorted(usable, key=_host), key=_host)]
-        layers = await asyncio.gather(*(self._profile_all(nodes, reply, dtype, fresh=fresh) for nodes in hosts))
+        layers = await asyncio.gather(*(self._profile_all(nodes, reply, dtype, kv, fresh=fresh) for nodes in hosts))
         links = await self._links(usable, fresh=fresh) if len(usable) > 1 else []
         return _with(reply, chain.from_iterable(layers), links)
 
@@ -51,7 +51,7 @@ class Surveyor:
         """
         reply, usable = self._machines(model, dtype, kv, own=own)
         new = frozenset(measure)
-        profiling = [self._profile(node, reply, dtype, known_only=node.node_id not in new) for node in usable]
+        profiling = [self._profile(node, reply, dtype, kv, known_only=node.node_id not in new) for node in usable]
         asking = [
             self._links_from(node, ids, known_only=known_only)
             for node in usable
@@ -89,16 +89,17 @@ class Surveyor:
         return await self._links(nodes) if len(nodes) > 1 else []
 
     async def _profile_all(
-        self, nodes: Sequence[NodeState], reply: SurveyReply, dtype: str, *, fresh: bool
+        self, nodes: Sequence[NodeState], reply: SurveyReply, dtype: str, kv: str, *, fresh: bool
     ) -> list[_Layer]:
         """Profile nodes of one machine in turn: at the same time they would slow each other."""
-        return [await self._profile(node, reply, dtype, fresh=fresh) for node in nodes]
+        return [await self._profile(node, reply, dtype, kv, fresh=fresh) for node in nodes]
 
     async def _profile(
         self,
         node: NodeState,
         reply: SurveyReply,
         dtype: str,
+        kv: str,
         *,
         known_only: bool = False,
         fresh: bool = False,
@@ -109,6 +110,7 @@ class Surveyor:
             dtype="" if dtype == "auto" else dtype,
             known_only=known_only,
             fresh=fresh,
+            kv=kv,
         )
         try:
             return node.node_id, await self._peers.profile_layer(node.node_id, request)

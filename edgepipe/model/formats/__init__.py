@@ -10,7 +10,8 @@ from edgepipe.model.formats.common import StoredFormat, StoredPart, StoredWeight
 from edgepipe.model.formats.compressed import Int8, PackedIntegers
 from edgepipe.model.formats.fp8 import Fp8
 from edgepipe.model.formats.gptq import Gptq
-from edgepipe.model.formats.mlx import MlxAffine, MlxMxfp4
+from edgepipe.model.formats.mlx import MlxAffine, MlxMxfp4, MlxMxfp8, MlxNvfp4
+from edgepipe.model.formats.mxfp4 import Mxfp4
 from edgepipe.model.formats.nf4 import Nf4
 from edgepipe.model.packed import Packed
 from edgepipe.model.packed_form import PackedForm
@@ -27,6 +28,9 @@ FORMATS: Mapping[str, StoredFormat] = {
     "fp8_inv": Fp8(scale_part="weight_scale_inv"),
     "mlx": MlxAffine(),
     "mlx_mxfp4": MlxMxfp4(),
+    "mlx_mxfp8": MlxMxfp8(),
+    "mlx_nvfp4": MlxNvfp4(),
+    "mxfp4": Mxfp4(),
     "nf4": Nf4(),
 }
 """By ``WeightFormat.kind``."""
@@ -41,8 +45,8 @@ def check_format(stored: WeightFormat) -> WeightFormat:
 
 
 SUPPORTED = (
-    "edgepipe reads GGUF, MLX (2-8 bits, mxfp4), AWQ, GPTQ (4 and 8 bits), "
-    "compressed-tensors (W4A16, W8A16, int8, FP8), FP8 and bitsandbytes NF4"
+    "edgepipe reads GGUF, MLX (2-8 bits, mxfp4, mxfp8, nvfp4), AWQ, GPTQ (2, 3, 4 and 8 bits), "
+    "compressed-tensors (W4A16, W8A16, int8, FP8), FP8, gpt-oss' MXFP4 and bitsandbytes NF4"
 )
 NEXT_STEP = "pull another quantisation of the model, or its original"
 
@@ -54,6 +58,11 @@ def weight_parts(stored: WeightFormat, shape: tuple[int, ...]) -> dict[str, Stor
     if misfit:
         raise ModelInvalid("the weights contradict the model's config", fact=f"{weight_label(stored)}: {misfit}")
     return FORMATS[stored.kind].parts(stored, matrix)
+
+
+def part_name(module: str, stored: WeightFormat, suffix: str) -> str:
+    """Return the name of a weight's stored tensor."""
+    return f"{module}_{suffix}" if stored.kind == "mxfp4" else f"{module}.{suffix}"
 
 
 def packed_form(stored: WeightFormat, shape: tuple[int, ...]) -> PackedForm:

@@ -41,7 +41,7 @@ class StoredPart:
         """Return whether a stored tensor's shape is right."""
         if self.shape is None:
             return len(shape) == 1 and shape[0] <= 1 << 16
-        return _squeezed(shape) == _squeezed(self.shape)
+        return _squeezed(shape) == _squeezed(self.shape) or joined_experts(shape, len(self.shape)) == self.shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +162,11 @@ def pair_nibbles(codes: Codes) -> Codes:
     """Return the lower nibbles of neighbours 2j and 2j + 1 in byte j. codes [R, I], result [R, I / 2]."""
     words = np.ascontiguousarray(codes).view("<u2")
     return ((words & np.uint16(0x0F)) | ((words >> np.uint16(4)) & np.uint16(0xF0))).astype(np.uint8)
+
+
+def joined_experts(shape: tuple[int, ...], dims: int = 2) -> tuple[int, ...]:
+    """Return the shape with the experts' rows [E, O, ...] one below the other, if it then has so many dimensions."""
+    return (shape[0] * shape[1], *shape[2:]) if len(shape) == dims + 1 else shape
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from edgepipe.model.formats.common import (
     scale_bits,
     unpack_words,
 )
-from edgepipe.model.formats.gptq import input_order, ordered_planes
+from edgepipe.model.formats.integers import are_groups_good, integer_form, pack_integers
 from edgepipe.model.packed import Codes, Packed
 from edgepipe.model.packed_form import PackedForm
 from edgepipe.model.quantisation import WeightFormat
@@ -41,9 +41,7 @@ class PackedIntegers:
         """See ``StoredFormat.fault``."""
         if stored.bits not in (4, 8):
             return f"compressed-tensors of {stored.bits} bits"
-        good = stored.group in (0, *GROUPS) and stored.scale in FLOATS and stored.rows == 1
-        good = good and (not stored.ordered or stored.indexed)
-        return "" if good else f"compressed-tensors with groups of {stored.group}"
+        return "" if are_groups_good(stored) else f"compressed-tensors with groups of {stored.group}"
 
     def misfit(self, stored: WeightFormat, shape: tuple[int, int]) -> str:
         """See ``StoredFormat.misfit``."""
@@ -64,29 +62,18 @@ class PackedIntegers:
 
     def form(self, stored: WeightFormat, shape: tuple[int, int]) -> PackedForm:
         """See ``StoredFormat.form``."""
-        return PackedForm(
-            bits=stored.bits,
-            group=group_of(stored, shape),
-            base_bits=scale_bits(stored),
-            offset="zeros" if stored.zeros else "zero",
-            ordered=stored.ordered and bool(stored.group),
-        )
+        return integer_form(stored, shape, bits=stored.bits)
 
     def pack(self, weight: StoredWeight) -> Packed:
         """See ``StoredFormat.pack``."""
         stored = weight.stored
-        form = self.form(stored, weight.shape)
-        order = input_order(weight, form, weight.arrays["weight_g_idx"]) if stored.indexed else None
-        low, high = ordered_planes(weight.arrays["weight_packed"].view(np.uint8), stored.bits, order)
-        return Packed(
-            name=weight.name,
-            shape=weight.shape,
-            form=form,
-            low=low,
-            high=high,
-            scale=weight.scales(weight.arrays["weight_scale"]),
+        return pack_integers(
+            weight,
+            self.form(stored, weight.shape),
+            weight.arrays["weight_packed"].view(np.uint8),
+            groups=weight.arrays["weight_g_idx"] if stored.indexed else None,
+            scales=weight.arrays["weight_scale"],
             zero=_zeros(weight) if stored.zeros else 1 << (stored.bits - 1),
-            order=order,
         )
 
 

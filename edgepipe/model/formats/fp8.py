@@ -12,7 +12,7 @@ import numpy as np
 
 from edgepipe.model.formats.common import FLOATS, StoredPart, StoredWeight, byte_planes, scale_bits
 from edgepipe.model.packed import Packed
-from edgepipe.model.packed_form import PackedForm
+from edgepipe.model.packed_form import MXFP8_FORM, PackedForm
 from edgepipe.model.quantisation import WeightFormat
 
 _MAX_BLOCK = 1 << 12
@@ -79,5 +79,6 @@ class Fp8:
 
 
 def _group(stored: WeightFormat, shape: tuple[int, int]) -> int:
-    """Return the largest group that divides the row and lies within one block."""
-    return math.gcd(stored.group, shape[1])
+    """Return the largest group that divides the row, lies within one block, and is not MXFP8's."""
+    largest = math.gcd(stored.group, shape[1])
+    return largest // 2 if largest == MXFP8_FORM.group and scale_bits(stored) == MXFP8_FORM.base_bits else largest

@@ -1,13 +1,13 @@
-"""MLX's quantised layers (``mx.quantize``): affine of 2 to 8 bits, and mxfp4.
+"""MLX's quantised layers (``mx.quantize``): affine of 2 to 8 bits, mxfp4, mxfp8 and nvfp4.
 
 ``weight`` [O, I * bits / 32] uint32: a stream of bits, the first code lowest, also across words (3, 5 and 6 bits).
-Affine: ``scales`` and ``biases`` [O, I / group]; value ``scale * code + bias``. mxfp4: ``scales`` [O, I / 32] uint8.
+Affine: ``scales`` and ``biases`` [O, I / group]; value ``scale * code + bias``. The others: ``scales`` [O, I / group]
+uint8, as exponents plus 127 (mxfp4, mxfp8) or as e4m3 without a sign (nvfp4).
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from edgepipe.model.formats.common import (
     FLOATS,
@@ -15,16 +15,15 @@ from edgepipe.model.formats.common import (
     StoredWeight,
     byte_planes,
     group_misfit,
-    pair_nibbles,
-    row_chunks,
     scale_bits,
 )
-from edgepipe.model.formats.mxfp4 import MXFP4_FORM, pack_mxfp4
-from edgepipe.model.packed import Codes, Packed
-from edgepipe.model.packed_form import PackedForm
+from edgepipe.model.formats.mxfp4 import MXFP4_FORM, e8m0_scales, pack_mxfp4
+from edgepipe.model.formats.streams import unpack_stream
+from edgepipe.model.packed import GroupValues, Packed
+from edgepipe.model.packed_form import CODEBOOKS, MXFP8_FORM, NVFP4_FORM, PackedForm
 from edgepipe.model.quantisation import WeightFormat
 
-Words = npt.NDArray[np.uint64]
+_E4M3_NAN = 0x7F
 
 
 class MlxAffine:
@@ -69,7 +68,7 @@ class MlxAffine:
         elif weight.stored.bits == 8:
             low, high = byte_planes(stream)
         else:
-            low, high = _unpacked(stream, weight.stored.bits, form.bits)
+            low, high = unpack_stream(stream, weight.stored.bits, form.bits)
         return Packed(
             name=weight.name,
             shape=weight.shape,
@@ -81,21 +80,26 @@ class MlxAffine:
         )
 
 
-class MlxMxfp4:
-    """See the module."""
+class _MlxFloat:
+    """What the formats with codes in floating point share."""
 
     scale_part = "scales"
     index_part = ""
 
+    def __init__(self, name: str, packed_form: PackedForm) -> None:
+        """``name``: for people."""
+        self._name, self._form = name, packed_form
+
     def label(self, stored: WeightFormat) -> str:
         """See ``StoredFormat.label``."""
-        return "MXFP4"
+        return self._name
 
     def fault(self, stored: WeightFormat) -> str:
         """See ``StoredFormat.fault``."""
-        good = stored.bits == 4 and stored.group == 32 and stored.scale == "U8" and stored.rows == 1
+        good = (stored.bits, stored.group) == (self._form.bits, self._form.group)
+        good = good and stored.scale == "U8" and stored.rows == 1
         good = good and not (stored.zeros or stored.indexed or stored.ordered)
-        return "" if good else f"MXFP4 of {stored.bits} bits with groups of {stored.group}"
+        return "" if good else f"{self._name} of {stored.bits} bits with groups of {stored.group}"
 
     def misfit(self, stored: WeightFormat, shape: tuple[int, int]) -> str:
         """See ``StoredFormat.misfit``."""
@@ -105,13 +109,20 @@ class MlxMxfp4:
         """See ``StoredFormat.parts``."""
         outputs, inputs = shape
         return {
-            "weight": StoredPart(shape=(outputs, inputs // 8), types=("U32",)),
-            "scales": StoredPart(shape=(outputs, inputs // 32), types=("U8",)),
+            "weight": StoredPart(shape=(outputs, inputs * self._form.bits // 32), types=("U32",)),
+            "scales": StoredPart(shape=(outputs, inputs // self._form.group), types=("U8",)),
         }
 
     def form(self, stored: WeightFormat, shape: tuple[int, int]) -> PackedForm:
         """See ``StoredFormat.form``."""
-        return MXFP4_FORM
+        return self._form
+
+
+class MlxMxfp4(_MlxFloat):
+    """See the module."""
+
+    def __init__(self) -> None:
+        super().__init__("MXFP4", MXFP4_FORM)
 
     def pack(self, weight: StoredWeight) -> Packed:
         """See ``StoredFormat.pack``."""
@@ -119,43 +130,33 @@ class MlxMxfp4:
         return pack_mxfp4(weight.name, blocks, weight.arrays["scales"])
 
 
-def _unpacked(stream: npt.NDArray[np.uint8], bits: int, form_bits: int) -> tuple[Codes, Codes | None]:
-    """Return the planes of a stream of codes of 2, 3, 5 or 6 bits."""
-    outputs, inputs = len(stream), stream.shape[1] * 8 // bits
-    low = np.empty((outputs, inputs // 2), np.uint8)
-    high = np.empty((outputs, inputs * (form_bits - 4) // 8), np.uint8) if form_bits > 4 else None
-    for rows in row_chunks((outputs, inputs)):
-        words = _spread(stream[rows], bits)
-        low[rows] = pair_nibbles(words.view(np.uint8))
-        if high is not None:
-            high[rows] = _gather_high(words, form_bits - 4)
-    return low, high
+class MlxMxfp8(_MlxFloat):
+    """See the module."""
+
+    def __init__(self) -> None:
+        super().__init__("MXFP8", MXFP8_FORM)
+
+    def pack(self, weight: StoredWeight) -> Packed:
+        """See ``StoredFormat.pack``."""
+        codes = weight.arrays["weight"].view(np.uint8)
+        if ((codes & np.uint8(0x7F)) == _E4M3_NAN).any():
+            raise weight.invalid("a weight is not a number")
+        low, high = byte_planes(codes)
+        scale = e8m0_scales(weight.name, weight.arrays["scales"])
+        return Packed(name=weight.name, shape=weight.shape, form=MXFP8_FORM, low=low, high=high, scale=scale)
 
 
-def _spread(stream: npt.NDArray[np.uint8], bits: int) -> Words:
-    """Return codes of ``bits`` bits as words [R, I / 8] of eight bytes each: halves move apart three times."""
-    padded = np.zeros((len(stream), stream.shape[1] // bits, 8), np.uint8)
-    padded[:, :, :bits] = stream.reshape(len(stream), -1, bits)
-    words = padded.view("<u8")[:, :, 0]
-    for codes in (4, 2, 1):  # in each half
-        low = _repeated((1 << codes * bits) - 1, every=16 * codes)
-        shift = 8 * codes - codes * bits
-        words = (words & np.uint64(low)) | ((words << np.uint64(shift)) & np.uint64(low << 8 * codes))
-    return words
+class MlxNvfp4(_MlxFloat):
+    """See the module."""
 
+    def __init__(self) -> None:
+        super().__init__("NVFP4", NVFP4_FORM)
 
-def _repeated(mask: int, *, every: int) -> int:
-    """Return a mask repeated every so many bits of 64."""
-    return sum(mask << start for start in range(0, 64, every))
-
-
-def _gather_high(words: Words, high_bits: int) -> Codes:
-    """Return bits 4 and up of the bytes of words [R, I / 8] as a high plane. ``high_bits``: 1 or 2."""
-    if high_bits == 2:
-        quads = (words.view("<u4") >> np.uint32(4)) & np.uint32(0x03030303)
-        quads |= quads >> np.uint32(6)
-        return (quads | (quads >> np.uint32(12))).astype(np.uint8)
-    above = (words >> np.uint64(4)) & np.uint64(0x0101010101010101)
-    for shift in (7, 14, 28):
-        above |= above >> np.uint64(shift)
-    return above.astype(np.uint8)
+    def pack(self, weight: StoredWeight) -> Packed:
+        """See ``StoredFormat.pack``."""
+        scales = weight.arrays["scales"]
+        if (scales >= _E4M3_NAN).any():
+            raise weight.invalid("a scale is negative or not a number")
+        low = weight.arrays["weight"].view(np.uint8)
+        scale = GroupValues(base=CODEBOOKS["e4m3"].astype(np.float16)[scales])
+        return Packed(name=weight.name, shape=weight.shape, form=NVFP4_FORM, low=low, high=None, scale=scale)

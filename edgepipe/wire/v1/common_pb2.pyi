@@ -251,6 +251,35 @@ class DeviceProfile(_message.Message):
 Global___DeviceProfile: _TypeAlias = DeviceProfile  # noqa: Y015
 
 @_typing.final
+class PackedProducts(_message.Message):
+    """What multiplies with packed weights of a stage, for people."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REMEDY_FIELD_NUMBER: _builtins.int
+    by: _builtins.str
+    reason: _builtins.str
+    """why nothing faster does; empty: it is the fastest on this device"""
+    remedy: _builtins.str
+    """command that makes a faster way available, if one does"""
+    def __init__(
+        self,
+        *,
+        by: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        remedy: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "reason", b"reason", "remedy", b"remedy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PackedProducts: _TypeAlias = PackedProducts  # noqa: Y015
+
+@_typing.final
 class SamplingParams(_message.Message):
     """How tokens are chosen. The draw is a function of (seed, choice, output position). Unset top_p and
     repetition_penalty mean 1.

@@ -790,6 +790,7 @@ class StageState(_message.Message):
     ONE_WAY_MS_FIELD_NUMBER: _builtins.int
     DECODE_MS_FIELD_NUMBER: _builtins.int
     DECODE_UPLOAD_MS_FIELD_NUMBER: _builtins.int
+    PRODUCTS_FIELD_NUMBER: _builtins.int
     COMPUTED_S_FIELD_NUMBER: _builtins.int
     BUBBLE_S_FIELD_NUMBER: _builtins.int
     HOP_BYTES_FIELD_NUMBER: _builtins.int
@@ -825,6 +826,10 @@ class StageState(_message.Message):
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Slice]: ...
     @_builtins.property
+    def products(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PackedProducts]:
+        """none: its weights are floats, or its node is of an earlier version"""
+
+    @_builtins.property
     def hop_latency_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of steps by one-way latency, one per bound of telemetry.HOP_LATENCY_S and one beyond"""
 
@@ -845,6 +850,7 @@ class StageState(_message.Message):
         one_way_ms: _builtins.float = ...,
         decode_ms: _builtins.float = ...,
         decode_upload_ms: _builtins.float = ...,
+        products: _abc.Iterable[_common_pb2.PackedProducts] | None = ...,
         computed_s: _builtins.float = ...,
         bubble_s: _builtins.float = ...,
         hop_bytes: _builtins.int = ...,
@@ -853,7 +859,7 @@ class StageState(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "backend", b"backend", "bubble_s", b"bubble_s", "busy", b"busy", "computed_s", b"computed_s", "decode_ms", b"decode_ms", "decode_upload_ms", b"decode_upload_ms", "device", b"device", "hop_bytes", b"hop_bytes", "hop_latency_counts", b"hop_latency_counts", "hop_latency_s", b"hop_latency_s", "kv_bytes", b"kv_bytes", "node_id", b"node_id", "node_name", b"node_name", "one_way_ms", b"one_way_ms", "slices", b"slices", "step_ms", b"step_ms", "upload_ms", b"upload_ms", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "backend", b"backend", "bubble_s", b"bubble_s", "busy", b"busy", "computed_s", b"computed_s", "decode_ms", b"decode_ms", "decode_upload_ms", b"decode_upload_ms", "device", b"device", "hop_bytes", b"hop_bytes", "hop_latency_counts", b"hop_latency_counts", "hop_latency_s", b"hop_latency_s", "kv_bytes", b"kv_bytes", "node_id", b"node_id", "node_name", b"node_name", "one_way_ms", b"one_way_ms", "products", b"products", "slices", b"slices", "step_ms", b"step_ms", "upload_ms", b"upload_ms", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -490,6 +490,8 @@ class Prepared(_message.Message):
     KV_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
+    PRODUCTS_FIELD_NUMBER: _builtins.int
+    WINDOW_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     CRASHED_EPOCH_FIELD_NUMBER: _builtins.int
     CRASHED_STEP_FIELD_NUMBER: _builtins.int
@@ -508,6 +510,12 @@ class Prepared(_message.Message):
     crashed_step: _builtins.int
     @_builtins.property
     def profile(self) -> _common_pb2.DeviceProfile: ...
+    @_builtins.property
+    def products(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PackedProducts]: ...
+    @_builtins.property
+    def window_block_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of kv_block_bytes: of each windowed memory class"""
+
     def __init__(
         self,
         *,
@@ -516,13 +524,15 @@ class Prepared(_message.Message):
         kv_block_bytes: _builtins.int = ...,
         weight_bytes: _builtins.int = ...,
         profile: _common_pb2.DeviceProfile | None = ...,
+        products: _abc.Iterable[_common_pb2.PackedProducts] | None = ...,
+        window_block_bytes: _abc.Iterable[_builtins.int] | None = ...,
         certificate: _builtins.bytes = ...,
         crashed_epoch: _builtins.int = ...,
         crashed_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certificate", b"certificate", "crashed_epoch", b"crashed_epoch", "crashed_step", b"crashed_step", "kv_block_bytes", b"kv_block_bytes", "max_blocks", b"max_blocks", "profile", b"profile", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certificate", b"certificate", "crashed_epoch", b"crashed_epoch", "crashed_step", b"crashed_step", "kv_block_bytes", b"kv_block_bytes", "max_blocks", b"max_blocks", "products", b"products", "profile", b"profile", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1629,20 +1639,30 @@ class ShardLoaded(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     KV_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    PRODUCTS_FIELD_NUMBER: _builtins.int
+    WINDOW_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     weight_bytes: _builtins.int
     kv_block_bytes: _builtins.int
     memory_free_bytes: _builtins.int
     """on the device, after loading"""
+    @_builtins.property
+    def products(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PackedProducts]: ...
+    @_builtins.property
+    def window_block_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of kv_block_bytes: of each windowed memory class"""
+
     def __init__(
         self,
         *,
         weight_bytes: _builtins.int = ...,
         kv_block_bytes: _builtins.int = ...,
         memory_free_bytes: _builtins.int = ...,
+        products: _abc.Iterable[_common_pb2.PackedProducts] | None = ...,
+        window_block_bytes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_block_bytes", b"kv_block_bytes", "memory_free_bytes", b"memory_free_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_block_bytes", b"kv_block_bytes", "memory_free_bytes", b"memory_free_bytes", "products", b"products", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2409,6 +2429,7 @@ class ProfileLayerRequest(_message.Message):
     KNOWN_ONLY_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
     MODEL_WEIGHTS_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     model_config: _builtins.str
     """JSON of edgepipe.model.facts.ModelConfig"""
     dtype: _builtins.str
@@ -2419,6 +2440,8 @@ class ProfileLayerRequest(_message.Message):
     """measured again where that can be done"""
     model_weights: _builtins.str
     """JSON of edgepipe.model.weight_table.WeightTable; empty: floats"""
+    kv: _builtins.str
+    """form of the KV; empty: the compute dtype"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     def __init__(
@@ -2430,10 +2453,11 @@ class ProfileLayerRequest(_message.Message):
         known_only: _builtins.bool = ...,
         fresh: _builtins.bool = ...,
         model_weights: _builtins.str = ...,
+        kv: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fresh", b"fresh", "hello", b"hello", "known_only", b"known_only", "model_config", b"model_config", "model_weights", b"model_weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fresh", b"fresh", "hello", b"hello", "known_only", b"known_only", "kv", b"kv", "model_config", b"model_config", "model_weights", b"model_weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2649,10 +2673,13 @@ class SurveyRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     dtype: _builtins.str
     fresh: _builtins.bool
     """devices and links are measured again"""
+    kv: _builtins.str
+    """form of the KV; empty: each device's compute dtype"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     def __init__(
@@ -2662,10 +2689,11 @@ class SurveyRequest(_message.Message):
         model: _builtins.str = ...,
         dtype: _builtins.str = ...,
         fresh: _builtins.bool = ...,
+        kv: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fresh", b"fresh", "hello", b"hello", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fresh", b"fresh", "hello", b"hello", "kv", b"kv", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

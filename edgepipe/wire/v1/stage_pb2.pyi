@@ -71,6 +71,7 @@ class OpenPipeline(_message.Message):
     NEXT_ADDRESS_FIELD_NUMBER: _builtins.int
     MAX_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     STEP_DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
     NEXT_FIELD_NUMBER: _builtins.int
     PREVIOUS_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
@@ -95,6 +96,10 @@ class OpenPipeline(_message.Message):
         """of this stage"""
 
     @_builtins.property
+    def window_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """blocks of each windowed memory class; none: all layers keep the context"""
+
+    @_builtins.property
     def next(self) -> Global___RingNeighbour:
         """the stage at next_address"""
 
@@ -117,12 +122,13 @@ class OpenPipeline(_message.Message):
         next_address: _builtins.str = ...,
         max_in_flight: _builtins.int = ...,
         step_deadline_ms: _builtins.int = ...,
+        window_blocks: _abc.Iterable[_builtins.int] | None = ...,
         next: Global___RingNeighbour | None = ...,
         previous: Global___RingNeighbour | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hello", b"hello", "next", b"next", "previous", b"previous"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "epoch", b"epoch", "hello", b"hello", "hidden_size", b"hidden_size", "max_in_flight", b"max_in_flight", "next", b"next", "next_address", b"next_address", "num_blocks", b"num_blocks", "num_slices", b"num_slices", "pipeline_id", b"pipeline_id", "previous", b"previous", "slices", b"slices", "step_deadline_ms", b"step_deadline_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "epoch", b"epoch", "hello", b"hello", "hidden_size", b"hidden_size", "max_in_flight", b"max_in_flight", "next", b"next", "next_address", b"next_address", "num_blocks", b"num_blocks", "num_slices", b"num_slices", "pipeline_id", b"pipeline_id", "previous", b"previous", "slices", b"slices", "step_deadline_ms", b"step_deadline_ms", "window_blocks", b"window_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -174,6 +180,7 @@ class Plan(_message.Message):
     REGISTERS_FIELD_NUMBER: _builtins.int
     FREES_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
+    WINDOWS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     last_slice: _builtins.int
     """whose stage sends StepDone"""
@@ -217,6 +224,10 @@ class Plan(_message.Message):
 
     @_builtins.property
     def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockCopy]: ...
+    @_builtins.property
+    def windows(self) -> _containers.RepeatedCompositeFieldContainer[Global___WindowBlocks]:
+        """by windowed memory class; none if no row has new blocks of a window"""
+
     def __init__(
         self,
         *,
@@ -234,14 +245,53 @@ class Plan(_message.Message):
         registers: _abc.Iterable[_builtins.int] | None = ...,
         frees: _abc.Iterable[_builtins.int] | None = ...,
         copies: _abc.Iterable[Global___BlockCopy] | None = ...,
+        windows: _abc.Iterable[Global___WindowBlocks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_row", b"block_row", "block_start", b"block_start", "copies", b"copies", "epoch", b"epoch", "frees", b"frees", "last_slice", b"last_slice", "num_tokens", b"num_tokens", "position", b"position", "registers", b"registers", "sample", b"sample", "sequence", b"sequence", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_row", b"block_row", "block_start", b"block_start", "copies", b"copies", "epoch", b"epoch", "frees", b"frees", "last_slice", b"last_slice", "num_tokens", b"num_tokens", "position", b"position", "registers", b"registers", "sample", b"sample", "sequence", b"sequence", "step", b"step", "token_ids", b"token_ids", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class WindowBlocks(_message.Message):
+    """New blocks of one windowed class, in columns, appended to the class's table of the row they name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def row(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """index into the plan's rows"""
+
+    @_builtins.property
+    def place(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """in the sequence, of the first of these blocks; the table begins at its first run's place"""
+
+    @_builtins.property
+    def start(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def count(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        row: _abc.Iterable[_builtins.int] | None = ...,
+        place: _abc.Iterable[_builtins.int] | None = ...,
+        start: _abc.Iterable[_builtins.int] | None = ...,
+        count: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "place", b"place", "row", b"row", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WindowBlocks: _TypeAlias = WindowBlocks  # noqa: Y015
 
 @_typing.final
 class Registrations(_message.Message):

@@ -18,6 +18,7 @@ from edgepipe_emulated import emulated_model_config  # pyright: ignore[reportMis
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.layout import slice_parameters
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.chaos.clients import HEAL_S, Clients
@@ -38,8 +39,8 @@ _LATE_S = 5.0  # from a machine's waking to its first packet, where Wi-Fi has to
 def _memory_bytes(*, kv_tokens: int) -> int:
     """Memory for half of the model's layers and so much KV."""
     _, part = make_slices([LayerRange(0, 3), LayerRange(3, 6)], 6)
-    kv_bytes = CONFIG.kv_bytes_per_token(num_layers=3, form="bfloat16") * kv_tokens
-    return 2 * CONFIG.slice_parameters(part) + int(kv_bytes / 0.9)  # a node keeps a tenth for other things
+    kv_bytes = CONFIG.kv_bytes_per_token(part.layers, form="bfloat16") * kv_tokens
+    return 2 * slice_parameters(CONFIG, part) + int(kv_bytes / 0.9)  # a node keeps a tenth for other things
 
 
 _HALF: dict[str, Any] = {"memory_limit_bytes": _memory_bytes(kv_tokens=_KV_TOKENS)}

@@ -6,6 +6,7 @@ from edgepipe.backend.cost import CostModel, Jitter, StepWork
 from edgepipe.backend.devices import adjusted, device_models, named_device, parse_devices
 from edgepipe.errors import ConfigInvalid, ModelUnknown
 from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.layout import slice_parameters
 from edgepipe.model.shapes import model_shapes, named_shape
 
 
@@ -55,12 +56,27 @@ def test_jitter_keeps_the_mean_and_has_the_variation_asked_for() -> None:
         ("llama-3.3-70b", 70.6),
         ("llama-3.1-8b", 8.0),
         ("smollm2-135m", 0.135),
+        ("qwen3-14b", 14.8),
+        ("qwen3-30b-a3b", 30.5),
+        ("qwen3-235b-a22b", 235),
+        ("gpt-oss-20b", 20.9),
+        ("gpt-oss-120b", 117),
+        ("glm-4.5-air", 106.8),  # without the layer that drafts
+        ("gemma-3-4b", 3.88),
+        ("gemma-3-27b", 27.0),
+        ("gemma-4-31b", 30.7),
+        ("gemma-4-26b-a4b", 25.2),
+        ("mixtral-8x7b", 46.7),
+        ("minimax-m2", 229),
+        ("deepseek-v3", 671),
+        ("mistral-small-3.2-24b", 23.6),  # without vision
+        ("phi-4", 14.7),
     ],
 )
 def test_shapes_have_the_published_size(name: str, billions: float) -> None:
     config = named_shape(name)
     whole = make_slices([LayerRange(0, config.num_layers)], config.num_layers)[0]
-    assert config.slice_parameters(whole) / 1e9 == pytest.approx(billions, rel=0.01)
+    assert slice_parameters(config, whole) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_unknown_shapes_are_refused_with_the_known_ones() -> None:
@@ -76,7 +92,7 @@ def test_a_quarter_of_a_32b_model_takes_a_quarter_of_its_weights_to_read_on_each
     cost = CostModel(config, device)
     decode = StepWork.of_rows([500] * 16, [1] * 16, logit_rows=16)
     middle_s = cost.slice_cost(parts[1]).step_s(decode)
-    assert middle_s == pytest.approx(15.6e9 / device.bandwidth_bytes_per_s, rel=0.05)
+    assert middle_s == pytest.approx(15.6e9 / device.bandwidth_bytes_per_s + 16 * device.layer_overhead_s, rel=0.05)
     assert cost.slice_cost(parts[3]).step_s(decode) > middle_s  # the head
     prefill = StepWork.of_rows([0], [2048], logit_rows=1)
     assert cost.slice_cost(parts[1]).step_s(prefill) > 5 * middle_s  # bound by multiplying

@@ -16,6 +16,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     """``run("status")`` -> exit code and output; settings come from an empty folder only."""
     monkeypatch.setenv("EDGEPIPE_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "80")
 
     def command(*args: str, app: typer.Typer | None = None) -> Result:

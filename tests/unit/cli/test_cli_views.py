@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from edgepipe.backend.types import PackedProducts
 from edgepipe.cli.chat.conversation import Answer
+from edgepipe.cli.doctor.findings import Level
 from edgepipe.cli.doctor.node_findings import engine_findings
 from edgepipe.cli.output import as_dict, bar, print_error, wrapped
 from edgepipe.cli.sse import Piece, error_from_body, piece_from_event
@@ -20,7 +22,7 @@ from edgepipe.gateway.problems import from_error
 from edgepipe.ids import NodeId
 from edgepipe.wire.engines import Advice, LeftOut
 from edgepipe.wire.nodes import ClusterStatus, MemberState, NodeState
-from tests.support.command_line import make_status, with_engine
+from tests.support.command_line import make_engine, make_status, with_engine
 
 
 def picture(status: ClusterStatus, *, width: int = 80) -> list[str]:
@@ -103,6 +105,25 @@ def test_a_broken_device_is_told_in_the_status_and_by_doctor_with_the_remedy() -
     assert left_out.what.endswith(told)
     assert "edgepipe logs' on studio" in left_out.remedy
     assert "cannot be computed at present" in waiting.what
+
+
+def test_what_multiplies_with_packed_weights_is_told_with_the_reason_and_the_remedy() -> None:
+    fast, slow = PackedProducts(by="own kernels (AVX2)"), PackedProducts(by="torch", reason="it is missing")
+    mends = replace(slow, remedy="pip install it")
+    first, second = make_status().engines[0].stages
+    stages = (replace(first, products=(fast,)), replace(second, products=(fast, mends)))
+    status = with_engine(make_status(), stages=stages)
+    lines = picture(status)
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert "Packed weights: own kernels (AVX2) on gamer, studio" in text
+    assert "Packed weights: torch on studio\n    it is missing\n    pip install it" in text
+    findings = list(engine_findings(NodeState(node_id=NodeId("n1"), engines=status.engines)))
+    assert [finding.level for finding in findings] == [Level.OK, Level.OK, Level.WARNING]
+    assert (findings[-1].fact, findings[-1].remedy) == ("it is missing", "on studio: pip install it")
+    engine = make_engine("m", stages=(replace(first, products=(slow,)),))
+    (finding,) = engine_findings(NodeState(node_id=NodeId("n1"), engines=(engine,)))
+    assert (finding.level, finding.remedy) == (Level.NOTE, "")
 
 
 def test_the_ring_is_drawn_for_any_number_of_stages() -> None:

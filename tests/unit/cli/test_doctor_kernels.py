@@ -1,4 +1,4 @@
-"""The doctor names what packed weights lack on a machine with an NVIDIA driver."""
+"""The doctor names what packed weights lack on a machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from edgepipe.cli.doctor import machine_findings
 from edgepipe.cli.doctor.findings import Level
 from edgepipe.cli.doctor.machine_findings import kernel_finding
 
@@ -61,6 +62,26 @@ def test_nvrtc_is_found_where_wheels_put_it(library: str, install: Callable[...,
     assert finding.level is Level.OK
 
 
-def test_without_a_gpu_kernels_are_no_topic(install: Callable[..., None]) -> None:
+def test_without_a_gpu_kernels_need_llvmlite(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_findings, "_cpu_flags", set[str])
     install("torch/lib/libtorch.so", driver=False)
+    finding = kernel_finding()
+    assert finding is not None
+    assert (finding.level, finding.remedy) == (Level.WARNING, "pip install llvmlite")
+    install("llvmlite/binding.py", driver=False)
+    finding = kernel_finding()
+    assert finding is not None
+    assert finding.level is Level.OK
+
+
+def test_an_old_cpu_has_no_kernels_and_no_remedy(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_findings, "_cpu_flags", lambda: {"avx", "sse4_2"})
+    install("torch/lib/libtorch.so", "llvmlite/binding.py", driver=False)
+    finding = kernel_finding()
+    assert finding is not None
+    assert (finding.level, finding.remedy) == (Level.NOTE, "")
+
+
+def test_without_torch_kernels_are_no_topic(install: Callable[..., None]) -> None:
+    install("llvmlite/binding.py", driver=False)
     assert kernel_finding() is None

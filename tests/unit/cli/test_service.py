@@ -175,13 +175,17 @@ def test_uninstall_lists_and_removes_all_but_models(run: Run, systemd: Path) -> 
     settings = systemd / "config" / "edgepipe" / "config.toml"
     settings.parent.mkdir(parents=True)
     settings.write_text("")
+    kernels = systemd / "cache" / "edgepipe" / "kernels"
+    kernels.mkdir(parents=True)
+    (kernels / "code.o").write_bytes(bytes(100))
     listed = run("uninstall", "--dry-run").out
-    assert all(str(path) in listed for path in (data, models, settings))
+    assert all(str(path) in listed for path in (data, models, settings, kernels))
     assert (data / "identity.json").exists()
     assert run("uninstall").code == 2  # nobody is there to ask
     assert run("uninstall", "--yes").code == 0
     assert [path.name for path in data.iterdir()] == ["models"]
     assert not settings.exists()
+    assert not kernels.exists()
     assert run("uninstall", "--yes", "--purge-models").code == 0
     assert not data.exists()
     assert "keeps nothing" in run("uninstall").out

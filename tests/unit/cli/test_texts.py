@@ -29,9 +29,9 @@ from tests.support.command_line import Run
     ("words", "code", "shown"),
     [
         (
-            ("plan", "gpt-oss-120b", "--emulate", "m4max"),
+            ("plan", "deepthought-42b", "--emulate", "m4max"),
             7,
-            "cannot plan for 'gpt-oss-120b'\n       known models: llama",
+            "the shape of 'deepthought-42b' is not known\n       known models: llama",
         ),
         (("plan", "llama-3.1-8b", "--emulate", "2x m4max", "--link", "wifi"), 2, "'wifi' is not a valid link"),
         (("plan", "llama-3.1-8b", "--emulate", "2x m4max", "--link", "wifi"), 2, "for example 1gbit,0.3ms"),

@@ -51,6 +51,16 @@ def test_without_q4_k_m_the_largest_that_fits_is_recommended() -> None:
     assert found.label == "Q8_0"
 
 
+def test_a_type_that_edgepipe_does_not_know_is_shown_as_such_and_never_recommended() -> None:
+    names = ["IQ5_KS", "Q4_0_4_4", "Q3_K_L", "UD-Q8_K_XL"]
+    found = gguf_choices(PlannedFile(name=f"x-{name}.gguf", num_bytes=GB * (9 - i)) for i, name in enumerate(names))
+    noting = Noting()
+    assert ask_type(noting, SOURCE, found, gpus(24)) == f"{REPO}:Q3_K_L"
+    verdicts = [" ".join(line.split()[3:]) for line in noting.lines]
+    assert verdicts == ["not supported", "not supported", "fits, recommended", "fits"]
+    assert ask_type(noting, SOURCE, found, gpus(2)) == f"{REPO}:UD-Q8_K_XL", "the smallest of a known type"
+
+
 @pytest.mark.parametrize("kind", ["Q2_K", "IQ3_M"])
 def test_what_a_backend_keeps_in_8_bits_needs_more_than_its_file(kind: str) -> None:
     (choice,) = gguf_choices([PlannedFile(name=f"x-{kind}.gguf", num_bytes=20 * GB)])

@@ -162,7 +162,7 @@ async def test_removing_an_owner_asks_what_becomes_of_those_it_let_in(tmp_path: 
     a, b, _ = three(tmp_path)
     await a.promote(a.find("b"))
     await tell(a, b)
-    with pytest.raises(TrustInvalid, match="alone added other nodes") as told:
+    with pytest.raises(ConfigInvalid, match="alone added other nodes") as told:
         await b.remove(b.find("a"), keep_added=None)
     assert "c" in told.value.fact
     assert [one.name for one in await b.remove(b.find("a"), keep_added=True)] == ["c"]
@@ -192,8 +192,9 @@ def test_peers_are_found_by_name_or_the_beginning_of_their_id(tmp_path: Path) ->
     a, b, _ = three(tmp_path)
     assert a.find("b").node_id == a.find(b.node_id[:6]).node_id == b.node_id
     for text in ("x", b.node_id[:5], ""):
-        with pytest.raises(TrustInvalid, match="no peer"):
+        with pytest.raises(ConfigInvalid, match="no peer") as told:
             a.find(text)
+        assert told.value.exit_code == 2
 
 
 async def test_bad_statements_are_in_the_audit_log_and_change_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 from edgepipe_emulated import emulated_model_config
 
-from edgepipe.backend.types import DeviceProfile
+from edgepipe.backend.types import DeviceProfile, PackedProducts
 from edgepipe.config import Timeouts
 from edgepipe.daemon.device import layer_measuring
 from edgepipe.daemon.device.device import DeviceHost
@@ -31,6 +31,7 @@ from edgepipe.wire.children import (
     Command,
     LoadShard,
     PauseStage,
+    Prepared,
     PrepareRequest,
     ProfileLayerRequest,
     Report,
@@ -43,6 +44,7 @@ from tests.support.waiting import until
 GB = 10**9
 CONFIG = emulated_model_config(num_layers=2)
 LAYER = LayerProfile(base_s=0.0, decode=(Point(1, 0.001),), prefill=(), head=(), kv_token_s=0.0, decode_context=64)
+PRODUCTS = (PackedProducts(by="kernels"), PackedProducts(by="torch", reason="it is missing", remedy="install it"))
 MEASURE = ProfileLayerRequest(model_config="{}", fresh=True)
 UNLESS_KNOWN = ProfileLayerRequest(model_config="{}")
 
@@ -72,7 +74,7 @@ class Process:
 
     def send(self, command: Command) -> None:
         if isinstance(command, LoadShard):
-            self.on_report(ShardLoaded(weight_bytes=1, kv_block_bytes=16))
+            self.on_report(ShardLoaded(weight_bytes=1, kv_block_bytes=16, products=PRODUCTS))
         if isinstance(command, PauseStage):
             self.paused.append(command)
         if isinstance(command, ProfileLayerRequest):
@@ -145,8 +147,8 @@ class Host:
             ask_again_s=0.001,
         )
 
-    async def prepare(self, *, counter: int = 1, fresh: bool = False) -> None:
-        """As an engine does; returns when the stage is ready."""
+    async def prepare(self, *, counter: int = 1, fresh: bool = False) -> Prepared:
+        """As an engine does; returns the stage when it is ready."""
         part = Slice(index=0, layers=LayerRange(0, 2), embedding=True, head=True)
         request = PrepareRequest(
             pipeline_id=PipelineId("p"),
@@ -156,8 +158,10 @@ class Host:
             block_size=16,
             fresh=fresh,
         )
-        async for _ in self.host.prepare(request, engine_node="node-b", path="", config=CONFIG, engine=None):
-            pass
+        preparing = self.host.prepare(request, engine_node="node-b", path="", config=CONFIG, engine=None)
+        *_, last = [event.event async for event in preparing]
+        assert isinstance(last, Prepared)
+        return last
 
     async def until(self, wanted: Callable[[], bool]) -> None:
         """Every turn of the loop is looked at: nothing here takes time."""
@@ -209,7 +213,8 @@ async def test_a_stage_is_kept_for_another_epoch_unless_it_is_dying(tmp_path: Pa
         first = host.processes.started[0]
         await host.prepare()
         await host.until(lambda: len(host.spares()) == 1)
-        await host.prepare(counter=2)
+        kept = await host.prepare(counter=2)
+        assert kept.products == PRODUCTS
         assert first.alive
         assert len(host.processes.started) == 2
         first.is_dying = True

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from edgepipe.backend.types import DeviceProfile
+from edgepipe.backend.loader import create_backend
+from edgepipe.backend.types import BackendOptions, DeviceProfile
 from edgepipe.cli.serve import serve_request
 from edgepipe.daemon.device.device import _load_command
 from edgepipe.daemon.device.device_memory import DeviceMemory
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 from edgepipe.ids import EngineId, Epoch, PipelineId
+from edgepipe.model.config_json import config_to_json
 from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.planner.profiles import LayerProfile
+from edgepipe.stage.compute import ComputeThread
+from edgepipe.system import SystemClock
 from edgepipe.testing.tiny_model import tiny_config
-from edgepipe.wire.children import LoadShard, PrepareRequest
+from edgepipe.wire.children import LoadShard, PrepareRequest, ProfileLayerRequest
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.v1 import node_pb2
+from edgepipe.workers import stage as stage_worker
 from edgepipe.workers.stage import _options
 from tests.support.stage_settings import STAGE_SETTINGS
 
 CONFIG = tiny_config(num_kv_heads=2, head_dim=64)
+PROFILE = LayerProfile(base_s=0.0, decode=(), prefill=(), head=(), kv_token_s=0.0, decode_context=64)
 SLICES = make_slices([LayerRange(0, CONFIG.num_layers)], CONFIG.num_layers)
 
 
@@ -78,3 +90,27 @@ def test_a_node_sets_aside_fewer_bytes_for_8_bits() -> None:
 def test_a_node_whose_backend_lacks_the_form_refuses_the_stage() -> None:
     with pytest.raises(NoFeasiblePlacement, match="cannot keep KV as 8bit"):
         memory().reserve(prepare("8bit"), CONFIG)
+
+
+@pytest.mark.parametrize(("kv", "measured"), [("", True), ("8bit", True), ("4bit", False)])
+async def test_a_layer_is_measured_with_that_kv(kv: str, measured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown form gives a profile without times, and the process lives."""
+    backends: list[Any] = []
+
+    def probe(backend: Any, *_: object, **__: object) -> LayerProfile:
+        backends.append(backend)
+        return PROFILE
+
+    monkeypatch.setattr(stage_worker, "probe_layer", probe)
+    reports: list[LayerProfile] = []
+    link: Any = SimpleNamespace(report=reports.append)
+    compute = ComputeThread(clock=SystemClock())
+    backend = create_backend("emulated", BackendOptions())
+    wanted = ProfileLayerRequest(model_config=json.dumps(config_to_json(CONFIG)), kv=kv)
+    wanted = from_wire(to_wire(wanted, node_pb2.ProfileLayerRequest), ProfileLayerRequest)
+    settings = replace(STAGE_SETTINGS, backend="emulated")
+    await stage_worker._profile(compute, backend, link, settings, wanted, backend.profile(), SystemClock())
+    await compute.close()
+    assert reports == [PROFILE if measured else replace(PROFILE, decode_context=0)]
+    expected = CONFIG.kv_bytes_per_token(form=kv or "bfloat16") if measured else 0
+    assert sum(each.kv_block_bytes(CONFIG, SLICES, 1) for each in backends) == expected

@@ -8,6 +8,7 @@ from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.serving.serving import Serving, common_block_size, default_kv_tokens
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.model.layout import slice_parameters
 from edgepipe.planner.placement import NodeRoom, Placed
 from edgepipe.testing.tiny_model import tiny_config
 from edgepipe.wire.engines import EngineState
@@ -39,8 +40,8 @@ def test_host_memory_is_taken_modestly() -> None:
     config = tiny_config(num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128, hidden_size=64)
     placed = alone(config)
     tokens = default_kv_tokens(config, 1024, placed, [room(host=True)])
-    token_bytes = config.kv_bytes_per_token(num_layers=32, form="float32")
-    weights = 4 * config.slice_parameters(placed[0].part)
+    token_bytes = config.kv_bytes_per_token(form="float32")
+    weights = 4 * slice_parameters(config, placed[0].part)
     assert tokens == max(1024, max(512 << 20, weights) // token_bytes)
 
 

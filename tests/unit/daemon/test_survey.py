@@ -49,6 +49,7 @@ class FakePeers:
         self.unknown: set[str] = set()
         self.forms: dict[str, tuple[str, ...]] = {}  # of KV, by node
         self.layers: list[tuple[str, bool, bool]] = []
+        self.kv: list[str] = []  # of the measurements
         self.links: list[tuple[str, tuple[str, ...], bool]] = []
 
     def nodes(self) -> list[NodeState]:
@@ -73,6 +74,7 @@ class FakePeers:
 
     async def profile_layer(self, node_id: str, request: ProfileLayerRequest) -> LayerProfile:
         self.layers.append((node_id, request.known_only, request.fresh))
+        self.kv.append(request.kv)
         if node_id in self.gone or (request.known_only and node_id in self.unknown):
             raise BackendUnavailable("no")
         return LAYER
@@ -107,6 +109,7 @@ async def test_a_node_that_cannot_keep_8_bit_kv_is_left_out_with_the_reason() ->
     assert told.unusable == ("a: it cannot keep KV as 8bit", "c: it cannot keep KV as 8bit")
     known = await surveyor(peers).known(MODEL, "auto", kv="8bit")
     assert [one.node_id for one in known.machines] == ["b"]
+    assert peers.kv == ["8bit", "8bit"], "steps are measured with that KV"
 
 
 async def test_what_is_known_is_measured_again_when_asked() -> None:

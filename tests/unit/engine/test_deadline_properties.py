@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgepipe.backend.cost import SliceCost, StepWork
+from edgepipe.backend.cost import AttentionCost, SliceCost, StepWork
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.engine.settings import EngineTimeouts
 from edgepipe.engine.watch import Deadlines, StepWatch
@@ -73,8 +73,7 @@ class Device:
             token_s=b,
             head_read_s=0.0,
             head_row_s=0.0,
-            kv_token_s=0.0,
-            pair_s=c,
+            attention=(AttentionCost(window=None, kv_token_s=0.0, pair_s=c),),
             step_overhead_s=0.0,
             row_overhead_s=0.0,
             tile_steps=(),

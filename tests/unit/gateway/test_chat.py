@@ -139,7 +139,9 @@ async def test_content_may_be_parts_or_null(served: Served) -> None:
     ]
     response = await served.http.post("/v1/chat/completions", json={"messages": messages, "user": "u", "store": False})
     assert response.status_code == 200
-    assert bytes(served.engine.submits[0].prompt) == b"user: ab\nassistant: \nuser: c\nassistant:"
+    prompt = bytes(served.engine.submits[0].prompt)
+    assert prompt.startswith(b"user: ab\nassistant: <tool_call>")  # as text, since this template knows no calls
+    assert prompt.endswith(b"\nuser: c\nassistant:")
 
 
 async def test_a_client_that_leaves_a_stream_cancels_its_request() -> None:

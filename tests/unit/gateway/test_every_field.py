@@ -180,6 +180,7 @@ PLACES: dict[str, tuple[str, dict[str, Any], type[Checked], Mapping[str, Any], S
             "content": "ho",
             "name": "Ann",
             "reasoning_content": "hm",
+            "reasoning": "hm",
             "tool_calls": [CALL],
             "tool_call_id": "1",
             "function_call": CALL["function"],

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from edgepipe.daemon.cluster_views import engines_away
 from edgepipe.errors import CapacityError, ModelUnknown, NoFeasiblePlacement
 from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.models import ModelTable
+from edgepipe.ids import PipelineId
+from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.nodes import ServedModel
+from edgepipe.wire.serving import ServeBody
 from tests.support.fake_engine import FakeEngine, view_of
 from tests.support.gateway import serving
 from tests.support.waiting import until
@@ -53,6 +59,23 @@ async def test_what_is_on_no_disk_is_unknown_and_asks_nobody() -> None:
             assert (await served.chat(model=name)).status_code == 404
         assert (await served.http.get("/v1/models/big")).status_code == 404, "a look loads nothing"
         assert asked == []
+
+
+async def test_a_wanted_model_whose_engine_is_away_is_not_unknown() -> None:
+    spec = ServeSpec(model="big", manifest_hash="", stages=())
+    body = ServeBody(pipeline_id=PipelineId("pipeline-9"), spec=spec, begun=True)
+    async with serving(FakeEngine()) as served:
+        view = view_of(served.address, names=("tiny",))
+        engines = [one.engine for one in view.served]
+        assert engines_away([replace(body, spec=replace(spec, model="tiny"))], engines) == []
+        (away,) = engines_away([body], engines)
+        served.gateway.update(replace(view, served=(*view.served, ServedModel(engine=away))))
+        response = await served.chat(model="big")
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+        assert "no reachable machine runs its engine" in response.json()["error"]["message"]
+        assert (await served.chat(model="other")).status_code == 404
+        assert (await served.chat(model="tiny")).status_code == 200
 
 
 async def test_who_has_waited_long_is_told_to_come_again() -> None:

@@ -57,6 +57,25 @@ async def test_options_reach_the_engine(served: Served) -> None:
     assert served.engine.submits[1].sampling.temperature == pytest.approx(0.8)
 
 
+@pytest.mark.parametrize(
+    ("options", "temperature", "top_p", "min_p"),
+    [
+        ({"temperature": 5}, 2.0, 0.9, 0.0),
+        ({"temperature": -1, "top_p": 1.5}, 0.0, 1.0, 0.0),
+        ({"temperature": 1.5, "top_p": 0}, 0.0, 1.0, 0.0),  # only the likeliest token is left
+        ({"top_p": -0.5, "min_p": 7}, 0.0, 1.0, 1.0),
+        ({"temperature": 1, "top_p": 0.5, "min_p": -1}, 1.0, 0.5, 0.0),
+    ],
+)
+async def test_options_out_of_range_count_as_the_nearest_possible(
+    served: Served, options: dict[str, float], temperature: float, top_p: float, min_p: float
+) -> None:
+    response = await _post(served, "/api/chat", messages=USER, stream=False, options=options)
+    assert response.status_code == 200
+    sampling = served.engine.submits[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.min_p) == (temperature, pytest.approx(top_p), min_p)
+
+
 async def test_generate_goes_through_the_template_unless_raw(served: Served) -> None:
     whole = (await _post(served, "/api/generate", prompt="ab", system="be brief", stream=False)).json()
     assert whole["response"] == ANSWER
@@ -184,7 +203,7 @@ async def test_lists_and_facts(served: Served) -> None:
         ("/api/chat", {"model": "nothing", "messages": USER}, 404),
         ("/api/chat", {"messages": USER}, 400),
         ("/api/chat", {"model": "tiny", "messages": [{"role": "wizard"}]}, 400),
-        ("/api/chat", {"model": "tiny", "messages": USER, "options": {"temperature": -1}}, 400),
+        ("/api/chat", {"model": "tiny", "messages": USER, "options": {"temperature": "warm"}}, 400),
         ("/api/chat", {"model": "tiny", "messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400),
         ("/api/generate", {"model": "tiny", "prompt": 3}, 400),
         ("/api/show", {"model": "nothing"}, 404),
@@ -202,7 +221,7 @@ async def test_errors_are_one_line_of_text(served: Served, path: str, body: dict
     [
         ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name: "),
         ({"format": {"type": "wizard"}}, "format: "),
-        ({"options": {"temperature": -1}}, "options.temperature: "),
+        ({"options": {"temperature": "warm"}}, "options.temperature: "),
         ({"keep_alive": True}, "keep_alive: "),
     ],
 )

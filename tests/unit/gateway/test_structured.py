@@ -10,11 +10,15 @@ import pytest
 from edgepipe.errors import RequestInvalid
 from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.closed_schema import closed_schema
+from edgepipe.gateway.conversation import tool_instructions
+from edgepipe.gateway.formats.chat_format import ChatFormat
+from edgepipe.gateway.formats.hermes import HERMES
+from edgepipe.gateway.formats.llama import LLAMA
+from edgepipe.gateway.formats.mistral import MISTRAL, MISTRAL_ARGS
 from edgepipe.gateway.grammar_trial import GrammarTooHard
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import CompletionBody
-from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output, tool_instructions
-from edgepipe.gateway.tool_calls import ToolFormat
+from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, choose_tools, plan_output
 from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import GrammarSpec
@@ -38,10 +42,10 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "now"}},
 ]
 CALLS = {
-    ToolFormat.HERMES: '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    ToolFormat.LLAMA: '{"name": "now", "parameters": {}}',
-    ToolFormat.MISTRAL: '[TOOL_CALLS] [{"name": "now", "arguments": {}}]',
-    ToolFormat.MISTRAL_ARGS: "[TOOL_CALLS]now[ARGS]{}",
+    "hermes": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "llama": '{"name": "now", "parameters": {}}',
+    "mistral": '[TOOL_CALLS] [{"name": "now", "arguments": {}}]',
+    "mistral-args": "[TOOL_CALLS]now[ARGS]{}",
 }
 
 
@@ -73,9 +77,10 @@ def _allowed(state: GrammarState) -> np.ndarray[Any, Any]:
 
 async def plan(**fields: Any) -> OutputPlan:
     tools = {name: fields.pop(name) for name in ("tools", "tool_choice", "parallel_tool_calls") if name in fields}
-    kind = fields.pop("kind", ToolFormat.HERMES)
+    kind = fields.pop("kind", HERMES)
     form = answer_form(CompletionBody(prompt=["x"], **fields))
-    return await plan_output(tool_format=kind, compiler=GrammarCompiler(_checked_here), form=form, **tools)
+    choice = choose_tools(**tools)
+    return await plan_output(chat=kind, compiler=GrammarCompiler(_checked_here), form=form, choice=choice)
 
 
 async def _checked_here(grammar: GrammarSpec) -> None:
@@ -109,13 +114,14 @@ async def test_json_object_and_schema(vocabulary: GrammarTokenizer) -> None:
     assert takes(vocabulary, bound, "{}") == "refuses"
 
 
-@pytest.mark.parametrize("kind", list(ToolFormat))
-async def test_tools_in_every_familys_format(vocabulary: GrammarTokenizer, kind: ToolFormat) -> None:
-    call = CALLS[kind]
+@pytest.mark.parametrize("kind", [HERMES, LLAMA, MISTRAL, MISTRAL_ARGS], ids=lambda kind: kind.name)
+async def test_tools_in_every_familys_format(vocabulary: GrammarTokenizer, kind: ChatFormat) -> None:
+    call = CALLS[kind.name]
     other = call.replace("now", "weather").replace("{}", '{"city": "Rome"}')
     auto = await plan(kind=kind, tools=TOOLS, tool_choice="auto")
-    assert auto.tool_format is kind
-    assert len(auto.tools) == 2
+    assert auto.answer is not None
+    assert auto.answer.chat is kind
+    assert len(auto.answer.functions) == 2
     for text in (call, other, "Hello", ""):
         assert takes(vocabulary, auto.grammar, text) == "ends"
     assert takes(vocabulary, auto.grammar, call.replace("now", "never")) == "refuses"
@@ -124,39 +130,40 @@ async def test_tools_in_every_familys_format(vocabulary: GrammarTokenizer, kind:
     assert [takes(vocabulary, forced, text) for text in (call, other, "Hello")] == ["ends", "ends", "refuses"]
     named = await plan(kind=kind, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "weather"}})
     assert [takes(vocabulary, named.grammar, text) for text in (call, other)] == ["refuses", "ends"]
-    assert [tool["function"]["name"] for tool in named.tools] == ["weather"]
+    assert named.answer is not None
+    assert list(named.answer.functions) == ["weather"]
 
 
 async def test_parallel_calls_only_where_wanted(vocabulary: GrammarTokenizer) -> None:
-    twice = CALLS[ToolFormat.HERMES] + "\n" + CALLS[ToolFormat.HERMES]
+    twice = CALLS["hermes"] + "\n" + CALLS["hermes"]
     for several, result in ((True, "ends"), (None, "ends"), (False, "refuses")):
         grammar = (await plan(tools=TOOLS, tool_choice="required", parallel_tool_calls=several)).grammar
         assert takes(vocabulary, grammar, twice) == result
 
 
-@pytest.mark.parametrize("kind", list(ToolFormat))
-async def test_a_named_function_is_called_once(vocabulary: GrammarTokenizer, kind: ToolFormat) -> None:
-    call = CALLS[kind]
+@pytest.mark.parametrize("kind", [HERMES, LLAMA, MISTRAL, MISTRAL_ARGS], ids=lambda kind: kind.name)
+async def test_a_named_function_is_called_once(vocabulary: GrammarTokenizer, kind: ChatFormat) -> None:
+    call = CALLS[kind.name]
     named = (await plan(kind=kind, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "now"}})).grammar
     assert takes(vocabulary, named, call) == "ends"
     several = {
-        ToolFormat.HERMES: f"{call}\n{call}",
-        ToolFormat.LLAMA: f"{call}; {call}",
-        ToolFormat.MISTRAL: call.replace("}]", '}, {"name": "now", "arguments": {}}]'),
-        ToolFormat.MISTRAL_ARGS: call + call,
-    }[kind]
+        "hermes": f"{call}\n{call}",
+        "llama": f"{call}; {call}",
+        "mistral": call.replace("}]", '}, {"name": "now", "arguments": {}}]'),
+        "mistral-args": call + call,
+    }[kind.name]
     required = (await plan(kind=kind, tools=TOOLS, tool_choice="required")).grammar
     assert [takes(vocabulary, grammar, several) for grammar in (required, named)] == ["ends", "refuses"]
 
 
-@pytest.mark.parametrize("kind", list(ToolFormat))
-async def test_an_automatic_choice_ends_with_its_one_call(vocabulary: GrammarTokenizer, kind: ToolFormat) -> None:
-    call = CALLS[kind]
-    mark = "<|python_tag|>" if kind is ToolFormat.LLAMA else ""
+@pytest.mark.parametrize("kind", [HERMES, LLAMA, MISTRAL, MISTRAL_ARGS], ids=lambda kind: kind.name)
+async def test_an_automatic_choice_ends_with_its_one_call(vocabulary: GrammarTokenizer, kind: ChatFormat) -> None:
+    call = CALLS[kind.name]
+    mark = "<|python_tag|>" if kind is LLAMA else ""
     one = (await plan(kind=kind, tools=TOOLS, parallel_tool_calls=False)).grammar
     for text in (call, f"Let me see. {mark}{call}", "Hello", ""):
         assert takes(vocabulary, one, text) == "ends", text
-    between = {ToolFormat.LLAMA: "; ", ToolFormat.HERMES: "\n"}.get(kind, "")
+    between = {"llama": "; ", "hermes": "\n"}.get(kind.name, "")
     for text in (call + between + call, call + " bye"):
         assert takes(vocabulary, one, text) == "refuses", text
 
@@ -277,7 +284,7 @@ async def test_objects_that_name_their_keys_have_no_others(
     bound = [((await plan(**_schema(schema))).grammar, "{}")]
     if schema.get("type") != "array" and schema != {"type": "object"}:  # parameters are objects, of keys that are named
         tools = [{"type": "function", "function": {"name": "f", "parameters": {**schema}}}]
-        called = await plan(tools=tools, tool_choice="required", kind=ToolFormat.MISTRAL_ARGS)
+        called = await plan(tools=tools, tool_choice="required", kind=MISTRAL_ARGS)
         bound.append((called.grammar, "[TOOL_CALLS]f[ARGS]{}"))
     for grammar, around in bound:
         assert {takes(vocabulary, grammar, around.replace("{}", text)) for text in good} == {"ends"}
@@ -292,7 +299,7 @@ async def test_a_function_that_names_no_parameters_takes_none(
     vocabulary: GrammarTokenizer, parameters: dict[str, Any] | None
 ) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    grammar = (await plan(tools=tools, tool_choice="required", kind=ToolFormat.MISTRAL_ARGS)).grammar
+    grammar = (await plan(tools=tools, tool_choice="required", kind=MISTRAL_ARGS)).grammar
     assert takes(vocabulary, grammar, "[TOOL_CALLS]f[ARGS]{}") == "ends"
     assert takes(vocabulary, grammar, '[TOOL_CALLS]f[ARGS]{"argument"') == "refuses"
     assert takes(vocabulary, grammar, "[TOOL_CALLS]f[ARGS]null") == "refuses"
@@ -370,7 +377,7 @@ async def test_a_tool_that_is_too_hard_to_compile_is_named() -> None:
 
     bad = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"a": {"type": "nothing"}}}}}
     with pytest.raises(HttpProblem) as caught:
-        await plan_output(tools=[TOOLS[0], bad], tool_format=ToolFormat.HERMES, compiler=GrammarCompiler(check))
+        await plan_output(choice=choose_tools([TOOLS[0], bad]), chat=HERMES, compiler=GrammarCompiler(check))
     assert (caught.value.status, caught.value.param) == (400, "tools.0.function.parameters")
 
 
@@ -379,12 +386,13 @@ async def test_some_of_the_tools_may_be_allowed(vocabulary: GrammarTokenizer) ->
         tools = [{"type": "function", "function": {"name": name}} for name in names]
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
-    call = CALLS[ToolFormat.HERMES]
+    call = CALLS["hermes"]
     other = call.replace("now", "weather").replace("{}", '{"city": "Rome"}')
     for mode, said in (("auto", "ends"), ("required", "refuses")):
         some = await plan(tools=TOOLS, tool_choice=allowed(mode, "weather"))
         assert [takes(vocabulary, some.grammar, text) for text in (other, call, "Hello")] == ["ends", "refuses", said]
-        assert [tool["function"]["name"] for tool in some.tools] == ["weather"]
+        assert some.answer is not None
+        assert list(some.answer.functions) == ["weather"]
     twice = (await plan(tools=TOOLS, tool_choice=allowed("required", "weather", "now"))).grammar
     assert takes(vocabulary, twice, f"{call}\n{other}") == "ends"
     for bad, param in (

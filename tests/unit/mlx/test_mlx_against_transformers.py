@@ -15,8 +15,11 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import torch
 import transformers
 
-from edgepipe.model.facts import ModelConfig, Rope
-from tests.support.mlx_models import Chain, Float32s, MemorySource, cpu_options, row, tensor_shapes, tiny_config
+from edgepipe.model.facts import ModelConfig
+from edgepipe.model.layer_spec import Rope
+from edgepipe.model.layout import model_tensors
+from edgepipe.model.uniform import uniform_shape
+from tests.support.mlx_models import Chain, Float32s, MemorySource, cpu_options, row, tiny_config
 
 NUM_TOKENS = 40
 LLAMA3 = Rope(
@@ -163,19 +166,20 @@ CASES = [
 
 def reference(config: ModelConfig, case: Case, tokens: list[int]) -> tuple[Float32s, dict[str, Float32s]]:
     """transformers' logits [T, V] in float32, and the weights that it drew."""
-    name = config.architecture.capitalize()
+    name, shape = config.architecture.capitalize(), uniform_shape(config)
+    assert shape is not None
     arguments = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.context_length,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tied_embeddings,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta} | case.rope,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.context_length,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "tie_word_embeddings": shape.tied_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope.theta} | case.rope,
         "attn_implementation": "eager",
     }
     settings = getattr(transformers, f"{name}Config")(**(arguments | case.extra))
@@ -186,7 +190,7 @@ def reference(config: ModelConfig, case: Case, tokens: list[int]) -> tuple[Float
             parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in parameter_name))
         logits = model(torch.tensor([tokens])).logits[0].numpy()
     state = model.state_dict()
-    return logits, {key: state[key].numpy().copy() for key in tensor_shapes(config)}
+    return logits, {key: state[key].numpy().copy() for key in model_tensors(config)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -20,10 +20,17 @@ PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, 97, 45)]
 OTHER = [int(token) for token in np.random.default_rng(4).integers(0, 97, 30)]
 
 
+@pytest.fixture(params=["auto", "8bit"], ids=["float KV", "8-bit KV"])
+def kv(request: pytest.FixtureRequest) -> str:
+    form: str = request.param
+    return form
+
+
 @pytest.fixture(params=[tiny_config(), WINDOWED], ids=["full", "windowed"])
-def chain(request: pytest.FixtureRequest) -> Iterator[Chain]:
+def chain(request: pytest.FixtureRequest, kv: str) -> Iterator[Chain]:
     config: ModelConfig = request.param
-    made = Chain(MemorySource(config, random_weights(config)), ranges=[(0, 1), (1, 3)])
+    source = MemorySource(config, random_weights(config))
+    made = Chain(source, ranges=[(0, 1), (1, 3)], options=cpu_options(kv=kv))
     yield made
     made.backend.close()
 
@@ -96,9 +103,9 @@ def test_a_reused_block_forgets_its_former_sequence(chain: Chain) -> None:
     assert_same(chain.run(OTHER, [row(0, 30, (0, 2))]), expected)
 
 
-def test_steps_write_into_the_pool_and_do_not_copy_it() -> None:
+def test_steps_write_into_the_pool_and_do_not_copy_it(kv: str) -> None:
     config = tiny_config()
-    chain = Chain(MemorySource(config, random_weights(config)), num_blocks=4096)
+    chain = Chain(MemorySource(config, random_weights(config)), options=cpu_options(kv=kv), num_blocks=4096)
     pool_bytes = 4096 * chain.backend.kv_block_bytes(config, chain.slices, 16) // config.num_layers
     chain.run(PROMPT[:8], [row(0, 8, (100, 3))], logit_rows=[])
     before = mx.get_active_memory()

@@ -11,26 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 mx: Any = pytest.importorskip("mlx.core")
-pytest.importorskip("mlx_lm")
 
-from edgepipe_mlx import MlxBackend  # noqa: E402
-from edgepipe_mlx.packed_kv import encode  # noqa: E402
+from edgepipe_mlx.device import configure  # noqa: E402
+from edgepipe_mlx.packed_kv import PackedKVStorage, encode  # noqa: E402
 
-from edgepipe.backend.types import BackendOptions  # noqa: E402
-from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
-from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
-from tests.support.steps import make_step, run_step, step_row, token_ids  # noqa: E402
+from edgepipe.backend.step_layout import lay_out_step  # noqa: E402
+from tests.support.mlx_models import Chain, MemorySource, cpu_options, random_weights, row, tiny_config  # noqa: E402
+from tests.support.steps import make_step, step_row  # noqa: E402
 
-CONFIG = tiny_config()
-SLICES = make_slices([LayerRange(0, CONFIG.num_layers)], CONFIG.num_layers)
-PROMPT = np.random.default_rng(5).integers(0, CONFIG.vocab_size, 60).tolist()
 HEADS = arrays.arrays(np.float32, (2, 3, 8), elements=st.floats(-6e4, 6e4, width=32))
-
-
-def loaded(kv: str) -> MlxBackend:
-    backend = MlxBackend(BackendOptions(device="cpu", settings={"kv": kv}))
-    backend.load(SLICES, TinyWeights(CONFIG), lambda _progress: None)
-    return backend
 
 
 @given(HEADS)
@@ -38,6 +27,20 @@ def test_a_value_is_rounded_by_at_most_half_a_scale(values: np.ndarray) -> None:
     codes, scales = (np.array(made).astype(np.float64) for made in encode(mx.array(values)))
     assert (np.abs(codes * scales - values) <= scales * 0.5000001).all()
     assert np.abs(codes).max() <= 127
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
+def test_values_read_are_rounded_once(dtype: Any) -> None:
+    configure(mx.Device(mx.cpu))
+    pool = PackedKVStorage(num_kv_heads=2, head_dim=8, num_blocks=4, block_size=16, dtype=dtype)
+    keys, values = mx.random.normal((2, 20, 2, 1, 8), key=mx.random.key(0))
+    pool.write(mx.arange(16, 36), keys, values)
+    layout = lay_out_step(make_step([step_row(16, 4, (1, 2))]), block_size=16, num_blocks=4, dtype=np.int32)
+    for written, found in zip((keys, values), pool.read(layout.rows[0], 3, None), strict=True):
+        codes, scales = encode(written[3:20].squeeze(2).swapaxes(0, 1))
+        expected = (codes.astype(mx.float32) * scales.astype(mx.float32)).astype(dtype)
+        assert found.dtype == dtype
+        assert mx.array_equal(found[0], expected)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
@@ -49,19 +52,27 @@ def test_a_head_beyond_the_scales_is_seen_and_no_other(bad: float) -> None:
 
 
 def test_a_pool_takes_the_bytes_that_the_planner_counts() -> None:
-    backend = loaded("8bit")
-    backend.allocate_kv(num_blocks=1, block_size=16)
+    config = tiny_config()
+    chain = Chain(MemorySource(config, random_weights(config)), options=cpu_options(kv="8bit"), num_blocks=1)
     before = mx.get_active_memory()
-    backend.allocate_kv(num_blocks=1001, block_size=16)
+    chain.backend.allocate_kv(num_blocks=1001, block_size=16)
     grown = mx.get_active_memory() - before
-    assert grown == pytest.approx(1000 * backend.kv_block_bytes(CONFIG, SLICES, 16), rel=0.02)
+    assert grown == pytest.approx(1000 * chain.backend.kv_block_bytes(config, chain.slices, 16), rel=0.02)
 
 
-def test_logits_are_near_those_of_float_kv() -> None:
+@pytest.mark.parametrize("windows", [(), (None, 7, 20)], ids=["full", "windowed"])
+def test_logits_are_near_those_of_float_kv(windows: tuple[int | None, ...]) -> None:
+    """A step of two sequences, one of them scattered, after a step that filled their first blocks."""
+    config = tiny_config(sliding_windows=windows, head_dim=32)
+    prompts = np.random.default_rng(5).integers(0, config.vocab_size, (2, 45)).tolist()
     results: list[np.ndarray] = []
     for kv in ("auto", "8bit"):
-        backend = loaded(kv)
-        backend.allocate_kv(num_blocks=4, block_size=16)
-        results.append(run_step(backend, make_step([step_row(0, 60, (0, 4))]), token_ids(PROMPT)))
+        chain = Chain(MemorySource(config, random_weights(config)), options=cpu_options(kv=kv))
+        tables = [((0, 3),), ((9, 1), (2, 1), (5, 1))]
+        for start, end in ((0, 40), (40, 45)):
+            rows = [row(start, end - start, *table, sequence=n) for n, table in enumerate(tables)]
+            found = chain.run([token for prompt in prompts for token in prompt[start:end]], rows)
+        results.append(found)
+        chain.backend.close()
     exact, found = results
     assert 0 < np.sqrt(((found - exact) ** 2).mean()) <= 0.04 * exact.std()

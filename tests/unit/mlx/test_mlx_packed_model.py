@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,10 +21,12 @@ from edgepipe.backend.types import BackendOptions
 from edgepipe.errors import ConfigInvalid
 from edgepipe.model.dequantise import as_bf16_bits, widen_bf16
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.model.layer_spec import Experts, Router
 from edgepipe.model.packed import Packed
-from edgepipe.model.resident import WIDE, resident_bytes
+from edgepipe.model.resident import WIDE, slice_bytes
 from edgepipe.model.store import StoredModel
 from edgepipe.model.tensors import RawTensor, WeightSource
+from edgepipe.model.weight_table import table_of
 from tests.support.golden_ids import items
 from tests.support.mlx_models import Chain, Float32s, MemorySource, cpu_options, random_weights, row, tiny_config
 from tests.support.numerics_harness import Pipeline
@@ -34,7 +37,7 @@ RING_STEPS = 5
 PACKED_GAP = 0.25  # moves of a gap stay below, in the ring of a wide and a packed half
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
-EXACT_MIX = {"q_proj.weight": "Q4_K", "k_proj.weight": "Q5_K", "v_proj.weight": "Q8_0", "o_proj.weight": "Q5_1"}
+EXACT_MIX = {"q_proj.weight": "Q4_K", "k_proj.weight": "Q5_K", "v_proj.weight": "Q8_0", "o_proj.weight": "NVFP4"}
 EXACT_MIX |= {"gate_proj.weight": "Q4_1", "up_proj.weight": "IQ4_XS", "down_proj.weight": "MXFP4", "": "Q4_0"}
 ROUNDED_MIX = {"q_proj.weight": "Q6_K", "v_proj.weight": "Q3_K", "down_proj.weight": "Q2_K", "": "Q6_K"}
 
@@ -43,6 +46,15 @@ def packed_config(**changes: object) -> ModelConfig:
     """A model whose matrices have inputs for blocks of 256."""
     facts: dict[str, object] = {"hidden_size": HIDDEN, "intermediate_size": 512, "num_heads": 8, "head_dim": 32}
     return tiny_config(**(facts | changes))
+
+
+def expert_config() -> ModelConfig:
+    """Experts in the outer layers, with a shared one and a bias for choosing."""
+    config = packed_config(qkv_bias=True)
+    router = Router(score="sigmoid", correction=True, bias=True)
+    experts = Experts(count=3, used=2, inner=512, router=router, bias=True, shared_inner=256, shared_gated=True)
+    outer, middle = replace(config.layers[0], dense=None, experts=experts), config.layers[1]
+    return replace(config, layers=(outer, middle, outer))
 
 
 def logits(source: WeightSource, *, weights: str = "auto", dtype: str = "float32") -> Float32s:
@@ -91,18 +103,21 @@ def test_models_of_floats_have_one_path() -> None:
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "wide"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "with a head"])
-def test_a_slices_memory_is_what_the_planner_expects(packed: bool, dtype: str, tied: bool) -> None:
-    config = packed_config(tied_embeddings=tied, qkv_bias=True)
+@pytest.mark.parametrize(
+    "config",
+    [packed_config(tied_embeddings=True, qkv_bias=True), packed_config(qkv_bias=True), expert_config()],
+    ids=["tied", "with a head", "experts"],
+)
+def test_a_slices_memory_is_what_the_planner_expects(packed: bool, dtype: str, config: ModelConfig) -> None:
     source = PackedTinyModel(config, EXACT_MIX | ROUNDED_MIX | {"embed_tokens.weight": "Q8_0"})
     [part] = make_slices([LayerRange(0, 3)], 3)
-    types = WeightTypes(dtype=DTYPES[dtype], packed=packed, arithmetic=mx.float32, inputs_first=False)
+    types = WeightTypes(dtype=DTYPES[dtype], packed=packed, in_float32=True, inputs_first=False)
     mx.clear_cache()
     before = mx.get_active_memory()
     with mx.stream(mx.Device(mx.cpu)):
         shard = load_shard([part], source, types, lambda _progress: None)
     kind = "mlx" if packed else WIDE
-    expected = sum(resident_bytes(info.form, info.shape, kind=kind, dtype=dtype) for info in source.weights(part))
+    expected = slice_bytes(config, table_of(source.weights(part)), part, kind=kind, dtype=dtype)
     assert shard.num_bytes == expected
     assert expected <= mx.get_active_memory() - before <= 1.02 * expected + 100_000  # allocations are rounded up
 
@@ -123,11 +138,12 @@ class WatchedModel(PackedTinyModel):
         return weight
 
 
-def test_a_weights_stored_form_is_freed_before_the_next() -> None:
-    source = WatchedModel(packed_config(intermediate_size=4096), EXACT_MIX | ROUNDED_MIX)
+@pytest.mark.parametrize("config", [packed_config(intermediate_size=4096), expert_config()], ids=["dense", "experts"])
+def test_a_weights_stored_form_is_freed_before_the_next(config: ModelConfig) -> None:
+    source = WatchedModel(config, EXACT_MIX | ROUNDED_MIX)
     [part] = make_slices([LayerRange(0, 3)], 3)
     largest = max(info.num_bytes for info in source.weights(part))
-    types = WeightTypes(dtype=mx.bfloat16, packed=True, arithmetic=mx.float32, inputs_first=False)
+    types = WeightTypes(dtype=mx.bfloat16, packed=True, in_float32=True, inputs_first=False)
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -144,7 +160,7 @@ def test_laying_out_takes_little_more_than_its_result(scheme: str) -> None:
     assert wanted is not None
     tracemalloc.start()
     try:
-        planes = lay_out(packed, wanted, bf16=True)
+        planes = lay_out(packed, wanted, narrow=True)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

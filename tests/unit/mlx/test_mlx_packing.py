@@ -12,14 +12,15 @@ import pytest
 pytest.importorskip("mlx.core", reason="MLX is not installed")
 
 import mlx.core as mx
-from edgepipe_mlx.matrices import PackedLinear, PackedMatrix
+from edgepipe_mlx.device import configure
+from edgepipe_mlx.matrices import Linear, PackedMatrix
 from edgepipe_mlx.packing import lay_out, mlx_form, pack_bits, widened_bf16
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgepipe.model.dequantise import as_bf16_bits, widen_bf16
+from edgepipe.model.dequantise import as_bf16_bits, round_to_bf16, widen_bf16
 from edgepipe.model.packed import GroupValues, Packed, split_planes
-from edgepipe.model.packed_form import CODEBOOKS, PackedForm
+from edgepipe.model.packed_form import CODEBOOKS, MXFP8_FORM, NVFP4_FORM, PackedForm
 from edgepipe.model.resident import resident_bytes
 from tests.support.packed_models import EXACT, QUANTISED, random_packed, random_raw
 
@@ -37,10 +38,12 @@ OTHERS = {
     "W4A16 per row": form(4, INPUTS, offset="zero"),
     "int8 per row": form(8, INPUTS, base_bits=32, offset="zeros"),
     "MLX 4": form(4, 64, offset="added"),
+    "MLX 4, bf16": form(4, 64, offset="added"),
     "MLX 6": form(6, 64, offset="added"),
     "MLX 8": form(8, 32, offset="added"),
     "4 bits, groups of 16": form(4, 16, offset="added"),
     "NF4": form(4, 64, base_bits=32, codebook="nf4"),
+    "MXFP8": MXFP8_FORM,
     "FP8 block": form(8, 128, base_bits=32, codebook="e4m3"),
     "FP8 act-order": form(8, 64, base_bits=32, codebook="e4m3", ordered=True),
 }
@@ -48,29 +51,31 @@ OTHERS = {
 
 FORMS = (*QUANTISED, *OTHERS)
 
-EIGHT_BITS = 0.00395  # half a step of 255 that reach from minus to plus the largest value; in bf16 they reach farther
-EIGHT_BITS_BF16 = 0.00399
+EIGHT_BITS = 0.00395  # half a step of 255 that reach from minus to plus the largest value
 BOUNDS: dict[str, tuple[float, float]] = {
-    # largest error as a part of the largest value of 32 neighbours: scales in float32, in bf16
-    "Q4_0": (0, 2**-8),
-    "Q4_1": (0, 2**-7),
-    "Q4_K": (0, 2**-7),
-    "Q5_0": (0, 2**-8),
-    "Q5_1": (0, 2**-7),
-    "Q5_K": (0, 2**-7),
-    "Q8_0": (0, 2**-8),
-    "IQ4_NL": (0, 2**-8),
-    "IQ4_XS": (0, 2**-8),
+    # largest error as a part of the largest value of 32 neighbours: scales in float32, in 16 bits
+    "Q4_0": (0, 0),
+    "Q4_1": (0, 0),
+    "Q4_K": (0, 2**-9),
+    "Q5_0": (0, 0),
+    "Q5_1": (0, 0),
+    "Q5_K": (0, 2**-9),
+    "Q8_0": (0, 0),
+    "IQ4_NL": (0, 0),
+    "IQ4_XS": (0, 2**-11),
     "MXFP4": (0, 0),
-    "TQ1_0": (0, 2**-8),
-    "TQ2_0": (0, 2**-8),
-    "AWQ": (0, 2**-7),
-    "GPTQ act-order": (0, 2**-7),
-    "W4A16 per row": (0, 2**-8),
-    "int8 per row": (2**-22, 2**-7),
-    "MLX 4": (0, 2**-7),
-    "MLX 6": (0, 2**-7),
-    "MLX 8": (0, 2**-7),
+    "MXFP8": (0, 0),
+    "NVFP4": (0, 0),
+    "TQ1_0": (0, 0),
+    "TQ2_0": (0, 0),
+    "AWQ": (0, 2**-11),
+    "GPTQ act-order": (0, 2**-11),
+    "W4A16 per row": (0, 0),
+    "int8 per row": (2**-22, 2**-10),
+    "MLX 4": (0, 0),
+    "MLX 4, bf16": (0, 0),
+    "MLX 6": (0, 0),
+    "MLX 8": (0, 0),
 }
 """By form; forms that are not listed are rounded to 8 bits: ``EIGHT_BITS`` in both."""
 
@@ -78,7 +83,20 @@ BOUNDS: dict[str, tuple[float, float]] = {
 def made(name: str, shape: tuple[int, int] = (ROWS, INPUTS)) -> Packed:
     """A weight of a GGUF type, or of one of ``OTHERS``."""
     rng = np.random.default_rng(0)
-    return random_packed(name, shape, rng) if name in QUANTISED else _by_hand(OTHERS[name], shape, rng)
+    if name in QUANTISED:
+        return random_packed(name, shape, rng)
+    packed = _by_hand(OTHERS[name], shape, rng)
+    if name == "MXFP8":
+        exponents = rng.integers(112, 122, packed.scale.base.shape).astype(np.uint16)
+        return replace(packed, scale=GroupValues(base=exponents << np.uint16(7)))
+    return _in_bf16(packed) if name.endswith("bf16") else packed
+
+
+def _in_bf16(packed: Packed) -> Packed:
+    """Return the weight with a scale and an offset that bf16 holds."""
+    assert packed.offset is not None
+    scale, offset = (GroupValues(base=round_to_bf16(each.float32())) for each in (packed.scale, packed.offset))
+    return replace(packed, scale=scale, offset=offset)
 
 
 def _by_hand(kind: PackedForm, shape: tuple[int, int], rng: np.random.Generator) -> Packed:
@@ -110,6 +128,7 @@ def _by_hand(kind: PackedForm, shape: tuple[int, int], rng: np.random.Generator)
 
 @pytest.fixture(autouse=True)
 def on_the_cpu() -> Iterator[None]:
+    configure(mx.Device(mx.cpu))
     with mx.stream(mx.Device(mx.cpu)):
         yield
 
@@ -117,8 +136,8 @@ def on_the_cpu() -> Iterator[None]:
 def matrix(packed: Packed, dtype: mx.Dtype = mx.float32) -> PackedMatrix:
     wanted = mlx_form(packed.form, packed.shape[1])
     assert wanted is not None
-    planes = lay_out(packed, wanted, bf16=dtype == mx.bfloat16)
-    return PackedMatrix(planes, dtype=dtype, arithmetic=mx.float32)
+    planes = lay_out(packed, wanted, narrow=dtype == mx.bfloat16)
+    return PackedMatrix(planes, dtype=dtype, in_float32=True)
 
 
 def error_of(got: Values, packed: Packed) -> float:
@@ -134,9 +153,9 @@ def test_values_keep_the_bounds_of_their_form(name: str) -> None:
     packed = made(name)
     wanted = mlx_form(packed.form, INPUTS)
     assert wanted is not None
-    for bf16, bound in zip((False, True), BOUNDS.get(name, (EIGHT_BITS, EIGHT_BITS_BF16)), strict=True):
-        planes = lay_out(packed, wanted, bf16=bf16)
-        weight = PackedMatrix(planes, dtype=mx.float32, arithmetic=mx.float32)  # rows are not rounded again
+    for narrow, bound in zip((False, True), BOUNDS.get(name, (EIGHT_BITS, EIGHT_BITS)), strict=True):
+        planes = lay_out(packed, wanted, narrow=narrow)
+        weight = PackedMatrix(planes, dtype=mx.float32, in_float32=True)  # rows are not rounded again
         assert error_of(np.array(weight.rows(mx.arange(ROWS))), packed) <= bound
 
 
@@ -148,11 +167,40 @@ def test_products_are_those_of_the_rows(name: str, dtype: mx.Dtype) -> None:
     x = mx.random.normal((5, INPUTS), key=mx.random.key(1)).astype(dtype)
     got = np.array(weight.multiply(x).astype(mx.float32))
     expected = np.array(x.astype(mx.float32)) @ packed.float32().T
-    bound = BOUNDS.get(name, (EIGHT_BITS, EIGHT_BITS_BF16))[dtype == mx.bfloat16]
+    bound = BOUNDS.get(name, (EIGHT_BITS, EIGHT_BITS))[dtype == mx.bfloat16]
     assert weight.multiply(x).dtype == dtype
     size = float(np.abs(packed.float32()).max()) * INPUTS**0.5
-    rounding = 1e-6 if dtype == mx.float32 else 2**-8
+    rounding = 1e-6 if dtype == mx.float32 else 2**-8 + 2**-11  # to float16, then to bf16
     np.testing.assert_allclose(got, expected, rtol=rounding, atol=(4 * bound + 1e-6) * size)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("Q4_0", "float16"), ("Q4_K", "float16"), ("MLX 4, bf16", "uint16")])
+def test_16_bit_scales_have_the_type_that_loses_less(name: str, kept: str) -> None:
+    packed = made(name)
+    wanted = mlx_form(packed.form, INPUTS)
+    assert wanted is not None
+    planes = lay_out(packed, wanted, narrow=True)
+    assert planes.biases is not None
+    assert planes.scales.dtype == planes.biases.dtype == kept
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_scales_beyond_float16_are_kept(name: str) -> None:
+    packed = made(name)
+    scale = GroupValues(base=np.full_like(packed.scale.base, 30000), factor=packed.scale.factor)
+    large = replace(packed, scale=scale)
+    got = np.array(matrix(large, mx.bfloat16).rows(mx.arange(ROWS)).astype(mx.float32))
+    assert error_of(got, large) <= 2**-6
+
+
+@pytest.mark.parametrize("largest", [0.01, 1.0, 1e4, 1e6])
+def test_products_in_float16_take_inputs_of_any_size(largest: float) -> None:
+    packed = made("Q4_K")
+    weight = matrix(packed, mx.bfloat16)
+    x = (largest * mx.random.uniform(-1, 1, (3, INPUTS), key=mx.random.key(2))).astype(mx.bfloat16)
+    expected = np.array(x.astype(mx.float32)) @ packed.float32().T
+    got = np.array(weight.multiply(x).astype(mx.float32))
+    np.testing.assert_allclose(got, expected, rtol=2**-8, atol=2**-10 * float(np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -178,7 +226,7 @@ def test_a_projection_adds_its_bias() -> None:
     weight, bias = matrix(made("Q4_K")), mx.arange(ROWS).astype(mx.float32)
     x = mx.ones((1, 3, INPUTS))
     np.testing.assert_array_equal(
-        np.array(PackedLinear(weight, bias)(x)), np.array(PackedLinear(weight, None)(x) + bias)
+        np.array(Linear(weight, bias).multiply(x)), np.array(Linear(weight, None).multiply(x) + bias)
     )
 
 
@@ -191,11 +239,19 @@ def test_every_exponent_of_mxfp4_is_kept() -> None:
     np.testing.assert_array_equal(np.array(matrix(packed).rows(mx.arange(126))), packed.float32())
 
 
-def test_scales_of_mxfp4_that_are_no_power_of_two_are_refused() -> None:
-    packed = made("MXFP4")
-    scale = GroupValues(base=np.full((ROWS, INPUTS // 32), 0.3, np.float32))
-    with pytest.raises(ValueError, match="power of two"):
-        matrix(replace(packed, scale=scale))
+def test_every_scale_of_nvfp4_is_kept() -> None:
+    scale = CODEBOOKS["e4m3"][:126].astype(np.float16).reshape(63, 2)
+    low, _ = split_planes(np.tile(np.arange(16, dtype=np.uint8), (63, 2)), 4)
+    packed = Packed(name="w", shape=(63, 32), form=NVFP4_FORM, low=low, high=None, scale=GroupValues(base=scale))
+    np.testing.assert_array_equal(np.array(matrix(packed).rows(mx.arange(63))), packed.float32())
+
+
+@pytest.mark.parametrize(("name", "scale"), [("MXFP4", 0.3), ("MXFP8", 0.3), ("NVFP4", 0.3), ("NVFP4", 500.0)])
+def test_scales_that_mlx_cannot_hold_are_refused(name: str, scale: float) -> None:
+    packed = made(name)
+    values = np.full((ROWS, packed.num_groups), scale, np.float32)
+    with pytest.raises(ValueError, match="a scale of 'w' is no"):
+        matrix(replace(packed, scale=GroupValues(base=values)))
 
 
 def test_inputs_that_mlx_cannot_group_stay_floats() -> None:

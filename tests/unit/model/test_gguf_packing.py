@@ -68,6 +68,15 @@ def test_any_blocks_are_exact_or_refused(scheme: str, data: st.DataObject) -> No
 
 
 @pytest.mark.parametrize("scheme", EXACT)
+def test_a_single_block_stays_as_it_is(scheme: str) -> None:
+    shape = (1, BLOCKS_BY_NAME[scheme].block_values)
+    data = random_blocks(scheme, shape, np.random.default_rng(5))
+    before = data.copy()
+    pack_gguf(raw(scheme, shape, data))
+    assert np.array_equal(data, before)
+
+
+@pytest.mark.parametrize("scheme", EXACT)
 def test_a_weight_of_many_chunks_is_whole(scheme: str) -> None:
     shape = (256, 4096)
     data = random_blocks(scheme, shape, np.random.default_rng(5))

@@ -16,6 +16,7 @@ from edgepipe.model.config import gguf_config, hf_config, read_hf_config
 from edgepipe.model.config_json import config_from_json, config_to_json
 from edgepipe.model.gguf_header import read_gguf_header
 from tests.support.model_files import hf_values, smollm2_gguf
+from tests.support.shapes import flat
 
 QWEN2 = ["Qwen2ForCausalLM"]
 QWEN3 = ["Qwen3ForCausalLM"]
@@ -101,26 +102,28 @@ def test_what_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
 
 def test_llama_with_defaults() -> None:
     config = hf_config(hf_values(num_key_value_heads=None))
-    assert (config.architecture, config.num_kv_heads, config.head_dim) == ("llama", 4, 8)
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (False,) * 4
-    assert config.sliding_windows == ()
-    assert config.rope.scaling == "default"
+    assert (config.architecture, flat(config).num_kv_heads, flat(config).head_dim) == ("llama", 4, 8)
+    assert (flat(config).qkv_bias, flat(config).output_bias, flat(config).mlp_bias, flat(config).qk_norm) == (
+        False,
+    ) * 4
+    assert flat(config).sliding_windows == ()
+    assert flat(config).rope.scaling == "default"
     assert (config.eos_token_ids, config.bos_token_id) == ((2,), 1)
 
 
 def test_llama_biases_and_a_head_size_of_its_own() -> None:
     config = hf_config(hf_values(attention_bias=True, mlp_bias=True, head_dim=20, tie_word_embeddings=True))
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (True, True, True)
-    assert (config.head_dim, config.tied_embeddings) == (20, True)
+    assert (flat(config).qkv_bias, flat(config).output_bias, flat(config).mlp_bias) == (True, True, True)
+    assert (flat(config).head_dim, config.tied_embeddings) == (20, True)
 
 
 def test_mistral_slides_everywhere_unless_told_not_to() -> None:
-    assert hf_config(hf_values(architectures=MISTRAL, sliding_window=16)).sliding_windows == (16,) * 3
-    assert hf_config(hf_values(architectures=MISTRAL)).sliding_windows == ()
+    assert flat(hf_config(hf_values(architectures=MISTRAL, sliding_window=16))).sliding_windows == (16,) * 3
+    assert flat(hf_config(hf_values(architectures=MISTRAL))).sliding_windows == ()
 
 
 def test_a_window_as_large_as_the_context_is_none() -> None:
-    assert hf_config(hf_values(architectures=MISTRAL, sliding_window=128)).sliding_windows == ()
+    assert flat(hf_config(hf_values(architectures=MISTRAL, sliding_window=128))).sliding_windows == ()
 
 
 @pytest.mark.parametrize(
@@ -142,14 +145,19 @@ def test_a_window_as_large_as_the_context_is_none() -> None:
     ],
 )
 def test_qwen_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    assert hf_config(hf_values(architectures=QWEN2, **changes)).sliding_windows == windows
+    assert flat(hf_config(hf_values(architectures=QWEN2, **changes))).sliding_windows == windows
 
 
 def test_qwen2_and_qwen3_differ_in_biases_and_norms() -> None:
     two = hf_config(hf_values(architectures=QWEN2, attention_bias=True))
-    three = hf_config(hf_values(architectures=QWEN3, head_dim=None))
-    assert (two.qkv_bias, two.output_bias, two.qk_norm) == (True, False, False)
-    assert (three.qkv_bias, three.output_bias, three.qk_norm, three.head_dim) == (False, False, True, 128)
+    three = flat(hf_config(hf_values(architectures=QWEN3, head_dim=None)))
+    assert (flat(two).qkv_bias, flat(two).output_bias, flat(two).qk_norm) == (True, False, False)
+    assert (three.qkv_bias, three.output_bias, three.qk_norm, three.head_dim) == (
+        False,
+        False,
+        True,
+        128,
+    )
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -162,14 +170,14 @@ def test_both_spellings_of_rope(key: str) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
-    rope = hf_config(hf_values(**{key: llama3})).rope
+    rope = flat(hf_config(hf_values(**{key: llama3}))).rope
     assert (rope.theta, rope.scaling, rope.factor, rope.original_context) == (500000.0, "llama3", 8.0, 64)
 
 
 def test_rope_parameters_nested_per_layer_type() -> None:
     same = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
     nested = {"full_attention": same, "sliding_attention": dict(same)}
-    assert hf_config(hf_values(rope_parameters=nested)).rope.theta == 1e6
+    assert flat(hf_config(hf_values(rope_parameters=nested))).rope.theta == 1e6
     nested["full_attention"] = {**same, "factor": 4.0}
     with pytest.raises(ModelInvalid, match="rope_parameters"):
         hf_config(hf_values(rope_parameters=nested))
@@ -177,7 +185,7 @@ def test_rope_parameters_nested_per_layer_type() -> None:
 
 def test_the_other_scalings() -> None:
     def rope(**scaling: Any):
-        return hf_config(hf_values(rope_scaling=scaling)).rope
+        return flat(hf_config(hf_values(rope_scaling=scaling))).rope
 
     assert rope(type="linear", factor=2).factor == 2.0
     assert rope(type="dynamic", factor=2.0).original_context == 128
@@ -195,9 +203,9 @@ def test_eos_ids_come_from_both_files() -> None:
 def test_the_real_gguf_metadata(tmp_path: Path) -> None:
     header = read_gguf_header(smollm2_gguf(tmp_path))
     config = gguf_config(header.metadata, {"token_embd.weight": (49152, 576)})
-    assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
-    assert (config.intermediate_size, config.context_length, config.rope.theta) == (1536, 8192, 100000.0)
-    assert (config.tied_embeddings, config.head_dim, config.eos_token_ids) == (True, 64, (2,))
+    assert (config.num_layers, config.hidden_size, flat(config).num_heads, flat(config).num_kv_heads) == (30, 576, 9, 3)
+    assert (flat(config).intermediate_size, config.context_length, flat(config).rope.theta) == (1536, 8192, 100000.0)
+    assert (config.tied_embeddings, flat(config).head_dim, config.eos_token_ids) == (True, 64, (2,))
 
 
 json_values = st.recursive(

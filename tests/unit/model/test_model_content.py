@@ -26,6 +26,7 @@ from edgepipe.model.manifest import CARD_FILE, TOKENIZER_FILE, FileEntry, Manife
 from edgepipe.model.store import ModelStore, StoredModel
 from edgepipe.model.tokenizer import Tokenizer
 from tests.support.model_files import TOKENS, adopt, gguf_text, metadata_of, names, source_folder
+from tests.support.shapes import flat
 
 Values = dict[str, Any]
 
@@ -137,6 +138,7 @@ def test_what_a_library_may_read_differently_is_not_taken_for_the_same(spelled: 
 
 def changed_card(card: ModelCard) -> list[ModelCard]:
     """Cards that change what a prompt or an answer means."""
+    shape = flat(card.config)
     return [
         replace(card, template=replace(card.template, sources={"default": "evil"})),
         replace(card, template=replace(card.template, sources={**card.template.sources, "tool_use": "evil"})),
@@ -144,7 +146,7 @@ def changed_card(card: ModelCard) -> list[ModelCard]:
         replace(card, config=replace(card.config, eos_token_ids=(4,))),
         replace(card, config=replace(card.config, bos_token_id=None)),
         replace(card, config=replace(card.config, context_length=64)),
-        replace(card, config=replace(card.config, rope=replace(card.config.rope, factor=2.0))),
+        replace(card, config=replace(shape, rope=replace(shape.rope, factor=2.0)).config()),
         replace(card, sampling={"temperature": 0.6}),
     ]
 

@@ -27,6 +27,7 @@ from tests.support.model_files import (
     smollm2_gguf,
     write_gguf,
 )
+from tests.support.shapes import flat
 
 U32, STRING, ARRAY = 4, 8, 9
 HUGE = 1 << 63
@@ -149,9 +150,9 @@ def test_what_a_converter_wrote_is_read_back(architecture: str, tied: bool, tmp_
     weights = open_weights(write_gguf(tmp_path / "m.gguf", tensors, config, architecture=architecture))
     assert weights.config.architecture == architecture
     assert weights.config.tied_embeddings is tied
-    assert weights.config.qkv_bias is config.qkv_bias
-    assert weights.config.qk_norm is config.qk_norm
-    assert weights.config.head_dim == 16
+    assert flat(weights.config).qkv_bias is flat(config).qkv_bias
+    assert flat(weights.config).qk_norm is flat(config).qk_norm
+    assert flat(weights.config).head_dim == 16
     assert weights.config.eos_token_ids == (2,)
     assert set(weights.infos) == set(tensors)
     for name, tensor in tensors.items():
@@ -175,7 +176,7 @@ def test_llama3_factors_become_factors_per_pair(tmp_path: Path) -> None:
     config = hf_config(hf_values())
     factors = np.array([1.0, 2.0, 4.0, 8.0], np.float32)
     path = write_gguf(tmp_path / "m.gguf", random_tensors(config), config, extra={"rope_freqs.weight": factors})
-    rope = open_weights(path).config.rope
+    rope = flat(open_weights(path).config).rope
     assert rope.scaling == "longrope"
     assert rope.attention_factor == 1.0
     assert rope.short_factor == rope.long_factor == (1.0, 2.0, 4.0, 8.0)
@@ -194,10 +195,10 @@ def test_a_truncated_file_is_an_error_when_a_tensor_is_read(tmp_path: Path) -> N
 
 def test_other_architectures_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    path.write_bytes(gguf_bytes(entries=(gguf_entry("general.architecture", STRING, gguf_string("gemma3")),)))
+    path.write_bytes(gguf_bytes(entries=(gguf_entry("general.architecture", STRING, gguf_string("starcoder2")),)))
     with pytest.raises(ArchitectureUnsupported) as caught:
         open_weights(path)
-    assert "Qwen3ForCausalLM" in caught.value.fact
+    assert "qwen3, " in caught.value.fact
     assert len(caught.value.lines()) == 3
 
 

@@ -232,6 +232,59 @@ def test_an_unreadable_format_is_refused_with_a_type_that_works(tmp_path: Path) 
     assert {name for name, _ in hub.asked} == {"config.json", "model.safetensors.index.json"}
 
 
+def test_an_unreadable_format_without_another_type_is_refused_with_the_original(tmp_path: Path) -> None:
+    files = repository(tmp_path / "source")
+    files["config.json"] = json.dumps(hf_values(quantization_config={"quant_method": "quip"})).encode()
+    tags = ["gguf", "base_model:org/Finetuned", "base_model:quantized:org/Original", "base_model:quantized:../x"]
+    with running(FakeHub(repo=REPO, files=files, tags=tags)) as hub, pytest.raises(ModelInvalid) as caught:
+        pull(hub, tmp_path / "store")
+    assert caught.value.next_step == "edgepipe models pull org/Original"
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "fact", "step"),
+    [
+        (("model.safetensors",), f"{REPO}:Q4_K_M", "only GGUF files have such types", f"edgepipe models pull {REPO}"),
+        (("pytorch_model.bin",), REPO, "'pytorch_model.bin' could run code", "choose a repository with safetensors"),
+        (("README.md",), f"{REPO}:q8_0", "neither model.safetensors nor a GGUF", "choose a repository with"),
+    ],
+)
+def test_a_repository_without_a_usable_file_says_what_it_has(
+    tmp_path: Path, files: tuple[str, ...], source: str, fact: str, step: str
+) -> None:
+    with running(FakeHub(repo=REPO, files=dict.fromkeys(("config.json", *files), b"{}"))) as hub:
+        with pytest.raises(ModelInvalid) as caught:
+            pull(hub, tmp_path / "store", source)
+        assert hub.asked == []
+    assert fact in caught.value.fact
+    assert caught.value.next_step.startswith(step)
+
+
+def test_the_hubs_library_prints_nothing(hub: FakeHub, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pull(hub, tmp_path / "store")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_local_source_that_is_no_model_names_the_command_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    parts = [folder / f"x-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"GGUF")
+    for source, fact, step in (
+        ("gguf", "a folder of GGUF files", "edgepipe models pull gguf/x-00001-of-00002.gguf"),
+        ("gguf:q4_k_m", "not with 'gguf'", "edgepipe models pull gguf"),
+        ("demo:q4_k_m", "not with 'demo'", "edgepipe models pull demo"),
+    ):
+        with pytest.raises(ModelUnknown, match="is not a model source") as caught:
+            Puller(tmp_path / "store").pull(source, lambda _: None, dry_run=False)
+        assert fact in caught.value.fact
+        assert caught.value.next_step == step
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

@@ -14,6 +14,7 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.model.config import hf_config
 from edgepipe.model.dequantise import as_bf16_bits, as_float32
 from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.layout import layer_parameters
 from edgepipe.model.weights import Weights, open_weights
 from tests.support.model_files import hf_values, random_tensors, write_gguf, write_hf_folder
 
@@ -38,7 +39,7 @@ def test_a_middle_stage_reads_its_own_layers_and_nothing_else(kind: str, tmp_pat
     assert weights.bytes_read == sum(info.num_bytes for info in middle)
     assert len(middle) == 9
     values = sum(int(np.prod(info.shape)) for info in middle)
-    assert values == weights.config.layer_parameters()
+    assert values == layer_parameters(weights.config, 0)
 
 
 def test_reading_a_tensor_reads_only_its_bytes_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +57,7 @@ def test_reading_a_tensor_reads_only_its_bytes_of_the_file(tmp_path: Path, monke
     monkeypatch.setattr(os, "preadv", counting)
     for info in weights.tensors(SLICES[1]):
         weights.read(info.name)
-    assert sum(counted) == 4 * weights.config.layer_parameters()
+    assert sum(counted) == 4 * layer_parameters(weights.config, 0)
 
 
 def test_the_ends_list_embedding_norm_and_head(tmp_path: Path) -> None:

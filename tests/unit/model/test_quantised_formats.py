@@ -15,6 +15,7 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.model.formats import check_format, pack_weight, packed_form, weight_parts
 from edgepipe.model.formats.mxfp4 import pack_mxfp4
 from edgepipe.model.packed import Packed
+from edgepipe.model.packed_form import MXFP8_FORM
 from edgepipe.model.quantisation import Quantisation, WeightFormat, quantisation_from_json, quantisation_to_json
 from edgepipe.model.quantisation_config import check_quantisation, settle_quantisation
 from edgepipe.model.tensors import RawTensor, TensorInfo
@@ -43,8 +44,8 @@ def pack(recipe: Recipe, made: Quantised, **changed: Tensor) -> Packed:
     return pack_weight(NAME, made.values.shape, settled(recipe, made), tensors)
 
 
-def make(recipe: Recipe, *, seed: int = 0, shape: tuple[int, int] = (72, 256)) -> Quantised:
-    return recipe.make(np.random.default_rng(seed), *shape)
+def make(recipe: Recipe, *, seed: int = 0, shape: tuple[int, int] | None = None) -> Quantised:
+    return recipe.make(np.random.default_rng(seed), *(shape or (9 * recipe.outputs, 256)))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -65,7 +66,7 @@ def test_values_are_those_of_the_definition_bit_for_bit(name: str) -> None:
     seed=st.integers(0, 1 << 32),
 )
 def test_random_tensors_of_any_shape(name: str, outputs: int, inputs: int, seed: int) -> None:
-    made = make(RECIPES[name], seed=seed, shape=(8 * outputs, 128 * inputs))
+    made = make(RECIPES[name], seed=seed, shape=(RECIPES[name].outputs * outputs, 128 * inputs))
     assert np.array_equal(pack(RECIPES[name], made).float32(), made.values)
 
 
@@ -98,13 +99,23 @@ def test_mlx_agrees_on_its_own_layout(bits: int, group: int) -> None:
     assert np.array_equal(pack(recipe, Quantised(parts, expected)).float32(), expected)
 
 
-def test_mlx_agrees_on_mxfp4() -> None:
+@pytest.mark.parametrize(("mode", "bits", "group"), [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)])
+def test_mlx_agrees_on_codes_in_floating_point(mode: str, bits: int, group: int) -> None:
     mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
     values = mx.array(np.random.default_rng(0).standard_normal((24, 256)).astype(np.float32))
-    words, exponents = mx.quantize(values, group_size=32, bits=4, mode="mxfp4")
-    expected = np.array(mx.dequantize(words, exponents, group_size=32, bits=4, mode="mxfp4").astype(mx.float32))
-    parts = {"weight": Tensor("U32", np.array(words)), "scales": Tensor("U8", np.array(exponents))}
-    assert np.array_equal(pack(RECIPES["mlx-mxfp4"], Quantised(parts, expected)).float32(), expected)
+    words, scales = mx.quantize(values, group_size=group, bits=bits, mode=mode)
+    expected = np.array(mx.dequantize(words, scales, group_size=group, bits=bits, mode=mode, dtype=mx.float32))
+    parts = {"weight": Tensor("U32", np.array(words)), "scales": Tensor("U8", np.array(scales))}
+    assert np.array_equal(pack(RECIPES[f"mlx-{mode}"], Quantised(parts, expected)).float32(), expected)
+
+
+@pytest.mark.parametrize(("seed", "inputs"), [(0, 128), (1, 160)], ids=["blocks of 128", "blocks of 32"])
+def test_fp8_with_16_bit_scales_never_has_the_form_of_mxfp8(seed: int, inputs: int) -> None:
+    recipe = fp8_block("BF16")
+    made = make(recipe, seed=seed, shape=(128, inputs))
+    packed = pack(recipe, made)
+    assert packed.form != MXFP8_FORM
+    assert np.array_equal(packed.float32(), made.values)
 
 
 def test_mxfp4_blocks_as_gpt_oss_stores_them() -> None:
@@ -190,6 +201,10 @@ HOSTILE: Mapping[str, tuple[str, str, Callable[[np.ndarray], np.ndarray]]] = {
     "zeros of a symmetric weight": ("gptq", "qzeros", lambda zeros: _with(zeros, 0)),
     "a code of NaN": ("fp8-block", "weight", lambda codes: _with(codes, 0xFF)),
     "an exponent of NaN": ("mlx-mxfp4", "scales", lambda scales: _with(scales, 255)),
+    "an exponent of mxfp8 of NaN": ("mlx-mxfp8", "scales", lambda scales: _with(scales, 255)),
+    "a code of mxfp8 of NaN": ("mlx-mxfp8", "weight", lambda words: _with(words, 0x7F)),
+    "a scale of nvfp4 of NaN": ("mlx-nvfp4", "scales", lambda scales: _with(scales, 0x7F)),
+    "a negative scale of nvfp4": ("mlx-nvfp4", "scales", lambda scales: _with(scales, 0x80)),
     "another table": ("nf4", "weight.quant_map", lambda table: table[::-1]),
     "no JSON": ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda text: text[1:]),
 }

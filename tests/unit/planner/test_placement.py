@@ -10,7 +10,9 @@ from edgepipe.backend.cost import CostModel
 from edgepipe.backend.devices import named_device
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import ModelConfig, Rope
+from edgepipe.model.facts import ModelConfig
+from edgepipe.model.layer_spec import Rope
+from edgepipe.model.uniform import UniformShape
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.placement import Need, NodeRoom, Placed, place_by_plan, stage_bytes
 from edgepipe.planner.plan import Constraints, plan
@@ -21,7 +23,7 @@ MB = 10**6
 
 
 def config(num_layers: int = 30, *, tied: bool = True) -> ModelConfig:
-    return ModelConfig(
+    return UniformShape(
         architecture="llama",
         num_layers=num_layers,
         hidden_size=64,
@@ -34,7 +36,7 @@ def config(num_layers: int = 30, *, tied: bool = True) -> ModelConfig:
         rms_norm_eps=1e-5,
         rope=Rope(),
         tied_embeddings=tied,
-    )
+    ).config()
 
 
 def node(name: str, free_bytes: int, *, bytes_per_weight: int = 2) -> NodeRoom:

@@ -178,6 +178,7 @@ def prompt_of(sequence: int, tokens: int, *, priority: int) -> Sequence:
         stop_ids=frozenset(),
         limit=10**6,
         priority=Priority(priority),
+        room=10**6,  # blocks for all its tokens
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgepipe.backend.cost import SliceCost, StepWork
+from edgepipe.backend.cost import AttentionCost, SliceCost, StepWork
 from edgepipe.scheduler import ThrottledPolicy
 from edgepipe.scheduler.step_time import PrefillCap, SliceTimes
 from tests.support.scheduler_world import World, limits, spec
@@ -36,8 +36,7 @@ def data_sheet(device: Device, *, errors: tuple[float, float, float] = (1.0, 1.0
         token_s=device.b * errors[1],
         head_read_s=0.0,
         head_row_s=0.0,
-        kv_token_s=0.0,
-        pair_s=device.c * errors[2],
+        attention=(AttentionCost(window=None, kv_token_s=0.0, pair_s=device.c * errors[2]),),
         step_overhead_s=0.0,
         row_overhead_s=0.0,
         tile_steps=(),

@@ -80,7 +80,8 @@ def layer_kinds(table: WeightTable, count: int) -> Counter[tuple[tuple[str, Pack
 def test_any_first_layers_of_a_probe_have_the_model_s_shares(name: str) -> None:
     config, table = named_model(name)
     whole = layer_kinds(table, config.num_layers)
-    probe = spread(table, config.num_layers, 18)
+    layers, probe = spread(config, table, 18)
+    assert set(layers) == set(config.layers)
     for count in range(1, 19):
         some = layer_kinds(probe, count)
         assert all(abs(some[kind] - count * number / config.num_layers) <= 1 for kind, number in whole.items())

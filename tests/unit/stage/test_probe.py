@@ -9,13 +9,24 @@ import pytest
 from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.cost import StepWork
-from edgepipe.backend.types import BackendOptions, DeviceProfile, LoadProgress, Step, StepOutput
+from edgepipe.backend.types import BackendOptions, DeviceProfile, LoadProgress, PackedProducts, Step, StepOutput
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.tensors import WeightSource
-from edgepipe.planner.profiles import MeasuredSpeed
+from edgepipe.planner.profiles import measured_speed
 from edgepipe.stage.probe import probe_layer
 from edgepipe.testing.clock import FakeClock
 from edgepipe.testing.tiny_model import tiny_config
+
+DEVICE = DeviceProfile(
+    backend="torch",
+    device="cpu",
+    name="CPU",
+    compute_dtype="float32",
+    memory_total_bytes=64 << 30,
+    memory_free_bytes=64 << 30,
+    bandwidth_bytes_per_s=40e9,
+    flops=1e12,
+)
 
 
 class TimedBackend:
@@ -39,10 +50,14 @@ class TimedBackend:
                 assert weights.read(info.name).data.nbytes == info.num_bytes
         self._layers, self._head = len(slices[0].layers), slices[0].head
 
+    def packed_products(self) -> Sequence[PackedProducts]:
+        """See Backend."""
+        return ()
+
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         return 1
 
-    def allocate_kv(self, *, num_blocks: int, block_size: int) -> None:
+    def allocate_kv(self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = ()) -> None:
         self._blocks = num_blocks
 
     def prepare(self, step: Step) -> Step:
@@ -75,12 +90,12 @@ def test_base_layer_head_and_context_are_told_apart() -> None:
     assert profile.decode[3].seconds == pytest.approx(2e-3 + 8e-4 + 8 * 64e-6)
     assert profile.kv_token_s == pytest.approx(1e-6)
     assert [one.seconds for one in profile.head] == pytest.approx([5e-3] * 3)
-    speed = MeasuredSpeed(profile)
+    speed = measured_speed(profile, DEVICE, tiny_config(num_layers=4))
     parts = speed.parts(StepWork.of_rows([999] * 8, [1] * 8, logit_rows=8))
-    assert parts.layer_s == pytest.approx(2e-3 + 8e-4 + 8e-3)
+    assert list(parts.layer_s) == pytest.approx([2e-3 + 8e-4 + 8e-3] * 4)
     assert parts.head_s == pytest.approx(5e-3)
     alone = speed.parts(StepWork.of_rows([0], [128], logit_rows=0))
-    assert alone.layer_s == pytest.approx(2e-3 + 128e-4, rel=0.02)
+    assert list(alone.layer_s) == pytest.approx([2e-3 + 128e-4] * 4, rel=0.02)
 
 
 def test_a_real_backend_runs_made_up_layers() -> None:

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def host_modules(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelForm, HostModule]:
     """Kernels of all tested forms, compiled for the CPU."""
-    from tests.support.host_kernels import COMPILER, compile_for_host
+    from tests.support.host_kernels import COMPILER, compile_for_host, products_part
     from tests.support.kernel_forms import FORMS
 
     if COMPILER is None:
         pytest.skip("g++ is not installed")
-    return compile_for_host(list(FORMS.values()), tmp_path_factory.mktemp("kernels"))
+    modules = compile_for_host([products_part(form) for form in FORMS.values()], tmp_path_factory.mktemp("kernels"))
+    return dict(zip(FORMS.values(), modules, strict=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +13,9 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.cpu_kernels import CodeCache, cpu_kernels  # noqa: E402
+from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels  # noqa: E402
 from edgepipe_torch.linear import Workspace  # noqa: E402
-from edgepipe_torch.loading import load_slices  # noqa: E402
 from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -31,6 +30,8 @@ from edgepipe.model.tensors import RawTensor, TensorInfo, WeightSource  # noqa: 
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
 from tests.support.numerics_harness import Pipeline  # noqa: E402
 from tests.support.packed_models import PackedTinyModel, exact_float32, random_packed  # noqa: E402
+from tests.support.shapes import flat  # noqa: E402
+from tests.support.torch_slices import loaded_slice  # noqa: E402
 
 CPU = torch.device("cpu")
 ROUNDED = 1.5e-6  # of float32 sums: at worst 256 * 2**-24 = 1.5e-5
@@ -56,6 +57,8 @@ BOUNDS = {  # largest error of an output, in units of |x| * |w| summed over the 
     "zeros": SCALED,
     "ordered": SCALED,
     "per row": SCALED,
+    "4 bits by 8": SCALED,
+    "6 bits by 8": SCALED,
     "fp8": SCALED,
     "nf4": 8e-3,  # its levels are rounded to 8 bits
 }
@@ -63,6 +66,8 @@ HAND_MADE = {
     "zeros": PackedForm(bits=4, group=128, base_bits=32, offset="zeros"),
     "ordered": PackedForm(bits=4, group=64, base_bits=32, offset="zeros", ordered=True),
     "per row": PackedForm(bits=8, group=256, base_bits=32, offset="zero"),
+    "4 bits by 8": PackedForm(bits=4, group=8, base_bits=32, offset="zero"),
+    "6 bits by 8": PackedForm(bits=6, group=8, base_bits=32, offset="zero"),
     "fp8": PackedForm(bits=8, group=128, base_bits=32, codebook="e4m3"),
     "nf4": PackedForm(bits=4, group=64, base_bits=32, codebook="nf4"),
 }
@@ -81,7 +86,8 @@ def made(name: str, rows: int, seed: int) -> Packed:
         codes[(codes & 0x7F) == 0x7F] = 0  # NaN
     low, high = split_planes(codes, form.bits)
     groups = INPUTS // form.group
-    zero = {"zeros": rng.integers(0, 16, (rows, groups), dtype=np.uint8), "zero": 128}.get(form.offset)
+    zeros = rng.integers(0, 16, (rows, groups), dtype=np.uint8)
+    zero = {"zeros": zeros, "zero": 1 << (form.bits - 1)}.get(form.offset)
     return Packed(
         name=name,
         shape=(rows, INPUTS),
@@ -94,8 +100,11 @@ def made(name: str, rows: int, seed: int) -> Packed:
     )
 
 
-def linear_of(parts: Sequence[Packed], biases: Sequence[Tensor | None] = ()) -> PackedCpuLinear:
-    linear = PackedCpuLinear("test", INPUTS, [part.shape[0] for part in parts], Workspace(torch.float32, CPU))
+def linear_of(
+    parts: Sequence[Packed], biases: Sequence[Tensor | None] = (), *, kernels: KernelsUnavailable | None = None
+) -> PackedCpuLinear:
+    sizes = [part.shape[0] for part in parts]
+    linear = PackedCpuLinear("test", INPUTS, sizes, Workspace(torch.float32, CPU), kernels)
     for index, part in enumerate(parts):
         linear.fill_packed(index, part)
     for index, bias in enumerate(biases):
@@ -120,7 +129,7 @@ def test_products_are_those_of_the_files_values(name: str) -> None:
     linear = linear_of([weight], [torch.linspace(-1, 1, 37)])
     torch.manual_seed(0)
     x = torch.randn(20, INPUTS)
-    for count in (*range(1, 10), 20):
+    for count in (*range(1, 10), 12, 20):
         check(name, linear.rows(x[:count]), x[:count], values, torch.linspace(-1, 1, 37))
     total = torch.ones(20, 37)
     linear.add_to(x, total)
@@ -152,7 +161,7 @@ def test_parts_of_different_forms_are_merged(
         start += rows
 
 
-@pytest.mark.parametrize("count", [1, 3, 8, 20])
+@pytest.mark.parametrize("count", [1, 3, 5, 8, 13, 20])
 def test_a_row_does_not_depend_on_its_neighbours_values(count: int) -> None:
     linear = linear_of([made("Q4_K", 48, 1), made("Q6_K", 16, 2)])
     x = torch.randn(count, INPUTS)
@@ -171,12 +180,11 @@ def test_rows_of_the_table_are_widened(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_torch_computes_the_same_without_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_computes_the_same_without_kernels(name: str) -> None:
     parts = [made(name, 300, 4), made("Q4_1", 20, 5)]
     x, ids, bias = torch.randn(3, INPUTS), torch.tensor([7, 299]), torch.randn(300)
     with_kernels = linear_of(parts, [bias])
-    monkeypatch.setattr("edgepipe_torch.packed_cpu.cpu_kernels", lambda: None)
-    without = linear_of(parts, [bias])
+    without = linear_of(parts, [bias], kernels=KernelsUnavailable("for a test"))
     torch.testing.assert_close(with_kernels.rows(x), without.rows(x), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(with_kernels.take(ids), without.take(ids), rtol=1e-6, atol=0)
     total = torch.ones(3, 320)
@@ -242,16 +250,16 @@ MIXED = {
     "down_proj.weight": "Q8_0",
     "": "Q4_K",
 }
-SMALL = replace(
-    tiny_config(num_layers=2, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=32, vocab_size=300),
-    intermediate_size=512,
-    tied_embeddings=True,
+SMALL = tiny_config(
+    num_layers=2, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=32, vocab_size=300, tied_embeddings=True
 )
 MODELS = {
     "mixed": (SMALL, MIXED),
     "one type, untied": (replace(SMALL, tied_embeddings=False), {"": "Q4_0"}),
     "norms of heads, windows, biases": (
-        replace(SMALL, qk_norm=True, qkv_bias=True, output_bias=True, mlp_bias=True, sliding_windows=(5, None)),
+        replace(
+            flat(SMALL), qk_norm=True, qkv_bias=True, output_bias=True, mlp_bias=True, sliding_windows=(5, None)
+        ).config(),
         MIXED,
     ),
     "floats beside": (
@@ -310,19 +318,17 @@ def test_an_unknown_setting_is_refused() -> None:
 def test_no_layer_is_held_in_16_bits() -> None:
     source = PackedTinyModel(SMALL, {"": "Q4_K"})
     (part,) = make_slices([LayerRange(0, SMALL.num_layers)], SMALL.num_layers)
-    (loaded,) = load_slices(
-        [part], source, lambda _progress: None, dtype=torch.float32, device=CPU, workspace=Workspace(torch.float32, CPU)
-    )
-    products = [each for layer in loaded.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    loaded = loaded_slice(source, part)
+    products = [each for layer in loaded.layers for each in (layer.qkv, layer.output, *layer.feed_forward.products)]
     assert all(isinstance(product, PackedCpuLinear) for product in products)
     values = sum(int(np.prod(info.shape)) for info in source.weights(part) if "layers" in info.name and info.form)
     assert sum(product.num_bytes for product in products) <= 0.7 * values
 
 
-@pytest.mark.skipif(cpu_kernels() is None, reason="no kernels for this CPU")
+@pytest.mark.skipif(isinstance(cpu_kernels(), KernelsUnavailable), reason="no kernels for this CPU")
 def test_kernels_run_on_several_threads_here() -> None:
     kernels = cpu_kernels()
-    assert kernels is not None
+    assert isinstance(kernels, CpuKernels)
     assert kernels.parallel
 
 
@@ -336,29 +342,3 @@ def test_windows_of_several_tokens_are_replayed() -> None:
     runner.step([(sequence, tokens[:5])])
     found = [runner.step([(sequence, tokens[at : at + 4])], all_logits=True) for at in range(5, 37, 4)]
     np.testing.assert_allclose(np.concatenate(found), expected[1:33], rtol=1e-3, atol=1e-3)
-
-
-def test_compiled_code_is_kept_and_checked(tmp_path: Path) -> None:
-    compiled: list[str] = []
-
-    def compile_text(text: str) -> bytes:
-        compiled.append(text)
-        return text.upper().encode()
-
-    cache = CodeCache(tmp_path / "new", "this CPU")
-    assert [cache.get("a", compile_text), cache.get("a", compile_text), cache.get("b", compile_text)] == [
-        b"A",
-        b"A",
-        b"B",
-    ]
-    assert CodeCache(tmp_path / "new", "another CPU").get("a", compile_text) == b"A"
-    assert compiled == ["a", "b", "a"]
-    for path in (tmp_path / "new").iterdir():
-        path.write_bytes(path.read_bytes()[:-1])
-    assert cache.get("a", compile_text) == b"A"
-    assert compiled == ["a", "b", "a", "a"]
-
-
-def test_code_is_compiled_where_nothing_can_be_kept(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert CodeCache(tmp_path / "file", "this CPU").get("a", str.encode) == b"a"

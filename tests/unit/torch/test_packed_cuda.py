@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.cuda_kernels.checking import random_packed  # noqa: E402
 from edgepipe_torch.cuda_kernels.forms import KernelForm, kernel_form  # noqa: E402
-from edgepipe_torch.cuda_kernels.nvrtc import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.cuda_kernels.products import Products  # noqa: E402
 from edgepipe_torch.packed_cuda import PackedCudaLinear  # noqa: E402
 from edgepipe_torch.packed_tiles import TiledWeight  # noqa: E402
 
+from edgepipe.backend.types import PackedProducts  # noqa: E402
 from edgepipe.model.packed import Packed  # noqa: E402
 from edgepipe.model.resident import resident_bytes  # noqa: E402
 from tests.support.kernel_forms import FORMS  # noqa: E402
@@ -102,6 +103,8 @@ def test_swiglu_and_rows_of_a_table(own: bool, host_modules: Modules) -> None:
     library = HostLibrary(host_modules) if own else None
     weights = [weight_of("Q6_K", 48, 512, rng), weight_of("Q6_K", 48, 512, rng)]
     linear, exact, _ = filled(weights, library=library, dtype=torch.bfloat16)
+    slow = PackedProducts(by="torch (blocks widened)", reason="own kernels need a CUDA device")
+    assert linear.products == {PackedProducts(by="own kernels (CUDA)") if own else slow}
     x = torch.randn(5, 512).bfloat16()
     both = torch.from_numpy(x.float().numpy() @ exact.T)
     expected = torch.nn.functional.silu(both[:, :48]) * both[:, 48:]
@@ -151,4 +154,5 @@ def test_a_fallback_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         filled([weight], library=HostLibrary({}), dtype=torch.bfloat16)
     (record,) = caplog.records
-    assert record.getMessage() == "packed weights of 4 bits, groups of 32, compute by unpacked: it was not compiled"
+    means = "packed weights of 4 bits, groups of 32, are multiplied by torch (blocks widened)"
+    assert record.getMessage() == f"{means}: it was not compiled"

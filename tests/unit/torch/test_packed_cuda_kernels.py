@@ -12,12 +12,20 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.cuda_kernels.checking import random_packed, worst_error  # noqa: E402
 from edgepipe_torch.cuda_kernels.driver import SHARED_BYTES  # noqa: E402
-from edgepipe_torch.cuda_kernels.forms import KernelForm, kernel_form, kernel_source, options  # noqa: E402
+from edgepipe_torch.cuda_kernels.forms import PRODUCT_FILES, KernelForm, kernel_form, kernel_source, options  # noqa: E402
 from edgepipe_torch.cuda_kernels.library import CompiledKernels  # noqa: E402
-from edgepipe_torch.cuda_kernels.nvrtc import KernelsUnavailable, find_nvrtc  # noqa: E402
-from edgepipe_torch.cuda_kernels.products import MOST_ROWS, Products, staged_bytes, staged_inputs, warps_down  # noqa: E402
+from edgepipe_torch.cuda_kernels.nvrtc import find_nvrtc  # noqa: E402
+from edgepipe_torch.cuda_kernels.products import (  # noqa: E402
+    MOST_ROWS,
+    Products,
+    column_tiles_of,
+    staged_bytes,
+    staged_inputs,
+    warps_down,
+)
 from edgepipe_torch.packed_tiles import TiledWeight  # noqa: E402
 
 from tests.support.host_kernels import HostModule  # noqa: E402
@@ -99,11 +107,12 @@ def test_launches_fit_shared_memory(
 ) -> None:
     form = FORMS[name]
     down = warps_down(form, row_tiles, rows, multiprocessors)
-    chunk = staged_inputs(form, input_tiles, rows, down)
+    tiles = column_tiles_of(rows)
+    chunk = staged_inputs(form, input_tiles, rows, down, column_tiles=tiles)
     assert 8 % down == 0
     assert chunk > 0
     assert chunk % (8 // down * 128) == 0
-    assert staged_bytes(form, rows, chunk) <= SHARED_BYTES
+    assert staged_bytes(form, rows, chunk, column_tiles=tiles) <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -138,17 +147,21 @@ class CountingCompiler:
 def test_compiled_kernels_are_kept(tmp_path: Path) -> None:
     compiler: Any = CountingCompiler()
     kernels = CompiledKernels(compiler, tmp_path / "kernels")
-    first = kernels.cubin(FORMS["Q4_K"], 90)
-    assert CompiledKernels(compiler, tmp_path / "kernels").cubin(FORMS["Q4_K"], 90) == first
+    first = kernels.cubin(PRODUCT_FILES, FORMS["Q4_K"].macros, 90)
+    assert CompiledKernels(compiler, tmp_path / "kernels").cubin(PRODUCT_FILES, FORMS["Q4_K"].macros, 90) == first
     assert len(compiler.compiled) == 1
     for form, architecture in ((FORMS["Q4_K"], 89), (FORMS["Q6_K"], 90)):
-        assert kernels.cubin(form, architecture) != first
+        assert kernels.cubin(PRODUCT_FILES, form.macros, architecture) != first
     compiler.version = "13.1"
-    assert kernels.cubin(FORMS["Q4_K"], 90) != first
+    assert kernels.cubin(PRODUCT_FILES, FORMS["Q4_K"].macros, 90) != first
     assert len(compiler.compiled) == 4
+    for path in (tmp_path / "kernels").iterdir():
+        path.write_bytes(path.read_bytes()[:-1])  # as after a crash
+    assert kernels.cubin(PRODUCT_FILES, FORMS["Q4_K"].macros, 90).startswith(b"\x7fELF")
+    assert len(compiler.compiled) == 5
 
 
 def test_a_folder_that_cannot_be_written_only_costs_time(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     compiler: Any = CountingCompiler()
-    assert CompiledKernels(compiler, tmp_path / "file").cubin(FORMS["Q4_K"], 90)
+    assert CompiledKernels(compiler, tmp_path / "file").cubin(PRODUCT_FILES, FORMS["Q4_K"].macros, 90)

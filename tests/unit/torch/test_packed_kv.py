@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as arrays
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend, packed_attention  # noqa: E402
+from edgepipe_torch.head_shape import layer_heads  # noqa: E402
 from edgepipe_torch.packed_kv import PackedKVStorage, encode  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, BlockCopy  # noqa: E402
@@ -21,6 +22,7 @@ from edgepipe.errors import ConfigInvalid  # noqa: E402
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
 from edgepipe.model.tensors import RawTensor  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
+from tests.support.shapes import flat  # noqa: E402
 from tests.support.steps import make_step, run_step, step_row, token_ids  # noqa: E402
 
 Floats = npt.NDArray[np.float32]
@@ -39,8 +41,10 @@ class OutlierWeights(TinyWeights):
         factor = 16 if name.endswith("k_proj.weight") else 1 / 16 if name.endswith("q_proj.weight") else 0
         if not factor:
             return raw
-        values = torch.from_numpy(raw.data).view(torch.bfloat16).clone().view(-1, LLAMA.head_dim, LLAMA.hidden_size)
-        values[:, [0, LLAMA.head_dim // 2]] *= factor
+        values = (
+            torch.from_numpy(raw.data).view(torch.bfloat16).clone().view(-1, flat(LLAMA).head_dim, LLAMA.hidden_size)
+        )
+        values[:, [0, flat(LLAMA).head_dim // 2]] *= factor
         return RawTensor(info=raw.info, data=values.flatten().view(torch.uint8).numpy())
 
 
@@ -83,9 +87,8 @@ def test_a_head_beyond_the_scales_is_seen_and_no_other(bad: float) -> None:
 
 
 def test_copies_carry_codes_and_scales() -> None:
-    pool = PackedKVStorage(
-        num_layers=2, num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, device=torch.device("cpu")
-    )
+    heads = layer_heads([spec.attention for spec in tiny_config(num_layers=2, num_kv_heads=2, head_dim=8).layers])
+    pool = PackedKVStorage(heads, classes=[0], num_blocks=[4], block_size=4, device=torch.device("cpu"))
     for layer in range(2):
         pool.write(layer, torch.arange(4, 8), torch.randn(4, 4, 8))
     expected = [pool.run(layer, 4, 8).codes * pool.run(layer, 4, 8).scales.unsqueeze(-1) for layer in range(2)]
@@ -104,7 +107,7 @@ def test_a_pool_takes_the_bytes_that_the_planner_counts(head_dim: int) -> None:
     assert isinstance(pool, PackedKVStorage)
     slices = make_slices([LayerRange(0, 2)], 2)
     assert pool.num_bytes == 24 * backend.kv_block_bytes(config, slices, 16)
-    assert pool.num_bytes == 24 * 16 * config.kv_bytes_per_token(num_layers=2, form="8bit")
+    assert pool.num_bytes == 24 * 16 * config.kv_bytes_per_token(form="8bit")
 
 
 @pytest.mark.parametrize(("weights", "allowed"), [(TinyWeights, 0.04), (OutlierWeights, 0.25)])
@@ -145,7 +148,7 @@ def test_a_nan_stays_in_its_sequence_and_block() -> None:
     logits(backend, PROMPT[:20])
     logits(backend, PROMPT[:20], first_block=5)
     (pool,) = backend._pools.values()
-    pool.write(0, torch.tensor([3]), torch.full((1, 2 * LLAMA.num_kv_heads, LLAMA.head_dim), torch.nan))
+    pool.write(0, torch.tensor([3]), torch.full((1, 2 * flat(LLAMA).num_kv_heads, flat(LLAMA).head_dim), torch.nan))
     rows = [step_row(20, 1, (0, 2)), step_row(20, 1, (5, 2), sequence=2)]
     found = run_step(backend, make_step(rows), token_ids(PROMPT[20:21], PROMPT[20:21]))
     assert np.isnan(found[0]).all()

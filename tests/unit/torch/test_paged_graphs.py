@@ -202,7 +202,7 @@ class TestSurplusRows:
 
 def middle_slice(new_recorder: Callable[[], Any] | None) -> TorchBackend:
     """A slice without embedding and head, over pages if it has a recorder."""
-    config = replace(TINY, num_layers=4)
+    config = replace(TINY, layers=TINY.layers[:1] * 4)
     part = replace(make_slices([LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, 4)], 4)[1], index=0)
     options = BackendOptions(device="cpu", activation_type=ActivationType.FLOAT32, threads=1)
     paging = None if new_recorder is None else cpu_paging(page_tokens=4, new_recorder=new_recorder)

@@ -15,15 +15,16 @@ from edgepipe_torch import TorchBackend  # noqa: E402
 from edgepipe_torch.attention import CausalMasks  # noqa: E402
 from edgepipe_torch.decoder import SliceWeights  # noqa: E402
 from edgepipe_torch.kv import KVStorage  # noqa: E402
-from edgepipe_torch.linear import Linear, Workspace, half_works  # noqa: E402
-from edgepipe_torch.loading import load_slices  # noqa: E402
+from edgepipe_torch.linear import Linear, half_works  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, LoadProgress  # noqa: E402
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, ModelInvalid  # noqa: E402
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices  # noqa: E402
+from edgepipe.model.layout import slice_parameters  # noqa: E402
 from edgepipe.model.tensors import RawTensor, TensorInfo  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
 from tests.support.steps import make_step, run_step, step_row, token_ids  # noqa: E402
+from tests.support.torch_slices import loaded_slice  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -87,9 +88,9 @@ class TestLoading:
         source = WideWeights(config) if stored == "F32" else TinyWeights(config)
         slices = (*make_slices([LayerRange(0, 1), LayerRange(1, 39), LayerRange(39, 40)], 40), *whole(config))
         for part in slices:
-            (weights,) = load_slices([part], source, ignore, dtype=dtype, device=CPU, workspace=Workspace(dtype, CPU))
+            weights = loaded_slice(source, part, dtype=dtype)
             vectors = len(part.layers) * (2 * 32 + 64) + 32 * part.head  # norms and biases stay in the compute dtype
-            matrices = config.slice_parameters(part) - vectors
+            matrices = slice_parameters(config, part) - vectors
             twice = tied and part.embedding and part.head and dtype == torch.float32 and num_bytes == 2
             table = 96 * 32 if twice else 0
             assert held_bytes(weights) == num_bytes * (matrices + table) + dtype.itemsize * vectors
@@ -171,14 +172,19 @@ class TestWork:
 def pool_address(backend: TorchBackend) -> int:
     storage = backend._pools[0]
     assert isinstance(storage, KVStorage)
-    return storage.pool.data_ptr()
+    return storage.pools[0].data_ptr()
 
 
 def count_rows(backend: TorchBackend) -> list[int]:
     counts: list[int] = []
     for layer in backend._decoders[0].layers:
-        for name in ("qkv", "output", "gate_up", "down"):
-            setattr(layer, name, CountingLinear(getattr(layer, name), counts))
+        for owner, name in (
+            (layer, "qkv"),
+            (layer, "output"),
+            (layer.feed_forward, "gate_up"),
+            (layer.feed_forward, "down"),
+        ):
+            setattr(owner, name, CountingLinear(getattr(owner, name), counts))
     return counts
 
 

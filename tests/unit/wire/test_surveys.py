@@ -11,12 +11,14 @@ from edgepipe.errors import ConfigInvalid, ModelInvalid
 from edgepipe.ids import NodeId
 from edgepipe.model.config_json import config_to_json
 from edgepipe.model.facts import LayerRange, Slice
+from edgepipe.model.layout import slice_parameters
 from edgepipe.model.mixes import named_model
 from edgepipe.model.weight_table import FLOATS
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.serving import SurveyedMachine, SurveyReply
 from edgepipe.wire.surveys import cluster_of
 from edgepipe.wire.v1 import node_pb2
+from tests.support.shapes import flat
 
 CONFIG, WEIGHTS = named_model("qwen3-8b:q4_k_m")
 WHOLE = Slice(index=0, layers=LayerRange(0, 36), embedding=True, head=True)
@@ -51,17 +53,17 @@ def test_each_node_is_planned_by_the_way_it_keeps_weights() -> None:
     cluster = cluster_of(survey(WEIGHTS.to_json(), "torch-cuda", "", "of a later version"))
     assert cluster.weights == WEIGHTS
     packs, old, later = (one.room.sizes(CONFIG, WEIGHTS).of_slice(WHOLE) for one in cluster.machines)
-    assert old == later == 2 * CONFIG.slice_parameters(WHOLE)
+    assert old == later == 2 * slice_parameters(CONFIG, WHOLE)
     assert packs == pytest.approx(5.1e9, rel=0.02)
 
 
 def test_8_bit_kv_takes_a_byte_a_value_and_two_a_head() -> None:
     (plain,), (packed,) = (cluster_of(survey("", "torch-cuda"), kv=kv).machines for kv in ("", "8bit"))
-    values = 2 * 36 * CONFIG.num_kv_heads
-    assert plain.room.kv_bytes_per_token(CONFIG, 36) == values * CONFIG.head_dim * 2
-    assert packed.room.kv_bytes_per_token(CONFIG, 36) == values * (CONFIG.head_dim + 2)
+    values = 2 * 36 * flat(CONFIG).num_kv_heads
+    assert plain.room.kv_bytes(CONFIG, WHOLE.layers, 1) == values * flat(CONFIG).head_dim * 2
+    assert packed.room.kv_bytes(CONFIG, WHOLE.layers, 1) == values * (flat(CONFIG).head_dim + 2)
     with pytest.raises(ConfigInvalid, match="cannot be kept as '4bit'"):
-        CONFIG.kv_bytes_per_token(num_layers=1, form="4bit")
+        CONFIG.kv_bytes_per_token(form="4bit")
 
 
 def test_a_survey_of_an_earlier_version_describes_floats() -> None:
@@ -69,7 +71,7 @@ def test_a_survey_of_an_earlier_version_describes_floats() -> None:
     assert node_pb2.SurveyReply.FromString(message.SerializeToString()).model_weights == ""
     cluster = cluster_of(survey("", "torch-cuda"))
     assert cluster.weights == FLOATS
-    assert cluster.machines[0].room.sizes(CONFIG, FLOATS).of_slice(WHOLE) == 2 * CONFIG.slice_parameters(WHOLE)
+    assert cluster.machines[0].room.sizes(CONFIG, FLOATS).of_slice(WHOLE) == 2 * slice_parameters(CONFIG, WHOLE)
 
 
 def test_weights_that_are_not_the_model_s_are_refused() -> None:

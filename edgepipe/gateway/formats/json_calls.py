@@ -1,51 +1,22 @@
-"""Linear scanner that finds tool calls in a model's text as it arrives.
+"""Reads calls that are JSON objects between marks, and writes their grammars.
 
-The scanner never backtracks: it reads every character a bounded number of times, for any text.
+The reader never backtracks: it reads every character a bounded number of times, for any text.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from edgepipe.gateway.formats.chat_format import Functions
 from edgepipe.gateway.tool_call_json import CallArguments, CallNews, CallObject, NotACall
-from edgepipe.gateway.tool_calls import Scanned, ToolFormat
+from edgepipe.gateway.tool_calls import Call, Scanned
+from edgepipe.sampling.grammar import json_rule
 
 
-class ToolCallScanner:
-    """Splits one choice's text into content and calls. The result does not depend on the pieces of the text.
-
-    Text that proves to be no call (invalid JSON) is content, unchanged. The scanner drops an unfinished call at the end
-    of the text, except arguments already shown: a call's markup is never content.
-    """
-
-    def __init__(self, kind: ToolFormat, *, new_id: Callable[[int], str]) -> None:
-        """``new_id``: the id of the call with that index, see ``call_id``."""
-        self._reader = _READERS[kind](CallNews(new_id))
-
-    @property
-    def num_calls(self) -> int:
-        """Number of calls begun so far."""
-        return self._reader.calls.count
-
-    @property
-    def in_call(self) -> bool:
-        """Whether a call is incomplete."""
-        return self._reader.in_call
-
-    def push(self, text: str) -> Scanned:
-        """Take the next piece."""
-        return self._reader.push(text)
-
-    def finish(self, *, followed_by: str | None = None) -> str:
-        """Return the content that was held back, at the end of the text.
-
-        followed_by  known continuation of a text that was cut: if it could begin a call, the held text is dropped
-        """
-        return self._reader.finish(followed_by=followed_by)
-
-
-class _Reader:
+class JsonReader:
     """State machine over content, markers and calls. Each state reads from an index and returns where it stopped."""
 
     def __init__(
@@ -79,19 +50,19 @@ class _Reader:
 
     @property
     def in_call(self) -> bool:
-        """See ToolCallScanner."""
+        """See TextReader."""
         between_calls = self._state == self._group and self._begun > 0
         return self._state not in (self._start, self._text) and not between_calls
 
-    def finish(self, *, followed_by: str | None) -> str:
-        """See ToolCallScanner."""
+    def finish(self, *, followed_by: str | None = None) -> Scanned:
+        """See TextReader."""
         dropped = self.in_call or (followed_by is not None and self._may_open(followed_by))
         if not dropped and self._state in (self._start, self._text):
             self._show("".join([*self._marks, self._pending]))
         if not dropped and not self.calls.count:
             self._content += self._spaces
         self._marks, self._spaces, self._pending, self._object = [], [], "", None
-        return self._scanned().content
+        return self._scanned()
 
     def _may_open(self, more: str) -> bool:
         """Return whether the held text and then ``more`` begin the opening."""
@@ -137,7 +108,7 @@ class _Reader:
             self._marks, self._begun = [self._opening], 0
             self._state = self._group
             return found + len(self._opening)
-        keep = _overlap(text, at, self._opening)
+        keep = overlap(text, at, self._opening)
         self._show(text[at : len(text) - keep])
         self._pending = text[len(text) - keep :]
         return len(text)
@@ -183,54 +154,7 @@ class _Reader:
         return at
 
 
-_ARGS = "[ARGS]"
-_NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9_-]{1,64})?\s*")
-_MAX_NAMED_CHARS = 256  # a name with its id; a longer text before the arguments is no call
-
-
-class _MistralReader(_Reader):
-    """Reader of both formats of Mistral's models: an array of objects, and a name with its arguments."""
-
-    def __init__(self, calls: CallNews) -> None:
-        super().__init__(calls, opening="[TOOL_CALLS]", closing="]", separators="[,")
-        self._name = ""
-
-    def _group(self, text: str, at: int) -> int:
-        if self._begun or not (text[at].isalnum() or text[at] == "_"):
-            return super()._group(text, at)
-        end = text.find(_ARGS, at, at + _MAX_NAMED_CHARS)
-        if end < 0 and len(text) - at < _MAX_NAMED_CHARS:
-            self._pending = text[at:]
-            return len(text)
-        named = _NAMED.fullmatch(text, at, end) if end >= 0 else None
-        if named is None:
-            self._give_back()
-            return at
-        self._name = named.group(1)
-        self._marks.append(text[at : end + len(_ARGS)])
-        self._state = self._arguments
-        return end + len(_ARGS)
-
-    def _arguments(self, text: str, at: int) -> int:
-        """State: after the name."""
-        if self._object is None:
-            if text[at].isspace():
-                self._marks.append(text[at])
-                return at + 1
-            if text[at] != "{":
-                self._give_back()
-                return at
-            self.calls.begin(self._name)
-            self._object = CallArguments(self.calls)
-        at, ended = self._object.feed(text, at)
-        return self._leave_group(at) if ended else at
-
-    def _leave_group(self, at: int) -> int:
-        self._object = None
-        return super()._leave_group(at)
-
-
-def _overlap(text: str, start: int, marker: str) -> int:
+def overlap(text: str, start: int, marker: str) -> int:
     """Return the length of the longest end of ``text[start:]`` that begins ``marker``."""
     for size in range(min(len(marker) - 1, len(text) - start), 0, -1):
         if marker.startswith(text[len(text) - size :]):
@@ -238,9 +162,39 @@ def _overlap(text: str, start: int, marker: str) -> int:
     return 0
 
 
-_READERS: dict[ToolFormat, Callable[[CallNews], _Reader]] = {
-    ToolFormat.HERMES: lambda calls: _Reader(calls, opening="<tool_call>", closing="</tool_call>"),
-    ToolFormat.LLAMA: lambda calls: _Reader(calls, opening="<|python_tag|>", separators=";", at_start=True),
-    ToolFormat.MISTRAL: _MistralReader,
-    ToolFormat.MISTRAL_ARGS: _MistralReader,
-}
+def object_rules(functions: Functions, *, key: str = "arguments") -> list[str]:
+    """Return the rule ``call``: one object of any of the functions."""
+    rules = [
+        f'call_{index}: {json.dumps(_opening(name, key))} {json_rule(schema)} "}}"'
+        for index, (name, schema) in enumerate(functions.items())
+    ]
+    return [any_call(len(rules)), *rules]
+
+
+def any_call(count: int) -> str:
+    """Return the rule ``call`` for any of the rules ``call_0``, ``call_1`` and so on."""
+    return "call: " + " | ".join(f"call_{index}" for index in range(count))
+
+
+def free_start(calls: str, *, several: bool) -> str:
+    """Return the rule ``answer`` of an automatic choice: text with calls in it, or text that ends with one call."""
+    return f"answer: {calls}* PLAIN" if several else f"answer: {calls} | PLAIN"
+
+
+def lazy_opening(mark: str) -> str:
+    """Return the rule ``opening``: text until the first mark."""
+    return f"opening[lazy]: PLAIN {json.dumps(mark, ensure_ascii=False)}"
+
+
+def written_object(call: Call, *, key: str = "arguments") -> str:
+    """Return a call as JSON."""
+    return _opening(call.name, key) + written_json(call.arguments) + "}"
+
+
+def written_json(value: Mapping[str, Any]) -> str:
+    """Return JSON as models write it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _opening(name: str, key: str) -> str:
+    return '{"name": ' + json.dumps(name, ensure_ascii=False) + f', "{key}": '

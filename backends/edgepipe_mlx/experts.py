@@ -1,0 +1,210 @@
+"""Mixtures of experts: the router, and products of each row with the matrices of its experts.
+
+T rows, H hidden, E experts, K of them used by each row, O out features, I inputs of a matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import mlx.core as mx
+
+from edgepipe.model.layer_spec import Experts, Router
+from edgepipe_mlx.feed_forward import FeedForward, Product
+from edgepipe_mlx.matrices import Linear, Matrix, PackedMatrix
+from edgepipe_mlx.packing import Planes
+
+_SORTED_AT = 64
+"""Products in a step from which rows are sorted by expert, so that Metal's kernels read a matrix once for its rows.
+
+Below, the kernels that sort cost more. mlx-lm has the same number.
+"""
+
+
+class Stack(Protocol):
+    """The matrices [O, I] of E experts, one below the other."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        ...
+
+    def multiply_by(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> mx.array:
+        """Return ``x @ weight[expert].T`` for the expert of each row.
+
+        x          [..., 1, I] in the compute dtype; its leading dimensions broadcast to those of ``experts``
+        experts    [...] uint32
+        is_sorted  ``experts`` [N] ascend
+        returns    [..., 1, O] in the compute dtype
+        """
+        ...
+
+
+class WideStack:
+    """A stack of floats."""
+
+    def __init__(self, weight: mx.array, *, in_float32: bool) -> None:
+        """weight [E, O, I]. ``in_float32``: multiply in float32.
+
+        MLX's CPU device multiplies gathered matrices in float32 only. A bf16 stack is widened for each product there.
+        """
+        self._weight = weight
+        self._type = mx.float32 if in_float32 else weight.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """See ``Stack``."""
+        return self._weight.nbytes
+
+    def multiply_by(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> mx.array:
+        """See ``Stack``."""
+        matrices = self._weight.astype(self._type).swapaxes(-1, -2)
+        rows = x.astype(self._type)
+        return mx.gather_mm(rows, matrices, rhs_indices=experts, sorted_indices=is_sorted).astype(x.dtype)
+
+
+class PackedStack(PackedMatrix):
+    """A packed weight [E * O, I], which is also a stack."""
+
+    def __init__(self, planes: Planes, *, count: int, dtype: mx.Dtype, in_float32: bool) -> None:
+        """``count``: experts. See ``PackedMatrix``."""
+        super().__init__(planes, dtype=dtype, in_float32=in_float32)
+        self._count = count
+
+    def multiply_by(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> mx.array:
+        """See ``Stack``."""
+        product = mx.gather_qmm(
+            self._entering(x),
+            self._each(self._words),
+            self._each(self._scales),
+            None if self._biases is None else self._each(self._biases),
+            rhs_indices=experts,
+            group_size=self._form.group,
+            bits=self._form.bits,
+            mode=self._form.mode,
+            sorted_indices=is_sorted,
+        )
+        return self._leaving(product)
+
+    def _each(self, array: mx.array) -> mx.array:
+        """Return an array of all experts as a view [E, O, ...]."""
+        return array.reshape(self._count, -1, array.shape[-1])
+
+
+class ExpertLinear:
+    """The projections of all experts: a stack, and biases [E, O]."""
+
+    def __init__(self, stack: Stack, bias: mx.array | None) -> None:
+        self._stack = stack
+        self._bias = bias
+
+    def multiply_by(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> mx.array:
+        """See ``Stack``."""
+        product = self._stack.multiply_by(x, experts, is_sorted=is_sorted)
+        return product if self._bias is None else product + self._bias[experts][..., None, :]
+
+
+class RouterWeights:
+    """The router's weights, in float32 whatever the compute dtype."""
+
+    def __init__(
+        self,
+        scores: Linear,
+        correction: mx.array | None,
+        input_scale: mx.array | None = None,
+        expert_scale: mx.array | None = None,
+    ) -> None:
+        """``scores`` [E, H]; ``correction`` [E], ``input_scale`` [H], ``expert_scale`` [E]."""
+        self.scores = scores
+        self.correction = correction
+        self.input_scale = input_scale
+        self.expert_scale = expert_scale
+
+
+class SharedExpert:
+    """The part that every row uses, times a sigmoid of a learned product if it has a gate."""
+
+    def __init__(self, part: FeedForward, gate: Matrix | None) -> None:
+        """``gate`` [1, H]."""
+        self._part = part
+        self._gate = gate
+
+    def rows(self, x: mx.array) -> mx.array:
+        """See ``FeedForward``."""
+        added = self._part.rows(x)
+        return added if self._gate is None else added * mx.sigmoid(self._gate.multiply(x))
+
+
+class Mixture:
+    """Experts, of which each row uses K, by the router's choice."""
+
+    def __init__(
+        self,
+        spec: Experts,
+        router: RouterWeights,
+        gate: ExpertLinear,
+        up: ExpertLinear,
+        down: ExpertLinear,
+        activation: Product,
+    ) -> None:
+        self._spec = spec
+        self._router = router
+        self._gate = gate
+        self._up = up
+        self._down = down
+        self._activation = activation
+
+    def rows(self, x: mx.array, asked: mx.array | None = None) -> mx.array:
+        """See ``FeedForward``. A row's experts are added in float32.
+
+        asked [T, H]: what the router reads, where that is not x
+        """
+        chosen, factors = route(self._spec, self._router, x if asked is None else asked)
+        if chosen.size < _SORTED_AT:
+            outputs = self._experts(x[:, None, None], chosen, is_sorted=False)
+        else:
+            experts = chosen.flatten()
+            order = mx.argsort(experts)
+            rows = x[order // self._spec.used][:, None]
+            outputs = self._experts(rows, experts[order], is_sorted=True)[mx.argsort(order)]
+        each = outputs.reshape(*chosen.shape, -1)  # [T, K, H]
+        return (each * factors[..., None]).sum(axis=-2).astype(x.dtype)
+
+    def _experts(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> mx.array:
+        """Return the outputs [..., 1, H] of an expert for each row of x. See ``Stack``."""
+        gate = self._gate.multiply_by(x, experts, is_sorted=is_sorted)
+        inner = self._activation(gate, self._up.multiply_by(x, experts, is_sorted=is_sorted))
+        return self._down.multiply_by(inner, experts, is_sorted=is_sorted)
+
+
+def route(spec: Experts, router: RouterWeights, x: mx.array) -> tuple[mx.array, mx.array]:
+    """Choose each row's experts, in float32: their numbers [T, K] uint32 and weights [T, K], of x [T, H]."""
+    how = spec.router
+    x = x.astype(mx.float32)
+    if how.input_eps is not None:
+        x = mx.fast.rms_norm(x, router.input_scale, how.input_eps) * x.shape[-1] ** -0.5
+    logits = router.scores.multiply(x)
+    scores = mx.softmax(logits, axis=-1) if how.score == "softmax" else mx.sigmoid(logits)
+    ranked = scores if router.correction is None else scores + router.correction
+    if how.groups_used < how.groups:
+        ranked = _within_groups(how, ranked)
+    chosen = _highest(ranked, spec.used)
+    weights = mx.take_along_axis(scores, chosen, axis=-1)
+    if how.normalised:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    if router.expert_scale is not None:
+        weights = weights * router.expert_scale[chosen]
+    return chosen, weights * how.scale
+
+
+def _within_groups(router: Router, ranked: mx.array) -> mx.array:
+    """Rank experts outside the best groups last. ranked [T, E]."""
+    groups = ranked.reshape(ranked.shape[0], router.groups, -1)
+    best = groups.max(axis=-1) if router.group_score == "max" else mx.topk(groups, 2, axis=-1).sum(axis=-1)
+    others = _highest(-best, router.groups - router.groups_used)
+    return mx.put_along_axis(groups, others[..., None], mx.array(-mx.inf), axis=-2).reshape(ranked.shape)
+
+
+def _highest(values: mx.array, count: int) -> mx.array:
+    """Return the places [..., count] of the highest values [..., n], in an order that depends on these alone."""
+    return mx.argpartition(-values, count - 1, axis=-1)[..., :count]

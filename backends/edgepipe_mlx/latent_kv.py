@@ -1,0 +1,60 @@
+"""Pools of latent attention: one vector per token, whose first dimensions are the value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from edgepipe.backend.step_layout import RowLayout
+from edgepipe.backend.types import BlockCopy
+from edgepipe.model.layer_spec import Attention
+from edgepipe_mlx.kv import KVPool, copied_slots, independent, read_tokens
+from edgepipe_mlx.packed_kv import decoded, encode
+
+
+class LatentStorage:
+    """Arrays [1, slots, n], one slot per token: vectors, or their codes and scales. See ``KVPool``."""
+
+    def __init__(self, arrays: Sequence[mx.array], *, value_width: int, block_size: int, dtype: mx.Dtype) -> None:
+        """``arrays``: vectors; or int8 codes, and scales. ``dtype``: of what ``read`` returns."""
+        self._pools = tuple(arrays)
+        self._value_width = value_width
+        self._block_size = block_size
+        self._dtype = dtype
+        mx.eval(self._pools)
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """Vectors, or codes and scales."""
+        return self._pools
+
+    def write(self, slots: mx.array, keys: mx.array, values: mx.array) -> None:
+        """Write keys [T, 1, 1, D] to ``slots`` [T]; ``values`` are a part of them."""
+        own = keys.squeeze(2).swapaxes(0, 1)
+        for pool, written in zip(self._pools, (own,) if len(self._pools) == 1 else encode(own), strict=True):
+            pool[:, slots] = written
+
+    def read(self, row: RowLayout, first: int, blocks: mx.array | None) -> tuple[mx.array, mx.array]:
+        """Return keys [1, 1, length - first, D] and the values among them. See ``KVPool``."""
+        found = [read_tokens(pool, row, first, blocks, self._block_size)[None] for pool in self._pools]
+        keys = found[0] if len(found) == 1 else decoded(found[0], found[1], self._dtype)
+        return keys, keys[..., : self._value_width]
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks. See ``KVStorage.copy``."""
+        for wave in independent(copies):
+            sources, targets = copied_slots(wave, self._block_size)
+            copied = [pool[:, sources] for pool in self._pools]
+            mx.eval(copied)
+            for pool, values in zip(self._pools, copied, strict=True):
+                pool[:, targets] = values
+            mx.eval(self._pools)
+
+
+def latent_pool(spec: Attention, *, num_blocks: int, block_size: int, dtype: mx.Dtype, packed: bool) -> KVPool:
+    """Make a layer's pool; ``packed``: of 8 bits."""
+    slots = (1, num_blocks * block_size)
+    kinds = [(spec.head_dim, mx.int8), (1, mx.float16)] if packed else [(spec.head_dim, dtype)]
+    arrays = [mx.zeros((*slots, width), kind) for width, kind in kinds]
+    return LatentStorage(arrays, value_width=spec.latent_width, block_size=block_size, dtype=dtype)

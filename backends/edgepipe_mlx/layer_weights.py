@@ -1,0 +1,72 @@
+"""Weights of a layer as its parts take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+
+from edgepipe.model import layer_spec
+from edgepipe_mlx.experts import ExpertLinear, PackedStack, WideStack
+from edgepipe_mlx.matrices import Linear, PackedMatrix, WideMatrix
+
+Weight = WideMatrix | PackedMatrix | WideStack
+"""Vectors are wide. Matrices of experts are a WideStack or a PackedStack."""
+
+
+class Norm:
+    """RMSNorm or LayerNorm of the last dimension."""
+
+    def __init__(self, weight: mx.array, spec: layer_spec.Norm) -> None:
+        """``weight``: as it multiplies, one added where the files hold it minus one."""
+        self._weight = weight
+        self._spec = spec
+
+    def rows(self, x: mx.array) -> mx.array:
+        """Return x [..., n] normalised."""
+        if self._spec.kind == "layer":
+            return mx.fast.layer_norm(x, self._weight, None, self._spec.eps)
+        return mx.fast.rms_norm(x, self._weight, self._spec.eps)
+
+
+class LayerWeights:
+    """Weights of one layer, by their names within it."""
+
+    def __init__(self, weights: Mapping[str, Weight], norm: layer_spec.Norm) -> None:
+        self._weights = weights
+        self._norm = norm
+
+    @property
+    def norm_eps(self) -> float:
+        """The epsilon of the model's norms."""
+        return self._norm.eps
+
+    def vector(self, name: str) -> mx.array:
+        """Return the values of a weight of floats."""
+        weight = self._weights[name]
+        assert isinstance(weight, WideMatrix)
+        return weight.array
+
+    def norm(self, module: str) -> Norm:
+        """Return a norm."""
+        return Norm(self.vector(f"{module}.weight"), self._norm)
+
+    def matrix(self, name: str) -> WideMatrix | PackedMatrix:
+        """Return a matrix."""
+        weight = self._weights[name]
+        assert not isinstance(weight, WideStack)
+        return weight
+
+    def linear(self, module: str) -> Linear:
+        """Return a projection, with a bias if the layer has one."""
+        return Linear(self.matrix(f"{module}.weight"), self._bias(module))
+
+    def experts(self, module: str, count: int) -> ExpertLinear:
+        """Return the projections of ``count`` experts, with biases if the layer has them."""
+        stack, bias = self._weights[f"{module}.weight"], self._bias(module)
+        assert isinstance(stack, WideStack | PackedStack)
+        return ExpertLinear(stack, None if bias is None else bias.reshape(count, -1))
+
+    def _bias(self, module: str) -> mx.array | None:
+        name = f"{module}.bias"
+        return self.vector(name) if name in self._weights else None

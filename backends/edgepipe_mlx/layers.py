@@ -1,0 +1,167 @@
+"""Decoder layers built from layer specs, over packed rows.
+
+One kind of layer computes every spec. mlx-lm's definitions would serve only Llama's and Qwen3's, and are no faster.
+T packed rows, H hidden, Hq and Hkv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from edgepipe.model import layer_spec
+from edgepipe.model.facts import ModelConfig
+from edgepipe.model.layer_spec import Activation, Experts, LayerSpec
+from edgepipe.model.layout import LAYER_SCALE, OWN_NORMS, norm_names
+from edgepipe_mlx.attention import LayerStep
+from edgepipe_mlx.experts import Mixture, RouterWeights, SharedExpert
+from edgepipe_mlx.feed_forward import ACTIVATIONS, FeedForward, Gated, Sum
+from edgepipe_mlx.latent import LatentAttention
+from edgepipe_mlx.layer_weights import LayerWeights, Norm
+from edgepipe_mlx.rope import RotaryEmbedding, make_rope
+
+
+class SelfAttention:
+    """Grouped-query attention."""
+
+    def __init__(self, spec: layer_spec.Attention, weights: LayerWeights, rope: RotaryEmbedding | None) -> None:
+        self._spec = spec
+        self._query, self._key, self._output = (weights.linear(f"self_attn.{name}_proj") for name in ("q", "k", "o"))
+        self._value = None if spec.values_from_keys else weights.linear("self_attn.v_proj")
+        self._value_eps = weights.norm_eps if spec.value_norm else None
+        self._query_norm = weights.norm("self_attn.q_norm") if spec.qk_norm else None
+        self._key_norm = weights.norm("self_attn.k_norm") if spec.qk_norm else None
+        self._sinks = weights.vector("self_attn.sinks") if spec.sinks else None
+        self._rope = rope
+
+    def rows(self, x: mx.array, step: LayerStep) -> mx.array:
+        """Compute x [T, H], and write the rows' keys and values. Returns [T, H]."""
+        spec = self._spec
+        queries = self._placed(self._query.multiply(x), spec.num_heads, self._query_norm, step)
+        if spec.temperature is not None:
+            queries = step.tempered(queries, spec.temperature)
+        key_rows = self._key.multiply(x)
+        value_rows = key_rows if self._value is None else self._value.multiply(x)
+        keys = self._placed(key_rows, spec.num_kv_heads, self._key_norm, step)
+        values = value_rows.reshape(-1, spec.num_kv_heads, 1, spec.head_dim)
+        if self._value_eps is not None:
+            values = mx.fast.rms_norm(values, None, self._value_eps)
+        attended = step.attend(queries, keys, values, self._sinks)
+        return self._output.multiply(attended.reshape(-1, spec.query_width))
+
+    def _placed(self, x: mx.array, heads: int, norm: Norm | None, step: LayerStep) -> mx.array:
+        """Return x [T, heads * D] normalised and rotated, as [T, heads, 1, D]."""
+        if norm is not None and self._spec.qk_norm == "all":
+            x = norm.rows(x)
+        x = x.reshape(-1, heads, 1, self._spec.head_dim)
+        if norm is not None and self._spec.qk_norm == "head":
+            x = norm.rows(x)
+        return x if self._rope is None else self._rope.rotate(x, step.positions)
+
+
+class Apart:
+    """A dense part and a mixture with norms of their own, added. The router reads what enters both."""
+
+    def __init__(
+        self, dense: FeedForward, mixture: Mixture, *, dense_norms: tuple[Norm, Norm], mixture_norms: tuple[Norm, Norm]
+    ) -> None:
+        """Norms of each part's input and output."""
+        self._dense = dense
+        self._mixture = mixture
+        self._dense_norms = dense_norms
+        self._mixture_norms = mixture_norms
+
+    def rows(self, x: mx.array) -> mx.array:
+        """See ``FeedForward``."""
+        dense = self._dense_norms[1].rows(self._dense.rows(self._dense_norms[0].rows(x)))
+        mixed = self._mixture.rows(self._mixture_norms[0].rows(x), x)
+        return dense + self._mixture_norms[1].rows(mixed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """One layer."""
+
+    spec: LayerSpec
+    input_norm: Norm | None  # before attention
+    attention: SelfAttention | LatentAttention
+    attended_norm: Norm | None  # of what attention adds
+    inner_norm: Norm | None  # before the feed-forward part
+    feed_forward: FeedForward
+    added_norm: Norm | None  # of what the feed-forward part adds
+    output_scale: mx.array | None  # [1]
+
+    def run(self, hidden: mx.array, step: LayerStep) -> mx.array:
+        """Return the next layer's input [T, H] for hidden [T, H]."""
+        normed = _normed(hidden, self.input_norm)
+        attended = self.attention.rows(normed, step)
+        if self.spec.norms == "parallel":
+            return self._sum(hidden, attended + self.feed_forward.rows(normed))
+        hidden = self._sum(hidden, _normed(attended, self.attended_norm))
+        added = self.feed_forward.rows(_normed(hidden, self.inner_norm))
+        out = self._sum(hidden, _normed(added, self.added_norm))
+        return out if self.output_scale is None else out * self.output_scale
+
+    def _sum(self, hidden: mx.array, added: mx.array) -> mx.array:
+        scale = self.spec.residual_scale
+        return hidden + (added if scale == 1 else added * scale)
+
+
+def _normed(x: mx.array, norm: Norm | None) -> mx.array:
+    return x if norm is None else norm.rows(x)
+
+
+def build_layer(config: ModelConfig, index: int, weights: LayerWeights) -> DecoderLayer:
+    """Build a decoder layer of its loaded weights. Raises ArchitectureUnsupported for an unknown rope scaling."""
+    spec = config.layers[index]
+    before, after = ([weights.norm(name) for name in names] for names in norm_names(spec))
+    input_norm, inner_norm = [*before, None, None][:2]
+    attended_norm, added_norm = [*after, None, None][:2]
+    attention = SelfAttention if spec.attention.latent is None else LatentAttention
+    return DecoderLayer(
+        spec=spec,
+        input_norm=input_norm,
+        attention=attention(spec.attention, weights, make_rope(spec.attention, config.context_length)),
+        attended_norm=attended_norm,
+        inner_norm=None if spec.own_norms else inner_norm,
+        feed_forward=_apart(spec, inner_norm, weights) if spec.own_norms else _feed_forward(spec, weights),
+        added_norm=added_norm,
+        output_scale=weights.vector(LAYER_SCALE) if spec.output_scaled else None,
+    )
+
+
+def _feed_forward(spec: LayerSpec, weights: LayerWeights) -> FeedForward:
+    parts: list[FeedForward] = []
+    if spec.dense is not None:
+        parts.append(_gated("mlp", spec.dense.activation, weights))
+    if spec.experts is not None:
+        parts.append(_mixture(spec.experts, weights))
+        if spec.experts.shared_inner:
+            gate = weights.matrix("mlp.shared_expert_gate.weight") if spec.experts.shared_gated else None
+            parts.append(SharedExpert(_gated("mlp.shared_expert", "silu", weights), gate))
+    return parts[0] if len(parts) == 1 else Sum(parts)
+
+
+def _apart(spec: LayerSpec, entering: Norm | None, weights: LayerWeights) -> FeedForward:
+    assert spec.dense is not None
+    assert spec.experts is not None
+    assert entering is not None
+    dense, mixture = _gated("mlp", spec.dense.activation, weights), _mixture(spec.experts, weights)
+    leaving, to_experts, from_experts = (weights.norm(name) for name in OWN_NORMS)
+    return Apart(dense, mixture, dense_norms=(entering, leaving), mixture_norms=(to_experts, from_experts))
+
+
+def _gated(module: str, activation: Activation, weights: LayerWeights) -> Gated:
+    gate, up, down = (weights.linear(f"{module}.{name}_proj") for name in ("gate", "up", "down"))
+    return Gated(gate, up, down, ACTIVATIONS[activation])
+
+
+def _mixture(spec: Experts, weights: LayerWeights) -> Mixture:
+    correction = weights.vector("mlp.router.correction") if spec.router.correction else None
+    how = spec.router
+    input_scale = None if how.input_eps is None else weights.vector("mlp.router.input_scale")
+    expert_scale = weights.vector("mlp.router.expert_scale") if how.expert_scales else None
+    router = RouterWeights(weights.linear("mlp.router"), correction, input_scale, expert_scale)
+    gate, up, down = (weights.experts(f"mlp.experts.{name}_proj", spec.count) for name in ("gate", "up", "down"))
+    return Mixture(spec, router, gate, up, down, ACTIVATIONS[spec.activation])

@@ -1,0 +1,159 @@
+// Products of rows with tiles of a weight, packed (packed.cu) or of bf16 (wide.cu).
+//
+// A block has 8 warps: ``warps_down`` of them take a row tile each, and the others share its input tiles. ``chunk``
+// inputs, a multiple of 128 * (8 / warps_down), are staged at a time. Partial sums meet in shared memory, always in the
+// same order. So a result depends on ``warps_down``, but neither on ``chunk`` nor on the place of its row.
+
+// Copy inputs [first, first + chunk) of a job's rows to shared memory; inputs beyond in_features are zero.
+template <typename Job>
+DEVICE void stage_inputs(
+    unsigned char *inputs, int pitch, const Job &job, int rows, int first, int chunk, int in_features) {
+    const int runs = chunk / 8;  // of 16 bytes
+    for (int index = threadIdx.x; index < rows * runs; index += blockDim.x) {
+        const int row = index / runs, run = index % runs, input = first + 8 * run;
+        uint4 found = make_uint4(0, 0, 0, 0);
+        if (input < in_features) found = *reinterpret_cast<const uint4 *>(job.inputs(row) + input);
+        *reinterpret_cast<uint4 *>(inputs + row * pitch + 16 * run) = found;
+    }
+}
+
+#if OFFSET == 3
+// Sum the staged inputs of each segment.
+DEVICE void sum_segments(float *sums, int columns, const unsigned char *inputs, int pitch, int rows, int chunk) {
+    for (int index = threadIdx.x; index < rows * (chunk / SEGMENT); index += blockDim.x) {
+        const int row = index % rows, segment = index / rows;
+        const uint2 *from = reinterpret_cast<const uint2 *>(inputs + row * pitch + 2 * SEGMENT * segment);
+        float total = 0.0f;
+#pragma unroll
+        for (int part = 0; part < SEGMENT / 4; part++) {
+            const uint2 four = from[part];
+            total += bits_as_float(four.x << 16) + bits_as_float(four.x & 0xFFFF0000u);
+            total += bits_as_float(four.y << 16) + bits_as_float(four.y & 0xFFFF0000u);
+        }
+        sums[segment * columns + row] = total;
+    }
+}
+#endif
+
+// One value of a block's product, by its place among those of a row tile.
+struct Place {
+    int down;     // row tile of the block
+    int feature;  // within the row tile
+    int row;
+    int index;  // of the partial sums
+};
+
+template <int COLUMN_TILES>
+DEVICE Place place_of(int index) {
+    const int within = index % (COLUMN_TILES * 128);
+    const int g = (within & 31) >> 2, t = within & 3, tile = within >> 7, part = within >> 5 & 3;
+    return {index / (COLUMN_TILES * 128), g + 8 * (part >> 1), 8 * tile + 2 * t + (part & 1), within};
+}
+
+// Sum what the warps that share row tile ``down`` found for a place.
+template <int COLUMN_TILES>
+DEVICE float total_of(const float *partial, int warps_down, int down, int index) {
+    const int sharing = WARPS / warps_down;
+    float total = 0.0f;
+    for (int share = 0; share < sharing; share++) total += partial[(down * sharing + share) * COLUMN_TILES * 128 + index];
+    return total;
+}
+
+// Multiply up to 8 * COLUMN_TILES rows of a job by its row tiles; return partial sums [warps, 4 * COLUMN_TILES, 32].
+//
+// A job has ``inputs(row)``, a row's inputs, and ``row_tile(down)``, a tile of the weight or -1. PARTLY: fewer rows than
+// columns are usual, so column tiles without rows are left out.
+template <int COLUMN_TILES, bool PARTLY, typename Job>
+DEVICE const float *multiply_rows(
+    const Weight &weight, const Job &job, int rows, int chunk, int warps_down, unsigned char *shared) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int sharing = WARPS / warps_down, share = warp % sharing;
+    const int row_tile = job.row_tile(warp / sharing);
+    const bool active = row_tile >= 0;
+    u32 *table = reinterpret_cast<u32 *>(shared);
+    unsigned char *inputs = shared + TABLE_BYTES;
+    const int pitch = 2 * chunk + 32;
+    float *totals = reinterpret_cast<float *>(inputs + rows * pitch);
+    const Staged staged = {inputs, pitch, totals, rows};
+    float sums[COLUMN_TILES][4] = {};
+    TilePart next;
+    if (active && share < weight.input_tiles) next.load(weight, row_tile, share, lane);
+    fill_table(table);
+    for (int start = 0; start < weight.input_tiles; start += chunk / TILE_INPUTS) {
+        synchronise();  // the last chunk is used
+        stage_inputs(inputs, pitch, job, rows, start * TILE_INPUTS, chunk, weight.in_features);
+        synchronise();
+#if OFFSET == 3
+        sum_segments(totals, 8 * COLUMN_TILES, inputs, pitch, rows, chunk);
+        synchronise();
+#endif
+        const int end = min(start + chunk / TILE_INPUTS, weight.input_tiles);
+        for (int tile = start + share; active && tile < end; tile += sharing) {
+            const TilePart part = next;
+            if (tile + sharing < weight.input_tiles) next.load(weight, row_tile, tile + sharing, lane);
+            multiply_part<COLUMN_TILES, PARTLY>(
+                sums, weight, part, staged, (tile - start) * TILE_INPUTS, table, lane);
+        }
+    }
+    synchronise();
+    float *partial = reinterpret_cast<float *>(shared);
+#pragma unroll
+    for (int tile = 0; tile < COLUMN_TILES; tile++)
+#pragma unroll
+        for (int part = 0; part < 4; part++)
+            partial[(warp * COLUMN_TILES * 4 + 4 * tile + part) * 32 + lane] = sums[tile][part];
+    synchronise();
+    return partial;
+}
+
+#if !EXPERTS
+
+// Consecutive rows, and row tiles by block.
+struct AllRows {
+    const u16 *x;
+    int x_stride;
+    int row_tiles;
+    int warps_down;
+
+    DEVICE const u16 *inputs(int row) const { return x + static_cast<u64>(row) * x_stride; }
+
+    DEVICE int row_tile(int down) const {
+        const int tile = blockIdx.x * warps_down + down;
+        return tile < row_tiles ? tile : -1;
+    }
+};
+
+// Write out[row, o] = x[row] . weight[o] (+ bias[o]) (+ out[row, o]) in bf16, for up to 8 * COLUMN_TILES rows.
+template <int COLUMN_TILES>
+DEVICE void affine_mm(
+    const Weight &weight, const u16 *x, int x_stride, int rows, u16 *out, int out_stride, const u16 *bias, int add,
+    int chunk, int warps_down, unsigned char *shared) {
+    const AllRows job = {x, x_stride, weight.row_tiles, warps_down};
+    const float *partial = multiply_rows<COLUMN_TILES, false>(weight, job, rows, chunk, warps_down, shared);
+    for (int index = threadIdx.x; index < warps_down * COLUMN_TILES * 128; index += blockDim.x) {
+        const Place place = place_of<COLUMN_TILES>(index);
+        const int column = (blockIdx.x * warps_down + place.down) * TILE_ROWS + place.feature;
+        if (place.row >= rows || column >= weight.out_features) continue;
+        float total = total_of<COLUMN_TILES>(partial, warps_down, place.down, place.index);
+        u16 *to = out + static_cast<u64>(place.row) * out_stride + column;
+        if (bias) total += bf16_as_float(bias[column]);
+        if (add) total += bf16_as_float(*to);
+        *to = float_as_bf16(total);
+    }
+}
+
+#define AFFINE_MM(COLUMN_TILES)                                                                                   \
+    KERNEL(affine_mm_##COLUMN_TILES)(                                                                             \
+        Weight weight, const u16 *x, int x_stride, int rows, u16 *out, int out_stride, const u16 *bias, int add,  \
+        int chunk, int warps_down) {                                                                              \
+        SHARED_MEMORY(shared);                                                                                    \
+        affine_mm<COLUMN_TILES>(                                                                                  \
+            weight, x, x_stride, rows, out, out_stride, bias, add, chunk, warps_down, shared);                    \
+    }
+
+AFFINE_MM(1)
+AFFINE_MM(2)
+AFFINE_MM(4)
+AFFINE_MM(8)
+
+#endif

@@ -1,0 +1,158 @@
+"""Reads calls of the form name and arguments between marks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Protocol
+
+from edgepipe.gateway.formats.chat_format import Functions
+from edgepipe.gateway.formats.json_calls import overlap
+from edgepipe.gateway.formats.tagged import begins
+from edgepipe.gateway.tool_call_json import CallNews
+from edgepipe.gateway.tool_calls import Scanned
+
+_MAX_HEAD_CHARS = 256  # from the opening to the arguments; a longer text is no call
+
+
+class Arguments(Protocol):
+    """Turns the arguments of one call into JSON as they arrive."""
+
+    def feed(self, text: str, start: int) -> tuple[int, bool]:
+        """Read ``text[start:]``. Return where reading stopped, and whether the arguments ended.
+
+        Text after that place may be an incomplete mark: the next call brings it again.
+        """
+        ...
+
+
+class NamedReader:
+    """State machine over content, a call's head and its arguments; see TextReader."""
+
+    def __init__(
+        self,
+        calls: CallNews,
+        functions: Functions,
+        *,
+        opening: str,
+        head: re.Pattern[str],
+        closings: tuple[str, ...],
+        next_call: str = "",
+        arguments: Callable[[CallNews], Arguments],
+    ) -> None:
+        """
+        opening    mark before a group of calls
+        head       text between the opening and the arguments; group 1 is the name
+        closings   marks after the arguments, which are dropped
+        next_call  mark of a further call of the group
+        """
+        self._calls = calls
+        self._functions = functions
+        self._opening = opening
+        self._head_reading = head
+        self._closings = closings
+        self._after = (*closings, next_call) if next_call else closings
+        self._new_arguments = arguments
+        self._arguments = arguments(calls)
+        self._state: Callable[[str, int], int] = self._text
+        self._pending = ""  # text that may be an incomplete mark
+        self._spaces: list[str] = []  # spaces at the end of content; dropped if a call follows
+        self._content: list[str] = []
+
+    @property
+    def in_call(self) -> bool:
+        """See TextReader."""
+        return self._state in (self._head, self._in_arguments)
+
+    def push(self, text: str) -> Scanned:
+        """See TextReader."""
+        text, self._pending = self._pending + text, ""
+        at = 0
+        while at < len(text):
+            at = self._state(text, at)
+        return self._scanned()
+
+    def finish(self, *, followed_by: str | None = None) -> Scanned:
+        """See TextReader."""
+        held = self._pending if self._state in (self._text, self._ended) else ""
+        if self._state == self._head and followed_by is None:
+            held = self._opening + self._pending
+        marks = (self._opening,) if self._state == self._text else self._after
+        if held and followed_by is not None and begins(held + followed_by, 0, marks):
+            held = ""
+        if self._state == self._ended and begins(held, 0, self._after):
+            held = ""
+        self._show(held)
+        if not self._calls.count:
+            self._content += self._spaces
+        self._spaces, self._pending = [], ""
+        return self._scanned()
+
+    def _scanned(self) -> Scanned:
+        content, self._content = "".join(self._content), []
+        return Scanned(content, self._calls.take())
+
+    def _show(self, text: str) -> None:
+        """Add content; hold back spaces at its end."""
+        shown = text.rstrip()
+        if shown:
+            self._content += [*self._spaces, shown]
+            self._spaces = []
+        if len(shown) < len(text):
+            self._spaces.append(text[len(shown) :])
+
+    def _text(self, text: str, at: int) -> int:
+        """State: content, until the opening."""
+        found = text.find(self._opening, at)
+        if found >= 0:
+            self._show(text[at:found])
+            self._state = self._head
+            return found + len(self._opening)
+        keep = overlap(text, at, self._opening)
+        self._show(text[at : len(text) - keep])
+        self._pending = text[len(text) - keep :]
+        return len(text)
+
+    def _head(self, text: str, at: int) -> int:
+        """State: after the opening, before the first call's arguments."""
+        found = self._head_reading.match(text, at, at + _MAX_HEAD_CHARS)
+        if found is not None and found[1] in self._functions:
+            return self._begin(found)
+        if found is None and len(text) - at < _MAX_HEAD_CHARS:
+            self._pending = text[at:]
+            return len(text)
+        self._show(self._opening)
+        self._state = self._text
+        return at
+
+    def _begin(self, found: re.Match[str]) -> int:
+        self._spaces = []
+        self._calls.begin(found[1])
+        self._arguments = self._new_arguments(self._calls)
+        self._state = self._in_arguments
+        return found.end()
+
+    def _in_arguments(self, text: str, at: int) -> int:
+        """State: in a call's arguments."""
+        at, ended = self._arguments.feed(text, at)
+        if ended:
+            self._state = self._ended
+            return at
+        self._pending = text[at:]
+        return len(text)
+
+    def _ended(self, text: str, at: int) -> int:
+        """State: after a call's arguments."""
+        if text[at].isspace():
+            return at + 1
+        for mark in self._closings:
+            if text.startswith(mark, at):
+                return at + len(mark)
+        found = self._head_reading.match(text, at, at + _MAX_HEAD_CHARS)
+        if found is not None and found[1] in self._functions and begins(text, at, self._after):
+            return self._begin(found)
+        if found is None and len(text) - at < _MAX_HEAD_CHARS and begins(text, at, self._after):
+            self._pending = text[at:]
+            return len(text)
+        self._state = self._text
+        return at

@@ -1,0 +1,27 @@
+"""The calls of Qwen3-Coder and of later Qwen models. Source: the chat template of Qwen3-Coder-30B-A3B-Instruct."""
+
+from __future__ import annotations
+
+import re
+
+from edgepipe.gateway.formats.tagged import Tags, tagged_format
+
+QWEN_CODER = tagged_format(
+    "qwen-coder",
+    Tags(
+        opening="<tool_call>",
+        closing="</tool_call>",
+        call="<function=NAME>",
+        call_end="</function>",
+        argument="<parameter=NAME>",
+        argument_end="</parameter>",
+        call_reading=re.compile(r"\s*<function=([^<>\n]{1,64})>"),
+        argument_reading=re.compile(r"<parameter=([^<>\n]*)>"),
+        before_call="\n",
+        before_argument="\n",
+        around_text="\n",
+        before_call_end="\n",
+        before_closing="\n",
+    ),
+)
+"""``<tool_call>``, ``<function=name>``, ``<parameter=key>`` with its text on lines of its own, and their ends."""

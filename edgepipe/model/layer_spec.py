@@ -1,0 +1,191 @@
+"""What a decoder layer is made of: attention, a feed-forward part, norms. Families are written in these terms.
+
+Backends build layers from specs; they know no families.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import Literal
+
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""Of gate g and up u: ``silu(g) * u``, ``gelu(g) * u`` with tanh's approximation, or gpt-oss's
+``min(g, 7) * sigmoid(1.702 g) * (clip(u, -7, 7) + 1)``."""
+
+NormPlaces = Literal["before", "after", "both", "parallel"]
+"""Norms of a layer: before attention and feed-forward (Llama), after both (OLMo 2), before and after both (Gemma 2), or
+one norm before attention and feed-forward side by side (Cohere)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary embedding and its scaling, with the field names of Hugging Face's ``rope_scaling``."""
+
+    theta: float = 10_000.0
+    scaling: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope | proportional
+    factor: float = 1.0
+    original_context: int = 0  # context the model was trained on before scaling; 0: unknown
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn, longrope; None: derived
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+    short_factor: tuple[float, ...] = ()  # longrope, one per rotary pair
+    long_factor: tuple[float, ...] = ()  # longrope, one per rotary pair
+    rotated_share: float = 1.0  # proportional: share of the rotary pairs that turn, the fastest ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Temperature:
+    """Queries at position p are multiplied with ``1 + growth * ln(1 + p // context)`` (Llama 4, Ministral 3)."""
+
+    growth: float
+    context: int  # tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """How all norms of a model compute."""
+
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"  # layer: the mean is subtracted, too
+    plus_one: bool = False  # the files hold the weight minus one (Gemma)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-AI 2024, section 2.1), in its absorbed form.
+
+    A token keeps one vector for all heads: a normalised latent, then a key that rotates. Values are the latent. Queries
+    are multiplied with the keys' part of kv_b before attention, heads' outputs with its values' part after it.
+    """
+
+    query_rank: int  # features between the two query projections; 0: there is one projection
+    kv_rank: int  # features of the latent
+    nope_dim: int  # of a head's query: dimensions that do not rotate, as its projection makes them,
+    rope_dim: int  # and that rotate
+    value_dim: int  # of a head's output
+    joined: bool = True  # kv_b is one weight [heads * (nope_dim + value_dim), kv_rank]; else see ``layout``
+    norm_eps: float = 1e-6  # of the norms of both latents
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Grouped-query attention. Latent attention is that of one key-value head [latent, rotating key]."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope | None  # None: positions do not enter
+    rotary_dim: int = 0  # leading dimensions of a head (latent: trailing) that rotate; 0: all
+    interleaved: bool = False  # the files' rotary pairs are (0, 1), (2, 3), ...; else (0, D/2), (1, D/2 + 1), ...
+    window: int | None = None  # tokens that a query sees, including itself
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: Literal["", "head", "all"] = ""  # RMSNorm of q and k before rotary: per head, or over all heads
+    sinks: bool = False  # a learned logit per head joins the softmax and takes no value (gpt-oss)
+    softcap: float = 0.0  # logits become ``c * tanh(logit / c)``; 0: they stay
+    scale: float = 0.0  # factor on q k; 0: ``head_dim ** -0.5``
+    temperature: Temperature | None = None  # None: queries of all positions are scaled alike
+    latent: Latent | None = None
+    values_from_keys: bool = False  # values are the key projection's product; there is no value projection
+    value_norm: bool = False  # RMSNorm of each head's value, without weights
+
+    @property
+    def query_width(self) -> int:
+        """Numbers of a token's queries, as attention takes them."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def output_width(self) -> int:
+        """In features of the output projection."""
+        return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
+
+    @property
+    def kv_vectors(self) -> int:
+        """Vectors of the head's size that a token keeps per key-value head: a key and a value, or one for both."""
+        return 1 if self.latent else 2
+
+    @property
+    def latent_width(self) -> int:
+        """Leading dimensions of a key that are the value; 0: values are kept, too."""
+        return self.latent.kv_rank if self.latent else 0
+
+    @property
+    def kv_width(self) -> int:
+        """Out features of the key projection, and of the value projection."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def rotated(self) -> int:
+        """Dimensions of a head that rotate."""
+        return 0 if self.rope is None else self.rotary_dim or self.head_dim
+
+    @property
+    def logit_scale(self) -> float:
+        """The factor on q k."""
+        return self.scale or 1 / sqrt(self.head_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """A gated feed-forward part."""
+
+    inner: int  # features between its projections
+    activation: Activation = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """How a token chooses its experts, in float32.
+
+    Scores are a softmax or a sigmoid of the logits. The chosen are those of the highest score plus correction; their
+    weights are the scores, without the correction.
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = True  # the weights of the chosen sum to 1, before ``scale``
+    scale: float = 1.0
+    bias: bool = False  # of the logits
+    correction: bool = False  # a learned number per expert, added to choose
+    groups: int = 1  # experts are in so many groups of equal size,
+    groups_used: int = 1  # of which only the best may be chosen from,
+    group_score: Literal["max", "top2"] = "max"  # by their best score, or by the sum of their two best
+    input_eps: float | None = None  # of an RMSNorm of its input, whose weights count ``H ** -0.5``; None: no norm
+    expert_scales: bool = False  # the weights of the chosen are multiplied with a learned number per expert
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of gated feed-forward parts, of which each token uses some."""
+
+    count: int
+    used: int  # by each token
+    inner: int  # features between an expert's projections
+    router: Router
+    activation: Activation = "silu"
+    bias: bool = False
+    shared_inner: int = 0  # features of the expert that every token uses besides; 0: none
+    shared_gated: bool = False  # the shared expert's output is multiplied with a sigmoid of a learned product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One decoder layer."""
+
+    attention: Attention
+    dense: Dense | None = None
+    experts: Experts | None = None  # with ``dense`` too: their outputs are added
+    norms: NormPlaces = "before"
+    residual_scale: float = 1.0  # factor on what attention and feed-forward add (Granite)
+    own_norms: bool = False  # dense part and experts have norms of their own, and the router reads what enters them
+    output_scaled: bool = False  # its output is multiplied with a learned number
+
+    def kv_values(self) -> int:
+        """Return the numbers that one token's keys and values hold."""
+        return self.attention.kv_vectors * self.attention.kv_width

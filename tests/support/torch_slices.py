@@ -1,0 +1,38 @@
+"""Slices of a model loaded on the CPU, without a backend."""
+
+from __future__ import annotations
+
+import torch
+from edgepipe_torch.compiled_code import KernelsUnavailable
+from edgepipe_torch.cpu_kernels import CpuKernels
+from edgepipe_torch.decoder import SliceWeights
+from edgepipe_torch.linear import Workspace
+from edgepipe_torch.loading import load_slices
+from edgepipe_torch.rope import Rotations
+
+from edgepipe.model.facts import LayerRange, Slice, make_slices
+from edgepipe.model.tensors import WeightSource
+
+_CPU = torch.device("cpu")
+
+
+def loaded_slice(
+    source: WeightSource,
+    part: Slice | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    kernels: CpuKernels | KernelsUnavailable | None = None,
+) -> SliceWeights:
+    """Load ``part``, or the whole model; ``kernels``: None for this process's."""
+    (whole,) = make_slices([LayerRange(0, source.config.num_layers)], source.config.num_layers)
+    (found,) = load_slices(
+        [part or whole],
+        source,
+        lambda _progress: None,
+        dtype=dtype,
+        device=_CPU,
+        workspace=Workspace(dtype, _CPU),
+        rotations=Rotations(source.config).kinds,
+        kernels=kernels,
+    )
+    return found

@@ -1,0 +1,300 @@
+"""Conversations as templates of model families want them, and whole answers of these families over HTTP.
+
+The templates are fragments in the documented form of each family, written for these tests.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from edgepipe.gateway.conversation import TemplateTraits, template_keywords, template_traits, template_turns
+from edgepipe.gateway.schema import Message
+from edgepipe.model.template_child import make_environment
+from edgepipe.model.tokenizer import Tokenizer
+from tests.support.fake_engine import ByteAssets, FakeEngine
+from tests.support.gateway import events_of, serving
+
+GPT_OSS = """<|start|>system<|message|>Reasoning: {{ reasoning_effort|default('medium') }}<|end|>
+{%- for message in messages %}
+{%- if message.role == 'assistant' and 'tool_calls' in message %}
+{%- if message.content and message.thinking %}{{ raise_exception('both') }}{% endif %}
+{%- if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' -}}
+{{ call.arguments|tojson }}<|call|>
+{%- set last = call.name %}
+{%- elif message.role == 'tool' %}
+{{- '<|start|>functions to=assistant<|channel|>commentary<|message|>' + message.content|tojson + '<|end|>' }}
+{%- elif message.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>
+{%- else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endif %}
+{%- endfor %}{% if tools %}# Tools{% endif %}<|start|>assistant"""
+GLM = """[gMASK]<sop>{% if tools %}<|system|>{% for tool in tools %}{{ tool|tojson }}{% endfor %}
+<tool_call>{function-name}<arg_key>{arg-key}</arg_key><arg_value>{arg-value}</arg_value></tool_call>{% endif %}
+{%- set last = namespace(user=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}<|{{ m.role }}|>
+{%- if m.role == 'assistant' %}
+{%- if loop.index0 > last.user and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}
+{{- m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}
+{%- for key, value in call.function.arguments.items() %}<arg_key>{{ key }}</arg_key><arg_value>{{ value }}</arg_value>
+{%- endfor %}</tool_call>{% endfor %}
+{%- elif m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% else %}{{ m.content }}{% endif %}
+{%- endfor %}<|assistant|>{{ '<think></think>' if enable_thinking is defined and not enable_thinking else '' }}"""
+MINIMAX = """{% if tools %}<tools>{{ tools|tojson }}</tools><minimax:tool_call><invoke name="f"></invoke>
+</minimax:tool_call>{% endif %}{% for m in messages %}]~b]{{ m.role }}
+{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}[e~[
+{% if m.tool_calls or m.role == 'tool' %}{% endif %}{% endfor %}]~b]ai
+<think>
+"""
+QWEN_CODER = """{% if tools %}<tools></tools><tool_call><function=f><parameter=p></parameter></function></tool_call>
+{%- endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for call in m.tool_calls %}{{ call.function.arguments|items|list }}{% endfor %}<|im_end|>
+{% if m.role == 'tool' %}{% endif %}{% endfor %}<|im_start|>assistant
+"""
+GEMMA_3 = """{% set first = '' %}{% if messages[0]['role'] == 'system' %}
+{%- set first = messages[0]['content'] %}{% set messages = messages[1:] %}{% endif %}{{ first }}
+{%- for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Conversation roles must alternate') }}{% endif %}<start_of_turn>{{ m['role'] }}
+{{ m['content'] }}<end_of_turn>
+{% endfor %}<start_of_turn>model
+"""
+GEMMA_4 = """{% if tools %}<|turn>system
+{% for tool in tools %}<|tool>declaration:{{ tool.function.name }}<tool|>{% endfor %}<turn|>
+{% endif %}{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}
+{% for call in m['tool_calls'] or [] %}<|tool_call>call:{{ call['function']['name'] }}{at:<|"|>
+{{- call['function']['arguments']['at'] }}<|"|>}<tool_call|>{% endfor %}
+{%- for answer in m['tool_responses'] or [] -%}
+<|tool_response>response:{{ answer['name'] }}{value:<|"|>{{ answer['response'] }}<|"|>}<tool_response|>
+{%- endfor %}{{ m['content'] }}{% if not m['tool_responses'] %}<turn|>
+{% endif %}{% endfor %}{% if not messages[-1]['tool_responses'] %}<|turn>model
+{% endif %}{{ '' if enable_thinking else '<|channel>thought\n<channel|>' }}"""
+DEEPSEEK_V31 = """{% for message in messages %}{% if message['role'] == 'user' %}<｜User｜>{{ message['content'] }}
+{%- elif message['tool_calls'] is defined %}{% for tool in message['tool_calls'] -%}
+{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>' -}}
+{{ '' + tool['function']['arguments'] + '<｜tool▁call▁end｜>'}}{% endfor %}<｜tool▁calls▁end｜>
+{%- elif message['role'] == 'tool' %}{{ message['content'] }}{% endif %}{% endfor %}<｜Assistant｜>
+{{- '<think>' if thinking else '</think>' }}"""
+MISTRAL = """{% for message in messages %}{% if message.role == 'user' %}[INST]{{ message.content }}[/INST]
+{%- elif message.tool_calls %}{% for call in message.tool_calls %}
+{%- if call.id|length != 9 %}{{ raise_exception('Tool call IDs should be nine characters') }}{% endif -%}
+[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments|tojson }}{% endfor %}
+{%- elif message.role == 'tool' %}[TOOL_RESULTS]{{ message.tool_call_id }}{{ message.content }}[/TOOL_RESULTS]
+{%- endif %}{% endfor %}{% if tools %}{% endif %}{# [THINK] #}"""
+PHI = """{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message %}<|system|>
+{{- message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' }}<|end|>{% else -%}
+<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endif %}{% endfor %}<|assistant|>"""
+GRANITE = """{% if tools %}<|start_of_role|>available_tools<|end_of_role|>{{ tools|tojson }}<|end_of_text|>
+{% endif %}{# write <|tool_call|> and a list #}{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>
+{{- m.content }}{{ m.tool_calls|tojson if m.tool_calls }}<|end_of_text|>
+{% if m.role == 'tool' %}{% endif %}{% endfor %}<|start_of_role|>assistant<|end_of_role|>"""
+
+TEMPLATES = {
+    "harmony": GPT_OSS,
+    "glm": GLM,
+    "minimax": MINIMAX,
+    "qwen-coder": QWEN_CODER,
+    "gemma4": GEMMA_4,
+    "deepseek-v3.1": DEEPSEEK_V31,
+    "mistral-args": MISTRAL,
+    "phi": PHI,
+    "granite": GRANITE,
+    "hermes": GEMMA_3,
+}
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}, "times": {"type": "integer"}}},
+    },
+}
+
+
+def call(number: int, at: str) -> dict[str, Any]:
+    return {"id": f"call_{number}", "function": {"name": "look", "arguments": json.dumps({"at": at})}}
+
+
+TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": "see"},
+    {"role": "assistant", "content": "I look.", "reasoning": "Twice.", "tool_calls": [call(1, "x"), call(2, "y")]},
+    {"role": "tool", "tool_call_id": "call_2", "content": "sun"},
+    {"role": "tool", "tool_call_id": "call_1", "content": "moon"},
+]
+
+
+def rendered(template: str, turns: Sequence[Mapping[str, Any]] = TURNS, *, effort: str | None = None) -> str:
+    traits = template_traits(template)
+    messages = [Message.model_validate(turn) for turn in turns]
+    keywords = template_keywords({}, effort, traits)
+    if traits.knows_tools and not traits.tools_in_system:
+        keywords["tools"] = [LOOK]
+    shown = template_turns(messages, tools=[LOOK], traits=traits)
+    return make_environment().from_string(template).render(messages=shown, **keywords)
+
+
+@pytest.mark.parametrize(("name", "template"), TEMPLATES.items())
+def test_the_format_is_chosen_by_the_template(name: str, template: str) -> None:
+    assert template_traits(template).chat.name == name
+
+
+@pytest.mark.parametrize(("name", "template"), TEMPLATES.items())
+def test_calls_and_their_results_are_in_every_prompt(name: str, template: str) -> None:
+    prompt = rendered(template)
+    assert [word for word in ("look", "x", "y", "moon", "sun") if word not in prompt] == []
+    if name != "harmony":
+        assert prompt.index("sun") < prompt.index("moon")
+
+
+def test_other_formats_and_signs() -> None:
+    for text, name in {
+        "{{ '<tool_call>' }}": "hermes",
+        "[TOOL_CALLS]": "mistral",
+        "<|python_tag|>": "llama",
+        "{{ messages }}": "hermes",
+        "function<｜tool▁sep｜>name\n```json": "deepseek-v3",
+        "<｜DSML｜function_calls>": "deepseek-v3.2",
+    }.items():
+        assert template_traits(text).chat.name == name
+    assert template_traits("<tool_call> <think>").chat.reasoning is not None
+    assert template_traits("<tool_call>").chat.reasoning is None
+
+
+def test_harmony_has_one_call_in_a_turn_and_its_result_after_it() -> None:
+    prompt = rendered(GPT_OSS, effort="high")
+    assert "Reasoning: high" in prompt
+    assert "analysis<|message|>Twice.\nI look.<|end|>" in prompt
+    places = [prompt.index(part) for part in ('{"at": "x"}', '"moon"', '{"at": "y"}', '"sun"')]
+    assert places == sorted(places)
+    done = rendered(GPT_OSS, [*TURNS[:1], {"role": "assistant", "content": "2", "reasoning_content": "because"}])
+    assert "because" not in done
+    assert template_keywords({}, "none", template_traits(GPT_OSS))["reasoning_effort"] == "low"
+
+
+def test_reasoning_before_the_last_question_is_dropped_as_the_template_says() -> None:
+    assert "<think>Twice.</think>" in rendered(GLM)
+    assert "Twice" not in rendered(GLM, [*TURNS, {"role": "user", "content": "and now?"}])
+
+
+def test_no_effort_turns_reasoning_off() -> None:
+    assert rendered(GLM, effort="none").endswith("<think></think>")
+    assert rendered(GEMMA_4, effort="none").endswith("<channel|>")
+    assert rendered(DEEPSEEK_V31).endswith("</think>")
+    traits = template_traits(DEEPSEEK_V31)
+    assert template_keywords({"enable_thinking": True}, None, traits)["thinking"] is True
+
+
+def test_what_a_template_does_not_know_is_in_the_text() -> None:
+    phi = rendered(PHI)
+    assert '<|tool|>[{"name": "look"' in phi
+    assert '<|tool_call|>[{"name": "look", "arguments": {"at": "x"}}' in phi
+    gemma = rendered(GEMMA_3)
+    assert "<tools>" in gemma
+    assert "<start_of_turn>user\n<tool_response>\nsun\n</tool_response>\n<tool_response>\nmoon" in gemma
+
+
+def test_gemma_4_has_results_in_the_turn_of_their_calls() -> None:
+    prompt = rendered(GEMMA_4)
+    assert '<|tool_response>response:look{value:<|"|>sun<|"|>}<tool_response|>' in prompt
+    assert "<|turn>tool" not in prompt
+
+
+def test_mistral_refuses_other_ids_than_nine_characters() -> None:
+    prompt = rendered(MISTRAL)
+    ids = {prompt.partition(f"{word}[/TOOL_RESULTS]")[0][-9:] for word in ("sun", "moon")}
+    assert len(ids) == 2
+    assert all(each.isalnum() for each in ids)
+
+
+class FamilyAssets(ByteAssets):
+    """The byte tokenizer with a family's template."""
+
+    def __init__(self, template: str) -> None:
+        self._template = template
+        self.traits: TemplateTraits = template_traits(template)  # type: ignore[misc]
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
+        return make_environment().from_string(self._template).render(messages=messages, **keywords)
+
+
+CALL = {"at": "the moon", "times": 2}
+ANSWERS = {
+    "harmony": "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary "
+    "to=functions.look <|constrain|>json<|message|>" + json.dumps(CALL),
+    "glm": "\n<think>Let me see.</think>\n<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>the moon</arg_value>\n"
+    "<arg_key>times</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    "minimax": 'Let me see.\n</think>\n\n<minimax:tool_call>\n<invoke name="look">\n<parameter name="at">the moon'
+    '</parameter>\n<parameter name="times">2</parameter>\n</invoke>\n</minimax:tool_call>',
+    "gemma4": "<|channel>thought\nLet me see.<channel|>"
+    '<|tool_call>call:look{at:<|"|>the moon<|"|>,times:2}<tool_call|>',
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_reasoning_and_calls_over_http(name: str) -> None:
+    engine = FakeEngine(answer=ANSWERS[name].encode(), group=3)
+    async with serving(engine, load=lambda path: FamilyAssets(TEMPLATES[name])) as served:
+        (choice,) = (await served.chat(tools=[LOOK])).json()["choices"]
+        message = choice["message"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert (message["content"], message["reasoning_content"]) == (None, "Let me see.")
+        (called,) = message["tool_calls"]
+        assert (called["function"]["name"], json.loads(called["function"]["arguments"])) == ("look", CALL)
+
+        chunks = events_of((await served.chat(tools=[LOOK], tool_choice="required", stream=True)).text)[:-1]
+        deltas = [each["delta"] for chunk in chunks for each in chunk["choices"]]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Let me see."
+        assert "".join(delta.get("content", "") for delta in deltas) == ""
+        pieces = [piece["function"] for delta in deltas for piece in delta.get("tool_calls", ())]
+        assert [piece["name"] for piece in pieces if "name" in piece] == ["look"]
+        assert "name" in pieces[0]
+        assert len(pieces) > 2
+        assert json.loads("".join(piece["arguments"] for piece in pieces)) == CALL
+
+        turns = [
+            {"role": "user", "content": "hi"},
+            message,
+            {"role": "tool", "tool_call_id": called["id"], "content": "x"},
+        ]
+        answered = await served.http.post("/v1/chat/completions", json={"messages": turns, "tools": [LOOK]})
+        assert answered.status_code == 200
+        assert "the moon" in bytes(engine.submits[-1].prompt).decode() or name == "minimax"
+
+        line = await served.http.post(
+            "/api/chat", json={"model": "tiny", "messages": turns[:1], "tools": [LOOK], "stream": False}
+        )
+        body = line.json()["message"]
+        assert (body["content"], body["thinking"]) == ("", "Let me see.")
+        assert body["tool_calls"] == [{"function": {"name": "look", "arguments": CALL}}]
+
+
+async def test_harmony_without_tools_shows_its_final_channel() -> None:
+    text = "<|channel|>analysis<|message|>Simple.<|end|><|start|>assistant<|channel|>final<|message|>2 + 2 = 4."
+    async with serving(FakeEngine(answer=text.encode()), load=lambda path: FamilyAssets(GPT_OSS)) as served:
+        (choice,) = (await served.chat(reasoning_effort="low")).json()["choices"]
+        assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("2 + 2 = 4.", "Simple.")
+        assert choice["finish_reason"] == "stop"
+        assert b"Reasoning: low" in bytes(served.engine.submits[0].prompt)
+        await served.chat("hi", guided_choice=["yes", "no"])
+        assert "final" in served.engine.submits[1].sampling.grammar
+
+
+def vocabulary(*special: str) -> Tokenizer:
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Library
+    from tokenizers.models import WordLevel
+
+    library = Library(WordLevel({"x": 0}, unk_token="x"))
+    library.add_special_tokens([AddedToken(name, special=True) for name in special])
+    return Tokenizer(library)
+
+
+def test_the_end_of_a_message_is_no_end_of_a_harmony_answer() -> None:
+    gpt_oss = vocabulary("<|channel|>", "<|end|>", "<|return|>", "<|call|>", "<|message|>")
+    assert set(gpt_oss.end_ids(())) == {gpt_oss.special_ids["<|return|>"], gpt_oss.special_ids["<|call|>"]}
+    assert gpt_oss.hidden_ids == set(gpt_oss.end_ids(()))
+    phi = vocabulary("<|end|>", "<|tool_call|>")
+    assert phi.end_ids(()) == (phi.special_ids["<|end|>"],)
+    gemma = vocabulary("<turn|>", "<|tool_response>", "<|channel>", '<|"|>')
+    assert set(gemma.end_ids(())) == {gemma.special_ids["<turn|>"], gemma.special_ids["<|tool_response>"]}
+    assert gemma.hidden_ids == set(gemma.end_ids(()))

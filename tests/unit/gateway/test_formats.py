@@ -1,0 +1,494 @@
+"""Formats of model families: transcripts in their documented forms, any cut of any text, and grammars that fit."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgepipe.gateway.answer_form import answer_form
+from edgepipe.gateway.answer_reader import AnswerFormat, AnswerReader
+from edgepipe.gateway.formats.chat_format import ChatFormat, Reasoning
+from edgepipe.gateway.formats.detect import FORMATS
+from edgepipe.gateway.schema import CompletionBody
+from edgepipe.gateway.structured import GrammarCompiler, choose_tools, plan_output
+from edgepipe.gateway.tool_calls import Call, Scanned, joined_calls
+from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
+from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.sampling import GrammarSpec
+from edgepipe.sampling.grammar import GrammarState, GrammarTokenizer, check_grammar
+
+BY_NAME = {known.name: known for known in FORMATS}
+THINK = Reasoning("<think>", "</think>")
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "units": {"enum": ["C", "F"]},
+        "where": {"type": "object", "properties": {"lat": {"type": "number"}}, "additionalProperties": False},
+        "hours": {"type": ["array", "null"], "items": {"type": "integer"}},
+        "exact": {"$ref": "#/$defs/flag"},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"flag": {"type": "boolean"}},
+}
+FUNCTIONS: Mapping[str, Any] = {"get_weather": WEATHER, "now": {"type": "object", "properties": {}}, "free": {}}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a text gives in the end."""
+
+    content: str
+    reasoning: str
+    calls: tuple[tuple[str, str], ...]  # names and arguments
+    num_calls: int
+    in_call: bool
+
+
+def read(
+    chat: ChatFormat,
+    pieces: list[str],
+    *,
+    followed_by: str | None = None,
+    in_reasoning: bool = False,
+    functions: Mapping[str, Any] = FUNCTIONS,
+) -> Answer:
+    answer = AnswerFormat(chat=chat, functions=functions, in_reasoning=in_reasoning)
+    reader = AnswerReader(answer, new_id=lambda index: f"id{index}")
+    found: list[Scanned] = []
+    for piece in pieces:
+        found.append(reader.push(piece))
+        indices = [call.index for call in found[-1].calls]
+        assert len(set(indices)) == len(indices), "clients take one entry of an index"
+    found.append(reader.finish(followed_by=followed_by))
+    deltas = [call for part in found for call in part.calls]
+    for place, delta in enumerate(deltas):
+        first = all(earlier.index != delta.index for earlier in deltas[:place])
+        assert bool(delta.name) == first
+        assert delta.call_id == (f"id{delta.index}" if first else "")
+    calls = joined_calls(deltas)
+    assert [call.index for call in calls] == list(range(reader.num_calls))
+    return Answer(
+        "".join(part.content for part in found),
+        "".join(part.reasoning for part in found),
+        tuple((call.name, call.arguments) for call in calls),
+        reader.num_calls,
+        reader.in_call,
+    )
+
+
+ROME = {"city": "Rome", "days": 3}
+TRANSCRIPTS: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
+    # docs/format.md of openai/harmony: a call after reasoning, a preamble, a final answer, the recipient in the role
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Need to use function get_weather.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"city": "Rome", "days": 3}<|call|>',
+        "",
+        "Need to use function get_weather.",
+        [("get_weather", ROME)],
+    ),
+    (
+        "harmony",
+        '<|channel|>analysis<|message|>User asks: "What is 2 + 2?" Simple.<|end|>'
+        "<|start|>assistant<|channel|>final<|message|>2 + 2 = 4.<|return|>",
+        "2 + 2 = 4.",
+        'User asks: "What is 2 + 2?" Simple.',
+        [],
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>long<|end|><|start|>assistant<|channel|>commentary<|message|>**Plan**: look"
+        "<|end|><|start|>assistant<|channel|>commentary to=functions.now<|constrain|>json<|message|>{}<|call|>",
+        "**Plan**: look",
+        "long",
+        [("now", {})],
+    ),
+    (
+        "harmony",
+        ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "<|"}',
+        "",
+        "",
+        [("get_weather", {"city": "<|"})],
+    ),
+    # GLM-4.5 and 4.6 with line breaks, GLM-4.7 without; the template's opening of an answer has none
+    (
+        "glm",
+        "\n<think>Rome, 3 days.</think>\nLet me see.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n"
+        "<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        "Let me see.",
+        "Rome, 3 days.",
+        [("get_weather", ROME)],
+    ),
+    (
+        "glm",
+        "<think></think><tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>days</arg_key>"
+        "<arg_value>3</arg_value></tool_call><tool_call>now</tool_call>",
+        "",
+        "",
+        [("get_weather", ROME), ("now", {})],
+    ),
+    (
+        "qwen-coder",
+        "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nNew\nYork \n</parameter>\n<parameter=where>\n"
+        '{"lat": 1.5}\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n</function>\n</tool_call>',
+        "I look.",
+        "",
+        [("get_weather", {"city": "New\nYork ", "where": {"lat": 1.5}, "exact": True})],
+    ),
+    (
+        "minimax",
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n'
+        '<parameter name="hours">[1, 2]</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        "",
+        "",
+        [("get_weather", {"city": "Rome", "hours": [1, 2]}), ("now", {})],
+    ),
+    (
+        "deepseek-v3",
+        "Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        '{"city": "Rome", "days": 3}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n'
+        "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Sure.",
+        "",
+        [("get_weather", ROME), ("now", {})],
+    ),
+    (
+        "deepseek-v3.1",
+        "<think>hm</think>Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        '{"city": "Rome", "days": 3}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "Sure.",
+        "hm",
+        [("get_weather", ROME)],
+    ),
+    (
+        "deepseek-v3.2",
+        '\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">12</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        "",
+        "",
+        [("get_weather", {"city": "12", "days": 3})],
+    ),
+    # https://ai.google.dev/gemma/docs/core/prompt-formatting-gemma4
+    (
+        "gemma4",
+        '<|channel>thought\nThe user wants Rome.<channel|><|tool_call>call:get_weather{city:<|"|>Rome, "I"<|"|>,'
+        "days:3,exact:true,hours:[1,2],where:{lat:-1.5}}<tool_call|>",
+        "",
+        "The user wants Rome.",
+        [("get_weather", {"city": 'Rome, "I"', "days": 3, "exact": True, "hours": [1, 2], "where": {"lat": -1.5}})],
+    ),
+    ("gemma4", "<|channel>thought\n<channel|>It is 5.", "It is 5.", "", []),
+    (
+        "gemma4",
+        "<|tool_call>call:now{}<tool_call|><|tool_call>call:get_weather{city:Rome,days:null}<tool_call|>",
+        "",
+        "",
+        [("now", {}), ("get_weather", {"city": "Rome", "days": None})],
+    ),
+    (
+        "granite",
+        '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}, '
+        '{"name": "now", "arguments": {}}]',
+        "",
+        "",
+        [("get_weather", ROME), ("now", {})],
+    ),
+    (
+        "phi",
+        '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}]<|/tool_call|>',
+        "",
+        "",
+        [("get_weather", ROME)],
+    ),
+    ("phi", '<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>', "", "", [("now", {})]),
+    (
+        "mistral-args",
+        '[THINK]Rome.[/THINK]Sure.[TOOL_CALLS]get_weather[ARGS]{"city": "Rome", "days": 3}',
+        "Sure.",
+        "Rome.",
+        [("get_weather", ROME)],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}]',
+        "",
+        "",
+        [("get_weather", ROME)],
+    ),
+    (
+        "hermes",
+        '<think>\nRome?\n\nYes.\n</think>\n\nSure.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        "Sure.",
+        "Rome?\n\nYes.",
+        [("now", {})],
+    ),
+]
+
+
+def thinking(chat: ChatFormat, text: str) -> ChatFormat:
+    """The format as its reasoning models have it."""
+    marks = Reasoning("[THINK]", "[/THINK]") if "[THINK]" in text else THINK
+    return chat if chat.reasons else replace(chat, reasoning=marks)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "reasoning", "calls"), TRANSCRIPTS)
+def test_transcripts_however_they_are_cut(
+    name: str, text: str, content: str, reasoning: str, calls: list[tuple[str, Any]]
+) -> None:
+    chat = thinking(BY_NAME[name], text)
+    for size in (1, 2, 3, 7, 31, len(text)):
+        found = read(chat, [text[i : i + size] for i in range(0, len(text), size)])
+        assert (found.content, found.reasoning) == (content, reasoning)
+        assert [(called, json.loads(arguments)) for called, arguments in found.calls] == calls
+        assert not found.in_call
+
+
+@pytest.mark.parametrize(("name", "text", "content", "reasoning", "calls"), TRANSCRIPTS)
+def test_wherever_an_answer_is_cut_off_no_mark_is_content(
+    name: str, text: str, content: str, reasoning: str, calls: list[tuple[str, Any]]
+) -> None:
+    chat = thinking(BY_NAME[name], text)
+    for end in range(len(text)):
+        found = read(chat, [text[:end]], followed_by="")
+        assert content.startswith(found.content.strip()), text[:end]
+        assert reasoning.startswith(found.reasoning.strip())
+        assert [called for called, _ in found.calls] == [called for called, _ in calls][: found.num_calls]
+
+
+def test_reasoning_that_the_prompt_opened() -> None:
+    chat = replace(BY_NAME["minimax"], reasoning=THINK)
+    for pieces in (["So.\n</think>\n\nYes"], list("So.\n</think>\n\nYes")):
+        found = read(chat, pieces, in_reasoning=True)
+        assert (found.reasoning, found.content) == ("So.", "Yes")
+    assert read(chat, ["never ends"], in_reasoning=True).reasoning == "never ends"
+    assert read(chat, ["a <think>b</think>"]).content == "a <think>b</think>", "reasoning begins an answer"
+    assert chat.opens_reasoning("]~b]ai\n<think>\n")
+    assert not chat.opens_reasoning("<think>\n</think>\n")
+
+
+def test_without_functions_marks_of_calls_are_text() -> None:
+    text = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    found = read(replace(BY_NAME["hermes"], reasoning=THINK), ["<think>a</think>" + text], functions={})
+    assert (found.content, found.reasoning, found.calls) == (text, "a", ())
+    header = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"
+    assert read(BY_NAME["harmony"], [header], functions={}).content == "{}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("glm", "<tool_call>what?</tool_call>", None),
+        ("glm", "<tool_call>unknown\n</tool_call>", None),
+        ("qwen-coder", "<tool_call>\n<function=unknown>\n</function>\n</tool_call>", None),
+        ("qwen-coder", "a <tool_call> b", None),
+        ("minimax", "<minimax:tool_call> no", None),
+        ("gemma4", "<|tool_call>call:unknown{a:1}<tool_call|>", None),
+        ("deepseek-v3.1", "<｜tool▁calls▁begin｜>oh", None),
+        ("granite", "<|tool_call|>oh", None),
+        ("harmony", "plain text", None),
+        ("harmony", "<|channel|>commentary to=functions.now<|message|>not JSON<|call|>", "not JSON"),
+        ("harmony", "<|channel|>analysis to=browser.search<|message|>{}<|call|>", ""),
+    ],
+)
+def test_malformed_calls_are_text(name: str, text: str, content: str | None) -> None:
+    for size in (1, 5, len(text)):
+        found = read(BY_NAME[name], [text[i : i + size] for i in range(0, len(text), size)])
+        assert found.calls == ()
+        assert found.content == (text if content is None else content)
+
+
+TEXTS = st.text(st.characters(exclude_characters="<>[]`{}", exclude_categories=["Cs"]), max_size=12)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.floats(-1e6, 1e6) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.from_regex(r"[a-z_]{1,5}", fullmatch=True), inner),
+    max_leaves=5,
+)
+ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
+    "city": TEXTS,
+    "days": st.integers(-(10**9), 10**9),
+    "units": st.sampled_from(["C", "F"]),
+    "where": st.dictionaries(st.from_regex(r"[a-z]{1,3}", fullmatch=True), VALUES, max_size=3),
+    "hours": st.none() | st.lists(st.integers(), max_size=3),
+    "exact": st.booleans(),
+}
+CALLS = st.lists(
+    st.one_of(
+        st.builds(Call, st.just("get_weather"), st.fixed_dictionaries({}, optional=ARGUMENTS)),
+        st.builds(Call, st.just("now"), st.just(dict[str, Any]())),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(chat=st.sampled_from(FORMATS), calls=CALLS, size=st.integers(1, 40))
+def test_any_calls_of_a_format_are_read_back(chat: ChatFormat, calls: list[Call], size: int) -> None:
+    text = chat.write(calls)
+    found = read(chat, [text[i : i + size] for i in range(0, len(text), size)])
+    assert [(name, json.loads(arguments)) for name, arguments in found.calls] == [
+        (call.name, call.arguments) for call in calls
+    ]
+    assert found.content == ""
+
+
+SCRAPS = [
+    "<",
+    "|",
+    ">",
+    "{",
+    "}",
+    '"',
+    ":",
+    ",",
+    "a",
+    " ",
+    "\n",
+    "now",
+    "call:now",
+    "to=functions.now",
+    "city",
+    "\\",
+    "é",
+]
+
+
+@given(data=st.data())
+def test_garbage_never_raises_and_cuts_change_nothing(data: st.DataObject) -> None:
+    chat = thinking(data.draw(st.sampled_from(FORMATS)), "")
+    call = chat.write([Call("get_weather", ROME), Call("now", {})])
+    starts = [call[i : i + 9] for i in range(0, len(call), 9)]
+    marks = [*chat.kept_marks(calls=True), *starts, *SCRAPS, "<|call|>", "<function=now>", "</function>", "</invoke>"]
+    text = "".join(data.draw(st.lists(st.sampled_from(marks), max_size=25)))
+    inside = data.draw(st.booleans()) and not chat.has_channels
+    whole = read(chat, [text], in_reasoning=inside)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(chat, pieces, in_reasoning=inside) == whole
+    assert read(chat, list(text), in_reasoning=inside) == whole
+
+
+@pytest.mark.parametrize("piece", ["<", " ", "{", "<|channel|>", "<arg_key>", "a"])
+@pytest.mark.parametrize("chat", FORMATS, ids=lambda chat: chat.name)
+def test_long_hostile_text_ends_in_time(chat: ChatFormat, piece: str) -> None:
+    for start in ("", chat.write([Call("get_weather", ROME)])[:-40]):
+        text = start + piece * (10_000 // len(piece))
+        read(thinking(chat, ""), [text[i : i + 16] for i in range(0, len(text), 16)])
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> GrammarTokenizer:
+    tokenizer = Tokenizer(byte_level_tokenizer())
+    return GrammarTokenizer(
+        [tokenizer.token_bytes(token) for token in range(SMALLEST_VOCAB)],
+        encode=lambda text: tokenizer.encode(text, add_special=False),
+        end_ids=[EOS_TOKEN_ID],
+        special_ids=list(tokenizer.special_ids.values()),
+    )
+
+
+def takes(vocabulary: GrammarTokenizer, grammar: GrammarSpec | None, text: str) -> str:
+    """``ends``: the whole text and then the end; ``goes on``: the text, but no end yet; else where it is refused."""
+    assert grammar is not None
+    state = GrammarState(vocabulary, grammar)
+    for place, byte in enumerate(text.encode()):
+        if not np.unpackbits(state.mask().view(np.uint8), bitorder="little")[byte]:
+            return f"refused after {text.encode()[:place].decode(errors='replace')!r}"
+        state.take(byte)
+    return "ends" if np.unpackbits(state.mask().view(np.uint8), bitorder="little")[EOS_TOKEN_ID] else "goes on"
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+async def grammar_of(chat: ChatFormat, *, in_reasoning: bool = False, **fields: Any) -> GrammarSpec | None:
+    async def check(grammar: GrammarSpec) -> None:
+        check_grammar(grammar)
+
+    choice = choose_tools(TOOLS, **fields)
+    plan = await plan_output(choice=choice, chat=chat, in_reasoning=in_reasoning, compiler=GrammarCompiler(check))
+    return plan.grammar
+
+
+def ended(text: str) -> str:
+    """The text without the token that ends an answer."""
+    return text.removesuffix("<|call|>")
+
+
+@pytest.mark.parametrize("chat", FORMATS, ids=lambda chat: chat.name)
+async def test_grammars_take_what_models_write(vocabulary: GrammarTokenizer, chat: ChatFormat) -> None:
+    call = Call("get_weather", {"city": "Rome", "days": 3, "units": "C", "exact": True})
+    if chat.name == "gemma4":
+        call = Call(call.name, dict(sorted(call.arguments.items())))
+    text, other = ended(chat.write([call])), ended(chat.write([Call("now", {})]))
+    unknown = ended(chat.write([Call("never", {})]))
+    mistyped = ended(chat.write([Call("get_weather", {"city": "Rome", "days": "many"})]))
+    foreign = ended(chat.write([Call("get_weather", {"town": "Rome"})]))
+    auto, forced = await grammar_of(chat), await grammar_of(chat, tool_choice="required")
+    named = await grammar_of(chat, tool_choice={"type": "function", "function": {"name": "now"}})
+    for grammar in (auto, forced):
+        assert takes(vocabulary, grammar, text) == "ends"
+        assert takes(vocabulary, grammar, other) == "ends"
+        for bad in (unknown, mistyped, foreign):
+            assert takes(vocabulary, grammar, bad).startswith("refused"), bad
+    assert takes(vocabulary, named, other) == "ends"
+    assert takes(vocabulary, named, text).startswith("refused")
+    said = "<|channel|>final<|message|>Hello" if chat.has_channels else "Hello"
+    assert takes(vocabulary, auto, said) == "ends"
+    assert takes(vocabulary, forced, said).startswith("refused")
+    several = ended(chat.write([call, Call("now", {})]))
+    if not chat.has_channels:  # an answer of harmony ends with its call
+        assert [takes(vocabulary, grammar, several) for grammar in (auto, forced)] == ["ends", "ends"]
+        one = await grammar_of(chat, parallel_tool_calls=False)
+        assert takes(vocabulary, one, text) == "ends"
+        assert takes(vocabulary, one, several).startswith("refused")
+
+
+@pytest.mark.parametrize("chat", [known for known in FORMATS if known.name != "llama"], ids=lambda chat: chat.name)
+async def test_reasoning_comes_before_what_is_bound(vocabulary: GrammarTokenizer, chat: ChatFormat) -> None:
+    chat = thinking(chat, "")
+    call = ended(chat.write([Call("now", {})]))
+    marks = chat.reasoning or Reasoning("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+    thought = f"{marks.opening}I could write {chat.marks[0] if chat.reasoning else 'so'} x.{marks.closing}"
+    for grammar in (await grammar_of(chat), await grammar_of(chat, tool_choice="required")):
+        assert takes(vocabulary, grammar, thought + call) == "ends"
+        assert takes(vocabulary, grammar, call) == "ends"
+        assert takes(vocabulary, grammar, thought + call.replace("now", "never")).startswith("refused")
+    if chat.reasoning is not None:
+        for choice in ("auto", "required"):
+            opened = await grammar_of(chat, in_reasoning=True, tool_choice=choice)
+            assert takes(vocabulary, opened, thought.removeprefix(marks.opening) + call) == "ends"
+            assert takes(vocabulary, opened, call) != "ends", "the prompt has opened the reasoning"
+
+
+@pytest.mark.parametrize("name", ["harmony", "hermes", "gemma4"])
+async def test_a_bound_answer_may_follow_reasoning(vocabulary: GrammarTokenizer, name: str) -> None:
+    async def check(grammar: GrammarSpec) -> None:
+        check_grammar(grammar)
+
+    chat = thinking(BY_NAME[name], "")
+    form = answer_form(CompletionBody(prompt=["x"], guided_choice=["yes", "no"]))
+    bound = (await plan_output(form=form, chat=chat, compiler=GrammarCompiler(check))).grammar
+    last = "<|channel|>final<|message|>" if name == "harmony" else ""
+    thoughts = {
+        "harmony": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant",
+        "hermes": "<think>\nHm.\n</think>\n\n",
+        "gemma4": "<|channel>thought\nHm.<channel|>",
+    }
+    for thought in ("", thoughts[name]):
+        assert takes(vocabulary, bound, thought + last + "yes") == "ends"
+        assert takes(vocabulary, bound, thought + last + "maybe").startswith("refused")
+    raw = (await plan_output(form=form, compiler=GrammarCompiler(check))).grammar
+    assert takes(vocabulary, raw, "no") == "ends"

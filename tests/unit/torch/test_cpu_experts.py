@@ -1,0 +1,115 @@
+"""Experts multiplied by one compiled call, against the same experts one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.cpu_experts import CpuExperts  # noqa: E402
+from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels  # noqa: E402
+from edgepipe_torch.feed_forward import EachExpert, Gated  # noqa: E402
+from edgepipe_torch.linear import Workspace  # noqa: E402
+from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from edgepipe.model.layer_spec import Activation  # noqa: E402
+from tests.support.packed_models import random_packed  # noqa: E402
+
+HIDDEN, INNER, COUNT, USED = 256, 256, 6, 2
+NEAR = {"rtol": 2e-5, "atol": 2e-5}
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> Iterator[None]:
+    if not isinstance(cpu_kernels(), CpuKernels):
+        pytest.skip("no compiled kernels")
+    threads = torch.get_num_threads()
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(threads)
+
+
+def make_each(
+    activation: Activation = "silu",
+    *,
+    schemes: tuple[str, str, str] = ("Q4_K", "Q4_K", "Q6_K"),
+    biased: bool = False,
+    kernels: KernelsUnavailable | None = None,
+) -> EachExpert:
+    """Random experts; ``schemes`` of gate, up and down."""
+    space, rng = Workspace(torch.float32, torch.device("cpu")), np.random.default_rng(1)
+    experts: list[Gated] = []
+    for expert in range(COUNT):
+        first = PackedCpuLinear("experts", HIDDEN, (INNER, INNER), space, kernels)
+        second = PackedCpuLinear("experts", INNER, (HIDDEN,), space, kernels)
+        gate, up, down = (random_packed(scheme, (HIDDEN, INNER), rng) for scheme in schemes)
+        for linear, part, weight in ((first, 0, gate), (first, 1, up), (second, 0, down)):
+            linear.fill_packed(part, weight)
+        if biased:
+            first.fill_bias(1, torch.full((INNER,), float(expert)))
+            second.fill_bias(0, torch.full((HIDDEN,), 1.0 + expert))
+        for linear in (first, second):
+            linear.finish()
+        experts.append(Gated(first, second, activation))
+    return EachExpert(experts)
+
+
+def make_grouped(each: EachExpert, activation: Activation = "silu") -> CpuExperts:
+    return CpuExperts(each, activation, Workspace(torch.float32, torch.device("cpu")))
+
+
+def make_rows(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, chosen experts and weights; the first expert has most rows, the last has none."""
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(count, HIDDEN, generator=generator)
+    odds = torch.tensor([20.0, 4, 4, 2, 2, 0]).expand(count, -1)
+    chosen = torch.multinomial(odds, USED, generator=generator)
+    return x, chosen, torch.rand(count, USED, generator=generator)
+
+
+def added(experts: EachExpert | CpuExperts, count: int) -> Tensor:
+    x, chosen, weights = make_rows(count)
+    total = torch.ones(count, HIDDEN)
+    experts.add(x, chosen, weights, total)
+    return total
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 7, 40, 150])
+def test_all_experts_at_once_give_what_each_gives(count: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    each = make_each()
+    torch.testing.assert_close(added(make_grouped(each), count), added(each, count), **NEAR)
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "clamped_swiglu"])
+def test_other_activations_and_biases(activation: Activation) -> None:
+    each = make_each(activation, biased=True)
+    torch.testing.assert_close(added(make_grouped(each, activation), 9), added(each, 9), **NEAR)
+
+
+def test_parts_of_one_product_may_have_other_types() -> None:
+    each = make_each(schemes=("Q4_0", "Q8_0", "Q5_0"))
+    torch.testing.assert_close(added(make_grouped(each), 5), added(each, 5), **NEAR)
+
+
+def test_a_row_gives_the_same_alone() -> None:
+    each = make_each()
+    grouped = make_grouped(each)
+    x, chosen, weights = make_rows(30)
+    together = torch.zeros(30, HIDDEN)
+    grouped.add(x, chosen, weights, together)
+    for row in (0, 17, 29):
+        alone = torch.zeros(1, HIDDEN)
+        grouped.add(x[row : row + 1], chosen[row : row + 1], weights[row : row + 1], alone)
+        torch.testing.assert_close(alone[0], together[row], **NEAR)
+
+
+def test_without_kernels_each_expert_is_computed() -> None:
+    each = make_each(kernels=KernelsUnavailable("not here"))
+    assert torch.equal(added(make_grouped(each), 4), added(each, 4))

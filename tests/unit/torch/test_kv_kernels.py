@@ -1,0 +1,202 @@
+"""Kernels for 8-bit KV against torch's operations, and whole models with either."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from edgepipe_torch import TorchBackend  # noqa: E402
+from edgepipe_torch.attention import CausalMasks  # noqa: E402
+from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels  # noqa: E402
+from edgepipe_torch.cpu_replay import DecodeReplays  # noqa: E402
+from edgepipe_torch.head_shape import LayerHeads, layer_heads  # noqa: E402
+from edgepipe_torch.linear import Workspace  # noqa: E402
+from edgepipe_torch.packed_attention import PackedSequenceAttention  # noqa: E402
+from edgepipe_torch.packed_kv import PackedKVStorage, encode  # noqa: E402
+from edgepipe_torch.prepared import prepare_step  # noqa: E402
+from edgepipe_torch.rope import Rotations  # noqa: E402
+from edgepipe_torch.step_ops import CompiledOps  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from edgepipe.backend.types import BackendOptions, StepRow  # noqa: E402
+from edgepipe.model.facts import ModelConfig  # noqa: E402
+from edgepipe.model.tensors import WeightSource  # noqa: E402
+from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
+from tests.support.numerics_harness import Pipeline  # noqa: E402
+from tests.support.packed_models import PackedTinyModel  # noqa: E402
+from tests.support.shapes import flat  # noqa: E402
+from tests.support.steps import make_step, step_row  # noqa: E402
+
+pytestmark = pytest.mark.skipif(isinstance(cpu_kernels(), KernelsUnavailable), reason="no kernels for this CPU")
+
+CPU = torch.device("cpu")
+BLOCK, BLOCKS = 4, 64
+SHAPES = {  # heads, kv heads, size of a head
+    "one query for each key": (3, 3, 8),
+    "an odd group, heads of more than 64": (6, 2, 72),
+    "the demo model's": (9, 3, 64),
+}
+SMALL = tiny_config(num_layers=2, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=32, vocab_size=304)
+
+
+def shaped(name: str) -> ModelConfig:
+    heads, kv_heads, head_dim = SHAPES[name]
+    return tiny_config(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+
+
+def windowed(config: ModelConfig, window: int | None) -> ModelConfig:
+    return replace(flat(config), sliding_windows=(window,) * config.num_layers).config()
+
+
+def ops_for(config: ModelConfig) -> CompiledOps:
+    kernels = cpu_kernels()
+    assert isinstance(kernels, CpuKernels)
+    return CompiledOps(kernels, config, Workspace(torch.float32, CPU), packed_kv=True)
+
+
+def heads_of(config: ModelConfig) -> LayerHeads:
+    """The first layer's heads."""
+    return layer_heads([config.layers[0].attention])[0]
+
+
+def pool_for(config: ModelConfig) -> PackedKVStorage:
+    return PackedKVStorage([heads_of(config)], classes=[0], num_blocks=[BLOCKS], block_size=BLOCK, device=CPU)
+
+
+def placed(config: ModelConfig, qkv: Tensor, slots: Tensor) -> PackedKVStorage:
+    """A pool to which the kernels have written the keys and values of qkv, which they rotate in place."""
+    pool = pool_for(config)
+    rotations = torch.from_numpy(Rotations(config).at(np.arange(len(qkv)))[0]).unsqueeze(1)
+    ops_for(config).place(qkv, rotations, slots, pool, heads_of(config))
+    return pool
+
+
+@given(
+    name=st.sampled_from(sorted(SHAPES)), count=st.integers(1, 5), scale=st.integers(-30, 14), seed=st.integers(0, 9)
+)
+@settings(max_examples=25)
+def test_codes_are_those_of_torch_bit_by_bit(name: str, count: int, scale: int, seed: int) -> None:
+    config = shaped(name)
+    shape = heads_of(config)
+    rng = torch.Generator().manual_seed(seed)
+    qkv = torch.randn(count, shape.num_heads + shape.entries, shape.head_dim, generator=rng) * 2.0**scale
+    qkv[0, -1] = 0.0
+    slots = torch.randperm(BLOCKS * BLOCK, generator=rng)[:count]
+    pool = placed(config, qkv, slots)
+    expected, found = encode(qkv[:, shape.num_heads :]), pool.gather(0, slots)
+    assert torch.equal(found.scales, expected.scales)
+    assert torch.equal(found.codes, expected.codes)
+    assert int(pool.arrays(0).codes.count_nonzero()) == int(found.codes.count_nonzero()), "no other slot is written"
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+def test_a_head_beyond_the_scales_is_seen_and_no_other(bad: float) -> None:
+    config = shaped("one query for each key")
+    qkv = torch.ones(2, 9, 8)
+    qkv[1, 7, 3] = bad  # a value, which is not rotated
+    scales = placed(config, qkv, torch.tensor([5, 9])).run(0, 0, 12).scales
+    assert scales.isnan().nonzero().tolist() == [[9, 4]]
+
+
+ROWS = st.lists(st.tuples(st.integers(1, 10), st.integers(0, 50), st.booleans()), min_size=1, max_size=3)
+
+
+@given(
+    name=st.sampled_from(sorted(SHAPES)),
+    rows=ROWS,
+    window=st.sampled_from([None, 1, 7, 40]),
+    threads=st.just(1),
+    seed=st.integers(0, 9),
+)
+@example(name="the demo model's", rows=[(1, 0, False), (8, 20, True)], window=None, threads=2, seed=0)
+@settings(max_examples=25)
+def test_attention_is_torch_s_within_rounding(
+    name: str, rows: list[tuple[int, int, bool]], window: int | None, threads: int, seed: int
+) -> None:
+    """Sequences with tokens before the step, in one run of blocks or scattered; long and short prompts."""
+    config = windowed(shaped(name), window)
+    shape = heads_of(config)
+    rng = np.random.default_rng(seed)
+    pool = pool_for(config)
+    spread = torch.from_numpy(rng.uniform(0.1, 8, (BLOCKS * BLOCK, 2 * shape.num_kv_heads, 1)).astype(np.float32))
+    kv = torch.from_numpy(rng.standard_normal((BLOCKS * BLOCK, 2 * shape.num_kv_heads, shape.head_dim), np.float32))
+    pool.write(0, torch.arange(BLOCKS * BLOCK), kv * spread)
+    free = rng.permutation(BLOCKS).tolist()
+    step_rows: list[StepRow] = []
+    for index, (count, before, scattered) in enumerate(rows):
+        blocks = -(-(before + count) // BLOCK)
+        runs = [(free.pop(), 1) for _ in range(blocks)] if scattered else [(int(rng.integers(BLOCKS - blocks)), blocks)]
+        step_rows.append(step_row(before, count, *runs, sequence=index + 1))
+    prepared = prepare_step(make_step(step_rows), rotations=Rotations(config), block_size=BLOCK, num_blocks=BLOCKS)
+    total = sum(count for count, _, _ in rows)
+    queries = torch.from_numpy(rng.standard_normal((total, shape.num_heads, shape.head_dim), np.float32))
+    found, expected = torch.full_like(queries, 7.0), torch.full_like(queries, -7.0)
+    before_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for ops, out in ((ops_for(config), found), (None, expected)):
+            masks = CausalMasks(torch.float32, CPU)
+            PackedSequenceAttention(prepared, pool, masks, torch.float32, ops).run(shape, queries, out)
+    finally:
+        torch.set_num_threads(before_threads)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("head", [0, 3])  # a key, a value
+def test_a_nan_reaches_its_sequence_and_no_other(head: int) -> None:
+    config = shaped("one query for each key")
+    pool = pool_for(config)
+    kv = torch.randn(40, 6, 8)
+    kv[3, head] = torch.nan
+    pool.write(0, torch.arange(40), kv)
+    rows = [step_row(19, 1, (0, 5)), step_row(19, 1, (5, 5), sequence=2)]
+    prepared = prepare_step(make_step(rows), rotations=Rotations(config), block_size=BLOCK, num_blocks=BLOCKS)
+    queries, out = torch.randn(2, 3, 8), torch.zeros(2, 3, 8)
+    masks = CausalMasks(torch.float32, CPU)
+    attention = PackedSequenceAttention(prepared, pool, masks, torch.float32, ops_for(config))
+    attention.run(heads_of(config), queries, out)
+    assert out[0, 0].isnan().all()
+    assert out[0, 1:].isfinite().all()
+    assert out[1].isfinite().all()
+
+
+def pipeline(source: WeightSource, *, scattered: bool = False, without: KernelsUnavailable | None = None) -> Pipeline:
+    options = BackendOptions(device="cpu", threads=1, settings={"kv": "8bit"})
+    return Pipeline.build([TorchBackend(options, kernels=without)], source, num_blocks=40, scattered=scattered)
+
+
+def decoded(runner: Pipeline, tokens: list[int]) -> npt.NDArray[np.float32]:
+    """Logits of two sequences' steps: a prompt, single tokens, windows of four, a chunk beside a single token."""
+    first, second = (runner.add(80) for _ in range(2))
+    found = [runner.step([(first, tokens[:20]), (second, tokens[5:14])])]
+    found += [runner.step([(first, [token]), (second, [token + 1])]) for token in tokens[20:26]]
+    for at in (26, 30):
+        work = [(first, tokens[at : at + 4]), (second, tokens[at : at + 2])]
+        found.append(runner.step(work, all_logits=True))
+    found.append(runner.step([(first, tokens[34:35]), (second, tokens[34:50])]))
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize(("window", "scattered", "packed"), [(None, False, True), (9, True, True), (9, False, False)])
+def test_a_model_decodes_as_without_kernels(
+    window: int | None, scattered: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SMALL if window is None else replace(flat(SMALL), sliding_windows=(window, None)).config()
+    source = PackedTinyModel(config, {"": "Q8_0"}) if packed else TinyWeights(config)
+    replayed: list[int] = []
+    run = DecodeReplays.run
+    monkeypatch.setattr(DecodeReplays, "run", lambda *given: (replayed.append(1), run(*given))[1])
+    tokens = [int(token) for token in np.random.default_rng(2).integers(0, 290, 60)]
+    found = decoded(pipeline(source, scattered=scattered), tokens)
+    assert len(replayed) == (8 if packed else 0)
+    expected = decoded(pipeline(source, without=KernelsUnavailable("for a test")), tokens)
+    # A code may differ by one, where rotations round differently.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=3e-3 * float(np.abs(expected).max()))

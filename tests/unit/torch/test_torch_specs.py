@@ -1,0 +1,136 @@
+"""Attention of layer specs on torch, on every path: against a decoder in numpy, compiled kernels against torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from edgepipe_torch import TorchBackend  # noqa: E402
+from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels  # noqa: E402
+from edgepipe_torch.cpu_replay import DecodeReplays  # noqa: E402
+from edgepipe_torch.graphs import DecodeGraphs  # noqa: E402
+
+from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
+from edgepipe.model.facts import ModelConfig  # noqa: E402
+from edgepipe.model.layer_spec import LayerSpec  # noqa: E402
+from edgepipe.model.layout import model_tensors  # noqa: E402
+from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
+from tests.support.numerics_harness import Logits, Pipeline  # noqa: E402
+from tests.support.packed_models import PackedTinyModel, exact_float32  # noqa: E402
+from tests.support.spec_reference import reference_logits  # noqa: E402
+from tests.support.torch_paging import cpu_paging  # noqa: E402
+
+PLAIN = tiny_config(num_layers=3, hidden_size=64, vocab_size=96)
+TOKENS: list[int] = np.random.default_rng(1).integers(0, 96, 90).tolist()
+CHUNKS = (70, 1, 1, 4, 9, 1, 1)  # more than a tile of rows, single tokens, a few at once
+needs_kernels = pytest.mark.skipif(isinstance(cpu_kernels(), KernelsUnavailable), reason="no kernels for this CPU")
+
+
+def with_attention(*each: dict[str, Any]) -> ModelConfig:
+    """Changes of all layers, or of each."""
+    layers = zip(PLAIN.layers, each * 3 if len(each) == 1 else each, strict=True)
+    return replace(PLAIN, layers=tuple(changed(spec, **own) for spec, own in layers))
+
+
+def changed(spec: LayerSpec, **own: Any) -> LayerSpec:
+    return replace(spec, attention=replace(spec.attention, **own))
+
+
+WIDE = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 32}
+SMALL = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "window": 7}
+CASES = {
+    "sinks": with_attention({"sinks": True}, {"sinks": True, "window": 7}, {"sinks": True, "window": 75}),
+    "capped logits": with_attention({"softcap": 2.0}, {"softcap": 2.0, "window": 7}, {}),
+    "sinks and capped logits": with_attention({"softcap": 2.0, "sinks": True}),
+    "a scale": with_attention({"scale": 0.7, "sinks": True}, {"scale": 0.2}, {"scale": 0.7}),
+    "unequal heads": with_attention(WIDE, SMALL, WIDE | {"window": 20}),
+    "unequal heads, sinks in some": with_attention(WIDE | {"sinks": True}, SMALL, WIDE | {"sinks": True}),
+    "no positions in some": with_attention({}, {"rope": None, "sinks": True}, {"rotary_dim": 4}),
+}
+
+
+class Packed(PackedTinyModel):
+    """Q8_0 matrices."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, {"": "Q8_0"})
+
+    def values(self, name: str) -> npt.NDArray[np.float32]:
+        return exact_float32(self.load(name))
+
+
+def options(**settings: str) -> BackendOptions:
+    return BackendOptions(
+        device="cpu", dtype="float32", activation_type=ActivationType.FLOAT32, threads=1, settings=settings
+    )
+
+
+def run(backends: Sequence[TorchBackend], source: TinyWeights | PackedTinyModel, *, scattered: bool = False) -> Logits:
+    pipeline = Pipeline.build(backends, source, num_blocks=24, scattered=scattered)
+    return pipeline.forced(TOKENS[:1], [*TOKENS[1:], 0], chunks=CHUNKS)
+
+
+def expected(source: TinyWeights | Packed) -> npt.NDArray[np.float64]:
+    weights = {name: source.values(name) for name in model_tensors(source.config)}
+    return reference_logits(source.config, weights, TOKENS)
+
+
+def assert_close(found: Logits, wanted: npt.NDArray[Any], *, within: float = 1e-4) -> None:
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=within * float(np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("config", CASES.values(), ids=CASES)
+def test_attention_of_sequences(config: ModelConfig) -> None:
+    source = TinyWeights(config)
+    assert_close(run([TorchBackend(options()), TorchBackend(options())], source), expected(source))
+    assert_close(run([TorchBackend(options())], source, scattered=True), expected(source))
+
+
+@pytest.mark.parametrize("config", CASES.values(), ids=CASES)
+def test_attention_over_pages(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that the kernel over pages lacks attend beside it, without graphs."""
+    used: list[int] = []
+    record = DecodeGraphs.run
+    monkeypatch.setattr(DecodeGraphs, "run", lambda *given: (used.append(1), record(*given))[1])
+    source = TinyWeights(config)
+    assert_close(run([TorchBackend(options(), paging=cpu_paging(page_tokens=16))], source), expected(source))
+    assert bool(used) == all(not spec.attention.softcap for spec in config.layers)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", CASES)
+def test_attention_by_compiled_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps repeat recorded calls where kernels compute every layer."""
+    used: list[int] = []
+    replay = DecodeReplays.run
+    monkeypatch.setattr(DecodeReplays, "run", lambda *given: (used.append(1), replay(*given))[1])
+    source = Packed(CASES[name])
+    assert_close(run([TorchBackend(options())], source, scattered=True), expected(source))
+    assert len(used) == (0 if "capped" in name or "no positions" in name else len(CHUNKS) - 1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("packed_kv", [False, True])
+def test_kernels_for_values_within_keys_are_right(packed_kv: bool) -> None:
+    """They compare themselves with results in float64 when they are compiled."""
+    kernels = cpu_kernels()
+    assert isinstance(kernels, CpuKernels)
+    kernels.heads(72, 56, packed_kv=packed_kv)
+
+
+@needs_kernels
+@pytest.mark.parametrize("config", CASES.values(), ids=CASES)
+def test_attention_to_codes(config: ModelConfig) -> None:
+    source = Packed(config)
+    by_torch = run([TorchBackend(options(kv="8bit"), kernels=KernelsUnavailable("for a test"))], source)
+    assert_close(by_torch, expected(source), within=0.05)
+    # A code may differ by one, where rotations round differently.
+    assert_close(run([TorchBackend(options(kv="8bit"))], source), by_torch, within=3e-3)
