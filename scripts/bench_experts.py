@@ -6,6 +6,8 @@ Parts: ``logits``  tests of every family's logits against transformers, alone an
        ``truth``   emulated tokens under cancels, preemption and lost stages, each checked
        ``layers``  decode steps of layers with the shape of Qwen3-30B-A3B at Q4_K_M against the bytes that they read
        ``planned`` steps that the planner did not measure against its prediction
+       ``ram``     steps of stages with experts in RAM: the planner's time of an emulated GPU by arithmetic, and this
+                   CPU's own steps with every expert behind the path to RAM
 
 Rows of ``layers`` and ``planned`` are the probe's, whose routers prefer some experts. ``--full`` measures more rounds
 and checks 500,000 tokens, which takes a quarter of an hour. Without it, some minutes on two quiet cores.
@@ -32,19 +34,25 @@ from figures import ROOT, Row, at_most, print_rows
 from packed_shape import read_rate
 from truth import expert_rows
 
-from edgepipe.backend.cost import StepWork
+from edgepipe.backend.cost import CostModel, SliceCost, StepWork
+from edgepipe.backend.devices import named_device, parse_devices
 from edgepipe.backend.types import BackendOptions, BlockRun, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
+from edgepipe.model.expert_places import SETTING
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.layout import multiplied_parameters
 from edgepipe.model.memory_classes import memory_classes
 from edgepipe.model.mixes import named_model
 from edgepipe.model.resident import resident_sizes
 from edgepipe.model.weight_table import WeightTable
+from edgepipe.planner.cluster import known_cluster
+from edgepipe.planner.demand import Demand, decode_work
+from edgepipe.planner.plan import Constraints, plan
 from edgepipe.planner.profiles import measured_speed
 from edgepipe.stage.made_up import MadeUpWeights, spread
 from edgepipe.stage.probe import probe_layer, probe_rows
 from edgepipe.system import SystemClock
+from edgepipe.units import parse_link
 
 MODEL = "qwen3-30b-a3b:q4_k_m"
 LAYERS = 4  # more bytes than any cache holds
@@ -52,6 +60,11 @@ ROWS = (1, 4, 16, 64)
 BETWEEN = (2, 8, 32)  # rows that the probe does not measure
 CONTEXT_BLOCKS, BLOCK_TOKENS = 4, 16
 WINDOWED_MODEL, WINDOWED_CONTEXT = "gemma-3-27b", 32_768
+RAM_PLACES = (
+    ("qwen3-30b-a3b:q8_0", "rtx4090"),
+    ("glm-4.5-air:q4_k_m", "rtx4090"),
+    ("qwen3-235b-a22b:q4_k_m", "h100"),
+)
 ROUNDS, FULL_ROUNDS = 6, 15
 THREADS = (1, 2)
 TOKENS, FULL_TOKENS = 10_000, 500_000
@@ -145,14 +158,63 @@ def kv_rows(_full: bool) -> list[Row]:
     return [at_most(name, allocated / 1e9, "GB", whole / 1e9, "KV of the context in all layers", 0.3)]
 
 
+def ram_rows(full: bool) -> list[Row]:
+    """Compare steps with experts in RAM with the larger of the device's and the RAM's memory time."""
+    config, table = named_model(MODEL)
+    rounds = FULL_ROUNDS if full else ROUNDS
+    rows = [row for model, device in RAM_PLACES for row in emulated_ram_rows(model, device)]
+    threads = THREADS[-1]
+    stage, read_per_s = Stage(config, table, threads, in_ram="all"), read_rate(threads)
+    for count in (1, 4):
+        step = stage.step(count)
+        with counted_experts() as shares:
+            step()
+        step_s = min(step() for _ in range(rounds))
+        memory_s = (stage.other_bytes + float(np.mean(shares)) * stage.expert_bytes) / read_per_s
+        name = f"measured: layer behind the path to RAM, {_counted(count, 'row')}, {_counted(threads, 'thread')}"
+        taken, least = 1e3 * step_s / LAYERS, 1e3 * memory_s / LAYERS
+        rows.append(Row(name, taken, "ms", least, "memory time", taken / least))
+    return rows
+
+
+def emulated_ram_rows(model: str, device: str) -> list[Row]:
+    """Compare the planner's step of an emulated device with the larger memory time: with the share that it chooses,
+    and with the share at which both times are most alike."""
+    config, table = named_model(model)
+    cluster = known_cluster(
+        parse_devices(device), config, link=parse_link("ideal"), weights=table, adjustments={"ram": "200GB"}
+    )
+    demand = Demand(config=config, weights=table)
+    found = plan(demand, cluster.machines, cluster.links, Constraints(experts_in_ram="auto"), explain=False)
+    (stage,) = found.stages
+    cost = CostModel(config, named_device(device), weights=table)
+    work = decode_work(1, read_tokens=demand.read_tokens)
+    by_share = {percent: memory_times(cost.with_share(percent).slice_cost(stage.part), work) for percent in range(101)}
+    even = min(by_share, key=lambda percent: max(by_share[percent]))
+    rows: list[Row] = []
+    for label, percent in (("chosen", stage.machine.room.ram_percent), ("most even", even)):
+        step_s, larger_s = cost.with_share(percent).slice_cost(stage.part).step_s(work), max(by_share[percent])
+        name = f"arithmetic: step of {model} on {device}, {percent} % in RAM ({label})"
+        rows.append(at_most(name, 1e3 * step_s, "ms", 1e3 * larger_s, "larger memory time", 1.3))
+    return rows
+
+
+def memory_times(cost: SliceCost, work: StepWork) -> tuple[float, float]:
+    """Return the seconds to read what a step needs of the device's memory, and of the RAM's."""
+    share = cost.distinct_share(work.tokens)
+    kv_s = sum(attention.kv_token_s * attention.seen(work).kv_tokens for attention in cost.attention)
+    return cost.read_s + cost.expert_read_s * share + cost.head_read_s + kv_s, cost.ram_read_s * share
+
+
 class Stage:
     """Layers of the model on this CPU, and steps over them."""
 
-    def __init__(self, config: ModelConfig, table: WeightTable, threads: int) -> None:
+    def __init__(self, config: ModelConfig, table: WeightTable, threads: int, *, in_ram: str = "none") -> None:
+        """``in_ram``: share of the layers whose experts take the path to host memory, though this device is a CPU."""
         layers, forms = spread(config, table, LAYERS)
         shape = replace(config, layers=layers)
         part = Slice(index=1, layers=LayerRange(0, LAYERS), embedding=False, head=False)
-        self.backend = TorchBackend(BackendOptions(device="cpu", threads=threads))
+        self.backend = TorchBackend(BackendOptions(device="cpu", threads=threads, settings={SETTING: in_ram}))
         self.backend.load([part], MadeUpWeights(shape, forms), lambda _progress: None)
         self.backend.allocate_kv(num_blocks=max(ROWS) * CONTEXT_BLOCKS, block_size=BLOCK_TOKENS)
         sizes = resident_sizes(shape, forms, kind="torch-cpu", dtype="float32")
@@ -272,6 +334,7 @@ PARTS: dict[str, Callable[[bool], list[Row]]] = {
     "layers": steps_rows,
     "planned": prediction_rows,
     "kv": kv_rows,
+    "ram": ram_rows,
 }
 
 

@@ -28,6 +28,7 @@ from edgepipe_torch.cuda_kernels.forms import KernelForm
 from edgepipe_torch.cuda_kernels.library import cuda_library
 from figures import ROOT, Row, at_least, at_most, below, machine, print_rows
 from gpu_experts import expert_exact_rows, expert_rows
+from gpu_paged import paged_rows
 
 from edgepipe.backend.types import BackendOptions, BlockRun, LogitEdits, Step, StepOutput, StepRow
 from edgepipe.config import kernel_dir
@@ -315,6 +316,12 @@ def expert_layer_rows() -> Iterator[Row]:
     yield from expert_rows()
 
 
+def own_attention_rows() -> Iterator[Row]:
+    """Attention that FlashAttention-2 excludes."""
+    shelf.clear()
+    yield from paged_rows()
+
+
 def gpu_test_rows(folder: str, limit_s: float) -> Iterator[Row]:
     """GPU tests of a folder. Raises RuntimeError if one fails or none ran."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", folder]
@@ -343,6 +350,7 @@ CHECKS = (
     Check(name="sampling", limit_s=20, run=_figures(sampling_rows)),
     Check(name="gap", limit_s=20, run=_figures(gap_rows)),
     Check(name="exact", limit_s=40, run=_figures(exact_rows)),
+    Check(name="attention", limit_s=40, run=_figures(own_attention_rows)),
     Check(name="packed", limit_s=60, run=_figures(packed_rows)),
     Check(name="expert-forms", limit_s=40, run=_figures(expert_exact_rows)),
     Check(name="experts", limit_s=60, run=_figures(expert_layer_rows)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -98,6 +98,9 @@ class EmulatedBackend:
             contiguous_kv=self._settings.contiguous_kv,
             packing=self._settings.packing,
             kv_forms=(KV_8BIT,),
+            ram_total_bytes=device.ram_bytes,
+            ram_free_bytes=device.ram_bytes,
+            ram_bytes_per_s=device.ram_bytes_per_s,
         )
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
@@ -172,7 +175,11 @@ class EmulatedBackend:
         specs = loaded.config.layers[part.layers.start : part.layers.end]
         state = _run_layers(state, part, specs, self._groups[part.index], pools, prepared)
         self._num_submitted += 1
-        return EmulatedTicket(output=self._leave(part, loaded, prepared.step, state), done_at_s=done_at_s)
+        output = self._leave(part, loaded, prepared.step, state)
+        cost = loaded.costs[part.index]
+        if cost.has_experts and prepared.num_tokens > 1:
+            output = replace(output, expert_share=cost.distinct_share(prepared.num_tokens))
+        return EmulatedTicket(output=output, done_at_s=done_at_s)
 
     def collect(self, ticket: EmulatedTicket) -> StepOutput:
         """Wait until the device would have finished the step."""
@@ -222,6 +229,7 @@ class EmulatedBackend:
             kv=self._settings.kv,
             as_model_bytes=self._settings.as_model_bytes,
             as_kv_bytes_per_token=self._settings.as_kv_bytes_per_token,
+            expert_skew=self._settings.expert_skew,
         )
 
     def _make_queue(self, first_layer: int) -> DeviceQueue:

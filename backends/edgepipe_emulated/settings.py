@@ -10,6 +10,7 @@ from typing import TypeVar
 from edgepipe.backend.devices import DeviceModel, adjustable, adjusted, named_device, number_setting
 from edgepipe.backend.kv_setting import chosen_kv
 from edgepipe.errors import ConfigInvalid
+from edgepipe.model.expert_places import SETTING, chosen_share, with_share
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.mixes import named_model
 from edgepipe.model.resident import WIDE
@@ -26,8 +27,10 @@ _OWN = (
     "as_kv_bytes_per_token",
     "contiguous_kv",
     "faults",
+    "expert_skew",
     "weights",
     "kv",
+    SETTING,
 )
 _WEIGHTS = ("auto", "wide")
 
@@ -43,7 +46,8 @@ class EmulationSettings:
     as_kv_bytes_per_token: int | None  # KV of the timed model, all layers; None: bf16 of the config's shape
     seed: int  # of the jitter
     contiguous_kv: bool  # block tables must be runs, as on CPU and MLX
-    packing: str  # how it keeps packed weights: "emulated", or widened
+    packing: str  # how it keeps packed weights: "emulated", or widened; with the share of experts in host memory
+    expert_skew: float  # expert i is chosen (i + 1)^-skew times as often as the first; 0: all alike
     kv: str  # form of the KV, which changes its size and the time to read it; empty: bf16
     faults: Path | None  # folder of the device's fault files (``edgepipe_emulated.faults``); None: no faults
 
@@ -62,7 +66,8 @@ def read_settings(device: str, settings: dict[str, str]) -> EmulationSettings:
         as_kv_bytes_per_token=_maybe(settings, "as_kv_bytes_per_token", parse_bytes),
         seed=int(number_setting(settings.get("seed", "0"))),
         contiguous_kv=bool(number_setting(settings.get("contiguous_kv", "0"))),
-        packing=_packing(settings.get("weights", "auto")),
+        packing=with_share(_packing(settings.get("weights", "auto")), chosen_share(settings)),
+        expert_skew=number_setting(settings.get("expert_skew", "0")),
         kv=chosen_kv(settings),
         faults=_maybe(settings, "faults", Path),
     )

@@ -46,6 +46,7 @@ from edgepipe_mlx.device import (
     measure,
     score_bytes,
 )
+from edgepipe_mlx.expert_reads import ExpertReads
 from edgepipe_mlx.kv import KVPool, KVStorage
 from edgepipe_mlx.latent_kv import latent_pool
 from edgepipe_mlx.loading import LoadedSlice, Shard, WeightTypes, load_shard
@@ -62,6 +63,7 @@ class StepTicket:
     array: mx.array  # activations [T, H] in the link's type, bf16 as bits; or logits [R, V] float32
     is_logits: bool
     scores: tuple[mx.array, ...] = ()  # the fields of TokenScores, if requested
+    expert_share: mx.array | None = None  # [] float32; None: not counted
 
 
 def _copied_scores(scores: tuple[mx.array, ...]) -> TokenScores:
@@ -94,6 +96,7 @@ class MlxBackend:
         self._shard: Shard | None = None
         self._products: tuple[PackedProducts, ...] = ()
         self._pools: dict[int, list[KVPool]] = {}  # by slice index, one per layer
+        self._reads: dict[int, ExpertReads] = {}  # by slice index
         self._class_of: dict[int, int] = {}  # memory class of each loaded layer, by its index in the model
         self._num_blocks = 0
         self._block_size = 0
@@ -114,6 +117,10 @@ class MlxBackend:
         configure(self._device)
         with self._memory_errors("the layers"):
             self._shard = load_shard(slices, weights, self._weight_types(), progress)
+        self._reads = {
+            part.part.index: ExpertReads([layer.mixture for layer in part.layers if layer.mixture is not None])
+            for part in self._shard.slices
+        }
         if self._packed:
             self._products = _products([info for part in slices for info in weights.weights(part)])
 
@@ -171,16 +178,19 @@ class MlxBackend:
         )
         scores = self._scores(part, hidden, prepared.scores) if part.part.head and prepared.scores is not None else ()
         # Evaluate the pools with the output: a chunk without logits needs only the KV of the last layer.
-        mx.async_eval(array, scores, [pool.arrays for pool in pools])
-        return StepTicket(array=array, is_logits=part.part.head, scores=scores)
+        share = self._reads[prepared.slice_index].share(prepared.num_tokens)
+        mx.async_eval(array, scores, [pool.arrays for pool in pools], share)
+        return StepTicket(array=array, is_logits=part.part.head, scores=scores, expert_share=share)
 
     def collect(self, ticket: StepTicket) -> StepOutput:
         """Wait for the step and copy its output to numpy, so that no MLX object leaves the thread."""
-        mx.eval(ticket.array, ticket.scores)
+        mx.eval(ticket.array, ticket.scores, ticket.expert_share)
         copied = np.array(ticket.array)
+        share = float(np.array(ticket.expert_share)) if ticket.expert_share is not None else 0.0
         if not ticket.is_logits:
-            return StepOutput(activations=copied)
-        return StepOutput(logits=copied, scores=_copied_scores(ticket.scores) if ticket.scores else None)
+            return StepOutput(activations=copied, expert_share=share)
+        scores = _copied_scores(ticket.scores) if ticket.scores else None
+        return StepOutput(logits=copied, scores=scores, expert_share=share)
 
     def check(self) -> None:
         """Multiply two small matrices and check the result. Raises StageError."""
@@ -191,6 +201,7 @@ class MlxBackend:
         self._shard = None
         self._products = ()
         self._pools = {}
+        self._reads = {}
         self._num_blocks = self._block_size = 0
         mx.clear_cache()
 

@@ -147,25 +147,27 @@ class Mixture:
         down: ExpertLinear,
         activation: Product,
     ) -> None:
-        self._spec = spec
+        self.spec = spec
         self._router = router
         self._gate = gate
         self._up = up
         self._down = down
         self._activation = activation
+        self.chosen = mx.zeros((0, spec.used), mx.uint32)  # [T, K] uint32: experts of the last call's rows
 
     def rows(self, x: mx.array, asked: mx.array | None = None) -> mx.array:
         """See ``FeedForward``. A row's experts are added in float32.
 
         asked [T, H]: what the router reads, where that is not x
         """
-        chosen, factors = route(self._spec, self._router, x if asked is None else asked)
+        chosen, factors = route(self.spec, self._router, x if asked is None else asked)
+        self.chosen = chosen
         if chosen.size < _SORTED_AT:
             outputs = self._experts(x[:, None, None], chosen, is_sorted=False)
         else:
             experts = chosen.flatten()
             order = mx.argsort(experts)
-            rows = x[order // self._spec.used][:, None]
+            rows = x[order // self.spec.used][:, None]
             outputs = self._experts(rows, experts[order], is_sorted=True)[mx.argsort(order)]
         each = outputs.reshape(*chosen.shape, -1)  # [T, K, H]
         return (each * factors[..., None]).sum(axis=-2).astype(x.dtype)

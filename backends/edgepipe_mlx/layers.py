@@ -89,6 +89,7 @@ class DecoderLayer:
     attended_norm: Norm | None  # of what attention adds
     inner_norm: Norm | None  # before the feed-forward part
     feed_forward: FeedForward
+    mixture: Mixture | None  # in the feed-forward part
     added_norm: Norm | None  # of what the feed-forward part adds
     output_scale: mx.array | None  # [1]
 
@@ -118,6 +119,7 @@ def build_layer(config: ModelConfig, index: int, weights: LayerWeights) -> Decod
     before, after = ([weights.norm(name) for name in names] for names in norm_names(spec))
     input_norm, inner_norm = [*before, None, None][:2]
     attended_norm, added_norm = [*after, None, None][:2]
+    mixture = None if spec.experts is None else _mixture(spec.experts, weights)
     attention = SelfAttention if spec.attention.latent is None else LatentAttention
     return DecoderLayer(
         spec=spec,
@@ -125,29 +127,35 @@ def build_layer(config: ModelConfig, index: int, weights: LayerWeights) -> Decod
         attention=attention(spec.attention, weights, make_rope(spec.attention, config.context_length)),
         attended_norm=attended_norm,
         inner_norm=None if spec.own_norms else inner_norm,
-        feed_forward=_apart(spec, inner_norm, weights) if spec.own_norms else _feed_forward(spec, weights),
+        feed_forward=_feed_forward(spec, inner_norm, mixture, weights),
+        mixture=mixture,
         added_norm=added_norm,
         output_scale=weights.vector(LAYER_SCALE) if spec.output_scaled else None,
     )
 
 
-def _feed_forward(spec: LayerSpec, weights: LayerWeights) -> FeedForward:
+def _feed_forward(
+    spec: LayerSpec, entering: Norm | None, mixture: Mixture | None, weights: LayerWeights
+) -> FeedForward:
+    """``entering``: norm before the feed-forward part, which a part with its own norms applies itself."""
+    if spec.own_norms:
+        return _apart(spec, entering, mixture, weights)
     parts: list[FeedForward] = []
     if spec.dense is not None:
         parts.append(_gated("mlp", spec.dense.activation, weights))
-    if spec.experts is not None:
-        parts.append(_mixture(spec.experts, weights))
+    if spec.experts is not None and mixture is not None:
+        parts.append(mixture)
         if spec.experts.shared_inner:
             gate = weights.matrix("mlp.shared_expert_gate.weight") if spec.experts.shared_gated else None
             parts.append(SharedExpert(_gated("mlp.shared_expert", "silu", weights), gate))
     return parts[0] if len(parts) == 1 else Sum(parts)
 
 
-def _apart(spec: LayerSpec, entering: Norm | None, weights: LayerWeights) -> FeedForward:
+def _apart(spec: LayerSpec, entering: Norm | None, mixture: Mixture | None, weights: LayerWeights) -> FeedForward:
     assert spec.dense is not None
-    assert spec.experts is not None
+    assert mixture is not None
     assert entering is not None
-    dense, mixture = _gated("mlp", spec.dense.activation, weights), _mixture(spec.experts, weights)
+    dense = _gated("mlp", spec.dense.activation, weights)
     leaving, to_experts, from_experts = (weights.norm(name) for name in OWN_NORMS)
     return Apart(dense, mixture, dense_norms=(entering, leaving), mixture_norms=(to_experts, from_experts))
 

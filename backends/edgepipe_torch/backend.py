@@ -50,17 +50,19 @@ from edgepipe_torch.device import (
     free_bytes,
     measure,
     set_threads,
+    with_ram,
 )
 from edgepipe_torch.expert_ram import CPU
-from edgepipe_torch.graphs import DecodeGraphs, can_replay
+from edgepipe_torch.expert_reads import ExpertReads, ReadShare, covers
+from edgepipe_torch.graphs import ROWS, DecodeGraphs, can_replay
 from edgepipe_torch.head_shape import by_kind, kernels_fit
 from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.linear import Workspace
 from edgepipe_torch.loading import load_slices
 from edgepipe_torch.packed_attention import PackedSequenceAttention
 from edgepipe_torch.packed_kv import PackedKVStorage
-from edgepipe_torch.paged import MixedAttention, PagedAttention
-from edgepipe_torch.paging import PAGE_TOKENS, Paging, find_paging, pages_fit
+from edgepipe_torch.paged import PageKernels, step_attention
+from edgepipe_torch.paging import PAGE_TOKENS, Paging, find_paging
 from edgepipe_torch.prepared import PreparedStep, prepare_step
 from edgepipe_torch.rope import Rotations
 from edgepipe_torch.step_ops import CompiledOps
@@ -76,6 +78,7 @@ class StepTicket:
     download: Download | Picked  # activations [T, H] in the link's type (bf16 as int16), logits [R, V] or candidates
     is_logits: bool
     scored: Scored | None = None
+    experts: ReadShare | None = None
 
 
 class TorchBackend:
@@ -115,6 +118,8 @@ class TorchBackend:
     def profile(self) -> DeviceProfile:
         """Return memory as reported by the system or CUDA, and measured bandwidth and matrix rate."""
         found = measure(self._device, self._dtype, block_sizes=self.block_sizes)
+        if self._device.type == "cuda":
+            found = with_ram(found)
         return replace(found, packing=self._packing, kv_forms=(KV_8BIT,))
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
@@ -161,7 +166,7 @@ class TorchBackend:
     def allocate_kv(self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = ()) -> None:
         """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
         config = self._loaded_config()
-        self._pools, self._graphs, self._replays = {}, {}, {}
+        self._pools, self._graphs, self._replays, self._page_kernels = {}, {}, {}, {}
         self._pages = self._paging if self._paging and block_size % self._paging.page_tokens == 0 else None
         parts = [decoder.part for decoder in self._decoders.values()]
         classes = stage_classes(config, parts, num_blocks=num_blocks, window_blocks=window_blocks)
@@ -177,13 +182,19 @@ class TorchBackend:
             }
         self._num_blocks, self._block_size, self._window_blocks = num_blocks, block_size, tuple(window_blocks)
         if self._pages is not None:
-            if any(not pages_fit(heads) for decoder in self._decoders.values() for heads in decoder.heads):
-                logger.info("some layers' heads are too large for pages: steps run without graphs")
-            self._graphs = {
-                index: self._new_graphs(index, self._pages)
-                for index, decoder in self._decoders.items()
-                if not self._weights[index].waits and all(map(pages_fit, decoder.heads))
+            self._page_kernels = {
+                index: PageKernels(self._pages, decoder.heads) for index, decoder in self._decoders.items()
             }
+            self._graphs = {
+                index: self._new_graphs(index, self._pages, kernels)
+                for index, kernels in self._page_kernels.items()
+                if not self._weights[index].waits and kernels.whole
+            }
+        self._reads = {
+            index: ExpertReads(own.mixtures, sizes=ROWS if index in self._graphs else None)
+            for index, own in self._weights.items()
+            if own.mixtures
+        }
         if self._ops is not None:
             self._replays = {
                 index: DecodeReplays(decoder, self._ops, self._pools[index])
@@ -210,6 +221,15 @@ class TorchBackend:
 
         Raises ShardMismatch if the inputs do not match the step or the slice is not loaded.
         """
+        ticket = self._submit(prepared, inputs, edits)
+        layout = prepared.layout
+        if (reads := self._reads.get(layout.slice_index)) is None:
+            return ticket
+        all_rows = not self._decoders[layout.slice_index].part.head or covers(layout)
+        share = reads.start(layout.num_tokens, self._transfer, all_rows=all_rows)
+        return ticket if share is None else replace(ticket, experts=share)
+
+    def _submit(self, prepared: PreparedStep, inputs: TokenIds | Activations, edits: LogitEdits | None) -> StepTicket:
         layout = prepared.layout
         decoder, pool = self._slice(layout.slice_index)
         self._check_inputs(decoder.part, layout.num_tokens, inputs)
@@ -240,11 +260,12 @@ class TorchBackend:
         """Wait for that step only."""
         scores = ticket.scored.wait() if ticket.scored is not None else None
         if isinstance(ticket.download, Picked):
-            return StepOutput(candidates=ticket.download.wait(), scores=scores)
-        array = ticket.download.wait()
-        if ticket.is_logits:
-            return StepOutput(logits=array, scores=scores)
-        return StepOutput(activations=array.view(self._activation_type.numpy))
+            output = StepOutput(candidates=ticket.download.wait(), scores=scores)
+        elif ticket.is_logits:
+            output = StepOutput(logits=ticket.download.wait(), scores=scores)
+        else:
+            output = StepOutput(activations=ticket.download.wait().view(self._activation_type.numpy))
+        return output if ticket.experts is None else replace(output, expert_share=ticket.experts.wait())
 
     def check(self) -> None:
         """Multiply two small matrices and check the result. Raises StageError."""
@@ -265,7 +286,9 @@ class TorchBackend:
         self._pools: dict[int, KVStorage | PackedKVStorage] = {}  # by slice index
         self._graphs: dict[int, DecodeGraphs] = {}  # by slice index, if the device supports graphs
         self._replays: dict[int, DecodeReplays] = {}  # by slice index, if kernels compute the whole slice
+        self._reads: dict[int, ExpertReads] = {}  # by slice index, if it has experts
         self._pages: Paging | None = None  # if the pool's blocks are whole pages
+        self._page_kernels: dict[int, PageKernels] = {}  # by slice index, if so
         self._num_blocks = 0
         self._block_size = 0
         self._window_blocks: tuple[int, ...] = ()
@@ -337,7 +360,7 @@ class TorchBackend:
             spare_blocks=0 if self._pages is None else 1,  # for graphs
         )
 
-    def _new_graphs(self, index: int, paging: Paging) -> DecodeGraphs:
+    def _new_graphs(self, index: int, paging: Paging, kernels: PageKernels) -> DecodeGraphs:
         pool = self._pools[index]
         assert self._config is not None
         assert isinstance(pool, KVStorage)
@@ -347,6 +370,7 @@ class TorchBackend:
             decoder,
             pool,
             paging,
+            kernels,
             finish=decoder.logits if decoder.part.head else self._encode,
             travels=torch.bfloat16 if self._activation_type is ActivationType.BF16 else torch.float32,
         )
@@ -410,11 +434,9 @@ class TorchBackend:
     def _attention(self, decoder: Decoder, prepared: PreparedStep, pool: KVStorage | PackedKVStorage) -> StepAttention:
         if isinstance(pool, PackedKVStorage):
             return PackedSequenceAttention(prepared, pool, self._masks, self._dtype, self._ops)
-        if self._pages is not None:
-            paged = PagedAttention.of(prepared.layout, pool, attend=self._pages.attend, transfer=self._transfer)
-            if all(map(pages_fit, decoder.heads)):
-                return paged
-            return MixedAttention(paged, SequenceAttention(prepared, pool, self._masks, self._ops))
+        kernels = self._page_kernels.get(decoder.part.index)
+        if kernels is not None:
+            return step_attention(prepared, pool, kernels, masks=self._masks, transfer=self._transfer)
         return SequenceAttention(prepared, pool, self._masks, self._ops)
 
     @contextmanager

@@ -17,6 +17,9 @@ A code becomes a float by one mask and one conversion: it stays where it lies in
 would make negative numbers. Every group is summed in float32 and then multiplied by its scale. Zeros and offsets need
 only the sum of the group's inputs.
 
+Products of any number of rows add the same terms in the same order: a row's result has the same bits whichever rows
+are beside it.
+
 Codes of E2M1 (MXFP4) become bytes before, twice their values plus 12: by a table of 16 bytes where the CPU has an
 instruction for it, else by arithmetic on whole words.
 """
@@ -49,7 +52,7 @@ SEGMENT = (  # 64-bit fields of a part of a product, in order
     "outputs",
     "column",  # of the first output
 )
-PANEL_INPUTS = 256  # with 16 outputs 16 KiB: half of a usual L1 cache
+PANEL_INPUTS = 256  # with 16 outputs 16 KiB: half of a usual L1 cache; no group has more
 CHUNK_ROWS = 128  # rows whose inputs stay in a usual L2 cache
 LAST = 15  # place of the code of a split unit that is made of parts
 E2M1_BYTES = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # twice the values of codes, plus E2M1_ZERO
@@ -180,7 +183,7 @@ class ProductCode:
         parts = [self._tile(count) for count in self.tile_counts]
         parts += [self._unpack(), *(self._panel(count) for count in self.panel_counts)]
         parts += [
-            self._work_panels(),
+            *(self._start_totals(), self._store_totals(), self._work_panels()),
             self._work(),
             self._take(),
             *(fma_declaration(width) for width in {self._width, 8}),
@@ -205,7 +208,12 @@ class ProductCode:
         )
         totals = [[code.variable(self._floats, "zeroinitializer") for _ in range(self._vectors)] for _ in range(rows)]
         self._start_with_bias(code, totals)
-        code.loop("0", "%groups", lambda group: self._group(code, totals, group))
+        at_once = 2 if rows * self._vectors <= 4 else 1  # groups, whose independent sums hide the latency of an fma
+        left = code.value(f"srem i64 %groups, {at_once}")
+        several = code.value(f"sub i64 %groups, {left}")
+        code.loop("0", several, lambda group: self._groups(code, totals, group, at_once), step=at_once)
+        if at_once > 1:
+            code.loop(several, "%groups", lambda group: self._groups(code, totals, group, 1))
         self._finish_tile(code, totals)
         return code.text()
 
@@ -222,46 +230,59 @@ class ProductCode:
 
         code.branch(code.value("icmp ne ptr %bias, null"), start)
 
-    def _group(self, code: Function, totals: list[list[str]], group: str) -> None:
-        """Add one group's products to the totals."""
-        chains = min(4, max(1, 8 // (len(totals) * self._vectors)))  # independent sums hide the latency of an fma
-        added = self._kind.added
-        sums: list[str] = []
-        sets: list[list[list[str]]] = []  # [row][vector][chain]
-        for row in range(len(totals)):
-            at = code.at("float", "%sums", code.add(code.mul("%groups", row), group))
-            sums.append(code.splat("float", code.load("float", at), self._width))
-            zero = "zeroinitializer"
-            sets.append([[code.variable(self._floats) for _ in range(chains)] for _ in range(self._vectors)])
-            for vector in sets[-1]:
-                for index, chain in enumerate(vector):
-                    code.store(self._floats, zero if added or index else sums[-1], chain)
-        first = code.mul(group, "%blocks")
-        code.loop(first, code.add(first, "%blocks"), lambda block: self._unit(code, sets, block), step=self._kind.unit)
+    def _groups(self, code: Function, totals: list[list[str]], first: str, count: int) -> None:
+        """Add the products of ``count`` groups from ``first`` on to the totals, of one group after the other."""
+        numbers = [code.add(first, index) for index in range(count)]
+        starts = [code.mul(number, "%blocks") for number in numbers]
+        sums = [self._sums(code, "%sums", "%groups", number, len(totals)) for number in numbers]  # [group][row]
+        parts = [self._group_sums(code, own) for own in sums]  # [group][row][vector]
+
+        def unit(block: str) -> None:
+            for start, own in zip(starts, parts, strict=True):
+                self._unit(code, own, code.add(start, block))
+
+        code.loop("0", "%blocks", unit, step=self._kind.unit)
+        for number, own, of_inputs in zip(numbers, parts, sums, strict=True):
+            self._add_group(code, totals, own, of_inputs, number)
+
+    def _sums(self, code: Function, base: str, pitch: str, group: str, rows: int) -> list[str]:
+        """Read each row's sum of a group's inputs, repeated in a vector."""
+        places = [code.at("float", base, code.add(code.mul(pitch, row), group)) for row in range(rows)]
+        return [code.splat("float", code.load("float", place), self._width) for place in places]
+
+    def _group_sums(self, code: Function, sums: list[str]) -> list[list[str]]:
+        """Return variables [row][vector] for a group's products, which begin with what the codes' zero takes away."""
+        starts = ["zeroinitializer" if self._kind.added else each for each in sums]
+        found = [[code.variable(self._floats) for _ in range(self._vectors)] for _ in sums]
+        for start, vectors in zip(starts, found, strict=True):
+            for vector in vectors:
+                code.store(self._floats, start, vector)
+        return found
+
+    def _add_group(
+        self, code: Function, totals: list[list[str]], parts: list[list[str]], sums: list[str], group: str
+    ) -> None:
+        """Add one group's products times its scale, and its offset, to the totals: the same way for any rows."""
         base = code.mul(group, TILE)
         for index in range(self._vectors):
             at = code.add(base, index * self._width)
             scale = self._half(code, "%scale", at)
-            offset = self._half(code, "%offset", at) if added else ""
-            for row, total in enumerate(totals):
-                chain = sets[row][index]
-                found = code.load(self._floats, chain[0])
-                for other in chain[1:]:
-                    found = code.value(f"fadd {self._floats} {found}, {code.load(self._floats, other)}")
-                value = self._fma(code, found, scale, code.load(self._floats, total[index]))
-                if added:
-                    value = self._fma(code, offset, sums[row], value)
+            offset = self._half(code, "%offset", at) if self._kind.added else ""
+            for total, part, of_inputs in zip(totals, parts, sums, strict=True):
+                before, found = code.load(self._floats, total[index]), code.load(self._floats, part[index])
+                value = self._fma(code, found, scale, before)
+                if offset:
+                    value = self._fma(code, offset, of_inputs, value)
                 code.store(self._floats, value, total[index])
 
-    def _unit(self, code: Function, sets: list[list[list[str]]], block: str) -> None:
+    def _unit(self, code: Function, parts: list[list[str]], block: str) -> None:
         """Add the products of one unit's inputs."""
         start = code.mul(block, 8)
         for place, levels in enumerate(self._levels(code, block)):
-            for row, vectors in enumerate(sets):
+            for row, vectors in enumerate(parts):
                 at = code.add(code.add(code.mul("%inputs", row), start), place)
                 x = code.splat("float", code.load("float", code.at("float", "%x", at)), self._width)
-                for level, chain in zip(levels, vectors, strict=True):
-                    target = chain[place % len(chain)]
+                for level, target in zip(levels, vectors, strict=True):
                     code.store(self._floats, self._fma(code, level, x, code.load(self._floats, target)), target)
 
     def _levels(self, code: Function, block: str) -> Iterator[list[str]]:
@@ -426,126 +447,165 @@ class ProductCode:
     # --- many rows ----------------------------------------------------------------------------------------
 
     def _work_panels(self) -> str:
-        """Write the same for many rows: unpack a panel of ``PANEL_INPUTS`` inputs of a tile to a core's cache, then
-        multiply it with all rows of a chunk."""
+        """Write the same for many rows: unpack the codes of a tile's next groups, a panel, to a core's cache, then
+        multiply them with all rows of a chunk."""
         code = Function("work_panels", _WORK, internal=True)
         field = read_fields(code, "%segment")
         panel = code.variable(f"[{PANEL_INPUTS * TILE} x float]")
+        totals = code.variable(f"[{CHUNK_ROWS * TILE} x float]")
+        size = code.mul(field["blocks"], 8)
+        most = code.value(f"sdiv i64 {PANEL_INPUTS}, {size}")  # groups of a panel
+        panels = code.value(f"sdiv i64 {code.add(field['groups'], code.add(most, -1))}, {most}")
 
         def chunk(first_row: str, last_row: str) -> None:
             def tile(index: str) -> None:
                 at = self._tile_addresses(code, field, index)
 
-                def inputs(start: str) -> None:
-                    left = code.value(f"sub i64 {field['inputs']}, {start}")
-                    count = code.value(f"call i64 @llvm.smin.i64(i64 {left}, i64 {PANEL_INPUTS})")
+                def groups(number: str) -> None:
+                    first_group = code.mul(number, most)
+                    left = code.value(f"sub i64 {field['groups']}, {first_group}")
+                    count = code.value(f"call i64 @llvm.smin.i64(i64 {left}, i64 {most})")
+                    start = code.mul(first_group, size)
+                    first_block, blocks = (code.mul(each, field["blocks"]) for each in (first_group, count))
                     code.do(
-                        f"call void @unpack(ptr {at['low']}, ptr {at['high']}, ptr {at['scale']}, ptr {at['offset']}, "
-                        f"ptr {field['factors']}, i64 {field['blocks']}, i64 {start}, i64 {count}, ptr {panel})"
+                        f"call void @unpack(ptr {at['low']}, ptr {at['high']}, i64 {first_block}, i64 {blocks}, "
+                        f"ptr {panel})"
                     )
-                    begins = code.value(f"icmp eq i64 {start}, 0")
-                    bias = code.value(f"select i1 {begins}, ptr {at['bias']}, ptr null")
-                    adds = code.value(f"select i1 {begins}, i1 %accumulate, i1 true")
+                    values = code.mul(first_group, TILE)
+                    scale, offset = (code.at("half", at[name], values) for name in ("scale", "offset"))
 
                     def rows(first: str, count_of_rows: int) -> None:
                         x = code.at("float", "%x", code.add(code.mul(first, field["inputs"]), start))
-                        target = code.at("float", at["out"], code.mul(first, "%stride"))
+                        sums = code.at("float", "%sums", code.add(code.mul(first, field["groups"]), first_group))
+                        own = code.value(f"sub i64 {first}, {first_row}")
+                        target = code.at("float", totals, code.mul(own, TILE))
                         code.do(
-                            f"call void @panel{count_of_rows}(ptr {x}, ptr {panel}, ptr {bias}, ptr {target}, "
-                            f"i64 %stride, i64 {field['inputs']}, i64 {count}, i64 {at['lanes']}, i1 {adds})"
+                            f"call void @panel{count_of_rows}(ptr {x}, ptr {sums}, ptr {panel}, ptr {scale}, "
+                            f"ptr {offset}, ptr {target}, i64 {field['inputs']}, i64 {field['groups']}, i64 {count}, "
+                            f"i64 {size})"
                         )
 
                     _by_counts(code, first_row, last_row, self._most_rows[1], self.panel_counts, rows)
 
-                code.loop("0", field["inputs"], inputs, step=PANEL_INPUTS)
+                count = code.value(f"sub i64 {last_row}, {first_row}")
+                code.do(f"call void @start_totals(ptr {at['bias']}, ptr {totals}, i64 {count})")
+                code.loop("0", panels, groups)
+                target = code.at("float", at["out"], code.mul(first_row, "%stride"))
+                code.do(
+                    f"call void @store_totals(ptr {totals}, ptr {target}, i64 %stride, i64 {count}, "
+                    f"i64 {at['lanes']}, i1 %accumulate)"
+                )
 
             code.loop("%first", "%end", tile)
 
         _parts(code, "0", "%rows", CHUNK_ROWS, chunk)
         return code.text()
 
-    def _unpack(self) -> str:
-        """Write the values of a tile's inputs [start, start + count) to ``panel`` [count, 16].
+    def _start_totals(self) -> str:
+        """Write ``start_totals``: the bias, or zero, in the totals [count, 16] of a tile."""
+        code = Function("start_totals", ["ptr %bias", "ptr noalias %totals", "i64 %count"], internal=True)
+        values = [code.variable(self._floats, "zeroinitializer") for _ in range(self._vectors)]
+        self._start_with_bias(code, [values])
 
-        They are divided by the factors of their inputs, which ``prepare`` has multiplied in.
-        """
+        def row(index: str) -> None:
+            target = code.at("float", "%totals", code.mul(index, TILE))
+            for vector, value in enumerate(values):
+                at = code.at("float", target, str(vector * self._width))
+                code.store(self._floats, code.load(self._floats, value), at)
+
+        code.loop("0", "%count", row)
+        return code.text()
+
+    def _store_totals(self) -> str:
+        """Write ``store_totals``: the first ``lanes`` totals of each row to the rows of ``out``, or added to them."""
+        code = Function(
+            "store_totals",
+            [
+                *("ptr noalias %totals", "ptr noalias %out", "i64 %stride", "i64 %count", "i64 %lanes"),
+                "i1 %accumulate",
+            ],
+            internal=True,
+        )
+
+        def row(index: str) -> None:
+            source = code.at("float", "%totals", code.mul(index, TILE))
+            target = code.at("float", "%out", code.mul(index, "%stride"))
+
+            def lane(number: str) -> None:
+                at = code.at("float", target, number)
+                before = code.value(f"select i1 %accumulate, float {code.load('float', at)}, float 0.0")
+                value = code.load("float", code.at("float", source, number))
+                code.store("float", code.value(f"fadd float {value}, {before}"), at)
+
+            code.loop("0", "%lanes", lane)
+
+        code.loop("0", "%count", row)
+        return code.text()
+
+    def _unpack(self) -> str:
+        """Write what ``_levels`` gives of a tile's blocks [first, first + count) to ``panel`` [8 count, 16]."""
         code = Function(
             "unpack",
-            [
-                *(f"ptr noalias %{name}" for name in ("low", "high", "scale", "offset", "factors")),
-                *("i64 %blocks", "i64 %start", "i64 %count", "ptr noalias %panel"),
-            ],
+            ["ptr noalias %low", "ptr noalias %high", "i64 %first", "i64 %count", "ptr noalias %panel"],
             internal=True,
             inline=False,
         )
-        kind = self._kind
-        zero = code.load("float", code.at("float", "%factors", str(ZERO)))
-        zeros = code.splat("float", code.value(f"fneg float {zero}"), self._width)
-        shift = code.splat("float", code.load("float", code.at("float", "%factors", str(OFFSET_FACTOR))), self._width)
-        powers = [1.0 if kind.floats else 1.0 / input_factor(kind, place) for place in range(8 * kind.unit)]
-        first = code.value("sdiv i64 %start, 8")
-        end = code.add(first, code.value("sdiv i64 %count, 8"))
-        current = code.variable("i64", first)
-        code.do("br label %group")
-        code.label("group")
-        begin = code.load("i64", current)
-        group = code.value(f"sdiv i64 {begin}, %blocks")
-        stop = code.value(f"call i64 @llvm.smin.i64(i64 {end}, i64 {code.mul(code.add(group, 1), '%blocks')})")
-        scales: list[str] = []
-        terms: list[dict[float, str]] = []  # by the power of two of the place
-        for vector in range(self._vectors):
-            at = code.add(code.mul(group, TILE), vector * self._width)
-            scales.append(self._half(code, "%scale", at))
-            added = self._half(code, "%offset", at) if kind.added else scales[-1]
-            term = code.value(f"fmul {self._floats} {added}, {shift if kind.added else zeros}")
-            terms.append(
-                {power: code.value(f"fmul {self._floats} {term}, {self._all_floats(power)}") for power in powers}
-            )
 
         def unit(index: str) -> None:
-            out = code.at("float", "%panel", code.mul(code.value(f"sub i64 {index}, {first}"), 8 * TILE))
-            for place, levels in enumerate(self._levels(code, index)):
+            out = code.at("float", "%panel", code.mul(index, 8 * TILE))
+            for place, levels in enumerate(self._levels(code, code.add("%first", index))):
                 for vector, level in enumerate(levels):
-                    value = self._fma(code, level, scales[vector], terms[vector][powers[place]])
-                    code.store(self._floats, value, code.at("float", out, str(place * TILE + vector * self._width)))
+                    at = code.at("float", out, str(place * TILE + vector * self._width))
+                    code.store(self._floats, level, at)
 
-        code.loop(begin, stop, unit, step=kind.unit)
-        code.store("i64", stop, current)
-        code.do(f"br i1 {code.value(f'icmp slt i64 {stop}, {end}')}, label %group, label %done")
-        code.label("done")
+        code.loop("0", "%count", unit, step=self._kind.unit)
         return code.text()
 
     def _panel(self, rows: int) -> str:
-        """Write the product of ``rows`` rows with a panel."""
+        """Write the products of ``rows`` rows with a panel of ``count`` groups, added to their totals [rows, 16].
+
+        Each sum has the same terms in the same order as that of a tile, so that a row's result does not depend on how
+        many rows there are.
+        """
         code = Function(
             f"panel{rows}",
             [
-                *("ptr noalias %x", "ptr noalias %panel", "ptr %bias", "ptr noalias %out", "i64 %stride"),
-                *("i64 %inputs", "i64 %count", "i64 %lanes", "i1 %accumulate"),
+                *(f"ptr noalias %{name}" for name in ("x", "sums", "panel", "scale", "offset", "totals")),
+                *("i64 %inputs", "i64 %groups", "i64 %count", "i64 %size"),
             ],
             internal=True,
             inline=False,
         )
-        totals = [[code.variable(self._floats, "zeroinitializer") for _ in range(self._vectors)] for _ in range(rows)]
-        self._start_with_bias(code, totals)
+        totals = [
+            [code.at("float", "%totals", str(row * TILE + vector * self._width)) for vector in range(self._vectors)]
+            for row in range(rows)
+        ]
 
-        def some(start: str) -> None:
-            for place in range(4):
-                index = code.add(start, place)
-                base = code.at("float", "%panel", code.mul(index, TILE))
-                values = [
-                    code.load(self._floats, code.at("float", base, str(vector * self._width)))
-                    for vector in range(self._vectors)
-                ]
-                for row, vectors in enumerate(totals):
-                    at = code.add(code.mul("%inputs", row), index)
-                    x = code.splat("float", code.load("float", code.at("float", "%x", at)), self._width)
-                    for value, total in zip(values, vectors, strict=True):
-                        code.store(self._floats, self._fma(code, value, x, code.load(self._floats, total)), total)
+        def group(number: str) -> None:
+            sums = self._sums(code, "%sums", "%groups", number, rows)
+            parts = self._group_sums(code, sums)
+            start = code.mul(number, "%size")
 
-        code.loop("0", "%count", some, step=4)
-        self._finish_tile(code, totals)
+            def some(first: str) -> None:
+                for place in range(8):
+                    self._input(code, parts, code.add(code.add(start, first), place))
+
+            code.loop("0", "%size", some, step=8)
+            self._add_group(code, totals, parts, sums, number)
+
+        code.loop("0", "%count", group)
         return code.text()
+
+    def _input(self, code: Function, parts: list[list[str]], index: str) -> None:
+        """Add the products of one input of a panel."""
+        base = code.at("float", "%panel", code.mul(index, TILE))
+        places = [code.at("float", base, str(vector * self._width)) for vector in range(self._vectors)]
+        values = [code.load(self._floats, place) for place in places]
+        for row, vectors in enumerate(parts):
+            at = code.add(code.mul("%inputs", row), index)
+            x = code.splat("float", code.load("float", code.at("float", "%x", at)), self._width)
+            for value, part in zip(values, vectors, strict=True):
+                code.store(self._floats, self._fma(code, value, x, code.load(self._floats, part)), part)
 
     def _strides(self, code: Function, inputs: str) -> tuple[str, str]:
         """Return the elements of a tile in both planes."""

@@ -31,6 +31,7 @@ class CpuExperts:
         self._workspace = workspace
         self._products: tuple[_Grouped, _Grouped] | None = None
         self._finished = False
+        self.distinct = 0  # see ``ExpertProducts``
 
     @property
     def linears(self) -> Sequence[Linear]:
@@ -49,9 +50,11 @@ class CpuExperts:
             self._finished = True
         if self._products is None:
             self._each.add(x, chosen, weights, total)
+            self.distinct = self._each.distinct
             return
         gate_up, down = self._products
         sorted_by = _Sorted(chosen, gate_up.num_experts)
+        self.distinct = len(sorted_by.used)
         rows = self._workspace.get("expert inputs", len(sorted_by.rows), x.shape[1])
         torch.index_select(x, 0, sorted_by.rows, out=rows)
         found = gate_up.rows(rows, sorted_by, self._workspace)

@@ -11,7 +11,7 @@ import ctypes
 import importlib
 import logging
 import platform
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -69,23 +69,39 @@ class HeadKernels:
 
 
 class Recording:
-    """Calls of kernels, to repeat with the same addresses. It owns the arrays behind them."""
+    """Calls of kernels, to repeat with the same addresses, and torch's work between them. It owns the arrays."""
 
     def __init__(self) -> None:
         self.owned: list[object] = []
-        self._calls: list[tuple[int, ...]] = []
-        self._table: npt.NDArray[np.int64] | None = None
+        self._calls: list[tuple[int, ...]] = []  # since the last work
+        self._parts: list[npt.NDArray[np.int64] | Callable[[], None]] = []
 
     def add(self, function: Native, arguments: tuple[int, ...]) -> None:
         """Record a call."""
         unused = (0,) * (CALL_FIELDS - 1 - len(arguments))
         self._calls.append((function.address, *arguments, *unused))
 
-    def table(self) -> npt.NDArray[np.int64]:
-        """Return the calls [n, CALL_FIELDS]."""
-        if self._table is None:
-            self._table = np.array(self._calls, np.int64)
-        return self._table
+    def add_work(self, work: Callable[[], Tensor], result: Tensor) -> None:
+        """Record torch's work. ``result``: what it returned, where later calls read; it stays."""
+
+        def repeat() -> None:
+            found = work()
+            if found.data_ptr() != result.data_ptr():
+                result.copy_(found)
+
+        self._end_calls()
+        self.owned.append(result)
+        self._parts.append(repeat)
+
+    def parts(self) -> Sequence[npt.NDArray[np.int64] | Callable[[], None]]:
+        """Return calls [n, CALL_FIELDS] and work, in order."""
+        self._end_calls()
+        return self._parts
+
+    def _end_calls(self) -> None:
+        if self._calls:
+            self._parts.append(np.array(self._calls, np.int64))
+            self._calls = []
 
 
 class Compiler:
@@ -169,9 +185,23 @@ class CpuKernels:
             self._recording = None
 
     def replay(self, recording: Recording) -> None:
-        """Repeat recorded calls."""
-        table = recording.table()
-        self._replay.call(table.ctypes.data, len(table))
+        """Repeat recorded calls and work."""
+        for part in recording.parts():
+            if callable(part):
+                part()
+            else:
+                self._replay.call(part.ctypes.data, len(part))
+
+    def compute(self, work: Callable[[], Tensor]) -> Tensor:
+        """Run torch's work, and record it as a whole, with the kernels that it calls. Return its result."""
+        recording, self._recording = self._recording, None
+        try:
+            found = work()
+        finally:
+            self._recording = recording
+        if recording is not None:
+            recording.add_work(work, found)
+        return found
 
     def run(self, function: Native, arguments: tuple[int, ...], owned: tuple[object, ...] = ()) -> None:
         """Call a function. ``owned``: arrays at its addresses, kept by a recording."""

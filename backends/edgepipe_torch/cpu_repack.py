@@ -21,6 +21,7 @@ from edgepipe.model.gguf_packing import checked_row_bytes, pack_gguf, unusable_s
 from edgepipe.model.gguf_types import BLOCKS_BY_NAME
 from edgepipe.model.packed import Floats, Packed
 from edgepipe.model.packed_form import CODEBOOKS, PackedForm
+from edgepipe.model.resident import cpu_group
 from edgepipe.model.tensors import RawTensor, TensorInfo
 from edgepipe_torch.cpu_code import E2M1_ZERO, TILE, Kind
 from edgepipe_torch.cpu_layout import planes_of
@@ -42,7 +43,9 @@ def repack(weight: Packed) -> PackedWeight:
     """Repack a weight of any form. Its columns are a multiple of 8, and so are its groups."""
     levels = _Levels(weight)
     rows, inputs = weight.shape
-    found = PackedWeight(weight.shape, group=weight.form.group, kind=levels.kind, zero=levels.zero, order=weight.order)
+    group = cpu_group(weight.form.group)
+    found = PackedWeight(weight.shape, group=group, kind=levels.kind, zero=levels.zero, order=weight.order)
+    parts = weight.form.group // group  # of a group, with the same scale
     scale = found.new_group_values()
     offset = found.new_group_values() if levels.kind.added else None
 
@@ -53,9 +56,9 @@ def repack(weight: Packed) -> PackedWeight:
         if found.high is not None and high is not None:
             _fill_tiles(found.high, start, high)
         scales = levels.scales(part)
-        _fill_tiles(scale, start, scales)
+        _fill_tiles(scale, start, np.repeat(scales, parts, axis=1))
         if offset is not None:
-            _fill_tiles(offset, start, levels.offsets(part, scales))
+            _fill_tiles(offset, start, np.repeat(levels.offsets(part, scales), parts, axis=1))
 
     step = max(TILE, _CHUNK_VALUES // inputs // TILE * TILE)
     on_threads(fill, range(0, rows, step))

@@ -1,7 +1,8 @@
 """Replay a CPU's decode steps: one call instead of ten for each layer.
 
-A step with packed weights consists of compiled functions only. Their arguments depend on the number of rows, so the
-calls of a step are recorded once for each number; later steps fill the same buffers and repeat them. Called one by one
+A step with packed weights consists of compiled functions, and of torch's operations for what those lack: experts,
+latent attention, partial rotary, factors. Their arguments depend on the number of rows, so a step is recorded once for
+each number; later steps fill the same buffers and repeat it. Called one by one
 from Python, they take about a third as long again as they compute (docs/experiments.md).
 
 T packed rows, one or a few of each sequence; H hidden, D head dim.
@@ -17,7 +18,7 @@ from torch import Tensor
 from edgepipe.backend.step_layout import StepLayout
 from edgepipe_torch.attention import SHORT_ROWS, single_queries
 from edgepipe_torch.cpu_kernels import CpuKernels, Recording
-from edgepipe_torch.decoder import ClassTensors, Decoder, Layer, SliceWeights, StepTensors
+from edgepipe_torch.decoder import ClassTensors, Decoder, SliceWeights, StepTensors
 from edgepipe_torch.head_shape import LayerHeads, by_kind
 from edgepipe_torch.kv import KVPool
 from edgepipe_torch.packed_cpu import PackedCpuLinear
@@ -29,21 +30,12 @@ _FIRST_KEYS = 512  # room for scores, doubled when a context outgrows it
 
 
 def can_record(weights: SliceWeights, heads: Sequence[LayerHeads], ops: CompiledOps) -> bool:
-    """Return whether a slice computes by kernels only."""
-    if not all(ops.attends(each) and ops.places(each) for each in heads):
-        return False
-    if not all(_is_plain(layer) and layer.feed_forward.products for layer in weights.layers):
+    """Return whether kernels compute a slice's attention and all products outside of the parts that torch computes."""
+    if not all(ops.attends(each) for each in heads):
         return False
     products = [each for layer in weights.layers for each in (layer.qkv, layer.output, *layer.feed_forward.products)]
     products += [weights.head] if weights.head is not None else []
     return all(isinstance(product, PackedCpuLinear) and product.only_kernels for product in products)
-
-
-def _is_plain(layer: Layer) -> bool:
-    """Return whether a layer has no operations between its products that only torch computes."""
-    spec = layer.spec
-    attends = layer.temperature is None and layer.value_order is None
-    return attends and spec.norms == "before" and spec.residual_scale == 1 and not spec.output_scaled
 
 
 def can_replay_decode(layout: StepLayout, *, head: bool) -> bool:

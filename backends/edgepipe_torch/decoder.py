@@ -15,7 +15,7 @@ from torch import Tensor
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.layer_spec import LayerSpec
 from edgepipe_torch.attention import StepAttention
-from edgepipe_torch.feed_forward import FeedForward
+from edgepipe_torch.feed_forward import ExpertProducts, FeedForward
 from edgepipe_torch.head_shape import LayerHeads, layer_heads
 from edgepipe_torch.kv import KVPool
 from edgepipe_torch.latent import LatentWeights
@@ -56,6 +56,7 @@ class SliceWeights:
     embedding: Tensor | Table | None  # [V, H], possibly narrower than the compute dtype; or the tied head
     final_norm: Tensor | None
     head: Linear | None
+    mixtures: Sequence[tuple[ExpertProducts, int]] = ()  # of the layers with experts, with their number
 
     @property
     def packed(self) -> list[PackedWeight]:
@@ -144,9 +145,7 @@ class Decoder:
         """Add to hidden [R, H] what a layer computes from its heads' outputs [R, Hq D]."""
         scale = layer.spec.residual_scale
         if layer.spec.norms == "parallel":
-            assert layer.input_norm is not None
-            added = layer.feed_forward.rows(self._ops.norm(hidden, layer.input_norm)).clone()
-            hidden.add_(added.add_(layer.output.rows(attended)), alpha=scale)
+            self._ops.compute(lambda: self._add_parallel(layer, attended, hidden))
             return
         if layer.attended_norm is None and scale == 1:
             layer.output.add_to(attended, hidden)
@@ -154,14 +153,38 @@ class Decoder:
             self._add_normed(layer.output.rows(attended), layer.attended_norm, scale, hidden)
         normed = hidden if layer.inner_norm is None else self._ops.norm(hidden, layer.inner_norm)
         if layer.added_norm is None and scale == 1:
-            layer.feed_forward.add_to(normed, hidden)
+            self._feed(layer.feed_forward, normed, hidden)
         else:
-            self._add_normed(layer.feed_forward.rows(normed), layer.added_norm, scale, hidden)
-        if layer.output_scale is not None:
-            hidden.mul_(layer.output_scale)
+            added = self._fed(layer.feed_forward, normed)
+            self._add_normed(added, layer.added_norm, scale, hidden)
+        if (factor := layer.output_scale) is not None:
+            self._ops.compute(lambda: hidden.mul_(factor))
+
+    def _feed(self, part: FeedForward, x: Tensor, total: Tensor) -> None:
+        """Add a feed-forward part's result for x [R, H] to total [R, H]."""
+
+        def feed() -> Tensor:
+            part.add_to(x, total)
+            return total
+
+        if part.products:
+            feed()
+        else:
+            self._ops.compute(feed)
+
+    def _fed(self, part: FeedForward, x: Tensor) -> Tensor:
+        """Return a feed-forward part's result [R, H] for x [R, H]."""
+        return part.rows(x) if part.products else self._ops.compute(lambda: part.rows(x))
+
+    def _add_parallel(self, layer: Layer, attended: Tensor, hidden: Tensor) -> Tensor:
+        """Add both parts of a layer, of which each reads the same norm of hidden [R, H]; returns hidden."""
+        assert layer.input_norm is not None
+        added = layer.feed_forward.rows(self._ops.norm(hidden, layer.input_norm)).clone()
+        return hidden.add_(added.add_(layer.output.rows(attended)), alpha=layer.spec.residual_scale)
 
     def _add_normed(self, added: Tensor, norm: Tensor | None, scale: float, hidden: Tensor) -> None:
-        hidden.add_(added if norm is None else self._ops.norm(added, norm), alpha=scale)
+        normed = added if norm is None else self._ops.norm(added, norm)
+        self._ops.compute(lambda: hidden.add_(normed, alpha=scale))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [R, V] float32, in a new tensor, from hidden [R, H] of ``run``."""
@@ -186,13 +209,9 @@ class Decoder:
     def _attend(self, heads: LayerHeads, layer: Layer, qkv: Tensor, step: StepTensors, pool: KVPool) -> Tensor:
         """Attend with qkv [T, (Hq + 2 Hkv) D], or latent attention's products; returns the heads' outputs [T, Hq V]."""
         rotations = None if layer.rotation is None else step.rotations[layer.rotation]
+        parts = self._parts(heads, layer, qkv, rotations)
         if layer.latent is not None:
-            assert rotations is not None
-            parts, rotations = layer.latent.parts(qkv, rotations), None
-        else:
-            parts = qkv.view(qkv.shape[0], -1, heads.head_dim)
-            if layer.value_order is not None:  # values are the keys' product
-                parts = torch.cat([parts, parts[:, heads.num_heads :].index_select(2, layer.value_order)], 1)
+            rotations = None  # which are in the parts
         queries = parts[:, : heads.num_heads]
         if layer.query_norm is not None and layer.key_norm is not None:
             self._ops.norm_heads(queries, layer.query_norm)
@@ -202,7 +221,21 @@ class Decoder:
         slots, attention = step.classes[self.classes[heads.kind]]
         self._ops.place(parts, rotations, slots, pool, heads)
         if layer.temperature is not None:
-            queries.mul_(step.rotations[layer.temperature].real)
+            factors = step.rotations[layer.temperature].real
+            self._ops.compute(lambda: queries.mul_(factors))
         out = self._workspace.get("attended", qkv.shape[0], heads.num_heads * heads.out_dim)
         attention.run(heads, queries, out.view(qkv.shape[0], heads.num_heads, -1))
-        return out if layer.latent is None else layer.latent.outputs(out)
+        latent = layer.latent
+        return out if latent is None else self._ops.compute(lambda: latent.outputs(out))
+
+    def _parts(self, heads: LayerHeads, layer: Layer, qkv: Tensor, rotations: Tensor | None) -> Tensor:
+        """Return queries, keys and, where they are apart, values [T, n, D] of the input products qkv."""
+        latent, order = layer.latent, layer.value_order
+        if latent is not None:
+            assert rotations is not None
+            return self._ops.compute(lambda: latent.parts(qkv, rotations))
+        parts = qkv.view(qkv.shape[0], -1, heads.head_dim)
+        if order is None:
+            return parts
+        keys = parts[:, heads.num_heads :]  # whose product has the values, too
+        return self._ops.compute(lambda: torch.cat([parts, keys.index_select(2, order)], 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -100,6 +101,17 @@ def measure(device: torch.device, dtype: torch.dtype, *, block_sizes: tuple[int,
         flops=_matrix_rate(device, dtype),
         block_sizes=block_sizes,
         contiguous_kv=not is_cuda,
+    )
+
+
+def with_ram(profile: DeviceProfile) -> DeviceProfile:
+    """Return a GPU's profile with the host's memory, and the rate at which its CPU reads experts there."""
+    memory = psutil.virtual_memory()
+    return replace(
+        profile,
+        ram_total_bytes=memory.total,
+        ram_free_bytes=memory.available,
+        ram_bytes_per_s=_bandwidth(torch.device("cpu"), torch.float32),
     )
 
 

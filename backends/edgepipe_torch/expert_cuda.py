@@ -48,6 +48,12 @@ class CudaExperts:
         self._down = down
         self._activation: Activation = activation
         self._routing = library.routing()
+        self._found = torch.zeros(2, dtype=torch.int32, device=gate_up.device)  # runs and experts of the last call
+
+    @property
+    def distinct(self) -> Tensor:
+        """See ``ExpertProducts``. Its address is fixed, so graphs write it, too."""
+        return self._found[1:]
 
     @property
     def linears(self) -> Sequence[ExpertMatrix]:
@@ -66,7 +72,7 @@ class CudaExperts:
             self._add(x[some], chosen[some].contiguous(), weights[some].contiguous(), total[some])
 
     def _add(self, x: Tensor, chosen: Tensor, weights: Tensor, total: Tensor) -> None:
-        runs = self._routing.sort(chosen, self._gate_up.count)
+        runs = self._routing.sort(chosen, self._gate_up.count, self._found)
         inner = self._gate_up.multiply(x, chosen, runs, self._activation)
         self._routing.add_weighted(self._down.multiply(inner, chosen, runs, None), weights, total)
 
@@ -91,7 +97,7 @@ class ExpertMatrix:
         self._parts = parts
         self._rows = rows
         self._forms = forms
-        self._device = device
+        self.device = device
         self._library = library
         self._own: _PackedTiles | _WideRows | None = None
         self._each: list[PackedCudaLinear] = []
@@ -139,7 +145,7 @@ class ExpertMatrix:
         """Copy the bias of a part of all experts [E * rows] from host memory."""
         size = self.count * self._rows
         if self._bias is None:
-            self._bias = torch.zeros(self._parts * size, dtype=torch.bfloat16, device=self._device)
+            self._bias = torch.zeros(self._parts * size, dtype=torch.bfloat16, device=self.device)
         self._bias[part * size : (part + 1) * size].copy_(bias)
 
     def multiply(self, x: Tensor, chosen: Tensor, runs: Runs, activation: Activation | None) -> Tensor:
@@ -151,7 +157,7 @@ class ExpertMatrix:
             return self._multiply_each(x, chosen, activation)
         if x.stride(1) != 1 or x.stride(0) % _ALIGNED_INPUTS or x.data_ptr() % 16:
             x = x.clone(memory_format=torch.contiguous_format)
-        out = torch.empty(chosen.numel(), self._rows, dtype=torch.bfloat16, device=self._device)
+        out = torch.empty(chosen.numel(), self._rows, dtype=torch.bfloat16, device=self.device)
         own = self._own
         own.products.expert_mm(own.struct, self.count, runs, x, out, bias=self._bias, activation=activation)
         return out
@@ -165,10 +171,10 @@ class ExpertMatrix:
             raise KernelsUnavailable("own kernels need gates and ups of one type")
         rows = self._parts * self.count * self._rows
         if not isinstance(weight, Packed):
-            return _WideRows(self._library.experts(WIDE_FORM), rows, self._in_features, self._device)
+            return _WideRows(self._library.experts(WIDE_FORM), rows, self._in_features, self.device)
         if weight.form.ordered or not supports(weight.form, self._in_features) or not zeros_fit(weight):
             raise KernelsUnavailable(f"own kernels have no form with groups of {weight.form.group}")
-        own = _PackedTiles(self._library.experts(kernel_form(weight)), weight, rows, self._device)
+        own = _PackedTiles(self._library.experts(kernel_form(weight)), weight, rows, self.device)
         self._packed_by.add(PackedProducts(by="own kernels (CUDA)"))
         return own
 
@@ -176,13 +182,13 @@ class ExpertMatrix:
         _log_once(weight.form if isinstance(weight, Packed) else None, str(reason))
         sizes = [self._rows] * self._parts
         return [
-            PackedCudaLinear(self._in_features, sizes, self._forms, dtype=torch.bfloat16, device=self._device)
+            PackedCudaLinear(self._in_features, sizes, self._forms, dtype=torch.bfloat16, device=self.device)
             for _ in range(self.count)
         ]
 
     def _multiply_each(self, x: Tensor, chosen: Tensor, activation: Activation | None) -> Tensor:
         """``multiply``, waiting for the device."""
-        out = torch.empty(chosen.numel(), self._rows, dtype=torch.bfloat16, device=self._device)
+        out = torch.empty(chosen.numel(), self._rows, dtype=torch.bfloat16, device=self.device)
         order = chosen.reshape(-1).argsort(stable=True)
         used, counts = chosen.reshape(-1)[order].unique_consecutive(return_counts=True)
         bias = None if self._bias is None else self._bias.view(self._parts, self.count, self._rows)

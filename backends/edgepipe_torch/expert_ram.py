@@ -24,6 +24,11 @@ class ExpertsInRam:
         self._experts = experts
 
     @property
+    def distinct(self) -> int | Tensor:
+        """See ``ExpertProducts``."""
+        return self._experts.distinct
+
+    @property
     def linears(self) -> Sequence[HeldWeight]:
         """See ``ExpertProducts``."""
         return self._experts.linears

@@ -91,6 +91,11 @@ class ExpertProducts(Protocol):
     """All experts of a mixture."""
 
     @property
+    def distinct(self) -> int | Tensor:
+        """The experts that the last call of ``add`` read, or on a device [1] int32 that later work overwrites."""
+        ...
+
+    @property
     def linears(self) -> Sequence[HeldWeight]:
         """The weights of all products."""
         ...
@@ -110,6 +115,7 @@ class EachExpert:
 
     def __init__(self, experts: Sequence[Gated]) -> None:
         self._experts = experts
+        self.distinct = 0  # see ``ExpertProducts``
 
     @property
     def num_experts(self) -> int:
@@ -133,6 +139,7 @@ class EachExpert:
         """See ``ExpertProducts``. Each row's experts are added in the order of their numbers."""
         order = chosen.reshape(-1).argsort(stable=True)
         used, counts = chosen.reshape(-1)[order].unique_consecutive(return_counts=True)
+        self.distinct = used.shape[0]
         rows, factors = order // chosen.shape[1], weights.reshape(-1)[order].unsqueeze(1).to(x.dtype)
         start = 0
         for expert, count in zip(used.tolist(), counts.tolist(), strict=True):

@@ -21,14 +21,15 @@ from torch import Tensor
 from edgepipe.backend.step_layout import StepLayout
 from edgepipe_torch.decoder import ClassTensors, Decoder, StepTensors
 from edgepipe_torch.kv import KVStorage
-from edgepipe_torch.paged import PagedAttention, PagedSequences
+from edgepipe_torch.paged import PagedAttention, PagedSequences, PageKernels, SingleRows
 from edgepipe_torch.paging import Graph, GraphRecorder, Paging
 from edgepipe_torch.prepared import PreparedStep
 from edgepipe_torch.transfer import GraphTransfer
 
 logger = logging.getLogger(__name__)
 
-_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # with more rows, computing takes longer than launching
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+"""Rows of graphs. With more rows, computing takes longer than launching."""
 _WIDTHS = (4, 16, 64, 256, 1024)  # pages per sequence
 
 Finish = Callable[[Tensor], Tensor]
@@ -37,7 +38,7 @@ Finish = Callable[[Tensor], Tensor]
 
 def can_replay(layout: StepLayout, *, head: bool) -> bool:
     """Whether a step is one that graphs are made of: one token per row, and with the head each row sampled from."""
-    if layout.scores is not None or layout.num_tokens != len(layout.rows) or not 0 < len(layout.rows) <= _ROWS[-1]:
+    if layout.scores is not None or layout.num_tokens != len(layout.rows) or not 0 < len(layout.rows) <= ROWS[-1]:
         return False
     if max(len(row.blocks) for row in layout.rows) > _WIDTHS[-1]:
         return False
@@ -48,12 +49,20 @@ class DecodeGraphs:
     """Graphs of one slice."""
 
     def __init__(
-        self, decoder: Decoder, pool: KVStorage, paging: Paging, *, finish: Finish, travels: torch.dtype
+        self,
+        decoder: Decoder,
+        pool: KVStorage,
+        paging: Paging,
+        kernels: PageKernels,
+        *,
+        finish: Finish,
+        travels: torch.dtype,
     ) -> None:
-        """``decoder`` needs its own workspace; ``travels``: type of arriving activations."""
+        """``decoder`` needs its own workspace, ``kernels`` one for each layer; ``travels``: type of arrivals."""
         self._decoder = decoder
         self._pool = pool
-        self._paging = paging
+        self._transfer = paging.transfer
+        self._kernels = kernels
         self._recorder = paging.new_recorder()
         self._finish = finish
         self._travels = travels
@@ -65,13 +74,13 @@ class DecodeGraphs:
         inputs  [T] int32 token ids, or [T, H] activations in the link's type
         """
         layout = prepared.layout
-        rows = next(size for size in _ROWS if size >= len(layout.rows))
+        rows = next(size for size in ROWS if size >= len(layout.rows))
         pages = next(size for size in _WIDTHS if size >= max(len(row.blocks) for row in layout.rows))
         graph = self._known.get((rows, pages))
         if graph is None:
-            fields = _Fields(self._decoder, self._pool, self._paging, rows, pages, self._travels)
+            fields = _Fields(self._decoder, self._pool, self._kernels, rows, pages, self._travels)
             graph = self._known[rows, pages] = _StepGraph(fields, self._compute)
-        graph.fields.fill(prepared, inputs, self._paging.transfer)
+        graph.fields.fill(prepared, inputs, self._transfer)
         graph.run(self._recorder)
         return graph.result[: len(layout.rows)]
 
@@ -114,7 +123,7 @@ class _Fields:
     """A step's inputs on the device, at fixed addresses: B rows, P pages each."""
 
     def __init__(
-        self, decoder: Decoder, pool: KVStorage, paging: Paging, rows: int, pages: int, travels: torch.dtype
+        self, decoder: Decoder, pool: KVStorage, kernels: PageKernels, rows: int, pages: int, travels: torch.dtype
     ) -> None:
         config, device = decoder.config, pool.device
         self.rows = rows
@@ -147,11 +156,14 @@ class _Fields:
         )
         self.ids = ids if decoder.part.embedding else None
         every = torch.arange(rows + 1, device=device)
+        row_starts = every.int()
         found: list[ClassTensors] = []
         for number in range(num_classes):
             lengths, key_starts, tables = tensors[ends[1] + 3 * number : ends[1] + 3 * number + 3]
-            sequences = PagedSequences(row_starts=every.int(), key_starts=key_starts, lengths=lengths, tables=tables)
-            attention = PagedAttention(paging.attend, pool, sequences, max_q=1, max_k=pages * pool.block_size)
+            sequences = PagedSequences(row_starts=row_starts, key_starts=key_starts, lengths=lengths, tables=tables)
+            singles = SingleRows(rows=row_starts[:rows], lengths=lengths, tables=tables)
+            max_k = pages * pool.block_size
+            attention = PagedAttention(kernels, pool, sequences, singles, max_q=1, max_k=max_k)
             found.append(ClassTensors(tensors[number], attention))
         self.step = StepTensors(classes=found, rotations=tensors[ends[0] : ends[1]], logit_rows=every[:rows])
 

@@ -121,6 +121,7 @@ class SliceBuilder:
         self._infos = {info.name: info for info in infos}
         self._sinks: dict[str, list[Sink]] = {}
         self._unfinished: list[tuple[set[str], Linear]] = []  # missing names, product
+        self._mixtures: list[tuple[ExpertProducts, int]] = []
         layers = [self._layer(index) for index in part.layers]
         head = self._head() if part.head else None
         self.weights = SliceWeights(
@@ -129,6 +130,7 @@ class SliceBuilder:
             embedding=self._embedding(head) if part.embedding else None,
             final_norm=self._vector(FINAL_NORM, config.hidden_size) if part.head else None,
             head=head,
+            mixtures=self._mixtures,
         )
 
     def take(self, name: str, tensor: HostWeight) -> None:
@@ -267,7 +269,9 @@ class SliceBuilder:
         shared = self._gated(prefix + "shared_expert.", experts.shared_inner, "silu") if experts.shared_inner else None
         gated = experts.shared_inner and experts.shared_gated
         gate = self._matrix(prefix + "shared_expert_gate.weight", (1, hidden), self._dtype) if gated else None
-        return Mixture(experts, router, self._expert_products(experts, prefix + "experts."), shared, gate)
+        products = self._expert_products(experts, prefix + "experts.")
+        self._mixtures.append((products, experts.count))
+        return Mixture(experts, router, products, shared, gate)
 
     def _expert_products(self, experts: Experts, prefix: str) -> ExpertProducts:
         if in_ram(int(prefix.split(".")[2]), self._ram_percent):

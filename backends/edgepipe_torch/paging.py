@@ -1,7 +1,8 @@
 """What a device offers for attention over pages and for graphs of its kernels: values that a caller may replace.
 
 CUDA's kernel is torch's variable-length FlashAttention with block tables. It needs torch 2.13, an Ampere or newer card,
-bf16, and pages with a multiple of 256 tokens, which FlashAttention-2 requires.
+bf16, and pages with a multiple of 256 tokens, which FlashAttention-2 requires. It excludes heads of more than 256,
+latent attention and capped logits: there an own kernel computes single rows (``cuda_kernels/paged_decode.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from edgepipe.config import kernel_dir
+from edgepipe_torch.compiled_code import KernelsUnavailable
+from edgepipe_torch.cuda_kernels.library import cuda_library
+from edgepipe_torch.cuda_kernels.paged_decode import paged_form
 from edgepipe_torch.head_shape import LayerHeads
 from edgepipe_torch.transfer import CudaTransfer, GraphTransfer
 
@@ -64,6 +69,33 @@ class VarlenAttention(Protocol):
         ...
 
 
+class PagedDecode(Protocol):
+    """Attention of R single rows over pages, for heads that ``pages_fit`` excludes."""
+
+    def __call__(
+        self,
+        heads: LayerHeads,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        *,
+        rows: Tensor,
+        lengths: Tensor,
+        tables: Tensor,
+    ) -> None:
+        """Write the rows' outputs, with window, softcap and sinks of the heads; leave out's other rows as they are.
+
+        queries  [T, Hq, D]
+        keys     [pages, page tokens, Hkv, D], same type; values [pages, page tokens, Hkv, V]
+        out      [T, Hq, V], same type
+        rows     [R] int32, places in queries and out
+        lengths  [R] int32, keys of each row's sequence up to its own
+        tables   [R, P] int32, pages; entries beyond a row's keys are not read
+        """
+        ...
+
+
 class Graph(Protocol):
     """Recorded kernels at fixed addresses."""
 
@@ -102,14 +134,15 @@ class CudaRecorder:
 class Paging:
     """Kernel, recorder and transfer of a device that attends over pages."""
 
-    attend: VarlenAttention
+    attend: VarlenAttention  # in layers that ``pages_fit``
+    decode: Callable[[LayerHeads], PagedDecode]  # in others; raises KernelsUnavailable
     page_tokens: int  # a block holds a multiple of it
     new_recorder: Callable[[], GraphRecorder]
     transfer: GraphTransfer
 
 
 def pages_fit(heads: LayerHeads) -> bool:
-    """Return whether the kernel computes a layer's attention."""
+    """Return whether ``VarlenAttention`` computes a layer's attention."""
     return heads.head_dim <= _MAX_HEAD_DIM and not heads.value_width and not heads.softcap
 
 
@@ -120,7 +153,22 @@ def find_paging(device: torch.device, dtype: torch.dtype) -> Paging | None:
     attend = _varlen_attention()
     if attend is None:
         return None
-    return Paging(attend=attend, page_tokens=PAGE_TOKENS, new_recorder=CudaRecorder, transfer=CudaTransfer(device))
+    return Paging(
+        attend=attend,
+        decode=lambda heads: _own_kernel(device, heads),
+        page_tokens=PAGE_TOKENS,
+        new_recorder=CudaRecorder,
+        transfer=CudaTransfer(device),
+    )
+
+
+def _own_kernel(device: torch.device, heads: LayerHeads) -> PagedDecode:
+    """Return the own kernel for a layer's heads; compiling it may take seconds. Raises KernelsUnavailable."""
+    form = paged_form(heads)
+    library = cuda_library(device, kernel_dir())
+    if isinstance(library, KernelsUnavailable):
+        raise library
+    return library.paged(form)
 
 
 def _varlen_attention() -> VarlenAttention | None:

@@ -33,7 +33,7 @@ import torch
 
 from edgepipe.model.repacked import RepackedPlace
 from edgepipe.model.tensors import TensorInfo, WeightInfo
-from edgepipe_torch.cpu_code import Kind
+from edgepipe_torch.cpu_code import PANEL_INPUTS, Kind
 from edgepipe_torch.cpu_layout import LAYOUT_VERSION
 from edgepipe_torch.packed_weight import PackedWeight, on_threads
 
@@ -197,7 +197,7 @@ def _empty(header: object, key: str, shape: tuple[int, int]) -> PackedWeight:
     if found.get("key") != key or not all(type(number) is int for number in numbers):
         raise ValueError("its header is wrong")
     rows, inputs, group, zero, bits = cast("list[int]", numbers)
-    sized = (rows, inputs) == shape and group > 0 and inputs % group == 0 and group % 8 == 0
+    sized = (rows, inputs) == shape and 0 < group <= PANEL_INPUTS and inputs % group == 0 and group % 8 == 0
     if not sized or bits not in (4, 5, 6, 8) or not all(type(flag) is bool for flag in flags):
         raise ValueError("its header is wrong")
     added, floats, e2m1, ordered = cast("list[bool]", flags)

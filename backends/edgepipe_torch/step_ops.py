@@ -5,7 +5,7 @@ T rows, H hidden, Hq and Hkv heads, D head dim, V numbers of a head's output.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +45,10 @@ class StepOps(Protocol):
         """
         ...
 
+    def compute(self, work: Callable[[], Tensor]) -> Tensor:
+        """Run other operations and return their result. They read and write the same tensors when they are repeated."""
+        ...
+
 
 class TorchOps:
     """By torch's operations, for any device and dtype."""
@@ -66,6 +70,9 @@ class TorchOps:
         if rotations is not None:
             rotate(qkv[:, : heads.num_heads + heads.num_kv_heads, : 2 * rotations.shape[-1]], rotations)
         pool.write(heads.layer, slots, qkv[:, heads.num_heads :])
+
+    def compute(self, work: Callable[[], Tensor]) -> Tensor:
+        return work()
 
 
 def rotate(heads: Tensor, rotations: Tensor) -> None:
@@ -117,13 +124,21 @@ class CompiledOps:
 
     def place(self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, pool: KVPool, heads: LayerHeads) -> None:
         if rotations is None or not self.places(heads):
-            self._others.place(qkv, rotations, slots, pool, heads)
+
+            def place() -> Tensor:
+                self._others.place(qkv, rotations, slots, pool, heads)
+                return qkv
+
+            self.kernels.compute(place)
             return
         arrays = pool.arrays(heads.layer)
         places = (qkv.data_ptr(), rotations.data_ptr(), slots.data_ptr(), *(each.data_ptr() for each in arrays))
         counts = (qkv.shape[0], heads.num_heads, heads.num_kv_heads)
         rotate = self._heads[heads.head_dim, 0].rotate
         self.kernels.run(rotate, (*places, *counts), (qkv, rotations, slots, *arrays))
+
+    def compute(self, work: Callable[[], Tensor]) -> Tensor:
+        return self.kernels.compute(work)
 
     def single_queries(self, heads: LayerHeads, num_rows: int, longest: int, pool: KVPool) -> SingleQueries:
         """Return attention for rows with one query and at most ``longest`` keys each, in layers of one kind.

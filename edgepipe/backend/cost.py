@@ -7,21 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from edgepipe.backend.devices import DeviceModel
+from edgepipe.backend.expert_reads import ExpertShare, distinct_share, skewed_shares
 from edgepipe.backend.types import Step
 from edgepipe.model.expert_places import in_ram, split_kind, with_share
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.layer_spec import LayerSpec
-from edgepipe.model.layout import multiplied_parameters
+from edgepipe.model.layout import multiplied_parameters, used_expert_parameters
 from edgepipe.model.resident import WIDE, resident_sizes
 from edgepipe.model.weight_table import FLOATS, WeightTable
 
 _DRAWS_AT_ONCE = 256
-_RAM_BYTES_PER_S = 40e9  # at which a CPU reads experts, until a probe has measured it
+RAM_BYTES_PER_S = 40e9
+"""Estimate of the rate at which a CPU reads experts: a desktop with two channels of DDR5. A profile measures it."""
+_RAM_FLOPS = 0.5e12  # estimate: float32 products of experts on a desktop's CPU
 
 # Rows above which a backend widens packed weights before it multiplies, by kind (``edgepipe.model.resident``). Others
 # multiply packed weights at any size.
@@ -103,11 +107,27 @@ class CostModel:
         kv: str = "",
         as_model_bytes: int | None = None,
         as_kv_bytes_per_token: int | None = None,
+        expert_skew: float = 0.0,
     ) -> None:
         """``kind`` and ``dtype``: as for ``resident_bytes``. ``kv``: form of the KV; empty: the dtype.
 
+        Experts in host memory are read at the device's ``ram_bytes_per_s``, by default ``RAM_BYTES_PER_S``.
         ``as_model_bytes`` and ``as_kv_bytes_per_token`` (all layers): sizes of the model to time; None: the config's.
+        ``expert_skew``: how unequally tokens choose experts, see ``skewed_shares``.
         """
+        self._expert_skew = expert_skew
+        self._with_kind = partial(
+            CostModel,
+            config,
+            device,
+            weights=weights,
+            dtype=dtype,
+            kv=kv,
+            as_model_bytes=as_model_bytes,
+            as_kv_bytes_per_token=as_kv_bytes_per_token,
+            expert_skew=expert_skew,
+        )
+        self._kind = split_kind(kind)[0]
         self._config = config
         self._device = device
         self._sizes = resident_sizes(config, weights, kind=kind, dtype=dtype)
@@ -122,9 +142,17 @@ class CostModel:
             config.kv_bytes_per_token((layer,), form=kv or dtype) * kv_scale for layer in range(config.num_layers)
         ]
         self._weights = [multiplied_parameters(spec, config.hidden_size) * self._scale for spec in config.layers]
+        self._used_in_ram = [  # weights that a token uses of experts in host memory
+            used_expert_parameters(spec, config.hidden_size) * self._scale if in_ram(index, percent) else 0.0
+            for index, spec in enumerate(config.layers)
+        ]
         self._widths = [spec.attention.query_width for spec in config.layers]
         self.kinds = _split(layer_kinds(config, weights), percent)  # of each layer
         self.has_experts = any(spec.experts is not None for spec in config.layers)
+
+    def with_share(self, percent: int) -> CostModel:
+        """Return the cost with the experts of so many percent of the layers in host memory."""
+        return self._with_kind(kind=with_share(self._kind, percent))
 
     def weight_bytes(self, slices: Sequence[Slice]) -> int:
         """Return the memory of the slices' weights."""
@@ -164,9 +192,14 @@ class CostModel:
         attention = [self._attention(layers, window, share) for window in self._windows(layers)]
         return SliceCost(
             read_s=self._read_s(layer_bytes - expert_bytes),
-            expert_read_s=self._read_s(expert_bytes) + share * sum(sizes.in_ram[run]) * self._scale / _RAM_BYTES_PER_S,
+            expert_read_s=self._read_s(expert_bytes),
+            ram_read_s=share * sum(sizes.in_ram[run]) * self._scale / (device.ram_bytes_per_s or RAM_BYTES_PER_S),
+            ram_token_s=2 * share * sum(self._used_in_ram[run]) / _RAM_FLOPS,
             expert_share=experts.used / experts.count if experts is not None else 1.0,
-            token_s=2 * share * sum(self._weights[run]) / device.flops,
+            expert_shares=skewed_shares(experts.count, experts.used, self._expert_skew)
+            if experts is not None and self._expert_skew
+            else (),
+            token_s=2 * share * (sum(self._weights[run]) - sum(self._used_in_ram[run])) / device.flops,
             head_read_s=self._read_s(head_bytes),
             head_row_s=2 * head_weights / device.flops,
             attention=tuple(attention),
@@ -236,16 +269,25 @@ class SliceCost:
     widens_above_rows: int | None = None  # None: never
     expert_read_s: float = 0.0  # reading all experts
     expert_share: float = 1.0  # of the experts that one token uses
+    ram_read_s: float = 0.0  # reading all experts in host memory
+    ram_token_s: float = 0.0  # multiplying with them on the CPU, per token
+    expert_shares: tuple[ExpertShare, ...] = ()  # that steps of the model read; empty: not known
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer of the slice has experts, which steps read as far as their tokens use them."""
+        return self.expert_share < 1.0
 
     def distinct_share(self, tokens: int) -> float:
-        """Return the share of the experts that so many tokens use together, if they choose independently.
+        """Return the share of the experts that so many tokens use together: an upper bound while not measured."""
+        return distinct_share(tokens, self.expert_share, self.expert_shares)
 
-        An upper bound: real choices are skewed.
-        """
-        return 1.0 - (1.0 - self.expert_share) ** tokens
+    def ram_s(self, work: StepWork) -> float:
+        """Return the seconds of the step in which the CPU computes experts, while the device waits for them."""
+        return max(self.ram_read_s * self.distinct_share(work.tokens), self.ram_token_s * work.tokens)
 
     def step_s(self, work: StepWork) -> float:
-        """Return the seconds of the step on the device, without jitter."""
+        """Return the seconds of the step, without jitter: the device's and the CPU's, which take turns."""
         read_s = self.read_s + self.expert_read_s * self.distinct_share(work.tokens)
         seconds = max(read_s * self._stretch(work.tokens), self.token_s * work.tokens)
         seconds += self.widen_s if self._widens(work.tokens) else 0.0
@@ -253,7 +295,7 @@ class SliceCost:
             seconds += max(self.head_read_s * self._stretch(work.logit_rows), self.head_row_s * work.logit_rows)
             seconds += self.head_widen_s if self._widens(work.logit_rows) else 0.0
         seconds += sum(attention.step_s(work) for attention in self.attention)
-        return seconds + self.step_overhead_s + work.rows * self.row_overhead_s
+        return seconds + self.ram_s(work) + self.step_overhead_s + work.rows * self.row_overhead_s
 
     def _widens(self, rows: int) -> bool:
         return self.widens_above_rows is not None and rows > self.widens_above_rows

@@ -28,6 +28,7 @@ _ALIASES = {
     "5090": "rtx5090",
     "a100": "a100-40g",
 }
+_PC_RAM_BYTES, _PC_RAM_BYTES_PER_S = 56_000_000_000, 40e9  # assumed: of 64 GB of DDR5-5600 in two channels
 _MOST_DEVICES = 256  # in one list; prevents a typing error from creating a thousand stages
 
 
@@ -45,6 +46,8 @@ class DeviceModel:
     tile_steps: tuple[tuple[int, float], ...] = ()
     jitter: float = 0.0  # coefficient of variation of step times; their mean stays
     shared_memory: bool = False  # it is the machine's memory, of which macOS gives the GPU three quarters
+    ram_bytes: int = 0  # of the machine, free for experts beside the device; 0: it cannot keep experts there
+    ram_bytes_per_s: float = 0.0  # at which its CPU reads them; 0: not known
 
     @property
     def usable_bytes(self) -> int:
@@ -63,6 +66,8 @@ def _gpu(name: str, *, memory_gb: float, peak_gb_per_s: float, peak_tflops: floa
         step_overhead_s=60e-6,
         layer_overhead_s=_GPU_LAYER_S,
         tile_steps=_CUDA_TILES,
+        ram_bytes=_PC_RAM_BYTES,
+        ram_bytes_per_s=_PC_RAM_BYTES_PER_S,
     )
 
 
@@ -155,8 +160,9 @@ def parse_devices(text: str) -> tuple[str, ...]:
 def adjusted(device: DeviceModel, settings: Mapping[str, str]) -> DeviceModel:
     """Return the device with ``settings`` applied; unknown settings are ignored. Raises ConfigInvalid.
 
-    Formats: ``memory`` as ``24GB``, ``bandwidth`` in bytes per second (``800GB``), ``step_overhead`` and the other
-    overheads as ``50us``, ``tile_steps`` as ``17:1.2,129:1.28``, ``jitter`` as ``0.05``.
+    Formats: ``memory`` and ``ram`` as ``24GB``, ``bandwidth`` and ``ram_bandwidth`` in bytes per second (``800GB``),
+    ``step_overhead`` and the other overheads as ``50us``, ``tile_steps`` as ``17:1.2,129:1.28``, ``jitter`` as
+    ``0.05``.
     """
     found: dict[str, Any] = {
         field: parse(settings[key]) for key, (field, parse) in _adjustments().items() if key in settings
@@ -189,6 +195,8 @@ def _adjustments() -> dict[str, tuple[str, Callable[[str], object]]]:
         "memory": ("memory_bytes", parse_bytes),
         "bandwidth": ("bandwidth_bytes_per_s", parse_bytes),
         "flops": ("flops", number_setting),
+        "ram": ("ram_bytes", parse_bytes),
+        "ram_bandwidth": ("ram_bytes_per_s", parse_bytes),
         "step_overhead": ("step_overhead_s", parse_duration_s),
         "layer_overhead": ("layer_overhead_s", parse_duration_s),
         "sequence_overhead": ("sequence_overhead_s", parse_duration_s),

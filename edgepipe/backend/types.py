@@ -54,6 +54,10 @@ class DeviceProfile:
     contiguous_kv: bool = True  # attends over runs as views, so prefix hits become planned copies
     packing: str = ""  # how it keeps packed weights: a kind of ``edgepipe.model.resident``; empty: widened
     kv_forms: tuple[str, ...] = ()  # forms of KV besides the compute dtype, which the setting "kv" selects
+    # Host memory beside the device, where the setting "experts_in_ram" keeps experts:
+    ram_total_bytes: int = 0  # 0: the backend keeps no experts there, or its device uses that memory itself
+    ram_free_bytes: int = 0  # available now
+    ram_bytes_per_s: float = 0.0  # at which the CPU reads it, as measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +190,7 @@ class StepOutput:
     logits: npt.NDArray[np.float32] | None = None  # [R, V], owned by the receiver, which overwrites it
     candidates: PickedCandidates | None = None  # of R rows, if the backend picks them
     scores: TokenScores | None = None  # in addition, if requested
+    expert_share: float = 0.0  # of a layer's experts that the step read, mean of its layers; 0: not counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,15 @@ ObjectiveName = Annotated[
 KVForm = Annotated[
     str, typer.Option("--kv", metavar="FORM", help="KV cache in the compute type (auto), or 8bit: less memory.")
 ]
+ExpertsInRam = Annotated[
+    str,
+    typer.Option(
+        "--experts-in-ram",
+        metavar="[auto|N%|all]",
+        help="Keep experts in RAM where a GPU is too small: auto (as few as must be), all, or N% of the layers.",
+        show_default=False,
+    ),
+]
 Exclude = Annotated[
     str, typer.Option("--exclude", metavar="NODES", help="Nodes to leave out: a,b.", show_default=False)
 ]

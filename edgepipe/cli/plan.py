@@ -10,6 +10,7 @@ import typer
 from edgepipe.cli.options import (
     DataDir,
     Exclude,
+    ExpertsInRam,
     First,
     Json,
     KVForm,
@@ -65,12 +66,14 @@ def plan(
     ] = "",
     dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
     kv: KVForm = "auto",
+    experts_in_ram: ExpertsInRam = "none",
     measure: Annotated[bool, typer.Option("--measure", help="Measure devices and links again.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Plan as if all memory were free.")] = False,
     as_json: Json = False,
     data_dir: DataDir = None,
 ) -> None:
     """Show where layers would go, and the predicted speed."""
+    from edgepipe.model.expert_places import checked_choice
     from edgepipe.planner.plan import Constraints
 
     if link and not emulate:
@@ -89,6 +92,7 @@ def plan(
         exclude=tuple(name.strip() for name in exclude.split(",") if name.strip()),
         layers=layers,
         first=first,
+        experts_in_ram=checked_choice(experts_in_ram),
     )
     if emulate:
         cluster = _imagined(model, emulate, link or "1gbit,0.3ms", kv)

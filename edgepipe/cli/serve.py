@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 from edgepipe.cli.options import (
     DataDir,
     Exclude,
+    ExpertsInRam,
     First,
     KVForm,
     ObjectiveName,
@@ -79,6 +80,7 @@ def serve(
     ] = 0,
     dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
     kv: KVForm = "auto",
+    experts_in_ram: ExpertsInRam = "none",
     activations: Annotated[
         str, typer.Option("--activations", metavar="TYPE", help="Type of activations between stages: bf16 or float32.")
     ] = "bf16",
@@ -120,6 +122,7 @@ def serve(
             kv_tokens=kv_tokens,
             dtype=dtype,
             kv=kv,
+            experts_in_ram=experts_in_ram,
             activations=activations,
         ),
         exclude=tuple(name.strip() for name in exclude.split(",") if name.strip()),
@@ -150,10 +153,12 @@ def serve_request(
     kv_tokens: int = 0,
     dtype: str = "auto",
     kv: str = "auto",
+    experts_in_ram: str = "none",
     activations: str = "bf16",
 ) -> ServeRequest:
     """Build the request from the flags. Raises ConfigInvalid."""
     from edgepipe.backend.types import ActivationType
+    from edgepipe.model.expert_places import checked_choice
     from edgepipe.scheduler.policy import make_policy
     from edgepipe.wire.engines import ServeSpec
     from edgepipe.wire.serving import ServeRequest
@@ -169,6 +174,7 @@ def serve_request(
         kv_tokens=kv_tokens,
         dtype=checked_dtype(dtype),
         kv=checked_kv(kv),
+        experts_in_ram=checked_choice(experts_in_ram),
         activation_type=ActivationType(activations),
     )
     return ServeRequest(model=model, num_nodes=nodes, plan=plan, options=options)
@@ -198,7 +204,12 @@ async def serve_with_progress(admin: Admin, request: ServeRequest) -> EngineStat
 
 def describe_stages(engine: EngineState) -> str:
     """Describe the placement: ``layers 0-14 on a (torch), 15-29 on b (mlx)``."""
-    parts = [f"{layers_of(stage)} on {stage.node_name} ({stage.backend})" for stage in engine.stages]
+    from edgepipe.model.expert_places import in_words
+
+    parts = [
+        f"{layers_of(stage)} on {stage.node_name} ({stage.backend}){in_words(stage.ram_percent)}"
+        for stage in engine.stages
+    ]
     return f"layers {', '.join(parts)}"
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from edgepipe.backend.cost import SliceCost, StepWork
+from edgepipe.backend.expert_reads import ExpertMeter
 from edgepipe.engine.turns import TurnLedger
 from edgepipe.ids import StepId
 from edgepipe.link.assembly import CHUNK_BYTES
@@ -62,6 +63,7 @@ class MicroBatches:
         self._turns = TurnLedger(num_slices=sum(map(len, slices)), upload_s=self._uploads_s)
         self._sizer = Sizer(num_stages=self._num_stages, fixed=fixed)
         self._before = [0] * self._num_stages  # tokens of each stage's previous step
+        self.experts = ExpertMeter()  # share of the experts that steps read, over all stages
         self.link_cap_tokens: int | None = None  # tokens that the slowest link uploads in a step; None: not known
         self.tile_edges: tuple[int, ...] = ()  # token counts above which some slice takes clearly longer
         self._known_uploads_s: dict[tuple[int, int], float] = {}  # by stage and bytes, until the next decision on M
@@ -132,6 +134,7 @@ class MicroBatches:
         self._turns.retired(step, now_s)
         if self._sizer.due(sequences=sequences):
             self._known_uploads_s.clear()
+            self._follow_experts()
             ring = self._ring()
             sizing = self._sizer.decide(ring, sequences=sequences)
             found = {edge for tiles in self._tiles for of_slice in tiles.values() for edge in of_slice.edges()}
@@ -146,6 +149,8 @@ class MicroBatches:
             num_rows=timing.num_rows, num_tokens=timing.num_tokens, seconds=timing.compute_us * 1e-6
         )
         self._tiles[stage][timing.slice_index].note(num_tokens=timing.num_tokens, seconds=timing.compute_us * 1e-6)
+        if timing.expert_share:
+            self.experts.note(timing.num_tokens, timing.expert_share)
         self._turns.stayed(timing.step, (timing.queued_us + timing.compute_us + timing.send_queue_us) * 1e-6)
         before, self._before[stage] = self._before[stage], timing.num_tokens
         if timing.upload_us and before:
@@ -164,6 +169,12 @@ class MicroBatches:
             spread_s=(sample.last_received_us - sample.first_received_us) * 1e-6,
         )
         return max(0.0, sample.round_trip_us * 1e-6 - self._upload_s(stage, sample.num_bytes)) / 2
+
+    def _follow_experts(self) -> None:
+        """Predict step times by the experts that steps read. The curves of M need no correction: they are measured."""
+        if shares := self.experts.shares():
+            for times in self._times.values():
+                times.read_experts(shares)
 
     def _way_s(self, step: StepId) -> float:
         """Return an upper bound on the step's time on all devices and links."""

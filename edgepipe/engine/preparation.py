@@ -15,6 +15,7 @@ from edgepipe.engine.sites import StageSite
 from edgepipe.errors import EdgepipeError, LinkError, NodeUnreachable, RemoteProtocolError
 from edgepipe.ids import Epoch, NodeId, PipelineId, StepId
 from edgepipe.link.channels import from_rpc_error, make_channel
+from edgepipe.model.expert_places import split_kind
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.profiles import slice_costs
@@ -124,6 +125,7 @@ class Preparation:
             weights_node=self._hello.node_id,
             dtype=self._spec.dtype,
             kv=self._spec.kv,
+            ram_percent=placement.ram_percent,
             activation_type=self._spec.activation_type,
             fresh=placement.node_id in self._fresh,
         )
@@ -152,6 +154,7 @@ class Preparation:
             backend=prepared.profile.backend,
             device=prepared.profile.name or prepared.profile.device,
             weight_bytes=prepared.weight_bytes,
+            ram_percent=split_kind(prepared.profile.packing)[1],
             products=prepared.products,
             kv_block_bytes=prepared.kv_block_bytes,
             window_block_bytes=prepared.window_block_bytes,

@@ -29,6 +29,7 @@ class StageSite:
     max_blocks: int
     window_block_bytes: tuple[int, ...] = ()  # of one block of each windowed memory class, in its layers
     products: tuple[PackedProducts, ...] = ()  # of its packed weights
+    ram_percent: int = 0  # of the layers, whose experts are in host memory
     contiguous_kv: bool = False  # attends over runs of blocks as views
     certificate: bytes = b""  # PEM, of the stage's process; empty without encryption
     costs: Mapping[int, SliceCost] = field(default_factory=dict[int, SliceCost])  # by slice index, by the data sheet

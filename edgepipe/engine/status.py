@@ -53,6 +53,7 @@ class EngineStatus:
             kept_tokens=self.base.kept_tokens + stats.kept_tokens,
             replayed_tokens=self.base.replayed_tokens + stats.replayed_tokens,
             tokens_per_s=pump.tokens.per_second(),
+            expert_shares=pump.micro_batches.experts.shares() or self.base.expert_shares,
             stages=stages,
         )
 
@@ -79,11 +80,12 @@ class EngineStatus:
         )
 
     def closed(self, run: EngineEpoch) -> None:
-        """Add an ended epoch's counts to the sums."""
+        """Add an ended epoch's counts to the sums, and keep what it showed of the model."""
         stats = run.pump.stats()
         self.note(
             kept_tokens=self.base.kept_tokens + stats.kept_tokens,
             replayed_tokens=self.base.replayed_tokens + stats.replayed_tokens,
+            expert_shares=run.pump.micro_batches.experts.shares() or self.base.expert_shares,
         )
 
 
@@ -97,5 +99,6 @@ def stage_state(site: StageSite) -> StageState:
         slices=site.slices,
         address=site.address,
         weight_bytes=site.weight_bytes,
+        ram_percent=site.ram_percent,
         products=site.products,
     )

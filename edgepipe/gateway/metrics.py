@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from math import ceil, log2
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -162,6 +163,7 @@ class ClusterMetrics(Collector):
         yield from _engine_families(engines)
         yield from _stage_families(engines)
         yield from _hop_families(engines)
+        yield _expert_family(engines)
         yield from _kv_families(engines)
         yield from _node_families(view, engines)
 
@@ -247,6 +249,19 @@ def _of_stages(
     for engine in engines:
         for index, stage in enumerate(engine.stages):
             family.add_metric((engine.model, stage.node_name, str(index)), read(stage))
+    return family
+
+
+def _expert_family(engines: list[EngineState]) -> Metric:
+    """Return the share of experts by size of steps. Labels are powers of two, so that series last."""
+    family = GaugeMetricFamily(
+        "edgepipe_step_expert_ratio",
+        "Share of a layer's experts that steps of up to so many tokens read, and more than half as many.",
+        labels=("model", "tokens"),
+    )
+    for engine in engines:
+        for each in engine.expert_shares:
+            family.add_metric((engine.model, str(1 << ceil(log2(each.tokens)))), each.share)
     return family
 
 

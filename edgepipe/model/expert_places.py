@@ -7,12 +7,15 @@ share, too. The share is part of the backend's kind (``edgepipe.model.resident``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from edgepipe.errors import ConfigInvalid
 
 SETTING = "experts_in_ram"
 """The backend's setting: "none", "all", or a share of the layers such as "40%"."""
+
+AUTO = "auto"
+"""A choice for a served model: the planner chooses each stage's share."""
 
 
 def chosen_share(settings: Mapping[str, str]) -> int:
@@ -26,6 +29,38 @@ def chosen_share(settings: Mapping[str, str]) -> int:
             f"{SETTING} cannot be '{wanted[:20]}'", fact="possible: none, all, or a share of the layers such as 40%"
         )
     return percent
+
+
+def checked_choice(wanted: str) -> str:
+    """Check what a user asks for a served model. Return "auto", a share such as "40%", or empty for none.
+
+    Raises ConfigInvalid.
+    """
+    if wanted == AUTO:
+        return AUTO
+    try:
+        percent = chosen_share({SETTING: wanted})
+    except ConfigInvalid as error:
+        raise ConfigInvalid(
+            f"--experts-in-ram cannot be '{wanted[:20]}'",
+            next_step="give auto, none, all, or a share of the layers such as 40%",
+        ) from error
+    return as_setting(percent) if percent else ""
+
+
+def as_setting(percent: int) -> str:
+    """Return a share of the layers as the backend's setting."""
+    return f"{percent}%"
+
+
+def in_words(percent: int) -> str:
+    """Return a share for the description of a stage; empty for none."""
+    return f" (experts of {percent} % of the layers in RAM)" if percent else ""
+
+
+def num_in_ram(layers: Iterable[int], percent: int) -> int:
+    """Return how many of these layers, by index, have their experts in host memory at a share."""
+    return sum(in_ram(layer, percent) for layer in layers)
 
 
 def in_ram(layer: int, percent: int) -> bool:

@@ -165,6 +165,14 @@ def multiplied_parameters(spec: LayerSpec, hidden: int) -> float:
     return sum(prod(shape) * (share if is_expert(name) else 1.0) for name, shape in shapes.items())
 
 
+def used_expert_parameters(spec: LayerSpec, hidden: int) -> float:
+    """Return the number of weights of routed experts that one token is multiplied with; 0 in a dense layer."""
+    if spec.experts is None:
+        return 0.0
+    total = sum(prod(shape) for name, shape in spec_tensors(spec, hidden).items() if is_expert(name))
+    return total * spec.experts.used / spec.experts.count
+
+
 def slice_parameters(config: ModelConfig, part: Slice) -> int:
     """Return the number of weights in a slice. A tied head counts in the slice that uses it."""
     table = config.vocab_size * config.hidden_size

@@ -23,6 +23,7 @@ WIDE = ""
 _BYTES_PER_FLOAT = {"float32": 4, "float16": 2, "bfloat16": 2}
 _SCALE_BYTES = 2  # of a scale, offset or zero that the backend keeps in 16 bits
 _CPU_TILE, _CPU_UNIT = 16, 16
+_CPU_GROUP = 256  # inputs at most that share a scale: a panel of edgepipe_torch.cpu_code
 _CPU_CODEBOOK_BITS = {"iq4": 8, "nf4": 8, "e2m1": 4, "e4m3": 8}
 _PLANE_GROUP = 32  # inputs per scale where a form is requantised
 _CUDA_TILE_ROWS, _CUDA_TILE_INPUTS = 16, 128  # edgepipe_torch.packed_tiles
@@ -65,6 +66,12 @@ def float_bytes(dtype: str) -> int:
     return _BYTES_PER_FLOAT[dtype]
 
 
+def cpu_group(group: int) -> int:
+    """Return the inputs that share a scale in a CPU's layout: larger groups become equal parts with the same scale."""
+    unit = _CPU_UNIT if group % _CPU_UNIT == 0 else _CPU_UNIT // 2
+    return next(size for size in range(min(group, _CPU_GROUP), 0, -1) if group % size == 0 and size % unit == 0)
+
+
 def _torch_cpu(form: PackedForm, rows: int, inputs: int, _value_bytes: int) -> int:
     """Codes of 4, 5, 6 or 8 bits in tiles of 16 rows, with a float16 scale per group and for some forms an offset.
 
@@ -74,7 +81,7 @@ def _torch_cpu(form: PackedForm, rows: int, inputs: int, _value_bytes: int) -> i
     bits = 8 if bits in (5, 6) and form.group % _CPU_UNIT else bits
     padded = -(-rows // _CPU_TILE) * _CPU_TILE
     values = 2 if form.offset in ("added", "zeros") else 1
-    row_bytes = inputs * bits // 8 + inputs // form.group * values * _SCALE_BYTES
+    row_bytes = inputs * bits // 8 + inputs // cpu_group(form.group) * values * _SCALE_BYTES
     return padded * row_bytes + (4 * inputs if form.ordered else 0)
 
 

@@ -101,6 +101,7 @@ def table_machine(
             bytes_per_weight=_BYTES_PER_VALUE,
             packing=_PACKING,
             kv=kv,
+            ram_bytes=device.ram_bytes,
         ),
         device=device.name,
         speed=TableSpeed(CostModel(config, device, weights=weights, kind=_PACKING, kv=kv)),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from edgepipe.backend.cost import StepWork
+from edgepipe.backend.expert_reads import ExpertShare, cleaned
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.forecast import Forecast
 from edgepipe.planner.placement import Placed
@@ -83,14 +84,31 @@ def corrected(cluster: Cluster, placed: Sequence[Placed], planned: Forecast, see
     return replace(cluster, machines=tuple(machines.values()), links=links)
 
 
+def with_expert_shares(cluster: Cluster, shares: Sequence[ExpertShare]) -> Cluster:
+    """Return the cluster with speeds for a model whose steps read these shares of a layer's experts.
+
+    A step of the ring shows its time at its own number of rows only. The shares say how the time of other numbers of
+    rows differs, and correct the speeds of machines outside the ring.
+    """
+    if not (usable := cleaned(shares)):
+        return cluster
+    machines = (replace(machine, speed=machine.speed.with_expert_shares(usable)) for machine in cluster.machines)
+    return replace(cluster, machines=tuple(machines))
+
+
 class ScaledSpeed:
     """Speed of a device that takes ``ratio`` times as long as assumed."""
 
     source = MEASURED
+    busy, measured_s = False, 0.0
 
     def __init__(self, assumed: Speed, ratio: float) -> None:
         self._thought = assumed
         self._ratio = ratio
+
+    def with_expert_shares(self, shares: tuple[ExpertShare, ...]) -> ScaledSpeed:
+        """See ``Speed.with_expert_shares``."""
+        return ScaledSpeed(self._thought.with_expert_shares(shares), self._ratio)
 
     def parts(self, work: StepWork) -> StepParts:
         """Return the scaled times. See ``Speed.parts``."""
@@ -98,3 +116,7 @@ class ScaledSpeed:
         return StepParts(
             base_s=parts.base_s * self._ratio, layer_s=parts.layer_s * self._ratio, head_s=parts.head_s * self._ratio
         )
+
+    def with_share(self, percent: int) -> ScaledSpeed:
+        """See ``Speed.with_share``."""
+        return ScaledSpeed(self._thought.with_share(percent), self._ratio)

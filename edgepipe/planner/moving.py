@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.weight_table import FLOATS, WeightTable
-from edgepipe.planner.placement import Need, NodeRoom, Placed, stage_bytes
+from edgepipe.planner.expert_shares import rooms_as_placed
+from edgepipe.planner.placement import Need, NodeRoom, Placed, ram_stage_bytes, stage_bytes
 
 LEAST_GAIN = 0.05
 """Smallest gain worth reporting: forecasts are not more accurate."""
@@ -58,8 +59,11 @@ def move_cost(
     for node_id, parts in _parts(after).items():
         if had.get(node_id) == parts:
             continue
-        num_bytes = sum(stage_bytes(need, rooms[node_id], part) for part in parts)
-        fetch_s = fetch_bytes(node_id, parts) / fetch_bytes_per_s
+        room = next(iter(rooms_as_placed([rooms[node_id]], after)))
+        num_bytes = sum(
+            stage_bytes(need, room, part.part) + ram_stage_bytes(need, room, part.part.layers) for part in parts
+        )
+        fetch_s = fetch_bytes(node_id, [part.part for part in parts]) / fetch_bytes_per_s
         load_s = max(load_s, num_bytes / _DISK_BYTES_PER_S + fetch_s)
         if node_id in had:
             stopped_s = max(stopped_s, num_bytes / _DISK_BYTES_PER_S)
@@ -74,8 +78,8 @@ def worth_moving(gain: float, cost: MoveCost) -> bool:
     return gain >= _MOVING_GAIN and gain * _HORIZON_S > cost.lost_s
 
 
-def _parts(placed: Sequence[Placed]) -> dict[NodeId, list[Slice]]:
-    found: dict[NodeId, list[Slice]] = {}
+def _parts(placed: Sequence[Placed]) -> dict[NodeId, list[Placed]]:
+    found: dict[NodeId, list[Placed]] = {}
     for stage in placed:
-        found.setdefault(stage.node_id, []).append(stage.part)
+        found.setdefault(stage.node_id, []).append(stage)
     return found

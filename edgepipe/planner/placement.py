@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
+from edgepipe.model.expert_places import split_kind, with_share
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.model.memory_classes import kv_bytes
 from edgepipe.model.resident import WIDE, ResidentSizes, dtype_of, resident_sizes
@@ -28,6 +29,16 @@ class NodeRoom:
     shares_host_memory: bool = False  # with all other programs of the machine
     packing: str = WIDE  # how it keeps packed weights, see ``resident_bytes``
     kv: str = ""  # form of the served model's KV, see ``ModelConfig.kv_bytes_per_token``; empty: the compute dtype
+    ram_bytes: int = 0  # free host memory for experts beside the device; 0: the node keeps none there
+
+    @property
+    def ram_percent(self) -> int:
+        """Share of the layers whose experts the node keeps in host memory."""
+        return split_kind(self.packing)[1]
+
+    def with_share(self, percent: int) -> NodeRoom:
+        """Return the node with the experts of so many percent of the layers in host memory."""
+        return replace(self, packing=with_share(split_kind(self.packing)[0], percent))
 
     def sizes(self, config: ModelConfig, weights: WeightTable) -> ResidentSizes:
         """Return the bytes of a model's weights on this node."""
@@ -63,6 +74,7 @@ class Placed:
 
     node_id: NodeId
     part: Slice
+    ram_percent: int = 0  # of the layers, whose experts its node keeps in host memory
 
 
 def place_by_plan(need: Need, nodes: Sequence[NodeRoom], plan: str) -> tuple[Placed, ...]:
@@ -72,11 +84,19 @@ def place_by_plan(need: Need, nodes: Sequence[NodeRoom], plan: str) -> tuple[Pla
     """
     parts = [_read_part(text.strip(), nodes) for text in plan.split(",")]
     slices = make_slices([layers for _, layers in parts], need.config.num_layers)
-    placed = tuple(Placed(node_id=node.node_id, part=part) for (node, _), part in zip(parts, slices, strict=True))
+    placed = tuple(
+        Placed(node_id=node.node_id, part=part, ram_percent=node.ram_percent)
+        for (node, _), part in zip(parts, slices, strict=True)
+    )
     for node in {node.node_id: node for node, _ in parts}.values():
         wanted = sum(stage_bytes(need, node, stage.part) for stage in placed if stage.node_id == node.node_id)
         if wanted > node.free_bytes:
             raise _lacks(node, wanted)
+        in_ram = sum(
+            ram_stage_bytes(need, node, stage.part.layers) for stage in placed if stage.node_id == node.node_id
+        )
+        if node.ram_bytes and in_ram > node.ram_bytes:
+            raise lacks_ram(node.name, in_ram, node.ram_bytes)
     return placed
 
 
@@ -84,6 +104,21 @@ def stage_bytes(need: Need, node: NodeRoom, part: Slice) -> int:
     """Return the memory of a slice on a node: weights, embedding and head included, and the required KV."""
     kv = node.kv_bytes(need.config, part.layers, need.kv_tokens)
     return node.sizes(need.config, need.weights).of_slice(part) + kv
+
+
+def ram_stage_bytes(need: Need, node: NodeRoom, layers: LayerRange) -> int:
+    """Return the bytes of the layers' experts that a node keeps in host memory."""
+    return sum(node.sizes(need.config, need.weights).in_ram[layers.start : layers.end])
+
+
+def lacks_ram(node: str, wanted: int, free: int) -> NoFeasiblePlacement:
+    """Return the error for experts that a node's host memory cannot hold."""
+    return NoFeasiblePlacement(
+        f"node {node} lacks {format_bytes(wanted - free)} of RAM for experts",
+        fact=f"they need {format_bytes(wanted)}, {format_bytes(max(free, 0))} of RAM are free there",
+        next_step="give a lower --experts-in-ram, close other programs there, or start another node",
+        node=node,
+    )
 
 
 def _lacks(node: NodeRoom, wanted: int) -> NoFeasiblePlacement:

@@ -14,17 +14,18 @@ import numpy as np
 from edgepipe.backend.cost import layer_kinds
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
-from edgepipe.model.expert_places import split_kind
+from edgepipe.model.expert_places import num_in_ram
 from edgepipe.model.facts import LayerRange, Slice, make_slices
 from edgepipe.model.memory_classes import most_within
 from edgepipe.model.resident import ResidentSizes
 from edgepipe.planner.demand import Demand, Objective, batch_parts
+from edgepipe.planner.expert_shares import Without, place_with_shares, plan_with_shares
 from edgepipe.planner.forecast import Forecast, Ring
 from edgepipe.planner.hosts import hop_host_s, turn_host_s
 from edgepipe.planner.partition import EXACT_DEVICES, ExactSearch, Ints, Partition, PartitionProblem, UnequalLayers
 from edgepipe.planner.partition_many import ManySearch
 from edgepipe.planner.partition_unequal import ManyUnequalSearch, UnequalSearch, earliest_within
-from edgepipe.planner.placement import Need, NodeRoom, Placed, place_by_plan, stage_bytes
+from edgepipe.planner.placement import Need, NodeRoom, Placed, ram_stage_bytes, stage_bytes
 from edgepipe.planner.profiles import Links, Machine, Speed, StepParts
 from edgepipe.planner.shortage import too_small
 from edgepipe.scheduler.sizing import most_micro_batches
@@ -44,6 +45,7 @@ class Constraints:
     exclude: tuple[str, ...] = ()  # names or ids
     layers: str = ""  # "a:0-14,b:15-29": complete placement by hand
     first: str = ""  # node of the first stage
+    experts_in_ram: str = ""  # "auto" or a share of the layers such as "40%"; empty: none, but as nodes are set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,8 @@ class PlannedStage:
     kv_bytes: int  # for the plan's KV tokens
     step_s: float  # of one micro-batch
     alone_s: float  # of a single chat's token
+    ram_layers: int = 0  # layers whose experts are in host memory
+    ram_bytes: int = 0  # of these experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +83,15 @@ class Plan:
     first_token_s: float  # for a prompt of ``demand.read_tokens`` in an idle ring
     left_out: tuple[LeftOut, ...] = ()
     gap: float = 0.0  # upper bound of the share by which the cycle could be shorter; 0: the plan is optimal
+    without_ram: Without | None = None  # the best without experts in host memory, if the planner chose some
 
     @property
     def placed(self) -> tuple[Placed, ...]:
         """The placement without figures."""
-        return tuple(Placed(node_id=stage.machine.node_id, part=stage.part) for stage in self.stages)
+        return tuple(
+            Placed(node_id=stage.machine.node_id, part=stage.part, ram_percent=stage.machine.room.ram_percent)
+            for stage in self.stages
+        )
 
     @property
     def tokens_per_s(self) -> float:
@@ -113,10 +121,34 @@ def plan(
     constraints = constraints or Constraints()
     able, excluded = choose_machines(machines, constraints)
     if constraints.layers:
-        placed = place_by_plan(
-            _need(demand, demand.least_kv_tokens), [machine.room for machine in able], constraints.layers
-        )
+        rooms = [machine.room for machine in able]
+        need = _need(demand, demand.least_kv_tokens)
+        placed = place_with_shares(need, rooms, constraints.layers, constraints.experts_in_ram)
         return describe(demand, placed, able, links)
+    best = partial(_best_plan, demand, links=links, constraints=constraints, excluded=excluded)
+    if not constraints.experts_in_ram:
+        return best(able, explain=explain)
+    return plan_with_shares(
+        demand,
+        able,
+        constraints.experts_in_ram,
+        search=best,
+        describe=lambda placed: describe(demand, placed, able, links),
+        num_nodes=constraints.num_nodes,
+        explain=explain,
+    )
+
+
+def _best_plan(
+    demand: Demand,
+    able: Sequence[Machine],
+    *,
+    links: Links,
+    constraints: Constraints,
+    excluded: Sequence[LeftOut],
+    explain: bool,
+) -> Plan:
+    """Return the best plan for machines as they are. See ``plan``."""
     search = _Search(demand, able, links, constraints)
     found = search.best()
     if found is None:
@@ -147,7 +179,9 @@ def _most_context(demand: Demand, machines: Sequence[Machine], links: Links, con
 
 def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machine], links: Links) -> Plan:
     """Return a placement with its figures. Raises LinkNotMeasured."""
-    by_id = {machine.node_id: machine for machine in machines}
+    shares = {stage.node_id: stage.ram_percent for stage in placed}
+    by_id = {machine.node_id: machine.with_share(shares.get(machine.node_id, 0)) for machine in machines}
+    need = _need(demand, 0)
     kv_tokens = _kv_room(demand, placed, by_id)
     ring = Ring(demand, placed, by_id, links)
     single, many = ring.of(1, 1), ring.best(demand.sequences(kv_tokens))
@@ -160,6 +194,8 @@ def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machin
             kv_bytes=by_id[each.node_id].room.kv_bytes(demand.config, each.part.layers, wanted),
             step_s=many.step_s[index],
             alone_s=single.step_s[index],
+            ram_layers=num_in_ram(each.part.layers, each.ram_percent) if _has_experts(demand) else 0,
+            ram_bytes=ram_stage_bytes(need, by_id[each.node_id].room, each.part.layers),
         )
         for index, each in enumerate(placed)
     )
@@ -234,7 +270,7 @@ class _Search:
         self._demand = demand
         self._machines = machines
         self._layers = demand.config.num_layers
-        shares = (split_kind(machine.room.packing)[1] for machine in machines)
+        shares = (machine.room.ram_percent for machine in machines)
         whole = all(percent in (0, 100) for percent in shares)  # else layers differ by the place of their experts
         self._equal = whole and len(set(layer_kinds(demand.config, demand.weights))) == 1
         self._constraints = constraints
@@ -281,7 +317,11 @@ class _Search:
         ranges = [LayerRange(int(end - count), int(end)) for end, count in zip(ends, partition.layers, strict=True)]
         slices = make_slices(ranges, self._layers)
         return tuple(
-            Placed(node_id=self._machines[device].node_id, part=part)
+            Placed(
+                node_id=self._machines[device].node_id,
+                part=part,
+                ram_percent=self._machines[device].room.ram_percent,
+            )
             for device, part in zip(partition.devices, slices, strict=True)
         )
 
@@ -392,6 +432,13 @@ class _Search:
             ]
             if not self._equal:
                 earliest[index] = earliest_within(layers, free)
+            if machine.room.ram_bytes and any(sizes.in_ram):
+                in_ram = np.array(sizes.in_ram, dtype=np.int64)
+                beside = [np.searchsorted(run, machine.room.ram_bytes, side="right") for run in _run_bytes(in_ram)]
+                most[index] = np.minimum(most[index], beside)
+                if not self._equal:
+                    ram = [machine.room.ram_bytes] * len(free)
+                    earliest[index] = np.maximum(earliest[index], earliest_within(in_ram, ram))
         return _Rooms(most=most, earliest=earliest)
 
     def _instance(self, micro_batches: int, sequences: int, rooms: _Rooms) -> PartitionProblem:
@@ -434,6 +481,10 @@ def _run_bytes(layers: Ints) -> list[Ints]:
     counts = range(1, len(layers) + 1)
     anywhere = np.array([(ends[count:] - ends[:-count]).max() for count in counts], dtype=np.int64)
     return [anywhere, ends[1:], ends[-1] - ends[-2::-1], ends[1:]]
+
+
+def _has_experts(demand: Demand) -> bool:
+    return any(spec.experts is not None for spec in demand.config.layers)
 
 
 def _engine_place(placed: Sequence[Placed], links: Links) -> NodeId:

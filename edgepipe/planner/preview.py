@@ -18,6 +18,7 @@ from edgepipe.planner.plan import Constraints, Plan, PlannedStage, plan
 from edgepipe.planner.profiles import ESTIMATED, MEASURED, Links, Machine
 from edgepipe.planner.shortage import Shortage
 from edgepipe.planner.what_if import Alternative, alternatives, helps
+from edgepipe.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,7 @@ def plan_as_dict(found: Plan) -> dict[str, Any]:
         "stages": [_stage_as_dict(found, index) for index in range(len(found.stages))],
         "links": [_hop_as_dict(found, index, hop) for index, hop in enumerate(found.single.hops)],
         "left_out": [{"node": unused.machine.name, "reason": unused.reason} for unused in found.left_out],
+        "experts_in_ram": experts_text(found),
         "kv_tokens": found.kv_tokens,
         "micro_batches": many.micro_batches,
         "bottleneck": many.bottleneck,
@@ -88,6 +90,25 @@ def plan_as_dict(found: Plan) -> dict[str, Any]:
 def plan_text(found: Plan) -> str:
     """Return the placement in the syntax of ``--plan``."""
     return ",".join(f"{stage.machine.name}:{stage.part.layers}" for stage in found.stages)
+
+
+def experts_text(found: Plan) -> str:
+    """Describe the experts in host memory, their size and the speed with and without; empty if the plan has none."""
+    places = [
+        f"{stage.ram_layers} of {len(stage.part.layers)} layers in RAM of {stage.machine.name}, "
+        f"{format_bytes(stage.ram_bytes)}"
+        for stage in found.stages
+        if stage.ram_bytes
+    ]
+    if not places:
+        return ""
+    text = f"experts of {'; of '.join(places)}: {found.tokens_per_s:.1f} tok/s"
+    if (without := found.without_ram) is None:
+        return text
+    if without.tokens_per_s:
+        return f"{text}; without: {without.tokens_per_s:.1f} tok/s"
+    short = f"by {format_bytes(without.missing_bytes)}" if without.missing_bytes else "between layers"
+    return f"{text}; without: does not fit {short}"
 
 
 def shortage_as_dict(short: Shortage) -> dict[str, Any]:
@@ -170,6 +191,9 @@ def _stage_as_dict(found: Plan, index: int) -> dict[str, Any]:
         "layers": str(stage.part.layers),
         "weight_bytes": stage.weight_bytes,
         "kv_bytes": stage.kv_bytes,
+        "ram_percent": stage.machine.room.ram_percent,
+        "ram_layers": stage.ram_layers,
+        "ram_bytes": stage.ram_bytes,
         "free_bytes": stage.machine.room.free_bytes,
         "step_s": stage.step_s,
         "alone_s": stage.alone_s,

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from edgepipe.backend.cost import CostModel, SliceCost, StepWork
 from edgepipe.backend.devices import DeviceModel
+from edgepipe.backend.expert_reads import ExpertShare, cleaned
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import LinkNotMeasured
 from edgepipe.ids import NodeId
@@ -67,6 +68,14 @@ class Speed(Protocol):
         """Return the times of a step."""
         ...
 
+    def with_share(self, percent: int) -> Speed:
+        """Return the speed with the experts of so many percent of the layers in host memory."""
+        ...
+
+    def with_expert_shares(self, shares: tuple[ExpertShare, ...]) -> Speed:
+        """Return the speed if the model's steps read these shares of a layer's experts; itself if it cannot tell."""
+        ...
+
 
 class TableSpeed:
     """Speed from a device's data sheet; see ``edgepipe.backend.cost``."""
@@ -74,10 +83,23 @@ class TableSpeed:
     source = ESTIMATED
     busy, measured_s = False, 0.0
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: CostModel, *, expert_shares: tuple[ExpertShare, ...] = ()) -> None:
+        self._cost, self._shares = cost, expert_shares
         self._none, self._headed = (cost.mean_cost(0, head=head) for head in (False, True))
         self._kinds = np.array(cost.kinds)
-        self._layers = cost.kind_costs()
+        self._layers = [replace(each, expert_shares=expert_shares) for each in cost.kind_costs()]
+
+    def with_expert_shares(self, shares: tuple[ExpertShare, ...]) -> TableSpeed:
+        """See ``Speed.with_expert_shares``."""
+        return TableSpeed(self._cost, expert_shares=shares)
+
+    def with_share(self, percent: int) -> TableSpeed:
+        """See ``Speed.with_share``."""
+        return TableSpeed(self._cost.with_share(percent), expert_shares=self._shares)
+
+    def ram_s(self, work: StepWork) -> Floats:
+        """Return the seconds [L] of each layer in which the CPU computes its experts."""
+        return np.array([layer.ram_s(work) for layer in self._layers])[self._kinds]
 
     def parts(self, work: StepWork) -> StepParts:
         """Return the estimated times. See ``Speed.parts``."""
@@ -92,6 +114,7 @@ class Point:
 
     size: float  # rows, or tokens
     seconds: float
+    expert_share: float = 0.0  # of a layer's experts that it read; 0: not counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,27 +140,57 @@ class MeasuredSpeed:
 
     source = MEASURED
 
-    def __init__(self, profile: LayerProfile, cost: CostModel) -> None:
-        """``cost``: by the device's data sheet."""
+    def __init__(
+        self,
+        profile: LayerProfile,
+        cost: CostModel,
+        *,
+        expert_shares: tuple[ExpertShare, ...] | None = None,
+        ram_percent: int = 0,
+    ) -> None:
+        """``cost``: by the device's data sheet. ``expert_shares``: that the model reads; None: as the probe did.
+
+        ``ram_percent``: of the layers, whose experts are in host memory, unlike in the measurement. Their measured time
+        shrinks by the experts' part in the data sheet, and the time in host memory is added.
+        """
         self._profile = profile
+        self._cost, self._expert_shares, self._ram_percent = cost, expert_shares, ram_percent
         self.busy, self.measured_s = profile.busy, profile.measured_ms / 1e3
-        self._sheet = TableSpeed(cost)
+        self._probed_shares = cleaned(ExpertShare(point.size, point.expert_share) for point in profile.decode)
+        self._probed = TableSpeed(cost, expert_shares=self._probed_shares)
+        self._sheet = self._probed if expert_shares is None else self._probed.with_expert_shares(expert_shares)
+        self._split = self._sheet.with_share(ram_percent) if ram_percent else None
         self._kinds = np.array(cost.kinds)
         self._attention = [kind.attention[0] for kind in cost.kind_costs()]
         self._experts = cost.has_experts
         kv_s = np.array([each.kv_token_s for each in self._attention])
         self._kv_token_s = profile.kv_token_s * kv_s / kv_s[self._kinds].mean()
 
+    def with_expert_shares(self, shares: tuple[ExpertShare, ...]) -> MeasuredSpeed:
+        """See ``Speed.with_expert_shares``. The times are the probe's if it did not count the experts that it read."""
+        if not self._experts or not shares or not self._probed_shares:
+            return self
+        return MeasuredSpeed(self._profile, self._cost, expert_shares=shares, ram_percent=self._ram_percent)
+
+    def with_share(self, percent: int) -> MeasuredSpeed:
+        """See ``Speed.with_share``."""
+        return MeasuredSpeed(self._profile, self._cost, expert_shares=self._expert_shares, ram_percent=percent)
+
     def parts(self, work: StepWork) -> StepParts:
         """See ``Speed.parts``. Assumes that prompt tokens beside decodes cost as much as alone in one row."""
         profile = self._profile
         mean_s = self._decode_s(work.rows)
-        if work.tokens != work.rows:
-            mean_s = max(_at((profile.decode[0], *profile.prefill), work.tokens), mean_s)
         sheet_s = self._sheet_s(work)
+        if work.tokens != work.rows:
+            prompt_s = _at((profile.decode[0], *profile.prefill), work.tokens)
+            mean_s = max(prompt_s * float(sheet_s.mean() / self._sheet_s(work, self._probed).mean()), mean_s)
         own = self._context_s(work)[self._kinds]
         head_s = _at(profile.head, work.logit_rows) if work.logit_rows else 0.0
-        layer_s = mean_s * sheet_s / sheet_s.mean() + own
+        layer_s = mean_s * sheet_s / sheet_s.mean()
+        if self._split is not None:
+            ram_s = self._split.ram_s(work)
+            layer_s = layer_s * (self._sheet_s(work, self._split) - ram_s) / sheet_s + ram_s
+        layer_s = layer_s + own
         return StepParts(base_s=profile.base_s, layer_s=layer_s, head_s=head_s)
 
     def _decode_s(self, rows: int) -> float:
@@ -145,16 +198,17 @@ class MeasuredSpeed:
         points = self._profile.decode
         if not self._experts:
             return _at(points, rows)
-        ratios = [point.seconds / self._mean_sheet_s(point.size) for point in points]
-        return self._mean_sheet_s(rows) * float(np.interp(rows, [point.size for point in points], ratios))
+        ratios = [point.seconds / self._mean_sheet_s(point.size, self._probed) for point in points]
+        sheet_s = self._mean_sheet_s(rows, self._sheet)
+        return sheet_s * float(np.interp(rows, [point.size for point in points], ratios))
 
-    def _mean_sheet_s(self, rows: float) -> float:
+    def _mean_sheet_s(self, rows: float, sheet: TableSpeed) -> float:
         count = round(rows)
-        return float(self._sheet_s(StepWork.of_rows([0] * count, [1] * count, logit_rows=0)).mean())
+        return float(self._sheet_s(StepWork.of_rows([0] * count, [1] * count, logit_rows=0), sheet).mean())
 
-    def _sheet_s(self, work: StepWork) -> Floats:
+    def _sheet_s(self, work: StepWork, sheet: TableSpeed | None = None) -> Floats:
         """Return each layer's time [L] without attention, by the data sheet."""
-        return self._sheet.parts(work._replace(kv_tokens=0, attention_pairs=0.0)).layer_s
+        return (sheet or self._sheet).parts(work._replace(kv_tokens=0, attention_pairs=0.0)).layer_s
 
     def _context_s(self, work: StepWork) -> Floats:
         """Return the time [kinds] of attending to tokens beyond ``decode_context``."""
@@ -231,6 +285,7 @@ def _as_table(profile: DeviceProfile) -> DeviceModel:
         flops=profile.flops,
         step_overhead_s=step_s,
         layer_overhead_s=layer_s,
+        ram_bytes_per_s=profile.ram_bytes_per_s,
     )
 
 
@@ -253,6 +308,12 @@ class Machine:
     def name(self) -> str:
         """Name of its node."""
         return self.room.name
+
+    def with_share(self, percent: int) -> Machine:
+        """Return the machine with the experts of so many percent of the layers in host memory; 0: as its node is."""
+        if percent in (0, self.room.ram_percent):
+            return self
+        return replace(self, room=self.room.with_share(percent), speed=self.speed.with_share(percent))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

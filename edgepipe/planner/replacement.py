@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from edgepipe.ids import NodeId
@@ -43,7 +44,12 @@ def replace_lost(
         home = min(able, key=lambda room: (fetch_bytes(room.node_id, parts), -room.free_bytes, room.name))
         free.remove(home)
         homes[node_id] = home.node_id
-    placed = tuple(Placed(node_id=homes.get(stage.node_id, stage.node_id), part=stage.part) for stage in standing)
+    placed = tuple(
+        replace(stage, node_id=homes[stage.node_id], ram_percent=rooms_by_id[homes[stage.node_id]].ram_percent)
+        if stage.node_id in homes
+        else stage
+        for stage in standing
+    )
     hops = pairwise(stage.node_id for stage in sorted(placed, key=lambda stage: stage.part.index))
     return None if any(hop in broken for hop in hops) else placed
 

@@ -17,6 +17,7 @@ _SIZES_GB = (8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 512)  # common me
 _HEADROOM = 1.06  # total memory over usable memory
 _SHORT_CONTEXT = 4096  # tokens: a long chat
 _WORTH_CLOSING_BYTES = 500_000_000
+_IN_RAM = "--experts-in-ram auto"
 _SMALL_MIX = "q4_k_m"  # as good as larger types for most uses (docs/which-file.md)
 
 
@@ -74,7 +75,7 @@ def too_small(demand: Demand, machines: Sequence[Machine], *, num_nodes: int = 0
     short = shortage_of(demand, machines, num_nodes=num_nodes)
     rooms = ", ".join(f"{name} {format_bytes(size)}" for name, size in short.rooms)
     missing = f"{format_bytes(short.missing_bytes)} missing" if short.missing_bytes else "no cut between layers fits"
-    enough = next((f"{help_.what}, or " for help_ in short.helps if help_.enough), "")
+    enough = "".join(f"{help_.what}, or " for help_ in short.helps if help_.enough)
     return NoFeasiblePlacement(
         f"the model needs about {format_bytes(short.needed_bytes)}, {format_bytes(short.free_bytes)} are free",
         fact=f"{missing}; free: {rooms}",
@@ -96,6 +97,18 @@ def _layer_bytes(demand: Demand, machines: Sequence[Machine]) -> int:
     return min(max(machine.room.sizes(demand.config, demand.weights).layers) for machine in machines)
 
 
+def _movable_bytes(demand: Demand, machines: Sequence[Machine]) -> int:
+    """Return the device memory that experts in host memory would free, as far as that memory holds them."""
+    saved = 0
+    for room in (machine.room for machine in machines):
+        if not room.ram_bytes or room.ram_percent:
+            continue
+        sizes = room.sizes(demand.config, demand.weights)
+        beside = sum(room.with_share(100).sizes(demand.config, demand.weights).in_ram)
+        saved += round(sum(sizes.experts) * min(1.0, room.ram_bytes / beside)) if beside else 0
+    return min(saved, max(sum(machine.room.sizes(demand.config, demand.weights).experts) for machine in machines))
+
+
 def _helps(demand: Demand, machines: Sequence[Machine], short: Shortage) -> Iterator[Help]:
     """Yield measures that free memory, then those that add memory. The last always suffices."""
     missing = short.missing_bytes or _layer_bytes(demand, machines)  # room for one more layer makes a cut fit
@@ -111,6 +124,9 @@ def _helps(demand: Demand, machines: Sequence[Machine], short: Shortage) -> Iter
     saved = short.weight_bytes - _whole(small, machines, 0)[0]
     if saved > 0:
         yield Help(what=f"take a 4-bit type of it (:{_SMALL_MIX})", gain_bytes=saved, enough=saved >= missing)
+    saved = _movable_bytes(demand, machines)
+    if saved > 0:
+        yield Help(what=f"{_IN_RAM} (slower)", gain_bytes=saved, enough=saved >= missing)
     if demand.least_kv_tokens > _SHORT_CONTEXT:
         saved = short.kv_bytes - _whole(demand, machines, _SHORT_CONTEXT)[1]
         yield Help(what=f"--context {_SHORT_CONTEXT}", gain_bytes=saved, enough=saved >= missing)

@@ -68,14 +68,15 @@ def alternatives(demand: Demand, cluster: Cluster, base: Plan, constraints: Cons
 
     Plans with the same placement are left out.
     """
-    if constraints != Constraints():
-        free = _try("without constraints", demand, cluster, Constraints())
+    only = Constraints(experts_in_ram=constraints.experts_in_ram)
+    if constraints != only:
+        free = _try("without constraints", demand, cluster, only)
         if free.plan is not None and free.plan.placed != base.placed:
             yield free
     if len(base.stages) > 1:
-        yield _try("best single machine", demand, cluster, Constraints(num_nodes=1))
+        yield _try("best single machine", demand, cluster, replace(only, num_nodes=1))
     other = Objective.THROUGHPUT if demand.objective is Objective.LATENCY else Objective.LATENCY
-    found = _try(f"--objective {other.value}", replace(demand, objective=other), cluster, Constraints())
+    found = _try(f"--objective {other.value}", replace(demand, objective=other), cluster, only)
     if found.plan is not None and found.plan.placed != base.placed:
         yield found
 

@@ -9,9 +9,10 @@ sheet gives a tighter bound.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgepipe.backend.cost import SliceCost, StepWork
+from edgepipe.backend.expert_reads import ExpertShare
 
 _SMOOTHING = 0.2  # weight of a size's newest time
 _DOUBT = 4.0  # factor by which a device may be slower than its data sheet before any measurement
@@ -71,6 +72,11 @@ class SliceTimes:
             known.note(work, seconds)
         if self._cost is not None:
             self._follow(decodes=size[0], ratio=seconds / self._cost.step_s(work))
+
+    def read_experts(self, shares: tuple[ExpertShare, ...]) -> None:
+        """Take the shares of a layer's experts that the model's steps read."""
+        if self._cost is not None and self._cost.has_experts:
+            self._cost = replace(self._cost, expert_shares=shares)
 
     def seen(self, work: StepWork) -> bool:
         """Return whether a step of about this many tokens was measured, so its kernels are compiled and caches warm."""

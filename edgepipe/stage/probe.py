@@ -78,7 +78,7 @@ def probe_layer(
         backend.close()
     slope_s = max(0.0, decode[0].seconds - few_s) / (many - few)
     base_s = max(0.0, decode[0].seconds - many * slope_s)
-    layers = tuple(Point(point.size, max(0.0, point.seconds - base_s) / many) for point in decode)
+    layers = tuple(Point(point.size, max(0.0, point.seconds - base_s) / many, point.expert_share) for point in decode)
     head = [Point(point.size, max(0.0, point.seconds - base_s - few * _at(layers, point.size))) for point in headed]
     return LayerProfile(
         base_s=base_s,
@@ -93,7 +93,9 @@ def probe_layer(
 def _rising(points: Sequence[Point]) -> list[Point]:
     """Make the times non-decreasing: a point above a later one was disturbed."""
     lowest = np.minimum.accumulate([point.seconds for point in reversed(points)])[::-1]
-    return [Point(point.size, float(seconds)) for point, seconds in zip(points, lowest, strict=True)]
+    return [
+        Point(point.size, float(seconds), point.expert_share) for point, seconds in zip(points, lowest, strict=True)
+    ]
 
 
 def _at(points: Sequence[Point], size: float) -> float:
@@ -120,6 +122,7 @@ class _Probe:
         self._source = source
         self._clock = clock
         self._steps = 0
+        self._expert_share = 0.0  # that a step of the newest measurement read; 0: not counted
         self._inputs = probe_rows(source.config.hidden_size)
         self._part = Slice(index=1, layers=LayerRange(0, 1), embedding=False, head=False)
 
@@ -145,7 +148,8 @@ class _Probe:
         """Measure sizes up to the first that takes too long; at least one point."""
         points: list[Point] = []
         for size in sizes:
-            points.append(Point(size, measure(size)))
+            seconds = measure(size)
+            points.append(Point(size, seconds, self._expert_share))
             if points[-1].seconds > _TOO_SLOW_S:
                 break
         return _rising(points)
@@ -160,6 +164,7 @@ class _Probe:
 
     def _time_s(self, rows: Sequence[tuple[int, int]], *, rests: bool) -> float:
         """Return the median time. ``rests``: idle before each run for as long as the first run took."""
+        self._expert_share = 0.0
         runs = [self._run_s(rows)]
         if runs[0] > _TOO_SLOW_S:
             return runs[0]
@@ -190,5 +195,7 @@ class _Probe:
         inputs = np.resize(self._inputs, (tokens, self._source.config.hidden_size))
         prepared = self._backend.prepare(step)
         started_s = self._clock.monotonic_s()
-        self._backend.collect(self._backend.submit(prepared, inputs))
-        return self._clock.monotonic_s() - started_s
+        output = self._backend.collect(self._backend.submit(prepared, inputs))
+        seconds = self._clock.monotonic_s() - started_s
+        self._expert_share = output.expert_share or self._expert_share
+        return seconds

@@ -39,6 +39,7 @@ class StepWork:
         "_inputs",
         "_owner",
         "demand",
+        "expert_share",
         "num_rows",
         "num_tokens",
         "prepare_us",
@@ -82,6 +83,7 @@ class StepWork:
         self.samples = samples  # rows whose tokens this slice's logits decide
         self.scored = scored  # prompt tokens whose log-probabilities this slice computes
         self.span: Span | None = None  # set once computed
+        self.expert_share = 0.0  # see ``StepOutput``
         self._owner = owner
         self._inputs: TokenIds | Activations | None = None
 
@@ -111,7 +113,7 @@ class StepWork:
 
     def done(self, output: StepOutput, span: Span) -> None:
         """See ``Work.done``."""
-        self.span = span
+        self.span, self.expert_share = span, output.expert_share
         self._owner.computed(self, output)
 
     def failed(self, error: Exception) -> None:
@@ -134,4 +136,5 @@ class StepWork:
             send_queue_us=send_queue_us,
             upload_us=upload_us,
             queued_us=max(0, int((self.span.begun_s - self.ready_s) * 1e6)),
+            expert_share=self.expert_share,
         )

@@ -91,6 +91,15 @@ def show_held_lines() -> None:
 _MAX_KEY_CHARS = 400  # may contain a peer's text
 
 
+def not_of_a_hang_up(record: logging.LogRecord) -> bool:
+    """Return False for gRPC's report that the other side had hung up when a stream's status was sent.
+
+    The code that reads the stream sees the hang-up itself.
+    """
+    failure = record.exc_info[0] if record.exc_info else None
+    return failure is None or failure.__name__ != "ExecuteBatchError"
+
+
 class Once:
     """Logs events that a peer can trigger once at their level, then at DEBUG, with bounded memory."""
 

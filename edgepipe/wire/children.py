@@ -29,6 +29,7 @@ class PrepareRequest:
     weights_node: str = ""  # id of a node with all tensors
     dtype: str = ""
     kv: str = ""  # as in ``ServeSpec``
+    ram_percent: int = 0  # as in ``StagePlacement``
     activation_type: ActivationType = ActivationType.BF16
     fresh: bool = False  # start a new process, even if the present one holds exactly this
 
@@ -88,6 +89,7 @@ class LoadShard:
     block_size: int = 0
     dtype: str = ""
     kv: str = ""  # as in ``ServeSpec``
+    ram_percent: int = 0  # as in ``StagePlacement``
     activation_type: ActivationType = ActivationType.BF16
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edgepipe.backend.expert_reads import ExpertShare
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, ActivationType, PackedProducts
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, NodeId, PipelineId
@@ -17,6 +18,7 @@ class StagePlacement:
 
     node_id: NodeId
     slices: tuple[Slice, ...]
+    ram_percent: int = 0  # of the layers, whose experts stay in host memory; 0: as the node is set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,7 @@ class ServeSpec:
     kv_tokens: int = 0  # requested KV pool; 0: by free memory
     dtype: str = default_if_empty("auto")
     kv: str = ""  # form of the KV on every node, see ``ModelConfig.kv_bytes_per_token``; empty: the compute dtype
+    experts_in_ram: str = ""  # "auto" or a share such as "40%", see ``expert_places``; empty: as nodes are set
     activation_type: ActivationType = default_if_empty(ActivationType.BF16)
     policy: str = ""  # scheduling policy; empty: the default
     throughput: bool = False  # placed for many chats instead of one
@@ -78,6 +81,7 @@ class StageState:
     address: str = ""
     weight_bytes: int = 0
     kv_bytes: int = 0
+    ram_percent: int = 0  # of the layers, whose experts are in host memory
     busy: float = 0.0  # busy share of the last seconds
     step_ms: float = 0.0  # EWMA of compute
     upload_ms: float = 0.0  # EWMA of its outgoing link
@@ -131,6 +135,7 @@ class EngineState:
     kept_tokens: int = 0  # of sequences that survived a failure: found still computed
     replayed_tokens: int = 0  # of the same sequences: recomputed by the stages up to the last one that lost them
     left_out: tuple[LeftOut, ...] = ()  # current quarantines
+    expert_shares: tuple[ExpertShare, ...] = ()  # that its steps read, by tokens; empty: no experts, or not counted
     certificate: bytes = b""  # of the engine's process; set by its daemon
     advice: Advice | None = None  # of its daemon
 

@@ -20,6 +20,7 @@ class Reserved:
 
     pipeline_id: PipelineId
     num_bytes: int = 0
+    ram_bytes: int = 0  # experts in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class DeviceState:
     free_bytes: int = 0  # free for reservations
     reserved: tuple[Reserved, ...] = ()
     fenced_messages: int = 0  # messages of replaced epochs that its stages dropped
+    ram_free_bytes: int = 0  # host memory for experts that is free for reservations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,6 +151,7 @@ class StepTiming:
     send_queue_us: int = 0  # of the previous step
     upload_us: int = 0  # of the previous step
     queued_us: int = 0  # from plan and inputs ready until ``started_us``
+    expert_share: float = 0.0  # of a layer's experts that the step read, mean of its layers; 0: not counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -483,6 +484,7 @@ def _timings_to_wire(timings: Iterable[StepTiming]) -> list[stage_pb2.StepTiming
             send_queue_us=timing.send_queue_us,
             upload_us=timing.upload_us,
             queued_us=timing.queued_us,
+            expert_share=timing.expert_share,
         )
         for timing in timings
     ]
@@ -503,4 +505,5 @@ def _timings_from_wire(messages: Iterable[stage_pb2.StepTiming]) -> Iterator[Ste
             send_queue_us=message.send_queue_us,
             upload_us=message.upload_us,
             queued_us=message.queued_us,
+            expert_share=message.expert_share,
         )

@@ -185,6 +185,7 @@ class SurveyedMachine:
     value_bytes: int = 0  # size of a weight, a key or a value
     shares_host_memory: bool = False
     layer: LayerProfile | None = None  # None: not measured
+    ram_free_bytes: int = 0  # host memory for experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,6 +61,7 @@ def _machine(surveyed: SurveyedMachine, config: ModelConfig, weights: WeightTabl
             shares_host_memory=surveyed.shares_host_memory,
             packing=device.packing,
             kv=kv,
+            ram_bytes=surveyed.ram_free_bytes,
         ),
         device=device.name,
         speed=speed,

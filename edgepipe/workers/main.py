@@ -22,7 +22,7 @@ import uvloop
 
 from edgepipe.config import Timeouts
 from edgepipe.errors import EdgepipeError
-from edgepipe.telemetry.log import set_up_logging
+from edgepipe.telemetry.log import not_of_a_hang_up, set_up_logging
 from edgepipe.workers.daemon_link import DaemonLink
 from edgepipe.workers.settings import KINDS, ChildSettings
 
@@ -43,7 +43,9 @@ def main() -> NoReturn:
     except EdgepipeError as error:
         raise SystemExit("\n".join(error.lines())) from None
     set_up_logging(level=settings.log_level, layout="%(levelname)s %(name)s %(message)s")
-    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.ERROR)  # warns of every stream that a stop ends
+    grpc_log = logging.getLogger("grpc._cython.cygrpc")
+    grpc_log.setLevel(logging.ERROR)  # warns of every stream that a stop ends
+    grpc_log.addFilter(not_of_a_hang_up)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_S)
     body: Body = importlib.import_module(f"edgepipe.workers.{kind}").run

@@ -15,6 +15,7 @@ from edgepipe.errors import EdgepipeError
 from edgepipe.link.channels import make_server
 from edgepipe.link.shaped import make_network
 from edgepipe.model.config_json import config_from_json
+from edgepipe.model.expert_places import SETTING, as_setting
 from edgepipe.model.store import StoredModel
 from edgepipe.model.strict_json import parse_json_object
 from edgepipe.model.tokenizer import Tokenizer
@@ -174,11 +175,16 @@ def _read_tokenizer(path: Path) -> Tokenizer:
 def _options(settings: ChildSettings, command: LoadShard | ProfileLayerRequest | None = None) -> BackendOptions:
     """Return the node's options, with the overrides of a pipeline or of a measurement."""
     kv = command.kv if command is not None else ""
+    share = command.ram_percent if isinstance(command, LoadShard) else 0
     options = BackendOptions(
         device=settings.device,
         dtype=settings.dtype,
         threads=settings.threads or None,
-        settings={**settings.backend_options, "kv": kv} if kv else settings.backend_options,
+        settings={
+            **settings.backend_options,
+            **({"kv": kv} if kv else {}),
+            **({SETTING: as_setting(share)} if share else {}),
+        },
     )
     if not isinstance(command, LoadShard):
         return options

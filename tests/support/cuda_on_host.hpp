@@ -1,7 +1,9 @@
 // Runs CUDA kernels on a CPU, one block after the other: replaces primitives.cuh for g++.
 //
 // Each CUDA thread is a fiber. A warp's fibers run in turn up to the next warp-wide operation, and a block's warps up to
-// the next barrier, so a missing or divergent barrier shows. Tensor-core products follow the layout of PTX ISA.
+// the next barrier, from the first warp in even blocks and from the last in odd ones. So a missing or divergent barrier
+// shows. Tensor-core products follow the layout of PTX ISA.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -38,7 +40,9 @@ constexpr size_t STACK = 64 * 1024;
 enum class State { ready, at_warp, at_block, done };
 
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context;  // where it begins
+    jmp_buf place;       // where it goes on: jumping there takes no system call
+    bool begun;
     std::vector<char> stack;
     State state;
     unsigned operations;  // warp-wide ones so far
@@ -49,7 +53,7 @@ struct Operand {
 };
 
 inline std::vector<Fiber> fibers;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline unsigned current;
 inline std::vector<Operand> operands[2];  // by thread; two, since a lane may be one operation ahead
 inline std::vector<unsigned char> shared;
@@ -59,20 +63,23 @@ inline Index thread_index, block_index, block_size, grid_size;
 inline void wait(State state) {
     Fiber &fiber = fibers[current];
     fiber.state = state;
-    swapcontext(&fiber.context, &scheduler);
+    if (!_setjmp(fiber.place)) _longjmp(scheduler, 1);
 }
 
 inline void enter() {
     body();
-    fibers[current].state = State::done;
-    swapcontext(&fibers[current].context, &scheduler);
+    wait(State::done);
 }
 
 inline void resume(unsigned thread) {
     current = thread;
     thread_index.x = thread;
-    fibers[thread].state = State::ready;
-    swapcontext(&scheduler, &fibers[thread].context);
+    Fiber &fiber = fibers[thread];
+    fiber.state = State::ready;
+    if (_setjmp(scheduler)) return;
+    if (fiber.begun) _longjmp(fiber.place, 1);
+    fiber.begun = true;
+    setcontext(&fiber.context);
 }
 
 // Run a warp until all its lanes are at a barrier or done.
@@ -96,10 +103,12 @@ inline void run_block(unsigned threads) {
         fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, enter, 0);
         fiber.state = State::ready;
+        fiber.begun = false;
         fiber.operations = 0;
     }
     for (bool more = true; more;) {
-        for (unsigned warp = 0; warp < threads / 32; warp++) run_warp(32 * warp);
+        for (unsigned warp = 0; warp < threads / 32; warp++)
+            run_warp(block_index.x % 2 ? threads - 32 * (warp + 1) : 32 * warp);
         const State state = fibers[0].state;
         for (unsigned thread = 0; thread < threads; thread++)
             if (fibers[thread].state != state) throw std::runtime_error("threads of a block diverge at a barrier");
@@ -163,6 +172,15 @@ DEVICE void synchronise() { host::wait(host::State::at_block); }
 DEVICE int add_shared(int *place, int value) {
     *place += value;
     return *place - value;
+}
+
+DEVICE float other_lane(float value, int apart) {
+    host::Fiber &fiber = host::fibers[host::current];
+    std::vector<host::Operand> &given = host::operands[fiber.operations++ % 2];
+    std::memcpy(given[host::current].a, &value, 4);
+    host::wait(host::State::at_warp);
+    std::memcpy(&value, given[host::current ^ apart].a, 4);
+    return value;
 }
 
 DEVICE float bits_as_float(u32 bits) {

@@ -15,12 +15,15 @@ from edgepipe_torch.cuda_kernels.forms import (
     EXPERT_FUNCTIONS,
     EXPERT_MACROS,
     FUNCTIONS,
+    PAGED_FILES,
+    PAGED_FUNCTIONS,
     PRODUCT_FILES,
     ROUTING_FILES,
     ROUTING_FUNCTIONS,
     KernelForm,
     expert_files,
 )
+from edgepipe_torch.cuda_kernels.paged_decode import PagedForm
 
 COMPILER = shutil.which("g++")
 
@@ -78,14 +81,21 @@ def experts_part(form: KernelForm) -> Part:
     return Part(files=expert_files(form), macros=form.macros | EXPERT_MACROS, functions=EXPERT_FUNCTIONS)
 
 
+def paged_part(form: PagedForm) -> Part:
+    """Attention over pages."""
+    return Part(files=PAGED_FILES, macros=form.macros, functions=PAGED_FUNCTIONS)
+
+
 ROUTING = Part(files=ROUTING_FILES, macros={}, functions=ROUTING_FUNCTIONS)
 
 
-def compile_for_host(parts: Sequence[Part], folder: Path) -> list[HostModule]:
+SOURCES = Path(forms.__file__).parent
+
+
+def compile_for_host(parts: Sequence[Part], folder: Path, sources: Path = SOURCES) -> list[HostModule]:
     """Compile all parts, by two compilers at once."""
     assert COMPILER is not None
-    sources = Path(forms.__file__).parent
-    command = [COMPILER, "-std=c++17", "-O0", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", f"-I{sources}", "-o"]
+    command = [COMPILER, "-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", f"-I{sources}", "-o"]
     compiling: list[tuple[Path, subprocess.Popen[bytes]]] = []
     for name, some in (("even", parts[::2]), ("odd", parts[1::2])):
         (folder / f"{name}.cpp").write_text(_source(some, sources), encoding="utf-8")

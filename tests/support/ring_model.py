@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from edgepipe.engine.micro_batches import MicroBatches
@@ -21,6 +22,8 @@ class RingModel:
     reads_ms: list[float]  # per stage, whatever the rows
     sizes: MicroBatches
     row_ms: float = 0.05
+    step_ms: Callable[[int], float] | None = None  # on each stage, by tokens; instead of the two
+    expert_share: Callable[[int], float] | None = None  # that a step reads, by tokens
     bytes_per_ms: float = 125_000.0
     one_way_ms: float = 0.0
     return_ms: float = 0.0
@@ -74,7 +77,7 @@ class RingModel:
 
     def _compute(self, stage: int, step: ScheduledStep, tokens: int, at: float) -> float:
         begun = max(at, self._device_free[stage])
-        took = self.reads_ms[stage] + self.row_ms * tokens
+        took = self.step_ms(tokens) if self.step_ms else self.reads_ms[stage] + self.row_ms * tokens
         self._device_free[stage] = begun + took
         timing = StepTiming(
             step=step.step,
@@ -85,6 +88,7 @@ class RingModel:
             compute_us=round(took * 1e3),
             queued_us=round((begun - at) * 1e3),
             upload_us=1 if self.buffered else round(self._uploads_ms[stage] * 1e3),
+            expert_share=self.expert_share(tokens) if self.expert_share else 0.0,
         )
         self.sizes.note_timing(stage, timing)
         self._uploads_ms[stage] = tokens * ROW_BYTES / self.bytes_per_ms

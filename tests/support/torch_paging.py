@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from edgepipe_torch.paging import GraphRecorder, Paging
+from edgepipe_torch.head_shape import LayerHeads
+from edgepipe_torch.paging import GraphRecorder, PagedDecode, Paging
 from torch import Tensor
 
+from tests.support.decode_reference import reference_decode
 from tests.support.graph_recorder import CpuRecorder
 from tests.support.varlen_reference import varlen_attention
 
@@ -46,8 +48,17 @@ class CopyingTransfer:
         return _Copy(tensor.clone())
 
 
-def cpu_paging(*, page_tokens: int, new_recorder: Callable[[], GraphRecorder] = CpuRecorder) -> Paging:
-    """Return the reference kernel, recorded operations and copies. Any number of tokens makes a page."""
+def cpu_paging(
+    *,
+    page_tokens: int,
+    new_recorder: Callable[[], GraphRecorder] = CpuRecorder,
+    decode: Callable[[LayerHeads], PagedDecode] = reference_decode,
+) -> Paging:
+    """Return the reference kernels, recorded operations and copies. Any number of tokens makes a page."""
     return Paging(
-        attend=varlen_attention, page_tokens=page_tokens, new_recorder=new_recorder, transfer=CopyingTransfer()
+        attend=varlen_attention,
+        decode=decode,
+        page_tokens=page_tokens,
+        new_recorder=new_recorder,
+        transfer=CopyingTransfer(),
     )

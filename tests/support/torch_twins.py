@@ -8,17 +8,20 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from edgepipe_torch import TorchBackend
+from edgepipe_torch.head_shape import LayerHeads
 from edgepipe_torch.kv import KVStorage
+from edgepipe_torch.paging import PagedDecode
 
 from edgepipe.backend.types import ActivationType, BackendOptions, Step, StepRow
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config
+from tests.support.decode_reference import reference_decode
 from tests.support.graph_recorder import CpuGraph, CpuRecorder
 from tests.support.steps import make_step, result_of, run_step, step_row
 from tests.support.torch_paging import cpu_paging
@@ -39,8 +42,12 @@ class Twins:
         kind: ActivationType = ActivationType.FLOAT32,
         page_tokens: int = 4,
         num_blocks: int = 96,
+        decode: Callable[[LayerHeads], PagedDecode] = reference_decode,
     ) -> None:
-        """``cuts``: layers before which a slice ends; ``kind``: type of activations between slices."""
+        """``cuts``: layers before which a slice ends; ``kind``: type of activations between slices.
+
+        decode  gives the kernel of layers that torch's kernel over pages excludes
+        """
         self.config = config
         self.num_blocks = num_blocks
         self.page_tokens = page_tokens
@@ -49,7 +56,8 @@ class Twins:
         self._recorders: list[CpuRecorder] = []
         self._waiting: list[tuple[Any, np.ndarray]] = []
         options = BackendOptions(device="cpu", dtype="float32", activation_type=kind, threads=1)
-        self.paged = TorchBackend(options, paging=cpu_paging(page_tokens=page_tokens, new_recorder=self._new_recorder))
+        paging = cpu_paging(page_tokens=page_tokens, new_recorder=self._new_recorder, decode=decode)
+        self.paged = TorchBackend(options, paging=paging)
         self.plain = TorchBackend(options)
         self.load()
         self.allocate()

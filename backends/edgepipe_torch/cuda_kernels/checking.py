@@ -72,7 +72,8 @@ def worst_expert_error(
     for count in rows:
         x = torch.from_numpy(rng.standard_normal((count, inputs), np.float32)).to(torch.bfloat16)
         chosen = np.argsort(rng.random((count, experts)), axis=1)[:, :used]
-        runs = routing.sort(torch.from_numpy(chosen.copy()).to(device), experts)
+        found = torch.zeros(2, dtype=torch.int32, device=device)
+        runs = routing.sort(torch.from_numpy(chosen.copy()).to(device), experts, found)
         out = torch.empty(count * used, features, dtype=torch.bfloat16, device=device)
         products.expert_mm(struct, experts, runs, x.to(device), out, bias=None)
         for expert in range(experts):

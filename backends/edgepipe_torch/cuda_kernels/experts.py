@@ -93,14 +93,17 @@ class RoutingKernels:
         )
         return chosen, weights
 
-    def sort(self, chosen: Tensor, experts: int) -> Runs:
-        """Sort the pairs of chosen [T, K] int64, whose rows adjoin; a row's experts differ."""
+    def sort(self, chosen: Tensor, experts: int, found: Tensor) -> Runs:
+        """Sort the pairs of chosen [T, K] int64, whose rows adjoin; a row's experts differ.
+
+        found [2] int32: gets the number of runs and of distinct experts
+        """
         rows, used = chosen.shape
         tiles = column_tiles(rows, used, experts)
         runs = Runs(
             order=torch.empty(rows * used, dtype=torch.int32, device=chosen.device),
             runs=torch.empty(most_runs(rows, used, experts, 8 * tiles), 3, dtype=torch.int32, device=chosen.device),
-            count=torch.empty(1, dtype=torch.int32, device=chosen.device),
+            count=found[:1],
             column_tiles=tiles,
             used=used,
             rows=rows,
@@ -108,7 +111,7 @@ class RoutingKernels:
         self._module.launch(
             "sort_pairs",
             blocks=1,
-            shared_bytes=4 * (experts + experts % 2) + 2 * 8 * experts,
+            shared_bytes=4 * (experts + experts % 2) + 2 * 8 * experts + 4,
             arguments=(
                 _pointer(chosen),
                 ctypes.c_int(rows * used),
@@ -116,7 +119,7 @@ class RoutingKernels:
                 ctypes.c_int(8 * tiles),
                 _pointer(runs.order),
                 _pointer(runs.runs),
-                _pointer(runs.count),
+                _pointer(found),
             ),
         )
         return runs

@@ -18,6 +18,8 @@ from edgepipe_torch.cuda_kernels.forms import (
     EXPERT_FUNCTIONS,
     EXPERT_MACROS,
     FUNCTIONS,
+    PAGED_FILES,
+    PAGED_FUNCTIONS,
     PRODUCT_FILES,
     ROUTING_FILES,
     ROUTING_FUNCTIONS,
@@ -27,6 +29,8 @@ from edgepipe_torch.cuda_kernels.forms import (
     options,
 )
 from edgepipe_torch.cuda_kernels.nvrtc import Nvrtc, find_nvrtc
+from edgepipe_torch.cuda_kernels.paged_checking import worst_decode_error
+from edgepipe_torch.cuda_kernels.paged_decode import PagedDecode, PagedForm
 from edgepipe_torch.cuda_kernels.products import Products
 
 logger = logging.getLogger(__name__)
@@ -69,11 +73,12 @@ class CudaLibrary:
         self._device = device
         self._multiprocessors: int = properties.multi_processor_count
         self._nvrtc = find_nvrtc(_cuda_major(), Path(torch.__file__).parent / "lib")
-        logger.info("packed weights: own kernels for sm_%d by NVRTC %s", self._architecture, self._nvrtc.version)
+        logger.info("own kernels for sm_%d by NVRTC %s", self._architecture, self._nvrtc.version)
         self._compiled = CompiledKernels(self._nvrtc, folder)
         self._products = _Known(self._load_products)
         self._experts = _Known(self._load_experts)
         self._routing = _Known(self._load_routing)
+        self._paged = _Known(self._load_paged)
 
     def products(self, form: KernelForm) -> Products:
         """See KernelLibrary."""
@@ -86,6 +91,10 @@ class CudaLibrary:
     def routing(self) -> RoutingKernels:
         """See ExpertLibrary."""
         return self._routing.get(None)
+
+    def paged(self, form: PagedForm) -> PagedDecode:
+        """Return attention over pages. The first call of a form may take seconds. Raises KernelsUnavailable."""
+        return self._paged.get(form)
 
     def _load_products(self, form: KernelForm) -> Products:
         module = self._module(PRODUCT_FILES, form.macros, FUNCTIONS)
@@ -101,6 +110,12 @@ class CudaLibrary:
 
     def _load_routing(self, _key: None) -> RoutingKernels:
         return RoutingKernels(self._module(ROUTING_FILES, {}, ROUTING_FUNCTIONS))
+
+    def _load_paged(self, form: PagedForm) -> PagedDecode:
+        module = self._module(PAGED_FILES, form.macros, PAGED_FUNCTIONS)
+        kernel = PagedDecode(module, form, multiprocessors=self._multiprocessors)
+        _refuse_wrong(worst_decode_error(kernel, form, self._device))
+        return kernel
 
     def _module(self, files: tuple[str, ...], macros: dict[str, str], functions: Sequence[str]) -> CudaModule:
         return CudaModule(self._compiled.cubin(files, macros, self._architecture), functions, self._device)

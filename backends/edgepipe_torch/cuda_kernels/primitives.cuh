@@ -18,6 +18,9 @@ DEVICE void synchronise() { __syncthreads(); }
 // Add to a number in shared memory, also of other threads; return it as it was.
 DEVICE int add_shared(int *place, int value) { return atomicAdd(place, value); }
 
+// The value of the lane whose number differs by ``apart`` in its bits. All lanes of a warp take part.
+DEVICE float other_lane(float value, int apart) { return __shfl_xor_sync(0xFFFFFFFFu, value, apart); }
+
 DEVICE float bits_as_float(u32 bits) { return __uint_as_float(bits); }
 
 DEVICE u32 float_as_bits(float value) { return __float_as_uint(value); }

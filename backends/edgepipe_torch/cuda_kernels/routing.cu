@@ -83,13 +83,15 @@ KERNEL(choose)(
 
 // Sort pairs by expert and cut each expert's to runs of up to ``most``. One block.
 //
-// chosen [pairs]; order [pairs]; runs [.., 3]: expert, first place in ``order``, count. Pairs of one expert come in any
-// order, which changes no result: see products.cu.
-KERNEL(sort_pairs)(const long long *chosen, int pairs, int experts, int most, int *order, int *runs, int *count) {
+// chosen [pairs]; order [pairs]; runs [.., 3]: expert, first place in ``order``, count; found [2]: runs, and experts with
+// pairs. Pairs of one expert come in any order, which changes no result: see products.cu.
+KERNEL(sort_pairs)(const long long *chosen, int pairs, int experts, int most, int *order, int *runs, int *found) {
     SHARED_MEMORY(shared);
     int *own = reinterpret_cast<int *>(shared);  // pairs of each expert, then the next free place of each
     int2 *ends = reinterpret_cast<int2 *>(own + (experts + 1) / 2 * 2);  // pairs and runs of experts up to each
     int2 *next = ends + experts;
+    int *distinct = reinterpret_cast<int *>(next + experts);
+    if (threadIdx.x == 0) *distinct = 0;
     for (int expert = threadIdx.x; expert < experts; expert += blockDim.x) own[expert] = 0;
     synchronise();
     for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) add_shared(own + chosen[pair], 1);
@@ -113,6 +115,7 @@ KERNEL(sort_pairs)(const long long *chosen, int pairs, int experts, int most, in
     }
     for (int expert = threadIdx.x; expert < experts; expert += blockDim.x) {
         const int size = own[expert], first = ends[expert].x - size, end = ends[expert].y;
+        if (size) add_shared(distinct, 1);
         const int begin = end - (size + most - 1) / most;
         for (int run = begin; run < end; run++) {
             const int before = (run - begin) * most;
@@ -122,8 +125,9 @@ KERNEL(sort_pairs)(const long long *chosen, int pairs, int experts, int most, in
         }
         own[expert] = first;
     }
-    if (threadIdx.x == 0) *count = ends[experts - 1].y;
+    if (threadIdx.x == 0) found[0] = ends[experts - 1].y;
     synchronise();
+    if (threadIdx.x == 0) found[1] = *distinct;
     for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) order[add_shared(own + chosen[pair], 1)] = pair;
 }
 

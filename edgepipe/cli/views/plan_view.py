@@ -11,7 +11,7 @@ from rich.text import Text
 from edgepipe.cli.output import bar, make_table
 from edgepipe.planner.demand import Objective
 from edgepipe.planner.plan import Plan
-from edgepipe.planner.preview import Preview, busy_fraction, plan_text
+from edgepipe.planner.preview import Preview, busy_fraction, experts_text, plan_text
 from edgepipe.planner.profiles import MEASURED
 from edgepipe.units import format_bytes, format_duration_s, format_rate
 
@@ -40,6 +40,8 @@ def render_preview(shown: Preview) -> Iterator[RenderableType]:
         yield Text(f"fits only with the changes ({shown.changes}); now {shown.without}", style="yellow")
     yield Text()
     yield _machines(found)
+    if words := experts_text(found):
+        yield Text(words, style="yellow")
     yield from _left_out(found)
     if len(found.stages) > 1:
         yield Text()

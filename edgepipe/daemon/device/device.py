@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.config import Timeouts
-from edgepipe.daemon.device.device_memory import DeviceMemory
+from edgepipe.daemon.device.device_memory import DeviceMemory, as_loaded
 from edgepipe.daemon.device.layer_measuring import LayerMeasuring
 from edgepipe.daemon.device.layer_profiles import LayerProfiles
 from edgepipe.daemon.device.spare import SETTLED_S, SpareStage
@@ -368,7 +368,7 @@ class DeviceHost:
             window_block_bytes=loaded.window_block_bytes,
             weight_bytes=loaded.weight_bytes,
             products=loaded.products,
-            profile=self._spare.profile,
+            profile=as_loaded(self._spare.profile, request.ram_percent),
             certificate=child.certificate,
         )
 
@@ -414,5 +414,6 @@ def _load_command(request: PrepareRequest, path: str) -> LoadShard:
         block_size=request.block_size,
         dtype=request.dtype,
         kv=request.kv,
+        ram_percent=request.ram_percent,
         activation_type=request.activation_type,
     )

@@ -13,10 +13,12 @@ from edgepipe.daemon.device.memory import PRESSURE_CUT, MemoryLedger, MemoryPres
 from edgepipe.daemon.processes.children import Child
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import PipelineId
+from edgepipe.model.expert_places import split_kind, with_share
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.memory_classes import kv_bytes
 from edgepipe.model.resident import WIDE, resident_sizes
 from edgepipe.model.weight_table import FLOATS, WeightTable
+from edgepipe.planner.placement import lacks_ram
 from edgepipe.wire.children import PrepareRequest
 from edgepipe.wire.nodes import DeviceState, Reserved
 
@@ -39,6 +41,7 @@ class DeviceMemory:
         self._compute_dtype = ""
         self._packing = WIDE
         self._kv_forms: tuple[str, ...] = ()
+        self._ram: MemoryLedger | None = None  # host memory for experts beside the device; None: it keeps none there
 
     @property
     def is_known(self) -> bool:
@@ -63,6 +66,7 @@ class DeviceMemory:
                 limit_bytes=self._limit_bytes,
             )
             self._ledger.cut(self._pressure.share)
+            self._ram = _ram_ledger(self._node_name, profile)
 
     def reserve(self, request: PrepareRequest, config: ModelConfig, weights: WeightTable = FLOATS) -> None:
         """Set memory aside for a stage's weights and KV. Raises NoFeasiblePlacement, PlanInvalid."""
@@ -80,14 +84,39 @@ class DeviceMemory:
             )
         kv = kv_bytes(config, request.kv_tokens, form=request.kv or dtype)
         stage_kv = sum(kv[layer] for part in request.slices for layer in part.layers)
-        sizes = resident_sizes(config, weights, kind=self._packing, dtype=dtype)
+        sizes = resident_sizes(config, weights, kind=self._packing_of(request), dtype=dtype)
         weight_bytes = sum(sizes.of_slice(part) for part in request.slices)
+        in_ram = sum(sum(sizes.in_ram[part.layers.start : part.layers.end]) for part in request.slices)
+        self._check_ram(request.pipeline_id, in_ram)
         self._ledger.reserve(
             request.pipeline_id,
             weight_bytes=max(request.weight_bytes, weight_bytes),
             kv_token_bytes=-(-stage_kv // max(1, request.kv_tokens)),  # windows keep fewer: a mean
             kv_tokens=request.kv_tokens,
         )
+        if self._ram is not None:
+            self._ram.reserve(request.pipeline_id, weight_bytes=in_ram, kv_token_bytes=0, kv_tokens=0)
+
+    def _packing_of(self, request: PrepareRequest) -> str:
+        """Return the packing of a stage's weights. Raises NoFeasiblePlacement if the node keeps no experts in RAM."""
+        if not request.ram_percent:
+            return self._packing
+        if self._ram is None:
+            raise NoFeasiblePlacement(
+                f"node {self._node_name} keeps no experts in RAM",
+                fact="its backend or device does not compute with weights beside the device",
+                next_step="serve without --experts-in-ram",
+            )
+        return with_share(split_kind(self._packing)[0], request.ram_percent)
+
+    def _check_ram(self, pipeline_id: str, wanted: int) -> None:
+        """Raises NoFeasiblePlacement if host memory cannot hold a stage's experts beside those of other stages."""
+        if self._ram is None or not wanted:
+            return
+        held = self._ram.held.get(pipeline_id)
+        free = self._ram.free_bytes + (held.num_bytes if held is not None else 0)
+        if wanted > free:
+            raise lacks_ram(self._node_name, wanted, free)
 
     def loaded(self, pipeline_id: str, *, weight_bytes: int) -> Reservation:
         """Take the real size of a pipeline's weights; return its reservation."""
@@ -98,6 +127,8 @@ class DeviceMemory:
         """Release a reservation; unknown pipelines are fine."""
         if self._ledger is not None:
             self._ledger.release(pipeline_id)
+        if self._ram is not None:
+            self._ram.release(pipeline_id)
 
     def note_death(self, child: Child) -> None:
         """Note the unexpected end of a stage. Use less memory if the system has again killed it for lack of memory."""
@@ -115,12 +146,31 @@ class DeviceMemory:
         """Return a device's state with reserved and free memory."""
         if self._ledger is None:
             return state
+        beside = {name: held.num_bytes for name, held in self._ram.held.items()} if self._ram is not None else {}
         return replace(
             state,
+            ram_free_bytes=self._ram.free_bytes if self._ram is not None else 0,
             reserved_bytes=self._ledger.reserved_bytes,
             free_bytes=self._ledger.free_bytes,
             reserved=tuple(
-                Reserved(pipeline_id=PipelineId(pipeline_id), num_bytes=held.num_bytes)
+                Reserved(
+                    pipeline_id=PipelineId(pipeline_id),
+                    num_bytes=held.num_bytes,
+                    ram_bytes=beside.get(pipeline_id, 0),
+                )
                 for pipeline_id, held in self._ledger.held.items()
             ),
         )
+
+
+def as_loaded(profile: DeviceProfile, ram_percent: int) -> DeviceProfile:
+    """Return the device's profile with the packing of a stage's share of experts in host memory; 0: as it is."""
+    if not ram_percent:
+        return profile
+    return replace(profile, packing=with_share(split_kind(profile.packing)[0], ram_percent))
+
+
+def _ram_ledger(node: str, profile: DeviceProfile) -> MemoryLedger | None:
+    if not profile.ram_total_bytes:
+        return None
+    return MemoryLedger(node=node, free_bytes=profile.ram_free_bytes, total_bytes=profile.ram_total_bytes, on_host=True)

@@ -104,4 +104,5 @@ def _profile(stored: Any) -> LayerProfile:
 
 
 def _points(stored: Iterable[Mapping[str, float]]) -> tuple[Point, ...]:
-    return tuple(Point(float(point.get("size", 0)), float(point.get("seconds", 0))) for point in stored)
+    names = ("size", "seconds", "expert_share")
+    return tuple(Point(*(float(point.get(name, 0)) for name in names)) for point in stored)

@@ -40,7 +40,8 @@ def rooms_of(node: NodeState, dtype: str, *, kv: str = "", own: str = "") -> Seq
         return []
     compute = dtype if dtype not in ("", "auto") else device.profile.compute_dtype
     size = 4 if compute == "float32" else 2
-    held = sum(reservation.num_bytes for reservation in device.reserved if own and reservation.pipeline_id == own)
+    ours = [reservation for reservation in device.reserved if own and reservation.pipeline_id == own]
+    held, beside = (sum(each) for each in ((r.num_bytes for r in ours), (r.ram_bytes for r in ours)))
     if not device.free_bytes + held:
         return []
     room = NodeRoom(
@@ -51,6 +52,7 @@ def rooms_of(node: NodeState, dtype: str, *, kv: str = "", own: str = "") -> Seq
         shares_host_memory=uses_host_memory(device.profile),
         packing=device.profile.packing,
         kv=kv,
+        ram_bytes=device.ram_free_bytes + beside,
     )
     return [room]
 
@@ -66,6 +68,6 @@ def stages_of(placed: Sequence[Placed]) -> tuple[StagePlacement, ...]:
     for piece in placed:
         by_node.setdefault(piece.node_id, []).append(piece)
     return tuple(
-        StagePlacement(node_id=node_id, slices=tuple(piece.part for piece in pieces))
+        StagePlacement(node_id=node_id, slices=tuple(piece.part for piece in pieces), ram_percent=pieces[0].ram_percent)
         for node_id, pieces in by_node.items()
     )

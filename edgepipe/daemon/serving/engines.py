@@ -276,7 +276,10 @@ class EngineHost:
         if moves is Moves.OFF:
             return False
         avoided = self.avoided(pipeline_id)
-        return self.move(pipeline_id, await self._replanner.anew(pipeline_id, run.spec, avoided, num_nodes=num_nodes))
+        found = await self._replanner.anew(
+            pipeline_id, run.spec, avoided, num_nodes=num_nodes, expert_shares=run.state.expert_shares
+        )
+        return self.move(pipeline_id, found)
 
     def move(self, pipeline_id: str, made: PlanMade) -> bool:
         """Send a pipeline's stages to a placement; return whether it differs from the present one."""
@@ -296,7 +299,9 @@ class EngineHost:
         # The engine has older settings.
         spec = replace(wanted.spec, moves=run.spec.moves, num_nodes=run.spec.num_nodes)
         try:
-            made = await self._replanner.plan(run.state.pipeline_id, replace(wanted, spec=spec))
+            made = await self._replanner.plan(
+                run.state.pipeline_id, replace(wanted, spec=spec), expert_shares=run.state.expert_shares
+            )
         except EdgepipeError as error:
             made = PlanMade(error=error)
         child.send(replace(made, question=wanted.question))

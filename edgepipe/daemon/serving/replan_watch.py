@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from edgepipe.clock import Clock
 from edgepipe.daemon.serving.engines import EngineHost
-from edgepipe.daemon.serving.replanning import Known, Replanner, placed_of
+from edgepipe.daemon.serving.replanning import Known, Replanner, placed_of, seen_experts
 from edgepipe.errors import EdgepipeError
 from edgepipe.planner.drift import Departure, Seen, corrected, departures
 from edgepipe.planner.forecast import Ring
@@ -110,6 +110,7 @@ class ReplanWatch:
         """Start a search once the ring's times have differed from the plan for ``_AWHILE_S``."""
         placed = placed_of(spec)
         seen = _seen(self._engines.state_of(pipeline_id), placed)
+        watched.known = self._with_experts(pipeline_id, watched.known)
         ring = _ring(watched.known, placed)
         if seen is None or ring is None:
             return  # an idle ring shows no times; earlier differences stay valid
@@ -183,8 +184,14 @@ class ReplanWatch:
             watched.known = Known(
                 model=fresh.model, demand=fresh.demand, cluster=fresh.cluster.with_speeds_of(speeds.values())
             )
-        assert watched.known is not None
-        return watched.known
+        watched.known = known = self._with_experts(pipeline_id, watched.known)
+        assert known is not None
+        return known
+
+    def _with_experts(self, pipeline_id: str, known: Known | None) -> Known | None:
+        """Return the speeds for a model that reads as many experts as its engine has seen."""
+        state = self._engines.state_of(pipeline_id)
+        return seen_experts(known, state.expert_shares) if known is not None and state is not None else known
 
     def _cost(self, known: Known, pipeline_id: str, placed: Sequence[Placed], better: Plan, now: Plan) -> MoveCost:
         state = self._engines.state_of(pipeline_id)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from edgepipe.backend.expert_reads import ExpertShare
 from edgepipe.daemon.files.model_parts import fetch_bytes
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.network.peers import Peers
@@ -17,6 +18,7 @@ from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.demand import Demand, Objective
+from edgepipe.planner.drift import with_expert_shares
 from edgepipe.planner.placement import Placed
 from edgepipe.planner.plan import Constraints, plan
 from edgepipe.planner.replacement import replace_lost
@@ -52,7 +54,11 @@ def demand_of(
 
 def placed_of(spec: ServeSpec) -> tuple[Placed, ...]:
     """Return a spec's slices with their nodes, in the order in which a token passes them."""
-    placed = [Placed(node_id=stage.node_id, part=part) for stage in spec.stages for part in stage.slices]
+    placed = [
+        Placed(node_id=stage.node_id, part=part, ram_percent=stage.ram_percent)
+        for stage in spec.stages
+        for part in stage.slices
+    ]
     return tuple(sorted(placed, key=lambda piece: piece.part.index))
 
 
@@ -93,6 +99,11 @@ class Known:
     cluster: Cluster
 
 
+def seen_experts(known: Known, shares: Sequence[ExpertShare]) -> Known:
+    """Return the speeds for a model whose steps read these shares of a layer's experts."""
+    return replace(known, cluster=with_expert_shares(known.cluster, shares)) if shares else known
+
+
 class Replanner:
     """Computes placements for the engines beside this daemon, from the known state of the cluster."""
 
@@ -131,11 +142,13 @@ class Replanner:
         """Return a node's name for people. Raises NodeUnreachable."""
         return self._peers.node(node_id).name
 
-    async def plan(self, pipeline_id: str, wanted: PlanWanted) -> PlanMade:
+    async def plan(
+        self, pipeline_id: str, wanted: PlanWanted, *, expert_shares: Sequence[ExpertShare] = ()
+    ) -> PlanMade:
         """Place lost stages on other nodes if they fit there; else place all stages anew.
 
         If no placement avoids all that the engine avoids, nodes are allowed again first, soonest expiry first, and
-        links last.
+        links last. ``expert_shares``: that the model's steps read, as far as its engine has seen.
         Raises NoFeasiblePlacement, ModelUnknown.
         """
         spec = wanted.spec
@@ -147,17 +160,29 @@ class Replanner:
             placed = self._replaced(model, spec, pipeline_id, avoided)
             if placed is not None:
                 return self.made(spec, placed)
-            known = known or await self.known(pipeline_id, spec)
+            known = known or seen_experts(await self.known(pipeline_id, spec), expert_shares)
             try:
                 return self.made(spec, await self.search(known, spec, avoided))
             except NoFeasiblePlacement:
                 if not tries:
                     raise
 
-    async def anew(self, pipeline_id: str, spec: ServeSpec, avoided: Avoided, *, num_nodes: int) -> PlanMade:
-        """Find the best placement over ``num_nodes`` nodes (0: as in ``spec``). Raises NoFeasiblePlacement."""
+    async def anew(
+        self,
+        pipeline_id: str,
+        spec: ServeSpec,
+        avoided: Avoided,
+        *,
+        num_nodes: int,
+        expert_shares: Sequence[ExpertShare] = (),
+    ) -> PlanMade:
+        """Find the best placement over ``num_nodes`` nodes (0: as in ``spec``). Raises NoFeasiblePlacement.
+
+        ``expert_shares``: as for ``plan``.
+        """
         wanted = replace(spec, num_nodes=num_nodes or spec.num_nodes)
-        return self.made(wanted, await self.search(await self.known(pipeline_id, wanted), wanted, avoided))
+        known = seen_experts(await self.known(pipeline_id, wanted), expert_shares)
+        return self.made(wanted, await self.search(known, wanted, avoided))
 
     async def known(self, pipeline_id: str, spec: ServeSpec, *, measure: Collection[str] = ()) -> Known:
         """Return the measurements of the cluster. Nodes in ``measure`` are idle and are measured first.
@@ -183,6 +208,7 @@ class Replanner:
             num_nodes=min(spec.num_nodes, len(machines)),
             exclude=tuple(name for name in spec.exclude if name in names),
             first=spec.first if spec.first in names else "",
+            experts_in_ram=spec.experts_in_ram,
         )
         links = replace(known.cluster.links, unreached=avoided.links)
         found = await asyncio.to_thread(plan, known.demand, machines, links, constraints, explain=False)

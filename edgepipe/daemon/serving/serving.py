@@ -31,11 +31,13 @@ from edgepipe.errors import (
 )
 from edgepipe.ids import Epoch, IdSource, PipelineId
 from edgepipe.link.shut_ports import shut_port
+from edgepipe.model.expert_places import in_words
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.memory_classes import most_within
 from edgepipe.model.names import matching_names
 from edgepipe.model.weight_table import FLOATS, WeightTable
-from edgepipe.planner.placement import NodeRoom, Placed, place_by_plan
+from edgepipe.planner.expert_shares import place_with_shares, rooms_as_placed
+from edgepipe.planner.placement import NodeRoom, Placed
 from edgepipe.planner.plan import Constraints, Plan, plan
 from edgepipe.wire.engines import EngineState, ServeSpec
 from edgepipe.wire.nodes import NodeState
@@ -286,7 +288,8 @@ class Serving:
         rooms = [room for node in nodes for room in rooms_of(node, options.dtype, kv=options.kv)]
         try:
             if request.plan:
-                placed = place_by_plan(placement_need(model.config, context, model.weights), rooms, request.plan)
+                need = placement_need(model.config, context, model.weights)
+                placed = place_with_shares(need, rooms, request.plan, options.experts_in_ram)
                 engine_node = placed[0].node_id
             else:
                 found = await self._planned(request, model, context, exclude)
@@ -300,6 +303,7 @@ class Serving:
                 raise VersionMismatch(error.what, fact=mismatch.fact, next_step=mismatch.next_step) from error
             error.fact = "; ".join([error.fact, *self._failed_devices()])
             raise
+        rooms = rooms_as_placed(rooms, placed)
         _check_kv_room(model.config, options.kv_tokens, placed, rooms, weights=model.weights)
         profiles = [device.profile for node in nodes for device in node.devices]
         spec = replace(
@@ -334,14 +338,19 @@ class Serving:
         must_keep_tokens = context if request.must_keep_context else 0
         demand = demand_of(model.config, asked, weights=model.weights, must_keep_tokens=must_keep_tokens)
         constraints = Constraints(
-            num_nodes=request.num_nodes, exclude=(*request.exclude, *exclude), first=request.first
+            num_nodes=request.num_nodes,
+            exclude=(*request.exclude, *exclude),
+            first=request.first,
+            experts_in_ram=request.options.experts_in_ram,
         )
         return await asyncio.to_thread(plan, demand, cluster.machines, cluster.links, constraints, explain=False)
 
     def _describe(self, spec: ServeSpec) -> str:
         """Describe a placement: ``layers 0-14 on gamer, 15-29 on mac``."""
         parts = [
-            f"{part.layers} on {self._peers.node(stage.node_id).name}" for stage in spec.stages for part in stage.slices
+            f"{part.layers} on {self._peers.node(stage.node_id).name}{in_words(stage.ram_percent)}"
+            for stage in spec.stages
+            for part in stage.slices
         ]
         return f"layers {', '.join(parts)}"
 
@@ -487,6 +496,7 @@ def _other_setting(request: ServeRequest, spec: ServeSpec) -> str:
         "--policy": (asked.policy, spec.policy or "throttled"),
         "--dtype": (asked.dtype, spec.dtype),
         "--kv": (asked.kv, spec.kv),
+        "--experts-in-ram": (asked.experts_in_ram, spec.experts_in_ram or "none"),
         "--concurrency": (request.concurrency, spec.concurrency),
     }
     other = next(((flag, now) for flag, (wanted, now) in flags.items() if wanted not in (0, "", "auto", now)), None)

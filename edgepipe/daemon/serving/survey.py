@@ -181,6 +181,7 @@ def _machine(node: NodeState, dtype: str, kv: str, *, own: str = "") -> Surveyed
         taken_bytes=max(0, profile.memory_total_bytes - headroom - ours),
         value_bytes=room.bytes_per_weight,
         shares_host_memory=on_host,
+        ram_free_bytes=room.ram_bytes,
     )
 
 

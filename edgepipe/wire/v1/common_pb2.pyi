@@ -209,6 +209,9 @@ class DeviceProfile(_message.Message):
     CONTIGUOUS_KV_FIELD_NUMBER: _builtins.int
     PACKING_FIELD_NUMBER: _builtins.int
     KV_FORMS_FIELD_NUMBER: _builtins.int
+    RAM_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    RAM_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    RAM_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     device: _builtins.str
     name: _builtins.str
@@ -220,6 +223,11 @@ class DeviceProfile(_message.Message):
     contiguous_kv: _builtins.bool
     packing: _builtins.str
     """how it keeps packed weights (edgepipe.model.resident); empty: widened"""
+    ram_total_bytes: _builtins.int
+    """host memory beside the device for experts; 0: none"""
+    ram_free_bytes: _builtins.int
+    ram_bytes_per_s: _builtins.float
+    """at which the CPU reads it"""
     @_builtins.property
     def block_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -241,10 +249,13 @@ class DeviceProfile(_message.Message):
         contiguous_kv: _builtins.bool = ...,
         packing: _builtins.str = ...,
         kv_forms: _abc.Iterable[_builtins.str] | None = ...,
+        ram_total_bytes: _builtins.int = ...,
+        ram_free_bytes: _builtins.int = ...,
+        ram_bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "block_sizes", b"block_sizes", "compute_dtype", b"compute_dtype", "contiguous_kv", b"contiguous_kv", "device", b"device", "flops", b"flops", "kv_forms", b"kv_forms", "memory_free_bytes", b"memory_free_bytes", "memory_total_bytes", b"memory_total_bytes", "name", b"name", "packing", b"packing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "block_sizes", b"block_sizes", "compute_dtype", b"compute_dtype", "contiguous_kv", b"contiguous_kv", "device", b"device", "flops", b"flops", "kv_forms", b"kv_forms", "memory_free_bytes", b"memory_free_bytes", "memory_total_bytes", b"memory_total_bytes", "name", b"name", "packing", b"packing", "ram_bytes_per_s", b"ram_bytes_per_s", "ram_free_bytes", b"ram_free_bytes", "ram_total_bytes", b"ram_total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

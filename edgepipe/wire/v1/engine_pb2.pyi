@@ -583,6 +583,7 @@ class EngineState(_message.Message):
     LEFT_OUT_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
     MOVE_PAUSE_MS_FIELD_NUMBER: _builtins.int
+    EXPERT_SHARES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     pipeline_id: _builtins.str
     state: _builtins.str
@@ -651,6 +652,10 @@ class EngineState(_message.Message):
     def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeftOut]:
         """what plans avoid now"""
 
+    @_builtins.property
+    def expert_shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpertShare]:
+        """that its steps read, by tokens; none: no experts, or not counted"""
+
     def __init__(
         self,
         *,
@@ -690,14 +695,39 @@ class EngineState(_message.Message):
         left_out: _abc.Iterable[Global___LeftOut] | None = ...,
         moves: _builtins.int = ...,
         move_pause_ms: _builtins.int = ...,
+        expert_shares: _abc.Iterable[Global___ExpertShare] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "epoch", b"epoch", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "advice", b"advice", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "certificate", b"certificate", "context_length", b"context_length", "decode_rows", b"decode_rows", "epoch", b"epoch", "error", b"error", "free_blocks", b"free_blocks", "in_flight", b"in_flight", "kept_tokens", b"kept_tokens", "latency_ms", b"latency_ms", "left_out", b"left_out", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "model", b"model", "move_pause_ms", b"move_pause_ms", "moves", b"moves", "num_blocks", b"num_blocks", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "recoveries", b"recoveries", "replayed_tokens", b"replayed_tokens", "running", b"running", "stages", b"stages", "stall_ms", b"stall_ms", "state", b"state", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "advice", b"advice", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "certificate", b"certificate", "context_length", b"context_length", "decode_rows", b"decode_rows", "epoch", b"epoch", "error", b"error", "expert_shares", b"expert_shares", "free_blocks", b"free_blocks", "in_flight", b"in_flight", "kept_tokens", b"kept_tokens", "latency_ms", b"latency_ms", "left_out", b"left_out", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "model", b"model", "move_pause_ms", b"move_pause_ms", "moves", b"moves", "num_blocks", b"num_blocks", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "recoveries", b"recoveries", "replayed_tokens", b"replayed_tokens", "running", b"running", "stages", b"stages", "stall_ms", b"stall_ms", "state", b"state", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
+
+@_typing.final
+class ExpertShare(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.float
+    """of a step, about"""
+    share: _builtins.float
+    """of a layer's experts that such steps read"""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.float = ...,
+        share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["share", b"share", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpertShare: _TypeAlias = ExpertShare  # noqa: Y015
 
 @_typing.final
 class LeftOut(_message.Message):
@@ -796,6 +826,7 @@ class StageState(_message.Message):
     HOP_BYTES_FIELD_NUMBER: _builtins.int
     HOP_LATENCY_COUNTS_FIELD_NUMBER: _builtins.int
     HOP_LATENCY_S_FIELD_NUMBER: _builtins.int
+    RAM_PERCENT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     node_name: _builtins.str
     backend: _builtins.str
@@ -823,6 +854,8 @@ class StageState(_message.Message):
     """over its outgoing link"""
     hop_latency_s: _builtins.float
     """all of them together"""
+    ram_percent: _builtins.int
+    """of the layers, whose experts are in host memory"""
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Slice]: ...
     @_builtins.property
@@ -856,10 +889,11 @@ class StageState(_message.Message):
         hop_bytes: _builtins.int = ...,
         hop_latency_counts: _abc.Iterable[_builtins.int] | None = ...,
         hop_latency_s: _builtins.float = ...,
+        ram_percent: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "backend", b"backend", "bubble_s", b"bubble_s", "busy", b"busy", "computed_s", b"computed_s", "decode_ms", b"decode_ms", "decode_upload_ms", b"decode_upload_ms", "device", b"device", "hop_bytes", b"hop_bytes", "hop_latency_counts", b"hop_latency_counts", "hop_latency_s", b"hop_latency_s", "kv_bytes", b"kv_bytes", "node_id", b"node_id", "node_name", b"node_name", "one_way_ms", b"one_way_ms", "products", b"products", "slices", b"slices", "step_ms", b"step_ms", "upload_ms", b"upload_ms", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "backend", b"backend", "bubble_s", b"bubble_s", "busy", b"busy", "computed_s", b"computed_s", "decode_ms", b"decode_ms", "decode_upload_ms", b"decode_upload_ms", "device", b"device", "hop_bytes", b"hop_bytes", "hop_latency_counts", b"hop_latency_counts", "hop_latency_s", b"hop_latency_s", "kv_bytes", b"kv_bytes", "node_id", b"node_id", "node_name", b"node_name", "one_way_ms", b"one_way_ms", "products", b"products", "ram_percent", b"ram_percent", "slices", b"slices", "step_ms", b"step_ms", "upload_ms", b"upload_ms", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

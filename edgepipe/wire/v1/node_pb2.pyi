@@ -240,6 +240,7 @@ class DeviceState(_message.Message):
     FREE_BYTES_FIELD_NUMBER: _builtins.int
     RESERVED_FIELD_NUMBER: _builtins.int
     FENCED_MESSAGES_FIELD_NUMBER: _builtins.int
+    RAM_FREE_BYTES_FIELD_NUMBER: _builtins.int
     reserved_bytes: _builtins.int
     state: _builtins.str
     """"starting" | "idle" | "loading" | "serving" | "failed" """
@@ -247,6 +248,8 @@ class DeviceState(_message.Message):
     """what can still be reserved: headroom and reservations taken off"""
     fenced_messages: _builtins.int
     """of replaced epochs, dropped by stages that run"""
+    ram_free_bytes: _builtins.int
+    """host memory for experts that can still be reserved"""
     @_builtins.property
     def profile(self) -> _common_pb2.DeviceProfile: ...
     @_builtins.property
@@ -263,10 +266,11 @@ class DeviceState(_message.Message):
         free_bytes: _builtins.int = ...,
         reserved: _abc.Iterable[Global___Reserved] | None = ...,
         fenced_messages: _builtins.int = ...,
+        ram_free_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "fenced_messages", b"fenced_messages", "free_bytes", b"free_bytes", "profile", b"profile", "reserved", b"reserved", "reserved_bytes", b"reserved_bytes", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "fenced_messages", b"fenced_messages", "free_bytes", b"free_bytes", "profile", b"profile", "ram_free_bytes", b"ram_free_bytes", "reserved", b"reserved", "reserved_bytes", b"reserved_bytes", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -280,17 +284,21 @@ class Reserved(_message.Message):
 
     PIPELINE_ID_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    RAM_BYTES_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     num_bytes: _builtins.int
+    ram_bytes: _builtins.int
+    """experts in host memory"""
     def __init__(
         self,
         *,
         pipeline_id: _builtins.str = ...,
         num_bytes: _builtins.int = ...,
+        ram_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "pipeline_id", b"pipeline_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "pipeline_id", b"pipeline_id", "ram_bytes", b"ram_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -381,6 +389,7 @@ class PrepareRequest(_message.Message):
     ACTIVATION_TYPE_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
+    RAM_PERCENT_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     model: _builtins.str
     manifest_hash: _builtins.str
@@ -397,6 +406,8 @@ class PrepareRequest(_message.Message):
     """in a new process, even if the one there holds just this"""
     kv: _builtins.str
     """form of the KV, as in ServeSpec"""
+    ram_percent: _builtins.int
+    """of the layers, whose experts stay in host memory; 0: as the node is set"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -420,10 +431,11 @@ class PrepareRequest(_message.Message):
         activation_type: _common_pb2.ActivationType.ValueType = ...,
         fresh: _builtins.bool = ...,
         kv: _builtins.str = ...,
+        ram_percent: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "fresh", b"fresh", "hello", b"hello", "kv", b"kv", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "model", b"model", "pipeline_id", b"pipeline_id", "slices", b"slices", "weight_bytes", b"weight_bytes", "weights_node", b"weights_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "fresh", b"fresh", "hello", b"hello", "kv", b"kv", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "model", b"model", "pipeline_id", b"pipeline_id", "ram_percent", b"ram_percent", "slices", b"slices", "weight_bytes", b"weight_bytes", "weights_node", b"weights_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -586,7 +598,10 @@ class StagePlacement(_message.Message):
 
     NODE_ID_FIELD_NUMBER: _builtins.int
     SLICES_FIELD_NUMBER: _builtins.int
+    RAM_PERCENT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
+    ram_percent: _builtins.int
+    """of the layers, whose experts stay in host memory"""
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Slice]: ...
     def __init__(
@@ -594,10 +609,11 @@ class StagePlacement(_message.Message):
         *,
         node_id: _builtins.str = ...,
         slices: _abc.Iterable[_common_pb2.Slice] | None = ...,
+        ram_percent: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "slices", b"slices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "ram_percent", b"ram_percent", "slices", b"slices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -628,6 +644,7 @@ class ServeSpec(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     ON_REQUEST_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
+    EXPERTS_IN_RAM_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     manifest_hash: _builtins.str
     micro_batches: _builtins.int
@@ -658,6 +675,8 @@ class ServeSpec(_message.Message):
     """a request loaded it, and a request's keep_alive may stop it"""
     kv: _builtins.str
     """form of the KV (edgepipe.model.facts); empty: the compute dtype"""
+    experts_in_ram: _builtins.str
+    """"auto", or a share such as "40%" (edgepipe.model.expert_places); empty: none"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePlacement]: ...
     @_builtins.property
@@ -686,10 +705,11 @@ class ServeSpec(_message.Message):
         block_size: _builtins.int = ...,
         on_request: _builtins.bool = ...,
         kv: _builtins.str = ...,
+        experts_in_ram: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "concurrency", b"concurrency", "context_length", b"context_length", "dtype", b"dtype", "exclude", b"exclude", "first", b"first", "fixed", b"fixed", "kv", b"kv", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "num_nodes", b"num_nodes", "on_request", b"on_request", "policy", b"policy", "stages", b"stages", "throughput", b"throughput"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "concurrency", b"concurrency", "context_length", b"context_length", "dtype", b"dtype", "exclude", b"exclude", "experts_in_ram", b"experts_in_ram", "first", b"first", "fixed", b"fixed", "kv", b"kv", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "num_nodes", b"num_nodes", "on_request", b"on_request", "policy", b"policy", "stages", b"stages", "throughput", b"throughput"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1756,6 +1776,7 @@ class LoadShard(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     ACTIVATION_TYPE_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
+    RAM_PERCENT_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     path: _builtins.str
     """folder or file that open_weights takes"""
@@ -1764,6 +1785,8 @@ class LoadShard(_message.Message):
     activation_type: _common_pb2.ActivationType.ValueType
     kv: _builtins.str
     """form of the KV, as in ServeSpec"""
+    ram_percent: _builtins.int
+    """as in PrepareRequest"""
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
@@ -1779,10 +1802,11 @@ class LoadShard(_message.Message):
         dtype: _builtins.str = ...,
         activation_type: _common_pb2.ActivationType.ValueType = ...,
         kv: _builtins.str = ...,
+        ram_percent: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "kv", b"kv", "path", b"path", "pipeline_id", b"pipeline_id", "slices", b"slices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "kv", b"kv", "path", b"path", "pipeline_id", b"pipeline_id", "ram_percent", b"ram_percent", "slices", b"slices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2469,18 +2493,22 @@ class ProfilePoint(_message.Message):
 
     SIZE_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    EXPERT_SHARE_FIELD_NUMBER: _builtins.int
     size: _builtins.float
     """rows, or tokens"""
     seconds: _builtins.float
+    expert_share: _builtins.float
+    """of a layer's experts that it read; 0: not counted"""
     def __init__(
         self,
         *,
         size: _builtins.float = ...,
         seconds: _builtins.float = ...,
+        expert_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_share", b"expert_share", "seconds", b"seconds", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2711,6 +2739,7 @@ class SurveyedMachine(_message.Message):
     VALUE_BYTES_FIELD_NUMBER: _builtins.int
     SHARES_HOST_MEMORY_FIELD_NUMBER: _builtins.int
     LAYER_FIELD_NUMBER: _builtins.int
+    RAM_FREE_BYTES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     name: _builtins.str
     free_bytes: _builtins.int
@@ -2720,6 +2749,8 @@ class SurveyedMachine(_message.Message):
     value_bytes: _builtins.int
     """of a weight, a key, a value"""
     shares_host_memory: _builtins.bool
+    ram_free_bytes: _builtins.int
+    """host memory for experts"""
     @_builtins.property
     def device(self) -> _common_pb2.DeviceProfile: ...
     @_builtins.property
@@ -2737,10 +2768,11 @@ class SurveyedMachine(_message.Message):
         value_bytes: _builtins.int = ...,
         shares_host_memory: _builtins.bool = ...,
         layer: Global___LayerProfile | None = ...,
+        ram_free_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "layer", b"layer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "free_bytes", b"free_bytes", "layer", b"layer", "name", b"name", "node_id", b"node_id", "shares_host_memory", b"shares_host_memory", "taken_bytes", b"taken_bytes", "value_bytes", b"value_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "free_bytes", b"free_bytes", "layer", b"layer", "name", b"name", "node_id", b"node_id", "ram_free_bytes", b"ram_free_bytes", "shares_host_memory", b"shares_host_memory", "taken_bytes", b"taken_bytes", "value_bytes", b"value_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

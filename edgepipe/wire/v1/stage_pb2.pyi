@@ -831,6 +831,7 @@ class StepTiming(_message.Message):
     SEND_QUEUE_US_FIELD_NUMBER: _builtins.int
     UPLOAD_US_FIELD_NUMBER: _builtins.int
     QUEUED_US_FIELD_NUMBER: _builtins.int
+    EXPERT_SHARE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     slice: _builtins.int
     num_tokens: _builtins.int
@@ -849,6 +850,8 @@ class StepTiming(_message.Message):
     """of the step before it"""
     queued_us: _builtins.int
     """from plan and inputs being there until it started"""
+    expert_share: _builtins.float
+    """of a layer's experts that the step read, mean of its layers; 0: not counted"""
     def __init__(
         self,
         *,
@@ -864,10 +867,11 @@ class StepTiming(_message.Message):
         send_queue_us: _builtins.int = ...,
         upload_us: _builtins.int = ...,
         queued_us: _builtins.int = ...,
+        expert_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prepare_us", b"prepare_us", "queued_us", b"queued_us", "sample_us", b"sample_us", "send_queue_us", b"send_queue_us", "slice", b"slice", "started_us", b"started_us", "step", b"step", "upload_us", b"upload_us", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "expert_share", b"expert_share", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prepare_us", b"prepare_us", "queued_us", b"queued_us", "sample_us", b"sample_us", "send_queue_us", b"send_queue_us", "slice", b"slice", "started_us", b"started_us", "step", b"step", "upload_us", b"upload_us", "wait_us", b"wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from edgepipe.backend.cost import CostModel
+from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import named_device
+from edgepipe.backend.expert_reads import ExpertShare, skewed_shares
 from edgepipe.daemon.files.models import LocalModel
 from edgepipe.daemon.serving.capacity import stages_of
 from edgepipe.daemon.serving.replan_watch import ReplanWatch
@@ -20,7 +21,7 @@ from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.forecast import Ring
 from edgepipe.planner.placement import NodeRoom, Placed
-from edgepipe.planner.profiles import Links, Machine, TableSpeed
+from edgepipe.planner.profiles import LayerProfile, Links, Machine, MeasuredSpeed, Point, Speed, TableSpeed
 from edgepipe.testing.clock import FakeClock
 from edgepipe.units import parse_link
 from edgepipe.wire.engines import Advice, EngineState, ServeSpec, StageState
@@ -34,6 +35,8 @@ PIPELINE = "p"
 class World:
     """Machines a, b, ... (all M4 Max), a model over some of them, and the watch that looks at it."""
 
+    config, room_bytes = SHAPE, 17 * 10**9
+
     def __init__(self, *counts: int, moves: bool = False) -> None:
         self.clock = FakeClock()
         self.nodes = [NodeId("ab"[i]) for i in range(len(counts))]
@@ -41,11 +44,13 @@ class World:
         self.moved: list[ServeSpec] = []
         self.measured: list[str] = []
         ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-        slices = make_slices([LayerRange(e - n, e) for e, n in zip(ends, counts, strict=True)], SHAPE.num_layers)
+        slices = make_slices([LayerRange(e - n, e) for e, n in zip(ends, counts, strict=True)], self.config.num_layers)
         stages = stages_of([Placed(node_id=one, part=part) for one, part in zip(self.nodes, slices, strict=True)])
         self.spec = ServeSpec(model="m", stages=stages, throughput=True, moves=moves)
         self._news = asyncio.Event()
         self.slower = 1.0  # stage b, than planned
+        self.searches = 0
+        self.shares: tuple[ExpertShare, ...] = ()  # that the engine has seen
         self.to_avoid = Avoided()  # of the engine
         self.draining: set[str] = set()
         self._real = Replanner(
@@ -71,9 +76,9 @@ class World:
         return True
 
     def state_of(self, pipeline_id: str) -> EngineState:
-        machines = {one.node_id: one for one in self.cluster().machines}
+        machines = {one.node_id: replace(one, speed=self.truth()) for one in self.cluster().machines}
         placed = placed_of(self.spec)
-        planned = Ring(demand_of(SHAPE, self.spec), placed, machines, self.cluster().links).of(2, 16)
+        planned = Ring(demand_of(self.config, self.spec), placed, machines, self.cluster().links).of(2, 16)
         factors = [self.slower if one.node_id == "b" else 1.0 for one in placed]
         return EngineState(
             model="m",
@@ -82,6 +87,7 @@ class World:
             state="ready",
             running=16,
             decode_rows=8,
+            expert_shares=self.shares,
             stages=tuple(
                 StageState(node_id=one.node_id, decode_ms=1e3 * seconds * factor)
                 for one, seconds, factor in zip(placed, planned.step_s, factors, strict=True)
@@ -100,29 +106,38 @@ class World:
 
     async def known(self, pipeline_id: str, spec: ServeSpec, *, measure: Collection[str] = ()) -> Known:
         self.measured += measure
-        model = cast("Any", type("Model", (), {"config": SHAPE})())
-        return Known(model=model, demand=demand_of(SHAPE, spec), cluster=self.cluster())
+        model = cast("Any", type("Model", (), {"config": self.config})())
+        return Known(model=model, demand=demand_of(self.config, spec), cluster=self.cluster())
 
     def peer_states(self) -> list[NodeState]:
         return [NodeState(node_id=one, draining=one in self.draining) for one in self.nodes]
 
     async def search(self, known: Known, spec: ServeSpec, avoided: Avoided) -> tuple[Placed, ...]:
+        self.searches += 1
         return await self._real.search(known, spec, avoided)
 
     def made(self, spec: ServeSpec, placed: tuple[Placed, ...]) -> PlanMade:
         return PlanMade(spec=replace(spec, stages=stages_of(placed)))
 
     def cluster(self) -> Cluster:
-        speed = TableSpeed(CostModel(SHAPE, named_device("m4max")))
+        speed = self.speed()
         machines = tuple(
             Machine(
-                room=NodeRoom(node_id=one, name=one, free_bytes=17 * 10**9, bytes_per_weight=2),
+                room=NodeRoom(node_id=one, name=one, free_bytes=self.room_bytes, bytes_per_weight=2),
                 device="M4 Max",
                 speed=speed,
             )
             for one in self.nodes
         )
-        return Cluster(model="m", config=SHAPE, machines=machines, links=Links(assumed=parse_link("1gbit,0.5ms")))
+        return Cluster(model="m", config=self.config, machines=machines, links=Links(assumed=parse_link("1gbit,0.5ms")))
+
+    def speed(self) -> Speed:
+        """The speed of each machine, as far as the cluster knows."""
+        return TableSpeed(CostModel(self.config, named_device("m4max")))
+
+    def truth(self) -> Speed:
+        """The speed at which each machine runs the model."""
+        return self.speed()
 
     async def changes(self) -> AsyncIterator[None]:
         while True:
@@ -239,3 +254,72 @@ async def test_stages_move_by_themselves_where_that_was_asked_for_and_then_rest(
         await world.minutes(1.5)
         assert len(world.moved) == 1, "it rests after a move"
         assert world.advice is not None
+
+
+class MixtureWorld(World):
+    """A mixture whose probe read few experts, since its choices are skewed. The running model chooses evenly."""
+
+    config, room_bytes = named_shape("qwen3-30b-a3b"), 70 * 10**9
+
+    def __init__(self, *counts: int, moves: bool = False) -> None:
+        super().__init__(*counts, moves=moves)
+        self._cost = CostModel(self.config, named_device("m4max"))
+
+    def speed(self) -> Speed:
+        skewed = skewed_shares(128, 8, 1.5)
+        read = {each.tokens: each.share for each in skewed}
+        sheet = TableSpeed(self._cost, expert_shares=skewed)
+        steps = {size: StepWork.of_rows([0] * size, [1] * size, logit_rows=0) for size in (1, 4, 16, 64)}
+        profile = LayerProfile(
+            base_s=0.0,
+            decode=tuple(
+                Point(size, float(sheet.parts(work).layer_s.mean()), read.get(size, 0.0))
+                for size, work in steps.items()
+            ),
+            prefill=(Point(128, 1e-2),),
+            head=(Point(1, 1e-4),),
+            kv_token_s=0.0,
+            decode_context=0,
+        )
+        return MeasuredSpeed(profile, self._cost)
+
+    def truth(self) -> Speed:
+        return self.speed().with_expert_shares(EVEN)
+
+
+EVEN = skewed_shares(128, 8, 0.0)
+
+
+async def test_experts_that_the_engine_has_counted_explain_the_time_of_its_steps() -> None:
+    async with MixtureWorld(25, 23) as world:
+        world.shares = EVEN
+        await world.minutes(3)
+        assert world.searches == 0
+        assert world.advice is None
+
+
+async def test_experts_counted_late_cost_a_search_or_two_and_no_move() -> None:
+    async with MixtureWorld(25, 23, moves=True) as world:
+        await world.minutes(1.5)
+        assert world.searches == 1, "the steps are slower than planned, nobody knows why"
+        world.shares = EVEN
+        await world.minutes(2)
+        assert world.searches == 2, "the first correction is taken back"
+        for index in range(24):  # means of running steps waver
+            world.shares = tuple(replace(each, share=each.share * (0.97 + 0.03 * (index % 2))) for each in EVEN)
+            await world.minutes(0.5)
+        assert world.searches == 2
+        assert world.moved == []
+        assert world.advice is None
+
+
+async def test_a_machine_that_is_slow_for_other_reasons_is_still_told_of() -> None:
+    async with MixtureWorld(25, 23) as world:
+        world.shares = EVEN
+        world.slower = 2.0
+        await world.minutes(1.5)
+        assert world.advice is not None
+        assert world.advice.why.startswith("stage b takes")
+        searches = world.searches
+        await world.minutes(3)
+        assert world.searches == searches, "the same difference is told once"

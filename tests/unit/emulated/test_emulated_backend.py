@@ -13,6 +13,7 @@ from edgepipe_emulated.settings import read_settings
 
 from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import device_models
+from edgepipe.backend.expert_reads import skewed_shares
 from edgepipe.backend.loader import backend_names, create_backend
 from edgepipe.backend.types import BackendOptions, BlockRun, LoadProgress, Step, StepRow
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory, ModelInvalid, ShardMismatch, StepFailed
@@ -128,6 +129,29 @@ def test_layers_can_cost_what_those_of_a_known_model_do() -> None:
     backend = loaded(small, as_model="llama-3.1-8b")
     used = backend.profile().memory_total_bytes - backend.profile().memory_free_bytes
     assert used > slice_parameters(LLAMA_8B, whole(LLAMA_8B)) * 2
+
+
+def share_read(tokens: int, *, skew: str = "0") -> float:
+    """Share of the experts of qwen3-30b-a3b's layers that a step reads."""
+    backend = loaded(flat(CONFIG).config(), as_model="qwen3-30b-a3b", expert_skew=skew)
+    step = step_of(row(0, tokens, (0, 4)))
+    ids = np.zeros(tokens, dtype=np.int32)
+    return backend.collect(backend.submit(backend.prepare(step), ids)).expert_share
+
+
+def test_a_step_tells_the_share_of_experts_that_its_time_counts() -> None:
+    assert share_read(1) == 0.0, "one token reads what it always does"
+    assert share_read(16) == pytest.approx(1 - (120 / 128) ** 16)
+    skewed = skewed_shares(128, 8, 1.5)[3]
+    assert skewed.tokens == 16
+    assert share_read(16, skew="1.5") == pytest.approx(skewed.share)
+    assert share_read(16, skew="1.5") < 0.5 * share_read(16)
+
+
+def test_a_skew_that_is_no_skew_is_refused() -> None:
+    for skew in ("-1", "nan", "steep"):
+        with pytest.raises(ConfigInvalid):
+            EmulatedBackend(BackendOptions(settings={"expert_skew": skew}))
 
 
 def test_progress_is_told_per_layer() -> None:

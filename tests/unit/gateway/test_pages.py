@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
+from edgepipe.backend.expert_reads import ExpertShare
 from edgepipe.ids import NodeId
 from edgepipe.wire.engines import EngineState, StageState
 from edgepipe.wire.nodes import DeviceState, MemberState, NodeState
@@ -126,6 +127,23 @@ async def test_metrics_tell_of_requests_engines_stages_and_links() -> None:
     assert found["edgepipe_link_rtt_seconds,dst=b,src=a"] == 0.002
     assert found["edgepipe_heartbeat_gap_p99_seconds,dst=b,src=a"] == 0.26
     assert found["edgepipe_node_up,node=b"] == 1
+
+
+async def test_a_mixture_tells_the_share_of_experts_by_size_of_steps() -> None:
+    async with serving(FakeEngine()) as served:
+        name = "edgepipe_step_expert_ratio,model=tiny,tokens="
+        assert not any(each.startswith(name) for each in await _samples(served))
+        view = view_of(served.address)
+        shares = (ExpertShare(2.0, 0.125), ExpertShare(3.4, 0.25), ExpertShare(16.0, 0.5), ExpertShare(16.5, 0.75))
+        engine = replace(view.served[0].engine, expert_shares=shares)
+        served.gateway.update(replace(view, served=(replace(view.served[0], engine=engine),)))
+        found = await _samples(served)
+    assert {key.removeprefix(name): value for key, value in found.items() if key.startswith(name)} == {
+        "2": 0.125,
+        "4": 0.25,
+        "16": 0.5,
+        "32": 0.75,
+    }
 
 
 def _busy(engine: EngineState) -> EngineState:

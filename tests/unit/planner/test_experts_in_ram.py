@@ -6,15 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from edgepipe.backend.cost import CostModel
+from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import named_device, parse_devices
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.model.expert_places import with_share
 from edgepipe.model.mixes import named_model
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand
-from edgepipe.planner.plan import Plan, plan
-from edgepipe.planner.profiles import TableSpeed
+from edgepipe.planner.expert_shares import place_with_shares
+from edgepipe.planner.placement import Need
+from edgepipe.planner.plan import Constraints, Plan, plan
+from edgepipe.planner.preview import experts_text
+from edgepipe.planner.profiles import LayerProfile, MeasuredSpeed, Point, TableSpeed
 from edgepipe.units import parse_link
 
 MODEL = "qwen3-30b-a3b:q8_0"  # 32 GB
@@ -45,3 +48,109 @@ def test_a_model_fits_a_device_that_is_too_small_for_its_experts() -> None:
 def test_two_devices_beat_one_that_reads_experts_from_ram() -> None:
     assert len(planned("2x rtx4090", 0).stages) == 2
     assert planned("rtx4090", 100).tokens_per_s < planned("2x rtx4090", 0).tokens_per_s
+
+
+def chosen(devices: str, wanted: str, *, ram: str = "56GB", link: str = "1gbit,0.3ms", layers: str = "") -> Plan:
+    """The plan of the emulated devices with experts in RAM as wanted."""
+    config, weights = named_model(MODEL)
+    cluster = known_cluster(
+        parse_devices(devices), config, link=parse_link(link), weights=weights, adjustments={"ram": ram}
+    )
+    demand = Demand(config=config, weights=weights)
+    constraints = Constraints(experts_in_ram=wanted, layers=layers)
+    return plan(demand, cluster.machines, cluster.links, constraints, explain=False)
+
+
+def test_auto_takes_the_smallest_share_with_which_the_device_holds_the_rest() -> None:
+    (stage,) = chosen("rtx4090", "auto").stages
+    free, percent = stage.machine.room.free_bytes, stage.machine.room.ram_percent
+    assert stage.weight_bytes + stage.kv_bytes <= free
+    config, weights = named_model(MODEL)
+    less = stage.machine.room.with_share(percent - 1).sizes(config, weights)
+    assert less.of_slice(stage.part) + stage.kv_bytes > free
+    assert stage.ram_bytes == sum(stage.machine.room.sizes(config, weights).in_ram)
+    assert stage.ram_layers == round(48 * percent / 100)
+
+
+def test_auto_leaves_experts_on_devices_that_are_as_fast_together() -> None:
+    found = chosen("2x rtx4090", "auto")
+    assert [stage.ram_bytes for stage in found.stages] == [0, 0]
+    assert found.without_ram is None
+
+
+def test_auto_takes_one_device_where_the_link_is_slow() -> None:
+    found = chosen("2x rtx4090", "auto", link="100mbit,40ms")
+    assert len(found.stages) == 1
+    assert found.without_ram is not None
+    assert 0 < found.without_ram.tokens_per_s < found.tokens_per_s
+
+
+def test_experts_fit_the_free_ram() -> None:
+    with pytest.raises(NoFeasiblePlacement, match="the model needs about"):
+        chosen("rtx4090", "auto", ram="5GB")
+    found = chosen("2x rtx4090", "100%", ram="20GB")
+    assert all(stage.ram_bytes <= 20e9 for stage in found.stages)
+
+
+def test_a_given_share_counts_where_the_device_is_too_small() -> None:
+    (stage,) = chosen("rtx4090", "50%").stages
+    assert stage.ram_layers == 24
+    assert chosen("h100", "50%").stages[0].ram_bytes == 0
+
+
+def test_a_placement_by_hand_gets_shares_where_they_are_needed() -> None:
+    a, b = chosen("2x rtx4090", "auto", layers="a:0-43,b:44-47").stages
+    assert a.ram_bytes > 0
+    assert b.ram_bytes == 0
+    config, weights = named_model(MODEL)
+    room = chosen("rtx4090", "auto").stages[0].machine.room
+    with pytest.raises(NoFeasiblePlacement, match=r"lacks 2.* of RAM for experts"):
+        place_with_shares(
+            Need(config=config, kv_tokens=512, weights=weights),
+            [replace(room, packing="emulated", ram_bytes=10**9)],
+            "a:0-47",
+            "100%",
+        )
+
+
+def test_the_plan_says_what_it_chose_and_why() -> None:
+    words = experts_text(chosen("rtx4090", "auto"))
+    assert words == "experts of 17 of 48 layers in RAM of a, 10.9 GB: 43.3 tok/s; without: does not fit by 10.0 GB"
+    assert experts_text(chosen("2x rtx4090", "auto")) == ""
+
+
+def test_a_model_that_does_not_fit_says_what_would() -> None:
+    with pytest.raises(NoFeasiblePlacement) as raised:
+        chosen("rtx4090", "")
+    for what in (":q4_k_m", "--experts-in-ram auto", "add a machine with 12 GB"):
+        assert what in raised.value.next_step
+
+
+def test_a_step_takes_the_device_s_bytes_and_those_of_ram_in_turn() -> None:
+    config, weights = named_model(MODEL)
+    device = replace(named_device("rtx4090"), ram_bytes_per_s=50e9)
+    cost = CostModel(config, device, weights=weights)
+    whole = chosen("rtx4090", "50%").stages[0].part
+    all_there, split = cost.slice_cost(whole), cost.with_share(50).slice_cost(whole)
+    in_ram = sum(chosen("rtx4090", "50%").stages[0].machine.room.with_share(50).sizes(config, weights).in_ram)
+    assert split.ram_read_s == pytest.approx(in_ram / 50e9)
+    assert split.expert_read_s == pytest.approx(all_there.expert_read_s / 2)
+
+
+def test_a_measured_layer_with_experts_in_ram_takes_its_rest_and_the_ram_s_time() -> None:
+    config, weights = named_model(MODEL)
+    cost = CostModel(config, named_device("rtx4090"), weights=weights)
+    profile = LayerProfile(
+        base_s=1e-4,
+        decode=(Point(1, 2e-4), Point(16, 4e-4)),
+        prefill=(Point(64, 1e-3),),
+        head=(Point(1, 1e-4),),
+        kv_token_s=0.0,
+        decode_context=64,
+    )
+    speed = MeasuredSpeed(profile, cost)
+    work = StepWork.of_rows([0], [1], logit_rows=0)
+    before, after = speed.parts(work).layer_s, speed.with_share(50).parts(work).layer_s
+    ram_s = cost.with_share(50).slice_cost(chosen("rtx4090", "50%").stages[0].part).ram_s(work) / 24
+    assert after[0] == pytest.approx(before[0])  # even shares begin with a layer on the device
+    assert ram_s < after[1] < before[1] + ram_s

@@ -16,6 +16,7 @@ from edgepipe.planner.profiles import measured_speed
 from edgepipe.stage.probe import probe_layer
 from edgepipe.testing.clock import FakeClock
 from edgepipe.testing.tiny_model import tiny_config
+from tests.support.expert_models import expert_config
 
 DEVICE = DeviceProfile(
     backend="torch",
@@ -36,9 +37,11 @@ class TimedBackend:
     max_submitted = 1
     picks_candidates = False
 
-    def __init__(self, clock: FakeClock) -> None:
+    def __init__(self, clock: FakeClock, *, counts: bool = False) -> None:
+        """``counts``: steps that decode read a hundredth of the experts per row."""
         self.closed = False
         self._clock = clock
+        self._counts = counts
         self._layers, self._head = 0, False
 
     def profile(self) -> DeviceProfile:
@@ -71,7 +74,8 @@ class TimedBackend:
         context = sum(row.position + row.num_tokens for row in ticket.rows if row.num_tokens == 1)
         seconds = 1e-3 + self._layers * (2e-3 + 1e-4 * ticket.num_tokens + 1e-6 * context)
         self._clock.advance(seconds + (5e-3 if self._head else 0.0))
-        return StepOutput(logits=np.zeros((1, 1), dtype=np.float32))
+        share = 0.01 * ticket.num_tokens if self._counts and len(ticket.rows) == ticket.num_tokens > 1 else 0.0
+        return StepOutput(logits=np.zeros((1, 1), dtype=np.float32), expert_share=share)
 
     def check(self) -> None:
         raise NotImplementedError
@@ -104,6 +108,22 @@ def test_a_real_backend_runs_made_up_layers() -> None:
     profile = probe_layer(backend, tiny_config(num_layers=2, qkv_bias=True, tied_embeddings=True), clock, value_bytes=4)
     assert len(profile.decode) == 6
     assert len(profile.prefill) == 3
+
+
+def test_points_keep_the_share_of_experts_that_they_read() -> None:
+    clock = FakeClock()
+    profile = probe_layer(TimedBackend(clock, counts=True), expert_config(), clock, value_bytes=4)
+    assert [(one.size, one.expert_share) for one in profile.decode] == [(1, 0.0), (4, 0.04), (16, 0.16), (64, 0.64)]
+    assert {one.expert_share for one in profile.prefill} == {0.0}
+
+
+def test_a_real_backend_counts_the_experts_of_made_up_layers() -> None:
+    backend = TorchBackend(BackendOptions(device="cpu", threads=1))
+    profile = probe_layer(backend, expert_config(num_experts=16), SteppingClock(), value_bytes=4)
+    shares = [one.expert_share for one in profile.decode]
+    assert shares[0] == 0.0
+    assert 2 / 16 <= shares[1] < shares[2] <= shares[3] <= 1
+    assert shares[2] < 1 - (14 / 16) ** 16, "inputs have a common part, so routers prefer some experts"
 
 
 class SteppingClock(FakeClock):

@@ -98,16 +98,21 @@ def test_parts_of_one_product_may_have_other_types() -> None:
     torch.testing.assert_close(added(make_grouped(each), 5), added(each, 5), **NEAR)
 
 
-def test_a_row_gives_the_same_alone() -> None:
-    each = make_each()
-    grouped = make_grouped(each)
-    x, chosen, weights = make_rows(30)
-    together = torch.zeros(30, HIDDEN)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
+@pytest.mark.parametrize("scheme", ["Q4_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4"])
+def test_a_row_gives_the_same_bits_alone_and_among_others(scheme: str, activation: Activation) -> None:
+    """Its experts have one row, some, or as many as unpack weights to memory."""
+    each = make_each(activation, schemes=(scheme, scheme, scheme))
+    grouped = make_grouped(each, activation)
+    x, chosen, weights = make_rows(40)
+    together = torch.zeros(40, HIDDEN)
     grouped.add(x, chosen, weights, together)
-    for row in (0, 17, 29):
-        alone = torch.zeros(1, HIDDEN)
-        grouped.add(x[row : row + 1], chosen[row : row + 1], weights[row : row + 1], alone)
-        torch.testing.assert_close(alone[0], together[row], **NEAR)
+    counts = chosen.flatten().bincount(minlength=COUNT).tolist()
+    assert max(counts) >= 16 > min(counts)
+    for part in [*(slice(row, row + 1) for row in (0, 17, 39)), slice(3, 6), slice(10, 22)]:
+        alone = torch.zeros_like(together[part])
+        grouped.add(x[part], chosen[part], weights[part], alone)
+        assert torch.equal(alone, together[part])
 
 
 def test_without_kernels_each_expert_is_computed() -> None:

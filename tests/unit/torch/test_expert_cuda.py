@@ -276,7 +276,9 @@ def test_sorted_pairs(rows: int, experts: int, used: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     favour = rng.random(experts) ** 4  # some experts are preferred
     chosen = np.argsort(rng.random((rows, experts)) * favour, axis=1)[:, :used].copy()
-    runs = _sorted(rows, experts, used, chosen)
+    found = torch.zeros(2, dtype=torch.int32)
+    runs = _kept[0].routing().sort(torch.from_numpy(chosen), experts, found)
+    assert found.tolist() == [int(runs.count), len(np.unique(chosen))]
     order, count = runs.order.numpy(), int(runs.count)
     flat = chosen.reshape(-1)
     assert sorted(order.tolist()) == list(range(rows * used))
@@ -297,10 +299,6 @@ _kept: list[HostExperts] = []
 @pytest.fixture(scope="module", autouse=True)
 def _keep(library: HostExperts) -> None:
     _kept[:] = [library]
-
-
-def _sorted(rows: int, experts: int, used: int, chosen: np.ndarray) -> Runs:
-    return _kept[0].routing().sort(torch.from_numpy(chosen), experts)
 
 
 @given(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +19,10 @@ from edgepipe_torch.linear import Workspace  # noqa: E402
 from edgepipe_torch.loading import load_slices  # noqa: E402
 from edgepipe_torch.rope import Rotations  # noqa: E402
 
-from edgepipe.backend.types import BackendOptions  # noqa: E402
+from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory  # noqa: E402
 from edgepipe.model.expert_places import SETTING, in_ram  # noqa: E402
-from edgepipe.model.facts import LayerRange, Slice  # noqa: E402
+from edgepipe.model.facts import LayerRange, Slice, make_slices  # noqa: E402
 from edgepipe.model.resident import resident_sizes  # noqa: E402
 from edgepipe.model.tensors import WeightSource  # noqa: E402
 from edgepipe.model.weight_table import table_of  # noqa: E402
@@ -36,7 +38,7 @@ from tests.support.steps import make_step, run_step, step_row  # noqa: E402
 from tests.support.torch_paging import cpu_paging  # noqa: E402
 
 if TYPE_CHECKING:
-    from torch import dtype
+    from torch import Tensor, dtype
 
 WHOLE = Slice(index=0, layers=LayerRange(0, 2), embedding=True, head=True)
 CPU = torch.device("cpu")
@@ -73,6 +75,54 @@ def test_ids_are_those_of_one_place(source: WeightSource, share: str) -> None:
     split_tokens, split = decoded(source, dtype="float32", share=share)
     assert split_tokens == tokens
     np.testing.assert_allclose(split, logits, rtol=1e-4, atol=1e-4 * float(np.abs(logits).max()))
+
+
+def ring_tokens(source: WeightSource, shares: tuple[str, str]) -> list[int]:
+    """Greedy tokens of one sequence over two stages, each with its share of experts in RAM."""
+    stages: list[tuple[TorchBackend, int]] = []
+    for part, share in zip(make_slices([LayerRange(0, 1), LayerRange(1, 2)], 2), shares, strict=True):
+        options = BackendOptions(device="cpu", activation_type=ActivationType.FLOAT32, settings={SETTING: share})
+        backend = TorchBackend(options)
+        backend.load([part], source, lambda _progress: None)
+        backend.allocate_kv(num_blocks=3, block_size=16)
+        stages.append((backend, part.index))
+    tokens = [1, 5, 9, 2, 7]
+    position = 0
+    for _ in range(12):
+        values = np.array(tokens[position:], np.int32)
+        for backend, index in stages:
+            row = step_row(position, len(tokens) - position, (0, 2))
+            last = [len(tokens) - position - 1] if index else []
+            values = run_step(backend, make_step([row], logit_rows=last, slice_index=index), values)
+        position = len(tokens)
+        tokens.append(int(values[0].argmax()))
+    for backend, _ in stages:
+        backend.close()
+    return tokens
+
+
+@pytest.mark.parametrize("shares", [("all", "none"), ("none", "all"), ("all", "all")])
+def test_ids_of_two_stages_are_those_without_a_share(source: WeightSource, shares: tuple[str, str]) -> None:
+    with counted_ram_steps() as steps:
+        without = ring_tokens(source, ("none", "none"))
+        assert not steps
+        assert ring_tokens(source, shares) == without
+        assert len(steps) == 12 * shares.count("all")
+
+
+@contextmanager
+def counted_ram_steps() -> Iterator[list[int]]:
+    """Collect the rows of each call of experts in RAM within the context."""
+    rows: list[int] = []
+    original = ExpertsInRam.add
+
+    def counting(self: ExpertsInRam, x: Tensor, chosen: Tensor, weights: Tensor, total: Tensor) -> None:
+        rows.append(len(x))
+        original(self, x, chosen, weights, total)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpertsInRam, "add", counting)
+        yield rows
 
 
 def test_activations_cross_to_a_device_of_another_type(tmp_path: Path) -> None:

@@ -170,6 +170,39 @@ def test_a_row_does_not_depend_on_its_neighbours_values(count: int) -> None:
     assert torch.equal(linear.rows(x)[-1], alone[-1])
 
 
+@pytest.mark.skipif(isinstance(cpu_kernels(), KernelsUnavailable), reason="no kernels for this CPU")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_has_the_same_bits_among_any_number_of_rows(name: str) -> None:
+    linear = linear_of([made(name, 37, 1)], [torch.linspace(-1, 1, 37)])
+    x = torch.randn(150, INPUTS, generator=torch.Generator().manual_seed(0))
+    before = torch.randn(150, 37, generator=torch.Generator().manual_seed(1))
+    together, added = linear.rows(x).clone(), before.clone()
+    linear.add_to(x, added)
+    for count in (*range(1, 10), 12, 16, 23, 130):
+        assert torch.equal(linear.rows(x[:count]), together[:count])
+        some = before[:count].clone()
+        linear.add_to(x[:count], some)
+        assert torch.equal(some, added[:count])
+
+
+@pytest.mark.skipif(isinstance(cpu_kernels(), KernelsUnavailable), reason="no kernels for this CPU")
+def test_one_scale_for_a_row_longer_than_a_panel() -> None:
+    rng, inputs = np.random.default_rng(2), 592
+    codes = rng.integers(0, 256, (32, inputs), dtype=np.uint8)
+    low, high = split_planes(codes, 8)
+    scale = GroupValues(base=rng.uniform(1e-3, 3e-3, (32, 1)).astype(np.float32))
+    form = PackedForm(bits=8, group=inputs, base_bits=32, offset="zero")
+    weight = Packed(name="w", shape=(32, inputs), form=form, low=low, high=high, scale=scale, zero=128, order=None)
+    linear = PackedCpuLinear("w", inputs, (32,), Workspace(torch.float32, CPU))
+    linear.fill_packed(0, weight)
+    linear.finish()
+    assert linear.num_bytes == resident_bytes(form, weight.shape, kind="torch-cpu", dtype="float32")
+    x = torch.randn(20, inputs, generator=torch.Generator().manual_seed(0))
+    together = linear.rows(x).clone()
+    check("per row", together, x, weight.float32())
+    assert torch.equal(linear.rows(x[:1]), together[:1])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_the_table_are_widened(name: str) -> None:
     weight = made(name, 40, 3)

@@ -17,12 +17,15 @@ from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels  # noqa: E402
 from edgepipe_torch.cpu_replay import DecodeReplays  # noqa: E402
 from edgepipe_torch.graphs import DecodeGraphs  # noqa: E402
+from edgepipe_torch.head_shape import LayerHeads  # noqa: E402
+from edgepipe_torch.paging import PagedDecode  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
 from edgepipe.model.facts import ModelConfig  # noqa: E402
 from edgepipe.model.layer_spec import LayerSpec  # noqa: E402
 from edgepipe.model.layout import model_tensors  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
+from tests.support.decode_reference import reference_decode  # noqa: E402
 from tests.support.numerics_harness import Logits, Pipeline  # noqa: E402
 from tests.support.packed_models import PackedTinyModel, exact_float32  # noqa: E402
 from tests.support.spec_reference import reference_logits  # noqa: E402
@@ -94,15 +97,21 @@ def test_attention_of_sequences(config: ModelConfig) -> None:
     assert_close(run([TorchBackend(options())], source, scattered=True), expected(source))
 
 
-@pytest.mark.parametrize("config", CASES.values(), ids=CASES)
-def test_attention_over_pages(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that the kernel over pages lacks attend beside it, without graphs."""
+@pytest.mark.parametrize("own_kernels", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_attention_over_pages(name: str, own_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step of a single token is a graph's, unless a layer has no kernel over pages: it attends beside them."""
     used: list[int] = []
-    record = DecodeGraphs.run
-    monkeypatch.setattr(DecodeGraphs, "run", lambda *given: (used.append(1), record(*given))[1])
-    source = TinyWeights(config)
-    assert_close(run([TorchBackend(options(), paging=cpu_paging(page_tokens=16))], source), expected(source))
-    assert bool(used) == all(not spec.attention.softcap for spec in config.layers)
+    run_graph = DecodeGraphs.run
+    monkeypatch.setattr(DecodeGraphs, "run", lambda *given: (used.append(1), run_graph(*given))[1])
+    source = TinyWeights(CASES[name])
+    paging = cpu_paging(page_tokens=16, decode=reference_decode if own_kernels else refuse)
+    assert_close(run([TorchBackend(options(), paging=paging)], source), expected(source))
+    assert len(used) == (0 if "capped" in name and not own_kernels else CHUNKS.count(1))
+
+
+def refuse(_heads: LayerHeads) -> PagedDecode:
+    raise KernelsUnavailable("for a test")
 
 
 @needs_kernels
@@ -114,7 +123,7 @@ def test_attention_by_compiled_kernels(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(DecodeReplays, "run", lambda *given: (used.append(1), replay(*given))[1])
     source = Packed(CASES[name])
     assert_close(run([TorchBackend(options())], source, scattered=True), expected(source))
-    assert len(used) == (0 if "capped" in name or "no positions" in name else len(CHUNKS) - 1)
+    assert len(used) == (0 if "capped" in name else len(CHUNKS) - 1)
 
 
 @needs_kernels

@@ -1,0 +1,38 @@
+"""Count the distinct experts that steps read, for the planner's D(T) (``edgepipe.backend.expert_reads``).
+
+The count is a part of the step's graph and arrives with its result, so no step waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from edgepipe.backend.expert_reads import CountedSteps
+from edgepipe_mlx.experts import Mixture
+
+
+class ExpertReads:
+    """Counts of one slice."""
+
+    def __init__(self, mixtures: Sequence[Mixture]) -> None:
+        self._mixtures = mixtures
+        self._counted = CountedSteps()
+
+    def share(self, tokens: int) -> mx.array | None:
+        """Return the mean share [] float32 of the step whose graph was just built; None if it is not one to count."""
+        return _mean_share(self._mixtures) if self._mixtures and self._counted.takes(tokens) else None
+
+
+def _mean_share(mixtures: Sequence[Mixture]) -> mx.array:
+    """Sort the choices of all layers alike at once: few kernels, however many layers there are."""
+    alike: dict[tuple[int, int], list[mx.array]] = {}  # by experts, and those that a token uses
+    for mixture in mixtures:
+        alike.setdefault((mixture.spec.count, mixture.spec.used), []).append(mixture.chosen.flatten())
+    shares: list[mx.array] = []
+    for (count, _), chosen in alike.items():
+        ordered = mx.sort(mx.stack(chosen), axis=1)  # [layers, T * K]
+        distinct = len(chosen) + (ordered[:, 1:] != ordered[:, :-1]).sum()
+        shares.append(distinct.astype(mx.float32) / count)
+    return mx.stack(shares).sum() / len(mixtures)

@@ -1,0 +1,81 @@
+"""The own kernel's attention of single rows over pages on a CPU: every row by itself, in float32.
+
+It refuses arguments that the CUDA kernel would compute garbage with. R rows, P pages in a table.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from edgepipe_torch.head_shape import LayerHeads
+from edgepipe_torch.paging import PagedDecode
+from torch import Tensor
+
+
+def reference_decode(_heads: LayerHeads) -> PagedDecode:
+    """Return the reference, which computes any heads."""
+    return _attend
+
+
+def _attend(
+    heads: LayerHeads,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    *,
+    rows: Tensor,
+    lengths: Tensor,
+    tables: Tensor,
+) -> None:
+    """See ``PagedDecode``. The whole call is one operation to torch, as in ``varlen_reference.py``."""
+    assert queries.dtype == keys.dtype == values.dtype == out.dtype
+    assert queries.shape[1:] == (heads.num_heads, heads.head_dim)
+    assert out.shape == (queries.shape[0], heads.num_heads, heads.out_dim)
+    assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in (rows, lengths, tables))
+    assert rows.shape == lengths.shape == tables.shape[:1]
+    how = heads.sinks, heads.window or 0, heads.softcap, heads.scale
+    torch.ops.edgepipe_tests.decode(out, queries, keys, values, rows, lengths, tables, *how)
+
+
+def _decode(
+    out: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    tables: Tensor,
+    sinks: Tensor | None,
+    window: int,
+    softcap: float,
+    scale: float,
+) -> None:
+    group = queries.shape[1] // keys.shape[2]
+    for row, length, table in zip(rows.tolist(), lengths.tolist(), tables.tolist(), strict=True):
+        assert 0 <= row < queries.shape[0]
+        assert 0 < length <= len(table) * keys.shape[1]
+        pages = table[: math.ceil(length / keys.shape[1])]
+        assert all(0 <= page < keys.shape[0] for page in pages), "a page outside the pool"
+        first = max(0, length - window) if window else 0
+        own_keys, own_values = (
+            part[pages].flatten(0, 1)[first:length].float().repeat_interleave(group, 1) for part in (keys, values)
+        )
+        logits = torch.einsum("hd,lhd->hl", queries[row].float() * scale, own_keys)
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        high = logits.amax(1, keepdim=True)
+        weights = torch.exp(logits - high)
+        total = weights.sum(1, keepdim=True)
+        if sinks is not None:
+            total = total + torch.exp(sinks[:, None] - high)
+        out[row] = torch.einsum("hl,lhv->hv", weights / total, own_values)
+
+
+_LIBRARY = torch.library.Library("edgepipe_tests", "FRAGMENT")
+_LIBRARY.define(
+    "decode(Tensor(a!) out, Tensor queries, Tensor keys, Tensor values, Tensor rows, Tensor lengths, Tensor tables, "
+    "Tensor? sinks, int window, float softcap, float scale) -> ()"
+)
+_LIBRARY.impl("decode", _decode, "CPU")

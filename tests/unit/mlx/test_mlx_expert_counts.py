@@ -1,0 +1,63 @@
+"""The experts that a step on MLX reads, against the router's own choices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx.core", reason="MLX is not installed")
+
+import mlx.core as mx
+from edgepipe_mlx import MlxBackend
+from edgepipe_mlx import experts as mlx_experts
+from edgepipe_mlx.experts import RouterWeights
+
+from edgepipe.backend.types import StepOutput
+from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.layer_spec import Experts
+from edgepipe.model.weights import open_weights
+from tests.support.expert_models import write_expert_folder
+from tests.support.mlx_models import cpu_options
+from tests.support.steps import make_step, step_row, token_ids
+
+
+def loaded(folder: Path, *, num_experts: int = 16) -> MlxBackend:
+    source = open_weights(write_expert_folder(folder, num_experts=num_experts))
+    backend = MlxBackend(cpu_options())
+    backend.load(make_slices([LayerRange(0, 2)], 2), source, lambda _progress: None)
+    backend.allocate_kv(num_blocks=8, block_size=16)
+    return backend
+
+
+def run(backend: MlxBackend, tokens: int, *, first: int = 0) -> StepOutput:
+    step = make_step([step_row(0, tokens, (0, 4))], logit_rows=[0])
+    return backend.collect(backend.submit(backend.prepare(step), token_ids(range(first, first + tokens))))
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 40], ids=["two", "three", "sorted by expert"])
+def test_a_step_tells_the_mean_share_of_the_experts_that_its_layers_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    chosen: list[mx.array] = []  # of each layer [T, K]
+    route = mlx_experts.route
+
+    def noted(spec: Experts, router: RouterWeights, x: mx.array) -> tuple[mx.array, mx.array]:
+        found = route(spec, router, x)
+        chosen.append(found[0])
+        return found
+
+    backend = loaded(tmp_path)
+    monkeypatch.setattr(mlx_experts, "route", noted)
+    output = run(backend, tokens)
+    assert [each.shape for each in chosen] == [(tokens, 2)] * 2
+    shares = [len(np.unique(np.array(each))) / 16 for each in chosen]
+    assert output.expert_share == pytest.approx(np.mean(shares))
+
+
+def test_of_each_size_the_first_step_counts_and_every_eighth_then(tmp_path: Path) -> None:
+    backend = loaded(tmp_path)
+    assert run(backend, 1).expert_share == 0.0, "one token reads what it always does"
+    counted = [bool(run(backend, 3, first=index).expert_share) for index in range(17)]
+    assert [index for index, each in enumerate(counted) if each] == [0, 8, 16]
