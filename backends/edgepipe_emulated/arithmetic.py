@@ -6,6 +6,8 @@
     kv_l[p]  = (x ^ w[p]) * key[l]                       written by layer l for position p
     x        = shift((x + sum_j kv_l[j] * w[j]) * key[l])           p - window < j <= p; w[j], key[l] odd;
                                                                     shift(x) = x ^ (x >> 29)
+    s_l[p]   = s_l[p - 1] * factor[l] + kv_l[p]          recurrent layers instead, factor[l] odd, s_l[-1] = 0:
+    x        = shift((x + s_l[p]) * key[l])
     x        = shift(x * key[l, (x >> 40) mod E])        experts: a token uses one of E, chosen by its own state
     token    = mix(x) mod V                              head
 
@@ -31,6 +33,7 @@ _LAYER_SALT = np.uint64(0x6C61796572)
 _POSITION_SALT = np.uint64(0x706F736974)
 _ELEMENT_SALT = np.uint64(0x656C656D)
 _EXPERT_SALT = np.uint64(0x657870657274)
+_STATE_SALT = np.uint64(0x7374617465)
 _ROUTER_SHIFT = np.uint64(40)
 
 TOP_LOGIT = 32.0
@@ -75,6 +78,20 @@ def leave_layer(state: Words, attended: Words, key: np.uint64) -> Words:
     """Return states ``[T]`` after a layer. ``attended`` [T]: weighted sum over the slots that it sees."""
     state = (state + attended) * key
     return state ^ (state >> np.uint64(29))
+
+
+@lru_cache(maxsize=256)  # a process's layers
+def state_factors(layer: int) -> tuple[np.uint64, np.uint64]:
+    """Return ``factor[l]`` of one of the model's layers, and its inverse."""
+    factor = _odd(layer, layer + 1, _STATE_SALT)[0]
+    return factor, np.uint64(pow(int(factor), -1, 1 << 64))
+
+
+def next_states(before: np.uint64, values: Words, factors: tuple[np.uint64, np.uint64]) -> Words:
+    """Return a layer's states ``[n]`` behind each of n tokens of a sequence, with the values ``[n]`` that they add."""
+    powers = np.multiply.accumulate(np.full(len(values), factors[0], np.uint64))
+    inverse = np.multiply.accumulate(np.full(len(values), factors[1], np.uint64))
+    return powers * (before + np.cumsum(values * inverse))
 
 
 @lru_cache(maxsize=256)  # a process's layers

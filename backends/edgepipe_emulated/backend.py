@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.backend.cost import CostModel, Jitter, SliceCost, work_of
+from edgepipe.backend.step_layout import check_states
 from edgepipe.backend.types import (
     Activations,
     BackendOptions,
@@ -35,7 +36,7 @@ from edgepipe_emulated import arithmetic
 from edgepipe_emulated.arithmetic import Words
 from edgepipe_emulated.device_queue import DeviceQueue
 from edgepipe_emulated.faults import DeviceFaults
-from edgepipe_emulated.kv import KVStorage
+from edgepipe_emulated.kv import KVStorage, StateStorage
 from edgepipe_emulated.prepared import LayerGroup, Past, PreparedStep, prepare_step
 from edgepipe_emulated.settings import read_settings
 
@@ -78,6 +79,7 @@ class EmulatedBackend:
         self._loaded: Loaded | None = None
         self._pools: tuple[KVStorage, ...] = ()  # by memory class
         self._groups: dict[int, tuple[LayerGroup, ...]] = {}  # by slice index
+        self._states = StateStorage((), 0)
         self._kv_bytes = 0
         self._num_submitted = 0
 
@@ -98,6 +100,7 @@ class EmulatedBackend:
             contiguous_kv=self._settings.contiguous_kv,
             packing=self._settings.packing,
             kv_forms=(KV_8BIT,),
+            keeps_states=True,
             ram_total_bytes=device.ram_bytes,
             ram_free_bytes=device.ram_bytes,
             ram_bytes_per_s=device.ram_bytes_per_s,
@@ -136,14 +139,21 @@ class EmulatedBackend:
         """Return the bytes of one block on the emulated device (this process uses 8 bytes per layer and slot)."""
         return self._cost(config).kv_bytes_per_token(slices) * block_size
 
-    def allocate_kv(self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = ()) -> None:
+    def allocate_kv(
+        self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = (), state_slots: int = 0
+    ) -> None:
         """Allocate the pools. Raises DeviceOutOfMemory if they do not fit beside the weights."""
         loaded = self._need_loaded()
         self._pools, self._groups, self._kv_bytes = (), {}, 0
+        self._states = StateStorage((), 0)
         slices = list(loaded.slices.values())
         classes = stage_classes(loaded.config, slices, num_blocks=num_blocks, window_blocks=window_blocks)
         num_bytes = sum(self.kv_block_bytes(loaded.config, parts, block_size) * count for count, parts in classes)
+        every = [layer for part in slices for layer in part.layers]
+        num_bytes += loaded.config.state_bytes(every) * state_slots
         self._reserve(num_bytes, f"{num_blocks} KV blocks")
+        recurrent = [layer for layer in every if loaded.config.layers[layer].recurrent is not None]
+        self._states = StateStorage(recurrent, state_slots)
         layers = [[layer for part in parts for layer in part.layers] for _, parts in classes]
         self._pools = tuple(
             KVStorage(num_layers=len(own), num_blocks=count, block_size=block_size)
@@ -158,6 +168,7 @@ class EmulatedBackend:
         if step.slice_index not in loaded.slices:
             raise ShardMismatch(f"slice {step.slice_index} is not loaded", fact=f"loaded: {sorted(loaded.slices)}")
         pools = self._need_pools()
+        check_states(step.rows, self._states.num_slots)
         return prepare_step(step, pools=pools, weights=loaded.weights, groups=self._groups[step.slice_index])
 
     def submit(
@@ -173,7 +184,7 @@ class EmulatedBackend:
         state = self._enter(part, loaded.config, prepared, inputs)  # runs during the emulated time
         pools[0].copy(prepared.step.copies)
         specs = loaded.config.layers[part.layers.start : part.layers.end]
-        state = _run_layers(state, part, specs, self._groups[part.index], pools, prepared)
+        state = _run_layers(state, part, specs, self._groups[part.index], pools, self._states, prepared)
         self._num_submitted += 1
         output = self._leave(part, loaded, prepared.step, state)
         cost = loaded.costs[part.index]
@@ -283,8 +294,10 @@ def _groups(config: ModelConfig, part: Slice, layers: Sequence[Sequence[int]]) -
     """Group a slice's layers. ``layers``: of the stage, by memory class."""
     found: dict[tuple[int, int | None], list[int]] = {}
     for layer in part.layers:
-        number = next(number for number, own in enumerate(layers) if layer in own)
-        found.setdefault((number, config.layers[layer].attention.window), []).append(layer)
+        attention = config.layers[layer].attention
+        if attention is not None:
+            number = next(number for number, own in enumerate(layers) if layer in own)
+            found.setdefault((number, attention.window), []).append(layer)
     groups: list[LayerGroup] = []
     for (number, window), own in found.items():
         stored = [layers[number].index(layer) for layer in own]
@@ -306,24 +319,32 @@ def _run_layers(
     specs: Sequence[LayerSpec],
     groups: Sequence[LayerGroup],
     pools: Sequence[KVStorage],
+    states: StateStorage,
     prepared: PreparedStep,
 ) -> Words:
-    """Return states ``[T]`` after the slice's layers, and write their KV.
+    """Return states ``[T]`` after the slice's layers, and write their KV and their recurrent states.
 
     KV of earlier steps is read for all layers at once; KV of this step is summed layer by layer.
     """
     # Every row has one token, so it attends to no other token of this step.
     alone = len(prepared.row_start) == len(state)
-    before = np.empty((len(part.layers), len(state)), np.uint64)
+    before = np.zeros((len(part.layers), len(state)), np.uint64)
     for group, past in zip(groups, prepared.past, strict=True):
         before[list(group.layers)] = _seen_before(group, past, pools[group.pool], prepared)
     written = np.empty((len(part.layers), len(state)), np.uint64)
     for offset, key in enumerate(arithmetic.layer_keys(part.layers.start, part.layers.end)):
         values = written[offset] = arithmetic.kv_values(state, prepared.weights, key)
-        weighted = values * prepared.weights
-        own = weighted if alone else _sums_within_rows(weighted, prepared, specs[offset].attention.window)
-        state = arithmetic.leave_layer(state, before[offset] + own, key)
-        experts = specs[offset].experts
+        spec = specs[offset]
+        if spec.recurrent is not None:
+            seen = states.run(part.layers.start + offset, prepared.step.rows, values)
+        elif spec.attention is None:
+            seen = np.zeros_like(values)
+        else:
+            weighted = values * prepared.weights
+            own = weighted if alone else _sums_within_rows(weighted, prepared, spec.attention.window)
+            seen = before[offset] + own
+        state = arithmetic.leave_layer(state, seen, key)
+        experts = spec.experts
         if experts is not None:
             state = arithmetic.pass_experts(state, arithmetic.expert_keys(part.layers.start + offset, experts.count))
     for group in groups:

@@ -1,4 +1,4 @@
-"""The emulated KV pool of a memory class: one uint64 per layer, block and slot.
+"""The emulated KV pool of a memory class: one uint64 per layer, block and slot. And the pool of states.
 
 Shape letters: L the stage's layers of the class, T packed tokens.
 """
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.backend.types import BlockCopy, BlockRun
+from edgepipe.backend.types import BlockCopy, BlockRun, StepRow
+from edgepipe_emulated import arithmetic
 from edgepipe_emulated.arithmetic import Words
 
 Slots = slice | npt.NDArray[np.int64]
@@ -44,6 +45,35 @@ class KVStorage:
 
     def _block(self, block: int) -> slice:
         return slice(block * self.block_size, (block + 1) * self.block_size)
+
+
+class StateStorage:
+    """States of recurrent layers, by the model's layer: one uint64 per slot."""
+
+    def __init__(self, layers: Sequence[int], num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._values = {layer: np.zeros(num_slots, np.uint64) for layer in layers}
+
+    def run(self, layer: int, rows: Sequence[StepRow], values: Words) -> Words:
+        """Return a layer's states ``[T]`` behind each token of the rows, and keep those that the rows name.
+
+        values  [T] what the tokens add
+        """
+        pool, factors = self._values[layer], arithmetic.state_factors(layer)
+        found = np.empty_like(values)
+        kept: list[tuple[int, np.uint64]] = []
+        first = 0
+        for row in rows:
+            state = row.state
+            assert state is not None
+            before = np.uint64(0) if state.read is None else pool[state.read]
+            own = arithmetic.next_states(before, values[first : first + row.num_tokens], factors)
+            found[first : first + row.num_tokens] = own
+            kept += [(write.slot, own[write.after - 1]) for write in state.writes]
+            first += row.num_tokens
+        for slot, value in kept:
+            pool[slot] = value
+        return found
 
 
 def table_slots(runs: Sequence[BlockRun], start: int, stop: int, block_size: int) -> npt.NDArray[np.int64]:

@@ -8,7 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.layer_spec import LayerSpec
 from edgepipe_emulated import arithmetic
+from edgepipe_emulated.arithmetic import Words
 
 Choose = Callable[[npt.NDArray[np.float32], int], int]
 """``(logits [V], output position) -> token id``."""
@@ -22,6 +24,7 @@ class Oracle:
         self._keys = arithmetic.layer_keys(0, config.num_layers)
         # By layer: running sums [tokens + 1] of a window, or the last of them.
         self._sums = [np.zeros(1, dtype=np.uint64) for _ in config.layers]
+        self._states = [np.uint64(0) for _ in config.layers]  # of recurrent layers
         self._length = 0
         self._last = np.zeros(0, dtype=np.uint64)
 
@@ -31,19 +34,29 @@ class Oracle:
         weights = arithmetic.position_weights(self._length, self._length + len(tokens))
         for layer, key in enumerate(self._keys):
             spec = self._config.layers[layer]
-            sums = self._sums[layer][-1] + np.cumsum(arithmetic.kv_values(state, weights, key) * weights)
-            if (window := spec.attention.window) is None:
-                seen, self._sums[layer] = sums, sums[-1:]
-            else:
-                self._sums[layer] = every = np.concatenate([self._sums[layer], sums])
-                ends = np.arange(self._length, self._length + len(tokens)) + 1
-                seen = sums - every[np.maximum(ends - window, 0)]
+            seen = self._seen(layer, spec, arithmetic.kv_values(state, weights, key), weights)
             state = arithmetic.leave_layer(state, seen, key)
             experts = spec.experts
             if experts is not None:
                 state = arithmetic.pass_experts(state, arithmetic.expert_keys(layer, experts.count))
         self._length += len(tokens)
         self._last = state[-1:]
+
+    def _seen(self, layer: int, spec: LayerSpec, values: Words, weights: Words) -> Words:
+        """Return what a layer's mixer gives each appended token."""
+        if spec.recurrent is not None:
+            states = arithmetic.next_states(self._states[layer], values, arithmetic.state_factors(layer))
+            self._states[layer] = states[-1]
+            return states
+        if spec.attention is None:
+            return np.zeros_like(values)
+        sums = self._sums[layer][-1] + np.cumsum(values * weights)
+        if (window := spec.attention.window) is None:
+            self._sums[layer] = sums[-1:]
+            return sums
+        self._sums[layer] = every = np.concatenate([self._sums[layer], sums])
+        ends = np.arange(self._length, self._length + len(values)) + 1
+        return sums - every[np.maximum(ends - window, 0)]
 
     def next_token(self) -> int:
         """Return the token with the highest logit after the appended tokens."""

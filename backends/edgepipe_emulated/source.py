@@ -11,7 +11,7 @@ import numpy.typing as npt
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.emulated_folder import BOS_TOKEN_ID, EOS_TOKEN_ID, SMALLEST_VOCAB
 from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.layer_spec import Experts, Rope, Router
+from edgepipe.model.layer_spec import DeltaNet, Experts, Rope, Router
 from edgepipe.model.mixes import mix_weights
 from edgepipe.model.packed import Packed
 from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo
@@ -31,11 +31,13 @@ def emulated_model_config(
     tied_embeddings: bool = True,
     experts: tuple[int, int] | None = None,
     windows: tuple[int | None, ...] = (None,),
+    attention_every: int = 1,
 ) -> ModelConfig:
     """Make a llama-shaped config for the emulated backend. The default vocabulary fits ``write_model_folder``.
 
     ``experts``: how many each layer has, and how many of them a token uses; the shape is then that of Qwen3.
     ``windows``: of the first layers, and of those behind them in turns; None: they see the context.
+    ``attention_every``: this layer and its multiples, counted from 1, have attention; the others are recurrent.
     """
     inner = intermediate_size or 3 * hidden_size
     shape = UniformShape(
@@ -56,13 +58,19 @@ def emulated_model_config(
     )
     if windows != (None,):
         shape = replace(shape, sliding_windows=tuple(windows[layer % len(windows)] for layer in range(num_layers)))
-    if experts is None:
-        return shape.config()
-    plain = replace(shape, architecture="qwen3", qk_norm=True).config()
-    count, used = experts
-    mixture = Experts(count=count, used=used, inner=inner, router=Router())
-    layers = tuple(replace(spec, dense=None, experts=mixture) for spec in plain.layers)
-    return replace(plain, architecture="qwen3_moe", layers=layers, naming="qwen3_moe")
+    config = shape.config()
+    if experts is not None:
+        plain = replace(shape, architecture="qwen3", qk_norm=True).config()
+        count, used = experts
+        mixture = Experts(count=count, used=used, inner=inner, router=Router())
+        layers = tuple(replace(spec, dense=None, experts=mixture) for spec in plain.layers)
+        config = replace(plain, architecture="qwen3_moe", layers=layers, naming="qwen3_moe")
+    mixer = DeltaNet(key_heads=num_kv_heads, value_heads=num_heads, key_dim=head_dim, value_dim=head_dim, taps=4)
+    layers = tuple(
+        spec if number % attention_every == 0 else replace(spec, attention=None, recurrent=mixer)
+        for number, spec in enumerate(config.layers, start=1)
+    )
+    return replace(config, layers=layers)
 
 
 class EmulatedWeights:

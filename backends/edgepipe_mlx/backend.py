@@ -28,7 +28,7 @@ from edgepipe.backend.types import (
 )
 from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
 from edgepipe.model.facts import KV_8BIT, ModelConfig, Slice
-from edgepipe.model.layer_spec import Attention
+from edgepipe.model.layer_spec import LayerSpec
 from edgepipe.model.memory_classes import stage_classes
 from edgepipe.model.resident import WIDE
 from edgepipe.model.tensors import WeightInfo, WeightSource
@@ -52,6 +52,7 @@ from edgepipe_mlx.latent_kv import latent_pool
 from edgepipe_mlx.loading import LoadedSlice, Shard, WeightTypes, load_shard
 from edgepipe_mlx.packed_kv import PackedKVStorage
 from edgepipe_mlx.packing import mlx_form
+from edgepipe_mlx.states import LayerStates, StateStep, StepStates
 
 SCORED_AT_ONCE = 64  # rows of prompt log-probabilities: 40 MB of logits with a vocabulary of 152,000
 
@@ -95,18 +96,19 @@ class MlxBackend:
         self._kv = chosen_kv(options.settings)
         self._shard: Shard | None = None
         self._products: tuple[PackedProducts, ...] = ()
-        self._pools: dict[int, list[KVPool]] = {}  # by slice index, one per layer
+        self._pools: dict[int, list[KVPool | LayerStates | None]] = {}  # by slice index, one per layer with a mixer
         self._reads: dict[int, ExpertReads] = {}  # by slice index
         self._class_of: dict[int, int] = {}  # memory class of each loaded layer, by its index in the model
         self._num_blocks = 0
         self._block_size = 0
         self._window_blocks: tuple[int, ...] = ()
+        self._state_slots = 0
 
     def profile(self) -> DeviceProfile:
         """Measure the device with two products. The memory size comes from MLX on Metal, else from the system."""
         configure(self._device)
         found = measure(self._device, self._dtype_name, self._dtype)
-        return replace(found, packing="mlx" if self._packed else WIDE, kv_forms=(KV_8BIT,))
+        return replace(found, packing="mlx" if self._packed else WIDE, kv_forms=(KV_8BIT,), keeps_states=True)
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """Read the slices' tensors, replacing the loaded ones.
@@ -133,24 +135,34 @@ class MlxBackend:
         layers = [layer for part in slices for layer in part.layers]
         return block_size * config.kv_bytes_per_token(layers, form=self._kv or self._dtype_name)
 
-    def allocate_kv(self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = ()) -> None:
+    def allocate_kv(
+        self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = (), state_slots: int = 0
+    ) -> None:
         """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
         shard = self._loaded()
         self._pools = {}
         mx.clear_cache()
         parts = [part.part for part in shard.slices]
         classes = stage_classes(shard.config, parts, num_blocks=num_blocks, window_blocks=window_blocks)
-        self._check_room(sum(self.kv_block_bytes(shard.config, own, block_size) * count for count, own in classes))
+        num_bytes = sum(self.kv_block_bytes(shard.config, own, block_size) * count for count, own in classes)
+        state_bytes = shard.config.state_bytes(layer for part in parts for layer in part.layers)
+        self._check_room(num_bytes + state_bytes * (state_slots + 1))  # one holds zeros
         self._class_of = {layer: n for n, (_, own) in enumerate(classes) for part in own for layer in part.layers}
         with self._memory_errors("the KV cache"):
             self._pools = {
                 part.index: [
-                    self._make_pool(shard.config.layers[layer].attention, classes[self._class_of[layer]][0], block_size)
+                    self._make_pool(
+                        shard.config.layers[layer],
+                        num_blocks=classes[self._class_of[layer]][0],
+                        block_size=block_size,
+                        state_slots=state_slots,
+                    )
                     for layer in part.layers
                 ]
                 for part in parts
             }
         self._num_blocks, self._block_size, self._window_blocks = num_blocks, block_size, tuple(window_blocks)
+        self._state_slots = state_slots
 
     def prepare(self, step: Step) -> StepLayout:
         """Lay the step out in numpy arrays. Raises StepFailed if its block tables cannot be right."""
@@ -159,6 +171,7 @@ class MlxBackend:
             block_size=self._block_size,
             num_blocks=self._num_blocks,
             window_blocks=self._window_blocks,
+            state_slots=self._state_slots,
             dtype=np.int32,
         )
 
@@ -170,7 +183,8 @@ class MlxBackend:
         hidden = self._hidden(part, prepared, inputs)
         self._copy_blocks(prepared)
         pools = self._pools[prepared.slice_index]
-        hidden = self._run_layers(part, pools, [self._arrays(each) for each in (prepared, *prepared.windows)], hidden)
+        arrays = [self._arrays(each) for each in (prepared, *prepared.windows)]
+        hidden = self._run_layers(part, pools, arrays, StepStates(prepared, zeros=self._state_slots), hidden)
         array = (
             self._logits(part, hidden, prepared.logit_rows[: prepared.num_sampled])
             if part.part.head
@@ -179,7 +193,7 @@ class MlxBackend:
         scores = self._scores(part, hidden, prepared.scores) if part.part.head and prepared.scores is not None else ()
         # Evaluate the pools with the output: a chunk without logits needs only the KV of the last layer.
         share = self._reads[prepared.slice_index].share(prepared.num_tokens)
-        mx.async_eval(array, scores, [pool.arrays for pool in pools], share)
+        mx.async_eval(array, scores, [pool.arrays for pool in pools if pool is not None], share)
         return StepTicket(array=array, is_logits=part.part.head, scores=scores, expert_share=share)
 
     def collect(self, ticket: StepTicket) -> StepOutput:
@@ -217,16 +231,27 @@ class MlxBackend:
 
     def _arrays(self, plan: StepLayout) -> StepArrays:
         """Make the step's arrays. Unfused attention holds the scores of all heads, at worst in float32."""
-        heads = max(spec.attention.num_heads for spec in self._loaded().config.layers)
+        specs = self._loaded().config.layers
+        heads = max((spec.attention.num_heads for spec in specs if spec.attention is not None), default=1)
         return StepArrays(plan, max_scores=score_bytes(self._device) // (4 * heads))
 
     def _run_layers(
-        self, part: LoadedSlice, pools: list[KVPool], steps: Sequence[StepArrays], hidden: mx.array
+        self,
+        part: LoadedSlice,
+        pools: list[KVPool | LayerStates | None],
+        steps: Sequence[StepArrays],
+        states: StepStates,
+        hidden: mx.array,
     ) -> mx.array:
         """Run the layers on hidden [T, H]; returns [T, H]. ``steps``: by memory class."""
         for index, layer, pool in zip(part.part.layers, part.layers, pools, strict=True):
-            step = steps[self._class_of[index]]
-            hidden = layer.run(hidden, LayerStep(step, pool, layer.spec.attention, block_size=self._block_size))
+            own: LayerStep | StateStep | None = None
+            if isinstance(pool, LayerStates):
+                own = StateStep(states, pool)
+            elif pool is not None and layer.spec.attention is not None:
+                step = steps[self._class_of[index]]
+                own = LayerStep(step, pool, layer.spec.attention, block_size=self._block_size)
+            hidden = layer.run(hidden, own)
         return hidden
 
     def _hidden(self, part: LoadedSlice, plan: StepLayout, inputs: TokenIds | Activations) -> mx.array:
@@ -280,10 +305,17 @@ class MlxBackend:
         if plan.copies:
             for part in (each.part for each in self._loaded().slices):
                 for layer, pool in zip(part.layers, self._pools[part.index], strict=True):
-                    if self._class_of[layer] == 0:  # blocks of windows are shared, never copied
+                    if pool is not None and self._class_of[layer] == 0:  # blocks of windows are shared, never copied
                         pool.copy(plan.copies)
 
-    def _make_pool(self, spec: Attention, num_blocks: int, block_size: int) -> KVPool:
+    def _make_pool(
+        self, layer: LayerSpec, *, num_blocks: int, block_size: int, state_slots: int
+    ) -> KVPool | LayerStates | None:
+        """Make a layer's KV pool or slots; None for a layer without a mixer."""
+        if layer.recurrent is not None:
+            return LayerStates(layer.recurrent, state_slots)
+        if (spec := layer.attention) is None:
+            return None
         if spec.latent is not None:
             return latent_pool(
                 spec, num_blocks=num_blocks, block_size=block_size, dtype=self._dtype, packed=bool(self._kv)

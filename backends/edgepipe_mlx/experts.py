@@ -142,7 +142,7 @@ class Mixture:
         self,
         spec: Experts,
         router: RouterWeights,
-        gate: ExpertLinear,
+        gate: ExpertLinear | None,
         up: ExpertLinear,
         down: ExpertLinear,
         activation: Product,
@@ -174,8 +174,9 @@ class Mixture:
 
     def _experts(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> mx.array:
         """Return the outputs [..., 1, H] of an expert for each row of x. See ``Stack``."""
-        gate = self._gate.multiply_by(x, experts, is_sorted=is_sorted)
-        inner = self._activation(gate, self._up.multiply_by(x, experts, is_sorted=is_sorted))
+        up = self._up.multiply_by(x, experts, is_sorted=is_sorted)
+        gate = up if self._gate is None else self._gate.multiply_by(x, experts, is_sorted=is_sorted)
+        inner = self._activation(gate, up)
         return self._down.multiply_by(inner, experts, is_sorted=is_sorted)
 
 

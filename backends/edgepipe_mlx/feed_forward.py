@@ -25,9 +25,9 @@ class FeedForward(Protocol):
 
 
 class Gated:
-    """``down(activation(gate(x), up(x)))``."""
+    """``down(activation(gate(x), up(x)))``; without a gate, the up product stands for it."""
 
-    def __init__(self, gate: Linear, up: Linear, down: Linear, activation: Product) -> None:
+    def __init__(self, gate: Linear | None, up: Linear, down: Linear, activation: Product) -> None:
         self._gate = gate
         self._up = up
         self._down = down
@@ -35,7 +35,8 @@ class Gated:
 
     def rows(self, x: mx.array) -> mx.array:
         """See ``FeedForward``."""
-        return self._down.multiply(self._activation(self._gate.multiply(x), self._up.multiply(x)))
+        up = self._up.multiply(x)
+        return self._down.multiply(self._activation(up if self._gate is None else self._gate.multiply(x), up))
 
 
 class Sum:
@@ -65,5 +66,15 @@ def _clamped_swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return gate * mx.sigmoid(_SHARPNESS * gate) * (up + 1)
 
 
-ACTIVATIONS: Mapping[str, Product] = {"silu": _silu, "gelu_tanh": _gelu_tanh, "clamped_swiglu": _clamped_swiglu}
+@partial(mx.compile, shapeless=True)
+def _relu2(_gate: mx.array, up: mx.array) -> mx.array:
+    return mx.square(mx.maximum(up, 0))
+
+
+ACTIVATIONS: Mapping[str, Product] = {
+    "silu": _silu,
+    "gelu_tanh": _gelu_tanh,
+    "clamped_swiglu": _clamped_swiglu,
+    "relu2": _relu2,
+}
 """By ``layer_spec.Activation``: of a gate and an up product."""

@@ -59,14 +59,15 @@ class LayerWeights:
 
     def linear(self, module: str) -> Linear:
         """Return a projection, with a bias if the layer has one."""
-        return Linear(self.matrix(f"{module}.weight"), self._bias(module))
+        return Linear(self.matrix(f"{module}.weight"), self.bias(module))
 
     def experts(self, module: str, count: int) -> ExpertLinear:
         """Return the projections of ``count`` experts, with biases if the layer has them."""
-        stack, bias = self._weights[f"{module}.weight"], self._bias(module)
+        stack, bias = self._weights[f"{module}.weight"], self.bias(module)
         assert isinstance(stack, WideStack | PackedStack)
         return ExpertLinear(stack, None if bias is None else bias.reshape(count, -1))
 
-    def _bias(self, module: str) -> mx.array | None:
+    def bias(self, module: str) -> mx.array | None:
+        """Return a bias, if the layer has one."""
         name = f"{module}.bias"
         return self.vector(name) if name in self._weights else None

@@ -19,7 +19,9 @@ from edgepipe_mlx.experts import Mixture, RouterWeights, SharedExpert
 from edgepipe_mlx.feed_forward import ACTIVATIONS, FeedForward, Gated, Sum
 from edgepipe_mlx.latent import LatentAttention
 from edgepipe_mlx.layer_weights import LayerWeights, Norm
+from edgepipe_mlx.recurrent import RecurrentMixer, make_mixer
 from edgepipe_mlx.rope import RotaryEmbedding, make_rope
+from edgepipe_mlx.states import StateStep
 
 
 class SelfAttention:
@@ -38,7 +40,11 @@ class SelfAttention:
     def rows(self, x: mx.array, step: LayerStep) -> mx.array:
         """Compute x [T, H], and write the rows' keys and values. Returns [T, H]."""
         spec = self._spec
-        queries = self._placed(self._query.multiply(x), spec.num_heads, self._query_norm, step)
+        asked, gates = self._query.multiply(x), None
+        if spec.gated:  # each head's query is followed by its gates
+            both = asked.reshape(-1, spec.num_heads, 2, spec.head_dim)
+            asked, gates = (both[:, :, part].reshape(-1, spec.query_width) for part in (0, 1))
+        queries = self._placed(asked, spec.num_heads, self._query_norm, step)
         if spec.temperature is not None:
             queries = step.tempered(queries, spec.temperature)
         key_rows = self._key.multiply(x)
@@ -47,8 +53,8 @@ class SelfAttention:
         values = value_rows.reshape(-1, spec.num_kv_heads, 1, spec.head_dim)
         if self._value_eps is not None:
             values = mx.fast.rms_norm(values, None, self._value_eps)
-        attended = step.attend(queries, keys, values, self._sinks)
-        return self._output.multiply(attended.reshape(-1, spec.query_width))
+        attended = step.attend(queries, keys, values, self._sinks).reshape(-1, spec.query_width)
+        return self._output.multiply(attended if gates is None else attended * mx.sigmoid(gates))
 
     def _placed(self, x: mx.array, heads: int, norm: Norm | None, step: LayerStep) -> mx.array:
         """Return x [T, heads * D] normalised and rotated, as [T, heads, 1, D]."""
@@ -84,25 +90,35 @@ class DecoderLayer:
     """One layer."""
 
     spec: LayerSpec
-    input_norm: Norm | None  # before attention
-    attention: SelfAttention | LatentAttention
-    attended_norm: Norm | None  # of what attention adds
+    input_norm: Norm | None  # before the mixer
+    mixer: SelfAttention | LatentAttention | RecurrentMixer | None
+    attended_norm: Norm | None  # of what the mixer adds
     inner_norm: Norm | None  # before the feed-forward part
-    feed_forward: FeedForward
+    feed_forward: FeedForward | None
     mixture: Mixture | None  # in the feed-forward part
     added_norm: Norm | None  # of what the feed-forward part adds
     output_scale: mx.array | None  # [1]
 
-    def run(self, hidden: mx.array, step: LayerStep) -> mx.array:
-        """Return the next layer's input [T, H] for hidden [T, H]."""
+    def run(self, hidden: mx.array, step: LayerStep | StateStep | None) -> mx.array:
+        """Return the next layer's input [T, H] for hidden [T, H]. ``step``: of the layer's mixer, if it has one."""
         normed = _normed(hidden, self.input_norm)
-        attended = self.attention.rows(normed, step)
         if self.spec.norms == "parallel":
-            return self._sum(hidden, attended + self.feed_forward.rows(normed))
-        hidden = self._sum(hidden, _normed(attended, self.attended_norm))
-        added = self.feed_forward.rows(_normed(hidden, self.inner_norm))
-        out = self._sum(hidden, _normed(added, self.added_norm))
-        return out if self.output_scale is None else out * self.output_scale
+            assert self.feed_forward is not None
+            return self._sum(hidden, self._mixed(normed, step) + self.feed_forward.rows(normed))
+        if self.mixer is not None:
+            hidden = self._sum(hidden, _normed(self._mixed(normed, step), self.attended_norm))
+        if self.feed_forward is not None:
+            added = self.feed_forward.rows(_normed(hidden, self.inner_norm))
+            hidden = self._sum(hidden, _normed(added, self.added_norm))
+        return hidden if self.output_scale is None else hidden * self.output_scale
+
+    def _mixed(self, normed: mx.array, step: LayerStep | StateStep | None) -> mx.array:
+        if isinstance(step, StateStep):
+            assert isinstance(self.mixer, RecurrentMixer)
+            return self.mixer.rows(normed, step)
+        assert isinstance(step, LayerStep)
+        assert isinstance(self.mixer, SelfAttention | LatentAttention)
+        return self.mixer.rows(normed, step)
 
     def _sum(self, hidden: mx.array, added: mx.array) -> mx.array:
         scale = self.spec.residual_scale
@@ -117,21 +133,31 @@ def build_layer(config: ModelConfig, index: int, weights: LayerWeights) -> Decod
     """Build a decoder layer of its loaded weights. Raises ArchitectureUnsupported for an unknown rope scaling."""
     spec = config.layers[index]
     before, after = ([weights.norm(name) for name in names] for names in norm_names(spec))
-    input_norm, inner_norm = [*before, None, None][:2]
+    input_norm, inner_norm = [*(() if spec.mixes else (None,)), *before, None, None][:2]
     attended_norm, added_norm = [*after, None, None][:2]
     mixture = None if spec.experts is None else _mixture(spec.experts, weights)
-    attention = SelfAttention if spec.attention.latent is None else LatentAttention
     return DecoderLayer(
         spec=spec,
         input_norm=input_norm,
-        attention=attention(spec.attention, weights, make_rope(spec.attention, config.context_length)),
+        mixer=_mixer(spec, weights, config.context_length),
         attended_norm=attended_norm,
         inner_norm=None if spec.own_norms else inner_norm,
-        feed_forward=_feed_forward(spec, inner_norm, mixture, weights),
+        feed_forward=_feed_forward(spec, inner_norm, mixture, weights) if spec.feeds else None,
         mixture=mixture,
         added_norm=added_norm,
         output_scale=weights.vector(LAYER_SCALE) if spec.output_scaled else None,
     )
+
+
+def _mixer(
+    spec: LayerSpec, weights: LayerWeights, context_length: int
+) -> SelfAttention | LatentAttention | RecurrentMixer | None:
+    if spec.recurrent is not None:
+        return make_mixer(spec.recurrent, weights)
+    if spec.attention is None:
+        return None
+    attention = SelfAttention if spec.attention.latent is None else LatentAttention
+    return attention(spec.attention, weights, make_rope(spec.attention, context_length))
 
 
 def _feed_forward(
@@ -142,12 +168,14 @@ def _feed_forward(
         return _apart(spec, entering, mixture, weights)
     parts: list[FeedForward] = []
     if spec.dense is not None:
-        parts.append(_gated("mlp", spec.dense.activation, weights))
+        parts.append(_gated("mlp", spec.dense.activation, weights, gated=spec.dense.gated))
     if spec.experts is not None and mixture is not None:
         parts.append(mixture)
         if spec.experts.shared_inner:
             gate = weights.matrix("mlp.shared_expert_gate.weight") if spec.experts.shared_gated else None
-            parts.append(SharedExpert(_gated("mlp.shared_expert", "silu", weights), gate))
+            activation = "silu" if spec.experts.gated else spec.experts.activation
+            shared = _gated("mlp.shared_expert", activation, weights, gated=spec.experts.gated)
+            parts.append(SharedExpert(shared, gate))
     return parts[0] if len(parts) == 1 else Sum(parts)
 
 
@@ -160,8 +188,9 @@ def _apart(spec: LayerSpec, entering: Norm | None, mixture: Mixture | None, weig
     return Apart(dense, mixture, dense_norms=(entering, leaving), mixture_norms=(to_experts, from_experts))
 
 
-def _gated(module: str, activation: Activation, weights: LayerWeights) -> Gated:
-    gate, up, down = (weights.linear(f"{module}.{name}_proj") for name in ("gate", "up", "down"))
+def _gated(module: str, activation: Activation, weights: LayerWeights, *, gated: bool = True) -> Gated:
+    gate = weights.linear(f"{module}.gate_proj") if gated else None
+    up, down = (weights.linear(f"{module}.{name}_proj") for name in ("up", "down"))
     return Gated(gate, up, down, ACTIVATIONS[activation])
 
 
@@ -171,5 +200,6 @@ def _mixture(spec: Experts, weights: LayerWeights) -> Mixture:
     input_scale = None if how.input_eps is None else weights.vector("mlp.router.input_scale")
     expert_scale = weights.vector("mlp.router.expert_scale") if how.expert_scales else None
     router = RouterWeights(weights.linear("mlp.router"), correction, input_scale, expert_scale)
-    gate, up, down = (weights.experts(f"mlp.experts.{name}_proj", spec.count) for name in ("gate", "up", "down"))
+    up, down = (weights.experts(f"mlp.experts.{name}_proj", spec.count) for name in ("up", "down"))
+    gate = weights.experts("mlp.experts.gate_proj", spec.count) if spec.gated else None
     return Mixture(spec, router, gate, up, down, ACTIVATIONS[spec.activation])

@@ -17,9 +17,11 @@ from edgepipe.model.layout import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    is_exact,
     is_expert,
     is_norm,
     is_of_heads,
+    is_plain_norm,
     is_router,
     layer_tensors,
     slice_weights,
@@ -106,7 +108,7 @@ def _build_slice(config: ModelConfig, part: Slice, loaded: Mapping[str, Weight])
 def _load(weights: WeightSource, info: WeightInfo, types: WeightTypes, *, whole: bool) -> Weight:
     """Read one weight as its layer computes with it. ``whole``: one tensor holds the weight."""
     count = _num_experts(weights.config, info) if len(info.shape) == 2 else 0
-    packable = types.packed and not is_router(info.name) and not is_of_heads(info.name)
+    packable = types.packed and not is_exact(info.name) and not is_of_heads(info.name)
     if packable and info.form is not None and mlx_form(info.form, info.shape[1]) is not None:
         return _packed(weights, info.name, types, count=count)
     floats = _floats(weights, info, types, count=count, whole=whole)
@@ -145,16 +147,17 @@ def _floats(weights: WeightSource, info: WeightInfo, types: WeightTypes, *, coun
     their transpose dense in memory. In float32, MLX's CPU device multiplies rows with it 1.4 times as fast (a single
     row: 3 times; a row with its experts: 1.8 times).
     """
-    dtype = mx.float32 if is_router(info.name) else types.dtype
+    dtype = mx.float32 if is_exact(info.name) or is_plain_norm(info.name) else types.dtype
     packed = info.form is not None and is_of_heads(info.name)  # keeps its values, also where it becomes floats
     exact = dtype == mx.float32 and info.scheme != "BF16" and (packed or not info.rounded)
     stored = mx.array(_host_floats(weights, info.name, exact=exact, whole=whole and not packed))
     stored = stored.reshape(count, -1, stored.shape[-1]) if count else stored
-    turned = types.inputs_first and stored.ndim > 1 and not is_of_heads(info.name)
+    own_order = is_of_heads(info.name) or (is_exact(info.name) and not is_router(info.name))
+    turned = types.inputs_first and stored.ndim > 1 and not own_order
     if turned:
         stored = mx.contiguous(stored.swapaxes(-1, -2))  # before it is widened to the compute dtype
     values = stored if exact else stored.view(mx.bfloat16)
-    if weights.config.norm.plus_one and is_norm(info.name):
+    if weights.config.norm.plus_one and is_norm(info.name) and not is_plain_norm(info.name):
         values = values.astype(mx.float32) + 1
     tensor = values.astype(dtype)
     mx.eval(tensor)

@@ -65,6 +65,7 @@ from edgepipe_torch.paged import PageKernels, step_attention
 from edgepipe_torch.paging import PAGE_TOKENS, Paging, find_paging
 from edgepipe_torch.prepared import PreparedStep, prepare_step
 from edgepipe_torch.rope import Rotations
+from edgepipe_torch.states import StatePool, StepStates
 from edgepipe_torch.step_ops import CompiledOps
 from edgepipe_torch.transfer import Download, Transfer, make_transfer
 
@@ -120,7 +121,7 @@ class TorchBackend:
         found = measure(self._device, self._dtype, block_sizes=self.block_sizes)
         if self._device.type == "cuda":
             found = with_ram(found)
-        return replace(found, packing=self._packing, kv_forms=(KV_8BIT,))
+        return replace(found, packing=self._packing, kv_forms=(KV_8BIT,), keeps_states=True)
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """Read the slices' tensors, replacing the loaded ones.
@@ -163,23 +164,34 @@ class TorchBackend:
         layers = [layer for part in slices for layer in part.layers]
         return block_size * config.kv_bytes_per_token(layers, form=self._kv or dtype_name(self._dtype))
 
-    def allocate_kv(self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = ()) -> None:
+    def allocate_kv(
+        self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = (), state_slots: int = 0
+    ) -> None:
         """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
         config = self._loaded_config()
-        self._pools, self._graphs, self._replays, self._page_kernels = {}, {}, {}, {}
+        self._pools, self._graphs, self._replays, self._page_kernels, self._states = {}, {}, {}, {}, {}
         self._pages = self._paging if self._paging and block_size % self._paging.page_tokens == 0 else None
         parts = [decoder.part for decoder in self._decoders.values()]
         classes = stage_classes(config, parts, num_blocks=num_blocks, window_blocks=window_blocks)
         num_bytes = sum(self.kv_block_bytes(config, own, block_size) * count for count, own in classes)
+        state_bytes = config.state_bytes(layer for part in parts for layer in part.layers)
+        num_bytes += state_bytes * (state_slots + 1)  # one holds zeros
         class_of = memory_classes(config).of_layer if window_blocks else (0,) * config.num_layers
         for decoder in self._decoders.values():
             kinds = by_kind(decoder.heads)
-            decoder.classes = [class_of[decoder.part.layers.start + alike[0].layer] for alike in kinds]
+            first = decoder.part.layers.start
+            decoder.classes = [class_of[first + decoder.attending[alike[0].layer]] for alike in kinds]
         with self._memory_errors("the KV pool", num_bytes):
             self._pools = {
                 index: self._new_pool(decoder, (num_blocks, *window_blocks), block_size)
                 for index, decoder in self._decoders.items()
             }
+            self._states = {
+                index: StatePool(own.mixers, state_slots, self._device)
+                for index, own in self._weights.items()
+                if own.mixers
+            }
+        self._state_slots = state_slots
         self._num_blocks, self._block_size, self._window_blocks = num_blocks, block_size, tuple(window_blocks)
         if self._pages is not None:
             self._page_kernels = {
@@ -188,7 +200,7 @@ class TorchBackend:
             self._graphs = {
                 index: self._new_graphs(index, self._pages, kernels)
                 for index, kernels in self._page_kernels.items()
-                if not self._weights[index].waits and kernels.whole
+                if not self._weights[index].waits and kernels.whole and not self._weights[index].mixers
             }
         self._reads = {
             index: ExpertReads(own.mixtures, sizes=ROWS if index in self._graphs else None)
@@ -212,6 +224,7 @@ class TorchBackend:
             block_size=self._block_size,
             num_blocks=self._num_blocks,
             window_blocks=self._window_blocks,
+            state_slots=self._state_slots,
         )
 
     def submit(
@@ -251,7 +264,8 @@ class TorchBackend:
                 return StepTicket(download=self._transfer.download(self._encode(found)), is_logits=False)
             hidden = self._workspace.get("hidden", layout.num_tokens, self._loaded_config().hidden_size)
             self._fill_hidden(decoder, inputs, hidden)
-            hidden = decoder.run(hidden, self._step_tensors(decoder, prepared, pool), pool)
+            tensors = self._step_tensors(decoder, prepared, pool)
+            hidden = decoder.run(hidden, tensors, pool, self._states.get(layout.slice_index))
             if not decoder.part.head:
                 return StepTicket(download=self._transfer.download(self._encode(hidden)), is_logits=False)
             return self._leave(decoder, hidden, layout, edits)
@@ -292,6 +306,8 @@ class TorchBackend:
         self._num_blocks = 0
         self._block_size = 0
         self._window_blocks: tuple[int, ...] = ()
+        self._state_slots = 0
+        self._states: dict[int, StatePool] = {}  # by slice index, if it has recurrent layers
         self._workspace = Workspace(self._dtype, self._device)
         self._masks = CausalMasks(self._dtype, self._device)
 
@@ -422,6 +438,7 @@ class TorchBackend:
         return StepTicket(download=self._transfer.download(logits), is_logits=True, scored=scored)
 
     def _step_tensors(self, decoder: Decoder, prepared: PreparedStep, pool: KVStorage | PackedKVStorage) -> StepTensors:
+        states = self._states.get(decoder.part.index)
         return StepTensors(
             classes=[
                 ClassTensors(self._transfer.upload(held.layout.slots), self._attention(decoder, held, pool))
@@ -429,6 +446,7 @@ class TorchBackend:
             ],
             rotations=[self._transfer.upload(each).unsqueeze(1) for each in prepared.rotations],
             logit_rows=self._transfer.upload(prepared.layout.logit_rows),
+            states=None if states is None else StepStates.of(prepared.layout, states.zeros, self._transfer),
         )
 
     def _attention(self, decoder: Decoder, prepared: PreparedStep, pool: KVStorage | PackedKVStorage) -> StepAttention:

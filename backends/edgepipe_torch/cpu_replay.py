@@ -31,10 +31,12 @@ _FIRST_KEYS = 512  # room for scores, doubled when a context outgrows it
 
 def can_record(weights: SliceWeights, heads: Sequence[LayerHeads], ops: CompiledOps) -> bool:
     """Return whether kernels compute a slice's attention and all products outside of the parts that torch computes."""
-    if not all(ops.attends(each) for each in heads):
+    if weights.mixers or not heads or not all(ops.attends(each) for each in heads):
         return False
-    products = [each for layer in weights.layers for each in (layer.qkv, layer.output, *layer.feed_forward.products)]
-    products += [weights.head] if weights.head is not None else []
+    products: list[object] = [weights.head] if weights.head is not None else []
+    for layer in weights.layers:
+        products += [each for each in (layer.qkv, layer.output) if each is not None]
+        products += layer.feed_forward.products if layer.feed_forward is not None else ()
     return all(isinstance(product, PackedCpuLinear) and product.only_kernels for product in products)
 
 

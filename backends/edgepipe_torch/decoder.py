@@ -1,4 +1,4 @@
-"""A decoder built from layer specs: norms, rotary, grouped-query attention, gated feed-forward parts, experts.
+"""A decoder built from layer specs: norms, rotary, grouped-query attention, recurrent mixers, feed-forward parts.
 
 T packed rows, H hidden, Hq and Hkv heads, D head dim, R rows that need logits.
 """
@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.layer_spec import LayerSpec
+from edgepipe.model.layer_spec import LayerSpec, Recurrent
 from edgepipe_torch.attention import StepAttention
 from edgepipe_torch.feed_forward import ExpertProducts, FeedForward
 from edgepipe_torch.head_shape import LayerHeads, layer_heads
 from edgepipe_torch.kv import KVPool
 from edgepipe_torch.latent import LatentWeights
-from edgepipe_torch.linear import Linear, PackedWeight, Table, Workspace
+from edgepipe_torch.linear import HeldWeight, Linear, PackedWeight, Table, Workspace
+from edgepipe_torch.recurrent import Mixer
 from edgepipe_torch.rope import Rotations
+from edgepipe_torch.states import StatePool, StepStates
 from edgepipe_torch.step_ops import StepOps, TorchOps
 
 
@@ -29,22 +31,32 @@ class Layer:
     """Weights of one layer. Rows of q and k are ordered as rotary pairs: (0, D/2), (1, D/2 + 1), ..."""
 
     spec: LayerSpec
-    input_norm: Tensor | None  # [H], before attention
-    qkv: Linear  # of latent attention: its input products
-    latent: LatentWeights | None
-    query_norm: Tensor | None  # [D], in the order of the pairs; or [Hq D]
-    key_norm: Tensor | None  # [D] or [Hkv D]
-    value_norm: Tensor | None  # [D]
-    value_order: Tensor | None  # [D] int64: dimensions of the key projection's product that are a value, if it is
-    output: Linear
-    attended_norm: Tensor | None  # [H], of what attention adds
+    input_norm: Tensor | None  # [H], before the mixer
+    mixer: Mixer | None  # of a recurrent layer
+    output: Linear | None  # None: the layer has no mixer
+    attended_norm: Tensor | None  # [H], of what the mixer adds
     inner_norm: Tensor | None  # [H], before the feed-forward part
-    feed_forward: FeedForward
+    feed_forward: FeedForward | None
     added_norm: Tensor | None  # [H], of what the feed-forward part adds
-    rotation: int | None  # index among the step's rotations
-    temperature: int | None  # index among the step's rotations; the real part is a factor on queries
-    sinks: Tensor | None  # [Hq] float32
     output_scale: Tensor | None  # [1]
+    # Of attention:
+    qkv: Linear | None = None  # of latent attention: its input products; of gated attention: gates, then q, k, v
+    latent: LatentWeights | None = None
+    query_norm: Tensor | None = None  # [D], in the order of the pairs; or [Hq D]
+    key_norm: Tensor | None = None  # [D] or [Hkv D]
+    value_norm: Tensor | None = None  # [D]
+    value_order: Tensor | None = (
+        None  # [D] int64: dimensions of the key projection's product that are a value, if it is
+    )
+    rotation: int | None = None  # index among the step's rotations
+    temperature: int | None = None  # index among the step's rotations; the real part is a factor on queries
+    sinks: Tensor | None = None  # [Hq] float32
+
+    @property
+    def linears(self) -> list[HeldWeight]:
+        """The weights of all products, but the latent's."""
+        own = [each for each in (self.qkv, self.mixer.input if self.mixer else None, self.output) if each is not None]
+        return [*own, *(self.feed_forward.linears if self.feed_forward else ())]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,14 +73,19 @@ class SliceWeights:
     @property
     def packed(self) -> list[PackedWeight]:
         """Weights that stay packed."""
-        found = [each for layer in self.layers for each in (layer.qkv, layer.output, *layer.feed_forward.linears)]
+        found: list[object] = [each for layer in self.layers for each in layer.linears]
         found += [layer.latent.query for layer in self.layers if layer.latent and layer.latent.query]
         return [each for each in (*found, self.head, self.embedding) if isinstance(each, PackedWeight)]
 
     @property
     def waits(self) -> bool:
         """Whether computing waits for the device, which no graph can."""
-        return any(layer.feed_forward.waits for layer in self.layers)
+        return any(layer.feed_forward.waits for layer in self.layers if layer.feed_forward is not None)
+
+    @property
+    def mixers(self) -> list[Recurrent]:
+        """The recurrent layers' mixers, in order."""
+        return [layer.spec.recurrent for layer in self.layers if layer.spec.recurrent is not None]
 
 
 class ClassTensors(NamedTuple):
@@ -86,6 +103,7 @@ class StepTensors:
     rotations: Sequence[Tensor]  # [T, 1, D / 2] complex64, for each kind of rotary embedding
     logit_rows: Tensor  # [R] int64
     every_row: bool = False  # each row needs logits, in order
+    states: StepStates | None = None  # of a slice with recurrent layers
 
 
 class Decoder:
@@ -101,7 +119,11 @@ class Decoder:
         self._ops = ops or TorchOps(config)
         layers = weights.layers
         self.classes: Sequence[int] = [0] * len(layers)  # memory class of each kind of layer
-        self.heads = layer_heads([layer.spec.attention for layer in layers], [layer.sinks for layer in layers])
+        self.attending = [index for index, layer in enumerate(layers) if layer.spec.attention is not None]
+        attentions = [layer.spec.attention for layer in layers if layer.spec.attention is not None]
+        self.heads = layer_heads(attentions, [layers[index].sinks for index in self.attending])
+        heads = dict(zip(self.attending, self.heads, strict=True))
+        self._heads = [heads.get(index) for index in range(len(layers))]
 
     @property
     def part(self) -> Slice:
@@ -126,39 +148,64 @@ class Decoder:
         if self.config.embedding_scale != 1:
             hidden.mul_(self.config.embedding_scale)
 
-    def run(self, hidden: Tensor, step: StepTensors, pool: KVPool) -> Tensor:
-        """Apply the layers to hidden [T, H] in place and write the rows' keys and values. Returns hidden.
+    def run(self, hidden: Tensor, step: StepTensors, pool: KVPool, states: StatePool | None = None) -> Tensor:
+        """Apply the layers to hidden [T, H] in place and write the rows' keys and values, and states. Returns hidden.
 
-        With the head, returns [R, H]: after the last layer's attention only rows that need logits continue.
+        With the head, returns [R, H]: after the last layer's mixer only rows that need logits continue.
         """
         last = self._weights.layers[-1] if self.part.head else None
-        for heads, layer in zip(self.heads, self._weights.layers, strict=True):
-            normed = hidden if layer.input_norm is None else self._ops.norm(hidden, layer.input_norm)
-            attended = self._attend(heads, layer, layer.qkv.rows(normed), step, pool)
+        recurrent = 0
+        for heads, layer in zip(self._heads, self._weights.layers, strict=True):
+            mixed: Tensor | None = None
+            if layer.mixer is not None:
+                assert states is not None
+                mixed = self._mix(layer, layer.mixer, hidden, step, states.layer(recurrent))
+                recurrent += 1
+            elif heads is not None and layer.qkv is not None:
+                mixed = self._attend(heads, layer, layer.qkv.rows(self._normed(layer, hidden)), step, pool)
             if layer is last and not step.every_row:
-                hidden, attended = hidden[step.logit_rows], attended[step.logit_rows]
+                hidden = hidden[step.logit_rows]
+                mixed = None if mixed is None else mixed[step.logit_rows]
             if hidden.shape[0]:
-                self._add(layer, attended, hidden)
+                self._add(layer, mixed, hidden)
         return hidden
 
-    def _add(self, layer: Layer, attended: Tensor, hidden: Tensor) -> None:
-        """Add to hidden [R, H] what a layer computes from its heads' outputs [R, Hq D]."""
+    def _normed(self, layer: Layer, hidden: Tensor) -> Tensor:
+        return hidden if layer.input_norm is None else self._ops.norm(hidden, layer.input_norm)
+
+    def _mix(self, layer: Layer, mixer: Mixer, hidden: Tensor, step: StepTensors, states: tuple[Tensor, ...]) -> Tensor:
+        """Return what enters a recurrent layer's output product [T, W]."""
+        rows = step.states
+        assert rows is not None
+        made = mixer.input.rows(self._normed(layer, hidden))
+        return self._ops.compute(lambda: mixer.rows(made, states, rows).to(hidden.dtype))
+
+    def _add(self, layer: Layer, mixed: Tensor | None, hidden: Tensor) -> None:
+        """Add to hidden [R, H] what a layer computes from its mixer's outputs [R, Hq D]."""
         scale = layer.spec.residual_scale
         if layer.spec.norms == "parallel":
+            assert mixed is not None
+            attended = mixed
             self._ops.compute(lambda: self._add_parallel(layer, attended, hidden))
             return
-        if layer.attended_norm is None and scale == 1:
-            layer.output.add_to(attended, hidden)
-        else:
-            self._add_normed(layer.output.rows(attended), layer.attended_norm, scale, hidden)
-        normed = hidden if layer.inner_norm is None else self._ops.norm(hidden, layer.inner_norm)
-        if layer.added_norm is None and scale == 1:
-            self._feed(layer.feed_forward, normed, hidden)
-        else:
-            added = self._fed(layer.feed_forward, normed)
-            self._add_normed(added, layer.added_norm, scale, hidden)
+        if mixed is not None and layer.output is not None:
+            if layer.attended_norm is None and scale == 1:
+                layer.output.add_to(mixed, hidden)
+            else:
+                self._add_normed(layer.output.rows(mixed), layer.attended_norm, scale, hidden)
+        if layer.feed_forward is not None:
+            self._add_fed(layer, layer.feed_forward, hidden)
         if (factor := layer.output_scale) is not None:
             self._ops.compute(lambda: hidden.mul_(factor))
+
+    def _add_fed(self, layer: Layer, part: FeedForward, hidden: Tensor) -> None:
+        """Add to hidden [R, H] what a layer's feed-forward part computes."""
+        scale = layer.spec.residual_scale
+        normed = hidden if layer.inner_norm is None else self._ops.norm(hidden, layer.inner_norm)
+        if layer.added_norm is None and scale == 1:
+            self._feed(part, normed, hidden)
+        else:
+            self._add_normed(self._fed(part, normed), layer.added_norm, scale, hidden)
 
     def _feed(self, part: FeedForward, x: Tensor, total: Tensor) -> None:
         """Add a feed-forward part's result for x [R, H] to total [R, H]."""
@@ -179,6 +226,8 @@ class Decoder:
     def _add_parallel(self, layer: Layer, attended: Tensor, hidden: Tensor) -> Tensor:
         """Add both parts of a layer, of which each reads the same norm of hidden [R, H]; returns hidden."""
         assert layer.input_norm is not None
+        assert layer.feed_forward is not None
+        assert layer.output is not None
         added = layer.feed_forward.rows(self._ops.norm(hidden, layer.input_norm)).clone()
         return hidden.add_(added.add_(layer.output.rows(attended)), alpha=layer.spec.residual_scale)
 
@@ -207,7 +256,14 @@ class Decoder:
         return self._weights.head.rows(self._ops.norm(hidden, self._weights.final_norm))
 
     def _attend(self, heads: LayerHeads, layer: Layer, qkv: Tensor, step: StepTensors, pool: KVPool) -> Tensor:
-        """Attend with qkv [T, (Hq + 2 Hkv) D], or latent attention's products; returns the heads' outputs [T, Hq V]."""
+        """Attend with qkv [T, (Hq + 2 Hkv) D], or latent attention's products; returns the heads' outputs [T, Hq V].
+
+        Gated attention: qkv has the gates [T, Hq D] first.
+        """
+        gates: Tensor | None = None
+        if layer.spec.attention is not None and layer.spec.attention.gated:
+            width = heads.num_heads * heads.head_dim
+            gates, qkv = qkv[:, :width], qkv[:, width:]
         rotations = None if layer.rotation is None else step.rotations[layer.rotation]
         parts = self._parts(heads, layer, qkv, rotations)
         if layer.latent is not None:
@@ -225,6 +281,9 @@ class Decoder:
             self._ops.compute(lambda: queries.mul_(factors))
         out = self._workspace.get("attended", qkv.shape[0], heads.num_heads * heads.out_dim)
         attention.run(heads, queries, out.view(qkv.shape[0], heads.num_heads, -1))
+        if gates is not None:
+            factors = gates
+            self._ops.compute(lambda: out.mul_(factors.sigmoid()))
         latent = layer.latent
         return out if latent is None else self._ops.compute(lambda: latent.outputs(out))
 
@@ -234,7 +293,7 @@ class Decoder:
         if latent is not None:
             assert rotations is not None
             return self._ops.compute(lambda: latent.parts(qkv, rotations))
-        parts = qkv.view(qkv.shape[0], -1, heads.head_dim)
+        parts = qkv.unflatten(1, (-1, heads.head_dim))
         if order is None:
             return parts
         keys = parts[:, heads.num_heads :]  # whose product has the values, too

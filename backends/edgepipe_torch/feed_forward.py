@@ -51,7 +51,7 @@ class FeedForward(Protocol):
 
 
 class Gated:
-    """``down(activation(gate(x), up(x)))``."""
+    """``down(activation(gate(x), up(x)))``; of "relu2" ``down(relu(up(x)) ** 2)``, without a gate."""
 
     def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
         self.gate_up = gate_up
@@ -83,6 +83,8 @@ class Gated:
     def _inner(self, x: Tensor) -> Tensor:
         if self._activation == "silu":
             return self.gate_up.swiglu(x)
+        if self._activation == "relu2":
+            return self.gate_up.rows(x).relu().square_()
         gate, up = self.gate_up.rows(x).chunk(2, dim=-1)
         return ACTIVATIONS[self._activation](gate, up)
 

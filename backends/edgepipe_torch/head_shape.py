@@ -29,7 +29,7 @@ class _Kind(NamedTuple):
 class LayerHeads:
     """One layer's heads. Layers of one kind share KV storage, and what a step prepares for attention."""
 
-    layer: int  # counts from the slice's first
+    layer: int  # counts the slice's layers with attention
     kind: int  # counts the slice's kinds, in the order of their first layers
     place: int  # among the layers of its kind
     num_heads: int
@@ -81,7 +81,7 @@ def layer_heads(attentions: Sequence[Attention], sinks: Sequence[Tensor | None] 
 
 def by_kind(heads: Sequence[LayerHeads]) -> list[list[LayerHeads]]:
     """Return the layers of each kind, in order."""
-    found: list[list[LayerHeads]] = [[] for _ in range(1 + max(each.kind for each in heads))]
+    found: list[list[LayerHeads]] = [[] for _ in range(1 + max((each.kind for each in heads), default=-1))]
     for each in heads:
         found[each.kind].append(each)
     return found
@@ -89,7 +89,7 @@ def by_kind(heads: Sequence[LayerHeads]) -> list[list[LayerHeads]]:
 
 def kernels_fit(config: ModelConfig) -> bool:
     """Return whether compiled kernels compute a model's norms and, in some layers at least, attention."""
-    sizes = all(spec.attention.head_dim % 8 == 0 for spec in config.layers)
+    sizes = all(spec.attention.head_dim % 8 == 0 for spec in config.layers if spec.attention is not None)
     return sizes and config.hidden_size % 8 == 0 and config.norm.kind == "rms"
 
 

@@ -23,7 +23,7 @@ from edgepipe.model.dequantise import as_bf16_bits, as_float32, round_to_bf16
 from edgepipe.model.expert_places import in_ram
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.gguf_packing import pack_gguf
-from edgepipe.model.layer_spec import Activation, Attention, Experts, LayerSpec
+from edgepipe.model.layer_spec import Activation, Attention, DeltaNet, Experts, LayerSpec, Mamba2, ShortConv
 from edgepipe.model.layout import EMBEDDING, FINAL_NORM, HEAD, LAYER_SCALE, OWN_NORMS, norm_names
 from edgepipe.model.packed import Packed
 from edgepipe.model.repacked import KeepsRepacked
@@ -56,6 +56,7 @@ from edgepipe_torch.linear import (
     half_works,
 )
 from edgepipe_torch.packed_cpu import PackedCpuLinear
+from edgepipe_torch.recurrent import Convolution, DeltaNetMixer, Mamba2Mixer, Mixer, ShortConvMixer
 from edgepipe_torch.rope import RotaryKind
 from edgepipe_torch.shard_cache import ShardCache
 
@@ -170,47 +171,109 @@ class SliceBuilder:
     def _layer(self, index: int) -> Layer:
         spec, prefix = self._config.layers[index], f"model.layers.{index}."
         attention, hidden = spec.attention, self._config.hidden_size
-        latent = None if attention.latent is None else self._latent(prefix + "self_attn.", attention)
         before, after = (
             [self._vector(f"{prefix}{name}.weight", hidden) for name in names] for names in norm_names(spec)
         )
-        input_norm, inner_norm = [*before, None, None][:2]
-        feed_forward = self._feed_forward(spec, prefix + "mlp.")
+        input_norm, inner_norm = [*(() if spec.mixes else (None,)), *before, None, None][:2]
+        feed_forward = self._feed_forward(spec, prefix + "mlp.") if spec.feeds else None
         if spec.own_norms:
             assert isinstance(feed_forward, Both)
             assert inner_norm is not None
             norms = (self._vector(f"{prefix}{name}.weight", hidden) for name in OWN_NORMS)
             feed_forward, inner_norm = Apart(feed_forward, (inner_norm, *norms), self._config.norm.eps), None
         attended_norm, added_norm = [*after, None, None][:2]
-        return Layer(
+        mixer, output = self._mixer(spec, prefix)
+        layer = Layer(
             spec=spec,
             input_norm=input_norm,
-            qkv=self._qkv(prefix + "self_attn.", attention),
-            latent=latent,
-            query_norm=self._qk_norm(prefix + "self_attn.q_norm.weight", attention.query_width, attention),
-            key_norm=self._qk_norm(prefix + "self_attn.k_norm.weight", attention.kv_width, attention),
-            output=self._linear([(prefix + "self_attn.o_proj", hidden, None)], attention.output_width),
+            mixer=mixer,
+            output=output,
             attended_norm=attended_norm,
             inner_norm=inner_norm,
             feed_forward=feed_forward,
             added_norm=added_norm,
-            rotation=self._rotations.get((attention.rope, attention.rotated)) if attention.rope else None,
-            temperature=self._rotations.get(attention.temperature) if attention.temperature else None,
-            value_norm=self._ones(attention.head_dim) if attention.value_norm else None,
-            value_order=pair_order(attention.head_dim, attention).argsort().to(self._device)
-            if attention.values_from_keys
-            else None,
             output_scale=self._matrix(prefix + LAYER_SCALE, (1,), self._dtype) if spec.output_scaled else None,
-            sinks=self._matrix(prefix + "self_attn.sinks", (attention.num_heads,), torch.float32)
-            if attention.sinks
-            else None,
         )
+        if attention is not None:
+            self._attend(layer, attention, prefix + "self_attn.")
+        return layer
+
+    def _attend(self, layer: Layer, attention: Attention, prefix: str) -> None:
+        """Make a layer's attention."""
+        if attention.latent is not None:
+            layer.latent = self._latent(prefix, attention)
+        layer.qkv = self._qkv(prefix, attention)
+        layer.output = self._linear([(prefix + "o_proj", self._config.hidden_size, None)], attention.output_width)
+        layer.query_norm = self._qk_norm(prefix + "q_norm.weight", attention.query_width, attention)
+        layer.key_norm = self._qk_norm(prefix + "k_norm.weight", attention.kv_width, attention)
+        if attention.rope:
+            layer.rotation = self._rotations.get((attention.rope, attention.rotated))
+        if attention.temperature:
+            layer.temperature = self._rotations.get(attention.temperature)
+        if attention.value_norm:
+            layer.value_norm = self._ones(attention.head_dim)
+        if attention.values_from_keys:
+            layer.value_order = pair_order(attention.head_dim, attention).argsort().to(self._device)
+        if attention.sinks:
+            layer.sinks = self._matrix(prefix + "sinks", (attention.num_heads,), torch.float32)
+
+    def _mixer(self, spec: LayerSpec, prefix: str) -> tuple[Mixer | None, Linear | None]:
+        """Make a recurrent layer's mixer and its output product; neither without one."""
+        match spec.recurrent:
+            case DeltaNet() as delta:
+                return self._delta_net(delta, prefix + "linear_attn.")
+            case Mamba2() as mamba:
+                return self._mamba2(mamba, prefix + "mamba.")
+            case ShortConv() as conv:
+                name, hidden = prefix + "conv.", self._config.hidden_size
+                product = self._linear([(name + "in_proj", 3 * conv.channels, None)], hidden)
+                mixer = ShortConvMixer(conv, product, self._convolution(name + "conv", conv.channels, conv.taps))
+                return mixer, self._linear([(name + "out_proj", hidden, None)], conv.channels)
+            case None:
+                return None, None
+
+    def _delta_net(self, spec: DeltaNet, prefix: str) -> tuple[Mixer, Linear]:
+        hidden, values = self._config.hidden_size, spec.value_heads * spec.value_dim
+        sizes = {"qkv": spec.channels, "z": values, "b": spec.value_heads, "a": spec.value_heads}
+        product = self._linear([(f"{prefix}in_proj_{name}", size, None) for name, size in sizes.items()], hidden)
+        convolution = self._convolution(prefix + "conv1d", spec.channels, spec.taps)
+        mixer = DeltaNetMixer(spec, product, convolution, eps=self._config.norm.eps, device=self._device)
+        self._exact(prefix + "dt_bias", mixer.dt_bias)
+        self._exact(prefix + "A_log", mixer.rates, torch.exp)
+        self._exact(prefix + "norm.weight", mixer.norm)
+        return mixer, self._linear([(prefix + "out_proj", hidden, None)], values)
+
+    def _mamba2(self, spec: Mamba2, prefix: str) -> tuple[Mixer, Linear]:
+        hidden, inner = self._config.hidden_size, spec.heads * spec.head_dim
+        product = self._linear([(prefix + "in_proj", inner + spec.channels + spec.heads, None)], hidden)
+        convolution = self._convolution(prefix + "conv1d", spec.channels, spec.taps)
+        mixer = Mamba2Mixer(spec, product, convolution, eps=self._config.norm.eps, device=self._device)
+        self._exact(prefix + "dt_bias", mixer.dt_bias)
+        self._exact(prefix + "A_log", mixer.rates, torch.exp)
+        self._exact(prefix + "D", mixer.skips)
+        self._exact(prefix + "norm.weight", mixer.norm)
+        return mixer, self._linear([(prefix + "out_proj", hidden, None)], inner)
+
+    def _convolution(self, name: str, channels: int, taps: int) -> Convolution:
+        weight = self._matrix(name + ".weight", (channels, taps), torch.float32)
+        biased = name + ".bias" in self._infos
+        return Convolution(weight, self._matrix(name + ".bias", (channels,), torch.float32) if biased else None)
+
+    def _exact(self, name: str, target: Tensor, change: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Fill a float32 tensor with a weight, or with what ``change`` makes of it."""
+
+        def sink(weight: HostWeight) -> None:
+            values = _floats(weight).float()
+            _copy(target, values if change is None else change(values))
+
+        self._send(name, sink)
 
     def _qkv(self, prefix: str, attention: Attention) -> Linear:
         """Make the input product of a layer's attention."""
         query, key, hidden = attention.query_width, attention.kv_width, self._config.hidden_size
         if attention.latent is None:
-            own = [(f"{prefix}q_proj", query, attention), (f"{prefix}k_proj", key, attention)]
+            asked = query * (1 + attention.gated)
+            own = [(f"{prefix}q_proj", asked, attention), (f"{prefix}k_proj", key, attention)]
             values = [] if attention.values_from_keys else [(f"{prefix}v_proj", key, None)]
             return self._linear([*own, *values], hidden)
         latent = attention.latent
@@ -241,16 +304,18 @@ class SliceBuilder:
         return self._vector(name, attention.head_dim if attention.qk_norm == "head" else width, pairs=attention)
 
     def _feed_forward(self, spec: LayerSpec, prefix: str) -> FeedForward:
-        dense = None if spec.dense is None else self._gated(prefix, spec.dense.inner, spec.dense.activation)
+        own = spec.dense
+        dense = None if own is None else self._gated(prefix, own.inner, own.activation, gated=own.gated)
         if spec.experts is None:
             assert dense is not None  # a layer has a feed-forward part
             return dense
         mixture = self._mixture(spec.experts, prefix)
         return mixture if dense is None else Both(dense, mixture)
 
-    def _gated(self, prefix: str, inner: int, activation: Activation) -> Gated:
+    def _gated(self, prefix: str, inner: int, activation: Activation, *, gated: bool = True) -> Gated:
         hidden = self._config.hidden_size
-        gate_up = self._linear([(prefix + "gate_proj", inner, None), (prefix + "up_proj", inner, None)], hidden)
+        parts = [(prefix + name, inner, None) for name in (("gate_proj", "up_proj") if gated else ("up_proj",))]
+        gate_up = self._linear(parts, hidden)
         return Gated(gate_up, self._linear([(prefix + "down_proj", hidden, None)], inner), activation)
 
     def _mixture(self, experts: Experts, prefix: str) -> Mixture:
@@ -266,7 +331,10 @@ class SliceBuilder:
         )
         if how.groups == 1 and (library := self._expert_library()):
             router.choose = library.routing().choose
-        shared = self._gated(prefix + "shared_expert.", experts.shared_inner, "silu") if experts.shared_inner else None
+        shared: Gated | None = None
+        if experts.shared_inner:
+            activation = "silu" if experts.gated else experts.activation
+            shared = self._gated(prefix + "shared_expert.", experts.shared_inner, activation, gated=experts.gated)
         gated = experts.shared_inner and experts.shared_gated
         gate = self._matrix(prefix + "shared_expert_gate.weight", (1, hidden), self._dtype) if gated else None
         products = self._expert_products(experts, prefix + "experts.")
@@ -276,7 +344,7 @@ class SliceBuilder:
     def _expert_products(self, experts: Experts, prefix: str) -> ExpertProducts:
         if in_ram(int(prefix.split(".")[2]), self._ram_percent):
             return ExpertsInRam(self._experts_by_name(experts, prefix, self._ram))
-        if library := self._expert_library():
+        if experts.gated and (library := self._expert_library()):
             return self._cuda_experts(experts, prefix, library)
         return self._experts_by_name(experts, prefix, self._place)
 
@@ -289,10 +357,11 @@ class SliceBuilder:
 
     def _experts_by_name(self, experts: Experts, prefix: str, place: _Place) -> ExpertProducts:
         hidden = self._config.hidden_size
-        gate_up = self._expert_linears(prefix, ("gate_proj", "up_proj"), experts, experts.inner, hidden, place)
+        names = ("gate_proj", "up_proj") if experts.gated else ("up_proj",)
+        gate_up = self._expert_linears(prefix, names, experts, experts.inner, hidden, place)
         down = self._expert_linears(prefix, ("down_proj",), experts, hidden, experts.inner, place)
         each = EachExpert([Gated(one, other, experts.activation) for one, other in zip(gate_up, down, strict=True)])
-        if all(isinstance(linear, PackedCpuLinear) for linear in each.linears):
+        if experts.gated and all(isinstance(linear, PackedCpuLinear) for linear in each.linears):
             return CpuExperts(each, experts.activation, place.workspace)
         return each
 
@@ -460,7 +529,12 @@ def pair_order(rows: int, attention: Attention) -> Tensor:
     """Return the order of q's or k's rows in which rotary pairs are adjacent.
 
     Files have rotating rows of a head as (half, pair), unless the family interleaves them; the rest of a head stays.
+    Rows of gated attention's queries, of which each head's are followed by its gates: all gates come first.
     """
+    if attention.gated and rows == 2 * attention.query_width:
+        parts = torch.arange(rows).view(attention.num_heads, 2, -1)
+        queries = parts[:, 0].reshape(-1)[pair_order(attention.query_width, attention)]
+        return torch.cat([parts[:, 1].reshape(-1), queries])
     rotated, size = attention.rotated, attention.head_dim
     own = torch.arange(size)
     if rotated and not attention.interleaved:

@@ -24,11 +24,22 @@ class PreparedStep:
 
 
 def prepare_step(
-    step: Step, *, rotations: Rotations, block_size: int, num_blocks: int, window_blocks: Sequence[int] = ()
+    step: Step,
+    *,
+    rotations: Rotations,
+    block_size: int,
+    num_blocks: int,
+    window_blocks: Sequence[int] = (),
+    state_slots: int = 0,
 ) -> PreparedStep:
     """Lay out a step and look up its rotations. Raises StepFailed, see ``lay_out_step``."""
     layout = lay_out_step(
-        step, block_size=block_size, num_blocks=num_blocks, window_blocks=window_blocks, dtype=np.int64
+        step,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        window_blocks=window_blocks,
+        state_slots=state_slots,
+        dtype=np.int64,
     )
     found = rotations.at(layout.positions)
     windows = tuple(

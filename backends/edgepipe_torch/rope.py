@@ -20,7 +20,7 @@ class Rotations:
 
     def __init__(self, config: ModelConfig) -> None:
         """Raises ArchitectureUnsupported for an unknown scaling."""
-        specs = [spec.attention for spec in config.layers]
+        specs = [spec.attention for spec in config.layers if spec.attention is not None]
         ropes = dict.fromkeys((each.rope, each.rotated) for each in specs if each.rope)
         self._temperatures = list(dict.fromkeys(each.temperature for each in specs if each.temperature))
         self.kinds: Mapping[RotaryKind, int] = {kind: index for index, kind in enumerate([*ropes, *self._temperatures])}

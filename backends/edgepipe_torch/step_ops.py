@@ -153,7 +153,7 @@ def _head_kernels(
     kernels: CpuKernels, config: ModelConfig, *, packed_kv: bool
 ) -> Mapping[tuple[int, int], HeadKernels]:
     """Return the kernels of each size of a head and of its value. Raises KernelsUnavailable without any."""
-    attentions = [spec.attention for spec in config.layers]
+    attentions = [spec.attention for spec in config.layers if spec.attention is not None]
     sizes = dict.fromkeys((each.head_dim, each.latent_width) for each in attentions if each.latent_width % 8 == 0)
     found: dict[tuple[int, int], HeadKernels] = {}
     missing = KernelsUnavailable("no layer's attention has kernels")

@@ -6,7 +6,7 @@ The emulated backend and the simulator use the same model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +26,8 @@ _DRAWS_AT_ONCE = 256
 RAM_BYTES_PER_S = 40e9
 """Estimate of the rate at which a CPU reads experts: a desktop with two channels of DDR5. A profile measures it."""
 _RAM_FLOPS = 0.5e12  # estimate: float32 products of experts on a desktop's CPU
+_STATE_VALUE_BYTES = 4
+_STATE_FLOPS = 8  # of a value and token: it decays, is read twice, and takes a product
 
 # Rows above which a backend widens packed weights before it multiplies, by kind (``edgepipe.model.resident``). Others
 # multiply packed weights at any size.
@@ -77,7 +79,7 @@ def layer_kinds(config: ModelConfig, weights: WeightTable) -> tuple[int, ...]:
     kinds: dict[tuple[LayerSpec, int | None], int] = {}
     found: list[int] = []
     for index, spec in enumerate(config.layers):
-        alike = replace(spec, attention=replace(spec.attention, rope=None))
+        alike = spec.with_attention(rope=None)
         forms = weights.layers[index] if index < len(weights.layers) else None
         found.append(kinds.setdefault((alike, forms), len(kinds)))
     return tuple(found)
@@ -136,7 +138,7 @@ class CostModel:
         self._widens_above = _WIDENS_ABOVE_ROWS.get(kind)
         # size of the timed model over the config's
         self._scale = (as_model_bytes or self._sizes.matrices) / self._sizes.matrices
-        own_kv = config.kv_bytes_per_token(form=kv or dtype)
+        own_kv = config.kv_bytes_per_token(form=kv or dtype) or 1  # a model without attention keeps none
         kv_scale = (as_kv_bytes_per_token or own_kv) / own_kv
         self._kv_bytes = [  # per token
             config.kv_bytes_per_token((layer,), form=kv or dtype) * kv_scale for layer in range(config.num_layers)
@@ -146,7 +148,8 @@ class CostModel:
             used_expert_parameters(spec, config.hidden_size) * self._scale if in_ram(index, percent) else 0.0
             for index, spec in enumerate(config.layers)
         ]
-        self._widths = [spec.attention.query_width for spec in config.layers]
+        self._widths = [spec.attention.query_width if spec.attention else 0 for spec in config.layers]
+        self._states = [spec.state_values() for spec in config.layers]
         self.kinds = _split(layer_kinds(config, weights), percent)  # of each layer
         self.has_experts = any(spec.experts is not None for spec in config.layers)
 
@@ -203,6 +206,8 @@ class CostModel:
             head_read_s=self._read_s(head_bytes),
             head_row_s=2 * head_weights / device.flops,
             attention=tuple(attention),
+            state_row_s=2 * share * _STATE_VALUE_BYTES * sum(self._states[run]) / device.bandwidth_bytes_per_s,
+            state_token_s=_STATE_FLOPS * share * sum(self._states[run]) / device.flops,
             step_overhead_s=device.step_overhead_s + share * len(layers) * device.layer_overhead_s,
             row_overhead_s=device.sequence_overhead_s,
             tile_steps=device.tile_steps,
@@ -212,12 +217,13 @@ class CostModel:
         )
 
     def _windows(self, layers: LayerRange) -> list[int | None]:
-        """Return the windows of some layers, each once."""
-        return list(dict.fromkeys(self._config.layers[index].attention.window for index in layers))
+        """Return the windows of some layers with attention, each once; one without limit if none has attention."""
+        specs = [self._config.layers[index] for index in layers]
+        return list(dict.fromkeys(spec.window for spec in specs if spec.attention is not None)) or [None]
 
     def _attention(self, layers: LayerRange, window: int | None, share: float) -> AttentionCost:
         """Return the cost of attention in ``share`` times the layers that have this window."""
-        own = [index for index in layers if self._config.layers[index].attention.window == window]
+        own = [index for index in layers if self._config.layers[index].window == window]
         return AttentionCost(
             window=window,
             kv_token_s=share * sum(self._kv_bytes[index] for index in own) / self._device.bandwidth_bytes_per_s,
@@ -272,6 +278,8 @@ class SliceCost:
     ram_read_s: float = 0.0  # reading all experts in host memory
     ram_token_s: float = 0.0  # multiplying with them on the CPU, per token
     expert_shares: tuple[ExpertShare, ...] = ()  # that steps of the model read; empty: not known
+    state_row_s: float = 0.0  # reading and writing one sequence's state
+    state_token_s: float = 0.0  # multiplying with it, per token
 
     @property
     def has_experts(self) -> bool:
@@ -295,6 +303,7 @@ class SliceCost:
             seconds += max(self.head_read_s * self._stretch(work.logit_rows), self.head_row_s * work.logit_rows)
             seconds += self.head_widen_s if self._widens(work.logit_rows) else 0.0
         seconds += sum(attention.step_s(work) for attention in self.attention)
+        seconds += max(self.state_row_s * work.rows, self.state_token_s * work.tokens)
         return seconds + self.ram_s(work) + self.step_overhead_s + work.rows * self.row_overhead_s
 
     def _widens(self, rows: int) -> bool:

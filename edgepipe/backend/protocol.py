@@ -52,11 +52,15 @@ class Backend(Protocol):
         """Return the bytes of one KV block of ``block_size`` tokens in all layers of the slices."""
         ...
 
-    def allocate_kv(self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = ()) -> None:
-        """Allocate the KV pool of every loaded layer. Later calls allocate none. Raises DeviceOutOfMemory.
+    def allocate_kv(
+        self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = (), state_slots: int = 0
+    ) -> None:
+        """Allocate the KV pool, or the slots of states, of every loaded layer. Later calls allocate none. Raises
+        DeviceOutOfMemory.
 
         window_blocks  blocks of each windowed class (``model.memory_classes``), whose layers then find their KV by the
                        rows' ``windows``; empty: every layer has ``num_blocks`` and finds it by ``runs``
+        state_slots    of each recurrent layer, which the rows' ``state`` names
         """
         ...
 

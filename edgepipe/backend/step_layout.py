@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.backend.types import BlockCopy, BlockRun, ScoreRows, Step, StepRow
+from edgepipe.backend.types import BlockCopy, BlockRun, RowState, ScoreRows, Step, StepRow
 from edgepipe.errors import StepFailed
 
 Indices = npt.NDArray[Any]  # int32 or int64, as the backend's kernels take them
@@ -28,6 +29,7 @@ class RowLayout:
     blocks: Indices  # the block table, as long as ``length`` needs
     start_slot: int  # slot of token 0
     contiguous: bool  # the blocks follow one another: token n is in slot ``start_slot + n``
+    state: RowState | None = None  # of a model with recurrent layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +60,15 @@ def lay_out_step(
     block_size: int,
     num_blocks: int,
     window_blocks: Sequence[int] = (),
+    state_slots: int = 0,
     dtype: type[np.int32] | type[np.int64],
 ) -> StepLayout:
     """Lay out a step of blocks with ``block_size`` tokens, from a pool of ``num_blocks`` and the windows' pools.
 
-    Raises StepFailed if a block table is short or names a block that the pool lacks: kernels check nothing.
+    Raises StepFailed if a block table is short, or if it names a block or slot that the pools lack: kernels check
+    nothing.
     """
+    check_states(step.rows, state_slots)
     positions = [np.arange(row.position, row.position + row.num_tokens, dtype=dtype) for row in step.rows]
     slots, rows = _lay_out_rows(step.rows, block_size=block_size, num_blocks=num_blocks, dtype=dtype)
     for copy in step.copies:
@@ -142,7 +147,41 @@ def _row_layout(
         blocks=blocks,
         start_slot=int(blocks[0]) * block_size,
         contiguous=len(parts) == 1 or not bool((np.diff(blocks) != 1).any()),
+        state=row.state,
     )
+
+
+def check_states(rows: Sequence[StepRow], state_slots: int) -> None:
+    """Check the slots that rows name, of a pool of so many slots (0: no layer is recurrent). Raises StepFailed."""
+    if not state_slots:
+        return
+    written: set[int] = set()
+    for row in rows:
+        state = row.state
+        if state is None or not state.writes or (state.read is None) != (row.position == 0):
+            raise StepFailed(
+                f"sequence {row.sequence} lacks the slots of its state", fact=f"it is at token {row.position}"
+            )
+        ends = [0, *[write.after for write in state.writes]]
+        if ends[-1] != row.num_tokens or any(after <= before for before, after in pairwise(ends)):
+            raise StepFailed(
+                f"the states of sequence {row.sequence} are not those of its tokens",
+                fact=f"they are behind {ends[1:]} of {row.num_tokens} tokens",
+            )
+        slots = [write.slot for write in state.writes]
+        for slot in (*slots, *(() if state.read is None else (state.read,))):
+            if not 0 <= slot < state_slots:
+                raise StepFailed(f"there is no slot {slot} for a state", fact=f"the pool has {state_slots}")
+        if len({*slots}) < len(slots) or not written.isdisjoint(slots):
+            raise StepFailed("two states would go to one slot", fact=f"sequence {row.sequence} writes {slots}")
+        written.update(slots)
+    if any(
+        row.state is not None
+        and row.state.read in written
+        and row.state.read not in [write.slot for write in row.state.writes]
+        for row in rows
+    ):
+        raise StepFailed("a row would write to a state that another row reads")
 
 
 def _slots_at(layout: RowLayout, positions: Indices, block_size: int) -> Indices:

@@ -54,6 +54,7 @@ class DeviceProfile:
     contiguous_kv: bool = True  # attends over runs as views, so prefix hits become planned copies
     packing: str = ""  # how it keeps packed weights: a kind of ``edgepipe.model.resident``; empty: widened
     kv_forms: tuple[str, ...] = ()  # forms of KV besides the compute dtype, which the setting "kv" selects
+    keeps_states: bool = False  # it computes recurrent layers; a node of an earlier version does not say so
     # Host memory beside the device, where the setting "experts_in_ram" keeps experts:
     ram_total_bytes: int = 0  # 0: the backend keeps no experts there, or its device uses that memory itself
     ram_free_bytes: int = 0  # available now
@@ -104,6 +105,25 @@ class WindowRuns:
     runs: tuple[BlockRun, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class StateWrite:
+    """The state behind a row's first ``after`` tokens goes to a slot."""
+
+    after: int  # 1 to the row's number of tokens
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """Where a row's recurrent layers find their state, and where they leave it.
+
+    A slot that is read may also be written. No other row of the step writes to a slot that a row reads or writes.
+    """
+
+    read: int | None  # slot with the state behind all tokens before the row; None: the sequence begins
+    writes: tuple[StateWrite, ...]  # ascending in ``after``; the last is behind the row's last token
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
     """The tokens of one sequence in a step: a whole prompt, a chunk of a prompt, or one decode token.
@@ -117,6 +137,7 @@ class StepRow:
     num_tokens: int
     runs: tuple[BlockRun, ...]  # the sequence's block table from token 0, covering position + num_tokens
     windows: tuple[WindowRuns, ...] = ()  # its tables of windowed classes, if the pool has such classes
+    state: RowState | None = None  # if the model has recurrent layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

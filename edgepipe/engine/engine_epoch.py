@@ -213,7 +213,7 @@ class EngineEpoch:
         if spec.kv_tokens:
             num_blocks = min(num_blocks, -(-spec.kv_tokens // spec.block_size))
         if self._kept is not None and self._kept.is_worth(num_blocks):
-            num_blocks = min(num_blocks, self._kept.pools.num_blocks[0])
+            num_blocks = min(num_blocks, self._kept.pools.context.num_blocks)
         if num_blocks < 1:
             raise NoFeasiblePlacement(
                 f"node {smallest.node_name} has no room for a KV cache",
@@ -221,6 +221,7 @@ class EngineEpoch:
                 next_step="add a node or choose a smaller model",
                 node=smallest.node_name,
             )
+        classes = memory_classes(self._context.config)
         return SchedulerLimits(
             num_blocks=num_blocks,
             block_size=spec.block_size,
@@ -229,7 +230,8 @@ class EngineEpoch:
             max_running=limits.max_running,
             max_waiting=limits.max_waiting,
             contiguous_kv=any(site.contiguous_kv for site in self.sites),
-            windows=memory_classes(self._context.config).pools(num_blocks=num_blocks, block_size=spec.block_size),
+            windows=classes.pools(num_blocks=num_blocks, block_size=spec.block_size),
+            states=classes.states(num_blocks=num_blocks, block_size=spec.block_size),
         )
 
     def _pipeline_spec(self, site: StageSite) -> PipelineSpec:
@@ -244,6 +246,7 @@ class EngineEpoch:
             num_blocks=self.limits.num_blocks,
             block_size=self.limits.block_size,
             window_blocks=tuple(pool.num_blocks for pool in self.limits.windows),
+            state_slots=self.limits.states.num_slots if self.limits.states else 0,
             next_address=following.address if following is not None else "",
             max_in_flight=self._most_in_flight,
             step_deadline_ms=round(1000 * self._step_deadline_s),

@@ -29,7 +29,7 @@ class KeptKV:
         Another number empties the KV of all stages. A little more room does not justify that. Much more does: a pool
         that once shrank would otherwise refuse long prompts for ever.
         """
-        return bool(self.pools.cached_blocks) and num_blocks <= _WORTH * self.pools.num_blocks[0]
+        return bool(self.pools.cached_blocks) and num_blocks <= _WORTH * self.pools.context.num_blocks
 
     def lost_by(self, since: KVSince) -> list[tuple[Slice, ...]]:
         """Return the next epoch's stages without the last epoch's KV: other processes or other layers."""
@@ -39,13 +39,12 @@ class KeptKV:
         """Return the pools for the next epoch's scheduler. Blocks that some stages have lost become stale.
 
         Returns None if nothing is usable: the last slice lost its KV, or the number or layout of blocks differs. With
-        windows, any loss makes all KV useless: a window is rebuilt by computing the sequence from its first token.
+        windows or states, any loss makes all KV useless: they are rebuilt by computing a sequence from its first token.
         """
-        numbers = (limits.num_blocks, *(pool.num_blocks for pool in limits.windows))
-        if self.pools.num_blocks != numbers or self.contiguous != limits.contiguous_kv:
+        if self.pools.sizes != limits.pool_sizes or self.contiguous != limits.contiguous_kv:
             return None
         lost = _last_index(self.lost_by(since))
-        if lost == _last_index(since) or (lost >= 0 and limits.windows):
+        if lost == _last_index(since) or (lost >= 0 and (limits.windows or limits.states)):
             return None
         if lost >= 0:
             self.pools.lose(lost)

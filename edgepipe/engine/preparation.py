@@ -158,6 +158,7 @@ class Preparation:
             products=prepared.products,
             kv_block_bytes=prepared.kv_block_bytes,
             window_block_bytes=prepared.window_block_bytes,
+            state_bytes=self._config.state_bytes(layer for part in placement.slices for layer in part.layers),
             max_blocks=prepared.max_blocks,
             contiguous_kv=prepared.profile.contiguous_kv,
             certificate=prepared.certificate,

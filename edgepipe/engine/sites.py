@@ -28,6 +28,7 @@ class StageSite:
     kv_block_bytes: int  # of one block in all its layers
     max_blocks: int
     window_block_bytes: tuple[int, ...] = ()  # of one block of each windowed memory class, in its layers
+    state_bytes: int = 0  # of one sequence's state, in its recurrent layers
     products: tuple[PackedProducts, ...] = ()  # of its packed weights
     ram_percent: int = 0  # of the layers, whose experts are in host memory
     contiguous_kv: bool = False  # attends over runs of blocks as views
@@ -38,7 +39,8 @@ class StageSite:
     def kv_bytes(self, limits: SchedulerLimits) -> int:
         """Return the bytes of the stage's pools."""
         window_blocks = [pool.num_blocks for pool in limits.windows]
-        return pool_bytes(self.kv_block_bytes, self.window_block_bytes, limits.num_blocks, window_blocks)
+        kv = pool_bytes(self.kv_block_bytes, self.window_block_bytes, limits.num_blocks, window_blocks)
+        return kv + (self.state_bytes * limits.states.num_slots if limits.states else 0)
 
     @property
     def label(self) -> str:

@@ -47,6 +47,8 @@ class EngineStatus:
             waiting=stats.waiting,
             num_blocks=stats.num_blocks,
             free_blocks=stats.free_blocks,
+            state_slots=stats.state_slots,
+            free_slots=stats.free_slots,
             preemptions=stats.preemptions,
             admitted_tokens=stats.admitted_tokens,
             cached_tokens=stats.cached_tokens,

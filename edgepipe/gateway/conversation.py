@@ -41,6 +41,7 @@ class TemplateTraits:
     arguments_as_text: bool = False  # it joins arguments to text, so they must be JSON text
     short_ids: bool = False  # it refuses ids of calls that are not nine letters and digits
     switches: frozenset[str] = frozenset()  # keywords that turn reasoning on or off
+    shortens: bool = False  # the keyword ``low_effort`` shortens reasoning (Nemotron 3)
 
 
 _SWITCHES = ("enable_thinking", "thinking")
@@ -60,6 +61,7 @@ def template_traits(source: str) -> TemplateTraits:
         arguments_as_text=bool(_JOINED_ARGUMENTS.search(source)) and not _READ_AS_OBJECT.search(source),
         short_ids=bool(_SHORT_IDS.search(source)),
         switches=frozenset(word for word in _SWITCHES if re.search(rf"\b{word}\b", source)),
+        shortens=bool(re.search(r"\blow_effort\b", source)),
     )
 
 
@@ -98,6 +100,8 @@ def template_keywords(given: Mapping[str, Any], effort: str | None, traits: Temp
     if effort is not None:
         known = {"none": "low", "minimal": "low", "xhigh": "high"} if traits.chat.has_channels else {}
         keywords.setdefault("reasoning_effort", known.get(effort, effort))
+        if traits.shortens and effort in ("minimal", "low"):
+            keywords.setdefault("low_effort", True)
     switch = keywords.get("enable_thinking", False if effort == "none" else None)
     for name in traits.switches if switch is not None else ():
         keywords.setdefault(name, switch)

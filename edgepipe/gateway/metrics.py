@@ -172,6 +172,8 @@ _ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
     ("num_requests_running", "Running sequences.", lambda e: e.running),
     ("num_requests_waiting", "Sequences waiting in the engine.", lambda e: e.waiting),
     ("kv_cache_blocks", "KV blocks per stage.", lambda e: e.num_blocks),
+    ("state_slots", "Slots per stage for the states of recurrent layers.", lambda e: e.state_slots),
+    ("state_slots_free", "Slots of states that no sequence holds, snapshots included.", lambda e: e.free_slots),
     ("micro_batches", "Micro-batches kept in flight (M).", lambda e: e.micro_batches),
     ("steps_in_flight", "Planned steps that have not retired.", lambda e: e.in_flight),
     ("tokens_per_second", "Tokens generated in the last seconds.", lambda e: e.tokens_per_s),

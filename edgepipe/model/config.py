@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
+from edgepipe.model.config_json import config_from_json
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.families import FAMILIES, gguf_family, hf_family
 from edgepipe.model.families.reading import Decoder, Family, GgufShape, HfShape, unsupported
@@ -19,6 +20,9 @@ from edgepipe.model.quantisation_config import check_quantisation
 from edgepipe.model.sampling_defaults import GENERATION_FILE
 from edgepipe.model.shape_limits import MAX_VOCAB
 from edgepipe.model.strict_json import read_json_object
+
+EMULATED_KEY = "edgepipe_emulated"  # in config.json: the model has a shape but no weights
+SHAPE_KEY = "edgepipe_shape"  # in config.json of an emulated model: its shape, where no class of transformers has it
 
 _TIED = "tie_word_embeddings"
 _SHARED = (_TIED, "eos_token_id", "bos_token_id")  # of all models, where the text's own are absent
@@ -35,7 +39,9 @@ def read_hf_config(folder: Path) -> ModelConfig:
     if not path.is_file():
         raise ModelInvalid(f"'{folder.name}' is not a model folder", fact="it has no config.json")
     generation = folder / GENERATION_FILE
-    return hf_config(read_json_object(path), read_json_object(generation) if generation.is_file() else None)
+    return hf_config(
+        read_json_object(path, infinite=True), read_json_object(generation) if generation.is_file() else None
+    )
 
 
 def hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -44,6 +50,8 @@ def hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     Raises ModelInvalid, and ArchitectureUnsupported, which lists the supported ones.
     """
     fields = Fields(values, what="config.json")
+    if fields.raw(EMULATED_KEY) is True and fields.has(SHAPE_KEY):
+        return _own_shape(fields)
     family = _family(fields)
     _refuse_foreign_code(fields, family)
     if family.text_key:
@@ -123,6 +131,14 @@ def _config(
     )
 
 
+def _own_shape(fields: Fields) -> ModelConfig:
+    """Return the shape of an emulated model that has edgepipe's own description."""
+    value = fields.raw(SHAPE_KEY)
+    if not isinstance(value, dict):
+        raise fields.fail(SHAPE_KEY, "an object is needed")
+    return config_from_json(cast("dict[str, Any]", value))
+
+
 def _unsupported(found: str, names: Iterable[str], nearest: str = "") -> ArchitectureUnsupported:
     every = f"supported: {', '.join(dict.fromkeys(name.partition('For')[0] for name in names))}"
     return ArchitectureUnsupported(
@@ -183,7 +199,7 @@ def _text_fields(fields: Fields, family: Family) -> Fields:
     if not isinstance(value, dict):
         raise fields.fail(key, "an object is needed")
     own = cast("dict[str, object]", value)
-    tied = {_TIED: True} if fields.raw(_TIED) is True else {}  # see ``layout.settled_head``
+    tied = {_TIED: True} if fields.raw(_TIED) is True else {}  # see ``settling.settled_head``
     text = Fields({**own, **tied}, what=f"config.json's {key}")
     kind = text.text("model_type", default="")
     if kind and family.text_types and kind not in family.text_types:

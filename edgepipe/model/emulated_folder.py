@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from edgepipe.model.config import EMULATED_KEY, SHAPE_KEY
+from edgepipe.model.config_json import config_to_json
 from edgepipe.model.facts import ModelConfig
-from edgepipe.model.layer_spec import LayerSpec, Rope
-from edgepipe.model.weights import EMULATED_KEY, MIX_KEY
+from edgepipe.model.layer_spec import Attention, Dense, LayerSpec, Rope
+from edgepipe.model.weights import MIX_KEY
 
 NUM_BYTE_TOKENS = 256
 SPECIAL_TOKENS = ("<|bos|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258
 BOS_TOKEN_ID = NUM_BYTE_TOKENS
 EOS_TOKEN_ID = NUM_BYTE_TOKENS + 2
 SMALLEST_VOCAB = NUM_BYTE_TOKENS + len(SPECIAL_TOKENS)
+
+_NO_ATTENTION = Attention(num_heads=1, num_kv_heads=1, head_dim=2, rope=None)  # stands for that of a model without any
+_NO_FEED_FORWARD = LayerSpec(dense=Dense(inner=1))
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -39,9 +45,12 @@ def write_model_folder(folder: Path, config: ModelConfig, *, mix: str = "") -> N
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """Return the config in Hugging Face's format, with the marker of an emulated model."""
-    spec = config.layers[0]
-    attention, rope = spec.attention, spec.attention.rope
+    """Return the config in Hugging Face's format, with the marker of an emulated model.
+
+    Layers without attention or feed-forward part are described in edgepipe's own form besides.
+    """
+    attention = next((spec.attention for spec in config.layers if spec.attention is not None), _NO_ATTENTION)
+    rope = attention.rope
     values = {
         EMULATED_KEY: True,
         "num_hidden_layers": config.num_layers,
@@ -59,14 +68,18 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "eos_token_id": EOS_TOKEN_ID,
         "torch_dtype": "bfloat16",
     }
-    return values | _feed_forward(spec)
+    feeding = next((spec for spec in config.layers if spec.feeds), _NO_FEED_FORWARD)
+    if all(spec.attention is not None and spec.feeds for spec in config.layers):
+        return values | _feed_forward(feeding)
+    own = replace(config, eos_token_ids=(EOS_TOKEN_ID,), bos_token_id=BOS_TOKEN_ID)
+    return values | _feed_forward(feeding) | {SHAPE_KEY: config_to_json(own)}
 
 
 def _feed_forward(spec: LayerSpec) -> dict[str, Any]:
     """Return the class whose layers have the spec's feed-forward part, and its sizes."""
     experts = spec.experts
     if experts is None:
-        assert spec.dense is not None  # a layer has one of them
+        assert spec.dense is not None  # a layer that feeds has one of them
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",

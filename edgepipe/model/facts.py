@@ -16,6 +16,7 @@ KV_8BIT = "8bit"
 """KV as int8 codes with a float16 scale per token, kv head, and key or value."""
 
 _KV_VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, KV_8BIT: 1}
+_STATE_VALUE_BYTES = 4
 _KV_SCALE_BYTES = 2
 
 
@@ -136,8 +137,13 @@ class ModelConfig:
             raise ConfigInvalid(f"KV cannot be kept as '{form}'", fact=f"it can be {', '.join(_KV_VALUE_BYTES)}")
         specs = self.layers if layers is None else [self.layers[index] for index in layers]
         scale_bytes = _KV_SCALE_BYTES if form == KV_8BIT else 0
-        parts = [spec.attention for spec in specs]
+        parts = [spec.attention for spec in specs if spec.attention is not None]
         return sum(
             part.kv_vectors * part.num_kv_heads * (part.head_dim * _KV_VALUE_BYTES[form] + scale_bytes)
             for part in parts
         )
+
+    def state_bytes(self, layers: Iterable[int] | None = None) -> int:
+        """Return the bytes of one sequence's state in some layers, by index; None: in all."""
+        specs = self.layers if layers is None else [self.layers[index] for index in layers]
+        return _STATE_VALUE_BYTES * sum(spec.state_values() for spec in specs)

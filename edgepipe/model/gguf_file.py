@@ -20,13 +20,14 @@ from edgepipe.model.fields import Fields
 from edgepipe.model.file_bytes import read_at
 from edgepipe.model.gguf_header import GgufHeader, GgufTensor, GgufValue, read_gguf_header
 from edgepipe.model.gguf_split import check_parts, part_paths
-from edgepipe.model.layout import is_router
+from edgepipe.model.layout import is_exact
 from edgepipe.model.rope_config import ROPE_FACTORS
 from edgepipe.model.shape_limits import MAX_HEAD_DIM
 from edgepipe.model.tensors import TensorInfo, TensorPlace
 
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",
+    "token_embd_norm.weight": "model.norm.weight",  # of LFM2, in spite of its name
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
@@ -51,6 +52,7 @@ _PART = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_WITHOUT_SUFFIX = ("ssm_a", "ssm_d")
 _OF_EXPERTS = ("ffn_gate", "ffn_up", "ffn_down")  # as early files name those of one expert
 _BARE = {  # have no suffix here
     "attn_sinks.weight": "self_attn.sinks",
@@ -59,7 +61,9 @@ _BARE = {  # have no suffix here
     "ffn_down_exps.scale": "mlp.router.expert_scale",
     "layer_output_scale.weight": "layer_scalar",
 }
-_LAYER = re.compile(r"blk\.(\d{1,5})\.([a-z_12]{1,40})\.(?:(\d{1,4})\.)?(weight|bias|scale)")  # with an expert's number
+_LAYER = re.compile(  # with an expert's number; states' decays have no suffix
+    r"blk\.(\d{1,5})\.((?:shortconv\.)?[a-z_12]{1,40})(?:\.(\d{1,4}))?(?:\.(weight|bias|scale))?"
+)
 _QUERY_KEY = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
 
 
@@ -87,10 +91,18 @@ def hugging_face_name(name: str, parts: Mapping[str, str] = _PART) -> str:
     if not match:
         return name
     layer, part, expert, suffix = match.groups()
-    found = _BARE.get(f"{part}.{suffix}") or (f"{parts[part]}.{suffix}" if part in parts else "")
+    found = _within_layer(part, suffix, parts)
     if expert is not None:
         found = found.replace("mlp.", f"mlp.experts.{int(expert)}.") if part in _OF_EXPERTS else ""
     return f"model.layers.{int(layer)}.{found}" if found else name
+
+
+def _within_layer(part: str, suffix: str | None, parts: Mapping[str, str]) -> str:
+    """Return the name within the layer; empty if it is unknown. ``parts`` may name a part with its suffix."""
+    if suffix is None:
+        return parts.get(part, "") if part in _WITHOUT_SUFFIX else ""
+    whole = f"{part}.{suffix}"
+    return _BARE.get(whole) or parts.get(whole) or (f"{parts[part]}.{suffix}" if part in parts else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,8 +246,8 @@ def _head_counts(metadata: Mapping[str, GgufValue], arch: str, file: str) -> Hea
 
 
 def _of_all_layers(value: object) -> object:
-    """Return the number that a list repeats for every layer; anything else as it is."""
-    items = Fields({"": value}, what="").items("") if is_list(value) else []
+    """Return the number that a list repeats for every layer that has one; anything else as it is."""
+    items = [item for item in Fields({"": value}, what="").items("") if item != 0] if is_list(value) else []
     return items[0] if items and all(item == items[0] for item in items) else value
 
 
@@ -259,7 +271,7 @@ def _place(tensor: GgufTensor, names: GgufNames, file: str) -> TensorPlace:
         shape=_joined_experts(tensor),
         scheme=tensor.block.name,
         num_bytes=tensor.num_bytes,
-        rounded=not is_router(name),  # bf16 would move an expert's correction by more than scores differ
+        rounded=not is_exact(name),  # bf16 would move an expert's correction by more than scores differ
     )
     match = _QUERY_KEY.fullmatch(tensor.name)
     if heads is None or match is None:

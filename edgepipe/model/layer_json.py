@@ -17,10 +17,12 @@ from edgepipe.model.layer_spec import (
     LayerSpec,
     Norm,
     NormPlaces,
+    Recurrent,
     Rope,
     Router,
     Temperature,
 )
+from edgepipe.model.recurrent_json import recurrent_from_json, recurrent_to_json
 from edgepipe.model.rope_config import MAX_FACTOR, MAX_THETA, MIN_THETA, SCALINGS
 
 _MAX_SCALE = 1e6
@@ -32,6 +34,8 @@ def without_defaults(value: Any) -> Any:
     """Return a spec as plain JSON values, without fields that have their defaults."""
     if not dataclasses.is_dataclass(value):
         return value
+    if isinstance(value, Recurrent):
+        return recurrent_to_json(value)
     own = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
     return {name: without_defaults(item) for name, (item, default) in own.items() if item != default}
 
@@ -49,14 +53,19 @@ def norm_from_json(value: object) -> Norm:
 def layer_from_json(value: object) -> LayerSpec:
     """Restore a LayerSpec. Raises ModelInvalid."""
     fields = _fields(value, "the model's layer")
-    dense, experts = fields.raw("dense"), fields.raw("experts")
-    if dense is None and experts is None:
-        raise fields.fail("dense", "a layer needs a feed-forward part")
+    attention, recurrent, dense, experts = map(fields.raw, ("attention", "recurrent", "dense", "experts"))
+    norms = _one_of(fields, "norms", get_args(NormPlaces))
+    if attention is not None and recurrent is not None:
+        raise fields.fail("recurrent", "a layer has one mixer")
+    mixes, feeds = attention is not None or recurrent is not None, dense is not None or experts is not None
+    if not (mixes and feeds) and (norms != "before" or not (mixes or feeds)):
+        raise fields.fail("dense", f"a layer with norms {norms} needs a mixer and a feed-forward part")
     return LayerSpec(
-        attention=_attention(fields.raw("attention")),
+        attention=None if attention is None else _attention(attention),
+        recurrent=None if recurrent is None else recurrent_from_json(_fields(recurrent, "the model's recurrent layer")),
         dense=None if dense is None else _dense(dense),
         experts=None if experts is None else _experts(experts),
-        norms=_one_of(fields, "norms", get_args(NormPlaces)),
+        norms=norms,
         residual_scale=fields.number("residual_scale", low=0.0, high=_MAX_SCALE, default=1.0),
         own_norms=fields.flag("own_norms", default=False),
         output_scaled=fields.flag("output_scaled", default=False),
@@ -89,6 +98,7 @@ def _attention(value: object) -> Attention:
         latent=_latent(fields.raw("latent")),
         values_from_keys=fields.flag("values_from_keys", default=False),
         value_norm=fields.flag("value_norm", default=False),
+        gated=fields.flag("gated", default=False),
     )
     return limits.checked_latent(fields, attention)
 
@@ -122,9 +132,18 @@ def _dense(value: object) -> Dense:
     fields = _fields(value, "the model's feed-forward part")
     return Dense(
         inner=fields.integer("inner", low=1, high=limits.MAX_INTERMEDIATE),
-        activation=_one_of(fields, "activation", get_args(Activation)),
+        activation=_activation(fields),
         bias=fields.flag("bias", default=False),
+        gated=fields.flag("gated", default=True),
     )
+
+
+def _activation(fields: Fields) -> Activation:
+    """Return the activation of a part that says whether it has a gate. Raises ModelInvalid."""
+    activation = _one_of(fields, "activation", get_args(Activation))
+    if fields.flag("gated", default=True) == (activation == "relu2"):
+        raise fields.fail("activation", f"it is {activation}; relu2 has no gate, and all others have one")
+    return activation
 
 
 def _experts(value: object) -> Experts:
@@ -136,10 +155,11 @@ def _experts(value: object) -> Experts:
             used=fields.integer("used", low=1, high=limits.MAX_EXPERTS),
             inner=fields.integer("inner", low=1, high=limits.MAX_INTERMEDIATE),
             router=_router(fields.raw("router")),
-            activation=_one_of(fields, "activation", get_args(Activation)),
+            activation=_activation(fields),
             bias=fields.flag("bias", default=False),
             shared_inner=fields.integer("shared_inner", low=0, high=limits.MAX_INTERMEDIATE, default=0),
             shared_gated=fields.flag("shared_gated", default=False),
+            gated=fields.flag("gated", default=True),
         ),
     )
 

@@ -1,17 +1,17 @@
-"""What a decoder layer is made of: attention, a feed-forward part, norms. Families are written in these terms.
+"""What a decoder layer is made of: a mixer of tokens, a feed-forward part, norms. Families are written in these terms.
 
 Backends build layers from specs; they know no families.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import sqrt
-from typing import Literal
+from dataclasses import dataclass, replace
+from math import prod, sqrt
+from typing import Any, Literal
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 """Of gate g and up u: ``silu(g) * u``, ``gelu(g) * u`` with tanh's approximation, or gpt-oss's
-``min(g, 7) * sigmoid(1.702 g) * (clip(u, -7, 7) + 1)``."""
+``min(g, 7) * sigmoid(1.702 g) * (clip(u, -7, 7) + 1)``. Without a gate: ``relu(u) ** 2``."""
 
 NormPlaces = Literal["before", "after", "both", "parallel"]
 """Norms of a layer: before attention and feed-forward (Llama), after both (OLMo 2), before and after both (Gemma 2), or
@@ -94,6 +94,7 @@ class Attention:
     latent: Latent | None = None
     values_from_keys: bool = False  # values are the key projection's product; there is no value projection
     value_norm: bool = False  # RMSNorm of each head's value, without weights
+    gated: bool = False  # each head's query is followed by a gate [D]; the sigmoid of it multiplies the head's output
 
     @property
     def query_width(self) -> int:
@@ -132,12 +133,88 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """A gated delta rule (Yang, Kautz, Hatamizadeh 2024, Gated Delta Networks, section 3.1), as in Qwen3-Next.
+
+    Queries, keys and values pass a causal convolution per channel, then SiLU. A value head keeps a matrix [K, V]. With
+    normalised key k, value v, decay a = exp(-exp(A_log) * softplus(alpha + dt_bias)) and b = sigmoid(beta), a token
+    makes it ``a S + b k (v - (a S)^T k)^T``; the head's output is ``S^T q``, normalised and multiplied with SiLU(z).
+    """
+
+    key_heads: int  # each serves value_heads / key_heads value heads that follow one another
+    value_heads: int
+    key_dim: int  # K
+    value_dim: int  # V
+    taps: int  # of the convolution, the token's own included
+    tiled: bool = False  # value head v uses key head v % key_heads instead, as llama.cpp orders Qwen3.5's value heads
+
+    @property
+    def channels(self) -> int:
+        """Numbers that the convolution takes: queries, keys, values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """See ``Recurrent``."""
+        return (self.taps - 1, self.channels), (self.value_heads, self.key_dim, self.value_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2:
+    """A selective state space (Dao, Gu 2024, Transformers are SSMs, section 7), as in Nemotron-H and Granite 4.
+
+    x, B and C pass a causal convolution per channel, then SiLU. A head keeps a matrix [D, N]. With
+    dt = clip(softplus(dt + dt_bias)), a token makes it ``exp(-exp(A_log) dt) S + dt x B^T``; the head's output is
+    ``S C + D x``. It is multiplied with SiLU(z), then normalised over each group.
+    """
+
+    heads: int
+    head_dim: int  # D
+    groups: int  # of heads that share B and C
+    state_dim: int  # N
+    taps: int  # of the convolution, the token's own included
+    conv_bias: bool = True
+    bias: bool = False  # of its projections
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def channels(self) -> int:
+        """Numbers that the convolution takes: x, B, C."""
+        return self.heads * self.head_dim + 2 * self.groups * self.state_dim
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """See ``Recurrent``."""
+        return (self.taps - 1, self.channels), (self.heads, self.head_dim, self.state_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConv:
+    """A gated causal convolution per channel, as in LFM2: ``out(C * conv(B * x))`` with [B, C, x] = in(hidden)."""
+
+    channels: int
+    taps: int  # the token's own included
+    bias: bool = False  # of the convolution and both projections
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """See ``Recurrent``."""
+        return ((self.taps - 1, self.channels),)
+
+
+Recurrent = DeltaNet | Mamba2 | ShortConv
+"""A mixer that keeps a state of fixed size instead of KV: float32 numbers of ``state_shapes``, all zero before a
+sequence's first token. The first are the convolution's last inputs, oldest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """A gated feed-forward part."""
+    """A feed-forward part."""
 
     inner: int  # features between its projections
     activation: Activation = "silu"
     bias: bool = False
+    gated: bool = True  # else one projection up and one down, the activation between (Nemotron-H)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +239,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A mixture of gated feed-forward parts, of which each token uses some."""
+    """A mixture of feed-forward parts, of which each token uses some."""
 
     count: int
     used: int  # by each token
@@ -172,13 +249,15 @@ class Experts:
     bias: bool = False
     shared_inner: int = 0  # features of the expert that every token uses besides; 0: none
     shared_gated: bool = False  # the shared expert's output is multiplied with a sigmoid of a learned product
+    gated: bool = True  # else experts and the shared one have one projection up and one down (Nemotron 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer."""
+    """One decoder layer. It has attention, or a recurrent mixer, or no mixer; a feed-forward part, or none."""
 
-    attention: Attention
+    attention: Attention | None = None
+    recurrent: Recurrent | None = None
     dense: Dense | None = None
     experts: Experts | None = None  # with ``dense`` too: their outputs are added
     norms: NormPlaces = "before"
@@ -186,6 +265,29 @@ class LayerSpec:
     own_norms: bool = False  # dense part and experts have norms of their own, and the router reads what enters them
     output_scaled: bool = False  # its output is multiplied with a learned number
 
+    @property
+    def mixes(self) -> bool:
+        """Whether the layer mixes tokens."""
+        return self.attention is not None or self.recurrent is not None
+
+    @property
+    def feeds(self) -> bool:
+        """Whether the layer has a feed-forward part."""
+        return self.dense is not None or self.experts is not None
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query of its attention sees; None: all, or the layer has no attention."""
+        return self.attention.window if self.attention else None
+
+    def with_attention(self, **changes: Any) -> LayerSpec:
+        """Return the layer with these fields of its attention changed; a layer without attention stays."""
+        return self if self.attention is None else replace(self, attention=replace(self.attention, **changes))
+
     def kv_values(self) -> int:
         """Return the numbers that one token's keys and values hold."""
-        return self.attention.kv_vectors * self.attention.kv_width
+        return self.attention.kv_vectors * self.attention.kv_width if self.attention else 0
+
+    def state_values(self) -> int:
+        """Return the numbers that a sequence's state holds."""
+        return sum(prod(shape) for shape in self.recurrent.state_shapes) if self.recurrent else 0

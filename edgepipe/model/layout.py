@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -14,21 +14,21 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.formats import StoredPart, part_name, weight_parts
 from edgepipe.model.gguf_types import BLOCKS_BY_NAME
-from edgepipe.model.layer_spec import Attention, Experts, Latent, LayerSpec
-from edgepipe.model.naming import NAMINGS, PLAIN, Naming
+from edgepipe.model.layer_spec import DeltaNet, LayerSpec, Recurrent
+from edgepipe.model.layer_weights import EXACT, K_B, KV_B, MIXER_NORMS, V_B, feed_forward_tensors, mixer_tensors
+from edgepipe.model.naming import NAMINGS, Naming
 from edgepipe.model.quantisation import WeightFormat
 from edgepipe.model.tensors import TensorInfo
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
-KV_B = "self_attn.kv_b_proj.weight"
-K_B, V_B = "self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"
 
 OWN_NORMS = ("mlp.dense_output_norm", "mlp.expert_input_norm", "mlp.expert_output_norm")
 """Norms of layers whose dense part and experts have their own; the dense part's input has the usual one."""
 LAYER_SCALE = "layer_scalar"
 
+_EXPERT_GATE = "mlp.shared_expert_gate.weight"
 _SHOWN = 2  # names per kind of fault
 _LAYERS = "model.layers."
 _UNUSED_PARTS = ("input_scale", "output_scale", "k_scale", "v_scale", "weight_shape", "weight_zero_point")
@@ -51,24 +51,26 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
 def spec_tensors(spec: LayerSpec, hidden: int) -> Mapping[str, tuple[int, ...]]:
     """Return names within the layer, and shapes, of one decoder layer's weights, in reading order."""
     before, after = norm_names(spec)
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in before[:1]}
-    shapes |= _attention(spec.attention, hidden)
-    shapes |= {f"{name}.weight": (hidden,) for name in (*after[:1], *before[1:])}
-    if spec.dense is not None:
-        shapes |= _gated("mlp", spec.dense.inner, hidden, bias=spec.dense.bias)
-    if spec.experts is not None:
-        shapes |= _experts(spec.experts, hidden)
+    mixer = int(spec.mixes)  # norms of a layer without mixer are all of its feed-forward part
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in before[:mixer]}
+    shapes |= mixer_tensors(spec, hidden)
+    shapes |= {f"{name}.weight": (hidden,) for name in (*after[:mixer], *before[mixer:])}
+    shapes |= feed_forward_tensors(spec, hidden)
     if spec.own_norms:
         shapes |= {f"{name}.weight": (hidden,) for name in OWN_NORMS}
-    shapes |= {f"{name}.weight": (hidden,) for name in after[1:]}
+    shapes |= {f"{name}.weight": (hidden,) for name in after[mixer:]}
     return shapes | ({LAYER_SCALE: (1,)} if spec.output_scaled else {})
 
 
 def norm_names(spec: LayerSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of norms before attention and feed-forward, and after them."""
+    """Return the names of norms before mixer and feed-forward part, and after them.
+
+    A layer of one part has only that part's norm, which then comes before it.
+    """
     match spec.norms:
         case "before":
-            return ("input_layernorm", "post_attention_layernorm"), ()
+            own = ((spec.mixes, "input_layernorm"), (spec.feeds, "post_attention_layernorm"))
+            return tuple(name for present, name in own if present), ()
         case "after":
             return (), ("post_attention_layernorm", "post_feedforward_layernorm")
         case "both":
@@ -78,79 +80,6 @@ def norm_names(spec: LayerSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
             )
         case "parallel":
             return ("input_layernorm",), ()
-
-
-def _attention(attention: Attention, hidden: int) -> dict[str, tuple[int, ...]]:
-    if attention.latent is not None:
-        return _latent_attention(attention, attention.latent, hidden)
-    query, key = attention.query_width, attention.kv_width
-    shapes: dict[str, tuple[int, ...]] = {}
-    names = ("q_proj", "k_proj") if attention.values_from_keys else ("q_proj", "k_proj", "v_proj")
-    for name, rows in zip(names, (query, key, key), strict=False):
-        shapes |= _linear(f"self_attn.{name}", rows, hidden, bias=attention.qkv_bias)
-    if attention.qk_norm:
-        widths = (attention.head_dim,) * 2 if attention.qk_norm == "head" else (query, key)
-        shapes |= {"self_attn.q_norm.weight": (widths[0],), "self_attn.k_norm.weight": (widths[1],)}
-    if attention.sinks:
-        shapes["self_attn.sinks"] = (attention.num_heads,)
-    return shapes | _linear("self_attn.o_proj", hidden, query, bias=attention.output_bias)
-
-
-def _latent_attention(attention: Attention, latent: Latent, hidden: int) -> dict[str, tuple[int, ...]]:
-    """kv_b has for each head the rows of its keys [nope, rank], then of its values [value, rank].
-
-    Or it is two weights, heads one below the other: keys transposed [heads * rank, nope], values [heads * value, rank].
-    """
-    heads, rank, bias = attention.num_heads, latent.kv_rank, attention.qkv_bias
-    query = heads * (latent.nope_dim + latent.rope_dim)
-    shapes: dict[str, tuple[int, ...]] = {}
-    if latent.query_rank:
-        shapes |= _linear("self_attn.q_a_proj", latent.query_rank, hidden, bias=bias)
-        shapes["self_attn.q_a_layernorm.weight"] = (latent.query_rank,)
-        shapes |= _linear("self_attn.q_b_proj", query, latent.query_rank, bias=False)
-    else:
-        shapes |= _linear("self_attn.q_proj", query, hidden, bias=False)
-    shapes |= _linear("self_attn.kv_a_proj_with_mqa", rank + latent.rope_dim, hidden, bias=bias)
-    shapes["self_attn.kv_a_layernorm.weight"] = (rank,)
-    if latent.joined:
-        shapes[KV_B] = (heads * (latent.nope_dim + latent.value_dim), rank)
-    else:
-        shapes |= {K_B: (heads * rank, latent.nope_dim), V_B: (heads * latent.value_dim, rank)}
-    return shapes | _linear("self_attn.o_proj", hidden, attention.output_width, bias=attention.output_bias)
-
-
-def _experts(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
-    count, router = experts.count, experts.router
-    shapes = _linear("mlp.router", count, hidden, bias=router.bias)
-    if router.correction:
-        shapes["mlp.router.correction"] = (count,)
-    if router.input_eps is not None:
-        shapes["mlp.router.input_scale"] = (hidden,)
-    if router.expert_scales:
-        shapes["mlp.router.expert_scale"] = (count,)
-    for name, rows, columns in (
-        ("gate_proj", experts.inner, hidden),
-        ("up_proj", experts.inner, hidden),
-        ("down_proj", hidden, experts.inner),
-    ):
-        shapes |= _linear(f"mlp.experts.{name}", count * rows, columns, bias=experts.bias)
-    if experts.shared_inner:
-        shapes |= _gated("mlp.shared_expert", experts.shared_inner, hidden, bias=False)
-    if experts.shared_gated:
-        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
-    return shapes
-
-
-def _gated(name: str, inner: int, hidden: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
-    return (
-        _linear(f"{name}.gate_proj", inner, hidden, bias=bias)
-        | _linear(f"{name}.up_proj", inner, hidden, bias=bias)
-        | _linear(f"{name}.down_proj", hidden, inner, bias=bias)
-    )
-
-
-def _linear(name: str, rows: int, columns: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
 
 
 def layer_parameters(config: ModelConfig, layer: int) -> int:
@@ -193,6 +122,16 @@ def is_router(weight: str) -> bool:
     return "mlp.router." in weight
 
 
+def is_exact(weight: str) -> bool:
+    """Return whether a weight, by its name or its name within the layer, is float32 in every backend."""
+    return is_router(weight) or weight.endswith(EXACT)
+
+
+def is_plain_norm(weight: str) -> bool:
+    """Return whether a weight is that of a norm within a recurrent mixer: never stored minus one."""
+    return weight.endswith(MIXER_NORMS)
+
+
 def is_expert(weight: str) -> bool:
     """Return whether a weight, by its name or its name within the layer, is that of all experts of a layer."""
     return "mlp.experts." in weight
@@ -226,17 +165,19 @@ def stored_names(config: ModelConfig, weights: Iterable[str]) -> tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The rows of a stored tensor that are a weight's: of every ``period`` rows, ``size`` from ``first`` on."""
+    """The rows of a stored tensor that are a weight's: of every ``period`` rows, some runs.
+
+    The weight has the first runs of all periods, then their second runs, and so on.
+    """
 
     rows: int  # of the stored tensor
     period: int
-    first: int
-    size: int
+    runs: tuple[tuple[int, int], ...]  # first row within the period, number of rows
 
     def indices(self) -> npt.NDArray[np.int64]:
-        """Return the rows' numbers, ascending."""
-        starts = np.arange(self.first, self.rows, self.period, dtype=np.int64)
-        return (starts[:, None] + np.arange(self.size)).reshape(-1)
+        """Return the rows' numbers, in the weight's order."""
+        starts = np.arange(0, self.rows, self.period, dtype=np.int64)[:, None]
+        return np.concatenate([(starts + np.arange(first, first + size)).reshape(-1) for first, size in self.runs])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +191,7 @@ class Share:
     weight: str
     cut: Cut | None = None  # None: all rows of the stored tensors
     transposed: bool = False  # the stored tensor is [experts, in, out]
+    exponential: bool = False  # the stored values v are those of ``log(-v)``
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -286,16 +228,37 @@ def _cut(config: ModelConfig, naming: Naming, weight: str) -> Cut | None:
     sizes = [weight_shape(config, f"{_LAYERS}{layer}.{each}.{suffix}")[0] for each in fused]
     place, total = fused.index(module), sum(sizes)
     if naming.interleaved:
-        return Cut(rows=total, period=len(fused), first=place, size=1)
+        return Cut(rows=total, period=len(fused), runs=((place, 1),))
+    if naming.mixes_key_heads(module):
+        return _key_head_cut(config.layers[int(layer)].recurrent, module, total)
     count = _num_experts(config, weight)
-    return Cut(rows=total, period=total // count, first=sum(sizes[:place]) // count, size=sizes[place] // count)
+    run = sum(sizes[:place]) // count, sizes[place] // count
+    return Cut(rows=total, period=total // count, runs=(run,))
+
+
+def _key_head_cut(delta: Recurrent | None, module: str, rows: int) -> Cut:
+    """Return the rows of a gated delta rule's projection where each key head's rows are side by side.
+
+    Those are its query, its key, its value heads and their gates; or the betas and the alphas of its value heads.
+    """
+    assert isinstance(delta, DeltaNet), module
+    heads, key = delta.value_heads // delta.key_heads, delta.key_dim
+    values = heads * delta.value_dim
+    runs = {
+        "linear_attn.in_proj_qkv": ((0, key), (key, key), (2 * key, values)),
+        "linear_attn.in_proj_z": ((2 * key + values, values),),
+        "linear_attn.in_proj_b": ((0, heads),),
+        "linear_attn.in_proj_a": ((heads, heads),),
+    }
+    return Cut(rows=rows, period=rows // delta.key_heads, runs=runs[module])
 
 
 def _share(config: ModelConfig, weight: str, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Share:
     """``name``: the stored tensor's, if it is one."""
-    parameter = is_expert(weight) and NAMINGS[config.naming].parameters
+    naming = NAMINGS[config.naming]
+    parameter = is_expert(weight) and naming.parameters
     module = name.removesuffix(".weight")
-    packable = len(shape) == 2 and (parameter or module != name)
+    packable = len(shape) == 2 and (parameter or module != name) and not weight.endswith(EXACT)
     stored = config.quantisation.of(module) if config.quantisation and packable else None
     share = Share(shape=shape, stored=stored, parts={}, module=module, weight=weight, cut=cut)
     if stored is not None:
@@ -306,7 +269,8 @@ def _share(config: ModelConfig, weight: str, name: str, shape: tuple[int, ...], 
         count = _num_experts(config, weight)
         whole = (count, *whole[1:], whole[0] // count)
     part = StoredPart(shape=whole, types=tuple(BLOCKS_BY_NAME))
-    return replace(share, parts={name: part}, transposed=parameter and packable)
+    exponential = naming.exponents and weight.endswith(".A_log")
+    return replace(share, parts={name: part}, transposed=parameter and packable, exponential=exponential)
 
 
 def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -338,31 +302,6 @@ def slice_weights(config: ModelConfig, part: Slice) -> tuple[str, ...]:
         names.append(FINAL_NORM)
         names.append(EMBEDDING if config.tied_embeddings else HEAD)
     return tuple(dict.fromkeys(names))
-
-
-def settled_latent(config: ModelConfig, stored: Iterable[str]) -> ModelConfig:
-    """Return the config whose layers have kv_b as the files do: one weight, or one each for keys and values."""
-    module = NAMINGS[config.naming].stored(f"{_LAYERS}0.{K_B}").removesuffix("weight")
-    if config.layers[0].attention.latent is None or not any(name.startswith(module) for name in stored):
-        return config
-
-    def split(spec: LayerSpec) -> LayerSpec:
-        latent = spec.attention.latent
-        own = None if latent is None else replace(latent, joined=False)
-        return replace(spec, attention=replace(spec.attention, latent=own))
-
-    return replace(config, layers=tuple(map(split, config.layers)))
-
-
-def settled_head(config: ModelConfig, stored: Collection[str]) -> ModelConfig:
-    """Return a config whose head is that of the files, if they hold one.
-
-    The class of a text model among several declares its head tied where the config says nothing, as transformers does.
-    """
-    head = NAMINGS[config.naming].head
-    if not config.tied_embeddings or head == PLAIN.head or not any(name.startswith(f"{head}.") for name in stored):
-        return config
-    return replace(config, tied_embeddings=False)
 
 
 def check_layout(config: ModelConfig, infos: Mapping[str, TensorInfo]) -> None:
@@ -404,7 +343,8 @@ def _is_packed(name: str) -> bool:
 def _shape_fault(info: TensorInfo, part: StoredPart, share: Share) -> str:
     """Return what is wrong with a stored tensor's shape; empty: nothing."""
     stacked = (is_expert(share.weight) and not share.transposed) or is_of_heads(share.weight)
-    fits = part.accepts(info.shape) if share.stored or stacked else info.shape == part.shape
+    loose = stacked or share.weight.endswith((*EXACT, *MIXER_NORMS, _EXPERT_GATE))  # with or without dimensions of 1
+    fits = part.accepts(info.shape) if share.stored or loose else info.shape == part.shape
     return "" if fits else f"{info.name} {list(info.shape)} instead of {list(part.shape or ())}"
 
 

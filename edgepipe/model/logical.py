@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
+from edgepipe.model.dequantise import as_float32
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.formats import pack_weight, packed_form, weight_label
 from edgepipe.model.gguf_packing import gguf_form, pack_gguf
@@ -36,7 +37,9 @@ def _share_info(share: Share, infos: Mapping[str, TensorInfo], weight: str) -> W
     tensors = [_present(infos, part) for part in share.parts]
     num_bytes = sum(info.num_bytes for info in tensors) * share.shape[0] // share.whole[0]
     if share.stored is None:
-        return replace(_single(replace(tensors[0], shape=share.shape)), name=weight, num_bytes=num_bytes)
+        scheme = "F32" if share.exponential else tensors[0].scheme
+        single = replace(tensors[0], shape=share.shape, scheme=scheme)
+        return replace(_single(single), name=weight, num_bytes=num_bytes)
     return WeightInfo(
         name=weight,
         shape=share.shape,
@@ -90,6 +93,8 @@ def _load_share(share: Share, weight: WeightInfo, read: Callable[[str], RawTenso
         packed = pack_weight(weight.name, share.whole, share.stored, {name[start:]: read(name) for name in share.parts})
         return packed if share.cut is None else packed.rows(share.cut.indices())
     raw = _own_rows(share, read(next(iter(share.parts))))
+    if share.exponential:
+        return _logarithms(raw)
     return raw if weight.form is None else pack_gguf(raw)
 
 
@@ -104,6 +109,15 @@ def _own_rows(share: Share, raw: RawTensor) -> RawTensor:
         data = data.reshape(share.cut.rows, -1)[share.cut.indices()]
     info = replace(raw.info, shape=share.shape, num_bytes=data.size)
     return RawTensor(info=info, data=data.reshape(-1))
+
+
+def _logarithms(raw: RawTensor) -> RawTensor:
+    """Return ``log(-v)`` of a tensor's values in F32. Raises ModelInvalid for values that are not below 0."""
+    values = as_float32(raw)
+    if not (values < 0).all():
+        raise ModelInvalid(f"weight '{raw.info.name}' cannot be read", fact="its decays are not all below 0")
+    found = np.log(-values.astype(np.float64)).astype(np.float32)
+    return RawTensor(info=replace(raw.info, scheme="F32", num_bytes=found.nbytes), data=found.view(np.uint8))
 
 
 def _joined(parts: Sequence[Packed]) -> Packed:

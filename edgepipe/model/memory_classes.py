@@ -1,8 +1,8 @@
-"""What a model's layers keep of a sequence: the keys and values of its whole context, or of a window.
+"""What a model's layers keep of a sequence: the keys and values of its whole context, or of a window, or a state.
 
 Every node derives the same classes from the config, in one order: first the layers that keep the context, then one
 class per window, ascending. A model without layers of the first kind keeps the context in the layers of its widest
-window. See ``docs/adr/memory-classes.md``.
+window. Recurrent layers keep a state in slots of their own. See ``docs/adr/memory-classes.md``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ MOST_TOKENS = 1 << 40
 _BLOCK_SIZE = 16  # tokens of a KV block where none is named: of most devices
 _SLACK_PARTS = 8  # of a context, of which the slack is at most one
 _POOL_PARTS = 8  # of the context's blocks, of which a window's pool has at least one
+_LEAST_SLOTS = 4  # of two sequences, and a snapshot of each
+_SLOT_SHARE = 2  # bytes of slots for each byte of the KV beside them,
+_MOST_SLOT_TOKENS, _LEAST_SLOT_TOKENS = 2048, 64  # within these bounds: tokens of KV for which there is one more slot
+_LEAST_GAP, _MOST_GAP = 256, 4096  # tokens between a prompt's snapshots
+_COUNTED_FORM = "bfloat16"  # of the KV whose bytes the gap compares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,14 @@ class WindowPool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StatePool:
+    """The slots for states of recurrent layers, numbered alike on every stage."""
+
+    num_slots: int
+    gap: int  # tokens between the snapshots of a long prompt, whole blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryClasses:
     """The classes of a model. Class 0 keeps the context; class n > 0 keeps ``windows[n - 1]``."""
 
@@ -50,6 +63,8 @@ class MemoryClasses:
     of_layer: tuple[int, ...]  # class of each layer of the model
     context_length: int  # tokens
     slack: int  # tokens
+    state_bytes: int = 0  # of one sequence in all layers; 0: none is recurrent
+    kv_token_bytes: int = 0  # of one token in all layers, in bf16
 
     def pools(self, *, num_blocks: int, block_size: int) -> tuple[WindowPool, ...]:
         """Return the windows' pools beside ``num_blocks`` blocks of the context.
@@ -63,6 +78,20 @@ class MemoryClasses:
             blocks = max(num_blocks // _POOL_PARTS, contexts * pool.most_blocks)
             pools.append(replace(pool, num_blocks=min(num_blocks, blocks)))
         return tuple(pools) if any(pool.num_blocks < num_blocks for pool in pools) else ()
+
+    def states(self, *, num_blocks: int, block_size: int) -> StatePool | None:
+        """Return the slots beside ``num_blocks`` blocks of the context; None for a model without recurrent layers.
+
+        A snapshot takes as many bytes as the KV of ``gap`` tokens, within bounds. So snapshots of a long prompt double
+        its memory. All slots take twice the bytes of the KV, within bounds: a short chat needs a slot, too.
+        """
+        if not self.state_bytes:
+            return None
+        alike = self.state_bytes // self.kv_token_bytes if self.kv_token_bytes else _MOST_GAP  # tokens of KV
+        gap = max(_LEAST_GAP, min(_MOST_GAP, alike))
+        slot_tokens = max(_LEAST_SLOT_TOKENS, min(_MOST_SLOT_TOKENS, alike // _SLOT_SHARE))
+        slots = max(_LEAST_SLOTS, -(-num_blocks * block_size // slot_tokens))
+        return StatePool(num_slots=slots, gap=-(-gap // block_size) * block_size)
 
     def opened(self, window_blocks: Sequence[int], *, block_size: int) -> tuple[WindowPool, ...]:
         """Return the pools that an epoch was opened with. Raises ValueError for another number of classes."""
@@ -82,17 +111,27 @@ class MemoryClasses:
         return tuple(kept[each] for each in self.of_layer)
 
     def most_blocks(
-        self, block_bytes: int, window_bytes: Sequence[int], *, block_size: int, room_bytes: float, wanted: int
+        self,
+        block_bytes: int,
+        window_bytes: Sequence[int],
+        *,
+        state_bytes: int,
+        block_size: int,
+        room_bytes: float,
+        wanted: int,
     ) -> int:
         """Return the most blocks of class 0, at most ``wanted``, whose pools fit into the room; 0 if none do.
 
         block_bytes   of one block in all layers of a stage
         window_bytes  of these, the bytes of each windowed class
+        state_bytes   of one slot in all layers of the stage
         """
 
         def num_bytes(num_blocks: int) -> int:
             pools = self.pools(num_blocks=num_blocks, block_size=block_size)
-            return pool_bytes(block_bytes, window_bytes, num_blocks, [pool.num_blocks for pool in pools])
+            states = self.states(num_blocks=num_blocks, block_size=block_size)
+            kv = pool_bytes(block_bytes, window_bytes, num_blocks, [pool.num_blocks for pool in pools])
+            return kv + state_bytes * (states.num_slots if states else 0)
 
         return most_within(room_bytes, num_bytes, at_most=wanted)
 
@@ -119,7 +158,8 @@ def stage_classes(
 def memory_classes(config: ModelConfig) -> MemoryClasses:
     """Derive a model's classes from its layers."""
     slack = max(1, min(SLACK_TOKENS, config.context_length // _SLACK_PARTS))
-    kept = [_kept(layer.attention.window, slack, config.context_length) for layer in config.layers]
+    windows_of = [layer.attention.window if layer.attention else None for layer in config.layers]
+    kept = [_kept(window, slack, config.context_length) for window in windows_of]
     if None not in kept:
         widest = max((window for window in kept if window is not None), default=0)
         kept = [None if window == widest else window for window in kept]
@@ -129,6 +169,8 @@ def memory_classes(config: ModelConfig) -> MemoryClasses:
         of_layer=tuple(0 if window is None else 1 + windows.index(window) for window in kept),
         context_length=config.context_length,
         slack=slack,
+        state_bytes=config.state_bytes(),
+        kv_token_bytes=config.kv_bytes_per_token(form=_COUNTED_FORM),
     )
 
 
@@ -141,13 +183,23 @@ def pool_bytes(block_bytes: int, window_bytes: Sequence[int], num_blocks: int, w
     return block_bytes * num_blocks - saved
 
 
+def state_slots(config: ModelConfig, num_tokens: int) -> int:
+    """Return the slots of states beside a KV cache of so many tokens; 0 for a model without recurrent layers."""
+    states = memory_classes(config).states(num_blocks=-(-num_tokens // _BLOCK_SIZE), block_size=_BLOCK_SIZE)
+    return states.num_slots if states is not None else 0
+
+
 def kv_bytes(config: ModelConfig, num_tokens: int, *, form: str) -> tuple[int, ...]:
-    """Return the bytes of each layer's KV where the layers that keep the context hold ``num_tokens``.
+    """Return the bytes of each layer's KV and states where the layers that keep the context hold ``num_tokens``.
 
     ``form``: see ``ModelConfig.kv_bytes_per_token``.
     """
     kept = memory_classes(config).kept_tokens(num_tokens, block_size=_BLOCK_SIZE)
-    return tuple(config.kv_bytes_per_token((layer,), form=form) * count for layer, count in enumerate(kept))
+    slots = state_slots(config, num_tokens)
+    return tuple(
+        config.kv_bytes_per_token((layer,), form=form) * count + config.state_bytes((layer,)) * slots
+        for layer, count in enumerate(kept)
+    )
 
 
 def most_within(room_bytes: float, bytes_of: Callable[[int], int], *, at_most: int = MOST_TOKENS) -> int:

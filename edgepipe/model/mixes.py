@@ -15,7 +15,7 @@ from edgepipe.errors import ModelUnknown
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.gguf_packing import gguf_form
 from edgepipe.model.gguf_types import BLOCKS_BY_NAME
-from edgepipe.model.layout import EMBEDDING, HEAD, is_expert, is_router, model_tensors, slice_weights
+from edgepipe.model.layout import EMBEDDING, HEAD, is_exact, is_expert, model_tensors, slice_weights
 from edgepipe.model.packed_form import PackedForm
 from edgepipe.model.shapes import named_shape
 from edgepipe.model.tensors import WeightInfo
@@ -107,8 +107,8 @@ def mix_weights(config: ModelConfig, mix: str, part: Slice) -> list[WeightInfo]:
 def _info(config: ModelConfig, mix: str, name: str, shape: tuple[int, ...]) -> WeightInfo:
     """Describe one weight; vectors are floats."""
     inputs = shape[-1]
-    vector = "F32" if is_router(name) else "BF16"
-    scheme = vector if len(shape) == 1 else _scheme(config, mix, name, inputs)
+    scheme = "BF16" if len(shape) == 1 else _scheme(config, mix, name, inputs)
+    scheme = "F32" if is_exact(name) else scheme
     if scheme == "FP8":
         form: PackedForm | None = _FP8
         num_bytes = prod(shape) + 2 * -(-shape[0] // 128) * (inputs // 128)  # bf16 scales

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from edgepipe.model.disk import check_room, disk_errors
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.gguf_types import BLOCKS_BY_NAME
 from edgepipe.model.install import hash_file, metadata_contents
-from edgepipe.model.layout import EMBEDDING, HEAD
+from edgepipe.model.layout import EMBEDDING, HEAD, is_expert, model_tensors, shares, stored_names
 from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE, TOKENIZER_FILE, FileEntry, Manifest, TensorEntry
 from edgepipe.model.names import folder_name
 from edgepipe.model.progress import OnProgress, ProgressCounter
@@ -80,7 +81,7 @@ def quantise_model(
     if folder.exists():
         return PackedCopy(copy=StoredModel(new_id, folder), original=original, already_here=True)
     tensors = weights.tensors(whole_slice(weights.config))
-    planned = [_planned(info, target) for info in tensors]
+    planned = _planned(weights.config, tensors, target)
     staging = staging_folder(folder)
     with exclusive_staging(staging, new_id):
         made = folder.exists()  # by another process in the meantime
@@ -120,12 +121,30 @@ def _float_weights(model: StoredModel) -> Weights:
     return weights
 
 
-def _planned(info: TensorInfo, target: str) -> TensorInfo:
-    """Describe a tensor of the copy."""
-    scheme = _TABLE_SCHEME if info.name in (EMBEDDING, HEAD) else TARGETS[target]
-    if len(info.shape) != 2 or info.shape[1] % _BLOCK:
+def _planned(config: ModelConfig, tensors: Sequence[TensorInfo], target: str) -> list[TensorInfo]:
+    """Describe the tensors of the copy. Those of all experts are [experts, out, in]."""
+    tables = stored_names(config, [EMBEDDING] if config.tied_embeddings else [EMBEDDING, HEAD])
+    matrices = {
+        name
+        for weight in model_tensors(config)
+        if is_expert(weight)
+        for share in shares(config, weight)
+        if not share.transposed
+        for name in share.parts
+    }
+    return [
+        _packed(info, _TABLE_SCHEME if info.name in tables else TARGETS[target])
+        if len(info.shape) == 2 or (len(info.shape) == 3 and info.name in matrices)
+        else info
+        for info in tensors
+    ]
+
+
+def _packed(info: TensorInfo, scheme: str) -> TensorInfo:
+    """Describe a tensor in a packed scheme, or as it is if blocks do not divide its rows."""
+    if info.shape[-1] % _BLOCK:
         return info
-    num_bytes = info.shape[0] * info.shape[1] // _BLOCK * BLOCKS_BY_NAME[scheme].block_bytes
+    num_bytes = prod(info.shape) // _BLOCK * BLOCKS_BY_NAME[scheme].block_bytes
     return replace(info, scheme=scheme, num_bytes=num_bytes, rounded=True)
 
 
@@ -159,7 +178,7 @@ def _chunks(weights: Weights, info: TensorInfo) -> Iterator[tuple[npt.NDArray[np
         yield weights.read(info.name).data, stored.num_bytes
         return
     value_bytes = BLOCKS_BY_NAME[stored.scheme].block_bytes
-    step = max(1, _CHUNK_VALUES // info.shape[1]) * info.shape[1] * value_bytes
+    step = max(1, _CHUNK_VALUES // info.shape[-1]) * info.shape[-1] * value_bytes
     for start in range(0, stored.num_bytes, step):
         data = weights.read_range(info.name, start, min(step, stored.num_bytes - start))
         values = block_values(stored.scheme, data.reshape(-1, value_bytes)).reshape(-1, _BLOCK)

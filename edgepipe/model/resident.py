@@ -13,7 +13,7 @@ from math import prod
 from edgepipe.model.expert_places import in_ram, split_kind
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.layer_spec import LayerSpec
-from edgepipe.model.layout import is_expert, is_of_heads, is_router, spec_tensors
+from edgepipe.model.layout import is_exact, is_expert, is_of_heads, spec_tensors
 from edgepipe.model.packed_form import MXFP4_FORM, MXFP8_FORM, NVFP4_FORM, PackedForm
 from edgepipe.model.weight_table import WeightTable
 
@@ -51,12 +51,12 @@ def resident_bytes(form: PackedForm | None, shape: Sequence[int], *, kind: str, 
 def weight_bytes(name: str, form: PackedForm | None, shape: Sequence[int], *, kind: str, dtype: str) -> int:
     """Return the bytes of a named weight in a backend's memory; ``name`` may be that within the layer.
 
-    Routers are float32 in every backend, however they are stored. Weights of single heads are floats of the compute
-    dtype. See ``resident_bytes``.
+    Routers and small weights of recurrent layers are float32 in every backend, however they are stored. Weights of
+    single heads are floats of the compute dtype. See ``resident_bytes``.
     """
     if is_of_heads(name):
         return prod(shape) * float_bytes(dtype)
-    if is_router(name):
+    if is_exact(name):
         return prod(shape) * float_bytes("float32")
     return resident_bytes(form, shape, kind=kind, dtype=dtype)
 

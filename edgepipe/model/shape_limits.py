@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from edgepipe.model.fields import Fields
-from edgepipe.model.layer_spec import Attention, Experts
+from edgepipe.model.layer_spec import Attention, DeltaNet, Experts, Mamba2
 
 # Caps far above existing models (Llama 3.1 405B: 126 layers, hidden 16384), far below exhausting any resource.
 MAX_LAYERS = 1024
@@ -16,6 +16,8 @@ MAX_HEAD_DIM = 1024
 MAX_EXPERTS = 4096
 MAX_VOCAB = 1 << 21
 MAX_CONTEXT = 1 << 25
+MAX_TAPS = 64  # of a convolution; models have 3 or 4
+MAX_TIME_STEP = 1e6  # of Mamba-2
 
 
 def read_head_dim(fields: Fields, key: str, hidden: int, heads: int, default: int | None) -> int:
@@ -75,3 +77,20 @@ def checked_latent(fields: Fields, attention: Attention) -> Attention:
     if found != needed or attention.qk_norm:
         raise fields.fail("latent", f"key heads, their size and what rotates are {found} instead of {needed}")
     return attention
+
+
+def checked_delta_net(fields: Fields, delta: DeltaNet, key: str) -> DeltaNet:
+    """Return a gated delta rule whose heads fit together; ``key``: of its value heads, for errors.
+
+    Raises ModelInvalid.
+    """
+    if delta.value_heads % delta.key_heads:
+        raise fields.fail(key, f"{delta.key_heads} key heads do not divide {delta.value_heads} value heads")
+    return delta
+
+
+def checked_mamba2(fields: Fields, mamba: Mamba2, key: str) -> Mamba2:
+    """Return a state space whose heads fit its groups; ``key``: of the groups, for errors. Raises ModelInvalid."""
+    if mamba.heads % mamba.groups:
+        raise fields.fail(key, f"{mamba.groups} groups do not divide {mamba.heads} heads")
+    return mamba

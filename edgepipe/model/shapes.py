@@ -11,6 +11,7 @@ from edgepipe.errors import ModelUnknown
 from edgepipe.model.config import hf_config
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.layer_spec import Experts, Rope, Router
+from edgepipe.model.shapes_recurrent import PUBLISHED
 from edgepipe.model.uniform import UniformShape
 
 
@@ -99,7 +100,7 @@ _GEMMA4: dict[str, Any] = {
     "sliding_window": 1024,
     "max_position_embeddings": 262_144,
 }
-_PUBLISHED: Mapping[str, Mapping[str, Any]] = {  # fields of the published config.json that give sizes
+_PUBLISHED: dict[str, Mapping[str, Any]] = {  # fields of the published config.json that give sizes
     "glm-4.5-air": {
         "model_type": "glm4_moe",
         "hidden_size": 4096,
@@ -382,7 +383,7 @@ _PUBLISHED: Mapping[str, Mapping[str, Any]] = {  # fields of the published confi
 @cache
 def _of_families() -> dict[str, ModelConfig]:
     """Return the shapes that their families read from the published config."""
-    return {name: hf_config(values) for name, values in _PUBLISHED.items()}
+    return {name: hf_config(values) for name, values in (_PUBLISHED | PUBLISHED).items()}
 
 
 def _small() -> dict[str, ModelConfig]:

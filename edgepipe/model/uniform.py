@@ -74,9 +74,9 @@ def uniform_shape(config: ModelConfig) -> UniformShape | None:
     """Return the flat description of a config; None if its family has none."""
     first = config.layers[0]
     attention, dense = first.attention, first.dense
-    if config.architecture not in UNIFORM_FAMILIES or dense is None or attention.rope is None:
+    if config.architecture not in UNIFORM_FAMILIES or dense is None or attention is None or attention.rope is None:
         return None
-    windows = tuple(spec.attention.window for spec in config.layers)
+    windows = tuple(spec.window for spec in config.layers)
     shape = UniformShape(
         architecture=config.architecture,
         num_layers=config.num_layers,

@@ -13,15 +13,13 @@ import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.card import read_card
-from edgepipe.model.config import gguf_config, read_hf_config
+from edgepipe.model.config import EMULATED_KEY, gguf_config, read_hf_config
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.fields import Fields
 from edgepipe.model.gguf_file import open_gguf, read_rope_factors
 from edgepipe.model.gguf_split import gguf_in, stored_gguf
 from edgepipe.model.layout import (
     check_layout,
-    settled_head,
-    settled_latent,
     slice_tensors,
     slice_weights,
     stored_shapes,
@@ -34,11 +32,11 @@ from edgepipe.model.packed import Packed
 from edgepipe.model.quantisation_config import settle_quantisation
 from edgepipe.model.repacked import RepackedPlace, files_identity, repacked_place
 from edgepipe.model.safetensors_file import open_safetensors, shard_names
+from edgepipe.model.settling import settled
 from edgepipe.model.strict_json import read_json_object
 from edgepipe.model.tensor_folder import TENSOR_FOLDER, TensorFolder, complete_names
 from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo
 
-EMULATED_KEY = "edgepipe_emulated"  # in config.json: the model has a shape but no weights
 MIX_KEY = "edgepipe_mix"  # in config.json of an emulated model: types of the imagined weights
 
 
@@ -176,10 +174,10 @@ def open_hf_weights(path: Path) -> Weights:
         return Weights(config, NoTensors(), mix=emulated_mix(path))
     files = open_safetensors(path)
     config = replace(config, naming=settled_naming(config.naming, files.infos))
-    config = settled_head(settled_latent(config, files.infos), files.infos)
+    config = settled(config, files.infos)
     if config.quantisation:
-        settled = settle_quantisation(config.quantisation, stored_shapes(config), files.infos)
-        config = replace(config, quantisation=settled)
+        found = settle_quantisation(config.quantisation, stored_shapes(config), files.infos)
+        config = replace(config, quantisation=found)
     check_layout(config, files.infos)
     return Weights(config, files)
 
@@ -194,12 +192,12 @@ def open_gguf_weights(path: Path) -> Weights:
 
 def is_emulated(path: Path) -> bool:
     """Return whether a model folder holds only a shape for the emulated backend, without weights."""
-    return read_json_object(path / "config.json").get(EMULATED_KEY) is True
+    return read_json_object(path / "config.json", infinite=True).get(EMULATED_KEY) is True
 
 
 def emulated_mix(path: Path) -> str:
     """Return the mix of an emulated model's folder; empty without one. Raises ModelInvalid, ModelUnknown."""
-    mix = Fields(read_json_object(path / "config.json"), what="'config.json'").text(MIX_KEY, default="")
+    mix = Fields(read_json_object(path / "config.json", infinite=True), what="'config.json'").text(MIX_KEY, default="")
     return split_mix(f":{mix}")[1] if mix else ""
 
 

@@ -7,6 +7,7 @@ from enum import Enum
 
 from edgepipe.backend.cost import StepWork
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.memory_classes import state_slots
 from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.profiles import Speed, StepParts
 
@@ -54,8 +55,11 @@ class Demand:
         return [*levels, self.least_kv_tokens]
 
     def sequences(self, kv_tokens: int) -> int:
-        """Return how many conversations fit into the KV, at most ``concurrency``."""
-        return max(1, min(self.concurrency, kv_tokens // self.context_tokens))
+        """Return how many conversations fit into the KV and the slots of states, at most ``concurrency``."""
+        most = kv_tokens // self.context_tokens
+        if self.config.state_bytes():
+            most = min(most, state_slots(self.config, kv_tokens))
+        return max(1, min(self.concurrency, most))
 
 
 def decode_work(rows: int, *, read_tokens: int, prompt_share: float = 0.0) -> StepWork:

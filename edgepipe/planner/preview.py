@@ -9,6 +9,7 @@ from typing import Any
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.layout import slice_parameters
+from edgepipe.model.memory_classes import state_slots
 from edgepipe.model.mixes import named_model
 from edgepipe.model.resident import WIDE, slice_bytes
 from edgepipe.planner.cluster import Cluster
@@ -76,6 +77,8 @@ def plan_as_dict(found: Plan) -> dict[str, Any]:
         "left_out": [{"node": unused.machine.name, "reason": unused.reason} for unused in found.left_out],
         "experts_in_ram": experts_text(found),
         "kv_tokens": found.kv_tokens,
+        "state_slots": state_slots(demand.config, found.kv_tokens),
+        "state_bytes": demand.config.state_bytes(),
         "micro_batches": many.micro_batches,
         "bottleneck": many.bottleneck,
         "token_s": found.single.turn_s,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from edgepipe.backend.types import BlockCopy
+from edgepipe.backend.types import BlockCopy, RowState
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler.sequence import Sequence
+from edgepipe.scheduler.states import StateClass
 from edgepipe.scheduler.types import ScheduledStep, WindowBlocks
 
 _MOST_REGISTRATION_BYTES = 1 << 20
@@ -25,7 +26,10 @@ class Draft:
     row, of a suspected sequence.
     """
 
-    def __init__(self, *, last_slice: int | None = None, isolated: bool = False) -> None:
+    def __init__(
+        self, *, last_slice: int | None = None, isolated: bool = False, states: StateClass | None = None
+    ) -> None:
+        self._slots = states
         self._last_slice = last_slice
         self.isolated = isolated
         self.decodes: list[Sequence] = []  # one token each; every row samples
@@ -40,6 +44,7 @@ class Draft:
         self._block_counts: list[int] = []
         # By windowed class: row, place, first block and number of blocks of each run.
         self._windows: list[list[tuple[int, int, int, int]]] = []
+        self._states: list[RowState] = []
         self._registers: list[SequenceId] = []
         self._registration_bytes = 0
 
@@ -70,6 +75,8 @@ class Draft:
         self._token_ids.append(tokens[-1])
         if sequence.new_runs:  # or of a window: all tables of a decode grow together
             self._tell(sequence)
+        if self._slots is not None:
+            self._states.append(self._slots.plan(sequence, count - 1, count, output=True))
         self.decodes.append(sequence)
 
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
@@ -84,6 +91,8 @@ class Draft:
         self._positions.append(start)
         self._num_tokens.append(num_tokens)
         self._token_ids += sequence.tokens[start:end]
+        if self._slots is not None:
+            self._states.append(self._slots.plan(sequence, start, end, output=False))
         sequence.scheduled = end
         sequence.in_flight += 1
 
@@ -106,6 +115,7 @@ class Draft:
             frees=tuple(frees),
             copies=tuple(self.copies),
             windows=tuple([WindowBlocks(*zip(*runs, strict=True)) if runs else _NONE for runs in self._windows]),
+            states=tuple(self._states),
             last_slice=self._last_slice,
         )
 

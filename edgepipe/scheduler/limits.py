@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgepipe.model.memory_classes import WindowPool
+from edgepipe.model.memory_classes import StatePool, WindowPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,13 @@ class SchedulerLimits:
     contiguous_kv: bool = False  # a stage attends over runs as views: a cached prefix is copied, not shared
     prefix_cache: bool = True  # sequences with the same first tokens reuse computed blocks
     windows: tuple[WindowPool, ...] = ()  # of the classes of layers that keep a window; empty: all keep the context
+    states: StatePool | None = None  # for states of recurrent layers; None: no layer is recurrent
+
+    @property
+    def pool_sizes(self) -> tuple[int, ...]:
+        """Blocks of each memory class, and slots of states if there are any."""
+        slots = () if self.states is None else (self.states.num_slots,)
+        return (self.num_blocks, *(pool.num_blocks for pool in self.windows), *slots)
 
     @property
     def most_chunk_tokens(self) -> int:
@@ -43,6 +50,8 @@ class SchedulerStats:
     waiting: int  # sequences to be admitted, including preempted ones
     num_blocks: int
     free_blocks: int  # held by no sequence, including idle blocks of the prefix cache
+    state_slots: int  # for states of recurrent layers
+    free_slots: int  # held by no sequence, including idle snapshots
     cached_blocks: int  # in the prefix cache, held by sequences or not
     preemptions: int  # since the start
     admitted_tokens: int  # since the start: known tokens of sequences when they were admitted

@@ -219,7 +219,7 @@ class Scheduler:
         """
         records = self._in_flight
         admits = self._waiting.any_parked or (len(self._waiting) and not self._head_does_not_fit)
-        if self._ready or self._prompts or admits or self._tables.has_frees:
+        if self._ready or self._prompts or admits or self._tables.has_frees or self._tables.states is not None:
             return 0
         if not 0 < len(records) <= self._limits.micro_batches or not self._sizes_stay():
             return 0
@@ -296,6 +296,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the current counts."""
+        states = self._tables.states
         return SchedulerStats(
             micro_batches=self._limits.micro_batches,
             in_flight=len(self._in_flight),
@@ -303,6 +304,8 @@ class Scheduler:
             waiting=len(self._waiting),
             num_blocks=self._tables.num_blocks,
             free_blocks=self._tables.free_blocks,
+            state_slots=states.num_slots if states is not None else 0,
+            free_slots=states.free_slots if states is not None else 0,
             cached_blocks=self._tables.cached_blocks,
             preemptions=self._preemptions,
             admitted_tokens=self._tables.admitted_tokens,
@@ -324,7 +327,7 @@ class Scheduler:
     def _fill_isolated(self) -> Draft:
         """Fill a step with one suspected sequence. Each of k suspected sequences gets one of the next 2k steps."""
         sequence = self._prompts.next_suspected()
-        draft = Draft(last_slice=self._tables.stale_to if sequence.replays else None, isolated=True)
+        draft = self._new_draft(self._tables.stale_to if sequence.replays else None, isolated=True)
         if not sequence.next_tokens:
             self._tables.fill_windows(sequence)
         if num_tokens := min(sequence.next_tokens, self._isolated_tokens(), self._limits.most_chunk_tokens):
@@ -346,18 +349,21 @@ class Scheduler:
         return self._fill_whole(budget)
 
     def _fill_whole(self, budget: StepBudget) -> Draft:
-        draft = Draft()
+        draft = self._new_draft()
         self._add_decodes(draft, budget.decode_rows)
         self._add_prefills(draft, budget.prefill_tokens)
         return draft
 
     def _fill_replay_or_whole(self, budget: StepBudget, last_slice: int) -> Draft:
         """Alternate steps of replayed tokens and steps through all slices while there is work for both."""
-        draft = self._fill_whole(budget) if self._replayed_last else Draft()
+        draft = self._fill_whole(budget) if self._replayed_last else self._new_draft()
         if draft.empty:
-            draft = Draft(last_slice=last_slice)
+            draft = self._new_draft(last_slice)
             self._add_prefills(draft, budget.prefill_tokens)
         return self._fill_whole(budget) if draft.empty else draft
+
+    def _new_draft(self, last_slice: int | None = None, *, isolated: bool = False) -> Draft:
+        return Draft(last_slice=last_slice, isolated=isolated, states=self._tables.states)
 
     def _load(self) -> Load:
         return Load(

@@ -8,6 +8,7 @@ from enum import Enum, auto
 from edgepipe.backend.types import BlockCopy, BlockRun
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler.kv import Key, next_key
+from edgepipe.scheduler.states import StateTable
 from edgepipe.scheduler.types import EndReason, Priority
 from edgepipe.scheduler.windows import WindowTable
 
@@ -55,6 +56,7 @@ class Sequence:
     table: list[BlockRun] = field(default_factory=list[BlockRun])
     blocks: list[int] = field(default_factory=list[int])  # block ids of the table, in order
     windows: list[WindowTable] = field(default_factory=list[WindowTable])  # by windowed class
+    state: StateTable | None = None  # its slots, if the model has recurrent layers
     room: int = 0  # tokens that its blocks of every class reach to
     known_blocks: int = 0  # its first blocks that are full, computed and entered in the cache
     next_full: int = NEVER  # computed tokens at which the next block can enter the cache

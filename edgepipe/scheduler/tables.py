@@ -11,6 +11,7 @@ from edgepipe.ids import SequenceId
 from edgepipe.scheduler.kv import Key, KVPool, as_runs
 from edgepipe.scheduler.limits import SchedulerLimits
 from edgepipe.scheduler.sequence import NEVER, Sequence
+from edgepipe.scheduler.states import StateClass
 from edgepipe.scheduler.windows import WindowClass
 
 _SPARE_SHARE = 20  # a twentieth of the blocks, like the throttled policy's reserve for decodes
@@ -22,11 +23,13 @@ class KeptPools:
 
     context: KVPool
     windows: tuple[KVPool, ...] = ()
+    states: StateClass | None = None
 
     @property
-    def num_blocks(self) -> tuple[int, ...]:
-        """Number of blocks of each class."""
-        return (self.context.num_blocks, *(pool.num_blocks for pool in self.windows))
+    def sizes(self) -> tuple[int, ...]:
+        """See ``SchedulerLimits.pool_sizes``."""
+        slots = () if self.states is None else (self.states.num_slots,)
+        return (self.context.num_blocks, *(pool.num_blocks for pool in self.windows), *slots)
 
     @property
     def cached_blocks(self) -> int:
@@ -34,9 +37,9 @@ class KeptPools:
         return self.context.cached_blocks
 
     def lose(self, last_slice: int) -> None:
-        """See ``KVPool.lose``. Raises ValueError if there are windows, which cannot be replayed in part."""
-        if self.windows:
-            raise ValueError("a window is lost as a whole")
+        """See ``KVPool.lose``. Raises ValueError if there are windows or states, which cannot be replayed in part."""
+        if self.windows or self.states is not None:
+            raise ValueError("a window or state is lost as a whole")
         self.context.lose(last_slice)
 
 
@@ -47,6 +50,7 @@ class BlockTables:
         self._limits = limits
         self._kv = KVPool(limits.num_blocks, contiguous=limits.contiguous_kv)
         self._windows = [WindowClass(pool) for pool in limits.windows]
+        self._states = StateClass(limits.states, block_size=limits.block_size) if limits.states else None
         self._frees: list[SequenceId] = []
         self.draining_blocks = 0  # blocks that steps in flight use: of sequences that left, or sources of copies
         self.admitted_tokens = 0  # known tokens of sequences when they were admitted, since the start
@@ -78,6 +82,11 @@ class BlockTables:
         return self._kv.cached_blocks
 
     @property
+    def states(self) -> StateClass | None:
+        """The slots of states, if the model has recurrent layers."""
+        return self._states
+
+    @property
     def stale_to(self) -> int | None:
         """Last slice that must recompute stale blocks; None if nothing was lost."""
         return self._kv.stale_to
@@ -85,15 +94,16 @@ class BlockTables:
     def carry_over(self) -> KeptPools:
         """Return pools with the same prefix cache for the next epoch."""
         windows = tuple(each.kv.carry_over() for each in self._windows)
-        return KeptPools(context=self._kv.carry_over(), windows=windows)
+        states = self._states.carry_over() if self._states is not None else None
+        return KeptPools(context=self._kv.carry_over(), windows=windows, states=states)
 
     def take_over(self, pools: KeptPools) -> None:
-        """Start with the previous epoch's pools. Raises ValueError if a number of blocks differs."""
-        numbers = (self._limits.num_blocks, *(pool.num_blocks for pool in self._limits.windows))
-        if pools.num_blocks != numbers:
-            raise ValueError(f"pools of {pools.num_blocks} blocks cannot be those of {numbers}")
+        """Start with the previous epoch's pools. Raises ValueError if a number of blocks or slots differs."""
+        if pools.sizes != self._limits.pool_sizes:
+            raise ValueError(f"pools of {pools.sizes} blocks cannot be those of {self._limits.pool_sizes}")
         self._kv = pools.context
         self._windows = [WindowClass(*each) for each in zip(self._limits.windows, pools.windows, strict=True)]
+        self._states = pools.states
 
     def awaited(self, sequence: Sequence) -> Key | None:
         """Return the key of the last of the prompt's next blocks that other sequences are computing; None if none.
@@ -101,9 +111,14 @@ class BlockTables:
         Waiting for that block is quicker than computing it twice.
         """
         keys = self._reusable_keys(sequence)
-        end = begin = self._supported(keys, self._kv.num_current(self._kv.find(keys)))
-        while end < len(keys) and self._kv.coming_from(keys[end]) is not None:
-            end += 1
+        found = self._kv.num_current(self._kv.find(keys))
+        begin = self._supported(keys, found)
+        end = begin if self._states is None else found
+        owner = None
+        while end < len(keys) and (coming := self._kv.coming_from(keys[end])) is not None:
+            end, owner = end + 1, coming
+        if self._states is not None:
+            return self._states.awaited(keys, begin, end, owner)
         return keys[end - 1] if end > begin else None
 
     def coming_from(self, key: Key) -> SequenceId | None:
@@ -132,6 +147,8 @@ class BlockTables:
         else:
             left += len(known) - self._kv.num_idle(known)
         if count > left or not self._windows_have_room(sequence, len(known), running, beside_prompts=beside_prompts):
+            return False
+        if self._states is not None and not self._states.has_room(sequence.keys, len(known)):
             return False
         self._take(sequence, known, count, copied=copied)
         return True
@@ -167,6 +184,8 @@ class BlockTables:
                 self._kv.enter(keys[index], sequence.blocks[index])
                 for each, table in zip(self._windows, sequence.windows, strict=True):
                     each.kv.enter(keys[index], table.blocks[index - table.first])
+        if self._states is not None and self._limits.prefix_cache:
+            self._states.note_computed(sequence, end, sequence.keys)
         sequence.known_blocks = full
         sequence.next_full = (full + 1) * self._limits.block_size
         if self._windows and not sequence.draining:
@@ -184,6 +203,8 @@ class BlockTables:
     def note_sent(self, copies: Seq[BlockCopy]) -> None:
         """Count the sources of copies in a step that is now in flight."""
         self.draining_blocks += len(copies)
+        if self._states is not None:
+            self._states.note_sent()
 
     def note_copied(self, copies: Seq[BlockCopy]) -> None:
         """Release the sources of copies in a step that retired."""
@@ -208,6 +229,8 @@ class BlockTables:
             self._frees.append(sequence.sequence)
         for each, table in zip(self._windows, sequence.windows, strict=False):  # none before its admission
             each.release(table)
+        if self._states is not None:
+            self._states.release(sequence)
         self._kv.release(sequence.forget_blocks())
 
     def _note_draining(self, sequence: Sequence, sign: int) -> None:
@@ -250,12 +273,14 @@ class BlockTables:
         return known if self._kv.num_idle(stale) == len(stale) else None
 
     def _supported(self, keys: Seq[Key], hits: int) -> int:
-        """Return the most leading blocks, at most ``hits``, behind which every class still has its window."""
+        """Return the most leading blocks, at most ``hits``, behind which every class has its window or state."""
         before = -1
-        while self._windows and hits != before:
+        while hits != before:
             before = hits
             for each in self._windows:
                 hits = each.supported(keys, hits)
+            if self._states is not None:
+                hits = self._states.supported(keys, hits)
         return hits
 
     def _windows_have_room(self, sequence: Sequence, hits: int, running: int, *, beside_prompts: bool) -> bool:
@@ -283,6 +308,9 @@ class BlockTables:
         if self._windows:
             sequence.windows = [each.admit(sequence.keys, len(known), needs=count) for each in self._windows]
             sequence.note_room(size)
+        if self._states is not None:
+            shared = self._kv.num_current(self._kv.find(self._reusable_keys(sequence)))
+            self._states.admit(sequence, len(known), shared=shared, snapshots=self._limits.prefix_cache)
         sequence.scheduled = current * size
         sequence.replay_end = len(known) * size
         sequence.known_blocks = current

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-from edgepipe.backend.types import BlockCopy
+from edgepipe.backend.types import BlockCopy, RowState
 from edgepipe.errors import RequestInvalid
 from edgepipe.ids import SequenceId, StepId
 
@@ -99,6 +99,7 @@ class ScheduledStep(NamedTuple):
     frees: tuple[SequenceId, ...]  # sequences that stages forget
     copies: tuple[BlockCopy, ...] = ()  # blocks of one sequence, copied into the table of another
     windows: tuple[WindowBlocks, ...] = ()  # by windowed class; empty if no row has new blocks of a window
+    states: tuple[RowState, ...] = ()  # by row; empty if no layer is recurrent
     last_slice: int | None = None  # the step ends after this slice; None: after the pipeline's last
 
     @property

@@ -156,6 +156,7 @@ def _limits(
                 cluster.block_size * cost.kv_bytes_per_token(classes.layers(number, slices))
                 for number in range(1, 1 + len(classes.windows))
             ],
+            state_bytes=cluster.config.state_bytes(layer for part in slices for layer in part.layers),
             block_size=cluster.block_size,
             room_bytes=(devices[name].usable_bytes - cost.weight_bytes(slices)) * _KV_SHARE,
             wanted=(cluster.kv_tokens or MOST_TOKENS) // cluster.block_size,
@@ -175,4 +176,5 @@ def _limits(
         micro_batches=len(held),
         max_running=cluster.max_running,
         windows=classes.pools(num_blocks=num_blocks, block_size=cluster.block_size),
+        states=classes.states(num_blocks=num_blocks, block_size=cluster.block_size),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -122,7 +121,7 @@ def spread(config: ModelConfig, table: WeightTable, wanted: int) -> tuple[tuple[
     A kind is a spec with the forms of its weights. Each next layer is of the kind that has got the least of its share.
     """
     shares = Counter(
-        (replace(spec, attention=replace(spec.attention, window=None)), tuple(sorted(table.layer(index).items())))
+        (spec.with_attention(window=None), tuple(sorted(table.layer(index).items())))
         for index, spec in enumerate(config.layers)
     )
     taken: Counter[tuple[LayerSpec, LayerForms]] = Counter()

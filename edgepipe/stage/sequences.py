@@ -81,6 +81,7 @@ class SequenceTable:
         num_blocks: int,
         block_size: int,
         windows: Sequence[WindowPool] = (),
+        state_slots: int = 0,
         model: ModelBounds,
         new_sampler: Callable[[Registration, EdgepipeError | None], SequenceSampler] | None,
     ) -> None:
@@ -90,6 +91,7 @@ class SequenceTable:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._windows = windows
+        self._state_slots = state_slots
         self._registered: dict[SequenceId, Registration] = {}  # not yet begun
         self._sequences: dict[SequenceId, SequenceState] = {}
 
@@ -126,6 +128,8 @@ class SequenceTable:
         if len({row.sequence for row in plan.rows}) != len(plan.rows):
             raise _bad(plan, "it has two rows of one sequence")
         states = [self._advance(plan, row) for row in plan.rows]
+        if any((row.state is not None) != bool(self._state_slots) for row in plan.rows):
+            raise _bad(plan, "it names slots of states", f"the pipeline has {self._state_slots}")
         return _rows(plan, states)
 
     def _register(self, registration: Registration) -> SequenceState:
@@ -236,6 +240,7 @@ def _rows(plan: StepPlan, states: list[SequenceState]) -> PlannedRows:
                 windows=tuple([WindowRuns(table.first, table.runs) for table in state.windows])
                 if state.windows
                 else (),
+                state=row.state,
             )
         )
         if state.scored:

@@ -343,6 +343,11 @@ class Stage:
                 "the pipeline cannot be opened: it names blocks of other windows than the model has",
                 fact=f"the model's windows are {shard.classes.windows}",
             )
+        if bool(spec.state_slots) != bool(shard.classes.state_bytes):
+            raise RemoteProtocolError(
+                "the pipeline cannot be opened: only models with recurrent layers have slots of states",
+                fact=f"it names {spec.state_slots} slots",
+            )
         return shard
 
     def _promise(self, spec: PipelineSpec) -> None:
@@ -377,12 +382,15 @@ class Stage:
         Returns the epoch since which the KV holds all that the engine's steps wrote. Another engine's KV stays in
         place: no step reads it, since rows write before they attend.
         """
-        needed = (spec.num_blocks, spec.block_size, *spec.window_blocks)
+        needed = (spec.num_blocks, spec.block_size, spec.state_slots, *spec.window_blocks)
         writer = (spec.pipeline_id, spec.epoch.engine_id)
         if self._kv != needed:
             self._kv, self._kv_since = (), None
             self._backend.allocate_kv(
-                num_blocks=spec.num_blocks, block_size=spec.block_size, window_blocks=spec.window_blocks
+                num_blocks=spec.num_blocks,
+                block_size=spec.block_size,
+                window_blocks=spec.window_blocks,
+                state_slots=spec.state_slots,
             )
             self._kv = needed
         if self._kv_since is None or self._kv_writer != writer:

@@ -113,6 +113,7 @@ class StageEpoch:
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
             windows=windows,
+            state_slots=spec.state_slots,
             model=model,
             new_sampler=self._new_sampler if any(part.head for part in spec.slices) else None,
         )

@@ -112,6 +112,8 @@ class EngineState:
     waiting: int = 0  # sequences
     num_blocks: int = 0
     free_blocks: int = 0
+    state_slots: int = 0  # for states of recurrent layers; 0: no layer is recurrent
+    free_slots: int = 0  # that no sequence holds
     block_size: int = 0  # tokens
     tokens_per_s: float = 0.0
     stages: tuple[StageState, ...] = ()

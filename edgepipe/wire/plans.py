@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from edgepipe.backend.types import ActivationType, BlockCopy, BlockRun
+from edgepipe.backend.types import ActivationType, BlockCopy, BlockRun, RowState, StateWrite
 from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import Epoch, NodeId, PipelineId, SequenceId, StepId
 from edgepipe.model.facts import Slice
@@ -43,6 +43,7 @@ class PipelineSpec:
     num_blocks: int
     block_size: int  # tokens
     window_blocks: tuple[int, ...] = ()  # of each windowed memory class; empty: all layers keep the context
+    state_slots: int = 0  # of recurrent layers; 0: the model has none
     next_address: str  # HOST:PORT of the stage with the next slice; "" for the last
     max_in_flight: int  # steps
     step_deadline_ms: int
@@ -80,6 +81,7 @@ class PlanRow:
     sample: bool = False  # sample a token from the last token's logits
     new_blocks: tuple[BlockRun, ...] = ()  # appended to the sequence's block table
     new_windows: tuple[NewWindow, ...] = ()  # appended to its tables of windowed classes
+    state: RowState | None = None  # of a model with recurrent layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +226,7 @@ def plan_from_wire(message: stage_pb2.Plan) -> StepPlan:
     num_rows = len(message.sequence)
     _check_columns(message, num_rows)
     blocks, windows = _blocks_by_row(message), _windows_by_row(message, num_rows)
+    states = _states_by_row(message, num_rows)
     rows = zip(message.sequence, message.position, message.num_tokens, message.sample, strict=True)
     return StepPlan(
         epoch=epoch_from_wire(message.epoch),
@@ -237,6 +240,7 @@ def plan_from_wire(message: stage_pb2.Plan) -> StepPlan:
                 sample,
                 tuple(blocks.get(index, ())),
                 tuple(windows.get(index, ())),
+                states[index] if states else None,
             )
             for index, (sequence, position, num_tokens, sample) in enumerate(rows)
         ),
@@ -355,6 +359,22 @@ def _blocks_by_row(message: stage_pb2.Plan) -> dict[int, list[BlockRun]]:
     for row, start, count in zip(message.block_row, message.block_start, message.block_count, strict=True):
         blocks.setdefault(row, []).append(BlockRun(start, count))
     return blocks
+
+
+def _states_by_row(message: stage_pb2.Plan, num_rows: int) -> list[RowState]:
+    """Return each row's slots; none if the plan names no slots. Raises RemoteProtocolError."""
+    if not len(message.state_row) == len(message.state_after) == len(message.state_slot):
+        raise RemoteProtocolError(f"the plan of step {message.step} has state columns of different lengths")
+    if len(message.state_read) not in (0, num_rows) or any(row >= len(message.state_read) for row in message.state_row):
+        raise RemoteProtocolError(
+            f"the plan of step {message.step} names states of other rows", fact=f"it has {num_rows} rows"
+        )
+    writes: list[list[StateWrite]] = [[] for _ in message.state_read]
+    for row, after, slot in zip(message.state_row, message.state_after, message.state_slot, strict=True):
+        writes[row].append(StateWrite(after, slot))
+    return [
+        RowState(read - 1 if read else None, tuple(own)) for read, own in zip(message.state_read, writes, strict=True)
+    ]
 
 
 def _windows_by_row(message: stage_pb2.Plan, num_rows: int) -> dict[int, list[NewWindow]]:

@@ -33,6 +33,10 @@ def step_to_wire(
                 stage_pb2.WindowBlocks(row=blocks.rows, place=blocks.places, start=blocks.starts, count=blocks.counts)
                 for blocks in step.windows
             ],
+            state_read=[0 if state.read is None else 1 + state.read for state in step.states],
+            state_row=[row for row, state in enumerate(step.states) for _ in state.writes],
+            state_after=[write.after for state in step.states for write in state.writes],
+            state_slot=[write.slot for state in step.states for write in state.writes],
             copies=[stage_pb2.BlockCopy(source=copy.source, target=copy.target) for copy in step.copies],
         )
     )

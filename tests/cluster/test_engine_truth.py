@@ -9,6 +9,7 @@ from edgepipe.model.memory_classes import memory_classes
 from tests.support.engine_load import run_load
 
 WINDOWS = emulated_model_config(num_layers=6, context_length=512, windows=(16, 24, None))
+STATES = emulated_model_config(num_layers=6, context_length=512, attention_every=3)
 EXPERTS = emulated_model_config(num_layers=6, context_length=512, experts=(16, 4))
 
 
@@ -47,6 +48,37 @@ async def test_every_token_of_windowed_layers_is_right_though_stages_are_lost(co
     )
     assert load.cached_tokens > 0
     assert memory_classes(WINDOWS).pools(num_blocks=160, block_size=16)[0].num_blocks == 30
+
+
+@pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
+async def test_every_token_of_recurrent_layers_is_right_though_stages_are_lost(contiguous_kv: bool) -> None:
+    load = await run_load(
+        seed=7,
+        tokens=5_000,
+        contiguous_kv=contiguous_kv,
+        num_gateways=3,
+        max_blocks=160,
+        longest=100,
+        config=STATES,
+        losses=3,
+    )
+    assert load.cached_tokens > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
+async def test_a_quarter_of_a_million_tokens_of_recurrent_layers_are_right(contiguous_kv: bool) -> None:
+    load = await run_load(
+        seed=8,
+        tokens=250_000,
+        contiguous_kv=contiguous_kv,
+        num_gateways=8,
+        max_blocks=280,
+        config=STATES,
+        losses=20,
+    )
+    assert load.cached_tokens > 0
 
 
 @pytest.mark.long

@@ -23,8 +23,7 @@ def windowed() -> ModelConfig:
     """Two layers with a window between layers that keep the context."""
     plain = tiny_config()
     layers = [
-        replace(spec, attention=replace(spec.attention, window=WINDOW if index in (1, 2) else None))
-        for index, spec in enumerate(plain.layers)
+        spec.with_attention(window=WINDOW if index in (1, 2) else None) for index, spec in enumerate(plain.layers)
     ]
     return replace(plain, layers=tuple(layers))
 

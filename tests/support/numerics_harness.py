@@ -22,12 +22,15 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.backend.protocol import Backend
-from edgepipe.backend.types import BlockCopy, BlockRun, Step, StepRow
+from edgepipe.backend.types import BlockCopy, BlockRun, RowState, StateWrite, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.model.dequantise import as_bf16_bits
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.model.logical import OneTensorPerWeight
 from edgepipe.model.tensors import RawTensor, TensorInfo, WeightSource
+
+STATE_SLOTS = 16
+"""Sequences at a time, of a model with recurrent layers."""
 
 Logits = npt.NDArray[np.float32]
 
@@ -109,10 +112,20 @@ class Track:
     identity: int
     runs: tuple[BlockRun, ...]
     length: int = 0
+    slot: int | None = None  # of its state, if the model has recurrent layers
 
     def row(self, num_tokens: int) -> StepRow:
         """The row of the next ``num_tokens``."""
-        return StepRow(sequence=SequenceId(self.identity), position=self.length, num_tokens=num_tokens, runs=self.runs)
+        state: RowState | None = None
+        if self.slot is not None:
+            state = RowState(self.slot if self.length else None, (StateWrite(num_tokens, self.slot),))
+        return StepRow(
+            sequence=SequenceId(self.identity),
+            position=self.length,
+            num_tokens=num_tokens,
+            runs=self.runs,
+            state=state,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,6 +135,7 @@ class Pipeline:
     backends: Sequence[Backend]
     blocks: Blocks
     slices: Sequence[Slice]
+    has_states: bool = False  # the model has recurrent layers
     rows_seen: list[int] = field(default_factory=list[int])  # rows of every step so far
     _steps: int = 0
     _sequences: int = 0
@@ -140,14 +154,16 @@ class Pipeline:
         slices = even_slices(weights.config.num_layers, len(backends))
         for backend, part in zip(backends, slices, strict=True):
             backend.load([part], weights, lambda _progress: None)
-            backend.allocate_kv(num_blocks=num_blocks, block_size=block_size)
+            slots = STATE_SLOTS if weights.config.state_bytes() else 0
+            backend.allocate_kv(num_blocks=num_blocks, block_size=block_size, state_slots=slots)
         blocks = Blocks(num_blocks, block_size, scattered=scattered)
-        return cls(backends=backends, blocks=blocks, slices=slices)
+        return cls(backends=backends, blocks=blocks, slices=slices, has_states=bool(weights.config.state_bytes()))
 
     def add(self, max_tokens: int) -> Track:
         """A new, empty sequence."""
         self._sequences += 1
-        return Track(self._sequences, self.blocks.take(max_tokens))
+        slot = self._sequences % STATE_SLOTS if self.has_states else None
+        return Track(self._sequences, self.blocks.take(max_tokens), slot=slot)
 
     def drop(self, sequence: Track) -> None:
         """Its blocks may be used again."""

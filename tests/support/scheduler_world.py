@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
+from edgepipe.backend.step_layout import check_states
+from edgepipe.backend.types import StepRow
 from edgepipe.ids import SequenceId
-from edgepipe.model.memory_classes import WindowPool
+from edgepipe.model.memory_classes import StatePool, WindowPool
 from edgepipe.scheduler import (
     EndReason,
     Event,
@@ -23,6 +26,7 @@ from edgepipe.scheduler import (
 )
 
 VOCAB = 97
+_UNKNOWN = (-1, -1)
 
 
 def fold(value: int, token: int) -> int:
@@ -66,6 +70,7 @@ class World:
         # By windowed class: what a stage knows, by sequence and place, and what its slots hold.
         self.windows: list[dict[SequenceId, dict[int, int]]] = [{} for _ in self.limits.windows]
         self.window_slots: list[dict[int, tuple[int, int]]] = [{} for _ in self.limits.windows]
+        self.states: dict[int, tuple[int, int]] = {}  # slot -> tokens before the state, and these folded
         self.slots: dict[int, tuple[int, int]] = {}  # block * block_size + offset -> token, and all up to it folded
         self.steps: list[ScheduledStep] = []
         self.suspected: set[SequenceId] = set()  # until a step of its own has sampled a token
@@ -82,8 +87,10 @@ class World:
         """All steps in flight are lost; what has retired is still there, on slices behind ``lost_to``."""
         pool = self.scheduler.hand_over()
         self.scheduler = Scheduler(self.limits, self.policy)
-        if lost_to is not None and self.limits.windows:
-            self.slots, self.window_slots = {}, [{} for _ in self.limits.windows]
+        for step in self.in_flight:  # some stages may have computed them
+            self.states.update({write.slot: _UNKNOWN for state in step.states for write in state.writes})
+        if lost_to is not None and (self.limits.windows or self.limits.states):
+            self.slots, self.window_slots, self.states = {}, [{} for _ in self.limits.windows], {}
         else:
             if lost_to is not None:
                 pool.lose(lost_to)
@@ -162,6 +169,8 @@ class World:
         assert self.scheduler._tables.draining_blocks == 0  # pyright: ignore[reportPrivateUsage]
         for each in self.scheduler._tables._windows:  # pyright: ignore[reportPrivateUsage]
             assert (each.kv.free_blocks, each.draining_blocks) == (each.kv.num_blocks, 0)
+        if (states := self.scheduler._tables.states) is not None:  # pyright: ignore[reportPrivateUsage]
+            assert states.free_slots == states.num_slots
         assert not self.scheduler._tables._kv._coming, "somebody would be waited for in vain"  # pyright: ignore[reportPrivateUsage]
         assert self.scheduler._unscheduled_prefill == 0  # pyright: ignore[reportPrivateUsage]
         assert self.scheduler._num_decodes == 0  # pyright: ignore[reportPrivateUsage]
@@ -199,6 +208,7 @@ class World:
         }
         assert not sampling & set(step.sequences), "a sequence has two steps while one samples"
         self._check_windows(step)
+        self._check_states(step)
         self._reads[step.step] = {block for sequence in step.sequences for block in self.tables[sequence]}
         self._snapshot[step.step] = {sequence: list(self.tables[sequence]) for sequence in step.sequences}
 
@@ -224,6 +234,30 @@ class World:
         self._window_snapshot[step.step] = [
             {sequence: dict(tables[sequence]) for sequence in step.sequences} for tables in self.windows
         ]
+
+    def _check_states(self, step: ScheduledStep) -> None:
+        """The rows name slots as backends require it."""
+        pool = self.limits.states
+        assert len(step.states) == (step.num_rows if pool is not None else 0)
+        if pool is not None:
+            columns = zip(step.sequences, step.positions, step.num_tokens, step.states, strict=True)
+            rows = [
+                StepRow(sequence=sequence, position=position, num_tokens=count, runs=(), state=state)
+                for sequence, position, count, state in columns
+            ]
+            check_states(rows, pool.num_slots)
+
+    def _write_states(self, step: ScheduledStep) -> None:
+        """Write the states that the step keeps. Each row must find the state of exactly the tokens before it."""
+        kept: dict[int, tuple[int, int]] = {}
+        for sequence, position, state in zip(step.sequences, step.positions, step.states, strict=False):
+            known = [*self.specs[sequence].prompt, *self.output[sequence]]
+            before = (0, 7) if state.read is None else self.states[state.read]
+            assert before == (position, reduce(fold, known[:position], 7)), "a row reads another state"
+            for write in state.writes:
+                end = position + write.after
+                kept[write.slot] = (end, reduce(fold, known[position:end], before[1]))
+        self.states.update(kept)
 
     def _write_windows(self, step: ScheduledStep) -> None:
         """Write the step's tokens to every window. All tokens that they see must be there, after those of the step."""
@@ -252,6 +286,7 @@ class World:
 
     def _compute(self, step: ScheduledStep) -> list[int]:
         self._write_windows(step)
+        self._write_states(step)
         ids: list[int] = []
         tokens = iter(step.token_ids)
         tables, size = self._snapshot.pop(step.step), self.limits.block_size
@@ -312,3 +347,8 @@ def windowed(*windows: tuple[int, int], share: int = 4, **changes: Any) -> Sched
             for pool in pools
         ),
     )
+
+
+def stateful(*, num_slots: int = 12, gap: int = 32, **changes: Any) -> SchedulerLimits:
+    """A small pipeline with recurrent layers."""
+    return replace(limits(**changes), states=StatePool(num_slots=num_slots, gap=gap))

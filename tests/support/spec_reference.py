@@ -14,6 +14,7 @@ import numpy.typing as npt
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.layer_spec import Attention, Experts, Latent, LayerSpec, Norm, Router
 from edgepipe.model.rope import rotary_frequencies
+from tests.support.recurrent_reference import mixed
 
 Array = npt.NDArray[np.float64]
 
@@ -44,7 +45,10 @@ class _Layer:
                 normed = self._normed(hidden, "input_layernorm")
                 return hidden + scale * (self._attend(normed) + self._feed_forward(normed))
             case "before":
-                hidden = hidden + scale * self._attend(self._normed(hidden, "input_layernorm"))
+                if self._spec.mixes:
+                    hidden = hidden + scale * self._mix(self._normed(hidden, "input_layernorm"))
+                if not self._spec.feeds:
+                    return hidden
                 return hidden + scale * self._feed_forward(self._normed(hidden, "post_attention_layernorm"))
             case "after":
                 hidden = hidden + scale * self._normed(self._attend(hidden), "post_attention_layernorm")
@@ -61,8 +65,19 @@ class _Layer:
     def _linear(self, x: Array, name: str) -> Array:
         return x @ self._weights[f"{name}.weight"].T + self._weights.get(f"{name}.bias", 0.0)
 
+    @property
+    def _attention(self) -> Attention:
+        assert self._spec.attention is not None
+        return self._spec.attention
+
+    def _mix(self, x: Array) -> Array:
+        recurrent = self._spec.recurrent
+        if recurrent is None:
+            return self._attend(x)
+        return mixed(recurrent, self._weights, x, eps=self._config.norm.eps)
+
     def _attend(self, x: Array) -> Array:
-        spec = self._spec.attention
+        spec = self._attention
         queries, keys, values = self._heads_of(x) if spec.latent is None else self._latent_heads(x, spec.latent)
         sinks = self._weights.get("self_attn.sinks", np.full(spec.num_heads, -inf))
         distance = np.arange(len(x))[:, None] - np.arange(len(x))
@@ -74,16 +89,20 @@ class _Layer:
             logits = spec.softcap * np.tanh(logits / spec.softcap) if spec.softcap else logits
             powers = np.where(seen, np.exp(logits), 0.0)
             heads.append(powers @ values[:, group] / (powers.sum(-1, keepdims=True) + np.exp(sinks[head])))
-        return self._linear(np.concatenate(heads, axis=-1), "self_attn.o_proj")
+        out = np.concatenate(heads, axis=-1)
+        if spec.gated:
+            gates = self._linear(x, "self_attn.q_proj").reshape(len(x), spec.num_heads, 2, -1)[:, :, 1]
+            out = out / (1 + np.exp(-gates.reshape(out.shape)))
+        return self._linear(out, "self_attn.o_proj")
 
     def _heads_of(self, x: Array) -> tuple[Array, Array, Array]:
-        spec = self._spec.attention
+        spec = self._attention
         values = self._linear(x, "self_attn.v_proj").reshape(len(x), spec.num_kv_heads, -1)
         return self._heads(x, "q", spec.num_heads), self._heads(x, "k", spec.num_kv_heads), values
 
     def _latent_heads(self, x: Array, latent: Latent) -> tuple[Array, Array, Array]:
         """Each head with keys and values of its own, as published, not absorbed."""
-        spec, heads, rank, own = self._spec.attention, self._spec.attention.num_heads, latent.kv_rank, latent.nope_dim
+        spec, heads, rank, own = self._attention, self._attention.num_heads, latent.kv_rank, latent.nope_dim
         norm, context = Norm(eps=latent.norm_eps), self._config.context_length
         asked = x
         if latent.query_rank:
@@ -105,7 +124,9 @@ class _Layer:
         return both[0], both[1], values
 
     def _heads(self, x: Array, name: str, count: int) -> Array:
-        spec, made = self._spec.attention, self._linear(x, f"self_attn.{name}_proj")
+        spec, made = self._attention, self._linear(x, f"self_attn.{name}_proj")
+        if spec.gated and name == "q":  # each head's query is followed by its gate
+            made = made.reshape(len(x), count, 2, -1)[:, :, 0].reshape(len(x), -1)
         made = self._normed(made, f"self_attn.{name}_norm") if spec.qk_norm == "all" else made
         heads = made.reshape(len(x), count, spec.head_dim)
         heads = self._normed(heads, f"self_attn.{name}_norm") if spec.qk_norm == "head" else heads
@@ -114,13 +135,14 @@ class _Layer:
     def _feed_forward(self, x: Array) -> Array:
         total = np.zeros_like(x)
         if self._spec.dense is not None:
-            total += self._gated(x, "mlp", self._spec.dense.activation)
+            total += self._part(x, "mlp", self._spec.dense.activation, gated=self._spec.dense.gated)
         if self._spec.experts is not None:
             total += np.stack([self._mixed(row, self._spec.experts) for row in x])
         return total
 
-    def _gated(self, x: Array, name: str, activation: str) -> Array:
-        gate, up = self._linear(x, f"{name}.gate_proj"), self._linear(x, f"{name}.up_proj")
+    def _part(self, x: Array, name: str, activation: str, *, gated: bool) -> Array:
+        up = self._linear(x, f"{name}.up_proj")
+        gate = self._linear(x, f"{name}.gate_proj") if gated else up
         return self._linear(_activated(gate, up, activation), f"{name}.down_proj")
 
     def _mixed(self, row: Array, spec: Experts) -> Array:
@@ -128,10 +150,12 @@ class _Layer:
         total = np.zeros_like(row)
         logits = self._linear(row, "mlp.router")
         for expert, factor in choose(logits, self._weights.get("mlp.router.correction"), spec.used, spec.router):
-            gate, up = (self._expert(row, name, expert, spec.count) for name in ("gate", "up"))
+            up = self._expert(row, "up", expert, spec.count)
+            gate = self._expert(row, "gate", expert, spec.count) if spec.gated else up
             total += factor * self._expert(_activated(gate, up, spec.activation), "down", expert, spec.count)
         if spec.shared_inner:
-            shared = self._gated(row, "mlp.shared_expert", "silu")
+            activation = "silu" if spec.gated else spec.activation
+            shared = self._part(row, "mlp.shared_expert", activation, gated=spec.gated)
             gate = self._weights["mlp.shared_expert_gate.weight"] @ row if spec.shared_gated else inf
             total += shared / (1 + np.exp(-gate))
         return total
@@ -180,5 +204,7 @@ def _activated(gate: Array, up: Array, activation: str) -> Array:
         case "clamped_swiglu":
             gate = np.minimum(gate, 7.0)
             return gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -7.0, 7.0) + 1)
+        case "relu2":  # has no gate
+            return np.maximum(up, 0.0) ** 2
         case _:
             return gate / (1 + np.exp(-gate)) * up

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from edgepipe.cli.output import bar, make_table
+from edgepipe.model.memory_classes import state_slots
 from edgepipe.planner.demand import Objective
 from edgepipe.planner.plan import Plan
 from edgepipe.planner.preview import Preview, busy_fraction, experts_text, plan_text
@@ -175,6 +176,9 @@ def _predictions(found: Plan) -> Iterator[RenderableType]:
     table.add_row(f"  {_count(many.sequences, 'chat')}", f"{many.tokens_per_s:.1f} tok/s", each)
     chats = found.kv_tokens // demand.context_tokens
     table.add_row("  KV room", f"{found.kv_tokens} tokens", f"{_count(chats, 'chat')} of {demand.context_tokens}")
+    if slots := state_slots(demand.config, found.kv_tokens):
+        size = format_bytes(demand.config.state_bytes())
+        table.add_row("  states", f"{slots} of {size}", "a running chat has one, others are snapshots")
     yield table
     yield Text(f"  {_sources(found, now_s=time.time())}", style="dim")
     if busy := [_short(stage.machine.name) for stage in found.stages if stage.machine.speed.busy]:

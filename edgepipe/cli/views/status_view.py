@@ -181,6 +181,8 @@ def _figures(engine: EngineState) -> str:
     requests = f" · {engine.running} running" + (f", {engine.waiting} waiting" if engine.waiting else "")
     used = engine.num_blocks - engine.free_blocks
     kept = f" · KV {used * engine.block_size}/{engine.num_blocks * engine.block_size}"
+    if engine.state_slots:
+        kept += f" · states {engine.state_slots - engine.free_slots}/{engine.state_slots}"
     return f"{requests}{kept} · M {engine.micro_batches}"
 
 

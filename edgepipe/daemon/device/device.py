@@ -357,6 +357,7 @@ class DeviceHost:
         most_blocks = memory_classes(config).most_blocks(
             max(1, loaded.kv_block_bytes),
             loaded.window_block_bytes,
+            state_bytes=config.state_bytes(layer for part in request.slices for layer in part.layers),
             block_size=block_size,
             room_bytes=kv_bytes,
             wanted=-(-request.kv_tokens // block_size),

@@ -27,9 +27,10 @@ def usable_device(node: NodeState, *, own: str = "") -> DeviceState | None:
     return next((device for device in node.devices if device.state not in unusable), None)  # one device per node
 
 
-def rooms_of(node: NodeState, dtype: str, *, kv: str = "", own: str = "") -> Sequence[NodeRoom]:
+def rooms_of(node: NodeState, dtype: str, *, kv: str = "", states: bool = False, own: str = "") -> Sequence[NodeRoom]:
     """Return the room on a node's device; empty while the device cannot compute, or not with this form of KV.
 
+    ``states``: it must keep states of recurrent layers.
     ``own`` names a running pipeline that is placed again: its reservations count as free, and a device in the state
     "starting" counts as ready.
     """
@@ -37,6 +38,8 @@ def rooms_of(node: NodeState, dtype: str, *, kv: str = "", own: str = "") -> Seq
     if node.draining or device is None or device.profile is None:
         return []
     if kv and kv not in device.profile.kv_forms:  # a node of an earlier version names no form
+        return []
+    if states and not device.profile.keeps_states:
         return []
     compute = dtype if dtype not in ("", "auto") else device.profile.compute_dtype
     size = 4 if compute == "float32" else 2
@@ -57,9 +60,15 @@ def rooms_of(node: NodeState, dtype: str, *, kv: str = "", own: str = "") -> Seq
     return [room]
 
 
-def lacks_kv(node: NodeState, kv: str) -> bool:
-    """Return whether a node could compute, but not with KV of this form."""
-    return bool(rooms_of(node, "")) and not rooms_of(node, "", kv=kv)
+def cannot_keep(node: NodeState, *, kv: str, states: bool) -> str:
+    """Return what a node that can compute cannot keep, as a clause; empty if it can keep all, or cannot compute."""
+    if not rooms_of(node, ""):
+        return ""
+    if not rooms_of(node, "", kv=kv):
+        return f"cannot keep KV as {kv}"
+    if not rooms_of(node, "", states=states):
+        return "cannot keep states of recurrent layers: its edgepipe is older; update it"
+    return ""
 
 
 def stages_of(placed: Sequence[Placed]) -> tuple[StagePlacement, ...]:

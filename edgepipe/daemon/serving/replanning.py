@@ -227,7 +227,8 @@ class Replanner:
     def _replaced(self, model: LocalModel, spec: ServeSpec, own: str, avoided: Avoided) -> tuple[Placed, ...] | None:
         """Place lost stages elsewhere and keep the others; None if they do not fit."""
         nodes = [node for node in self._peers.nodes() if node.node_id not in avoided.nodes]
-        rooms = [room for node in nodes for room in rooms_of(node, spec.dtype, kv=spec.kv, own=own)]
+        states = bool(model.config.state_bytes())
+        rooms = [room for node in nodes for room in rooms_of(node, spec.dtype, kv=spec.kv, states=states, own=own)]
         need = placement_need(model.config, spec.context_length, model.weights)
         broken = self._peers.broken_links().union(avoided.links)
         return replace_lost(need, placed_of(spec), rooms, fetch_bytes=self.fetch_bytes(model), broken=broken)

@@ -15,7 +15,7 @@ from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile
 from edgepipe.daemon.device.memory import modest_kv_bytes
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.network.peers import Peers
-from edgepipe.daemon.serving.capacity import lacks_kv, placement_need, rooms_of, stages_of
+from edgepipe.daemon.serving.capacity import cannot_keep, placement_need, rooms_of, stages_of
 from edgepipe.daemon.serving.replanning import DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCES, demand_of
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.daemon.serving.survey import Surveyor
@@ -143,7 +143,7 @@ class Serving:
             except (NoFeasiblePlacement, PlanInvalid) as error:
                 raise next(iter(shut.values()), error) from None
             newest = [_left_out(error) for error in shut.values()][-1:]
-            lacking = [f"{reason}: it is left out" for reason in self._without_kv(spec.kv)]
+            lacking = [f"{reason}: it is left out" for reason in self._lacking(model, spec.kv)]
             yield ServeEvent(message=f"{model.name}: {self._describe(spec)}", note="\n".join([*lacking, *newest]))
             record = self._book.ask(pipeline_id, spec, engine_node=engine_node)
             await self._peers.start_engine(engine_node, self._start_request(pipeline_id, spec, record))
@@ -267,9 +267,11 @@ class Serving:
             if device.state == "failed" and device.error is not None
         ]
 
-    def _without_kv(self, kv: str) -> list[str]:
-        """Describe each node that could compute, but not with KV of this form."""
-        return [f"{node.name} cannot keep KV as {kv}" for node in self._peers.nodes() if lacks_kv(node, kv)]
+    def _lacking(self, model: LocalModel, kv: str) -> list[str]:
+        """Describe each node that could compute, but cannot keep what the model needs."""
+        states = bool(model.config.state_bytes())
+        lacks = [(node.name, cannot_keep(node, kv=kv, states=states)) for node in self._peers.nodes()]
+        return [f"{name} {lack}" for name, lack in lacks if lack]
 
     async def _devices_started(self) -> None:
         """Wait at most ``_DEVICES_S`` until every device is known, so that a placement leaves none out."""
@@ -285,7 +287,8 @@ class Serving:
         """Choose what to serve and the engine's node, without the node ids in ``exclude``."""
         options = request.options
         nodes = self._peers.nodes()
-        rooms = [room for node in nodes for room in rooms_of(node, options.dtype, kv=options.kv)]
+        states = bool(model.config.state_bytes())
+        rooms = [room for node in nodes for room in rooms_of(node, options.dtype, kv=options.kv, states=states)]
         try:
             if request.plan:
                 need = placement_need(model.config, context, model.weights)
@@ -295,7 +298,7 @@ class Serving:
                 found = await self._planned(request, model, context, exclude)
                 placed, engine_node = found.placed, found.engine
         except (NoFeasiblePlacement, PlanInvalid) as error:
-            error.fact = "; ".join([error.fact, *self._without_kv(options.kv)])
+            error.fact = "; ".join([error.fact, *self._lacking(model, options.kv)])
             if isinstance(error, PlanInvalid):
                 raise
             mismatch = next((refusal for refusal in self._refused() if isinstance(refusal, VersionMismatch)), None)

@@ -11,7 +11,7 @@ from itertools import chain, groupby
 from edgepipe.daemon.device.memory import headroom_bytes, uses_host_memory
 from edgepipe.daemon.files.models import LocalModel
 from edgepipe.daemon.network.peers import Peers
-from edgepipe.daemon.serving.capacity import lacks_kv, rooms_of, usable_device
+from edgepipe.daemon.serving.capacity import cannot_keep, rooms_of, usable_device
 from edgepipe.errors import EdgepipeError, LinkNotMeasured
 from edgepipe.ids import NodeId
 from edgepipe.planner.profiles import LayerProfile
@@ -64,14 +64,15 @@ class Surveyor:
         self, model: LocalModel, dtype: str, kv: str, *, own: str = ""
     ) -> tuple[SurveyReply, list[NodeState]]:
         """Return a survey of every node that can compute, and those nodes."""
-        looked_at = [(node, _machine(node, dtype, kv, own=own)) for node in self._peers.nodes()]
+        states = bool(model.config.state_bytes())
+        looked_at = [(node, _machine(node, dtype, kv, states=states, own=own)) for node in self._peers.nodes()]
         broken = self._peers.broken_links()
         reply = SurveyReply(
             model=model.name,
             model_config=model.config_json,
             model_weights=model.weights_json,
             machines=tuple(machine for _, machine in looked_at if machine is not None),
-            unusable=tuple(_why_not(node, kv) for node, machine in looked_at if machine is None),
+            unusable=tuple(_why_not(node, kv, states=states) for node, machine in looked_at if machine is None),
             broken=tuple(BrokenLink(node_id=node_id, other_id=other) for node_id, other in broken),
         )
         return reply, [node for node, machine in looked_at if machine is not None]
@@ -163,9 +164,9 @@ def _links_to_ask(
     return [(known_only, ids) for known_only, ids in ((True, known), (False, measured)) if ids]
 
 
-def _machine(node: NodeState, dtype: str, kv: str, *, own: str = "") -> SurveyedMachine | None:
+def _machine(node: NodeState, dtype: str, kv: str, *, states: bool, own: str = "") -> SurveyedMachine | None:
     """Return a node's entry in a survey; None while it cannot compute."""
-    room = next(iter(rooms_of(node, dtype, kv=kv, own=own)), None)
+    room = next(iter(rooms_of(node, dtype, kv=kv, states=states, own=own)), None)
     device = usable_device(node, own=own)
     if room is None or device is None or device.profile is None:
         return None
@@ -185,9 +186,9 @@ def _machine(node: NodeState, dtype: str, kv: str, *, own: str = "") -> Surveyed
     )
 
 
-def _why_not(node: NodeState, kv: str) -> str:
-    if lacks_kv(node, kv):
-        return f"{node.name}: it cannot keep KV as {kv}"
+def _why_not(node: NodeState, kv: str, *, states: bool) -> str:
+    if lack := cannot_keep(node, kv=kv, states=states):
+        return f"{node.name}: it {lack}"
     errors = [device.error for device in node.devices if device.state == "failed"]
     failed = next((error.what for error in errors if error is not None), "")
     return f"{node.name}: {failed or ('its device is still starting' if node.devices else 'no backend')}"

@@ -1,4 +1,7 @@
-"""The calls of Qwen3-Coder and of later Qwen models. Source: the chat template of Qwen3-Coder-30B-A3B-Instruct."""
+"""The calls of Qwen3-Coder, of later Qwen models (Qwen3.5, 3.6) and of Nemotron 3.
+
+Sources: the chat templates of Qwen3-Coder-30B-A3B-Instruct, Qwen3.5-35B-A3B and Nemotron-3-Nano-30B-A3B.
+"""
 
 from __future__ import annotations
 

@@ -10,13 +10,18 @@ from edgepipe.model.families.glm4_moe import GLM4_MOE
 from edgepipe.model.families.glm4_moe_lite import GLM4_MOE_LITE
 from edgepipe.model.families.gpt_oss import GPT_OSS
 from edgepipe.model.families.granite import GRANITE
+from edgepipe.model.families.granite_hybrid import GRANITE_HYBRID
+from edgepipe.model.families.lfm2 import LFM2, LFM2_MOE
 from edgepipe.model.families.llama import LLAMA, QWEN2, QWEN3
 from edgepipe.model.families.minimax_m2 import MINIMAX_M2
 from edgepipe.model.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3
 from edgepipe.model.families.mixtral import MIXTRAL
+from edgepipe.model.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from edgepipe.model.families.olmo import OLMO2, OLMO3
 from edgepipe.model.families.phi3 import PHI3
+from edgepipe.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_VISION, QWEN3_5_VISION
 from edgepipe.model.families.qwen3_moe import QWEN3_MOE
+from edgepipe.model.families.qwen3_next import QWEN3_NEXT
 from edgepipe.model.families.reading import Family
 
 FAMILIES: tuple[Family, ...] = (
@@ -43,6 +48,16 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     MINIMAX_M2,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_VISION,
+    QWEN3_5_MOE_VISION,
+    NEMOTRON_H,
+    NEMOTRON_H_MOE,
+    GRANITE_HYBRID,
+    LFM2,
+    LFM2_MOE,
 )
 
 

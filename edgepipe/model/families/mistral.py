@@ -27,7 +27,7 @@ def _tempered(read: Callable[[HfShape], Decoder]) -> Callable[[HfShape], Decoder
 
     def reader(shape: HfShape) -> Decoder:
         decoder, temperature = read(shape), shape.temperature()
-        layers = (replace(each, attention=replace(each.attention, temperature=temperature)) for each in decoder.layers)
+        layers = (each.with_attention(temperature=temperature) for each in decoder.layers)
         return replace(decoder, layers=tuple(layers))
 
     return reader

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from edgepipe.errors import ArchitectureUnsupported
@@ -58,7 +58,10 @@ class HfShape:
         """Raises ModelInvalid."""
         self.fields = fields
         self.hidden = fields.integer("hidden_size", low=1, high=MAX_WIDTH)
-        self.num_layers = fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
+        listed = len(fields.items("layers_block_type"))  # alone, as transformers 5 writes it
+        self.num_layers = fields.integer(
+            "num_hidden_layers", low=1, high=MAX_LAYERS, default=min(listed, MAX_LAYERS) or None
+        )
         self.num_heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
         self._declared = fields.integer("max_position_embeddings", low=1, high=MAX_CONTEXT, default=default_context)
         self.context = self._declared  # of the model; ``rope`` stretches it
@@ -389,6 +392,5 @@ def sliding(slides: Sequence[bool], window: int, context: int) -> tuple[int | No
 
 def windowed(layer: LayerSpec, windows: Sequence[int | None]) -> tuple[LayerSpec, ...]:
     """Return a layer with each of these windows."""
-    attention = layer.attention
-    kinds = {window: replace(layer, attention=replace(attention, window=window)) for window in set(windows)}
+    kinds = {window: layer.with_attention(window=window) for window in set(windows)}
     return tuple(kinds[window] for window in windows)

@@ -72,6 +72,7 @@ class OpenPipeline(_message.Message):
     MAX_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     STEP_DEADLINE_MS_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
+    STATE_SLOTS_FIELD_NUMBER: _builtins.int
     NEXT_FIELD_NUMBER: _builtins.int
     PREVIOUS_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
@@ -87,6 +88,8 @@ class OpenPipeline(_message.Message):
     max_in_flight: _builtins.int
     """steps: bounds the credits"""
     step_deadline_ms: _builtins.int
+    state_slots: _builtins.int
+    """of recurrent layers; 0: the model has none"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -123,12 +126,13 @@ class OpenPipeline(_message.Message):
         max_in_flight: _builtins.int = ...,
         step_deadline_ms: _builtins.int = ...,
         window_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        state_slots: _builtins.int = ...,
         next: Global___RingNeighbour | None = ...,
         previous: Global___RingNeighbour | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hello", b"hello", "next", b"next", "previous", b"previous"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "epoch", b"epoch", "hello", b"hello", "hidden_size", b"hidden_size", "max_in_flight", b"max_in_flight", "next", b"next", "next_address", b"next_address", "num_blocks", b"num_blocks", "num_slices", b"num_slices", "pipeline_id", b"pipeline_id", "previous", b"previous", "slices", b"slices", "step_deadline_ms", b"step_deadline_ms", "window_blocks", b"window_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "epoch", b"epoch", "hello", b"hello", "hidden_size", b"hidden_size", "max_in_flight", b"max_in_flight", "next", b"next", "next_address", b"next_address", "num_blocks", b"num_blocks", "num_slices", b"num_slices", "pipeline_id", b"pipeline_id", "previous", b"previous", "slices", b"slices", "state_slots", b"state_slots", "step_deadline_ms", b"step_deadline_ms", "window_blocks", b"window_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -181,6 +185,10 @@ class Plan(_message.Message):
     FREES_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
     WINDOWS_FIELD_NUMBER: _builtins.int
+    STATE_READ_FIELD_NUMBER: _builtins.int
+    STATE_ROW_FIELD_NUMBER: _builtins.int
+    STATE_AFTER_FIELD_NUMBER: _builtins.int
+    STATE_SLOT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     last_slice: _builtins.int
     """whose stage sends StepDone"""
@@ -228,6 +236,18 @@ class Plan(_message.Message):
     def windows(self) -> _containers.RepeatedCompositeFieldContainer[Global___WindowBlocks]:
         """by windowed memory class; none if no row has new blocks of a window"""
 
+    @_builtins.property
+    def state_read(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of recurrent layers. By row: 1 + the slot with the state before it; 0: the sequence begins. None: no such layers."""
+
+    @_builtins.property
+    def state_row(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """States to keep, in columns: row, tokens of the row before the state, slot. Each row has one behind its last token."""
+
+    @_builtins.property
+    def state_after(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def state_slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -246,10 +266,14 @@ class Plan(_message.Message):
         frees: _abc.Iterable[_builtins.int] | None = ...,
         copies: _abc.Iterable[Global___BlockCopy] | None = ...,
         windows: _abc.Iterable[Global___WindowBlocks] | None = ...,
+        state_read: _abc.Iterable[_builtins.int] | None = ...,
+        state_row: _abc.Iterable[_builtins.int] | None = ...,
+        state_after: _abc.Iterable[_builtins.int] | None = ...,
+        state_slot: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_row", b"block_row", "block_start", b"block_start", "copies", b"copies", "epoch", b"epoch", "frees", b"frees", "last_slice", b"last_slice", "num_tokens", b"num_tokens", "position", b"position", "registers", b"registers", "sample", b"sample", "sequence", b"sequence", "step", b"step", "token_ids", b"token_ids", "windows", b"windows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_row", b"block_row", "block_start", b"block_start", "copies", b"copies", "epoch", b"epoch", "frees", b"frees", "last_slice", b"last_slice", "num_tokens", b"num_tokens", "position", b"position", "registers", b"registers", "sample", b"sample", "sequence", b"sequence", "state_after", b"state_after", "state_read", b"state_read", "state_row", b"state_row", "state_slot", b"state_slot", "step", b"step", "token_ids", b"token_ids", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from edgepipe_emulated import emulated_model_config
 
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.network.link_probes import LinkProbes
@@ -37,7 +38,10 @@ DEVICE = DeviceProfile(
     bandwidth_bytes_per_s=0,
     flops=0,
 )
-MODEL = cast("Any", type("Model", (), {"name": "m", "config_json": "{}", "weights_json": ""})())
+MODEL = cast(
+    "Any",
+    type("Model", (), {"name": "m", "config": emulated_model_config(), "config_json": "{}", "weights_json": ""})(),
+)
 
 
 class FakePeers:

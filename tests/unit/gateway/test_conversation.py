@@ -53,6 +53,34 @@ QWEN_CODER = """{% if tools %}<tools></tools><tool_call><function=f><parameter=p
 {{ m.content }}{% for call in m.tool_calls %}{{ call.function.arguments|items|list }}{% endfor %}<|im_end|>
 {% if m.role == 'tool' %}{% endif %}{% endfor %}<|im_start|>assistant
 """
+QWEN_3_6 = """{% if tools %}<|im_start|>system
+<tools></tools><tool_call><function=f><parameter=p></parameter></function></tool_call><|im_end|>
+{% endif %}{%- for m in messages %}{% if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>
+{%- else %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}<think>
+{{ m.reasoning_content }}
+</think>
+{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call><function={{ call.function.name }}>
+{%- for key, value in call.function.arguments|items %}<parameter={{ key }}>{{ value }}</parameter>{% endfor -%}
+</function></tool_call>{% endfor %}<|im_end|>
+{% endif %}{% endfor %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% else %}<think>
+{% endif %}"""
+NEMOTRON_3 = """{%- set enable_thinking = enable_thinking if enable_thinking is defined else True %}
+{%- set low_effort = low_effort if low_effort is defined else False %}{% if tools %}<tools></tools>
+<tool_call><function=f><parameter=p></parameter></function></tool_call>{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% else %}{{ m.content }}{% endif %}
+{%- if low_effort and m.role == 'user' %} {reasoning effort: low}{% endif %}
+{%- for call in m.tool_calls or [] %}<tool_call><function={{ call.function.name }}>
+{%- for name, value in call.function.arguments|items %}<parameter={{ name }}>{{ value }}</parameter>{% endfor -%}
+</function></tool_call>{% endfor %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+{{ '<think>' if enable_thinking else '<think></think>' }}"""
 GEMMA_3 = """{% set first = '' %}{% if messages[0]['role'] == 'system' %}
 {%- set first = messages[0]['content'] %}{% set messages = messages[1:] %}{% endif %}{{ first }}
 {%- for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
@@ -182,6 +210,23 @@ def test_no_effort_turns_reasoning_off() -> None:
     assert rendered(DEEPSEEK_V31).endswith("</think>")
     traits = template_traits(DEEPSEEK_V31)
     assert template_keywords({"enable_thinking": True}, None, traits)["thinking"] is True
+
+
+@pytest.mark.parametrize("template", [QWEN_3_6, NEMOTRON_3])
+def test_qwen_3_6_and_nemotron_3_call_as_qwen_s_coder_and_reason(template: str) -> None:
+    chat = template_traits(template).chat
+    assert chat.name == "qwen-coder"
+    assert chat.opens_reasoning(rendered(template))
+    assert not chat.opens_reasoning(rendered(template, effort="none"))
+    prompt = rendered(template)
+    assert "<tool_call><function=look><parameter=at>x</parameter></function></tool_call>" in prompt
+    assert [word for word in ("moon", "sun") if f"<tool_response>{word}</tool_response>" not in prompt] == []
+
+
+def test_a_low_effort_shortens_nemotron_3_s_reasoning() -> None:
+    assert "{reasoning effort: low}" in rendered(NEMOTRON_3, effort="low")
+    assert "{reasoning effort: low}" not in rendered(NEMOTRON_3, effort="high")
+    assert "low_effort" not in template_keywords({}, "low", template_traits(QWEN_3_6))
 
 
 def test_what_a_template_does_not_know_is_in_the_text() -> None:

@@ -144,6 +144,15 @@ TRANSCRIPTS: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
         [("get_weather", {"city": "New\nYork ", "where": {"lat": 1.5}, "exact": True})],
     ),
     (
+        "qwen-coder",
+        "<think>\nRome, three days.\n</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n"
+        "</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n"
+        "</tool_call>",
+        "",
+        "Rome, three days.",
+        [("get_weather", ROME), ("now", {})],
+    ),
+    (
         "minimax",
         '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n'
         '<parameter name="hours">[1, 2]</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',

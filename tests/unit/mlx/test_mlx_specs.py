@@ -30,7 +30,7 @@ def with_spec(**changes: Any) -> ModelConfig:
 def with_attention(*each: dict[str, Any]) -> ModelConfig:
     """Changes of all layers, or of each."""
     layers = zip(PLAIN.layers, each * 3 if len(each) == 1 else each, strict=True)
-    return replace(PLAIN, layers=tuple(replace(spec, attention=replace(spec.attention, **own)) for spec, own in layers))
+    return replace(PLAIN, layers=tuple(spec.with_attention(**own) for spec, own in layers))
 
 
 def with_latent(more: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
@@ -48,8 +48,7 @@ def with_experts(experts: Experts = SIX, *, dense: Dense | None = None, **router
 
 
 def unequal(spec: LayerSpec, heads: int, kv_heads: int, head_dim: int) -> LayerSpec:
-    attention = replace(spec.attention, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
-    return replace(spec, attention=attention)
+    return spec.with_attention(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
 
 
 def gemma(config: ModelConfig) -> ModelConfig:

@@ -99,7 +99,7 @@ def test_a_card_restores_the_layers() -> None:
         lambda values: values["kinds"][0]["experts"].update(used=9),
         lambda values: values["kinds"][0]["experts"].update(router={"score": "best"}),
         lambda values: values["kinds"][0]["attention"].update(head_dim=7),
-        lambda values: values["kinds"][0].pop("experts"),
+        lambda values: [values["kinds"][0].pop(part) for part in ("attention", "experts")],
         lambda values: values.update(layers=[0, 1]),
         lambda values: values.update(layers=[]),
         lambda values: values.update(naming="../x"),

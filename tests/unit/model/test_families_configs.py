@@ -17,9 +17,11 @@ from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
 from edgepipe.model.config import gguf_config, hf_config
 from edgepipe.model.config_json import config_from_json, config_to_json
 from edgepipe.model.facts import ModelConfig
-from edgepipe.model.layer_spec import Temperature
+from edgepipe.model.layer_spec import DeltaNet, Mamba2, ShortConv, Temperature
 from edgepipe.model.layout import model_tensors, stored_shapes
 from edgepipe.model.naming import NAMINGS, settled_naming
+from edgepipe.model.shapes import named_shape
+from tests.support.specs import attention_of
 
 FOLDER = Path(__file__).parents[2] / "data" / "configs"
 SOURCES: dict[str, dict[str, str]] = json.loads((FOLDER / "sources.json").read_text())
@@ -33,8 +35,14 @@ CONTRADICTED = {
     "quant_method": ("quantised as",),
     "fmt": ("FP8",),
     "type": ("rotary embedding",),
-    "hidden_size": ("head_dim",),
-    "num_hidden_layers": ("layer_types",),
+    "hidden_size": ("head_dim", "mamba_n_heads"),
+    "num_hidden_layers": ("layer_types", "hybrid_override_pattern", "full_attn_idxs"),
+    "linear_num_key_heads": ("linear_num_value_heads",),
+    "mamba_num_heads": ("n_groups",),
+    "mamba_d_head": ("mamba_n_heads",),
+    "mamba_expand": ("mamba_n_heads",),
+    "use_bias": ("mamba_proj_bias",),
+    "attention_head_dim": ("head_dim",),
     "vocab_size": ("token_id",),
     "rope_type": ("rotary embedding",),
     "n_group": ("experts",),
@@ -60,6 +68,9 @@ class Facts:
     head: int = 128
     tied: bool = False
     context: int = 131_072
+    recurrent: int = 0  # layers
+    state_mb: float = 0.0  # of a sequence, in float32
+    without_mixer: int = 0  # layers
 
 
 FACTS = {
@@ -135,12 +146,114 @@ FACTS = {
     "qwen2.5-7b": Facts(layers=28, kv_heads=4, weights_b=7.62, context=32_768),
     "qwen3-8b": Facts(layers=36, kv_heads=8, weights_b=8.19, context=40_960),
     "mistral-7b-v0.3": Facts(layers=32, kv_heads=8, weights_b=7.25, context=32_768),
+    "qwen3.6-35b-a3b": Facts(
+        layers=40,
+        kv_heads=2,
+        experts=256,
+        used=8,
+        rotates=64,
+        head=256,
+        recurrent=30,
+        state_mb=65.86,  # 30 times 32 heads of 128 x 128, and 3 inputs of 8,192 channels
+        weights_b=34.66,
+        context=262_144,
+    ),
+    "qwen3.6-27b": Facts(
+        layers=64, kv_heads=4, rotates=64, head=256, recurrent=48, state_mb=156.89, weights_b=26.9, context=262_144
+    ),
+    "qwen3.5-0.8b": Facts(
+        layers=24,
+        kv_heads=2,
+        rotates=64,
+        head=256,
+        recurrent=18,
+        state_mb=20.2,
+        weights_b=0.75,
+        tied=True,
+        context=262_144,
+    ),
+    "qwen3-coder-next": Facts(
+        layers=48,
+        kv_heads=2,
+        experts=512,
+        used=10,
+        rotates=64,
+        head=256,
+        recurrent=36,
+        state_mb=79.04,
+        weights_b=79.67,
+        context=262_144,
+    ),
+    "nemotron-3-nano": Facts(
+        layers=52,
+        kv_heads=2,
+        experts=128,
+        used=6,
+        dense=29,
+        rotates=0,
+        recurrent=23,
+        state_mb=49.93,
+        without_mixer=23,
+        weights_b=31.58,
+        context=262_144,
+    ),
+    "nemotron-h-8b": Facts(
+        layers=52, kv_heads=8, rotates=0, recurrent=24, state_mb=103.61, without_mixer=24, weights_b=8.1, context=8192
+    ),
+    "granite-4.0-h-350m": Facts(
+        layers=32,
+        kv_heads=4,
+        rotates=0,
+        head=64,
+        recurrent=28,
+        state_mb=22.62,
+        weights_b=0.34,
+        tied=True,
+        context=32_768,
+    ),
+    "granite-4.0-h-tiny": Facts(
+        layers=40,
+        kv_heads=4,
+        experts=64,
+        used=6,
+        rotates=0,
+        head=128,
+        recurrent=36,
+        state_mb=58.06,
+        weights_b=6.94,
+        tied=True,
+    ),
+    "lfm2-1.2b": Facts(
+        layers=16,
+        kv_heads=8,
+        rotates=64,
+        head=64,
+        recurrent=10,
+        state_mb=0.16,
+        weights_b=1.17,
+        tied=True,
+        context=128_000,
+    ),
+    "lfm2-8b-a1b": Facts(
+        layers=24,
+        kv_heads=8,
+        experts=32,
+        used=4,
+        dense=2,
+        rotates=64,
+        head=64,
+        recurrent=18,
+        state_mb=0.29,
+        weights_b=8.34,
+        tied=True,
+        context=128_000,
+    ),
 }
 
 
 def facts_of(config: ModelConfig) -> Facts:
     """What edgepipe reads."""
-    attention = [layer.attention for layer in config.layers]
+    attention = [layer.attention for layer in config.layers if layer.attention]
     mixtures = [layer.experts for layer in config.layers if layer.experts]
     (experts,) = {(part.count, part.used) for part in mixtures} or {(0, 0)}
     return Facts(
@@ -156,6 +269,9 @@ def facts_of(config: ModelConfig) -> Facts:
         head=max(part.head_dim for part in attention),
         tied=config.tied_embeddings,
         context=config.context_length,
+        recurrent=sum(layer.recurrent is not None for layer in config.layers),
+        state_mb=round(config.state_bytes() / 1e6, 2),
+        without_mixer=sum(not layer.mixes for layer in config.layers),
     )
 
 
@@ -171,27 +287,111 @@ def test_every_config_says_where_it_is_from() -> None:
     assert all(source["origin"] in ("copied", "built") and "/" in source["model"] for source in SOURCES.values())
 
 
+def test_recurrent_layers_are_as_published() -> None:
+    qwen = hf_config(CONFIGS["qwen3.6-35b-a3b"])
+    assert [layer.recurrent is None for layer in qwen.layers[:8]] == [False, False, False, True] * 2
+    assert qwen.layers[0].recurrent == DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, taps=4)
+    attention, experts = qwen.layers[3].attention, qwen.layers[3].experts
+    assert attention is not None
+    assert experts is not None
+    assert (attention.gated, attention.qk_norm, qwen.norm.plus_one) == (True, "head", True)
+    assert (experts.shared_inner, experts.shared_gated, experts.router.normalised) == (512, True, True)
+    nano = hf_config(CONFIGS["nemotron-3-nano"])
+    state = Mamba2(heads=64, head_dim=64, groups=8, state_dim=128, taps=4, dt_limits=(0.001, inf))
+    assert [layer.recurrent for layer in nano.layers[:3]] == [state, None, state]
+    mixture = nano.layers[1].experts
+    assert mixture is not None
+    assert (mixture.gated, mixture.activation, mixture.shared_inner) == (False, "relu2", 3712)
+    assert (mixture.router.score, mixture.router.correction, mixture.router.scale) == ("sigmoid", True, 2.5)
+    dense = hf_config(CONFIGS["nemotron-h-8b"]).layers[1]
+    assert dense.dense is not None
+    assert (dense.mixes, dense.dense.gated, dense.dense.activation) == (False, False, "relu2")
+    granite = hf_config(CONFIGS["granite-4.0-h-tiny"])
+    assert granite.layers[0].recurrent == Mamba2(heads=48, head_dim=64, groups=1, state_dim=128, taps=4)
+    assert {layer.residual_scale for layer in granite.layers} == {0.22}
+    lfm = hf_config(CONFIGS["lfm2-1.2b"])
+    assert lfm.layers[0].recurrent == ShortConv(channels=2048, taps=3)
+    assert lfm.layers[0].dense is not None
+    assert lfm.layers[0].dense.inner == 8192
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "word"),
+    [
+        ("qwen3-coder-next", "attn_output_gate", False, "attn_output_gate"),
+        ("qwen3-coder-next", "linear_num_value_heads", 24, "linear_num_value_heads"),
+        ("qwen3-coder-next", "layer_types", ["full_attention"] * 47 + ["conv"], "layer_types"),
+        ("qwen3-coder-next", "layer_types", ["full_attention"], "layer_types"),
+        ("nemotron-3-nano", "moe_latent_size", 1024, "moe_latent_size"),
+        ("nemotron-3-nano", "mlp_hidden_act", "silu", "mlp_hidden_act"),
+        ("nemotron-3-nano", "mamba_hidden_act", "relu2", "mamba_hidden_act"),
+        ("nemotron-3-nano", "sliding_window", 4096, "sliding_window"),
+        ("nemotron-3-nano", "attention_bias", True, "attention_bias"),
+        ("nemotron-3-nano", "mamba_proj_bias", True, "mamba_proj_bias"),
+        ("nemotron-3-nano", "mlp_bias", True, "mlp_bias"),
+        ("nemotron-3-nano", "hybrid_override_pattern", "M" * 51 + "X", "hybrid_override_pattern"),
+        ("nemotron-3-nano", "n_groups", 3, "n_groups"),
+        ("granite-4.0-h-tiny", "position_embedding_type", "alibi", "position_embedding_type"),
+        ("granite-4.0-h-tiny", "mamba_n_heads", 40, "mamba_n_heads"),
+        ("granite-4.0-h-tiny", "time_step_limit", [0.0], "time_step_limit"),
+        ("lfm2-1.2b", "full_attn_idxs", [16], "full_attn_idxs"),
+    ],
+)
+def test_a_state_that_is_not_computed_is_refused_by_name(name: str, key: str, value: object, word: str) -> None:
+    with pytest.raises((ArchitectureUnsupported, ModelInvalid), match=word):
+        hf_config(CONFIGS[name] | {key: value})
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3.6-35b-a3b", "qwen3.6-27b", "qwen3-coder-next", "nemotron-3-nano", "granite-4.0-h-tiny"]
+)
+def test_a_named_shape_is_that_of_the_published_config(name: str) -> None:
+    shape, told = named_shape(name), hf_config(CONFIGS[name])
+    assert [prod(size) for size in model_tensors(shape).values()] == [
+        prod(size) for size in model_tensors(told).values()
+    ]
+    assert [layer.recurrent for layer in shape.layers] == [layer.recurrent for layer in told.layers]
+    assert (shape.context_length, shape.state_bytes()) == (told.context_length, told.state_bytes())
+
+
+def test_time_steps_and_layers_are_read_as_newer_files_write_them() -> None:
+    granite, nano = CONFIGS["granite-4.0-h-tiny"], CONFIGS["nemotron-3-nano"]
+    for limits, told in (([0.0, inf], inf), ([0.0, {"__float__": "Infinity"}], inf), ([0.0, 0.5], 0.5)):
+        found = hf_config(granite | {"time_step_limit": limits}).layers[0].recurrent
+        assert isinstance(found, Mamba2)
+        assert found.dt_limits == (0.0, told)
+    names = {"M": "mamba", "E": "moe", "*": "attention"}
+    kinds = [names[letter] for letter in nano["hybrid_override_pattern"]]
+    listed = {key: value for key, value in nano.items() if key not in ("hybrid_override_pattern", "num_hidden_layers")}
+    assert hf_config(listed | {"layers_block_type": kinds}) == hf_config(nano)
+
+
 def test_layers_differ_as_published() -> None:
     gemma = hf_config(CONFIGS["gemma-3-27b-it"]).layers
-    assert [index for index, layer in enumerate(gemma) if layer.attention.window is None] == list(range(5, 62, 6))
-    local, whole = gemma[0].attention, gemma[5].attention
+    assert [index for index, layer in enumerate(gemma) if attention_of(layer).window is None] == list(range(5, 62, 6))
+    local, whole = attention_of(gemma[0]), attention_of(gemma[5])
     assert local.rope is not None
     assert whole.rope is not None
     assert (local.rope.theta, local.rope.factor, whole.rope.theta, whole.rope.factor) == (10_000.0, 1.0, 1e6, 8.0)
     assert local.scale == pytest.approx(168**-0.5)
     gemma = hf_config(CONFIGS["gemma-4-31b-it"]).layers
-    assert [index for index, layer in enumerate(gemma) if layer.attention.window is None] == list(range(5, 60, 6))
-    parts = gemma[0].attention, gemma[5].attention
+    assert [index for index, layer in enumerate(gemma) if attention_of(layer).window is None] == list(range(5, 60, 6))
+    parts = attention_of(gemma[0]), attention_of(gemma[5])
     heads = [(part.num_kv_heads, part.head_dim, part.values_from_keys) for part in parts]
     assert heads == [(16, 256, False), (4, 512, True)]
     cohere = hf_config(CONFIGS["command-r7b"]).layers
-    assert [layer.attention.rope is None for layer in cohere[:4]] == [False, False, False, True]
+    assert [attention_of(layer).rope is None for layer in cohere[:4]] == [False, False, False, True]
     olmo = hf_config(CONFIGS["olmo-3-7b"]).layers
-    assert [layer.attention.rope and layer.attention.rope.scaling for layer in olmo[2:4]] == ["default", "yarn"]
+    ropes = [attention_of(layer).rope for layer in olmo[2:4]]
+    assert [rope and rope.scaling for rope in ropes] == ["default", "yarn"]
     glm = hf_config(CONFIGS["glm-4.5"]).layers
     assert [layer.experts is None for layer in glm[:4]] == [True, True, True, False]
     assert glm[3].experts is not None
-    assert (glm[3].attention.qk_norm, glm[3].attention.qkv_bias, glm[3].experts.router.scale) == ("head", True, 2.5)
+    assert (attention_of(glm[3]).qk_norm, attention_of(glm[3]).qkv_bias, glm[3].experts.router.scale) == (
+        "head",
+        True,
+        2.5,
+    )
 
 
 def test_gemma_4_s_files_by_hugging_face_and_by_mlx() -> None:
@@ -219,17 +419,17 @@ def test_small_gemma_4_is_refused_by_name(key: str) -> None:
 
 
 def test_queries_of_ministral_grow_and_a_part_of_phi_s_heads_rotates() -> None:
-    ministral = hf_config(CONFIGS["ministral-3-8b"]).layers[0].attention
+    ministral = attention_of(hf_config(CONFIGS["ministral-3-8b"]).layers[0])
     assert ministral.temperature == Temperature(growth=0.1, context=16_384)
-    assert hf_config(CONFIGS["mistral-small-3.2-24b"]).layers[0].attention.temperature is None
-    phi = hf_config(CONFIGS["phi-4-mini"]).layers[0].attention.rope
+    assert attention_of(hf_config(CONFIGS["mistral-small-3.2-24b"]).layers[0]).temperature is None
+    phi = attention_of(hf_config(CONFIGS["phi-4-mini"]).layers[0]).rope
     assert phi is not None
     assert (phi.scaling, phi.factor, phi.original_context, len(phi.long_factor)) == ("longrope", 32.0, 4096, 48)
 
 
 def test_latent_attention_is_scaled_and_kept_as_published() -> None:
     flash, lite, v3 = (hf_config(CONFIGS[name]) for name in ("glm-4.7-flash", "deepseek-v2-lite", "deepseek-v3"))
-    scales = [config.layers[0].attention.logit_scale for config in (flash, lite, v3)]
+    scales = [attention_of(config.layers[0]).logit_scale for config in (flash, lite, v3)]
     yarn = [(0.1 * mscale * log(40) + 1) ** 2 for mscale in (0.707, 1.0)]
     assert scales == pytest.approx([256**-0.5, 192**-0.5 * yarn[0], 192**-0.5 * yarn[1]])
     assert v3.kv_bytes_per_token(form="bfloat16") == 61 * 576 * 2
@@ -279,8 +479,9 @@ def test_a_changed_field_is_read_or_refused_by_name(place: tuple[str, tuple[str,
 @pytest.mark.parametrize(
     ("name", "more", "nearest"),
     [
-        ("Qwen3NextForCausalLM", {"num_experts": 512}, "Qwen3MoeForCausalLM"),
-        ("Qwen3_5MoeForConditionalGeneration", {"text_config": {"num_experts": 256}}, "Qwen3MoeForCausalLM"),
+        ("Qwen4ExpForConditionalGeneration", {"text_config": {"num_experts": 512}}, "Qwen3NextForCausalLM"),
+        ("Lfm3ForCausalLM", {}, "Lfm2ForCausalLM"),
+        ("NemotronForCausalLM", {}, "NemotronHForCausalLM"),
         ("Qwen2MoeForCausalLM", {"num_experts": 60}, "Qwen3MoeForCausalLM"),
         ("Llama4ForConditionalGeneration", {"text_config": {"num_local_experts": 16}}, "LlamaForCausalLM"),
         ("Gemma3nForConditionalGeneration", {}, "Gemma3ForConditionalGeneration"),
@@ -302,7 +503,7 @@ def test_an_unsupported_class_names_the_nearest(name: str, more: dict[str, Any],
 @pytest.mark.parametrize(
     ("arch", "experts", "nearest"),
     [
-        ("qwen3next", 512, "qwen3moe"),
+        ("qwen4next", 512, "qwen3next"),
         ("gemma2", 0, "gemma3"),
         ("llama4", 16, "llama"),
         ("phimoe", 16, "phi3"),

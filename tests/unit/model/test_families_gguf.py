@@ -25,6 +25,8 @@ from edgepipe.model.packed import Packed
 from edgepipe.model.tensors import WeightSource
 from edgepipe.model.weights import open_weights
 from tests.support.family_files import ARCHS, TINY, arch_of, tiny_values, write_family_folder, write_family_gguf
+from tests.support.recurrent_files import TINY as RECURRENT
+from tests.support.specs import attention_of
 
 UNREAD = {
     *("rope_freqs", "rope_factors_long", "rope_factors_short"),  # read as a part of the config
@@ -93,7 +95,8 @@ def test_every_name_of_gguf_py_s_table_is_a_weight(family: str) -> None:
 
 
 def test_every_family_with_an_architecture_is_written_here() -> None:
-    assert {family.gguf for family in FAMILIES if family.gguf} == {ARCHS.get(name, name) for name in TINY}
+    recurrent = {name.partition(" ")[0] for name in RECURRENT}
+    assert {family.gguf for family in FAMILIES if family.gguf} == {ARCHS.get(name, name) for name in TINY} | recurrent
 
 
 def test_a_tensor_for_each_expert_is_read_as_one_for_all(tmp_path: Path) -> None:
@@ -115,7 +118,7 @@ def test_kv_b_of_latent_attention_may_be_split_for_keys_and_values(tmp_path: Pat
     assert both.config == joined.config
     assert list(weights_of(both)) == list(expected)
     assert config_from_json(config_to_json(split.config)) == split.config
-    latent = split.config.layers[0].attention.latent
+    latent = attention_of(split.config.layers[0]).latent
     assert latent is not None
     assert not latent.joined
     for layer in range(2):
@@ -227,13 +230,15 @@ def test_changed_metadata_is_read_or_refused(
 
 def test_keys_of_newer_converters_are_read(tmp_path: Path) -> None:
     gemma = changed(tmp_path, "gemma3", rope__freq_base_swa=20_000.0, final_logit_softcapping=30.0)
-    local = gemma.layers[0].attention.rope
+    local = attention_of(gemma.layers[0]).rope
     assert local is not None
     assert (local.theta, gemma.logit_softcap) == (20_000.0, 30.0)
     period = changed(tmp_path, "gemma3", attention__sliding_window_pattern=3)
-    assert [layer.attention.window for layer in period.layers] == [32, 32, None, 32, 32, None, 32]
+    assert [attention_of(layer).window for layer in period.layers] == [32, 32, None, 32, 32, None, 32]
     whole_context = changed(tmp_path, "gemma3", attention__sliding_window=0)
-    assert {layer.attention.rope.factor for layer in whole_context.layers if layer.attention.rope} == {8.0}
+    ropes = [attention_of(layer).rope for layer in whole_context.layers]
+    assert {rope.factor for rope in ropes if rope} == {8.0}
     without_positions = changed(tmp_path, "granite", rope__scaling__finetuned=False)
-    assert without_positions.layers[0].attention.rope is None
-    assert changed(tmp_path, "granite", attention__scale=None).layers[0].attention.logit_scale == pytest.approx(8**-0.5)
+    assert attention_of(without_positions.layers[0]).rope is None
+    unscaled = changed(tmp_path, "granite", attention__scale=None).layers[0]
+    assert attention_of(unscaled).logit_scale == pytest.approx(8**-0.5)

@@ -13,12 +13,14 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.model.config import hf_config
 from edgepipe.model.dequantise import as_float32
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.layout import is_expert, is_of_heads, is_router, model_tensors, settled_latent, shares
+from edgepipe.model.layout import is_expert, is_of_heads, is_router, model_tensors, shares
 from edgepipe.model.packed import Packed
+from edgepipe.model.settling import settled_latent
 from edgepipe.model.weights import open_weights
 from tests.support.family_files import tiny_values
 from tests.support.quantised_folders import write_folder
 from tests.support.quantised_weights import Recipe, Tensor, fp8_block, mlx
+from tests.support.specs import attention_of
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "v_head_dim": 16}
 MTP = {"eh_proj.weight": (64, 128), "enorm.weight": (64,), "self_attn.kv_b_proj.weight": (192, 32)}
@@ -82,7 +84,7 @@ def test_block_fp8_of_deepseek_v3_is_packed_and_mtp_is_skipped(tmp_path: Path) -
     assert "model.layers.1.mlp.experts.3.down_proj.weight_scale_inv" in tensors
     config, found = loaded(tmp_path)
     assert_equal(found, expected)
-    assert config.layers[0].attention.latent == hf_config(values).layers[0].attention.latent
+    assert attention_of(config.layers[0]).latent == attention_of(hf_config(values).layers[0]).latent
 
 
 def test_mlx_s_stacks_of_heads_and_experts_are_read(tmp_path: Path) -> None:

@@ -82,7 +82,9 @@ def test_pools_hold_a_sequence_and_the_most_blocks_fit(
         counts = [pool.num_blocks for pool in classes.pools(num_blocks=blocks, block_size=block_size)]
         return pool_bytes(block_bytes, window_bytes, blocks, counts)
 
-    most = classes.most_blocks(block_bytes, window_bytes, block_size=block_size, room_bytes=room, wanted=num_blocks)
+    most = classes.most_blocks(
+        block_bytes, window_bytes, state_bytes=0, block_size=block_size, room_bytes=room, wanted=num_blocks
+    )
     assert taken(most) <= room
     assert most == num_blocks or taken(most + 1) > room
 
@@ -90,3 +92,38 @@ def test_pools_hold_a_sequence_and_the_most_blocks_fit(
 @given(size=st.integers(1, 1000), room=st.integers(0, 10**12))
 def test_one_class_fills_the_room_to_the_token(size: int, room: int) -> None:
     assert most_within(room, lambda count: size * count) == room // size
+
+
+@given(num_blocks=st.integers(1, 5000), block_size=st.sampled_from([16, 64]), room=st.integers(0, 10**7))
+def test_slots_of_states_fit_beside_the_blocks(num_blocks: int, block_size: int, room: int) -> None:
+    config = emulated_model_config(num_layers=6, context_length=65_536, attention_every=3)
+    classes = memory_classes(config)
+    assert set(classes.of_layer) == {0}
+
+    def needed(blocks: int) -> int:
+        states = classes.states(num_blocks=blocks, block_size=block_size)
+        assert states is not None
+        assert states.num_slots >= 4
+        assert states.gap % block_size == 0
+        return block_bytes * blocks + state_bytes * states.num_slots
+
+    block_bytes = block_size * config.kv_bytes_per_token(form="bfloat16")
+    state_bytes = config.state_bytes()
+    most = classes.most_blocks(
+        block_bytes, (), state_bytes=state_bytes, block_size=block_size, room_bytes=room, wanted=num_blocks
+    )
+    assert not most or needed(most) <= room
+    assert most == num_blocks or needed(most + 1) > room
+
+
+def test_a_model_without_recurrent_layers_has_no_slots() -> None:
+    assert memory_classes(windowed(None)).states(num_blocks=100, block_size=16) is None
+    assert windowed(None).state_bytes() == 0
+
+
+def test_bytes_of_a_context_count_its_states() -> None:
+    config = emulated_model_config(num_layers=6, context_length=65_536, attention_every=3)
+    states = memory_classes(config).states(num_blocks=100, block_size=16)
+    assert states is not None
+    kv = config.kv_bytes_per_token(form="bfloat16") * 1600
+    assert sum(kv_bytes(config, 1600, form="bfloat16")) == kv + states.num_slots * config.state_bytes()

@@ -21,6 +21,7 @@ from edgepipe.model.progress import PullProgress
 from edgepipe.model.quantise import quantise_model, quantise_q4_1, quantise_q8_0, whole_slice
 from edgepipe.model.store import ModelStore
 from tests.support.model_files import hf_values, names, random_tensors, source_folder, write_gguf, write_hf_folder
+from tests.support.recurrent_files import write_recurrent_folder
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,31 @@ def test_matrices_of_odd_width_stay_as_stored(tmp_path: Path) -> None:
     schemes = {name: info.scheme for name, info in copy.open_weights().infos.items()}
     assert schemes["model.layers.0.self_attn.q_proj.weight"] == "F32"
     assert schemes["model.layers.0.mlp.down_proj.weight"] == "Q4_1"
+
+
+@pytest.mark.parametrize("family", ["qwen35moe", "nemotron_h_moe", "granitehybrid with experts", "lfm2moe"])
+def test_recurrent_models_are_packed_with_their_experts(family: str, tmp_path: Path) -> None:
+    folder = source_folder(tmp_path)
+    for old in folder.glob("*.safetensors*"):
+        old.unlink()
+    write_recurrent_folder(folder, family)
+    store = ModelStore(tmp_path / "models")
+    store.pull(str(folder.rename(folder.with_name("tiny"))))
+    made = quantise_model(store, "tiny", "q8")
+    copy, original = made.copy.open_weights(), made.original.open_weights()
+    packed: set[str] = set()
+    for info in copy.weights(whole_slice(copy.config)):
+        found, exact = copy.load(info.name), original.load(info.name)
+        assert not isinstance(exact, Packed)
+        values = as_float32(exact).reshape(info.shape)
+        if isinstance(found, Packed):
+            packed.add(info.name.rpartition("layers.")[2])
+            assert float(np.mean((found.float32() - values) ** 2) / np.mean(values**2)) < 1e-4
+        else:
+            assert np.array_equal(as_float32(found).reshape(info.shape), values)
+    assert any("mlp.experts.up_proj" in name for name in packed)
+    assert any("in_proj" in name for name in packed)
+    assert not any(name.endswith(("A_log", "conv1d.weight", "conv.conv.weight", "dt_bias")) for name in packed)
 
 
 def test_packed_models_are_refused(store: ModelStore, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.model.layout import (
     EMBEDDING,
     HEAD,
+    is_exact,
     is_of_heads,
-    is_router,
     layer_parameters,
     model_tensors,
     slice_parameters,
@@ -110,10 +110,10 @@ def test_slices_add_up_and_packing_saves_memory(name: str, mix: str, kind: str, 
     floats = slice_bytes(config, FLOATS, whole(config), kind=kind, dtype=dtype)
     assert total <= floats
     if kind == WIDE or mix == "bf16":
-        routed = sum(prod(shape) for name, shape in model_tensors(config).items() if is_router(name))
+        exact = sum(prod(shape) for name, shape in model_tensors(config).items() if is_exact(name))
         assert total == floats
         value_bytes = 4 if dtype == "float32" else 2
-        assert total == slice_parameters(config, whole(config)) * value_bytes + routed * (4 - value_bytes)
+        assert total == slice_parameters(config, whole(config)) * value_bytes + exact * (4 - value_bytes)
     elif mix == "q4_k_m":
         assert total < 0.75 * floats
 
@@ -126,10 +126,11 @@ def test_a_packed_form_takes_about_the_file_s_bytes(name: str, mix: str) -> None
         if is_of_heads(weight.name):
             assert size == 2 * prod(weight.shape)
             continue
+        if weight.form is None:
+            assert size == (4 if is_exact(weight.name) else 2) * prod(weight.shape)
+            continue
         assert weight.num_bytes <= size * 1.01
         assert size <= 1.35 * weight.num_bytes  # 3 bits are kept in planes of 4
-        if weight.form is None:
-            assert size == (4 if is_router(weight.name) else 2) * prod(weight.shape)
 
 
 @given(name=names, mix=mixes)

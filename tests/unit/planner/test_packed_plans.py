@@ -17,7 +17,7 @@ from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
-from edgepipe.model.layout import is_router, layer_parameters, slice_parameters, spec_tensors
+from edgepipe.model.layout import is_exact, layer_parameters, slice_parameters, spec_tensors
 from edgepipe.model.memory_classes import memory_classes
 from edgepipe.model.mixes import mix_names, mix_table, named_model
 from edgepipe.model.resident import dtype_of
@@ -109,22 +109,24 @@ def test_a_stage_of_floats_takes_its_parameters_bytes(
 ) -> None:
     config = named_shape(name)
     part = Slice(index=0, layers=LayerRange(start, config.num_layers), embedding=ends[0], head=ends[1])
-    kept = memory_classes(config).kept_tokens(kv_tokens, block_size=16)
-    form = dtype_of(value_bytes)
+    classes, form = memory_classes(config), dtype_of(value_bytes)
+    kept = classes.kept_tokens(kv_tokens, block_size=16)
     kv = sum(config.kv_bytes_per_token((layer,), form=form) * kept[layer] for layer in part.layers)
+    states = classes.states(num_blocks=-(-kv_tokens // 16), block_size=16)
+    kv += config.state_bytes(part.layers) * (states.num_slots if states else 0)
     need = Need(config=config, kv_tokens=kv_tokens)
-    routers = router_parameters(config, part.layers) * (4 - value_bytes)
-    expected = slice_parameters(config, part) * value_bytes + routers + kv
+    exact = exact_parameters(config, part.layers) * (4 - value_bytes)
+    expected = slice_parameters(config, part) * value_bytes + exact + kv
     assert stage_bytes(need, room(0, packing, value_bytes), part) == expected
 
 
-def router_parameters(config: ModelConfig, layers: LayerRange) -> int:
-    """Return the number of weights in routers, which are float32 everywhere."""
+def exact_parameters(config: ModelConfig, layers: LayerRange) -> int:
+    """Return the number of weights that are float32 everywhere: routers, and small ones of recurrent layers."""
     return sum(
         math.prod(shape)
         for layer in layers
         for name, shape in spec_tensors(config.layers[layer], config.hidden_size).items()
-        if is_router(name)
+        if is_exact(name)
     )
 
 
@@ -133,7 +135,7 @@ def test_a_step_of_floats_takes_the_time_that_it_took(name: str, head: bool, cou
     config, device = named_shape(name), named_device("rtx4090")
     cost = CostModel(config, device).slice_cost(Slice(index=1, layers=LayerRange(0, count), embedding=False, head=head))
     layers = LayerRange(0, count)
-    num_bytes = 2 * (sum(layer_parameters(config, i) for i in layers) + router_parameters(config, layers))
+    num_bytes = 2 * (sum(layer_parameters(config, i) for i in layers) + exact_parameters(config, layers))
     assert cost.read_s + cost.expert_read_s == pytest.approx(num_bytes / device.bandwidth_bytes_per_s)
     assert cost.widen_s == cost.head_widen_s == 0.0
     table = 2 * config.vocab_size * config.hidden_size if head else 0

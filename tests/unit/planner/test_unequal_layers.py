@@ -100,7 +100,7 @@ def unequal_model(*, dense: int, experts: int, inner: int = 10_944, of: int = 12
 def windowed_model(layers: int = 30) -> ModelConfig:
     """Return a model of which 5 of 6 layers see the last 1024 tokens, as in Gemma 3."""
     plain = named_shape("llama-3.1-8b")
-    short = replace(plain.layers[0], attention=replace(plain.layers[0].attention, window=1024))
+    short = plain.layers[0].with_attention(window=1024)
     return replace(plain, layers=tuple(plain.layers[0] if i % 6 == 5 else short for i in range(layers)))
 
 

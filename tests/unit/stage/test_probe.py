@@ -60,7 +60,9 @@ class TimedBackend:
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         return 1
 
-    def allocate_kv(self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = ()) -> None:
+    def allocate_kv(
+        self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = (), state_slots: int = 0
+    ) -> None:
         self._blocks = num_blocks
 
     def prepare(self, step: Step) -> Step:

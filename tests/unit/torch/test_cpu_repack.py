@@ -149,7 +149,7 @@ def gguf_weights(folder: Path, scheme: str, architecture: str = "llama") -> Weig
 
 def packed_parts(source: WeightSource, with_kernels: CpuKernels | KernelsUnavailable) -> list[cpu_repack.PackedWeight]:
     loaded = loaded_slice(source, kernels=with_kernels)
-    products = [each for layer in loaded.layers for each in (layer.qkv, layer.output, *layer.feed_forward.linears)]
+    products = [each for layer in loaded.layers for each in layer.linears]
     found: list[cpu_repack.PackedWeight] = []
     for product in products:
         assert isinstance(product, PackedCpuLinear)

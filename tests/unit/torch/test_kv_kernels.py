@@ -64,7 +64,9 @@ def ops_for(config: ModelConfig) -> CompiledOps:
 
 def heads_of(config: ModelConfig) -> LayerHeads:
     """The first layer's heads."""
-    return layer_heads([config.layers[0].attention])[0]
+    attention = config.layers[0].attention
+    assert attention is not None
+    return layer_heads([attention])[0]
 
 
 def pool_for(config: ModelConfig) -> PackedKVStorage:

@@ -36,7 +36,7 @@ PLAIN = tiny_config(num_layers=2, hidden_size=16, vocab_size=31)
 
 def with_attention(*each: dict[str, Any]) -> ModelConfig:
     layers = zip(PLAIN.layers, each, strict=True)
-    return replace(PLAIN, layers=tuple(replace(spec, attention=replace(spec.attention, **own)) for spec, own in layers))
+    return replace(PLAIN, layers=tuple(spec.with_attention(**own) for spec, own in layers))
 
 
 LARGE = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 264}

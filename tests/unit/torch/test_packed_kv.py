@@ -87,7 +87,8 @@ def test_a_head_beyond_the_scales_is_seen_and_no_other(bad: float) -> None:
 
 
 def test_copies_carry_codes_and_scales() -> None:
-    heads = layer_heads([spec.attention for spec in tiny_config(num_layers=2, num_kv_heads=2, head_dim=8).layers])
+    config = tiny_config(num_layers=2, num_kv_heads=2, head_dim=8)
+    heads = layer_heads([spec.attention for spec in config.layers if spec.attention])
     pool = PackedKVStorage(heads, classes=[0], num_blocks=[4], block_size=4, device=torch.device("cpu"))
     for layer in range(2):
         pool.write(layer, torch.arange(4, 8), torch.randn(4, 4, 8))

@@ -95,7 +95,7 @@ def test_a_graph_serves_other_lengths_than_it_was_recorded_with(name: str, libra
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_a_backend_decodes_in_graphs_as_on_the_cpu(name: str) -> None:
     plain = tiny_config(num_layers=2, hidden_size=64, vocab_size=96)
-    own = tuple(replace(spec, attention=replace(spec.attention, **ATTENTIONS[name])) for spec in plain.layers)
+    own = tuple(spec.with_attention(**ATTENTIONS[name]) for spec in plain.layers)
     config = replace(plain, layers=own)
     backends: list[TorchBackend] = []
     for kind in ("cpu", "cuda"):

@@ -36,7 +36,7 @@ def layers(attention: dict[str, Any], **own: Any) -> ModelConfig:
     """Change all layers' attention and other parts."""
     return replace(
         PLAIN,
-        layers=tuple(replace(spec, attention=replace(spec.attention, **attention), **own) for spec in PLAIN.layers),
+        layers=tuple(replace(spec.with_attention(**attention), **own) for spec in PLAIN.layers),
     )
 
 

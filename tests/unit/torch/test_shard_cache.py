@@ -302,7 +302,7 @@ def loaded(folder: Path) -> tuple[list[list[object]], set[str]]:
     source = CountedWeights(open_weights(folder))
     found = loaded_slice(source)
     products: Sequence[object] = [
-        *(each for layer in found.layers for each in (layer.qkv, layer.output, *layer.feed_forward.linears)),
+        *(each for layer in found.layers for each in layer.linears),
         found.head,
     ]
     weights = [

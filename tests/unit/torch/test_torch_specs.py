@@ -44,7 +44,7 @@ def with_attention(*each: dict[str, Any]) -> ModelConfig:
 
 
 def changed(spec: LayerSpec, **own: Any) -> LayerSpec:
-    return replace(spec, attention=replace(spec.attention, **own))
+    return spec.with_attention(**own)
 
 
 WIDE = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 32}

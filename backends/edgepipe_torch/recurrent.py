@@ -1,0 +1,309 @@
+"""Recurrent mixers: gated DeltaNet, Mamba-2, short convolutions. States and recurrences are float32.
+
+Rows with one token take the step form, all at once. Longer rows take the chunked form, one row after another, so a row
+does not depend on its neighbours. T packed rows, N of them with one token, L tokens of a long row, H heads, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from edgepipe.model.layer_spec import DeltaNet, Mamba2, ShortConv
+from edgepipe_torch.linear import Linear
+from edgepipe_torch.states import LongRow, StepStates
+
+_CHUNK = 64  # tokens that are computed side by side
+_LENGTH_EPS = 1e-6  # of the length of queries and keys
+
+State = tuple[Tensor, ...]
+
+
+class Mixer(Protocol):
+    """What mixes the tokens of a recurrent layer."""
+
+    input: Linear  # its product of the layer's input
+
+    def rows(self, made: Tensor, states: State, step: StepStates) -> Tensor:
+        """Return what enters the layer's output product [T, W] float32, and keep the states that the rows name.
+
+        made    [T, F], of the input product
+        states  [slots + 1, ...] of the layer
+        """
+        ...
+
+
+class Convolution:
+    """A causal convolution per channel over the last tokens (``taps``, the token's own included)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """weight [C, taps] and bias [C], float32."""
+        self._weight = weight
+        self._bias = bias
+
+    def step(self, last: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Convolve x [N, C] behind the inputs last [N, taps - 1, C]. Returns [N, C], and the inputs to keep."""
+        window = torch.cat([last, x.unsqueeze(1)], 1)
+        out = (window * self._weight.t()).sum(1)
+        return out if self._bias is None else out + self._bias, window[:, 1:]
+
+    def whole(self, last: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Convolve the tokens x [L, C] behind the inputs last [taps - 1, C]. Returns [L, C], and the inputs to keep."""
+        padded = torch.cat([last, x])
+        out = F.conv1d(padded.t().unsqueeze(0), self._weight.unsqueeze(1), self._bias, groups=x.shape[1])
+        return out[0].t(), padded[x.shape[0] :]
+
+
+class _Mixed:
+    """The way of a step's rows through a mixer's two forms."""
+
+    def __init__(self, input_product: Linear, width: int) -> None:
+        self.input = input_product
+        self._width = width
+
+    def rows(self, made: Tensor, states: State, step: StepStates) -> Tensor:
+        """See ``Mixer``."""
+        made = made.float()
+        if not step.long:
+            return self._singles(made, states, step)
+        out = made.new_empty(made.shape[0], self._width)
+        if step.rows is not None and step.num_single:
+            out[step.rows] = self._singles(made[step.rows], states, step)
+        for row in step.long:
+            out[row.first : row.first + row.count] = self._long(
+                made[row.first : row.first + row.count], states, row, step
+            )
+        return out
+
+    def _singles(self, made: Tensor, states: State, step: StepStates) -> Tensor:
+        if step.only is not None:  # in place
+            own = tuple(each[step.only : step.only + 1] for each in states)
+            out, after = self._step(made, own)
+            for kept, new in zip(own, after, strict=True):
+                if new is not kept:
+                    kept.copy_(new)
+            return out
+        out, after = self._step(made, tuple(each.index_select(0, step.read) for each in states))
+        for each, new in zip(states, after, strict=True):
+            each.index_copy_(0, step.write, new)
+        return out
+
+    def _long(self, made: Tensor, states: State, row: LongRow, step: StepStates) -> Tensor:
+        slot = step.zeros if row.state.read is None else row.state.read
+        state = tuple(each[slot] for each in states)
+        parts: list[Tensor] = []
+        kept: list[tuple[int, State]] = []
+        start = 0
+        for write in row.state.writes:
+            out, state = self._whole(made[start : write.after], state)
+            parts.append(out)
+            kept.append((write.slot, state))
+            start = write.after
+        for slot, found in kept:
+            for each, new in zip(states, found, strict=True):
+                each[slot] = new
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _step(self, made: Tensor, state: State) -> tuple[Tensor, State]:
+        """Compute one token of N sequences with states [N, ...], which may be overwritten."""
+        raise NotImplementedError
+
+    def _whole(self, made: Tensor, state: State) -> tuple[Tensor, State]:
+        """Compute L tokens of a sequence behind a state, which stays."""
+        raise NotImplementedError
+
+
+class DeltaNetMixer(_Mixed):
+    """See ``DeltaNet``. The input product has queries, keys and values, then z, beta, alpha."""
+
+    def __init__(
+        self, spec: DeltaNet, input_product: Linear, convolution: Convolution, *, eps: float, device: torch.device
+    ) -> None:
+        """``eps``: of the model's norms."""
+        super().__init__(input_product, spec.value_heads * spec.value_dim)
+        self._spec = spec
+        self._convolution = convolution
+        self._eps = eps
+        self.dt_bias = torch.zeros(spec.value_heads, device=device)
+        self.rates = torch.zeros(spec.value_heads, device=device)  # exp(A_log)
+        self.norm = torch.ones(spec.value_dim, device=device)
+        heads = torch.arange(spec.value_heads, device=device)
+        shared = spec.value_heads // spec.key_heads
+        self._key_head = heads % spec.key_heads if spec.tiled else heads // shared
+        self._same = shared == 1
+
+    def _parts(self, made: Tensor) -> tuple[Tensor, ...]:
+        spec = self._spec
+        return made.split([spec.channels, self._width, spec.value_heads, spec.value_heads], -1)
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys [T, H, K], normalised, and values [T, H, V] of convolved channels [T, C]."""
+        spec = self._spec
+        size = spec.key_heads * spec.key_dim
+        keys = mixed[:, : 2 * size].view(-1, 2, spec.key_heads, spec.key_dim)
+        keys = keys * (keys * keys).sum(-1, keepdim=True).add_(_LENGTH_EPS).rsqrt_()
+        if not self._same:
+            keys = keys.index_select(2, self._key_head)
+        values = mixed[:, 2 * size :].view(-1, spec.value_heads, spec.value_dim)
+        return keys[:, 0] * spec.key_dim**-0.5, keys[:, 1], values
+
+    def _gates(self, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logarithm of the decay, and beta, [T, H]."""
+        return F.softplus(alpha + self.dt_bias).mul_(self.rates).neg_(), beta.sigmoid()
+
+    def _gated(self, out: Tensor, z: Tensor) -> Tensor:
+        """Normalise the heads' outputs [T, H, V] and multiply them with SiLU(z) [T, H V]."""
+        normed = F.rms_norm(out, (self._spec.value_dim,), self.norm, self._eps)
+        return normed.reshape(z.shape).mul_(F.silu(z))
+
+    def _step(self, made: Tensor, state: State) -> tuple[Tensor, State]:
+        last, memory = state
+        channels, z, beta, alpha = self._parts(made)
+        mixed, last = self._convolution.step(last, channels)
+        queries, keys, values = self._heads(F.silu(mixed))
+        log_decay, beta = self._gates(alpha, beta)
+        memory = memory.mul_(log_decay.exp_()[..., None, None])
+        error = (values - (keys.unsqueeze(-2) @ memory).squeeze(-2)).mul_(beta.unsqueeze(-1))
+        memory.addcmul_(keys.unsqueeze(-1), error.unsqueeze(-2))
+        out = (queries.unsqueeze(-2) @ memory).squeeze(-2)
+        return self._gated(out, z), (last, memory)
+
+    def _whole(self, made: Tensor, state: State) -> tuple[Tensor, State]:
+        last, memory = state
+        channels, z, beta, alpha = self._parts(made)
+        mixed, last = self._convolution.whole(last, channels)
+        queries, keys, values = (each.transpose(0, 1) for each in self._heads(F.silu(mixed)))
+        log_decay, beta = (each.t() for each in self._gates(alpha, beta))
+        outs: list[Tensor] = []
+        for part in _chunks(made.shape[0]):
+            out, memory = delta_chunk(
+                queries[:, part], keys[:, part], values[:, part], log_decay[:, part], beta[:, part], memory
+            )
+            outs.append(out)
+        return self._gated(torch.cat(outs, 1).transpose(0, 1), z), (last, memory)
+
+
+def delta_chunk(
+    queries: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor, beta: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs [H, c, V] of c tokens, and the memory [H, K, V] behind them (section 3.3 of the paper).
+
+    queries, keys    [H, c, K]
+    values           [H, c, V]
+    log_decay, beta  [H, c]
+    memory           [H, K, V] before the tokens
+    """
+    total = log_decay.cumsum(-1)  # of each token's decay and those before it
+    since = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp_().tril_()  # [H, c, c]: decay from token j to i
+    scaled = keys * beta.unsqueeze(-1)
+    # What each token writes depends on those before it: a unit triangular system.
+    system = (scaled @ keys.transpose(-1, -2)).mul_(since)
+    wanted = values * beta.unsqueeze(-1) - (scaled * total.exp().unsqueeze(-1)) @ memory
+    errors = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    out = (queries * total.exp().unsqueeze(-1)) @ memory
+    out += (queries @ keys.transpose(-1, -2)).mul_(since) @ errors
+    left = (total[:, -1:] - total).exp().unsqueeze(-1)
+    return out, memory * total[:, -1:, None].exp() + (keys * left).transpose(-1, -2) @ errors
+
+
+class Mamba2Mixer(_Mixed):
+    """See ``Mamba2``. The input product has z, x, B, C, dt."""
+
+    def __init__(
+        self, spec: Mamba2, input_product: Linear, convolution: Convolution, *, eps: float, device: torch.device
+    ) -> None:
+        """``eps``: of the model's norms."""
+        super().__init__(input_product, spec.heads * spec.head_dim)
+        self._spec = spec
+        self._convolution = convolution
+        self._eps = eps
+        self.dt_bias = torch.zeros(spec.heads, device=device)
+        self.rates = torch.zeros(spec.heads, device=device)  # exp(A_log)
+        self.skips = torch.zeros(spec.heads, device=device)  # D
+        self.norm = torch.ones(self._width, device=device)
+        self._group = torch.arange(spec.heads, device=device) // (spec.heads // spec.groups)
+
+    def _parts(self, made: Tensor) -> tuple[Tensor, ...]:
+        return made.split([self._width, self._spec.channels, self._spec.heads], -1)
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x [T, H, D], B and C [T, H, N] of convolved channels."""
+        spec = self._spec
+        x, both = mixed.split([self._width, 2 * spec.groups * spec.state_dim], -1)
+        both = both.view(-1, 2, spec.groups, spec.state_dim).index_select(2, self._group)
+        return x.view(-1, spec.heads, spec.head_dim), both[:, 0], both[:, 1]
+
+    def _steps(self, dt: Tensor) -> Tensor:
+        return F.softplus(dt + self.dt_bias).clamp_(*self._spec.dt_limits)
+
+    def _gated(self, out: Tensor, z: Tensor) -> Tensor:
+        """Multiply the heads' outputs [T, H, D] with SiLU(z) [T, H D], and normalise each group."""
+        gated = out.reshape(z.shape).mul(F.silu(z)).view(z.shape[0], self._spec.groups, -1)
+        return F.rms_norm(gated, gated.shape[-1:], None, self._eps).view(z.shape).mul_(self.norm)
+
+    def _step(self, made: Tensor, state: State) -> tuple[Tensor, State]:
+        last, memory = state
+        z, channels, dt = self._parts(made)
+        mixed, last = self._convolution.step(last, channels)
+        x, into, out_of = self._heads(F.silu(mixed))
+        dt = self._steps(dt)
+        memory = memory.mul_((dt * -self.rates).exp_()[..., None, None])
+        memory.addcmul_((x * dt.unsqueeze(-1)).unsqueeze(-1), into.unsqueeze(-2))
+        out = (memory @ out_of.unsqueeze(-1)).squeeze(-1) + x * self.skips.unsqueeze(-1)
+        return self._gated(out, z), (last, memory)
+
+    def _whole(self, made: Tensor, state: State) -> tuple[Tensor, State]:
+        last, memory = state
+        z, channels, dt = self._parts(made)
+        mixed, last = self._convolution.whole(last, channels)
+        x, into, out_of = (each.transpose(0, 1) for each in self._heads(F.silu(mixed)))
+        dt = self._steps(dt).t()
+        outs: list[Tensor] = []
+        for part in _chunks(made.shape[0]):
+            decay = dt[:, part] * -self.rates.unsqueeze(-1)
+            out, memory = scan_chunk(x[:, part] * dt[:, part, None], into[:, part], out_of[:, part], decay, memory)
+            outs.append(out + x[:, part] * self.skips[:, None, None])
+        return self._gated(torch.cat(outs, 1).transpose(0, 1), z), (last, memory)
+
+
+def scan_chunk(x: Tensor, into: Tensor, out_of: Tensor, log_decay: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs [H, c, D] of c tokens, and the memory [H, D, N] behind them (section 6 of the paper).
+
+    x             [H, c, D] times dt
+    into, out_of  [H, c, N]: B and C
+    log_decay     [H, c]
+    memory        [H, D, N] before the tokens
+    """
+    total = log_decay.cumsum(-1)
+    since = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp_().tril_()
+    out = (out_of @ into.transpose(-1, -2)).mul_(since) @ x
+    out += (out_of * total.exp().unsqueeze(-1)) @ memory.transpose(-1, -2)
+    left = (total[:, -1:] - total).exp().unsqueeze(-1)
+    return out, memory * total[:, -1:, None].exp() + (x * left).transpose(-1, -2) @ into
+
+
+class ShortConvMixer(_Mixed):
+    """See ``ShortConv``. The input product has B, C, x."""
+
+    def __init__(self, spec: ShortConv, input_product: Linear, convolution: Convolution) -> None:
+        super().__init__(input_product, spec.channels)
+        self._convolution = convolution
+
+    def _step(self, made: Tensor, state: State) -> tuple[Tensor, State]:
+        into, out_of, x = made.chunk(3, -1)
+        mixed, last = self._convolution.step(state[0], into * x)
+        return out_of * mixed, (last,)
+
+    def _whole(self, made: Tensor, state: State) -> tuple[Tensor, State]:
+        into, out_of, x = made.chunk(3, -1)
+        mixed, last = self._convolution.whole(state[0], into * x)
+        return out_of * mixed, (last,)
+
+
+def _chunks(count: int) -> Iterator[slice]:
+    for start in range(0, count, _CHUNK):
+        yield slice(start, min(start + _CHUNK, count))

@@ -1,0 +1,84 @@
+"""States of recurrent layers: their slots, and where the rows of a step read and write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from edgepipe.backend.step_layout import StepLayout
+from edgepipe.backend.types import RowState
+from edgepipe.model.layer_spec import Recurrent
+from edgepipe_torch.transfer import Transfer
+
+
+class StatePool:
+    """The slots of a slice's recurrent layers. The slot behind the last one holds zeros: a sequence begins with it."""
+
+    def __init__(self, mixers: Sequence[Recurrent], num_slots: int, device: torch.device) -> None:
+        """``mixers``: of the slice's recurrent layers, in order. Raises RuntimeError or MemoryError."""
+        self.zeros = num_slots
+        self._layers = [
+            tuple(torch.zeros(num_slots + 1, *shape, device=device) for shape in mixer.state_shapes) for mixer in mixers
+        ]
+
+    def layer(self, index: int) -> tuple[Tensor, ...]:
+        """Return the tensors [slots + 1, ...] float32 of a recurrent layer; ``index`` counts these."""
+        return self._layers[index]
+
+
+@dataclass(frozen=True, slots=True)
+class LongRow:
+    """A row of several tokens: packed rows ``[first, first + count)``."""
+
+    first: int
+    count: int
+    state: RowState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStates:
+    """Where the rows of a step read and write states. N rows have one token."""
+
+    rows: Tensor | None  # [N] int64 packed rows of those; None: they are the step's rows, in order
+    read: Tensor  # [N] int64 slots
+    write: Tensor  # [N] int64 slots
+    only: int | None  # the slot, if N is 1 and the row reads and writes the same
+    long: tuple[LongRow, ...]
+    zeros: int  # slot of zeros
+
+    @classmethod
+    def of(cls, layout: StepLayout, zeros: int, transfer: Transfer) -> StepStates:
+        """Look up the slots of a step's rows."""
+        rows: list[int] = []
+        read: list[int] = []
+        write: list[int] = []
+        long: list[LongRow] = []
+        for row in layout.rows:
+            assert row.state is not None
+            if row.num_tokens > 1:
+                long.append(LongRow(row.first_row, row.num_tokens, row.state))
+                continue
+            rows.append(row.first_row)
+            read.append(zeros if row.state.read is None else row.state.read)
+            write.append(row.state.writes[0].slot)
+        return cls(
+            rows=_sent(rows, transfer) if long else None,
+            read=_sent(read, transfer),
+            write=_sent(write, transfer),
+            only=read[0] if len(read) == 1 and read == write else None,
+            long=tuple(long),
+            zeros=zeros,
+        )
+
+    @property
+    def num_single(self) -> int:
+        """N"""
+        return self.read.shape[0]
+
+
+def _sent(numbers: list[int], transfer: Transfer) -> Tensor:
+    return transfer.upload(np.array(numbers, np.int64))

@@ -1,0 +1,66 @@
+"""How a family's files name their tensors: the rules, without the families."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+EACH = "mlp.experts.{expert}.{matrix}"
+MTP = "multi-token prediction"
+_EXPERT = re.compile(r"mlp\.experts\.(gate_proj|up_proj|down_proj)\b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Naming:
+    """How a family's files name their tensors."""
+
+    modules: Mapping[str, str] = field(default_factory=dict[str, str])  # within a layer: edgepipe's name to the files'
+    experts: str = ""  # of each expert's matrices: "mlp.experts.{expert}.{matrix}"; empty: one tensor for all
+    matrices: Mapping[str, str] = field(default_factory=dict[str, str])  # "gate_proj" to the files' name
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """Stored modules that hold the rows of several modules of edgepipe's, in their order."""
+    interleaved: bool = False  # rows of fused modules alternate
+    parameters: bool = False  # all experts of a matrix are "mlp.experts.MATRIX" [experts, in, out] if stored as floats,
+    # and "mlp.experts.MATRIX_bias" [experts, out]
+    by_key_head: bool = False  # of the fused modules of a gated delta rule, each key head's rows are side by side
+    exponents: bool = False  # ``A_log`` is stored as ``-exp(A_log)``
+    prefix: str = "model."  # before "layers.", "embed_tokens" and "norm"
+    tables: Mapping[str, str] = field(default_factory=dict[str, str])  # "embed_tokens" and "norm" to the files' names
+    head: str = "lm_head"
+    later_layers: bool = False  # files may hold layers beyond the model's, which predict several tokens at once
+    skipped: tuple[str, ...] = ()  # regular expressions of tensors that edgepipe does not read
+    unread: str = ""  # what those tensors and later layers are, for people
+
+    def stored(self, name: str, *, expert: int | None = None) -> str:
+        """Return the stored name of a weight or bias; ``expert``: of one expert's share."""
+        if name.startswith("lm_head."):
+            return self.head + name.removeprefix("lm_head")
+        layers, dot, within = name.removeprefix("model.").partition(".")
+        if layers != "layers":
+            return self.prefix + self.tables.get(layers, layers) + dot + within
+        layer, _, inner = within.partition(".")
+        return f"{self.prefix}layers{dot}{layer}.{self._within(inner, expert)}"
+
+    def fused_with(self, module: str) -> tuple[str, ...]:
+        """Return the modules within a layer that one stored module holds with this one, in order; () for none."""
+        return next((modules for modules in self.fused.values() if module in modules), ())
+
+    def mixes_key_heads(self, module: str) -> bool:
+        """Return whether the rows of a module within a layer are stored with others, key head by key head."""
+        return self.by_key_head and module.startswith("linear_attn.") and bool(self.fused_with(module))
+
+    def _within(self, inner: str, expert: int | None) -> str:
+        found = _EXPERT.match(inner)
+        if found is not None and expert is not None:
+            matrix = self.matrices.get(found[1], found[1])
+            return self.experts.format(expert=expert, matrix=matrix) + inner[found.end() :]
+        module, dot, suffix = inner.rpartition(".")
+        module = next((name for name, modules in self.fused.items() if module in modules), module)
+        if found is not None and self.parameters:
+            return f"{module}_bias" if suffix == "bias" else module
+        return self.modules.get(inner) or self.modules.get(module, module) + dot + suffix
+
+    def skips(self, name: str) -> bool:
+        """Return whether edgepipe leaves a stored tensor unread."""
+        return any(re.match(pattern, name) for pattern in self.skipped)

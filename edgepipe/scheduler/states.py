@@ -1,0 +1,232 @@
+"""The slots that hold recurrent layers' states: one of each running sequence, and snapshots behind full blocks.
+
+A state covers all tokens before it, so nothing shortens it: going back means to the last snapshot. A row reads a slot,
+and writes the state behind its last token to the sequence's own slot. Where a snapshot is wanted, it writes that state
+to a further slot. If a row ends there, it writes that slot only, which the next row reads. So nothing is copied::
+
+    tokens of a row    0-511    512-999          1000   ...   1007    1008
+    reads              nothing  own              own          own     s2
+    writes             own      s1 (992), own    own          s2      own
+
+Snapshots are taken every ``gap`` tokens of a prompt, behind its last full block, where another cached prompt parted
+from it, and behind the newest full block of its output. The last kind replaces the one before. Snapshots enter the
+cache when their step retires. Unused ones go when a slot is wanted, the longest idle first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from edgepipe.backend.types import RowState, StateWrite
+from edgepipe.ids import SequenceId
+from edgepipe.model.memory_classes import StatePool
+from edgepipe.scheduler.kv import Key
+
+if TYPE_CHECKING:
+    from edgepipe.scheduler.sequence import Sequence
+
+
+class _Snapshot(NamedTuple):
+    key: Key  # of the last block before it
+    place: int  # number of blocks before it
+
+
+class _Pending(NamedTuple):
+    position: int  # tokens before it
+    slot: int
+    output: bool  # it replaces the sequence's trail
+
+
+@dataclass(slots=True)
+class StateTable:
+    """A running sequence's slots."""
+
+    own: int
+    read: int | None  # slot with the state behind its scheduled tokens; None: none is scheduled
+    held: int | None  # a snapshot that its next row reads
+    wanted: list[int]  # ascending: tokens of its prompt behind which to take a snapshot
+    pending: list[_Pending] = field(default_factory=list[_Pending])  # snapshots that steps in flight take
+    trail: Key | None = None  # of the newest full block of its output, behind which the cache has a snapshot
+
+
+class StateClass:
+    """The slots, their users, and the snapshots in the prefix cache."""
+
+    def __init__(self, limits: StatePool, *, block_size: int) -> None:
+        self.num_slots = limits.num_slots
+        self._gap = limits.gap
+        self._block_size = block_size
+        self._free = list(range(limits.num_slots - 1, -1, -1))
+        self._snapshots: dict[int, _Snapshot] = {}  # by slot: in the cache
+        self._by_key: dict[Key, int] = {}
+        self._uses: dict[int, int] = {}  # by slot of the cache: rows to come that read it
+        self._idle: OrderedDict[int, None] = OrderedDict()  # unused slots of the cache, longest idle first
+        self._read: list[int] = []  # snapshots that rows of the step to come read
+        self._running: dict[SequenceId, Sequence] = {}
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that a sequence can get: free ones, and idle snapshots."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def cached_slots(self) -> int:
+        """Snapshots in the cache."""
+        return len(self._snapshots)
+
+    def carry_over(self) -> StateClass:
+        """Return slots for the next epoch with the same snapshots and without sequences."""
+        limits = StatePool(num_slots=self.num_slots, gap=self._gap)
+        after = StateClass(limits, block_size=self._block_size)
+        order = [*self._idle, *[slot for slot in self._snapshots if slot not in self._idle]]
+        after._free = [slot for slot in after._free if slot not in self._snapshots]
+        after._snapshots, after._by_key = dict(self._snapshots), dict(self._by_key)
+        after._idle, after._uses = OrderedDict.fromkeys(order), dict.fromkeys(order, 0)
+        return after
+
+    def supported(self, keys: Seq[Key], hits: int) -> int:
+        """Return the most leading blocks, at most ``hits``, behind which the cache has a snapshot."""
+        best = 0
+        for slot, (key, place) in self._snapshots.items():
+            if best < place <= hits and keys[place - 1] == key and self._by_key.get(key) == slot:
+                best = place
+        return best
+
+    def awaited(self, keys: Seq[Key], begin: int, end: int, owner: SequenceId | None) -> Key | None:
+        """Return the key of the last block, of those in ``[begin, end)``, behind which a sequence takes a snapshot.
+
+        ``owner``: computes the block before ``end``. If it has not scheduled that yet, it takes a snapshot behind it.
+        """
+        sequence = self._running.get(owner) if owner is not None else None
+        if sequence is None or sequence.state is None:
+            return None
+        table, last = sequence.state, end * self._block_size
+        if sequence.scheduled < last and last not in table.wanted:
+            insort(table.wanted, last)
+        coming = [*[each.position for each in table.pending], *table.wanted]
+        places = [position // self._block_size for position in coming if position <= last]
+        place = max(places, default=0)
+        return keys[place - 1] if place > begin else None
+
+    def has_room(self, keys: Seq[Key], hits: int) -> bool:
+        """Whether a sequence with so many cached blocks can have a slot of its own."""
+        found = self._by_key.get(keys[hits - 1]) if hits else None
+        return self.free_slots > (found in self._idle)
+
+    def admit(self, sequence: Sequence, hits: int, *, shared: int, snapshots: bool) -> None:
+        """Give a sequence for which ``has_room`` is true its slot.
+
+        hits       cached blocks behind which it begins
+        shared     cached blocks that it could begin behind if there were a snapshot
+        snapshots  whether to take any
+        """
+        held = self._by_key[sequence.keys[hits - 1]] if hits else None
+        if held is not None:
+            self._use(held)
+        own = self._take()
+        assert own is not None
+        begin, last = hits * self._block_size, (len(sequence.tokens) - 1) // self._block_size * self._block_size
+        wanted = {*range(begin // self._gap * self._gap, last, self._gap), shared * self._block_size, last}
+        sequence.state = StateTable(
+            own, held, held, sorted(place for place in wanted if begin < place <= last) if snapshots else []
+        )
+        self._running[sequence.sequence] = sequence
+
+    def plan(self, sequence: Sequence, start: int, end: int, *, output: bool) -> RowState:
+        """Return the slots of the row with the tokens ``[start, end)``, which follow those scheduled before.
+
+        ``output``: a token of output, so that a full block leaves a snapshot that replaces the one before.
+        """
+        table = sequence.state
+        assert table is not None
+        read, writes = table.read, list[StateWrite]()
+        places = self._due(table, end)
+        if output and not end % self._block_size and sequence.next_full <= end:
+            places = [end]
+        for place in places:
+            if (slot := self._take()) is None:
+                break
+            writes.append(StateWrite(place - start, slot))
+            table.pending.append(_Pending(place, slot, output))
+        if table.held is not None:
+            self._read.append(table.held)
+            table.held = None
+        if not writes or writes[-1].after < end - start:
+            writes.append(StateWrite(end - start, table.own))
+        table.read = writes[-1].slot
+        return RowState(read, tuple(writes))
+
+    def note_sent(self) -> None:
+        """The planned rows are in a step: later steps may write to the snapshots that they read."""
+        for slot in self._read:
+            self._release(slot)
+        self._read.clear()
+
+    def note_computed(self, sequence: Sequence, end: int, keys: Seq[Key]) -> None:
+        """Enter the snapshots up to ``end`` in the cache, whose step retired."""
+        table = sequence.state
+        while table is not None and table.pending and table.pending[0].position <= end:
+            position, slot, output = table.pending.pop(0)
+            place = position // self._block_size
+            key = keys[place - 1]
+            self._enter(slot, _Snapshot(key, place))
+            if slot == table.read:
+                self._use(slot)
+                table.held = slot
+            if output:
+                before = self._by_key.get(table.trail) if table.trail is not None else None
+                if before in self._idle:
+                    self._forget(before)
+                table.trail = key
+
+    def release(self, sequence: Sequence) -> None:
+        """Free the slots of a sequence that no step in flight uses."""
+        table, sequence.state = sequence.state, None
+        if table is None:
+            return
+        del self._running[sequence.sequence]
+        self._free += [table.own, *[each.slot for each in table.pending]]
+        if table.held is not None:
+            self._release(table.held)
+
+    def _due(self, table: StateTable, end: int) -> list[int]:
+        """Remove and return the wanted places up to ``end``."""
+        count = bisect_left(table.wanted, end + 1)
+        places, table.wanted = table.wanted[:count], table.wanted[count:]
+        return places
+
+    def _take(self) -> int | None:
+        """Return a free slot, else that of the longest idle snapshot, else None."""
+        if not self._free and self._idle:
+            self._forget(next(iter(self._idle)))
+        return self._free.pop() if self._free else None
+
+    def _enter(self, slot: int, snapshot: _Snapshot) -> None:
+        """Cache a snapshot. One that is cached behind the same block goes when it is idle."""
+        known = self._by_key.get(snapshot.key)
+        if known in self._idle:
+            self._forget(known)
+        self._snapshots[slot], self._by_key[snapshot.key] = snapshot, slot
+        self._uses[slot], self._idle[slot] = 0, None
+
+    def _use(self, slot: int) -> None:
+        self._uses[slot] += 1
+        self._idle.pop(slot, None)
+
+    def _release(self, slot: int) -> None:
+        """Drop one use. Unused snapshots become idle."""
+        self._uses[slot] -= 1
+        if not self._uses[slot]:
+            self._idle[slot] = None
+
+    def _forget(self, slot: int) -> None:
+        """Remove an idle snapshot from the cache and free its slot."""
+        snapshot = self._snapshots.pop(slot)
+        del self._idle[slot], self._uses[slot]
+        if self._by_key.get(snapshot.key) == slot:
+            del self._by_key[snapshot.key]
+        self._free.append(slot)

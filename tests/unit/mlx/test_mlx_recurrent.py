@@ -1,0 +1,66 @@
+"""Families with recurrent layers on MLX, and in rings with torch: logits of tiny checkpoints, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx.core")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from edgepipe_mlx import MlxBackend
+from edgepipe_torch import TorchBackend
+
+from edgepipe.backend.protocol import Backend
+from edgepipe.backend.types import ActivationType, BackendOptions
+from edgepipe.model.weights import Weights, open_weights
+from tests.numerics.test_recurrent_reference import CONFIGS, TOKENS
+from tests.support.numerics_harness import Pipeline
+from tests.support.recurrent_checkpoints import save_checkpoint
+
+TOLERANCE = 1e-4  # of the largest logit
+CHUNKS = (13, 1, 30, 1, 1)  # of 70 tokens; the rest comes last
+OPTIONS = BackendOptions(device="cpu", dtype="float32", activation_type=ActivationType.FLOAT32, threads=1)
+
+
+def backends(kinds: str) -> list[Backend]:
+    return [MlxBackend(OPTIONS) if kind == "mlx" else TorchBackend(OPTIONS) for kind in kinds.split("+")]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Weights, np.ndarray]:
+    folder = tmp_path_factory.mktemp("model")
+    expected = save_checkpoint(CONFIGS[request.param](), folder, TOKENS)
+    return open_weights(folder), expected
+
+
+def close(found: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * float(np.abs(expected).max()))
+
+
+@pytest.mark.parametrize(("kinds", "chunks"), [("mlx", ()), ("torch+mlx", CHUNKS), ("mlx+torch", CHUNKS)])
+def test_logits_are_those_of_transformers(
+    checkpoint: tuple[Weights, np.ndarray], kinds: str, chunks: Sequence[int]
+) -> None:
+    weights, expected = checkpoint
+    pipeline = Pipeline.build(backends(kinds), weights)
+    close(pipeline.forced(TOKENS[:1], [*TOKENS[1:], 0], chunks=chunks), expected)
+    pipeline.close()
+
+
+def test_rows_beside_one_another_are_as_alone(checkpoint: tuple[Weights, np.ndarray]) -> None:
+    weights, expected = checkpoint
+    pipeline = Pipeline.build(backends("mlx"), weights)
+    first, second, third = (pipeline.add(len(TOKENS)) for _ in range(3))
+    for lengths in ((20, 1, 5), (1, 2, 1), (1, 1, 1)):
+        work = [
+            (each, TOKENS[each.length : each.length + count])
+            for each, count in zip((first, second, third), lengths, strict=True)
+        ]
+        found = pipeline.step(work)
+        for row, each in zip(found, (first, second, third), strict=True):
+            close(row, expected[each.length - 1])
+    pipeline.close()
