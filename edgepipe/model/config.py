@@ -140,7 +140,9 @@ def _own_shape(fields: Fields) -> ModelConfig:
 
 
 def _unsupported(found: str, names: Iterable[str], nearest: str = "") -> ArchitectureUnsupported:
-    every = f"supported: {', '.join(dict.fromkeys(name.partition('For')[0] for name in names))}"
+    words = dict.fromkeys(name.partition("For")[0] for name in names)
+    several = {word for word in words if any(word != other and word.startswith(other) for other in words)}
+    every = f"supported: {', '.join(word for word in words if word not in several)}"
     return ArchitectureUnsupported(
         f"the architecture '{found[:80]}' is not supported",
         fact=f"the nearest is {nearest}; {every}" if nearest else every,

@@ -160,7 +160,7 @@ def memory_classes(config: ModelConfig) -> MemoryClasses:
     slack = max(1, min(SLACK_TOKENS, config.context_length // _SLACK_PARTS))
     windows_of = [layer.attention.window if layer.attention else None for layer in config.layers]
     kept = [_kept(window, slack, config.context_length) for window in windows_of]
-    if None not in kept:
+    if all(window is not None for window, layer in zip(kept, config.layers, strict=True) if layer.attention):
         widest = max((window for window in kept if window is not None), default=0)
         kept = [None if window == widest else window for window in kept]
     windows = tuple(sorted({window for window in kept if window is not None}))

@@ -61,9 +61,13 @@ class TimedBackend:
         """Return the bytes of one KV block."""
         return self._inner.kv_block_bytes(config, slices, block_size)
 
-    def allocate_kv(self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = ()) -> None:
-        """Allocate the KV pool."""
-        self._inner.allocate_kv(num_blocks=num_blocks, block_size=block_size, window_blocks=window_blocks)
+    def allocate_kv(
+        self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = (), state_slots: int = 0
+    ) -> None:
+        """Allocate the KV pool and the state slots."""
+        self._inner.allocate_kv(
+            num_blocks=num_blocks, block_size=block_size, window_blocks=window_blocks, state_slots=state_slots
+        )
 
     def prepare(self, step: Step) -> Prepared:
         """Build the step's host arrays. May run on any thread."""
