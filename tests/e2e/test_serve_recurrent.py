@@ -23,8 +23,8 @@ from edgepipe.model.dequantise import as_float32
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.packed import Packed
 from edgepipe.model.store import ModelStore
-from edgepipe.model.weights import open_weights
 from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.model.weights import open_weights
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.fault_streams import Stream, serving_stage
 from tests.support.model_files import gguf_text
