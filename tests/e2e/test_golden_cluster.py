@@ -26,6 +26,7 @@ from edgepipe.model.store import StoredModel
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.fault_streams import Stream, serving_stage
 from tests.support.golden_ids import Item, assert_greedy, items
+from tests.support.nodes import until_answers
 from tests.support.prompt_reference import ScoredText, scored_texts
 
 pytestmark = [
@@ -134,15 +135,8 @@ async def cluster(request: pytest.FixtureRequest, demo_model: StoredModel) -> As
         assert await wait_until_joined(admin, num_nodes=len(nodes), timeout_s=JOIN_S)
         engine = await serve_with_progress(admin, serve_request("demo", plan=layers, activations=case.activations))
         assert [stage.backend for stage in engine.stages] == list(case.backends)
-        await until_ready(started[0])
+        await until_answers(started[0].http_port)
         yield Cluster(case=case, nodes=started)
-
-
-async def until_ready(node: StartedNode) -> None:
-    """Until the node's gateway has heard of the model."""
-    async with asyncio.timeout(10), httpx.AsyncClient(trust_env=False) as client:
-        while (await client.get(f"http://127.0.0.1:{node.http_port}/ready")).status_code != 200:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import secrets
 from importlib.util import find_spec
 
 import httpx
@@ -12,6 +12,7 @@ from edgepipe.cli.admin import connect
 from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, local_cluster, wait_until_joined
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.model.store import StoredModel
+from tests.support.nodes import until_answers
 
 pytestmark = [
     pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed"),
@@ -23,15 +24,19 @@ JOIN_S = 60.0
 
 async def test_a_question_is_answered_from_8_bit_kv(demo_model: StoredModel) -> None:
     nodes = [NodePlan(name=name, backend="torch") for name in "ab"]
-    plan = ClusterPlan(cluster="packed-kv", nodes=nodes, models_dir=demo_model.path.parent, threads=1)
+    plan = ClusterPlan(
+        cluster=f"packed-kv-{secrets.token_hex(4)}", nodes=nodes, models_dir=demo_model.path.parent, threads=1
+    )
     async with local_cluster(plan) as started, connect(started[0].data_dir) as admin:
         assert await wait_until_joined(admin, num_nodes=2, timeout_s=JOIN_S)
         request = serve_request("demo", plan="a:0-14,b:15-29", kv="8bit")
-        assert (await serve_with_progress(admin, request)).state == "ready"
+        engine = await serve_with_progress(admin, request)
+        tokens = engine.num_blocks * engine.block_size
+        kv_bytes = sum(stage.kv_bytes for stage in engine.stages)
+        assert kv_bytes < 0.6 * tokens * demo_model.config.kv_bytes_per_token(form="bfloat16")
+        await until_answers(started[1].http_port)
         body = {"model": "demo", "messages": QUESTION, "temperature": 0, "max_tokens": 20}
-        url = f"http://127.0.0.1:{started[1].http_port}/v1/chat/completions"
-        async with asyncio.timeout(60), httpx.AsyncClient(timeout=60, trust_env=False) as client:
-            while (response := await client.post(url, json=body)).status_code in (404, 503):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            response = await client.post(f"http://127.0.0.1:{started[1].http_port}/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
     assert response.json()["choices"][0]["message"]["content"] == "The capital of France is Paris."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,17 +20,15 @@ from edgepipe.cli.admin import connect
 from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, StartedNode, local_cluster, wait_until_joined
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.model.config import hf_config
-from edgepipe.model.dequantise import as_float32
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.packed import Packed
 from edgepipe.model.store import ModelStore
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.model.weights import open_weights
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.fault_streams import Stream, serving_stage
 from tests.support.model_files import gguf_text
+from tests.support.nodes import until_answers
 from tests.support.recurrent_files import tiny_values, write_recurrent_folder
-from tests.support.spec_reference import reference_logits
+from tests.support.spec_reference import float_weights, reference_logits
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -49,7 +48,8 @@ class Served:
     """Nodes that serve the model, and the ids that they must give."""
 
     nodes: list[StartedNode]
-    ids: list[int]
+    folder: Path
+    ids: list[int]  # after PROMPT
 
     async def status(self, index: int = 0) -> ClusterStatus:
         """The cluster as a node sees it."""
@@ -65,18 +65,13 @@ class Served:
         return response.json()
 
 
-def greedy_ids(folder: Path) -> list[int]:
+def greedy_ids(folder: Path, prompt: list[int], count: int) -> list[int]:
     """What the reference in numpy gives; every choice is a clear one."""
-    weights = open_weights(folder)
-    whole = Slice(index=0, layers=LayerRange(0, weights.config.num_layers), embedding=True, head=True)
-    tensors: dict[str, np.ndarray] = {}
-    for info in weights.weights(whole):
-        raw = weights.load(info.name)
-        assert not isinstance(raw, Packed)
-        tensors[info.name] = as_float32(raw).reshape(info.shape)
+    source = open_weights(folder)
+    weights = float_weights(source)
     ids: list[int] = []
-    for _ in range(NUM_TOKENS):
-        logits = reference_logits(weights.config, tensors, [*PROMPT, *ids])[-1]
+    for _ in range(count):
+        logits = reference_logits(source.config, weights, [*prompt, *ids])[-1]
         second, best = np.sort(logits)[-2:]
         assert best - second > LEAST_GAP * float(np.abs(logits).max()), "choose another prompt"
         ids.append(int(logits.argmax()))
@@ -94,17 +89,14 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     ModelStore(place / "models").pull(str(folder))
     assert hf_config(tiny_values(FAMILY)).state_bytes()
     nodes = [NodePlan(name="a", backend="torch"), NodePlan(name="b", backend="mlx", device="cpu")]
-    plan = ClusterPlan(cluster="hybrid", nodes=nodes, models_dir=place / "models", threads=1)
+    plan = ClusterPlan(cluster=f"hybrid-{secrets.token_hex(4)}", nodes=nodes, models_dir=place / "models", threads=1)
     async with local_cluster(plan) as started, connect(started[0].data_dir) as admin:
         assert await wait_until_joined(admin, num_nodes=2, timeout_s=JOIN_S)
         request = serve_request("hybrid", plan="a:0-1,b:2-3", dtype="float32", activations="float32")
         engine = await serve_with_progress(admin, request)
         assert [stage.backend for stage in engine.stages] == ["torch", "mlx"]
-        async with asyncio.timeout(10), httpx.AsyncClient(trust_env=False) as client:
-            url = f"http://127.0.0.1:{started[0].http_port}/ready"
-            while (await client.get(url)).status_code != 200:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        yield Served(nodes=started, ids=greedy_ids(folder))
+        await until_answers(started[0].http_port)
+        yield Served(nodes=started, folder=folder, ids=greedy_ids(folder, PROMPT, NUM_TOKENS))
 
 
 async def test_a_prompt_is_answered_and_then_known_up_to_its_snapshot(served: Served) -> None:
@@ -134,4 +126,6 @@ async def test_an_answer_goes_on_after_each_stage_was_killed(served: Served) -> 
 async def test_a_chat_is_answered(served: Served) -> None:
     messages = [{"role": "user", "content": "abc"}]
     answer = await served.ask("chat/completions", messages=messages, max_tokens=4)
-    assert answer["usage"]["completion_tokens"] == 4
+    prompt = answer["prompt_token_ids"]
+    assert prompt == [12, 5], "ab, c"
+    assert answer["choices"][0]["token_ids"] == greedy_ids(served.folder, prompt, 4)

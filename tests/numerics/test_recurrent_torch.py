@@ -17,9 +17,8 @@ from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.types import ActivationType, BackendOptions
 from edgepipe.model.weights import Weights, open_weights
-from tests.numerics.test_recurrent_reference import CONFIGS, TOKENS
 from tests.support.numerics_harness import Pipeline
-from tests.support.recurrent_checkpoints import save_checkpoint
+from tests.support.recurrent_checkpoints import CONFIGS, TOKENS, save_checkpoint
 
 TOLERANCE = 1e-4  # of the largest logit
 CHUNKS = (13, 1, 30, 1, 1)  # of 70 tokens; the rest comes last

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 from edgepipe.cli.admin import Admin, connect
@@ -209,3 +210,10 @@ def kv_is_free(status: ClusterStatus) -> bool:
         engine.free_blocks == engine.num_blocks and not engine.running and not engine.waiting
         for engine in status.engines
     )
+
+
+async def until_answers(http_port: int) -> None:
+    """Until a node's gateway has heard of a model."""
+    async with asyncio.timeout(10), httpx.AsyncClient(trust_env=False) as client:
+        while (await client.get(f"http://127.0.0.1:{http_port}/ready")).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)

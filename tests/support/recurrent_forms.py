@@ -10,8 +10,8 @@ from transformers import PretrainedConfig
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.model.tensors import WeightSource
-from tests.numerics.test_recurrent_reference import DELTA, GRANITE, LFM2, made
 from tests.support.numerics_harness import Pipeline
+from tests.support.recurrent_checkpoints import DELTA, GRANITE, LFM2, made
 
 _CONTEXT = 8192
 _BLOCK_TOKENS = 16

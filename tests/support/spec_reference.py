@@ -11,12 +11,26 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.model.facts import ModelConfig
+from edgepipe.model.dequantise import as_float32
+from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.layer_spec import Attention, Experts, Latent, LayerSpec, Norm, Router
+from edgepipe.model.packed import Packed
 from edgepipe.model.rope import rotary_frequencies
+from edgepipe.model.tensors import WeightSource
 from tests.support.recurrent_reference import mixed
 
 Array = npt.NDArray[np.float64]
+
+
+def float_weights(source: WeightSource) -> dict[str, npt.NDArray[np.float32]]:
+    """Read all weights of a model that has no packed ones, by edgepipe's names."""
+    whole = Slice(index=0, layers=LayerRange(0, source.config.num_layers), embedding=True, head=True)
+    found: dict[str, npt.NDArray[np.float32]] = {}
+    for info in source.weights(whole):
+        raw = source.load(info.name)
+        assert not isinstance(raw, Packed)
+        found[info.name] = as_float32(raw).reshape(info.shape)
+    return found
 
 
 def reference_logits(config: ModelConfig, weights: Mapping[str, npt.NDArray[np.float32]], tokens: list[int]) -> Array:
