@@ -15,50 +15,33 @@ and checks 500,000 tokens, which takes a quarter of an hour. Without it, some mi
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
-from xml.etree import ElementTree
-
 import numpy as np
-import torch
 from edgepipe_emulated import EmulatedBackend, EmulatedWeights
-from edgepipe_torch import TorchBackend, feed_forward
-from figures import ROOT, Row, at_most, print_rows
+from edgepipe_torch import TorchBackend
+from figures import Row, at_most
+from layer_steps import BLOCK_TOKENS, CONTEXT_BLOCKS, LAYERS, Stage, counted_experts, layer_rows
 from packed_shape import read_rate
+from parts import Part, counted, run_parts, tested
 from truth import expert_rows
 
 from edgepipe.backend.cost import CostModel, SliceCost, StepWork
 from edgepipe.backend.devices import named_device, parse_devices
-from edgepipe.backend.types import BackendOptions, BlockRun, Step, StepRow
-from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.expert_places import SETTING
+from edgepipe.backend.types import BackendOptions
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.layout import multiplied_parameters
 from edgepipe.model.memory_classes import memory_classes
 from edgepipe.model.mixes import named_model
-from edgepipe.model.resident import resident_sizes
 from edgepipe.model.weight_table import WeightTable
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand, decode_work
 from edgepipe.planner.plan import Constraints, plan
 from edgepipe.planner.profiles import measured_speed
-from edgepipe.stage.made_up import MadeUpWeights, spread
-from edgepipe.stage.probe import probe_layer, probe_rows
+from edgepipe.stage.probe import probe_layer
 from edgepipe.system import SystemClock
 from edgepipe.units import parse_link
 
 MODEL = "qwen3-30b-a3b:q4_k_m"
-LAYERS = 4  # more bytes than any cache holds
 ROWS = (1, 4, 16, 64)
 BETWEEN = (2, 8, 32)  # rows that the probe does not measure
-CONTEXT_BLOCKS, BLOCK_TOKENS = 4, 16
 WINDOWED_MODEL, WINDOWED_CONTEXT = "gemma-3-27b", 32_768
 RAM_PLACES = (
     ("qwen3-30b-a3b:q8_0", "rtx4090"),
@@ -68,7 +51,6 @@ RAM_PLACES = (
 ROUNDS, FULL_ROUNDS = 6, 15
 THREADS = (1, 2)
 TOKENS, FULL_TOKENS = 10_000, 500_000
-_SQUARE = 1024
 TESTS = {
     "logits on torch, tests": ("tests/numerics/test_transformers.py", "tests/numerics/test_gpt_oss.py"),
     "logits on MLX, tests": ("tests/unit/mlx/test_mlx_against_transformers.py",),
@@ -79,40 +61,9 @@ TESTS = {
 }
 
 
-def main() -> None:
-    """Measure the named parts, all unless named, and print the table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--full", action="store_true")
-    wanted = parser.parse_args()
-    if unknown := set(wanted.parts) - set(PARTS):
-        parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
-    rows: list[Row] = []
-    for name in wanted.parts or PARTS:
-        print(f"measuring: {name}", file=sys.stderr, flush=True)
-        rows += PARTS[name](wanted.full)
-    print_rows("experts", rows)
-
-
 def logits_rows(_full: bool) -> list[Row]:
     """Run the tests that compare families with transformers: relative differences of 1e-4 at most, the same ids."""
-    return [_tested(name, files) for name, files in TESTS.items()]
-
-
-def _tested(name: str, files: tuple[str, ...]) -> Row:
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        begun_s = time.perf_counter()
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *files]
-        subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False)
-        counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
-        for suite in ElementTree.parse(report).getroot().iter("testsuite"):
-            for key in counts:
-                counts[key] += int(suite.get(key, "0"))
-    passed = counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"]
-    met = passed + counts["skipped"] == counts["tests"] > 0
-    took_s = time.perf_counter() - begun_s
-    return Row(f"{name}: pytest {' '.join(files)}", passed, "passed", took_s, "seconds", target="all", met=met)
+    return [tested(name, files) for name, files in TESTS.items()]
 
 
 def emulated_rows(full: bool) -> list[Row]:
@@ -123,11 +74,12 @@ def emulated_rows(full: bool) -> list[Row]:
 def steps_rows(full: bool) -> list[Row]:
     """Time the layers on one thread and on two."""
     config, table = named_model(MODEL)
-    return [
-        row
-        for threads in THREADS
-        for row in layer_rows(Stage(config, table, threads), threads, FULL_ROUNDS if full else ROUNDS)
-    ]
+    rounds = FULL_ROUNDS if full else ROUNDS
+    rows: list[Row] = []
+    for threads in THREADS:
+        stage, shares = Stage(config, table, threads), threads == THREADS[0]
+        rows += layer_rows(MODEL, stage, threads, rounds, counts=ROWS, target=2.2, shares=shares)
+    return rows
 
 
 def prediction_rows(full: bool) -> list[Row]:
@@ -171,7 +123,7 @@ def ram_rows(full: bool) -> list[Row]:
             step()
         step_s = min(step() for _ in range(rounds))
         memory_s = (stage.other_bytes + float(np.mean(shares)) * stage.expert_bytes) / read_per_s
-        name = f"measured: layer behind the path to RAM, {_counted(count, 'row')}, {_counted(threads, 'thread')}"
+        name = f"measured: layer behind the path to RAM, {counted(count, 'row')}, {counted(threads, 'thread')}"
         taken, least = 1e3 * step_s / LAYERS, 1e3 * memory_s / LAYERS
         rows.append(Row(name, taken, "ms", least, "memory time", taken / least))
     return rows
@@ -206,88 +158,6 @@ def memory_times(cost: SliceCost, work: StepWork) -> tuple[float, float]:
     return cost.read_s + cost.expert_read_s * share + cost.head_read_s + kv_s, cost.ram_read_s * share
 
 
-class Stage:
-    """Layers of the model on this CPU, and steps over them."""
-
-    def __init__(self, config: ModelConfig, table: WeightTable, threads: int, *, in_ram: str = "none") -> None:
-        """``in_ram``: share of the layers whose experts take the path to host memory, though this device is a CPU."""
-        layers, forms = spread(config, table, LAYERS)
-        shape = replace(config, layers=layers)
-        part = Slice(index=1, layers=LayerRange(0, LAYERS), embedding=False, head=False)
-        self.backend = TorchBackend(BackendOptions(device="cpu", threads=threads, settings={SETTING: in_ram}))
-        self.backend.load([part], MadeUpWeights(shape, forms), lambda _progress: None)
-        self.backend.allocate_kv(num_blocks=max(ROWS) * CONTEXT_BLOCKS, block_size=BLOCK_TOKENS)
-        sizes = resident_sizes(shape, forms, kind="torch-cpu", dtype="float32")
-        self.expert_bytes = sum(sizes.experts)
-        self.other_bytes = sum(sizes.layers) - self.expert_bytes
-        self.token_flops = 2 * sum(multiplied_parameters(spec, config.hidden_size) for spec in layers)
-        self._inputs = probe_rows(config.hidden_size)
-
-    def step(self, count: int) -> Callable[[], float]:
-        """Return a function that decodes a token of so many sequences, and returns the seconds."""
-        rows = tuple(
-            StepRow(
-                sequence=SequenceId(index),
-                position=CONTEXT_BLOCKS * BLOCK_TOKENS - 1,
-                num_tokens=1,
-                runs=(BlockRun(index * CONTEXT_BLOCKS, CONTEXT_BLOCKS),),
-            )
-            for index in range(count)
-        )
-        step = Step(step=StepId(1), slice_index=1, rows=rows, logit_rows=np.zeros(0, np.int32))
-        inputs = np.ascontiguousarray(self._inputs[:count])
-
-        def run() -> float:
-            prepared = self.backend.prepare(step)
-            begun_s = time.perf_counter()
-            self.backend.collect(self.backend.submit(prepared, inputs))
-            return time.perf_counter() - begun_s
-
-        return run
-
-
-def layer_rows(stage: Stage, threads: int, rounds: int) -> list[Row]:
-    """Time a layer against the memory time of the bytes that its rows need, and count the experts.
-
-    Many rows take longer to multiply than to read: theirs is compared with the longer of both.
-    """
-    read_per_s, flops = read_rate(threads), multiply_rate(threads)
-    rows: list[Row] = []
-    for count in ROWS:
-        step = stage.step(count)
-        with counted_experts() as shares:
-            step()
-        share = float(np.mean(shares))
-        step_s = min(step() for _ in range(rounds))
-        memory_s = (stage.other_bytes + share * stage.expert_bytes) / read_per_s
-        arithmetic_s = count * stage.token_flops / flops
-        name = f"layer of {MODEL}, {_counted(count, 'row')}, {_counted(threads, 'thread')}"
-        taken, least, multiplying = (1e3 * each / LAYERS for each in (step_s, memory_s, arithmetic_s))
-        if count == 1:
-            rows.append(at_most(name, taken, "ms", least, "memory time", 2.2))
-        else:
-            rows.append(Row(name, taken, "ms", least, "memory time", taken / least))
-            if multiplying > least:
-                rows.append(Row(name, taken, "ms", multiplying, "arithmetic time", taken / multiplying))
-        if threads == THREADS[0]:
-            even = 1 - (1 - 8 / 128) ** count
-            what = f"  experts that {_counted(count, 'row')} use"
-            rows.append(Row(what, 128 * share, "of 128", 128 * even, "if even", share / even))
-    return rows
-
-
-def multiply_rate(threads: int) -> float:
-    """Return the float32 operations per second of a large product with so many threads."""
-    torch.set_num_threads(threads)
-    one, size = torch.ones(_SQUARE, _SQUARE), 2.0 * _SQUARE**3
-    taken: list[float] = []
-    for _ in range(5):
-        begun_s = time.perf_counter()
-        torch.mm(one, one)
-        taken.append(time.perf_counter() - begun_s)
-    return size / min(taken)
-
-
 def planned_rows(stage: Stage, config: ModelConfig, table: WeightTable, threads: int, rounds: int) -> list[Row]:
     """Compare the planner's time of steps that it did not measure with their time."""
     backend = TorchBackend(BackendOptions(device="cpu", threads=threads))
@@ -300,35 +170,13 @@ def planned_rows(stage: Stage, config: ModelConfig, table: WeightTable, threads:
         parts = speed.parts(StepWork.of_rows([CONTEXT_BLOCKS * BLOCK_TOKENS - 1] * count, [1] * count, logit_rows=0))
         planned_s = parts.base_s + LAYERS * float(parts.layer_s.mean())
         ratio = planned_s / measured_s
-        name = f"planned step of {LAYERS} layers, {_counted(count, 'row')}, {_counted(threads, 'thread')}"
+        name = f"planned step of {LAYERS} layers, {counted(count, 'row')}, {counted(threads, 'thread')}"
         met = 0.9 <= ratio <= 1.1
         rows.append(Row(name, 1e3 * planned_s, "ms", 1e3 * measured_s, "measured", ratio, "within 10%", met))
     return rows
 
 
-@contextmanager
-def counted_experts() -> Iterator[list[float]]:
-    """Collect the share of experts that each layer's rows use within the context."""
-    shares: list[float] = []
-    original = feed_forward.route
-
-    def counting(spec: feed_forward.Experts, router: feed_forward.RouterWeights, x: torch.Tensor):  # type: ignore[no-untyped-def]
-        chosen, weights = original(spec, router, x)
-        shares.append(len(chosen.unique()) / spec.count)
-        return chosen, weights
-
-    feed_forward.route = counting
-    try:
-        yield shares
-    finally:
-        feed_forward.route = original
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"
-
-
-PARTS: dict[str, Callable[[bool], list[Row]]] = {
+PARTS: dict[str, Part] = {
     "logits": logits_rows,
     "truth": emulated_rows,
     "layers": steps_rows,
@@ -339,4 +187,4 @@ PARTS: dict[str, Callable[[bool], list[Row]]] = {
 
 
 if __name__ == "__main__":
-    main()
+    run_parts("experts", PARTS)

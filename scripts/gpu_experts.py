@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from bench_experts import counted_experts
 from edgepipe_torch import TorchBackend
 from edgepipe_torch.compiled_code import KernelsUnavailable
 from edgepipe_torch.cuda_kernels.checking import worst_expert_error
 from edgepipe_torch.cuda_kernels.forms import WIDE_FORM
 from edgepipe_torch.cuda_kernels.library import cuda_library
 from figures import Row, at_most, below
+from layer_steps import counted_experts
 
 from edgepipe.backend.types import BackendOptions, BlockRun, Step, StepRow
 from edgepipe.config import kernel_dir
