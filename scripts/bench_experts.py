@@ -22,7 +22,7 @@ from figures import Row, at_most
 from layer_steps import BLOCK_TOKENS, CONTEXT_BLOCKS, LAYERS, Stage, counted_experts, layer_rows
 from packed_shape import read_rate
 from parts import Part, counted, run_parts, tested
-from truth import expert_rows
+from truth import lossy_rows
 
 from edgepipe.backend.cost import CostModel, SliceCost, StepWork
 from edgepipe.backend.devices import named_device, parse_devices
@@ -68,7 +68,7 @@ def logits_rows(_full: bool) -> list[Row]:
 
 def emulated_rows(full: bool) -> list[Row]:
     """Check emulated tokens with experts, of which each is an exact integer function of the sequence."""
-    return expert_rows(FULL_TOKENS if full else TOKENS)
+    return lossy_rows("experts", FULL_TOKENS if full else TOKENS)
 
 
 def steps_rows(full: bool) -> list[Row]:

@@ -24,6 +24,7 @@ import numpy as np
 from bench_foundation import stored_demo
 from figures import Row, at_least, below, print_rows
 from local_nodes import await_idle, complete, decode_rate, running_nodes
+from published_rates import ATTENTION, HYBRIDS, published_rows
 
 from edgepipe.backend.devices import named_device, parse_devices
 from edgepipe.cli.admin import Admin
@@ -33,7 +34,6 @@ from edgepipe.cli.bench.verb import emulated_run
 from edgepipe.cli.workload_options import make_workload_of
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
-from edgepipe.model.mixes import named_model
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.demand import Demand, Objective
@@ -464,56 +464,9 @@ def schedule_rows(full: bool) -> list[Row]:
     raise RuntimeError("interleaving came out where it cannot")
 
 
-class Measured(NamedTuple):
-    """Somebody else's decode rate of one chat on one machine; MLX's 4 bits in groups of 64 are as large as q4_0."""
-
-    device: str
-    model: str
-    tokens_per_s: float
-    read_tokens: int  # context, on average
-    source: str
-
-
-_XIONGJIE = "github.com/XiongjieDai/GPU-Benchmarks-on-LLM-Inference, tg 512"
-_MLX = "github.com/ml-explore/mlx-lm, BENCHMARKS.md, -p 2048 -g 128"
-_SPEED = "llm-speed.com/blog/gemma-3-speed-rtx-4090, Q4, short prompts"
-_GUIDES = "runaihome.com/blog"
-_NEXVERIDIAN = "github.com/NexVeridian/llm-inference-benchmarks, MLX 4"
-MEASURED = (
-    Measured("rtx4090", "llama-3.1-8b:q4_k_m", 130.58, 256, _XIONGJIE),
-    Measured("rtx4090", "llama-3.1-8b", 54.84, 256, _XIONGJIE),
-    Measured("rtx4090", "gemma-3-4b:q4_k_m", 195, 256, _SPEED),
-    Measured("rtx4090", "gemma-3-12b:q4_k_m", 93, 256, _SPEED),
-    Measured("rtx4090", "gemma-3-27b:q4_k_m", 47, 256, _SPEED),
-    Measured("m4max", "qwen3-4b", 52.47, 2112, _MLX),
-    Measured("m4max", "qwen3-4b:q4_0", 134.52, 2112, _MLX),
-    Measured("m4max", "qwen2.5-7b:q4_0", 91, 256, _NEXVERIDIAN),
-    Measured("m4max", "qwen2.5-14b:q4_0", 52, 256, _NEXVERIDIAN),
-    Measured("m4max", "qwen2.5-32b:q4_0", 23, 256, _NEXVERIDIAN),
-    Measured("m4max", "qwen3-30b-a3b:q4_0", 113.33, 2112, _MLX),
-    Measured("m4max", "qwen3-30b-a3b:q8_0", 83.16, 2112, _MLX),
-    Measured("m4max", "qwen3-30b-a3b:q4_0", 93, 256, _NEXVERIDIAN),
-    Measured("rtx4090", "qwen3-30b-a3b:q4_k_m", 196, 256, f"{_GUIDES}/qwen3-30b-a3b-local-ai-guide-2026"),
-    Measured("rtx4090", "gpt-oss-20b:mxfp4_moe", 225, 256, f"{_GUIDES}/gpt-oss-20b-local-ai-hardware-guide-2026"),
-)
-_NEAR = 0.25  # of models with experts; the constants were fixed on dense ones before
-
-
-def published_rows(full: bool) -> list[Row]:
+def published_part(full: bool) -> list[Row]:
     """What ``plan --emulate`` says of one machine against published rates."""
-    rows: list[Row] = []
-    for one in MEASURED:
-        config, weights = named_model(one.model)
-        there = known_cluster([one.device], config, link=parse_link(LINK), weights=weights)
-        demand = Demand(config=config, weights=weights, read_tokens=one.read_tokens)
-        said = plan(demand, there.machines, there.links, explain=False).tokens_per_s
-        ratio = said / one.tokens_per_s
-        experts = any(spec.experts is not None for spec in config.layers)
-        met = abs(ratio - 1) <= _NEAR if experts else None
-        target = f"within {_NEAR:.0%}" if experts else ""
-        name = f"{one.model} on {one.device}"
-        rows.append(Row(name, said, "tok/s", one.tokens_per_s, one.source, ratio, target, met))
-    return rows
+    return published_rows((*ATTENTION, *HYBRIDS))
 
 
 PARTS: dict[str, Callable[[bool], list[Row]]] = {
@@ -521,7 +474,7 @@ PARTS: dict[str, Callable[[bool], list[Row]]] = {
     "splits": split_rows,
     "right": right_rows,
     "schedules": schedule_rows,
-    "published": published_rows,
+    "published": published_part,
 }
 HALVES: dict[str, Callable[[bool], list[Row]]] = {
     "right-emulated": right_emulated_rows,

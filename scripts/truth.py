@@ -1,8 +1,9 @@
 """Emulated tokens under random load, each checked: the long test of the engine, of any length.
 
-    python scripts/truth.py TOKENS [--seed N] [--losses N]
+    python scripts/truth.py TOKENS [--model experts|states] [--seed N] [--losses N]
 
-checks tokens of a model with experts, while stages are lost. Runs with other seeds are other tokens.
+checks tokens of a model with experts, or of one with recurrent layers, while stages are lost. Runs with other seeds
+are other tokens.
 """
 
 from __future__ import annotations
@@ -18,24 +19,28 @@ from edgepipe.model.facts import ModelConfig
 from tests.support.engine_lab import CONFIG
 from tests.support.engine_load import run_load
 
-EXPERTS = emulated_model_config(num_layers=6, context_length=512, experts=(16, 4))
+MODELS = {
+    "experts": emulated_model_config(num_layers=6, context_length=512, experts=(16, 4)),
+    "states": emulated_model_config(num_layers=6, context_length=512, attention_every=3),
+}
 TOKENS_PER_LOSS = 6_000
 
 
 def main() -> None:
-    """Check tokens with experts, and print the rows."""
+    """Check tokens of one model, and print the rows."""
     parser = argparse.ArgumentParser()
     parser.add_argument("tokens", type=int)
+    parser.add_argument("--model", choices=MODELS, default="experts")
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--losses", type=int, help="in each half; by default one for every 6,000 tokens")
     wanted = parser.parse_args()
-    print_rows("truth", expert_rows(wanted.tokens, seed=wanted.seed, losses=wanted.losses))
+    print_rows("truth", lossy_rows(wanted.model, wanted.tokens, seed=wanted.seed, losses=wanted.losses))
 
 
-def expert_rows(num_tokens: int, *, seed: int = 2, losses: int | None = None) -> list[Row]:
-    """Check tokens of a model with experts. ``losses``: in each half; None: one for every TOKENS_PER_LOSS."""
+def lossy_rows(model: str, num_tokens: int, *, seed: int = 2, losses: int | None = None) -> list[Row]:
+    """Check tokens of one of ``MODELS``. ``losses``: in each half; None: one for every TOKENS_PER_LOSS."""
     lost = max(1, num_tokens // 2 // TOKENS_PER_LOSS) if losses is None else losses
-    return truth_rows(num_tokens, config=EXPERTS, losses=lost, seed=seed)
+    return truth_rows(num_tokens, config=MODELS[model], losses=lost, seed=seed)
 
 
 def truth_rows(num_tokens: int, *, config: ModelConfig = CONFIG, losses: int = 0, seed: int = 2) -> list[Row]:

@@ -150,7 +150,7 @@ class EmulatedBackend:
         classes = stage_classes(loaded.config, slices, num_blocks=num_blocks, window_blocks=window_blocks)
         num_bytes = sum(self.kv_block_bytes(loaded.config, parts, block_size) * count for count, parts in classes)
         every = [layer for part in slices for layer in part.layers]
-        num_bytes += loaded.config.state_bytes(every) * state_slots
+        num_bytes += loaded.config.state_bytes(every) * (state_slots + 1)  # other backends keep one of zeros
         self._reserve(num_bytes, f"{num_blocks} KV blocks")
         recurrent = [layer for layer in every if loaded.config.layers[layer].recurrent is not None]
         self._states = StateStorage(recurrent, state_slots)

@@ -40,7 +40,7 @@ class StageSite:
         """Return the bytes of the stage's pools."""
         window_blocks = [pool.num_blocks for pool in limits.windows]
         kv = pool_bytes(self.kv_block_bytes, self.window_block_bytes, limits.num_blocks, window_blocks)
-        return kv + (self.state_bytes * limits.states.num_slots if limits.states else 0)
+        return kv + (self.state_bytes * limits.states.kept_slots if limits.states else 0)
 
     @property
     def label(self) -> str:

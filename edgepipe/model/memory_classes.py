@@ -54,6 +54,11 @@ class StatePool:
     num_slots: int
     gap: int  # tokens between the snapshots of a long prompt, whole blocks
 
+    @property
+    def kept_slots(self) -> int:
+        """The slots that a stage allocates: one more, of zeros, with which sequences begin."""
+        return self.num_slots + 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryClasses:
@@ -131,7 +136,7 @@ class MemoryClasses:
             pools = self.pools(num_blocks=num_blocks, block_size=block_size)
             states = self.states(num_blocks=num_blocks, block_size=block_size)
             kv = pool_bytes(block_bytes, window_bytes, num_blocks, [pool.num_blocks for pool in pools])
-            return kv + state_bytes * (states.num_slots if states else 0)
+            return kv + state_bytes * (states.kept_slots if states else 0)
 
         return most_within(room_bytes, num_bytes, at_most=wanted)
 
@@ -185,7 +190,7 @@ def pool_bytes(block_bytes: int, window_bytes: Sequence[int], num_blocks: int, w
 
 def state_slots(config: ModelConfig, num_tokens: int) -> int:
     """Return the slots of states beside a KV cache of so many tokens; 0 for a model without recurrent layers."""
-    states = memory_classes(config).states(num_blocks=-(-num_tokens // _BLOCK_SIZE), block_size=_BLOCK_SIZE)
+    states = _states(config, num_tokens)
     return states.num_slots if states is not None else 0
 
 
@@ -195,11 +200,16 @@ def kv_bytes(config: ModelConfig, num_tokens: int, *, form: str) -> tuple[int, .
     ``form``: see ``ModelConfig.kv_bytes_per_token``.
     """
     kept = memory_classes(config).kept_tokens(num_tokens, block_size=_BLOCK_SIZE)
-    slots = state_slots(config, num_tokens)
+    states = _states(config, num_tokens)
+    slots = states.kept_slots if states is not None else 0
     return tuple(
         config.kv_bytes_per_token((layer,), form=form) * count + config.state_bytes((layer,)) * slots
         for layer, count in enumerate(kept)
     )
+
+
+def _states(config: ModelConfig, num_tokens: int) -> StatePool | None:
+    return memory_classes(config).states(num_blocks=-(-num_tokens // _BLOCK_SIZE), block_size=_BLOCK_SIZE)
 
 
 def most_within(room_bytes: float, bytes_of: Callable[[int], int], *, at_most: int = MOST_TOKENS) -> int:

@@ -105,7 +105,7 @@ def test_slots_of_states_fit_beside_the_blocks(num_blocks: int, block_size: int,
         assert states is not None
         assert states.num_slots >= 4
         assert states.gap % block_size == 0
-        return block_bytes * blocks + state_bytes * states.num_slots
+        return block_bytes * blocks + state_bytes * (states.num_slots + 1)
 
     block_bytes = block_size * config.kv_bytes_per_token(form="bfloat16")
     state_bytes = config.state_bytes()
@@ -126,4 +126,4 @@ def test_bytes_of_a_context_count_its_states() -> None:
     states = memory_classes(config).states(num_blocks=100, block_size=16)
     assert states is not None
     kv = config.kv_bytes_per_token(form="bfloat16") * 1600
-    assert sum(kv_bytes(config, 1600, form="bfloat16")) == kv + states.num_slots * config.state_bytes()
+    assert sum(kv_bytes(config, 1600, form="bfloat16")) == kv + (states.num_slots + 1) * config.state_bytes()

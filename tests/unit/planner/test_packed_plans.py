@@ -113,7 +113,7 @@ def test_a_stage_of_floats_takes_its_parameters_bytes(
     kept = classes.kept_tokens(kv_tokens, block_size=16)
     kv = sum(config.kv_bytes_per_token((layer,), form=form) * kept[layer] for layer in part.layers)
     states = classes.states(num_blocks=-(-kv_tokens // 16), block_size=16)
-    kv += config.state_bytes(part.layers) * (states.num_slots if states else 0)
+    kv += config.state_bytes(part.layers) * (states.kept_slots if states else 0)
     need = Need(config=config, kv_tokens=kv_tokens)
     exact = exact_parameters(config, part.layers) * (4 - value_bytes)
     expected = slice_parameters(config, part) * value_bytes + exact + kv

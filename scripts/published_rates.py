@@ -1,0 +1,75 @@
+"""Decode rates of one chat on one machine that others measured, beside what ``plan --emulate`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from figures import Row
+
+from edgepipe.model.mixes import named_model
+from edgepipe.planner.cluster import known_cluster
+from edgepipe.planner.demand import Demand
+from edgepipe.planner.plan import plan
+from edgepipe.units import parse_link
+
+_LINK = "1gbit,0.5ms"
+_NEAR_EXPERTS, _NEAR_HYBRIDS = 0.25, 0.20  # the constants were fixed on dense models before
+
+
+class Measured(NamedTuple):
+    """A published rate; MLX's 4 bits in groups of 64 are as large as q4_0."""
+
+    device: str
+    model: str
+    tokens_per_s: float
+    read_tokens: int  # context, on average
+    source: str
+
+
+_XIONGJIE = "github.com/XiongjieDai/GPU-Benchmarks-on-LLM-Inference, tg 512"
+_MLX = "github.com/ml-explore/mlx-lm, BENCHMARKS.md, -p 2048 -g 128"
+_SPEED = "llm-speed.com/blog/gemma-3-speed-rtx-4090, Q4, short prompts"
+_GUIDES = "runaihome.com/blog"
+_NEXVERIDIAN = "github.com/NexVeridian/llm-inference-benchmarks, MLX 4"
+ATTENTION = (
+    Measured("rtx4090", "llama-3.1-8b:q4_k_m", 130.58, 256, _XIONGJIE),
+    Measured("rtx4090", "llama-3.1-8b", 54.84, 256, _XIONGJIE),
+    Measured("rtx4090", "gemma-3-4b:q4_k_m", 195, 256, _SPEED),
+    Measured("rtx4090", "gemma-3-12b:q4_k_m", 93, 256, _SPEED),
+    Measured("rtx4090", "gemma-3-27b:q4_k_m", 47, 256, _SPEED),
+    Measured("m4max", "qwen3-4b", 52.47, 2112, _MLX),
+    Measured("m4max", "qwen3-4b:q4_0", 134.52, 2112, _MLX),
+    Measured("m4max", "qwen2.5-7b:q4_0", 91, 256, _NEXVERIDIAN),
+    Measured("m4max", "qwen2.5-14b:q4_0", 52, 256, _NEXVERIDIAN),
+    Measured("m4max", "qwen2.5-32b:q4_0", 23, 256, _NEXVERIDIAN),
+    Measured("m4max", "qwen3-30b-a3b:q4_0", 113.33, 2112, _MLX),
+    Measured("m4max", "qwen3-30b-a3b:q8_0", 83.16, 2112, _MLX),
+    Measured("m4max", "qwen3-30b-a3b:q4_0", 93, 256, _NEXVERIDIAN),
+    Measured("rtx4090", "qwen3-30b-a3b:q4_k_m", 196, 256, f"{_GUIDES}/qwen3-30b-a3b-local-ai-guide-2026"),
+    Measured("rtx4090", "gpt-oss-20b:mxfp4_moe", 225, 256, f"{_GUIDES}/gpt-oss-20b-local-ai-hardware-guide-2026"),
+)
+HYBRIDS = (Measured("rtx4090", "qwen3.6-35b-a3b:q4_k_m", 120, 256, f"{_GUIDES}/qwen36-35b-a3b-local-ai-guide-2026"),)
+"""Models with recurrent layers."""
+
+
+def published_rows(rates: Iterable[Measured]) -> list[Row]:
+    """Compare the rate that the planner says of one machine with published ones. Dense models have no target."""
+    rows: list[Row] = []
+    for one in rates:
+        config, weights = named_model(one.model)
+        there = known_cluster([one.device], config, link=parse_link(_LINK), weights=weights)
+        demand = Demand(config=config, weights=weights, read_tokens=one.read_tokens)
+        said = plan(demand, there.machines, there.links, explain=False).tokens_per_s
+        ratio = said / one.tokens_per_s
+        near: float | None = None
+        if config.state_bytes():
+            near = _NEAR_HYBRIDS
+        elif any(spec.experts is not None for spec in config.layers):
+            near = _NEAR_EXPERTS
+        met = abs(ratio - 1) <= near if near else None
+        target = f"within {near:.0%}" if near else ""
+        rows.append(
+            Row(f"{one.model} on {one.device}", said, "tok/s", one.tokens_per_s, one.source, ratio, target, met)
+        )
+    return rows
