@@ -23,6 +23,7 @@ from edgepipe.backend.types import BackendOptions
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.store import ModelStore
 from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.wire.engines import ServeSpec
 from tests.support.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.support.engine_lab import engine_lab, oracle_tokens, submission
 from tests.support.fault_streams import Stream
@@ -39,6 +40,7 @@ AS_MODEL, DEVICE = "qwen3.6-35b-a3b:q4_k_m", "rtx4090"
 STALL_AS, STALL_PROMPTS = "llama-3.1-8b:q4_k_m", (60, 2000)
 ANSWER, STRUCK_AFTER = 120, 10  # tokens
 _CONTEXT = 8192
+_KV_TOKENS = 16_384  # of all streams
 _SETTLE_S = 3.0  # until nodes have spare stage processes again
 _PLAN = "b:0-1,c:2-3"
 _PLAN_EMULATED = "b:0-2,c:3-5"
@@ -161,7 +163,13 @@ async def _real_pair() -> AsyncIterator[list[Served]]:
         for model in ("hybrid", "dense"):
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="edgepipe-")))
             cluster = chaos_cluster(
-                place, names=("b", "c"), model=model, plan=_PLAN, models_dir=str(stored(place, model)), **flags
+                place,
+                names=("b", "c"),
+                model=model,
+                plan=_PLAN,
+                models_dir=str(stored(place, model)),
+                options=ServeSpec(model=model, kv_tokens=_KV_TOKENS),
+                **flags,
             )
             served.append(Served(cluster=await stack.enter_async_context(cluster), model=model))
         yield served
@@ -170,14 +178,20 @@ async def _real_pair() -> AsyncIterator[list[Served]]:
 @asynccontextmanager
 async def _emulated_pair() -> AsyncIterator[list[Served]]:
     """The same, of a large model's time."""
-    options = f"time_factor=1,as_model={STALL_AS}"
     async with AsyncExitStack() as stack:
         served: list[Served] = []
         for attention_every in (3, 1):
             config = emulated_model_config(num_layers=6, context_length=4096, attention_every=attention_every)
+            kv_bytes = config.kv_bytes_per_token(form="bfloat16")  # else the KV of the large model would fill its share
+            options = f"time_factor=1,as_model={STALL_AS},as_kv_bytes_per_token={kv_bytes}"
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="edgepipe-")))
             cluster = chaos_cluster(
-                place, names=("b", "c"), plan=_PLAN_EMULATED, config=config, backend_options=options
+                place,
+                names=("b", "c"),
+                plan=_PLAN_EMULATED,
+                config=config,
+                options=ServeSpec(model="tiny", kv_tokens=_KV_TOKENS),
+                backend_options=options,
             )
             served.append(Served(cluster=await stack.enter_async_context(cluster), model="tiny", config=config))
         yield served
@@ -201,7 +215,7 @@ async def _compared(what: str, served: Sequence[Served], length: int, kills: int
 async def _kill(served: Served, length: int, number: int) -> list[float]:
     """Kill a stage in mid-answer; return each stream's longest pause after it."""
     cluster = served.cluster
-    await cluster.until_ready()
+    before = (await cluster.until_ready()).engines[0].epoch.counter
     await until_answers(cluster.http_port)
     await asyncio.sleep(_SETTLE_S)
     prompts = [
@@ -217,7 +231,8 @@ async def _kill(served: Served, length: int, number: int) -> list[float]:
         psutil.Process(victims[(number + 1) % 2][1]).kill()
     for prompt, stream in zip(prompts, streams, strict=True):
         stream.check(oracle_tokens(prompt, ANSWER, config=served.config) if served.config else None)
-    await cluster.first.until(kv_is_free)
+    if (await cluster.first.until(kv_is_free)).engines[0].epoch.counter == before:
+        raise RuntimeError("the answers were complete before the kill")
     return [stream.stall_s(struck_s) for stream in streams]
 
 
