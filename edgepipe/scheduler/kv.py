@@ -112,6 +112,10 @@ class KVPool:
         self.stale_to = max(before, last_slice)
         self._stale = set(np.flatnonzero(self._all_idle_since != NOT_CACHED).tolist())
 
+    def spoil(self, blocks: Sequence[int]) -> None:
+        """Mark cached blocks stale that a sequence will compute again up to slice ``stale_to``."""
+        self._stale.update(blocks)
+
     # Tables
 
     def allocate(self, count: int, *, room: int) -> tuple[BlockRun, ...]:
@@ -163,6 +167,10 @@ class KVPool:
         if not self._stale:
             return len(blocks)
         return next((place for place, block in enumerate(blocks) if block in self._stale), len(blocks))
+
+    def held(self, blocks: Iterable[int]) -> list[int]:
+        """Return those of these cached blocks that tables hold."""
+        return [block for block in blocks if not self._idle_since[block]]
 
     def can_adopt(self, blocks: Sequence[int], *, more: int) -> bool:
         """Whether a table can take over the blocks in place: all idle, one run, and ``more`` free blocks behind it."""

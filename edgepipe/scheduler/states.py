@@ -11,6 +11,10 @@ to a further slot. If a row ends there, it writes that slot only, which the next
 Snapshots are taken every ``gap`` tokens of a prompt, behind its last full block, where another cached prompt parted
 from it, and behind the newest full block of its output. The last kind replaces the one before. Snapshots enter the
 cache when their step retires. Unused ones go when a slot is wanted, the longest idle first.
+
+If stages lost their states, all snapshots become *stale*: slices up to the last lost one must compute them again. A
+sequence that begins behind a stale snapshot replays its tokens up to there through these slices only, from the last
+current snapshot on. The replay writes to the slots of the stale snapshots that it passes. Slices behind keep theirs.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ class _Snapshot(NamedTuple):
 class _Pending(NamedTuple):
     position: int  # tokens before it
     slot: int
-    output: bool  # it replaces the sequence's trail
+    output: bool = False  # it replaces the sequence's trail
+    stale: bool = False  # it is in the cache, and becomes current
 
 
 @dataclass(slots=True)
@@ -48,6 +53,7 @@ class StateTable:
     own: int
     read: int | None  # slot with the state behind its scheduled tokens; None: none is scheduled
     held: int | None  # a snapshot that its next row reads
+    goal: int | None  # the stale snapshot at the end of its replay, until a row writes it
     wanted: list[int]  # ascending: tokens of its prompt behind which to take a snapshot
     pending: list[_Pending] = field(default_factory=list[_Pending])  # snapshots that steps in flight take
     trail: Key | None = None  # of the newest full block of its output, behind which the cache has a snapshot
@@ -65,6 +71,7 @@ class StateClass:
         self._by_key: dict[Key, int] = {}
         self._uses: dict[int, int] = {}  # by slot of the cache: rows to come that read it
         self._idle: OrderedDict[int, None] = OrderedDict()  # unused slots of the cache, longest idle first
+        self._stale: set[int] = set()  # slots of the cache whose states the first slices lost, see ``KVPool.stale_to``
         self._read: list[int] = []  # snapshots that rows of the step to come read
         self._running: dict[SequenceId, Sequence] = {}
 
@@ -78,6 +85,15 @@ class StateClass:
         """Snapshots in the cache."""
         return len(self._snapshots)
 
+    @property
+    def any_stale(self) -> bool:
+        """Whether the cache has a stale snapshot."""
+        return bool(self._stale)
+
+    def lose(self) -> None:
+        """Mark all snapshots stale."""
+        self._stale = set(self._snapshots)
+
     def carry_over(self) -> StateClass:
         """Return slots for the next epoch with the same snapshots and without sequences."""
         limits = StatePool(num_slots=self.num_slots, gap=self._gap)
@@ -86,15 +102,23 @@ class StateClass:
         after._free = [slot for slot in after._free if slot not in self._snapshots]
         after._snapshots, after._by_key = dict(self._snapshots), dict(self._by_key)
         after._idle, after._uses = OrderedDict.fromkeys(order), dict.fromkeys(order, 0)
+        after._stale = set(self._stale)
         return after
 
-    def supported(self, keys: Seq[Key], hits: int) -> int:
-        """Return the most leading blocks, at most ``hits``, behind which the cache has a snapshot."""
+    def supported(self, keys: Seq[Key], hits: int, *, current: bool) -> int:
+        """Return the most leading blocks, at most ``hits``, behind which the cache has a snapshot.
+
+        ``current``: one that is not stale.
+        """
         best = 0
         for slot, (key, place) in self._snapshots.items():
             if best < place <= hits and keys[place - 1] == key and self._by_key.get(key) == slot:
-                best = place
+                best = best if current and slot in self._stale else place
         return best
+
+    def may_replay(self, keys: Seq[Key], begin: int, hits: int) -> bool:
+        """Whether a sequence may write the stale snapshot behind ``hits`` blocks, if it begins before, at ``begin``."""
+        return hits == begin or self._by_key[keys[hits - 1]] in self._idle
 
     def awaited(self, keys: Seq[Key], begin: int, end: int, owner: SequenceId | None) -> Key | None:
         """Return the key of the last block, of those in ``[begin, end)``, behind which a sequence takes a snapshot.
@@ -105,35 +129,38 @@ class StateClass:
         if sequence is None or sequence.state is None:
             return None
         table, last = sequence.state, end * self._block_size
-        if sequence.scheduled < last and last not in table.wanted:
+        if max(sequence.scheduled, sequence.replay_end) < last and last not in table.wanted:
             insort(table.wanted, last)
         coming = [*[each.position for each in table.pending], *table.wanted]
+        coming += [each.position for each in self._refreshed(sequence, sequence.scheduled, sequence.replay_end)]
         places = [position // self._block_size for position in coming if position <= last]
         place = max(places, default=0)
         return keys[place - 1] if place > begin else None
 
-    def has_room(self, keys: Seq[Key], hits: int) -> bool:
-        """Whether a sequence with so many cached blocks can have a slot of its own."""
-        found = self._by_key.get(keys[hits - 1]) if hits else None
-        return self.free_slots > (found in self._idle)
+    def has_room(self, keys: Seq[Key], begin: int, hits: int) -> bool:
+        """Whether a sequence with so many cached blocks can have a slot of its own. See ``admit``."""
+        found = {self._by_key[keys[place - 1]] for place in (begin, hits) if place}
+        return self.free_slots > len(found & self._idle.keys())
 
-    def admit(self, sequence: Sequence, hits: int, *, shared: int, snapshots: bool) -> None:
-        """Give a sequence for which ``has_room`` is true its slot.
+    def admit(self, sequence: Sequence, begin: int, hits: int, *, shared: int, snapshots: bool) -> None:
+        """Give a sequence for which ``has_room`` and ``may_replay`` are true its slot.
 
-        hits       cached blocks behind which it begins
+        begin      cached blocks behind which it begins
+        hits       cached blocks; it replays the tokens of those behind ``begin``
         shared     cached blocks that it could begin behind if there were a snapshot
         snapshots  whether to take any
         """
-        held = self._by_key[sequence.keys[hits - 1]] if hits else None
-        if held is not None:
-            self._use(held)
+        held = self._by_key[sequence.keys[begin - 1]] if begin else None
+        goal = self._by_key[sequence.keys[hits - 1]] if hits > begin else None
+        for slot in (held, goal):
+            if slot is not None:
+                self._use(slot)
         own = self._take()
         assert own is not None
-        begin, last = hits * self._block_size, (len(sequence.tokens) - 1) // self._block_size * self._block_size
-        wanted = {*range(begin // self._gap * self._gap, last, self._gap), shared * self._block_size, last}
-        sequence.state = StateTable(
-            own, held, held, sorted(place for place in wanted if begin < place <= last) if snapshots else []
-        )
+        first, last = hits * self._block_size, (len(sequence.tokens) - 1) // self._block_size * self._block_size
+        wanted = {*range(first // self._gap * self._gap, last, self._gap), shared * self._block_size, last}
+        places = sorted(place for place in wanted if first < place <= last) if snapshots else []
+        sequence.state = StateTable(own, held, held, goal, places)
         self._running[sequence.sequence] = sequence
 
     def plan(self, sequence: Sequence, start: int, end: int, *, output: bool) -> RowState:
@@ -143,15 +170,13 @@ class StateClass:
         """
         table = sequence.state
         assert table is not None
-        read, writes = table.read, list[StateWrite]()
-        places = self._due(table, end)
-        if output and not end % self._block_size and sequence.next_full <= end:
-            places = [end]
-        for place in places:
-            if (slot := self._take()) is None:
-                break
-            writes.append(StateWrite(place - start, slot))
-            table.pending.append(_Pending(place, slot, output))
+        if start < sequence.replay_end:
+            taken = self._refreshed(sequence, start, end)
+            self._use_all(table, taken)
+        else:
+            taken = self._taken(sequence, end, output=output)
+        table.pending += taken
+        read, writes = table.read, [StateWrite(each.position - start, each.slot) for each in taken]
         if table.held is not None:
             self._read.append(table.held)
             table.held = None
@@ -170,13 +195,18 @@ class StateClass:
         """Enter the snapshots up to ``end`` in the cache, whose step retired."""
         table = sequence.state
         while table is not None and table.pending and table.pending[0].position <= end:
-            position, slot, output = table.pending.pop(0)
+            position, slot, output, stale = table.pending.pop(0)
             place = position // self._block_size
             key = keys[place - 1]
-            self._enter(slot, _Snapshot(key, place))
-            if slot == table.read:
+            if stale:
+                self._stale.discard(slot)
+            else:
+                self._enter(slot, _Snapshot(key, place))
                 self._use(slot)
+            if slot == table.read:
                 table.held = slot
+            else:
+                self._release(slot)
             if output:
                 before = self._by_key.get(table.trail) if table.trail is not None else None
                 if before in self._idle:
@@ -189,9 +219,46 @@ class StateClass:
         if table is None:
             return
         del self._running[sequence.sequence]
-        self._free += [table.own, *[each.slot for each in table.pending]]
-        if table.held is not None:
-            self._release(table.held)
+        self._free += [table.own, *[each.slot for each in table.pending if not each.stale]]
+        used = [table.held, table.goal, *[each.slot for each in table.pending if each.stale]]
+        for slot in used:
+            if slot is not None:
+                self._release(slot)
+
+    def _refreshed(self, sequence: Sequence, start: int, end: int) -> list[_Pending]:
+        """Return the stale snapshots of its tokens that a replay of the tokens ``[start, end)`` can compute again."""
+        table, size, keys = sequence.state, self._block_size, sequence.keys
+        assert table is not None
+        return sorted(
+            _Pending(place * size, slot, stale=True)
+            for slot, (key, place) in [(slot, self._snapshots[slot]) for slot in self._stale]
+            if start < place * size <= end and keys[place - 1] == key and (slot == table.goal or self._is_found(slot))
+        )
+
+    def _is_found(self, slot: int) -> bool:
+        """Whether the slot holds an idle snapshot that a prompt would find."""
+        return slot in self._idle and self._by_key.get(self._snapshots[slot].key) == slot
+
+    def _use_all(self, table: StateTable, taken: Seq[_Pending]) -> None:
+        for each in taken:
+            if each.slot == table.goal:
+                table.goal = None  # used since its admission
+            else:
+                self._use(each.slot)
+
+    def _taken(self, sequence: Sequence, end: int, *, output: bool) -> list[_Pending]:
+        """Return the snapshots to take up to ``end``, as far as there are slots."""
+        table = sequence.state
+        assert table is not None
+        places = self._due(table, end)
+        if output and not end % self._block_size and sequence.next_full <= end:
+            places = [end]
+        taken: list[_Pending] = []
+        for place in places:
+            if (slot := self._take()) is None:
+                break
+            taken.append(_Pending(place, slot, output))
+        return taken
 
     def _due(self, table: StateTable, end: int) -> list[int]:
         """Remove and return the wanted places up to ``end``."""
@@ -226,6 +293,7 @@ class StateClass:
     def _forget(self, slot: int) -> None:
         """Remove an idle snapshot from the cache and free its slot."""
         snapshot = self._snapshots.pop(slot)
+        self._stale.discard(slot)
         del self._idle[slot], self._uses[slot]
         if self._by_key.get(snapshot.key) == slot:
             del self._by_key[snapshot.key]

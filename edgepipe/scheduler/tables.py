@@ -37,9 +37,16 @@ class KeptPools:
         return self.context.cached_blocks
 
     def lose(self, last_slice: int) -> None:
-        """See ``KVPool.lose``. Raises ValueError if there are windows or states, which cannot be replayed in part."""
-        if self.windows or self.states is not None:
-            raise ValueError("a window or state is lost as a whole")
+        """Mark all cached blocks and snapshots stale: the stages up to this slice lost their KV and states.
+
+        Raises ValueError if there are windows, which cannot be replayed in part.
+        """
+        if self.windows:
+            raise ValueError("a window is lost as a whole")
+        if self.states is not None:
+            if self.states.any_stale and self.context.stale_to is not None:
+                last_slice = max(last_slice, self.context.stale_to)
+            self.states.lose()
         self.context.lose(last_slice)
 
 
@@ -112,7 +119,7 @@ class BlockTables:
         """
         keys = self._reusable_keys(sequence)
         found = self._kv.num_current(self._kv.find(keys))
-        begin = self._supported(keys, found)
+        begin = self._supported(keys, found, current=True)
         end = begin if self._states is None else found
         owner = None
         while end < len(keys) and (coming := self._kv.coming_from(keys[end])) is not None:
@@ -136,21 +143,23 @@ class BlockTables:
         left = self._kv.free_blocks - running
         if beside_prompts:
             left -= min(count, self.num_blocks // _SPARE_SHARE)
-        known = self._known_prefix(sequence) if left > 0 else None
-        if known is None:
+        prefix = self._known_prefix(sequence) if left > 0 else None
+        if prefix is None:
             return False
+        known, begin = prefix
         copied = False
         if self._limits.contiguous_kv and known and not self._kv.can_adopt(known, more=count - len(known)):
-            known = self._affordable(known[: self._kv.num_current(known)], max(left - count, 0))
-            known = known[: self._supported(sequence.keys, len(known))]
+            known = self._affordable(known[:begin], max(left - count, 0))
+            begin = self._supported(sequence.keys, len(known), current=True)
+            known = known[:begin]
             copied = bool(known)
         else:
             left += len(known) - self._kv.num_idle(known)
         if count > left or not self._windows_have_room(sequence, len(known), running, beside_prompts=beside_prompts):
             return False
-        if self._states is not None and not self._states.has_room(sequence.keys, len(known)):
+        if self._states is not None and not self._states.has_room(sequence.keys, begin, len(known)):
             return False
-        self._take(sequence, known, count, copied=copied)
+        self._take(sequence, known, begin, count, copied=copied)
         return True
 
     def grow(self, sequence: Sequence) -> bool:
@@ -264,23 +273,34 @@ class BlockTables:
         size = self._limits.block_size
         return sequence.keys_of((len(sequence.tokens) - 1) // size, block_size=size)
 
-    def _known_prefix(self, sequence: Sequence) -> list[int] | None:
-        """Return the cached blocks of its first tokens; None while other sequences rewrite stale ones among them."""
+    def _known_prefix(self, sequence: Sequence) -> tuple[list[int], int] | None:
+        """Return the cached blocks of its first tokens, and how many of them it need not replay.
+
+        None while another sequence rewrites stale ones among those that it would replay.
+        """
         keys = self._reusable_keys(sequence)
         known = self._kv.find(keys)
         known = known[: self._supported(keys, len(known))]
-        stale = known[self._kv.num_current(known) :]
-        return known if self._kv.num_idle(stale) == len(stale) else None
+        begin = self._supported(keys, self._kv.num_current(known), current=True)
+        held = self._kv.held(known[begin:])
+        if self._kv.num_current(held) < len(held):
+            return None
+        if held or not (self._states is None or self._states.may_replay(keys, begin, len(known))):
+            known = known[:begin]
+        return known, begin
 
-    def _supported(self, keys: Seq[Key], hits: int) -> int:
-        """Return the most leading blocks, at most ``hits``, behind which every class has its window or state."""
+    def _supported(self, keys: Seq[Key], hits: int, *, current: bool = False) -> int:
+        """Return the most leading blocks, at most ``hits``, behind which every class has its window or state.
+
+        ``current``: leave out stale states.
+        """
         before = -1
         while hits != before:
             before = hits
             for each in self._windows:
                 hits = each.supported(keys, hits)
             if self._states is not None:
-                hits = self._states.supported(keys, hits)
+                hits = self._states.supported(keys, hits, current=current)
         return hits
 
     def _windows_have_room(self, sequence: Sequence, hits: int, running: int, *, beside_prompts: bool) -> bool:
@@ -295,10 +315,10 @@ class BlockTables:
             known = known[:-excess]
         return known
 
-    def _take(self, sequence: Sequence, known: list[int], count: int, *, copied: bool) -> None:
+    def _take(self, sequence: Sequence, known: list[int], begin: int, count: int, *, copied: bool) -> None:
         size, room = self._limits.block_size, self._room(sequence)
-        current = self._kv.num_current(known)
         self._kv.hold(known)
+        self._kv.spoil(known[begin:])
         if copied:
             sequence.grow(self._kv.allocate(count, room=room), block_size=size)
             sequence.new_copies = tuple(map(BlockCopy, known, sequence.blocks))
@@ -310,16 +330,16 @@ class BlockTables:
             sequence.note_room(size)
         if self._states is not None:
             shared = self._kv.num_current(self._kv.find(self._reusable_keys(sequence)))
-            self._states.admit(sequence, len(known), shared=shared, snapshots=self._limits.prefix_cache)
-        sequence.scheduled = current * size
+            self._states.admit(sequence, begin, len(known), shared=shared, snapshots=self._limits.prefix_cache)
+        sequence.scheduled = begin * size
         sequence.replay_end = len(known) * size
-        sequence.known_blocks = current
+        sequence.known_blocks = begin
         if not sequence.preemptions and not sequence.carried:
             sequence.cached_prompt_tokens = min(sequence.scheduled, sequence.prompt_tokens)
-        sequence.next_full = (current + 1) * size if self._limits.prefix_cache or self._windows else NEVER
+        sequence.next_full = (begin + 1) * size if self._limits.prefix_cache or self._windows else NEVER
         if self._limits.prefix_cache:
             keys = sequence.keys_of(len(sequence.tokens) // size, block_size=size)
-            self._kv.expect(keys[current:], sequence.sequence)
+            self._kv.expect(keys[begin:], sequence.sequence)
         self._count(sequence)
 
     def _take_more(self, sequence: Sequence, count: int, *, room: int) -> None:

@@ -6,17 +6,20 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
+from edgepipe_emulated import emulated_model_config
 
 from edgepipe.engine import EngineLimits, EngineTimeouts
 from edgepipe.errors import StepFailed
-from tests.support.engine_lab import EngineLab, break_stage, engine_lab, lose_kv, oracle_tokens, submission
+from edgepipe.model.facts import ModelConfig
+from tests.support.engine_lab import CONFIG, EngineLab, break_stage, engine_lab, lose_kv, oracle_tokens, submission
 
 LIMITS = EngineLimits(max_prefill_tokens=64)
 SHARED = [7, 3, 9, 1, 4, 4, 8, 2] * 12  # six blocks that all prompts begin with
 LAB: dict[str, Any] = {"num_stages": 3, "limits": LIMITS, "link": "1gbit,0.5ms"}
+STATES = emulated_model_config(num_layers=6, context_length=512, attention_every=3)  # every third keeps KV
 
 
-async def ask_and_break(lab: EngineLab, lost: Collection[int]) -> None:
+async def ask_and_break(lab: EngineLab, lost: Collection[int], config: ModelConfig = CONFIG) -> None:
     """Three requests, two of which begin alike; the epoch ends when all are under way."""
     gateway = await lab.gateway()
     prompts = {"a": [*SHARED, 1], "b": [*SHARED, 2, 3], "c": [5, 6, 7] * 9}
@@ -26,10 +29,10 @@ async def ask_and_break(lab: EngineLab, lost: Collection[int]) -> None:
     lose_kv(lab, *lost)
     break_stage(lab, 1)
     for name, prompt in prompts.items():
-        assert (await gateway.ended(name)).ids == oracle_tokens(prompt, 40), name
+        assert (await gateway.ended(name)).ids == oracle_tokens(prompt, 40, config=config), name
     gateway.send(submission("later", [*SHARED, 9], 5))
     later = await gateway.ended("later")
-    assert later.ids == oracle_tokens([*SHARED, 9], 5)
+    assert later.ids == oracle_tokens([*SHARED, 9], 5, config=config)
     assert later.ended is not None
     assert later.ended.cached_prompt_tokens == len(SHARED), "a prefix is found after a recovery, too"
     await lab.settle()
@@ -58,15 +61,38 @@ async def test_stages_behind_the_one_that_lost_its_kv_compute_nothing_again(
         assert steps[2] < steps[max(lost)], "replays end before the last stage"
 
 
+@pytest.mark.parametrize(("lost", "contiguous_kv"), [((0,), True), ((1,), False), ((0, 1), True)], ids=str)
+async def test_stages_behind_the_one_that_lost_its_states_go_on_behind_their_snapshots(
+    lost: tuple[int, ...], contiguous_kv: bool
+) -> None:
+    async with engine_lab(contiguous_kv=contiguous_kv, config=STATES, **LAB) as lab:
+        await ask_and_break(lab, lost, STATES)
+        replayed = lab.engine.state().replayed_tokens
+        assert replayed >= 110, "nearly all of what two long prompts share, and of their answers so far"
+        last = max(lost)
+        await lab.until(lambda: tokens_computed(lab, last) - tokens_computed(lab, last + 1) == replayed)
+        assert tokens_computed(lab, 0) == tokens_computed(lab, last)
+
+
+def tokens_computed(lab: EngineLab, stage: int) -> int:
+    """Return the tokens of this epoch's steps that a stage has reported as computed."""
+    trace = lab.engine._trace(0)  # pyright: ignore[reportPrivateUsage]
+    assert trace is not None
+    return sum(step.decode_rows + step.prefill_tokens for step in trace.steps if len(step.spans) > stage)
+
+
 @pytest.mark.parametrize("lost", [(0, 2)], ids=str)
-async def test_what_the_last_stage_lost_is_computed_by_all(lost: tuple[int, ...]) -> None:
-    async with engine_lab(**LAB) as lab:
-        await ask_and_break(lab, lost)
+@pytest.mark.parametrize("config", [CONFIG, STATES], ids=["attention", "recurrent"])
+async def test_what_the_last_stage_lost_is_computed_by_all(lost: tuple[int, ...], config: ModelConfig) -> None:
+    async with engine_lab(config=config, **LAB) as lab:
+        await ask_and_break(lab, lost, config)
         assert lab.engine.state().replayed_tokens == 0
 
 
-async def test_a_second_loss_while_the_first_is_replayed() -> None:
-    async with engine_lab(num_stages=3, limits=EngineLimits(max_prefill_tokens=16), link="1gbit,5ms") as lab:
+@pytest.mark.parametrize("config", [CONFIG, STATES], ids=["attention", "recurrent"])
+async def test_a_second_loss_while_the_first_is_replayed(config: ModelConfig) -> None:
+    limits = EngineLimits(max_prefill_tokens=16)
+    async with engine_lab(num_stages=3, limits=limits, link="1gbit,5ms", config=config) as lab:
         gateway = await lab.gateway()
         prompt = SHARED * 3
         gateway.send(submission("a", prompt, 30), submission("b", [1, *prompt], 30))
@@ -77,8 +103,8 @@ async def test_a_second_loss_while_the_first_is_replayed() -> None:
         await lab.until(lambda: 0 < lab.engine.state().replayed_tokens)
         lose_kv(lab, 0)
         break_stage(lab, 2)
-        assert (await gateway.ended("a")).ids == oracle_tokens(prompt, 30)
-        assert (await gateway.ended("b")).ids == oracle_tokens([1, *prompt], 30)
+        assert (await gateway.ended("a")).ids == oracle_tokens(prompt, 30, config=config)
+        assert (await gateway.ended("b")).ids == oracle_tokens([1, *prompt], 30, config=config)
         assert lab.engine.state().recoveries == 2
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from edgepipe.engine.kv_carryover import KeptKV
 from edgepipe.scheduler import KVPool, ScheduledStep
+from edgepipe.scheduler.states import StateClass
 from tests.support.member_simulation import MemberSimulation
 from tests.support.simulated_stage import SimulatedStage
 from tests.support.simulated_wires import Message
@@ -25,9 +26,8 @@ async def test_no_schedule_loses_doubles_or_changes_a_token(part: int) -> None:
     size = SCHEDULES // PARTS
     totals = await simulate(range(part * size, (part + 1) * size))
     assert totals.schedules == size
-    assert min(totals.recoveries, totals.engines, totals.resumed, totals.fenced, totals.kept, totals.replayed) > 50, (
-        totals
-    )
+    counts = (totals.recoveries, totals.engines, totals.resumed, totals.fenced, totals.kept, totals.replayed)
+    assert min(*counts, totals.replayed_states) > 50, totals
 
 
 @pytest.mark.long
@@ -88,6 +88,12 @@ async def test_an_engine_that_forgets_an_earlier_loss_is_found_out(monkeypatch: 
     monkeypatch.setattr(KVPool, "lose", lose_only)  # the fault to find
     with pytest.raises(AssertionError, match="instead of"):
         run_many(Simulation, first=210)
+
+
+async def test_an_engine_that_takes_lost_states_for_kept_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateClass, "lose", lambda _: None)  # the fault to find
+    with pytest.raises(AssertionError, match="instead of"):
+        run_many(Simulation)
 
 
 @pytest.mark.parametrize("part", range(2))

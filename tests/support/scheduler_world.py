@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -26,6 +26,7 @@ from edgepipe.scheduler import (
 )
 
 VOCAB = 97
+NUM_SLICES = 3
 _UNKNOWN = (-1, -1)
 
 
@@ -54,6 +55,16 @@ def reference(spec: SequenceSpec, *, context: int) -> list[int]:
 
 
 @dataclass
+class Memory:
+    """What a slice keeps."""
+
+    # block * block_size + offset -> token, and all up to it folded
+    slots: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    # slot -> tokens before the state, and these folded
+    states: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+
+
+@dataclass
 class World:
     """Drives a scheduler and computes its steps the way stages would: in order, from tables and slots."""
 
@@ -70,8 +81,8 @@ class World:
         # By windowed class: what a stage knows, by sequence and place, and what its slots hold.
         self.windows: list[dict[SequenceId, dict[int, int]]] = [{} for _ in self.limits.windows]
         self.window_slots: list[dict[int, tuple[int, int]]] = [{} for _ in self.limits.windows]
-        self.states: dict[int, tuple[int, int]] = {}  # slot -> tokens before the state, and these folded
-        self.slots: dict[int, tuple[int, int]] = {}  # block * block_size + offset -> token, and all up to it folded
+        self.slices = [Memory() for _ in range(NUM_SLICES)]
+        self.computed: Counter[int] = Counter()  # tokens, by slice, in this epoch
         self.steps: list[ScheduledStep] = []
         self.suspected: set[SequenceId] = set()  # until a step of its own has sampled a token
 
@@ -83,20 +94,23 @@ class World:
         self.suspected |= {spec.sequence for spec in specs if spec.alone}
         self.note(events)
 
-    def next_epoch(self, *, lost_to: int | None = None) -> None:
-        """All steps in flight are lost; what has retired is still there, on slices behind ``lost_to``."""
+    def next_epoch(self, *, lost: Collection[int] = ()) -> None:
+        """All steps in flight are lost; what has retired is still there, but on the slices ``lost``."""
         pool = self.scheduler.hand_over()
         self.scheduler = Scheduler(self.limits, self.policy)
         for step in self.in_flight:  # some stages may have computed them
-            self.states.update({write.slot: _UNKNOWN for state in step.states for write in state.writes})
-        if lost_to is not None and (self.limits.windows or self.limits.states):
-            self.slots, self.window_slots, self.states = {}, [{} for _ in self.limits.windows], {}
+            self._damage(step)
+        for index in lost:
+            self.slices[index] = Memory()
+        if lost and (self.limits.windows or max(lost) == NUM_SLICES - 1):
+            self.slices, self.window_slots = [Memory() for _ in self.slices], [{} for _ in self.limits.windows]
         else:
-            if lost_to is not None:
-                pool.lose(lost_to)
+            if lost:
+                pool.lose(max(lost))
             self.scheduler.take_over(pool)
         self.in_flight.clear()
         self.tables, self.steps = {}, []
+        self.computed.clear()
         self._reads.clear()
         self._snapshot.clear()
         self._window_snapshot.clear()
@@ -247,17 +261,32 @@ class World:
             ]
             check_states(rows, pool.num_slots)
 
-    def _write_states(self, step: ScheduledStep) -> None:
+    def _damage(self, step: ScheduledStep) -> None:
+        """Make unknown what a step writes."""
+        size, tables = self.limits.block_size, self._snapshot[step.step]
+        blocks = [copy.target for copy in step.copies]
+        slots = {block * size + offset for block in blocks for offset in range(size)}
+        for sequence, position, count in zip(step.sequences, step.positions, step.num_tokens, strict=True):
+            slots |= {tables[sequence][p // size] * size + p % size for p in range(position, position + count)}
+        for memory in self._memories(step):
+            memory.slots.update(dict.fromkeys(slots, _UNKNOWN))
+            memory.states.update({write.slot: _UNKNOWN for state in step.states for write in state.writes})
+
+    def _memories(self, step: ScheduledStep) -> list[Memory]:
+        """Return those of the slices that compute a step."""
+        return self.slices[: None if step.last_slice is None else step.last_slice + 1]
+
+    def _write_states(self, step: ScheduledStep, states: dict[int, tuple[int, int]]) -> None:
         """Write the states that the step keeps. Each row must find the state of exactly the tokens before it."""
         kept: dict[int, tuple[int, int]] = {}
         for sequence, position, state in zip(step.sequences, step.positions, step.states, strict=False):
             known = [*self.specs[sequence].prompt, *self.output[sequence]]
-            before = (0, 7) if state.read is None else self.states[state.read]
+            before = (0, 7) if state.read is None else states[state.read]
             assert before == (position, reduce(fold, known[:position], 7)), "a row reads another state"
             for write in state.writes:
                 end = position + write.after
                 kept[write.slot] = (end, reduce(fold, known[position:end], before[1]))
-        self.states.update(kept)
+        states.update(kept)
 
     def _write_windows(self, step: ScheduledStep) -> None:
         """Write the step's tokens to every window. All tokens that they see must be there, after those of the step."""
@@ -286,14 +315,24 @@ class World:
 
     def _compute(self, step: ScheduledStep) -> list[int]:
         self._write_windows(step)
-        self._write_states(step)
-        ids: list[int] = []
-        tokens = iter(step.token_ids)
-        tables, size = self._snapshot.pop(step.step), self.limits.block_size
+        assert step.last_slice is None or not step.copies, "copies are made by all slices"
+        tables = self._snapshot.pop(step.step)
         del self._reads[step.step]
+        found: list[int] = []
+        for index, memory in enumerate(self._memories(step)):
+            self._write_states(step, memory.states)
+            found = self._compute_slice(step, tables, memory.slots)
+            self.computed[index] += len(step.token_ids)
+        return found
+
+    def _compute_slice(
+        self, step: ScheduledStep, tables: dict[SequenceId, list[int]], slots: dict[int, tuple[int, int]]
+    ) -> list[int]:
+        ids: list[int] = []
+        tokens, size = iter(step.token_ids), self.limits.block_size
         for copy in step.copies:
             for offset in range(size):
-                self.slots[copy.target * size + offset] = self.slots[copy.source * size + offset]
+                slots[copy.target * size + offset] = slots[copy.source * size + offset]
         rows = zip(step.sequences, step.positions, step.num_tokens, step.samples, strict=True)
         for sequence, position, num_tokens, samples in rows:
             table = tables[sequence]
@@ -301,18 +340,18 @@ class World:
             slot = [table[p // size] * size + p % size for p in range(position + num_tokens)]
             for p in range(position, position + num_tokens):
                 token = next(tokens)
-                self.slots[slot[p]] = (token, fold(self.slots[slot[p - 1]][1] if p else 7, token))
-            ids += [self._read(sequence, slot)] if samples else []
+                slots[slot[p]] = (token, fold(slots[slot[p - 1]][1] if p else 7, token))
+            ids += [self._read(sequence, slot, slots)] if samples else []
         assert next(tokens, None) is None
         return ids
 
-    def _read(self, sequence: SequenceId, slot: list[int]) -> int:
+    def _read(self, sequence: SequenceId, slot: list[int], slots: dict[int, tuple[int, int]]) -> int:
         """The next token from the KV, every slot of which must hold what belongs there."""
         spec, value = self.specs[sequence], 7
         known = [*spec.prompt, *self.output[sequence]]
         for place, token in zip(slot, known[: len(slot)], strict=True):
             value = fold(value, token)
-            assert self.slots[place] == (token, value), "a slot holds somebody else's token"
+            assert slots[place] == (token, value), "a slot holds somebody else's token"
         return value % VOCAB
 
     _reads: dict[int, set[int]] = field(default_factory=dict)

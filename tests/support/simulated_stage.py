@@ -1,4 +1,8 @@
-"""A stage process in virtual time, and the oracle: which token a pipeline of such stages must give."""
+"""A stage process in virtual time, and the oracle: which token a pipeline of such stages must give.
+
+Where steps name slots of states, the token before counts by the state that the row reads, else by its KV slot. Both are
+the same number, so the oracle needs no case for either.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +49,7 @@ class SimulatedStage:
     epoch: Epoch
     kv_since: Epoch  # as its ``Opened`` says
     slots: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    states: dict[int, int] = field(default_factory=dict[int, int])  # by slot, kept like the KV
     tables: dict[SequenceId, list[int]] = field(default_factory=dict[SequenceId, list[int]])
     plans: deque[ScheduledStep] = field(default_factory=deque[ScheduledStep])
     inputs: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # by step
@@ -64,10 +69,17 @@ class SimulatedStage:
         values = self.inputs.pop(step.step)
         self._prepare(step)
         made: list[int] = []
+        kept: dict[int, int] = {}
         for row, sequence in enumerate(step.sequences):
             table, first = self.tables[sequence], step.positions[row]
+            state = step.states[row] if step.states else None
+            chain = None if state is None else 0 if state.read is None else self.states.get(state.read, -1)
+            begin = len(made)
             for position in range(first, first + step.num_tokens[row]):
-                made.append(self._one(table, position, values[len(made)]))
+                made.append(self._one(table, position, values[len(made)], chain))
+                chain = None if state is None else made[-1]
+            kept |= {write.slot: made[begin + write.after - 1] for write in state.writes} if state else {}
+        self.states |= kept
         return step, made
 
     def _prepare(self, step: ScheduledStep) -> None:
@@ -81,8 +93,9 @@ class SimulatedStage:
             for offset in range(BLOCK):
                 self.slots[copy.target * BLOCK + offset] = self.slots.get(copy.source * BLOCK + offset, (-1, -1))
 
-    def _one(self, table: list[int], position: int, value: int) -> int:
-        chain = self.slots.get(_slot(table, position - 1), (-1, -1))[0] if position else 0
+    def _one(self, table: list[int], position: int, value: int, state: int | None) -> int:
+        before = self.slots.get(_slot(table, position - 1), (-1, -1))[0] if position else 0
+        chain = before if state is None else state
         self.slots[_slot(table, position)] = (0, value)
         looked_at = self.slots.get(_slot(table, look_back(position)), (-1, -1))[1]
         made = mix(self.index, chain, position, value, looked_at)

@@ -4,7 +4,7 @@ One seed is one schedule: which message arrives next, which process dies when, w
 schedule takes milliseconds, so tens of thousands are tried where real processes try hundreds. After TigerBeetle's
 simulator and FoundationDB's. Everything that is wrong raises AssertionError with the seed and the newest happenings.
 
-What is modelled: stages that keep what earlier epochs left in their KV and replays up to the one that lost it, messages
+What is modelled: stages that keep KV and states of earlier epochs, replays up to the one that lost it, messages
 of replaced epochs that arrive late, stage and engine processes that die with what they hold, also while an epoch is
 being opened, gateways' streams that break and resume, clients that leave.
 """
@@ -25,6 +25,7 @@ from edgepipe.errors import StaleEpoch
 from edgepipe.ids import EngineId, Epoch, SequenceId
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.model.layer_spec import Rope
+from edgepipe.model.memory_classes import StatePool
 from edgepipe.model.uniform import UniformShape
 from edgepipe.scheduler import Event, Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy
 from tests.support.simulated_gateway import SimulatedGateway
@@ -34,6 +35,7 @@ from tests.support.simulated_wires import Message, SimulatedWires
 _CONTEXT = 64
 _MOST_TURNS = 6000
 _STORY = 40
+_STATEFUL = 3  # one of so many schedules is of a model with recurrent layers
 
 
 class Simulation:
@@ -52,6 +54,7 @@ class Simulation:
             context_length=_CONTEXT,
             micro_batches=draw.randint(1, 4),
             contiguous_kv=draw.random() < 0.3,
+            states=StatePool(num_slots=6 + seed % 9, gap=4 * BLOCK) if seed % _STATEFUL == 0 else None,
         )
         self._faults_left = draw.randint(0, 4)
         self._gateway = SimulatedGateway(draw, note=self._note)
@@ -232,8 +235,8 @@ class Simulation:
         assert stage.epoch < epoch, StaleEpoch(f"{epoch} does not replace {stage.epoch}")
         new = stage.dead or stage.kv_since.engine_id != epoch.engine_id or not stage.kv_since.counter
         since = epoch if new else stage.kv_since
-        slots = {} if stage.dead else stage.slots
-        self._stages[stage.index] = self._make_stage(stage.index, epoch, since, slots)
+        slots, states = ({}, {}) if stage.dead else (stage.slots, stage.states)
+        self._stages[stage.index] = self._make_stage(stage.index, epoch, since, slots, states)
 
     def _close_epoch(self) -> None:
         """What it computed is kept for the next one of the same engine."""
@@ -256,6 +259,7 @@ class Simulation:
         stats = self._scheduler.stats()
         assert (stats.in_flight, stats.running, stats.waiting) == (0, 0, 0)
         assert stats.free_blocks == stats.num_blocks, f"{stats.num_blocks - stats.free_blocks} blocks are not free"
+        assert stats.free_slots == stats.state_slots, f"{stats.state_slots - stats.free_slots} slots are not free"
 
     def _note(self, what: str) -> None:
         self.story.append(what)
@@ -285,6 +289,7 @@ class Totals:
     fenced: int = 0  # messages of replaced epochs, dropped
     kept: int = 0  # positions that an epoch found computed by the one before
     replayed: int = 0  # positions that stages up to one that had lost them computed again
+    replayed_states: int = 0  # of these, in schedules of models with recurrent layers
 
 
 async def simulate(seeds: range) -> Totals:
@@ -301,6 +306,7 @@ async def simulate(seeds: range) -> Totals:
         totals.fenced += simulation.fenced
         totals.kept += simulation.kept
         totals.replayed += simulation.replayed
+        totals.replayed_states += simulation.replayed if seed % _STATEFUL == 0 else 0
     return totals
 
 

@@ -280,7 +280,7 @@ def test_what_the_first_slices_lost_is_replayed_by_them_alone(contiguous_kv: boo
     for _ in range(16):
         world.fill()
         world.retire()
-    world.next_epoch(lost_to=1)
+    world.next_epoch(lost=(1,))
     world.run()
     replayed = [step for step in world.steps if step.last_slice == 1]
     assert sum(len(step.token_ids) for step in replayed) == world.scheduler.stats().replayed_tokens >= 40
@@ -295,7 +295,7 @@ def test_replays_and_decodes_take_turns() -> None:
     for _ in range(40):
         world.fill()
         world.retire()
-    world.next_epoch(lost_to=0)
+    world.next_epoch(lost=(0,))
     world.run()
     kinds = [step.last_slice == 0 for step in world.steps if step.num_samples or step.last_slice == 0]
     last_replay = len(kinds) - kinds[::-1].index(True)

@@ -12,6 +12,8 @@ from tests.support.scheduler_world import VOCAB, World, limits, spec
 
 Action = tuple[str, int, int, int]
 
+LOSSES = ((0,), (1,), (0, 1), (2,))  # slices of three
+
 pipelines = st.builds(
     limits,
     num_blocks=st.integers(4, 40),
@@ -78,7 +80,7 @@ def play(pipeline: SchedulerLimits, policy: Policy, actions: list[Action]) -> No
             world.scheduler.set_link_cap(b if c % 2 else None)
             world.scheduler.set_tiles((c + 1, c + b))
         elif kind == "e":
-            world.next_epoch(lost_to=c % 2 if b % 2 else None)
+            world.next_epoch(lost=LOSSES[c % len(LOSSES)] if b % 2 else ())
         world.fill()
     world.run()
     world.check_outputs()

@@ -113,7 +113,7 @@ def test_what_a_suspected_request_lost_is_replayed_in_steps_of_its_own() -> None
     for _ in range(20):
         world.fill()
         world.retire()
-    world.next_epoch(lost_to=0)
+    world.next_epoch(lost=(0,))
     world.run()
     replayed = [step for step in world.steps if step.last_slice == 0]
     assert any(step.sequences == (2,) for step in replayed)
