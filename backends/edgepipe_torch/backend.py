@@ -152,6 +152,8 @@ class TorchBackend:
         self._rotations = rotations
         self._weights = {part.part.index: part for part in loaded}
         self._ops = self._compiled_ops(weights.config) if self._kv or _has_packed(slices, weights) else None
+        if self._ops is not None:
+            self._ops.compile_mixers([layer.mixer for part in loaded for layer in part.layers if layer.mixer])
         self._decoders = {part.part.index: Decoder(weights.config, part, self._workspace, self._ops) for part in loaded}
 
     def packed_products(self) -> Sequence[PackedProducts]:
@@ -209,7 +211,7 @@ class TorchBackend:
         }
         if self._ops is not None:
             self._replays = {
-                index: DecodeReplays(decoder, self._ops, self._pools[index])
+                index: DecodeReplays(decoder, self._ops, self._pools[index], self._states.get(index))
                 for index, decoder in self._decoders.items()
                 if can_record(self._weights[index], decoder.heads, self._ops)
             }

@@ -28,9 +28,12 @@ from edgepipe_torch.cpu_checking import head_error, product_error, step_error
 from edgepipe_torch.cpu_code import CALL_FIELDS, Kind, ProductCode, frame_module
 from edgepipe_torch.cpu_group_code import group_functions
 from edgepipe_torch.cpu_kv_code import packed_head_module
+from edgepipe_torch.cpu_recurrent_checking import recurrent_error
+from edgepipe_torch.cpu_recurrent_code import StepForm, recurrent_module
 from edgepipe_torch.cpu_repack import repack_error
 from edgepipe_torch.cpu_repack_code import REPACK_ARGUMENTS, repack_module
 from edgepipe_torch.cpu_step_code import head_module, vector_module
+from edgepipe_torch.ir_text import float_bits
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +160,7 @@ class CpuKernels:
         self._kinds: dict[Kind, Product | KernelsUnavailable] = {}
         self._heads: dict[tuple[int, int, bool], HeadKernels | KernelsUnavailable] = {}  # by sizes, and packed KV
         self._repacks: dict[str, Native | KernelsUnavailable] = {}  # by GGUF type
+        self._recurrent: dict[StepForm, Native | KernelsUnavailable] = {}
         self._recording: Recording | None = None
         self._calls = _openmp()
         frame, vectors = self._compile(frame_module(group_functions())), self._compile(vector_module())
@@ -253,6 +257,12 @@ class CpuKernels:
             self._repacks[scheme] = _result_or_reason(what, lambda: self._load_repack(scheme))
         return _or_raise(self._repacks[scheme])
 
+    def recurrent(self, form: StepForm) -> Native:
+        """Return the function that computes one token of recurrent layers. Raises KernelsUnavailable."""
+        if form not in self._recurrent:
+            self._recurrent[form] = _result_or_reason(form.name, lambda: self._load_recurrent(form))
+        return _or_raise(self._recurrent[form])
+
     def multiply(
         self,
         segments: int,
@@ -319,6 +329,11 @@ class CpuKernels:
         _refuse_wrong(f"layout of {scheme}", repack_error(found, scheme))
         return found
 
+    def _load_recurrent(self, form: StepForm) -> Native:
+        found = Native(self._compile(recurrent_module(form)), "step", 1)
+        _refuse_wrong(form.name, recurrent_error(self, form, found))
+        return found
+
     def _load_heads(self, head_dim: int, value_width: int, packed_kv: bool) -> HeadKernels:
         make = packed_head_module if packed_kv else head_module
         engine = self._compile(make(head_dim, value_width))
@@ -375,12 +390,6 @@ def _or_raise(found: T | KernelsUnavailable) -> T:
     if isinstance(found, KernelsUnavailable):
         raise found
     return found
-
-
-@cache
-def float_bits(value: float) -> int:
-    """Return the bits of a float32, sign-extended."""
-    return int(np.float32(value).view(np.int32))
 
 
 def _is_x86() -> bool:

@@ -23,6 +23,7 @@ from edgepipe_torch.head_shape import LayerHeads, by_kind
 from edgepipe_torch.kv import KVPool
 from edgepipe_torch.packed_cpu import PackedCpuLinear
 from edgepipe_torch.prepared import PreparedStep
+from edgepipe_torch.states import StatePool, StepStates
 from edgepipe_torch.step_ops import CompiledOps, SingleQueries
 
 _MOST_ROWS = 64  # with more, Python's share is small
@@ -31,20 +32,24 @@ _FIRST_KEYS = 512  # room for scores, doubled when a context outgrows it
 
 def can_record(weights: SliceWeights, heads: Sequence[LayerHeads], ops: CompiledOps) -> bool:
     """Return whether kernels compute a slice's attention and all products outside of the parts that torch computes."""
-    if weights.mixers or not heads or not all(ops.attends(each) for each in heads):
+    if not all(ops.attends(each) for each in heads):
         return False
     products: list[object] = [weights.head] if weights.head is not None else []
     for layer in weights.layers:
         products += [each for each in (layer.qkv, layer.output) if each is not None]
+        products += [layer.mixer.input] if layer.mixer is not None else ()
         products += layer.feed_forward.products if layer.feed_forward is not None else ()
     return all(isinstance(product, PackedCpuLinear) and product.only_kernels for product in products)
 
 
 def can_replay_decode(layout: StepLayout, *, head: bool) -> bool:
-    """Return whether a step has a few tokens of each sequence and, with the head, needs logits of all."""
+    """Return whether a step has a few tokens of each sequence and, with the head, needs logits of all.
+
+    With recurrent layers each sequence has one token: further tokens depend on the state behind those before them.
+    """
     if layout.scores is not None or not 0 < layout.num_tokens <= _MOST_ROWS:
         return False
-    if any(row.num_tokens > SHORT_ROWS for row in layout.rows):
+    if any(row.num_tokens > (SHORT_ROWS if row.state is None else 1) for row in layout.rows):
         return False
     return not head or layout.logit_rows.tolist() == list(range(layout.num_tokens))
 
@@ -52,10 +57,12 @@ def can_replay_decode(layout: StepLayout, *, head: bool) -> bool:
 class DecodeReplays:
     """Recorded decode steps of one slice."""
 
-    def __init__(self, decoder: Decoder, ops: CompiledOps, pool: KVPool) -> None:
+    def __init__(self, decoder: Decoder, ops: CompiledOps, pool: KVPool, states: StatePool | None = None) -> None:
+        """``states``: of a slice with recurrent layers."""
         self._decoder = decoder
         self._ops = ops
         self._pool = pool
+        self._states = states
         self._known: dict[int, _Step] = {}  # by rows
 
     def run(self, prepared: PreparedStep, fill_hidden: Callable[[Tensor], None]) -> Tensor:
@@ -70,7 +77,7 @@ class DecodeReplays:
             room = _FIRST_KEYS
             while room < longest:
                 room *= 2
-            step = self._known[count] = _Step(self._decoder, self._ops, self._pool, count, room)
+            step = self._known[count] = _Step(self._decoder, self._ops, self._pool, self._states, count, room)
         fill_hidden(step.hidden)
         return step.run(prepared)
 
@@ -78,24 +85,34 @@ class DecodeReplays:
 class _Step:
     """Buffers and calls for one number of rows."""
 
-    def __init__(self, decoder: Decoder, ops: CompiledOps, pool: KVPool, rows: int, longest: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        ops: CompiledOps,
+        pool: KVPool,
+        states: StatePool | None,
+        rows: int,
+        longest: int,
+    ) -> None:
         config = decoder.config
         self.longest = longest
         self.hidden = torch.zeros(rows, config.hidden_size)
         self._decoder = decoder
         self._kernels: CpuKernels = ops.kernels
         self._pool = pool
+        self._states = states
         kinds = [alike[0] for alike in by_kind(decoder.heads)]
         self._kinds = [(decoder.classes[heads.kind], heads.window) for heads in kinds]
         self._queries = [ops.single_queries(heads, rows, longest, pool) for heads in kinds]
         self._tensors = StepTensors(
             classes=[
                 ClassTensors(torch.zeros(rows, dtype=torch.int64), _Queries(self._queries))
-                for _ in range(1 + max(decoder.classes))
+                for _ in range(1 + max(decoder.classes, default=-1))
             ],
             rotations=[torch.zeros(rows, 1, pairs, dtype=torch.complex64) for pairs in decoder.rotated_pairs],
             logit_rows=torch.arange(rows),
             every_row=True,
+            states=None if states is None else StepStates.singles(rows, states.zeros),
         )
         self._recording: Recording | None = None
         self._result = self.hidden
@@ -107,6 +124,8 @@ class _Step:
             to.slots.copy_(torch.from_numpy(held.layout.slots))
         for own, rotations in zip(self._tensors.rotations, prepared.rotations, strict=True):
             own[:, 0].copy_(torch.from_numpy(rotations))
+        if self._tensors.states is not None:
+            self._tensors.states.fill(prepared.layout.rows)
         rows = {kind: single_queries(every[kind[0]], kind[1]) for kind in set(self._kinds)}
         for kind, queries in zip(self._kinds, self._queries, strict=True):
             queries.fill(rows[kind])
@@ -118,7 +137,7 @@ class _Step:
         return self._result
 
     def _compute(self) -> Tensor:
-        hidden = self._decoder.run(self.hidden, self._tensors, self._pool)
+        hidden = self._decoder.run(self.hidden, self._tensors, self._pool, self._states)
         return self._decoder.head_product(hidden) if self._decoder.part.head else hidden
 
 

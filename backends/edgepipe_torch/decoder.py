@@ -178,6 +178,8 @@ class Decoder:
         rows = step.states
         assert rows is not None
         made = mixer.input.rows(self._normed(layer, hidden))
+        if mixer.kernel is not None and not rows.long:
+            return mixer.rows(made, states, rows)
         return self._ops.compute(lambda: mixer.rows(made, states, rows).to(hidden.dtype))
 
     def _add(self, layer: Layer, mixed: Tensor | None, hidden: Tensor) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from functools import cache
 
 
 class Function:
@@ -110,3 +111,10 @@ def float_constant(value: float) -> str:
     """Return a float32 constant. LLVM writes it as the bits of the double of the same value."""
     (single,) = struct.unpack("<f", struct.pack("<f", value))
     return f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016X}"
+
+
+@cache
+def float_bits(value: float) -> int:
+    """Return the bits of a float32, sign-extended."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", value))
+    return bits

@@ -16,6 +16,14 @@ _LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
 _EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
+# ln: Cephes' logf (Moshier, cephes/single/logf.c): x = m * 2**n, sqrt(1/2) <= m < sqrt(2), a polynomial of m - 1
+_ROOT_HALF_BITS = 0x3F3504F3
+_LOG_TERMS = (
+    *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
+    *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
+)
+
+
 def vector_declarations() -> list[str]:
     """Return the declarations of all that this module's functions call."""
     two = f"{EIGHT}, {EIGHT}"
@@ -41,9 +49,27 @@ def exp(code: Function, x: str) -> str:
     square = code.value(f"fmul {EIGHT} {rest}, {rest}")
     found = fma(code, found, square, code.value(f"fadd {EIGHT} {rest}, {repeated(1.0)}"))
     bits = code.value(f"fptosi {EIGHT} {power} to {INTS}")
-    bits = code.value(f"shl {INTS} {bits}, <{', '.join(['i32 23'] * 8)}>")
+    bits = code.value(f"shl {INTS} {bits}, {_ints(23)}")
     grown = code.value(f"add {INTS} {code.value(f'bitcast {EIGHT} {found} to {INTS}')}, {bits}")
     return code.value(f"bitcast {INTS} {grown} to {EIGHT}")
+
+
+def log(code: Function, x: str) -> str:
+    """Return the natural logarithm of 8 positive normal floats, within 2 units of the last place."""
+    bits = code.value(f"bitcast {EIGHT} {x} to {INTS}")
+    shifted = code.value(f"sub {INTS} {bits}, {_ints(_ROOT_HALF_BITS)}")
+    power = code.value(f"ashr {INTS} {shifted}, {_ints(23)}")
+    mantissa = code.value(f"sub {INTS} {bits}, {code.value(f'shl {INTS} {power}, {_ints(23)}')}")
+    power = code.value(f"sitofp {INTS} {power} to {EIGHT}")
+    rest = code.value(f"fadd {EIGHT} {code.value(f'bitcast {INTS} {mantissa} to {EIGHT}')}, {repeated(-1.0)}")
+    found = repeated(_LOG_TERMS[0])
+    for term in _LOG_TERMS[1:]:
+        found = fma(code, found, rest, repeated(term))
+    square = code.value(f"fmul {EIGHT} {rest}, {rest}")
+    found = code.value(f"fmul {EIGHT} {found}, {code.value(f'fmul {EIGHT} {rest}, {square}')}")
+    found = fma(code, power, repeated(_LN2_LOW), found)
+    found = fma(code, square, repeated(-0.5), found)
+    return fma(code, power, repeated(_LN2_HIGH), code.value(f"fadd {EIGHT} {rest}, {found}"))
 
 
 def sum_of(code: Function, vector: str) -> str:
@@ -94,6 +120,10 @@ def shuffled(code: Function, vector: str, lanes: Sequence[int], second: str = "p
 def repeated(value: float) -> str:
     """Return a constant vector."""
     return "<" + ", ".join([f"float {float_constant(value)}"] * 8) + ">"
+
+
+def _ints(value: int) -> str:
+    return "<" + ", ".join([f"i32 {value}"] * 8) + ">"
 
 
 def _pairs(vectors: Sequence[str]) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edgepipe.backend.step_layout import StepLayout
+from edgepipe.backend.step_layout import RowLayout, StepLayout
 from edgepipe.backend.types import RowState
 from edgepipe.model.layer_spec import Recurrent
 from edgepipe_torch.transfer import Transfer
@@ -63,8 +63,9 @@ class StepStates:
                 long.append(LongRow(row.first_row, row.num_tokens, row.state))
                 continue
             rows.append(row.first_row)
-            read.append(zeros if row.state.read is None else row.state.read)
-            write.append(row.state.writes[0].slot)
+            slots = single_slots(row.state, zeros)
+            read.append(slots[0])
+            write.append(slots[1])
         return cls(
             rows=_sent(rows, transfer) if long else None,
             read=_sent(read, transfer),
@@ -74,10 +75,27 @@ class StepStates:
             zeros=zeros,
         )
 
+    @classmethod
+    def singles(cls, num_rows: int, zeros: int) -> StepStates:
+        """Return those of so many rows with one token, on a CPU. ``fill`` sets their slots."""
+        read, write = (torch.full((num_rows,), zeros) for _ in range(2))
+        return cls(rows=None, read=read, write=write, only=None, long=(), zeros=zeros)
+
+    def fill(self, rows: Sequence[RowLayout]) -> None:
+        """Set the slots of rows with one token; as many rows as at the start."""
+        slots = [single_slots(row.state, self.zeros) for row in rows if row.state is not None]
+        for index, (read, write) in enumerate(slots):
+            self.read[index], self.write[index] = read, write
+
     @property
     def num_single(self) -> int:
         """N"""
         return self.read.shape[0]
+
+
+def single_slots(state: RowState, zeros: int) -> tuple[int, int]:
+    """Return the slots that a row with one token reads and writes."""
+    return zeros if state.read is None else state.read, state.writes[0].slot
 
 
 def _sent(numbers: list[int], transfer: Transfer) -> Tensor:

@@ -5,7 +5,8 @@ T rows, H hidden, Hq and Hkv heads, D head dim, V numbers of a head's output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,11 +18,15 @@ from torch import Tensor
 
 from edgepipe.model.facts import ModelConfig
 from edgepipe_torch.compiled_code import KernelsUnavailable
-from edgepipe_torch.cpu_kernels import CpuKernels, HeadKernels, float_bits
+from edgepipe_torch.cpu_kernels import CpuKernels, HeadKernels
+from edgepipe_torch.cpu_recurrent import CompiledStep
+from edgepipe_torch.cpu_recurrent_code import step_form
 from edgepipe_torch.cpu_step_code import ATTEND_JOB
 from edgepipe_torch.head_shape import LayerHeads
+from edgepipe_torch.ir_text import float_bits
 from edgepipe_torch.kv import KVPool
 from edgepipe_torch.linear import Workspace
+from edgepipe_torch.recurrent import Mixer
 
 
 class StepOps(Protocol):
@@ -139,6 +144,17 @@ class CompiledOps:
 
     def compute(self, work: Callable[[], Tensor]) -> Tensor:
         return self.kernels.compute(work)
+
+    def compile_mixers(self, mixers: Iterable[Mixer]) -> None:
+        """Let kernels compute the rows with one token of recurrent layers, where they compute such layers."""
+        for mixer in mixers:
+            form = step_form(mixer.spec)
+            with suppress(KernelsUnavailable):
+                if form is not None:
+                    function = self.kernels.recurrent(form)
+                    mixer.kernel = CompiledStep(
+                        self.kernels, function, mixer.spec, mixer.weights, self._workspace, eps=mixer.eps
+                    )
 
     def single_queries(self, heads: LayerHeads, num_rows: int, longest: int, pool: KVPool) -> SingleQueries:
         """Return attention for rows with one query and at most ``longest`` keys each, in layers of one kind.

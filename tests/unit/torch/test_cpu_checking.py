@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, PackedProducts  # noqa: E402
 from edgepipe.config import kernel_dir  # noqa: E402
+from edgepipe.model.facts import ModelConfig  # noqa: E402
+from edgepipe.model.layer_spec import DeltaNet  # noqa: E402
 from edgepipe.model.packed import Packed  # noqa: E402
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
 from tests.support.numerics_harness import Pipeline  # noqa: E402
@@ -83,10 +86,10 @@ MODEL = tiny_config(
 )
 
 
-def logits_of(backend: TorchBackend) -> np.ndarray:
+def logits_of(backend: TorchBackend, model: ModelConfig = MODEL) -> np.ndarray:
     """Logits of a prompt of 5 tokens and of 12 decode steps."""
-    source = PackedTinyModel(MODEL, {"v_proj.weight": "Q6_K", "": "Q4_0"})
-    tokens = [int(token) for token in np.random.default_rng(1).integers(0, MODEL.vocab_size, 17)]
+    source = PackedTinyModel(model, {"v_proj.weight": "Q6_K", "conv1d.weight": "F32", "": "Q4_0"})
+    tokens = [int(token) for token in np.random.default_rng(1).integers(0, model.vocab_size, 17)]
     return Pipeline.build([backend], source, num_blocks=8).forced(tokens[:5], tokens[5:])
 
 
@@ -148,6 +151,30 @@ def test_a_model_with_wrong_attention_decodes_by_torch(
     backend = backend_with(CpuKernels(Altered(folder, function, "fmul", "fadd", where="@rotate(")))
     np.testing.assert_allclose(logits_of(backend), expected, rtol=1e-3, atol=1e-3)
     assert [text.split(":")[0] for text in warnings_of(caplog)] == ["torch computes heads of 32"]
+    assert backend.packed_products() == [PackedProducts(by=own_kernels())]
+
+
+RECURRENT = replace(
+    MODEL,
+    layers=(
+        replace(
+            MODEL.layers[0],
+            attention=None,
+            recurrent=DeltaNet(key_heads=4, value_heads=8, key_dim=16, value_dim=32, taps=4),
+        ),
+        MODEL.layers[1],
+    ),
+)
+
+
+@pytest.mark.parametrize(("function", "old", "new"), [("convolve", "fmul", "fadd"), ("heads", "fsub", "fadd")])
+def test_a_model_with_wrong_recurrent_layers_decodes_by_torch(
+    function: str, old: str, new: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = logits_of(backend_with(KernelsUnavailable("for a test")), RECURRENT)
+    backend = backend_with(CpuKernels(Altered(folder, function, old, new, where="@convolve(")))
+    np.testing.assert_allclose(logits_of(backend, RECURRENT), expected, rtol=1e-3, atol=1e-3)
+    assert [text.split(":")[0] for text in warnings_of(caplog)] == ["torch computes gated DeltaNet of 16 x 32"]
     assert backend.packed_products() == [PackedProducts(by=own_kernels())]
 
 
