@@ -6,30 +6,71 @@ does not depend on its neighbours. T packed rows, N of them with one token, L to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from edgepipe.model.layer_spec import DeltaNet, Mamba2, ShortConv
+from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
 from edgepipe_torch.linear import Linear
+from edgepipe_torch.recurrent_chunks import delta_tokens, scan_tokens
 from edgepipe_torch.states import LongRow, StepStates
 
-_CHUNK = 64  # tokens that are computed side by side
 _LENGTH_EPS = 1e-6  # of the length of queries and keys
 
 State = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixerWeights:
+    """A mixer's weights, float32; those that it lacks are None."""
+
+    taps: Tensor  # [C, taps]
+    bias: Tensor | None = None  # [C]
+    steps: Tensor | None = None  # dt_bias [H]
+    rates: Tensor | None = None  # exp(A_log) [H]
+    skips: Tensor | None = None  # D [H]
+    norm: Tensor | None = None  # [V] of DeltaNet; [H D] of Mamba-2
+
+
+class StepKernel(Protocol):
+    """A compiled step form of one layer's mixer."""
+
+    def run(self, made: Tensor, states: State, read: Tensor, write: Tensor, *, threads: int) -> Tensor:
+        """Return what enters the output product [N, W], valid until the next call; write the rows' states.
+
+        made         [N, F] of the input product, in the type that the kernel is for
+        states       [slots + 1, ...] of the layer
+        read, write  [N] int64 slots
+        """
+        ...
 
 
 class Mixer(Protocol):
     """What mixes the tokens of a recurrent layer."""
 
     input: Linear  # its product of the layer's input
+    kernel: StepKernel | None  # computes rows with one token; None: torch does
+
+    @property
+    def spec(self) -> Recurrent:
+        """What it computes."""
+        ...
+
+    @property
+    def eps(self) -> float:
+        """Of the model's norms."""
+        ...
+
+    @property
+    def weights(self) -> MixerWeights:
+        """All weights but those of the products, once they are loaded."""
+        ...
 
     def rows(self, made: Tensor, states: State, step: StepStates) -> Tensor:
-        """Return what enters the layer's output product [T, W] float32, and keep the states that the rows name.
+        """Return what enters the layer's output product [T, W], float32 or as ``made``, and keep the rows' states.
 
         made    [T, F], of the input product
         states  [slots + 1, ...] of the layer
@@ -42,52 +83,57 @@ class Convolution:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight [C, taps] and bias [C], float32."""
-        self._weight = weight
-        self._bias = bias
+        self.weight = weight
+        self.bias = bias
 
     def step(self, last: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Convolve x [N, C] behind the inputs last [N, taps - 1, C]. Returns [N, C], and the inputs to keep."""
         window = torch.cat([last, x.unsqueeze(1)], 1)
-        out = (window * self._weight.t()).sum(1)
-        return out if self._bias is None else out + self._bias, window[:, 1:]
+        out = (window * self.weight.t()).sum(1)
+        return out if self.bias is None else out + self.bias, window[:, 1:]
 
     def whole(self, last: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Convolve the tokens x [L, C] behind the inputs last [taps - 1, C]. Returns [L, C], and the inputs to keep."""
         padded = torch.cat([last, x])
-        out = F.conv1d(padded.t().unsqueeze(0), self._weight.unsqueeze(1), self._bias, groups=x.shape[1])
+        out = F.conv1d(padded.t().unsqueeze(0), self.weight.unsqueeze(1), self.bias, groups=x.shape[1])
         return out[0].t(), padded[x.shape[0] :]
 
 
 class _Mixed:
     """The way of a step's rows through a mixer's two forms."""
 
-    def __init__(self, input_product: Linear, width: int) -> None:
+    def __init__(self, input_product: Linear, convolution: Convolution, width: int, *, eps: float = 0.0) -> None:
         self.input = input_product
+        self.kernel: StepKernel | None = None
+        self.eps = eps
+        self.convolution = convolution
         self._width = width
 
     def rows(self, made: Tensor, states: State, step: StepStates) -> Tensor:
         """See ``Mixer``."""
-        made = made.float()
         if not step.long:
             return self._singles(made, states, step)
-        out = made.new_empty(made.shape[0], self._width)
+        out = made.new_empty(made.shape[0], self._width, dtype=torch.float32)
         if step.rows is not None and step.num_single:
-            out[step.rows] = self._singles(made[step.rows], states, step)
+            out[step.rows] = self._singles(made[step.rows], states, step).float()
         for row in step.long:
             out[row.first : row.first + row.count] = self._long(
-                made[row.first : row.first + row.count], states, row, step
+                made[row.first : row.first + row.count].float(), states, row, step
             )
         return out
 
     def _singles(self, made: Tensor, states: State, step: StepStates) -> Tensor:
+        if self.kernel is not None:
+            return self.kernel.run(made, states, step.read, step.write, threads=torch.get_num_threads())
+        made = made.float()
         if step.only is not None:  # in place
             own = tuple(each[step.only : step.only + 1] for each in states)
-            out, after = self._step(made, own)
+            out, after = self.step(made, own)
             for kept, new in zip(own, after, strict=True):
                 if new is not kept:
                     kept.copy_(new)
             return out
-        out, after = self._step(made, tuple(each.index_select(0, step.read) for each in states))
+        out, after = self.step(made, tuple(each.index_select(0, step.read) for each in states))
         for each, new in zip(states, after, strict=True):
             each.index_copy_(0, step.write, new)
         return out
@@ -108,7 +154,7 @@ class _Mixed:
                 each[slot] = new
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _step(self, made: Tensor, state: State) -> tuple[Tensor, State]:
+    def step(self, made: Tensor, state: State) -> tuple[Tensor, State]:
         """Compute one token of N sequences with states [N, ...], which may be overwritten."""
         raise NotImplementedError
 
@@ -124,10 +170,8 @@ class DeltaNetMixer(_Mixed):
         self, spec: DeltaNet, input_product: Linear, convolution: Convolution, *, eps: float, device: torch.device
     ) -> None:
         """``eps``: of the model's norms."""
-        super().__init__(input_product, spec.value_heads * spec.value_dim)
-        self._spec = spec
-        self._convolution = convolution
-        self._eps = eps
+        super().__init__(input_product, convolution, spec.value_heads * spec.value_dim, eps=eps)
+        self.spec = spec
         self.dt_bias = torch.zeros(spec.value_heads, device=device)
         self.rates = torch.zeros(spec.value_heads, device=device)  # exp(A_log)
         self.norm = torch.ones(spec.value_dim, device=device)
@@ -136,13 +180,19 @@ class DeltaNetMixer(_Mixed):
         self._key_head = heads % spec.key_heads if spec.tiled else heads // shared
         self._same = shared == 1
 
+    @property
+    def weights(self) -> MixerWeights:
+        """See ``Mixer``."""
+        own = self.convolution
+        return MixerWeights(taps=own.weight, bias=own.bias, steps=self.dt_bias, rates=self.rates, norm=self.norm)
+
     def _parts(self, made: Tensor) -> tuple[Tensor, ...]:
-        spec = self._spec
+        spec = self.spec
         return made.split([spec.channels, self._width, spec.value_heads, spec.value_heads], -1)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys [T, H, K], normalised, and values [T, H, V] of convolved channels [T, C]."""
-        spec = self._spec
+        spec = self.spec
         size = spec.key_heads * spec.key_dim
         keys = mixed[:, : 2 * size].view(-1, 2, spec.key_heads, spec.key_dim)
         keys = keys * (keys * keys).sum(-1, keepdim=True).add_(_LENGTH_EPS).rsqrt_()
@@ -157,13 +207,13 @@ class DeltaNetMixer(_Mixed):
 
     def _gated(self, out: Tensor, z: Tensor) -> Tensor:
         """Normalise the heads' outputs [T, H, V] and multiply them with SiLU(z) [T, H V]."""
-        normed = F.rms_norm(out, (self._spec.value_dim,), self.norm, self._eps)
+        normed = F.rms_norm(out, (self.spec.value_dim,), self.norm, self.eps)
         return normed.reshape(z.shape).mul_(F.silu(z))
 
-    def _step(self, made: Tensor, state: State) -> tuple[Tensor, State]:
+    def step(self, made: Tensor, state: State) -> tuple[Tensor, State]:
         last, memory = state
         channels, z, beta, alpha = self._parts(made)
-        mixed, last = self._convolution.step(last, channels)
+        mixed, last = self.convolution.step(last, channels)
         queries, keys, values = self._heads(F.silu(mixed))
         log_decay, beta = self._gates(alpha, beta)
         memory = memory.mul_(log_decay.exp_()[..., None, None])
@@ -175,39 +225,11 @@ class DeltaNetMixer(_Mixed):
     def _whole(self, made: Tensor, state: State) -> tuple[Tensor, State]:
         last, memory = state
         channels, z, beta, alpha = self._parts(made)
-        mixed, last = self._convolution.whole(last, channels)
+        mixed, last = self.convolution.whole(last, channels)
         queries, keys, values = (each.transpose(0, 1) for each in self._heads(F.silu(mixed)))
         log_decay, beta = (each.t() for each in self._gates(alpha, beta))
-        outs: list[Tensor] = []
-        for part in _chunks(made.shape[0]):
-            out, memory = delta_chunk(
-                queries[:, part], keys[:, part], values[:, part], log_decay[:, part], beta[:, part], memory
-            )
-            outs.append(out)
-        return self._gated(torch.cat(outs, 1).transpose(0, 1), z), (last, memory)
-
-
-def delta_chunk(
-    queries: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor, beta: Tensor, memory: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the outputs [H, c, V] of c tokens, and the memory [H, K, V] behind them (section 3.3 of the paper).
-
-    queries, keys    [H, c, K]
-    values           [H, c, V]
-    log_decay, beta  [H, c]
-    memory           [H, K, V] before the tokens
-    """
-    total = log_decay.cumsum(-1)  # of each token's decay and those before it
-    since = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp_().tril_()  # [H, c, c]: decay from token j to i
-    scaled = keys * beta.unsqueeze(-1)
-    # What each token writes depends on those before it: a unit triangular system.
-    system = (scaled @ keys.transpose(-1, -2)).mul_(since)
-    wanted = values * beta.unsqueeze(-1) - (scaled * total.exp().unsqueeze(-1)) @ memory
-    errors = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    out = (queries * total.exp().unsqueeze(-1)) @ memory
-    out += (queries @ keys.transpose(-1, -2)).mul_(since) @ errors
-    left = (total[:, -1:] - total).exp().unsqueeze(-1)
-    return out, memory * total[:, -1:, None].exp() + (keys * left).transpose(-1, -2) @ errors
+        out, memory = delta_tokens(queries, keys, values, log_decay, beta, memory)
+        return self._gated(out.transpose(0, 1), z), (last, memory)
 
 
 class Mamba2Mixer(_Mixed):
@@ -217,38 +239,44 @@ class Mamba2Mixer(_Mixed):
         self, spec: Mamba2, input_product: Linear, convolution: Convolution, *, eps: float, device: torch.device
     ) -> None:
         """``eps``: of the model's norms."""
-        super().__init__(input_product, spec.heads * spec.head_dim)
-        self._spec = spec
-        self._convolution = convolution
-        self._eps = eps
+        super().__init__(input_product, convolution, spec.heads * spec.head_dim, eps=eps)
+        self.spec = spec
         self.dt_bias = torch.zeros(spec.heads, device=device)
         self.rates = torch.zeros(spec.heads, device=device)  # exp(A_log)
         self.skips = torch.zeros(spec.heads, device=device)  # D
         self.norm = torch.ones(self._width, device=device)
         self._group = torch.arange(spec.heads, device=device) // (spec.heads // spec.groups)
 
+    @property
+    def weights(self) -> MixerWeights:
+        """See ``Mixer``."""
+        own = self.convolution
+        return MixerWeights(
+            taps=own.weight, bias=own.bias, steps=self.dt_bias, rates=self.rates, skips=self.skips, norm=self.norm
+        )
+
     def _parts(self, made: Tensor) -> tuple[Tensor, ...]:
-        return made.split([self._width, self._spec.channels, self._spec.heads], -1)
+        return made.split([self._width, self.spec.channels, self.spec.heads], -1)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return x [T, H, D], B and C [T, H, N] of convolved channels."""
-        spec = self._spec
+        spec = self.spec
         x, both = mixed.split([self._width, 2 * spec.groups * spec.state_dim], -1)
         both = both.view(-1, 2, spec.groups, spec.state_dim).index_select(2, self._group)
         return x.view(-1, spec.heads, spec.head_dim), both[:, 0], both[:, 1]
 
     def _steps(self, dt: Tensor) -> Tensor:
-        return F.softplus(dt + self.dt_bias).clamp_(*self._spec.dt_limits)
+        return F.softplus(dt + self.dt_bias).clamp_(*self.spec.dt_limits)
 
     def _gated(self, out: Tensor, z: Tensor) -> Tensor:
         """Multiply the heads' outputs [T, H, D] with SiLU(z) [T, H D], and normalise each group."""
-        gated = out.reshape(z.shape).mul(F.silu(z)).view(z.shape[0], self._spec.groups, -1)
-        return F.rms_norm(gated, gated.shape[-1:], None, self._eps).view(z.shape).mul_(self.norm)
+        gated = out.reshape(z.shape).mul(F.silu(z)).view(z.shape[0], self.spec.groups, -1)
+        return F.rms_norm(gated, gated.shape[-1:], None, self.eps).view(z.shape).mul_(self.norm)
 
-    def _step(self, made: Tensor, state: State) -> tuple[Tensor, State]:
+    def step(self, made: Tensor, state: State) -> tuple[Tensor, State]:
         last, memory = state
         z, channels, dt = self._parts(made)
-        mixed, last = self._convolution.step(last, channels)
+        mixed, last = self.convolution.step(last, channels)
         x, into, out_of = self._heads(F.silu(mixed))
         dt = self._steps(dt)
         memory = memory.mul_((dt * -self.rates).exp_()[..., None, None])
@@ -259,51 +287,32 @@ class Mamba2Mixer(_Mixed):
     def _whole(self, made: Tensor, state: State) -> tuple[Tensor, State]:
         last, memory = state
         z, channels, dt = self._parts(made)
-        mixed, last = self._convolution.whole(last, channels)
+        mixed, last = self.convolution.whole(last, channels)
         x, into, out_of = (each.transpose(0, 1) for each in self._heads(F.silu(mixed)))
         dt = self._steps(dt).t()
-        outs: list[Tensor] = []
-        for part in _chunks(made.shape[0]):
-            decay = dt[:, part] * -self.rates.unsqueeze(-1)
-            out, memory = scan_chunk(x[:, part] * dt[:, part, None], into[:, part], out_of[:, part], decay, memory)
-            outs.append(out + x[:, part] * self.skips[:, None, None])
-        return self._gated(torch.cat(outs, 1).transpose(0, 1), z), (last, memory)
-
-
-def scan_chunk(x: Tensor, into: Tensor, out_of: Tensor, log_decay: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs [H, c, D] of c tokens, and the memory [H, D, N] behind them (section 6 of the paper).
-
-    x             [H, c, D] times dt
-    into, out_of  [H, c, N]: B and C
-    log_decay     [H, c]
-    memory        [H, D, N] before the tokens
-    """
-    total = log_decay.cumsum(-1)
-    since = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp_().tril_()
-    out = (out_of @ into.transpose(-1, -2)).mul_(since) @ x
-    out += (out_of * total.exp().unsqueeze(-1)) @ memory.transpose(-1, -2)
-    left = (total[:, -1:] - total).exp().unsqueeze(-1)
-    return out, memory * total[:, -1:, None].exp() + (x * left).transpose(-1, -2) @ into
+        out, memory = scan_tokens(x * dt.unsqueeze(-1), into, out_of, dt * -self.rates.unsqueeze(-1), memory)
+        out += x * self.skips[:, None, None]
+        return self._gated(out.transpose(0, 1), z), (last, memory)
 
 
 class ShortConvMixer(_Mixed):
     """See ``ShortConv``. The input product has B, C, x."""
 
     def __init__(self, spec: ShortConv, input_product: Linear, convolution: Convolution) -> None:
-        super().__init__(input_product, spec.channels)
-        self._convolution = convolution
+        super().__init__(input_product, convolution, spec.channels)
+        self.spec = spec
 
-    def _step(self, made: Tensor, state: State) -> tuple[Tensor, State]:
+    @property
+    def weights(self) -> MixerWeights:
+        """See ``Mixer``."""
+        return MixerWeights(taps=self.convolution.weight, bias=self.convolution.bias)
+
+    def step(self, made: Tensor, state: State) -> tuple[Tensor, State]:
         into, out_of, x = made.chunk(3, -1)
-        mixed, last = self._convolution.step(state[0], into * x)
+        mixed, last = self.convolution.step(state[0], into * x)
         return out_of * mixed, (last,)
 
     def _whole(self, made: Tensor, state: State) -> tuple[Tensor, State]:
         into, out_of, x = made.chunk(3, -1)
-        mixed, last = self._convolution.whole(state[0], into * x)
+        mixed, last = self.convolution.whole(state[0], into * x)
         return out_of * mixed, (last,)
-
-
-def _chunks(count: int) -> Iterator[slice]:
-    for start in range(0, count, _CHUNK):
-        yield slice(start, min(start + _CHUNK, count))

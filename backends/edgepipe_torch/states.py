@@ -16,18 +16,30 @@ from edgepipe_torch.transfer import Transfer
 
 
 class StatePool:
-    """The slots of a slice's recurrent layers. The slot behind the last one holds zeros: a sequence begins with it."""
+    """The slots of a slice's recurrent layers. Behind the last one is a slot of zeros, with which a sequence begins.
 
-    def __init__(self, mixers: Sequence[Recurrent], num_slots: int, device: torch.device) -> None:
+    With ``spare``, another slot follows: surplus rows of graphs write to it, and no row reads it.
+    """
+
+    def __init__(
+        self, mixers: Sequence[Recurrent], num_slots: int, device: torch.device, *, spare: bool = False
+    ) -> None:
         """``mixers``: of the slice's recurrent layers, in order. Raises RuntimeError or MemoryError."""
         self.zeros = num_slots
+        self.spare = num_slots + 1
+        count = added_slots(spare=spare) + num_slots
         self._layers = [
-            tuple(torch.zeros(num_slots + 1, *shape, device=device) for shape in mixer.state_shapes) for mixer in mixers
+            tuple(torch.zeros(count, *shape, device=device) for shape in mixer.state_shapes) for mixer in mixers
         ]
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """Return the tensors [slots + 1, ...] float32 of a recurrent layer; ``index`` counts these."""
+        """Return the tensors [slots, ...] float32 of a recurrent layer; ``index`` counts these."""
         return self._layers[index]
+
+
+def added_slots(*, spare: bool) -> int:
+    """Return how many slots a pool has besides those of sequences and snapshots."""
+    return 2 if spare else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +57,7 @@ class StepStates:
 
     rows: Tensor | None  # [N] int64 packed rows of those; None: they are the step's rows, in order
     read: Tensor  # [N] int64 slots
-    write: Tensor  # [N] int64 slots
+    write: Tensor  # [N] int64 slots; surplus rows of a graph write the same
     only: int | None  # the slot, if N is 1 and the row reads and writes the same
     long: tuple[LongRow, ...]
     zeros: int  # slot of zeros
@@ -63,8 +75,9 @@ class StepStates:
                 long.append(LongRow(row.first_row, row.num_tokens, row.state))
                 continue
             rows.append(row.first_row)
-            read.append(zeros if row.state.read is None else row.state.read)
-            write.append(row.state.writes[0].slot)
+            slots = single_slots(row.state, zeros)
+            read.append(slots[0])
+            write.append(slots[1])
         return cls(
             rows=_sent(rows, transfer) if long else None,
             read=_sent(read, transfer),
@@ -78,6 +91,11 @@ class StepStates:
     def num_single(self) -> int:
         """N"""
         return self.read.shape[0]
+
+
+def single_slots(state: RowState, zeros: int) -> tuple[int, int]:
+    """Return the slots that a row with one token reads and writes."""
+    return zeros if state.read is None else state.read, state.writes[0].slot
 
 
 def _sent(numbers: list[int], transfer: Transfer) -> Tensor:
