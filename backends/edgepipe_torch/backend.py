@@ -59,13 +59,14 @@ from edgepipe_torch.head_shape import by_kind, kernels_fit
 from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.linear import Workspace
 from edgepipe_torch.loading import load_slices
+from edgepipe_torch.mixer_steps import StepKernels, use_kernels
 from edgepipe_torch.packed_attention import PackedSequenceAttention
 from edgepipe_torch.packed_kv import PackedKVStorage
 from edgepipe_torch.paged import PageKernels, step_attention
-from edgepipe_torch.paging import PAGE_TOKENS, Paging, find_paging
+from edgepipe_torch.paging import PAGE_TOKENS, Paging, find_paging, find_step_kernels
 from edgepipe_torch.prepared import PreparedStep, prepare_step
 from edgepipe_torch.rope import Rotations
-from edgepipe_torch.states import StatePool, StepStates
+from edgepipe_torch.states import StatePool, StepStates, added_slots
 from edgepipe_torch.step_ops import CompiledOps
 from edgepipe_torch.transfer import Download, Transfer, make_transfer
 
@@ -91,8 +92,11 @@ class TorchBackend:
         *,
         paging: Paging | None = None,
         kernels: CpuKernels | KernelsUnavailable | None = None,
+        step_kernels: StepKernels | None = None,
     ) -> None:
         """``paging`` replaces what the device offers for attention over pages and for graphs, ``kernels`` the CPU's.
+
+        step_kernels  for one token of recurrent layers, by default the device's
 
         Raises BackendUnavailable if the device is missing, ConfigInvalid for an unknown device or dtype.
         """
@@ -104,6 +108,7 @@ class TorchBackend:
         self._ram_percent = chosen_share(options.settings)  # of the layers, whose experts stay in host memory
         self._kernels = kernels
         self._kv = chosen_kv(options.settings)
+        self._step_kernels = step_kernels or find_step_kernels(self._device)
         self._paging = paging or find_paging(self._device, self._dtype)
         if self._kv and self._paging is not None:
             logger.info("8-bit KV saves memory and costs speed: attention runs without pages and graphs")
@@ -148,6 +153,9 @@ class TorchBackend:
                 kernels=self._kernels,
                 ram_percent=self._ram_percent,
             )
+            if self._step_kernels is not None:
+                mixers = [layer.mixer for part in loaded for layer in part.layers if layer.mixer is not None]
+                use_kernels(mixers, self._step_kernels, self._dtype)
         self._config = weights.config
         self._rotations = rotations
         self._weights = {part.part.index: part for part in loaded}
@@ -177,7 +185,7 @@ class TorchBackend:
         classes = stage_classes(config, parts, num_blocks=num_blocks, window_blocks=window_blocks)
         num_bytes = sum(self.kv_block_bytes(config, own, block_size) * count for count, own in classes)
         state_bytes = config.state_bytes(layer for part in parts for layer in part.layers)
-        num_bytes += state_bytes * (state_slots + 1)  # one holds zeros
+        num_bytes += state_bytes * (state_slots + added_slots(spare=self._pages is not None))
         class_of = memory_classes(config).of_layer if window_blocks else (0,) * config.num_layers
         for decoder in self._decoders.values():
             kinds = by_kind(decoder.heads)
@@ -189,7 +197,7 @@ class TorchBackend:
                 for index, decoder in self._decoders.items()
             }
             self._states = {
-                index: StatePool(own.mixers, state_slots, self._device)
+                index: StatePool(own.mixers, state_slots, self._device, spare=self._pages is not None)
                 for index, own in self._weights.items()
                 if own.mixers
             }
@@ -202,7 +210,7 @@ class TorchBackend:
             self._graphs = {
                 index: self._new_graphs(index, self._pages, kernels)
                 for index, kernels in self._page_kernels.items()
-                if not self._weights[index].waits and kernels.whole and not self._weights[index].mixers
+                if not self._weights[index].waits and kernels.whole
             }
         self._reads = {
             index: ExpertReads(own.mixtures, sizes=ROWS if index in self._graphs else None)
@@ -389,6 +397,7 @@ class TorchBackend:
             pool,
             paging,
             kernels,
+            states=self._states.get(index),
             finish=decoder.logits if decoder.part.head else self._encode,
             travels=torch.bfloat16 if self._activation_type is ActivationType.BF16 else torch.float32,
         )

@@ -2,8 +2,8 @@
 
 Decoding takes about fifteen kernels per layer, and launching them from Python takes longer than running them unless the
 layer is large. A graph is recorded for a number of rows and a width of block table, both rounded up, at the second step
-of that size. Surplus rows write to a spare block without a sequence. One memory pool serves all graphs, and a step's
-inputs arrive as one copy in buffers with fixed addresses.
+of that size. Surplus rows write to a spare block and a spare slot of states, which no sequence has. One memory pool
+serves all graphs, and a step's inputs arrive as one copy in buffers with fixed addresses.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.paged import PagedAttention, PagedSequences, PageKernels, SingleRows
 from edgepipe_torch.paging import Graph, GraphRecorder, Paging
 from edgepipe_torch.prepared import PreparedStep
+from edgepipe_torch.states import StatePool, StepStates, single_slots
 from edgepipe_torch.transfer import GraphTransfer
 
 logger = logging.getLogger(__name__)
@@ -55,14 +56,19 @@ class DecodeGraphs:
         paging: Paging,
         kernels: PageKernels,
         *,
+        states: StatePool | None,
         finish: Finish,
         travels: torch.dtype,
     ) -> None:
-        """``decoder`` needs its own workspace, ``kernels`` one for each layer; ``travels``: type of arrivals."""
+        """``decoder`` needs its own workspace, ``kernels`` one for each layer; ``travels``: type of arrivals.
+
+        states  of a slice with recurrent layers, with a spare slot
+        """
         self._decoder = decoder
         self._pool = pool
         self._transfer = paging.transfer
         self._kernels = kernels
+        self._states = states
         self._recorder = paging.new_recorder()
         self._finish = finish
         self._travels = travels
@@ -78,7 +84,7 @@ class DecodeGraphs:
         pages = next(size for size in _WIDTHS if size >= max(len(row.blocks) for row in layout.rows))
         graph = self._known.get((rows, pages))
         if graph is None:
-            fields = _Fields(self._decoder, self._pool, self._kernels, rows, pages, self._travels)
+            fields = _Fields(self._decoder, self._pool, self._kernels, self._states, rows, pages, self._travels)
             graph = self._known[rows, pages] = _StepGraph(fields, self._compute)
         graph.fields.fill(prepared, inputs, self._transfer)
         graph.run(self._recorder)
@@ -89,7 +95,7 @@ class DecodeGraphs:
             self._decoder.embed(fields.ids, fields.hidden)
         else:
             fields.hidden.copy_(fields.arrived)
-        return self._finish(self._decoder.run(fields.hidden, fields.step, self._pool))
+        return self._finish(self._decoder.run(fields.hidden, fields.step, self._pool, self._states))
 
 
 class _StepGraph:
@@ -123,7 +129,14 @@ class _Fields:
     """A step's inputs on the device, at fixed addresses: B rows, P pages each."""
 
     def __init__(
-        self, decoder: Decoder, pool: KVStorage, kernels: PageKernels, rows: int, pages: int, travels: torch.dtype
+        self,
+        decoder: Decoder,
+        pool: KVStorage,
+        kernels: PageKernels,
+        states: StatePool | None,
+        rows: int,
+        pages: int,
+        travels: torch.dtype,
     ) -> None:
         config, device = decoder.config, pool.device
         self.rows = rows
@@ -138,6 +151,7 @@ class _Fields:
         ]
         shapes: list[tuple[type[Any], tuple[int, ...]]] = [
             (np.int64, (rows,)),
+            (np.int64, (2, rows)),  # slots of states: read and written
             *[(np.int64, (rows,))] * num_classes,
             *[(np.complex64, (rows, 1, pairs)) for pairs in decoder.rotated_pairs],
             *held * num_classes,
@@ -147,10 +161,12 @@ class _Fields:
         self._device = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         starts = np.cumsum([0, *sizes[:-1]])
         host = [self._host[at : at + size] for at, size in zip(starts, sizes, strict=True)]
-        self._ids, *parts = (part.view(kind).reshape(shape) for part, (kind, shape) in zip(host, shapes, strict=True))
+        self._ids, self._state_slots, *parts = (
+            part.view(kind).reshape(shape) for part, (kind, shape) in zip(host, shapes, strict=True)
+        )
         ends = num_classes, num_classes + num_kinds
         self._slots, self._rotations, self._held = parts[: ends[0]], parts[ends[0] : ends[1]], parts[ends[1] :]
-        ids, *tensors = (
+        ids, state_slots, *tensors = (
             self._device[int(at) : int(at) + size].view(_torch_type(kind)).view(shape)
             for at, size, (kind, shape) in zip(starts, sizes, shapes, strict=True)
         )
@@ -165,10 +181,16 @@ class _Fields:
             max_k = pages * pool.block_size
             attention = PagedAttention(kernels, pool, sequences, singles, max_q=1, max_k=max_k)
             found.append(ClassTensors(tensors[number], attention))
-        self.step = StepTensors(classes=found, rotations=tensors[ends[0] : ends[1]], logit_rows=every[:rows])
+        self._states = states
+        self.step = StepTensors(
+            classes=found,
+            rotations=tensors[ends[0] : ends[1]],
+            logit_rows=every[:rows],
+            states=None if states is None else _every_row(state_slots, states),
+        )
 
     def fill(self, prepared: PreparedStep, inputs: npt.NDArray[Any], transfer: GraphTransfer) -> None:
-        """Send a step's inputs. Rows beyond its own read and write the spare block."""
+        """Send a step's inputs. Rows beyond its own read and write the spare block, and write the spare slot."""
         layout = prepared.layout
         count = len(layout.rows)
         for own, turns in zip(self._rotations, prepared.rotations, strict=True):
@@ -181,11 +203,21 @@ class _Fields:
                 lengths[index] = row.length
                 tables[index, : len(row.blocks)] = row.blocks
             np.cumsum(lengths, dtype=np.int32, out=key_starts[1:])
+        if (states := self._states) is not None:
+            self._state_slots[:, count:] = [[states.zeros], [states.spare]]
+            for index, row in enumerate(layout.rows):
+                assert row.state is not None
+                self._state_slots[:, index] = single_slots(row.state, states.zeros)
         if self.ids is not None:
             self._ids[:count] = inputs
         else:
             transfer.upload_to(inputs, self.arrived)
         transfer.upload_to(self._host, self._device)
+
+
+def _every_row(slots: Tensor, states: StatePool) -> StepStates:
+    """Return where rows with one token each read and write states, by slots [2, B]."""
+    return StepStates(rows=None, read=slots[0], write=slots[1], only=None, long=(), zeros=states.zeros)
 
 
 def _torch_type(kind: type[Any]) -> torch.dtype:

@@ -1,4 +1,5 @@
-"""What a device offers for attention over pages and for graphs of its kernels: values that a caller may replace.
+"""What a device offers for attention over pages, for graphs of its kernels and for recurrent layers: values that a
+caller may replace.
 
 CUDA's kernel is torch's variable-length FlashAttention with block tables. It needs torch 2.13, an Ampere or newer card,
 bf16, and pages with a multiple of 256 tokens, which FlashAttention-2 requires. It excludes heads of more than 256,
@@ -19,7 +20,10 @@ from edgepipe.config import kernel_dir
 from edgepipe_torch.compiled_code import KernelsUnavailable
 from edgepipe_torch.cuda_kernels.library import cuda_library
 from edgepipe_torch.cuda_kernels.paged_decode import paged_form
+from edgepipe_torch.cuda_kernels.recurrent_step import step_form
 from edgepipe_torch.head_shape import LayerHeads
+from edgepipe_torch.mixer_steps import StepKernels
+from edgepipe_torch.recurrent import Mixer, StepKernel
 from edgepipe_torch.transfer import CudaTransfer, GraphTransfer
 
 PAGE_TOKENS = 256
@@ -160,6 +164,20 @@ def find_paging(device: torch.device, dtype: torch.dtype) -> Paging | None:
         new_recorder=CudaRecorder,
         transfer=CudaTransfer(device),
     )
+
+
+def find_step_kernels(device: torch.device) -> StepKernels | None:
+    """Return CUDA's kernels for one token of recurrent layers, or None for other devices."""
+    if device.type != "cuda":
+        return None
+
+    def find(mixer: Mixer, dtype: torch.dtype) -> StepKernel:
+        library = cuda_library(device, kernel_dir())
+        if isinstance(library, KernelsUnavailable):
+            raise library
+        return library.mixer_step(step_form(mixer.spec, dtype)).of(mixer)
+
+    return find
 
 
 def _own_kernel(device: torch.device, heads: LayerHeads) -> PagedDecode:

@@ -6,7 +6,6 @@ does not depend on its neighbours. T packed rows, N of them with one token, L to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
 from edgepipe_torch.linear import Linear
+from edgepipe_torch.recurrent_chunks import delta_tokens, scan_tokens
 from edgepipe_torch.states import LongRow, StepStates
 
-_CHUNK = 64  # tokens that are computed side by side
 _LENGTH_EPS = 1e-6  # of the length of queries and keys
 
 State = tuple[Tensor, ...]
@@ -42,7 +41,7 @@ class StepKernel(Protocol):
     def run(self, made: Tensor, states: State, read: Tensor, write: Tensor, *, threads: int) -> Tensor:
         """Return what enters the output product [N, W], valid until the next call; write the rows' states.
 
-        made         [N, F] float32, of the input product
+        made         [N, F] of the input product, in the type that the kernel is for
         states       [slots + 1, ...] of the layer
         read, write  [N] int64 slots
         """
@@ -71,7 +70,7 @@ class Mixer(Protocol):
         ...
 
     def rows(self, made: Tensor, states: State, step: StepStates) -> Tensor:
-        """Return what enters the layer's output product [T, W] float32, and keep the states that the rows name.
+        """Return what enters the layer's output product [T, W], float32 or as ``made``, and keep the rows' states.
 
         made    [T, F], of the input product
         states  [slots + 1, ...] of the layer
@@ -112,21 +111,21 @@ class _Mixed:
 
     def rows(self, made: Tensor, states: State, step: StepStates) -> Tensor:
         """See ``Mixer``."""
-        made = made.float()
         if not step.long:
             return self._singles(made, states, step)
-        out = made.new_empty(made.shape[0], self._width)
+        out = made.new_empty(made.shape[0], self._width, dtype=torch.float32)
         if step.rows is not None and step.num_single:
-            out[step.rows] = self._singles(made[step.rows], states, step)
+            out[step.rows] = self._singles(made[step.rows], states, step).float()
         for row in step.long:
             out[row.first : row.first + row.count] = self._long(
-                made[row.first : row.first + row.count], states, row, step
+                made[row.first : row.first + row.count].float(), states, row, step
             )
         return out
 
     def _singles(self, made: Tensor, states: State, step: StepStates) -> Tensor:
         if self.kernel is not None:
             return self.kernel.run(made, states, step.read, step.write, threads=torch.get_num_threads())
+        made = made.float()
         if step.only is not None:  # in place
             own = tuple(each[step.only : step.only + 1] for each in states)
             out, after = self.step(made, own)
@@ -229,36 +228,8 @@ class DeltaNetMixer(_Mixed):
         mixed, last = self.convolution.whole(last, channels)
         queries, keys, values = (each.transpose(0, 1) for each in self._heads(F.silu(mixed)))
         log_decay, beta = (each.t() for each in self._gates(alpha, beta))
-        outs: list[Tensor] = []
-        for part in _chunks(made.shape[0]):
-            out, memory = delta_chunk(
-                queries[:, part], keys[:, part], values[:, part], log_decay[:, part], beta[:, part], memory
-            )
-            outs.append(out)
-        return self._gated(torch.cat(outs, 1).transpose(0, 1), z), (last, memory)
-
-
-def delta_chunk(
-    queries: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor, beta: Tensor, memory: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the outputs [H, c, V] of c tokens, and the memory [H, K, V] behind them (section 3.3 of the paper).
-
-    queries, keys    [H, c, K]
-    values           [H, c, V]
-    log_decay, beta  [H, c]
-    memory           [H, K, V] before the tokens
-    """
-    total = log_decay.cumsum(-1)  # of each token's decay and those before it
-    since = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp_().tril_()  # [H, c, c]: decay from token j to i
-    scaled = keys * beta.unsqueeze(-1)
-    # What each token writes depends on those before it: a unit triangular system.
-    system = (scaled @ keys.transpose(-1, -2)).mul_(since)
-    wanted = values * beta.unsqueeze(-1) - (scaled * total.exp().unsqueeze(-1)) @ memory
-    errors = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    out = (queries * total.exp().unsqueeze(-1)) @ memory
-    out += (queries @ keys.transpose(-1, -2)).mul_(since) @ errors
-    left = (total[:, -1:] - total).exp().unsqueeze(-1)
-    return out, memory * total[:, -1:, None].exp() + (keys * left).transpose(-1, -2) @ errors
+        out, memory = delta_tokens(queries, keys, values, log_decay, beta, memory)
+        return self._gated(out.transpose(0, 1), z), (last, memory)
 
 
 class Mamba2Mixer(_Mixed):
@@ -319,28 +290,9 @@ class Mamba2Mixer(_Mixed):
         mixed, last = self.convolution.whole(last, channels)
         x, into, out_of = (each.transpose(0, 1) for each in self._heads(F.silu(mixed)))
         dt = self._steps(dt).t()
-        outs: list[Tensor] = []
-        for part in _chunks(made.shape[0]):
-            decay = dt[:, part] * -self.rates.unsqueeze(-1)
-            out, memory = scan_chunk(x[:, part] * dt[:, part, None], into[:, part], out_of[:, part], decay, memory)
-            outs.append(out + x[:, part] * self.skips[:, None, None])
-        return self._gated(torch.cat(outs, 1).transpose(0, 1), z), (last, memory)
-
-
-def scan_chunk(x: Tensor, into: Tensor, out_of: Tensor, log_decay: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs [H, c, D] of c tokens, and the memory [H, D, N] behind them (section 6 of the paper).
-
-    x             [H, c, D] times dt
-    into, out_of  [H, c, N]: B and C
-    log_decay     [H, c]
-    memory        [H, D, N] before the tokens
-    """
-    total = log_decay.cumsum(-1)
-    since = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp_().tril_()
-    out = (out_of @ into.transpose(-1, -2)).mul_(since) @ x
-    out += (out_of * total.exp().unsqueeze(-1)) @ memory.transpose(-1, -2)
-    left = (total[:, -1:] - total).exp().unsqueeze(-1)
-    return out, memory * total[:, -1:, None].exp() + (x * left).transpose(-1, -2) @ into
+        out, memory = scan_tokens(x * dt.unsqueeze(-1), into, out_of, dt * -self.rates.unsqueeze(-1), memory)
+        out += x * self.skips[:, None, None]
+        return self._gated(out.transpose(0, 1), z), (last, memory)
 
 
 class ShortConvMixer(_Mixed):
@@ -364,8 +316,3 @@ class ShortConvMixer(_Mixed):
         into, out_of, x = made.chunk(3, -1)
         mixed, last = self.convolution.whole(state[0], into * x)
         return out_of * mixed, (last,)
-
-
-def _chunks(count: int) -> Iterator[slice]:
-    for start in range(0, count, _CHUNK):
-        yield slice(start, min(start + _CHUNK, count))

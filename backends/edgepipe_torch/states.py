@@ -16,18 +16,30 @@ from edgepipe_torch.transfer import Transfer
 
 
 class StatePool:
-    """The slots of a slice's recurrent layers. The slot behind the last one holds zeros: a sequence begins with it."""
+    """The slots of a slice's recurrent layers. Behind the last one is a slot of zeros, with which a sequence begins.
 
-    def __init__(self, mixers: Sequence[Recurrent], num_slots: int, device: torch.device) -> None:
+    With ``spare``, another slot follows: surplus rows of graphs write to it, and no row reads it.
+    """
+
+    def __init__(
+        self, mixers: Sequence[Recurrent], num_slots: int, device: torch.device, *, spare: bool = False
+    ) -> None:
         """``mixers``: of the slice's recurrent layers, in order. Raises RuntimeError or MemoryError."""
         self.zeros = num_slots
+        self.spare = num_slots + 1
+        count = added_slots(spare=spare) + num_slots
         self._layers = [
-            tuple(torch.zeros(num_slots + 1, *shape, device=device) for shape in mixer.state_shapes) for mixer in mixers
+            tuple(torch.zeros(count, *shape, device=device) for shape in mixer.state_shapes) for mixer in mixers
         ]
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """Return the tensors [slots + 1, ...] float32 of a recurrent layer; ``index`` counts these."""
+        """Return the tensors [slots, ...] float32 of a recurrent layer; ``index`` counts these."""
         return self._layers[index]
+
+
+def added_slots(*, spare: bool) -> int:
+    """Return how many slots a pool has besides those of sequences and snapshots."""
+    return 2 if spare else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +57,7 @@ class StepStates:
 
     rows: Tensor | None  # [N] int64 packed rows of those; None: they are the step's rows, in order
     read: Tensor  # [N] int64 slots
-    write: Tensor  # [N] int64 slots
+    write: Tensor  # [N] int64 slots; surplus rows of a graph write the same
     only: int | None  # the slot, if N is 1 and the row reads and writes the same
     long: tuple[LongRow, ...]
     zeros: int  # slot of zeros

@@ -24,6 +24,7 @@ from edgepipe_torch.cuda_kernels.forms import (
     expert_files,
 )
 from edgepipe_torch.cuda_kernels.paged_decode import PagedForm
+from edgepipe_torch.cuda_kernels.recurrent_step import StepForm
 
 COMPILER = shutil.which("g++")
 
@@ -84,6 +85,11 @@ def experts_part(form: KernelForm) -> Part:
 def paged_part(form: PagedForm) -> Part:
     """Attention over pages."""
     return Part(files=PAGED_FILES, macros=form.macros, functions=PAGED_FUNCTIONS)
+
+
+def step_part(form: StepForm) -> Part:
+    """One token of recurrent layers."""
+    return Part(files=form.files, macros=form.macros, functions=form.functions)
 
 
 ROUTING = Part(files=ROUTING_FILES, macros={}, functions=ROUTING_FUNCTIONS)

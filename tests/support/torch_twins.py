@@ -1,6 +1,7 @@
 """One model twice on a CPU: over pages and as graphs, and sequence by sequence. Every step runs on both.
 
-Blocks that no sequence holds are full of NaN, and so is the spare block until surplus rows write to it.
+Blocks and slots of states that no sequence holds are full of NaN, and so are the spare ones until surplus rows write
+there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,10 @@ import torch
 from edgepipe_torch import TorchBackend
 from edgepipe_torch.head_shape import LayerHeads
 from edgepipe_torch.kv import KVStorage
+from edgepipe_torch.mixer_steps import StepKernels
 from edgepipe_torch.paging import PagedDecode
 
-from edgepipe.backend.types import ActivationType, BackendOptions, Step, StepRow
+from edgepipe.backend.types import ActivationType, BackendOptions, RowState, StateWrite, Step, StepRow
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config
 from tests.support.decode_reference import reference_decode
@@ -43,12 +46,15 @@ class Twins:
         page_tokens: int = 4,
         num_blocks: int = 96,
         decode: Callable[[LayerHeads], PagedDecode] = reference_decode,
+        step_kernels: StepKernels | None = None,
     ) -> None:
         """``cuts``: layers before which a slice ends; ``kind``: type of activations between slices.
 
-        decode  gives the kernel of layers that torch's kernel over pages excludes
+        decode        gives the kernel of layers that torch's kernel over pages excludes
+        step_kernels  of recurrent layers, where graphs are
         """
         self.config = config
+        self.state_slots = 24 if config.state_bytes() else 0
         self.num_blocks = num_blocks
         self.page_tokens = page_tokens
         self._cuts = cuts
@@ -57,7 +63,7 @@ class Twins:
         self._waiting: list[tuple[Any, np.ndarray]] = []
         options = BackendOptions(device="cpu", dtype="float32", activation_type=kind, threads=1)
         paging = cpu_paging(page_tokens=page_tokens, new_recorder=self._new_recorder, decode=decode)
-        self.paged = TorchBackend(options, paging=paging)
+        self.paged = TorchBackend(options, paging=paging, step_kernels=step_kernels)
         self.plain = TorchBackend(options)
         self.load()
         self.allocate()
@@ -73,18 +79,27 @@ class Twins:
             backend.load(self._slices(), TinyWeights(self.config, seed=seed), lambda _progress: None)
 
     def allocate(self) -> None:
-        """Allocate both pools, full of NaN."""
+        """Allocate both pools, full of NaN but for the slot of zeros."""
         self._recorders.clear()
         for backend in (self.paged, self.plain):
-            backend.allocate_kv(num_blocks=self.num_blocks, block_size=self.page_tokens)
+            backend.allocate_kv(num_blocks=self.num_blocks, block_size=self.page_tokens, state_slots=self.state_slots)
             for pool in pools_of(backend):
                 pool.fill_(torch.nan)
+            for states in states_of(backend):
+                states[: self.state_slots] = torch.nan
+                states[self.state_slots + 1 :] = torch.nan
 
     def spoil(self, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN."""
         for backend in (self.paged, self.plain):
             for pool in pools_of(backend):
                 pool.unflatten(1, (-1, self.page_tokens))[:, list(blocks)] = torch.nan
+
+    def spoil_states(self, slots: Sequence[int]) -> None:
+        """Fill slots with NaN."""
+        for backend in (self.paged, self.plain):
+            for states in states_of(backend):
+                states[list(slots)] = torch.nan
 
     def step(
         self,
@@ -131,6 +146,9 @@ class Twins:
         end = self.num_blocks * self.page_tokens
         for paged, plain in zip(pools_of(self.paged), pools_of(self.plain), strict=True):
             self._assert_close(paged[:, :end].numpy(), plain[:, :end].numpy())
+        end = self.state_slots + 1  # with the slot of zeros
+        for paged, plain in zip(states_of(self.paged), states_of(self.plain), strict=True):
+            self._assert_close(paged[:end].numpy(), plain[:end].numpy())
 
     def _assert_close(self, found: np.ndarray, expected: np.ndarray) -> None:
         known = np.abs(expected[np.isfinite(expected)])
@@ -157,6 +175,8 @@ class Crowd:
         self._uses: Counter[int] = Counter()  # of each block, by sequences
         self._tables: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
+        self._free_slots = list(range(twins.state_slots))
+        self._slots: dict[int, int] = {}  # of each sequence's state
         self._next = 1
 
     def arrive(self, prompts: Sequence[int]) -> None:
@@ -189,6 +209,8 @@ class Crowd:
         shared = table[: length // size]
         self._uses.update(shared)
         self._tables[self._next], self._lengths[self._next] = list(shared), length
+        if parent in self._slots:
+            self._slots[self._next] = self._slots[parent]
         copies: list[tuple[int, int]] = []
         if length % size:
             own = self._take()
@@ -202,6 +224,7 @@ class Crowd:
         for sequence in self._random.sample(sorted(self._tables), min(count, len(self._tables))):
             table = self._tables.pop(sequence)
             del self._lengths[sequence]
+            self._release(self._slots.pop(sequence, None))
             self._uses.subtract(table)
             unused = [block for block in table if not self._uses[block]]
             self._twins.spoil(unused)
@@ -210,18 +233,36 @@ class Crowd:
     def _advance(self, counts: dict[int, int], copies: Sequence[tuple[int, int]] = ()) -> None:
         """Compute so many tokens of each of these sequences, except of those for which no blocks are left."""
         rows: list[StepRow] = []
+        before = dict(self._slots)
         for sequence, tokens in counts.items():
             position = self._lengths[sequence]
             missing = self._missing(sequence, position + tokens)
-            if missing > len(self._free):
+            if missing > len(self._free) or (self._twins.state_slots and len(self._free_slots) < 2):
                 continue
             self._tables[sequence] += [self._take() for _ in range(missing)]
             self._lengths[sequence] += tokens
             runs = [(block, 1) for block in self._tables[sequence]]
-            rows.append(step_row(position, tokens, *runs, sequence=sequence))
+            row = step_row(position, tokens, *runs, sequence=sequence)
+            rows.append(replace(row, state=self._state(sequence, tokens)) if self._twins.state_slots else row)
         if rows:
             ids = [self._random.randrange(self._twins.config.vocab_size) for row in rows for _ in range(row.num_tokens)]
             self._twins.step(rows, ids, copies=copies)
+        for slot in {before[sequence] for sequence in before if before[sequence] != self._slots[sequence]}:
+            self._release(slot)
+
+    def _state(self, sequence: int, tokens: int) -> RowState:
+        """Keep a sequence's state in its slot, or in another."""
+        read = self._slots.get(sequence)
+        shared = sum(slot == read for slot in self._slots.values()) > 1
+        if read is None or shared or self._random.random() < 0.5:
+            self._slots[sequence] = self._free_slots.pop(self._random.randrange(len(self._free_slots)))
+        return RowState(read, (StateWrite(tokens, self._slots[sequence]),))
+
+    def _release(self, slot: int | None) -> None:
+        """Give a slot back unless another sequence has it."""
+        if slot is not None and slot not in self._slots.values():
+            self._twins.spoil_states([slot])
+            self._free_slots.append(slot)
 
     def _missing(self, sequence: int, length: int) -> int:
         return -(-length // self._twins.page_tokens) - len(self._tables.get(sequence, ()))
@@ -235,3 +276,10 @@ class Crowd:
 def pools_of(backend: TorchBackend) -> list[torch.Tensor]:
     """The pool [layers, slots, 2 * kv heads, D] of each slice."""
     return [pool for storage in backend._pools.values() if isinstance(storage, KVStorage) for pool in storage.pools]
+
+
+def states_of(backend: TorchBackend) -> list[torch.Tensor]:
+    """The tensors [slots, ...] of the recurrent layers of all slices."""
+    pools = backend._states.items()
+    layers = [pool.layer(at) for index, pool in pools for at in range(len(backend._weights[index].mixers))]
+    return [tensor for layer in layers for tensor in layer]

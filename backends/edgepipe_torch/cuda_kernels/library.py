@@ -32,6 +32,8 @@ from edgepipe_torch.cuda_kernels.nvrtc import Nvrtc, find_nvrtc
 from edgepipe_torch.cuda_kernels.paged_checking import worst_decode_error
 from edgepipe_torch.cuda_kernels.paged_decode import PagedDecode, PagedForm
 from edgepipe_torch.cuda_kernels.products import Products
+from edgepipe_torch.cuda_kernels.recurrent_checking import worst_step_error
+from edgepipe_torch.cuda_kernels.recurrent_step import MixerStep, StepForm
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,7 @@ class CudaLibrary:
         self._experts = _Known(self._load_experts)
         self._routing = _Known(self._load_routing)
         self._paged = _Known(self._load_paged)
+        self._mixer_steps = _Known(self._load_mixer_step)
 
     def products(self, form: KernelForm) -> Products:
         """See KernelLibrary."""
@@ -95,6 +98,10 @@ class CudaLibrary:
     def paged(self, form: PagedForm) -> PagedDecode:
         """Return attention over pages. The first call of a form may take seconds. Raises KernelsUnavailable."""
         return self._paged.get(form)
+
+    def mixer_step(self, form: StepForm) -> MixerStep:
+        """Return what computes one token of recurrent layers. See ``paged``."""
+        return self._mixer_steps.get(form)
 
     def _load_products(self, form: KernelForm) -> Products:
         module = self._module(PRODUCT_FILES, form.macros, FUNCTIONS)
@@ -116,6 +123,11 @@ class CudaLibrary:
         kernel = PagedDecode(module, form, multiprocessors=self._multiprocessors)
         _refuse_wrong(worst_decode_error(kernel, form, self._device))
         return kernel
+
+    def _load_mixer_step(self, form: StepForm) -> MixerStep:
+        kernels = MixerStep(self._module(form.files, form.macros, form.functions), form)
+        _refuse_wrong(worst_step_error(kernels, form, self._device))
+        return kernels
 
     def _module(self, files: tuple[str, ...], macros: dict[str, str], functions: Sequence[str]) -> CudaModule:
         return CudaModule(self._compiled.cubin(files, macros, self._architecture), functions, self._device)
