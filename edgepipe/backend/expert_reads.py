@@ -45,23 +45,21 @@ def skewed_shares(count: int, used: int, skew: float) -> tuple[ExpertShare, ...]
 
     Expert i is chosen (i + 1)^-skew times as often as the first, as far as no token chooses an expert twice.
     """
-    odds = _inclusion([(index + 1) ** -skew for index in range(count)], used)
+    odds = _inclusion(count, used, skew)
     return tuple(
         ExpertShare(tokens, sum(1.0 - (1.0 - each) ** tokens for each in odds) / count)
         for tokens in (1 << octave for octave in range(1, 13))
     )
 
 
-def _inclusion(weights: list[float], used: int) -> list[float]:
-    """Return each expert's probability to be among a token's, in proportion to its weight and at most 1."""
-    rest, total = list(weights), float(used)
-    for certain in range(used):  # descending weights: the first may exceed 1
-        share = total / sum(rest)
-        if rest[0] * share < 1:
-            return [1.0] * certain + [weight * share for weight in rest]
-        del rest[0]
-        total -= 1.0
-    return [1.0] * used + [0.0] * len(rest)
+def _inclusion(count: int, used: int, skew: float) -> list[float]:
+    """Return each expert's probability to be among a token's, in proportion to its odds and at most 1."""
+    for certain in range(used):  # odds descend: the first of the rest may exceed 1
+        odds = [((certain + 1) / (index + 1)) ** skew for index in range(certain, count)]  # 1, then less, down to 0
+        share = (used - certain) / sum(odds)
+        if share < 1:
+            return [1.0] * certain + [each * share for each in odds]
+    return [1.0] * used + [0.0] * (count - used)
 
 
 def _exponent(tokens: float, token_share: float, measured: Sequence[ExpertShare]) -> float:

@@ -53,6 +53,18 @@ def test_skewed_choices_read_fewer_experts_and_each_token_still_its_own() -> Non
     assert skewed_shares(8, 8, 3.0)[0].share == 1.0
 
 
+@given(st.integers(1, 40).flatmap(lambda count: st.tuples(st.just(count), st.integers(1, count))), st.floats(0, 1e308))
+def test_any_skew_gives_shares_from_one_tokens_to_the_bound(sizes: tuple[int, int], skew: float) -> None:
+    count, used = sizes
+    for each in skewed_shares(count, used, skew):
+        assert used / count - 1e-9 <= each.share <= distinct_share(each.tokens, used / count) + 1e-9
+
+
+def test_with_a_steep_skew_all_tokens_read_the_same_experts() -> None:
+    for skew in (150.0, 1e4, 1e308):
+        assert all(each.share == pytest.approx(TOKEN_SHARE, rel=1e-4) for each in skewed_shares(128, 8, skew))
+
+
 def test_a_meter_gives_means_of_sizes_that_came_often_enough() -> None:
     meter = ExpertMeter()
     meter.note(1, TOKEN_SHARE)

@@ -146,6 +146,7 @@ def test_a_step_tells_the_share_of_experts_that_its_time_counts() -> None:
     assert skewed.tokens == 16
     assert share_read(16, skew="1.5") == pytest.approx(skewed.share)
     assert share_read(16, skew="1.5") < 0.5 * share_read(16)
+    assert share_read(16, skew="1e9") == pytest.approx(8 / 128), "all tokens choose the same experts"
 
 
 def test_a_skew_that_is_no_skew_is_refused() -> None:
