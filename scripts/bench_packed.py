@@ -9,6 +9,7 @@ it without a compiler, K-quantised copies where ``xllamacpp`` is installed.
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,11 +28,15 @@ from packed_quality import kv_rows, quality_rows
 from packed_shape import shape_rows
 from packed_step import resident_rows, split_rows
 
+from edgepipe.model.dequantise import as_float32
 from edgepipe.model.gguf_packing import gguf_form, pack_gguf
 from edgepipe.model.gguf_types import BLOCKS_BY_NAME
+from edgepipe.model.packed import Packed
 from edgepipe.model.tensors import RawTensor, TensorInfo
 from edgepipe.model.weights import open_weights
 from tests.support.packed_models import random_blocks
+from tests.support.quantised_folders import write_quantised_folder
+from tests.support.quantised_weights import RECIPES
 
 LLAMA_CONTEXT = 1024
 ROUNDS = 4
@@ -42,7 +47,7 @@ ALL_TYPES = ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q3_K", "IQ4_NL")
 def main() -> None:
     """Measure what is asked for, print the table."""
     parts: dict[str, Callable[[Path, bool], list[Row]]] = {
-        "exact": lambda _model, _full: exact_rows(),
+        "exact": lambda _model, _full: [*exact_rows(), folder_row()],
         "resident": lambda model, _full: resident_rows(model),
         "split": lambda model, _full: split_rows(model),
         "speed": lambda model, _full: speed_rows(model),
@@ -82,6 +87,24 @@ def exact_rows() -> list[Row]:
     return [
         Row("GGUF types that unpack bit-exactly", equal, "types", wanted, "all but IQ1-3", None, "all", equal >= wanted)
     ]
+
+
+def folder_row() -> Row:
+    """Compare every weight of a tiny model in each form of safetensors with values from the form's definition."""
+    equal = 0
+    for name in RECIPES:
+        with tempfile.TemporaryDirectory() as folder:
+            expected = write_quantised_folder(Path(folder), name)
+            source = open_weights(Path(folder))
+            loaded = {weight: source.load(weight) for weight in expected}
+            found = {
+                key: each.float32() if isinstance(each, Packed) else as_float32(each) for key, each in loaded.items()
+            }
+            equal += all(np.array_equal(found[weight], values) for weight, values in expected.items())
+    return Row(
+        "forms of safetensors that unpack bit-exactly", equal, "forms", len(RECIPES), "tested", None, "all",
+        equal == len(RECIPES),
+    )  # fmt: skip
 
 
 def speed_rows(model: Path) -> list[Row]:

@@ -86,8 +86,20 @@ def find_leftovers(
     if kernels.exists():
         found.append(Leftover(path=kernels, what="compiled kernels", num_bytes=_size(kernels)))
     if models_dir.exists():
-        found.append(Leftover(path=models_dir, what="models", num_bytes=_size(models_dir), kept=not purge_models))
+        repacked = [] if purge_models else _repacked(models_dir)
+        size = _size(models_dir) - sum(each.num_bytes for each in repacked)
+        found += [*repacked, Leftover(path=models_dir, what="models", num_bytes=size, kept=not purge_models)]
     return found
+
+
+def _repacked(models_dir: Path) -> list[Leftover]:
+    """Find the copies of weights in a CPU's layout beside the models."""
+    from edgepipe.model.repacked import REPACKED_FOLDER
+
+    folders = sorted(
+        path for path in models_dir.glob(f"*/{REPACKED_FOLDER}") if path.is_dir() and not path.is_symlink()
+    )
+    return [Leftover(path=path, what="weights in this CPU's layout", num_bytes=_size(path)) for path in folders]
 
 
 def _print(leftovers: Sequence[Leftover], *, dry_run: bool) -> None:

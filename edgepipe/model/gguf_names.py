@@ -44,6 +44,11 @@ class GgufChoice:
         """Whether edgepipe knows the type, or the name has none and only the header says."""
         return not self.type or bool(main_scheme(self.type))
 
+    @property
+    def usable(self) -> bool:
+        """Whether all its parts are there, and its type is known."""
+        return self.known and not self.missing
+
 
 def type_of(file_name: str) -> str:
     """Return the last whole type in a file's path, in capital letters: ``UD-Q4_K_XL``; empty without one."""
@@ -92,7 +97,7 @@ def choose_type(pick: str, choices: Sequence[GgufChoice], *, repo: str) -> GgufC
     exact = [choice for choice in choices if wanted and wanted in (choice.label.lower(), choice.type.lower())]
     found = exact or [choice for choice in choices if not wanted or plain_type(choice.type) == wanted]
     if len(found) == 1:
-        return _complete(found[0])
+        return _complete(found[0], [choice for choice in choices if choice.usable], repo)
     labels = ", ".join(choice.label for choice in choices[:_SHOWN]) + ", ..." * (len(choices) > _SHOWN)
     step = f"edgepipe models pull {repo}:{recommended_label(found or choices)}"
     if not found:
@@ -106,8 +111,8 @@ def stored_name(repo: str, choice: GgufChoice, *, alone: bool) -> str:
 
 
 def recommended_label(choices: Sequence[GgufChoice]) -> str:
-    """Return the label of Q4_K_M if there is one, else of a choice of middle size, if possible of a known type."""
-    choices = [choice for choice in choices if choice.known] or choices
+    """Return the label of Q4_K_M if there is one, else of a choice of middle size; if possible of a usable one."""
+    choices = [choice for choice in choices if choice.usable] or choices
     preferred = next((choice for choice in choices if choice.type == "Q4_K_M"), None)
     preferred = preferred or next((choice for choice in choices if plain_type(choice.type).startswith("q4_k")), None)
     return (preferred or choices[len(choices) // 2]).label
@@ -126,9 +131,12 @@ def _choice(parts: dict[int, PlannedFile], count: int, *, stem: str) -> GgufChoi
     )
 
 
-def _complete(choice: GgufChoice) -> GgufChoice:
-    if choice.missing:
-        raise ModelInvalid(
-            f"the repository lacks parts of '{choice.label}'", fact=f"missing: {', '.join(choice.missing[:5])}"
-        )
-    return choice
+def _complete(choice: GgufChoice, usable: Sequence[GgufChoice], repo: str) -> GgufChoice:
+    """Return a choice with all its parts. Raises ModelInvalid, which names one of ``usable`` instead."""
+    if not choice.missing:
+        return choice
+    raise ModelInvalid(
+        f"the repository lacks parts of '{choice.label}'",
+        fact=f"missing: {', '.join(choice.missing[:5])}",
+        next_step=f"edgepipe models pull {repo}:{recommended_label(usable)}" if usable else "",
+    )

@@ -10,20 +10,19 @@ import fnmatch
 import hashlib
 import io
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from edgepipe.errors import ArchitectureUnsupported, EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
-from edgepipe.model.config import read_hf_config
 from edgepipe.model.gguf_names import GgufChoice, choose_type, gguf_choices, recommended_label, stored_name
 from edgepipe.model.gguf_split import names_in_store
 from edgepipe.model.install import METADATA_NAMES, check_metadata_size, file_chunks, hash_file
 from edgepipe.model.progress import OnProgress, PlannedFile, ProgressCounter
 from edgepipe.model.safe_path import check_member_name
-from edgepipe.model.safetensors_file import INDEX_FILE, SINGLE_FILE, shard_names
+from edgepipe.model.safetensors_file import INDEX_FILE, SINGLE_FILE
 
 SHARDS = "model-*-of-*.safetensors"
 CONTACT_TIMEOUT_S = 10.0  # for the hub's first answer
@@ -131,10 +130,18 @@ def list_hub(source: HubSource, *, endpoint: str | None = None) -> HubListing:
     )
 
 
-def fetch_hub(plan: HubPlan, folder: Path, on_progress: OnProgress, *, endpoint: str | None = None) -> None:
-    """Fetch a plan's files into ``folder``, metadata first, so that an unusable model is refused before its weights.
+def fetch_hub(
+    plan: HubPlan,
+    folder: Path,
+    on_progress: OnProgress,
+    *,
+    check: Callable[[Path], None],
+    endpoint: str | None = None,
+) -> None:
+    """Fetch a plan's files into ``folder``, metadata first.
 
-    Raises ModelDownloadFailed (partial files stay), ModelInvalid (a file with a wrong hash is deleted).
+    ``check`` gets the folder before any weights are fetched, and raises for an unusable model. Raises its errors,
+    ModelDownloadFailed (partial files stay), ModelInvalid (a file with a wrong hash is deleted).
     """
     total = sum(file.num_bytes for file in plan.files)
     counter = ProgressCounter(on_progress, "download", total)
@@ -142,11 +149,7 @@ def fetch_hub(plan: HubPlan, folder: Path, on_progress: OnProgress, *, endpoint:
     weights = [file for file in plan.files if file.name not in METADATA_NAMES]
     for file in metadata:
         _fetch(plan, file, folder, counter, endpoint)
-    if not plan.gguf:
-        with suggesting_alternative(plan):
-            read_hf_config(folder)
-        if (folder / INDEX_FILE).exists():
-            _check_index(folder, weights)
+    check(folder)
     for file in weights:
         _fetch(plan, file, folder, counter, endpoint, stored=plan.stored.get(file.name, ""))
 
@@ -210,8 +213,8 @@ def _plan(source: HubSource, listing: HubListing) -> HubPlan:
 
 def _alternative(source: HubSource, choices: Sequence[GgufChoice], original: str) -> str:
     """Return what a pull of ``source`` may fetch instead: another type, else the original; empty without either."""
-    known = [choice for choice in choices if choice.known]
-    return f"{source.repo}:{recommended_label(known)}" if known else original
+    usable = [choice for choice in choices if choice.usable]
+    return f"{source.repo}:{recommended_label(usable)}" if usable else original
 
 
 def _without_gguf(source: HubSource, files: Sequence[PlannedFile]) -> ModelInvalid:
@@ -234,12 +237,6 @@ def _without_gguf(source: HubSource, files: Sequence[PlannedFile]) -> ModelInval
 
 def _has_safetensors(files: Sequence[PlannedFile]) -> bool:
     return any(file.name in (INDEX_FILE, SINGLE_FILE) for file in files)
-
-
-def _check_index(folder: Path, weights: Sequence[PlannedFile]) -> None:
-    missing = set(shard_names(folder)) - {file.name for file in weights}
-    if missing:
-        raise ModelInvalid("the repository lacks weight files", fact=f"missing: {', '.join(sorted(missing)[:5])}")
 
 
 def _fetch(

@@ -1,40 +1,81 @@
-"""Refuse a GGUF model on the Hugging Face Hub after reading only its headers, before its weights are downloaded."""
+"""Refuse a model on the Hugging Face Hub after reading only its files' headers, before its weights are downloaded."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
 
-from edgepipe.model.config import gguf_config
+from edgepipe.errors import ModelInvalid
+from edgepipe.model.config import gguf_config, read_hf_config
 from edgepipe.model.gguf_file import JoinedGguf
-from edgepipe.model.gguf_header import MAX_HEADER_BYTES, GgufHeader, parse_gguf_header
+from edgepipe.model.gguf_header import MAX_HEADER_BYTES as MAX_GGUF_HEADER_BYTES
+from edgepipe.model.gguf_header import parse_gguf_header
 from edgepipe.model.gguf_tokenizer import check_tokenizer_kind
 from edgepipe.model.hub import HubPlan, suggesting_alternative
-from edgepipe.model.hub_files import METADATA_WAITS, HubFiles
+from edgepipe.model.hub_files import METADATA_WAITS, HeaderParser, HubFiles
+from edgepipe.model.install import METADATA_NAMES
 from edgepipe.model.layout import check_layout
+from edgepipe.model.progress import PlannedFile
+from edgepipe.model.safetensors_file import INDEX_FILE, MAX_HEADER_BYTES, indexed_places, parse_safetensors, shard_names
+from edgepipe.model.weights import settled_layout
 
 _IDLE_S = 20.0  # limit for silence of the hub
+_AT_ONCE = 8  # headers that are read side by side: large models have over a hundred files
+
+_T = TypeVar("_T")
 
 
-def check_hub_gguf(plan: HubPlan, *, endpoint: str | None = None) -> None:
-    """Read the headers of a plan's GGUF files and check that the model can be read. Blocks.
+def check_hub(plan: HubPlan, folder: Path, *, endpoint: str | None = None) -> None:
+    """Read the headers of a plan's weight files and check that the model can be read. Blocks.
 
-    Raises ModelInvalid (unreadable type, parts that do not fit), ArchitectureUnsupported, ModelUnknown,
-    ModelDownloadFailed, RemoteProtocolError, SendTimeout.
+    ``folder`` has the plan's metadata files. Raises ModelInvalid (an unreadable format, parts that do not fit, tensors
+    that contradict the config), ArchitectureUnsupported, ModelUnknown, ModelDownloadFailed, RemoteProtocolError,
+    SendTimeout.
     """
-    joined = JoinedGguf(asyncio.run(_headers(plan, endpoint)))
+    if plan.gguf:
+        _check_gguf(plan, endpoint)
+    else:
+        with suggesting_alternative(plan):
+            _check_safetensors(plan, folder, endpoint)
+
+
+def _check_gguf(plan: HubPlan, endpoint: str | None) -> None:
+    with suggesting_alternative(plan):
+        reading = _headers(plan, plan.gguf, parse_gguf_header, most_bytes=MAX_GGUF_HEADER_BYTES, endpoint=endpoint)
+        headers = asyncio.run(reading)
+    joined = JoinedGguf(headers)
     check_layout(gguf_config(joined.metadata, joined.shapes), joined.infos)
     check_tokenizer_kind(joined.metadata)
 
 
-async def _headers(plan: HubPlan, endpoint: str | None) -> dict[str, GgufHeader]:
+def _check_safetensors(plan: HubPlan, folder: Path, endpoint: str | None) -> None:
+    config = read_hf_config(folder)
+    files = [file for file in plan.files if file.name not in METADATA_NAMES]
+    indexed = set(shard_names(folder)) if (folder / INDEX_FILE).exists() else set[str]()
+    if missing := indexed - {file.name for file in files}:
+        raise ModelInvalid("the repository lacks weight files", fact=f"missing: {', '.join(sorted(missing)[:5])}")
+    reading = _headers(plan, files, parse_safetensors, most_bytes=8 + MAX_HEADER_BYTES, endpoint=endpoint)
+    places = indexed_places(folder, asyncio.run(reading))
+    settled_layout(config, {name: place.info for name, (_, place) in places.items()})
+
+
+async def _headers(
+    plan: HubPlan, files: Sequence[PlannedFile], parse: HeaderParser[_T], *, most_bytes: int, endpoint: str | None
+) -> dict[str, _T]:
+    """Return the files' headers by name."""
     hub = HubFiles(replace(plan.source, revision=plan.commit), endpoint=endpoint, idle_s=_IDLE_S)
-    headers: dict[str, GgufHeader] = {}
+    turns = asyncio.Semaphore(_AT_ONCE)
+
+    async def header(file: PlannedFile) -> _T:
+        async with turns, hub.patience(waits=METADATA_WAITS):
+            return await hub.header(file, parse, most_bytes=most_bytes)
+
     try:
-        with suggesting_alternative(plan):
-            for file in plan.gguf:
-                async with hub.patience(waits=METADATA_WAITS):
-                    headers[file.name] = await hub.header(file, parse_gguf_header, most_bytes=MAX_HEADER_BYTES)
+        first = await header(files[0])  # opens the session that all share
+        found = [first, *await asyncio.gather(*map(header, files[1:]))]
     finally:
         await hub.aclose()
-    return headers
+    return {file.name: each for file, each in zip(files, found, strict=True)}

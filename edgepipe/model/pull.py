@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
@@ -17,7 +18,7 @@ from edgepipe.model.disk import check_room, disk_errors
 from edgepipe.model.gguf_file import open_gguf
 from edgepipe.model.gguf_split import GGUF_FILE, names_in_store, part_name, part_paths
 from edgepipe.model.hub import HubSource, fetch_hub, parse_hub_source, pinned_text, plan_hub
-from edgepipe.model.hub_check import check_hub_gguf
+from edgepipe.model.hub_check import check_hub
 from edgepipe.model.install import METADATA_NAMES, check_metadata_size, install
 from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE
 from edgepipe.model.names import canonical_name, folder_name
@@ -146,9 +147,8 @@ class Puller:
         plan = plan_hub(source, endpoint=self._endpoint)
 
         def fetch(folder: Path, on_progress: OnProgress) -> None:
-            if plan.gguf:
-                check_hub_gguf(plan, endpoint=self._endpoint)
-            fetch_hub(plan, folder, on_progress, endpoint=self._endpoint)
+            check = partial(check_hub, plan, endpoint=self._endpoint)
+            fetch_hub(plan, folder, on_progress, check=check, endpoint=self._endpoint)
 
         return _Job(
             model_id=plan.model_id,

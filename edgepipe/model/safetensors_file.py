@@ -54,19 +54,25 @@ class SafetensorsFiles:
 def open_safetensors(folder: Path) -> SafetensorsFiles:
     """Open a model folder's tensors, single or indexed. Raises ModelInvalid (damaged, missing, outside the folder)."""
     index = folder / INDEX_FILE
+    names, where = (set(_read_index(index).values()), INDEX_FILE) if index.exists() else ({SINGLE_FILE}, "the folder")
+    paths = {name: member_path(folder, name, where=where) for name in sorted(names)}
+    places = indexed_places(folder, {name: _read_places(path) for name, path in paths.items()})
+    return SafetensorsFiles({tensor: (paths[file], place) for tensor, (file, place) in places.items()})
+
+
+def indexed_places(folder: Path, files: Mapping[str, Mapping[str, TensorPlace]]) -> dict[str, tuple[str, TensorPlace]]:
+    """Return each tensor's file and place, by the folder's index; without an index, those of the only file.
+
+    ``files``: the places of each weight file that the index names. Raises ModelInvalid.
+    """
+    index = folder / INDEX_FILE
     if not index.exists():
-        path = member_path(folder, SINGLE_FILE, where="the folder")
-        return SafetensorsFiles(_read_places(path))
+        return {tensor: (file, place) for file, places in files.items() for tensor, place in places.items()}
     shard_of = _read_index(index)
-    shards = {
-        name: _read_places(member_path(folder, name, where=INDEX_FILE)) for name in sorted(set(shard_of.values()))
-    }
-    places: dict[str, tuple[Path, TensorPlace]] = {}
     for tensor, shard in shard_of.items():
-        if tensor not in shards[shard]:
+        if tensor not in files[shard]:
             raise ModelInvalid(f"'{shard[:80]}' lacks a tensor", fact=f"{INDEX_FILE} names it for '{tensor[:80]}'")
-        places[tensor] = shards[shard][tensor]
-    return SafetensorsFiles(places)
+    return {tensor: (shard, files[shard][tensor]) for tensor, shard in shard_of.items()}
 
 
 def shard_names(folder: Path) -> tuple[str, ...]:
@@ -115,13 +121,12 @@ def parse_safetensors(file: BinaryIO, *, size: int, name: str) -> dict[str, Tens
     return _check_entries(name, header, start=8 + header_bytes, data_bytes=size - 8 - header_bytes)
 
 
-def _read_places(path: Path) -> dict[str, tuple[Path, TensorPlace]]:
+def _read_places(path: Path) -> dict[str, TensorPlace]:
     try:
         with path.open("rb") as file:
-            places = parse_safetensors(file, size=os.fstat(file.fileno()).st_size, name=path.name)
+            return parse_safetensors(file, size=os.fstat(file.fileno()).st_size, name=path.name)
     except OSError as exc:
         raise ModelInvalid(f"'{path.name}' cannot be read", fact=str(exc)) from exc
-    return {name: (path, place) for name, place in places.items()}
 
 
 def _take(file: BinaryIO, num_bytes: int, name: str) -> bytes:

@@ -173,13 +173,18 @@ def open_hf_weights(path: Path) -> Weights:
     if is_emulated(path):
         return Weights(config, NoTensors(), mix=emulated_mix(path))
     files = open_safetensors(path)
-    config = replace(config, naming=settled_naming(config.naming, files.infos))
-    config = settled(config, files.infos)
+    return Weights(settled_layout(config, files.infos), files)
+
+
+def settled_layout(config: ModelConfig, infos: Mapping[str, TensorInfo]) -> ModelConfig:
+    """Return the config of a Hugging Face folder as its tensors settle it. Raises ModelInvalid if they contradict."""
+    config = replace(config, naming=settled_naming(config.naming, infos))
+    config = settled(config, infos)
     if config.quantisation:
-        found = settle_quantisation(config.quantisation, stored_shapes(config), files.infos)
+        found = settle_quantisation(config.quantisation, stored_shapes(config), infos)
         config = replace(config, quantisation=found)
-    check_layout(config, files.infos)
-    return Weights(config, files)
+    check_layout(config, infos)
+    return config
 
 
 def open_gguf_weights(path: Path) -> Weights:

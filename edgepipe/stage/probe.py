@@ -30,7 +30,8 @@ _CONTEXT, _LONG_CONTEXT, _LONG_ROWS = 64, 1024, 4
 _WEIGHTS_BYTES = 256 << 20  # larger than any cache, as a stage streams its weights from memory
 _MOST_LAYERS = 16
 _POINT_S = 0.05  # time for one point after its first run
-_TOO_SLOW_S = 0.4  # for one run: larger sizes follow from the slope
+_TOO_SLOW_S = 0.4  # for one run: larger sizes follow from the slope, or for prompts from fewer layers
+_LONGEST_RUN_S = 4.0  # expected for a prompt on fewer layers
 _LEAST_RUNS, _MOST_RUNS = 7, 30
 _ENOUGH_S, _SLOW_RUNS = 0.2, 3  # long runs are less disturbed: stop after this many that took this long together
 _LONGEST_REST_S = 0.01  # between decode steps: a stage idles while others compute, and caches drop its weights
@@ -74,20 +75,26 @@ def probe_layer(
         decode = probe.sweep(rows, lambda rows: probe.decode_s(rows, _CONTEXT))
         prefill = probe.sweep(_PROMPTS, probe.prefill_s)
         short_s, long_s = (probe.decode_s(_LONG_ROWS, context) for context in (_CONTEXT, _LONG_CONTEXT))
+        longer = probe.longer_prompts(prefill[-1], layers=few)
     finally:
         backend.close()
     slope_s = max(0.0, decode[0].seconds - few_s) / (many - few)
     base_s = max(0.0, decode[0].seconds - many * slope_s)
-    layers = tuple(Point(point.size, max(0.0, point.seconds - base_s) / many, point.expert_share) for point in decode)
+    layers = tuple(_per_layer(decode, many, base_s))
     head = [Point(point.size, max(0.0, point.seconds - base_s - few * _at(layers, point.size))) for point in headed]
     return LayerProfile(
         base_s=base_s,
         decode=layers,
-        prefill=tuple(Point(point.size, max(0.0, point.seconds - base_s) / many) for point in prefill),
+        prefill=tuple(_rising([*_per_layer(prefill, many, base_s), *_per_layer(longer, few, base_s)])),
         head=tuple(_rising(head)),
         kv_token_s=max(0.0, long_s - short_s) / (many * _LONG_ROWS * (_LONG_CONTEXT - _CONTEXT)),
         decode_context=_CONTEXT,
     )
+
+
+def _per_layer(points: Sequence[Point], count: int, base_s: float) -> list[Point]:
+    """Return the times of one of ``count`` layers."""
+    return [replace(point, seconds=max(0.0, point.seconds - base_s) / count) for point in points]
 
 
 def _rising(points: Sequence[Point]) -> list[Point]:
@@ -161,6 +168,17 @@ class _Probe:
     def prefill_s(self, tokens: int) -> float:
         """Time a step with one prompt."""
         return self._time_s([(0, tokens)], rests=False)
+
+    def longer_prompts(self, last: Point, *, layers: int) -> list[Point]:
+        """Measure prompts longer than ``last``, which took long on the loaded layers, on so many instead.
+
+        A token of a long prompt takes longer than one of a short prompt: it attends to more, and less fits into caches.
+        """
+        token_s = last.seconds / last.size * layers / len(self._part.layers)
+        sizes = [size for size in _PROMPTS if size > last.size and size * token_s <= _LONGEST_RUN_S]
+        if sizes:
+            self.load(layers, head=False)
+        return [Point(size, self.prefill_s(size)) for size in sizes]
 
     def _time_s(self, rows: Sequence[tuple[int, int]], *, rests: bool) -> float:
         """Return the median time. ``rests``: idle before each run for as long as the first run took."""

@@ -24,8 +24,8 @@ class FakeHub:
     lfs_from: int = 10_000
     endpoint: str = ""
     cut_after: dict[str, int] = field(default_factory=dict[str, int])  # bytes sent before the connection breaks, once
-    damaged: set[str] = field(default_factory=set[str])  # sent with other bytes than announced
-    refused: set[str] = field(default_factory=set[str])  # answered with 403
+    damaged: set[str] = field(default_factory=set[str])  # sent with another end than announced
+    refused: dict[str, int] = field(default_factory=dict[str, int])  # answered with 403 after so many GETs
     silent: set[str] = field(default_factory=set[str])  # half of what was asked for is sent, then nothing more
     cdn: bool = False  # files are told to be at another origin
     tokens: dict[str, set[str]] = field(default_factory=dict[str, set[str]])  # Authorization headers by Host header
@@ -109,14 +109,14 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
 
         def _file(self, name: str, *, body: bool) -> None:
             data = hub.files[name]
-            if name in hub.refused:
+            if hub.refused.get(name, 1 << 30) <= [asked for asked, _ in hub.asked].count(name):
                 self._send(b"{}", {}, status=403, body=body)
                 return
             asked = self.headers.get("Range", "")
             if body:
                 hub.asked.append((name, asked))
             if name in hub.damaged:
-                data = bytes(len(data))
+                data = data[:-8] + bytes(8)
             headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
             part = data
             if asked and hub.ranges:

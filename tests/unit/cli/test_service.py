@@ -170,7 +170,11 @@ def test_a_failing_systemctl_is_said_and_leaves_nothing(run: Run, systemd: Path)
 def test_uninstall_lists_and_removes_all_but_models(run: Run, systemd: Path) -> None:
     data, models = systemd / "data", systemd / "data" / "models"
     models.mkdir(parents=True)
-    (models / "weights").write_bytes(bytes(3000))
+    (models / "org--a").mkdir()
+    (models / "org--a" / "weights").write_bytes(bytes(3000))
+    repacked = models / "org--a" / "repacked"
+    repacked.mkdir()
+    (repacked / "x.repacked").write_bytes(bytes(2000))
     (data / "identity.json").write_text("{}")
     settings = systemd / "config" / "edgepipe" / "config.toml"
     settings.parent.mkdir(parents=True)
@@ -179,13 +183,16 @@ def test_uninstall_lists_and_removes_all_but_models(run: Run, systemd: Path) -> 
     kernels.mkdir(parents=True)
     (kernels / "code.o").write_bytes(bytes(100))
     listed = run("uninstall", "--dry-run").out
-    assert all(str(path) in listed for path in (data, models, settings, kernels))
+    assert all(str(path) in listed for path in (data, models, settings, kernels, repacked))
+    assert "2.0 KB  weights in this CPU's layout" in listed
+    assert "3.0 KB  models" in listed
     assert (data / "identity.json").exists()
     assert run("uninstall").code == 2  # nobody is there to ask
     assert run("uninstall", "--yes").code == 0
     assert [path.name for path in data.iterdir()] == ["models"]
     assert not settings.exists()
     assert not kernels.exists()
+    assert [path.name for path in (models / "org--a").iterdir()] == ["weights"]
     assert run("uninstall", "--yes", "--purge-models").code == 0
     assert not data.exists()
     assert "keeps nothing" in run("uninstall").out

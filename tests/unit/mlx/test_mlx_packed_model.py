@@ -35,10 +35,13 @@ from tests.support.packed_models import PackedTinyModel, random_packed
 HIDDEN = 256
 RING_STEPS = 5
 PACKED_GAP = 0.25  # moves of a gap stay below, in the ring of a wide and a packed half
+RING_TOKENS = 24
+K_BOUND = 0.05  # of the logits' spread: how far both kinds of rounding move a logit
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 EXACT_MIX = {"q_proj.weight": "Q4_K", "k_proj.weight": "Q5_K", "v_proj.weight": "Q8_0", "o_proj.weight": "NVFP4"}
 EXACT_MIX |= {"gate_proj.weight": "Q4_1", "up_proj.weight": "IQ4_XS", "down_proj.weight": "MXFP4", "": "Q4_0"}
+Q4_K_M_MIX = {"v_proj.weight": "Q6_K", "down_proj.weight": "Q6_K", "lm_head.weight": "Q6_K", "": "Q4_K"}
 ROUNDED_MIX = {"q_proj.weight": "Q6_K", "v_proj.weight": "Q3_K", "down_proj.weight": "Q2_K", "": "Q6_K"}
 
 
@@ -187,3 +190,20 @@ def test_a_ring_of_wide_torch_and_packed_mlx_gives_the_references_ids(demo_model
     for logits_row, gap in zip(found, item.gaps, strict=False):
         best, second = np.sort(logits_row)[[-1, -2]]
         assert abs(best - second - gap) <= PACKED_GAP
+
+
+def test_a_ring_of_packed_torch_and_packed_mlx_gives_the_ids_of_exact_k_types() -> None:
+    """Torch keeps the values of Q4_K and Q6_K, MLX rounds Q6_K to 8 bits, the link rounds to bf16."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    source = PackedTinyModel(packed_config(), Q4_K_M_MIX)
+    options = BackendOptions(device="cpu", threads=1)
+    exact = Pipeline.build([MlxBackend(cpu_options(weights="wide"))], source)
+    [ids] = exact.greedy([TOKENS], RING_TOKENS)
+    expected = exact.forced(TOKENS, ids)
+    ring = Pipeline.build([create_backend(name, options) for name in ("torch", "mlx")], source)
+    found = ring.forced(TOKENS, ids)
+    assert distance(found, expected) <= K_BOUND
+    best, second = np.sort(expected)[:, [-1, -2]].T
+    decided = best - second >= 2 * K_BOUND * expected.std()  # each of the two may move by the bound
+    assert decided.sum() >= len(decided) // 2
+    assert np.array_equal(found.argmax(-1)[decided], expected.argmax(-1)[decided])

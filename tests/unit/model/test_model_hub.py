@@ -28,9 +28,10 @@ from tests.support.model_files import (
     write_hf_folder,
     write_split_gguf,
 )
+from tests.support.quantised_folders import write_quantised_folder
 
 REPO = "org/tiny"
-BIG = "model-00002-of-00002.safetensors"
+FIRST, BIG = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def repository(folder: Path, **changes: Any) -> dict[str, bytes]:
@@ -74,7 +75,8 @@ def test_a_repository_with_one_weight_file_is_pulled(tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in (tmp_path / "source").iterdir()}
     with running(FakeHub(repo=REPO, files=files)) as hub:
         pull(hub, tmp_path / "store")
-    assert [name for name, _ in hub.asked] == ["config.json", "model.safetensors"]
+    weights = ["model.safetensors"] * 2  # its header, then all of it
+    assert [name for name, _ in hub.asked] == ["config.json", *weights]
     assert ModelStore(tmp_path / "store").resolve(REPO).whole
 
 
@@ -114,21 +116,21 @@ def test_an_unusable_model_is_refused_before_its_weights_come(tmp_path: Path) ->
 
 
 def test_a_connection_that_breaks_is_made_again(hub: FakeHub, tmp_path: Path) -> None:
-    hub.cut_after = {BIG: 5000}
+    hub.cut_after = {BIG: len(hub.files[BIG]) - 1000}  # once its header is read
     pull(hub, tmp_path / "store")
     assert len([name for name, _ in hub.asked if name == BIG]) == 2
     assert ModelStore(tmp_path / "store").resolve(REPO)
 
 
 def test_what_came_before_a_failure_is_not_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
-    hub.refused = {BIG}
+    hub.refused = {BIG: 1}  # after its header
     with pytest.raises(ModelDownloadFailed) as caught:
         pull(hub, tmp_path / "store")
     assert "the pull resumes" in caught.value.next_step
     assert ModelStore(tmp_path / "store").list() == []
-    hub.refused, hub.asked = set(), []
+    hub.refused, hub.asked = {}, []
     pull(hub, tmp_path / "store")
-    assert [name for name, _ in hub.asked] == [BIG]
+    assert [name for name, _ in hub.asked] == [FIRST, BIG, BIG], "both headers, then one file"
 
 
 def test_a_repository_that_is_not_there(hub: FakeHub, tmp_path: Path) -> None:
@@ -208,7 +210,7 @@ def test_what_cannot_be_read_is_refused_after_its_header(tmp_path: Path, case: s
         second = f"{stem}-00002-of-00003.gguf"
         if case == "missing part":
             del parts[second]
-            says = "lacks parts"
+            says, step = "lacks parts", f"edgepipe models pull {REPO}:Q4_K_M"
         else:
             parts[second] = parts[f"{stem}-00003-of-00003.gguf"]
             says = "contradicts its name"
@@ -230,6 +232,21 @@ def test_an_unreadable_format_is_refused_with_a_type_that_works(tmp_path: Path) 
         pull(hub, tmp_path / "store")
     assert caught.value.next_step == f"edgepipe models pull {REPO}:Q4_K_M"
     assert {name for name, _ in hub.asked} == {"config.json", "model.safetensors.index.json"}
+
+
+@pytest.mark.parametrize("says", ["nothing", "another format"])
+def test_tensors_that_contradict_the_config_are_refused_before_they_come(tmp_path: Path, says: str) -> None:
+    write_quantised_folder(tmp_path, "fp8-block")
+    config = json.loads((tmp_path / "config.json").read_text())
+    claim = None if says == "nothing" else {"quant_method": "awq", "bits": 4, "group_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": claim}))
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()} | {"tiny-Q8_0.gguf": b"GGUF"}
+    match = "does not say how" if says == "nothing" else "contradict the model's config"
+    with running(FakeHub(repo=REPO, files=files)) as hub, pytest.raises(ModelInvalid, match=match) as caught:
+        pull(hub, tmp_path / "store")
+    assert caught.value.next_step == f"edgepipe models pull {REPO}:Q8_0"
+    assert [name for name, _ in hub.asked] == ["config.json", "model.safetensors"], "its header alone"
+    assert list((tmp_path / "store").iterdir()) == []
 
 
 def test_an_unreadable_format_without_another_type_is_refused_with_the_original(tmp_path: Path) -> None:

@@ -37,9 +37,13 @@ class TimedBackend:
     max_submitted = 1
     picks_candidates = False
 
-    def __init__(self, clock: FakeClock, *, counts: bool = False) -> None:
-        """``counts``: steps that decode read a hundredth of the experts per row."""
+    def __init__(self, clock: FakeClock, *, counts: bool = False, prompts_s: Callable[[int], float] | None = None):
+        """``counts``: steps that decode read a hundredth of the experts per row.
+
+        ``prompts_s``: the seconds of a layer and a prompt of so many tokens, beside the usual ones.
+        """
         self.closed = False
+        self._prompts_s = prompts_s
         self._clock = clock
         self._counts = counts
         self._layers, self._head = 0, False
@@ -75,6 +79,8 @@ class TimedBackend:
     def collect(self, ticket: Step) -> StepOutput:
         context = sum(row.position + row.num_tokens for row in ticket.rows if row.num_tokens == 1)
         seconds = 1e-3 + self._layers * (2e-3 + 1e-4 * ticket.num_tokens + 1e-6 * context)
+        if self._prompts_s and ticket.num_tokens > len(ticket.rows):
+            seconds += self._layers * self._prompts_s(ticket.num_tokens)
         self._clock.advance(seconds + (5e-3 if self._head else 0.0))
         share = 0.01 * ticket.num_tokens if self._counts and len(ticket.rows) == ticket.num_tokens > 1 else 0.0
         return StepOutput(logits=np.zeros((1, 1), dtype=np.float32), expert_share=share)
@@ -102,6 +108,23 @@ def test_base_layer_head_and_context_are_told_apart() -> None:
     assert parts.head_s == pytest.approx(5e-3)
     alone = speed.parts(StepWork.of_rows([0], [128], logit_rows=0))
     assert list(alone.layer_s) == pytest.approx([2e-3 + 128e-4] * 4, rel=0.02)
+
+
+def test_prompts_that_take_long_are_measured_on_fewer_layers() -> None:
+    """Time grows with the square of the tokens, so no slope of short prompts tells it."""
+    clock = FakeClock()
+    backend = TimedBackend(clock, prompts_s=lambda tokens: 4e-6 * tokens**2)
+    profile = probe_layer(backend, tiny_config(num_layers=4), clock, value_bytes=4)
+    assert [point.size for point in profile.prefill] == [32, 128, 512]
+    for point in profile.prefill:
+        assert point.seconds == pytest.approx(2e-3 + 1e-4 * point.size + 4e-6 * point.size**2, rel=0.01)
+
+
+def test_prompts_that_take_too_long_are_not_measured() -> None:
+    clock = FakeClock()
+    backend = TimedBackend(clock, prompts_s=lambda tokens: 0.01 * tokens)
+    profile = probe_layer(backend, tiny_config(num_layers=4), clock, value_bytes=4)
+    assert [point.size for point in profile.prefill] == [32]
 
 
 def test_a_real_backend_runs_made_up_layers() -> None:
