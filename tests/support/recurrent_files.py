@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from edgepipe.model.config import hf_config
 from edgepipe.model.layout import stored_shapes
+from tests.support.family_files import with_joined_experts
 from tests.support.model_files import permute_rows
 
 Array = npt.NDArray[np.float32]
@@ -175,9 +176,7 @@ def write_recurrent_gguf(
     _write_metadata(writer, kind, values)
     tensors = dict(_converted(kind, values, early=early))
     if joined:
-        for name in [name for name in tensors if "ffn_gate_exps" in name]:
-            gates, ups = tensors.pop(name), tensors.pop(name.replace("gate_exps", "up_exps"))
-            tensors[name.replace("gate_exps", "gate_up_exps")] = np.concatenate([gates, ups], axis=1)
+        tensors = with_joined_experts(tensors)
     if kind == "qwen35":  # the layer that predicts a second token, with names of layers and its own
         tensors |= {"blk.4.attn_norm.weight": np.ones(32, np.float32)}
         tensors |= {"blk.4.nextn.eh_proj.weight": np.ones((32, 64), np.float32)}

@@ -109,7 +109,11 @@ def test_value_heads_of_qwen35_keep_the_file_s_order_and_say_so(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("family", "variant"), [("qwen3next", "early"), ("qwen35moe", "joined"), ("qwen3next", "joined")]
+    ("family", "variant"),
+    [
+        ("qwen3next", "early"),
+        *((family, "joined") for family in ("qwen35moe", "qwen3next", "granitehybrid with experts", "lfm2moe")),
+    ],
 )
 def test_tensors_of_other_converters_hold_the_same_weights(family: str, variant: str, tmp_path: Path) -> None:
     usual = open_weights(write_recurrent_gguf(tmp_path / "usual.gguf", family))
