@@ -32,6 +32,8 @@ _NEMOTRON_H = Naming(
         **{f"mamba.{name}": f"mixer.{name}" for name in _MAMBA},
         **{f"mlp.{name}": f"mixer.{name}" for name in ("up_proj", "down_proj")},
         **{f"mlp.shared_expert.{name}": f"mixer.shared_experts.{name}" for name in ("up_proj", "down_proj")},
+        "mlp.latent_in": "mixer.fc1_latent_proj",
+        "mlp.latent_out": "mixer.fc2_latent_proj",
         "mlp.router": "mixer.gate",
         "mlp.router.correction": "mixer.gate.e_score_correction_bias",
     },
