@@ -146,13 +146,16 @@ class Mixture:
         up: ExpertLinear,
         down: ExpertLinear,
         activation: Product,
+        around: tuple[Linear, Linear] | None = None,
     ) -> None:
+        """``around``: products from H features to those of the experts, and back."""
         self.spec = spec
         self._router = router
         self._gate = gate
         self._up = up
         self._down = down
         self._activation = activation
+        self._around = around
         self.chosen = mx.zeros((0, spec.used), mx.uint32)  # [T, K] uint32: experts of the last call's rows
 
     def rows(self, x: mx.array, asked: mx.array | None = None) -> mx.array:
@@ -162,6 +165,8 @@ class Mixture:
         """
         chosen, factors = route(self.spec, self._router, x if asked is None else asked)
         self.chosen = chosen
+        if self._around is not None:
+            x = self._around[0].multiply(x)
         if chosen.size < _SORTED_AT:
             outputs = self._experts(x[:, None, None], chosen, is_sorted=False)
         else:
@@ -170,7 +175,8 @@ class Mixture:
             rows = x[order // self.spec.used][:, None]
             outputs = self._experts(rows, experts[order], is_sorted=True)[mx.argsort(order)]
         each = outputs.reshape(*chosen.shape, -1)  # [T, K, H]
-        return (each * factors[..., None]).sum(axis=-2).astype(x.dtype)
+        mixed = (each * factors[..., None]).sum(axis=-2).astype(x.dtype)
+        return mixed if self._around is None else self._around[1].multiply(mixed)
 
     def _experts(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> mx.array:
         """Return the outputs [..., 1, H] of an expert for each row of x. See ``Stack``."""

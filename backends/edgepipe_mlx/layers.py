@@ -202,4 +202,5 @@ def _mixture(spec: Experts, weights: LayerWeights) -> Mixture:
     router = RouterWeights(weights.linear("mlp.router"), correction, input_scale, expert_scale)
     up, down = (weights.experts(f"mlp.experts.{name}_proj", spec.count) for name in ("up", "down"))
     gate = weights.experts("mlp.experts.gate_proj", spec.count) if spec.gated else None
-    return Mixture(spec, router, gate, up, down, ACTIVATIONS[spec.activation])
+    around = (weights.linear("mlp.latent_in"), weights.linear("mlp.latent_out")) if spec.latent else None
+    return Mixture(spec, router, gate, up, down, ACTIVATIONS[spec.activation], around)

@@ -154,14 +154,24 @@ class Mixture:
     """Experts, of which each row uses K, and parts that all rows use."""
 
     def __init__(
-        self, spec: Experts, router: RouterWeights, experts: ExpertProducts, shared: Gated | None, gate: Tensor | None
+        self,
+        spec: Experts,
+        router: RouterWeights,
+        experts: ExpertProducts,
+        shared: Gated | None,
+        gate: Tensor | None,
+        around: tuple[Linear, Linear] | None = None,
     ) -> None:
-        """``gate`` [1, H]: of the shared expert."""
+        """
+        gate    [1, H], of the shared expert
+        around  products from H features to those of the experts, and back
+        """
         self._spec = spec
         self._router = router
         self._experts = experts
         self._shared = shared
         self._gate = gate
+        self._around = around
 
     @property
     def num_bytes(self) -> int:
@@ -174,7 +184,7 @@ class Mixture:
 
     @property
     def linears(self) -> Sequence[HeldWeight]:
-        return (*self._experts.linears, *(self._shared.linears if self._shared else ()))
+        return (*self._experts.linears, *(self._shared.linears if self._shared else ()), *(self._around or ()))
 
     @property
     def waits(self) -> bool:
@@ -195,7 +205,14 @@ class Mixture:
         if self._shared is not None:
             shared = self._shared.rows(x)
             total.add_(shared if self._gate is None else shared * torch.sigmoid(F.linear(x, self._gate)))
-        self._experts.add(x, chosen, weights, total)
+        if self._around is None:
+            self._experts.add(x, chosen, weights, total)
+            return
+        before, after = self._around
+        entering = before.rows(x).clone()
+        mixed = torch.zeros_like(entering)
+        self._experts.add(entering, chosen, weights, mixed)
+        after.add_to(mixed, total)
 
 
 class Both:

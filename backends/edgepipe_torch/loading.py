@@ -339,7 +339,15 @@ class SliceBuilder:
         gate = self._matrix(prefix + "shared_expert_gate.weight", (1, hidden), self._dtype) if gated else None
         products = self._expert_products(experts, prefix + "experts.")
         self._mixtures.append((products, experts.count))
-        return Mixture(experts, router, products, shared, gate)
+        return Mixture(experts, router, products, shared, gate, self._around_experts(experts, prefix))
+
+    def _around_experts(self, experts: Experts, prefix: str) -> tuple[Linear, Linear] | None:
+        """Make the products before and after experts that have a width of their own."""
+        hidden, width = self._config.hidden_size, experts.latent
+        if not width:
+            return None
+        before = self._linear([(f"{prefix}latent_in", width, None)], hidden)
+        return before, self._linear([(f"{prefix}latent_out", hidden, None)], width)
 
     def _expert_products(self, experts: Experts, prefix: str) -> ExpertProducts:
         if in_ram(int(prefix.split(".")[2]), self._ram_percent):
@@ -356,10 +364,10 @@ class SliceBuilder:
         return expert_library(self._device, self._dtype)
 
     def _experts_by_name(self, experts: Experts, prefix: str, place: _Place) -> ExpertProducts:
-        hidden = self._config.hidden_size
+        width = experts.latent or self._config.hidden_size
         names = ("gate_proj", "up_proj") if experts.gated else ("up_proj",)
-        gate_up = self._expert_linears(prefix, names, experts, experts.inner, hidden, place)
-        down = self._expert_linears(prefix, ("down_proj",), experts, hidden, experts.inner, place)
+        gate_up = self._expert_linears(prefix, names, experts, experts.inner, width, place)
+        down = self._expert_linears(prefix, ("down_proj",), experts, width, experts.inner, place)
         each = EachExpert([Gated(one, other, experts.activation) for one, other in zip(gate_up, down, strict=True)])
         if experts.gated and all(isinstance(linear, PackedCpuLinear) for linear in each.linears):
             return CpuExperts(each, experts.activation, place.workspace)
@@ -380,9 +388,9 @@ class SliceBuilder:
                 self._send(f"{prefix}{name}.bias", _matrix_bias_sink(made, part, size))
             return made
 
-        hidden = self._config.hidden_size
-        gate_up = matrix(("gate_proj", "up_proj"), experts.inner, hidden)
-        return CudaExperts(gate_up, matrix(("down_proj",), hidden, experts.inner), experts.activation, library)
+        width = experts.latent or self._config.hidden_size
+        gate_up = matrix(("gate_proj", "up_proj"), experts.inner, width)
+        return CudaExperts(gate_up, matrix(("down_proj",), width, experts.inner), experts.activation, library)
 
     def _expert_linears(
         self, prefix: str, matrices: Sequence[str], experts: Experts, rows: int, in_features: int, place: _Place

@@ -32,7 +32,7 @@ class Piece:
     completion_tokens: int | None = None  # so far
     prompt_tokens: int | None = None
     note: str = ""  # a comment in the stream: progress of the request
-    thinks: bool = False  # the event has reasoning
+    reasoning: str = ""
 
 
 class ChatClient:
@@ -127,7 +127,7 @@ def piece_from_event(data: str) -> Piece:
         choice: dict[str, Any] = body["choices"][0] if body["choices"] else {}
         return Piece(
             text=choice.get("delta", {}).get("content") or "",
-            thinks=bool(choice.get("delta", {}).get("reasoning_content")),
+            reasoning=choice.get("delta", {}).get("reasoning_content") or "",
             finish_reason=choice.get("finish_reason"),
             completion_tokens=usage.get("completion_tokens"),
             prompt_tokens=usage.get("prompt_tokens"),

@@ -23,8 +23,9 @@ Turn = dict[str, Any]
 
 _TOOL_ROLE = re.compile(r"[=!]=\s*['\"]tool['\"]|['\"]tool['\"]\s*[,\]]")
 _TOOLS_OF_SYSTEM = re.compile(r"message(?:\.tools\b|\[['\"]tools['\"]\])")
+_THINKING_FIELD = re.compile(r"\w(?:\.thinking\b|\[['\"]thinking['\"]\])")
 _SHORT_IDS = re.compile(r"length\s*[!=]=\s*9\b")
-_READ_AS_OBJECT = re.compile(r"arguments['\"]?\]?\s*(?:\|\s*(?:tojson|items)|is mapping|is string|\.items)")
+_READ_AS_OBJECT = re.compile(r"(?:arguments|args)['\"]?\]?\s*(?:\|\s*(?:tojson|items)|is mapping|is string|\.items)")
 _JOINED_ARGUMENTS = re.compile(r"\+\s*[\w.\[\]'\"]*arguments['\"]?\]?\s*(?:\+|-?\}\})")
 
 
@@ -39,6 +40,7 @@ class TemplateTraits:
     tools_in_system: bool = False  # it takes tools as JSON text in the field ``tools`` of the system's turn
     results_in_calls: bool = False  # it takes results as ``tool_responses`` in the turn of their calls
     arguments_as_text: bool = False  # it joins arguments to text, so they must be JSON text
+    thinking_field: bool = False  # it takes reasoning as ``thinking``
     short_ids: bool = False  # it refuses ids of calls that are not nine letters and digits
     switches: frozenset[str] = frozenset()  # keywords that turn reasoning on or off
     shortens: bool = False  # the keyword ``low_effort`` shortens reasoning (Nemotron 3)
@@ -50,15 +52,19 @@ _SWITCHES = ("enable_thinking", "thinking")
 def template_traits(source: str) -> TemplateTraits:
     """Return the traits of a template, or of all templates of a model joined."""
     knows_tools = "tools" in source
+    chat = detect_format(source)
     in_system = bool(_TOOLS_OF_SYSTEM.search(source)) and not re.search(r"(?<![.'\"\w])tools\b", source)
     return TemplateTraits(
-        chat=detect_format(source),
+        chat=chat,
         knows_tools=knows_tools,
         knows_calls="tool_calls" in source,
-        knows_results=in_system or "tool_responses" in source or bool(_TOOL_ROLE.search(source)),
+        knows_results=(
+            in_system or "tool_responses" in source or chat.has_tool_turns or bool(_TOOL_ROLE.search(source))
+        ),
         tools_in_system=in_system,
         results_in_calls="tool_responses" in source and not re.search(r"[=!]=\s*['\"]tool['\"]", source),
         arguments_as_text=bool(_JOINED_ARGUMENTS.search(source)) and not _READ_AS_OBJECT.search(source),
+        thinking_field=bool(_THINKING_FIELD.search(source)),
         short_ids=bool(_SHORT_IDS.search(source)),
         switches=frozenset(word for word in _SWITCHES if re.search(rf"\b{word}\b", source)),
         shortens=bool(re.search(r"\blow_effort\b", source)),
@@ -72,6 +78,10 @@ def template_turns(
     turns = [_turn(message) for message in messages]
     if traits.chat.has_channels:
         turns = [part for place, turn in enumerate(turns) for part in _one_call_each(turn, turns[place + 1 :])]
+    elif traits.thinking_field:
+        turns = [
+            turn | {"thinking": turn["reasoning_content"]} if "reasoning_content" in turn else turn for turn in turns
+        ]
     if traits.short_ids:
         _shorten_ids(turns)
     if not traits.knows_calls:

@@ -160,6 +160,7 @@ def _experts(value: object) -> Experts:
             shared_inner=fields.integer("shared_inner", low=0, high=limits.MAX_INTERMEDIATE, default=0),
             shared_gated=fields.flag("shared_gated", default=False),
             gated=fields.flag("gated", default=True),
+            latent=fields.integer("latent", low=0, high=limits.MAX_INTERMEDIATE, default=0),
         ),
     )
 

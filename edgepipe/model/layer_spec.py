@@ -250,6 +250,7 @@ class Experts:
     shared_inner: int = 0  # features of the expert that every token uses besides; 0: none
     shared_gated: bool = False  # the shared expert's output is multiplied with a sigmoid of a learned product
     gated: bool = True  # else experts and the shared one have one projection up and one down (Nemotron 3)
+    latent: int = 0  # features that experts read and write, between a product of their own on either side; 0: H
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

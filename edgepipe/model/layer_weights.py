@@ -118,9 +118,13 @@ def _experts(experts: Experts, hidden: int) -> Shapes:
         shapes["mlp.router.input_scale"] = (hidden,)
     if router.expert_scales:
         shapes["mlp.router.expert_scale"] = (count,)
+    width = experts.latent or hidden
+    if experts.latent:
+        shapes |= _linear("mlp.latent_in", width, hidden, bias=False)
+        shapes |= _linear("mlp.latent_out", hidden, width, bias=False)
     for name in ("gate_proj", "up_proj") if experts.gated else ("up_proj",):
-        shapes |= _linear(f"mlp.experts.{name}", count * experts.inner, hidden, bias=experts.bias)
-    shapes |= _linear("mlp.experts.down_proj", count * hidden, experts.inner, bias=experts.bias)
+        shapes |= _linear(f"mlp.experts.{name}", count * experts.inner, width, bias=experts.bias)
+    shapes |= _linear("mlp.experts.down_proj", count * width, experts.inner, bias=experts.bias)
     if experts.shared_inner:
         shapes |= _dense("mlp.shared_expert", Dense(inner=experts.shared_inner, gated=experts.gated), hidden)
     if experts.shared_gated:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from edgepipe.model.naming_recurrent import RECURRENT, RECURRENT_STACKED
-from edgepipe.model.naming_rules import EACH, MTP, Naming
+from edgepipe.model.naming_rules import EACH, GATES_AND_UPS, MTP, Naming
 
 _GGUF_EXPERT = re.compile(r"blk\.\d+\.ffn_gate\.\d+\.weight")
 PLAIN = Naming()
@@ -34,7 +34,7 @@ _GEMMA4 = Naming(
         "mlp.experts.up_proj.weight": "experts.gate_up_proj",
         "mlp.experts.down_proj.weight": "experts.down_proj",
     },
-    fused={"mlp.experts.gate_up_proj": ("mlp.experts.gate_proj", "mlp.experts.up_proj")},
+    fused=GATES_AND_UPS,
 )
 _HF: Mapping[str, Naming] = {
     "": PLAIN,
@@ -67,7 +67,7 @@ _HF: Mapping[str, Naming] = {
         unread=MTP,
     ),
     "gpt_oss": Naming(
-        fused={"mlp.experts.gate_up_proj": ("mlp.experts.gate_proj", "mlp.experts.up_proj")},
+        fused=GATES_AND_UPS,
         interleaved=True,
         parameters=True,
     ),
@@ -95,7 +95,6 @@ _HF: Mapping[str, Naming] = {
         skipped=(r"blk\.\d+\.nextn\.", r"model\.layers\.\d+\.self_attn\.[kv]_b_proj\."),  # some files have kv_b twice
         unread=MTP,
     ),
-    "experts' gates and ups": Naming(fused=_GEMMA4.fused),
     "later layers": Naming(later_layers=True, skipped=(r"blk\.\d+\.nextn\.",), unread=MTP),
     "each expert": Naming(experts=EACH),
     **RECURRENT,
@@ -112,8 +111,22 @@ def _stacked(naming: Naming) -> Naming:
     return replace(naming, modules={**naming.modules, **stacks, **heads}, experts="")
 
 
+_GGUF_WITH_EXPERTS = (
+    *("", "deepseek2", "later layers"),
+    *("qwen3_next, GGUF", "qwen3_5, GGUF", "granitemoehybrid, GGUF"),
+)
+
+
+def _variant(name: str, variant: str) -> str:
+    return f"{name}, {variant}" if name else variant
+
+
 NAMINGS: Mapping[str, Naming] = {
     **_HF,
+    **{
+        _variant(name, "joined"): replace(_HF[name], fused={**_HF[name].fused, **GATES_AND_UPS})
+        for name in _GGUF_WITH_EXPERTS
+    },
     **{f"{name}, stacked": _stacked(naming) for name, naming in _HF.items() if naming.experts or naming.parameters},
     "gemma4 of several, stacked": Naming(
         modules={
@@ -141,10 +154,8 @@ def settled_naming(name: str, stored: Collection[str]) -> str:
     """Return the naming of a model's files from that of the family, and the names of the stored tensors."""
     if not name and any(_GGUF_EXPERT.fullmatch(each) for each in stored):
         return "each expert"  # of Mixtral, as GGUF files of early 2024 hold them
-    if name == "experts' gates and ups" and not any("ffn_gate_up_exps" in each for each in stored):
-        return ""
     for variant, marks in _VARIANTS.items():
-        found = f"{name}, {variant}"
+        found = _variant(name, variant)
         if found in NAMINGS and any(mark in each for each in stored for mark in marks):
             return found
     return name

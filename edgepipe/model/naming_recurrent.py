@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from edgepipe.model.naming_rules import EACH, MTP, Naming
+from edgepipe.model.naming_rules import EACH, GATES_AND_UPS, MTP, Naming
 
 _JOINED = {  # gates and ups of all experts in one tensor [experts, 2 * inner, H]
     "mlp.experts.gate_proj.weight": "mlp.experts.gate_up_proj",
     "mlp.experts.up_proj.weight": "mlp.experts.gate_up_proj",
     "mlp.experts.down_proj.weight": "mlp.experts.down_proj",
 }
-_GATES_AND_UPS = {"mlp.experts.gate_up_proj": ("mlp.experts.gate_proj", "mlp.experts.up_proj")}
 _BETA_ALPHA = {"linear_attn.in_proj_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")}
 _BY_KEY_HEAD = {"linear_attn.in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), **_BETA_ALPHA}
 _ROUTER = {"mlp.router": "mlp.gate"}
@@ -33,6 +32,8 @@ _NEMOTRON_H = Naming(
         **{f"mamba.{name}": f"mixer.{name}" for name in _MAMBA},
         **{f"mlp.{name}": f"mixer.{name}" for name in ("up_proj", "down_proj")},
         **{f"mlp.shared_expert.{name}": f"mixer.shared_experts.{name}" for name in ("up_proj", "down_proj")},
+        "mlp.latent_in": "mixer.fc1_latent_proj",
+        "mlp.latent_out": "mixer.fc2_latent_proj",
         "mlp.router": "mixer.gate",
         "mlp.router.correction": "mixer.gate.e_score_correction_bias",
     },
@@ -54,7 +55,7 @@ _GRANITE = Naming(
         "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
     },
     fused={
-        **_GATES_AND_UPS,
+        **GATES_AND_UPS,
         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
         "mlp.shared_expert.gate_up_proj": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     },
@@ -79,7 +80,7 @@ _LFM2 = Naming(
 
 def _joined(naming: Naming) -> Naming:
     """Return the naming of files that hold all experts in two tensors."""
-    return replace(naming, modules={**naming.modules, **_JOINED}, fused={**naming.fused, **_GATES_AND_UPS}, experts="")
+    return replace(naming, modules={**naming.modules, **_JOINED}, fused={**naming.fused, **GATES_AND_UPS}, experts="")
 
 
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
@@ -136,10 +137,8 @@ RECURRENT: Mapping[str, Naming] = {
     "qwen3_5 of several": _QWEN3_5_VISION,
     "qwen3_5 of several, joined": _joined(_QWEN3_5_VISION),
     "qwen3_next, GGUF": Naming(fused=_BETA_ALPHA, by_key_head=True, exponents=True),
-    "qwen3_next, GGUF, joined": Naming(fused={**_BETA_ALPHA, **_GATES_AND_UPS}, by_key_head=True, exponents=True),
     "qwen3_next, GGUF, early": Naming(fused=_BY_KEY_HEAD, by_key_head=True, exponents=True),
     "qwen3_5, GGUF": _QWEN3_5_GGUF,
-    "qwen3_5, GGUF, joined": replace(_QWEN3_5_GGUF, fused=_GATES_AND_UPS),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h, GGUF": replace(_QWEN3_5_GGUF, modules={"post_attention_layernorm": "input_layernorm"}),
     "granitemoehybrid": _GRANITE,

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 EACH = "mlp.experts.{expert}.{matrix}"
+GATES_AND_UPS = {"mlp.experts.gate_up_proj": ("mlp.experts.gate_proj", "mlp.experts.up_proj")}
+"""Of all experts, in one tensor [experts, 2 * inner, H]; see ``Naming.fused``."""
 MTP = "multi-token prediction"
 _EXPERT = re.compile(r"mlp\.experts\.(gate_proj|up_proj|down_proj)\b")
 

@@ -23,6 +23,8 @@ KNOWN_KEYWORDS = frozenset(
         "thinking",
         "thinking_budget",
         "reasoning_effort",
+        "low_effort",
+        "keep_past_thinking",
         "builtin_tools",
         "date_string",
         "tools_in_user_message",

@@ -47,6 +47,7 @@ TOOL_MARKS = (
     *("<think>", "</think>", "[THINK]", "[/THINK]", "<minimax:tool_call>", "</minimax:tool_call>"),
     *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>"),
     *("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>"),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "<function_calls>", "</function_calls>"),
     *("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
     *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
     *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),

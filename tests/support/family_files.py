@@ -239,6 +239,7 @@ def write_family_gguf(
     *,
     per_layer_heads: bool = False,
     stacked: bool = True,
+    joined: bool = False,
     kv_b: str = "joined",
     packed: str | tuple[str, ...] = (),
 ) -> Path:
@@ -246,6 +247,7 @@ def write_family_gguf(
 
     per_layer_heads  key-value heads are a list
     stacked          all experts of a matrix are one tensor, as since April 2024
+    joined           gates and ups of all experts are one tensor, also their biases
     kv_b             of latent attention: "joined"; "split" for keys and values, as since April 2025; "both"
     packed           ends of the names of matrices in Q8_0
     """
@@ -259,6 +261,7 @@ def write_family_gguf(
     if family == "deepseek_v3":
         _write_latent(writer, values, split=kv_b == "split")
     named = _named(family, random_stored(family), values, layers)
+    named = with_joined_experts(named) if joined else named
     for name, tensor in (named if kv_b == "joined" else _with_split_heads(named, values, kv_b)).items():
         apart = "_exps." in name and not stacked
         parts = (
@@ -275,6 +278,15 @@ def write_family_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def with_joined_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of a GGUF file with gates and ups of all experts in one."""
+    found = dict(tensors)
+    for name in [name for name in tensors if ".ffn_gate_exps." in name]:
+        gates, ups = found.pop(name), found.pop(name.replace("gate_exps", "up_exps"))
+        found[name.replace("gate_exps", "gate_up_exps")] = np.concatenate([gates, ups], axis=1)
+    return found
 
 
 def _write_common(writer: gguf.GGUFWriter, values: Mapping[str, Any], layers: int, *, per_layer_heads: bool) -> None:

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from edgepipe.model.config import hf_config
 from edgepipe.model.layout import stored_shapes
+from tests.support.family_files import with_joined_experts
 from tests.support.model_files import permute_rows
 
 Array = npt.NDArray[np.float32]
@@ -62,6 +63,17 @@ _NEMOTRON: dict[str, Any] = {
     "conv_kernel": 4,
     "mlp_hidden_act": "relu2",
 }
+_NEMOTRON_MOE: dict[str, Any] = {
+    **_NEMOTRON,
+    "layers_block_type": ["mamba", "moe", "attention", "moe"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "n_group": 1,
+}
 _GRANITE: dict[str, Any] = {
     "num_hidden_layers": 3,
     "layer_types": ["mamba", "attention", "mamba"],
@@ -92,20 +104,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronHForCausalLM",
         {**_NEMOTRON, "num_hidden_layers": 4, "hybrid_override_pattern": "M-*M"},
     ),
-    "nemotron_h_moe": (
-        "NemotronHForCausalLM",
-        {
-            **_NEMOTRON,
-            "layers_block_type": ["mamba", "moe", "attention", "moe"],
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "moe_shared_expert_intermediate_size": 20,
-            "routed_scaling_factor": 2.5,
-            "norm_topk_prob": True,
-            "n_group": 1,
-        },
-    ),
+    "nemotron_h_moe": ("NemotronHForCausalLM", _NEMOTRON_MOE),
+    "nemotron_h_moe with narrow experts": ("NemotronHForCausalLM", {**_NEMOTRON_MOE, "moe_latent_size": 16}),
     "granitehybrid": ("GraniteMoeHybridForCausalLM", {**_GRANITE, "num_local_experts": 0}),
     "granitehybrid with experts": (
         "GraniteMoeHybridForCausalLM",
@@ -175,9 +175,7 @@ def write_recurrent_gguf(
     _write_metadata(writer, kind, values)
     tensors = dict(_converted(kind, values, early=early))
     if joined:
-        for name in [name for name in tensors if "ffn_gate_exps" in name]:
-            gates, ups = tensors.pop(name), tensors.pop(name.replace("gate_exps", "up_exps"))
-            tensors[name.replace("gate_exps", "gate_up_exps")] = np.concatenate([gates, ups], axis=1)
+        tensors = with_joined_experts(tensors)
     if kind == "qwen35":  # the layer that predicts a second token, with names of layers and its own
         tensors |= {"blk.4.attn_norm.weight": np.ones(32, np.float32)}
         tensors |= {"blk.4.nextn.eh_proj.weight": np.ones((32, 64), np.float32)}
@@ -352,6 +350,8 @@ def _write_nemotron(writer: gguf.GGUFWriter, kind: str, values: Mapping[str, Any
     writer.add_expert_weights_norm(values["norm_topk_prob"])
     writer.add_expert_weights_scale(values["routed_scaling_factor"])
     writer.add_expert_group_count(values["n_group"])
+    if "moe_latent_size" in values:
+        writer.add_uint32(f"{kind}.moe_latent_size", values["moe_latent_size"])
 
 
 def _write_granite(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:

@@ -161,12 +161,14 @@ class _Layer:
 
     def _mixed(self, row: Array, spec: Experts) -> Array:
         """Compute one row [H]."""
-        total = np.zeros_like(row)
         logits = self._linear(row, "mlp.router")
+        entering = self._linear(row, "mlp.latent_in") if spec.latent else row
+        mixed = np.zeros_like(entering)
         for expert, factor in choose(logits, self._weights.get("mlp.router.correction"), spec.used, spec.router):
-            up = self._expert(row, "up", expert, spec.count)
-            gate = self._expert(row, "gate", expert, spec.count) if spec.gated else up
-            total += factor * self._expert(_activated(gate, up, spec.activation), "down", expert, spec.count)
+            up = self._expert(entering, "up", expert, spec.count)
+            gate = self._expert(entering, "gate", expert, spec.count) if spec.gated else up
+            mixed += factor * self._expert(_activated(gate, up, spec.activation), "down", expert, spec.count)
+        total = self._linear(mixed, "mlp.latent_out") if spec.latent else mixed
         if spec.shared_inner:
             activation = "silu" if spec.gated else spec.activation
             shared = self._part(row, "mlp.shared_expert", activation, gated=spec.gated)

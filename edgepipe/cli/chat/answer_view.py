@@ -5,12 +5,15 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from edgepipe.cli.output import make_console
 from edgepipe.safe_text import visible
+from edgepipe.units import format_duration_s
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import Console, RenderableType
     from rich.live import Live
 
@@ -19,6 +22,14 @@ _FENCES = ("```", "~~~")
 _SPINS_PER_S = 8
 _KEPT = "\n\t"  # control characters that an answer may contain
 _ERASE_LINE = "\r\x1b[K"
+_THINKING = "thinking"
+_THOUGHT_LINES = 6  # of reasoning that folds, drawn while it arrives
+_THOUGHT_CHARS = 4096  # kept for them
+
+Thinking = Literal["fold", "show", "hide"]
+"""Reasoning on the screen: its last lines until it ends and then one line, all of it, or none."""
+
+THINKING: tuple[Thinking, ...] = get_args(Thinking)
 
 
 class AnswerView(Protocol):
@@ -34,6 +45,14 @@ class AnswerView(Protocol):
 
     def show(self, text: str) -> None:
         """Show the next piece; this removes the line of ``wait``."""
+        ...
+
+    def think(self, text: str) -> None:
+        """Show the next piece of reasoning."""
+        ...
+
+    def thought(self, seconds: float) -> None:
+        """End the reasoning, which took so long."""
         ...
 
     def wait(self, why: str, *, news: bool = False) -> None:
@@ -53,14 +72,24 @@ class NoView:
     def show(self, text: str) -> None:
         """Nothing."""
 
+    def think(self, text: str) -> None:
+        """Nothing."""
+
+    def thought(self, seconds: float) -> None:
+        """Nothing."""
+
     def wait(self, why: str, *, news: bool = False) -> None:
         """Nothing."""
 
 
 class PlainView:
-    """View that prints text as it is, except control characters: a model cannot move the cursor."""
+    """View that prints text as it is, except control characters: a model cannot move the cursor.
 
-    def __init__(self) -> None:
+    A pipe gets the answer alone: reasoning to show goes to stderr.
+    """
+
+    def __init__(self, thinking: Thinking = "fold") -> None:
+        self._thinking: Thinking = thinking
         self._begun = False
         self._waits = ""  # the line on a terminal that explains a pause
 
@@ -93,14 +122,46 @@ class PlainView:
         self._begun = True
         print(visible(text, keep=_KEPT), end="", flush=True)
 
+    def think(self, text: str) -> None:
+        """Print the piece of reasoning, or that the model thinks."""
+        if self._thinking == "show":
+            self._begin_line()
+            self._dim(text, end="")
+        else:
+            self.wait(_THINKING)
+
+    def thought(self, seconds: float) -> None:
+        """Print how long it took; below reasoning that is shown, also a blank line."""
+        self._erase()
+        if self._thinking == "show":
+            self._dim(f"\n{thought_line(seconds)}\n")
+        elif self._thinking == "fold" and sys.stdout.isatty():
+            self._begin_line()
+            self._dim(thought_line(seconds))
+
+    def _begin_line(self) -> None:
+        self._erase()
+        if self._begun:
+            print(flush=True)
+        self._begun = False
+
+    @staticmethod
+    def _dim(text: str, *, end: str = "\n") -> None:
+        console = make_console(stderr=not sys.stdout.isatty())
+        console.print(visible(text, keep=_KEPT), end=end, style="dim", markup=False, soft_wrap=True)
+
 
 class MarkdownView:
     """View that prints each finished Markdown block once, and redraws the unfinished block as it grows."""
 
-    def __init__(self, console: Console | None = None, *, redraw_s: float = _REDRAW_S) -> None:
+    def __init__(
+        self, console: Console | None = None, *, thinking: Thinking = "fold", redraw_s: float = _REDRAW_S
+    ) -> None:
+        self._thinking: Thinking = thinking
         self._redraw_s = redraw_s
         self._console = console or make_console()
         self._open = ""  # text of the unfinished block
+        self._thoughts = ""  # reasoning that is not printed
         self._waits = ""  # the note below it during a pause
         self._live: Live | None = None
         self._drawn_s = 0.0
@@ -111,7 +172,7 @@ class MarkdownView:
     def __exit__(self, *exc_info: object) -> None:
         self._stop()
         self._print(self._open)
-        self._open = self._waits = ""
+        self._open = self._thoughts = self._waits = ""
 
     def wait(self, why: str, *, news: bool = False) -> None:
         """Show an animated line below the unfinished block."""
@@ -132,6 +193,40 @@ class MarkdownView:
         if self._open.strip() and time.monotonic() - self._drawn_s >= self._redraw_s:
             self._draw()
 
+    def think(self, text: str) -> None:
+        """Draw the last lines of reasoning that folds. Print finished lines of reasoning to show."""
+        if self._thinking == "hide":
+            self.wait(_THINKING)
+            return
+        if self._open:
+            self._stop()
+            self._print(self._open)
+            self._open = ""
+        news = self._waits != _THINKING
+        self._thoughts, self._waits = self._thoughts + visible(text, keep=_KEPT), _THINKING
+        if self._thinking == "show":
+            finished, end, rest = self._thoughts.rpartition("\n")
+            if end:
+                self._stop()
+                self._print_dim(finished)
+            self._thoughts = rest
+        else:
+            self._thoughts = self._thoughts[-_THOUGHT_CHARS:]
+        if news or time.monotonic() - self._drawn_s >= self._redraw_s:
+            self._draw()
+
+    def thought(self, seconds: float) -> None:
+        """Replace reasoning that folds by one line; end reasoning to show with that line."""
+        self._stop()
+        if self._thinking == "show" and self._thoughts:
+            self._print_dim(self._thoughts)
+        self._thoughts, self._waits, self._drawn_s = "", "", 0.0
+        if self._thinking != "hide":
+            self._print_dim(f"{thought_line(seconds)}\n")
+
+    def _print_dim(self, text: str) -> None:
+        self._console.print(text, style="dim", markup=False)
+
     def _print(self, markdown: str) -> None:
         if markdown.strip():
             self._console.print(_markdown(markdown))
@@ -143,10 +238,11 @@ class MarkdownView:
         from rich.spinner import Spinner
         from rich.text import Text
 
-        picture = self._tail(_markdown(self._open)) if self._open.strip() else Text()
+        parts = list(self._unfinished())
         if self._waits:
             line = Text(self._waits, style="dim", no_wrap=True, overflow="ellipsis")
-            picture = Group(*([picture] if self._open.strip() else []), Spinner(self._spinner(), line, style="dim"))
+            parts.append(Spinner(self._spinner(), line, style="dim"))
+        picture = Group(*parts)
         if self._live is None:
             self._live = Live(
                 picture, console=self._console, auto_refresh=bool(self._waits), refresh_per_second=_SPINS_PER_S,
@@ -160,13 +256,23 @@ class MarkdownView:
     def _spinner(self) -> str:
         return "dots" if self._console.encoding.startswith("utf") else "line"
 
-    def _tail(self, picture: RenderableType) -> RenderableType:
+    def _unfinished(self) -> Iterator[RenderableType]:
+        """Yield what may still change: the unfinished block, or reasoning."""
+        from rich.text import Text
+
+        room = max(1, self._console.size.height - 2 - bool(self._waits))
+        if self._open.strip():
+            yield self._tail(_markdown(self._open), room)
+        if self._thoughts.strip():
+            most = _THOUGHT_LINES if self._thinking == "fold" else room
+            yield self._tail(Text(self._thoughts.strip("\n"), style="dim"), min(most, room))
+
+    def _tail(self, picture: RenderableType, most: int) -> RenderableType:
         """Return the last lines that fit the terminal: a line that scrolled away cannot be redrawn."""
         from rich.segment import SegmentLines
 
         lines = self._console.render_lines(picture, pad=False)
-        room = max(1, self._console.size.height - 2 - bool(self._waits))
-        return SegmentLines(lines[-room:], new_lines=True)
+        return SegmentLines(lines[-most:], new_lines=True)
 
     def _stop(self) -> None:
         if self._live is not None:
@@ -201,7 +307,14 @@ def _markdown(text: str) -> RenderableType:
     return Markdown(text, code_theme="ansi_dark", hyperlinks=False)
 
 
-def make_view(*, markdown: bool) -> AnswerView:
+def thought_line(seconds: float) -> str:
+    """Format how long a model thought: ``thought for 4.0 s``."""
+    return f"thought for {format_duration_s(seconds)}"
+
+
+def make_view(*, markdown: bool, thinking: Thinking = "fold") -> AnswerView:
     """Choose the view: Markdown on a terminal if wanted, else plain text."""
     console = make_console()
-    return MarkdownView(console) if markdown and console.is_terminal else PlainView()
+    if markdown and console.is_terminal:
+        return MarkdownView(console, thinking=thinking)
+    return PlainView(thinking)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgepipe.cli.chat.answer_view import NoView, Thinking, make_view
 from edgepipe.cli.output import make_console, print_json
 from edgepipe.safe_text import one_line
 
@@ -37,6 +38,7 @@ class ChatSettings:
     seed: int | None = None
     as_json: bool = False
     markdown: bool = True  # on a terminal only
+    thinking: Thinking = "fold"
 
     def options(self) -> dict[str, Any]:
         """Return the fields of requests; None: not given."""
@@ -48,10 +50,12 @@ class Answer:
     """An answer and its figures."""
 
     text: str
+    reasoning: str = ""
     finish_reason: str
     num_tokens: int
     num_prompt_tokens: int
-    first_word_s: float
+    first_word_s: float  # of the reasoning, if there is any
+    thought_s: float = 0.0  # from the first word of the reasoning to the first of the answer
     tokens_per_s: float  # after the first token; 0: too short to measure
     num_nodes: int
     note: str = ""  # the gateway's last note on this request
@@ -101,22 +105,26 @@ class Incoming:
         self._started_s = time.monotonic()
         self._first_s = self._last_s = 0.0
         self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._thinks_since_s = 0.0  # 0: no reasoning arrives now
+        self._thought_s = 0.0
         self._reason, self._note, self._read = "", "", ""
         self._quiet = False  # the view shows a note
-        self._thinks = False  # reasoning has arrived
         self._num_tokens, self._num_prompt_tokens = 0, 0
 
     def take(self, piece: Piece) -> None:
         """Show the piece and count it."""
-        if piece.text:
+        if piece.reasoning or piece.text:
             self._last_s = time.monotonic()
             self._first_s = self._first_s or self._last_s
+        if piece.reasoning:
+            self._thinks_since_s = self._thinks_since_s or self._last_s
+            self._thoughts.append(piece.reasoning)
+            self._view.think(piece.reasoning)
+        if piece.text:
+            self.end_reasoning()
             self._texts.append(piece.text)
             self._view.show(piece.text)
-        if piece.thinks and not self._thinks:
-            self._thinks = True
-            if self._quiet:
-                self.quiet()
         if piece.note:
             self._take_note(piece.note)
         self._reason = piece.finish_reason or self._reason
@@ -125,6 +133,13 @@ class Incoming:
             self._num_prompt_tokens = piece.prompt_tokens
             if self._quiet and not self._first_s:
                 self.quiet()
+
+    def end_reasoning(self) -> None:
+        """Show that the reasoning has ended, if some came."""
+        if self._thinks_since_s:
+            seconds = time.monotonic() - self._thinks_since_s
+            self._thought_s, self._thinks_since_s = self._thought_s + seconds, 0.0
+            self._view.thought(seconds)
 
     def _take_note(self, note: str) -> None:
         """Handle a note of the gateway: ``recovering: studio gone since 21:14``, ``reading 60 %``, or a final note."""
@@ -143,8 +158,6 @@ class Incoming:
         self._quiet = True
         if self._first_s:
             self._view.wait("waiting for the next word")
-        elif self._thinks:
-            self._view.wait("thinking")
         elif self._num_prompt_tokens:
             self._view.wait(f"reading {self._num_prompt_tokens:,} tokens{one_line(self._read)}")
         else:
@@ -160,10 +173,12 @@ class Incoming:
         first_s, last_s, tokens = self._first_s, self._last_s, self._num_tokens
         return Answer(
             text="".join(self._texts),
+            reasoning="".join(self._thoughts),
             finish_reason=self._reason,
             num_tokens=tokens,
             num_prompt_tokens=self._num_prompt_tokens,
             first_word_s=(first_s or time.monotonic()) - self._started_s,
+            thought_s=self._thought_s,
             tokens_per_s=(tokens - 1) / (last_s - first_s) if tokens > 2 and last_s > first_s else 0.0,
             num_nodes=self._num_nodes,
             note=self._note,
@@ -184,17 +199,17 @@ async def stream_answer(
     try:
         async for piece in client.stream(messages, model=target.model, options=options):
             incoming.take(piece)
-            if piece.text:
+            if piece.text or piece.reasoning:
                 timer.cancel()
                 timer = loop.call_later(incoming.quiet_after_s, incoming.quiet)
     finally:
         timer.cancel()
+        incoming.end_reasoning()
     return incoming.answer()
 
 
 async def ask_once(settings: ChatSettings, question: str) -> None:
     """Ask one question. Print the answer on stdout and the figures on stderr, or both as JSON on stdout."""
-    from edgepipe.cli.chat.answer_view import NoView, make_view
     from edgepipe.cli.find import find_target
     from edgepipe.cli.sse import ChatClient
 
@@ -208,7 +223,7 @@ async def ask_once(settings: ChatSettings, question: str) -> None:
             answer = await stream_answer(client, target, messages, options, incoming)
             print_json(as_json(answer, target))
             return
-        with make_view(markdown=settings.markdown) as view:
+        with make_view(markdown=settings.markdown, thinking=settings.thinking) as view:
             incoming = Incoming(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, view=view)
             answer = await stream_answer(client, target, messages, options, incoming)
     print_footer(answer)
@@ -219,10 +234,12 @@ def as_json(answer: Answer, target: Target) -> dict[str, Any]:
     return {
         "model": target.model,
         "text": answer.text,
+        "reasoning": answer.reasoning,
         "finish_reason": answer.finish_reason,
         "completion_tokens": answer.num_tokens,
         "prompt_tokens": answer.num_prompt_tokens,
         "first_word_s": round(answer.first_word_s, 4),
+        "thought_s": round(answer.thought_s, 4),
         "tokens_per_s": round(answer.tokens_per_s, 2),
         "nodes": answer.num_nodes,
     }

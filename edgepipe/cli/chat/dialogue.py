@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from edgepipe.cli.chat.answer_view import THINKING, Thinking
 from edgepipe.cli.chat.conversation import Answer, ChatSettings, with_advice
 from edgepipe.errors import RequestInvalid
 
@@ -55,6 +56,7 @@ OPTIONS: Mapping[str, Option] = {
     "presence_penalty": Option(float, -2, 2),
     "frequency_penalty": Option(float, -2, 2),
     "stop": Option(str),
+    "reasoning_effort": Option(str),
 }
 
 
@@ -70,11 +72,12 @@ class Dialogue:
     history: str = HISTORY[0]  # policy for the oldest turns when the context is full
     first: int = 0  # index of the first turn to send
     full: bool = False  # the last answer ended with the context
+    thinking: Thinking = "fold"
 
     @classmethod
     def begin(cls, settings: ChatSettings) -> Dialogue:
         """Make a conversation from the flags."""
-        return cls(system=settings.system, options=settings.options())
+        return cls(system=settings.system, options=settings.options(), thinking=settings.thinking)
 
     def messages(self) -> list[Message]:
         """Return the messages of the next request."""
@@ -114,9 +117,10 @@ class Dialogue:
         self.turns.append({"role": "user", "content": question})
 
     def answered(self, answer: Answer) -> None:
-        """Add the answer to the last question, if it has text."""
+        """Add the answer to the last question, if it has text. Chat templates decide which reasoning they repeat."""
         if answer.text:
-            self.turns.append({"role": "assistant", "content": answer.text})
+            reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+            self.turns.append({"role": "assistant", "content": answer.text, **reasoning})
             self.answers.append(answer)
             self.full = answer.context_full
             self.taken_back = None
@@ -151,6 +155,17 @@ class Dialogue:
             return
         self.options[name] = option.read(name, text)
 
+    def last_reasoning(self) -> str:
+        """Return the reasoning of the last answer; empty: the model did not think."""
+        return self.turns[-1].get("reasoning_content", "") if self.turns else ""
+
+    def set_thinking(self, text: str) -> None:
+        """Choose how reasoning is shown. Raises RequestInvalid."""
+        ways: dict[str, Thinking] = {way: way for way in THINKING}
+        if text not in ways:
+            raise RequestInvalid(f"reasoning cannot be shown as {text}", fact=f"it can be {', '.join(THINKING)}")
+        self.thinking = ways[text]
+
     def save(self, path: Path, *, model: str) -> None:
         """Save the conversation as JSON, or as Markdown if the file name ends in .md. Raises RequestInvalid."""
         text = self._as_markdown(model) if path.suffix == ".md" else self._as_json(model)
@@ -167,9 +182,7 @@ class Dialogue:
             if path.stat().st_size > _MAX_FILE_BYTES:
                 raise RequestInvalid(f"{path} is too long for a conversation")
             saved: Any = json.loads(path.read_text(encoding="utf-8"))
-            turns = [
-                {"role": str(message["role"]), "content": str(message["content"])} for message in saved["messages"]
-            ]
+            turns = [_turn(message) for message in saved["messages"]]
             if saved["format"] != _FORMAT or any(message["role"] not in ("user", "assistant") for message in turns):
                 raise ValueError(path)
             options = {name: saved["options"][name] for name in OPTIONS if name in saved["options"]}
@@ -207,3 +220,9 @@ class Dialogue:
         parts = [f"**System**\n\n{self.system}"] if self.system else []
         parts += [f"**{names[turn['role']]}**\n\n{turn['content']}" for turn in self.turns]
         return "\n\n".join(parts) + "\n"
+
+
+def _turn(saved: Mapping[str, Any]) -> Message:
+    """Take a turn from a saved conversation. Raises KeyError."""
+    reasoning = {"reasoning_content": str(saved["reasoning_content"])} if "reasoning_content" in saved else {}
+    return {"role": str(saved["role"]), "content": str(saved["content"]), **reasoning}

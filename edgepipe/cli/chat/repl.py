@@ -6,11 +6,10 @@ import asyncio
 import signal
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from edgepipe.cli.admin import connect
-from edgepipe.cli.chat.answer_view import AnswerView, make_view
+from edgepipe.cli.chat.answer_view import AnswerView, Thinking, make_view
 from edgepipe.cli.chat.conversation import ChatSettings, Incoming, print_footer, stream_answer
 from edgepipe.cli.chat.dialogue import Dialogue
 from edgepipe.cli.chat.slash import Talk, complete, run_command
@@ -27,12 +26,15 @@ if TYPE_CHECKING:
 _BLOCK = '"""'
 
 
-async def converse(settings: ChatSettings, *, new_view: Callable[[], AnswerView] | None = None) -> None:
+NewView = Callable[[Thinking], AnswerView]
+
+
+async def converse(settings: ChatSettings, *, new_view: NewView | None = None) -> None:
     """Read, answer, repeat until ^D or /bye. Raises errors of the start; shows later errors and continues.
 
     ``new_view`` makes the view of each answer; by default as ``settings`` say.
     """
-    new_view = new_view or partial(make_view, markdown=settings.markdown)
+    new_view = new_view or (lambda thinking: make_view(markdown=settings.markdown, thinking=thinking))
     target = await find_target(settings.data_dir, settings.model)
     talk = Talk(data_dir=settings.data_dir, target=target, dialogue=Dialogue.begin(settings))
     talk.model_names = await _model_names(talk)
@@ -54,7 +56,7 @@ async def converse(settings: ChatSettings, *, new_view: Callable[[], AnswerView]
             print_error(error)
 
 
-async def _answer(talk: Talk, new_view: Callable[[], AnswerView]) -> None:
+async def _answer(talk: Talk, new_view: NewView) -> None:
     """Answer the last question; with ``history drop``, drop the oldest turns if needed. Raises PromptTooLong."""
     dialogue, dropped = talk.dialogue, int(talk.dialogue.full and talk.dialogue.drop_oldest())
     try:
@@ -82,11 +84,11 @@ def _full_context(error: PromptTooLong) -> PromptTooLong:
     )
 
 
-async def _stream(talk: Talk, new_view: Callable[[], AnswerView]) -> None:
+async def _stream(talk: Talk, new_view: NewView) -> None:
     """Stream one answer and add it to the conversation."""
     dialogue = talk.dialogue
     options = dialogue.request_options(talk.target.sampling)
-    view = new_view()
+    view = new_view(dialogue.thinking)
     incoming = Incoming(num_nodes=talk.target.num_nodes, max_tokens=options.get("max_tokens"), view=view)
     async with ChatClient(talk.target.base_url, api_key=talk.target.api_key) as client:
         messages = dialogue.messages()

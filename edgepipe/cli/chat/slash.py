@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgepipe.cli.admin import connect
+from edgepipe.cli.chat.answer_view import THINKING
 from edgepipe.cli.chat.dialogue import OPTIONS, Dialogue
 from edgepipe.cli.find import Target, find_target
 from edgepipe.cli.output import make_console
@@ -107,6 +108,14 @@ async def _set(talk: Talk, argument: str) -> None:
     _say("\n".join([*lines, *(f"{key} {value} (default)" for key, value in advised.items())]))
 
 
+async def _think(talk: Talk, argument: str) -> None:
+    if argument:
+        talk.dialogue.set_thinking(argument)
+        _say(talk.dialogue.thinking)
+    else:
+        _say(talk.dialogue.last_reasoning() or "no reasoning in the last answer")
+
+
 async def _clear(talk: Talk, argument: str) -> None:
     talk.dialogue.clear()
     _say("forgotten")
@@ -193,6 +202,13 @@ COMMANDS: Mapping[str, Command] = {
             help="show or set temperature, max_tokens, seed, history, ...",
             run=_set,
             values=lambda talk: (*OPTIONS, "history"),
+        ),
+        Command(
+            name="/think",
+            argument="[fold|show|hide]",
+            help="show the last answer's reasoning, or set how reasoning appears",
+            run=_think,
+            values=lambda talk: THINKING,
         ),
         Command(name="/clear", argument="", help="forget the conversation", run=_clear),
         Command(name="/regenerate", argument="", help="another answer to the last question", run=_regenerate),

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from edgepipe.cli.chat.answer_view import Thinking
 from edgepipe.cli.options import DataDir, complete_model, data_dir_of, models_dir_of
 from edgepipe.errors import RequestInvalid
 from edgepipe.safe_text import as_utf8
@@ -49,6 +50,13 @@ def chat(
     markdown: Annotated[
         bool, typer.Option("--markdown/--no-markdown", help="Format headings, lists and code; never in a pipe.")
     ] = True,
+    thinking: Annotated[
+        Thinking,
+        typer.Option(
+            "--thinking",
+            help="Reasoning: fold it into one line when it ends, show all, or hide it.",
+        ),
+    ] = "fold",
     data_dir: DataDir = None,
 ) -> None:
     """Talk to a model: one prompt, piped text, or a conversation."""
@@ -70,6 +78,7 @@ def chat(
         seed=seed,
         as_json=as_json,
         markdown=markdown,
+        thinking=thinking,
     )
     if question is None:
         run_async(converse(settings))

@@ -67,6 +67,7 @@ class ChatFormat:
     text that does not begin with reasoning."""
     write: Callable[[Sequence[Call]], str]  # calls as the model would write them
     reasoning: Reasoning | None = None
+    has_tool_turns: bool = False  # its templates write a turn of any role, so they need not name the role ``tool``
     has_channels: bool = False  # all of an answer is in channels, its reasoning too: harmony
     form_rules: tuple[str, ...] = ("answer: form",)  # of an answer whose content is bound to the rule ``form``
 

@@ -15,6 +15,7 @@ from edgepipe.gateway.formats.listed import GRANITE, PHI
 from edgepipe.gateway.formats.llama import LLAMA
 from edgepipe.gateway.formats.minimax import MINIMAX
 from edgepipe.gateway.formats.mistral import MISTRAL, MISTRAL_ARGS
+from edgepipe.gateway.formats.python_calls import LFM2, OLMO
 from edgepipe.gateway.formats.qwen_coder import QWEN_CODER
 
 FORMATS = (
@@ -32,17 +33,21 @@ FORMATS = (
     DEEPSEEK_V31,
     DEEPSEEK_V32,
     GEMMA4,
+    LFM2,
+    OLMO,
 )
 
 _SIGNS: tuple[tuple[ChatFormat, str], ...] = (
     (HARMONY, r"<\|channel\|>(?s:.*)<\|message\|>|<\|message\|>(?s:.*)<\|channel\|>"),
     (GEMMA4, r"<\|tool_call>"),
     (GEMMA4, r"<\|turn>"),
+    (LFM2, r"<\|tool_(?:call|list)_start\|>|keep_past_thinking(?s:.*)List of tools: "),
     (MINIMAX, r"<minimax:tool_call>"),
     (DEEPSEEK_V32, r"DSML"),
     (DEEPSEEK_V3, r"tool▁sep｜>(?s:.{0,200})```json"),
     (DEEPSEEK_V31, r"tool▁calls▁begin"),
     (GLM, r"<arg_key>"),
+    (OLMO, r"<function_calls>"),
     (QWEN_CODER, r"<function="),
     (MISTRAL_ARGS, r"\[TOOL_CALLS\](?s:.*)\[ARGS\]|\[ARGS\](?s:.*)\[TOOL_CALLS\]"),
     (MISTRAL, r"\[TOOL_CALLS\]"),

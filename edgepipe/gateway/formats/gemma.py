@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from edgepipe.gateway.formats.chat_format import CallForm, ChatFormat, Functions, Reasoning
 from edgepipe.gateway.formats.json_calls import any_call, free_start, lazy_opening, overlap
+from edgepipe.gateway.formats.literal_rules import NUMBER_RULES, Literals
 from edgepipe.gateway.formats.named import NamedReader
-from edgepipe.gateway.formats.typed_values import Schema, kinds
 from edgepipe.gateway.tool_call_json import CallNews
 from edgepipe.gateway.tool_calls import Call
 
@@ -21,7 +21,6 @@ _OPENING, _CLOSING, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _HEAD = re.compile(r"\s*call:\s*([A-Za-z0-9_.-]{1,64})\s*(?=\{)")
 _LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _ENDS = {"{": "}", "[": "]"}
-_MAX_DEPTH = 8  # of objects that a grammar binds; deeper ones are free
 
 
 class GemmaArguments:
@@ -112,9 +111,9 @@ def _reader(calls: CallNews, functions: Functions) -> NamedReader:
 
 
 def _rules(functions: Functions, form: CallForm) -> list[str]:
-    """Bind names, keys and types. Lengths and patterns of strings, and bounds of numbers, are free."""
+    """Bind names, keys and types. Keys have the alphabet's order, as the model's template writes them."""
     calls = [
-        f"call_{index}: {_quoted('call:' + name)} {_object_rule(schema, schema, 0)}"
+        f"call_{index}: {_quoted('call:' + name)} {_LITERALS.object_rule(schema, schema)}"
         for index, (name, schema) in enumerate(functions.items())
     ]
     calls.insert(0, any_call(len(calls)))
@@ -125,71 +124,13 @@ def _rules(functions: Functions, form: CallForm) -> list[str]:
         r"KEY: /[A-Za-z0-9_.$ -]{1,64}/",
         f"string: {_quoted(_QUOTE)} text",
         f"text[lazy]: ANYTHING {_quoted(_QUOTE)}",
-        r"number: /-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?/",
-        r"integer: /-?(0|[1-9][0-9]{0,30})/",
+        *NUMBER_RULES,
     ]
     body = f"call {_quoted(_CLOSING)}"
     if form.forced:
         again = "forced+" if form.several else "forced"
         return [f"answer: {again}", f"forced: {_quoted(_OPENING)} {body}", *calls]
     return [free_start("tag", several=form.several), f"tag: opening {body}", lazy_opening(_OPENING), *calls]
-
-
-def _object_rule(root: Schema, schema: Schema, depth: int) -> str:
-    """Return the rule of an object: its keys in the alphabet's order, as the model's template writes them."""
-    properties = cast("Schema", schema.get("properties") or {})
-    if not properties and schema.get("additionalProperties", True) is not False:
-        return "object"
-    required = cast("Sequence[str]", schema.get("required") or ())
-    pairs = [
-        (f"{_quoted(name + ':')} {_value_rule(root, properties[name], depth)}", name in required)
-        for name in sorted(properties, key=str.lower)
-    ]
-    return f'"{{" {_listed(pairs)} "}}"'
-
-
-def _listed(pairs: Sequence[tuple[str, bool]]) -> str:
-    """Return the rule of pairs with commas between them; each pair is required or not."""
-    if not pairs:
-        return ""
-    (first, required), rest = pairs[0], pairs[1:]
-    further = "".join(f' ("," {pair}){"" if needed else "?"}' for pair, needed in rest)
-    if required:
-        return first + further
-    without = _listed(rest)
-    return f"({first}{further} | {without})" if without else f"({first})?"
-
-
-def _value_rule(root: Schema, schema: Schema, depth: int) -> str:
-    allowed = kinds(root, schema)
-    if any(key in schema for key in ("$ref", "anyOf", "oneOf", "allOf")) or len(allowed) != 1 or depth > _MAX_DEPTH:
-        return _any_of(allowed)
-    (kind,) = allowed
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if values:
-        return "(" + " | ".join(_quoted(_written(value)) for value in cast("list[object]", values)) + ")"
-    if kind == "object":
-        return _object_rule(root, schema, depth + 1)
-    items = schema.get("items")
-    if kind == "array" and isinstance(items, Mapping):
-        item = _value_rule(root, cast("Schema", items), depth + 1)
-        return f'"[" ({item} ("," {item})*)? "]"'
-    return _any_of(allowed)
-
-
-_KIND_RULES = {
-    "string": "string",
-    "number": "number",
-    "integer": "integer",
-    "boolean": '"true" | "false"',
-    "null": '"null"',
-    "array": '"[" (any ("," any)*)? "]"',
-    "object": "object",
-}
-
-
-def _any_of(allowed: frozenset[str]) -> str:
-    return "(" + " | ".join(rule for kind, rule in _KIND_RULES.items() if kind in allowed) + ")"
 
 
 def _write(calls: Sequence[Call]) -> str:
@@ -209,6 +150,23 @@ def _written(value: Any) -> str:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+_LITERALS = Literals(
+    comma='","',
+    key=lambda name: _quoted(f"{name}:"),
+    fixed=lambda value: _quoted(_written(value)),
+    kinds={
+        "string": "string",
+        "number": "number",
+        "integer": "integer",
+        "boolean": '"true" | "false"',
+        "null": '"null"',
+        "array": '"[" (any ("," any)*)? "]"',
+        "object": "object",
+    },
+    sorts=True,
+)
 
 
 GEMMA4 = ChatFormat(

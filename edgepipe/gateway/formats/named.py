@@ -38,13 +38,17 @@ class NamedReader:
         head: re.Pattern[str],
         closings: tuple[str, ...],
         next_call: str = "",
+        separators: str = "",
+        begun: re.Pattern[str] | None = None,
         arguments: Callable[[CallNews], Arguments],
     ) -> None:
         """
-        opening    mark before a group of calls
-        head       text between the opening and the arguments; group 1 is the name
-        closings   marks after the arguments, which are dropped
-        next_call  mark of a further call of the group
+        opening     mark before a group of calls
+        head        text between the opening and the arguments; group 1 is the name
+        closings    marks after the arguments, which are dropped
+        next_call   mark of a further call of the group
+        separators  characters that may stand after a call in its group
+        begun       beginning of a further call's head, where a group has calls without a mark; a closing then ends it
         """
         self._calls = calls
         self._functions = functions
@@ -52,6 +56,8 @@ class NamedReader:
         self._head_reading = head
         self._closings = closings
         self._after = (*closings, next_call) if next_call else closings
+        self._separators = separators
+        self._begun = begun
         self._new_arguments = arguments
         self._arguments = arguments(calls)
         self._state: Callable[[str, int], int] = self._text
@@ -80,7 +86,7 @@ class NamedReader:
         marks = (self._opening,) if self._state == self._text else self._after
         if held and followed_by is not None and begins(held + followed_by, 0, marks):
             held = ""
-        if self._state == self._ended and begins(held, 0, self._after):
+        if self._state == self._ended and (self._begun or begins(held, 0, self._after)):
             held = ""
         self._show(held)
         if not self._calls.count:
@@ -143,16 +149,23 @@ class NamedReader:
 
     def _ended(self, text: str, at: int) -> int:
         """State: after a call's arguments."""
-        if text[at].isspace():
+        if text[at].isspace() or text[at] in self._separators:
             return at + 1
         for mark in self._closings:
             if text.startswith(mark, at):
+                if self._begun:
+                    self._state = self._text
                 return at + len(mark)
         found = self._head_reading.match(text, at, at + _MAX_HEAD_CHARS)
-        if found is not None and found[1] in self._functions and begins(text, at, self._after):
+        marked = begins(text, at, self._after)
+        if found is not None and found[1] in self._functions and (self._begun or marked):
             return self._begin(found)
-        if found is None and len(text) - at < _MAX_HEAD_CHARS and begins(text, at, self._after):
+        if found is None and len(text) - at < _MAX_HEAD_CHARS and (marked or self._may_go_on(text, at)):
             self._pending = text[at:]
             return len(text)
         self._state = self._text
         return at
+
+    def _may_go_on(self, text: str, at: int) -> bool:
+        """Return whether the text may be an incomplete head of a call without a mark."""
+        return self._begun is not None and self._begun.fullmatch(text, at) is not None

@@ -99,7 +99,6 @@ GEMMA4 = Family(
     defaults=_DEFAULTS,
     naming="gemma4",
     gguf="gemma4",
-    gguf_naming="experts' gates and ups",
     from_gguf=from_gguf,
     gguf_parts=GGUF_PARTS,
     with_experts=None,

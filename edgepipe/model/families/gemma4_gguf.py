@@ -19,7 +19,6 @@ GGUF_PARTS = {
     "post_ffw_norm_1": "mlp.dense_output_norm",
     "pre_ffw_norm_2": "mlp.expert_input_norm",
     "post_ffw_norm_2": "mlp.expert_output_norm",
-    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
 }
 """Names within a layer."""
 

@@ -19,6 +19,7 @@ from edgepipe.model.layer_spec import Dense, Experts, LayerSpec, Mamba2, Norm
 from edgepipe.model.shape_limits import (
     MAX_HEAD_DIM,
     MAX_HEADS,
+    MAX_INTERMEDIATE,
     MAX_TAPS,
     MAX_TIME_STEP,
     checked_mamba2,
@@ -53,8 +54,6 @@ def _hf(shape: HfShape) -> Decoder:
 def _refuse(shape: HfShape) -> None:
     """Refuse fields that change the computation. Raises ArchitectureUnsupported."""
     fields = shape.fields
-    if fields.has("moe_latent_size"):
-        raise unsupported("moe_latent_size (Nemotron 3 Super)", ["Nemotron 3 Nano, Nemotron-H"])
     if fields.has("sliding_window"):
         raise unsupported("sliding_window", ["attention to the whole context"])
     if shape.flag("attention_bias"):
@@ -96,13 +95,14 @@ def _experts(shape: HfShape) -> Experts:
     inner = shape.inner("moe_intermediate_size", 7688)
     shared = shape.inner("moe_shared_expert_intermediate_size", 7688)
     found = shape.mixture(shape.experts("n_routed_experts", 8), 2, inner, router, shared_inner=shared)
-    return replace(found, gated=False, activation="relu2")
+    latent = shape.fields.integer("moe_latent_size", low=1, high=MAX_INTERMEDIATE, default=0)
+    return replace(found, gated=False, activation="relu2", latent=latent)
 
 
 NEMOTRON_H = Family(
     name="nemotron_h",
     hf_class="NemotronHForCausalLM",
-    models="Nemotron-3-Nano, Nemotron-H",
+    models="Nemotron-3-Nano and Super, Nemotron-H",
     from_hf=_hf,
     naming="nemotron_h",
     default_context=4096,
@@ -113,4 +113,4 @@ NEMOTRON_H = Family(
     gguf_parts=GGUF_MAMBA,
     with_experts=None,
 )
-NEMOTRON_H_MOE = replace(NEMOTRON_H, gguf="nemotron_h_moe", models="Nemotron-3-Nano in GGUF files")
+NEMOTRON_H_MOE = replace(NEMOTRON_H, gguf="nemotron_h_moe", models="Nemotron-3-Nano and Super in GGUF files")

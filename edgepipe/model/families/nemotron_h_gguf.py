@@ -16,8 +16,6 @@ LEAST_STEP = 0.001
 
 def from_gguf(shape: GgufShape) -> Decoder:
     """Read the metadata and the tensors' names. Raises ModelInvalid, ArchitectureUnsupported."""
-    if shape.integer("moe_latent_size", low=0, high=MAX_INTERMEDIATE, default=0):
-        raise unsupported(f"{shape.arch}.moe_latent_size (Nemotron 3 Super)", ["Nemotron 3 Nano, Nemotron-H"])
     count = own_layers(shape)
     parts = {
         "ssm_in": lambda: LayerSpec(recurrent=replace(gguf_mamba2(shape), dt_limits=(LEAST_STEP, inf))),
@@ -50,4 +48,5 @@ def _gguf_experts(shape: GgufShape) -> Experts:
     router = shape.router("sigmoid", correction=True, group_score="top2")
     shared = shape.integer("expert_shared_feed_forward_length", high=MAX_INTERMEDIATE)
     found = shape.mixture(shape.inner("expert_feed_forward_length"), router, shared_inner=shared)
-    return replace(found, gated=False, activation="relu2")
+    latent = shape.integer("moe_latent_size", low=0, high=MAX_INTERMEDIATE, default=0)
+    return replace(found, gated=False, activation="relu2", latent=latent)

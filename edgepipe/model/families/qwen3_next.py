@@ -30,7 +30,6 @@ GGUF_PARTS = {
     "ssm_a": "linear_attn.A_log",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
-    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
 }
 """Names within a layer of GGUF files, also of Qwen3.5."""
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import io
+import sys
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from edgepipe.cli.chat.answer_view import MarkdownView, PlainView, make_view, split_blocks
+from edgepipe.cli.chat.answer_view import MarkdownView, PlainView, Thinking, make_view, split_blocks
+
+if TYPE_CHECKING:
+    from pyte import HistoryScreen
 
 ANSWER = """# Title
 
@@ -57,8 +62,15 @@ def test_pieces_lose_nothing(pieces: list[str]) -> None:
     assert printed + rest == "".join(pieces)
 
 
-def drawn(pieces: list[str], *, height: int = 24) -> str:
-    """What stands on a terminal of 80 columns in the end, by a real emulator."""
+def drawn(
+    pieces: list[str],
+    *,
+    height: int = 24,
+    thinking: Thinking = "fold",
+    thoughts: list[str] | None = None,
+    thought_s: float = 4,
+) -> str:
+    """What stands on a terminal of 80 columns in the end, by a real emulator; without pieces, amid the thoughts."""
     import pyte
 
     screen = pyte.HistoryScreen(80, height, history=1000, ratio=0.5)
@@ -70,12 +82,22 @@ def drawn(pieces: list[str], *, height: int = 24) -> str:
             return len(text)
 
     console = Console(file=Out(), force_terminal=True, width=80, height=height, highlight=False, emoji=False)
-    with MarkdownView(console, redraw_s=0.0) as view:
+    with MarkdownView(console, thinking=thinking, redraw_s=0.0) as view:
+        for thought in thoughts or ():
+            view.think(thought)
+        amid = screen_lines(screen)
+        if thoughts and pieces:
+            view.thought(thought_s)
         for piece in pieces:
             view.show(piece)
-    above = ["".join(line[column].data for column in range(80)) for line in screen.history.top]
-    lines = [line.rstrip() for line in [*above, *screen.display]]
+    lines = screen_lines(screen) if pieces else amid
     return "\n".join(line for line in lines if line)  # blocks drawn one by one stand further apart
+
+
+def screen_lines(screen: HistoryScreen) -> list[str]:
+    """The lines that scrolled away, then those on the screen."""
+    above = ["".join(line[column].data for column in range(80)) for line in screen.history.top]
+    return [line.rstrip() for line in [*above, *screen.display]]
 
 
 def test_markdown_piece_by_piece_looks_like_markdown_at_once() -> None:
@@ -104,3 +126,56 @@ def test_plain_text_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -
     with PlainView() as view:
         view.show("a\x1b[2J\tb\n**c**")
     assert capsys.readouterr().out == "a\\x1b[2J\tb\n**c**\n"
+
+
+THOUGHTS = [f"word{number:03d}{' ' if number % 7 else chr(10)}" for number in range(300)]
+
+
+def test_reasoning_folds_into_a_line_when_it_ends() -> None:
+    amid = drawn([], thoughts=THOUGHTS).splitlines()
+    assert len(amid) == 7  # six lines of reasoning, then the spinner's
+    assert "word299" in amid[-2]
+    assert amid[-1].endswith("thinking")
+    assert drawn(["One.\n\n", "Two."], thoughts=THOUGHTS).splitlines() == ["thought for 4.0 s", "One.", "Two."]
+
+
+def test_reasoning_to_show_is_there_once_before_the_answer() -> None:
+    shown = drawn(["One."], thoughts=THOUGHTS, thinking="show", height=12, thought_s=75)
+    assert [shown.count(word.strip()) for word in THOUGHTS] == [1] * len(THOUGHTS)
+    assert shown.splitlines()[-2:] == ["thought for 1 min 15 s", "One."]
+
+
+def test_hidden_reasoning_leaves_no_line() -> None:
+    assert drawn([], thoughts=THOUGHTS, thinking="hide")[1:] == " thinking"
+    assert drawn(["One."], thoughts=THOUGHTS, thinking="hide") == "One."
+
+
+def test_reasoning_cannot_move_the_cursor() -> None:
+    assert "\\x1b[2J" in drawn(["One."], thoughts=["a\x1b[2J"], thinking="show")
+
+
+@pytest.mark.parametrize("thinking", ["fold", "show", "hide"])
+def test_a_pipe_gets_the_answer_alone(thinking: Thinking, capsys: pytest.CaptureFixture[str]) -> None:
+    with make_view(markdown=True, thinking=thinking) as view:
+        view.think("Let me")
+        view.think(" see.")
+        view.thought(4)
+        view.show("yes")
+    shown = capsys.readouterr()
+    assert shown.out == "yes\n"
+    assert shown.err == ("Let me see.\nthought for 4.0 s\n\n" if thinking == "show" else "")
+
+
+def test_plain_text_on_a_terminal_folds_reasoning_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with make_view(markdown=False) as view:
+        view.think("Let me see.")
+        view.thought(0.25)
+        view.show("yes")
+    shown = capsys.readouterr().out
+    assert "Let me" not in shown
+    assert shown.startswith("thinking")
+    assert shown.rpartition("\x1b[K")[2].replace("\x1b[2m", "").replace("\x1b[0m", "") == "thought for 250 ms\nyes\n"

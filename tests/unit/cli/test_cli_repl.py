@@ -6,10 +6,11 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prompt_toolkit.application import create_app_session
@@ -19,10 +20,11 @@ from prompt_toolkit.output import DummyOutput
 from edgepipe.cli.chat.answer_view import PlainView
 from edgepipe.cli.chat.conversation import ChatSettings
 from edgepipe.cli.chat.repl import converse
+from edgepipe.gateway.conversation import template_traits
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.admin_server import FakeNode, answering
 from tests.support.command_line import make_engine, make_member, make_status
-from tests.support.fake_engine import CONTEXT, FakeEngine
+from tests.support.fake_engine import CONTEXT, ByteAssets, FakeEngine
 from tests.support.gateway import Served, serving
 
 PASTE_BEGINS, PASTE_ENDS = "\x1b[200~", "\x1b[201~"
@@ -45,12 +47,22 @@ class ViewUntil(PlainView):
             self.reached.set()
 
 
+class ThinkingAssets(ByteAssets):
+    """A template that repeats the reasoning of earlier turns."""
+
+    traits = template_traits("<think> enable_thinking")
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
+        parts = (f"({one.get('reasoning_content', '')}) {one['content']}" for one in messages)
+        return f"[{keywords.get('enable_thinking', True)}] " + " | ".join(parts)
+
+
 @asynccontextmanager
 async def conversation(
-    engine: FakeEngine, tmp_path: Path, view: PlainView | None = None
+    engine: FakeEngine, tmp_path: Path, view: PlainView | None = None, assets: type[ByteAssets] = ByteAssets
 ) -> AsyncIterator[tuple[Served, PipeInput, asyncio.Task[None]]]:
     """A running conversation: what is served, its keyboard, its task."""
-    async with serving(engine) as served:
+    async with serving(engine, load=lambda path: assets()) as served:
         member = make_member("a")
         node = replace(member.node, http_port=served.http.base_url.port)
         status = ClusterStatus(
@@ -64,7 +76,7 @@ async def conversation(
             create_app_session(input=keys, output=DummyOutput()),
         ):
             settings = ChatSettings(data_dir=tmp_path, model="", max_tokens=40)
-            task = asyncio.create_task(converse(settings, new_view=None if view is None else lambda: view))
+            task = asyncio.create_task(converse(settings, new_view=None if view is None else lambda _: view))
             async with asyncio.timeout(20):
                 yield served, keys, task
 
@@ -194,3 +206,20 @@ async def test_an_error_is_shown_and_the_conversation_goes_on(
     shown = capsys.readouterr()
     assert "This model's maximum context length is" in shown.err
     assert bytes(served.engine.submits[-1].prompt) == b"user: short\nassistant:"
+
+
+async def test_reasoning_goes_back_to_the_template_and_not_into_the_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine(answer=b"<think>Let me see.</think>\n\nyes")
+    async with conversation(engine, tmp_path, assets=ThinkingAssets) as (served, keys, task):
+        keys.send_text("one\r/think\r/think show\r/set reasoning_effort none\rtwo\r/think loud\r/bye\r")
+        await task
+        prompts = [bytes(submit.prompt).decode() for submit in served.engine.submits]
+    assert prompts == ["[True] () one", "[False] () one | (Let me see.) yes | () two"]
+    shown = capsys.readouterr()
+    assert shown.out == "yes\n" * 2
+    first, _, second = shown.err.partition("reasoning_effort none")
+    assert first.count("Let me see.") == 1  # as /think shows it
+    assert second.count("Let me see.\nthought for") == 1
+    assert "it can be fold, show, hide" in second

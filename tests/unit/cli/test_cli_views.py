@@ -202,6 +202,7 @@ def test_the_footer_has_the_four_figures() -> None:
     [
         ('{"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}', Piece()),
         ('{"choices": [{"delta": {"content": "a"}, "finish_reason": null}], "usage": null}', Piece(text="a")),
+        ('{"choices": [{"delta": {"reasoning_content": "b"}, "finish_reason": null}]}', Piece(reasoning="b")),
         ('{"choices": [{"delta": {}, "finish_reason": "stop"}]}', Piece(finish_reason="stop")),
         (
             '{"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens": 2}}',

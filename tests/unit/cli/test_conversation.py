@@ -23,6 +23,14 @@ class Watched(NoView):
         """A piece."""
         self.shown.append(text)
 
+    def think(self, text: str) -> None:
+        """A piece of reasoning."""
+        self.shown.append(f"<{text}>")
+
+    def thought(self, seconds: float) -> None:
+        """Its end."""
+        self.shown.append("<>")
+
     def wait(self, why: str, *, news: bool = False) -> None:
         """A live line; news with a mark."""
         self.shown.append(f"{'!' * news}({why})")
@@ -56,6 +64,20 @@ def test_the_reading_of_a_prompt_and_a_pause_are_told_as_they_happen() -> None:
     answer = incoming.answer()
     assert (answer.text, answer.num_tokens, answer.num_prompt_tokens) == ("One two", 2, 1500)
     assert "studio gone since 21:14; continuing on 1 machine" in answer.footer()
+
+
+def test_reasoning_ends_where_the_answer_begins_or_breaks_off() -> None:
+    view = Watched()
+    incoming = Incoming(num_nodes=1, max_tokens=None, view=view)
+    for piece in (Piece(reasoning="Let"), Piece(reasoning=" me"), Piece(text="yes"), Piece(reasoning="But")):
+        incoming.take(piece)
+    assert view.shown == ["<Let>", "< me>", "<>", "yes", "<But>"]
+    incoming.end_reasoning()
+    incoming.end_reasoning()
+    assert view.shown[5:] == ["<>"]
+    answer = incoming.answer()
+    assert (answer.text, answer.reasoning) == ("yes", "Let meBut")
+    assert answer.thought_s > 0
 
 
 async def test_nobody_waits_long_without_a_sign() -> None:

@@ -13,10 +13,11 @@ from edgepipe.cli.find import Target
 from edgepipe.errors import RequestInvalid
 
 
-def answer(text: str, *, first_word_s: float = 1.0, tokens_per_s: float = 0.0) -> Answer:
+def answer(text: str, *, reasoning: str = "", first_word_s: float = 1.0, tokens_per_s: float = 0.0) -> Answer:
     """Of seven tokens, on two nodes."""
     return Answer(
         text=text,
+        reasoning=reasoning,
         finish_reason="stop",
         num_tokens=7,
         num_prompt_tokens=5,
@@ -99,6 +100,39 @@ def test_a_saved_conversation_comes_back(tmp_path: Path) -> None:
     assert other.options == {"temperature": 0.0, "top_k": 5}
 
 
+def test_reasoning_stays_beside_the_answer(tmp_path: Path) -> None:
+    one = dialogue()
+    assert one.last_reasoning() == ""
+    one.ask("and?")
+    one.answered(answer("it", reasoning="Let me see."))
+    assert one.messages()[-1] == {"role": "assistant", "content": "it", "reasoning_content": "Let me see."}
+    one.save(tmp_path / "a.json", model="tiny")
+    other = Dialogue(system="", options={})
+    other.load(tmp_path / "a.json")
+    assert other.messages() == one.messages()
+    assert other.last_reasoning() == "Let me see."
+    one.save(tmp_path / "a.md", model="tiny")
+    assert "Let me see" not in (tmp_path / "a.md").read_text()
+
+
+def test_reasoning_that_no_answer_follows_is_forgotten() -> None:
+    one = dialogue()
+    one.ask("and?")
+    one.answered(answer("", reasoning="Let me see."))
+    one.forget_unanswered()
+    assert one.messages() == dialogue().messages()
+
+
+def test_reasoning_is_shown_in_three_ways() -> None:
+    one = dialogue()
+    one.set_thinking("show")
+    with pytest.raises(RequestInvalid, match="cannot be shown as loud"):
+        one.set_thinking("loud")
+    assert one.thinking == "show"
+    one.set("reasoning_effort", "none")
+    assert one.request_options({})["reasoning_effort"] == "none"
+
+
 def test_it_can_be_read_as_markdown(tmp_path: Path) -> None:
     path = tmp_path / "a.md"
     dialogue().save(path, model="tiny")
@@ -157,12 +191,13 @@ def test_completion_knows_commands_and_their_first_word(tmp_path: Path) -> None:
     )
     assert list(complete(talk, "/s")) == ["/system", "/set", "/stats", "/save"]
     assert list(complete(talk, "/model b")) == ["beta"]
+    assert list(complete(talk, "/think ")) == ["fold", "show", "hide"]
     assert list(complete(talk, "/set top_")) == ["top_p", "top_k"]
     assert list(complete(talk, "/set top_p 1")) == []
     dialogue().save(tmp_path / "chats" / "trip.json", model="")
     assert list(complete(talk, "/load ")) == ["trip"]
     named = {"/help", "/model", "/system", "/set", "/clear", "/regenerate", "/stats", "/nodes", "/plan", "/save"}
-    assert named | {"/load", "/bye"} == set(COMMANDS)
+    assert named | {"/load", "/bye", "/think"} == set(COMMANDS)
 
 
 def test_every_setting_goes_back_to_its_default() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from edgepipe.gateway.conversation import TemplateTraits, template_keywords, template_traits, template_turns
 from edgepipe.gateway.schema import Message
+from edgepipe.model.template import KNOWN_KEYWORDS
 from edgepipe.model.template_child import make_environment
 from edgepipe.model.tokenizer import Tokenizer
 from tests.support.fake_engine import ByteAssets, FakeEngine
@@ -117,6 +118,34 @@ GRANITE = """{% if tools %}<|start_of_role|>available_tools<|end_of_role|>{{ too
 {% endif %}{# write <|tool_call|> and a list #}{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>
 {{- m.content }}{{ m.tool_calls|tojson if m.tool_calls }}<|end_of_text|>
 {% if m.role == 'tool' %}{% endif %}{% endfor %}<|start_of_role|>assistant<|end_of_role|>"""
+LFM2_5 = """{%- set ns = namespace(last=-1) -%}
+{%- for m in messages %}{% if m.role == 'assistant' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}
+{%- if tools %}<|im_start|>system
+List of tools: {{ tools|tojson }}<|im_end|>
+{% endif %}{% for message in messages %}{{ "<|im_start|>" + message.role + "\\n" }}
+{%- if message.role == "assistant" %}{% generation %}
+{%- if message.thinking is defined and (keep_past_thinking or loop.index0 == ns.last) -%}
+<think>{{ message.thinking }}</think>{% endif %}
+{%- if message.tool_calls is defined %}<|tool_call_start|>[{% for tool_call in message.tool_calls -%}
+{%- set func_args = tool_call.function.arguments %}{{ tool_call.function.name }}(
+{%- for name, value in func_args.items() %}{{ name + '="' + value|string + '"' }}{% endfor %})
+{%- if not loop.last %}, {% endif %}{% endfor %}]<|tool_call_end|>{% endif %}{% endgeneration %}{% endif %}
+{{- message.content }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+"""
+OLMO_3 = """{% for message in messages %}{% if message['role'] == 'user' %}<|im_start|>user
+{{ message['content'] }}<|im_end|>
+{% elif message['role'] == 'assistant' %}<|im_start|>assistant
+{{ message['content'] }}{% if message.get('tool_calls', none) is not none %}<function_calls>
+{%- for tool_call in message['tool_calls'] %}{% set args = tool_call['function']['arguments'] -%}
+{%- set ns = namespace(listed=[]) %}{% for key, value in args.items() -%}
+{%- set ns.listed = ns.listed + [key ~ '=' ~ (value | tojson)] %}{% endfor -%}
+{%- set arguments = ns.listed | join(', ') -%}
+{{- tool_call['function']['name'] + '(' + arguments + ')' }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor -%}
+</function_calls>{% endif %}<|im_end|>
+{% elif message['role'] == 'tool' %}<|im_start|>environment
+{{ message['content'] }}<|im_end|>
+{% endif %}{% endfor %}{% if tools is not none %}<functions>{{ tools|tojson }}</functions>{% endif %}"""
 
 TEMPLATES = {
     "harmony": GPT_OSS,
@@ -128,6 +157,8 @@ TEMPLATES = {
     "mistral-args": MISTRAL,
     "phi": PHI,
     "granite": GRANITE,
+    "lfm2": LFM2_5,
+    "olmo": OLMO_3,
     "hermes": GEMMA_3,
 }
 LOOK = {
@@ -182,6 +213,8 @@ def test_other_formats_and_signs() -> None:
         "{{ messages }}": "hermes",
         "function<｜tool▁sep｜>name\n```json": "deepseek-v3",
         "<｜DSML｜function_calls>": "deepseek-v3.2",
+        "{{ '<|tool_list_start|>' }}": "lfm2",
+        "{{ '<function_calls>' + message['function_calls'] + '</function_calls>' }}": "olmo",
     }.items():
         assert template_traits(text).chat.name == name
     assert template_traits("<tool_call> <think>").chat.reasoning is not None
@@ -244,6 +277,26 @@ def test_gemma_4_has_results_in_the_turn_of_their_calls() -> None:
     assert "<|turn>tool" not in prompt
 
 
+def test_lfm2_has_turns_of_tools_and_the_last_reasoning() -> None:
+    prompt = rendered(LFM2_5)
+    assert '<|tool_call_start|>[look(at="x"), look(at="y")]<|tool_call_end|>' in prompt
+    assert prompt.count("<|im_start|>tool") == 2
+    assert "<think>Twice.</think>" in prompt
+    assert "Twice" not in rendered(LFM2_5, [*TURNS, {"role": "assistant", "content": "so"}])
+
+
+def test_olmo_3_reads_arguments_as_objects() -> None:
+    prompt = rendered(OLMO_3)
+    assert '<function_calls>look(at="x")\nlook(at="y")</function_calls>' in prompt
+    assert prompt.count("<|im_start|>environment") == 2
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES.values(), QWEN_3_6, NEMOTRON_3])
+def test_all_keywords_of_templates_are_known(template: str) -> None:
+    for effort in ("none", "minimal", "low", "high"):
+        assert set(template_keywords({}, effort, template_traits(template))) <= KNOWN_KEYWORDS
+
+
 def test_mistral_refuses_other_ids_than_nine_characters() -> None:
     prompt = rendered(MISTRAL)
     ids = {prompt.partition(f"{word}[/TOOL_RESULTS]")[0][-9:] for word in ("sun", "moon")}
@@ -270,6 +323,7 @@ ANSWERS = {
     "<arg_key>times</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
     "minimax": 'Let me see.\n</think>\n\n<minimax:tool_call>\n<invoke name="look">\n<parameter name="at">the moon'
     '</parameter>\n<parameter name="times">2</parameter>\n</invoke>\n</minimax:tool_call>',
+    "lfm2": '<think>Let me see.</think><|tool_call_start|>[look(at="the moon", times=2)]<|tool_call_end|>',
     "gemma4": "<|channel>thought\nLet me see.<channel|>"
     '<|tool_call>call:look{at:<|"|>the moon<|"|>,times:2}<tool_call|>',
 }

@@ -234,6 +234,39 @@ TRANSCRIPTS: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
         "",
         [("get_weather", ROME)],
     ),
+    # the model card of LFM2-1.2B and the template of LFM2.5; Olmo-3.1-32B-Instruct's template
+    (
+        "lfm2",
+        '<think>Rome.</think>I look.<|tool_call_start|>[get_weather(city="Rome", days=3, exact=True, hours=[1, 2,], '
+        "where={'lat': 1.5, 'up': None}), now()]<|tool_call_end|>It rains.",
+        "I look.It rains.",
+        "Rome.",
+        [
+            ("get_weather", ROME | {"exact": True, "hours": [1, 2], "where": {"lat": 1.5, "up": None}}),
+            ("now", {}),
+        ],
+    ),
+    (
+        "lfm2",
+        r"<|tool_call_start|>[get_weather(city='it\'s \x41\u00e9\U0001f600 \"\d\n', hours=(1, -2))]<|tool_call_end|>",
+        "",
+        "",
+        [("get_weather", {"city": "it's A\u00e9\U0001f600 \"\\d\n", "hours": [1, -2]})],
+    ),
+    (
+        "olmo",
+        'Sure.<function_calls>get_weather(city="New\\nYork)", days=3, exact=true)\nnow()</function_calls>',
+        "Sure.",
+        "",
+        [("get_weather", {"city": "New\nYork)", "days": 3, "exact": True}), ("now", {})],
+    ),
+    (
+        "olmo",
+        "<function_calls>\n  get_weather(\n  city = '</function_calls>',\n  hours=null\n)\n</function_calls>",
+        "",
+        "",
+        [("get_weather", {"city": "</function_calls>", "hours": None})],
+    ),
     (
         "hermes",
         '<think>\nRome?\n\nYes.\n</think>\n\nSure.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
@@ -304,6 +337,9 @@ def test_without_functions_marks_of_calls_are_text() -> None:
         ("gemma4", "<|tool_call>call:unknown{a:1}<tool_call|>", None),
         ("deepseek-v3.1", "<｜tool▁calls▁begin｜>oh", None),
         ("granite", "<|tool_call|>oh", None),
+        ("lfm2", "<|tool_call_start|>[unknown(a=1)]<|tool_call_end|>", None),
+        ("lfm2", '<|tool_call_start|>[get_weather("Rome")]<|tool_call_end|>', None),
+        ("olmo", "<function_calls>now</function_calls>", None),
         ("harmony", "plain text", None),
         ("harmony", "<|channel|>commentary to=functions.now<|message|>not JSON<|call|>", "not JSON"),
         ("harmony", "<|channel|>analysis to=browser.search<|message|>{}<|call|>", ""),
@@ -348,6 +384,17 @@ def test_any_calls_of_a_format_are_read_back(chat: ChatFormat, calls: list[Call]
         (call.name, call.arguments) for call in calls
     ]
     assert found.content == ""
+
+
+LITERALS = ["a=", "b", "1", "-2.5", "True", ", ", " ", "'x'", '"', "'", "\\", "\\u00", *"{}[](:="]
+
+
+@given(st.lists(st.sampled_from(LITERALS), max_size=20))
+def test_arguments_in_python_always_become_a_json_object(pieces: list[str]) -> None:
+    text = "<function_calls>now(first=1," + "".join(pieces) + "')\"))]}})))</function_calls>"
+    found = read(BY_NAME["olmo"], [text])
+    whole = [json.loads(arguments) for _, arguments in found.calls[: found.num_calls - found.in_call]]
+    assert all(each["first"] == 1 for each in whole)
 
 
 SCRAPS = [
@@ -463,6 +510,25 @@ async def test_grammars_take_what_models_write(vocabulary: GrammarTokenizer, cha
         one = await grammar_of(chat, parallel_tool_calls=False)
         assert takes(vocabulary, one, text) == "ends"
         assert takes(vocabulary, one, several).startswith("refused")
+
+
+async def test_calls_in_python_may_have_json_s_words_and_either_quotes(vocabulary: GrammarTokenizer) -> None:
+    grammar = await grammar_of(BY_NAME["lfm2"], tool_choice="required")
+    for arguments in (
+        """city='Rome', units='C', where={'lat': 1.5}, exact=true""",
+        r"""city="\"",hours=null,exact=False""",
+    ):
+        assert takes(vocabulary, grammar, f"<|tool_call_start|>[get_weather({arguments})]<|tool_call_end|>") == "ends"
+    for bad in (
+        "city=Rome",
+        "city='R', units='K'",
+        "city='R', where={'lon': 1}",
+        "'Rome'",
+        "days=3",
+        "city='R',, days=1",
+    ):
+        text = f"<|tool_call_start|>[get_weather({bad})]<|tool_call_end|>"
+        assert takes(vocabulary, grammar, text).startswith("refused"), bad
 
 
 @pytest.mark.parametrize("chat", [known for known in FORMATS if known.name != "llama"], ids=lambda chat: chat.name)

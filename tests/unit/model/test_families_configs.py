@@ -197,6 +197,19 @@ FACTS = {
         weights_b=31.58,
         context=262_144,
     ),
+    "nemotron-3-super": Facts(
+        layers=88,
+        kv_heads=2,
+        experts=512,
+        used=22,
+        dense=48,
+        rotates=0,
+        recurrent=40,
+        state_mb=172.69,
+        without_mixer=40,
+        weights_b=120.6,
+        context=262_144,
+    ),
     "nemotron-h-8b": Facts(
         layers=52, kv_heads=8, rotates=0, recurrent=24, state_mb=103.61, without_mixer=24, weights_b=8.1, context=8192
     ),
@@ -303,6 +316,9 @@ def test_recurrent_layers_are_as_published() -> None:
     assert mixture is not None
     assert (mixture.gated, mixture.activation, mixture.shared_inner) == (False, "relu2", 3712)
     assert (mixture.router.score, mixture.router.correction, mixture.router.scale) == ("sigmoid", True, 2.5)
+    narrow = hf_config(CONFIGS["nemotron-3-super"]).layers[1].experts
+    assert narrow is not None
+    assert (narrow.latent, mixture.latent, narrow.router.scale) == (1024, 0, 5.0)
     dense = hf_config(CONFIGS["nemotron-h-8b"]).layers[1]
     assert dense.dense is not None
     assert (dense.mixes, dense.dense.gated, dense.dense.activation) == (False, False, "relu2")
@@ -322,7 +338,7 @@ def test_recurrent_layers_are_as_published() -> None:
         ("qwen3-coder-next", "linear_num_value_heads", 24, "linear_num_value_heads"),
         ("qwen3-coder-next", "layer_types", ["full_attention"] * 47 + ["conv"], "layer_types"),
         ("qwen3-coder-next", "layer_types", ["full_attention"], "layer_types"),
-        ("nemotron-3-nano", "moe_latent_size", 1024, "moe_latent_size"),
+        ("nemotron-3-super", "moe_latent_size", 0, "moe_latent_size"),
         ("nemotron-3-nano", "mlp_hidden_act", "silu", "mlp_hidden_act"),
         ("nemotron-3-nano", "mamba_hidden_act", "relu2", "mamba_hidden_act"),
         ("nemotron-3-nano", "sliding_window", 4096, "sliding_window"),
@@ -343,7 +359,8 @@ def test_a_state_that_is_not_computed_is_refused_by_name(name: str, key: str, va
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3.6-35b-a3b", "qwen3.6-27b", "qwen3-coder-next", "nemotron-3-nano", "granite-4.0-h-tiny"]
+    "name",
+    ["qwen3.6-35b-a3b", "qwen3.6-27b", "qwen3-coder-next", "nemotron-3-nano", "nemotron-3-super", "granite-4.0-h-tiny"],
 )
 def test_a_named_shape_is_that_of_the_published_config(name: str) -> None:
     shape, told = named_shape(name), hf_config(CONFIGS[name])

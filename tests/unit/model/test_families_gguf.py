@@ -21,6 +21,7 @@ from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.families import FAMILIES
 from edgepipe.model.gguf_file import JoinedGguf, gguf_names, hugging_face_name, open_gguf
 from edgepipe.model.layout import K_B, KV_B, V_B, check_layout, is_norm, stored_shapes
+from edgepipe.model.naming import settled_naming
 from edgepipe.model.packed import Packed
 from edgepipe.model.tensors import WeightSource
 from edgepipe.model.weights import open_weights
@@ -56,7 +57,9 @@ def weights_of(source: WeightSource) -> dict[str, np.ndarray]:
 def stored_in_gguf(family: str) -> set[str]:
     """The tensors that edgepipe expects of a GGUF file, by their translated names."""
     config = hf_config(tiny_values(family))
-    naming = next(each.gguf_naming for each in FAMILIES if each.name == config.architecture)
+    own = next(each.gguf_naming for each in FAMILIES if each.name == config.architecture)
+    table = [f"{gguf.TENSOR_NAMES[tensor]}.weight" for tensor in gguf.MODEL_TENSORS[arch_of(family)]]
+    naming = settled_naming(own, table)  # Gemma 4's table has gates and ups of experts only as one
     return set(stored_shapes(replace(config, naming=naming)))
 
 
@@ -81,6 +84,7 @@ def test_every_name_of_gguf_py_s_table_is_a_weight(family: str) -> None:
     names = gguf_names({"general.architecture": kind, f"{kind}.attention.head_count": 4}, file="m.gguf").parts
     every = {name.replace(".1.", ".0.") for other in TINY for name in stored_in_gguf(other)}
     every |= {f"model.layers.0.{K_B}", f"model.layers.0.{V_B}"}  # or one tensor for both
+    every.add("model.layers.0.mlp.experts.gate_up_proj.weight")  # also for gates and ups
     mapped: set[str] = set()
     for tensor in gguf.MODEL_TENSORS[arch]:
         name = gguf.TENSOR_NAMES[tensor]
@@ -108,6 +112,21 @@ def test_a_tensor_for_each_expert_is_read_as_one_for_all(tmp_path: Path) -> None
     assert list(found) == list(expected)
     for name, weight in expected.items():
         assert np.array_equal(found[name], weight), name
+
+
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss", "deepseek_v3", "gemma4_moe"]
+)
+def test_gates_and_ups_of_all_experts_may_be_one_tensor(family: str, tmp_path: Path) -> None:
+    apart = write_family_gguf(tmp_path / "apart.gguf", family)
+    joined = write_family_gguf(tmp_path / "joined.gguf", family, joined=True)
+    assert any("ffn_gate_up_exps" in name for name in open_gguf(joined)[0].tensors)
+    expected, found = weights_of(open_weights(apart)), weights_of(open_weights(joined))
+    assert list(found) == list(expected)
+    for name, weight in expected.items():
+        assert np.array_equal(found[name], weight), name
+    config = open_weights(joined).config
+    assert config_from_json(config_to_json(config)) == config
 
 
 def test_kv_b_of_latent_attention_may_be_split_for_keys_and_values(tmp_path: Path) -> None:

@@ -109,7 +109,11 @@ def test_value_heads_of_qwen35_keep_the_file_s_order_and_say_so(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("family", "variant"), [("qwen3next", "early"), ("qwen35moe", "joined"), ("qwen3next", "joined")]
+    ("family", "variant"),
+    [
+        ("qwen3next", "early"),
+        *((family, "joined") for family in ("qwen35moe", "qwen3next", "granitehybrid with experts", "lfm2moe")),
+    ],
 )
 def test_tensors_of_other_converters_hold_the_same_weights(family: str, variant: str, tmp_path: Path) -> None:
     usual = open_weights(write_recurrent_gguf(tmp_path / "usual.gguf", family))
@@ -316,7 +320,9 @@ def changed(tmp_path: Path, family: str, **changes: object) -> ModelConfig:
         ("qwen35", {"ssm__conv_kernel": 3}, "conv1d"),
         ("qwen35", {"ssm__conv_kernel": None}, "ssm.conv_kernel"),
         ("nemotron_h", {"ssm__group_count": 3}, "ssm.group_count"),
-        ("nemotron_h_moe", {"moe_latent_size": 64}, "moe_latent_size"),
+        ("nemotron_h_moe", {"moe_latent_size": 64}, "latent_in"),
+        ("nemotron_h_moe with narrow experts", {"moe_latent_size": 24}, "latent_in"),
+        ("nemotron_h_moe with narrow experts", {"moe_latent_size": None}, "experts.up_proj"),
         ("nemotron_h", {"attention__head_count_kv": [0, 0, 2, 4]}, "head_count_kv"),
         ("nemotron_h", {"block_count": 5}, "block_count"),
         ("granitehybrid", {"logit_scale": None}, "logit_scale"),
