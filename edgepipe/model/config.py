@@ -13,6 +13,7 @@ from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
 from edgepipe.model.config_json import config_from_json
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.families import FAMILIES, gguf_family, hf_family
+from edgepipe.model.families.nemotron_h import NEMOTRON_H
 from edgepipe.model.families.reading import Decoder, Family, GgufShape, HfShape, unsupported
 from edgepipe.model.fields import Fields
 from edgepipe.model.naming import settled_naming
@@ -27,6 +28,7 @@ SHAPE_KEY = "edgepipe_shape"  # in config.json of an emulated model: its shape, 
 _TIED = "tie_word_embeddings"
 _SHARED = (_TIED, "eos_token_id", "bos_token_id")  # of all models, where the text's own are absent
 _LEAST_RATIO = 0.6  # of letters that two names share
+_MAMBA_KEYS = ("mamba_", "ssm_", "state_size")  # beginnings
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -151,7 +153,7 @@ def _unsupported(found: str, names: Iterable[str], nearest: str = "") -> Archite
 
 
 def _nearest(name: str, names: Mapping[str, Family], experts: bool) -> str:
-    """Return the most similar of some names; empty if none is similar.
+    """Return the most similar of some names; empty if none with the same first letter is similar.
 
     First of the same word, then of families that have experts or not, then by letters, number and ending.
     """
@@ -162,7 +164,8 @@ def _nearest(name: str, names: Mapping[str, Family], experts: bool) -> str:
         alike = names[other].with_experts in (experts, None)
         return _word(own) == _word(stem), alike, _ratio(own, stem), -abs(_number(own) - _number(stem)), ending == end
 
-    close = [other for other in names if similarity(other)[0] or similarity(other)[2] >= _LEAST_RATIO]
+    alike = [other for other in names if other[:1].lower() == stem[:1]]  # Mamba is no Llama
+    close = [other for other in alike if similarity(other)[0] or similarity(other)[2] >= _LEAST_RATIO]
     return max(close, key=similarity, default="")
 
 
@@ -190,6 +193,8 @@ def _family(fields: Fields) -> Family:
         text = fields.raw("text_config")
         keys = {*fields, *(cast("dict[str, object]", text) if isinstance(text, dict) else ())}
         nearest = _nearest(names[0], known, not keys.isdisjoint(_EXPERT_KEYS)) if names else ""
+        if not nearest and any(key.startswith(_MAMBA_KEYS) for key in keys):
+            nearest = NEMOTRON_H.hf_class
         raise _unsupported(", ".join(names) or kind or "unknown", known, nearest)
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -20,9 +21,10 @@ def named_shape(name: str) -> ModelConfig:
     shapes = model_shapes()
     key = name.strip().lower().removesuffix("-instruct")
     if key not in shapes:
+        near = ", ".join(get_close_matches(key, shapes))
         raise ModelUnknown(
             f"the shape of '{name}' is not known",
-            fact=f"known models: {', '.join(shapes)}",
+            fact=f"{f'nearest: {near}; ' if near else ''}known models: {', '.join(shapes)}",
             next_step="name one of them, with a type if it is packed: llama-3.3-70b:q4_k_m",
         )
     return shapes[key]

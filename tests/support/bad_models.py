@@ -216,7 +216,7 @@ BAD_MODELS: dict[str, BadModel] = {
     ),
     "contradiction": BadModel(config(num_hidden_layers=4), "missing: model.layers.3"),
     "contradicting vocabulary": BadModel(config(vocab_size=301), "instead of [301, 32]"),
-    "architecture": BadModel(config(architectures=["MambaForCausalLM"]), "the nearest is LlamaForCausalLM"),
+    "architecture": BadModel(config(architectures=["Llama4ForCausalLM"]), "the nearest is LlamaForCausalLM"),
     "no architecture": BadModel(config(architectures=[]), "supported: Llama, "),
     "no weights": BadModel(lambda folder: ((folder / WEIGHTS).unlink(), folder)[1], "safetensors"),
     "no JSON": BadModel(text("config.json", "{"), "config.json"),

@@ -97,7 +97,9 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3.5 with experts": made("Qwen3_5MoeTextConfig", DELTA, EXPERTS),
     "qwen3.5 with pictures": with_pictures,
     "nemotron-h": made("NemotronHConfig", NEMOTRON, layers_block_type=LAYERS),
-    "nemotron-h, narrow experts": made("NemotronHConfig", NEMOTRON, layers_block_type=LAYERS, moe_latent_size=16),
+    "nemotron-h, narrow experts": made(
+        "NemotronHConfig", NEMOTRON, layers_block_type=LAYERS, moe_latent_size=16, tie_word_embeddings=True
+    ),
     "nemotron-h, long steps": made("NemotronHConfig", NEMOTRON, layers_block_type=LAYERS, time_step_min=0.5),
     "granite 4": made("GraniteMoeHybridConfig", GRANITE, num_local_experts=4),
     "granite 4, dense": made("GraniteMoeHybridConfig", GRANITE, num_local_experts=0, time_step_limit=(0.1, 0.9)),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import sqrt
 from typing import Any, cast
 
-from edgepipe.model.families.gemma4_gguf import GGUF_PARTS, from_gguf
+from edgepipe.model.families.gemma4_gguf import GGUF_PARTS, INSTEAD_OF_SMALL, from_gguf
 from edgepipe.model.families.gemma4_layers import LOCAL, WHOLE, Parts, attention, router
 from edgepipe.model.families.reading import Decoder, Family, HfShape, unsupported
 from edgepipe.model.fields import Fields
@@ -83,9 +83,9 @@ def _whole_heads(shape: HfShape, slides: list[bool], size: int, kv_heads: int) -
 def _refuse_small(fields: Fields) -> None:
     """Refuse what only E2B and E4B have. Raises ArchitectureUnsupported."""
     if fields.integer("hidden_size_per_layer_input", low=0, high=1 << 20, default=256):
-        raise unsupported("hidden_size_per_layer_input (Gemma 4 E2B, E4B)", ["Gemma 4 31B, 26B-A4B"])
+        raise unsupported("hidden_size_per_layer_input (Gemma 4 E2B, E4B)", INSTEAD_OF_SMALL)
     if fields.integer("num_kv_shared_layers", low=0, high=1 << 20, default=0):
-        raise unsupported("num_kv_shared_layers (Gemma 4 E2B, E4B)", ["Gemma 4 31B, 26B-A4B"])
+        raise unsupported("num_kv_shared_layers (Gemma 4 E2B, E4B)", INSTEAD_OF_SMALL)
     if fields.raw("use_bidirectional_attention") == "all":
         raise unsupported("use_bidirectional_attention", ["attention to earlier tokens"])
 

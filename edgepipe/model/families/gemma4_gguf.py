@@ -22,6 +22,9 @@ GGUF_PARTS = {
 }
 """Names within a layer."""
 
+INSTEAD_OF_SMALL = ("Gemma 4 31B and 26B-A4B", "of E4B's size Gemma 3 4B")
+"""What to name where E2B or E4B is refused."""
+
 
 def from_gguf(shape: GgufShape) -> Decoder:
     """Read the metadata. Raises ModelInvalid, ArchitectureUnsupported."""
@@ -71,4 +74,4 @@ def _refuse_small(shape: GgufShape) -> None:
     """Refuse what only E2B and E4B have. Raises ArchitectureUnsupported."""
     for key in ("embedding_length_per_layer_input", "attention.shared_kv_layers"):
         if shape.integer(key, low=0, high=max(MAX_LAYERS, 1 << 17), default=0):
-            raise unsupported(f"{shape.arch}.{key} (Gemma 4 E2B, E4B)", ["Gemma 4 31B, 26B-A4B"])
+            raise unsupported(f"{shape.arch}.{key} (Gemma 4 E2B, E4B)", INSTEAD_OF_SMALL)

@@ -48,7 +48,11 @@ def _hf(shape: HfShape) -> Decoder:
             case _:
                 layers[kind] = LayerSpec(recurrent=_mamba2(shape))
     norm = Norm(eps=shape.fields.number("layer_norm_epsilon", low=0.0, high=0.1, default=1e-5))
-    return Decoder(layers=tuple(layers[kind] for kind in kinds), norm=norm, tied_embeddings=shape.tied())
+    return Decoder(
+        layers=tuple(layers[kind] for kind in kinds),
+        norm=norm,
+        tied_embeddings=False,  # whatever the config says: transformers' class has a head of its own
+    )
 
 
 def _refuse(shape: HfShape) -> None:

@@ -33,6 +33,7 @@ from tests.support.command_line import Run
             7,
             "the shape of 'deepthought-42b' is not known\n       known models: llama",
         ),
+        (("plan", "gemma-4-e4b:q4_k_m", "--emulate", "m4max"), 7, "nearest: gemma-3-4b, gemma-4-31b"),
         (("plan", "llama-3.1-8b", "--emulate", "2x m4max", "--link", "wifi"), 2, "'wifi' is not a valid link"),
         (("plan", "llama-3.1-8b", "--emulate", "2x m4max", "--link", "wifi"), 2, "for example 1gbit,0.3ms"),
     ],

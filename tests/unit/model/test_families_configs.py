@@ -431,8 +431,9 @@ def test_gemma_4_s_files_by_hugging_face_and_by_mlx() -> None:
 def test_small_gemma_4_is_refused_by_name(key: str) -> None:
     values = copy.deepcopy(CONFIGS["gemma-4-31b-it"])
     values["text_config"][key] = 2
-    with pytest.raises(ArchitectureUnsupported, match=f"{key} .Gemma 4 E2B, E4B"):
+    with pytest.raises(ArchitectureUnsupported, match=f"{key} .Gemma 4 E2B, E4B") as caught:
         hf_config(values)
+    assert "Gemma 4 31B and 26B-A4B, of E4B's size Gemma 3 4B" in caught.value.fact
 
 
 def test_queries_of_ministral_grow_and_a_part_of_phi_s_heads_rotates() -> None:
@@ -507,6 +508,9 @@ def test_a_changed_field_is_read_or_refused_by_name(place: tuple[str, tuple[str,
         ("PhimoeForCausalLM", {"num_local_experts": 16}, "Phi3ForCausalLM"),
         ("Phi4MMForCausalLM", {}, "Phi3ForCausalLM"),
         ("CohereForCausalLM", {}, "Cohere2ForCausalLM"),
+        ("MambaForCausalLM", {"state_size": 16}, "NemotronHForCausalLM"),
+        ("JambaForCausalLM", {"mamba_d_state": 16}, "NemotronHForCausalLM"),
+        ("SmolLM3ForCausalLM", {}, ""),
         ("BertModel", {}, ""),
     ],
 )
