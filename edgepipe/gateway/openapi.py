@@ -64,7 +64,7 @@ def make_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
     content: dict[str, Any] = {endpoint.media_type: {"schema": endpoint.answer or {"type": "string"}}}
     if endpoint.streams:
-        content[endpoint.streams] = {"schema": {"type": "string"}}
+        content[endpoint.streams] = {}  # OpenAPI 3.1 has no word for a sequence of events
     problem = {"description": "The error.", "content": {"application/json": {"schema": _ref("Error")}}}
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{endpoint.method} {_plain(endpoint.path)}").strip("_").lower(),
