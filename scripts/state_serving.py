@@ -24,6 +24,7 @@ from edgepipe.model.facts import ModelConfig
 from edgepipe.model.store import ModelStore
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.nodes import ClusterStatus
 from tests.support.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.support.engine_lab import engine_lab, oracle_tokens, submission
 from tests.support.fault_streams import Stream
@@ -41,7 +42,6 @@ STALL_AS, STALL_PROMPTS = "llama-3.1-8b:q4_k_m", (60, 2000)
 ANSWER, STRUCK_AFTER = 120, 10  # tokens
 _CONTEXT = 8192
 _KV_TOKENS = 16_384  # of all streams
-_SETTLE_S = 3.0  # until nodes have spare stage processes again
 _PLAN = "b:0-1,c:2-3"
 _PLAN_EMULATED = "b:0-2,c:3-5"
 _TINY: Mapping[str, Callable[[], PretrainedConfig]] = {
@@ -217,7 +217,8 @@ async def _kill(served: Served, length: int, number: int) -> list[float]:
     cluster = served.cluster
     before = (await cluster.until_ready()).engines[0].epoch.counter
     await until_answers(cluster.http_port)
-    await asyncio.sleep(_SETTLE_S)
+    for node in cluster.running.values():
+        await node.until(_has_spare)
     prompts = [
         [(31 * index * index + 7 * index + 101 * number + own) % 53 + 5 for index in range(length)] for own in (0, 1)
     ]
@@ -234,6 +235,11 @@ async def _kill(served: Served, length: int, number: int) -> list[float]:
     if (await cluster.first.until(kv_is_free)).engines[0].epoch.counter == before:
         raise RuntimeError("the answers were complete before the kill")
     return [stream.stall_s(struck_s) for stream in streams]
+
+
+def _has_spare(status: ClusterStatus) -> bool:
+    """Whether the node has a spare stage process beside the one that serves."""
+    return sum(child.kind == "stage" and child.state == "running" for child in status.children) > 1
 
 
 @dataclass(slots=True)
