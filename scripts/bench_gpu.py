@@ -29,6 +29,7 @@ from edgepipe_torch.cuda_kernels.library import cuda_library
 from figures import ROOT, Row, at_least, at_most, below, machine, print_rows
 from gpu_experts import expert_exact_rows, expert_rows
 from gpu_paged import paged_rows
+from gpu_recurrent import recurrent_exact_rows, recurrent_layer_rows
 
 from edgepipe.backend.types import BackendOptions, BlockRun, LogitEdits, Step, StepOutput, StepRow
 from edgepipe.config import kernel_dir
@@ -322,6 +323,13 @@ def own_attention_rows() -> Iterator[Row]:
     yield from paged_rows()
 
 
+def recurrent_rows() -> Iterator[Row]:
+    """Recurrent layers: exactness first."""
+    shelf.clear()
+    yield from recurrent_exact_rows()
+    yield from recurrent_layer_rows()
+
+
 def gpu_test_rows(folder: str, limit_s: float) -> Iterator[Row]:
     """GPU tests of a folder. Raises RuntimeError if one fails or none ran."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", folder]
@@ -351,6 +359,7 @@ CHECKS = (
     Check(name="gap", limit_s=20, run=_figures(gap_rows)),
     Check(name="exact", limit_s=40, run=_figures(exact_rows)),
     Check(name="attention", limit_s=40, run=_figures(own_attention_rows)),
+    Check(name="recurrent", limit_s=60, run=_figures(recurrent_rows)),
     Check(name="packed", limit_s=60, run=_figures(packed_rows)),
     Check(name="expert-forms", limit_s=40, run=_figures(expert_exact_rows)),
     Check(name="experts", limit_s=60, run=_figures(expert_layer_rows)),

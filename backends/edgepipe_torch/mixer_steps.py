@@ -19,7 +19,7 @@ KernelsUnavailable."""
 
 
 def use_kernels(mixers: Iterable[Mixer], kernels: StepKernels, dtype: torch.dtype) -> None:
-    """Give each mixer its kernel; the log says once for each shape why there is none."""
+    """Give each mixer its kernel; the log says once for each shape why it has none."""
     said: set[Recurrent] = set()
     for mixer in mixers:
         try:

@@ -25,7 +25,7 @@ State = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerWeights:
-    """A mixer's weights, float32; those that it lacks are None."""
+    """A mixer's weights, float32; None: the mixer has no such weight."""
 
     taps: Tensor  # [C, taps]
     bias: Tensor | None = None  # [C]
