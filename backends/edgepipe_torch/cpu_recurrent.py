@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
-from edgepipe_torch.cpu_recurrent_code import STEP_JOB
+from edgepipe_torch.cpu_recurrent_phase import STEP_JOB
 from edgepipe_torch.ir_text import float_bits
 from edgepipe_torch.linear import Workspace
 from edgepipe_torch.recurrent import MixerWeights, State

@@ -94,9 +94,12 @@ class Convolution:
 
     def whole(self, last: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Convolve the tokens x [L, C] behind the inputs last [taps - 1, C]. Returns [L, C], and the inputs to keep."""
-        padded = torch.cat([last, x])
-        out = F.conv1d(padded.t().unsqueeze(0), self.weight.unsqueeze(1), self.bias, groups=x.shape[1])
-        return out[0].t(), padded[x.shape[0] :]
+        padded, count = torch.cat([last, x]), x.shape[0]
+        first, *others = self.weight.t().contiguous()  # of each tap [C]
+        out = padded[:count] * first
+        for tap, weight in enumerate(others, 1):
+            out.addcmul_(padded[tap : tap + count], weight)
+        return out if self.bias is None else out.add_(self.bias), padded[count:]
 
 
 class _Mixed:
