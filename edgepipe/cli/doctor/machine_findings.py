@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from edgepipe.config import Config
 
 _SLOWER = "packed weights compute with torch's slower operations"
+_GAINS = {
+    "CUDA": "without them each step widens all weights but those in 4 bits",
+    "CPU": "with them one chat is tens of times as fast",  # an 8B layer in Q4_K, 1 thread: 12 ms instead of 1.2 s
+}
 _KERNEL_FLAGS = {"avx2", "fma", "f16c"}  # of x86, as in ``edgepipe_torch.cpu_kernels``
 
 
@@ -96,7 +100,7 @@ def _compiler_finding(kernels: str, compiler: str, remedy: str, *, found: bool) 
     if found:
         what = f"packed weights compute with edgepipe's {kernels} kernels"
         return Finding(id="machine.kernels", level=Level.OK, what=what)
-    fact = f"{compiler}, which compiles the {kernels} kernels, was not found"
+    fact = f"{compiler}, which compiles the {kernels} kernels, was not found; {_GAINS[kernels]}"
     return Finding(id="machine.kernels", level=Level.WARNING, what=_SLOWER, fact=fact, remedy=remedy)
 
 
