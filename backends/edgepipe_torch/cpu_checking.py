@@ -37,11 +37,12 @@ from edgepipe_torch.cpu_code import (
 from edgepipe_torch.cpu_layout import integer_levels
 from edgepipe_torch.cpu_step_code import ATTEND_JOB
 from edgepipe_torch.packed_kv import encode
+from edgepipe_torch.packed_weight import NUMBERS
 
 if TYPE_CHECKING:
     from edgepipe_torch.cpu_kernels import CpuKernels, HeadKernels, Product
 
-V = TypeVar("V", np.uint32, np.float16)
+V = TypeVar("V", np.uint32, np.float16, np.float32)
 
 _FLOAT32_SUMS = 2.0**-18  # of the sum of all products' sizes
 _TINY = 1e-30
@@ -65,6 +66,11 @@ class RandomWeight:
         tiles, groups = -(-_OUTPUTS // TILE), _INPUTS // _GROUP
         units = _INPUTS // (8 * kind.unit)
         self.low = rng.integers(-(1 << 31), 1 << 31, (tiles, units * kind.words, TILE), np.int32)
+        numbers = torch.empty(0)
+        if kind.number:
+            floats = torch.from_numpy(rng.standard_normal((tiles, _INPUTS, TILE), np.float32))
+            numbers = floats.to(next(dtype for dtype, known in NUMBERS.items() if known == kind))
+            self.low = numbers.view(torch.int32).numpy()
         if kind.floats:
             each = self.low.view(np.uint8)
             each[(each & 0x7F) == 0x7F] = 0  # NaN
@@ -75,8 +81,9 @@ class RandomWeight:
         self.offset = rng.uniform(-16, 16, (tiles, groups, TILE)).astype(np.float16)
         self.order = rng.permutation(_INPUTS).astype(np.int32)
         self.bias = rng.standard_normal(tiles * TILE, np.float32)
-        exponent = kind.scale_exponent + _SCALE_EXPONENT
-        self.zero = E2M1_ZERO if kind.e2m1 else 0 if kind.added or kind.floats else 1 << (kind.bits - 1)
+        exponent = 0 if kind.number else kind.scale_exponent + _SCALE_EXPONENT
+        plain = kind.added or kind.floats or kind.number
+        self.zero = E2M1_ZERO if kind.e2m1 else 0 if plain else 1 << (kind.bits - 1)
         self.factors = np.zeros(NUM_FACTORS, np.float32)
         self.factors[:SUM_FACTOR] = [input_factor(kind, index) * 2.0**exponent for index in range(SUM_FACTOR)]
         self.factors[SCALE_FACTOR] = 2.0 ** (kind.gain_exponent + exponent)
@@ -85,6 +92,10 @@ class RandomWeight:
         if kind.added:
             self.factors[SUM_FACTOR] = 2.0**_OFFSET_EXPONENT
             self.factors[OFFSET_FACTOR] = 2.0 ** (_OFFSET_EXPONENT - exponent)
+        if kind.number:
+            self.values = _rows(numbers.float().numpy()).astype(np.float64)
+            self.sizes = np.abs(self.values)
+            return
         codes = self._codes()
         levels = (CODEBOOKS["e4m3"][codes] if kind.floats else codes).astype(np.float64) - self.zero
         scales = self._by_input(self.scale) * 2.0**_SCALE_EXPONENT

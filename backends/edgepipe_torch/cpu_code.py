@@ -8,6 +8,8 @@ A weight [O, I] lies in tiles of 16 outputs, so that a vector holds one input's 
     scale   [tiles, groups, 16] float16
     offset  [tiles, groups, 16] float16 (added forms only)
 
+Of weights that are no codes but numbers, ``low`` [tiles, I, 16] has bfloat16, float16 or float32, without scales.
+
 16 codes of 6 bits fill three words, the last of them in ``high``: five codes in each, from bit 0 up, and two bits of
 the sixteenth code at bit 30. 16 codes of 5 bits fill two words, with six codes and two bits of the sixteenth in each,
 and a half word with three codes and the fifth bit.
@@ -30,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from edgepipe_torch.ir_text import Function, float_constant
+from edgepipe_torch.ir_text import PREFETCH_DECLARATION, Function, float_constant
 
 TILE = 16  # outputs
 
@@ -65,15 +67,16 @@ SUM_FACTOR, SCALE_FACTOR, ZERO, OFFSET_FACTOR, NUM_FACTORS = 16, 17, 18, 19, 20
 class Kind:
     """What the code of a product depends on."""
 
-    bits: Literal[4, 5, 6, 8]
+    bits: Literal[4, 5, 6, 8, 16, 32]
     added: bool = False  # an offset per group
     floats: bool = False  # codes are float8_e4m3fn
     e2m1: bool = False  # codes of 4 bits are E2M1, which kernels read as the bytes ``E2M1_BYTES``
+    number: Literal["", "i16", "half", "float"] = ""  # values themselves, without scales; "i16": bfloat16
 
     @property
     def name(self) -> str:
         """Return a name for functions."""
-        return f"b{self.bits}{'a' if self.added else ''}{'f' if self.floats else ''}{'e' if self.e2m1 else ''}"
+        return f"b{self.bits}{'a' * self.added}{'f' * self.floats}{'e' * self.e2m1}{self.number}"
 
     @property
     def split(self) -> bool:
@@ -88,7 +91,7 @@ class Kind:
     @property
     def words(self) -> int:
         """Words of the first plane for a unit."""
-        return 1 if self.bits == 4 else 2
+        return 2 if self.split else self.bits // 4
 
     @property
     def high_bits(self) -> int:
@@ -99,11 +102,6 @@ class Kind:
     def codes_per_word(self) -> int:
         """Codes that lie whole in a word."""
         return 32 // self.bits
-
-    @property
-    def panel_rows(self) -> int:
-        """Rows from which on weights are unpacked to memory once for all, measured: earlier with two planes."""
-        return 12 if self.split else 16
 
     @property
     def gain_exponent(self) -> int:
@@ -132,6 +130,8 @@ def part_place(kind: Kind, word: int) -> int:
 
 def input_factor(kind: Kind, index: int) -> float:
     """Return what an input with ``i % 16 == index`` is multiplied by, except for the scale's exponent."""
+    if kind.number:
+        return 1.0
     if kind.floats:
         return 2.0**kind.gain_exponent
     if kind.split and index == LAST:
@@ -169,14 +169,24 @@ class ProductCode:
         self._ints = f"<{width} x i32>"
 
     @property
+    def panel_rows(self) -> int:
+        """Rows from which on weights are unpacked to memory once for all, measured.
+
+        With vectors of 16 floats earlier for two planes. With narrower ones, four parts of four rows are faster.
+        """
+        if self._width < TILE:
+            return 17
+        return 12 if self._kind.split else 16
+
+    @property
     def tile_counts(self) -> list[int]:
         """Numbers of rows with a ``tile`` function of their own."""
-        return _part_sizes(range(1, self._kind.panel_rows), self._most_rows[0])
+        return _part_sizes(range(1, self.panel_rows), self._most_rows[0])
 
     @property
     def panel_counts(self) -> list[int]:
         """Numbers of rows with a ``panel`` function of their own."""
-        return _part_sizes(range(self._kind.panel_rows, CHUNK_ROWS + 1), self._most_rows[1])
+        return _part_sizes(range(self.panel_rows, CHUNK_ROWS + 1), self._most_rows[1])
 
     def module(self) -> str:
         """Return the text of a module with the functions ``work_...`` and ``take_...``."""
@@ -187,6 +197,7 @@ class ProductCode:
             self._work(),
             self._take(),
             *(fma_declaration(width) for width in {self._width, 8}),
+            PREFETCH_DECLARATION,
             *([f"declare {_BYTES} @{_SHUFFLE}({_BYTES}, {_BYTES})\n"] if self._shuffles else ()),
             ATTRIBUTES,
         ]
@@ -260,20 +271,34 @@ class ProductCode:
         return found
 
     def _add_group(
-        self, code: Function, totals: list[list[str]], parts: list[list[str]], sums: list[str], group: str
+        self,
+        code: Function,
+        totals: list[list[str]],
+        parts: list[list[str]],
+        sums: list[str],
+        group: str,
+        *,
+        stay: bool = False,
     ) -> None:
-        """Add one group's products times its scale, and its offset, to the totals: the same way for any rows."""
+        """Add one group's products times its scale, and its offset, to the totals: the same way for any rows.
+
+        ``stay``: the totals are in memory and stay there, since registers do not hold them beside the parts.
+        """
         base = code.mul(group, TILE)
         for index in range(self._vectors):
             at = code.add(base, index * self._width)
-            scale = self._half(code, "%scale", at)
+            scale = "" if self._kind.number else self._half(code, "%scale", at)
             offset = self._half(code, "%offset", at) if self._kind.added else ""
             for total, part, of_inputs in zip(totals, parts, sums, strict=True):
-                before, found = code.load(self._floats, total[index]), code.load(self._floats, part[index])
-                value = self._fma(code, found, scale, before)
+                before = code.load(self._floats, total[index], volatile=stay)
+                found = code.load(self._floats, part[index])
+                if scale:
+                    value = self._fma(code, found, scale, before)
+                else:
+                    value = code.value(f"fadd {self._floats} {found}, {before}")
                 if offset:
                     value = self._fma(code, offset, of_inputs, value)
-                code.store(self._floats, value, total[index])
+                code.store(self._floats, value, total[index], volatile=stay)
 
     def _unit(self, code: Function, parts: list[list[str]], block: str) -> None:
         """Add the products of one unit's inputs."""
@@ -294,6 +319,9 @@ class ProductCode:
         if kind.e2m1:
             yield from self._e2m1_levels(code, block)
             return
+        if kind.number:
+            yield from self._numbers(code, block)
+            return
         last: list[str] = []  # codes made of parts
         for word in range(kind.words + bool(kind.high_bits)):
             loaded = [self._word(code, block, word, vector) for vector in range(self._vectors)]
@@ -310,6 +338,17 @@ class ProductCode:
                 last = parts
         if kind.split:
             yield [code.value(f"sitofp {ints} {each} to {self._floats}") for each in last]
+
+    def _numbers(self, code: Function, block: str) -> Iterator[list[str]]:
+        """Write the values of a unit as ``_levels`` does."""
+        kind, width = self._kind, self._width
+        for place in range(8):
+            base = code.add(code.mul(block, 8 * TILE), place * TILE)
+            found: list[str] = []
+            for vector in range(self._vectors):
+                at = code.at(kind.number, "%low", code.add(base, vector * width))
+                found.append(_as_float(code, kind, code.load(f"<{width} x {kind.number}>", at, align=2), width))
+            yield found
 
     def _e2m1_levels(self, code: Function, block: str) -> Iterator[list[str]]:
         """Write the codes of a unit as ``_levels`` does, by their bytes."""
@@ -400,7 +439,7 @@ class ProductCode:
     def _work(self) -> str:
         """Write ``work_...``: tiles [first, end) of a segment for all rows."""
         code = Function(f"work_{self._kind.name}", _WORK)
-        many = code.value(f"icmp sge i64 %rows, {self._kind.panel_rows}")
+        many = code.value(f"icmp sge i64 %rows, {self.panel_rows}")
         names = ", ".join(_WORK)
         code.branch(many, lambda: code.do(f"call void @work_panels({names})"), lambda: self._work_tiles(code))
         return code.text() + "declare i64 @llvm.smin.i64(i64, i64)\n"
@@ -553,6 +592,7 @@ class ProductCode:
 
         def unit(index: str) -> None:
             out = code.at("float", "%panel", code.mul(index, 8 * TILE))
+            self._prefetch_codes(code, code.add(code.add("%first", "%count"), index))
             for place, levels in enumerate(self._levels(code, code.add("%first", index))):
                 for vector, level in enumerate(levels):
                     at = code.at("float", out, str(place * TILE + vector * self._width))
@@ -560,6 +600,15 @@ class ProductCode:
 
         code.loop("0", "%count", unit, step=self._kind.unit)
         return code.text()
+
+    def _prefetch_codes(self, code: Function, block: str) -> None:
+        """Fetch a unit of the panel after this one, or of the next tile, whose codes follow, into the L2 cache."""
+        kind = self._kind
+        unit = block if kind.unit == 1 else code.value(f"ashr exact i64 {block}, 1")
+        for word in range(kind.words):
+            code.prefetch(code.at("i32", "%low", code.add(code.mul(unit, TILE * kind.words), word * TILE)))
+        if kind.high_bits:
+            code.prefetch(code.at(f"i{kind.high_bits}", "%high", code.mul(unit, TILE)))
 
     def _panel(self, rows: int) -> str:
         """Write the products of ``rows`` rows with a panel of ``count`` groups, added to their totals [rows, 16].
@@ -591,7 +640,7 @@ class ProductCode:
                     self._input(code, parts, code.add(code.add(start, first), place))
 
             code.loop("0", "%size", some, step=8)
-            self._add_group(code, totals, parts, sums, number)
+            self._add_group(code, totals, parts, sums, number, stay=self._width < TILE)
 
         code.loop("0", "%count", group)
         return code.text()
@@ -628,7 +677,8 @@ class ProductCode:
         def row(index: str) -> None:
             number = code.load("i64", code.at("i64", "%ids", index))
             tile, lane = code.value(f"sdiv i64 {number}, {TILE}"), code.value(f"srem i64 {number}, {TILE}")
-            low = code.at("i32", field["low"], code.add(code.mul(tile, low_stride), lane))
+            low = code.at("i32", field["low"], code.mul(tile, low_stride))
+            low = code.at(kind.number or "i32", low, lane)
             high = code.at(f"i{kind.high_bits or 32}", field["high"], code.add(code.mul(tile, high_stride), lane))
             scale = code.at("half", field["scale"], code.add(code.mul(tile, values), lane))
             offset = code.at("half", field["offset"], code.add(code.mul(tile, values), lane))
@@ -636,9 +686,11 @@ class ProductCode:
 
             def unit(number: str) -> None:
                 group = code.mul(code.value(f"sdiv i64 {number}, {field['blocks']}"), TILE)
-                scales = code.splat("float", self._single(code, scale, group), 8)
+                scales = "" if kind.number else code.splat("float", self._single(code, scale, group), 8)
                 for index, levels in enumerate(self._eights(code, low, high, number)):
-                    value = self._values(code, field, levels, scales, factors, offset, group)
+                    value = levels
+                    if not kind.number:
+                        value = self._values(code, field, levels, scales, factors, offset, group)
                     code.store("<8 x float>", value, code.at("float", out, code.mul(code.add(number, index), 8)))
 
             code.loop("0", total_blocks, unit, step=kind.unit)
@@ -664,6 +716,8 @@ class ProductCode:
     def _eights(self, code: Function, low: str, high: str, block: str) -> list[str]:
         """Return the levels of one output's inputs of the unit that begins with ``block``, 8 in each vector."""
         kind = self._kind
+        if kind.number:
+            return [self._eight_numbers(code, low, block)]
         unit = code.value(f"sdiv i64 {block}, {kind.unit}")
         base = code.mul(unit, TILE * kind.words)
         words = [code.load("i32", code.at("i32", low, code.add(base, TILE * word))) for word in range(kind.words)]
@@ -701,6 +755,15 @@ class ProductCode:
                 found.append(code.value(f"sitofp <8 x i32> {codes} to <8 x float>"))
         return found
 
+    def _eight_numbers(self, code: Function, low: str, block: str) -> str:
+        """Return the values of one output's inputs of a block."""
+        number, vector = self._kind.number, "poison"
+        for lane in range(8):
+            at = code.at(number, low, code.add(code.mul(block, 8 * TILE), lane * TILE))
+            each = code.load(number, at, align=2)
+            vector = code.value(f"insertelement <8 x {number}> {vector}, {number} {each}, i32 {lane}")
+        return _as_float(code, self._kind, vector, 8)
+
     def _single(self, code: Function, base: str, index: str) -> str:
         half = code.load("half", code.at("half", base, index), align=2)
         return code.value(f"fpext half {half} to float")
@@ -720,6 +783,18 @@ class ProductCode:
     def _all(self, value: int) -> str:
         """Return a constant vector."""
         return _list([value] * self._width)
+
+
+def _as_float(code: Function, kind: Kind, vector: str, width: int) -> str:
+    """Return a vector of numbers as float32."""
+    if kind.number == "float":
+        return vector
+    if kind.number == "half":
+        return code.value(f"fpext <{width} x half> {vector} to <{width} x float>")
+    ints = f"<{width} x i32>"
+    wide = code.value(f"zext <{width} x i16> {vector} to {ints}")
+    moved = code.value(f"shl {ints} {wide}, {_list([16] * width)}")
+    return code.value(f"bitcast {ints} {moved} to <{width} x float>")
 
 
 def _e2m1_bytes(code: Function, codes: str, width: int) -> str:

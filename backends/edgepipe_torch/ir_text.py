@@ -9,6 +9,8 @@ import struct
 from collections.abc import Callable, Sequence
 from functools import cache
 
+PREFETCH_DECLARATION = "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)\n"
+
 
 class Function:
     """The body of one function while it is written. Values are names such as ``%v3``, or constants such as ``7``."""
@@ -48,13 +50,17 @@ class Function:
         """Begin a block that a branch names; the block before has ended with a branch."""
         self._lines.append(f"{name}:")
 
-    def load(self, kind: str, address: str, *, align: int = 4) -> str:
-        """Read a value."""
-        return self.value(f"load {kind}, ptr {address}, align {align}")
+    def load(self, kind: str, address: str, *, align: int = 4, volatile: bool = False) -> str:
+        """Read a value. ``volatile``: at this very place, not from a register."""
+        return self.value(f"load {'volatile ' * volatile}{kind}, ptr {address}, align {align}")
 
-    def store(self, kind: str, value: str, address: str, *, align: int = 4) -> None:
-        """Write a value."""
-        self.do(f"store {kind} {value}, ptr {address}, align {align}")
+    def store(self, kind: str, value: str, address: str, *, align: int = 4, volatile: bool = False) -> None:
+        """Write a value. ``volatile``: at this very place."""
+        self.do(f"store {'volatile ' * volatile}{kind} {value}, ptr {address}, align {align}")
+
+    def prefetch(self, address: str) -> None:
+        """Fetch the cache line of an address, which need not exist, into the L2 cache."""
+        self.do(f"call void @llvm.prefetch.p0(ptr {address}, i32 0, i32 2, i32 1)")
 
     def at(self, kind: str, base: str, index: str) -> str:
         """Return the address of an array's element."""

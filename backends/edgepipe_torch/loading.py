@@ -30,7 +30,7 @@ from edgepipe.model.repacked import KeepsRepacked
 from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo, WeightSource
 from edgepipe_torch.compiled_code import KernelsUnavailable
 from edgepipe_torch.cpu_experts import CpuExperts
-from edgepipe_torch.cpu_kernels import CpuKernels
+from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels
 from edgepipe_torch.cpu_repack import StoredBlocks
 from edgepipe_torch.decoder import Layer, SliceWeights
 from edgepipe_torch.expert_ram import CPU, ExpertsInRam
@@ -73,6 +73,7 @@ class StoredWeight:
     load: Callable[[], Packed]  # may raise ModelInvalid
 
 
+_EXPERTS = "experts"  # role of their products
 HostWeight = Tensor | Packed | StoredBlocks | StoredWeight
 Sink = Callable[[HostWeight], None]
 
@@ -400,7 +401,7 @@ class SliceBuilder:
         biases = [f"{prefix}{matrix}.bias" for matrix in matrices]
         names = {name for name in (*weights, *biases) if name in self._infos}
         sizes = [rows] * len(matrices)
-        linears = [self._new_linear("experts", in_features, sizes, names, weights, place) for _ in range(experts.count)]
+        linears = [self._new_linear(_EXPERTS, in_features, sizes, names, weights, place) for _ in range(experts.count)]
         for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
             self._send(weight, _each_expert(linears, part, (rows, in_features)))
             if bias in names:
@@ -458,12 +459,16 @@ class SliceBuilder:
         forms = [self._infos[name].form if name in self._infos else None for name in weights]
         if self._packed and any(forms):
             if place.device.type == "cpu":
-                return PackedCpuLinear(role, in_features, sizes, place.workspace, self._kernels)
+                tiled = role == _EXPERTS
+                return PackedCpuLinear(role, in_features, sizes, place.workspace, self._kernels, tiled_floats=tiled)
             from edgepipe_torch.packed_cuda import PackedCudaLinear
 
             return PackedCudaLinear(in_features, sizes, forms, dtype=place.dtype, device=place.device)
         if place.device.type != "cpu" or place.dtype != torch.float32:
             return PlainLinear(in_features, sizes, dtype=place.dtype, device=place.device)
+        kernels = self._kernels or cpu_kernels()
+        if role == _EXPERTS and in_features % 8 == 0 and isinstance(kernels, CpuKernels):
+            return PackedCpuLinear(role, in_features, sizes, place.workspace, kernels, tiled_floats=True)
         exact = all(_is_half(self._infos[name]) for name in names)
         kind = HalfLinear if exact and half_works() else TiledLinear
         return kind(role, in_features, sizes, place.workspace)

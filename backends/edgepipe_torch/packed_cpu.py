@@ -1,6 +1,7 @@
 """Products with packed weights on a CPU, in float32: values are widened in registers, never in memory.
 
-Without the compiled kernels, torch widens blocks of rows of the same layout.
+Without the compiled kernels, torch widens blocks of rows of the same layout. Experts of floats have such kernels, too:
+a row's result does not depend on how many rows its expert has.
 
 T rows, I in features, O out features.
 """
@@ -26,7 +27,7 @@ from edgepipe_torch.cpu_kernels import CpuKernels, Native, Product, cpu_kernels
 from edgepipe_torch.cpu_repack import StoredBlocks, repack, repack_blocks
 from edgepipe_torch.cpu_repack_code import BLOCK_CODES
 from edgepipe_torch.linear import Workspace
-from edgepipe_torch.packed_weight import PackedWeight
+from edgepipe_torch.packed_weight import PackedWeight, tile_floats
 
 _WIDE_ROWS = 256  # widened at once without kernels
 
@@ -42,7 +43,7 @@ class Chain:
 
 
 class PackedCpuLinear:
-    """A ``Linear`` on a CPU whose parts are packed, each in a form of its own; parts of floats are float32."""
+    """A ``Linear`` on a CPU whose parts are packed, each in a form of its own, or floats."""
 
     def __init__(
         self,
@@ -51,8 +52,13 @@ class PackedCpuLinear:
         parts: Sequence[int],
         workspace: Workspace,
         kernels: CpuKernels | KernelsUnavailable | None = None,
+        *,
+        tiled_floats: bool = False,
     ) -> None:
-        """``kernels``: None for this process's."""
+        """``kernels``: None for this process's. ``tiled_floats``: kernels multiply parts of floats, too, not torch.
+
+        In features are a multiple of 8.
+        """
         self._name = name
         self._workspace = workspace
         self._in_features = in_features
@@ -62,6 +68,7 @@ class PackedCpuLinear:
         self._wide: dict[int, Tensor] = {}  # by part: [O, I] float32
         self._bias: dict[int, Tensor] = {}  # by part: padded to whole tiles
         self._kernels = kernels or cpu_kernels()
+        self._tiled_floats = tiled_floats
         self._found: dict[int, Product | KernelsUnavailable] = {}  # by part
         self._segments: list[npt.NDArray[np.int64]] = []
         self._first = 0  # address of the first segment
@@ -97,7 +104,8 @@ class PackedCpuLinear:
         """How the packed parts are multiplied."""
         return {
             PackedProducts(by=product.by) if isinstance(product, Product) else product.instead("torch (blocks widened)")
-            for product in self._found.values()
+            for part, product in self._found.items()
+            if not self._packed[part].kind.number
         }
 
     def fill_packed(self, part: int, weight: Packed) -> None:
@@ -126,6 +134,9 @@ class PackedCpuLinear:
 
     def fill(self, part: int, weight: Tensor) -> None:
         """Copy one part's weight [O, I], which is stored as floats."""
+        if self._tiled_floats:
+            self._packed[part] = tile_floats(weight)
+            return
         self._wide[part] = weight.to(torch.float32, copy=True)
 
     def fill_bias(self, part: int, bias: Tensor) -> None:

@@ -1,6 +1,7 @@
 """One packed weight in the layout of the CPU's kernels (``cpu_code``), and its values without the kernels.
 
 Weights keep their codes; scales and offsets are float16 times one power of two for the whole weight, rounded once.
+Weights of floats keep their values, in 16 bits where those hold them.
 
 I in features, O out features, G groups.
 """
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from edgepipe.model.resident import cpu_group
 from edgepipe_torch.cpu_code import (
     NUM_FACTORS,
     OFFSET_FACTOR,
@@ -35,6 +37,11 @@ if TYPE_CHECKING:
 
 _TOP_EXPONENT = 15  # largest scale: below 2**15, so that float16 holds the largest 2**29 of range as normal numbers
 _NORMAL_EXPONENT = 126  # 2 to this power, or to its negative, is a normal float32
+NUMBERS = {  # kinds of weights of floats, by type
+    torch.bfloat16: Kind(bits=16, number="i16"),
+    torch.float16: Kind(bits=16, number="half"),
+    torch.float32: Kind(bits=32, number="float"),
+}
 _VALUES_AT_ONCE = 1 << 15  # torch starts no threads of its own for so few
 
 
@@ -52,10 +59,10 @@ class PackedWeight:
         rows, inputs = shape
         self.num_tiles, self.num_groups = -(-rows // TILE), inputs // group
         units = inputs // (8 * kind.unit)
-        self.low = self._new(units * kind.words, torch.int32)
+        self.low = self._new(units * kind.words, torch.int32)  # or numbers, of [tiles, I, 16]
         high = {16: torch.int16, 32: torch.int32}.get(kind.high_bits)
         self.high = None if high is None else self._new(units, high)
-        self.scale = self._new(self.num_groups, torch.float16)
+        self.scale = self._new(0 if kind.number else self.num_groups, torch.float16)
         self.offset = self._new(self.num_groups, torch.float16) if kind.added else None
         self.order = None if order is None else torch.from_numpy(np.ascontiguousarray(order, np.int32))
         self.factors = np.zeros(NUM_FACTORS, np.float32)
@@ -83,6 +90,12 @@ class PackedWeight:
             self.factors[OFFSET_FACTOR] = 2.0 ** (offset_exponent - exponent)
 
     @property
+    def numbers(self) -> Tensor:
+        """View the values of a weight of floats as [tiles, I, 16]."""
+        dtype = next(dtype for dtype, kind in NUMBERS.items() if kind == self.kind)
+        return self.low.view(-1).view(dtype).view(self.num_tiles, self.shape[1], TILE)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all arrays."""
         arrays = (self.low, self.high, self.scale, self.offset, self.order)
@@ -91,6 +104,8 @@ class PackedWeight:
     def values(self, ids: Tensor) -> Tensor:
         """Return rows ids [n] int64 as [n, I] float32, in the order of the product's inputs, by torch's operations."""
         tile, lane = ids // TILE, ids % TILE
+        if self.kind.number:
+            return self.numbers[tile, :, lane].float()
         high = None if self.high is None else self.high[tile, :, lane].numpy()
         codes = torch.from_numpy(integer_levels(self.kind, self.low[tile, :, lane].numpy(), high))
         if self.kind.floats:
@@ -144,6 +159,25 @@ class PackedWeight:
         if unused := self.num_tiles * TILE - self.shape[0]:
             tiles[-1, :, TILE - unused :] = 0
         return tiles
+
+
+def tile_floats(weight: Tensor) -> PackedWeight:
+    """Lay out a weight of floats [O, I], I a multiple of 8, in the smallest type that holds its values."""
+    rows, inputs = weight.shape
+    found = PackedWeight((rows, inputs), group=cpu_group(inputs), kind=NUMBERS[_smallest_type(weight)], zero=0)
+    found.factors[:SUM_FACTOR] = 1
+    numbers, whole = found.numbers, rows // TILE
+    numbers[:whole].copy_(weight[: whole * TILE].view(whole, TILE, inputs).transpose(1, 2))
+    if rest := rows - whole * TILE:
+        numbers[whole, :, :rest].copy_(weight[whole * TILE :].t())
+    return found
+
+
+def _smallest_type(weight: Tensor) -> torch.dtype:
+    for dtype in (torch.bfloat16, torch.float16):
+        if weight.dtype == dtype or torch.equal(weight.to(dtype).to(weight.dtype), weight):
+            return dtype
+    return torch.float32
 
 
 def _store_halves(target: Tensor, values: Tensor) -> int:

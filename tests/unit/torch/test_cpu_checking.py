@@ -22,6 +22,7 @@ from edgepipe_torch.cpu_code import CHUNK_ROWS, Kind, ProductCode, parts_of  # n
 from edgepipe_torch.cpu_kernels import Compiler, CpuKernels, cpu_kernels, most_rows  # noqa: E402
 from edgepipe_torch.linear import Workspace  # noqa: E402
 from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
+from edgepipe_torch.packed_weight import NUMBERS  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, PackedProducts  # noqa: E402
 from edgepipe.config import kernel_dir  # noqa: E402
@@ -35,8 +36,9 @@ from tests.support.packed_models import PackedTinyModel, random_packed  # noqa: 
 pytestmark = pytest.mark.skipif(isinstance(cpu_kernels(), KernelsUnavailable), reason="no kernels for this CPU")
 
 INPUTS = 256
-E2M1 = Kind(bits=4, e2m1=True)
+E2M1, BFLOAT16 = Kind(bits=4, e2m1=True), NUMBERS[torch.bfloat16]
 ALL_KINDS = [*(Kind(bits=bits, added=added) for bits in (4, 5, 6, 8) for added in (False, True)), E2M1]
+ALL_KINDS += NUMBERS.values()
 WIDENED = "torch (blocks widened)"
 
 
@@ -207,13 +209,15 @@ def test_the_check_reaches_every_compiled_number_of_rows() -> None:
     for width, kind in product((4, 8, 16), ALL_KINDS):
         most = most_rows(width)
         code = ProductCode(kind, width=width, most_rows=most)
-        tiles = [count for count in ROW_COUNTS if count < kind.panel_rows]
-        chunks = [size for count in ROW_COUNTS if count >= kind.panel_rows for size in parts_of(count, CHUNK_ROWS)]
+        tiles = [count for count in ROW_COUNTS if count < code.panel_rows]
+        chunks = [size for count in ROW_COUNTS if count >= code.panel_rows for size in parts_of(count, CHUNK_ROWS)]
         assert {size for count in tiles for size in parts_of(count, most[0])} == set(code.tile_counts)
         assert {size for count in chunks for size in parts_of(count, most[1])} == set(code.panel_counts)
 
 
-@pytest.mark.parametrize(("width", "kind"), [(16, Kind(bits=6)), (4, Kind(bits=5)), (16, E2M1), (4, E2M1)])
+@pytest.mark.parametrize(
+    ("width", "kind"), [(16, Kind(bits=6)), (4, Kind(bits=5)), (16, E2M1), (4, E2M1), (16, BFLOAT16)]
+)
 def test_code_for_other_vectors_passes_the_check_here(width: int, kind: Kind) -> None:
     """Vectors of AVX-512 and Arm, which LLVM splits or pads for this CPU."""
     kernels = CpuKernels(Compiler(llvm, kernel_dir(), width=width))

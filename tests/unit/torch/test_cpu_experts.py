@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +13,16 @@ torch = pytest.importorskip("torch")
 from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.cpu_experts import CpuExperts  # noqa: E402
 from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels  # noqa: E402
-from edgepipe_torch.feed_forward import EachExpert, Gated  # noqa: E402
+from edgepipe_torch.feed_forward import EachExpert, Gated, Mixture  # noqa: E402
 from edgepipe_torch.linear import Workspace  # noqa: E402
 from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
-from torch import Tensor  # noqa: E402
+from torch import Tensor, dtype  # noqa: E402
 
 from edgepipe.model.layer_spec import Activation  # noqa: E402
+from edgepipe.model.weights import open_weights  # noqa: E402
+from tests.support.expert_models import write_expert_folder  # noqa: E402
 from tests.support.packed_models import random_packed  # noqa: E402
+from tests.support.torch_slices import loaded_slice  # noqa: E402
 
 HIDDEN, INNER, COUNT, USED = 256, 256, 6, 2
 NEAR = {"rtol": 2e-5, "atol": 2e-5}
@@ -57,6 +61,38 @@ def make_each(
             linear.finish()
         experts.append(Gated(first, second, activation))
     return EachExpert(experts)
+
+
+def make_floats(number: dtype, *, tiled: bool) -> EachExpert:
+    """Random experts of floats, in the kernels' tiles or multiplied by torch."""
+    space, generator = Workspace(torch.float32, torch.device("cpu")), torch.Generator().manual_seed(2)
+    experts: list[Gated] = []
+    for _ in range(COUNT):
+        first = PackedCpuLinear("experts", HIDDEN, (INNER, INNER), space, tiled_floats=tiled)
+        second = PackedCpuLinear("experts", INNER, (HIDDEN,), space, tiled_floats=tiled)
+        for linear, part, outputs, inputs in (
+            (first, 0, INNER, HIDDEN),
+            (first, 1, INNER, HIDDEN),
+            (second, 0, HIDDEN, INNER),
+        ):
+            linear.fill(part, torch.randn(outputs, inputs, generator=generator).mul_(0.1).to(number))
+        for linear in (first, second):
+            linear.finish()
+        experts.append(Gated(first, second, "silu"))
+    return EachExpert(experts)
+
+
+def check_bits(grouped: CpuExperts) -> None:
+    """A row's experts have one row, some, or as many as unpack weights to memory: it has the same bits."""
+    x, chosen, weights = make_rows(40)
+    together = torch.zeros(40, HIDDEN)
+    grouped.add(x, chosen, weights, together)
+    counts = chosen.flatten().bincount(minlength=COUNT).tolist()
+    assert max(counts) >= 17 > min(counts)
+    for part in [*(slice(row, row + 1) for row in (0, 17, 39)), slice(3, 6), slice(10, 22)]:
+        alone = torch.zeros_like(together[part])
+        grouped.add(x[part], chosen[part], weights[part], alone)
+        assert torch.equal(alone, together[part])
 
 
 def make_grouped(each: EachExpert, activation: Activation = "silu") -> CpuExperts:
@@ -101,18 +137,25 @@ def test_parts_of_one_product_may_have_other_types() -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
 @pytest.mark.parametrize("scheme", ["Q4_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4"])
 def test_a_row_gives_the_same_bits_alone_and_among_others(scheme: str, activation: Activation) -> None:
-    """Its experts have one row, some, or as many as unpack weights to memory."""
-    each = make_each(activation, schemes=(scheme, scheme, scheme))
-    grouped = make_grouped(each, activation)
-    x, chosen, weights = make_rows(40)
-    together = torch.zeros(40, HIDDEN)
-    grouped.add(x, chosen, weights, together)
-    counts = chosen.flatten().bincount(minlength=COUNT).tolist()
-    assert max(counts) >= 16 > min(counts)
-    for part in [*(slice(row, row + 1) for row in (0, 17, 39)), slice(3, 6), slice(10, 22)]:
-        alone = torch.zeros_like(together[part])
-        grouped.add(x[part], chosen[part], weights[part], alone)
-        assert torch.equal(alone, together[part])
+    check_bits(make_grouped(make_each(activation, schemes=(scheme, scheme, scheme)), activation))
+
+
+@pytest.mark.parametrize("number", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_experts_of_floats_keep_their_values_and_a_rows_bits(number: dtype) -> None:
+    each, by_torch = (make_floats(number, tiled=tiled) for tiled in (True, False))
+    check_bits(make_grouped(each))
+    torch.testing.assert_close(added(make_grouped(each), 40), added(by_torch, 40), **NEAR)
+    held, wide = (sum(linear.num_bytes for linear in experts.linears) for experts in (each, by_torch))
+    assert held * 4 == wide * number.itemsize
+
+
+def test_kernels_multiply_the_experts_of_a_model_of_floats(tmp_path: Path) -> None:
+    source = open_weights(write_expert_folder(tmp_path / "folder"))
+    for kernels, packed in ((None, True), (KernelsUnavailable("not here"), False)):
+        mixtures = [layer.feed_forward for layer in loaded_slice(source, kernels=kernels).layers]
+        linears = [each for mixture in mixtures if isinstance(mixture, Mixture) for each in mixture.linears]
+        assert linears
+        assert all(isinstance(each, PackedCpuLinear) == packed for each in linears)
 
 
 def test_without_kernels_each_expert_is_computed() -> None:
