@@ -1,4 +1,4 @@
-"""Step kernels compiled for the host as one operation to torch, so that a recorder of operations can repeat them."""
+"""Step kernels compiled for the host: which, and as one operation to torch, which a recorder of operations repeats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,20 @@ from edgepipe_torch.mixer_steps import StepKernels
 from edgepipe_torch.recurrent import Mixer, StepKernel
 from torch import Tensor
 
+from edgepipe.model.layer_spec import DeltaNet
 from tests.support.host_kernels import HostModule
+from tests.support.recurrent_layers import CONV, DELTA, MAMBA
+
+QWEN = DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, taps=4)
+STEP_FORMS = {
+    "Qwen3.6": step_form(QWEN, torch.bfloat16),
+    "delta": step_form(DELTA, torch.bfloat16),
+    "mamba": step_form(MAMBA, torch.bfloat16),
+    "conv": step_form(CONV, torch.bfloat16),
+    "delta, float32": step_form(DELTA, torch.float32),
+    "mamba, float32": step_form(MAMBA, torch.float32),
+    "conv, float32": step_form(CONV, torch.float32),
+}
 
 _known: list[StepKernel] = []
 _LIBRARY = torch.library.Library("edgepipe_tests", "FRAGMENT")

@@ -8,7 +8,7 @@ from edgepipe.model.facts import ModelConfig
 from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
 from edgepipe.testing.tiny_model import tiny_config
 
-DELTA = DeltaNet(key_heads=2, value_heads=4, key_dim=16, value_dim=32, taps=4)
+DELTA = DeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=96, taps=4)
 TILED = replace(DELTA, tiled=True)
 MAMBA = Mamba2(heads=4, head_dim=8, groups=2, state_dim=32, taps=4)
 CONV = ShortConv(channels=16, taps=3)

@@ -8,6 +8,7 @@ import pytest
 
 if TYPE_CHECKING:
     from edgepipe_torch.cuda_kernels.forms import KernelForm
+    from edgepipe_torch.cuda_kernels.recurrent_step import StepForm
 
     from tests.support.host_kernels import HostModule
 
@@ -22,3 +23,15 @@ def host_modules(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelForm, H
         pytest.skip("g++ is not installed")
     modules = compile_for_host([products_part(form) for form in FORMS.values()], tmp_path_factory.mktemp("kernels"))
     return dict(zip(FORMS.values(), modules, strict=True))
+
+
+@pytest.fixture(scope="session")
+def step_modules(tmp_path_factory: pytest.TempPathFactory) -> dict[StepForm, HostModule]:
+    """Step kernels of recurrent layers, compiled for the CPU."""
+    from tests.support.host_kernels import COMPILER, compile_for_host, step_part
+    from tests.support.recorded_steps import STEP_FORMS
+
+    if COMPILER is None:
+        pytest.skip("g++ is not installed")
+    modules = compile_for_host([step_part(form) for form in STEP_FORMS.values()], tmp_path_factory.mktemp("kernels"))
+    return dict(zip(STEP_FORMS.values(), modules, strict=True))

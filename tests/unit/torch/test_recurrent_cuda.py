@@ -32,8 +32,8 @@ from edgepipe.backend.types import BackendOptions, RowState, StateWrite, StepRow
 from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
 from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights  # noqa: E402
-from tests.support.host_kernels import COMPILER, SOURCES, HostModule, Part, compile_for_host, step_part  # noqa: E402
-from tests.support.recorded_steps import recorded_steps  # noqa: E402
+from tests.support.host_kernels import COMPILER, SOURCES, HostModule, Part, compile_for_host  # noqa: E402
+from tests.support.recorded_steps import QWEN, STEP_FORMS, recorded_steps  # noqa: E402
 from tests.support.recurrent_layers import CONV, DELTA, MAMBA, MODELS  # noqa: E402
 from tests.support.steps import make_step, run_step, step_row  # noqa: E402
 
@@ -44,40 +44,21 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
-QWEN = DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, taps=4)
 NEMOTRON = Mamba2(heads=64, head_dim=64, groups=8, state_dim=128, taps=4)
-ODD = DeltaNet(key_heads=1, value_heads=1, key_dim=8, value_dim=96, taps=2)
-FORMS = {
-    "Qwen3.6": step_form(QWEN, BF16),
-    "Nemotron": step_form(NEMOTRON, BF16),
-    "delta": step_form(DELTA, BF16),
-    "delta, float32": step_form(ODD, torch.float32),
-    "mamba": step_form(MAMBA, BF16),
-    "conv": step_form(CONV, BF16),
-    "conv, float32": step_form(CONV, torch.float32),
-}
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
 Modules = dict[StepForm, HostModule]
 
 
-@pytest.fixture(scope="module")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Modules:
-    if COMPILER is None:
-        pytest.skip("g++ is not installed")
-    found = compile_for_host([step_part(form) for form in FORMS.values()], tmp_path_factory.mktemp("kernels"))
-    return dict(zip(FORMS.values(), found, strict=True))
-
-
 class TestValues:
-    @pytest.mark.parametrize("name", FORMS)
-    def test_the_check_at_load_passes(self, name: str, modules: Modules) -> None:
-        form = FORMS[name]
-        assert worst_step_error(MixerStep(modules[form], form), form, CPU) <= 1
+    @pytest.mark.parametrize("name", STEP_FORMS)
+    def test_the_check_at_load_passes(self, name: str, step_modules: Modules) -> None:
+        form = STEP_FORMS[name]
+        assert worst_step_error(MixerStep(step_modules[form], form), form, CPU) <= 1
 
     @settings(max_examples=30, deadline=None)
     @given(
-        name=st.sampled_from(["delta", "delta, float32", "mamba", "conv", "conv, float32"]),
+        name=st.sampled_from(sorted({*STEP_FORMS} - {"Qwen3.6"})),
         groups=st.integers(1, 3),
         shared=st.integers(1, 3),
         tiled=st.booleans(),
@@ -87,7 +68,7 @@ class TestValues:
     )
     def test_of_any_rows(
         self,
-        modules: Modules,
+        step_modules: Modules,
         name: str,
         groups: int,
         shared: int,
@@ -108,17 +89,17 @@ class TestValues:
                 places.append((slot, free.pop()))
         if not places:
             return
-        form = FORMS[name]
+        form = STEP_FORMS[name]
         spec = spec_of(form, groups, shared, tiled)
-        kernels = MixerStep(modules[form], form)
+        kernels = MixerStep(step_modules[form], form)
         assert step_error(kernels, form, spec, CPU, places=places, large=large, seed=seed) <= 1
 
-    def test_a_row_does_not_depend_on_its_neighbours(self, modules: Modules) -> None:
+    def test_a_row_does_not_depend_on_its_neighbours(self, step_modules: Modules) -> None:
         for name, spec in (("delta", DELTA), ("mamba", MAMBA), ("conv", CONV)):
-            form = FORMS[name]
+            form = STEP_FORMS[name]
             mixer = random_mixer(spec, torch.Generator().manual_seed(1), CPU)
-            kernel = MixerStep(modules[form], form).of(mixer)
-            made = torch.randn(3, 400, generator=torch.Generator().manual_seed(2)).bfloat16()
+            kernel = MixerStep(step_modules[form], form).of(mixer)
+            made = torch.randn(3, 900, generator=torch.Generator().manual_seed(2)).bfloat16()
             states = tuple(torch.randn(4, *shape) for shape in spec.state_shapes)
             found: list[list[Any]] = []
             for others in (1.0, torch.nan):
@@ -127,8 +108,10 @@ class TestValues:
                 found.append([kernel.run(rows, tuple(kept), slots, slots, threads=1)[1], *(each[3] for each in kept)])
             assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
-    def test_rows_of_the_other_type_and_scattered_slots_are_refused(self, modules: Modules) -> None:
-        kernel = MixerStep(modules[FORMS["conv"]], FORMS["conv"]).of(random_mixer(CONV, torch.Generator(), CPU))
+    def test_rows_of_the_other_type_and_scattered_slots_are_refused(self, step_modules: Modules) -> None:
+        kernel = MixerStep(step_modules[STEP_FORMS["conv"]], STEP_FORMS["conv"]).of(
+            random_mixer(CONV, torch.Generator(), CPU)
+        )
         made, slots, states = torch.zeros(2, 48).bfloat16(), torch.arange(4), (torch.zeros(4, 2, 16),)
         for rows, read, own in (
             (made.float(), slots[:2], states),
@@ -156,9 +139,9 @@ def spec_of(form: StepForm, groups: int, shared: int, tiled: bool) -> Recurrent:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_backend_computes_by_the_cuda_source(name: str, modules: Modules) -> None:
+def test_a_backend_computes_by_the_cuda_source(name: str, step_modules: Modules) -> None:
     """In bf16, of prompts and single tokens beside one another, as torch's operations do."""
-    config, used, recorded = MODELS[name], Counter[int](), recorded_steps(modules)
+    config, used, recorded = MODELS[name], Counter[int](), recorded_steps(step_modules)
 
     def counted(mixer: Mixer, dtype: Any) -> StepKernel:
         kernel = recorded(mixer, dtype)
@@ -237,13 +220,12 @@ MUTANTS = {
         ("by.tiled ? head % by.groups : head / (by.heads / by.groups)", "head / (by.heads / by.groups)"),
         ("memory[depth][column] *= decay;", ""),
         ("lane * COLUMNS, found);\n    synchronise();\n    float error", "lane * COLUMNS, found);\n    float error"),
-        ("rows.write[row] * by.heads", "rows.read[row] * by.heads"),
     ),
     "mamba": (
         ("step < by.low ? by.low : step > by.high ? by.high : step", "step"),
         ("= squares;\n    synchronise();", "= squares;"),
     ),
-    "conv": (("own[by.channels]", "own[0]"), ("convolve(by, rows, row, channel, input)", "input")),
+    "conv": (("own[by.channels]", "own[0]"),),
 }
 
 
@@ -255,7 +237,7 @@ def test_the_check_at_load_refuses_broken_kernels(tmp_path: Path) -> None:
     parts: list[Part] = []
     made: list[tuple[StepForm, str]] = []
     for name, changes in MUTANTS.items():
-        form = FORMS[name]
+        form = STEP_FORMS[name]
         *shared, own = form.files
         source = (SOURCES / own).read_text(encoding="utf-8")
         for each in shared:
@@ -276,15 +258,15 @@ def _error(module: HostModule, form: StepForm) -> float:
         return np.inf
 
 
-@pytest.mark.parametrize(("architecture", "name"), [(80, "Qwen3.6"), (90, "Nemotron"), (120, "conv, float32")], ids=str)
-def test_compile_without_a_gpu(architecture: int, name: str) -> None:
+@pytest.mark.parametrize(("architecture", "spec"), [(80, QWEN), (90, NEMOTRON), (120, CONV)], ids=str)
+def test_compile_without_a_gpu(architecture: int, spec: Recurrent) -> None:
     try:
         nvrtc = find_nvrtc(None)
     except KernelsUnavailable as exc:
         pytest.skip(str(exc))
     if architecture not in nvrtc.architectures:
         pytest.skip(f"NVRTC {nvrtc.version} does not know sm_{architecture}")
-    form = FORMS[name]
+    form = step_form(spec, BF16)
     cubin = nvrtc.compile(kernel_source(form.files), architecture=architecture, options=options(form.macros))
     assert cubin.startswith(b"\x7fELF")
     assert all(re.search(function.encode(), cubin) for function in form.functions)

@@ -15,30 +15,25 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cuda_kernels.recurrent_step import StepForm, step_form  # noqa: E402
 
 from edgepipe.backend.types import RowState, StateWrite, StepRow  # noqa: E402
-from tests.support.host_kernels import COMPILER, HostModule, compile_for_host, step_part  # noqa: E402
 from tests.support.recorded_steps import recorded_steps  # noqa: E402
-from tests.support.recurrent_layers import CONV, DELTA, MAMBA, MODELS  # noqa: E402
+from tests.support.recurrent_layers import MODELS  # noqa: E402
 from tests.support.steps import step_row  # noqa: E402
 from tests.support.torch_twins import Crowd, Twins, states_of  # noqa: E402
 
 if TYPE_CHECKING:
+    from edgepipe_torch.cuda_kernels.recurrent_step import StepForm
     from edgepipe_torch.mixer_steps import StepKernels
     from edgepipe_torch.recurrent import Mixer
 
-FORMS = [step_form(spec, torch.float32) for spec in (DELTA, MAMBA, CONV)]
+    from tests.support.host_kernels import HostModule
 
 
-@pytest.fixture(scope="module")
-def own_kernels(tmp_path_factory: pytest.TempPathFactory) -> StepKernels:
+@pytest.fixture
+def own_kernels(step_modules: dict[StepForm, HostModule]) -> StepKernels:
     """The CUDA source, for rows of float32."""
-    if COMPILER is None:
-        pytest.skip("g++ is not installed")
-    found = compile_for_host([step_part(form) for form in FORMS], tmp_path_factory.mktemp("kernels"))
-    modules: dict[StepForm, HostModule] = dict(zip(FORMS, found, strict=True))
-    return recorded_steps(modules)
+    return recorded_steps(step_modules)
 
 
 events = st.lists(
@@ -76,8 +71,8 @@ def test_sequences_that_come_and_go(model: str, events: list[tuple[Any, ...]], c
 
 @settings(max_examples=6, deadline=None)
 @given(events=events, seed=st.integers(0, 2**32 - 1))
-def test_by_the_cuda_source(own_kernels: StepKernels, events: list[tuple[Any, ...]], seed: int) -> None:
-    play(Twins(MODELS["all of them"], step_kernels=own_kernels), events, seed)
+def test_by_the_cuda_source(step_modules: dict[StepForm, HostModule], events: list[tuple[Any, ...]], seed: int) -> None:
+    play(Twins(MODELS["all of them"], step_kernels=recorded_steps(step_modules)), events, seed)
 
 
 def stateful(position: int, count: int, block: int, read: int | None, *writes: tuple[int, int]) -> StepRow:
