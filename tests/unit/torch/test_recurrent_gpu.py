@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> CudaLibrary:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MIXERS)
-def test_the_check_at_load_passes(name: str, dtype: torch.dtype, library: CudaLibrary) -> None:
+def test_the_check_at_load_passes(name: str, dtype: Any, library: CudaLibrary) -> None:
     form = step_form(MIXERS[name], dtype)
     for _ in range(3):  # a race shows now and then
         assert worst_step_error(library.mixer_step(form), form, torch.device("cuda", 0)) <= 1
