@@ -202,6 +202,8 @@ async def _compared(what: str, served: Sequence[Served], length: int, kills: int
     stalls: list[list[float]] = [[] for _ in served]
     for number in range(kills):
         for one, found in zip(served, stalls, strict=True):
+            for node in (node for each in served for node in each.cluster.running.values()):
+                await node.until(_has_spare)  # the start of a spare process would take the cores from this stall
             found += await _kill(one, length, number)
     hybrid_s, dense_s = (statistics.median(times) for times in stalls)
     name = f"stall after a killed stage, {what}, prompts of {length} tokens"
@@ -217,8 +219,6 @@ async def _kill(served: Served, length: int, number: int) -> list[float]:
     cluster = served.cluster
     before = (await cluster.until_ready()).engines[0].epoch.counter
     await until_answers(cluster.http_port)
-    for node in cluster.running.values():
-        await node.until(_has_spare)
     prompts = [
         [(31 * index * index + 7 * index + 101 * number + own) % 53 + 5 for index in range(length)] for own in (0, 1)
     ]
