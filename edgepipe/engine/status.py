@@ -49,6 +49,7 @@ class EngineStatus:
             free_blocks=stats.free_blocks,
             state_slots=stats.state_slots,
             free_slots=stats.free_slots,
+            missed_snapshots=stats.missed_snapshots,
             preemptions=stats.preemptions,
             admitted_tokens=stats.admitted_tokens,
             cached_tokens=stats.cached_tokens,

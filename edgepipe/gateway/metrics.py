@@ -191,6 +191,7 @@ _ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
 )
 _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
     ("num_preemptions", "Sequences preempted for lack of KV blocks.", lambda e: e.preemptions),
+    ("state_snapshots_missed", "Snapshots of states not taken for lack of slots.", lambda e: e.missed_snapshots),
     (
         "prefix_cache_queries_tokens",
         "Tokens of admitted sequences looked up in the prefix cache.",

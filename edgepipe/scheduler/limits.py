@@ -52,6 +52,7 @@ class SchedulerStats:
     free_blocks: int  # held by no sequence, including idle blocks of the prefix cache
     state_slots: int  # for states of recurrent layers
     free_slots: int  # held by no sequence, including idle snapshots
+    missed_snapshots: int  # not taken, as sequences held all slots
     cached_blocks: int  # in the prefix cache, held by sequences or not
     preemptions: int  # since the start
     admitted_tokens: int  # since the start: known tokens of sequences when they were admitted

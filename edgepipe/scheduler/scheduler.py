@@ -306,6 +306,7 @@ class Scheduler:
             free_blocks=self._tables.free_blocks,
             state_slots=states.num_slots if states is not None else 0,
             free_slots=states.free_slots if states is not None else 0,
+            missed_snapshots=states.missed if states is not None else 0,
             cached_blocks=self._tables.cached_blocks,
             preemptions=self._preemptions,
             admitted_tokens=self._tables.admitted_tokens,

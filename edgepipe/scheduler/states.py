@@ -74,6 +74,7 @@ class StateClass:
         self._stale: set[int] = set()  # slots of the cache whose states the first slices lost, see ``KVPool.stale_to``
         self._read: list[int] = []  # snapshots that rows of the step to come read
         self._running: dict[SequenceId, Sequence] = {}
+        self.missed = 0  # snapshots that were wanted while sequences held all slots
 
     @property
     def free_slots(self) -> int:
@@ -256,6 +257,7 @@ class StateClass:
         taken: list[_Pending] = []
         for place in places:
             if (slot := self._take()) is None:
+                self.missed += len(places) - len(taken)
                 break
             taken.append(_Pending(place, slot, output))
         return taken

@@ -114,6 +114,7 @@ class EngineState:
     free_blocks: int = 0
     state_slots: int = 0  # for states of recurrent layers; 0: no layer is recurrent
     free_slots: int = 0  # that no sequence holds
+    missed_snapshots: int = 0  # since the epoch began: not taken, as sequences held all slots
     block_size: int = 0  # tokens
     tokens_per_s: float = 0.0
     stages: tuple[StageState, ...] = ()

@@ -197,6 +197,9 @@ def _sizing(engine: EngineState) -> Text:
         lines.append(f"Prefix cache: {hits:.0%} of {engine.admitted_tokens} tokens")
     if engine.preemptions:
         lines.append(f"Preempted {_times(engine.preemptions)}: the KV cache is short")
+    if engine.missed_snapshots:
+        count = f"{engine.missed_snapshots} snapshot{'s' * (engine.missed_snapshots > 1)} of states"
+        lines.append(f"Did not keep {count}: running chats held all {engine.state_slots} slots")
     if engine.recoveries:
         lines.append(f"Recovered {_times(engine.recoveries)}; {_paused(engine.stall_ms)}")
     if engine.moves:

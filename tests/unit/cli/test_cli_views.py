@@ -249,3 +249,10 @@ def test_lines_end_between_words_where_the_terminal_does() -> None:
 
 def test_an_error_page_that_is_not_ours_is_a_protocol_error() -> None:
     assert isinstance(error_from_body(b"<html>", status=502), RemoteProtocolError)
+
+
+def test_the_status_says_how_many_snapshots_found_no_slot() -> None:
+    status = make_status()
+    text = "\n".join(picture(with_engine(status, state_slots=6, free_slots=0, missed_snapshots=3)))
+    assert "states 6/6" in text
+    assert "Did not keep 3 snapshots of states: running chats held all 6 slots" in text

@@ -106,6 +106,7 @@ async def test_metrics_tell_of_requests_engines_stages_and_links() -> None:
     assert found["edgepipe_micro_batches" + model] == 3
     assert found["edgepipe_num_requests_waiting" + model] == 7
     assert found["edgepipe_num_preemptions_total" + model] == 2
+    assert found["edgepipe_state_snapshots_missed_total" + model] == 4
     assert found["edgepipe_prefix_cache_hits_tokens_total" + model] == 40
     assert found["edgepipe_recoveries_total" + model] == 1
     assert found[f"edgepipe_stage_busy_ratio{model},node=b,stage=1"] == 0.5
@@ -154,6 +155,7 @@ def _busy(engine: EngineState) -> EngineState:
         num_blocks=100,
         free_blocks=25,
         preemptions=2,
+        missed_snapshots=4,
         cached_tokens=40,
         recoveries=1,
         stall_ms=1500,

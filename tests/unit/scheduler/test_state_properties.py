@@ -131,8 +131,16 @@ def test_slots_bound_the_sequences_that_run() -> None:
         most = max(most, world.scheduler.stats().running)
         world.retire()
     assert most == 3
+    assert world.scheduler.stats().missed_snapshots > 0
     world.check_outputs()
     world.assert_invariants()
+
+
+def test_a_prompt_that_finds_a_free_slot_misses_no_snapshot() -> None:
+    world = World(stateful(num_blocks=64, num_slots=2), ThrottledPolicy())
+    world.submit(spec(1, 20, max_tokens=1))
+    world.run()
+    assert world.scheduler.stats().missed_snapshots == 0
 
 
 def test_after_an_epoch_without_a_loss_only_the_last_block_is_computed_again() -> None:
