@@ -32,6 +32,7 @@ from parts import Part, run_parts, tested
 from published_rates import HYBRIDS, published_rows
 from state_memory import memory_rows
 from state_serving import reuse_rows, stall_rows
+from state_stall import virtual_stall_rows
 from truth import lossy_rows
 
 from edgepipe.backend.types import ActivationType, BackendOptions
@@ -113,7 +114,7 @@ PARTS: dict[str, Part] = {
     "chunked": chunked_rows,
     "truth": truth_rows,
     "reuse": reuse_rows,
-    "stall": stall_rows,
+    "stall": lambda full: [*virtual_stall_rows(), *stall_rows(full)],
     "memory": memory_rows,
     "layers": steps_rows,
     "planned": planned_rows,

@@ -1,7 +1,5 @@
 """Streams that wait after a lost stage: a model with recurrent layers against a dense one of the same step times.
 
-    python scripts/state_stall.py
-
 The real scheduler over three emulated stages in virtual time, so the figures are exact and the same on every machine.
 """
 
@@ -12,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from figures import Row, at_most, print_rows
+from figures import Row, at_most
 
 from edgepipe.backend.cost import StepWork
 from edgepipe.ids import SequenceId
@@ -103,12 +101,7 @@ class Ring:
         return at_s
 
 
-def main() -> None:
-    """Print the rows."""
-    print_rows("stall with states", stall_rows())
-
-
-def stall_rows() -> list[Row]:
+def virtual_stall_rows() -> list[Row]:
     """Lose the first, the middle and the last stage."""
     config, weights = named_model(MODEL)
     link = LinkShape(one_way_s=0.0005, bytes_per_s=125e6)
@@ -151,7 +144,3 @@ def stall_s(ring: Ring, chats: Chats, lost: int) -> float:
     while any(len(ring.output[spec.sequence]) == known[spec.sequence] for spec in running):
         ring.next_token()
     return ring.now_s - began_s
-
-
-if __name__ == "__main__":
-    main()
