@@ -13,7 +13,7 @@ from typing import Any, cast
 from edgepipe.gateway.formats.chat_format import CallForm, ChatFormat, Functions, Reasoning
 from edgepipe.gateway.formats.json_calls import any_call, free_start, lazy_opening, overlap
 from edgepipe.gateway.formats.literal_rules import NUMBER_RULES, Literals
-from edgepipe.gateway.formats.named import NamedReader
+from edgepipe.gateway.formats.named import BracketedArguments, NamedReader
 from edgepipe.gateway.tool_call_json import CallNews
 from edgepipe.gateway.tool_calls import Call
 
@@ -23,47 +23,41 @@ _LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][
 _ENDS = {"{": "}", "[": "]"}
 
 
-class GemmaArguments:
+class GemmaArguments(BracketedArguments[str]):
     """Turns the arguments of one call into JSON; see ``named.Arguments``."""
 
     def __init__(self, calls: CallNews) -> None:
-        self._calls = calls
-        self._open: list[str] = []  # brackets
+        super().__init__(calls)
         self._quoted = ""  # the mark that ends the current string
         self._escaped = False  # in a string of JSON's own form
         self._bare: list[str] = []  # a key, a number or a word
         self._is_key = False
         self._wants_value = False  # after a key
 
-    def feed(self, text: str, start: int) -> tuple[int, bool]:
-        """See Arguments."""
-        at = start
-        while at < len(text):
-            if self._quoted == _QUOTE:
-                found = text.find(_QUOTE, at)
-                end = found if found >= 0 else len(text) - overlap(text, at, _QUOTE)
-                self._say(json.dumps(text[at:end], ensure_ascii=False)[1:-1])
-                if found < 0:
-                    return end, False
-                self._say('"')
-                self._quoted, at = "", found + len(_QUOTE)
-            elif self._quoted:
-                self._json_string(text[at])
-                at += 1
-            elif text[at] == "<" and len(text) - at < len(_QUOTE) and _QUOTE.startswith(text[at:]):
-                return at, False
-            elif text.startswith(_QUOTE, at):
-                self._open_string(_QUOTE)
-                at += len(_QUOTE)
-            else:
-                self._sign(text[at])
-                at += 1
-                if not self._open:
-                    return at, True
-        return at, False
+    def _read(self, text: str, at: int) -> int | None:
+        """See BracketedArguments."""
+        if self._quoted == _QUOTE:
+            return self._string(text, at)
+        if self._quoted:
+            self._json_string(text[at])
+            return at + 1
+        if text[at] == "<" and len(text) - at < len(_QUOTE) and _QUOTE.startswith(text[at:]):
+            return None
+        if text.startswith(_QUOTE, at):
+            self._open_string(_QUOTE)
+            return at + len(_QUOTE)
+        self._sign(text[at])
+        return at + 1
 
-    def _say(self, text: str) -> None:
-        self._calls.arguments(text)
+    def _string(self, text: str, at: int) -> int | None:
+        found = text.find(_QUOTE, at)
+        end = found if found >= 0 else len(text) - overlap(text, at, _QUOTE)
+        self._say(json.dumps(text[at:end], ensure_ascii=False)[1:-1])
+        if found < 0:
+            return end if end > at else None
+        self._say('"')
+        self._quoted = ""
+        return found + len(_QUOTE)
 
     def _open_string(self, mark: str) -> None:
         self._end_bare()

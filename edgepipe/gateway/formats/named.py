@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from edgepipe.gateway.formats.chat_format import Functions
 from edgepipe.gateway.formats.json_calls import overlap
@@ -13,6 +13,8 @@ from edgepipe.gateway.tool_call_json import CallNews
 from edgepipe.gateway.tool_calls import Scanned
 
 _MAX_HEAD_CHARS = 256  # from the opening to the arguments; a longer text is no call
+
+Bracket = TypeVar("Bracket")
 
 
 class Arguments(Protocol):
@@ -24,6 +26,30 @@ class Arguments(Protocol):
         Text after that place may be an incomplete mark: the next call brings it again.
         """
         ...
+
+
+class BracketedArguments(Generic[Bracket]):
+    """Arguments that end with their outermost bracket; see Arguments. A subclass reads one part at a time."""
+
+    def __init__(self, calls: CallNews) -> None:
+        self._say = calls.arguments
+        self._open: list[Bracket] = []
+
+    def feed(self, text: str, start: int) -> tuple[int, bool]:
+        """See Arguments."""
+        at = start
+        while at < len(text):
+            end = self._read(text, at)
+            if end is None:
+                return at, False
+            at = end
+            if not self._open:
+                return at, True
+        return at, False
+
+    def _read(self, text: str, at: int) -> int | None:
+        """Read the next part and return its end, or None at a mark that may be incomplete."""
+        raise NotImplementedError
 
 
 class NamedReader:

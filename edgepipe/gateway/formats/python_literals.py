@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from edgepipe.gateway.formats.named import BracketedArguments
 from edgepipe.gateway.tool_call_json import CallNews
 
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -42,38 +43,29 @@ class _Bracket:
         self.wants = _Wants.KEY if self.mark else _Wants.VALUE
 
 
-class PythonArguments:
+class PythonArguments(BracketedArguments[_Bracket]):
     """Turns the arguments of one call, from its bracket on, into JSON; see ``named.Arguments``."""
 
     def __init__(self, calls: CallNews) -> None:
-        self._calls = calls
-        self._open = [_Bracket("}", "=", _Wants.KEY)]
+        super().__init__(calls)
+        self._open.append(_Bracket("}", "=", _Wants.KEY))
         self._bare: list[str] = []  # a key, a number or a word
         self._quote = ""  # that ends the current string
         self._shown = False  # the string is a part of the JSON
         self._escape = ""  # an incomplete escape, from its backslash on
         self._begun = False
 
-    def feed(self, text: str, start: int) -> tuple[int, bool]:
-        """See Arguments."""
+    def _read(self, text: str, at: int) -> int:
+        """See BracketedArguments."""
         if not self._begun:
-            self._calls.arguments("{")
+            self._say("{")
             self._begun = True
-        at = start
-        while at < len(text):
-            if self._escape:
-                at = self._escaped(text, at)
-            elif self._quote:
-                at = self._string(text, at)
-            else:
-                self._sign(text[at])
-                at += 1
-                if not self._open:
-                    return at, True
-        return at, False
-
-    def _say(self, text: str) -> None:
-        self._calls.arguments(text)
+        if self._escape:
+            return self._escaped(text, at)
+        if self._quote:
+            return self._string(text, at)
+        self._sign(text[at])
+        return at + 1
 
     def _string(self, text: str, at: int) -> int:
         found = _STRING_ENDS[self._quote].search(text, at)

@@ -31,7 +31,6 @@ from edgepipe_torch.cuda_kernels.forms import (  # noqa: E402
     kernel_source,
     options,
 )
-from edgepipe_torch.cuda_kernels.nvrtc import find_nvrtc  # noqa: E402
 from edgepipe_torch.cuda_kernels.products import staged_bytes, staged_unit  # noqa: E402
 from edgepipe_torch.expert_cuda import CudaExperts, ExpertMatrix  # noqa: E402
 from edgepipe_torch.feed_forward import choose  # noqa: E402
@@ -41,6 +40,7 @@ from edgepipe.backend.types import PackedProducts  # noqa: E402
 from edgepipe.model.layer_spec import Activation, Router  # noqa: E402
 from edgepipe.model.packed import Packed  # noqa: E402
 from tests.support.kernel_forms import FORMS  # noqa: E402
+from tests.support.nvrtc import nvrtc_for  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -331,12 +331,7 @@ def test_launches_fit_shared_memory(
 
 @pytest.mark.parametrize("architecture", [80, 90, 120])
 def test_compile_without_a_gpu(architecture: int) -> None:
-    try:
-        nvrtc = find_nvrtc(None)
-    except KernelsUnavailable as exc:
-        pytest.skip(str(exc))
-    if architecture not in nvrtc.architectures:
-        pytest.skip(f"NVRTC {nvrtc.version} does not know sm_{architecture}")
+    nvrtc = nvrtc_for(architecture)
     form = list(KINDS.values())[(80, 90, 120).index(architecture)]
     chosen = options(form.macros | EXPERT_MACROS)
     cubin = nvrtc.compile(kernel_source(expert_files(form)), architecture=architecture, options=chosen)

@@ -22,6 +22,7 @@ from edgepipe.backend.types import BackendOptions  # noqa: E402
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
 from edgepipe.model.layer_spec import Latent  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
+from tests.support.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
 from tests.support.decode_reference import reference_decode  # noqa: E402
 from tests.support.host_kernels import COMPILER, HostModule, compile_for_host, paged_part  # noqa: E402
 from tests.support.steps import make_step, run_step, step_row  # noqa: E402
@@ -50,17 +51,7 @@ CASES = {
     "capped logits": with_attention(CAPPED | {"window": 6}, CAPPED),
     "all of them": with_attention(LATENT, LARGE | {"softcap": 3.0}),
 }
-events = st.lists(
-    st.one_of(
-        st.tuples(st.just("arrive"), st.lists(st.integers(1, 20), min_size=1, max_size=4)),
-        st.tuples(st.just("decode"), st.integers(1, 9), st.integers(2, 4)),
-        st.tuples(st.just("chunk"), st.integers(2, 14), st.integers(0, 4)),
-        st.tuples(st.just("leave"), st.integers(1, 3)),
-        st.tuples(st.just("fork")),
-    ),
-    min_size=4,
-    max_size=8,
-)
+events = crowd_events(prompt=20, chunk=14)
 
 
 class Calls:
@@ -81,19 +72,9 @@ class Calls:
 
 @settings(max_examples=24, deadline=None)
 @given(case=st.sampled_from(sorted(CASES)), events=events, cut=st.booleans(), seed=st.integers(0, 2**32 - 1))
-def test_sequences_that_come_and_go(case: str, events: list[tuple[Any, ...]], cut: bool, seed: int) -> None:
+def test_sequences_that_come_and_go(case: str, events: list[CrowdEvent], cut: bool, seed: int) -> None:
     """Single rows, windows of speculation and long prompts in turns and together, as without pages."""
-    twins = Twins(CASES[case], cuts=[1] if cut else [])
-    crowd = Crowd(twins, seed)
-    crowd.arrive([3, 1, 12])
-    for name, *arguments in events:
-        if name == "decode":
-            count, times = arguments
-            for _ in range(times):
-                crowd.decode(count)
-        else:
-            getattr(crowd, name)(*arguments)
-    twins.finish()
+    play_crowd(Twins(CASES[case], cuts=[1] if cut else []), events, seed, prompts=[3, 1, 12])
 
 
 @pytest.mark.parametrize("case", CASES)

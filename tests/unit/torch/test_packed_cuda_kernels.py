@@ -17,7 +17,6 @@ from edgepipe_torch.cuda_kernels.checking import random_packed, worst_error  # n
 from edgepipe_torch.cuda_kernels.driver import SHARED_BYTES  # noqa: E402
 from edgepipe_torch.cuda_kernels.forms import PRODUCT_FILES, KernelForm, kernel_form, kernel_source, options  # noqa: E402
 from edgepipe_torch.cuda_kernels.library import CompiledKernels  # noqa: E402
-from edgepipe_torch.cuda_kernels.nvrtc import find_nvrtc  # noqa: E402
 from edgepipe_torch.cuda_kernels.products import (  # noqa: E402
     MOST_ROWS,
     Products,
@@ -30,6 +29,7 @@ from edgepipe_torch.packed_tiles import TiledWeight  # noqa: E402
 
 from tests.support.host_kernels import HostModule  # noqa: E402
 from tests.support.kernel_forms import FORMS  # noqa: E402
+from tests.support.nvrtc import nvrtc_for  # noqa: E402
 
 CPU = torch.device("cpu")
 ARCHITECTURES = (80, 86, 89, 90, 120)
@@ -117,12 +117,7 @@ def test_launches_fit_shared_memory(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compile_without_a_gpu(architecture: int) -> None:
-    try:
-        nvrtc = find_nvrtc(None)
-    except KernelsUnavailable as exc:
-        pytest.skip(str(exc))
-    if architecture not in nvrtc.architectures:
-        pytest.skip(f"NVRTC {nvrtc.version} does not know sm_{architecture}")
+    nvrtc = nvrtc_for(architecture)
     form = FORMS[("Q4_K", "Q6_K", "FP8", "NF4", "AWQ")[ARCHITECTURES.index(architecture)]]
     cubin = nvrtc.compile(kernel_source(), architecture=architecture, options=options(form.macros))
     assert cubin.startswith(b"\x7fELF")

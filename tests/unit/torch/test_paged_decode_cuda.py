@@ -16,7 +16,6 @@ torch = pytest.importorskip("torch")
 from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.cuda_kernels.driver import SHARED_BYTES  # noqa: E402
 from edgepipe_torch.cuda_kernels.forms import PAGED_FILES, PAGED_FUNCTIONS, kernel_source, options  # noqa: E402
-from edgepipe_torch.cuda_kernels.nvrtc import find_nvrtc  # noqa: E402
 from edgepipe_torch.cuda_kernels.paged_checking import decode_error, random_heads, worst_decode_error  # noqa: E402
 from edgepipe_torch.cuda_kernels.paged_decode import (  # noqa: E402
     TILE_KEYS,
@@ -27,6 +26,7 @@ from edgepipe_torch.cuda_kernels.paged_decode import (  # noqa: E402
 )
 
 from tests.support.host_kernels import COMPILER, SOURCES, HostModule, Part, compile_for_host, paged_part  # noqa: E402
+from tests.support.nvrtc import nvrtc_for  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -299,12 +299,7 @@ def _error(module: HostModule) -> float:
 
 @pytest.mark.parametrize(("architecture", "form"), [(80, GEMMA_4), (90, DEEPSEEK), (120, GLM)], ids=str)
 def test_compile_without_a_gpu(architecture: int, form: PagedForm) -> None:
-    try:
-        nvrtc = find_nvrtc(None)
-    except KernelsUnavailable as exc:
-        pytest.skip(str(exc))
-    if architecture not in nvrtc.architectures:
-        pytest.skip(f"NVRTC {nvrtc.version} does not know sm_{architecture}")
+    nvrtc = nvrtc_for(architecture)
     source = kernel_source(PAGED_FILES)
     cubin = nvrtc.compile(source, architecture=architecture, options=options(form.macros))
     assert cubin.startswith(b"\x7fELF")

@@ -22,6 +22,7 @@ from edgepipe.backend.step_layout import StepLayout, lay_out_step  # noqa: E402
 from edgepipe.backend.types import ActivationType, BackendOptions, LogitEdits, ScoreRows, StepRow  # noqa: E402
 from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights  # noqa: E402
+from tests.support.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
 from tests.support.graph_recorder import CpuGraph, CpuRecorder  # noqa: E402
 from tests.support.steps import make_step, result_of, run_step, step_row, token_ids  # noqa: E402
 from tests.support.torch_paging import cpu_paging  # noqa: E402
@@ -53,29 +54,19 @@ def decoded(twins: Twins, counts: list[int]) -> None:
     twins.finish()
 
 
-events = st.lists(
-    st.one_of(
-        st.tuples(st.just("arrive"), st.lists(st.integers(1, 9), min_size=1, max_size=5)),
-        st.tuples(st.just("decode"), st.integers(1, 14), st.integers(1, 4)),
-        st.tuples(st.just("chunk"), st.integers(2, 6), st.integers(0, 4)),
-        st.tuples(st.just("leave"), st.integers(1, 3)),
-        st.tuples(st.just("fork")),
-    ),
-    min_size=4,
-    max_size=10,
-)
+events = crowd_events(prompt=9, chunk=6, arrivals=5, decoding=14, repeats=(1, 4), most=10)
 
 
 class TestProperties:
     @settings(max_examples=20)
     @given(events=events, seed=st.integers(0, 2**32 - 1), config=st.sampled_from([TINY, WINDOW, UNGROUPED]))
-    def test_sequences_that_come_and_go(self, events: list[tuple[Any, ...]], seed: int, config: Any) -> None:
-        play(Twins(config), events, seed)
+    def test_sequences_that_come_and_go(self, events: list[CrowdEvent], seed: int, config: Any) -> None:
+        play_crowd(Twins(config), events, seed)
 
     @settings(max_examples=10)
     @given(events=events, seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(ActivationType))
-    def test_over_two_slices(self, events: list[tuple[Any, ...]], seed: int, kind: ActivationType) -> None:
-        play(Twins(cuts=[1], kind=kind), events, seed)
+    def test_over_two_slices(self, events: list[CrowdEvent], seed: int, kind: ActivationType) -> None:
+        play_crowd(Twins(cuts=[1], kind=kind), events, seed)
 
     @pytest.mark.long
     @settings(max_examples=300)
@@ -87,21 +78,7 @@ class TestProperties:
         config=st.sampled_from([TINY, WINDOW, UNGROUPED]),
     )
     def test_many_more(self, events: Any, seed: int, cuts: list[int], kind: ActivationType, config: Any) -> None:
-        play(Twins(config, cuts=cuts, kind=kind), events, seed)
-
-
-def play(twins: Twins, events: list[tuple[Any, ...]], seed: int) -> None:
-    """Let the events happen to sequences in blocks drawn from the seed."""
-    crowd = Crowd(twins, seed)
-    crowd.arrive([3, 1, 6])
-    for name, *arguments in events:
-        if name == "decode":
-            count, times = arguments
-            for _ in range(times):
-                crowd.decode(count)
-        else:
-            getattr(crowd, name)(*arguments)
-    twins.finish()
+        play_crowd(Twins(config, cuts=cuts, kind=kind), events, seed)
 
 
 class TestRounding:

@@ -19,7 +19,6 @@ from edgepipe_torch import TorchBackend  # noqa: E402
 from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.cuda_kernels.driver import SHARED_BYTES  # noqa: E402
 from edgepipe_torch.cuda_kernels.forms import kernel_source, options  # noqa: E402
-from edgepipe_torch.cuda_kernels.nvrtc import find_nvrtc  # noqa: E402
 from edgepipe_torch.cuda_kernels.recurrent_checking import (  # noqa: E402
     NUM_SLOTS,
     random_mixer,
@@ -33,6 +32,7 @@ from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
 from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights  # noqa: E402
 from tests.support.host_kernels import COMPILER, SOURCES, HostModule, Part, compile_for_host  # noqa: E402
+from tests.support.nvrtc import nvrtc_for  # noqa: E402
 from tests.support.recorded_steps import QWEN, STEP_FORMS, recorded_steps  # noqa: E402
 from tests.support.recurrent_layers import CONV, DELTA, MAMBA, MODELS  # noqa: E402
 from tests.support.steps import make_step, run_step, step_row  # noqa: E402
@@ -260,12 +260,7 @@ def _error(module: HostModule, form: StepForm) -> float:
 
 @pytest.mark.parametrize(("architecture", "spec"), [(80, QWEN), (90, NEMOTRON), (120, CONV)], ids=str)
 def test_compile_without_a_gpu(architecture: int, spec: Recurrent) -> None:
-    try:
-        nvrtc = find_nvrtc(None)
-    except KernelsUnavailable as exc:
-        pytest.skip(str(exc))
-    if architecture not in nvrtc.architectures:
-        pytest.skip(f"NVRTC {nvrtc.version} does not know sm_{architecture}")
+    nvrtc = nvrtc_for(architecture)
     form = step_form(spec, BF16)
     cubin = nvrtc.compile(kernel_source(form.files), architecture=architecture, options=options(form.macros))
     assert cubin.startswith(b"\x7fELF")

@@ -17,10 +17,11 @@ torch = pytest.importorskip("torch")
 from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
 
 from edgepipe.backend.types import RowState, StateWrite, StepRow  # noqa: E402
+from tests.support.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
 from tests.support.recorded_steps import recorded_steps  # noqa: E402
 from tests.support.recurrent_layers import MODELS  # noqa: E402
 from tests.support.steps import step_row  # noqa: E402
-from tests.support.torch_twins import Crowd, Twins, states_of  # noqa: E402
+from tests.support.torch_twins import Twins, states_of  # noqa: E402
 
 if TYPE_CHECKING:
     from edgepipe_torch.cuda_kernels.recurrent_step import StepForm
@@ -36,43 +37,20 @@ def own_kernels(step_modules: dict[StepForm, HostModule]) -> StepKernels:
     return recorded_steps(step_modules)
 
 
-events = st.lists(
-    st.one_of(
-        st.tuples(st.just("arrive"), st.lists(st.integers(1, 9), min_size=1, max_size=4)),
-        st.tuples(st.just("decode"), st.integers(1, 9), st.integers(2, 4)),
-        st.tuples(st.just("chunk"), st.integers(2, 7), st.integers(0, 4)),
-        st.tuples(st.just("leave"), st.integers(1, 3)),
-        st.tuples(st.just("fork")),
-    ),
-    min_size=4,
-    max_size=8,
-)
-
-
-def play(twins: Twins, events: list[tuple[Any, ...]], seed: int) -> None:
-    """States stay in place, move to other slots, and begin from a slot that another sequence has, too."""
-    crowd = Crowd(twins, seed)
-    crowd.arrive([3, 1, 6])
-    for name, *arguments in events:
-        if name == "decode":
-            count, times = arguments
-            for _ in range(times):
-                crowd.decode(count)
-        else:
-            getattr(crowd, name)(*arguments)
-    twins.finish()
+events = crowd_events(prompt=9, chunk=7)
 
 
 @settings(max_examples=8, deadline=None)
 @given(model=st.sampled_from(sorted(MODELS)), events=events, cut=st.booleans(), seed=st.integers(0, 2**32 - 1))
-def test_sequences_that_come_and_go(model: str, events: list[tuple[Any, ...]], cut: bool, seed: int) -> None:
-    play(Twins(MODELS[model], cuts=[1] if cut else []), events, seed)
+def test_sequences_that_come_and_go(model: str, events: list[CrowdEvent], cut: bool, seed: int) -> None:
+    """States stay in place, move to other slots, and begin from a slot that another sequence has, too."""
+    play_crowd(Twins(MODELS[model], cuts=[1] if cut else []), events, seed)
 
 
 @settings(max_examples=6, deadline=None)
 @given(events=events, seed=st.integers(0, 2**32 - 1))
-def test_by_the_cuda_source(step_modules: dict[StepForm, HostModule], events: list[tuple[Any, ...]], seed: int) -> None:
-    play(Twins(MODELS["all of them"], step_kernels=recorded_steps(step_modules)), events, seed)
+def test_by_the_cuda_source(step_modules: dict[StepForm, HostModule], events: list[CrowdEvent], seed: int) -> None:
+    play_crowd(Twins(MODELS["all of them"], step_kernels=recorded_steps(step_modules)), events, seed)
 
 
 def stateful(position: int, count: int, block: int, read: int | None, *writes: tuple[int, int]) -> StepRow:
