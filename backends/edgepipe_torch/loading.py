@@ -466,9 +466,10 @@ class SliceBuilder:
             return PackedCudaLinear(in_features, sizes, forms, dtype=place.dtype, device=place.device)
         if place.device.type != "cpu" or place.dtype != torch.float32:
             return PlainLinear(in_features, sizes, dtype=place.dtype, device=place.device)
-        kernels = self._kernels or cpu_kernels()
-        if role == _EXPERTS and in_features % 8 == 0 and isinstance(kernels, CpuKernels):
-            return PackedCpuLinear(role, in_features, sizes, place.workspace, kernels, tiled_floats=True)
+        if role == _EXPERTS and in_features % 8 == 0:
+            kernels = self._kernels or cpu_kernels()
+            if isinstance(kernels, CpuKernels):
+                return PackedCpuLinear(role, in_features, sizes, place.workspace, kernels, tiled_floats=True)
         exact = all(_is_half(self._infos[name]) for name in names)
         kind = HalfLinear if exact and half_works() else TiledLinear
         return kind(role, in_features, sizes, place.workspace)

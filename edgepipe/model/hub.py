@@ -189,7 +189,8 @@ def _plan(source: HubSource, listing: HubListing) -> HubPlan:
         by_name = {file.name: file for file in files}
         metadata = [by_name[name] for name in METADATA_NAMES if name in by_name]
         shards = [file for file in files if "/" not in file.name and fnmatch.fnmatchcase(file.name, SHARDS)]
-        weights = shards if INDEX_FILE in by_name else [by_name[SINGLE_FILE]]
+        single = [by_name[SINGLE_FILE]] if SINGLE_FILE in by_name else []
+        weights = shards if INDEX_FILE in by_name and shards else single  # mlx-lm writes an index of one file, too
         return HubPlan(
             source=source,
             commit=commit,

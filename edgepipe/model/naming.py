@@ -117,8 +117,11 @@ _GGUF_WITH_EXPERTS = (
 )
 
 
+_OF_PLAIN = {"joined": "experts' gates and ups"}  # as the cards of stored models have it
+
+
 def _variant(name: str, variant: str) -> str:
-    return f"{name}, {variant}" if name else variant
+    return f"{name}, {variant}" if name else _OF_PLAIN.get(variant, variant)
 
 
 NAMINGS: Mapping[str, Naming] = {

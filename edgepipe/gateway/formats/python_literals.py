@@ -39,8 +39,8 @@ class _Bracket:
     count: int = 0  # members
 
     def next_member(self) -> None:
-        """Expect the next member."""
-        self.wants = _Wants.KEY if self.mark else _Wants.VALUE
+        """Expect the next member. Dropped text has none."""
+        self.wants = _Wants.KEY if self.mark else _Wants.VALUE if self.closing else _Wants.END
 
 
 class PythonArguments(BracketedArguments[_Bracket]):

@@ -397,6 +397,13 @@ def test_arguments_in_python_always_become_a_json_object(pieces: list[str]) -> N
     assert all(each["first"] == 1 for each in whole)
 
 
+@pytest.mark.parametrize(("value", "kept"), [("date(2024, 1, 2)", "date"), ("x[1, 2]", "x"), ("1 (2, [3, 4], 5)", 1)])
+def test_what_is_no_literal_is_dropped_with_all_its_members(value: str, kept: object) -> None:
+    text = f"<function_calls>now(first={value}, second=2)</function_calls>"
+    ((_, arguments),) = read(BY_NAME["olmo"], [text]).calls
+    assert json.loads(arguments) == {"first": kept, "second": 2}
+
+
 SCRAPS = [
     "<",
     "|",

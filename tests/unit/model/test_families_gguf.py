@@ -129,6 +129,11 @@ def test_gates_and_ups_of_all_experts_may_be_one_tensor(family: str, tmp_path: P
     assert config_from_json(config_to_json(config)) == config
 
 
+def test_a_stored_model_keeps_the_name_of_joined_gates_and_ups(tmp_path: Path) -> None:
+    joined = open_weights(write_family_gguf(tmp_path / "joined.gguf", "gemma4_moe", joined=True))
+    assert joined.config.naming == "experts' gates and ups", "cards on disk, their digests and other nodes have it"
+
+
 def test_kv_b_of_latent_attention_may_be_split_for_keys_and_values(tmp_path: Path) -> None:
     joined = open_weights(write_family_gguf(tmp_path / "joined.gguf", "deepseek_v3"))
     split = open_weights(write_family_gguf(tmp_path / "split.gguf", "deepseek_v3", kv_b="split"))

@@ -80,6 +80,20 @@ def test_a_repository_with_one_weight_file_is_pulled(tmp_path: Path) -> None:
     assert ModelStore(tmp_path / "store").resolve(REPO).whole
 
 
+def test_an_index_may_name_one_weight_file(tmp_path: Path) -> None:
+    """As mlx-lm writes small models."""
+    write_hf_folder(tmp_path / "source")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "source").iterdir()}
+    names = random_tensors(hf_config(hf_values()))
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    files["model.safetensors.index.json"] = json.dumps(index).encode()
+    with running(FakeHub(repo=REPO, files=files)) as hub:
+        pull(hub, tmp_path / "store")
+    model = ModelStore(tmp_path / "store").resolve(REPO)
+    assert model.whole
+    assert model.open_weights().config.num_layers == 3
+
+
 def test_a_dry_run_asks_for_sizes_only(hub: FakeHub, tmp_path: Path) -> None:
     result = pull(hub, tmp_path / "store", dry_run=True)
     assert {file.name for file in result.files} >= {BIG, "config.json"}

@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from edgepipe_torch import loading  # noqa: E402
 from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.cpu_experts import CpuExperts  # noqa: E402
 from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels  # noqa: E402
@@ -21,6 +22,7 @@ from torch import Tensor, dtype  # noqa: E402
 from edgepipe.model.layer_spec import Activation  # noqa: E402
 from edgepipe.model.weights import open_weights  # noqa: E402
 from tests.support.expert_models import write_expert_folder  # noqa: E402
+from tests.support.model_files import write_hf_folder  # noqa: E402
 from tests.support.packed_models import random_packed  # noqa: E402
 from tests.support.torch_slices import loaded_slice  # noqa: E402
 
@@ -156,6 +158,17 @@ def test_kernels_multiply_the_experts_of_a_model_of_floats(tmp_path: Path) -> No
         linears = [each for mixture in mixtures if isinstance(mixture, Mixture) for each in mixture.linears]
         assert linears
         assert all(isinstance(each, PackedCpuLinear) == packed for each in linears)
+
+
+def test_a_model_of_floats_without_experts_asks_for_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are compiled when they are asked for, and a log says what lacks them."""
+    write_hf_folder(tmp_path / "folder")
+
+    def asked() -> CpuKernels:
+        raise AssertionError("it asked for kernels")
+
+    monkeypatch.setattr(loading, "cpu_kernels", asked)
+    assert not any(isinstance(each, PackedCpuLinear) for each in loaded_slice(open_weights(tmp_path / "folder")).packed)
 
 
 def test_without_kernels_each_expert_is_computed() -> None:
