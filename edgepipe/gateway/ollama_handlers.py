@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal, cast
@@ -53,6 +53,7 @@ _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _MOST = {"temperature": 2.0, "top_p": 1.0, "min_p": 1.0}  # of OpenAI's body; Ollama has no highest temperature
 _MOST_KEPT_S = 1e15
 _MOST_LEFT_S = 1e9  # a longer time means for ever
+_MAX_NESTING = 100  # of a call's arguments
 _FOREVER = "0001-01-01T00:00:00Z"  # for models that stay until a user stops them
 
 
@@ -451,13 +452,28 @@ def _card(served: ServedModel) -> dict[str, Any]:
 
 
 def _calls_with_objects(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert calls to Ollama's form. It has arguments as an object, so incomplete calls are dropped."""
+    """Convert calls to Ollama's form. It has arguments as an object, so incomplete or too deep ones are dropped."""
     whole: list[dict[str, Any]] = []
     for call in calls:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             arguments: object = json.loads(call["function"]["arguments"])
-            whole.append({"function": {"name": call["function"]["name"], "arguments": arguments}})
+            if not _is_deep(arguments):
+                whole.append({"function": {"name": call["function"]["name"], "arguments": arguments}})
     return whole
+
+
+def _is_deep(value: object) -> bool:
+    """Return whether arrays and objects are nested further than what is sure to be written and read as JSON."""
+    level = [value]
+    for _ in range(_MAX_NESTING):
+        level = [part for each in level for part in _parts(each)]
+    return bool(level)
+
+
+def _parts(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return cast("dict[str, object]", value).values()
+    return cast("list[object]", value) if isinstance(value, list) else ()
 
 
 def _as_line(body: Mapping[str, Any]) -> bytes:

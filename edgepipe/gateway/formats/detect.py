@@ -37,11 +37,17 @@ FORMATS = (
     OLMO,
 )
 
+
+def _both(one: str, other: str) -> str:
+    """Return the pattern of a text with both, in any order. It takes linear time for any text."""
+    return rf"\A(?=(?s:.*){one})(?=(?s:.*){other})"
+
+
 _SIGNS: tuple[tuple[ChatFormat, str], ...] = (
-    (HARMONY, r"<\|channel\|>(?s:.*)<\|message\|>|<\|message\|>(?s:.*)<\|channel\|>"),
+    (HARMONY, _both(r"<\|channel\|>", r"<\|message\|>")),
     (GEMMA4, r"<\|tool_call>"),
     (GEMMA4, r"<\|turn>"),
-    (LFM2, r"<\|tool_(?:call|list)_start\|>|keep_past_thinking(?s:.*)List of tools: "),
+    (LFM2, r"<\|tool_(?:call|list)_start\|>|" + _both("keep_past_thinking", "List of tools: ")),
     (MINIMAX, r"<minimax:tool_call>"),
     (DEEPSEEK_V32, r"DSML"),
     (DEEPSEEK_V3, r"tool▁sep｜>(?s:.{0,200})```json"),
@@ -49,7 +55,7 @@ _SIGNS: tuple[tuple[ChatFormat, str], ...] = (
     (GLM, r"<arg_key>"),
     (OLMO, r"<function_calls>"),
     (QWEN_CODER, r"<function="),
-    (MISTRAL_ARGS, r"\[TOOL_CALLS\](?s:.*)\[ARGS\]|\[ARGS\](?s:.*)\[TOOL_CALLS\]"),
+    (MISTRAL_ARGS, _both(r"\[TOOL_CALLS\]", r"\[ARGS\]")),
     (MISTRAL, r"\[TOOL_CALLS\]"),
     (PHI, r"<\|/tool_call\|>|<\|/tool\|>"),
     (GRANITE, r"<\|tool_call\|>"),

@@ -11,7 +11,7 @@ import pytest
 
 from edgepipe.gateway.conversation import TemplateTraits, template_keywords, template_traits, template_turns
 from edgepipe.gateway.schema import Message
-from edgepipe.model.template import KNOWN_KEYWORDS
+from edgepipe.model.template import KNOWN_KEYWORDS, MAX_TEMPLATE_BYTES
 from edgepipe.model.template_child import make_environment
 from edgepipe.model.tokenizer import Tokenizer
 from tests.support.fake_engine import ByteAssets, FakeEngine
@@ -219,6 +219,13 @@ def test_other_formats_and_signs() -> None:
         assert template_traits(text).chat.name == name
     assert template_traits("<tool_call> <think>").chat.reasoning is not None
     assert template_traits("<tool_call>").chat.reasoning is None
+
+
+@pytest.mark.parametrize("mark", ["<|channel|>", "<|message|>", "keep_past_thinking", "[TOOL_CALLS]", "[ARGS]"])
+def test_a_long_hostile_template_is_read_in_time(mark: str) -> None:
+    """A pattern that looks for the rest from every mark on takes minutes."""
+    expected = "mistral" if mark == "[TOOL_CALLS]" else "hermes"
+    assert template_traits(mark * (MAX_TEMPLATE_BYTES // len(mark))).chat.name == expected
 
 
 def test_harmony_has_one_call_in_a_turn_and_its_result_after_it() -> None:

@@ -169,6 +169,20 @@ async def test_a_call_that_is_cut_off_is_dropped() -> None:
             assert lines[-1]["done_reason"] == "length"
 
 
+@pytest.mark.parametrize("depth", [99, 101, 980, 5000])
+async def test_a_call_of_endless_brackets_is_dropped(depth: int) -> None:
+    arguments = b'{"at": ' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+    call = b'<tool_call>\n{"name": "look", "arguments": ' + arguments + b"}\n</tool_call>"
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    async with serving(FakeEngine(answer=call, group=64)) as served:
+        for stream in (True, False):
+            response = await _post(served, "/api/chat", messages=USER, tools=[tool], stream=stream)
+            assert response.status_code == 200, response.text
+            lines = _lines(response.text)
+            assert lines[-1]["done"]
+            assert any("tool_calls" in line["message"] for line in lines) == (depth < 100)
+
+
 @pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain"])
 async def test_no_content_type_is_needed(served: Served, kind: str | None) -> None:
     """``curl -d`` without a header, as in Ollama's documentation."""
