@@ -28,7 +28,10 @@ def run_parts(title: str, parts: Mapping[str, Part]) -> None:
     rows: list[Row] = []
     for name in wanted.parts or parts:
         print(f"measuring: {name}", file=sys.stderr, flush=True)
-        rows += parts[name](wanted.full)
+        found = parts[name](wanted.full)
+        for row in found:  # as it comes: a later part may take long
+            print(f"  {row.name}: {row.value:.3g} {row.unit}", file=sys.stderr, flush=True)
+        rows += found
     print_rows(title, rows)
 
 

@@ -107,7 +107,7 @@ async def answered(node: Node) -> dict[str, Any]:
 
 async def test_tensors_come_from_a_peer_and_only_those_needed(nodes: Nodes) -> None:
     stored = pull_with_weights(nodes.folder / "a" / "models", nodes.folder / "tiny")
-    a, b = await two_nodes(nodes)
+    a, b = await two_nodes(nodes, copies=1)  # no copies in the background
     assert (await a.serve("tiny", plan="a:0-2,b:3-5")).state == "ready"
     assert (await answered(b))["choices"][0]["token_ids"] == expected()
     part = ModelStore(nodes.folder / "b" / "models").resolve("tiny")
