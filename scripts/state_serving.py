@@ -36,7 +36,7 @@ from tests.support.recurrent_forms import MIXERS
 PREFIX = 4000  # tokens, whole blocks
 REUSE_TARGET, STALL_TARGET = 0.3, 1.75
 REUSES, FULL_REUSES = 2, 5
-KILLS, FULL_KILLS = 4, 12
+KILLS, FULL_KILLS = 2, 12
 AS_MODEL, DEVICE = "qwen3.6-35b-a3b:q4_k_m", "rtx4090"
 STALL_AS, STALL_PROMPTS = "llama-3.1-8b:q4_k_m", (60, 2000)
 ANSWER, STRUCK_AFTER = 120, 10  # tokens
