@@ -351,7 +351,7 @@ class World:
         known = [*spec.prompt, *self.output[sequence]]
         for place, token in zip(slot, known[: len(slot)], strict=True):
             value = fold(value, token)
-            assert slots[place] == (token, value), "a slot holds somebody else's token"
+            assert slots[place] == (token, value), "a slot holds another sequence's token"
         return value % VOCAB
 
     _reads: dict[int, set[int]] = field(default_factory=dict)
