@@ -20,14 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgepipe.model.packed_form import CODEBOOKS
-from edgepipe_torch.cpu_code import (
-    CHUNK_ROWS,
+from edgepipe_torch.cpu_code import CHUNK_ROWS, PANEL_INPUTS
+from edgepipe_torch.cpu_frame import SEGMENT
+from edgepipe_torch.cpu_kinds import (
     E2M1_ZERO,
     NUM_FACTORS,
     OFFSET_FACTOR,
-    PANEL_INPUTS,
     SCALE_FACTOR,
-    SEGMENT,
     SUM_FACTOR,
     TILE,
     ZERO,
@@ -59,7 +58,7 @@ _LENGTHS = (1, 8, 13, 40)  # keys of a row
 
 
 class RandomWeight:
-    """A random weight [O, I] in the layout of ``cpu_code``, with its values in float64."""
+    """A random weight [O, I] in the layout of ``cpu_kinds``, with its values in float64."""
 
     def __init__(self, kind: Kind, rng: np.random.Generator) -> None:
         self.kind = kind

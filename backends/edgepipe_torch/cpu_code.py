@@ -1,149 +1,27 @@
-"""LLVM code of the CPU's packed products.
-
-A weight [O, I] lies in tiles of 16 outputs, so that a vector holds one input's codes of neighbouring outputs::
-
-    low     [tiles, words, 16] int32    4 bits: 8 codes in a word, 8 bits: 4 codes; input j in bits j * bits and up
-                                        5 and 6 bits: 2 words for each 16 inputs
-    high    [tiles, I / 16, 16]         5 bits: int16, 6 bits: int32; none for 4 and 8 bits
-    scale   [tiles, groups, 16] float16
-    offset  [tiles, groups, 16] float16 (added forms only)
-
-Of weights that are no codes but numbers, ``low`` [tiles, I, 16] has bfloat16, float16 or float32, without scales.
-
-16 codes of 6 bits fill three words, the last of them in ``high``: five codes in each, from bit 0 up, and two bits of
-the sixteenth code at bit 30. 16 codes of 5 bits fill two words, with six codes and two bits of the sixteenth in each,
-and a half word with three codes and the fifth bit.
-
-A code becomes a float by one mask and one conversion: it stays where it lies in its word, times two to its first bit.
-``prepare`` has divided the input by that, which is exact. A code that ends at bit 31 is shifted instead, since its mask
-would make negative numbers. Every group is summed in float32 and then multiplied by its scale. Zeros and offsets need
-only the sum of the group's inputs.
-
-Products of any number of rows add the same terms in the same order: a row's result has the same bits whichever rows
-are beside it.
-
-Codes of E2M1 (MXFP4) become bytes before, twice their values plus 12: by a table of 16 bytes where the CPU has an
-instruction for it, else by arithmetic on whole words.
-"""
+"""LLVM code of the CPU's packed products, whose weights lie as in ``cpu_kinds``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
+from edgepipe_torch.cpu_frame import ATTRIBUTES, read_fields
+from edgepipe_torch.cpu_kinds import (
+    E2M1_BYTES,
+    E2M1_ZERO,
+    LAST,
+    SCALE_FACTOR,
+    SUM_FACTOR,
+    TILE,
+    ZERO,
+    Kind,
+    byte_place,
+    code_place,
+    part_place,
+)
 from edgepipe_torch.ir_text import PREFETCH_DECLARATION, Function, float_constant
 
-TILE = 16  # outputs
-
-SEGMENT = (  # 64-bit fields of a part of a product, in order
-    "next",  # the next segment, or 0
-    "work",  # function of the kind
-    "slot",  # of the prepared inputs
-    "prepares",  # 1: this segment prepares its slot
-    "order",  # int32 [I], or 0
-    "low",
-    "high",
-    "scale",
-    "offset",
-    "bias",  # float32 [tiles * 16], or 0
-    "factors",  # float32 [20]: of the inputs i % 16, of the groups' sums, of the scale; the codes' zero; of offsets
-    "inputs",
-    "groups",
-    "blocks",  # of 8 inputs in a group
-    "outputs",
-    "column",  # of the first output
-)
 PANEL_INPUTS = 256  # with 16 outputs 16 KiB: half of a usual L1 cache; no group has more
 CHUNK_ROWS = 128  # rows whose inputs stay in a usual L2 cache
-LAST = 15  # place of the code of a split unit that is made of parts
-E2M1_BYTES = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # twice the values of codes, plus E2M1_ZERO
-E2M1_ZERO = 12
-CALL_FIELDS = 11  # of a recorded call: the function's address and its arguments
-SUM_FACTOR, SCALE_FACTOR, ZERO, OFFSET_FACTOR, NUM_FACTORS = 16, 17, 18, 19, 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """What the code of a product depends on."""
-
-    bits: Literal[4, 5, 6, 8, 16, 32]
-    added: bool = False  # an offset per group
-    floats: bool = False  # codes are float8_e4m3fn
-    e2m1: bool = False  # codes of 4 bits are E2M1, which kernels read as the bytes ``E2M1_BYTES``
-    number: Literal["", "i16", "half", "float"] = ""  # values themselves, without scales; "i16": bfloat16
-
-    @property
-    def name(self) -> str:
-        """Return a name for functions."""
-        return f"b{self.bits}{'a' * self.added}{'f' * self.floats}{'e' * self.e2m1}{self.number}"
-
-    @property
-    def split(self) -> bool:
-        """Whether units of 16 codes have parts in both planes."""
-        return self.bits in (5, 6)
-
-    @property
-    def unit(self) -> int:
-        """Blocks of 8 inputs whose codes fill whole words."""
-        return 2 if self.split else 1
-
-    @property
-    def words(self) -> int:
-        """Words of the first plane for a unit."""
-        return 2 if self.split else self.bits // 4
-
-    @property
-    def high_bits(self) -> int:
-        """Bits of the second plane's elements, of which each unit has one; 0 without a second plane."""
-        return {5: 16, 6: 32}.get(self.bits, 0)
-
-    @property
-    def codes_per_word(self) -> int:
-        """Codes that lie whole in a word."""
-        return 32 // self.bits
-
-    @property
-    def gain_exponent(self) -> int:
-        """Exponent of the power of two that float codes lack; the inputs bring it."""
-        return 100 if self.floats else 0
-
-    @property
-    def scale_exponent(self) -> int:
-        """Exponent of the power of two that the scales bring; both together are 120, the biases' difference."""
-        return 20 if self.floats else 0
-
-
-def code_place(kind: Kind, index: int) -> tuple[int, int]:
-    """Return the word of input ``index`` of a unit (the last one is of ``high``) and its first bit there.
-
-    The sixteenth code of a split unit lies in no single word.
-    """
-    word, position = divmod(index, kind.codes_per_word)
-    return word, position * kind.bits
-
-
-def part_place(kind: Kind, word: int) -> int:
-    """Return the first bit of a word's part of the sixteenth code, which has two bits, or one behind 15 bits."""
-    return 15 if kind.bits == 5 and word == kind.words else 30
-
-
-def input_factor(kind: Kind, index: int) -> float:
-    """Return what an input with ``i % 16 == index`` is multiplied by, except for the scale's exponent."""
-    if kind.number:
-        return 1.0
-    if kind.floats:
-        return 2.0**kind.gain_exponent
-    if kind.split and index == LAST:
-        return 1.0
-    _word, first_bit = _byte_place(index) if kind.e2m1 else code_place(kind, index % (8 * kind.unit))
-    return 1.0 if first_bit + (8 if kind.e2m1 else kind.bits) == 32 else 2.0**-first_bit
-
-
-def _byte_place(index: int) -> tuple[int, int]:
-    """Return where the byte of an E2M1 code lies: among those of even or of odd inputs, and its first bit there."""
-    return index % 2, index % 8 // 2 * 8
-
 
 _BYTES, _SHUFFLE = "<32 x i8>", "llvm.x86.avx2.pshuf.b"
 _WORK = (
@@ -361,7 +239,7 @@ class ProductCode:
                 codes = code.value(f"and {self._ints} {moved}, {nibbles}")
                 half.append(self._shuffled(code, codes) if self._shuffles else _e2m1_bytes(code, codes, self._width))
         for place in range(8):
-            odd, first_bit = _byte_place(place)
+            odd, first_bit = byte_place(place)
             yield [self._level(code, each, first_bit, size=8) for each in halves[odd]]
 
     def _shuffled(self, code: Function, codes: str) -> str:
@@ -854,188 +732,10 @@ def _by_counts(
     _parts(code, first, end, most, part)
 
 
-def frame_module(more: Sequence[str] = ()) -> str:
-    """Return the module with ``multiply``, which prepares inputs and shares tiles among threads, and ``replay``.
-
-    ``more``: functions that call ``prepare_chain`` and ``share``.
-    """
-    own = [_multiply(), _team(), _share(), _prepare_chain(), _prepare(), _replay()]
-    return "\n".join([*own, *more, ATTRIBUTES])
-
-
-def _multiply() -> str:
-    """Write ``multiply``: x [rows, I] times all segments into out, whose rows are ``stride`` floats apart.
-
-    ``scratch``: ``num_slots * rows * slot`` floats, slot = I + the most groups. ``calls``: addresses of GOMP_parallel,
-    omp_get_thread_num and omp_get_num_threads, for a ``count`` of several threads.
-    """
-    names = ["ptr %segment", "ptr %x", "i64 %rows", "ptr %out", "i64 %stride", "i64 %accumulate", "ptr %scratch"]
-    code = Function("multiply", [*names, "i64 %slot", "i64 %count", "ptr %calls"])
-    code.do("call void @prepare_chain(ptr %segment, ptr %x, i64 %rows, ptr %scratch, i64 %slot)")
-    job = code.variable("[8 x i64]")
-    arguments = ["%segment", "%rows", "%out", "%stride", "%accumulate", "%scratch", "%slot", "%calls"]
-    for index, value in enumerate(arguments):
-        kind = "ptr" if value in ("%segment", "%out", "%scratch", "%calls") else "i64"
-        code.store(kind, value, code.at("i64", job, str(index)))
-    alone = code.value("icmp sle i64 %count, 1")
-    threads = code.value("trunc i64 %count to i32")
-    code.branch(
-        alone,
-        lambda: code.do(f"call void @share(ptr {job}, i64 0, i64 1)"),
-        lambda: code.do(f"call void {code.load('ptr', '%calls')}(ptr @team, ptr {job}, i32 {threads}, i32 0)"),
-    )
-    return code.text()
-
-
-def _team() -> str:
-    """Write what every thread of a team runs."""
-    code = Function("team", ["ptr %job"], internal=True)
-    calls = code.load("ptr", code.at("i64", "%job", "7"))
-    found = [code.value(f"call i32 {code.load('ptr', code.at('i64', calls, str(index)))}()") for index in (1, 2)]
-    thread, count = (code.value(f"sext i32 {each} to i64") for each in found)
-    code.do(f"call void @share(ptr %job, i64 {thread}, i64 {count})")
-    return code.text()
-
-
-def _share() -> str:
-    """Write one thread's share: its range of tiles in every segment."""
-    code = Function("share", ["ptr %job", "i64 %thread", "i64 %count"], internal=True)
-    kinds = ["ptr", "i64", "ptr", "i64", "i64", "ptr", "i64"]
-    first, rows, out, stride, accumulate, scratch, slot = (
-        code.load(kind, code.at("i64", "%job", str(index))) for index, kind in enumerate(kinds)
-    )
-    adds = code.value(f"icmp ne i64 {accumulate}, 0")
-    current = code.variable("ptr", first)
-    code.do("br label %segment")
-    code.label("segment")
-    segment = code.load("ptr", current)
-    field = read_fields(code, segment)
-    tiles = code.value(f"sdiv i64 {code.add(field['outputs'], TILE - 1)}, {TILE}")
-    start = code.value(f"sdiv i64 {code.mul(tiles, '%thread')}, %count")
-    end = code.value(f"sdiv i64 {code.mul(tiles, code.add('%thread', 1))}, %count")
-    xs, sums = _slot(code, field, scratch, rows, slot)
-    code.do(
-        f"call void {field['work']}(ptr {segment}, ptr {xs}, ptr {sums}, i64 {rows}, ptr {out}, i64 {stride}, "
-        f"i1 {adds}, i64 {start}, i64 {end})"
-    )
-    code.store("ptr", field["next"], current)
-    code.do(f"br i1 {code.is_null(field['next'])}, label %done, label %segment")
-    code.label("done")
-    return code.text()
-
-
-def _prepare_chain() -> str:
-    """Write ``prepare_chain``: the prepared inputs of all segments of a chain."""
-    code = Function(
-        "prepare_chain", ["ptr %segment", "ptr %x", "i64 %rows", "ptr %scratch", "i64 %slot"], internal=True
-    )
-    current = code.variable("ptr", "%segment")
-    code.do("br label %prepare")
-    code.label("prepare")
-    segment = code.load("ptr", current)
-    field = read_fields(code, segment)
-    wanted = code.value(f"icmp ne i64 {field['prepares']}, 0")
-    xs, sums = _slot(code, field, "%scratch", "%rows", "%slot")
-    code.branch(wanted, lambda: code.do(f"call void @prepare(ptr {segment}, ptr %x, i64 %rows, ptr {xs}, ptr {sums})"))
-    code.store("ptr", field["next"], current)
-    code.do(f"br i1 {code.is_null(field['next'])}, label %done, label %prepare")
-    code.label("done")
-    return code.text()
-
-
-def _prepare() -> str:
-    """Write ``prepare``: inputs times their factors, and the sums of groups times theirs."""
-    code = Function("prepare", ["ptr %segment", "ptr %x", "i64 %rows", "ptr noalias %xs", "ptr noalias %sums"])
-    field = read_fields(code, "%segment")
-    eight = "<8 x float>"
-    sum_factor = code.load("float", code.at("float", field["factors"], str(SUM_FACTOR)))
-    spare = code.variable("[8 x float]")
-    ordered = code.value(f"icmp ne ptr {field['order']}, null")
-
-    def row(index: str) -> None:
-        source = code.at("float", "%x", code.mul(index, field["inputs"]))
-        target = code.at("float", "%xs", code.mul(index, field["inputs"]))
-
-        def group(number: str) -> None:
-            total = code.variable(eight, "zeroinitializer")
-            code.store(eight, "zeroinitializer", total)
-            first = code.mul(number, field["blocks"])
-
-            def block(at: str) -> None:
-                start = code.mul(at, 8)
-                half = code.value(f"and i64 {start}, 8")
-                factors = code.load(eight, code.at("float", field["factors"], half))
-
-                def gather() -> None:
-                    for place in range(8):
-                        place_at = code.add(start, place)
-                        from_index = code.load("i32", code.at("i32", field["order"], place_at))
-                        wide = code.value(f"sext i32 {from_index} to i64")
-                        value = code.load("float", code.at("float", source, wide))
-                        code.store("float", value, code.at("float", spare, str(place)))
-
-                def copy() -> None:
-                    code.store(eight, code.load(eight, code.at("float", source, start)), spare)
-
-                code.branch(ordered, gather, copy)
-                values = code.load(eight, spare)
-                code.store(eight, code.value(f"fadd {eight} {code.load(eight, total)}, {values}"), total)
-                code.store(eight, code.value(f"fmul {eight} {values}, {factors}"), code.at("float", target, start))
-
-            code.loop(first, code.add(first, field["blocks"]), block)
-            found = code.value(
-                f"call reassoc float @llvm.vector.reduce.fadd.v8f32(float 0.0, {eight} {code.load(eight, total)})"
-            )
-            at = code.at("float", "%sums", code.add(code.mul(index, field["groups"]), number))
-            code.store("float", code.value(f"fmul float {found}, {sum_factor}"), at)
-
-        code.loop("0", field["groups"], group)
-
-    code.loop("0", "%rows", row)
-    return code.text() + "declare float @llvm.vector.reduce.fadd.v8f32(float, <8 x float>)\n"
-
-
-def _replay() -> str:
-    """Write ``replay``: ``count`` recorded calls, each an address and ten 64-bit arguments.
-
-    A function takes as many arguments as it has: in the calling conventions of x86-64 and arm64 the caller removes the
-    others.
-    """
-    code = Function("replay", ["ptr %calls", "i64 %count"])
-
-    def call(index: str) -> None:
-        start = code.at("i64", "%calls", code.mul(index, CALL_FIELDS))
-        function = code.load("ptr", start)
-        arguments = [code.load("i64", code.at("i64", start, str(number))) for number in range(1, CALL_FIELDS)]
-        code.do(f"call void {function}({', '.join(f'i64 {argument}' for argument in arguments)})")
-
-    code.loop("0", "%count", call)
-    return code.text()
-
-
-def _slot(code: Function, field: dict[str, str], scratch: str, rows: str, slot: str) -> tuple[str, str]:
-    """Return the addresses of a slot's inputs and sums."""
-    start = code.mul(code.mul(field["slot"], rows), slot)
-    xs = code.at("float", scratch, start)
-    return xs, code.at("float", xs, code.mul(rows, field["inputs"]))
-
-
-def read_fields(code: Function, segment: str) -> dict[str, str]:
-    """Read a segment's fields; unused ones cost nothing after optimisation."""
-    addresses = ("next", "work", "order", "low", "high", "scale", "offset", "bias", "factors")
-    return {
-        name: code.load("ptr" if name in addresses else "i64", code.at("i64", segment, str(index)))
-        for index, name in enumerate(SEGMENT)
-    }
-
-
 def fma_declaration(width: int) -> str:
     """Return the declaration of a fused multiply-add."""
     kind = f"<{width} x float>"
     return f"declare {kind} @llvm.fma.v{width}f32({kind}, {kind}, {kind})\n"
-
-
-ATTRIBUTES = 'attributes #0 = { nounwind "min-legal-vector-width"="512" }\n'
 
 
 def _list(values: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ P sorted rows, T rows, K experts that each row uses.
 
 from __future__ import annotations
 
-from edgepipe_torch.cpu_code import read_fields
+from edgepipe_torch.cpu_frame import read_fields
 from edgepipe_torch.ir_text import Function
 from edgepipe_torch.ir_vectors import EIGHT, fma
 

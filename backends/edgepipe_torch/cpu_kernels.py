@@ -25,8 +25,10 @@ from torch import Tensor
 from edgepipe.config import kernel_dir
 from edgepipe_torch.compiled_code import CodeCache, KernelsUnavailable
 from edgepipe_torch.cpu_checking import head_error, product_error, step_error
-from edgepipe_torch.cpu_code import CALL_FIELDS, Kind, ProductCode, frame_module
+from edgepipe_torch.cpu_code import ProductCode
+from edgepipe_torch.cpu_frame import CALL_FIELDS, frame_module
 from edgepipe_torch.cpu_group_code import group_functions
+from edgepipe_torch.cpu_kinds import Kind
 from edgepipe_torch.cpu_kv_code import packed_head_module
 from edgepipe_torch.cpu_recurrent_checking import recurrent_error
 from edgepipe_torch.cpu_recurrent_code import StepForm, recurrent_module

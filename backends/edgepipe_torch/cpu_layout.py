@@ -1,4 +1,4 @@
-"""Planes of codes as the CPU's kernels read them (``cpu_code``), by numpy.
+"""Planes of codes as the CPU's kernels read them (``cpu_kinds``), by numpy.
 
 I in features, W words, U units of 16 inputs.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe_torch.cpu_code import E2M1_BYTES, LAST, Kind, code_place, part_place
+from edgepipe_torch.cpu_kinds import E2M1_BYTES, LAST, Kind, code_place, part_place
 
 LAYOUT_VERSION = 2
 """Of the arrays of a ``PackedWeight``: raise it with every change of the layout or of the rounding of scales. Repacked

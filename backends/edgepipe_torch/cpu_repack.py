@@ -23,7 +23,7 @@ from edgepipe.model.packed import Floats, Packed
 from edgepipe.model.packed_form import CODEBOOKS, PackedForm
 from edgepipe.model.resident import cpu_group
 from edgepipe.model.tensors import RawTensor, TensorInfo
-from edgepipe_torch.cpu_code import E2M1_ZERO, TILE, Kind
+from edgepipe_torch.cpu_kinds import E2M1_ZERO, TILE, Kind
 from edgepipe_torch.cpu_layout import planes_of
 from edgepipe_torch.packed_weight import PackedWeight, on_threads
 

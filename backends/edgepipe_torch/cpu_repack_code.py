@@ -1,4 +1,4 @@
-"""LLVM code that turns blocks of GGUF's common types into the tiles of ``cpu_code``, without anything in between.
+"""LLVM code that turns blocks of GGUF's common types into the tiles of ``cpu_kinds``, without anything in between.
 
 A function reads 16 rows side by side, one block of each, so that the words it writes stay in the L1 cache. Codes are
 handled 32 at a time, as four words of eight bytes with a code in each. Struct layouts: ``edgepipe.model.gguf_blocks``.
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from edgepipe.model.gguf_blocks import LAYOUTS
 from edgepipe.model.gguf_types import BLOCKS_BY_NAME
-from edgepipe_torch.cpu_code import ATTRIBUTES, TILE, Kind, part_place
+from edgepipe_torch.cpu_frame import ATTRIBUTES
+from edgepipe_torch.cpu_kinds import TILE, Kind, part_place
 from edgepipe_torch.cpu_layout import joining_steps
 from edgepipe_torch.ir_text import Function
 

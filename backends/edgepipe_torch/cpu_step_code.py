@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from edgepipe_torch.cpu_code import ATTRIBUTES
+from edgepipe_torch.cpu_frame import ATTRIBUTES
 from edgepipe_torch.cpu_group_code import join_function
 from edgepipe_torch.ir_text import Function, float_constant
 from edgepipe_torch.ir_vectors import (

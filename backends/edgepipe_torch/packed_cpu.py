@@ -22,8 +22,9 @@ from edgepipe.backend.types import PackedProducts
 from edgepipe.model.gguf_packing import pack_gguf
 from edgepipe.model.packed import Packed
 from edgepipe_torch.compiled_code import KernelsUnavailable
-from edgepipe_torch.cpu_code import SEGMENT, TILE, Kind
+from edgepipe_torch.cpu_frame import SEGMENT
 from edgepipe_torch.cpu_kernels import CpuKernels, Native, Product, cpu_kernels
+from edgepipe_torch.cpu_kinds import TILE, Kind
 from edgepipe_torch.cpu_repack import StoredBlocks, repack, repack_blocks
 from edgepipe_torch.cpu_repack_code import BLOCK_CODES
 from edgepipe_torch.linear import Workspace

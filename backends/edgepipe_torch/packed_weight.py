@@ -1,4 +1,4 @@
-"""One packed weight in the layout of the CPU's kernels (``cpu_code``), and its values without the kernels.
+"""One packed weight in the layout of the CPU's kernels (``cpu_kinds``), and its values without the kernels.
 
 Weights keep their codes; scales and offsets are float16 times one power of two for the whole weight, rounded once.
 Weights of floats keep their values, in 16 bits where those hold them.
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from edgepipe.model.resident import cpu_group
-from edgepipe_torch.cpu_code import (
+from edgepipe_torch.cpu_frame import SEGMENT
+from edgepipe_torch.cpu_kinds import (
     NUM_FACTORS,
     OFFSET_FACTOR,
     SCALE_FACTOR,
-    SEGMENT,
     SUM_FACTOR,
     TILE,
     ZERO,

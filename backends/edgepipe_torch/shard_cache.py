@@ -33,7 +33,8 @@ import torch
 
 from edgepipe.model.repacked import RepackedPlace
 from edgepipe.model.tensors import TensorInfo, WeightInfo
-from edgepipe_torch.cpu_code import PANEL_INPUTS, Kind
+from edgepipe_torch.cpu_code import PANEL_INPUTS
+from edgepipe_torch.cpu_kinds import Kind
 from edgepipe_torch.cpu_layout import LAYOUT_VERSION
 from edgepipe_torch.packed_weight import PackedWeight, on_threads
 

@@ -18,8 +18,9 @@ llvm = pytest.importorskip("llvmlite.binding")
 from edgepipe_torch import TorchBackend  # noqa: E402
 from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.cpu_checking import ROW_COUNTS  # noqa: E402
-from edgepipe_torch.cpu_code import CHUNK_ROWS, Kind, ProductCode, parts_of  # noqa: E402
+from edgepipe_torch.cpu_code import CHUNK_ROWS, ProductCode, parts_of  # noqa: E402
 from edgepipe_torch.cpu_kernels import Compiler, CpuKernels, cpu_kernels, most_rows  # noqa: E402
+from edgepipe_torch.cpu_kinds import Kind  # noqa: E402
 from edgepipe_torch.linear import Workspace  # noqa: E402
 from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
 from edgepipe_torch.packed_weight import NUMBERS  # noqa: E402

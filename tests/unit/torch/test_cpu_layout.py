@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from edgepipe_torch.cpu_code import Kind, parts_of
+from edgepipe_torch.cpu_code import parts_of
+from edgepipe_torch.cpu_kinds import Kind
 from edgepipe_torch.cpu_layout import codes_of, planes_of
 
 
