@@ -142,9 +142,7 @@ def _own_shape(fields: Fields) -> ModelConfig:
 
 
 def _unsupported(found: str, names: Iterable[str], nearest: str = "") -> ArchitectureUnsupported:
-    words = dict.fromkeys(name.partition("For")[0] for name in names)
-    several = {word for word in words if any(word != other and word.startswith(other) for other in words)}
-    every = f"supported: {', '.join(word for word in words if word not in several)}"
+    every = f"supported: {', '.join(dict.fromkeys(name.partition('For')[0] for name in names))}"
     return ArchitectureUnsupported(
         f"the architecture '{found[:80]}' is not supported",
         fact=f"the nearest is {nearest}; {every}" if nearest else every,
@@ -192,7 +190,8 @@ def _family(fields: Fields) -> Family:
         known = {family.hf_class: family for family in FAMILIES}
         text = fields.raw("text_config")
         keys = {*fields, *(cast("dict[str, object]", text) if isinstance(text, dict) else ())}
-        nearest = _nearest(names[0], known, not keys.isdisjoint(_EXPERT_KEYS)) if names else ""
+        experts = "Moe" in "".join(names[:1]) or not keys.isdisjoint(_EXPERT_KEYS)
+        nearest = _nearest(names[0], known, experts) if names else ""
         if not nearest and any(key.startswith(_MAMBA_KEYS) for key in keys):
             nearest = NEMOTRON_H.hf_class
         raise _unsupported(", ".join(names) or kind or "unknown", known, nearest)

@@ -17,6 +17,7 @@ from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
 from edgepipe.model.config import gguf_config, hf_config
 from edgepipe.model.config_json import config_from_json, config_to_json
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.families import FAMILIES
 from edgepipe.model.layer_spec import DeltaNet, Mamba2, ShortConv, Temperature
 from edgepipe.model.layout import model_tensors, stored_shapes
 from edgepipe.model.naming import NAMINGS, settled_naming
@@ -508,6 +509,7 @@ def test_a_changed_field_is_read_or_refused_by_name(place: tuple[str, tuple[str,
         ("PhimoeForCausalLM", {"num_local_experts": 16}, "Phi3ForCausalLM"),
         ("Phi4MMForCausalLM", {}, "Phi3ForCausalLM"),
         ("CohereForCausalLM", {}, "Cohere2ForCausalLM"),
+        ("Qwen3VLMoeForConditionalGeneration", {}, "Qwen3MoeForCausalLM"),
         ("MambaForCausalLM", {"state_size": 16}, "NemotronHForCausalLM"),
         ("JambaForCausalLM", {"mamba_d_state": 16}, "NemotronHForCausalLM"),
         ("SmolLM3ForCausalLM", {}, ""),
@@ -519,6 +521,8 @@ def test_an_unsupported_class_names_the_nearest(name: str, more: dict[str, Any],
         hf_config({"architectures": [name], **more})
     assert name in caught.value.what
     assert (f"the nearest is {nearest};" in caught.value.fact) == bool(nearest)
+    named = set(caught.value.fact.partition("supported: ")[2].split(", "))
+    assert named == {family.hf_class.partition("For")[0] for family in FAMILIES}
 
 
 @pytest.mark.parametrize(
