@@ -32,6 +32,7 @@ class Measured(NamedTuple):
 _XIONGJIE = "github.com/XiongjieDai/GPU-Benchmarks-on-LLM-Inference, tg 512"
 _MLX = "github.com/ml-explore/mlx-lm, BENCHMARKS.md, -p 2048 -g 128"
 _SPEED = "llm-speed.com/blog/gemma-3-speed-rtx-4090, Q4, short prompts"
+_GEMMA = "gemma4.wiki/requirements/Gemma-4-31B-GPU"
 _GUIDES = "runaihome.com/blog"
 _NEXVERIDIAN = "github.com/NexVeridian/llm-inference-benchmarks, MLX 4"
 ATTENTION = (
@@ -40,6 +41,8 @@ ATTENTION = (
     Measured("rtx4090", "gemma-3-4b:q4_k_m", 195, 256, _SPEED),
     Measured("rtx4090", "gemma-3-12b:q4_k_m", 93, 256, _SPEED),
     Measured("rtx4090", "gemma-3-27b:q4_k_m", 47, 256, _SPEED),
+    Measured("rtx4090", "gemma-4-31b:q4_k_m", 42.3, 256, _GEMMA),
+    Measured("rtx3090", "gemma-4-31b:q4_k_m", 35.7, 256, _GEMMA),
     Measured("m4max", "qwen3-4b", 52.47, 2112, _MLX),
     Measured("m4max", "qwen3-4b:q4_0", 134.52, 2112, _MLX),
     Measured("m4max", "qwen2.5-7b:q4_0", 91, 256, _NEXVERIDIAN),
@@ -51,11 +54,14 @@ ATTENTION = (
     Measured("rtx4090", "qwen3-30b-a3b:q4_k_m", 196, 256, f"{_GUIDES}/qwen3-30b-a3b-local-ai-guide-2026"),
     Measured("rtx4090", "gpt-oss-20b:mxfp4_moe", 225, 256, f"{_GUIDES}/gpt-oss-20b-local-ai-hardware-guide-2026"),
 )
+_QWEN36 = f"{_GUIDES}/qwen36-35b-a3b-local-ai-guide-2026"
 _OLLAMA = "github.com/ollama/ollama, pull request 16031"
 _RAPID = "github.com/raullenchai/Rapid-MLX, pull request"
 HYBRIDS = (
-    Measured("rtx4090", "qwen3.6-35b-a3b:q4_k_m", 120, 256, f"{_GUIDES}/qwen36-35b-a3b-local-ai-guide-2026"),
+    Measured("rtx4090", "qwen3.6-35b-a3b:q4_k_m", 120, 256, _QWEN36),
     Measured("m4max", "qwen3.6-35b-a3b:q4_0", 108, 3000, "github.com/lmstudio-ai/mlx-engine, issue 285, mlx_vlm"),
+    Measured("rtx3090", "qwen3.6-35b-a3b:q4_k_m", 135.7, 256, f"{_QWEN36}, llama.cpp, tuned", judged=False),
+    Measured("rtx3090", "qwen3.6-35b-a3b:q4_k_m", 107, 256, f"{_QWEN36}, Ollama", judged=False),
     Measured("rtx5090", "qwen3.6-35b-a3b:q4_k_m", 226.3, 256, f"{_OLLAMA}, Ollama 0.30", judged=False),
     Measured("rtx5090", "qwen3.6-35b-a3b:q4_k_m", 149.8, 256, f"{_OLLAMA}, Ollama 0.24", judged=False),
     Measured("m3max", "qwen3.6-35b-a3b:q4_0", 106, 256, "github.com/osaurus-ai/osaurus, issue 2211", judged=False),
