@@ -16,6 +16,8 @@ from edgepipe.model.layer_spec import Activation, Experts, Router
 from edgepipe_torch.linear import HeldWeight, Linear
 
 CLAMP, SHARPNESS = 7.0, 1.702  # of gpt-oss's gate
+_LANES = 64  # a multiple of the floats that torch's loops over vectors take at once: 32 with AVX-512, 16 with AVX2
+_SERIAL = 1 << 14  # elements that torch does not share among threads: it does from 32768 on
 
 
 class FeedForward(Protocol):
@@ -294,13 +296,16 @@ class RouterWeights:
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | Linear,
         bias: Tensor | None,
         correction: Tensor | None,
         input_scale: Tensor | None = None,
         expert_scale: Tensor | None = None,
     ) -> None:
-        """weight [E, H], bias [E], correction [E], input_scale [H], expert_scale [E]; filled later."""
+        """weight [E, H], bias [E], correction [E], input_scale [H], expert_scale [E]; filled later.
+
+        weight  or a product that gives a row the same bits in any batch, with the bias
+        """
         self.weight = weight
         self.bias = bias
         self.correction = correction
@@ -312,8 +317,15 @@ class RouterWeights:
     @property
     def num_bytes(self) -> int:
         """Memory of all of them."""
-        every = (self.weight, self.bias, self.correction, self.input_scale, self.expert_scale)
-        return sum(each.nbytes for each in every if each is not None)
+        every = (self.bias, self.correction, self.input_scale, self.expert_scale)
+        weight = self.weight.nbytes if isinstance(self.weight, Tensor) else self.weight.num_bytes
+        return weight + sum(each.nbytes for each in every if each is not None)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return each expert's logit [T, E] of x [T, H] float32, valid until the next call."""
+        if isinstance(self.weight, Tensor):
+            return F.linear(x, self.weight, self.bias)
+        return self.weight.rows(x)
 
 
 def route(spec: Experts, router: RouterWeights, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -321,8 +333,7 @@ def route(spec: Experts, router: RouterWeights, x: Tensor) -> tuple[Tensor, Tens
     how, x = spec.router, x.float()
     if how.input_eps is not None:
         x = F.rms_norm(x, x.shape[-1:], router.input_scale, how.input_eps) * x.shape[-1] ** -0.5
-    logits = F.linear(x, router.weight, router.bias)
-    chosen, weights = (router.choose or choose)(how, logits, router.correction, spec.used)
+    chosen, weights = (router.choose or choose)(how, router.logits(x), router.correction, spec.used)
     if router.expert_scale is not None:
         weights = weights * router.expert_scale[chosen]
     return chosen, weights if how.scale == 1 else weights * how.scale
@@ -330,13 +341,28 @@ def route(spec: Experts, router: RouterWeights, x: Tensor) -> tuple[Tensor, Tens
 
 def choose(how: Router, logits: Tensor, correction: Tensor | None, used: int) -> tuple[Tensor, Tensor]:
     """Choose ``used`` experts of each row by logits [T, E]: their numbers [T, K] int64 and weights [T, K], unscaled."""
-    scores = logits.softmax(-1) if how.score == "softmax" else logits.sigmoid()
+    scores = logits.softmax(-1) if how.score == "softmax" else _sigmoid(logits)
     ranked = scores if correction is None else scores + correction
     if how.groups > 1:
         ranked = _within_groups(how, ranked)
     chosen = ranked.topk(used, dim=-1).indices
     weights = scores.gather(-1, chosen)
     return chosen, weights / weights.sum(-1, keepdim=True) if how.normalised else weights
+
+
+def _sigmoid(logits: Tensor) -> Tensor:
+    """Return the sigmoid of logits [T, E], with the same bits for a row in any batch.
+
+    On CPUs torch computes most elements in vectors, and those that fill no vector by another function, which rounds
+    differently. Here every element is part of a vector.
+    """
+    count = logits.numel()
+    if logits.device.type != "cpu" or (count % _LANES == 0 and count <= _SERIAL):
+        return logits.sigmoid()
+    values = F.pad(logits.flatten(), (0, -count % _LANES))
+    for part in values.split(_SERIAL):
+        part.sigmoid_()
+    return values[:count].view_as(logits)
 
 
 def _within_groups(router: Router, ranked: Tensor) -> Tensor:

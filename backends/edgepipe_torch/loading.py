@@ -55,7 +55,8 @@ from edgepipe_torch.linear import (
     Workspace,
     half_works,
 )
-from edgepipe_torch.packed_cpu import PackedCpuLinear
+from edgepipe_torch.packed_cpu import PackedCpuLinear, multiplies_floats
+from edgepipe_torch.packed_weight import tile_floats
 from edgepipe_torch.recurrent import Convolution, DeltaNetMixer, Mamba2Mixer, Mixer, ShortConvMixer
 from edgepipe_torch.rope import RotaryKind
 from edgepipe_torch.shard_cache import ShardCache
@@ -322,8 +323,7 @@ class SliceBuilder:
     def _mixture(self, experts: Experts, prefix: str) -> Mixture:
         hidden, how = self._config.hidden_size, experts.router
         router = RouterWeights(
-            self._matrix(prefix + "router.weight", (experts.count, hidden), torch.float32),
-            self._matrix(prefix + "router.bias", (experts.count,), torch.float32) if how.bias else None,
+            *self._router_product(prefix + "router", experts.count, biased=how.bias),
             self._matrix(prefix + "router.correction", (experts.count,), torch.float32) if how.correction else None,
             None if how.input_eps is None else self._matrix(prefix + "router.input_scale", (hidden,), torch.float32),
             self._matrix(prefix + "router.expert_scale", (experts.count,), torch.float32)
@@ -341,6 +341,30 @@ class SliceBuilder:
         products = self._expert_products(experts, prefix + "experts.")
         self._mixtures.append((products, experts.count))
         return Mixture(experts, router, products, shared, gate, self._around_experts(experts, prefix))
+
+    def _router_product(self, name: str, count: int, *, biased: bool) -> tuple[Tensor | Linear, Tensor | None]:
+        """Make the router's weight [E, H] and bias [E], or the product of kernels that has both.
+
+        The kernels give a row the same logits whichever rows are beside it, so that it always has the same experts.
+        """
+        shape = count, self._config.hidden_size
+        kernels = self._kernels or cpu_kernels() if self._place.device.type == "cpu" else None
+        if self._place.dtype != torch.float32 or shape[1] % 8 or not multiplies_floats(kernels):
+            weight = self._matrix(name + ".weight", shape, torch.float32)
+            return weight, self._matrix(name + ".bias", (count,), torch.float32) if biased else None
+        linear = PackedCpuLinear("router", shape[1], (count,), self._place.workspace, kernels)
+
+        def fill(weight: HostWeight) -> None:
+            if _shape(weight) != shape:
+                raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
+            linear.fill_repacked(0, tile_floats(_floats(weight), torch.float32))
+
+        self._send(name + ".weight", fill)
+        if biased:
+            self._send(name + ".bias", self._bias_sink(linear, 0, count, pairs=None))
+        names = {name + ".weight"} | ({name + ".bias"} if biased else set())
+        self._unfinished.append((names, linear))
+        return linear, None
 
     def _around_experts(self, experts: Experts, prefix: str) -> tuple[Linear, Linear] | None:
         """Make the products before and after experts that have a width of their own."""

@@ -1,7 +1,7 @@
 """Products with packed weights on a CPU, in float32: values are widened in registers, never in memory.
 
-Without the compiled kernels, torch widens blocks of rows of the same layout. Experts of floats have such kernels, too:
-a row's result does not depend on how many rows its expert has.
+Without the compiled kernels, torch widens blocks of rows of the same layout. Experts and routers of floats have such
+kernels, too: a row's result does not depend on the rows beside it.
 
 T rows, I in features, O out features.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from edgepipe_torch.cpu_kinds import TILE, Kind
 from edgepipe_torch.cpu_repack import StoredBlocks, repack, repack_blocks
 from edgepipe_torch.cpu_repack_code import BLOCK_CODES
 from edgepipe_torch.linear import Workspace
-from edgepipe_torch.packed_weight import PackedWeight, tile_floats
+from edgepipe_torch.packed_weight import NUMBERS, PackedWeight, tile_floats
 
 _WIDE_ROWS = 256  # widened at once without kernels
 
@@ -41,6 +42,17 @@ class Chain:
     first: int  # address of the first segment
     slot: int  # floats of a row's prepared inputs for one slot
     pitch: int  # for all slots
+
+
+def multiplies_floats(kernels: CpuKernels | KernelsUnavailable | None) -> TypeGuard[CpuKernels]:
+    """Return whether kernels multiply with weights of float32; they are compiled and checked if they are new."""
+    if not isinstance(kernels, CpuKernels):
+        return False
+    try:
+        kernels.product(NUMBERS[torch.float32])
+    except KernelsUnavailable:
+        return False
+    return True
 
 
 class PackedCpuLinear:

@@ -161,10 +161,11 @@ class PackedWeight:
         return tiles
 
 
-def tile_floats(weight: Tensor) -> PackedWeight:
-    """Lay out a weight of floats [O, I], I a multiple of 8, in the smallest type that holds its values."""
+def tile_floats(weight: Tensor, dtype: torch.dtype | None = None) -> PackedWeight:
+    """Lay out a weight of floats [O, I], I a multiple of 8. ``dtype`` None: the smallest that holds its values."""
     rows, inputs = weight.shape
-    found = PackedWeight((rows, inputs), group=cpu_group(inputs), kind=NUMBERS[_smallest_type(weight)], zero=0)
+    kind = NUMBERS[dtype or _smallest_type(weight)]
+    found = PackedWeight((rows, inputs), group=cpu_group(inputs), kind=kind, zero=0)
     found.factors[:SUM_FACTOR] = 1
     numbers, whole = found.numbers, rows // TILE
     numbers[:whole].copy_(weight[: whole * TILE].view(whole, TILE, inputs).transpose(1, 2))

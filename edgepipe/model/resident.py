@@ -13,7 +13,7 @@ from math import prod
 from edgepipe.model.expert_places import in_ram, split_kind
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.layer_spec import LayerSpec
-from edgepipe.model.layout import is_exact, is_expert, is_of_heads, spec_tensors
+from edgepipe.model.layout import is_exact, is_expert, is_of_heads, is_router, spec_tensors
 from edgepipe.model.packed_form import MXFP4_FORM, MXFP8_FORM, NVFP4_FORM, PackedForm
 from edgepipe.model.weight_table import WeightTable
 
@@ -51,11 +51,13 @@ def resident_bytes(form: PackedForm | None, shape: Sequence[int], *, kind: str, 
 def weight_bytes(name: str, form: PackedForm | None, shape: Sequence[int], *, kind: str, dtype: str) -> int:
     """Return the bytes of a named weight in a backend's memory; ``name`` may be that within the layer.
 
-    Routers and small weights of recurrent layers are float32 in every backend, however they are stored. Weights of
-    single heads are floats of the compute dtype. See ``resident_bytes``.
+    Routers and small weights of recurrent layers are float32 in every backend, however they are stored; CPUs keep
+    routers in tiles of 16 rows. Weights of single heads are floats of the compute dtype. See ``resident_bytes``.
     """
     if is_of_heads(name):
         return prod(shape) * float_bytes(dtype)
+    if is_router(name) and len(shape) == 2 and split_kind(kind)[0] == "torch-cpu":
+        return _padded(shape[0]) * shape[1] * float_bytes("float32")
     if is_exact(name):
         return prod(shape) * float_bytes("float32")
     return resident_bytes(form, shape, kind=kind, dtype=dtype)
@@ -79,10 +81,14 @@ def _torch_cpu(form: PackedForm, rows: int, inputs: int, _value_bytes: int) -> i
     """
     bits = _CPU_CODEBOOK_BITS.get(form.codebook, form.bits)
     bits = 8 if bits in (5, 6) and form.group % _CPU_UNIT else bits
-    padded = -(-rows // _CPU_TILE) * _CPU_TILE
     values = 2 if form.offset in ("added", "zeros") else 1
     row_bytes = inputs * bits // 8 + inputs // cpu_group(form.group) * values * _SCALE_BYTES
-    return padded * row_bytes + (4 * inputs if form.ordered else 0)
+    return _padded(rows) * row_bytes + (4 * inputs if form.ordered else 0)
+
+
+def _padded(rows: int) -> int:
+    """Return the rows of whole tiles on a CPU."""
+    return -(-rows // _CPU_TILE) * _CPU_TILE
 
 
 def _torch_cuda(form: PackedForm, rows: int, inputs: int, _value_bytes: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgepipe.daemon.device.memory import uses_host_memory
+from edgepipe.errors import BackendUnavailable
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.weight_table import FLOATS, WeightTable
@@ -25,6 +26,14 @@ def usable_device(node: NodeState, *, own: str = "") -> DeviceState | None:
     """Return the node's device; None while it cannot compute. ``own``: as for ``rooms_of``."""
     unusable = ("failed",) if own else ("starting", "failed")
     return next((device for device in node.devices if device.state not in unusable), None)  # one device per node
+
+
+def device_is_coming(node: NodeState) -> bool:
+    """Return whether a node's device starts, or starts again after a crash: within seconds it may have room."""
+    return not node.draining and any(
+        device.state == "starting" or (device.state == "failed" and not isinstance(device.error, BackendUnavailable))
+        for device in node.devices
+    )
 
 
 def rooms_of(node: NodeState, dtype: str, *, kv: str = "", states: bool = False, own: str = "") -> Sequence[NodeRoom]:

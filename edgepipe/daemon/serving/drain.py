@@ -7,11 +7,13 @@ that will start them has a process ready before the engines here end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from edgepipe.daemon.device.device import DeviceHost
 from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.serving.capacity import device_is_coming
 from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.daemon.serving.replanning import Replanner
 from edgepipe.daemon.serving.serve_book import ServeBook
@@ -19,6 +21,8 @@ from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
 from edgepipe.wire.serving import DrainEvent, PlanWanted
 
 logger = logging.getLogger(__name__)
+
+DEVICE_S = 15.0  # for devices that are starting: importing torch and measuring takes 2-10 s, more on a busy machine
 
 
 class Drain:
@@ -106,15 +110,60 @@ class Drain:
                 await self._hand_over()
 
     async def _check_room(self) -> None:
-        """Raise NoFeasiblePlacement, naming what is missing, if a model cannot continue without this node."""
+        """Return once every model can continue without this node; wait at most ``DEVICE_S`` for devices that start.
+
+        Raises NoFeasiblePlacement, naming what is missing, if a model fits nowhere else.
+        """
+        lack = await self._lack()
+        if lack is None:
+            return
+        coming = self._coming()
+        if coming:
+            logger.info("waits for the devices of %s: %s", ", ".join(coming), lack.what)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DEVICE_S):
+                    lack = await self._lack_of_devices()
+        if lack is not None:
+            if still := self._coming():
+                waited = f"waited {DEVICE_S:.0f} s for the devices of {', '.join(still)}"
+                lack.fact = f"{lack.fact}; {waited}" if lack.fact else waited
+            raise lack
+
+    async def _lack_of_devices(self) -> NoFeasiblePlacement | None:
+        """Return what is still missing once no device is starting; None as soon as nothing is."""
+        looked_at: tuple[object, ...] = ()
+        lack: NoFeasiblePlacement | None = None
+        async for _ in self._changes():
+            rooms = self._replanner.room_changes()
+            if rooms != looked_at:
+                looked_at = rooms
+                lack = await self._lack()
+                if lack is None or not self._coming():
+                    return lack
+        raise AssertionError("changes end only with the node")
+
+    async def _lack(self) -> NoFeasiblePlacement | None:
+        """Return why a model cannot continue without this node; None if all can."""
         if not self._others():
-            raise NoFeasiblePlacement(
+            return NoFeasiblePlacement(
                 "there is no other node to move to", next_step="stop the model, or start another node"
             )
         hosted = self._device.pipelines()
         for record in self._book.served():
             if record.pipeline_id in hosted:
-                await self._replanner.plan(record.pipeline_id, PlanWanted(spec=record.spec))
+                try:
+                    await self._replanner.plan(record.pipeline_id, PlanWanted(spec=record.spec))
+                except NoFeasiblePlacement as error:
+                    return error
+        return None
+
+    def _coming(self) -> list[str]:
+        """Return the names of the nodes whose device is starting."""
+        return [
+            node.name
+            for node in self._peers.nodes()
+            if device_is_coming(node) and not self._peers.is_self(node.node_id)
+        ]
 
     async def _hand_over(self) -> None:
         """End the engines here once the node that starts them again is ready."""

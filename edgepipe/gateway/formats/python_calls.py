@@ -20,9 +20,16 @@ from edgepipe.gateway.tool_call_json import CallNews
 from edgepipe.gateway.tool_calls import Call
 
 _NAME = r"([A-Za-z0-9_.-]{1,64})"
-_KEY = r"[^\s=,()\"'\[\]{}]{1,64}"
-_HEAD = re.compile(rf"[\s\[]*{_NAME}\s*\((?=\s*(?:\)|{_KEY}\s*=))")
-_HEAD_BEGUN = re.compile(rf"{_NAME}\s*(?:\(\s*(?:{_KEY}\s*)?)?")
+_KEY = r"""[^\s=,()"'\[\]{}][^=,()"'\[\]{}]{0,127}"""  # also one that Python would not take, as the templates write
+_ANY, _QUOTES = r"(?:[^{0}\\]|\\.)*", "\"'"
+_QUOTED_KEY = "|".join(rf"{quote}{_ANY.format(quote)}{quote}\s*" for quote in _QUOTES)
+_QUOTED_BEGUN = "|".join(rf"{quote}{_ANY.format(quote)}\\?(?:{quote}\s*)?" for quote in _QUOTES)
+_HEAD = re.compile(
+    rf"[\s\[]*{_NAME}\s*\((?=\s*(?:\)|(?:{_KEY}|{_QUOTED_KEY})=|\*\*\s*\{{))",
+    re.DOTALL,
+)
+_HEAD_BEGUN = re.compile(rf"{_NAME}\s*(?:\(\s*(?:{_KEY}|{_QUOTED_BEGUN})?)?", re.DOTALL)
+_BARE_KEY = re.compile(r"""[^\s=,()"'\[\]{}*\\]([^=,()"'\[\]{}\n\r\\]{0,62}[^\s=,()"'\[\]{}\\])?""")
 
 _PYTHON_WORDS = {True: "True", False: "False", None: "None"}
 _JSON_WORDS = {True: "true", False: "false", None: "null"}
@@ -88,13 +95,19 @@ def _call_rules(functions: Functions) -> list[str]:
         "argument: NAME any",
         r"NAME: /[A-Za-z_][A-Za-z0-9_]{0,63}=/",
         r"COMMA: /, ?/",
-        r"""STRING: /"([^"\\]|\\(.|\n))*"/ | /'([^'\\]|\\(.|\n))*'/""",
+        f"STRING: {' | '.join(map(_string_rule, _QUOTES))}",
         *NUMBER_RULES,
     ]
 
 
+def _string_rule(quote: str) -> str:
+    """Return the regular expressions of a string between single quotes, and between three of them."""
+    other = rf"[^{quote}\\]|\\(.|\n)"
+    return rf"/{quote}({other})*{quote}/ | /{3 * quote}({quote}?{quote}?({other}))*{3 * quote}/"
+
+
 def _arguments_rule(schema: Mapping[str, Any]) -> str:
-    return _LITERALS.members(schema, schema, 0, key=lambda name: _quoted(f"{name}="), pair="argument")
+    return _LITERALS.members(schema, schema, 0, key=lambda name: _quoted(f"{_written_key(name)}="), pair="argument")
 
 
 def _fixed(value: object) -> str:
@@ -125,8 +138,13 @@ _LITERALS = Literals(
 
 
 def _written_call(call: Call, *, python: bool) -> str:
-    arguments = (f"{name}={_written(value, python=python)}" for name, value in call.arguments.items())
+    arguments = (f"{_written_key(name)}={_written(value, python=python)}" for name, value in call.arguments.items())
     return f"{call.name}({', '.join(arguments)})"
+
+
+def _written_key(name: str) -> str:
+    """Return a name as the templates write it: without quotes, unless only these show where it ends."""
+    return name if _BARE_KEY.fullmatch(name) else _quoted(name)
 
 
 def _written(value: object, *, python: bool) -> str:
