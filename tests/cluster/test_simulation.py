@@ -15,10 +15,10 @@ from tests.support.simulated_stage import SimulatedStage
 from tests.support.simulated_wires import Message
 from tests.support.simulation import Simulation, simulate
 
-SCHEDULES = 5_000
+SCHEDULES = 2_500
 LONG_SCHEDULES = 40_000
-PARTS = 4  # each well under 20 s
-LONG_PARTS = 7
+PARTS = 2  # each well under 20 s
+LONG_PARTS = 6
 
 
 @pytest.mark.parametrize("part", range(PARTS))
