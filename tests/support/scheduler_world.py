@@ -305,11 +305,13 @@ class World:
                     assert held_there == (p, known[p]), "a window lacks what a token sees"
 
     def _check_turns(self, step: ScheduledStep) -> None:
-        """A suspected sequence shares no step. Of k of them that are admitted each has one of the next 2k steps."""
+        """A suspected sequence shares no step. Of k of them each that has blocks has one of the next 2k steps."""
         assert step.num_rows == 1 or not self.suspected & set(step.sequences), "a step holds a suspected sequence"
-        waiting = self.scheduler._prompts._suspected  # pyright: ignore[reportPrivateUsage]
-        turns = {one.sequence: self._due.get(one.sequence, len(self.steps) + 2 * len(waiting)) for one in waiting}
-        turns |= {one: len(self.steps) + 2 * len(waiting) for one in step.sequences if one in turns}
+        suspected = self.scheduler._prompts._suspected  # pyright: ignore[reportPrivateUsage]
+        waiting = [one for one in suspected if one.next_tokens > 0 or one.sequence in step.sequences]
+        latest = len(self.steps) + 2 * len(suspected)
+        turns = {one.sequence: self._due.get(one.sequence, latest) for one in waiting}
+        turns |= {one: latest for one in step.sequences if one in turns}
         assert all(due >= len(self.steps) for due in turns.values()), "a suspected sequence waits for its turn"
         self._due = turns
 
