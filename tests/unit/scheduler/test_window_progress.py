@@ -75,7 +75,7 @@ policies = st.one_of(
 losses = st.lists(st.tuples(st.integers(1, 40), st.sampled_from(LOSSES)), max_size=3)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pipeline=scarce_windows(), policy=policies, requests=requests, losses=losses)
 def test_every_request_ends_though_windows_are_short_of_blocks(
     pipeline: SchedulerLimits, policy: Policy, requests: list[Request], losses: list[tuple[int, Sequence[int]]]
