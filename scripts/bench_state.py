@@ -7,7 +7,7 @@ Parts: ``logits``  tests of every family's logits against transformers, alone an
        ``truth``   emulated tokens under cancels, preemption, lost stages and prefix hits, each checked
        ``reuse``   the second TTFT of a 4k prompt: a tiny checkpoint in real processes, and an emulated Qwen3.6-35B-A3B
        ``stall``   pauses after a killed stage, of hybrids and of dense models as large: tiny checkpoints in real
-                   processes, and emulated
+                   processes, and emulated, there with windows, too
        ``memory``  what stages allocate for a sequence against what ``plan`` says, every family
        ``layers``  decode steps of layers with the shape of Qwen3.6-35B-A3B at Q4_K_M against the bytes that they read
        ``planned`` ``plan --emulate`` against decode rates that others measured

@@ -1,4 +1,4 @@
-"""Streams that wait after a lost stage: a model with recurrent layers against a dense one of the same step times.
+"""Streams that wait after a lost stage: models with states or windows against a dense one of the same step times.
 
 The real scheduler over three emulated stages in virtual time, so the figures are exact and the same on every machine.
 """
@@ -14,7 +14,7 @@ from figures import Row, at_most
 
 from edgepipe.backend.cost import StepWork
 from edgepipe.ids import SequenceId
-from edgepipe.model.memory_classes import StatePool
+from edgepipe.model.memory_classes import MemoryClasses, StatePool
 from edgepipe.model.mixes import named_model
 from edgepipe.scheduler import (
     ScheduledStep,
@@ -30,7 +30,8 @@ from edgepipe.simulation.ring import RingStage
 from edgepipe.units import LinkShape
 
 MOST = 1.75  # times the dense model's stall
-MODEL, DEVICE = "qwen3-8b:q4_k_m", "m4max"  # whose step times both models have
+MODEL, DEVICE = "qwen3-8b:q4_k_m", "m4max"  # whose step times all models have
+_CONTEXT, _WINDOW = 8192, 1024  # tokens
 SLOTS = StatePool(num_slots=64, gap=1024)
 _STAGES = 3
 _VOCABULARY = 50_000
@@ -107,17 +108,26 @@ def virtual_stall_rows() -> list[Row]:
     link = LinkShape(one_way_s=0.0005, bytes_per_s=125e6)
     imagined = imagine(
         ImaginedCluster(
-            devices=[DEVICE] * _STAGES, config=config, weights=weights, link=link, context_length=8192, kv_tokens=65_536
+            devices=[DEVICE] * _STAGES,
+            config=config,
+            weights=weights,
+            link=link,
+            context_length=_CONTEXT,
+            kv_tokens=65_536,
         )
     )
+    limits = imagined.limits
+    classes = MemoryClasses(windows=(_WINDOW,), of_layer=(1,), context_length=_CONTEXT, slack=_CONTEXT // 8)
+    windows = classes.pools(num_blocks=limits.num_blocks, block_size=limits.block_size)
+    kinds = {"recurrent": replace(limits, states=SLOTS), "windowed": replace(limits, windows=windows)}
     rows: list[Row] = []
     for chats in CHATS:
         for place, lost in (("first", 0), ("middle", 1), ("last", 2)):
-            dense_s, recurrent_s = (
-                stall_s(Ring(imagined.ring.stages, replace(imagined.limits, states=states)), chats, lost)
-                for states in (None, SLOTS)
-            )
-            rows.append(at_most(f"stall, {chats.what}, {place} stage lost", recurrent_s, "s", dense_s, "dense", MOST))
+            dense_s = stall_s(Ring(imagined.ring.stages, limits), chats, lost)
+            for kind, its_limits in kinds.items():
+                took_s = stall_s(Ring(imagined.ring.stages, its_limits), chats, lost)
+                what = f"stall, {kind}, {chats.what}, {place} stage lost"
+                rows.append(at_most(what, took_s, "s", dense_s, "dense", MOST))
     return rows
 
 

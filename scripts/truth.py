@@ -1,9 +1,9 @@
 """Emulated tokens under random load, each checked: the long test of the engine, of any length.
 
-    python scripts/truth.py TOKENS [--model experts|states] [--seed N] [--losses N]
+    python scripts/truth.py TOKENS [--model experts|states|windows] [--seed N] [--losses N]
 
-checks tokens of a model with experts, or of one with recurrent layers, while stages are lost. Runs with other seeds
-are other tokens.
+checks tokens of a model with experts, with recurrent layers or with windows, while stages are lost. Runs with other
+seeds are other tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tests.support.engine_load import run_load
 MODELS = {
     "experts": emulated_model_config(num_layers=6, context_length=512, experts=(16, 4)),
     "states": emulated_model_config(num_layers=6, context_length=512, attention_every=3),
+    "windows": emulated_model_config(num_layers=6, context_length=512, windows=(16, 24, None)),
 }
 TOKENS_PER_LOSS = 6_000
 

@@ -38,13 +38,12 @@ class KeptKV:
     def usable(self, limits: SchedulerLimits, since: KVSince) -> KeptPools | None:
         """Return the pools for the next epoch's scheduler. Blocks and states that some stages lost become stale.
 
-        Returns None if nothing is usable: the last slice lost its KV, or the number or layout of blocks differs. With
-        windows, any loss makes all KV useless: it is rebuilt by computing a sequence from its first token.
+        Returns None if nothing is usable: the last slice lost its KV, or the number or layout of blocks differs.
         """
         if self.pools.sizes != limits.pool_sizes or self.contiguous != limits.contiguous_kv:
             return None
         lost = _last_index(self.lost_by(since))
-        if lost == _last_index(since) or (lost >= 0 and limits.windows):
+        if lost == _last_index(since):
             return None
         if lost >= 0:
             self.pools.lose(lost)

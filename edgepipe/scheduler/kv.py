@@ -112,6 +112,20 @@ class KVPool:
         self.stale_to = max(before, last_slice)
         self._stale = set(np.flatnonzero(self._all_idle_since != NOT_CACHED).tolist())
 
+    @property
+    def any_stale(self) -> bool:
+        """Whether the cache has a stale block."""
+        return bool(self._stale)
+
+    def is_stale(self, block: int) -> bool:
+        """Whether this cached block is stale."""
+        return block in self._stale
+
+    def refresh(self, key: Key, block: int) -> None:
+        """Note that a table has computed a block again, if it is the one that is cached under the key."""
+        if self.block_of(key) == block:
+            self._stale.discard(block)
+
     def spoil(self, blocks: Sequence[int]) -> None:
         """Mark cached blocks stale that a sequence will compute again up to slice ``stale_to``."""
         self._stale.update(blocks)

@@ -74,10 +74,15 @@ class Prompts:
         """Remove a sequence whose known tokens are all scheduled, or that leaves."""
         (self._suspected if sequence.alone else self._shared).remove(sequence)
 
-    def next_suspected(self) -> Sequence:
-        """Return the suspected sequence whose turn it is and move it to the back. Raises IndexError if none."""
-        sequence = self._suspected[0]
-        self._suspected.rotate(-1)
+    def next_suspected(self) -> Sequence | None:
+        """Return the suspected sequence whose turn it is and move it to the back. Those without blocks keep their turn.
+
+        None if no suspected sequence has blocks for a next token.
+        """
+        sequence = next((each for each in self._suspected if each.next_tokens > 0), None)
+        if sequence is not None:
+            self._suspected.remove(sequence)
+            self._suspected.append(sequence)
         return sequence
 
     def share(self, budget: int, *, replays: bool) -> list[tuple[Sequence, int]]:

@@ -321,18 +321,21 @@ class Scheduler:
     def _fill(self) -> Draft:
         """Alternate isolated and shared steps while there is work for both."""
         if self._prompts.any_suspected and not self._isolated_last:
-            return self._fill_isolated()
+            draft = self._fill_isolated()
+            if not draft.empty:
+                return draft
         draft = self._fill_shared()
         return self._fill_isolated() if draft.empty and self._prompts.any_suspected else draft
 
     def _fill_isolated(self) -> Draft:
-        """Fill a step with one suspected sequence. Each of k suspected sequences gets one of the next 2k steps."""
+        """Fill a step with one suspected sequence that has blocks. Each of k such gets one of the next 2k steps."""
+        self._fill_windows()
         sequence = self._prompts.next_suspected()
+        if sequence is None:
+            return self._new_draft(isolated=True)
         draft = self._new_draft(self._tables.stale_to if sequence.replays else None, isolated=True)
-        if not sequence.next_tokens:
-            self._tables.fill_windows(sequence)
-        if num_tokens := min(sequence.next_tokens, self._isolated_tokens(), self._limits.most_chunk_tokens):
-            self._add_chunk(draft, sequence, num_tokens)
+        num_tokens = min(sequence.next_tokens, self._isolated_tokens(), self._limits.most_chunk_tokens)
+        self._add_chunk(draft, sequence, num_tokens)
         return draft
 
     def _isolated_tokens(self) -> int:
@@ -430,8 +433,7 @@ class Scheduler:
         return max(self._running.values(), key=lambda candidate: (candidate.priority, candidate.arrival))
 
     def _add_prefills(self, draft: Draft, budget: int) -> None:
-        if self._limits.windows:
-            self._fill_windows()
+        self._fill_windows()
         if budget > 0 and len(self._waiting):
             self._admit_waiting()
         most = self._limits.most_chunk_tokens
@@ -441,7 +443,7 @@ class Scheduler:
 
     def _fill_windows(self) -> None:
         """Allocate blocks for prompts that have none for their next token."""
-        for prompt in self._prompts:
+        for prompt in self._prompts if self._limits.windows else ():
             if not prompt.next_tokens:
                 self._tables.fill_windows(prompt)
 

@@ -37,17 +37,15 @@ class KeptPools:
         return self.context.cached_blocks
 
     def lose(self, last_slice: int) -> None:
-        """Mark all cached blocks and snapshots stale: the stages up to this slice lost their KV and states.
-
-        Raises ValueError if there are windows, which cannot be replayed in part.
-        """
-        if self.windows:
-            raise ValueError("a window is lost as a whole")
-        if self.states is not None:
-            if self.states.any_stale and self.context.stale_to is not None:
-                last_slice = max(last_slice, self.context.stale_to)
-            self.states.lose()
-        self.context.lose(last_slice)
+        """Mark all cached blocks and snapshots stale: the stages up to this slice lost their KV and states."""
+        pools, states = (self.context, *self.windows), self.states
+        any_stale = any(pool.any_stale for pool in pools) or (states is not None and states.any_stale)
+        if any_stale and self.context.stale_to is not None:
+            last_slice = max(last_slice, self.context.stale_to)
+        for pool in pools:
+            pool.lose(last_slice)
+        if states is not None:
+            states.lose()
 
 
 class BlockTables:
@@ -155,7 +153,8 @@ class BlockTables:
             copied = bool(known)
         else:
             left += len(known) - self._kv.num_idle(known)
-        if count > left or not self._windows_have_room(sequence, len(known), running, beside_prompts=beside_prompts):
+        hits = (begin, len(known))
+        if count > left or not self._windows_have_room(sequence, hits, running, beside_prompts=beside_prompts):
             return False
         if self._states is not None and not self._states.has_room(sequence.keys, begin, len(known)):
             return False
@@ -189,10 +188,12 @@ class BlockTables:
         full = end // self._limits.block_size
         if self._limits.prefix_cache:
             keys = sequence.keys_of(full, block_size=self._limits.block_size)
+            replayed = sequence.replay_end // self._limits.block_size
             for index in range(sequence.known_blocks, full):
                 self._kv.enter(keys[index], sequence.blocks[index])
                 for each, table in zip(self._windows, sequence.windows, strict=True):
-                    each.kv.enter(keys[index], table.blocks[index - table.first])
+                    note = each.kv.refresh if index < replayed else each.kv.enter
+                    note(keys[index], table.blocks[index - table.first])
         if self._states is not None and self._limits.prefix_cache:
             self._states.note_computed(sequence, end, sequence.keys)
         sequence.known_blocks = full
@@ -206,7 +207,7 @@ class BlockTables:
         """Allocate blocks for the next tokens of a prompt as far as the windows' slack goes and blocks are free."""
         needs = self.needs(sequence)
         for each, table in zip(self._windows, sequence.windows, strict=True):
-            each.fill(table, needs=needs)
+            each.fill(table, sequence.keys, needs=needs)
         sequence.note_room(self._limits.block_size)
 
     def note_sent(self, copies: Seq[BlockCopy]) -> None:
@@ -245,7 +246,7 @@ class BlockTables:
     def _note_draining(self, sequence: Sequence, sign: int) -> None:
         self.draining_blocks += sign * sequence.num_blocks
         for each, table in zip(self._windows, sequence.windows, strict=False):
-            each.draining_blocks += sign * len(table.blocks)
+            each.draining_blocks += sign * (len(table.blocks) + len(table.kept))
 
     @property
     def has_frees(self) -> bool:
@@ -285,28 +286,31 @@ class BlockTables:
         held = self._kv.held(known[begin:])
         if self._kv.num_current(held) < len(held):
             return None
-        if held or not (self._states is None or self._states.may_replay(keys, begin, len(known))):
+        classes = (*self._windows, *(() if self._states is None else (self._states,)))
+        if held or not all(each.may_replay(keys, begin, len(known)) for each in classes):
             known = known[:begin]
         return known, begin
 
     def _supported(self, keys: Seq[Key], hits: int, *, current: bool = False) -> int:
         """Return the most leading blocks, at most ``hits``, behind which every class has its window or state.
 
-        ``current``: leave out stale states.
+        ``current``: leave out stale blocks of windows and stale states.
         """
         before = -1
         while hits != before:
             before = hits
             for each in self._windows:
-                hits = each.supported(keys, hits)
+                hits = each.supported(keys, hits, current=current)
             if self._states is not None:
                 hits = self._states.supported(keys, hits, current=current)
         return hits
 
-    def _windows_have_room(self, sequence: Sequence, hits: int, running: int, *, beside_prompts: bool) -> bool:
+    def _windows_have_room(
+        self, sequence: Sequence, hits: tuple[int, int], running: int, *, beside_prompts: bool
+    ) -> bool:
         needs, share = self.needs(sequence), _SPARE_SHARE if beside_prompts else 0
         return all(
-            each.has_room(sequence.keys, hits, needs=needs, kept_blocks=running, share=share) for each in self._windows
+            each.has_room(sequence.keys, *hits, needs=needs, kept_blocks=running, share=share) for each in self._windows
         )
 
     def _affordable(self, known: list[int], spare_blocks: int) -> list[int]:
@@ -326,7 +330,7 @@ class BlockTables:
             sequence.grow(as_runs(known), block_size=size)
             self._take_more(sequence, count - len(known), room=room - len(known))
         if self._windows:
-            sequence.windows = [each.admit(sequence.keys, len(known), needs=count) for each in self._windows]
+            sequence.windows = [each.admit(sequence.keys, begin, len(known), needs=count) for each in self._windows]
             sequence.note_room(size)
         if self._states is not None:
             shared = self._kv.num_current(self._kv.find(self._reusable_keys(sequence)))

@@ -7,6 +7,10 @@ the window, and the same number is allocated at the end while the prompt lasts::
                                 ^ computed                               ^ end of the table
 
 Blocks of prefixes are shared, never copied. Blocks that were given back stay in the cache until the pool evicts them.
+
+If stages lost their KV, a sequence that begins behind stale blocks replays its tokens through the first slices. It
+holds the stale blocks of the window before its beginning, and computes them again in place. For earlier tokens it takes
+idle stale blocks that are cached, else free ones. Free ones do not enter the cache: slices behind lack their KV.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ class WindowTable:
     first: int  # place in the sequence of the first block
     blocks: list[int] = field(default_factory=list[int])
     new_runs: tuple[BlockRun, ...] = ()  # at the table's end, not yet sent to the stages
+    kept_from: int = 0  # place of the first of the kept blocks
+    kept: list[int] = field(default_factory=list[int])  # stale blocks that it holds for places behind its end
 
     @property
     def end(self) -> int:
@@ -52,43 +58,66 @@ class WindowClass:
         self.draining_blocks = 0  # of sequences that left, while steps in flight use them
         self._limits = limits
 
-    def supported(self, keys: Seq[Key], hits: int) -> int:
-        """Return the most leading blocks, at most ``hits``, behind which the cache still has the window."""
+    def supported(self, keys: Seq[Key], hits: int, *, current: bool) -> int:
+        """Return the most leading blocks, at most ``hits``, behind which the cache still has the window.
+
+        ``current``: without stale blocks.
+        """
         while hits:
-            first = self._limits.first_block(hits * self._limits.block_size)
-            places = range(hits - 1, first - 1, -1)
-            missing = next((place for place in places if self.kv.block_of(keys[place]) is None), None)
+            places = range(hits - 1, self._first(hits) - 1, -1)
+            missing = next((place for place in places if not self._is_found(keys[place], current=current)), None)
             if missing is None:
                 break
             hits = missing
         return hits
 
-    def has_room(self, keys: Seq[Key], hits: int, *, needs: int, kept_blocks: int, share: int) -> bool:
-        """Whether a sequence of ``needs`` blocks, the first ``hits`` of them cached, leaves ``kept_blocks`` free.
+    def may_replay(self, keys: Seq[Key], begin: int, hits: int) -> bool:
+        """Whether a sequence may compute the window before ``hits`` blocks again, if it begins before, at ``begin``."""
+        if begin == hits:
+            return True
+        kept = self._found(keys, self._kept_from(begin, hits), hits)
+        return not self.kv.held(kept) and self._limits.most_blocks + len(kept) <= self.kv.num_blocks
 
-        ``share``: if above 0, as many more must remain as it takes, up to this part of the pool.
+    def has_room(self, keys: Seq[Key], begin: int, hits: int, *, needs: int, kept_blocks: int, share: int) -> bool:
+        """Whether a sequence of ``needs`` blocks leaves ``kept_blocks`` free.
+
+        begin, hits  cached blocks that it need not replay, and all of them
+        share        if above 0, as many more must remain as it takes, up to this part of the pool
         """
-        first = self._limits.first_block(hits * self._limits.block_size)
-        found = self._found(keys, first, hits)
-        wanted = min(needs - first, self._limits.most_blocks) - len(found)
+        first, kept_from = self._first(begin), self._kept_from(begin, hits)
+        end = first + min(needs - first, self._limits.most_blocks)
+        found = [*self._found(keys, first, begin), *self._found(keys, kept_from, hits)]
+        wanted = end - begin - max(0, min(end, hits) - kept_from)
         kept = kept_blocks + (min(wanted, self.kv.num_blocks // share) if share else 0)
         return self.kv.free_blocks - self.kv.num_idle(found) - wanted >= kept
 
-    def admit(self, keys: Seq[Key], hits: int, *, needs: int) -> WindowTable:
-        """Return the table of a sequence for which ``has_room`` is true."""
-        table = WindowTable(self._limits.first_block(hits * self._limits.block_size))
-        found = self._found(keys, table.first, hits)
-        if found:
-            self.kv.hold(found)
-            table.grow(as_runs(found))
-        self.fill(table, needs=needs)
+    def admit(self, keys: Seq[Key], begin: int, hits: int, *, needs: int) -> WindowTable:
+        """Return the table of a sequence for which ``has_room`` and ``may_replay`` are true."""
+        table = WindowTable(self._first(begin), kept_from=self._kept_from(begin, hits))
+        found = self._found(keys, table.first, begin)
+        table.kept = self._found(keys, table.kept_from, hits)
+        self.kv.hold([*found, *table.kept])
+        self.kv.spoil(table.kept)
+        table.grow(as_runs(found))
+        self.fill(table, keys, needs=needs)
         return table
 
-    def fill(self, table: WindowTable, *, needs: int) -> None:
-        """Allocate up to the window and the slack, at most the sequence's ``needs``; fewer if the pool is short."""
-        most = min(needs - table.end, self._limits.most_blocks - len(table.blocks), self.kv.free_blocks)
-        if most > 0:
-            self.grow(table, most)
+    def fill(self, table: WindowTable, keys: Seq[Key], *, needs: int) -> None:
+        """Allocate up to the window and the slack, at most the sequence's ``needs``; fewer if the pool is short.
+
+        A replay takes the kept blocks at their places, and before them idle stale ones that are cached.
+        """
+        while (most := min(needs - table.end, self._limits.most_blocks - len(table.blocks))) > 0:
+            if table.end < table.kept_from:
+                if not self._fill_replayed(table, keys, most):
+                    break
+            elif table.kept:
+                table.grow(as_runs(table.kept[:most]))
+                table.kept, table.kept_from = table.kept[most:], table.end
+            elif free := min(most, self.kv.free_blocks):
+                self.grow(table, free)
+            else:
+                break
 
     def grow(self, table: WindowTable, count: int = 1) -> None:
         """Append ``count`` blocks. Raises KVCacheFull."""
@@ -109,7 +138,40 @@ class WindowClass:
 
     def release(self, table: WindowTable) -> None:
         """Drop the table."""
+        self.kv.release_references(table.kept)
+        table.kept = []
         self.kv.release(as_runs(table.blocks))
+
+    def _fill_replayed(self, table: WindowTable, keys: Seq[Key], most: int) -> bool:
+        """Append some blocks, at most ``most``, before the kept ones. Return whether there was one."""
+        places = range(table.end, min(table.kept_from, table.end + most))
+        stale = next((place for place in places if self._is_idle_stale(keys[place])), places.stop)
+        if stale == table.end:
+            block = self.kv.block_of(keys[stale])
+            assert block is not None
+            self.kv.hold([block])
+            table.grow((BlockRun(block, 1),))
+            return True
+        free = min(stale - table.end, self.kv.free_blocks)
+        if free:
+            self.grow(table, free)
+        return bool(free)
+
+    def _is_idle_stale(self, key: Key) -> bool:
+        block = self.kv.block_of(key)
+        return block is not None and self.kv.is_stale(block) and not self.kv.held((block,))
+
+    def _first(self, hits: int) -> int:
+        """Return the place of the first block that a token behind ``hits`` blocks sees."""
+        return self._limits.first_block(hits * self._limits.block_size)
+
+    def _kept_from(self, begin: int, hits: int) -> int:
+        """Return the place of the first cached block that a replay of the blocks ``[begin, hits)`` computes again."""
+        return max(begin, self._first(hits))
+
+    def _is_found(self, key: Key, *, current: bool) -> bool:
+        block = self.kv.block_of(key)
+        return block is not None and not (current and self.kv.is_stale(block))
 
     def _found(self, keys: Seq[Key], first: int, hits: int) -> list[int]:
         blocks = [self.kv.block_of(key) for key in keys[first:hits]]

@@ -17,6 +17,7 @@ LIMITS = EngineLimits(max_prefill_tokens=64)
 SHARED = [7, 3, 9, 1, 4, 4, 8, 2] * 12  # six blocks that all prompts begin with
 LAB: dict[str, Any] = {"num_stages": 3, "limits": LIMITS, "link": "1gbit,0.5ms"}
 STATES = emulated_model_config(num_layers=6, context_length=512, attention_every=3)  # every third keeps KV
+WINDOWS = emulated_model_config(num_layers=6, context_length=512, windows=(16, 24, None))
 
 
 async def ask_and_break(lab: EngineLab, lost: Collection[int], config: ModelConfig = CONFIG) -> None:
@@ -61,12 +62,22 @@ async def test_stages_behind_the_one_that_lost_its_kv_compute_nothing_again(
         assert steps[2] < steps[max(lost)], "replays end before the last stage"
 
 
-@pytest.mark.parametrize(("lost", "contiguous_kv"), [((0,), True), ((1,), False), ((0, 1), True)], ids=str)
-async def test_stages_behind_the_one_that_lost_its_states_go_on_behind_their_snapshots(
-    lost: tuple[int, ...], contiguous_kv: bool
+@pytest.mark.parametrize(
+    ("config", "lost", "contiguous_kv"),
+    [
+        (STATES, (0,), True),
+        (STATES, (1,), False),
+        (STATES, (0, 1), True),
+        (WINDOWS, (0,), True),
+        (WINDOWS, (1,), False),
+    ],
+    ids=["recurrent, first", "recurrent, middle", "recurrent, both", "windows, first", "windows, middle"],
+)
+async def test_stages_behind_the_one_that_lost_its_states_or_windows_keep_theirs(
+    config: ModelConfig, lost: tuple[int, ...], contiguous_kv: bool
 ) -> None:
-    async with engine_lab(contiguous_kv=contiguous_kv, config=STATES, **LAB) as lab:
-        await ask_and_break(lab, lost, STATES)
+    async with engine_lab(contiguous_kv=contiguous_kv, config=config, **LAB) as lab:
+        await ask_and_break(lab, lost, config)
         replayed = lab.engine.state().replayed_tokens
         assert replayed >= 110, "nearly all of what two long prompts share, and of their answers so far"
         last = max(lost)
@@ -89,7 +100,7 @@ async def test_what_the_last_stage_lost_is_computed_by_all(lost: tuple[int, ...]
         assert lab.engine.state().replayed_tokens == 0
 
 
-@pytest.mark.parametrize("config", [CONFIG, STATES], ids=["attention", "recurrent"])
+@pytest.mark.parametrize("config", [CONFIG, STATES, WINDOWS], ids=["attention", "recurrent", "windows"])
 async def test_a_second_loss_while_the_first_is_replayed(config: ModelConfig) -> None:
     limits = EngineLimits(max_prefill_tokens=16)
     async with engine_lab(num_stages=3, limits=limits, link="1gbit,5ms", config=config) as lab:

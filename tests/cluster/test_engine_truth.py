@@ -36,7 +36,7 @@ async def test_every_token_of_experts_is_right_though_stages_are_lost() -> None:
 
 @pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
 async def test_every_token_of_windowed_layers_is_right_though_stages_are_lost(contiguous_kv: bool) -> None:
-    load = await run_load(
+    await run_load(
         seed=5,
         tokens=800,
         contiguous_kv=contiguous_kv,
@@ -46,7 +46,6 @@ async def test_every_token_of_windowed_layers_is_right_though_stages_are_lost(co
         config=WINDOWS,
         losses=2,
     )
-    assert load.cached_tokens > 0
     assert memory_classes(WINDOWS).pools(num_blocks=160, block_size=16)[0].num_blocks == 30
 
 

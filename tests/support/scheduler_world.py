@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -62,6 +62,8 @@ class Memory:
     slots: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     # slot -> tokens before the state, and these folded
     states: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    # by windowed class: block * block_size + offset -> position and token
+    windows: defaultdict[int, dict[int, tuple[int, int]]] = field(default_factory=lambda: defaultdict(dict))
 
 
 @dataclass
@@ -78,9 +80,8 @@ class World:
         self.ended: dict[SequenceId, SequenceEnded] = {}
         self.in_flight: deque[ScheduledStep] = deque()
         self.tables: dict[SequenceId, list[int]] = {}  # what a stage knows
-        # By windowed class: what a stage knows, by sequence and place, and what its slots hold.
+        # By windowed class: what a stage knows, by sequence and place.
         self.windows: list[dict[SequenceId, dict[int, int]]] = [{} for _ in self.limits.windows]
-        self.window_slots: list[dict[int, tuple[int, int]]] = [{} for _ in self.limits.windows]
         self.slices = [Memory() for _ in range(NUM_SLICES)]
         self.computed: Counter[int] = Counter()  # tokens, by slice, in this epoch
         self.steps: list[ScheduledStep] = []
@@ -102,8 +103,8 @@ class World:
             self._damage(step)
         for index in lost:
             self.slices[index] = Memory()
-        if lost and (self.limits.windows or max(lost) == NUM_SLICES - 1):
-            self.slices, self.window_slots = [Memory() for _ in self.slices], [{} for _ in self.limits.windows]
+        if lost and max(lost) == NUM_SLICES - 1:
+            self.slices = [Memory() for _ in self.slices]
         else:
             if lost:
                 pool.lose(max(lost))
@@ -269,6 +270,10 @@ class World:
         for sequence, position, count in zip(step.sequences, step.positions, step.num_tokens, strict=True):
             slots |= {tables[sequence][p // size] * size + p % size for p in range(position, position + count)}
         for memory in self._memories(step):
+            for number, tables in enumerate(self._window_snapshot[step.step]):
+                for sequence, position, count in zip(step.sequences, step.positions, step.num_tokens, strict=True):
+                    places = [tables[sequence][p // size] * size + p % size for p in range(position, position + count)]
+                    memory.windows[number].update(dict.fromkeys(places, _UNKNOWN))
             memory.slots.update(dict.fromkeys(slots, _UNKNOWN))
             memory.states.update({write.slot: _UNKNOWN for state in step.states for write in state.writes})
 
@@ -288,11 +293,16 @@ class World:
                 kept[write.slot] = (end, reduce(fold, known[position:end], before[1]))
         states.update(kept)
 
-    def _write_windows(self, step: ScheduledStep) -> None:
+    def _write_windows(
+        self,
+        step: ScheduledStep,
+        snapshots: list[dict[SequenceId, dict[int, int]]],
+        windows: defaultdict[int, dict[int, tuple[int, int]]],
+    ) -> None:
         """Write the step's tokens to every window. All tokens that they see must be there, after those of the step."""
         held = [(row, *at) for row, at in enumerate(zip(step.sequences, step.positions, step.num_tokens, strict=True))]
-        for number, snapshot in enumerate(self._window_snapshot.pop(step.step)):
-            pool, slots, size = self.limits.windows[number], self.window_slots[number], self.limits.block_size
+        for number, snapshot in enumerate(snapshots):
+            pool, slots, size = self.limits.windows[number], windows[number], self.limits.block_size
             for row, sequence, position, num_tokens in held:
                 known, table = [*self.specs[sequence].prompt, *self.output[sequence]], snapshot[sequence]
                 assert step.positions[row] == position
@@ -305,21 +315,23 @@ class World:
                     assert held_there == (p, known[p]), "a window lacks what a token sees"
 
     def _check_turns(self, step: ScheduledStep) -> None:
-        """A suspected sequence shares no step. Of k of them that are admitted each has one of the next 2k steps."""
+        """A suspected sequence shares no step. Of k of them each that has blocks has one of the next 2k steps."""
         assert step.num_rows == 1 or not self.suspected & set(step.sequences), "a step holds a suspected sequence"
-        waiting = self.scheduler._prompts._suspected  # pyright: ignore[reportPrivateUsage]
-        turns = {one.sequence: self._due.get(one.sequence, len(self.steps) + 2 * len(waiting)) for one in waiting}
-        turns |= {one: len(self.steps) + 2 * len(waiting) for one in step.sequences if one in turns}
+        suspected = self.scheduler._prompts._suspected  # pyright: ignore[reportPrivateUsage]
+        waiting = [one for one in suspected if one.next_tokens > 0 or one.sequence in step.sequences]
+        latest = len(self.steps) + 2 * len(suspected)
+        turns = {one.sequence: self._due.get(one.sequence, latest) for one in waiting}
+        turns |= {one: latest for one in step.sequences if one in turns}
         assert all(due >= len(self.steps) for due in turns.values()), "a suspected sequence waits for its turn"
         self._due = turns
 
     def _compute(self, step: ScheduledStep) -> list[int]:
-        self._write_windows(step)
         assert step.last_slice is None or not step.copies, "copies are made by all slices"
-        tables = self._snapshot.pop(step.step)
+        tables, windows = self._snapshot.pop(step.step), self._window_snapshot.pop(step.step)
         del self._reads[step.step]
         found: list[int] = []
         for index, memory in enumerate(self._memories(step)):
+            self._write_windows(step, windows, memory.windows)
             self._write_states(step, memory.states)
             found = self._compute_slice(step, tables, memory.slots)
             self.computed[index] += len(step.token_ids)
