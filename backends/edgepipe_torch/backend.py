@@ -29,11 +29,11 @@ from edgepipe.backend.types import (
     TokenIds,
 )
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory, ShardMismatch
-from edgepipe.model.expert_places import SETTING, chosen_share, in_ram, with_share
+from edgepipe.model.expert_places import SETTING, chosen_share, with_share
 from edgepipe.model.facts import KV_8BIT, ModelConfig, Slice
 from edgepipe.model.layout import is_expert
 from edgepipe.model.memory_classes import memory_classes, stage_classes
-from edgepipe.model.resident import WIDE, ram_bytes, weight_bytes
+from edgepipe.model.resident import WIDE, expert_bytes, weight_bytes
 from edgepipe.model.tensors import WeightInfo, WeightSource
 from edgepipe.units import format_bytes
 from edgepipe_torch.attention import CausalMasks, SequenceAttention, StepAttention
@@ -105,7 +105,7 @@ class TorchBackend:
         self._activation_type = options.activation_type
         set_threads(options.threads)
         self._packed = _keeps_packed(options)
-        self._ram_percent = chosen_share(options.settings)  # of the layers, whose experts stay in host memory
+        self._ram_percent = chosen_share(options.settings)  # of each layer's experts, which stay in host memory
         self._kernels = kernels
         self._kv = chosen_kv(options.settings)
         self._step_kernels = step_kernels or find_step_kernels(self._device)
@@ -137,8 +137,9 @@ class TorchBackend:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # for this thread: events and graphs use the current device
         infos = [info for part in slices for info in weights.weights(part)]
-        needed = sum(self._resident_bytes(info) for info in infos if not self._in_ram(info))
-        self._check_ram(sum(ram_bytes(info.name, info.form, info.shape) for info in infos if self._in_ram(info)))
+        placed = [self._placed_bytes(info, weights.config) for info in infos]
+        needed = sum(own for own, _ in placed)
+        self._check_ram(sum(beside for _, beside in placed))
         rotations = Rotations(weights.config)
         with self._memory_errors("the layers", needed):
             loaded = load_slices(
@@ -326,10 +327,14 @@ class TorchBackend:
         kind = f"torch-{self._device.type}" if self._packed else WIDE
         return kind if self._device.type == "cpu" else with_share(kind, self._ram_percent)
 
-    def _in_ram(self, info: WeightInfo) -> bool:
-        """Return whether a weight is that of experts beside the device's memory."""
-        beside = self._device.type != "cpu" and is_expert(info.name)
-        return beside and in_ram(int(info.name.split(".")[2]), self._ram_percent)
+    def _placed_bytes(self, info: WeightInfo, config: ModelConfig) -> tuple[int, int]:
+        """Return the bytes of a weight on the device, and beside its memory."""
+        kind, dtype = self._packing, dtype_name(self._dtype)
+        experts = config.layers[int(info.name.split(".")[2])].experts if is_expert(info.name) else None
+        if experts is None:
+            return weight_bytes(info.name, info.form, info.shape, kind=kind, dtype=dtype), 0
+        percent = 0 if self._device.type == "cpu" else self._ram_percent
+        return expert_bytes(info.name, info.form, info.shape, experts.count, percent, kind=kind, dtype=dtype)
 
     def _check_ram(self, needed_bytes: int) -> None:
         """Raises DeviceOutOfMemory if experts of that size do not fit host memory."""
@@ -339,10 +344,6 @@ class TorchBackend:
             raise DeviceOutOfMemory(
                 "the experts do not fit RAM", fact=fact, next_step=f"keep fewer there: lower {SETTING}"
             )
-
-    def _resident_bytes(self, info: WeightInfo) -> int:
-        dtype = dtype_name(self._dtype)
-        return weight_bytes(info.name, info.form, info.shape, kind=self._packing, dtype=dtype)
 
     def _compiled_ops(self, config: ModelConfig) -> CompiledOps | None:
         """Return kernels for the operations between products, if this CPU and the model's shape allow them."""
