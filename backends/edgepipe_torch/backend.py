@@ -33,6 +33,7 @@ from edgepipe.model.expert_places import SETTING, chosen_share, with_share
 from edgepipe.model.facts import KV_8BIT, ModelConfig, Slice
 from edgepipe.model.layout import is_expert
 from edgepipe.model.memory_classes import memory_classes, stage_classes
+from edgepipe.model.repacked import KeepsRepacked
 from edgepipe.model.resident import WIDE, expert_bytes, weight_bytes
 from edgepipe.model.tensors import WeightInfo, WeightSource
 from edgepipe.units import format_bytes
@@ -54,6 +55,7 @@ from edgepipe_torch.device import (
 )
 from edgepipe_torch.expert_ram import CPU
 from edgepipe_torch.expert_reads import ExpertReads, ReadShare, covers
+from edgepipe_torch.expert_uses import ExpertUses
 from edgepipe_torch.graphs import ROWS, DecodeGraphs, can_replay
 from edgepipe_torch.head_shape import by_kind, kernels_fit
 from edgepipe_torch.kv import KVStorage
@@ -137,6 +139,7 @@ class TorchBackend:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # for this thread: events and graphs use the current device
         infos = [info for part in slices for info in weights.weights(part)]
+        self._uses = ExpertUses(weights.repacked if isinstance(weights, KeepsRepacked) else None)
         placed = [self._placed_bytes(info, weights.config) for info in infos]
         needed = sum(own for own, _ in placed)
         self._check_ram(sum(beside for _, beside in placed))
@@ -153,6 +156,7 @@ class TorchBackend:
                 packed=self._packed,
                 kernels=self._kernels,
                 ram_percent=self._ram_percent,
+                uses=self._uses,
             )
             if self._step_kernels is not None:
                 mixers = [layer.mixer for part in loaded for layer in part.layers if layer.mixer is not None]
@@ -297,7 +301,8 @@ class TorchBackend:
         check_device(self._device, self._dtype)
 
     def close(self) -> None:
-        """Release all memory. May be called twice."""
+        """Release all memory, and keep what was learnt of experts. May be called twice."""
+        self._uses.save()
         self._forget()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -311,6 +316,7 @@ class TorchBackend:
         self._pools: dict[int, KVStorage | PackedKVStorage] = {}  # by slice index
         self._graphs: dict[int, DecodeGraphs] = {}  # by slice index, if the device supports graphs
         self._replays: dict[int, DecodeReplays] = {}  # by slice index, if kernels compute the whole slice
+        self._uses = ExpertUses(None)
         self._reads: dict[int, ExpertReads] = {}  # by slice index, if it has experts
         self._pages: Paging | None = None  # if the pool's blocks are whole pages
         self._page_kernels: dict[int, PageKernels] = {}  # by slice index, if so

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from edgepipe_torch.expert_uses import Uses
 from edgepipe_torch.feed_forward import ExpertProducts
 from edgepipe_torch.linear import HeldWeight
 
@@ -34,23 +36,26 @@ class ExpertsInRam:
     which experts were chosen, so no graph holds it.
     """
 
-    def __init__(self, experts: ExpertProducts, numbers: Sequence[int], count: int, *, device: torch.device) -> None:
+    def __init__(self, experts: ExpertProducts, numbers: Sequence[int], uses: Uses, *, device: torch.device) -> None:
         """
         experts  on the CPU, in float32
-        numbers  theirs among the layer's ``count`` experts, ascending
+        numbers  theirs among the layer's experts, ascending
+        uses     [E] of each of the layer's experts; every choice is added
         device   that computes the other experts
         """
         self._experts = experts
+        self._uses = uses
         self._device = device
+        count = len(uses)
         others = sorted({*range(count)} - {*numbers})
         self._here = _places(numbers, count)
         self._there = _places(others, count).to(device)
-        self._chosen = torch.empty(0, dtype=torch.int64)
+        self._distinct = 0
 
     @property
     def distinct(self) -> int:
         """See ``ExpertProducts``: of both places."""
-        return len(self._chosen.unique())
+        return self._distinct
 
     @property
     def linears(self) -> Sequence[HeldWeight]:
@@ -77,7 +82,9 @@ class ExpertsInRam:
         """Add the results of these experts to total [T, H]. A row's are summed in float32 before they are added."""
         if sent.arrived is not None:
             sent.arrived.synchronize()
-        self._chosen = sent.chosen
+        uses = np.bincount(sent.chosen.reshape(-1).numpy(), minlength=len(self._uses))
+        self._uses += uses
+        self._distinct = int(np.count_nonzero(uses))
         own, weights = _own(self._here, sent.chosen, sent.weights)
         if not bool((own >= 0).any()):
             return

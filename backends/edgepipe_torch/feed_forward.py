@@ -224,10 +224,9 @@ class Mixture:
             shared = self._shared.rows(x)
             total.add_(shared if self._gate is None else shared * torch.sigmoid(F.linear(x, self._gate)))
         mixed = total if self._around is None else torch.zeros_like(entering)
-        if self._in_ram is not None:
-            chosen, weights = self._in_ram.on_device(chosen, weights)
         if self._experts is not None:
-            self._experts.add(entering, chosen, weights, mixed)
+            own = (chosen, weights) if self._in_ram is None else self._in_ram.on_device(chosen, weights)
+            self._experts.add(entering, *own, mixed)
         if self._in_ram is not None and sent is not None:
             self._in_ram.add(sent, mixed)
         if self._around is not None:

@@ -34,6 +34,7 @@ from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels
 from edgepipe_torch.cpu_repack import StoredBlocks
 from edgepipe_torch.decoder import Layer, SliceWeights
 from edgepipe_torch.expert_ram import CPU, ExpertsInRam
+from edgepipe_torch.expert_uses import ExpertUses
 from edgepipe_torch.feed_forward import (
     Apart,
     Both,
@@ -105,10 +106,11 @@ class SliceBuilder:
         kernels: CpuKernels | KernelsUnavailable | None = None,
         cache: ShardCache | None = None,
         ram_percent: int = 0,
+        uses: ExpertUses | None = None,
     ) -> None:
         """``infos``: the weights to load. ``packed``: those with a form stay packed. ``kernels``: of a CPU, None for
         this process's. ``cache``: of repacked weights. ``ram_percent``: of each layer's experts, which stay in host
-        memory. Raises ArchitectureUnsupported.
+        memory. ``uses``: of experts before. Raises ArchitectureUnsupported.
         """
         self._config = config
         self._dtype = dtype
@@ -120,6 +122,7 @@ class SliceBuilder:
         self._place = _Place(device=device, dtype=dtype, workspace=workspace)
         self._ram = _Place(device=CPU, dtype=torch.float32, workspace=Workspace(torch.float32, CPU))
         self._ram_percent = ram_percent
+        self._uses = uses or ExpertUses(None)
         self._packed = packed and (device.type == "cuda" or dtype == torch.float32)
         self._infos = {info.name: info for info in infos}
         self._sinks: dict[str, list[Sink]] = {}
@@ -354,13 +357,14 @@ class SliceBuilder:
 
     def _placed_experts(self, experts: Experts, prefix: str) -> tuple[ExpertProducts | None, ExpertsInRam | None]:
         """Make the experts on the device and those in host memory."""
-        beside = numbers_in_ram(experts.count, self._ram_percent)
-        own = sorted({*range(experts.count)} - {*beside})
+        layer, count = int(prefix.split(".")[2]), experts.count
+        beside = numbers_in_ram(count, self._ram_percent, self._uses.kept(layer, count))
+        own = sorted({*range(count)} - {*beside})
         on_device = self._device_experts(experts, prefix, own) if own else None
         if not beside:
             return on_device, None
         in_ram = self._experts_by_name(experts, prefix, self._ram, beside)
-        return on_device, ExpertsInRam(in_ram, beside, experts.count, device=self._device)
+        return on_device, ExpertsInRam(in_ram, beside, self._uses.counter(layer, count), device=self._device)
 
     def _device_experts(self, experts: Experts, prefix: str, numbers: Sequence[int]) -> ExpertProducts:
         if experts.gated and (library := self._expert_library()):
@@ -655,6 +659,7 @@ def load_slices(
     packed: bool = True,
     kernels: CpuKernels | KernelsUnavailable | None = None,
     ram_percent: int = 0,
+    uses: ExpertUses | None = None,
 ) -> list[SliceWeights]:
     """Read every slice's weights.
 
@@ -662,6 +667,7 @@ def load_slices(
     packed       weights stay packed where the device can compute so
     kernels      of a CPU; None for this process's
     ram_percent  of each layer's experts, which stay in host memory (``edgepipe.model.expert_places``)
+    uses         of experts before, which decide which experts these are; counts them from now on
 
     A CPU keeps repacked weights beside a model of the store.
 
@@ -681,6 +687,7 @@ def load_slices(
             kernels=kernels,
             cache=cache,
             ram_percent=ram_percent,
+            uses=uses,
         )
 
 
@@ -697,6 +704,7 @@ def _load_slices(
     kernels: CpuKernels | KernelsUnavailable | None,
     cache: ShardCache | None,
     ram_percent: int,
+    uses: ExpertUses | None,
 ) -> list[SliceWeights]:
     todo = [(part, info) for part in slices for info in source.weights(part)]
     total_bytes = sum(info.num_bytes for _part, info in todo)
@@ -717,6 +725,7 @@ def _load_slices(
             kernels=kernels,
             cache=cache,
             ram_percent=ram_percent,
+            uses=uses,
         )
         for info in infos:
             builder.take(info.name, _host_weight(source, builder, info, stored))
