@@ -6,8 +6,8 @@ Parts: ``logits``  tests of every family's logits against transformers, alone an
        ``truth``   emulated tokens under cancels, preemption and lost stages, each checked
        ``layers``  decode steps of layers with the shape of Qwen3-30B-A3B at Q4_K_M against the bytes that they read
        ``planned`` steps that the planner did not measure against its prediction
-       ``ram``     steps of stages with experts in RAM: the planner's time of an emulated GPU by arithmetic, and this
-                   CPU's own steps with every expert behind the path to RAM
+       ``ram``     steps of stages with experts in RAM: the planner's time of an emulated GPU by arithmetic, beside that
+                   of whole layers in RAM, and this CPU's own steps with every expert behind the path to RAM
 
 Rows of ``layers`` and ``planned`` are the probe's, whose routers prefer some experts. ``--full`` measures more rounds
 and checks 500,000 tokens, which takes a quarter of an hour. Without it, some minutes on two quiet cores.
@@ -48,6 +48,7 @@ RAM_PLACES = (
     ("glm-4.5-air:q4_k_m", "rtx4090"),
     ("qwen3-235b-a22b:q4_k_m", "h100"),
 )
+RAM_ROWS = (1, 4, 16)
 ROUNDS, FULL_ROUNDS = 6, 15
 THREADS = (1, 2)
 TOKENS, FULL_TOKENS = 10_000, 500_000
@@ -116,22 +117,26 @@ def ram_rows(full: bool) -> list[Row]:
     rounds = FULL_ROUNDS if full else ROUNDS
     rows = [row for model, device in RAM_PLACES for row in emulated_ram_rows(model, device)]
     threads = THREADS[-1]
-    stage, read_per_s = Stage(config, table, threads, in_ram="all"), read_rate(threads)
-    for count in (1, 4):
-        step = stage.step(count)
-        with counted_experts() as shares:
-            step()
-        step_s = min(step() for _ in range(rounds))
-        memory_s = (stage.other_bytes + float(np.mean(shares)) * stage.expert_bytes) / read_per_s
-        name = f"measured: layer behind the path to RAM, {counted(count, 'row')}, {counted(threads, 'thread')}"
-        taken, least = 1e3 * step_s / LAYERS, 1e3 * memory_s / LAYERS
-        rows.append(Row(name, taken, "ms", least, "memory time", taken / least))
+    for in_ram, word in (("all", "all"), ("50%", "half")):
+        stage, read_per_s = Stage(config, table, threads, in_ram=in_ram), read_rate(threads)
+        for count in (1, 4):
+            step = stage.step(count)
+            with counted_experts() as shares:
+                step()
+            step_s = min(step() for _ in range(rounds))
+            memory_s = (stage.other_bytes + float(np.mean(shares)) * stage.expert_bytes) / read_per_s
+            what = f"measured: layer with {word} of its experts behind the path to RAM"
+            name = f"{what}, {counted(count, 'row')}, {counted(threads, 'thread')}"
+            taken, least = 1e3 * step_s / LAYERS, 1e3 * memory_s / LAYERS
+            rows.append(Row(name, taken, "ms", least, "memory time", taken / least))
     return rows
 
 
 def emulated_ram_rows(model: str, device: str) -> list[Row]:
-    """Compare the planner's step of an emulated device with the larger memory time: with the share that it chooses,
-    and with the share at which both times are most alike."""
+    """Compare the planner's step of an emulated device with the larger memory time, and with whole layers in RAM.
+
+    With the share that the planner chooses, and with the share at which both memory times are most alike.
+    """
     config, table = named_model(model)
     cluster = known_cluster(
         parse_devices(device), config, link=parse_link("ideal"), weights=table, adjustments={"ram": "200GB"}
@@ -140,15 +145,28 @@ def emulated_ram_rows(model: str, device: str) -> list[Row]:
     found = plan(demand, cluster.machines, cluster.links, Constraints(experts_in_ram="auto"), explain=False)
     (stage,) = found.stages
     cost = CostModel(config, named_device(device), weights=table)
-    work = decode_work(1, read_tokens=demand.read_tokens)
-    by_share = {percent: memory_times(cost.with_share(percent).slice_cost(stage.part), work) for percent in range(101)}
-    even = min(by_share, key=lambda percent: max(by_share[percent]))
     rows: list[Row] = []
-    for label, percent in (("chosen", stage.machine.room.ram_percent), ("most even", even)):
-        step_s, larger_s = cost.with_share(percent).slice_cost(stage.part).step_s(work), max(by_share[percent])
-        name = f"arithmetic: step of {model} on {device}, {percent} % in RAM ({label})"
-        rows.append(at_most(name, 1e3 * step_s, "ms", 1e3 * larger_s, "larger memory time", 1.3))
+    for count in RAM_ROWS:
+        work = decode_work(count, read_tokens=demand.read_tokens)
+        costs = [cost.with_share(percent).slice_cost(stage.part) for percent in range(101)]
+        larger_s = [max(memory_times(each, work)) for each in costs]
+        even = min(range(101), key=larger_s.__getitem__)
+        for label, percent in (("chosen", stage.machine.room.ram_percent), ("most even", even)):
+            step_s, least_s = costs[percent].step_s(work), larger_s[percent]
+            name = f"arithmetic: {model} on {device}, {percent} % in RAM ({label}), {counted(count, 'row')}"
+            rows.append(at_most(name, 1e3 * step_s, "ms", 1e3 * least_s, "larger memory time", 1.3))
+            share = costs[percent].ram_experts / costs[percent].num_experts
+            turns_s = in_turns_s(costs[0], costs[100], share, work)
+            rows.append(
+                Row("  beside whole layers in RAM", 1e3 * step_s, "ms", 1e3 * turns_s, "in turns", step_s / turns_s)
+            )
     return rows
+
+
+def in_turns_s(none: SliceCost, every: SliceCost, share: float, work: StepWork) -> float:
+    """Return the seconds of a step if ``share`` of the layers had all experts in RAM: the places take turns."""
+    moved_s = every.ram_s(work) + every.crossing_s - none.expert_read_s * none.distinct_share(work.tokens)
+    return none.step_s(work) + share * moved_s
 
 
 def memory_times(cost: SliceCost, work: StepWork) -> tuple[float, float]:

@@ -38,7 +38,7 @@ class Stage:
     ) -> None:
         """``layers``: of the model's kinds, in their shares.
 
-        ``in_ram``: share of the layers whose experts take the path to host memory, though this device is a CPU.
+        ``in_ram``: share of the experts that take the path to host memory, though this device is a CPU.
         """
         specs, forms = spread(config, table, layers)
         shape = replace(config, layers=specs)

@@ -29,11 +29,12 @@ from edgepipe.backend.types import (
     TokenIds,
 )
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory, ShardMismatch
-from edgepipe.model.expert_places import SETTING, chosen_share, in_ram, with_share
+from edgepipe.model.expert_places import SETTING, chosen_share, with_share
 from edgepipe.model.facts import KV_8BIT, ModelConfig, Slice
 from edgepipe.model.layout import is_expert
 from edgepipe.model.memory_classes import memory_classes, stage_classes
-from edgepipe.model.resident import WIDE, ram_bytes, weight_bytes
+from edgepipe.model.repacked import KeepsRepacked
+from edgepipe.model.resident import WIDE, expert_bytes, weight_bytes
 from edgepipe.model.tensors import WeightInfo, WeightSource
 from edgepipe.units import format_bytes
 from edgepipe_torch.attention import CausalMasks, SequenceAttention, StepAttention
@@ -54,6 +55,7 @@ from edgepipe_torch.device import (
 )
 from edgepipe_torch.expert_ram import CPU
 from edgepipe_torch.expert_reads import ExpertReads, ReadShare, covers
+from edgepipe_torch.expert_uses import ExpertUses
 from edgepipe_torch.graphs import ROWS, DecodeGraphs, can_replay
 from edgepipe_torch.head_shape import by_kind, kernels_fit
 from edgepipe_torch.kv import KVStorage
@@ -105,7 +107,7 @@ class TorchBackend:
         self._activation_type = options.activation_type
         set_threads(options.threads)
         self._packed = _keeps_packed(options)
-        self._ram_percent = chosen_share(options.settings)  # of the layers, whose experts stay in host memory
+        self._ram_percent = chosen_share(options.settings)  # of each layer's experts, which stay in host memory
         self._kernels = kernels
         self._kv = chosen_kv(options.settings)
         self._step_kernels = step_kernels or find_step_kernels(self._device)
@@ -137,8 +139,10 @@ class TorchBackend:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # for this thread: events and graphs use the current device
         infos = [info for part in slices for info in weights.weights(part)]
-        needed = sum(self._resident_bytes(info) for info in infos if not self._in_ram(info))
-        self._check_ram(sum(ram_bytes(info.name, info.form, info.shape) for info in infos if self._in_ram(info)))
+        self._uses = ExpertUses(weights.repacked if isinstance(weights, KeepsRepacked) else None)
+        placed = [self._placed_bytes(info, weights.config) for info in infos]
+        needed = sum(own for own, _ in placed)
+        self._check_ram(sum(beside for _, beside in placed))
         rotations = Rotations(weights.config)
         with self._memory_errors("the layers", needed):
             loaded = load_slices(
@@ -152,6 +156,7 @@ class TorchBackend:
                 packed=self._packed,
                 kernels=self._kernels,
                 ram_percent=self._ram_percent,
+                uses=self._uses,
             )
             if self._step_kernels is not None:
                 mixers = [layer.mixer for part in loaded for layer in part.layers if layer.mixer is not None]
@@ -296,7 +301,8 @@ class TorchBackend:
         check_device(self._device, self._dtype)
 
     def close(self) -> None:
-        """Release all memory. May be called twice."""
+        """Release all memory, and keep what was learnt of experts. May be called twice."""
+        self._uses.save()
         self._forget()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -310,6 +316,7 @@ class TorchBackend:
         self._pools: dict[int, KVStorage | PackedKVStorage] = {}  # by slice index
         self._graphs: dict[int, DecodeGraphs] = {}  # by slice index, if the device supports graphs
         self._replays: dict[int, DecodeReplays] = {}  # by slice index, if kernels compute the whole slice
+        self._uses = ExpertUses(None)
         self._reads: dict[int, ExpertReads] = {}  # by slice index, if it has experts
         self._pages: Paging | None = None  # if the pool's blocks are whole pages
         self._page_kernels: dict[int, PageKernels] = {}  # by slice index, if so
@@ -326,10 +333,14 @@ class TorchBackend:
         kind = f"torch-{self._device.type}" if self._packed else WIDE
         return kind if self._device.type == "cpu" else with_share(kind, self._ram_percent)
 
-    def _in_ram(self, info: WeightInfo) -> bool:
-        """Return whether a weight is that of experts beside the device's memory."""
-        beside = self._device.type != "cpu" and is_expert(info.name)
-        return beside and in_ram(int(info.name.split(".")[2]), self._ram_percent)
+    def _placed_bytes(self, info: WeightInfo, config: ModelConfig) -> tuple[int, int]:
+        """Return the bytes of a weight on the device, and beside its memory."""
+        kind, dtype = self._packing, dtype_name(self._dtype)
+        experts = config.layers[int(info.name.split(".")[2])].experts if is_expert(info.name) else None
+        if experts is None:
+            return weight_bytes(info.name, info.form, info.shape, kind=kind, dtype=dtype), 0
+        percent = 0 if self._device.type == "cpu" else self._ram_percent
+        return expert_bytes(info.name, info.form, info.shape, experts.count, percent, kind=kind, dtype=dtype)
 
     def _check_ram(self, needed_bytes: int) -> None:
         """Raises DeviceOutOfMemory if experts of that size do not fit host memory."""
@@ -339,10 +350,6 @@ class TorchBackend:
             raise DeviceOutOfMemory(
                 "the experts do not fit RAM", fact=fact, next_step=f"keep fewer there: lower {SETTING}"
             )
-
-    def _resident_bytes(self, info: WeightInfo) -> int:
-        dtype = dtype_name(self._dtype)
-        return weight_bytes(info.name, info.form, info.shape, kind=self._packing, dtype=dtype)
 
     def _compiled_ops(self, config: ModelConfig) -> CompiledOps | None:
         """Return kernels for the operations between products, if this CPU and the model's shape allow them."""

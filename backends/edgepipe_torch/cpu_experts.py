@@ -24,11 +24,17 @@ from edgepipe_torch.packed_cpu import Chain, PackedCpuLinear
 class CpuExperts:
     """``ExpertProducts`` whose kernels multiply all experts of a step at once; without kernels, one by one."""
 
-    def __init__(self, each: EachExpert, activation: Activation, workspace: Workspace) -> None:
-        """``each``: experts whose products are ``PackedCpuLinear``, filled later."""
+    def __init__(
+        self, each: EachExpert, activation: Activation, workspace: Workspace, *, elsewhere: bool = False
+    ) -> None:
+        """``each``: experts whose products are ``PackedCpuLinear``, filled later.
+
+        ``elsewhere``: the layer has experts in another place, too.
+        """
         self._each = each
         self._activation = activation
         self._workspace = workspace
+        self._elsewhere = elsewhere
         self._products: tuple[_Grouped, _Grouped] | None = None
         self._finished = False
         self.distinct = 0  # see ``ExpertProducts``
@@ -53,12 +59,15 @@ class CpuExperts:
             self.distinct = self._each.distinct
             return
         gate_up, down = self._products
-        sorted_by = _Sorted(chosen, gate_up.num_experts)
+        sorted_by = _Sorted(chosen, gate_up.num_experts, elsewhere=self._elsewhere)
         self.distinct = len(sorted_by.used)
+        if not self.distinct:
+            return
         rows = self._workspace.get("expert inputs", len(sorted_by.rows), x.shape[1])
         torch.index_select(x, 0, sorted_by.rows, out=rows)
         found = gate_up.rows(rows, sorted_by, self._workspace)
-        out = down.rows(self._inner(gate_up.kernels, found), sorted_by, self._workspace)
+        inner = self._inner(gate_up.kernels, found)
+        out = down.rows(inner, sorted_by, self._workspace, spare=int(self._elsewhere))
         gate_up.kernels.join(out, sorted_by.places, weights.contiguous(), total)
 
     def _inner(self, kernels: CpuKernels, found: Tensor) -> Tensor:
@@ -85,20 +94,22 @@ class _Sorted:
     """Pairs of a row and an expert, sorted by expert."""
 
     rows: Tensor  # [P] int64: the row of each pair
-    places: Tensor  # [T, K] int64: where a row's pairs are
+    places: Tensor  # [T, K] int64: where a row's pairs are; behind the last those of experts elsewhere
     used: npt.NDArray[np.int64]  # [n]: experts with rows
     counts: npt.NDArray[np.int64]  # [n]: their rows
 
-    def __init__(self, chosen: Tensor, num_experts: int) -> None:
-        """chosen [T, K] int64; a row's are distinct."""
+    def __init__(self, chosen: Tensor, num_experts: int, *, elsewhere: bool) -> None:
+        """chosen [T, K] int64; a row's are distinct. ``elsewhere``: or -1."""
         flat = chosen.numpy().reshape(-1)
-        if len(chosen) == 1:
+        if len(chosen) == 1 and not elsewhere:
             self.rows, self.places, self.counts = _of_one_row(len(flat))
             self.used = flat
             return
         order = flat.argsort(kind="stable")
-        counts = np.bincount(flat, minlength=num_experts)
-        places = np.empty_like(order)
+        if elsewhere:
+            order = order[np.count_nonzero(flat < 0) :]
+        counts = np.bincount(flat[order] if elsewhere else flat, minlength=num_experts)
+        places = np.full_like(flat, len(order))
         places[order] = np.arange(len(order))
         self.rows = torch.from_numpy(order // chosen.shape[1])
         self.places = torch.from_numpy(places).view(chosen.shape)
@@ -124,13 +135,15 @@ class _Grouped:
         self._slot = chains[0].slot  # all experts have the same shape and form
         self._pitch = max(chain.pitch for chain in chains)
 
-    def rows(self, x: Tensor, by: _Sorted, workspace: Workspace) -> Tensor:
-        """Multiply the sorted rows x [P, I]; the result [P, O] is valid until the next call."""
+    def rows(self, x: Tensor, by: _Sorted, workspace: Workspace, *, spare: int = 0) -> Tensor:
+        """Multiply the sorted rows x [P, I]; the result [P + spare, O], spare rows 0, is valid until the next call."""
         groups = np.empty((len(by.used), 3), np.int64)
         groups[:, 0] = self._firsts[by.used]
         groups[:, 1] = by.counts.cumsum() - by.counts
         groups[:, 2] = by.counts
-        out = workspace.get(f"experts {self._role}", x.shape[0], self._out_features)
+        out = workspace.get(f"experts {self._role}", x.shape[0] + spare, self._out_features)
+        if spare:
+            out[-spare:].zero_()
         scratch = workspace.get("packed inputs", x.shape[0] * self._pitch)
         threads = torch.get_num_threads()
         self.kernels.multiply_groups(groups, x, out, scratch, pitch=self._pitch, slot=self._slot, threads=threads)

@@ -15,7 +15,7 @@ from torch import Tensor
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.layer_spec import LayerSpec, Recurrent
 from edgepipe_torch.attention import StepAttention
-from edgepipe_torch.feed_forward import ExpertProducts, FeedForward
+from edgepipe_torch.feed_forward import CountsExperts, FeedForward
 from edgepipe_torch.head_shape import LayerHeads, layer_heads
 from edgepipe_torch.kv import KVPool
 from edgepipe_torch.latent import LatentWeights
@@ -68,7 +68,7 @@ class SliceWeights:
     embedding: Tensor | Table | None  # [V, H], possibly narrower than the compute dtype; or the tied head
     final_norm: Tensor | None
     head: Linear | None
-    mixtures: Sequence[tuple[ExpertProducts, int]] = ()  # of the layers with experts, with their number
+    mixtures: Sequence[tuple[CountsExperts, int]] = ()  # of the layers with experts, with their number
 
     @property
     def packed(self) -> list[PackedWeight]:

@@ -66,7 +66,10 @@ class CudaExperts:
         return self._gate_up.waits or self._down.waits
 
     def add(self, x: Tensor, chosen: Tensor, weights: Tensor, total: Tensor) -> None:
-        """See ``ExpertProducts``. Each row's results are summed in float32 in the order of ``chosen``."""
+        """See ``ExpertProducts``. Each row's results are summed in float32 in the order of ``chosen``.
+
+        The sum passes over pairs of weight 0: those of experts in another place were not computed.
+        """
         for start in range(0, x.shape[0], _MOST_ROWS):
             some = slice(start, start + _MOST_ROWS)
             self._add(x[some], chosen[some].contiguous(), weights[some].contiguous(), total[some])
@@ -195,10 +198,12 @@ class ExpertMatrix:
         start = 0
         for expert, count in zip(used.tolist(), counts.tolist(), strict=True):
             pairs = order[start : start + count]
+            start += count
+            if expert < 0:
+                continue
             found = self._each[expert].rows(x[pairs // (chosen.numel() // x.shape[0])])
             found = found if bias is None else found + bias[:, expert].reshape(-1)
             out[pairs] = found if activation is None else _activated(activation, found)
-            start += count
         return out
 
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from edgepipe.backend.expert_reads import CountedSteps
 from edgepipe.backend.step_layout import StepLayout
-from edgepipe_torch.feed_forward import ExpertProducts
+from edgepipe_torch.feed_forward import CountsExperts
 from edgepipe_torch.transfer import Download, Transfer
 
 
 class ExpertReads:
     """Counts of one slice."""
 
-    def __init__(self, mixtures: Sequence[tuple[ExpertProducts, int]], *, sizes: Collection[int] | None) -> None:
+    def __init__(self, mixtures: Sequence[tuple[CountsExperts, int]], *, sizes: Collection[int] | None) -> None:
         """
         mixtures  each layer's products and number of experts
         sizes     numbers of rows that are computed as they are; None: all. Surplus rows of graphs would count, too

@@ -6,7 +6,7 @@ T rows, H hidden, I inner features, E experts, K of them used by each row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from edgepipe.model.layer_spec import Activation, Experts, Router
 from edgepipe_torch.linear import HeldWeight, Linear
+
+if TYPE_CHECKING:
+    from edgepipe_torch.expert_ram import ExpertsInRam
 
 CLAMP, SHARPNESS = 7.0, 1.702  # of gpt-oss's gate
 _LANES = 64  # a multiple of the floats that torch's loops over vectors take at once: 32 with AVX-512, 16 with AVX2
@@ -91,13 +94,17 @@ class Gated:
         return ACTIVATIONS[self._activation](gate, up)
 
 
-class ExpertProducts(Protocol):
-    """All experts of a mixture."""
+class CountsExperts(Protocol):
+    """Counts the experts that steps read."""
 
     @property
     def distinct(self) -> int | Tensor:
-        """The experts that the last call of ``add`` read, or on a device [1] int32 that later work overwrites."""
+        """The experts that the last step read, or on a device [1] int32 that later work overwrites."""
         ...
+
+
+class ExpertProducts(CountsExperts, Protocol):
+    """The experts of a mixture in one place."""
 
     @property
     def linears(self) -> Sequence[HeldWeight]:
@@ -110,7 +117,10 @@ class ExpertProducts(Protocol):
         ...
 
     def add(self, x: Tensor, chosen: Tensor, weights: Tensor, total: Tensor) -> None:
-        """Add to total [T, H] what each row's experts, chosen [T, K] int64, give for x [T, H], times weights [T, K]."""
+        """Add to total [T, H] what each row's experts, chosen [T, K] int64, give for x [T, H], times weights [T, K].
+
+        An expert that is in another place has the number -1 and the weight 0.
+        """
         ...
 
 
@@ -143,12 +153,14 @@ class EachExpert:
         """See ``ExpertProducts``. Each row's experts are added in the order of their numbers."""
         order = chosen.reshape(-1).argsort(stable=True)
         used, counts = chosen.reshape(-1)[order].unique_consecutive(return_counts=True)
-        self.distinct = used.shape[0]
+        self.distinct = 0
         rows, factors = order // chosen.shape[1], weights.reshape(-1)[order].unsqueeze(1).to(x.dtype)
         start = 0
         for expert, count in zip(used.tolist(), counts.tolist(), strict=True):
-            own = rows[start : start + count]
-            total.index_add_(0, own, self._experts[expert].rows(x[own]) * factors[start : start + count])
+            if expert >= 0:
+                own = rows[start : start + count]
+                total.index_add_(0, own, self._experts[expert].rows(x[own]) * factors[start : start + count])
+                self.distinct += 1
             start += count
 
 
@@ -159,14 +171,16 @@ class Mixture:
         self,
         spec: Experts,
         router: RouterWeights,
-        experts: ExpertProducts,
+        experts: ExpertProducts | None,
         shared: Gated | None,
         gate: Tensor | None,
         around: tuple[Linear, Linear] | None = None,
+        in_ram: ExpertsInRam | None = None,
     ) -> None:
         """
-        gate    [1, H], of the shared expert
-        around  products from H features to those of the experts, and back
+        experts  on the device; None: all are in host memory
+        gate     [1, H], of the shared expert
+        around   products from H features to those of the experts, and back
         """
         self._spec = spec
         self._router = router
@@ -174,6 +188,7 @@ class Mixture:
         self._shared = shared
         self._gate = gate
         self._around = around
+        self._in_ram = in_ram
 
     @property
     def num_bytes(self) -> int:
@@ -186,11 +201,12 @@ class Mixture:
 
     @property
     def linears(self) -> Sequence[HeldWeight]:
-        return (*self._experts.linears, *(self._shared.linears if self._shared else ()), *(self._around or ()))
+        routed = [linear for part in (self._experts, self._in_ram) if part is not None for linear in part.linears]
+        return (*routed, *(self._shared.linears if self._shared else ()), *(self._around or ()))
 
     @property
     def waits(self) -> bool:
-        return self._experts.waits
+        return self._in_ram is not None or (self._experts is not None and self._experts.waits)
 
     def rows(self, x: Tensor) -> Tensor:
         out = torch.zeros_like(x)
@@ -204,17 +220,19 @@ class Mixture:
         """
         chosen, weights = route(self._spec, self._router, x if asked is None else asked)
         x = x.clone()  # the norm's buffer, which products may overwrite
+        entering = x if self._around is None else self._around[0].rows(x).clone()
+        sent = self._in_ram.send(entering, chosen, weights) if self._in_ram is not None else None
         if self._shared is not None:
             shared = self._shared.rows(x)
             total.add_(shared if self._gate is None else shared * torch.sigmoid(F.linear(x, self._gate)))
-        if self._around is None:
-            self._experts.add(x, chosen, weights, total)
-            return
-        before, after = self._around
-        entering = before.rows(x).clone()
-        mixed = torch.zeros_like(entering)
-        self._experts.add(entering, chosen, weights, mixed)
-        after.add_to(mixed, total)
+        mixed = total if self._around is None else torch.zeros_like(entering)
+        if self._experts is not None:
+            own = (chosen, weights) if self._in_ram is None else self._in_ram.on_device(chosen, weights)
+            self._experts.add(entering, *own, mixed)
+        if self._in_ram is not None and sent is not None:
+            self._in_ram.add(sent, mixed)
+        if self._around is not None:
+            self._around[1].add_to(mixed, total)
 
 
 class Both:

@@ -6,7 +6,7 @@ or are widened to the compute dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from torch import Tensor
 from edgepipe.backend.types import LoadProgress
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.dequantise import as_bf16_bits, as_float32, round_to_bf16
-from edgepipe.model.expert_places import in_ram
+from edgepipe.model.expert_places import numbers_in_ram
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.gguf_packing import pack_gguf
 from edgepipe.model.layer_spec import Activation, Attention, DeltaNet, Experts, LayerSpec, Mamba2, ShortConv
@@ -34,9 +34,11 @@ from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels
 from edgepipe_torch.cpu_repack import StoredBlocks
 from edgepipe_torch.decoder import Layer, SliceWeights
 from edgepipe_torch.expert_ram import CPU, ExpertsInRam
+from edgepipe_torch.expert_uses import ExpertUses
 from edgepipe_torch.feed_forward import (
     Apart,
     Both,
+    CountsExperts,
     EachExpert,
     ExpertProducts,
     FeedForward,
@@ -105,10 +107,11 @@ class SliceBuilder:
         kernels: CpuKernels | KernelsUnavailable | None = None,
         cache: ShardCache | None = None,
         ram_percent: int = 0,
+        uses: ExpertUses | None = None,
     ) -> None:
         """``infos``: the weights to load. ``packed``: those with a form stay packed. ``kernels``: of a CPU, None for
-        this process's. ``cache``: of repacked weights. ``ram_percent``: of the layers, whose experts stay in host
-        memory. Raises ArchitectureUnsupported.
+        this process's. ``cache``: of repacked weights. ``ram_percent``: of each layer's experts, which stay in host
+        memory. ``uses``: of experts before. Raises ArchitectureUnsupported.
         """
         self._config = config
         self._dtype = dtype
@@ -120,11 +123,12 @@ class SliceBuilder:
         self._place = _Place(device=device, dtype=dtype, workspace=workspace)
         self._ram = _Place(device=CPU, dtype=torch.float32, workspace=Workspace(torch.float32, CPU))
         self._ram_percent = ram_percent
+        self._uses = uses or ExpertUses(None)
         self._packed = packed and (device.type == "cuda" or dtype == torch.float32)
         self._infos = {info.name: info for info in infos}
         self._sinks: dict[str, list[Sink]] = {}
         self._unfinished: list[tuple[set[str], Linear]] = []  # missing names, product
-        self._mixtures: list[tuple[ExpertProducts, int]] = []
+        self._mixtures: list[tuple[CountsExperts, int]] = []
         layers = [self._layer(index) for index in part.layers]
         head = self._head() if part.head else None
         self.weights = SliceWeights(
@@ -338,9 +342,10 @@ class SliceBuilder:
             shared = self._gated(prefix + "shared_expert.", experts.shared_inner, activation, gated=experts.gated)
         gated = experts.shared_inner and experts.shared_gated
         gate = self._matrix(prefix + "shared_expert_gate.weight", (1, hidden), self._dtype) if gated else None
-        products = self._expert_products(experts, prefix + "experts.")
-        self._mixtures.append((products, experts.count))
-        return Mixture(experts, router, products, shared, gate, self._around_experts(experts, prefix))
+        own, in_ram = self._placed_experts(experts, prefix + "experts.")
+        if (counting := in_ram or own) is not None:
+            self._mixtures.append((counting, experts.count))
+        return Mixture(experts, router, own, shared, gate, self._around_experts(experts, prefix), in_ram)
 
     def _router_product(self, name: str, count: int, *, biased: bool) -> tuple[Tensor | Linear, Tensor | None]:
         """Make the router's weight [E, H] and bias [E], or the product of kernels that has both.
@@ -374,12 +379,21 @@ class SliceBuilder:
         before = self._linear([(f"{prefix}latent_in", width, None)], hidden)
         return before, self._linear([(f"{prefix}latent_out", hidden, None)], width)
 
-    def _expert_products(self, experts: Experts, prefix: str) -> ExpertProducts:
-        if in_ram(int(prefix.split(".")[2]), self._ram_percent):
-            return ExpertsInRam(self._experts_by_name(experts, prefix, self._ram))
+    def _placed_experts(self, experts: Experts, prefix: str) -> tuple[ExpertProducts | None, ExpertsInRam | None]:
+        """Make the experts on the device and those in host memory."""
+        layer, count = int(prefix.split(".")[2]), experts.count
+        beside = numbers_in_ram(count, self._ram_percent, self._uses.kept(layer, count))
+        own = sorted({*range(count)} - {*beside})
+        on_device = self._device_experts(experts, prefix, own) if own else None
+        if not beside:
+            return on_device, None
+        in_ram = self._experts_by_name(experts, prefix, self._ram, beside)
+        return on_device, ExpertsInRam(in_ram, beside, self._uses.counter(layer, count), device=self._device)
+
+    def _device_experts(self, experts: Experts, prefix: str, numbers: Sequence[int]) -> ExpertProducts:
         if experts.gated and (library := self._expert_library()):
-            return self._cuda_experts(experts, prefix, library)
-        return self._experts_by_name(experts, prefix, self._place)
+            return self._cuda_experts(experts, prefix, library, numbers)
+        return self._experts_by_name(experts, prefix, self._place, numbers)
 
     def _expert_library(self) -> ExpertLibrary | None:
         if self._device.type != "cuda":
@@ -388,29 +402,31 @@ class SliceBuilder:
 
         return expert_library(self._device, self._dtype)
 
-    def _experts_by_name(self, experts: Experts, prefix: str, place: _Place) -> ExpertProducts:
+    def _experts_by_name(self, experts: Experts, prefix: str, place: _Place, numbers: Sequence[int]) -> ExpertProducts:
         width = experts.latent or self._config.hidden_size
         names = ("gate_proj", "up_proj") if experts.gated else ("up_proj",)
-        gate_up = self._expert_linears(prefix, names, experts, experts.inner, width, place)
-        down = self._expert_linears(prefix, ("down_proj",), experts, width, experts.inner, place)
+        gate_up = self._expert_linears(prefix, names, _Taken(numbers, experts.inner, experts.count), width, place)
+        down = self._expert_linears(prefix, ("down_proj",), _Taken(numbers, width, experts.count), experts.inner, place)
         each = EachExpert([Gated(one, other, experts.activation) for one, other in zip(gate_up, down, strict=True)])
         if experts.gated and all(isinstance(linear, PackedCpuLinear) for linear in each.linears):
-            return CpuExperts(each, experts.activation, place.workspace)
+            return CpuExperts(each, experts.activation, place.workspace, elsewhere=len(numbers) < experts.count)
         return each
 
-    def _cuda_experts(self, experts: Experts, prefix: str, library: ExpertLibrary) -> ExpertProducts:
+    def _cuda_experts(
+        self, experts: Experts, prefix: str, library: ExpertLibrary, numbers: Sequence[int]
+    ) -> ExpertProducts:
         from edgepipe_torch.expert_cuda import CudaExperts, ExpertMatrix
 
         def matrix(names: Sequence[str], rows: int, in_features: int) -> ExpertMatrix:
             infos = [self._infos.get(f"{prefix}{name}.weight") for name in names]
             forms = [info.form if info is not None and self._packed else None for info in infos]
             made = ExpertMatrix(
-                experts.count, in_features, len(names), rows, forms, device=self._device, library=library
+                len(numbers), in_features, len(names), rows, forms, device=self._device, library=library
             )
-            size = experts.count * rows
+            taken = _Taken(numbers, rows, experts.count)
             for part, name in enumerate(names):
-                self._send(f"{prefix}{name}.weight", _matrix_sink(made, part, (size, in_features)))
-                self._send(f"{prefix}{name}.bias", _matrix_bias_sink(made, part, size))
+                self._send(f"{prefix}{name}.weight", _matrix_sink(made, part, taken, in_features))
+                self._send(f"{prefix}{name}.bias", _matrix_bias_sink(made, part, taken))
             return made
 
         width = experts.latent or self._config.hidden_size
@@ -418,18 +434,18 @@ class SliceBuilder:
         return CudaExperts(gate_up, matrix(("down_proj",), width, experts.inner), experts.activation, library)
 
     def _expert_linears(
-        self, prefix: str, matrices: Sequence[str], experts: Experts, rows: int, in_features: int, place: _Place
+        self, prefix: str, matrices: Sequence[str], taken: _Taken, in_features: int, place: _Place
     ) -> list[Linear]:
-        """Make one product for each expert, of parts that hold ``rows`` of each expert's rows in turn."""
+        """Make one product for each expert taken, of parts that hold each expert's rows in turn."""
         weights = [f"{prefix}{matrix}.weight" for matrix in matrices]
         biases = [f"{prefix}{matrix}.bias" for matrix in matrices]
         names = {name for name in (*weights, *biases) if name in self._infos}
-        sizes = [rows] * len(matrices)
-        linears = [self._new_linear(_EXPERTS, in_features, sizes, names, weights, place) for _ in range(experts.count)]
+        sizes = [taken.rows] * len(matrices)
+        linears = [self._new_linear(_EXPERTS, in_features, sizes, names, weights, place) for _ in taken.numbers]
         for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-            self._send(weight, _each_expert(linears, part, (rows, in_features)))
+            self._send(weight, _each_expert(linears, part, taken, in_features))
             if bias in names:
-                self._send(bias, _each_bias(linears, part, rows))
+                self._send(bias, _each_bias(linears, part, taken))
         self._unfinished += [(set(names), linear) for linear in linears]
         return linears
 
@@ -580,16 +596,40 @@ def pair_order(rows: int, attention: Attention) -> Tensor:
     return (torch.arange(rows // size)[:, None] * size + own).reshape(-1)
 
 
-def _each_expert(linears: Sequence[Linear], part: int, shape: tuple[int, int]) -> Sink:
-    """Return a sink that gives each expert its rows of a weight [experts * rows, in]."""
-    rows, inputs = shape
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Some experts of a weight that holds all experts' rows in turn."""
+
+    numbers: Sequence[int]  # of these experts, ascending
+    rows: int  # of each expert
+    count: int  # of all experts
+
+    @property
+    def all_rows(self) -> int:
+        return self.count * self.rows
+
+    def each(self) -> Iterator[tuple[int, int]]:
+        """Yield each expert's first row and the one behind its last."""
+        return ((number * self.rows, (number + 1) * self.rows) for number in self.numbers)
+
+    def of_packed(self, weight: Packed) -> Packed:
+        return weight if len(self.numbers) == self.count else weight.rows(self._order().numpy())
+
+    def of_floats(self, weight: Tensor) -> Tensor:
+        return weight if len(self.numbers) == self.count else weight[self._order()]
+
+    def _order(self) -> Tensor:
+        return torch.cat([torch.arange(first, end) for first, end in self.each()])
+
+
+def _each_expert(linears: Sequence[Linear], part: int, taken: _Taken, in_features: int) -> Sink:
+    """Return a sink that gives each expert taken its rows of a weight [experts * rows, in]."""
 
     def sink(weight: HostWeight) -> None:
-        if _shape(weight) != (len(linears) * rows, inputs):
+        if _shape(weight) != (taken.all_rows, in_features):
             raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
         weight = weight.load() if isinstance(weight, StoredWeight) else weight
-        for expert, linear in enumerate(linears):
-            first, end = expert * rows, (expert + 1) * rows
+        for linear, (first, end) in zip(linears, taken.each(), strict=True):
             if isinstance(weight, StoredBlocks):
                 assert isinstance(linear, PackedCpuLinear)
                 linear.fill_blocks(part, weight.rows(first, end))
@@ -602,31 +642,31 @@ def _each_expert(linears: Sequence[Linear], part: int, shape: tuple[int, int]) -
     return sink
 
 
-def _each_bias(linears: Sequence[Linear], part: int, rows: int) -> Sink:
+def _each_bias(linears: Sequence[Linear], part: int, taken: _Taken) -> Sink:
     def sink(bias: HostWeight) -> None:
-        if _shape(bias) != (len(linears) * rows,):
+        if _shape(bias) != (taken.all_rows,):
             raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
-        for expert, linear in enumerate(linears):
-            linear.fill_bias(part, _floats(bias)[expert * rows : (expert + 1) * rows])
+        for linear, (first, end) in zip(linears, taken.each(), strict=True):
+            linear.fill_bias(part, _floats(bias)[first:end])
 
     return sink
 
 
-def _matrix_sink(matrix: ExpertMatrix, part: int, shape: tuple[int, int]) -> Sink:
+def _matrix_sink(matrix: ExpertMatrix, part: int, taken: _Taken, in_features: int) -> Sink:
     def sink(weight: HostWeight) -> None:
-        if _shape(weight) != shape:
+        if _shape(weight) != (taken.all_rows, in_features):
             raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
         assert isinstance(weight, Tensor | Packed)  # a device reads no stored blocks
-        matrix.fill(part, weight)
+        matrix.fill(part, taken.of_packed(weight) if isinstance(weight, Packed) else taken.of_floats(weight))
 
     return sink
 
 
-def _matrix_bias_sink(matrix: ExpertMatrix, part: int, size: int) -> Sink:
+def _matrix_bias_sink(matrix: ExpertMatrix, part: int, taken: _Taken) -> Sink:
     def sink(bias: HostWeight) -> None:
-        if _shape(bias) != (size,):
+        if _shape(bias) != (taken.all_rows,):
             raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
-        matrix.fill_bias(part, _floats(bias))
+        matrix.fill_bias(part, taken.of_floats(_floats(bias)))
 
     return sink
 
@@ -643,13 +683,15 @@ def load_slices(
     packed: bool = True,
     kernels: CpuKernels | KernelsUnavailable | None = None,
     ram_percent: int = 0,
+    uses: ExpertUses | None = None,
 ) -> list[SliceWeights]:
     """Read every slice's weights.
 
     rotations    place of each kind of rotary embedding among those of a step
     packed       weights stay packed where the device can compute so
     kernels      of a CPU; None for this process's
-    ram_percent  of the layers, whose experts stay in host memory (``edgepipe.model.expert_places``)
+    ram_percent  of each layer's experts, which stay in host memory (``edgepipe.model.expert_places``)
+    uses         of experts before, which decide which experts these are; counts them from now on
 
     A CPU keeps repacked weights beside a model of the store.
 
@@ -669,6 +711,7 @@ def load_slices(
             kernels=kernels,
             cache=cache,
             ram_percent=ram_percent,
+            uses=uses,
         )
 
 
@@ -685,6 +728,7 @@ def _load_slices(
     kernels: CpuKernels | KernelsUnavailable | None,
     cache: ShardCache | None,
     ram_percent: int,
+    uses: ExpertUses | None,
 ) -> list[SliceWeights]:
     todo = [(part, info) for part in slices for info in source.weights(part)]
     total_bytes = sum(info.num_bytes for _part, info in todo)
@@ -705,6 +749,7 @@ def _load_slices(
             kernels=kernels,
             cache=cache,
             ram_percent=ram_percent,
+            uses=uses,
         )
         for info in infos:
             builder.take(info.name, _host_weight(source, builder, info, stored))

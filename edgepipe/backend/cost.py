@@ -14,8 +14,9 @@ import numpy as np
 
 from edgepipe.backend.devices import DeviceModel
 from edgepipe.backend.expert_reads import ExpertShare, distinct_share, skewed_shares
+from edgepipe.backend.expert_wait import mean_wait_s
 from edgepipe.backend.types import Step
-from edgepipe.model.expert_places import in_ram, split_kind, with_share
+from edgepipe.model.expert_places import num_in_ram, split_kind, with_share
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.layer_spec import LayerSpec
 from edgepipe.model.layout import multiplied_parameters, used_expert_parameters
@@ -26,6 +27,9 @@ _DRAWS_AT_ONCE = 256
 RAM_BYTES_PER_S = 40e9
 """Estimate of the rate at which a CPU reads experts: a desktop with two channels of DDR5. A profile measures it."""
 _RAM_FLOPS = 0.5e12  # estimate: float32 products of experts on a desktop's CPU
+# Estimate, of a layer and step: two copies of some KB and a wait, and kernels launched one by one instead of from a
+# graph, less the experts' own kernels, which run beside the CPU.
+_CROSSING_S = 30e-6
 _STATE_VALUE_BYTES = 4
 _STATE_FLOPS = 8  # of a value and token: it decays, is read twice, and takes a product
 
@@ -85,12 +89,6 @@ def layer_kinds(config: ModelConfig, weights: WeightTable) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _split(kinds: Sequence[int], percent: int) -> tuple[int, ...]:
-    """Return the kinds of layers, of which some have their experts in host memory."""
-    found: dict[tuple[int, bool], int] = {}
-    return tuple(found.setdefault((kind, in_ram(index, percent)), len(found)) for index, kind in enumerate(kinds))
-
-
 class CostModel:
     """Roofline of one device for one model: the slower of reading and multiplying, plus KV reads and overheads.
 
@@ -144,17 +142,19 @@ class CostModel:
             config.kv_bytes_per_token((layer,), form=kv or dtype) * kv_scale for layer in range(config.num_layers)
         ]
         self._weights = [multiplied_parameters(spec, config.hidden_size) * self._scale for spec in config.layers]
-        self._used_in_ram = [  # weights that a token uses of experts in host memory
-            used_expert_parameters(spec, config.hidden_size) * self._scale if in_ram(index, percent) else 0.0
-            for index, spec in enumerate(config.layers)
+        counts = [spec.experts.count if spec.experts else 0 for spec in config.layers]
+        self._moved = [num_in_ram(count, percent) for count in counts]  # experts of each layer in host memory
+        self._used_in_ram = [  # weights that a token uses of experts in host memory, in the mean
+            used_expert_parameters(spec, config.hidden_size) * self._scale * moved / count if moved else 0.0
+            for spec, count, moved in zip(config.layers, counts, self._moved, strict=True)
         ]
         self._widths = [spec.attention.query_width if spec.attention else 0 for spec in config.layers]
         self._states = [spec.state_values() for spec in config.layers]
-        self.kinds = _split(layer_kinds(config, weights), percent)  # of each layer
+        self.kinds = layer_kinds(config, weights)  # of each layer
         self.has_experts = any(spec.experts is not None for spec in config.layers)
 
     def with_share(self, percent: int) -> CostModel:
-        """Return the cost with the experts of so many percent of the layers in host memory."""
+        """Return the cost with so many percent of each layer's experts in host memory."""
         return self._with_kind(kind=with_share(self._kind, percent))
 
     def weight_bytes(self, slices: Sequence[Slice]) -> int:
@@ -190,7 +190,8 @@ class CostModel:
         layer_bytes, wide_bytes = share * sum(sizes.layers[run]), share * sum(self._widened.layers[run])
         expert_bytes = share * sum(sizes.experts[run])
         head_weights = self._config.vocab_size * self._config.hidden_size * self._scale if head else 0.0
-        experts = next((spec.experts for spec in self._config.layers[run] if spec.experts is not None), None)
+        specs, moved = self._config.layers[run], self._moved[run]
+        experts = next((spec.experts for spec in specs if spec.experts is not None), None)
         head_bytes, wide_head_bytes = (self._sizes.head, self._widened.head) if head else (0, 0)
         attention = [self._attention(layers, window, share) for window in self._windows(layers)]
         return SliceCost(
@@ -198,6 +199,10 @@ class CostModel:
             expert_read_s=self._read_s(expert_bytes),
             ram_read_s=share * sum(sizes.in_ram[run]) * self._scale / (device.ram_bytes_per_s or RAM_BYTES_PER_S),
             ram_token_s=2 * share * sum(self._used_in_ram[run]) / _RAM_FLOPS,
+            num_experts=experts.count if experts is not None else 0,
+            ram_experts=max(moved, default=0),
+            beside_read_s=self._read_s(share * sum(sizes.shared[run])),
+            crossing_s=_CROSSING_S * share * sum(map(bool, moved)),
             expert_share=experts.used / experts.count if experts is not None else 1.0,
             expert_shares=skewed_shares(experts.count, experts.used, self._expert_skew)
             if experts is not None and self._expert_skew
@@ -273,10 +278,14 @@ class SliceCost:
     widen_s: float = 0.0  # reading packed layers and writing their values, in a step of many tokens
     head_widen_s: float = 0.0  # the head's
     widens_above_rows: int | None = None  # None: never
-    expert_read_s: float = 0.0  # reading all experts
+    expert_read_s: float = 0.0  # reading all experts on the device
     expert_share: float = 1.0  # of the experts that one token uses
+    num_experts: int = 0  # of a layer; 0: none
+    ram_experts: int = 0  # of a layer's experts, in host memory
     ram_read_s: float = 0.0  # reading all experts in host memory
     ram_token_s: float = 0.0  # multiplying with them on the CPU, per token
+    beside_read_s: float = 0.0  # of ``read_s``, what the device reads while the CPU computes experts: the shared ones
+    crossing_s: float = 0.0  # to the CPU and back
     expert_shares: tuple[ExpertShare, ...] = ()  # that steps of the model read; empty: not known
     state_row_s: float = 0.0  # reading and writing one sequence's state
     state_token_s: float = 0.0  # multiplying with it, per token
@@ -291,11 +300,23 @@ class SliceCost:
         return distinct_share(tokens, self.expert_share, self.expert_shares)
 
     def ram_s(self, work: StepWork) -> float:
-        """Return the seconds of the step in which the CPU computes experts, while the device waits for them."""
+        """Return the mean seconds in which the CPU computes experts: the longer of reading and multiplying."""
         return max(self.ram_read_s * self.distinct_share(work.tokens), self.ram_token_s * work.tokens)
 
+    def wait_s(self, work: StepWork) -> float:
+        """Return the mean seconds of the step in which the device waits for the CPU's experts."""
+        read = round(self.distinct_share(work.tokens) * self.num_experts)
+        if not self.ram_experts or not read:
+            return 0.0
+        on_device = self.num_experts - self.ram_experts
+        each_s = self.ram_s(work) * self.num_experts / (read * self.ram_experts)
+        device_s = self.expert_read_s / on_device if on_device else 0.0
+        return self.crossing_s + mean_wait_s(
+            read, self.num_experts, self.ram_experts, ram_s=each_s, device_s=device_s, beside_s=self.beside_read_s
+        )
+
     def step_s(self, work: StepWork) -> float:
-        """Return the seconds of the step, without jitter: the device's and the CPU's, which take turns."""
+        """Return the seconds of the step, without jitter: the device's, and those in which it waits for the CPU."""
         read_s = self.read_s + self.expert_read_s * self.distinct_share(work.tokens)
         seconds = max(read_s * self._stretch(work.tokens), self.token_s * work.tokens)
         seconds += self.widen_s if self._widens(work.tokens) else 0.0
@@ -304,7 +325,7 @@ class SliceCost:
             seconds += self.head_widen_s if self._widens(work.logit_rows) else 0.0
         seconds += sum(attention.step_s(work) for attention in self.attention)
         seconds += max(self.state_row_s * work.rows, self.state_token_s * work.tokens)
-        return seconds + self.ram_s(work) + self.step_overhead_s + work.rows * self.row_overhead_s
+        return seconds + self.wait_s(work) + self.step_overhead_s + work.rows * self.row_overhead_s
 
     def _widens(self, rows: int) -> bool:
         return self.widens_above_rows is not None and rows > self.widens_above_rows

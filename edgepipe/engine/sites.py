@@ -30,7 +30,7 @@ class StageSite:
     window_block_bytes: tuple[int, ...] = ()  # of one block of each windowed memory class, in its layers
     state_bytes: int = 0  # of one sequence's state, in its recurrent layers
     products: tuple[PackedProducts, ...] = ()  # of its packed weights
-    ram_percent: int = 0  # of the layers, whose experts are in host memory
+    ram_percent: int = 0  # of each layer's experts, in host memory
     contiguous_kv: bool = False  # attends over runs of blocks as views
     certificate: bytes = b""  # PEM, of the stage's process; empty without encryption
     costs: Mapping[int, SliceCost] = field(default_factory=dict[int, SliceCost])  # by slice index, by the data sheet

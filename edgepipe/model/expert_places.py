@@ -1,32 +1,32 @@
-"""Which layers' routed experts stay in host memory, on a stage whose device is too small for them. PURE.
+"""Which routed experts stay in host memory, on a stage whose device is too small for all of them. PURE.
 
-A share of the layers, in percent, spread evenly: so any slice of a model, and a probe's few layers, has about that
-share, too. The share is part of the backend's kind (``edgepipe.model.resident``): "torch-cuda/40" keeps the experts of
-40 % of the layers in host memory. Nodes of earlier versions know no such kind and take all weights to be wide.
+A share of each layer's experts, in percent, the same in every layer: so the CPU computes its experts of a layer while
+the device computes the others. The share is part of the backend's kind (``edgepipe.model.resident``): "torch-cuda/40"
+keeps 40 % of the experts in host memory. Nodes of earlier versions know no such kind and take all weights to be wide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from edgepipe.errors import ConfigInvalid
 
 SETTING = "experts_in_ram"
-"""The backend's setting: "none", "all", or a share of the layers such as "40%"."""
+"""The backend's setting: "none", "all", or a share of each layer's experts such as "40%"."""
 
 AUTO = "auto"
 """A choice for a served model: the planner chooses each stage's share."""
 
 
 def chosen_share(settings: Mapping[str, str]) -> int:
-    """Return the share of layers in percent that a backend's settings select. Raises ConfigInvalid."""
+    """Return the share of experts in percent that a backend's settings select. Raises ConfigInvalid."""
     wanted = settings.get(SETTING, "none")
     if wanted in ("none", "all"):
         return 0 if wanted == "none" else 100
     percent = _percent(wanted.removesuffix("%"))
     if not wanted.endswith("%") or percent is None:
         raise ConfigInvalid(
-            f"{SETTING} cannot be '{wanted[:20]}'", fact="possible: none, all, or a share of the layers such as 40%"
+            f"{SETTING} cannot be '{wanted[:20]}'", fact="possible: none, all, or a share of the experts such as 40%"
         )
     return percent
 
@@ -43,33 +43,43 @@ def checked_choice(wanted: str) -> str:
     except ConfigInvalid as error:
         raise ConfigInvalid(
             f"--experts-in-ram cannot be '{wanted[:20]}'",
-            next_step="give auto, none, all, or a share of the layers such as 40%",
+            next_step="give auto, none, all, or a share of the experts such as 40%",
         ) from error
     return as_setting(percent) if percent else ""
 
 
 def as_setting(percent: int) -> str:
-    """Return a share of the layers as the backend's setting."""
+    """Return a share of the experts as the backend's setting."""
     return f"{percent}%"
 
 
 def in_words(percent: int) -> str:
     """Return a share for the description of a stage; empty for none."""
-    return f" (experts of {percent} % of the layers in RAM)" if percent else ""
+    return f" ({percent} % of the experts in RAM)" if percent else ""
 
 
-def num_in_ram(layers: Iterable[int], percent: int) -> int:
-    """Return how many of these layers, by index, have their experts in host memory at a share."""
-    return sum(in_ram(layer, percent) for layer in layers)
+def num_in_ram(count: int, percent: int) -> int:
+    """Return how many of a layer's ``count`` experts are in host memory: at least the share."""
+    return -(-count * percent // 100)
 
 
-def in_ram(layer: int, percent: int) -> bool:
-    """Return whether a layer's experts are in host memory, if those of so many percent of the layers are."""
-    return (layer + 1) * percent // 100 > layer * percent // 100
+def numbers_in_ram(count: int, percent: int, uses: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the numbers of a layer's experts in host memory, ascending.
+
+    ``uses``: how often each expert was chosen before, for those used least; empty: numbers spread evenly, so that
+    groups of experts have about the share, too.
+    """
+    wanted = num_in_ram(count, percent)
+    spread = [number for number in range(count) if (number + 1) * wanted // count > number * wanted // count]
+    if not uses:
+        return tuple(spread)
+    first = frozenset(spread)
+    ranked = sorted(range(count), key=lambda number: (uses[number], number not in first))
+    return tuple(sorted(ranked[:wanted]))
 
 
 def with_share(kind: str, percent: int) -> str:
-    """Return the kind of a backend that keeps the experts of so many percent of the layers in host memory."""
+    """Return the kind of a backend that keeps so many percent of each layer's experts in host memory."""
     return f"{kind}/{percent}" if percent else kind
 
 

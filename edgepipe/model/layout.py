@@ -137,6 +137,11 @@ def is_expert(weight: str) -> bool:
     return "mlp.experts." in weight
 
 
+def is_shared_expert(weight: str) -> bool:
+    """Return whether a weight, by its name or its name within the layer, is a product of the shared expert."""
+    return "mlp.shared_expert." in weight
+
+
 def is_of_heads(weight: str) -> bool:
     """Return whether a weight, by its name or its name within the layer, multiplies each head's values on their own."""
     return weight.endswith((KV_B, K_B, V_B))

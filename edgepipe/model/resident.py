@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from edgepipe.model.expert_places import in_ram, split_kind
+from edgepipe.model.expert_places import num_in_ram, split_kind
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.layer_spec import LayerSpec
-from edgepipe.model.layout import is_exact, is_expert, is_of_heads, is_router, spec_tensors
+from edgepipe.model.layout import is_exact, is_expert, is_of_heads, is_router, is_shared_expert, spec_tensors
 from edgepipe.model.packed_form import MXFP4_FORM, MXFP8_FORM, NVFP4_FORM, PackedForm
 from edgepipe.model.weight_table import WeightTable
 
@@ -141,7 +141,8 @@ class ResidentSizes:
     """Bytes of a model's weights in one kind of backend. Layers may differ."""
 
     layers: tuple[int, ...]  # on the device
-    experts: tuple[int, ...]  # of each layer's bytes on the device, those of all its experts
+    experts: tuple[int, ...]  # of each layer's bytes on the device, those of its routed experts
+    shared: tuple[int, ...]  # of each layer's bytes on the device, those of its shared expert
     in_ram: tuple[int, ...]  # of each layer's experts in host memory, beside ``layers``
     embedding: int
     head: int  # its table, also if it is the embedding
@@ -168,33 +169,35 @@ class ResidentSizes:
 @lru_cache(maxsize=64)
 def resident_sizes(config: ModelConfig, weights: WeightTable, *, kind: str, dtype: str) -> ResidentSizes:
     """Return the sizes of a model's weights; ``kind`` and ``dtype`` as for ``resident_bytes``."""
-    known: dict[tuple[LayerSpec, int | None, bool], tuple[int, int, int]] = {}
+    known: dict[tuple[LayerSpec, int | None], tuple[int, int, int, int]] = {}
     _, percent = split_kind(kind)
 
-    def layer_bytes(index: int) -> tuple[int, int, int]:
-        """Return the bytes of a layer and of its experts on the device, and of its experts in host memory."""
+    def layer_bytes(index: int) -> tuple[int, int, int, int]:
+        """Return the bytes of a layer, its experts and its shared expert on the device, and of its experts in RAM."""
         spec, place = config.layers[index], weights.layers[index] if index < len(weights.layers) else None
-        away = in_ram(index, percent)
-        if (spec, place, away) not in known:
-            forms, shapes = weights.layer(index), spec_tensors(spec, config.hidden_size)
-            sizes = {
-                name: weight_bytes(name, forms.get(name), shape, kind=kind, dtype=dtype)
-                for name, shape in shapes.items()
-            }
-            experts = {name: size for name, size in sizes.items() if is_expert(name)}
-            own = 0 if away else sum(experts.values())
-            host = sum(ram_bytes(name, forms.get(name), shapes[name]) for name in experts) if away else 0
-            known[spec, place, away] = sum(sizes.values()) - sum(experts.values()) + own, own, host
-        return known[spec, place, away]
+        if (spec, place) not in known:
+            forms, count = weights.layer(index), spec.experts.count if spec.experts else 0
+            rest = experts = shared = host = 0
+            for name, shape in spec_tensors(spec, config.hidden_size).items():
+                if is_expert(name):
+                    own, beside = expert_bytes(name, forms.get(name), shape, count, percent, kind=kind, dtype=dtype)
+                    experts, host = experts + own, host + beside
+                    continue
+                size = weight_bytes(name, forms.get(name), shape, kind=kind, dtype=dtype)
+                rest += size
+                shared += size if is_shared_expert(name) else 0
+            known[spec, place] = rest + experts, experts, shared, host
+        return known[spec, place]
 
     by_layer = [layer_bytes(index) for index in range(config.num_layers)]
     table = (config.vocab_size, config.hidden_size)
     embedding = resident_bytes(weights.embedding, table, kind=kind, dtype=dtype)
     head = resident_bytes(weights.head, table, kind=kind, dtype=dtype)
     return ResidentSizes(
-        layers=tuple(size for size, _, _ in by_layer),
-        experts=tuple(size for _, size, _ in by_layer),
-        in_ram=tuple(size for _, _, size in by_layer),
+        layers=tuple(size for size, _, _, _ in by_layer),
+        experts=tuple(size for _, size, _, _ in by_layer),
+        shared=tuple(size for _, _, size, _ in by_layer),
+        in_ram=tuple(size for _, _, _, size in by_layer),
         embedding=embedding,
         head=embedding if config.tied_embeddings else head,
         norm=config.hidden_size * float_bytes(dtype),
@@ -202,9 +205,20 @@ def resident_sizes(config: ModelConfig, weights: WeightTable, *, kind: str, dtyp
     )
 
 
-def ram_bytes(name: str, form: PackedForm | None, shape: Sequence[int]) -> int:
-    """Return the bytes of a weight of experts in host memory beside a device, where a CPU computes with it."""
-    return weight_bytes(name, form, shape, kind="torch-cpu", dtype="float32")
+def expert_bytes(
+    name: str, form: PackedForm | None, shape: Sequence[int], count: int, percent: int, *, kind: str, dtype: str
+) -> tuple[int, int]:
+    """Return the bytes of a weight of ``count`` experts on the device, and in host memory at a share.
+
+    A CPU computes with experts in host memory, so they are as a CPU keeps them. Other parameters as ``weight_bytes``.
+    """
+
+    def placed(experts: int, kind: str, dtype: str) -> int:
+        part = (shape[0] // count * experts, *shape[1:])
+        return weight_bytes(name, form, part, kind=kind, dtype=dtype) if experts else 0
+
+    beside = num_in_ram(count, percent)
+    return placed(count - beside, kind, dtype), placed(beside, "torch-cpu", "float32")
 
 
 def slice_bytes(config: ModelConfig, weights: WeightTable, part: Slice, *, kind: str, dtype: str) -> int:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from edgepipe.planner.plan import Plan
     from edgepipe.planner.profiles import Machine
 
-_TRIED = (10, 20, 30, 40, 50, 60, 70, 80, 90, 100)  # percent of the layers; each stage's share is then refined
+_TRIED = (10, 20, 30, 40, 50, 60, 70, 80, 90, 100)  # percent of the experts; each stage's share is then refined
 _WORTH = 0.01  # smallest gain that justifies experts in host memory
 _ANY_BYTES = 1 << 60  # more than any machine has
 

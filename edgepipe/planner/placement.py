@@ -33,11 +33,11 @@ class NodeRoom:
 
     @property
     def ram_percent(self) -> int:
-        """Share of the layers whose experts the node keeps in host memory."""
+        """Share of each layer's experts that the node keeps in host memory."""
         return split_kind(self.packing)[1]
 
     def with_share(self, percent: int) -> NodeRoom:
-        """Return the node with the experts of so many percent of the layers in host memory."""
+        """Return the node with so many percent of each layer's experts in host memory."""
         return replace(self, packing=with_share(split_kind(self.packing)[0], percent))
 
     def sizes(self, config: ModelConfig, weights: WeightTable) -> ResidentSizes:
@@ -74,7 +74,7 @@ class Placed:
 
     node_id: NodeId
     part: Slice
-    ram_percent: int = 0  # of the layers, whose experts its node keeps in host memory
+    ram_percent: int = 0  # of each layer's experts, which its node keeps in host memory
 
 
 def place_by_plan(need: Need, nodes: Sequence[NodeRoom], plan: str) -> tuple[Placed, ...]:

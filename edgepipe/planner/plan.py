@@ -14,7 +14,6 @@ import numpy as np
 from edgepipe.backend.cost import layer_kinds
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
-from edgepipe.model.expert_places import num_in_ram
 from edgepipe.model.facts import LayerRange, Slice, make_slices
 from edgepipe.model.memory_classes import most_within
 from edgepipe.model.resident import ResidentSizes
@@ -45,7 +44,7 @@ class Constraints:
     exclude: tuple[str, ...] = ()  # names or ids
     layers: str = ""  # "a:0-14,b:15-29": complete placement by hand
     first: str = ""  # node of the first stage
-    experts_in_ram: str = ""  # "auto" or a share of the layers such as "40%"; empty: none, but as nodes are set
+    experts_in_ram: str = ""  # "auto" or a share of the experts such as "40%"; empty: none, but as nodes are set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +57,7 @@ class PlannedStage:
     kv_bytes: int  # for the plan's KV tokens
     step_s: float  # of one micro-batch
     alone_s: float  # of a single chat's token
-    ram_layers: int = 0  # layers whose experts are in host memory
-    ram_bytes: int = 0  # of these experts
+    ram_bytes: int = 0  # of experts in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +192,6 @@ def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machin
             kv_bytes=by_id[each.node_id].room.kv_bytes(demand.config, each.part.layers, wanted),
             step_s=many.step_s[index],
             alone_s=single.step_s[index],
-            ram_layers=num_in_ram(each.part.layers, each.ram_percent) if _has_experts(demand) else 0,
             ram_bytes=ram_stage_bytes(need, by_id[each.node_id].room, each.part.layers),
         )
         for index, each in enumerate(placed)
@@ -270,9 +267,7 @@ class _Search:
         self._demand = demand
         self._machines = machines
         self._layers = demand.config.num_layers
-        shares = (machine.room.ram_percent for machine in machines)
-        whole = all(percent in (0, 100) for percent in shares)  # else layers differ by the place of their experts
-        self._equal = whole and len(set(layer_kinds(demand.config, demand.weights))) == 1
+        self._equal = len(set(layer_kinds(demand.config, demand.weights))) == 1
         self._constraints = constraints
         self._check_count()
         self._first = machines.index(_named(machines, constraints.first)) if constraints.first else None
@@ -481,10 +476,6 @@ def _run_bytes(layers: Ints) -> list[Ints]:
     counts = range(1, len(layers) + 1)
     anywhere = np.array([(ends[count:] - ends[:-count]).max() for count in counts], dtype=np.int64)
     return [anywhere, ends[1:], ends[-1] - ends[-2::-1], ends[1:]]
-
-
-def _has_experts(demand: Demand) -> bool:
-    return any(spec.experts is not None for spec in demand.config.layers)
 
 
 def _engine_place(placed: Sequence[Placed], links: Links) -> NodeId:

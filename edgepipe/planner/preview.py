@@ -98,14 +98,14 @@ def plan_text(found: Plan) -> str:
 def experts_text(found: Plan) -> str:
     """Describe the experts in host memory, their size and the speed with and without; empty if the plan has none."""
     places = [
-        f"{stage.ram_layers} of {len(stage.part.layers)} layers in RAM of {stage.machine.name}, "
+        f"{stage.machine.room.ram_percent} % of the experts in RAM of {stage.machine.name}, "
         f"{format_bytes(stage.ram_bytes)}"
         for stage in found.stages
         if stage.ram_bytes
     ]
     if not places:
         return ""
-    text = f"experts of {'; of '.join(places)}: {found.tokens_per_s:.1f} tok/s"
+    text = f"{'; '.join(places)}: {found.tokens_per_s:.1f} tok/s"
     if (without := found.without_ram) is None:
         return text
     if without.tokens_per_s:
@@ -195,7 +195,6 @@ def _stage_as_dict(found: Plan, index: int) -> dict[str, Any]:
         "weight_bytes": stage.weight_bytes,
         "kv_bytes": stage.kv_bytes,
         "ram_percent": stage.machine.room.ram_percent,
-        "ram_layers": stage.ram_layers,
         "ram_bytes": stage.ram_bytes,
         "free_bytes": stage.machine.room.free_bytes,
         "step_s": stage.step_s,

@@ -69,7 +69,7 @@ class Speed(Protocol):
         ...
 
     def with_share(self, percent: int) -> Speed:
-        """Return the speed with the experts of so many percent of the layers in host memory."""
+        """Return the speed with so many percent of each layer's experts in host memory."""
         ...
 
     def with_expert_shares(self, shares: tuple[ExpertShare, ...]) -> Speed:
@@ -97,9 +97,9 @@ class TableSpeed:
         """See ``Speed.with_share``."""
         return TableSpeed(self._cost.with_share(percent), expert_shares=self._shares)
 
-    def ram_s(self, work: StepWork) -> Floats:
-        """Return the seconds [L] of each layer in which the CPU computes its experts."""
-        return np.array([layer.ram_s(work) for layer in self._layers])[self._kinds]
+    def wait_s(self, work: StepWork) -> Floats:
+        """Return the seconds [L] of each layer in which the device waits for the CPU's experts."""
+        return np.array([layer.wait_s(work) for layer in self._layers])[self._kinds]
 
     def parts(self, work: StepWork) -> StepParts:
         """Return the estimated times. See ``Speed.parts``."""
@@ -150,8 +150,8 @@ class MeasuredSpeed:
     ) -> None:
         """``cost``: by the device's data sheet. ``expert_shares``: that the model reads; None: as the probe did.
 
-        ``ram_percent``: of the layers, whose experts are in host memory, unlike in the measurement. Their measured time
-        shrinks by the experts' part in the data sheet, and the time in host memory is added.
+        ``ram_percent``: of each layer's experts, in host memory, unlike in the measurement. The measured time shrinks
+        by their part in the data sheet, and the time in which the device waits for them is added.
         """
         self._profile = profile
         self._cost, self._expert_shares, self._ram_percent = cost, expert_shares, ram_percent
@@ -188,8 +188,8 @@ class MeasuredSpeed:
         head_s = _at(profile.head, work.logit_rows) if work.logit_rows else 0.0
         layer_s = mean_s * sheet_s / sheet_s.mean()
         if self._split is not None:
-            ram_s = self._split.ram_s(work)
-            layer_s = layer_s * (self._sheet_s(work, self._split) - ram_s) / sheet_s + ram_s
+            wait_s = self._split.wait_s(work)
+            layer_s = layer_s * (self._sheet_s(work, self._split) - wait_s) / sheet_s + wait_s
         layer_s = layer_s + own
         return StepParts(base_s=profile.base_s, layer_s=layer_s, head_s=head_s)
 
@@ -310,7 +310,7 @@ class Machine:
         return self.room.name
 
     def with_share(self, percent: int) -> Machine:
-        """Return the machine with the experts of so many percent of the layers in host memory; 0: as its node is."""
+        """Return the machine with so many percent of each layer's experts in host memory; 0: as its node is."""
         if percent in (0, self.room.ram_percent):
             return self
         return replace(self, room=self.room.with_share(percent), speed=self.speed.with_share(percent))

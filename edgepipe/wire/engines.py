@@ -18,7 +18,7 @@ class StagePlacement:
 
     node_id: NodeId
     slices: tuple[Slice, ...]
-    ram_percent: int = 0  # of the layers, whose experts stay in host memory; 0: as the node is set
+    ram_percent: int = 0  # of each layer's experts, in host memory; 0: as the node is set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class StageState:
     address: str = ""
     weight_bytes: int = 0
     kv_bytes: int = 0
-    ram_percent: int = 0  # of the layers, whose experts are in host memory
+    ram_percent: int = 0  # of each layer's experts, in host memory
     busy: float = 0.0  # busy share of the last seconds
     step_ms: float = 0.0  # EWMA of compute
     upload_ms: float = 0.0  # EWMA of its outgoing link

@@ -34,7 +34,7 @@ _MOST_BLOCKS = 1024  # of the weighted sum
 class Runs:
     """Pairs sorted by expert, in runs of one expert; which experts have any is known on the device only."""
 
-    order: Tensor  # [P] int32: pairs, of which pair t * K + k is row t's k-th
+    order: Tensor  # [P] int32: pairs, of which pair t * K + k is row t's k-th; those left out are missing at the end
     runs: Tensor  # [most runs, 3] int32: expert, first place in ``order``, pairs
     count: Tensor  # [1] int32
     column_tiles: int  # 8 times so many pairs fit a run
@@ -94,7 +94,7 @@ class RoutingKernels:
         return chosen, weights
 
     def sort(self, chosen: Tensor, experts: int, found: Tensor) -> Runs:
-        """Sort the pairs of chosen [T, K] int64, whose rows adjoin; a row's experts differ.
+        """Sort the pairs of chosen [T, K] int64, whose rows adjoin; a row's experts differ, or are -1: left out.
 
         found [2] int32: gets the number of runs and of distinct experts
         """
@@ -127,7 +127,8 @@ class RoutingKernels:
     def add_weighted(self, results: Tensor, weights: Tensor, total: Tensor) -> None:
         """Add the sum of each row's results [P, O] bf16, times weights [T, K] float32, to total [T, O] bf16. O is even.
 
-        Results and weights are whole; rows of total begin at multiples of 4 bytes.
+        Results of weight 0 may be undefined. Results and weights are whole; rows of total begin at multiples of 4
+        bytes.
         """
         rows, used = weights.shape
         features = results.shape[1]

@@ -84,7 +84,7 @@ KERNEL(choose)(
 // Sort pairs by expert and cut each expert's to runs of up to ``most``. One block.
 //
 // chosen [pairs]; order [pairs]; runs [.., 3]: expert, first place in ``order``, count; found [2]: runs, and experts with
-// pairs. Pairs of one expert come in any order, which changes no result: see products.cu.
+// pairs. Pairs of one expert come in any order, which changes no result: see products.cu. Pairs of expert -1 are left out.
 KERNEL(sort_pairs)(const long long *chosen, int pairs, int experts, int most, int *order, int *runs, int *found) {
     SHARED_MEMORY(shared);
     int *own = reinterpret_cast<int *>(shared);  // pairs of each expert, then the next free place of each
@@ -94,7 +94,8 @@ KERNEL(sort_pairs)(const long long *chosen, int pairs, int experts, int most, in
     if (threadIdx.x == 0) *distinct = 0;
     for (int expert = threadIdx.x; expert < experts; expert += blockDim.x) own[expert] = 0;
     synchronise();
-    for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) add_shared(own + chosen[pair], 1);
+    for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x)
+        if (chosen[pair] >= 0) add_shared(own + chosen[pair], 1);
     synchronise();
     for (int expert = threadIdx.x; expert < experts; expert += blockDim.x)
         ends[expert] = make_int2(own[expert], (own[expert] + most - 1) / most);
@@ -128,10 +129,12 @@ KERNEL(sort_pairs)(const long long *chosen, int pairs, int experts, int most, in
     if (threadIdx.x == 0) found[0] = ends[experts - 1].y;
     synchronise();
     if (threadIdx.x == 0) found[1] = *distinct;
-    for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) order[add_shared(own + chosen[pair], 1)] = pair;
+    for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x)
+        if (chosen[pair] >= 0) order[add_shared(own + chosen[pair], 1)] = pair;
 }
 
 // Add sum over k of weights[row, k] * results[row, k] to total [rows, stride], in bf16, rounded once; features are even.
+// Results of weight 0 may be missing.
 KERNEL(add_weighted)(
     const u32 *results, const float *weights, int used, int features, int rows, u16 *total, int stride) {
     const int halves = features / 2;
@@ -143,6 +146,7 @@ KERNEL(add_weighted)(
         for (int k = 0; k < used; k++) {
             const u32 found = results[(row * used + k) * halves + half];
             const float weight = weights[row * used + k];
+            if (weight == 0.0f) continue;
             low += weight * bits_as_float(found << 16);
             high += weight * bits_as_float(found & 0xFFFF0000u);
         }

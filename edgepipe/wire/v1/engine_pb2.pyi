@@ -867,7 +867,7 @@ class StageState(_message.Message):
     hop_latency_s: _builtins.float
     """all of them together"""
     ram_percent: _builtins.int
-    """of the layers, whose experts are in host memory"""
+    """of each layer's experts, in host memory"""
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Slice]: ...
     @_builtins.property

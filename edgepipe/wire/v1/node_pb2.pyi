@@ -407,7 +407,7 @@ class PrepareRequest(_message.Message):
     kv: _builtins.str
     """form of the KV, as in ServeSpec"""
     ram_percent: _builtins.int
-    """of the layers, whose experts stay in host memory; 0: as the node is set"""
+    """of each layer's experts, in host memory; 0: as the node is set"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -601,7 +601,7 @@ class StagePlacement(_message.Message):
     RAM_PERCENT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     ram_percent: _builtins.int
-    """of the layers, whose experts stay in host memory"""
+    """of each layer's experts, in host memory"""
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Slice]: ...
     def __init__(

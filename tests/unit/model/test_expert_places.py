@@ -1,4 +1,4 @@
-"""Shares of layers whose experts stay in host memory: which layers, their sizes, and what reading them costs."""
+"""Shares of experts that stay in host memory: which experts, their sizes, and what reading them costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import named_device
 from edgepipe.errors import ConfigInvalid
-from edgepipe.model.expert_places import SETTING, chosen_share, in_ram, split_kind, with_share
+from edgepipe.model.expert_places import SETTING, chosen_share, num_in_ram, numbers_in_ram, split_kind, with_share
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.mixes import named_model
 from edgepipe.model.resident import resident_sizes
@@ -19,10 +19,24 @@ from edgepipe.model.resident import resident_sizes
 MIXTURE = named_model("qwen3-30b-a3b:q4_k_m")
 
 
-@given(st.integers(0, 100), st.integers(0, 60), st.integers(1, 60))
-def test_every_run_of_layers_has_about_the_share(percent: int, first: int, count: int) -> None:
-    found = sum(in_ram(layer, percent) for layer in range(first, first + count))
-    assert abs(found - count * percent / 100) < 1
+@given(st.integers(0, 100), st.integers(1, 512))
+def test_at_least_the_share_is_in_ram_and_groups_have_it_too(percent: int, count: int) -> None:
+    numbers = numbers_in_ram(count, percent)
+    assert len(numbers) == num_in_ram(count, percent)
+    assert 0 <= len(numbers) - count * percent / 100 < 1
+    for first in range(0, count, 8):
+        group = range(first, min(count, first + 8))
+        assert abs(len({*group} & {*numbers}) - len(group) * len(numbers) / count) < 2
+
+
+@given(st.integers(0, 100), st.lists(st.integers(0, 9), min_size=1, max_size=64))
+def test_the_experts_used_least_are_in_ram(percent: int, uses: list[int]) -> None:
+    numbers = numbers_in_ram(len(uses), percent, uses)
+    assert len(numbers) == num_in_ram(len(uses), percent)
+    assert list(numbers) == sorted({*numbers})
+    others = [uses[number] for number in range(len(uses)) if number not in numbers]
+    assert not others or all(uses[number] <= min(others) for number in numbers)
+    assert numbers_in_ram(len(uses), percent, [7] * len(uses)) == numbers_in_ram(len(uses), percent)
 
 
 @pytest.mark.parametrize(("text", "percent"), [("none", 0), ("all", 100), ("0%", 0), ("40%", 40), ("100%", 100)])
@@ -59,16 +73,13 @@ def test_sizes_split_into_device_and_ram(percent: int) -> None:
     every = resident_sizes(config, table, kind="torch-cuda", dtype="bfloat16")
     split = resident_sizes(config, table, kind=with_share("torch-cuda", percent), dtype="bfloat16")
     cpu = resident_sizes(config, table, kind="torch-cpu", dtype="float32")
+    moved = num_in_ram(128, percent)
     for layer in range(config.num_layers):
-        if in_ram(layer, percent):
-            assert split.layers[layer] == every.layers[layer] - every.experts[layer]
-            assert (split.experts[layer], split.in_ram[layer]) == (0, cpu.experts[layer])
-        else:
-            assert (split.layers[layer], split.experts[layer]) == (every.layers[layer], every.experts[layer])
-            assert split.in_ram[layer] == 0
+        assert split.in_ram[layer] == cpu.experts[layer] // 128 * moved
+        assert split.experts[layer] == every.experts[layer] // 128 * (128 - moved)
+        assert split.layers[layer] - split.experts[layer] == every.layers[layer] - every.experts[layer]
     whole = Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)
-    moved = sum(every.experts[layer] for layer in range(config.num_layers) if in_ram(layer, percent))
-    assert split.of_slice(whole) == every.of_slice(whole) - moved
+    assert every.of_slice(whole) - split.of_slice(whole) == sum(every.experts) // 128 * moved
 
 
 def test_estimates_read_the_experts_in_ram_more_slowly() -> None:
@@ -86,12 +97,10 @@ def test_estimates_read_the_experts_in_ram_more_slowly() -> None:
     ).weight_bytes([part])
 
 
-def test_layers_of_two_places_are_of_two_kinds() -> None:
-    config, table = MIXTURE
-    device = named_device("rtx4090")
-    kinds = [len(set(CostModel(config, device, weights=table, kind=kind).kinds)) for kind in _KINDS]
-    assert kinds[0] == kinds[2]
-    assert kinds[1] > kinds[0]
-
-
-_KINDS = ("torch-cuda", "torch-cuda/50", "torch-cuda/100")
+def test_a_shared_expert_stays_on_the_device() -> None:
+    config, table = named_model("glm-4.5-air:q4_k_m")
+    sizes = resident_sizes(config, table, kind="torch-cuda/100", dtype="bfloat16")
+    assert sum(sizes.experts) == 0
+    assert sizes.shared[0] == 0, "the first layer is dense"
+    assert 0 < sizes.shared[1] < sizes.layers[1]
+    assert sum(resident_sizes(*MIXTURE, kind="torch-cuda", dtype="bfloat16").shared) == 0

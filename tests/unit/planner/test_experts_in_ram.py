@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import named_device, parse_devices
+from edgepipe.backend.expert_wait import mean_wait_s
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.model.expert_places import with_share
+from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.mixes import named_model
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand
@@ -24,7 +29,7 @@ MODEL = "qwen3-30b-a3b:q8_0"  # 32 GB
 
 
 def planned(devices: str, percent: int) -> Plan:
-    """The plan for devices, the first of which keeps so many percent of the layers' experts in RAM."""
+    """The plan for devices, the first of which keeps so many percent of the experts in RAM."""
     config, weights = named_model(MODEL)
     there = known_cluster(parse_devices(devices), config, link=parse_link("1gbit,0.3ms"), weights=weights)
     kind = with_share("torch-cuda", percent)
@@ -69,7 +74,6 @@ def test_auto_takes_the_smallest_share_with_which_the_device_holds_the_rest() ->
     less = stage.machine.room.with_share(percent - 1).sizes(config, weights)
     assert less.of_slice(stage.part) + stage.kv_bytes > free
     assert stage.ram_bytes == sum(stage.machine.room.sizes(config, weights).in_ram)
-    assert stage.ram_layers == round(48 * percent / 100)
 
 
 def test_auto_leaves_experts_on_devices_that_are_as_fast_together() -> None:
@@ -94,7 +98,7 @@ def test_experts_fit_the_free_ram() -> None:
 
 def test_a_given_share_counts_where_the_device_is_too_small() -> None:
     (stage,) = chosen("rtx4090", "50%").stages
-    assert stage.ram_layers == 24
+    assert stage.machine.room.ram_percent == 50
     assert chosen("h100", "50%").stages[0].ram_bytes == 0
 
 
@@ -115,7 +119,7 @@ def test_a_placement_by_hand_gets_shares_where_they_are_needed() -> None:
 
 def test_the_plan_says_what_it_chose_and_why() -> None:
     words = experts_text(chosen("rtx4090", "auto"))
-    assert words == "experts of 17 of 48 layers in RAM of a, 10.9 GB: 43.3 tok/s; without: does not fit by 10.0 GB"
+    assert words == "34 % of the experts in RAM of a, 10.6 GB: 43.8 tok/s; without: does not fit by 10.0 GB"
     assert experts_text(chosen("2x rtx4090", "auto")) == ""
 
 
@@ -126,7 +130,18 @@ def test_a_model_that_does_not_fit_says_what_would() -> None:
         assert what in raised.value.next_step
 
 
-def test_a_step_takes_the_device_s_bytes_and_those_of_ram_in_turn() -> None:
+@given(st.integers(1, 8), st.integers(0, 8), st.integers(0, 8), st.floats(0, 3), st.floats(0, 3), st.floats(0, 20))
+def test_the_mean_wait_is_that_of_all_choices(
+    count: int, in_ram: int, read: int, ram_s: float, device_s: float, beside_s: float
+) -> None:
+    in_ram, read = min(in_ram, count), min(read, count)
+    found = mean_wait_s(read, count, in_ram, ram_s=ram_s, device_s=device_s, beside_s=beside_s)
+    away = [sum(expert < in_ram for expert in drawn) for drawn in combinations(range(count), read)]
+    waits = [max(0.0, some * ram_s - (read - some) * device_s - beside_s) for some in away]
+    assert found == pytest.approx(sum(waits) / len(waits))
+
+
+def test_places_side_by_side_take_the_longer_of_both() -> None:
     config, weights = named_model(MODEL)
     device = replace(named_device("rtx4090"), ram_bytes_per_s=50e9)
     cost = CostModel(config, device, weights=weights)
@@ -135,9 +150,25 @@ def test_a_step_takes_the_device_s_bytes_and_those_of_ram_in_turn() -> None:
     in_ram = sum(chosen("rtx4090", "50%").stages[0].machine.room.with_share(50).sizes(config, weights).in_ram)
     assert split.ram_read_s == pytest.approx(in_ram / 50e9)
     assert split.expert_read_s == pytest.approx(all_there.expert_read_s / 2)
+    work = StepWork.of_rows([0] * 64, [1] * 64, logit_rows=0)
+    share = split.distinct_share(64)
+    longer_s = split.crossing_s + max(0.0, split.ram_read_s - split.expert_read_s) * share
+    assert split.wait_s(work) == pytest.approx(longer_s, rel=0.01)
+    assert split.ram_s(work) < split.step_s(work) < all_there.step_s(work) + split.wait_s(work)
 
 
-def test_a_measured_layer_with_experts_in_ram_takes_its_rest_and_the_ram_s_time() -> None:
+def test_a_device_waits_for_nothing_that_takes_it_as_long() -> None:
+    config, weights = named_model("glm-4.5-air:q4_k_m")
+    fast = replace(named_device("rtx4090"), ram_bytes_per_s=1e15)
+    whole = Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)
+    split = replace(CostModel(config, fast, weights=weights).with_share(10).slice_cost(whole), ram_token_s=0.0)
+    one = StepWork.of_rows([0], [1], logit_rows=0)
+    assert split.beside_read_s > 0
+    assert split.crossing_s == pytest.approx(split.wait_s(one))
+    assert CostModel(config, fast, weights=weights).slice_cost(whole).wait_s(one) == 0
+
+
+def test_a_measured_layer_with_experts_in_ram_takes_its_rest_and_the_wait() -> None:
     config, weights = named_model(MODEL)
     cost = CostModel(config, named_device("rtx4090"), weights=weights)
     profile = LayerProfile(
@@ -151,6 +182,6 @@ def test_a_measured_layer_with_experts_in_ram_takes_its_rest_and_the_ram_s_time(
     speed = MeasuredSpeed(profile, cost)
     work = StepWork.of_rows([0], [1], logit_rows=0)
     before, after = speed.parts(work).layer_s, speed.with_share(50).parts(work).layer_s
-    ram_s = cost.with_share(50).slice_cost(chosen("rtx4090", "50%").stages[0].part).ram_s(work) / 24
-    assert after[0] == pytest.approx(before[0])  # even shares begin with a layer on the device
-    assert ram_s < after[1] < before[1] + ram_s
+    wait_s = cost.with_share(50).slice_cost(chosen("rtx4090", "50%").stages[0].part).wait_s(work) / 48
+    assert after == pytest.approx([after[0]] * 48)
+    assert wait_s < after[0] < before[0] + wait_s

@@ -243,6 +243,26 @@ def test_rows_without_an_order_choose_different_experts(value: float, library: H
     assert torch.isfinite(weights[1]).all()
 
 
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K", "Q4_K"), ("Q4_K", "MXFP4", "bf16")], ids="+".join)
+def test_experts_in_another_place_are_left_out(kinds: tuple[str, str, str], library: HostExperts) -> None:
+    made = Made(library, kinds, "silu")
+    x, chosen, weights = routes(9)
+    here = chosen < 2
+    assert 0 < int(here.any(dim=1).sum()) < 9, "some rows have none"
+    total = torch.zeros(9, HIDDEN).bfloat16()
+    made.experts.add(x, chosen.masked_fill(~here, -1), weights.masked_fill(~here, 0.0), total)
+    expected = made.expected(x, chosen, weights * here)
+    np.testing.assert_allclose(total.double().numpy(), expected, rtol=0.03, atol=0.02 * np.abs(expected).max())
+
+
+def test_results_of_weight_0_may_be_undefined(library: HostExperts) -> None:
+    results, total = torch.full((4, HIDDEN), float("nan")).bfloat16(), torch.ones(2, HIDDEN).bfloat16()
+    results[1] = 3.0
+    library.routing().add_weighted(results, torch.tensor([[0.0, 2.0], [0.0, 0.0]]), total)
+    assert total[:, 0].tolist() == [7.0, 1.0]
+    assert (total == total[:, :1]).all()
+
+
 def test_many_rows_are_the_sum_of_parts(library: HostExperts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgepipe_torch.expert_cuda._MOST_ROWS", 4)
     assert_adds(Made(library, ("bf16", "bf16", "bf16"), "silu"), 9)

@@ -18,6 +18,7 @@ from edgepipe_torch.expert_cuda import CudaExperts, ExpertMatrix  # noqa: E402
 from edgepipe_torch.paging import PAGE_TOKENS  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions  # noqa: E402
+from edgepipe.model.expert_places import SETTING  # noqa: E402
 from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
 from edgepipe.model.weights import open_hf_weights  # noqa: E402
 from tests.support.expert_models import write_expert_folder  # noqa: E402
@@ -89,12 +90,14 @@ def test_a_graph_serves_other_routes_than_it_was_recorded_with(num_rows: int, li
             assert torch.equal(total, expected)
 
 
-def test_a_backend_decodes_as_on_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", ["none", "50%", "all"])
+def test_a_backend_decodes_as_on_the_cpu(tmp_path: Path, share: str) -> None:
+    """With experts in host memory, too, and then without graphs."""
     weights = open_hf_weights(write_expert_folder(tmp_path / "model"))
     config = weights.config
     backends: list[TorchBackend] = []
     for name in ("cpu", "cuda"):
-        backend = TorchBackend(BackendOptions(device=name))
+        backend = TorchBackend(BackendOptions(device=name, settings={SETTING: share} if name == "cuda" else {}))
         (part,) = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
         backend.load([part], weights, lambda _progress: None)
         backend.allocate_kv(num_blocks=8, block_size=PAGE_TOKENS)
@@ -104,6 +107,6 @@ def test_a_backend_decodes_as_on_the_cpu(tmp_path: Path) -> None:
         rows = [step_row(position, 1, (index, 1), sequence=index + 1) for index in range(5)]
         cpu, gpu = (run_step(backend, make_step(rows), ids) for backend in backends)
         assert float(np.abs(gpu - cpu).max()) < 0.1 * float(np.abs(cpu).max())
-    assert backends[1]._graphs
+    assert bool(backends[1]._graphs) == (share == "none")
     for backend in backends:
         backend.close()

@@ -1,4 +1,4 @@
-"""Experts in host memory: the same tokens as with all weights in one place; a CPU stands in for the device."""
+"""Experts in two places: the same tokens as with all weights in one place; a CPU stands in for the device."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
 from edgepipe_torch.decoder import SliceWeights  # noqa: E402
-from edgepipe_torch.expert_ram import ExpertsInRam  # noqa: E402
+from edgepipe_torch.expert_ram import ExpertsInRam, Sent  # noqa: E402
+from edgepipe_torch.feed_forward import Mixture  # noqa: E402
 from edgepipe_torch.linear import Workspace  # noqa: E402
 from edgepipe_torch.loading import load_slices  # noqa: E402
 from edgepipe_torch.rope import Rotations  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory  # noqa: E402
-from edgepipe.model.expert_places import SETTING, in_ram  # noqa: E402
-from edgepipe.model.facts import LayerRange, Slice, make_slices  # noqa: E402
+from edgepipe.model.expert_places import SETTING, num_in_ram, numbers_in_ram  # noqa: E402
+from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
 from edgepipe.model.resident import resident_sizes  # noqa: E402
 from edgepipe.model.tensors import WeightSource  # noqa: E402
 from edgepipe.model.weight_table import table_of  # noqa: E402
@@ -34,30 +35,51 @@ from tests.support.expert_models import (  # noqa: E402
     write_expert_folder,
     write_expert_gguf,
 )
+from tests.support.family_files import write_family_folder, write_family_gguf  # noqa: E402
 from tests.support.steps import make_step, run_step, step_row  # noqa: E402
 from tests.support.torch_paging import cpu_paging  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-WHOLE = Slice(index=0, layers=LayerRange(0, 2), embedding=True, head=True)
+    from edgepipe.model.facts import Slice
+
 CPU = torch.device("cpu")
+EXPERT_TENSORS = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
 
 
-@pytest.fixture(params=["floats", "packed"])
-def source(request: pytest.FixtureRequest, tmp_path: Path) -> WeightSource:
-    if request.param == "floats":
-        return open_weights(write_expert_folder(tmp_path / "folder"))
+def opened(kind: str, folder: Path) -> WeightSource:
+    """A tiny mixture of a family, in floats or with packed experts."""
+    family, _, form = kind.partition(" ")
+    if family != "qwen3_moe":
+        packed = EXPERT_TENSORS if form == "packed" else ()
+        return open_weights(
+            write_family_gguf(folder / "m.gguf", family, packed=packed)
+            if packed
+            else write_family_folder(folder, family)
+        )
+    if form == "floats":
+        return open_weights(write_expert_folder(folder / "folder"))
     weights = whole_weights(expert_config(), stored_tensors(expert_config()))
-    return open_weights(write_expert_gguf(tmp_path / "m.gguf", weights, scheme="Q8_0"))
+    return open_weights(write_expert_gguf(folder / "m.gguf", weights, scheme="Q8_0"))
+
+
+@pytest.fixture(params=["qwen3_moe floats", "qwen3_moe packed"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> WeightSource:
+    return opened(request.param, tmp_path)
+
+
+def whole(source: WeightSource) -> Slice:
+    count = source.config.num_layers
+    return make_slices([LayerRange(0, count)], count)[0]
 
 
 def decoded(source: WeightSource, *, dtype: str, share: str) -> tuple[list[list[int]], np.ndarray]:
     """Greedy tokens of three sequences after prompts, and the last logits."""
     backend = TorchBackend(BackendOptions(device="cpu", dtype=dtype, settings={SETTING: share}))
-    backend.load([WHOLE], source, lambda _progress: None)
+    backend.load([whole(source)], source, lambda _progress: None)
     backend.allocate_kv(num_blocks=6, block_size=16)
-    prompts = np.random.default_rng(1).integers(0, 96, (3, 7)).astype(np.int32)
+    prompts = np.random.default_rng(1).integers(0, source.config.vocab_size, (3, 7)).astype(np.int32)
     rows = [step_row(0, 7, (2 * index, 2), sequence=index + 1) for index in range(3)]
     logits = run_step(backend, make_step(rows), prompts.reshape(-1))[6::7]
     tokens = [logits.argmax(-1).tolist()]
@@ -69,12 +91,22 @@ def decoded(source: WeightSource, *, dtype: str, share: str) -> tuple[list[list[
     return tokens, logits
 
 
-@pytest.mark.parametrize("share", ["all", "50%"])
-def test_ids_are_those_of_one_place(source: WeightSource, share: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "shares"),
+    [
+        ("qwen3_moe floats", ["50%", "all"]),
+        ("qwen3_moe packed", ["25%", "50%", "all"]),
+        ("glm4_moe packed", ["50%", "all"]),  # with a shared expert, groups, and a dense layer
+        ("gpt_oss floats", ["50%"]),  # with biases
+    ],
+)
+def test_ids_are_those_of_one_place(kind: str, shares: list[str], tmp_path: Path) -> None:
+    source = opened(kind, tmp_path)
     tokens, logits = decoded(source, dtype="float32", share="none")
-    split_tokens, split = decoded(source, dtype="float32", share=share)
-    assert split_tokens == tokens
-    np.testing.assert_allclose(split, logits, rtol=1e-4, atol=1e-4 * float(np.abs(logits).max()))
+    for share in shares:
+        split_tokens, split = decoded(source, dtype="float32", share=share)
+        assert split_tokens == tokens
+        np.testing.assert_allclose(split, logits, rtol=1e-4, atol=1e-4 * float(np.abs(logits).max()))
 
 
 def ring_tokens(source: WeightSource, shares: tuple[str, str]) -> list[int]:
@@ -101,13 +133,13 @@ def ring_tokens(source: WeightSource, shares: tuple[str, str]) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("shares", [("all", "none"), ("none", "all"), ("all", "all")])
+@pytest.mark.parametrize("shares", [("all", "none"), ("none", "50%"), ("50%", "all")])
 def test_ids_of_two_stages_are_those_without_a_share(source: WeightSource, shares: tuple[str, str]) -> None:
     with counted_ram_steps() as steps:
         without = ring_tokens(source, ("none", "none"))
         assert not steps
         assert ring_tokens(source, shares) == without
-        assert len(steps) == 12 * shares.count("all")
+        assert len(steps) == 12 * (2 - shares.count("none"))
 
 
 @contextmanager
@@ -116,9 +148,9 @@ def counted_ram_steps() -> Iterator[list[int]]:
     rows: list[int] = []
     original = ExpertsInRam.add
 
-    def counting(self: ExpertsInRam, x: Tensor, chosen: Tensor, weights: Tensor, total: Tensor) -> None:
-        rows.append(len(x))
-        original(self, x, chosen, weights, total)
+    def counting(self: ExpertsInRam, sent: Sent, total: Tensor) -> None:
+        rows.append(len(sent.x))
+        original(self, sent, total)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ExpertsInRam, "add", counting)
@@ -134,7 +166,7 @@ def test_activations_cross_to_a_device_of_another_type(tmp_path: Path) -> None:
 
 def loaded(source: WeightSource, *, dtype: dtype, ram_percent: int) -> SliceWeights:
     (found,) = load_slices(
-        [WHOLE],
+        [whole(source)],
         source,
         lambda _progress: None,
         dtype=dtype,
@@ -146,29 +178,78 @@ def loaded(source: WeightSource, *, dtype: dtype, ram_percent: int) -> SliceWeig
     return found
 
 
-def test_layers_of_the_share_have_their_experts_in_ram(source: WeightSource) -> None:
-    found = loaded(source, dtype=torch.float32, ram_percent=50)
-    places = [isinstance(layer.feed_forward._experts, ExpertsInRam) for layer in found.layers]  # type: ignore[attr-defined]
-    assert places == [in_ram(index, 50) for index in range(2)] == [False, True]
-    assert found.waits
+def held(source: WeightSource, percent: int) -> list[tuple[int, int]]:
+    """Bytes of each layer's experts on the device and in RAM."""
+    found: list[tuple[int, int]] = []
+    for layer in loaded(source, dtype=torch.float32, ram_percent=percent).layers:
+        mixture = layer.feed_forward
+        assert isinstance(mixture, Mixture)
+        places = (mixture._experts, mixture._in_ram)
+        own, beside = (sum(each.num_bytes for each in place.linears) if place else 0 for place in places)
+        assert sum(each.num_bytes for each in mixture.linears) == own + beside
+        found.append((own, beside))
+    return found
 
 
-def test_ram_holds_what_is_counted(tmp_path: Path) -> None:
-    weights = whole_weights(expert_config(), stored_tensors(expert_config()))
-    source = open_weights(write_expert_gguf(tmp_path / "m.gguf", weights, scheme="Q8_0"))
-    found = loaded(source, dtype=torch.float32, ram_percent=100)
-    table = table_of(source.weights(WHOLE))
-    sizes = resident_sizes(source.config, table, kind="torch-cuda/100", dtype="bfloat16")
-    mixtures = [layer.feed_forward for layer in found.layers if layer.feed_forward]
-    held = [sum(each.num_bytes for each in mixture.linears) for mixture in mixtures]
-    assert tuple(held) == sizes.in_ram
+@pytest.mark.parametrize("percent", [0, 25, 50, 100])
+def test_every_layer_has_the_share_of_its_experts_in_ram(source: WeightSource, percent: int) -> None:
+    (everything, none), *_ = held(source, 0)
+    assert none == 0
+    moved = everything // 4 * num_in_ram(4, percent)
+    assert held(source, percent) == [(everything - moved, moved)] * 2
+
+
+def test_a_stage_with_experts_in_ram_waits(source: WeightSource) -> None:
+    assert all(loaded(source, dtype=torch.float32, ram_percent=percent).waits for percent in (25, 100))
+
+
+@pytest.mark.parametrize("percent", [50, 100])
+def test_ram_holds_what_is_counted(tmp_path: Path, percent: int) -> None:
+    source = opened("qwen3_moe packed", tmp_path)
+    table = table_of(source.weights(whole(source)))
+    sizes = resident_sizes(source.config, table, kind=f"torch-cuda/{percent}", dtype="bfloat16")
+    assert tuple(beside for _, beside in held(source, percent)) == sizes.in_ram
+
+
+def test_experts_of_both_places_count(source: WeightSource) -> None:
+    """Experts that a step of many rows reads: all, in both places."""
+    backend = TorchBackend(BackendOptions(device="cpu", settings={SETTING: "50%"}))
+    backend.load([whole(source)], source, lambda _progress: None)
+    backend.allocate_kv(num_blocks=8, block_size=16)
+    step = make_step([step_row(0, 64, (0, 4))], logit_rows=list(range(64)))
+    output = backend.collect(backend.submit(backend.prepare(step), np.arange(64, dtype=np.int32)))
+    assert output.expert_share == 1.0
+
+
+def test_rows_whose_experts_are_all_in_one_place(source: WeightSource) -> None:
+    """Neither place computes for rows that chose none of its experts, and a neighbour's results do not reach them."""
+    layer = loaded(source, dtype=torch.float32, ram_percent=50).layers[0]
+    mixture = layer.feed_forward
+    assert isinstance(mixture, Mixture)
+    in_ram, on_device = mixture._in_ram, mixture._experts
+    assert in_ram is not None
+    assert on_device is not None
+    beside = list(numbers_in_ram(4, 50))
+    own = sorted({0, 1, 2, 3} - {*beside})
+    x, weights = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)), torch.full((3, 2), 0.5)
+    x[2] = float("nan")
+    for chosen in ([own, own, own], [beside, beside, beside], [own, beside, own], [beside, own, beside]):
+        numbers = torch.tensor(chosen)
+        parts = torch.zeros(3, 64), torch.zeros(3, 64)
+        on_device.add(x.clone(), *in_ram.on_device(numbers, weights), parts[0])
+        in_ram.add(in_ram.send(x.clone(), numbers, weights), parts[1])
+        for row in range(2):
+            here, there = (0, 1) if chosen[row] == own else (1, 0)
+            assert torch.isfinite(parts[here][row]).all()
+            assert parts[here][row].any()
+            assert not parts[there][row].any()
 
 
 def test_a_stage_that_waits_records_no_graphs(tmp_path: Path) -> None:
     source = open_weights(write_expert_folder(tmp_path))
     options = BackendOptions(device="cpu", settings={SETTING: "all"})
     backend = TorchBackend(options, paging=cpu_paging(page_tokens=16))
-    backend.load([WHOLE], source, lambda _progress: None)
+    backend.load([whole(source)], source, lambda _progress: None)
     backend.allocate_kv(num_blocks=4, block_size=16)
     assert backend._graphs == {}
 
@@ -178,6 +259,7 @@ def test_bad_settings_and_too_little_ram(tmp_path: Path, monkeypatch: pytest.Mon
         TorchBackend(BackendOptions(device="cpu", settings={SETTING: "much"}))
     backend = TorchBackend(BackendOptions(device="cpu", settings={SETTING: "all"}))
     monkeypatch.setattr("edgepipe_torch.backend.free_bytes", lambda _device: 10)
-    monkeypatch.setattr(backend, "_in_ram", lambda info: "experts" in info.name)
+    monkeypatch.setattr(backend, "_placed_bytes", lambda _info, _config: (0, 1))
+    source = open_weights(write_expert_folder(tmp_path))
     with pytest.raises(DeviceOutOfMemory, match="the experts do not fit RAM"):
-        backend.load([WHOLE], open_weights(write_expert_folder(tmp_path)), lambda _progress: None)
+        backend.load([whole(source)], source, lambda _progress: None)
