@@ -73,7 +73,7 @@ def plan(
     data_dir: DataDir = None,
 ) -> None:
     """Show where layers would go, and the predicted speed."""
-    from edgepipe.model.expert_places import checked_choice
+    from edgepipe.model.expert_places import check_has_experts, checked_choice
     from edgepipe.planner.plan import Constraints
 
     if link and not emulate:
@@ -98,6 +98,7 @@ def plan(
         cluster = _imagined(model, emulate, link or "1gbit,0.3ms", kv)
     else:
         cluster = _surveyed(model, dtype, kv, data_dir, fresh=measure)
+    check_has_experts(constraints.experts_in_ram, cluster.config)
     demand = make_demand(cluster, objective=objective, context=context, concurrency=concurrency)
     _show(cluster if not force else _all_memory(cluster), demand, constraints, what_if=what_if, as_json=as_json)
 
@@ -170,7 +171,8 @@ def _show(cluster: Cluster, demand: Demand, constraints: Constraints, *, what_if
         shown = preview(demand, cluster, constraints)
     except NoFeasiblePlacement as error:
         if other is None:
-            _show_shortage(cluster, demand, constraints, as_json=as_json)
+            if not constraints.experts_in_ram:  # else the error has the sums of the share
+                _show_shortage(cluster, demand, constraints, as_json=as_json)
             raise
         found = preview(demand, other, replace(constraints, layers=""))
         shown = replace(found, changes=what_if, without=error.what)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from edgepipe.errors import ConfigInvalid
+from edgepipe.model.facts import ModelConfig
 
 SETTING = "experts_in_ram"
 """The backend's setting: "none", "all", or a share of each layer's experts such as "40%"."""
@@ -46,6 +47,14 @@ def checked_choice(wanted: str) -> str:
             next_step="give auto, none, all, or a share of the experts such as 40%",
         ) from error
     return as_setting(percent) if percent else ""
+
+
+def check_has_experts(wanted: str, config: ModelConfig) -> None:
+    """Check that a model has the experts that a choice of ``checked_choice`` is about. Raises ConfigInvalid."""
+    if wanted not in ("", AUTO) and all(spec.experts is None for spec in config.layers):
+        raise ConfigInvalid(
+            "--experts-in-ram is for mixtures of experts", fact="this model has none", next_step="leave it out"
+        )
 
 
 def as_setting(percent: int) -> str:

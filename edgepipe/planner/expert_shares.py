@@ -12,7 +12,8 @@ from edgepipe.model.expert_places import AUTO, SETTING, chosen_share
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.placement import Need, NodeRoom, Placed, place_by_plan, ram_stage_bytes, stage_bytes
-from edgepipe.planner.shortage import shortage_of
+from edgepipe.planner.shortage import IN_RAM, least_share, share_bytes, shortage_of
+from edgepipe.units import format_bytes
 
 if TYPE_CHECKING:
     from edgepipe.planner.plan import Plan
@@ -92,14 +93,11 @@ def plan_with_shares(
         least_per_s = without.tokens_per_s * (1 + _WORTH) if without is not None else 0.0
         if found is None or found.plan.tokens_per_s <= least_per_s:
             if missing is not None:
-                raise missing
+                raise _without_advice(missing)
             assert without is not None
             return without
     else:
-        percent = chosen_share({SETTING: wanted})
-        shared = _with_share(machines, dict.fromkeys(small, percent))
-        least = _least(demand, search(shared, explain=False), machines, small, (0, percent), describe)
-        found = Shared(least, shared)
+        found = _with_given(demand, machines, small, chosen_share({SETTING: wanted}), search, describe)
     short = shortage_of(demand, machines, num_nodes=num_nodes).missing_bytes if without is None else 0
     compared = Without(tokens_per_s=without.tokens_per_s if without is not None else 0.0, missing_bytes=short)
     reasons = search(found.machines, explain=True).left_out if explain else ()
@@ -111,6 +109,36 @@ def _fastest(
 ) -> Shared | None:
     found = _plans(demand, machines, small, search, describe) if small else iter(())
     return max(found, key=lambda each: each.plan.tokens_per_s, default=None)
+
+
+def _with_given(
+    demand: Demand,
+    machines: Sequence[Machine],
+    small: frozenset[NodeId],
+    percent: int,
+    search: Search,
+    describe: Describe,
+) -> Shared:
+    """Return the plan with a given share. Raises NoFeasiblePlacement, which names the share that fits."""
+    shared = _with_share(machines, dict.fromkeys(small, percent))
+    try:
+        return Shared(_least(demand, search(shared, explain=False), machines, small, (0, percent), describe), shared)
+    except NoFeasiblePlacement as error:
+        rooms = [machine.room for machine in machines if machine.node_id in small]
+        what, fact = error.what, error.fact
+        wanted, free = (share_bytes(demand, rooms, percent), sum(room.ram_bytes for room in rooms)) if rooms else (0, 0)
+        if wanted > free and len(rooms) == len(machines):
+            what = f"{percent} % of the experts do not fit the RAM"
+            fact = f"they need {format_bytes(wanted)}, {format_bytes(free)} of RAM are free"
+        best = _fastest(demand, machines, small, search, describe)
+        fits = max((stage.machine.room.ram_percent for stage in best.plan.stages), default=0) if best else 0
+        advice = f"give --experts-in-ram auto, which takes {fits} %" if fits else error.next_step
+        raise NoFeasiblePlacement(what, fact=fact, next_step=advice) from error
+
+
+def _without_advice(error: NoFeasiblePlacement) -> NoFeasiblePlacement:
+    """Return the error without the advice that did not help."""
+    return NoFeasiblePlacement(error.what, fact=error.fact, next_step=error.next_step.replace(f"{IN_RAM}, or ", ""))
 
 
 def place_with_shares(need: Need, rooms: Sequence[NodeRoom], layers: str, wanted: str) -> tuple[Placed, ...]:
@@ -136,14 +164,21 @@ def rooms_as_placed(rooms: Sequence[NodeRoom], placed: Sequence[Placed]) -> list
 def _plans(
     demand: Demand, machines: Sequence[Machine], small: frozenset[NodeId], search: Search, describe: Describe
 ) -> Iterator[Shared]:
-    """Yield the best plan of each tried share, with each stage's share refined."""
-    for percent in _TRIED:
+    """Yield the best plan of each tried share, with each stage's share refined.
+
+    If none is feasible, the first feasible one between them.
+    """
+    found = False
+    for percent in (*_TRIED, *range(least_share(demand, machines) or 101, 101)):
+        if found and percent not in _TRIED:
+            return
         shared = _with_share(machines, dict.fromkeys(small, percent))
         try:
-            found = search(shared, explain=False)
+            best = search(shared, explain=False)
         except NoFeasiblePlacement:
             continue
-        yield Shared(_least(demand, found, machines, small, range(percent + 1), describe), shared)
+        found = True
+        yield Shared(_least(demand, best, machines, small, range(percent + 1), describe), shared)
 
 
 def _least(

@@ -9,7 +9,7 @@ from edgepipe.ids import NodeId
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.expert_shares import rooms_as_placed
-from edgepipe.planner.placement import Need, NodeRoom, Placed, ram_stage_bytes, stage_bytes
+from edgepipe.planner.placement import Need, NodeRoom, Placed, ram_stage_bytes, stage_weight_bytes
 
 LEAST_GAIN = 0.05
 """Smallest gain worth reporting: forecasts are not more accurate."""
@@ -61,7 +61,7 @@ def move_cost(
             continue
         room = next(iter(rooms_as_placed([rooms[node_id]], after)))
         num_bytes = sum(
-            stage_bytes(need, room, part.part) + ram_stage_bytes(need, room, part.part.layers) for part in parts
+            stage_weight_bytes(need, room, part.part) + ram_stage_bytes(need, room, part.part.layers) for part in parts
         )
         fetch_s = fetch_bytes(node_id, [part.part for part in parts]) / fetch_bytes_per_s
         load_s = max(load_s, num_bytes / _DISK_BYTES_PER_S + fetch_s)

@@ -102,8 +102,12 @@ def place_by_plan(need: Need, nodes: Sequence[NodeRoom], plan: str) -> tuple[Pla
 
 def stage_bytes(need: Need, node: NodeRoom, part: Slice) -> int:
     """Return the memory of a slice on a node: weights, embedding and head included, and the required KV."""
-    kv = node.kv_bytes(need.config, part.layers, need.kv_tokens)
-    return node.sizes(need.config, need.weights).of_slice(part) + kv
+    return stage_weight_bytes(need, node, part) + node.kv_bytes(need.config, part.layers, need.kv_tokens)
+
+
+def stage_weight_bytes(need: Need, node: NodeRoom, part: Slice) -> int:
+    """Return the bytes of a slice's weights in a node's device memory."""
+    return node.sizes(need.config, need.weights).of_slice(part)
 
 
 def ram_stage_bytes(need: Need, node: NodeRoom, layers: LayerRange) -> int:

@@ -24,7 +24,7 @@ from edgepipe.planner.hosts import hop_host_s, turn_host_s
 from edgepipe.planner.partition import EXACT_DEVICES, ExactSearch, Ints, Partition, PartitionProblem, UnequalLayers
 from edgepipe.planner.partition_many import ManySearch
 from edgepipe.planner.partition_unequal import ManyUnequalSearch, UnequalSearch, earliest_within
-from edgepipe.planner.placement import Need, NodeRoom, Placed, ram_stage_bytes, stage_bytes
+from edgepipe.planner.placement import Need, NodeRoom, Placed, ram_stage_bytes, stage_weight_bytes
 from edgepipe.planner.profiles import Links, Machine, Speed, StepParts
 from edgepipe.planner.shortage import too_small
 from edgepipe.scheduler.sizing import most_micro_batches
@@ -501,7 +501,7 @@ def _need(demand: Demand, kv_tokens: int) -> Need:
 
 
 def _weight_bytes(demand: Demand, room: NodeRoom, part: Slice) -> int:
-    return stage_bytes(_need(demand, 0), room, part)
+    return stage_weight_bytes(_need(demand, 0), room, part)
 
 
 def _kv_room(demand: Demand, placed: Sequence[Placed], machines: Mapping[NodeId, Machine]) -> int:

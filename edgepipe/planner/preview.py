@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgepipe.errors import NoFeasiblePlacement
+from edgepipe.model.expert_places import AUTO
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.layout import slice_parameters
 from edgepipe.model.memory_classes import state_slots
@@ -32,15 +33,19 @@ class Preview:
     helps: tuple[Alternative, ...] = ()
     changed: Plan | None = None  # the same cluster with ``--what-if``
     changes: str = ""
+    note: str = ""  # on a wish that changes nothing
     without: str = ""  # why the model does not fit without the changes; ``plan`` then includes them
 
 
 def preview(demand: Demand, cluster: Cluster, constraints: Constraints, *, compare: bool = True) -> Preview:
     """Make a plan and compare it with others. Raises the errors of ``plan``."""
     found = plan(demand, cluster.machines, cluster.links, constraints)
+    wanted = constraints.experts_in_ram
+    idle = wanted not in ("", AUTO) and not any(stage.ram_bytes for stage in found.stages)
     return Preview(
         model=cluster.model,
         plan=found,
+        note="no experts in RAM: every device holds its layers" if idle else "",
         alternatives=tuple(alternatives(demand, cluster, found, constraints)) if compare else (),
         helps=tuple(helps(demand, cluster, found, constraints)) if compare and not constraints.layers else (),
     )
@@ -50,6 +55,7 @@ def preview_as_dict(shown: Preview) -> dict[str, Any]:
     """Convert a preview to plain values; seconds, bytes and tokens as numbers."""
     return {
         "model": shown.model,
+        "note": shown.note,
         **plan_as_dict(shown.plan),
         "alternatives": [
             {"what": option.what, "why_not": option.why_not, **_rates(option.plan)} for option in shown.alternatives

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.mixes import mix_table
 from edgepipe.planner.demand import Demand
-from edgepipe.planner.placement import Need, stage_bytes
+from edgepipe.planner.placement import Need, NodeRoom, ram_stage_bytes, stage_bytes, stage_weight_bytes
 from edgepipe.planner.profiles import Machine
 from edgepipe.units import format_bytes
 
@@ -17,7 +18,7 @@ _SIZES_GB = (8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 512)  # common me
 _HEADROOM = 1.06  # total memory over usable memory
 _SHORT_CONTEXT = 4096  # tokens: a long chat
 _WORTH_CLOSING_BYTES = 500_000_000
-_IN_RAM = "--experts-in-ram auto"
+IN_RAM = "--experts-in-ram auto (slower)"
 _SMALL_MIX = "q4_k_m"  # as good as larger types for most uses (docs/which-file.md)
 
 
@@ -59,7 +60,7 @@ class Shortage:
 def shortage_of(demand: Demand, machines: Sequence[Machine], *, num_nodes: int = 0) -> Shortage:
     """Return the shortage for the required context, over the ``num_nodes`` roomiest machines (0: all)."""
     able = sorted(machines, key=lambda machine: -machine.room.free_bytes)[: num_nodes or None]
-    weight_bytes, kv_bytes = _whole(demand, able, demand.least_kv_tokens)
+    weight_bytes, kv_bytes = _whole_bytes(demand, able, demand.least_kv_tokens)
     found = Shortage(
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
@@ -83,13 +84,46 @@ def too_small(demand: Demand, machines: Sequence[Machine], *, num_nodes: int = 0
     )
 
 
-def _whole(demand: Demand, machines: Sequence[Machine], kv_tokens: int) -> tuple[int, int]:
+def least_share(demand: Demand, machines: Sequence[Machine]) -> int | None:
+    """Return the smallest percentage of the experts that must be in host memory; None if no percentage suffices.
+
+    By sums over all machines, without losses by cuts between layers.
+    """
+    rooms = [machine.room for machine in machines]
+    able = [room for room in rooms if room.ram_bytes and not room.ram_percent]
+    if not able or all(spec.experts is None for spec in demand.config.layers):
+        return None
+    need, whole = Need(config=demand.config, kv_tokens=demand.least_kv_tokens, weights=demand.weights), _whole(demand)
+    free = sum(max(0, room.free_bytes) for room in rooms)
+
+    def on_device(percent: int) -> int:
+        return min(stage_bytes(need, room.with_share(percent), whole) for room in able)
+
+    percents = range(1, 101)
+    index = bisect_left(percents, True, key=lambda percent: on_device(percent) <= free)
+    if index == len(percents):
+        return None
+    if len(able) == len(rooms) and share_bytes(demand, able, percents[index]) > sum(room.ram_bytes for room in able):
+        return None
+    return percents[index]
+
+
+def share_bytes(demand: Demand, rooms: Sequence[NodeRoom], percent: int) -> int:
+    """Return the host memory of so many percent of all experts, on the node where they take least."""
+    need = Need(config=demand.config, kv_tokens=0, weights=demand.weights)
+    return min(ram_stage_bytes(need, room.with_share(percent), _whole(demand).layers) for room in rooms)
+
+
+def _whole(demand: Demand) -> Slice:
+    return Slice(index=0, layers=LayerRange(0, demand.config.num_layers), embedding=True, head=True)
+
+
+def _whole_bytes(demand: Demand, machines: Sequence[Machine], kv_tokens: int) -> tuple[int, int]:
     """Return the bytes of weights and of KV, on the machine where they take most."""
-    whole = Slice(index=0, layers=LayerRange(0, demand.config.num_layers), embedding=True, head=True)
-    weights_only = Need(config=demand.config, kv_tokens=0, weights=demand.weights)
-    room = max(machines, key=lambda machine: stage_bytes(weights_only, machine.room, whole)).room
-    weight_bytes = stage_bytes(weights_only, room, whole)
-    return weight_bytes, stage_bytes(replace(weights_only, kv_tokens=kv_tokens), room, whole) - weight_bytes
+    whole = _whole(demand)
+    need = Need(config=demand.config, kv_tokens=kv_tokens, weights=demand.weights)
+    room = max(machines, key=lambda machine: stage_weight_bytes(need, machine.room, whole)).room
+    return stage_weight_bytes(need, room, whole), room.kv_bytes(demand.config, whole.layers, kv_tokens)
 
 
 def _layer_bytes(demand: Demand, machines: Sequence[Machine]) -> int:
@@ -121,14 +155,14 @@ def _helps(demand: Demand, machines: Sequence[Machine], short: Shortage) -> Iter
         saved = sum(max(0, machine.room.free_bytes) for machine in wide)  # the same memory then holds twice the layers
         yield Help(what="--dtype bfloat16 (slower on CPUs)", gain_bytes=saved, enough=saved >= missing)
     small = replace(demand, weights=mix_table(demand.config, _SMALL_MIX))
-    saved = short.weight_bytes - _whole(small, machines, 0)[0]
+    saved = short.weight_bytes - _whole_bytes(small, machines, 0)[0]
     if saved > 0:
         yield Help(what=f"take a 4-bit type of it (:{_SMALL_MIX})", gain_bytes=saved, enough=saved >= missing)
     saved = _movable_bytes(demand, machines)
     if saved > 0:
-        yield Help(what=f"{_IN_RAM} (slower)", gain_bytes=saved, enough=saved >= missing)
+        yield Help(what=IN_RAM, gain_bytes=saved, enough=least_share(demand, machines) is not None)
     if demand.least_kv_tokens > _SHORT_CONTEXT:
-        saved = short.kv_bytes - _whole(demand, machines, _SHORT_CONTEXT)[1]
+        saved = short.kv_bytes - _whole_bytes(demand, machines, _SHORT_CONTEXT)[1]
         yield Help(what=f"--context {_SHORT_CONTEXT}", gain_bytes=saved, enough=saved >= missing)
     size = next((size for size in _SIZES_GB if size * 1e9 / _HEADROOM >= missing), 0)
     if size:

@@ -41,7 +41,7 @@ def render_preview(shown: Preview) -> Iterator[RenderableType]:
         yield Text(f"fits only with the changes ({shown.changes}); now {shown.without}", style="yellow")
     yield Text()
     yield _machines(found)
-    if words := experts_text(found):
+    if words := experts_text(found) or shown.note:
         yield Text(words, style="yellow")
     yield from _left_out(found)
     if len(found.stages) > 1:

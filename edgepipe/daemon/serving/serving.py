@@ -31,7 +31,7 @@ from edgepipe.errors import (
 )
 from edgepipe.ids import Epoch, IdSource, PipelineId
 from edgepipe.link.shut_ports import shut_port
-from edgepipe.model.expert_places import in_words
+from edgepipe.model.expert_places import check_has_experts, in_words
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.memory_classes import most_within
 from edgepipe.model.names import matching_names
@@ -286,6 +286,7 @@ class Serving:
     ) -> tuple[ServeSpec, str]:
         """Choose what to serve and the engine's node, without the node ids in ``exclude``."""
         options = request.options
+        check_has_experts(options.experts_in_ram, model.config)
         nodes = self._peers.nodes()
         states = bool(model.config.state_bytes())
         rooms = [room for node in nodes for room in rooms_of(node, options.dtype, kv=options.kv, states=states)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
 
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import named_device, parse_devices
 from edgepipe.backend.expert_wait import mean_wait_s
-from edgepipe.errors import NoFeasiblePlacement
-from edgepipe.model.expert_places import with_share
+from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
+from edgepipe.model.expert_places import AUTO, check_has_experts, with_share
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.mixes import named_model
 from edgepipe.planner.cluster import known_cluster
@@ -21,7 +22,7 @@ from edgepipe.planner.demand import Demand
 from edgepipe.planner.expert_shares import place_with_shares
 from edgepipe.planner.placement import Need
 from edgepipe.planner.plan import Constraints, Plan, plan
-from edgepipe.planner.preview import experts_text
+from edgepipe.planner.preview import experts_text, preview
 from edgepipe.planner.profiles import LayerProfile, MeasuredSpeed, Point, TableSpeed
 from edgepipe.units import parse_link
 
@@ -90,8 +91,9 @@ def test_auto_takes_one_device_where_the_link_is_slow() -> None:
 
 
 def test_experts_fit_the_free_ram() -> None:
-    with pytest.raises(NoFeasiblePlacement, match="the model needs about"):
+    with pytest.raises(NoFeasiblePlacement, match="the model needs about") as raised:
         chosen("rtx4090", "auto", ram="5GB")
+    assert "experts-in-ram" not in raised.value.next_step
     found = chosen("2x rtx4090", "100%", ram="20GB")
     assert all(stage.ram_bytes <= 20e9 for stage in found.stages)
 
@@ -100,6 +102,43 @@ def test_a_given_share_counts_where_the_device_is_too_small() -> None:
     (stage,) = chosen("rtx4090", "50%").stages
     assert stage.machine.room.ram_percent == 50
     assert chosen("h100", "50%").stages[0].ram_bytes == 0
+
+
+@pytest.mark.parametrize("ram_gb", [10, 11, 20])
+def test_auto_finds_a_share_wherever_one_fits(ram_gb: int) -> None:
+    fitting: list[int] = []
+    for percent in range(31, 37):
+        with suppress(NoFeasiblePlacement):
+            fitting += [percent] if chosen("rtx4090", f"{percent}%", ram=f"{ram_gb}GB") else []
+    if fitting:
+        (stage,) = chosen("rtx4090", "auto", ram=f"{ram_gb}GB").stages
+        assert stage.machine.room.ram_percent in fitting
+    else:
+        with pytest.raises(NoFeasiblePlacement):
+            chosen("rtx4090", "auto", ram=f"{ram_gb}GB")
+
+
+def test_a_share_that_does_not_fit_names_one_that_does() -> None:
+    (auto,) = chosen("rtx4090", "auto", ram="14GB").stages
+    with pytest.raises(NoFeasiblePlacement, match="the model needs about") as few:
+        chosen("rtx4090", "10%", ram="14GB")
+    with pytest.raises(NoFeasiblePlacement, match="60 % of the experts do not fit the RAM") as many:
+        chosen("rtx4090", "60%", ram="14GB")
+    for raised in (few, many):
+        assert raised.value.next_step == f"give --experts-in-ram auto, which takes {auto.machine.room.ram_percent} %"
+
+
+def test_a_share_is_refused_without_experts_and_noted_without_effect() -> None:
+    dense, _ = named_model("llama-3.1-8b")
+    with pytest.raises(ConfigInvalid, match="mixtures of experts"):
+        check_has_experts("40%", dense)
+    check_has_experts(AUTO, dense)
+    config, weights = named_model(MODEL)
+    cluster = known_cluster(["h100"], config, link=parse_link("1gbit,0.3ms"), weights=weights)
+    demand = Demand(config=config, weights=weights)
+    for wanted, noted in (("40%", True), (AUTO, False)):
+        shown = preview(demand, cluster, Constraints(experts_in_ram=wanted), compare=False)
+        assert bool(shown.note) == noted
 
 
 def test_a_placement_by_hand_gets_shares_where_they_are_needed() -> None:

@@ -10,7 +10,9 @@ import pytest
 from edgepipe.errors import LinkNotMeasured, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
 from edgepipe.model.config_json import config_to_json
+from edgepipe.model.mixes import named_model
 from edgepipe.model.shapes import named_shape
+from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.placement import Placed, place_by_plan
 from edgepipe.planner.plan import Constraints, Plan, describe, plan
@@ -195,3 +197,17 @@ def place_by_plan_of(able, text: str) -> tuple[Placed, ...]:
 
     rooms = [one.room for one in able]
     return place_by_plan(Need(config=BIG, kv_tokens=512), rooms, text)
+
+
+@pytest.mark.parametrize("model", ["qwen3.6-35b-a3b:q4_k_m", "gemma-4-31b:q4_k_m", "llama-3.1-8b:q8_0"])
+def test_weights_and_kv_fill_the_device_and_not_more(model: str) -> None:
+    config, weights = named_model(model)
+    there = known_cluster(["rtx4090"], config, link=parse_link("1gbit,0.3ms"), weights=weights)
+    found = plan(Demand(config=config, weights=weights), there.machines, there.links, explain=False)
+    (stage,) = found.stages
+    room = stage.machine.room
+
+    def with_kv(tokens: int) -> int:
+        return stage.weight_bytes + room.kv_bytes(config, stage.part.layers, tokens)
+
+    assert with_kv(found.kv_tokens) <= room.free_bytes < with_kv(found.kv_tokens + 1)
