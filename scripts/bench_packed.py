@@ -1,16 +1,14 @@
 """Packed weights on a CPU: exactness, quality, memory, load time and speed.
 
-    scripts/bench packed [--model FOLDER] [--only PART,PART] [--full]
+    scripts/bench packed [--full] [PART ...]
 
-``--help`` lists the parts. ``--full`` measures the quality of every type. llama.cpp is measured where npm can install
-it without a compiler, K-quantised copies where ``xllamacpp`` is installed.
+``--help`` lists the parts. They measure the demo model, and made-up ones. ``--full``: the quality of every type.
+llama.cpp is measured where npm can install it without a compiler, K-quantised copies where ``xllamacpp`` is installed.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from bench_backend import NEW_TOKENS, PROMPT_TOKENS, Ours
 from bench_foundation import stored_demo
-from figures import Row, at_least, print_rows
+from figures import Row, at_least
 from gguf import GGMLQuantizationType, quants
 from llama_cpp import llama_cpp
 from packed_kv_speed import kv_speed_rows
@@ -27,6 +25,7 @@ from packed_plan import plan_rows
 from packed_quality import kv_rows, quality_rows
 from packed_shape import shape_rows
 from packed_step import resident_rows, split_rows
+from parts import Part, run_parts
 
 from edgepipe.model.dequantise import as_float32
 from edgepipe.model.gguf_packing import gguf_form, pack_gguf
@@ -42,33 +41,6 @@ LLAMA_CONTEXT = 1024
 ROUNDS = 4
 SHORT_TYPES = ("Q4_K", "Q6_K")
 ALL_TYPES = ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q3_K", "IQ4_NL")
-
-
-def main() -> None:
-    """Measure what is asked for, print the table."""
-    parts: dict[str, Callable[[Path, bool], list[Row]]] = {
-        "exact": lambda _model, _full: [*exact_rows(), folder_row()],
-        "resident": lambda model, _full: resident_rows(model),
-        "split": lambda model, _full: split_rows(model),
-        "speed": lambda model, _full: speed_rows(model),
-        "shape": lambda _model, _full: shape_rows(),
-        "plan": lambda model, _full: plan_rows(model),
-        "quality": lambda model, full: quality_rows(model, ALL_TYPES if full else SHORT_TYPES),
-        "kv": lambda model, _full: [*kv_speed_rows(model), *kv_rows(model)],
-        "memory": lambda _model, _full: memory_rows(),
-    }
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, default=None)
-    parser.add_argument("--only", default=",".join(parts), help="default: %(default)s")
-    parser.add_argument("--full", action="store_true")
-    asked = parser.parse_args()
-    model = asked.model or stored_demo().path
-    rows: list[Row] = []
-    for name in asked.only.split(","):
-        begun_s = time.perf_counter()
-        rows += parts[name](model, asked.full)
-        print(f"{name}: {time.perf_counter() - begun_s:.0f} s", flush=True)
-    print_rows("packed", rows)
 
 
 def exact_rows() -> list[Row]:
@@ -141,5 +113,23 @@ def _rates(tokens: int, works: Sequence[Callable[[], float]]) -> list[float]:
     return [tokens / min(times) for times in zip(*taken, strict=True)]
 
 
+def _of_demo(measure: Callable[[Path], list[Row]]) -> Part:
+    """Return the part that measures the demo model."""
+    return lambda _full: measure(stored_demo().path)
+
+
+PARTS: dict[str, Part] = {
+    "exact": lambda _full: [*exact_rows(), folder_row()],
+    "resident": _of_demo(resident_rows),
+    "split": _of_demo(split_rows),
+    "speed": _of_demo(speed_rows),
+    "shape": lambda _full: shape_rows(),
+    "plan": _of_demo(plan_rows),
+    "memory": lambda _full: memory_rows(),
+    "kv": _of_demo(lambda model: [*kv_speed_rows(model), *kv_rows(model)]),
+    "quality": lambda full: quality_rows(stored_demo().path, ALL_TYPES if full else SHORT_TYPES),
+}
+
+
 if __name__ == "__main__":
-    main()
+    run_parts("packed", PARTS)

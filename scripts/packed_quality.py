@@ -272,8 +272,8 @@ class _FloatProductsBackend(TorchBackend):
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """See ``Backend``."""
-        loading = "edgepipe_torch.loading"
-        with patch(f"{loading}.PlainLinear", FloatProducts), patch(f"{loading}.TiledLinear", Float32Products):
+        builder = "edgepipe_torch.slice_builder"
+        with patch(f"{builder}.PlainLinear", FloatProducts), patch(f"{builder}.TiledLinear", Float32Products):
             super().load(slices, weights, progress)
 
 

@@ -57,7 +57,8 @@ async def test_what_no_living_machine_has_comes_from_the_hub_and_the_answer_goes
     write_with_weights(source)
     hub = FakeHub(repo="org/tiny", files={path.name: path.read_bytes() for path in source.iterdir()})
     with running(hub):
-        Puller(nodes.folder / "a" / "models", endpoint=hub.endpoint).pull(hub.repo, lambda _: None, dry_run=False)
+        puller = Puller(nodes.folder / "a" / "models", endpoint=hub.endpoint)
+        await asyncio.to_thread(puller.pull, hub.repo, lambda _: None, dry_run=False)
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         flags = {"backend_options": "time_factor=20", "copies": 1}
