@@ -30,7 +30,9 @@ def run_parts(title: str, parts: Mapping[str, Part]) -> None:
         print(f"measuring: {name}", file=sys.stderr, flush=True)
         found = parts[name](wanted.full)
         for row in found:  # as it comes: a later part may take long
-            print(f"  {row.name}: {row.value:.3g} {row.unit}", file=sys.stderr, flush=True)
+            beside = "" if row.ratio is None else f", {row.ratio:.2f}x of {row.baseline_name}"
+            missed = ", MISSED" if row.met is False else ""
+            print(f"  {row.name}: {row.value:.3g} {row.unit}{beside}{missed}", file=sys.stderr, flush=True)
         rows += found
     print_rows(title, rows)
 
