@@ -2,7 +2,7 @@
 
     scripts/bench packed [--full] [PART ...]
 
-``--help`` lists the parts. They measure the demo model, and made-up ones. ``--full``: the quality of every type.
+``--help`` lists the parts. They measure the demo model, and made-up ones. ``--full``: every type and mix.
 llama.cpp is measured where npm can install it without a compiler, K-quantised copies where ``xllamacpp`` is installed.
 """
 
@@ -123,7 +123,7 @@ PARTS: dict[str, Part] = {
     "resident": _of_demo(resident_rows),
     "split": _of_demo(split_rows),
     "speed": _of_demo(speed_rows),
-    "shape": lambda _full: shape_rows(),
+    "shape": shape_rows,
     "plan": _of_demo(plan_rows),
     "memory": lambda _full: memory_rows(),
     "kv": _of_demo(lambda model: [*kv_speed_rows(model), *kv_rows(model)]),

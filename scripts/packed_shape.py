@@ -50,12 +50,12 @@ _GGUF_NAMES = {
 }
 
 
-def shape_rows() -> list[Row]:
-    """Milliseconds of one layer for each number of rows: the least of several, in turns."""
+def shape_rows(full: bool) -> list[Row]:
+    """Milliseconds of one layer for each number of rows: the least of several, in turns. ``full``: of every mix."""
     shape = named_shape("llama-3.1-8b")
     config = replace(shape, layers=shape.layers[:_MANY], vocab_size=_VOCABULARY)
     rows: list[Row] = []
-    for mix, schemes in _MIXES.items():
+    for mix, schemes in list(_MIXES.items())[: None if full else 1]:
         source = PackedTinyModel(config, schemes)
         with tempfile.TemporaryDirectory() as folder:
             files = [_gguf(source, count, Path(folder) / f"{count}.gguf") for count in (_FEW, _MANY)]
