@@ -107,9 +107,8 @@ class KVPool:
         return pool
 
     def lose(self, last_slice: int) -> None:
-        """Mark all cached blocks stale: the stages up to this slice lost their KV."""
-        before = self.stale_to if self._stale and self.stale_to is not None else last_slice
-        self.stale_to = max(before, last_slice)
+        """Mark all cached blocks stale: the stages up to this slice lack their KV, earlier losses included."""
+        self.stale_to = last_slice
         self._stale = set(np.flatnonzero(self._all_idle_since != NOT_CACHED).tolist())
 
     @property

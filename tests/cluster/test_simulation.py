@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 
 from edgepipe.engine.kv_carryover import KeptKV
-from edgepipe.scheduler import KVPool, ScheduledStep
+from edgepipe.scheduler import ScheduledStep
 from edgepipe.scheduler.states import StateClass
+from edgepipe.scheduler.tables import KeptPools
 from tests.support.member_simulation import MemberSimulation
 from tests.support.simulated_stage import SimulatedStage
 from tests.support.simulated_wires import Message
@@ -79,13 +80,13 @@ async def test_an_engine_that_takes_lost_kv_for_kept_is_found_out(monkeypatch: p
 
 
 async def test_an_engine_that_forgets_an_earlier_loss_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    lose = KVPool.lose
+    lose = KeptPools.lose
 
-    def lose_only(pool: KVPool, last_slice: int) -> None:
-        lose(pool, last_slice)
-        pool.stale_to = last_slice
+    def lose_only(pools: KeptPools, last_slice: int) -> None:
+        pools.context.stale_to = None
+        lose(pools, last_slice)
 
-    monkeypatch.setattr(KVPool, "lose", lose_only)  # the fault to find
+    monkeypatch.setattr(KeptPools, "lose", lose_only)  # the fault to find
     with pytest.raises(AssertionError, match="instead of"):
         run_many(Simulation, first=210)
 

@@ -12,6 +12,7 @@ from edgepipe.errors import KVCacheFull
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler import KVPool, SarathiPolicy
 from edgepipe.scheduler.kv import as_runs, next_key
+from edgepipe.scheduler.tables import KeptPools
 from tests.support.scheduler_world import World, limits, spec
 
 PROMPT = tuple(range(40))  # ten blocks of four
@@ -309,8 +310,9 @@ def test_what_is_computed_anew_takes_the_place_of_a_stale_block() -> None:
     pool.release(as_runs([0]))
     pool = pool.carry_over()
     assert (pool.free_blocks, pool.find([key]), pool.num_current([0])) == (4, [0], 1)
-    pool.lose(2)
-    pool.lose(1)
+    pools = KeptPools(context=pool)
+    pools.lose(2)
+    pools.lose(1)
     assert (pool.num_current([0]), pool.stale_to) == (0, 2)
     new = pool.allocate(1, room=1)
     pool.enter(key, new[0].start)

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch import loading  # noqa: E402
+from edgepipe_torch import slice_builder  # noqa: E402
 from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.cpu_experts import CpuExperts  # noqa: E402
 from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels  # noqa: E402
@@ -167,7 +167,7 @@ def test_a_model_of_floats_without_experts_asks_for_no_kernels(tmp_path: Path, m
     def asked() -> CpuKernels:
         raise AssertionError("it asked for kernels")
 
-    monkeypatch.setattr(loading, "cpu_kernels", asked)
+    monkeypatch.setattr(slice_builder, "cpu_kernels", asked)
     assert not any(isinstance(each, PackedCpuLinear) for each in loaded_slice(open_weights(tmp_path / "folder")).packed)
 
 
