@@ -142,12 +142,21 @@ def _own_shape(fields: Fields) -> ModelConfig:
 
 
 def _unsupported(found: str, names: Iterable[str], nearest: str = "") -> ArchitectureUnsupported:
-    every = f"supported: {', '.join(dict.fromkeys(name.partition('For')[0] for name in names))}"
+    every = f"supported: {', '.join(_grouped(name.partition('For')[0] for name in names))}"
     return ArchitectureUnsupported(
         f"the architecture '{found[:80]}' is not supported",
         fact=f"the nearest is {nearest}; {every}" if nearest else every,
         next_step="choose a model of one of these families, e.g. edgepipe models pull demo",
     )
+
+
+def _grouped(names: Iterable[str]) -> list[str]:
+    """Join names that differ behind their letters: ``Qwen2/3/3Moe``."""
+    groups: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        word = _word(name)
+        groups.setdefault(word, []).append(name.removeprefix(word))
+    return [word + "/".join(ends) for word, ends in groups.items()]
 
 
 def _nearest(name: str, names: Mapping[str, Family], experts: bool) -> str:
