@@ -11,17 +11,12 @@ from torch import Tensor
 
 from edgepipe.model.packed import Packed
 from edgepipe_torch.cpu_repack import StoredBlocks
-from edgepipe_torch.linear import (
-    Linear,
-    PackedLinear,
-)
+from edgepipe_torch.host_weights import HostWeight, Sink, StoredWeight, floats_of, shape_of
+from edgepipe_torch.linear import Linear, PackedLinear
 from edgepipe_torch.packed_cpu import PackedCpuLinear
 
 if TYPE_CHECKING:
     from edgepipe_torch.expert_cuda import ExpertMatrix
-
-
-from edgepipe_torch.host_weights import HostWeight, Sink, StoredWeight, floats_of, shape_of
 
 
 @dataclass(frozen=True, slots=True)

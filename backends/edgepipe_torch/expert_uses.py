@@ -57,7 +57,7 @@ class ExpertUses:
         text = json.dumps({"source": self._place.source, "layers": layers})
         part = self._place.folder / f"{FILE_NAME}.{secrets.token_hex(4)}.part"
         try:
-            self._place.folder.mkdir(exist_ok=True)
+            self._place.folder.mkdir(mode=0o700, exist_ok=True)
             part.write_text(text, encoding="utf-8")
             part.replace(self._place.folder / FILE_NAME)
         except OSError as exc:

@@ -61,10 +61,9 @@ def load_slices(
     """
     place = source.repacked if isinstance(source, KeepsRepacked) and packed and device.type == "cpu" else None
     with ShardCache(place) if place else nullcontext() as cache:
-        return _load_slices(
-            slices,
-            source,
-            progress,
+        build = partial(
+            SliceBuilder,
+            source.config,
             dtype=dtype,
             device=device,
             workspace=workspace,
@@ -75,22 +74,14 @@ def load_slices(
             ram_percent=ram_percent,
             uses=uses,
         )
+        return _load_slices(slices, source, progress, build)
 
 
 def _load_slices(
     slices: Sequence[Slice],
     source: WeightSource,
     progress: Callable[[LoadProgress], None],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    workspace: Workspace,
-    rotations: Mapping[RotaryKind, int],
-    packed: bool,
-    kernels: CpuKernels | KernelsUnavailable | None,
-    cache: ShardCache | None,
-    ram_percent: int,
-    uses: ExpertUses | None,
+    build: Callable[[Slice, Sequence[WeightInfo]], SliceBuilder],
 ) -> list[SliceWeights]:
     todo = [(part, info) for part in slices for info in source.weights(part)]
     total_bytes = sum(info.num_bytes for _part, info in todo)
@@ -99,20 +90,7 @@ def _load_slices(
     for part in slices:
         infos = source.weights(part)
         stored = {info.name: info for info in source.tensors(part)}
-        builder = SliceBuilder(
-            source.config,
-            part,
-            infos,
-            dtype=dtype,
-            device=device,
-            workspace=workspace,
-            rotations=rotations,
-            packed=packed,
-            kernels=kernels,
-            cache=cache,
-            ram_percent=ram_percent,
-            uses=uses,
-        )
+        builder = build(part, infos)
         for info in infos:
             builder.take(info.name, _host_weight(source, builder, info, stored))
             done, done_bytes = done + 1, done_bytes + info.num_bytes

@@ -26,6 +26,7 @@ from edgepipe_torch.cpu_experts import CpuExperts
 from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels
 from edgepipe_torch.cpu_repack import StoredBlocks
 from edgepipe_torch.decoder import Layer, SliceWeights
+from edgepipe_torch.expert_filling import Taken, each_bias, each_expert, matrix_bias_sink, matrix_sink
 from edgepipe_torch.expert_ram import CPU, ExpertsInRam
 from edgepipe_torch.expert_uses import ExpertUses
 from edgepipe_torch.feed_forward import (
@@ -38,6 +39,16 @@ from edgepipe_torch.feed_forward import (
     Gated,
     Mixture,
     RouterWeights,
+)
+from edgepipe_torch.host_weights import (
+    HostWeight,
+    Sink,
+    StoredWeight,
+    copy_exactly,
+    floats_of,
+    is_bf16,
+    is_half,
+    shape_of,
 )
 from edgepipe_torch.latent import LatentWeights
 from edgepipe_torch.linear import (
@@ -59,19 +70,6 @@ from edgepipe_torch.shard_cache import ShardCache
 if TYPE_CHECKING:
     from edgepipe_torch.cuda_kernels.library import ExpertLibrary
     from edgepipe_torch.expert_cuda import ExpertMatrix
-
-
-from edgepipe_torch.expert_filling import Taken, each_bias, each_expert, matrix_bias_sink, matrix_sink
-from edgepipe_torch.host_weights import (
-    HostWeight,
-    Sink,
-    StoredWeight,
-    copy_exactly,
-    floats_of,
-    is_bf16,
-    is_half,
-    shape_of,
-)
 
 _EXPERTS = "experts"  # role of their products
 

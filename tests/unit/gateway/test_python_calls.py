@@ -171,7 +171,7 @@ class Style:
 
     def _member(self, name: str, value: Any) -> str:
         forms = [f"**{{{self.string(name)}: {self.value(value)}}}"]
-        if len(name) <= 10:  # a call is told by its first name
+        if len(name) <= 10:  # readers take a longer quoted first name for text
             forms.append(f"{json.dumps(name)}={self.value(value)}")
         if name.isidentifier():
             forms.append(f"{name}{self.space()}={self.space()}{self.value(value)}")
