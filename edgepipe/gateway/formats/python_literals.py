@@ -50,7 +50,7 @@ class _Bracket:
     count: int = 0  # members
     dropped: bool = False  # text that is no literal
     merged: bool = False  # ``**{...}``: its members are those of the bracket around it
-    hole: int = -1  # place in the JSON where a tuple's "[" must be; -1: none is open
+    unsettled: bool = False  # a tuple or a value in brackets
 
     def next_member(self) -> None:
         """Expect the next member. Dropped text has none."""
@@ -64,7 +64,8 @@ class PythonArguments(BracketedArguments[_Bracket]):
         super().__init__(calls)
         self._open.append(_Bracket("}", "=", _Wants.KEY))
         self._json: list[str] = ["{"]  # not passed on yet
-        self._holes = 0  # tuples in it that may prove to be values in brackets
+        self._holes: list[int] = []  # places in all of the JSON, in order, where a tuple may prove to need its "["
+        self._said = 0  # pieces of the JSON that were passed on
         self._bare: list[str] = []  # a key, a number or a word
         self._word = ""  # the last characters before this place, unless they have a meaning of their own
         self._key: list[str] = []  # JSON of a key in quotes
@@ -76,9 +77,11 @@ class PythonArguments(BracketedArguments[_Bracket]):
     def feed(self, text: str, start: int) -> tuple[int, bool]:
         """See Arguments."""
         read = super().feed(text, start)
-        if not self._holes:
-            self._say("".join(self._json))
-            self._json.clear()
+        settled = self._holes[0] - self._said if self._holes else len(self._json)
+        if settled:
+            self._say("".join(self._json[:settled]))
+            del self._json[:settled]
+            self._said += settled
         return read
 
     def _read(self, text: str, at: int) -> int | None:
@@ -198,9 +201,9 @@ class PythonArguments(BracketedArguments[_Bracket]):
             self._open.append(_Bracket("", wants=_Wants.END, dropped=True))
         elif char == "(":
             self._begin_value()
-            self._open.append(_Bracket("]", hole=len(self._json)))
+            self._open.append(_Bracket("]", unsettled=True))
+            self._holes.append(self._said + len(self._json))
             self._json.append("")
-            self._holes += 1
         else:
             self._begin_value()
             self._open.append(_Bracket("}", ":", _Wants.KEY) if char == "{" else _Bracket("]"))
@@ -218,14 +221,14 @@ class PythonArguments(BracketedArguments[_Bracket]):
 
     def _settle(self, bracket: _Bracket, *, is_tuple: bool) -> None:
         """Write the bracket of a tuple where it began. A value in brackets has none."""
-        if bracket.hole < 0:
+        if not bracket.unsettled:
             return
+        bracket.unsettled = False
+        hole = self._holes.pop()  # brackets within this one are closed
         if is_tuple:
-            self._json[bracket.hole] = "["
+            self._json[hole - self._said] = "["
         else:
             bracket.closing = ""
-        bracket.hole = -1
-        self._holes -= 1
 
     def _end_member(self) -> None:
         """Take the end of a member. A key without a value has null, but text without a name is no argument."""
