@@ -13,7 +13,7 @@ from edgepipe_emulated import emulated_model_config
 from tests.support.bad_input import WAIT_S, Node, Shell, emulated_model, error_of, finish, until
 from tests.support.bad_models import large_folder
 
-SLOW = ("--backend", "emulated", "--backend-option", "time_factor=500")  # about twenty tokens a second
+SLOW = ("--backend", "emulated", "--backend-option", "time_factor=100")  # about a hundred tokens a second
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ from edgepipe.model.families.reading import Decoder, Family, GgufShape, HfShape,
 from edgepipe.model.families.recurrent import (
     GGUF_MAMBA,
     gguf_attention,
+    gguf_kinds,
     gguf_mamba2,
     layer_kinds,
-    layers_with,
     time_limits,
     with_mixers,
 )
-from edgepipe.model.layer_spec import Dense, LayerSpec, Mamba2, Router
+from edgepipe.model.layer_spec import Attention, Dense, LayerSpec, Mamba2, Router
 from edgepipe.model.shape_limits import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_INTERMEDIATE, MAX_TAPS, checked_mamba2
 
 _KINDS = ("linear_attention", "full_attention")
@@ -26,17 +26,9 @@ def _hf(shape: HfShape) -> Decoder:
     rotates = shape.fields.text("position_embedding_type", default="nope")
     if rotates not in ("nope", "rope"):
         raise unsupported(f"position_embedding_type {rotates}", ["nope", "rope"])
-    attention = replace(
-        shape.attention(size, shape.rope(size) if rotates == "rope" else None),
-        qkv_bias=bias,
-        output_bias=bias,
-        scale=shape.factor("attention_multiplier"),
-    )
-    scale = shape.factor("residual_multiplier")
-    mixers = {
-        "linear_attention": LayerSpec(recurrent=_mamba2(shape), residual_scale=scale),
-        "full_attention": LayerSpec(attention=attention, residual_scale=scale),
-    }
+    attention = shape.attention(size, shape.rope(size) if rotates == "rope" else None)
+    attention = replace(attention, qkv_bias=bias, output_bias=bias, scale=shape.factor("attention_multiplier"))
+    mixers = _mixers(attention, _mamba2(shape), shape.factor("residual_multiplier"))
     kinds = layer_kinds(shape, "layer_types", _KINDS) or layer_kinds(shape, "layers_block_type", _KINDS)
     kinds = kinds or ["linear_attention"] * shape.num_layers
     return Decoder(
@@ -46,6 +38,13 @@ def _hf(shape: HfShape) -> Decoder:
         embedding_scale=shape.factor("embedding_multiplier"),
         logit_scale=1 / shape.factor("logits_scaling"),
     )
+
+
+def _mixers(attention: Attention, mamba: Mamba2, scale: float) -> dict[str, LayerSpec]:
+    return {
+        "linear_attention": LayerSpec(recurrent=mamba, residual_scale=scale),
+        "full_attention": LayerSpec(attention=attention, residual_scale=scale),
+    }
 
 
 def _feed(shape: HfShape) -> LayerSpec:
@@ -64,7 +63,7 @@ def _mamba2(shape: HfShape) -> Mamba2:
     size = inner // heads if derived else fields.integer(key, low=1, high=MAX_HEAD_DIM)
     if size * heads != inner or not 1 <= size <= MAX_HEAD_DIM:
         raise fields.fail(
-            "mamba_n_heads", f"{heads} heads of {size} are not mamba_expand times the hidden size, {inner}"
+            "mamba_n_heads", f"{heads} heads of {size} do not fill {inner}, mamba_expand times hidden_size"
         )
     mamba = Mamba2(
         heads=heads,
@@ -86,12 +85,8 @@ def _gguf(shape: GgufShape) -> Decoder:
         scale=shape.number("attention.scale", low=0.0, high=1e6, default=0.0),
     )
     scale = shape.number("residual_scale", low=0.0, high=1e6, default=0.0) or 1.0
-    mixers = {
-        "linear_attention": LayerSpec(recurrent=gguf_mamba2(shape), residual_scale=scale),
-        "full_attention": LayerSpec(attention=attention, residual_scale=scale),
-    }
-    recurrent = layers_with(shape, "ssm_in", shape.num_layers)
-    kinds = ["linear_attention" if each else "full_attention" for each in recurrent]
+    mixers = _mixers(attention, gguf_mamba2(shape), scale)
+    kinds = gguf_kinds(shape, "ssm_in", shape.num_layers)
     return Decoder(
         layers=with_mixers(kinds, mixers, [_gguf_feed(shape)] * len(kinds)),
         norm=shape.norm(),

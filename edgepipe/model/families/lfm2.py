@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edgepipe.model.families.reading import Decoder, Family, GgufShape, HfShape
-from edgepipe.model.families.recurrent import gguf_attention, layer_kinds, layers_with, with_mixers
+from edgepipe.model.families.recurrent import gguf_attention, gguf_kinds, layer_kinds, leading_dense, with_mixers
 from edgepipe.model.layer_spec import Dense, LayerSpec, Norm, Router, ShortConv
 from edgepipe.model.shape_limits import MAX_INTERMEDIATE, MAX_LAYERS, MAX_TAPS
 
 _THETA = 1_000_000.0
-_GGUF_PARTS = {
-    "shortconv.in_proj": "conv.in_proj",
-    "shortconv.conv": "conv.conv",
-    "shortconv.out_proj": "conv.out_proj",
-}
+_GGUF_PARTS = {f"shortconv.{part}": f"conv.{part}" for part in ("in_proj", "conv", "out_proj")}
 
 
 def _hf(shape: HfShape) -> Decoder:
@@ -22,7 +18,6 @@ def _hf(shape: HfShape) -> Decoder:
 
 
 def _hf_experts(shape: HfShape) -> Decoder:
-    fields = shape.fields
     router = Router(
         score="sigmoid",
         normalised=shape.flag("norm_topk_prob", default=True),
@@ -30,10 +25,9 @@ def _hf_experts(shape: HfShape) -> Decoder:
         correction=shape.flag("use_expert_bias", default=True),
     )
     inner = shape.inner("moe_intermediate_size", 1792)
-    sparse = LayerSpec(experts=shape.mixture(shape.experts("num_experts", 32), 4, inner, router))
-    dense = LayerSpec(dense=Dense(inner=shape.inner(default=7168)))
-    leading = fields.integer("num_dense_layers", low=0, high=MAX_LAYERS, default=2)
-    return _decoder(shape, [dense if layer < leading else sparse for layer in range(shape.num_layers)])
+    experts = shape.mixture(shape.experts("num_experts", 32), 4, inner, router)
+    leading = shape.fields.integer("num_dense_layers", low=0, high=MAX_LAYERS, default=2)
+    return _decoder(shape, leading_dense(Dense(inner=shape.inner(default=7168)), experts, leading, shape.num_layers))
 
 
 def _decoder(shape: HfShape, feeds: list[LayerSpec]) -> Decoder:
@@ -81,10 +75,9 @@ def _gguf(shape: GgufShape) -> Decoder:
 def _gguf_experts(shape: GgufShape) -> Decoder:
     biased = any(name.endswith(".exp_probs_b.bias") for name in shape.tensors)
     inner = shape.inner("expert_feed_forward_length")
-    sparse = LayerSpec(experts=shape.mixture(inner, shape.router("sigmoid", correction=biased)))
-    dense = LayerSpec(dense=Dense(inner=shape.inner()))
+    experts = shape.mixture(inner, shape.router("sigmoid", correction=biased))
     leading = shape.integer("leading_dense_block_count", low=0, high=MAX_LAYERS, default=0)
-    return _gguf_decoder(shape, [dense if layer < leading else sparse for layer in range(shape.num_layers)])
+    return _gguf_decoder(shape, leading_dense(Dense(inner=shape.inner()), experts, leading, shape.num_layers))
 
 
 def _gguf_decoder(shape: GgufShape, feeds: list[LayerSpec]) -> Decoder:
@@ -95,7 +88,7 @@ def _gguf_decoder(shape: GgufShape, feeds: list[LayerSpec]) -> Decoder:
     )
     attention = replace(gguf_attention(shape, shape.rope), qk_norm="head")
     mixers = {"full_attention": LayerSpec(attention=attention), "conv": LayerSpec(recurrent=conv)}
-    kinds = ["conv" if each else "full_attention" for each in layers_with(shape, "shortconv.conv", shape.num_layers)]
+    kinds = gguf_kinds(shape, "shortconv.conv", shape.num_layers, "conv")
     return Decoder(layers=with_mixers(kinds, mixers, feeds), norm=shape.norm(), tied_embeddings=shape.tied)
 
 

@@ -11,10 +11,7 @@ from math import inf
 from edgepipe.model.families.glm4_moe import corrected_router
 from edgepipe.model.families.nemotron_h_gguf import LEAST_STEP, from_gguf
 from edgepipe.model.families.reading import Decoder, Family, HfShape, unsupported
-from edgepipe.model.families.recurrent import (
-    GGUF_MAMBA,
-    layer_kinds,
-)
+from edgepipe.model.families.recurrent import GGUF_MAMBA, layer_kinds
 from edgepipe.model.layer_spec import Dense, Experts, LayerSpec, Mamba2, Norm
 from edgepipe.model.shape_limits import (
     MAX_HEAD_DIM,

@@ -9,8 +9,8 @@ from edgepipe.model.families.recurrent import (
     every_nth,
     gguf_attention,
     gguf_delta_net,
+    gguf_kinds,
     hf_delta_net,
-    layers_with,
     own_layers,
     with_mixers,
 )
@@ -68,8 +68,7 @@ def gguf_layers(shape: GgufShape, feed: LayerSpec, *, tiled: bool) -> tuple[Laye
         "full_attention": LayerSpec(attention=_gated(gguf_attention(shape, lambda _: shape.rope(dims)), dims)),
         "linear_attention": LayerSpec(recurrent=gguf_delta_net(shape, tiled=tiled)),
     }
-    recurrent = layers_with(shape, "ssm_conv1d", own_layers(shape))
-    kinds = ["linear_attention" if each else "full_attention" for each in recurrent]
+    kinds = gguf_kinds(shape, "ssm_conv1d", own_layers(shape))
     return with_mixers(kinds, mixers, [feed] * len(kinds))
 
 
@@ -88,15 +87,13 @@ def _gated(attention: Attention, dims: int) -> Attention:
 def _hf(shape: HfShape) -> Decoder:
     mixers, fields = hf_mixers(shape, kv_heads=2), shape.fields
     experts = hf_experts(shape, 512, 10, Router(normalised=shape.flag("norm_topk_prob", default=True)))
-    dense = Dense(inner=shape.inner(default=5632))
+    dense, sparse = LayerSpec(dense=Dense(inner=shape.inner(default=5632))), LayerSpec(experts=experts)
     every = fields.integer("decoder_sparse_step", low=1, high=MAX_LAYERS, default=1)
     dense_layers = fields.items("mlp_only_layers")
     if not all(type(layer) is int for layer in dense_layers):
         raise fields.fail("mlp_only_layers", "numbers of layers are needed")
-    feeds = [
-        LayerSpec(dense=dense) if layer in dense_layers or (layer + 1) % every else LayerSpec(experts=experts)
-        for layer in range(shape.num_layers)
-    ]
+    layers = range(shape.num_layers)
+    feeds = [dense if layer in dense_layers or (layer + 1) % every else sparse for layer in layers]
     norm = replace(shape.norm(), plus_one=True)
     return Decoder(layers=with_mixers(every_nth(shape), mixers, feeds), norm=norm, tied_embeddings=shape.tied())
 

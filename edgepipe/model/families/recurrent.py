@@ -9,7 +9,7 @@ from typing import cast
 
 from edgepipe.model.families.reading import GgufShape, HfShape, is_list, unsupported
 from edgepipe.model.fields import Fields
-from edgepipe.model.layer_spec import Attention, DeltaNet, LayerSpec, Mamba2, Rope
+from edgepipe.model.layer_spec import Attention, DeltaNet, Dense, Experts, LayerSpec, Mamba2, Rope
 from edgepipe.model.shape_limits import (
     MAX_HEAD_DIM,
     MAX_HEADS,
@@ -113,6 +113,16 @@ def _inner(shape: GgufShape, heads: int) -> int:
 def layers_with(shape: GgufShape, part: str, count: int) -> list[bool]:
     """Return which of ``count`` layers a GGUF file has a part of; the parts say what a layer is."""
     return [f"blk.{layer}.{part}.weight" in shape.tensors for layer in range(count)]
+
+
+def gguf_kinds(shape: GgufShape, part: str, count: int, recurrent: str = "linear_attention") -> list[str]:
+    """Return the kinds of ``count`` layers: ``recurrent`` where a GGUF file has a part, else full attention."""
+    return [recurrent if each else "full_attention" for each in layers_with(shape, part, count)]
+
+
+def leading_dense(dense: Dense, experts: Experts, leading: int, num_layers: int) -> list[LayerSpec]:
+    """Return the feed-forward parts alone: dense ones in the ``leading`` layers, experts in the others."""
+    return [LayerSpec(dense=dense) if layer < leading else LayerSpec(experts=experts) for layer in range(num_layers)]
 
 
 def own_layers(shape: GgufShape) -> int:
