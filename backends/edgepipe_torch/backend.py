@@ -68,6 +68,7 @@ from edgepipe_torch.paged import PageKernels, step_attention
 from edgepipe_torch.paging import PAGE_TOKENS, Paging, find_paging, find_step_kernels
 from edgepipe_torch.prepared import PreparedStep, prepare_step
 from edgepipe_torch.rope import Rotations
+from edgepipe_torch.shard_cache import ShardCache
 from edgepipe_torch.states import StatePool, StepStates, added_slots
 from edgepipe_torch.step_ops import CompiledOps
 from edgepipe_torch.transfer import Download, Transfer, make_transfer
@@ -144,6 +145,7 @@ class TorchBackend:
         needed = sum(own for own, _ in placed)
         self._check_ram(sum(beside for _, beside in placed))
         rotations = Rotations(weights.config)
+        cache = self._cache_of(weights)
         with self._memory_errors("the layers", needed):
             loaded = load_slices(
                 slices,
@@ -155,6 +157,7 @@ class TorchBackend:
                 rotations=rotations.kinds,
                 packed=self._packed,
                 kernels=self._kernels,
+                cache=cache,
                 ram_percent=self._ram_percent,
                 uses=self._uses,
             )
@@ -168,6 +171,19 @@ class TorchBackend:
         if self._ops is not None:
             self._ops.compile_mixers([layer.mixer for part in loaded for layer in part.layers if layer.mixer])
         self._decoders = {part.part.index: Decoder(weights.config, part, self._workspace, self._ops) for part in loaded}
+        if cache is not None:
+            self._cache = cache
+            cache.write_in_background()
+
+    def _cache_of(self, weights: WeightSource) -> ShardCache | None:
+        """Return the cache of repacked weights beside a model of the store, where a CPU computes with them."""
+        place = weights.repacked if isinstance(weights, KeepsRepacked) else None
+        return ShardCache(place) if place and self._packed and self._device.type == "cpu" else None
+
+    def wait_until_kept(self, timeout_s: float) -> None:
+        """Wait until the repacked weights of the loaded slices are on disk. Raises TimeoutError."""
+        if self._cache is not None:
+            self._cache.wait(timeout_s)
 
     def packed_products(self) -> Sequence[PackedProducts]:
         """Return what multiplies with the loaded packed weights, each once, the fallbacks last."""
@@ -303,6 +319,8 @@ class TorchBackend:
     def close(self) -> None:
         """Release all memory, and keep what was learnt of experts. May be called twice."""
         self._uses.save()
+        if self._cache is not None:
+            self._cache.stop()
         self._forget()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -317,6 +335,7 @@ class TorchBackend:
         self._graphs: dict[int, DecodeGraphs] = {}  # by slice index, if the device supports graphs
         self._replays: dict[int, DecodeReplays] = {}  # by slice index, if kernels compute the whole slice
         self._uses = ExpertUses(None)
+        self._cache: ShardCache | None = None  # of a CPU's repacked weights, which may still be written
         self._reads: dict[int, ExpertReads] = {}  # by slice index, if it has experts
         self._pages: Paging | None = None  # if the pool's blocks are whole pages
         self._page_kernels: dict[int, PageKernels] = {}  # by slice index, if so

@@ -6,7 +6,6 @@ Packed weights stay packed, or are widened to the compute dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -17,7 +16,6 @@ from edgepipe.backend.types import LoadProgress
 from edgepipe.model.dequantise import round_to_bf16
 from edgepipe.model.facts import Slice
 from edgepipe.model.packed import Packed
-from edgepipe.model.repacked import KeepsRepacked
 from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo, WeightSource
 from edgepipe_torch.compiled_code import KernelsUnavailable
 from edgepipe_torch.cpu_kernels import CpuKernels
@@ -44,6 +42,7 @@ def load_slices(
     rotations: Mapping[RotaryKind, int],
     packed: bool = True,
     kernels: CpuKernels | KernelsUnavailable | None = None,
+    cache: ShardCache | None = None,
     ram_percent: int = 0,
     uses: ExpertUses | None = None,
 ) -> list[SliceWeights]:
@@ -52,29 +51,26 @@ def load_slices(
     rotations    place of each kind of rotary embedding among those of a step
     packed       weights stay packed where the device can compute so
     kernels      of a CPU; None for this process's
+    cache        of a CPU's repacked weights, which are read from it or noted there
     ram_percent  of each layer's experts, which stay in host memory (``edgepipe.model.expert_places``)
     uses         of experts before, which decide which experts these are; counts them from now on
 
-    A CPU keeps repacked weights beside a model of the store.
-
     Raises ModelInvalid, ArchitectureUnsupported, and torch's memory errors.
     """
-    place = source.repacked if isinstance(source, KeepsRepacked) and packed and device.type == "cpu" else None
-    with ShardCache(place) if place else nullcontext() as cache:
-        build = partial(
-            SliceBuilder,
-            source.config,
-            dtype=dtype,
-            device=device,
-            workspace=workspace,
-            rotations=rotations,
-            packed=packed,
-            kernels=kernels,
-            cache=cache,
-            ram_percent=ram_percent,
-            uses=uses,
-        )
-        return _load_slices(slices, source, progress, build)
+    build = partial(
+        SliceBuilder,
+        source.config,
+        dtype=dtype,
+        device=device,
+        workspace=workspace,
+        rotations=rotations,
+        packed=packed,
+        kernels=kernels,
+        cache=cache,
+        ram_percent=ram_percent,
+        uses=uses,
+    )
+    return _load_slices(slices, source, progress, build)
 
 
 def _load_slices(

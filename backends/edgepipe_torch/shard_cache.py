@@ -18,14 +18,14 @@ import logging
 import os
 import secrets
 import shutil
+import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
-from types import TracebackType
-from typing import Self, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,9 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".repacked"
 MOST_SHARE = 1.25  # of the model's bytes that all files may take; Q4_K needs 1.11, types of 2 bits need more
 LEAST_FREE_SHARE = 2.0  # of the model's bytes that stay free on the disk
-_WAIT_SHARE, _LEAST_WAIT_S = 0.25, 1.0  # of a load's seconds, and in any case: how long its end waits for the disk
+_PART = ".part"  # of a file that is not complete
+_LOST_PART_S = 3600.0  # age of a part whose process died: others write on
+_NICENESS = 19  # of the writing thread, where threads have one
 _PIECE_BYTES = 1 << 20  # read and summed at once: stays in a core's cache
 _HEADER_BYTES = 1024  # at most
 _DIGEST_BYTES = 32
@@ -52,19 +54,19 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class ShardCache:
-    """The repacked weights of one model, during one load. A context manager: its end stops the writing thread.
+    """The repacked weights of one model, for one load.
 
-    Kept weights are memory of the load, so waiting for the disk costs no memory. Files that the disk does not take in
-    time are left to a later load.
+    They are written after the load, while the model already computes, by a thread that leaves the processors to others.
+    They are memory of the model, so waiting for the disk costs none. Files that ``stop`` cuts short are left to a later
+    load.
     """
 
     def __init__(self, place: RepackedPlace) -> None:
         self._place = place
         self._used: set[str] = set()  # names of files of this load
-        self._queue: SimpleQueue[tuple[str, PackedWeight] | None] = SimpleQueue()
-        self._writer: Thread | None = None
-        self._begun_s = time.monotonic()
-        self._deadline_s = float("inf")
+        self._kept: deque[tuple[str, PackedWeight]] = deque()
+        self._writer: threading.Thread | None = None
+        self._stopped = threading.Event()
 
     def read(self, info: TensorInfo | WeightInfo, order: npt.NDArray[np.int64] | None) -> PackedWeight | None:
         """Return a kept weight, or None. ``order``: rows of the outputs [O]; None: as they are."""
@@ -79,23 +81,28 @@ class ShardCache:
             return None
 
     def keep(self, info: TensorInfo | WeightInfo, order: npt.NDArray[np.int64] | None, weight: PackedWeight) -> None:
-        """Write a weight in the background; it must not change before the load ends."""
-        if self._writer is None:
-            self._writer = Thread(target=self._write_all, name="keep repacked", daemon=True)
+        """Note a weight to be written. It must not change before ``stop``."""
+        self._kept.append((self._key(info, order), weight))
+
+    def write_in_background(self) -> None:
+        """Begin to write the noted weights; the load is over."""
+        if self._kept:
+            self._writer = threading.Thread(target=self._write_all, name="keep repacked", daemon=True)
             self._writer.start()
-        self._queue.put((self._key(info, order), weight))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        now_s = time.monotonic()
-        self._deadline_s = now_s
-        if error is None:
-            self._deadline_s += max(_LEAST_WAIT_S, _WAIT_SHARE * (now_s - self._begun_s))
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all is written. Raises TimeoutError."""
         if self._writer is not None:
-            self._queue.put(None)
+            self._writer.join(timeout_s)
+            if self._writer.is_alive():
+                raise TimeoutError(f"repacked weights are not written after {timeout_s:g} s")
+
+    def stop(self) -> None:
+        """Stop writing and forget the weights, which the model is about to free."""
+        self._stopped.set()
+        if self._writer is not None:
             self._writer.join()
+        self._kept.clear()
 
     def _key(self, info: TensorInfo | WeightInfo, order: npt.NDArray[np.int64] | None) -> str:
         rows = "" if order is None else hashlib.sha256(order.astype("<i8").tobytes()).hexdigest()
@@ -103,15 +110,17 @@ class ShardCache:
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
     def _write_all(self) -> None:
-        """Write queued weights until the end or the first failure."""
-        with suppress(_TooLate):
-            while (entry := self._queue.get()) is not None:
-                key, weight = entry
-                try:
-                    self._write(key, weight)
-                except OSError as exc:  # such as a full disk or a folder of another user: the next load repacks
-                    logger.info("repacked weights are not kept: %s", exc)
-                    return
+        """Write the noted weights until the end or the first failure."""
+        _leave_processors_to_others()
+        try:
+            _remove_lost_parts(self._place.folder)
+            with suppress(_Stopped):
+                while self._kept:
+                    self._write(*self._kept.popleft())
+        except OSError as exc:  # such as a full disk or a folder of another user: the next load repacks
+            logger.info("repacked weights are not kept: %s", exc)
+        finally:
+            self._kept.clear()
 
     def _write(self, key: str, weight: PackedWeight) -> None:
         folder = self._place.folder
@@ -120,14 +129,14 @@ class ShardCache:
         header, arrays = _header(key, weight), _arrays(weight)
         if not self._make_room(_file_name(key), _length(header, arrays)):
             return
-        part = folder / f"{_file_name(key)}.{secrets.token_hex(4)}.part"
+        part = folder / f"{_file_name(key)}.{secrets.token_hex(4)}{_PART}"
         try:
             with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as file:
                 _write_bytes(file.fileno(), header)
                 sums: list[int] = []
                 for piece in _pieces(arrays):
-                    if time.monotonic() > self._deadline_s:
-                        raise _TooLate
+                    if self._stopped.is_set():
+                        raise _Stopped
                     sums.append(_sum(piece))
                     _write_bytes(file.fileno(), piece.data)
                 _write_bytes(file.fileno(), _digest(sums))
@@ -151,8 +160,22 @@ class ShardCache:
         return total <= limit and free - num_bytes >= LEAST_FREE_SHARE * self._place.model_bytes
 
 
-class _TooLate(Exception):
-    """The load ended, and the disk had its time."""
+class _Stopped(Exception):
+    """The model is about to be freed."""
+
+
+def _leave_processors_to_others() -> None:
+    """Let the calling thread run only where a processor idles. Linux alone has priorities of threads."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def _remove_lost_parts(folder: Path) -> None:
+    """Remove what a process that died did not complete."""
+    for part in folder.glob(f"*{_PART}"):
+        with suppress(OSError):
+            if time.time() - part.lstat().st_mtime > _LOST_PART_S:
+                part.unlink()
 
 
 def _file_name(key: str) -> str:

@@ -9,6 +9,7 @@ from edgepipe_torch.decoder import SliceWeights
 from edgepipe_torch.linear import Workspace
 from edgepipe_torch.loading import load_slices
 from edgepipe_torch.rope import Rotations
+from edgepipe_torch.shard_cache import ShardCache
 
 from edgepipe.model.facts import LayerRange, Slice, make_slices
 from edgepipe.model.tensors import WeightSource
@@ -22,8 +23,9 @@ def loaded_slice(
     *,
     dtype: torch.dtype = torch.float32,
     kernels: CpuKernels | KernelsUnavailable | None = None,
+    cache: ShardCache | None = None,
 ) -> SliceWeights:
-    """Load ``part``, or the whole model; ``kernels``: None for this process's."""
+    """Load ``part``, or the whole model; ``kernels``: None for this process's; ``cache``: of repacked weights."""
     (whole,) = make_slices([LayerRange(0, source.config.num_layers)], source.config.num_layers)
     (found,) = load_slices(
         [part or whole],
@@ -34,5 +36,6 @@ def loaded_slice(
         workspace=Workspace(dtype, _CPU),
         rotations=Rotations(source.config).kinds,
         kernels=kernels,
+        cache=cache,
     )
     return found

@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +20,18 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch import shard_cache  # noqa: E402
+from edgepipe_torch import TorchBackend, shard_cache  # noqa: E402
 from edgepipe_torch.cpu_layout import LAYOUT_VERSION  # noqa: E402
 from edgepipe_torch.cpu_repack import repack  # noqa: E402
 from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
 from edgepipe_torch.packed_weight import PackedWeight  # noqa: E402
 from edgepipe_torch.shard_cache import ShardCache  # noqa: E402
 
+from edgepipe.backend.types import BackendOptions  # noqa: E402
 from edgepipe.errors import ModelInvalid  # noqa: E402
 from edgepipe.model.card import ModelCard  # noqa: E402
 from edgepipe.model.config import hf_config  # noqa: E402
+from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
 from edgepipe.model.gguf_types import BLOCKS_BY_NAME  # noqa: E402
 from edgepipe.model.packed import Packed  # noqa: E402
 from edgepipe.model.repacked import REPACKED_FOLDER, RepackedPlace  # noqa: E402
@@ -43,12 +46,8 @@ from tests.support.torch_slices import loaded_slice  # noqa: E402
 
 CPU = torch.device("cpu")
 ROOM_BYTES = 10_000_000
+WAIT_S = 60.0
 INFO = TensorInfo(name="w", shape=(40, 256), scheme="Q4_K", num_bytes=40 * 144)
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_cache, "_LEAST_WAIT_S", 60.0)
 
 
 def place_in(folder: Path, *, source: str = "a", model_bytes: int = ROOM_BYTES) -> RepackedPlace:
@@ -60,9 +59,15 @@ def info_of(packed: Packed, scheme: str) -> TensorInfo:
 
 
 def kept(place: RepackedPlace, info: TensorInfo, weight: PackedWeight) -> list[Path]:
-    with ShardCache(place) as cache:
-        cache.keep(info, None, weight)
+    cache = ShardCache(place)
+    cache.keep(info, None, weight)
+    write(cache)
     return sorted(place.folder.glob("*")) if place.folder.is_dir() else []
+
+
+def write(cache: ShardCache) -> None:
+    cache.write_in_background()
+    cache.wait(WAIT_S)
 
 
 def bits(weight: PackedWeight) -> list[object]:
@@ -100,8 +105,7 @@ def test_a_kept_weight_is_read_with_the_same_bits(
         place = place_in(Path(folder))
         (path,) = kept(place, info, weight)
         assert path.stat().st_mode & 0o777 == 0o600
-        with ShardCache(place) as cache:
-            found = cache.read(info, None)
+        found = ShardCache(place).read(info, None)
     assert found is not None
     assert bits(found) == bits(weight)
 
@@ -131,9 +135,10 @@ def test_another_key_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_two_orders_of_rows_are_two_files(tmp_path: Path) -> None:
     place, order = place_in(tmp_path), np.arange(40)[::-1].astype(np.int64)
-    with ShardCache(place) as cache:
-        cache.keep(INFO, None, example(0))
-        cache.keep(INFO, order, example(1))
+    cache = ShardCache(place)
+    cache.keep(INFO, None, example(0))
+    cache.keep(INFO, order, example(1))
+    write(cache)
     plain, turned = ShardCache(place).read(INFO, None), ShardCache(place).read(INFO, order)
     assert plain is not None
     assert turned is not None
@@ -216,10 +221,11 @@ def test_files_of_this_load_stay_and_the_rest_is_not_written(tmp_path: Path) -> 
     one = kept(place_in(tmp_path), INFO, weight)[0].stat().st_size
     place = place_in(tmp_path, model_bytes=int(2.5 * one / shard_cache.MOST_SHARE))
     infos = [replace(INFO, name=str(index)) for index in range(5)]
-    with ShardCache(place) as cache:
-        assert [cache.read(info, None) for info in infos] == [None] * 5
-        for info in infos:
-            cache.keep(info, None, weight)
+    cache = ShardCache(place)
+    assert [cache.read(info, None) for info in infos] == [None] * 5
+    for info in infos:
+        cache.keep(info, None, weight)
+    write(cache)
     assert [ShardCache(place).read(info, None) is not None for info in infos] == [True, True, False, False, False]
     assert sum(path.stat().st_size for path in place.folder.iterdir()) <= 2.5 * one
 
@@ -232,39 +238,52 @@ def test_space_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert len(kept(place, INFO, weight)) == files
 
 
-def test_a_slow_disk_does_not_hold_up_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_cache, "_LEAST_WAIT_S", 0.0)
-    monkeypatch.setattr(shard_cache, "_WAIT_SHARE", 0.0)
-    left = threading.Event()
-    write = shard_cache._write_bytes
+def test_a_slow_disk_is_not_waited_for_and_stop_leaves_neither_thread_nor_part_nor_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, stopped = threading.Event(), threading.Event()
+    write_bytes = shard_cache._write_bytes
 
     def slow(descriptor: int, data: bytes | memoryview) -> None:
-        left.wait(10)
-        write(descriptor, data)
+        begun.set()
+        stopped.wait(10)
+        write_bytes(descriptor, data)
 
     monkeypatch.setattr(shard_cache, "_write_bytes", slow)
-    place = place_in(tmp_path)
-    with ShardCache(place) as cache:
-        cache.keep(INFO, None, example())
-        cache.keep(replace(INFO, name="v"), None, example())
-        threading.Timer(0.1, left.set).start()
-    assert list(place.folder.iterdir()) == []
-
-
-def test_a_failed_load_leaves_neither_threads_nor_parts(tmp_path: Path) -> None:
-    place = place_in(tmp_path)
+    place, weight = place_in(tmp_path), example()
+    weights = weakref.ref(weight)
     cache = ShardCache(place)
-    cache.keep(INFO, None, example())
-    cache.__exit__(ModelInvalid, ModelInvalid("for a test"), None)
-    assert not [path for path in place.folder.glob("*") if path.suffix != shard_cache.SUFFIX]
+    cache.keep(INFO, None, weight)
+    cache.keep(replace(INFO, name="v"), None, weight)
+    cache.write_in_background()
+    with pytest.raises(TimeoutError):
+        cache.wait(0.01)
+    assert begun.wait(WAIT_S)
+    threading.Timer(0.1, stopped.set).start()
+    cache.stop()
+    del weight
+    assert list(place.folder.iterdir()) == []
     assert not [thread for thread in threading.enumerate() if thread.name == "keep repacked"]
+    assert weights() is None
+
+
+def test_parts_of_processes_that_died_are_removed(tmp_path: Path) -> None:
+    place = place_in(tmp_path)
+    place.folder.mkdir(parents=True)
+    lost, written = place.folder / "a.repacked.1.part", place.folder / "b.repacked.2.part"
+    for part in (lost, written):
+        part.write_bytes(b"x")
+    os.utime(lost, (0, 0))
+    assert len(kept(place, INFO, example())) == 2
+    assert (lost.exists(), written.exists()) == (False, True)
 
 
 def test_a_folder_that_cannot_be_used_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / REPACKED_FOLDER).write_text("a file")
-    with ShardCache(place_in(tmp_path)) as cache:
-        assert cache.read(INFO, None) is None
-        cache.keep(INFO, None, example())
+    cache = ShardCache(place_in(tmp_path))
+    assert cache.read(INFO, None) is None
+    cache.keep(INFO, None, example())
+    write(cache)
     gone = place_in(tmp_path / "removed model")
     assert kept(gone, INFO, example()) == []
     assert not gone.folder.parent.exists()
@@ -300,7 +319,10 @@ class CountedWeights(Weights):
 def loaded(folder: Path) -> tuple[list[list[object]], set[str]]:
     """Load a model; return the bits of its packed weights, and the matrices that were read."""
     source = CountedWeights(open_weights(folder))
-    found = loaded_slice(source)
+    cache = ShardCache(source.repacked) if source.repacked else None
+    found = loaded_slice(source, cache=cache)
+    if cache is not None:
+        write(cache)
     products: Sequence[object] = [
         *(each for layer in found.layers for each in layer.linears),
         found.head,
@@ -332,6 +354,30 @@ def test_a_second_load_reads_no_matrix_of_the_file(scheme: str, tmp_path: Path) 
     assert again == fresh
     assert len([name for name in read if "layers" in name]) == 14
     assert not [name for name in read_again if "layers" in name]
+
+
+def test_a_backend_keeps_the_weights_after_the_load_until_it_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = stored_gguf_model(tmp_path).resolve("tiny")
+    slices = make_slices([LayerRange(0, 2)], 2)
+    closing, write_bytes = threading.Event(), shard_cache._write_bytes
+
+    def slow(descriptor: int, data: bytes | memoryview) -> None:
+        closing.wait(10)
+        write_bytes(descriptor, data)
+
+    monkeypatch.setattr(shard_cache, "_write_bytes", slow)
+    backend = TorchBackend(BackendOptions(device="cpu"))
+    backend.load(slices, model.open_weights(), lambda _progress: None)
+    threading.Timer(0.1, closing.set).start()
+    backend.close()
+    assert not list((model.path / REPACKED_FOLDER).glob("*.part"))
+    few = len(list((model.path / REPACKED_FOLDER).glob("*")))
+    backend.load(slices, model.open_weights(), lambda _progress: None)
+    backend.wait_until_kept(WAIT_S)
+    backend.close()
+    assert len(list((model.path / REPACKED_FOLDER).glob("*"))) > few
 
 
 @pytest.mark.parametrize("recipe", ["awq", "gptq-act-order"])
