@@ -1,56 +1,24 @@
 """Rebuild a tokenizer from GGUF metadata as a ``tokenizers`` object, to save as ``tokenizer.json``.
 
-The supported architectures use two kinds: byte-level BPE (``gpt2``) with one of several pre-tokenizers, and
-SentencePiece (``llama``), which llama.cpp always merges by score, so it becomes BPE with byte fallback.
+The supported architectures use three kinds: byte-level BPE (``gpt2``) with one of several pre-tokenizers;
+SentencePiece (``llama``), which llama.cpp always merges by score, so it becomes BPE with byte fallback; and Gemma 4's
+(``gemma4``), SentencePiece's text with merges of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.fields import Fields
+from edgepipe.model.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer, models
 
 _CONTROL, _USER_DEFINED = 3, 4
 _MAX_MERGED_CHARS = 256  # longest SentencePiece token, of which every split is tried; trained tokens have up to 16
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PreTokenizer:
-    """Splitting of text before merging: patterns applied one after another."""
-
-    patterns: tuple[str, ...]
-    nfc: bool = False
-    whole_words: bool = False  # a piece that is itself a token is not merged
-    adds_bos: bool = False  # default if the file does not specify it
-
-
-_DIGITS_GPT2 = _PreTokenizer(patterns=(r"\p{N}", _GPT2))
-_LLAMA_BPE = _PreTokenizer(patterns=(_LLAMA3,), whole_words=True, adds_bos=True)
-_PRE_TOKENIZERS = {
-    "default": _PreTokenizer(patterns=(_PUNCTUATION, _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2": _PreTokenizer(patterns=(_GPT2,)),
-    "smollm": _DIGITS_GPT2,
-    "starcoder": _DIGITS_GPT2,
-    "llama-bpe": _LLAMA_BPE,
-    "llama3": _LLAMA_BPE,
-    "llama-v3": _LLAMA_BPE,
-    "qwen2": _PreTokenizer(patterns=(_QWEN2,), nfc=True),
-    "deepseek-r1-qwen": _PreTokenizer(patterns=(_QWEN2,)),
-}
 
 
 def rebuild_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
@@ -62,6 +30,8 @@ def rebuild_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
         built, adds_bos = _byte_level(fields, tokens)
     elif kind == "llama":
         built, adds_bos = _sentence_piece(fields, tokens), True
+    elif kind == "gemma4":
+        built, adds_bos = _spaced(fields, tokens, list(_merges(fields)), prefix=False), False
     else:
         raise _unknown_kind(kind)
     _add_special(built, fields, tokens)
@@ -77,7 +47,7 @@ def check_tokenizer_kind(metadata: Mapping[str, object]) -> None:
     kind = fields.text("tokenizer.ggml.model")
     if kind == "gpt2":
         _pre_tokenizer(fields)
-    elif kind != "llama":
+    elif kind not in ("llama", "gemma4"):
         raise _unknown_kind(kind)
 
 
@@ -107,18 +77,20 @@ def _vocabulary(tokens: list[str]) -> dict[str, int]:
 
 
 def _unknown_kind(kind: str) -> ModelInvalid:
-    return ModelInvalid(f"the tokenizer '{kind[:40]}' of the GGUF file is not supported", fact="supported: gpt2, llama")
+    return ModelInvalid(
+        f"the tokenizer '{kind[:40]}' of the GGUF file is not supported", fact="supported: gpt2, llama, gemma4"
+    )
 
 
-def _pre_tokenizer(fields: Fields) -> _PreTokenizer:
+def _pre_tokenizer(fields: Fields) -> PreTokenizer:
     name = fields.text("tokenizer.ggml.pre", default="default")
-    if name not in _PRE_TOKENIZERS:
+    if name not in PRE_TOKENIZERS:
         raise ModelInvalid(
             f"the pre-tokenizer '{name[:40]}' of the GGUF file is not supported",
-            fact=f"supported: {', '.join(_PRE_TOKENIZERS)}",
+            fact=f"it says how text becomes tokens; {len(PRE_TOKENIZERS)} others are supported",
             next_step="pull the model's safetensors, which include a tokenizer.json",
         )
-    return _PRE_TOKENIZERS[name]
+    return PRE_TOKENIZERS[name]
 
 
 def _byte_level(fields: Fields, tokens: list[str]) -> tuple[Tokenizer, bool]:
@@ -145,17 +117,21 @@ def _merges(fields: Fields) -> Iterable[tuple[str, str]]:
 
 
 def _sentence_piece(fields: Fields, tokens: list[str]) -> Tokenizer:
+    scores = fields.numbers("tokenizer.ggml.scores", low=-1e30, high=1e30, length=len(tokens))
+    merges = _merges_by_score(_vocabulary(tokens), scores)
+    return _spaced(fields, tokens, merges, prefix=fields.flag("tokenizer.ggml.add_space_prefix", default=True))
+
+
+def _spaced(fields: Fields, tokens: list[str], merges: list[tuple[str, str]], *, prefix: bool) -> Tokenizer:
+    """Build BPE with byte fallback over text whose spaces are ``▁``; ``prefix``: and which begins with one."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    vocabulary = _vocabulary(tokens)
-    scores = fields.numbers("tokenizer.ggml.scores", low=-1e30, high=1e30, length=len(tokens))
     unknown = fields.token_ids("tokenizer.ggml.unknown_token_id", vocab_size=len(tokens)) or (0,)
-    merges = _merges_by_score(vocabulary, scores)
+    vocabulary = _vocabulary(tokens)
     model = _guarded(
         lambda: models.BPE(vocabulary, merges, unk_token=tokens[unknown[0]], fuse_unk=True, byte_fallback=True)
     )
     built = Tokenizer(model)
-    prefix = fields.flag("tokenizer.ggml.add_space_prefix", default=True)
     steps: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if prefix else []
     built.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     strip: list[decoders.Decoder] = [decoders.Strip(" ", 1, 0)] if prefix else []

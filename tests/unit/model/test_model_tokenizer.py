@@ -9,12 +9,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import regex
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Sequence, Split
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.gguf_header import read_gguf_header
-from edgepipe.model.gguf_tokenizer import special_tokens
+from edgepipe.model.gguf_pre_tokenizers import PRE_TOKENIZERS
+from edgepipe.model.gguf_tokenizer import check_tokenizer_kind, special_tokens
 from edgepipe.model.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, check_tokenizer
 from tests.support.model_files import GOLDEN, smollm2_gguf
 
@@ -164,6 +168,93 @@ def test_pre_tokenizers_cut_digits_each_in_its_way(pre: str, pieces: list[str]) 
     tokenizer = Tokenizer.from_gguf(byte_level(pre))
     ids = tokenizer.encode("1234 ab", add_special=False)
     assert [tokenizer._library.id_to_token(token) for token in ids] == pieces
+
+
+PIECES = {  # of "HelloWorld don't 12345\n\n"
+    "gpt-2": ["HelloWorld", " don", "'t", " 12345", "\n\n"],
+    "refact": ["HelloWorld", " don", "'t", " ", "1", "2", "3", "4", "5", "\n\n"],
+    "command-r": ["HelloWorld", " don", "'t", " ", "1", "2", "3", "4", "5", "\n\n"],
+    "dbrx": ["HelloWorld", " don", "'t", " ", "123", "45", "\n\n"],
+    "glm4": ["HelloWorld", " don", "'t", " ", "123", "45", "\n\n"],
+    "lfm2": ["HelloWorld", " don", "'t", " ", "123", "45", "\n\n"],
+    "qwen35": ["HelloWorld", " don", "'t", " ", "1", "2", "3", "4", "5", "\n\n"],
+    "gpt-4o": ["Hello", "World", " don't", " ", "123", "45", "\n\n"],
+    "minimax-m2": ["Hello", "World", " don't", " ", "123", "45", "\n\n"],
+    "tiny_aya": ["Hello", "World", " don't", " ", "12", "345", "\n\n"],
+    "tekken": ["Hello", "World", " don", "'t", " ", "1", "2", "3", "4", "5", "\n\n"],
+    "kimi-k2": ["Hello", "World", " don't", " ", "123", "45", "\n\n"],
+    "deepseek-v3": ["HelloWorld", " don", "'t", " ", "123", "45", "\n\n"],
+    "deepseek-llm": ["HelloWorld", " don", "'", "t", " ", "1", "2", "3", "4", "5", "\n", "\n"],
+    "deepseek-coder": ["HelloWorld", " don", "'", "t", " ", "1", "2", "3", "4", "5", "\n", "\n"],
+}
+
+
+@pytest.mark.parametrize("pre", PIECES)
+def test_words_are_cut_as_each_model_was_trained_to(pre: str) -> None:
+    assert split_by_library(pre, "HelloWorld don't 12345\n\n") == PIECES[pre]
+
+
+def test_marks_belong_to_words_where_the_model_says_so() -> None:
+    text = "नमस्ते"  # with vowel signs
+    assert len(split_by_library("qwen35", text)) == 1
+    assert len(split_by_library("qwen2", text)) > 1
+    assert split_by_library("kimi-k2", "你好world") == ["你好", "world"]
+
+
+@given(
+    pre=st.sampled_from(sorted(PRE_TOKENIZERS)),
+    text=st.text(
+        st.sampled_from("aBzÉéß e\u0301 ' 's 019  \n\r\t/.,!?-_$#`<|>漢字かカ한글र्देРус🙂Ａ＃。" + "\u3000"), max_size=40
+    ),
+)
+def test_patterns_mean_the_same_to_another_engine(pre: str, text: str) -> None:
+    pieces = [text] if text else []
+    for pattern in PRE_TOKENIZERS[pre].patterns:
+        pieces = [part for piece in pieces for part in cut(regex.compile(pattern, regex.V1), piece)]
+    assert split_by_library(pre, text) == pieces
+
+
+def split_by_library(pre: str, text: str) -> list[str]:
+    splits = [Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre].patterns]
+    return [piece for piece, _place in Sequence(splits).pre_tokenize_str(text)]
+
+
+def cut(pattern: regex.Pattern[str], text: str) -> list[str]:
+    """Matches, and what is between them."""
+    parts, at = [], 0
+    for found in pattern.finditer(text):
+        parts += [text[at : found.start()], found.group()]
+        at = found.end()
+    return [part for part in (*parts, text[at:]) if part]
+
+
+def spaced(**changes: Any) -> dict[str, object]:
+    """Metadata as of Gemma 4: merges over text whose spaces are ``▁``, also over lines; every byte as fallback."""
+    own = ["▁", "a", "b", "ab", "▁ab", "\n", "\n\n", "▁▁"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *own]
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, 3, 3, *[6] * 256, *[1] * len(own)],
+        "tokenizer.ggml.merges": ["a b", "▁ ab", "\n \n", "▁ ▁"],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_bos_token": True,
+        **changes,
+    }
+
+
+def test_merges_of_text_with_marked_spaces(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_gguf(spaced())
+    check_tokenizer_kind(spaced())
+    text = "ab ab  b\n\n\né"
+    tokens = [tokenizer._library.id_to_token(token) for token in tokenizer.encode(text)]
+    assert tokens == ["<bos>", "ab", "▁ab", "▁▁", "b", "\n\n", "\n", "<0xC3>", "<0xA9>"]
+    tokenizer.save(tmp_path / "tokenizer.json")
+    again = Tokenizer.from_file(tmp_path / "tokenizer.json")
+    assert again.decode(again.encode(text)) == text
+    assert again.decode(again.encode(" a", add_special=False)) == " a"
 
 
 def test_the_begin_token_is_added_where_the_model_wants_it() -> None:
