@@ -20,12 +20,14 @@ from edgepipe.errors import ArchitectureUnsupported, EdgepipeError, ModelDownloa
 from edgepipe.model.gguf_names import GgufChoice, choose_type, gguf_choices, recommended_label, stored_name
 from edgepipe.model.gguf_split import names_in_store
 from edgepipe.model.install import METADATA_NAMES, check_metadata_size, file_chunks, hash_file
+from edgepipe.model.manifest import TOKENIZER_FILE
 from edgepipe.model.progress import OnProgress, PlannedFile, ProgressCounter
 from edgepipe.model.safe_path import check_member_name
 from edgepipe.model.safetensors_file import INDEX_FILE, SINGLE_FILE
 
-SHARDS = "model-*-of-*.safetensors"
+SHARDS = "model*-of-*.safetensors"  # also model.safetensors-00001-of-00004.safetensors, as of Qwen3.5
 CONTACT_TIMEOUT_S = 10.0  # for the hub's first answer
+_STRANGE_TOKENIZERS = ("tekken.json", "tiktoken.model", "tokenizer.model")  # of Mistral, of Kimi, SentencePiece
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")  # PyTorch's own formats
 
 _SOURCE = re.compile(
@@ -66,6 +68,7 @@ class HubPlan:
     model_id: str
     files: tuple[PlannedFile, ...]
     gguf: tuple[PlannedFile, ...] = ()  # the weights among them if they are GGUF, in order
+    strange_tokenizer: str = ""  # name of the only tokenizer that comes with safetensors, if it cannot be read
     alternative: str = ""  # another type of the repository or its original, for a person whose choice cannot be read
 
     @property
@@ -196,6 +199,7 @@ def _plan(source: HubSource, listing: HubListing) -> HubPlan:
             commit=commit,
             model_id=source.repo,
             files=(*metadata, *weights),
+            strange_tokenizer="" if TOKENIZER_FILE in by_name else next(filter(by_name.get, _STRANGE_TOKENIZERS), ""),
             alternative=_alternative(source, choices, listing.original),
         )
     if not choices:

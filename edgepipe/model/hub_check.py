@@ -18,6 +18,7 @@ from edgepipe.model.hub import HubPlan, suggesting_alternative
 from edgepipe.model.hub_files import METADATA_WAITS, HeaderParser, HubFiles
 from edgepipe.model.install import METADATA_NAMES
 from edgepipe.model.layout import check_layout
+from edgepipe.model.manifest import TOKENIZER_FILE
 from edgepipe.model.progress import PlannedFile
 from edgepipe.model.safetensors_file import INDEX_FILE, MAX_HEADER_BYTES, indexed_places, parse_safetensors, shard_names
 from edgepipe.model.weights import settled_layout
@@ -53,6 +54,12 @@ def _check_gguf(plan: HubPlan, endpoint: str | None) -> None:
 
 def _check_safetensors(plan: HubPlan, folder: Path, endpoint: str | None) -> None:
     config = read_hf_config(folder)
+    if plan.strange_tokenizer:
+        raise ModelInvalid(
+            f"'{plan.source.repo}' has no {TOKENIZER_FILE}",
+            fact=f"edgepipe does not read its {plan.strange_tokenizer}",
+            next_step=f"pull a copy of the model with a {TOKENIZER_FILE}, or a GGUF file of it",
+        )
     files = [file for file in plan.files if file.name not in METADATA_NAMES]
     indexed = set(shard_names(folder)) if (folder / INDEX_FILE).exists() else set[str]()
     if missing := indexed - {file.name for file in files}:

@@ -31,7 +31,10 @@ LAYER_SCALE = "layer_scalar"
 _EXPERT_GATE = "mlp.shared_expert_gate.weight"
 _SHOWN = 2  # names per kind of fault
 _LAYERS = "model.layers."
-_UNUSED_PARTS = ("input_scale", "output_scale", "k_scale", "v_scale", "weight_shape", "weight_zero_point")
+_UNUSED_PARTS = (
+    *("input_scale", "activation_scale", "output_scale", "k_scale", "v_scale"),
+    *("weight_shape", "weight_zero_point"),
+)
 """Suffixes of tensors that quantised files hold besides: scales of activations and caches, zeros of symmetric weights.
 """
 _UNUSED_PARTS_OF = {"gptq": ("bias",), "gptq_v2": ("bias",)}

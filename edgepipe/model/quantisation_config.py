@@ -206,15 +206,15 @@ def _autoround(fields: Fields) -> Quantisation:
 
 
 def _fp8(fields: Fields) -> Quantisation:
-    if fields.text("fmt", default="e4m3") != "e4m3":
+    """Read FP8 with a scale per block, or per matrix (Ministral 3), under one of two names."""
+    if fields.text("fmt", default="e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise _refused("FP8 that is not e4m3")
-    if not fields.has("weight_block_size"):
-        return Quantisation(default=WeightFormat(kind="fp8", bits=8, rows=0, scale="F32"))
-    rows, group = _block(fields, "weight_block_size")
-    return Quantisation(
-        default=WeightFormat(kind="fp8_inv", bits=8, rows=rows, group=group, scale="F32"),
-        alternatives=(WeightFormat(kind="fp8", bits=8, rows=rows, group=group, scale="F32"),),
-    )
+    blocks = fields.has("weight_block_size")
+    rows, group = _block(fields, "weight_block_size") if blocks else (0, 0)
+    plain = WeightFormat(kind="fp8", bits=8, rows=rows, group=group, scale="F32")
+    inverse = replace(plain, kind="fp8_inv")
+    default, other = (inverse, plain) if blocks else (plain, inverse)
+    return Quantisation(default=default, alternatives=(other,))
 
 
 def _fbgemm_fp8(fields: Fields) -> Quantisation:

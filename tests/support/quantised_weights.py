@@ -218,14 +218,14 @@ def fp8_block(dtype: str = "F32", *, block: tuple[int, int] = (128, 128)) -> Rec
     return Recipe(config=config, make=make)
 
 
-def fp8_tensor() -> Recipe:
-    """FP8 with one scale per tensor, stored without dimensions."""
+def fp8_tensor(scale_name: str = "weight_scale", unused_name: str = "input_scale") -> Recipe:
+    """FP8 with one scale per tensor, stored without dimensions; Ministral 3 has other names."""
 
     def make(draw: Draw, outputs: int, inputs: int) -> Quantised:
         codes = _e4m3_codes(draw, (outputs, inputs))
         stored, scale = scales(draw, (), "F32")
-        parts = {"weight": Tensor("F8_E4M3", codes), "weight_scale": stored}
-        parts["input_scale"] = Tensor("F32", np.ones((), np.float32))
+        parts = {"weight": Tensor("F8_E4M3", codes), scale_name: stored}
+        parts[unused_name] = Tensor("F32", np.ones((), np.float32))
         return Quantised(parts, e4m3_values(codes) * scale)
 
     return Recipe(config={"quant_method": "fp8", "activation_scheme": "static"}, make=make)
@@ -369,6 +369,7 @@ RECIPES: Mapping[str, Recipe] = {
     "fp8-channel": compressed_fp8("channel"),
     "fp8-tensor": compressed_fp8("tensor"),
     "fp8-static": fp8_tensor(),
+    "fp8-ministral": fp8_tensor("weight_scale_inv", "activation_scale"),
     "fp8-block-bf16": fp8_block("BF16"),
     "fp8-block-64": fp8_block(block=(64, 32)),
     "nf4": nf4(),

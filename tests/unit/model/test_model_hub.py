@@ -70,6 +70,27 @@ def test_a_repository_is_pulled_without_what_is_no_data(hub: FakeHub, tmp_path: 
     assert parse_pinned(model.manifest.source) == HubSource(repo=REPO, revision=COMMIT)
 
 
+@pytest.mark.parametrize("tokenizer", ["tekken.json", "tiktoken.model", "tokenizer.model"])
+def test_a_repository_whose_tokenizer_cannot_be_read_is_refused_before_its_weights_come(
+    tokenizer: str, hub: FakeHub, tmp_path: Path
+) -> None:
+    hub.files[tokenizer] = b"{}"
+    with pytest.raises(ModelInvalid, match="has no tokenizer") as caught:
+        pull(hub, tmp_path / "store")
+    assert tokenizer in caught.value.fact
+    assert not [name for name, _ in hub.asked if name.endswith(".safetensors")]
+
+
+def test_shards_with_the_names_of_qwen35_are_pulled(hub: FakeHub, tmp_path: Path) -> None:
+    """``model.safetensors-00001-of-00002.safetensors``."""
+    for name in (FIRST, BIG):
+        hub.files[f"model.safetensors{name.removeprefix('model')}"] = hub.files.pop(name)
+    index = hub.files["model.safetensors.index.json"].replace(b'"model-', b'"model.safetensors-')
+    hub.files["model.safetensors.index.json"] = index
+    pull(hub, tmp_path / "store")
+    assert ModelStore(tmp_path / "store").resolve(REPO).open_weights().config.num_layers == 3
+
+
 def test_a_repository_with_one_weight_file_is_pulled(tmp_path: Path) -> None:
     write_hf_folder(tmp_path / "source")
     files = {path.name: path.read_bytes() for path in (tmp_path / "source").iterdir()}

@@ -86,6 +86,26 @@ PUBLISHED: Mapping[str, tuple[dict[str, Any], WeightFormat]] = {
         },
         WeightFormat(kind="fp8_inv", bits=8, rows=128, group=128, scale="F32"),
     ),
+    "MiniMax-M2": (
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "float8_e4m3fn",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
+        WeightFormat(kind="fp8_inv", bits=8, rows=128, group=128, scale="F32"),
+    ),
+    "Ministral 3, Devstral 2": (
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "dequantize": False,
+            "weight_block_size": None,
+            "modules_to_not_convert": ["lm_head"],
+        },
+        WeightFormat(kind="fp8", bits=8, rows=0, scale="F32"),
+    ),
     "RedHatAI FP8-dynamic": (
         {
             "quant_method": "compressed-tensors",
