@@ -34,7 +34,7 @@ class AnswerReader:
         self._calls = CallNews(new_id)
         chat = answer.chat
         reader: TextReader = _PlainReader()
-        if answer.functions or chat.has_channels:
+        if answer.functions or chat.has_channels or chat.frames_content:
             reader = chat.new_reader(self._calls, answer.functions)
         if chat.reasoning is not None:
             reader = _ReasoningReader(chat.reasoning, reader, inside=answer.in_reasoning)

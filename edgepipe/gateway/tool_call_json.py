@@ -13,7 +13,8 @@ from edgepipe.gateway.tool_calls import CallDelta
 _IN_STRING = re.compile(r'["\\]')
 _STRUCTURE = re.compile(r'["{}\[\],:]')
 _BRACKETS = re.compile(r'["{}\[\]]')
-_CALL_KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
+_NAME_KEYS = ("name", "tool_name")
+_CALL_KEYS = frozenset({*_NAME_KEYS, "arguments", "parameters", "type", "id", "tool_call_id"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -181,7 +182,7 @@ class CallObject:
                 raise NotACall
             self._key = key
             return
-        if self._key == "name" and not self._certain:
+        if self._key in _NAME_KEYS and not self._certain:
             name = _decoded(text)
             if not isinstance(name, str) or not name:
                 raise NotACall

@@ -50,7 +50,9 @@ TOOL_MARKS = (
     *("<|tool_call_start|>", "<|tool_call_end|>", "<function_calls>", "</function_calls>"),
     *("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
     *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
-    *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+    *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<TOOLCALL>", "</TOOLCALL>"),
+    *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>"),
+    *("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
 )
 """Tokens around tool calls and reasoning, whose text grammars bind even if the model marks them as special."""
 

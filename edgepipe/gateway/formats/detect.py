@@ -6,12 +6,13 @@ import re
 from dataclasses import replace
 
 from edgepipe.gateway.formats.chat_format import ChatFormat, Reasoning
+from edgepipe.gateway.formats.cohere import COHERE
 from edgepipe.gateway.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32
 from edgepipe.gateway.formats.gemma import GEMMA4
 from edgepipe.gateway.formats.glm import GLM
 from edgepipe.gateway.formats.harmony import HARMONY
 from edgepipe.gateway.formats.hermes import HERMES
-from edgepipe.gateway.formats.listed import GRANITE, PHI
+from edgepipe.gateway.formats.listed import GRANITE, NEMOTRON_2, PHI
 from edgepipe.gateway.formats.llama import LLAMA
 from edgepipe.gateway.formats.minimax import MINIMAX
 from edgepipe.gateway.formats.mistral import MISTRAL, MISTRAL_ARGS
@@ -25,6 +26,8 @@ FORMATS = (
     MISTRAL_ARGS,
     GRANITE,
     PHI,
+    NEMOTRON_2,
+    COHERE,
     HARMONY,
     GLM,
     QWEN_CODER,
@@ -45,6 +48,7 @@ def _both(one: str, other: str) -> str:
 
 _SIGNS: tuple[tuple[ChatFormat, str], ...] = (
     (HARMONY, _both(r"<\|channel\|>", r"<\|message\|>")),
+    (COHERE, r"<\|START_ACTION\|>"),
     (GEMMA4, r"<\|tool_call>"),
     (GEMMA4, r"<\|turn>"),
     (LFM2, r"<\|tool_(?:call|list)_start\|>|" + _both("keep_past_thinking", "List of tools: ")),
@@ -59,6 +63,7 @@ _SIGNS: tuple[tuple[ChatFormat, str], ...] = (
     (MISTRAL, r"\[TOOL_CALLS\]"),
     (PHI, r"<\|/tool_call\|>|<\|/tool\|>"),
     (GRANITE, r"<\|tool_call\|>"),
+    (NEMOTRON_2, r"<TOOLCALL>"),
     (HERMES, r"<tool_call>"),
     (LLAMA, r'<\|python_tag\|>|"parameters"'),
 )

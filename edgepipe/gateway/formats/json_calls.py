@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from edgepipe.gateway.formats.chat_format import Functions
@@ -20,17 +20,26 @@ class JsonReader:
     """State machine over content, markers and calls. Each state reads from an index and returns where it stopped."""
 
     def __init__(
-        self, calls: CallNews, *, opening: str, closing: str = "", separators: str = "", at_start: bool = False
+        self,
+        calls: CallNews,
+        *,
+        opening: str,
+        closing: str = "",
+        separators: str = "",
+        at_start: bool = False,
+        dropped: Sequence[str] = (),
     ) -> None:
         """
-        opening     marker before a group of calls
+        opening     marker before a group of calls; empty: there are none
         closing     marker after the group
         separators  characters allowed before, between and after the calls of a group
         at_start    a call may begin the text without the opening
+        dropped     markers around content that are no part of it
         """
         self.calls = calls
         self._opening = opening
         self._closing = closing
+        self._outside = [mark for mark in (opening, *dropped) if mark]  # markers within or after content
         self._between = re.compile(rf"[\s{re.escape(separators)}]+")
         self._state: Callable[[str, int], int] = self._start if at_start else self._text
         self._pending = ""  # text that may be an incomplete marker
@@ -65,10 +74,10 @@ class JsonReader:
         return self._scanned()
 
     def _may_open(self, more: str) -> bool:
-        """Return whether the held text and then ``more`` begin the opening."""
+        """Return whether the held text and then ``more`` begin a marker."""
         text = self._pending + more
         held = self._state == self._text and self._pending != ""
-        return held and (self._opening.startswith(text) or text.startswith(self._opening))
+        return held and any(mark.startswith(text) or text.startswith(mark) for mark in self._outside)
 
     def _scanned(self) -> Scanned:
         content, self._content = "".join(self._content), []
@@ -102,13 +111,15 @@ class JsonReader:
 
     def _text(self, text: str, at: int) -> int:
         """State: content, until the opening."""
-        found = text.find(self._opening, at)
-        if found >= 0:
+        places = [(place, mark) for mark in self._outside if (place := text.find(mark, at)) >= 0]
+        if places:
+            found, mark = min(places)
             self._show(text[at:found])
-            self._marks, self._begun = [self._opening], 0
-            self._state = self._group
-            return found + len(self._opening)
-        keep = overlap(text, at, self._opening)
+            if mark == self._opening:
+                self._marks, self._begun = [mark], 0
+                self._state = self._group
+            return found + len(mark)
+        keep = max(overlap(text, at, mark) for mark in self._outside)
         self._show(text[at : len(text) - keep])
         self._pending = text[len(text) - keep :]
         return len(text)

@@ -1,49 +1,46 @@
-"""Granite 3's and Phi-4-mini's calls: a list of objects after a mark.
+"""Calls as a list of objects between marks: Granite 3, Phi-4-mini, Nemotron Nano 2.
 
-Sources: the chat templates of granite-3.3-8b-instruct and Phi-4-mini-instruct.
+Sources: the chat templates of granite-3.3-8b-instruct, Phi-4-mini-instruct and NVIDIA-Nemotron-Nano-9B-v2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from edgepipe.gateway.formats.chat_format import CallForm, ChatFormat, Functions
 from edgepipe.gateway.formats.json_calls import JsonReader, lazy_opening, object_rules, written_object
 from edgepipe.gateway.tool_calls import Call
 
-_OPENING, _CLOSING = "<|tool_call|>", "<|/tool_call|>"
 
+def _listed(name: str, opening: str, closing: str) -> ChatFormat:
+    """Make the format of these marks; ``closing``: empty if the list's bracket is the end."""
 
-def _rules(closing: str) -> Callable[[Functions, CallForm], list[str]]:
     def rules(functions: Functions, form: CallForm) -> list[str]:
         more = r'("," " "? call)*' if form.several else ""
         group = f'" "? "[" call {more} "]"' + (f' "{closing}"' if closing else "")
         calls = object_rules(functions)
         if form.forced:
-            return [f'answer: "{_OPENING}" {group}', *calls]
-        return ["answer: group | PLAIN", f"group: opening {group}", lazy_opening(_OPENING), *calls]
+            return [f'answer: "{opening}" {group}', *calls]
+        return ["answer: group | PLAIN", f"group: opening {group}", lazy_opening(opening), *calls]
 
-    return rules
+    def write(calls: Sequence[Call]) -> str:
+        return f"{opening}[{', '.join(map(written_object, calls))}]{closing}"
+
+    end, separators = (closing, "[,]") if closing else ("]", "[,")
+    return ChatFormat(
+        name=name,
+        marks=(opening, closing) if closing else (opening,),
+        new_reader=lambda calls, _: JsonReader(calls, opening=opening, closing=end, separators=separators),
+        call_rules=rules,
+        write=write,
+    )
 
 
-def _write(closing: str) -> Callable[[Sequence[Call]], str]:
-    return lambda calls: f"{_OPENING}[{', '.join(map(written_object, calls))}]{closing}"
-
-
-GRANITE = ChatFormat(
-    name="granite",
-    marks=(_OPENING,),
-    new_reader=lambda calls, _: JsonReader(calls, opening=_OPENING, closing="]", separators="[,"),
-    call_rules=_rules(""),
-    write=_write(""),
-)
+GRANITE = _listed("granite", "<|tool_call|>", "")
 """``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]``"""
 
-PHI = ChatFormat(
-    name="phi",
-    marks=(_OPENING, _CLOSING),
-    new_reader=lambda calls, _: JsonReader(calls, opening=_OPENING, closing=_CLOSING, separators="[,]"),
-    call_rules=_rules(_CLOSING),
-    write=_write(_CLOSING),
-)
+PHI = _listed("phi", "<|tool_call|>", "<|/tool_call|>")
 """``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>``"""
+
+NEMOTRON_2 = _listed("nemotron-2", "<TOOLCALL>", "</TOOLCALL>")
+"""``<TOOLCALL>[{"name": ..., "arguments": {...}}, ...]</TOOLCALL>``"""

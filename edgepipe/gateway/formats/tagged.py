@@ -39,6 +39,7 @@ class Tags:
     argument_end: str
     call_reading: re.Pattern[str]  # the name is group 1
     argument_reading: re.Pattern[str]  # the name is group 1; group 2, if any, is "true" for strings
+    may_lack_opening: bool = False  # a call may begin without the opening, as some models write it
     before_call: str = ""  # layout: spaces after the opening
     before_argument: str = ""  # spaces before each argument
     around_text: str = ""  # spaces on both sides of an argument's text, no part of it
@@ -70,6 +71,7 @@ class TaggedReader:
         self._schema: Schema = {}  # of the current function
         self._argument = _Argument(calls, _STRING, around="")
         self._num_arguments = 0
+        self._starts = (tags.opening, _before_name(tags.call)) if tags.may_lack_opening else (tags.opening,)
         self._after_call = (tags.closing, _before_name(tags.call))
         self._in_a_call = (_before_name(tags.argument), tags.call_end or tags.closing, tags.closing)
 
@@ -102,7 +104,7 @@ class TaggedReader:
         return self._scanned()
 
     def _may_open(self, text: str) -> bool:
-        return self._tags.opening.startswith(text) or text.startswith(self._tags.opening)
+        return begins(text, 0, self._starts)
 
     def _scanned(self) -> Scanned:
         content, self._content = "".join(self._content), []
@@ -118,15 +120,15 @@ class TaggedReader:
             self._spaces.append(text[len(shown) :])
 
     def _text(self, text: str, at: int) -> int:
-        """State: content, until the opening."""
-        opening = self._tags.opening
-        found = text.find(opening, at)
-        if found >= 0:
+        """State: content, until the opening, or until a call that lacks it."""
+        places = [(place, start) for start in self._starts if (place := text.find(start, at)) >= 0]
+        if places:
+            found, start = min(places)
             self._show(text[at:found])
-            self._marks = [opening]
             self._state = self._head
-            return found + len(opening)
-        keep = overlap(text, at, opening)
+            self._marks = [start] if start == self._tags.opening else []
+            return found + len("".join(self._marks))
+        keep = max(overlap(text, at, start) for start in self._starts)
         self._show(text[at : len(text) - keep])
         self._pending = text[len(text) - keep :]
         return len(text)
@@ -139,9 +141,11 @@ class TaggedReader:
             return end
         if found is None and self._held(text, at):
             return len(text)
-        self._show("".join(self._marks))
+        shown = "".join(self._marks) or text[at]  # of a call that lacks the opening: its first character, to go on
+        self._show(shown)
+        end = at if self._marks else at + len(shown)
         self._marks, self._state = [], self._text
-        return at
+        return end
 
     def _begin(self, name: str) -> None:
         self._marks, self._spaces = [], []

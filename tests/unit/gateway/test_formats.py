@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.answer_reader import AnswerFormat, AnswerReader
 from edgepipe.gateway.formats.chat_format import ChatFormat, Reasoning
-from edgepipe.gateway.formats.detect import FORMATS
+from edgepipe.gateway.formats.detect import FORMATS, detect_format
 from edgepipe.gateway.schema import CompletionBody
 from edgepipe.gateway.structured import GrammarCompiler, choose_tools, plan_output
 from edgepipe.gateway.tool_calls import Call, Scanned, joined_calls
 from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
-from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.model.tokenizer import TOOL_MARKS, Tokenizer
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import GrammarState, GrammarTokenizer, check_grammar
 
@@ -151,6 +151,38 @@ TRANSCRIPTS: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
         "",
         "Rome, three days.",
         [("get_weather", ROME), ("now", {})],
+    ),
+    (  # as it often begins a call
+        "qwen-coder",
+        "I look.\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>\n<function=now>\n</function>\n</tool_call>",
+        "I look.",
+        "",
+        [("get_weather", ROME), ("now", {})],
+    ),
+    (
+        "nemotron-2",
+        '<think>hm</think>\n<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}, '
+        '{"name": "now", "arguments": {}}]</TOOLCALL>',
+        "",
+        "hm",
+        [("get_weather", ROME), ("now", {})],
+    ),
+    (
+        "cohere",
+        '<|START_THINKING|>I will look.<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": '
+        '"get_weather", "parameters": {"city": "Rome", "days": 3}},\n    {"tool_call_id": "1", "tool_name": "now", '
+        '"parameters": {}}\n]<|END_ACTION|>',
+        "",
+        "I will look.",
+        [("get_weather", ROME), ("now", {})],
+    ),
+    (
+        "cohere",
+        "<|START_THINKING|>Easy.<|END_THINKING|><|START_RESPONSE|>It <|is|> sunny.<|END_RESPONSE|>",
+        "It <|is|> sunny.",
+        "Easy.",
+        [],
     ),
     (
         "minimax",
@@ -318,6 +350,26 @@ def test_reasoning_that_the_prompt_opened() -> None:
     assert not chat.opens_reasoning("<think>\n</think>\n")
 
 
+@pytest.mark.parametrize(
+    ("template", "name", "opening"),
+    [
+        ('<|START_THINKING|> {"tool_name": f, "parameters": p} <|START_ACTION|>', "cohere", "<|START_THINKING|>"),
+        ("<think> <TOOLCALL>[ <TOOL_RESPONSE>", "nemotron-2", "<think>"),
+        ("<tools> <tool_call> <function=f>", "qwen-coder", None),
+    ],
+)
+def test_a_template_s_marks_name_its_format(template: str, name: str, opening: str | None) -> None:
+    chat = detect_format(template)
+    assert (chat.name, chat.reasoning and chat.reasoning.opening) == (name, opening)
+
+
+def test_content_between_marks_is_shown_without_them_whether_or_not_there_are_functions() -> None:
+    text = "<|START_RESPONSE|>Hi <|START_ACTION|> you.<|END_RESPONSE|>"
+    for pieces in ([text], list(text)):
+        assert read(BY_NAME["cohere"], pieces, functions={}).content == "Hi <|START_ACTION|> you."
+    assert set(BY_NAME["cohere"].marks) <= set(TOOL_MARKS)
+
+
 def test_without_functions_marks_of_calls_are_text() -> None:
     text = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     found = read(replace(BY_NAME["hermes"], reasoning=THINK), ["<think>a</think>" + text], functions={})
@@ -333,6 +385,9 @@ def test_without_functions_marks_of_calls_are_text() -> None:
         ("glm", "<tool_call>unknown\n</tool_call>", None),
         ("qwen-coder", "<tool_call>\n<function=unknown>\n</function>\n</tool_call>", None),
         ("qwen-coder", "a <tool_call> b", None),
+        ("qwen-coder", "a <function=unknown> b <function=", None),
+        ("nemotron-2", "<TOOLCALL>oh", None),
+        ("cohere", "<|START_ACTION|>oh", None),
         ("minimax", "<minimax:tool_call> no", None),
         ("gemma4", "<|tool_call>call:unknown{a:1}<tool_call|>", None),
         ("deepseek-v3.1", "<｜tool▁calls▁begin｜>oh", None),
