@@ -30,7 +30,7 @@ class JsonReader:
         dropped: Sequence[str] = (),
     ) -> None:
         """
-        opening     marker before a group of calls; empty: there are none
+        opening     marker before a group of calls; empty: no calls
         closing     marker after the group
         separators  characters allowed before, between and after the calls of a group
         at_start    a call may begin the text without the opening
