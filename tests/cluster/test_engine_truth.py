@@ -15,7 +15,7 @@ EXPERTS = emulated_model_config(num_layers=6, context_length=512, experts=(16, 4
 
 @pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
 async def test_every_token_is_right_and_every_block_comes_back(contiguous_kv: bool) -> None:
-    load = await run_load(seed=1, tokens=2_500, contiguous_kv=contiguous_kv, num_gateways=3, max_blocks=40, longest=100)
+    load = await run_load(seed=1, tokens=1_600, contiguous_kv=contiguous_kv, num_gateways=3, max_blocks=40, longest=100)
     assert load.cached_tokens > 0.1 * load.num_tokens
     assert load.preemptions > 0
 
@@ -23,7 +23,7 @@ async def test_every_token_is_right_and_every_block_comes_back(contiguous_kv: bo
 async def test_every_token_of_experts_is_right_though_stages_are_lost() -> None:
     load = await run_load(
         seed=3,
-        tokens=2_500,
+        tokens=1_600,
         contiguous_kv=False,
         num_gateways=3,
         max_blocks=40,
@@ -53,7 +53,7 @@ async def test_every_token_of_windowed_layers_is_right_though_stages_are_lost(co
 async def test_every_token_of_recurrent_layers_is_right_though_stages_are_lost(contiguous_kv: bool) -> None:
     load = await run_load(
         seed=7,
-        tokens=5_000,
+        tokens=3_000,
         contiguous_kv=contiguous_kv,
         num_gateways=3,
         max_blocks=160,

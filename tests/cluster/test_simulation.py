@@ -16,7 +16,7 @@ from tests.support.simulated_stage import SimulatedStage
 from tests.support.simulated_wires import Message
 from tests.support.simulation import Simulation, simulate
 
-SCHEDULES = 2_500
+SCHEDULES = 1_600
 LONG_SCHEDULES = 40_000
 PARTS = 2  # each well under 20 s
 LONG_PARTS = 6

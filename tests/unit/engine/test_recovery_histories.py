@@ -18,7 +18,7 @@ def live(seeds: range) -> None:
 
 
 def test_after_any_history_of_faults_tokens_flow_and_memory_is_given_back() -> None:
-    live(range(5000))
+    live(range(3000))
 
 
 @pytest.mark.long
