@@ -42,6 +42,7 @@ from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
 
 MAX_READS_PER_NODE = 16  # at a time; a node fetches one tensor at a time, and the metadata of a few models
+_MANIFEST_PART_BYTES = 1 << 20
 _MAX_LOG_LINES = 2000
 
 Admit = Callable[[common_pb2.Hello], None]
@@ -241,11 +242,13 @@ class WeightsService(node_pb2_grpc.WeightsServicer):
         self._models = models
         self._reads: Counter[str] = Counter()  # under way, by node
 
-    async def GetManifest(self, request: pb.ManifestRequest, context: Any) -> pb.ManifestReply:
-        """Return the manifest of a model on this node."""
+    async def GetManifest(self, request: pb.ManifestRequest, context: Any) -> AsyncGenerator[pb.ManifestReply]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Yield the manifest of a model on this node in parts."""
         self._admit(request.hello)
         with self._reading(context):
-            return pb.ManifestReply(manifest=await self._models.manifest_json(request.model))
+            manifest = await self._models.manifest_json(request.model)
+            for start in range(0, len(manifest), _MANIFEST_PART_BYTES):
+                yield pb.ManifestReply(manifest=manifest[start : start + _MANIFEST_PART_BYTES])
 
     async def ReadTensor(self, request: pb.ReadTensorRequest, context: Any) -> AsyncGenerator[pb.DataChunk]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield a tensor's bytes from an offset on."""

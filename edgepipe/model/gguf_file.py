@@ -194,14 +194,26 @@ def read_rope_factors(folder: Path, joined: JoinedGguf) -> dict[str, tuple[float
     return {name: _factors(folder, file, tensor) for name, (file, tensor) in found.items()}
 
 
+def expected_rope_factors(joined: JoinedGguf) -> dict[str, tuple[float, ...]]:
+    """Return factors that change nothing in place of those of files that are not here yet. Raises ModelInvalid."""
+    found = {name: joined.tensors[name] for name in ROPE_FACTORS if name in joined.tensors}
+    for file, tensor in found.values():
+        _check_factors(file, tensor)
+    return {name: (1.0,) * tensor.shape[0] for name, (_, tensor) in found.items()}
+
+
 def _factors(folder: Path, file: str, tensor: GgufTensor) -> tuple[float, ...]:
+    _check_factors(file, tensor)
+    values = read_at(folder / file, tensor.offset, tensor.num_bytes, what=tensor.name).view("<f4")
+    return tuple(float(value) for value in values)
+
+
+def _check_factors(file: str, tensor: GgufTensor) -> None:
     if tensor.block.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_HEAD_DIM // 2:
         raise ModelInvalid(
             f"'{file}' has unusable rope factors",
             fact=f"they are {tensor.block.name} of shape {tensor.shape}; at most {MAX_HEAD_DIM // 2} in F32 are read",
         )
-    values = read_at(folder / file, tensor.offset, tensor.num_bytes, what=tensor.name).view("<f4")
-    return tuple(float(value) for value in values)
 
 
 def open_gguf(path: Path) -> tuple[JoinedGguf, GgufFiles]:

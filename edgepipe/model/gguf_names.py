@@ -20,7 +20,9 @@ _TYPE = re.compile(
     r"(?![A-Za-z0-9_])",
     re.ASCII | re.IGNORECASE,
 )
-_NO_MODELS = re.compile(r"mmproj|imatrix|^(?:ggml-)?vocab-", re.IGNORECASE)
+_NO_MODELS = re.compile(  # pictures, statistics, drafts for speculation, vocabularies; NAME-MTP-Q8_0 is a model
+    r"(?i:mmproj|imatrix)|^(?:mtp|eagle3|dflash|dspark)-|^(?i:(?:ggml-)?vocab-)"
+)
 _SHOWN = 12
 _MAIN_SCHEMES = {"IQ2_M": "IQ2_S", "IQ3_XS": "IQ3_XXS", "IQ3_M": "IQ3_S", "MXFP4_MOE": "MXFP4", "Q8_K_XL": "Q8_0"}
 

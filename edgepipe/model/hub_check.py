@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.config import gguf_config, read_hf_config
-from edgepipe.model.gguf_file import JoinedGguf
+from edgepipe.model.gguf_file import JoinedGguf, expected_rope_factors
 from edgepipe.model.gguf_header import MAX_HEADER_BYTES as MAX_GGUF_HEADER_BYTES
 from edgepipe.model.gguf_header import parse_gguf_header
 from edgepipe.model.gguf_tokenizer import check_tokenizer_kind
@@ -18,7 +18,7 @@ from edgepipe.model.hub import HubPlan, suggesting_alternative
 from edgepipe.model.hub_files import METADATA_WAITS, HeaderParser, HubFiles
 from edgepipe.model.install import METADATA_NAMES
 from edgepipe.model.layout import check_layout
-from edgepipe.model.manifest import TOKENIZER_FILE
+from edgepipe.model.manifest import MAX_TENSORS, TOKENIZER_FILE
 from edgepipe.model.progress import PlannedFile
 from edgepipe.model.safetensors_file import INDEX_FILE, MAX_HEADER_BYTES, indexed_places, parse_safetensors, shard_names
 from edgepipe.model.weights import settled_layout
@@ -48,7 +48,8 @@ def _check_gguf(plan: HubPlan, endpoint: str | None) -> None:
         reading = _headers(plan, plan.gguf, parse_gguf_header, most_bytes=MAX_GGUF_HEADER_BYTES, endpoint=endpoint)
         headers = asyncio.run(reading)
     joined = JoinedGguf(headers)
-    check_layout(gguf_config(joined.metadata, joined.shapes), joined.infos)
+    factors = expected_rope_factors(joined)  # ``install`` reads the real ones
+    check_layout(gguf_config(joined.metadata, joined.shapes, factors), joined.infos)
     check_tokenizer_kind(joined.metadata)
 
 
@@ -66,6 +67,8 @@ def _check_safetensors(plan: HubPlan, folder: Path, endpoint: str | None) -> Non
         raise ModelInvalid("the repository lacks weight files", fact=f"missing: {', '.join(sorted(missing)[:5])}")
     reading = _headers(plan, files, parse_safetensors, most_bytes=8 + MAX_HEADER_BYTES, endpoint=endpoint)
     places = indexed_places(folder, asyncio.run(reading))
+    if len(places) > MAX_TENSORS:
+        raise ModelInvalid("the model has too many tensors", fact=f"{len(places)}, at most {MAX_TENSORS} are read")
     settled_layout(config, {name: place.info for name, (_, place) in places.items()})
 
 

@@ -40,6 +40,7 @@ METADATA_NAMES = (
     TOKENIZER_FILE,
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     INDEX_FILE,
 )
 """All files besides the weights that are taken from a source."""

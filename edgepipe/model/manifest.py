@@ -26,8 +26,8 @@ from edgepipe.model.tensors import TensorInfo
 CARD_FILE = "edgepipe.json"
 TOKENIZER_FILE = "tokenizer.json"
 MANIFEST_FILE = "manifest.json"
-MAX_MANIFEST_BYTES = 8 << 20  # a tensor takes about 190 bytes; a peer's message is limited to 4 MB
-MAX_TENSORS = 20_000  # the largest supported model has about 1,200; stored as NF4 about 5,600
+MAX_MANIFEST_BYTES = 64 << 20  # a tensor takes about 210 bytes
+MAX_TENSORS = 200_000  # safetensors of MiniMax-M2 in FP8 have 95,000: each expert's matrices and scales
 MAX_FILES = 4096
 MAX_METADATA_BYTES = 64 << 20  # one metadata file; the largest tokenizers take about 34 MB
 METADATA_LIMITS = {CARD_FILE: 16 << 20, TOKENIZER_FILE: MAX_METADATA_BYTES}

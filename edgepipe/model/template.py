@@ -61,11 +61,16 @@ class ChatTemplate:
 
 
 def hf_template(folder: Path) -> ChatTemplate:
-    """Read a folder's template: ``chat_template.jinja`` before ``tokenizer_config.json``. Raises ModelInvalid."""
+    """Read a folder's template: from ``chat_template.jinja``, else ``tokenizer_config.json``, else that of a processor.
+
+    Raises ModelInvalid.
+    """
     path = folder / "tokenizer_config.json"
     config = read_json_object(path, max_bytes=32 << 20) if path.is_file() else {}
     sources = _named(config.get("chat_template"))
-    file = folder / "chat_template.jinja"
+    file, processor = folder / "chat_template.jinja", folder / "chat_template.json"
+    if "default" not in sources and processor.is_file():  # of models with pictures: Mistral Small 3.1
+        sources |= _named(read_json_object(processor).get("chat_template"))
     if file.is_file():
         sources["default"] = _read_source(file)
     _check_sources(sources)

@@ -327,7 +327,7 @@ def feeders(folders: Folders) -> Mapping[str, Feeder]:
         ),
         "Probes/Echo": Feeder(lambda frame: drained(ProbesService(None).Echo(one(frame), context)), [pb.EchoFrame()]),
         "Weights/GetManifest": Feeder(
-            call(weigh.GetManifest), [pb.ManifestRequest(hello=world.said, model=world.spec.model)]
+            streamed(weigh.GetManifest), [pb.ManifestRequest(hello=world.said, model=world.spec.model)]
         ),
         "Weights/ReadTensor": Feeder(streamed(weigh.ReadTensor), [pb.ReadTensorRequest(**weights, name=NO_TENSOR)]),
         "Weights/ReadFile": Feeder(streamed(weigh.ReadFile), [pb.ReadFileRequest(**weights, name="tokenizer.json")]),

@@ -25,7 +25,7 @@ from edgepipe.errors import (
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.model.disk import disk_errors
 from edgepipe.model.hub_tensors import HubTensors
-from edgepipe.model.manifest import Manifest
+from edgepipe.model.manifest import MAX_MANIFEST_BYTES, Manifest
 from edgepipe.model.tensor_folder import MissingTensor, ShardWriter
 from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.children import PrepareProgress
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _PROGRESS_STEP = 100  # progress is reported about a hundred times per transfer
 _ATTEMPTS = 3  # with the same source: one broken connection is normal, three in a row are not
 _LATER_S = 60.0  # a source that does not answer is asked last for so long; else every tensor would wait for it
-_FILE_WAITS = 6  # a metadata file may take so many times the idle limit of a peer
+_FILE_WAITS = 6  # a manifest or a metadata file may take so many times the idle limit of a peer
 _HUB = "hub"  # in place of a node id
 
 
@@ -55,9 +55,13 @@ class WeightsClient:
     async def manifest(self, source: NodeState, model: str) -> Manifest:
         """Fetch the manifest of a source's model. Raises ModelUnknown, ModelInvalid, LinkError."""
         request = pb.ManifestRequest(hello=self._hello, model=model)
+        found = bytearray()
         async with self._stub(source) as stub:
-            reply = await stub.GetManifest(request, timeout=self._timeouts.transfer_idle_s)
-        return await asyncio.to_thread(Manifest.from_json, reply.manifest)
+            async for part in stub.GetManifest(request, timeout=_FILE_WAITS * self._timeouts.transfer_idle_s):
+                found += part.manifest
+                if len(found) > MAX_MANIFEST_BYTES:
+                    break  # ``from_json`` refuses it
+        return await asyncio.to_thread(Manifest.from_json, bytes(found))
 
     async def file(self, source: NodeState, manifest: Manifest, name: str) -> AsyncGenerator[bytes]:
         """Yield a metadata file's bytes, in order and unchecked. Raises LinkError, SendTimeout, the source's errors."""

@@ -66,6 +66,8 @@ def gguf_latent(shape: GgufShape) -> Attention:
         raise shape.fields.fail(f"{shape.arch}.rope.dimension_count", f"{rope_dim} dimensions of {key} rotate")
     if rank % 2 or rank + rope_dim > MAX_HEAD_DIM:
         raise shape.fields.fail(f"{shape.arch}.attention.kv_lora_rank", f"it is {rank}")
+    if shape.number("attention.temperature_scale", low=0.0, high=1e6, default=0.0):  # Mistral Large 3
+        raise unsupported("latent attention with a temperature", ["latent attention without one"])
     split = "blk.0.attn_kv_b.weight" not in shape.tensors
     latent = Latent(
         query_rank=shape.integer("attention.q_lora_rank", low=0, high=MAX_WIDTH, default=0),

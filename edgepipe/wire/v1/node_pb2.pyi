@@ -1098,7 +1098,7 @@ class ManifestReply(_message.Message):
 
     MANIFEST_FIELD_NUMBER: _builtins.int
     manifest: _builtins.bytes
-    """JSON of edgepipe.model.store"""
+    """the next part of JSON of edgepipe.model.manifest"""
     def __init__(
         self,
         *,

@@ -621,7 +621,7 @@ class WeightsStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.GetManifest = channel.unary_unary(
+        self.GetManifest = channel.unary_stream(
                 '/edgepipe.wire.v1.Weights/GetManifest',
                 request_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ManifestRequest.SerializeToString,
                 response_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ManifestReply.FromString,
@@ -643,7 +643,8 @@ class WeightsServicer:
     """
 
     def GetManifest(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """a small one in one message, as before
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -663,7 +664,7 @@ class WeightsServicer:
 
 def add_WeightsServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'GetManifest': grpc.unary_unary_rpc_method_handler(
+            'GetManifest': grpc.unary_stream_rpc_method_handler(
                     servicer.GetManifest,
                     request_deserializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ManifestRequest.FromString,
                     response_serializer=edgepipe_dot_wire_dot_v1_dot_node__pb2.ManifestReply.SerializeToString,
@@ -701,7 +702,7 @@ class Weights:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/edgepipe.wire.v1.Weights/GetManifest',

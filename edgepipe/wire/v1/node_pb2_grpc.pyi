@@ -202,7 +202,8 @@ class WeightsStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WeightsAsyncStub: ...
-    GetManifest: _grpc.UnaryUnaryMultiCallable[_node_pb2.ManifestRequest, _node_pb2.ManifestReply]
+    GetManifest: _grpc.UnaryStreamMultiCallable[_node_pb2.ManifestRequest, _node_pb2.ManifestReply]
+    """a small one in one message, as before"""
     ReadTensor: _grpc.UnaryStreamMultiCallable[_node_pb2.ReadTensorRequest, _node_pb2.DataChunk]
     ReadFile: _grpc.UnaryStreamMultiCallable[_node_pb2.ReadFileRequest, _node_pb2.DataChunk]
 
@@ -211,7 +212,8 @@ class WeightsAsyncStub(WeightsStub):
     """Tensors and files of models, for peers that lack them. Its own channel: bulk never delays activations."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    GetManifest: _aio.UnaryUnaryMultiCallable[_node_pb2.ManifestRequest, _node_pb2.ManifestReply]  # type: ignore[assignment]
+    GetManifest: _aio.UnaryStreamMultiCallable[_node_pb2.ManifestRequest, _node_pb2.ManifestReply]  # type: ignore[assignment]
+    """a small one in one message, as before"""
     ReadTensor: _aio.UnaryStreamMultiCallable[_node_pb2.ReadTensorRequest, _node_pb2.DataChunk]  # type: ignore[assignment]
     ReadFile: _aio.UnaryStreamMultiCallable[_node_pb2.ReadFileRequest, _node_pb2.DataChunk]  # type: ignore[assignment]
 
@@ -223,7 +225,8 @@ class WeightsServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _node_pb2.ManifestRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_node_pb2.ManifestReply, _abc.Awaitable[_node_pb2.ManifestReply]]: ...
+    ) -> _typing.Union[_abc.Iterator[_node_pb2.ManifestReply], _abc.AsyncIterator[_node_pb2.ManifestReply]]:
+        """a small one in one message, as before"""
 
     @_abc_1.abstractmethod
     def ReadTensor(

@@ -274,11 +274,11 @@ class _Weights(node_pb2_grpc.WeightsServicer):
     def __init__(self, rogue: Rogue) -> None:
         self._rogue = rogue
 
-    async def GetManifest(self, request: pb.ManifestRequest, context: Any) -> pb.ManifestReply:
+    async def GetManifest(self, request: pb.ManifestRequest, context: Any) -> AsyncGenerator[pb.ManifestReply]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The attack's."""
         if not self._rogue.manifest:
             raise ModelUnknown("no")
-        return pb.ManifestReply(manifest=self._rogue.manifest)
+        yield pb.ManifestReply(manifest=self._rogue.manifest)
 
     async def ReadFile(self, request: pb.ReadFileRequest, context: Any) -> AsyncGenerator[pb.DataChunk]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The attack's, or zeros."""

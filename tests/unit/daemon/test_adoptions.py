@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgepipe.config import Timeouts
+from edgepipe.daemon import services
 from edgepipe.daemon.changes import Changes
 from edgepipe.daemon.files import adoptions as bounds
 from edgepipe.daemon.files.adoptions import FORGET_S, Adopted, Adoptions, ModelKey
@@ -386,7 +387,8 @@ async def test_a_model_of_before_is_known_under_its_former_hash_and_never_fetche
 class FalseDisk(node_pb2_grpc.WeightsServicer):
     """A member that says that the disk is full: its own or the caller's, who could not tell."""
 
-    async def GetManifest(self, request: Any, context: Any) -> pb.ManifestReply:
+    async def GetManifest(self, request: Any, context: Any) -> AsyncIterator[pb.ManifestReply]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        yield pb.ManifestReply()
         raise ModelDownloadFailed("the disk is full")
 
     async def ReadFile(self, request: Any, context: Any) -> AsyncIterator[pb.DataChunk]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -451,6 +453,17 @@ async def test_r5_one_node_reads_a_bounded_number_of_files_at_a_time(members: Me
     for read in reads:
         await read.aclose()
     assert service._reads == {}  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_a_manifest_comes_in_pieces(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of models with very many tensors are larger than a message."""
+    members.add("here", {"tiny": "T"})
+    security = SimpleNamespace(caller=lambda _context, _kind: None)
+    service = WeightsService(admit=lambda _hello: None, security=cast("Any", security), models=members.models())
+    monkeypatch.setattr(services, "_MANIFEST_PART_BYTES", 100)
+    pieces = [part.manifest async for part in service.GetManifest(pb.ManifestRequest(model="tiny"), None)]
+    assert {len(piece) for piece in pieces[:-1]} == {100}
+    assert Manifest.from_json(b"".join(pieces)) == members.genuine("here", "tiny").manifest
 
 
 async def test_files_are_read_in_pieces_and_only_those_that_nodes_exchange(members: Members) -> None:

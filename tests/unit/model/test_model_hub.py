@@ -17,7 +17,9 @@ from edgepipe.model.hub import HubSource, parse_hub_source, parse_pinned
 from edgepipe.model.progress import PullProgress
 from edgepipe.model.pull import Puller, PullResult
 from edgepipe.model.store import ModelStore
+from edgepipe.model.weights import open_weights
 from tests.support.fake_hub import COMMIT, FakeHub, running
+from tests.support.family_files import write_family_gguf
 from tests.support.model_files import (
     TOKENS,
     gguf_bytes,
@@ -219,6 +221,14 @@ def test_a_type_in_parts_is_pulled_and_opened_as_one_model(tmp_path: Path) -> No
     weights = ModelStore(tmp_path / "store").resolve(f"{REPO}:F32").open_weights()
     for name, tensor in random_tensors(config).items():
         assert np.array_equal(weights.read(name).data.view("<f4"), tensor.reshape(-1))
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_moe", "phi3", "llama"])
+def test_a_family_whose_rope_is_in_tensors_passes_the_check_of_headers(tmp_path: Path, family: str) -> None:
+    path = write_family_gguf(tmp_path / "tiny-F32.gguf", family)
+    with running(FakeHub(repo=REPO, files={path.name: path.read_bytes()}, lfs_from=0)) as hub:
+        pull(hub, tmp_path / "store")
+    assert ModelStore(tmp_path / "store").resolve(f"{REPO}:f32").config == open_weights(path).config
 
 
 @pytest.mark.parametrize("case", ["type", "architecture", "tokenizer", "missing part", "other model"])

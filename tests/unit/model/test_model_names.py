@@ -98,9 +98,11 @@ def labels(*names: str) -> list[str]:
 
 def test_what_is_no_model_is_not_offered() -> None:
     found = labels(
-        "README.md", "mmproj-x-F16.gguf", "x.imatrix.gguf", "x-Q8_0.gguf", "sub/imatrix-x.gguf", "x-F16.gguf"
+        *("README.md", "mmproj-x-F16.gguf", "x.imatrix.gguf", "x-Q8_0.gguf", "sub/imatrix-x.gguf", "x-F16.gguf"),
+        *("mtp-x-Q8_0.gguf", "eagle3-x-Q8_0.gguf", "dflash-x-F16.gguf", "sub/dspark-x-F16.gguf"),
     )
     assert found == ["F16", "Q8_0"]
+    assert labels("x-MTP-Q4_0.gguf", "mtp-x-Q8_0.gguf") == ["Q4_0"]
 
 
 def test_parts_are_one_choice_with_all_their_bytes() -> None:

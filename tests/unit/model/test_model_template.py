@@ -188,6 +188,10 @@ def test_templates_of_a_folder(tmp_path: Path) -> None:
     assert template.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "one"}))
     assert hf_template(tmp_path).choose(tools=True) == "one"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
+    assert hf_template(tmp_path).choose(tools=True) == "one"
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert hf_template(tmp_path).choose(tools=True) == "of a processor"
     (tmp_path / "chat_template.jinja").write_text("file")
     assert hf_template(tmp_path).choose(tools=False) == "file"
     (tmp_path / "chat_template.jinja").write_text("x" * ((1 << 20) + 1))
