@@ -109,7 +109,6 @@ class SliceBuilder:
         self._config = config
         self._dtype = dtype
         self._device = device
-        self._workspace = workspace
         self._rotations = rotations
         self._kernels = kernels
         self._cache = cache
@@ -286,7 +285,7 @@ class SliceBuilder:
         assert latent is not None
         width = attention.num_heads * (latent.nope_dim + latent.rope_dim)
         query = self._linear([(f"{prefix}q_b_proj", width, None)], latent.query_rank) if latent.query_rank else None
-        made = LatentWeights(attention, query, dtype=self._dtype, device=self._device, ws=self._workspace)
+        made = LatentWeights(attention, query, dtype=self._dtype, device=self._device)
         if latent.query_rank:
             self._send(f"{prefix}q_a_layernorm.weight", lambda weight: copy_exactly(made.query_norm, floats_of(weight)))
         self._send(f"{prefix}kv_a_layernorm.weight", lambda weight: copy_exactly(made.key_norm, floats_of(weight)))
