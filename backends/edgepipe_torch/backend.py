@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -323,6 +324,7 @@ class TorchBackend:
             self._cache.stop()
         self._forget()
         if self._device.type == "cuda":
+            gc.collect()  # the error of a failed load may hold tensors
             torch.cuda.empty_cache()
 
     def _forget(self) -> None:

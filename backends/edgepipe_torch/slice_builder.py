@@ -148,6 +148,11 @@ class SliceBuilder:
             ) from exc
         self._finish(name)
 
+    def release(self) -> None:
+        """Forget the destinations. They refer to the builder, so the weights would stay until Python collects it."""
+        self._sinks.clear()
+        self._unfinished.clear()
+
     @property
     def packed(self) -> bool:
         """Whether weights with a form stay packed."""

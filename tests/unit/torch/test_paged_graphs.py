@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -209,6 +211,24 @@ class TestStaleness:
         twins.allocate()
         decoded(twins, [3] * 4)
         assert [graph.num_replays for graph in twins.graphs] == [3]
+
+    def test_old_pools_and_weights_are_freed_at_once(self) -> None:
+        """A card has no room for a new pool beside the old one, and Python's next collection may be far."""
+        gc.disable()
+        try:
+            backend = middle_slice(CpuRecorder)
+            sent = np.ones((2, TINY.hidden_size), np.float32)
+            held: list[weakref.ref[Any]] = [weakref.ref(backend._weights[0].layers[0].qkv)]
+            for _ in range(2):
+                for position in range(3):
+                    run_step(backend, make_step(singles(2, position)), sent)
+                held.append(weakref.ref(backend._pools[0]))
+                backend.allocate_kv(num_blocks=8, block_size=4)
+                assert [each() is not None for each in held] == [True] + [False] * (len(held) - 1)
+            backend.close()
+            assert held[0]() is None
+        finally:
+            gc.enable()
 
     @pytest.mark.parametrize("config", [TINY, LATENT], ids=["plain", "latent"])
     def test_prompts_of_many_lengths_leave_a_graphs_memory_alone(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +18,7 @@ from edgepipe_torch.attention import CausalMasks  # noqa: E402
 from edgepipe_torch.decoder import SliceWeights  # noqa: E402
 from edgepipe_torch.kv import KVStorage  # noqa: E402
 from edgepipe_torch.linear import Linear, half_works  # noqa: E402
+from edgepipe_torch.slice_builder import SliceBuilder  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, LoadProgress  # noqa: E402
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, ModelInvalid  # noqa: E402
@@ -107,6 +110,32 @@ class TestLoading:
         config = tiny_config()
         with pytest.raises(ModelInvalid, match="up_proj"):
             TorchBackend(BackendOptions(device="cpu", threads=1)).load(whole(config), Wrong(config), ignore)
+
+    def test_a_failed_load_keeps_no_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The next try needs their memory, and Python's next collection may be far."""
+
+        class Broken(TinyWeights):
+            def read(self, name: str) -> RawTensor:
+                if "layers.1" in name:
+                    raise ModelInvalid("a file is damaged")
+                return super().read(name)
+
+        made: list[weakref.ref[Any]] = []
+        build = SliceBuilder.__init__
+
+        def note(builder: SliceBuilder, *given: Any, **named: Any) -> None:
+            build(builder, *given, **named)
+            made.append(weakref.ref(builder.weights.layers[0].qkv))
+
+        monkeypatch.setattr(SliceBuilder, "__init__", note)
+        backend, config = TorchBackend(BackendOptions(device="cpu", threads=1)), tiny_config()
+        gc.disable()
+        try:
+            with suppress(ModelInvalid):
+                backend.load(whole(config), Broken(config), ignore)
+            assert [each() for each in made] == [None]
+        finally:
+            gc.enable()
 
 
 def held_bytes(weights: SliceWeights) -> int:
