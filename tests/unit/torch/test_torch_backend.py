@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 from edgepipe_torch import TorchBackend  # noqa: E402
 from edgepipe_torch.attention import CausalMasks  # noqa: E402
 from edgepipe_torch.decoder import SliceWeights  # noqa: E402
+from edgepipe_torch.device import free_bytes  # noqa: E402
 from edgepipe_torch.kv import KVStorage  # noqa: E402
 from edgepipe_torch.linear import Linear, half_works  # noqa: E402
 from edgepipe_torch.slice_builder import SliceBuilder  # noqa: E402
@@ -241,3 +242,10 @@ class TestDevices:
     def test_a_missing_gpu_is_named(self) -> None:
         with pytest.raises(BackendUnavailable, match="cuda:77"):
             TorchBackend(BackendOptions(device="cuda:77"))
+
+    def test_memory_in_torchs_cache_is_free(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """CUDA counts it as used. Loading and measuring leave gigabytes there, which the KV pool can have."""
+        cached = [2 << 30]
+        monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: ((5 << 30) - sum(cached), 24 << 30))
+        assert free_bytes(torch.device("cuda", 0)) == 5 << 30
