@@ -50,6 +50,7 @@ from edgepipe_torch.device import (
     choose_dtype,
     dtype_name,
     free_bytes,
+    lacks_memory,
     measure,
     set_threads,
     with_ram,
@@ -505,11 +506,8 @@ class TorchBackend:
             raise DeviceOutOfMemory(f"{what} do not fit", fact=fact)
         try:
             yield
-        except (torch.OutOfMemoryError, MemoryError) as exc:
-            self.close()
-            raise DeviceOutOfMemory(f"{what} do not fit", fact=fact) from exc
-        except RuntimeError as exc:  # raised by torch's CPU allocator
-            if "memory" not in str(exc):
+        except (RuntimeError, MemoryError) as exc:
+            if not lacks_memory(exc):
                 raise
             self.close()
             raise DeviceOutOfMemory(f"{what} do not fit", fact=fact) from exc

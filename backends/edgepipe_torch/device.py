@@ -17,6 +17,7 @@ from edgepipe.errors import BackendUnavailable, ConfigInvalid, StageError
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MEASURE_S = 0.4  # per figure
 _CHECK_SIZE = 64  # exact in bf16
+_NO_MEMORY = ("out of memory", "allocate memory", "not enough memory")  # of CUDA's runtime, and CPUs' allocators
 
 
 def choose_device(name: str) -> torch.device:
@@ -72,6 +73,13 @@ def free_bytes(device: torch.device) -> int:
         torch.cuda.empty_cache()  # CUDA counts it as used
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, for which torch also raises plain RuntimeErrors."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in _NO_MEMORY)
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:

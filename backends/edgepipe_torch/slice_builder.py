@@ -26,6 +26,7 @@ from edgepipe_torch.cpu_experts import CpuExperts
 from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels
 from edgepipe_torch.cpu_repack import StoredBlocks
 from edgepipe_torch.decoder import Layer, SliceWeights
+from edgepipe_torch.device import lacks_memory
 from edgepipe_torch.expert_filling import Taken, each_bias, each_expert, matrix_bias_sink, matrix_sink
 from edgepipe_torch.expert_ram import CPU, ExpertsInRam
 from edgepipe_torch.expert_uses import ExpertUses
@@ -135,7 +136,7 @@ class SliceBuilder:
     def take(self, name: str, tensor: HostWeight) -> None:
         """Copy a host tensor or a packed weight to its destination. ``takes_stored``: or read it from its files.
 
-        Raises ModelInvalid for an unknown name or a wrong shape.
+        Raises ModelInvalid for an unknown name or a wrong shape, and torch's memory errors.
         """
         if name not in self._sinks:
             raise ModelInvalid(f"tensor '{name}' does not belong to the slice")
@@ -143,6 +144,8 @@ class SliceBuilder:
             for sink in self._sinks[name]:
                 sink(tensor)
         except RuntimeError as exc:
+            if lacks_memory(exc) or "CUDA error" in str(exc):  # the device's fault, not the tensor's
+                raise
             raise ModelInvalid(
                 f"tensor '{name}' does not fit the config", fact=f"its shape is {list(shape_of(tensor))}: {exc}"
             ) from exc

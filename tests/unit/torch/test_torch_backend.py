@@ -18,11 +18,11 @@ from edgepipe_torch.attention import CausalMasks  # noqa: E402
 from edgepipe_torch.decoder import SliceWeights  # noqa: E402
 from edgepipe_torch.device import free_bytes  # noqa: E402
 from edgepipe_torch.kv import KVStorage  # noqa: E402
-from edgepipe_torch.linear import Linear, half_works  # noqa: E402
+from edgepipe_torch.linear import Linear, PlainLinear, half_works  # noqa: E402
 from edgepipe_torch.slice_builder import SliceBuilder  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, LoadProgress  # noqa: E402
-from edgepipe.errors import BackendUnavailable, ConfigInvalid, ModelInvalid  # noqa: E402
+from edgepipe.errors import BackendUnavailable, ConfigInvalid, DeviceOutOfMemory, ModelInvalid  # noqa: E402
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices  # noqa: E402
 from edgepipe.model.layout import slice_parameters  # noqa: E402
 from edgepipe.model.tensors import RawTensor, TensorInfo  # noqa: E402
@@ -137,6 +137,34 @@ class TestLoading:
             assert [each() for each in made] == [None]
         finally:
             gc.enable()
+
+    @pytest.mark.parametrize(
+        ("raised", "expected"),
+        [
+            (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), DeviceOutOfMemory),
+            (
+                RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+                DeviceOutOfMemory,
+            ),
+            (RuntimeError("CUDA error: out of memory"), DeviceOutOfMemory),
+            (RuntimeError("CUDA error: an illegal memory access was encountered"), RuntimeError),
+            (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), ModelInvalid),
+        ],
+        ids=["GPU", "CPU", "driver", "fault", "shape"],
+    )
+    def test_an_error_while_a_tensor_is_placed(
+        self, raised: Exception, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Only a wrong shape is the model's fault."""
+
+        def fill(*_given: Any) -> None:
+            raise raised
+
+        monkeypatch.setattr(PlainLinear, "fill", fill)
+        backend, config = TorchBackend(BackendOptions(device="cpu", dtype="bfloat16", threads=1)), tiny_config()
+        with pytest.raises(expected) as caught:
+            backend.load(whole(config), TinyWeights(config), ignore)
+        assert caught.type is expected
 
 
 def held_bytes(weights: SliceWeights) -> int:
