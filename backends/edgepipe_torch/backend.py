@@ -60,6 +60,7 @@ from edgepipe_torch.expert_reads import ExpertReads, ReadShare, covers
 from edgepipe_torch.expert_uses import ExpertUses
 from edgepipe_torch.graphs import ROWS, DecodeGraphs, can_replay
 from edgepipe_torch.head_shape import by_kind, kernels_fit
+from edgepipe_torch.host_weights import is_half
 from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.linear import Workspace
 from edgepipe_torch.loading import load_slices
@@ -362,7 +363,9 @@ class TorchBackend:
         if experts is None:
             return weight_bytes(info.name, info.form, info.shape, kind=kind, dtype=dtype), 0
         percent = 0 if self._device.type == "cpu" else self._ram_percent
-        return expert_bytes(info.name, info.form, info.shape, experts.count, percent, kind=kind, dtype=dtype)
+        return expert_bytes(
+            info.name, info.form, info.shape, experts.count, percent, kind=kind, dtype=dtype, halves=is_half(info)
+        )
 
     def _check_ram(self, needed_bytes: int) -> None:
         """Raises DeviceOutOfMemory if experts of that size do not fit host memory."""
