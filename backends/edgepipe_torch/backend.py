@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ from edgepipe_torch.device import (
     choose_dtype,
     dtype_name,
     free_bytes,
+    lacks_memory,
     measure,
     set_threads,
     with_ram,
@@ -58,6 +60,7 @@ from edgepipe_torch.expert_reads import ExpertReads, ReadShare, covers
 from edgepipe_torch.expert_uses import ExpertUses
 from edgepipe_torch.graphs import ROWS, DecodeGraphs, can_replay
 from edgepipe_torch.head_shape import by_kind, kernels_fit
+from edgepipe_torch.host_weights import is_half
 from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.linear import Workspace
 from edgepipe_torch.loading import load_slices
@@ -323,6 +326,7 @@ class TorchBackend:
             self._cache.stop()
         self._forget()
         if self._device.type == "cuda":
+            gc.collect()  # the error of a failed load may hold tensors
             torch.cuda.empty_cache()
 
     def _forget(self) -> None:
@@ -359,7 +363,9 @@ class TorchBackend:
         if experts is None:
             return weight_bytes(info.name, info.form, info.shape, kind=kind, dtype=dtype), 0
         percent = 0 if self._device.type == "cpu" else self._ram_percent
-        return expert_bytes(info.name, info.form, info.shape, experts.count, percent, kind=kind, dtype=dtype)
+        return expert_bytes(
+            info.name, info.form, info.shape, experts.count, percent, kind=kind, dtype=dtype, halves=is_half(info)
+        )
 
     def _check_ram(self, needed_bytes: int) -> None:
         """Raises DeviceOutOfMemory if experts of that size do not fit host memory."""
@@ -503,11 +509,8 @@ class TorchBackend:
             raise DeviceOutOfMemory(f"{what} do not fit", fact=fact)
         try:
             yield
-        except (torch.OutOfMemoryError, MemoryError) as exc:
-            self.close()
-            raise DeviceOutOfMemory(f"{what} do not fit", fact=fact) from exc
-        except RuntimeError as exc:  # raised by torch's CPU allocator
-            if "memory" not in str(exc):
+        except (RuntimeError, MemoryError) as exc:
+            if not lacks_memory(exc):
                 raise
             self.close()
             raise DeviceOutOfMemory(f"{what} do not fit", fact=fact) from exc

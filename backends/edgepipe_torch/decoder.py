@@ -294,7 +294,7 @@ class Decoder:
         latent, order = layer.latent, layer.value_order
         if latent is not None:
             assert rotations is not None
-            return self._ops.compute(lambda: latent.parts(qkv, rotations))
+            return self._ops.compute(lambda: latent.parts(qkv, rotations, self._workspace))
         parts = qkv.unflatten(1, (-1, heads.head_dim))
         if order is None:
             return parts

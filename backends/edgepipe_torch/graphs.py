@@ -85,9 +85,9 @@ class DecodeGraphs:
         graph = self._known.get((rows, pages))
         if graph is None:
             fields = _Fields(self._decoder, self._pool, self._kernels, self._states, rows, pages, self._travels)
-            graph = self._known[rows, pages] = _StepGraph(fields, self._compute)
+            graph = self._known[rows, pages] = _StepGraph(fields)
         graph.fields.fill(prepared, inputs, self._transfer)
-        graph.run(self._recorder)
+        graph.run(self._compute, self._recorder)
         return graph.result[: len(layout.rows)]
 
     def _compute(self, fields: _Fields) -> Tensor:
@@ -99,28 +99,30 @@ class DecodeGraphs:
 
 
 class _StepGraph:
-    """Graph for one size of step."""
+    """Graph for one size of step.
 
-    def __init__(self, fields: _Fields, compute: Callable[[_Fields], Tensor]) -> None:
+    It holds nothing that refers to ``DecodeGraphs``: a cycle would keep pool and weights until Python collects it.
+    """
+
+    def __init__(self, fields: _Fields) -> None:
         self.fields = fields
         self.result = fields.hidden
-        self._compute = compute
         self._runs = 0
         self._recorded: Graph | None = None
 
-    def run(self, recorder: GraphRecorder) -> None:
+    def run(self, compute: Callable[[_Fields], Tensor], recorder: GraphRecorder) -> None:
         """Compute ``result``."""
         self._runs += 1
         if self._runs == 2:  # the first run has loaded every kernel
-            self._record(recorder)
+            self._record(compute, recorder)
         if self._recorded is not None:
             self._recorded.replay()
         else:
-            self.result = self._compute(self.fields)
+            self.result = compute(self.fields)
 
-    def _record(self, recorder: GraphRecorder) -> None:
+    def _record(self, compute: Callable[[_Fields], Tensor], recorder: GraphRecorder) -> None:
         try:
-            self.result, self._recorded = recorder.record(lambda: self._compute(self.fields))
+            self.result, self._recorded = recorder.record(lambda: compute(self.fields))
         except RuntimeError as exc:  # such as lack of memory: run steps of this size without a graph
             logger.warning("steps of %d rows run without a CUDA graph: %s", self.fields.rows, exc)
 

@@ -18,9 +18,7 @@ from edgepipe_torch.step_ops import rotate
 class LatentWeights:
     """What latent attention multiplies with between its input products and its output product."""
 
-    def __init__(
-        self, attention: Attention, query: Linear | None, *, dtype: torch.dtype, device: torch.device, ws: Workspace
-    ) -> None:
+    def __init__(self, attention: Attention, query: Linear | None, *, dtype: torch.dtype, device: torch.device) -> None:
         """``query``: the second of two query products; None: there is one."""
         assert attention.latent is not None
         self._interleaved = attention.interleaved
@@ -31,7 +29,6 @@ class LatentWeights:
         self.key_norm = torch.empty(rank, dtype=dtype, device=device)
         self._keys = torch.empty(heads, latent.nope_dim, rank, dtype=dtype, device=device)
         self._values = torch.empty(heads, rank, latent.value_dim, dtype=dtype, device=device)
-        self._workspace = ws
 
     def fill_joined(self, weight: Tensor) -> None:
         """Copy kv_b [Hq * (N + V), C] from host memory."""
@@ -47,11 +44,12 @@ class LatentWeights:
         """Copy the values' part [Hq * V, C] from host memory."""
         self._values.copy_(weight.view(self._keys.shape[0], -1, self._latent.kv_rank).transpose(1, 2))
 
-    def parts(self, projected: Tensor, rotations: Tensor) -> Tensor:
+    def parts(self, projected: Tensor, rotations: Tensor, workspace: Workspace) -> Tensor:
         """Return a step's queries and, last, its keys [T, Hq + 1, D], rotated; valid until the next layer's.
 
         projected  [T, query features + D]: both input products
         rotations  [T, 1, R / 2] complex64
+        workspace  the caller's own: a graph that records this must find its memory again
         """
         latent, rank = self._latent, self._latent.kv_rank
         num_rows, num_heads, size = projected.shape[0], self._keys.shape[0], rank + latent.rope_dim
@@ -59,7 +57,7 @@ class LatentWeights:
         if self.query is not None:
             asked = self.query.rows(_normed(asked, self.query_norm, latent.norm_eps))
         queries = asked.reshape(num_rows, num_heads, latent.nope_dim + latent.rope_dim)
-        parts = self._workspace.get("latent parts", num_rows, num_heads + 1, size)
+        parts = workspace.get("latent parts", num_rows, num_heads + 1, size)
         absorbed = torch.bmm(queries[..., : latent.nope_dim].transpose(0, 1), self._keys)
         parts[:, :-1, :rank].copy_(absorbed.transpose(0, 1))
         parts[:, :-1, rank:].copy_(self._paired(queries[..., latent.nope_dim :]))

@@ -87,12 +87,17 @@ def _load_slices(
         infos = source.weights(part)
         stored = {info.name: info for info in source.tensors(part)}
         builder = build(part, infos)
-        for info in infos:
-            builder.take(info.name, _host_weight(source, builder, info, stored))
-            done, done_bytes = done + 1, done_bytes + info.num_bytes
-            progress(
-                LoadProgress(tensors_done=done, tensors_total=len(todo), bytes_done=done_bytes, bytes_total=total_bytes)
-            )
+        try:
+            for info in infos:
+                builder.take(info.name, _host_weight(source, builder, info, stored))
+                done, done_bytes = done + 1, done_bytes + info.num_bytes
+                progress(
+                    LoadProgress(
+                        tensors_done=done, tensors_total=len(todo), bytes_done=done_bytes, bytes_total=total_bytes
+                    )
+                )
+        finally:
+            builder.release()
         loaded.append(builder.weights)
     return loaded
 

@@ -26,6 +26,7 @@ from edgepipe_torch.cpu_experts import CpuExperts
 from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels
 from edgepipe_torch.cpu_repack import StoredBlocks
 from edgepipe_torch.decoder import Layer, SliceWeights
+from edgepipe_torch.device import lacks_memory
 from edgepipe_torch.expert_filling import Taken, each_bias, each_expert, matrix_bias_sink, matrix_sink
 from edgepipe_torch.expert_ram import CPU, ExpertsInRam
 from edgepipe_torch.expert_uses import ExpertUses
@@ -109,7 +110,6 @@ class SliceBuilder:
         self._config = config
         self._dtype = dtype
         self._device = device
-        self._workspace = workspace
         self._rotations = rotations
         self._kernels = kernels
         self._cache = cache
@@ -136,7 +136,7 @@ class SliceBuilder:
     def take(self, name: str, tensor: HostWeight) -> None:
         """Copy a host tensor or a packed weight to its destination. ``takes_stored``: or read it from its files.
 
-        Raises ModelInvalid for an unknown name or a wrong shape.
+        Raises ModelInvalid for an unknown name or a wrong shape, and torch's memory errors.
         """
         if name not in self._sinks:
             raise ModelInvalid(f"tensor '{name}' does not belong to the slice")
@@ -144,10 +144,17 @@ class SliceBuilder:
             for sink in self._sinks[name]:
                 sink(tensor)
         except RuntimeError as exc:
+            if lacks_memory(exc) or "CUDA error" in str(exc):  # the device's fault, not the tensor's
+                raise
             raise ModelInvalid(
                 f"tensor '{name}' does not fit the config", fact=f"its shape is {list(shape_of(tensor))}: {exc}"
             ) from exc
         self._finish(name)
+
+    def release(self) -> None:
+        """Forget the destinations. They refer to the builder, so the weights would stay until Python collects it."""
+        self._sinks.clear()
+        self._unfinished.clear()
 
     @property
     def packed(self) -> bool:
@@ -286,7 +293,7 @@ class SliceBuilder:
         assert latent is not None
         width = attention.num_heads * (latent.nope_dim + latent.rope_dim)
         query = self._linear([(f"{prefix}q_b_proj", width, None)], latent.query_rank) if latent.query_rank else None
-        made = LatentWeights(attention, query, dtype=self._dtype, device=self._device, ws=self._workspace)
+        made = LatentWeights(attention, query, dtype=self._dtype, device=self._device)
         if latent.query_rank:
             self._send(f"{prefix}q_a_layernorm.weight", lambda weight: copy_exactly(made.query_norm, floats_of(weight)))
         self._send(f"{prefix}kv_a_layernorm.weight", lambda weight: copy_exactly(made.key_norm, floats_of(weight)))

@@ -206,11 +206,23 @@ def resident_sizes(config: ModelConfig, weights: WeightTable, *, kind: str, dtyp
 
 
 def expert_bytes(
-    name: str, form: PackedForm | None, shape: Sequence[int], count: int, percent: int, *, kind: str, dtype: str
+    name: str,
+    form: PackedForm | None,
+    shape: Sequence[int],
+    count: int,
+    percent: int,
+    *,
+    kind: str,
+    dtype: str,
+    halves: bool | None = None,
 ) -> tuple[int, int]:
     """Return the bytes of a weight of ``count`` experts on the device, and in host memory at a share.
 
-    A CPU computes with experts in host memory, so they are as a CPU keeps them. Other parameters as ``weight_bytes``.
+    A CPU computes with experts in host memory, so they are as a CPU keeps them: packed, or in the smallest exact float.
+
+    halves  16 bits hold the weight's floats; None: if it has no form, as in nearly all models
+
+    Other parameters as ``weight_bytes``.
     """
 
     def placed(experts: int, kind: str, dtype: str) -> int:
@@ -218,7 +230,9 @@ def expert_bytes(
         return weight_bytes(name, form, part, kind=kind, dtype=dtype) if experts else 0
 
     beside = num_in_ram(count, percent)
-    return placed(count - beside, kind, dtype), placed(beside, "torch-cpu", "float32")
+    host = "torch-cpu" if split_kind(kind)[0] in _KINDS else WIDE
+    small = len(shape) == 2 and (form is None if halves is None else halves)
+    return placed(count - beside, kind, dtype), placed(beside, host, "bfloat16" if small else "float32")
 
 
 def slice_bytes(config: ModelConfig, weights: WeightTable, part: Slice, *, kind: str, dtype: str) -> int:

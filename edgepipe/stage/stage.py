@@ -124,6 +124,7 @@ class Stage:
             node=hello.node_name,
             stage=name,
         )
+        self._empty: DeviceProfile | None = None  # measured before the first load
         self._shard: LoadedShard | None = None
         self._kv: tuple[int, ...] = ()  # allocated blocks, tokens per block, blocks of each window
         self._kv_writer: tuple[PipelineId, EngineId] | None = None  # pipeline and engine that wrote the KV
@@ -408,10 +409,12 @@ class Stage:
     ) -> LoadedShard:
         """Load layers, on the compute thread."""
         weights = open_weights()
+        if self._empty is None:
+            self._empty = self._backend.profile()  # takes memory that loaded layers may not leave
+        profile = self._empty
         self._backend.load(slices, weights, tell)
         config = weights.config
         self._grammars.use(config)
-        profile = self._backend.profile()
         table = table_of(weight for part in slices for weight in weights.weights(part))
         self._compute.expect(slice_costs(profile, config, slices, weights=table, kv=kv))
         dtype = dtype_of(4 if profile.compute_dtype == "float32" else 2)

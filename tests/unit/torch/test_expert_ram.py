@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,18 +17,22 @@ from edgepipe_torch import TorchBackend  # noqa: E402
 from edgepipe_torch.decoder import SliceWeights  # noqa: E402
 from edgepipe_torch.expert_ram import ExpertsInRam, Sent  # noqa: E402
 from edgepipe_torch.feed_forward import Mixture  # noqa: E402
+from edgepipe_torch.host_weights import is_half  # noqa: E402
 from edgepipe_torch.linear import Workspace  # noqa: E402
 from edgepipe_torch.loading import load_slices  # noqa: E402
 from edgepipe_torch.rope import Rotations  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory  # noqa: E402
-from edgepipe.model.expert_places import SETTING, num_in_ram, numbers_in_ram  # noqa: E402
+from edgepipe.model.expert_places import SETTING, num_in_ram, numbers_in_ram, with_share  # noqa: E402
 from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
-from edgepipe.model.resident import resident_sizes  # noqa: E402
+from edgepipe.model.layer_spec import Experts, Router  # noqa: E402
+from edgepipe.model.layout import is_expert  # noqa: E402
+from edgepipe.model.resident import WIDE, expert_bytes, resident_sizes  # noqa: E402
 from edgepipe.model.tensors import WeightSource  # noqa: E402
 from edgepipe.model.weight_table import table_of  # noqa: E402
 from edgepipe.model.weights import open_weights  # noqa: E402
+from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
 from tests.support.expert_models import (  # noqa: E402
     expert_config,
     stored_tensors,
@@ -36,6 +41,7 @@ from tests.support.expert_models import (  # noqa: E402
     write_expert_gguf,
 )
 from tests.support.family_files import write_family_folder, write_family_gguf  # noqa: E402
+from tests.support.packed_models import PackedTinyModel  # noqa: E402
 from tests.support.steps import make_step, run_step, step_row  # noqa: E402
 from tests.support.torch_paging import cpu_paging  # noqa: E402
 
@@ -252,6 +258,32 @@ def test_a_stage_that_waits_records_no_graphs(tmp_path: Path) -> None:
     backend.load([whole(source)], source, lambda _progress: None)
     backend.allocate_kv(num_blocks=4, block_size=16)
     assert backend._graphs == {}
+
+
+@pytest.mark.parametrize("weights", ["auto", "wide"])
+@pytest.mark.parametrize("scheme", ["Q8_0", "BF16", "F16", "F32"])
+def test_bytes_in_ram_are_those_that_count(scheme: str, weights: str) -> None:
+    """Plans know the forms of weights, not the types of floats, and take these to have 16 bits."""
+    tiny = tiny_config(num_layers=1, hidden_size=64, vocab_size=96)
+    experts = Experts(count=4, used=2, inner=64, router=Router())
+    source = PackedTinyModel(
+        replace(tiny, layers=(replace(tiny.layers[0], dense=None, experts=experts),)), {"": scheme}
+    )
+    backend = TorchBackend(BackendOptions(device="cpu", settings={SETTING: "50%", "weights": weights}))
+    backend.load([whole(source)], source, lambda _progress: None)
+    mixture = backend._weights[0].layers[0].feed_forward
+    assert isinstance(mixture, Mixture)
+    assert mixture._in_ram is not None
+    held = sum(linear.num_bytes for linear in mixture._in_ram.linears)
+    kind, infos = with_share("torch-cuda" if weights == "auto" else WIDE, 50), source.weights(whole(source))
+    known = [
+        expert_bytes(info.name, info.form, info.shape, 4, 50, kind=kind, dtype="bfloat16", halves=is_half(info))[1]
+        for info in infos
+        if is_expert(info.name)
+    ]
+    assert sum(known) == held
+    planned = resident_sizes(source.config, table_of(infos), kind=kind, dtype="bfloat16").in_ram
+    assert planned == (held // 2 if scheme == "F32" else held,)
 
 
 def test_bad_settings_and_too_little_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

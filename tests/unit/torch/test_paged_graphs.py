@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,13 +22,23 @@ from edgepipe_torch.linear import Workspace  # noqa: E402
 
 from edgepipe.backend.step_layout import StepLayout, lay_out_step  # noqa: E402
 from edgepipe.backend.types import ActivationType, BackendOptions, LogitEdits, ScoreRows, StepRow  # noqa: E402
-from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
+from edgepipe.model.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
+from edgepipe.model.layer_spec import Latent  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights  # noqa: E402
 from tests.support.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
 from tests.support.graph_recorder import CpuGraph, CpuRecorder  # noqa: E402
 from tests.support.steps import make_step, result_of, run_step, step_row, token_ids  # noqa: E402
 from tests.support.torch_paging import cpu_paging  # noqa: E402
 from tests.support.torch_twins import TINY, UNGROUPED, WINDOW, Crowd, Twins  # noqa: E402
+
+RANKS = Latent(query_rank=8, kv_rank=24, nope_dim=16, rope_dim=8, value_dim=16)
+LATENT = replace(
+    TINY,
+    layers=tuple(
+        spec.with_attention(num_heads=4, num_kv_heads=1, head_dim=32, rotary_dim=8, latent=RANKS)
+        for spec in TINY.layers
+    ),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -200,12 +212,33 @@ class TestStaleness:
         decoded(twins, [3] * 4)
         assert [graph.num_replays for graph in twins.graphs] == [3]
 
-    def test_prompts_of_many_lengths_leave_a_graphs_memory_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_old_pools_and_weights_are_freed_at_once(self) -> None:
+        """A card has no room for a new pool beside the old one, and Python's next collection may be far."""
+        gc.disable()
+        try:
+            backend = middle_slice(CpuRecorder)
+            sent = np.ones((2, TINY.hidden_size), np.float32)
+            held: list[weakref.ref[Any]] = [weakref.ref(backend._weights[0].layers[0].qkv)]
+            for _ in range(2):
+                for position in range(3):
+                    run_step(backend, make_step(singles(2, position)), sent)
+                held.append(weakref.ref(backend._pools[0]))
+                backend.allocate_kv(num_blocks=8, block_size=4)
+                assert [each() is not None for each in held] == [True] + [False] * (len(held) - 1)
+            backend.close()
+            assert held[0]() is None
+        finally:
+            gc.enable()
+
+    @pytest.mark.parametrize("config", [TINY, LATENT], ids=["plain", "latent"])
+    def test_prompts_of_many_lengths_leave_a_graphs_memory_alone(
+        self, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The workspace of prompts drops old shapes, which a graph must not have recorded."""
         monkeypatch.setattr(Workspace, "_MAX_SHAPES", 4)  # few prompts fill it
         options = BackendOptions(device="cpu", dtype="bfloat16", threads=1)  # products without a workspace
         backend = TorchBackend(options, paging=cpu_paging(page_tokens=4))
-        backend.load(make_slices([LayerRange(0, 2)], 2), TinyWeights(TINY), lambda _progress: None)
+        backend.load(make_slices([LayerRange(0, 2)], 2), TinyWeights(config), lambda _progress: None)
         backend.allocate_kv(num_blocks=16, block_size=4)
         prompt = np.arange(20, dtype=np.int32)
         expected = run_step(backend, make_step([step_row(0, 20, (0, 5))]), prompt)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +16,13 @@ torch = pytest.importorskip("torch")
 from edgepipe_torch import TorchBackend  # noqa: E402
 from edgepipe_torch.attention import CausalMasks  # noqa: E402
 from edgepipe_torch.decoder import SliceWeights  # noqa: E402
+from edgepipe_torch.device import free_bytes  # noqa: E402
 from edgepipe_torch.kv import KVStorage  # noqa: E402
-from edgepipe_torch.linear import Linear, half_works  # noqa: E402
+from edgepipe_torch.linear import Linear, PlainLinear, half_works  # noqa: E402
+from edgepipe_torch.slice_builder import SliceBuilder  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, LoadProgress  # noqa: E402
-from edgepipe.errors import BackendUnavailable, ConfigInvalid, ModelInvalid  # noqa: E402
+from edgepipe.errors import BackendUnavailable, ConfigInvalid, DeviceOutOfMemory, ModelInvalid  # noqa: E402
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices  # noqa: E402
 from edgepipe.model.layout import slice_parameters  # noqa: E402
 from edgepipe.model.tensors import RawTensor, TensorInfo  # noqa: E402
@@ -107,6 +111,60 @@ class TestLoading:
         config = tiny_config()
         with pytest.raises(ModelInvalid, match="up_proj"):
             TorchBackend(BackendOptions(device="cpu", threads=1)).load(whole(config), Wrong(config), ignore)
+
+    def test_a_failed_load_keeps_no_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The next try needs their memory, and Python's next collection may be far."""
+
+        class Broken(TinyWeights):
+            def read(self, name: str) -> RawTensor:
+                if "layers.1" in name:
+                    raise ModelInvalid("a file is damaged")
+                return super().read(name)
+
+        made: list[weakref.ref[Any]] = []
+        build = SliceBuilder.__init__
+
+        def note(builder: SliceBuilder, *given: Any, **named: Any) -> None:
+            build(builder, *given, **named)
+            made.append(weakref.ref(builder.weights.layers[0].qkv))
+
+        monkeypatch.setattr(SliceBuilder, "__init__", note)
+        backend, config = TorchBackend(BackendOptions(device="cpu", threads=1)), tiny_config()
+        gc.disable()
+        try:
+            with suppress(ModelInvalid):
+                backend.load(whole(config), Broken(config), ignore)
+            assert [each() for each in made] == [None]
+        finally:
+            gc.enable()
+
+    @pytest.mark.parametrize(
+        ("raised", "expected"),
+        [
+            (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), DeviceOutOfMemory),
+            (
+                RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+                DeviceOutOfMemory,
+            ),
+            (RuntimeError("CUDA error: out of memory"), DeviceOutOfMemory),
+            (RuntimeError("CUDA error: an illegal memory access was encountered"), RuntimeError),
+            (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), ModelInvalid),
+        ],
+        ids=["GPU", "CPU", "driver", "fault", "shape"],
+    )
+    def test_an_error_while_a_tensor_is_placed(
+        self, raised: Exception, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Only a wrong shape is the model's fault."""
+
+        def fill(*_given: Any) -> None:
+            raise raised
+
+        monkeypatch.setattr(PlainLinear, "fill", fill)
+        backend, config = TorchBackend(BackendOptions(device="cpu", dtype="bfloat16", threads=1)), tiny_config()
+        with pytest.raises(expected) as caught:
+            backend.load(whole(config), TinyWeights(config), ignore)
+        assert caught.type is expected
 
 
 def held_bytes(weights: SliceWeights) -> int:
@@ -212,3 +270,10 @@ class TestDevices:
     def test_a_missing_gpu_is_named(self) -> None:
         with pytest.raises(BackendUnavailable, match="cuda:77"):
             TorchBackend(BackendOptions(device="cuda:77"))
+
+    def test_memory_in_torchs_cache_is_free(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """CUDA counts it as used. Loading and measuring leave gigabytes there, which the KV pool can have."""
+        cached = [2 << 30]
+        monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: ((5 << 30) - sum(cached), 24 << 30))
+        assert free_bytes(torch.device("cuda", 0)) == 5 << 30
