@@ -82,6 +82,28 @@ def test_a_drain_that_failed_is_tried_again_by_itself() -> None:
         [ask] = steps.handle(Tick())
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_drain_begins_whatever_earlier_moves_failed(again: bool) -> None:
+    """An earlier rebalance, or an earlier drain that was undone."""
+    steps = Steps(HERE).serve()
+    failed = StepFailed("not now")
+    if again:
+        [ask] = steps.handle(ClusterChanged(reachable=reachable("abc", leaving="b")))
+        assert isinstance(ask, AskPlan)
+        steps.handle(PlanningFailed(attempt=ask.attempt, error=failed))
+        steps.handle(ClusterChanged(reachable=reachable("abc")))
+        assert steps.core.wake_at_s is not None
+        steps.now_s = steps.core.wake_at_s
+        assert steps.handle(Tick()) == [], "nothing is leaving"
+    else:
+        [prepare] = steps.handle(MoveProposed(plan=THERE))
+        steps.handle(PreparationFailed(attempt=prepare.attempt, error=failed))  # type: ignore[union-attr]
+    assert steps.core.wake_at_s is None
+    steps.now_s += 1000.0
+    [ask] = steps.handle(ClusterChanged(reachable=reachable("abc", leaving="b")))
+    assert isinstance(ask, AskPlan)
+
+
 def test_a_stage_that_ends_because_its_node_loads_other_layers_is_no_fault() -> None:
     steps = Steps(HERE).serve()
     [prepare] = steps.handle(MoveProposed(plan=placed("ba")))  # both hold other layers then
