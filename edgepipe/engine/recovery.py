@@ -486,9 +486,9 @@ class Recovery:
         return [Release(node_ids=left)] if left else []
 
     def _not_released(self, node_ids: frozenset[NodeId], now_s: float) -> list[Command]:
-        """Release these nodes again when the cluster changes, or after a while."""
+        """Release these nodes again when the cluster changes, after a while, or when the attempt ends."""
         self.held |= node_ids
-        if self.running is not None and self.wake_at_s is None:
+        if self.running is not None and self._attempt is None and self.wake_at_s is None:
             self.wake_at_s = now_s + self._timeouts.release_again_s
         return []
 

@@ -429,6 +429,7 @@ class World:
         """There is always something that will happen: an epoch serves, work is under way, or a time is set."""
         waits = self._serving is not None or bool(self._work) or self.core.wake_at_s is not None
         assert waits, f"{self.core.state} waits for nothing"
+        assert not self._work or self.core.wake_at_s is None, f"it wakes while it {self._work}: Tick would do nothing"
 
     def _check_counter(self, epoch: Epoch) -> None:
         assert not self._counters or self._counters[-1] < epoch.counter, f"epoch {epoch} was prepared before"

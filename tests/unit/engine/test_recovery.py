@@ -147,6 +147,23 @@ def test_what_a_sleeping_machine_holds_is_given_back_when_it_wakes() -> None:
     assert steps.handle(Tick()) == [release], "it did not answer, so it is asked again"
 
 
+def test_an_engine_sleeps_while_a_move_loads_though_a_node_did_not_answer_a_release() -> None:
+    """Until the move ends: then it asks the node again."""
+    steps = Steps(HERE).serve()
+    [prepare] = steps.handle(MoveProposed(plan=THERE))
+    steps.prepared(prepare)
+    [opening] = steps.ended(StagesMove())
+    steps.opened(opening)
+    [prepare] = steps.handle(MoveProposed(plan=placed("bc")))
+    assert isinstance(prepare, Prepare)
+    steps.handle(NotReleased(node_ids=frozenset({NodeId("a")})))
+    assert steps.core.wake_at_s is None, "a time that passes while the move loads"
+    release, *_ = steps.handle(PreparationFailed(attempt=prepare.attempt, error=StepFailed("not now")))
+    assert release == Release(node_ids=frozenset({NodeId("a")}))
+    steps.handle(NotReleased(node_ids=frozenset({NodeId("a")})))
+    assert steps.core.wake_at_s is not None
+
+
 def test_a_device_that_fails_test_steps_is_replaced_then_left_out_then_users_are_told() -> None:
     steps = Steps(HERE).serve()
     for round_number in (1, 2, 3):
