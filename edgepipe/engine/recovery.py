@@ -436,6 +436,7 @@ class Recovery:
         joined = before is None or any(
             before.addresses.get(node_id) != address for node_id, address in reachable.addresses.items()
         )
+        drained = reachable.leaving - (before.leaving if before is not None else frozenset())
         attempt = self._attempt
         if attempt is not None and attempt.placement is not None:
             if (gone := self._gone(attempt.placement)) is not None:
@@ -445,15 +446,16 @@ class Recovery:
                     *self._attempt_failed(attempt, self._unreachable(gone), now_s),
                 ]
         if self.running is not None:
-            return self._lost_running() or [*self._release_left(), *self._maybe_leave(joined, now_s)]
+            return self._lost_running() or [*self._release_left(), *self._maybe_leave(joined or bool(drained), now_s)]
         return self._maybe_sooner(joined, now_s)
 
     def _lost_running(self) -> list[Command]:
         gone = self._gone(self.running) if self.running is not None else None
         return self._end_epoch(self._unreachable(gone)) if gone is not None else []
 
-    def _maybe_leave(self, joined: bool, now_s: float) -> list[Command]:
-        if joined:
+    def _maybe_leave(self, news: bool, now_s: float) -> list[Command]:
+        """Leave drained nodes. ``news``: a node has joined or is newly drained, so earlier failures count no more."""
+        if news:
             self._failed_moves = 0
         return self._next_move(now_s) if self._attempt is None else []
 
@@ -484,9 +486,9 @@ class Recovery:
         return [Release(node_ids=left)] if left else []
 
     def _not_released(self, node_ids: frozenset[NodeId], now_s: float) -> list[Command]:
-        """Release these nodes again when the cluster changes, or after a while."""
+        """Release these nodes again when the cluster changes, after a while, or when the attempt ends."""
         self.held |= node_ids
-        if self.running is not None and self.wake_at_s is None:
+        if self.running is not None and self._attempt is None and self.wake_at_s is None:
             self.wake_at_s = now_s + self._timeouts.release_again_s
         return []
 

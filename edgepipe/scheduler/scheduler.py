@@ -218,7 +218,8 @@ class Scheduler:
         caller that needs only the steps' times, such as the simulator, replaces them by one ``repeat``.
         """
         records = self._in_flight
-        admits = self._waiting.any_parked or (len(self._waiting) and not self._head_does_not_fit)
+        head_waits = self._head_does_not_fit and not self._tables.lacked_windows_or_slots
+        admits = self._waiting.any_parked or (len(self._waiting) and not head_waits)
         if self._ready or self._prompts or admits or self._tables.has_frees or self._tables.states is not None:
             return 0
         if not 0 < len(records) <= self._limits.micro_batches or not self._sizes_stay():
@@ -468,7 +469,7 @@ class Scheduler:
         """
         if self._waiting.any_parked and self._waiting.wake(self._is_coming):
             self._head_does_not_fit = False
-        if self._head_does_not_fit and self._tables.stale_to is None:
+        if self._head_does_not_fit and not self._tables.more_windows_or_slots and self._tables.stale_to is None:
             return
         while (first := self._waiting.first()) is not None and self._prompts.accepts(first):
             if first.in_flight:

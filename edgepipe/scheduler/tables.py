@@ -57,6 +57,9 @@ class BlockTables:
         self._windows = [WindowClass(pool) for pool in limits.windows]
         self._states = StateClass(limits.states, block_size=limits.block_size) if limits.states else None
         self._frees: list[SequenceId] = []
+        self._refused_at: tuple[int, ...] | None = (
+            None  # ``_free_counts`` if the last ``admit`` refused for lack of them
+        )
         self.draining_blocks = 0  # blocks that steps in flight use: of sequences that left, or sources of copies
         self.admitted_tokens = 0  # known tokens of sequences when they were admitted, since the start
         self.cached_tokens = 0  # admitted tokens found in the prefix cache
@@ -137,6 +140,7 @@ class BlockTables:
         share of all. Returns False and takes nothing if fewer would remain, or while another sequence holds stale
         blocks of the prompt.
         """
+        self._refused_at = None
         count = self.needs(sequence)
         left = self._kv.free_blocks - running
         if beside_prompts:
@@ -154,12 +158,24 @@ class BlockTables:
         else:
             left += len(known) - self._kv.num_idle(known)
         hits = (begin, len(known))
-        if count > left or not self._windows_have_room(sequence, hits, running, beside_prompts=beside_prompts):
+        if count > left:
             return False
-        if self._states is not None and not self._states.has_room(sequence.keys, begin, len(known)):
+        if not self._others_have_room(sequence, hits, running, beside_prompts=beside_prompts):
+            self._refused_at = self._free_counts()
             return False
         self._take(sequence, known, begin, count, copied=copied)
         return True
+
+    @property
+    def lacked_windows_or_slots(self) -> bool:
+        """Whether the last ``admit`` refused a sequence for lack of blocks of windows or of slots."""
+        return self._refused_at is not None
+
+    @property
+    def more_windows_or_slots(self) -> bool:
+        """Whether windows or slots, for lack of which the last ``admit`` refused a sequence, have more room now."""
+        refused = self._refused_at
+        return refused is not None and any(now > then for now, then in zip(self._free_counts(), refused, strict=True))
 
     def grow(self, sequence: Sequence) -> bool:
         """Add one block to each table if all classes have one. Return whether they had."""
@@ -305,13 +321,19 @@ class BlockTables:
                 hits = self._states.supported(keys, hits, current=current)
         return hits
 
-    def _windows_have_room(
+    def _others_have_room(
         self, sequence: Sequence, hits: tuple[int, int], running: int, *, beside_prompts: bool
     ) -> bool:
-        needs, share = self.needs(sequence), _SPARE_SHARE if beside_prompts else 0
+        """Whether every windowed class and the slots have room for the sequence."""
+        needs, share, keys = self.needs(sequence), _SPARE_SHARE if beside_prompts else 0, sequence.keys
         return all(
-            each.has_room(sequence.keys, *hits, needs=needs, kept_blocks=running, share=share) for each in self._windows
-        )
+            each.has_room(keys, *hits, needs=needs, kept_blocks=running, share=share) for each in self._windows
+        ) and (self._states is None or self._states.has_room(keys, *hits))
+
+    def _free_counts(self) -> tuple[int, ...]:
+        """Return the free blocks of each windowed class, and the free slots."""
+        slots = () if self._states is None else (self._states.free_slots,)
+        return (*[each.kv.free_blocks for each in self._windows], *slots)
 
     def _affordable(self, known: list[int], spare_blocks: int) -> list[int]:
         """Return the leading blocks that the pool can keep while they are copied."""

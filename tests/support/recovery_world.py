@@ -429,6 +429,7 @@ class World:
         """There is always something that will happen: an epoch serves, work is under way, or a time is set."""
         waits = self._serving is not None or bool(self._work) or self.core.wake_at_s is not None
         assert waits, f"{self.core.state} waits for nothing"
+        assert not self._work or self.core.wake_at_s is None, f"it wakes while it {self._work}: Tick would do nothing"
 
     def _check_counter(self, epoch: Epoch) -> None:
         assert not self._counters or self._counters[-1] < epoch.counter, f"epoch {epoch} was prepared before"
@@ -454,6 +455,16 @@ class World:
         tried = self.core.held
         assert held <= placed | tried, f"{held - placed} hold memory that nothing uses"
         assert held <= placed or self.core.state is State.PREPARING_BESIDE, f"{held - placed} were not released"
+        self._check_drains(min(placed))
+
+    def _check_drains(self, node_id: NodeId) -> None:
+        self._note(f"{node_id} is drained when all is well")
+        self.machines[node_id].leaving = True
+        self._tell_cluster()
+        until_s = self.now_s + CALM_S
+        while self._serving is None or node_id in self._serving.placement.node_ids:
+            assert self.now_s < until_s, f"{node_id} was not left within {CALM_S:.0f} s"
+            self._live(until_s=self.now_s + _STEP_S)
 
     def _note(self, what: str) -> None:
         self.story.append(f"{self.now_s:8.3f} {what}")

@@ -15,7 +15,7 @@ from edgepipe.daemon.processes.children import Child, Children, Report
 from edgepipe.daemon.serving.replanning import Avoided, Replanner
 from edgepipe.errors import EdgepipeError, ModelUnknown, StaleEpoch
 from edgepipe.ids import MAX_EPOCH_STEP, EngineId, Epoch
-from edgepipe.wire.engines import Advice, EngineState, LeftOut, ServeSpec, StagePlacement
+from edgepipe.wire.engines import Advice, EngineState, LeftOut, ServeSpec, StagePlacement, StageState
 from edgepipe.wire.serving import Moves, PlanMade, PlanWanted, RunEngine, StartEngineRequest
 from edgepipe.workers.settings import ChildSettings
 
@@ -255,8 +255,7 @@ class EngineHost:
         now_s = asyncio.get_running_loop().time()
         run.avoided = tuple((now_s + left_out.seconds, left_out) for left_out in run.state.left_out)
         if run.state.state == "ready":
-            stages = tuple(StagePlacement(node_id=stage.node_id, slices=stage.slices) for stage in run.state.stages)
-            run.spec = replace(run.spec, stages=stages)
+            run.spec = replace(run.spec, stages=tuple(_placement(stage) for stage in run.state.stages))
 
     @staticmethod
     def _set_advice(run: _Run, advice: Advice | None) -> None:
@@ -368,6 +367,11 @@ class EngineHost:
             await self._peers.release(node_id, pipeline_id, epoch)
         except EdgepipeError as error:  # a node that is gone has released by itself
             logger.info("not released node=%s pipeline=%s: %s", node_id, pipeline_id, error)
+
+
+def _placement(stage: StageState) -> StagePlacement:
+    """Return a reported stage as the placement that prepares it again."""
+    return StagePlacement(node_id=stage.node_id, slices=stage.slices, ram_percent=stage.ram_percent)
 
 
 async def _end_with(child: Child, task: asyncio.Task[None]) -> None:

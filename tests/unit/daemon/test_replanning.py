@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from edgepipe.model.weight_table import FLOATS
 from edgepipe.planner.placement import Placed
 from edgepipe.planner.profiles import LayerProfile
 from edgepipe.wire.children import ProfileLayerRequest
-from edgepipe.wire.engines import EngineState, LeftOut, ServeSpec
+from edgepipe.wire.engines import EngineState, LeftOut, ServeSpec, StagePlacement, StageState
 from edgepipe.wire.nodes import DeviceState, NodeState
 from edgepipe.wire.serving import LinkProfile, PlanMade, PlanWanted, StartEngineRequest
 from edgepipe.workers.planning import DaemonPlanner
@@ -160,9 +160,7 @@ async def test_who_is_asked_to_place_a_model_anew_leaves_alone_what_its_engine_d
         await replanner.anew("p", spec, Avoided.of(avoided), num_nodes=2)
 
 
-async def test_what_an_engine_leaves_alone_is_kept_beside_it_for_as_long_as_it_said(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def host_without_processes() -> EngineHost:
     fields = (
         "children",
         "new_settings",
@@ -174,17 +172,43 @@ async def test_what_an_engine_leaves_alone_is_kept_beside_it_for_as_long_as_it_s
         "ends",
         "counts",
         "on_change",
+        "replanner",
     )
     fakes: dict[str, Any] = dict.fromkeys(fields)
     fakes["on_change"] = lambda _urgent: None
-    host = EngineHost(**fakes, replanner=cast("Any", None))
-    asked = wanted(quarantined="c", links=["ab"])
+    return EngineHost(**fakes)
+
+
+def take(host: EngineHost, spec: ServeSpec, **told: Any) -> None:
+    """Let the host take a report of the engine of pipeline p."""
     child = cast("Any", SimpleNamespace(port=0, certificate=b""))
     state = EngineState(model="m", pipeline_id=PipelineId("p"), epoch=Epoch(1, EngineId("e")), state="starting")
-    request = StartEngineRequest(pipeline_id=PipelineId("p"), spec=asked.spec)
-    run = _Run(request=request, model_config="", spec=asked.spec, state=state, child=child)
+    request = StartEngineRequest(pipeline_id=PipelineId("p"), spec=spec)
+    run = _Run(request=request, model_config="", spec=spec, state=state, child=child)
     host._runs["p"] = run
-    host._take(run, child, replace(state, state="recovering", left_out=asked.left_out))
+    host._take(run, child, replace(state, **told))
+
+
+async def test_stages_that_an_engine_reports_are_planned_again_as_they_were_placed() -> None:
+    """With their experts in RAM: a stage of another share is not the one that a node keeps."""
+    spec = wanted().spec
+    stages = tuple(replace(stage, ram_percent=percent) for stage, percent in zip(spec.stages, (40, 0), strict=True))
+    values = [{field.name: getattr(stage, field.name) for field in fields(StagePlacement)} for stage in stages]
+    host = host_without_processes()
+    take(host, replace(spec, stages=()), state="ready", stages=tuple(StageState(**value) for value in values))
+    [(_, ready)] = host.ready()
+    assert ready.stages == stages
+    fakes = cast("Any", FakePeers("ab"))
+    replanner = Replanner(peers=fakes, models=cast("Any", OneModel()), surveyor=Surveyor(fakes))
+    assert spec_of(await replanner.plan("p", PlanWanted(spec=ready))).stages == stages
+
+
+async def test_what_an_engine_leaves_alone_is_kept_beside_it_for_as_long_as_it_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = host_without_processes()
+    asked = wanted(quarantined="c", links=["ab"])
+    take(host, asked.spec, state="recovering", left_out=asked.left_out)
     assert host.avoided("p") == Avoided(nodes=frozenset("c"), links=frozenset({(NodeId("a"), NodeId("b"))}))
     assert host.avoided("q") == Avoided()
     loop = asyncio.get_running_loop()

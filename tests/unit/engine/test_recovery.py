@@ -82,6 +82,28 @@ def test_a_drain_that_failed_is_tried_again_by_itself() -> None:
         [ask] = steps.handle(Tick())
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_drain_begins_whatever_earlier_moves_failed(again: bool) -> None:
+    """An earlier rebalance, or an earlier drain that was undone."""
+    steps = Steps(HERE).serve()
+    failed = StepFailed("not now")
+    if again:
+        [ask] = steps.handle(ClusterChanged(reachable=reachable("abc", leaving="b")))
+        assert isinstance(ask, AskPlan)
+        steps.handle(PlanningFailed(attempt=ask.attempt, error=failed))
+        steps.handle(ClusterChanged(reachable=reachable("abc")))
+        assert steps.core.wake_at_s is not None
+        steps.now_s = steps.core.wake_at_s
+        assert steps.handle(Tick()) == [], "nothing is leaving"
+    else:
+        [prepare] = steps.handle(MoveProposed(plan=THERE))
+        steps.handle(PreparationFailed(attempt=prepare.attempt, error=failed))  # type: ignore[union-attr]
+    assert steps.core.wake_at_s is None
+    steps.now_s += 1000.0
+    [ask] = steps.handle(ClusterChanged(reachable=reachable("abc", leaving="b")))
+    assert isinstance(ask, AskPlan)
+
+
 def test_a_stage_that_ends_because_its_node_loads_other_layers_is_no_fault() -> None:
     steps = Steps(HERE).serve()
     [prepare] = steps.handle(MoveProposed(plan=placed("ba")))  # both hold other layers then
@@ -123,6 +145,23 @@ def test_what_a_sleeping_machine_holds_is_given_back_when_it_wakes() -> None:
     assert steps.core.wake_at_s is not None
     steps.now_s = steps.core.wake_at_s
     assert steps.handle(Tick()) == [release], "it did not answer, so it is asked again"
+
+
+def test_an_engine_sleeps_while_a_move_loads_though_a_node_did_not_answer_a_release() -> None:
+    """Until the move ends: then it asks the node again."""
+    steps = Steps(HERE).serve()
+    [prepare] = steps.handle(MoveProposed(plan=THERE))
+    steps.prepared(prepare)
+    [opening] = steps.ended(StagesMove())
+    steps.opened(opening)
+    [prepare] = steps.handle(MoveProposed(plan=placed("bc")))
+    assert isinstance(prepare, Prepare)
+    steps.handle(NotReleased(node_ids=frozenset({NodeId("a")})))
+    assert steps.core.wake_at_s is None, "a time that passes while the move loads"
+    release, *_ = steps.handle(PreparationFailed(attempt=prepare.attempt, error=StepFailed("not now")))
+    assert release == Release(node_ids=frozenset({NodeId("a")}))
+    steps.handle(NotReleased(node_ids=frozenset({NodeId("a")})))
+    assert steps.core.wake_at_s is not None
 
 
 def test_a_device_that_fails_test_steps_is_replaced_then_left_out_then_users_are_told() -> None:
