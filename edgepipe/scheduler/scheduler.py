@@ -469,7 +469,7 @@ class Scheduler:
         """
         if self._waiting.any_parked and self._waiting.wake(self._is_coming):
             self._head_does_not_fit = False
-        if self._head_does_not_fit and not self._tables.more_windows_or_slots and self._tables.stale_to is None:
+        if self._head_does_not_fit and not self._tables.more_windows_or_slots and not self._tables.any_stale:
             return
         while (first := self._waiting.first()) is not None and self._prompts.accepts(first):
             if first.in_flight:

@@ -99,6 +99,12 @@ class BlockTables:
         """Last slice that must recompute stale blocks; None if nothing was lost."""
         return self._kv.stale_to
 
+    @property
+    def any_stale(self) -> bool:
+        """Whether the cache has a stale block or snapshot."""
+        pools = (self._kv, *[each.kv for each in self._windows])
+        return any(pool.any_stale for pool in pools) or (self._states is not None and self._states.any_stale)
+
     def carry_over(self) -> KeptPools:
         """Return pools with the same prefix cache for the next epoch."""
         windows = tuple(each.kv.carry_over() for each in self._windows)

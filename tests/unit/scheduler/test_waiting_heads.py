@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tests.support.scheduler_world import World, spec, stateful, windowed
+from edgepipe.scheduler.sequence import Sequence
+from edgepipe.scheduler.tables import BlockTables
+from tests.support.scheduler_world import World, limits, spec, stateful, windowed
 
 
 @pytest.mark.parametrize("micro_batches", [2, 6])
@@ -40,6 +43,36 @@ def test_a_prompt_begins_when_a_snapshot_is_no_longer_in_use(arrival: int) -> No
         world.retire()
         turns += 1
     assert turns < 10
+    world.run()
+    world.check_outputs()
+    world.assert_invariants()
+
+
+def test_a_prompt_that_does_not_fit_is_not_looked_up_at_every_step_once_all_is_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(limits(num_blocks=56))
+    world.submit(spec(1, 40, max_tokens=1))
+    world.run()
+    world.next_epoch(lost=[0])
+    world.submit(spec(2, spec(1, 40).prompt, max_tokens=60), spec(3, 20, max_tokens=60))
+    while not (world.output[2] and world.output[3]):  # type: ignore[index]
+        world.fill()
+        world.retire()
+    world.submit(spec(4, 190, max_tokens=1))
+    looked_up: list[Sequence] = []
+    admit = BlockTables.admit
+
+    def counted(tables: BlockTables, sequence: Sequence, **more: Any) -> bool:
+        looked_up.append(sequence)
+        return admit(tables, sequence, **more)
+
+    monkeypatch.setattr(BlockTables, "admit", counted)
+    for _ in range(40):
+        world.fill()
+        world.retire()
+    assert not world.output[4]  # type: ignore[index]
+    assert len(looked_up) == 1
     world.run()
     world.check_outputs()
     world.assert_invariants()
