@@ -139,10 +139,6 @@ class Stage:
         self._opening = asyncio.Lock()
         self._changed = asyncio.Event()  # set and replaced when the current or the promised epoch changes
 
-    async def profile(self) -> DeviceProfile:
-        """Measure the device, between steps. Raises BackendUnavailable."""
-        return await self._compute.call(self._backend.profile)
-
     async def load(
         self,
         *,
