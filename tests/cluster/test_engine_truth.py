@@ -11,9 +11,13 @@ from tests.support.engine_load import run_load
 WINDOWS = emulated_model_config(num_layers=6, context_length=512, windows=(16, 24, None))
 STATES = emulated_model_config(num_layers=6, context_length=512, attention_every=3)
 EXPERTS = emulated_model_config(num_layers=6, context_length=512, experts=(16, 4))
+BOTH = (  # of recurrent layers both are short enough for every run
+    pytest.param(False, id="shared"),
+    pytest.param(True, id="copied", marks=pytest.mark.long),
+)
 
 
-@pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
+@pytest.mark.parametrize("contiguous_kv", BOTH)
 async def test_every_token_is_right_and_every_block_comes_back(contiguous_kv: bool) -> None:
     load = await run_load(seed=1, tokens=1_600, contiguous_kv=contiguous_kv, num_gateways=3, max_blocks=40, longest=100)
     assert load.cached_tokens > 0.1 * load.num_tokens
@@ -34,7 +38,7 @@ async def test_every_token_of_experts_is_right_though_stages_are_lost() -> None:
     assert load.preemptions > 0
 
 
-@pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
+@pytest.mark.parametrize("contiguous_kv", BOTH)
 async def test_every_token_of_windowed_layers_is_right_though_stages_are_lost(contiguous_kv: bool) -> None:
     await run_load(
         seed=5,

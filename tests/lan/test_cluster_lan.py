@@ -154,7 +154,8 @@ async def test_stages_come_in_another_order_where_a_firewall_is_between_two_of_t
 
 
 @pytest.mark.skipif(shutil.which("nft") is None, reason="nft makes the firewall")
-@pytest.mark.parametrize("which", ["iifname != lo", pytest.param("", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("which", ["iifname != lo", ""])
 async def test_a_machine_whose_ports_are_shut_is_left_out_and_named(nodes: Nodes, lan: LanLab, which: str) -> None:
     """Its own processes may reach it (``iifname != lo``) or not; it would be the best place for the model."""
     source = nodes.folder / "tiny"

@@ -50,7 +50,9 @@ def decode_along(pipeline: Pipeline, chosen: Sequence[Item], num_steps: int) -> 
 
 
 @pytest.mark.parametrize(
-    "names", [["mlx"], ["mlx", "mlx"], ["mlx", "torch"], ["torch", "mlx"]], ids=lambda names: "-".join(names)
+    "names",
+    [["mlx"], pytest.param(["mlx", "mlx"], marks=pytest.mark.long), ["mlx", "torch"], ["torch", "mlx"]],
+    ids="-".join,
 )
 def test_the_references_tokens_come_out(names: list[str], demo_weights: WeightSource) -> None:
     chosen = [item for item in items() if item.name in USUAL_ITEMS]
