@@ -91,6 +91,7 @@ def _timed(products: Sequence[tuple[Linear, torch.Tensor]]) -> Callable[[], floa
     if isinstance(kernels, CpuKernels):
         with kernels.record() as recording:
             multiply()
+        recording.owned.append(products)  # it has the addresses of their weights
         work = lambda: kernels.replay(recording)  # noqa: E731
 
     def run() -> float:
