@@ -57,9 +57,7 @@ class BlockTables:
         self._windows = [WindowClass(pool) for pool in limits.windows]
         self._states = StateClass(limits.states, block_size=limits.block_size) if limits.states else None
         self._frees: list[SequenceId] = []
-        self._refused_at: tuple[int, ...] | None = (
-            None  # ``_free_counts`` if the last ``admit`` refused for lack of them
-        )
+        self._refused_at: tuple[int, ...] | None = None  # ``_free_counts`` when they were too low for ``admit``
         self.draining_blocks = 0  # blocks that steps in flight use: of sequences that left, or sources of copies
         self.admitted_tokens = 0  # known tokens of sequences when they were admitted, since the start
         self.cached_tokens = 0  # admitted tokens found in the prefix cache

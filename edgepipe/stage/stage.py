@@ -124,7 +124,7 @@ class Stage:
             node=hello.node_name,
             stage=name,
         )
-        self._empty: DeviceProfile | None = None  # measured before the first load
+        self._profile: DeviceProfile | None = None  # of the device, measured before the first load
         self._shard: LoadedShard | None = None
         self._kv: tuple[int, ...] = ()  # allocated blocks, tokens per block, blocks of each window
         self._kv_writer: tuple[PipelineId, EngineId] | None = None  # pipeline and engine that wrote the KV
@@ -405,9 +405,9 @@ class Stage:
     ) -> LoadedShard:
         """Load layers, on the compute thread."""
         weights = open_weights()
-        if self._empty is None:
-            self._empty = self._backend.profile()  # takes memory that loaded layers may not leave
-        profile = self._empty
+        if self._profile is None:
+            self._profile = self._backend.profile()  # takes memory that loaded layers may not leave
+        profile = self._profile
         self._backend.load(slices, weights, tell)
         config = weights.config
         self._grammars.use(config)

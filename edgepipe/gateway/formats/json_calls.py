@@ -40,6 +40,7 @@ class JsonReader:
         self._opening = opening
         self._closing = closing
         self._outside = [mark for mark in (opening, *dropped) if mark]  # markers within or after content
+        self._mark = re.compile("|".join(map(re.escape, self._outside)))
         self._between = re.compile(rf"[\s{re.escape(separators)}]+")
         self._state: Callable[[str, int], int] = self._start if at_start else self._text
         self._pending = ""  # text that may be an incomplete marker
@@ -111,14 +112,12 @@ class JsonReader:
 
     def _text(self, text: str, at: int) -> int:
         """State: content, until the opening."""
-        places = [(place, mark) for mark in self._outside if (place := text.find(mark, at)) >= 0]
-        if places:
-            found, mark = min(places)
-            self._show(text[at:found])
-            if mark == self._opening:
-                self._marks, self._begun = [mark], 0
+        if found := self._mark.search(text, at):
+            self._show(text[at : found.start()])
+            if found.group() == self._opening:
+                self._marks, self._begun = [self._opening], 0
                 self._state = self._group
-            return found + len(mark)
+            return found.end()
         keep = max(overlap(text, at, mark) for mark in self._outside)
         self._show(text[at : len(text) - keep])
         self._pending = text[len(text) - keep :]

@@ -72,6 +72,7 @@ class TaggedReader:
         self._argument = _Argument(calls, _STRING, around="")
         self._num_arguments = 0
         self._starts = (tags.opening, _before_name(tags.call)) if tags.may_lack_opening else (tags.opening,)
+        self._start = re.compile("|".join(map(re.escape, self._starts)))
         self._after_call = (tags.closing, _before_name(tags.call))
         self._in_a_call = (_before_name(tags.argument), tags.call_end or tags.closing, tags.closing)
 
@@ -121,13 +122,12 @@ class TaggedReader:
 
     def _text(self, text: str, at: int) -> int:
         """State: content, until the opening, or until a call that lacks it."""
-        places = [(place, start) for start in self._starts if (place := text.find(start, at)) >= 0]
-        if places:
-            found, start = min(places)
-            self._show(text[at:found])
+        if found := self._start.search(text, at):
+            self._show(text[at : found.start()])
             self._state = self._head
-            self._marks = [start] if start == self._tags.opening else []
-            return found + len("".join(self._marks))
+            opened = found.group() == self._tags.opening
+            self._marks = [self._tags.opening] if opened else []
+            return found.end() if opened else found.start()
         keep = max(overlap(text, at, start) for start in self._starts)
         self._show(text[at : len(text) - keep])
         self._pending = text[len(text) - keep :]
