@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from edgepipe.cli.output import bar, make_table
+from edgepipe.model.facts import KV_8BIT
 from edgepipe.model.memory_classes import state_slots
 from edgepipe.planner.demand import Objective
 from edgepipe.planner.plan import Plan
@@ -175,12 +176,17 @@ def _predictions(found: Plan) -> Iterator[RenderableType]:
     each = f"{many.tokens_per_s / many.sequences:.1f} each, {_count(many.micro_batches, 'micro-batch')} under way"
     table.add_row(f"  {_count(many.sequences, 'chat')}", f"{many.tokens_per_s:.1f} tok/s", each)
     chats = found.kv_tokens // demand.context_tokens
-    table.add_row("  KV room", f"{found.kv_tokens} tokens", f"{_count(chats, 'chat')} of {demand.context_tokens}")
+    room = _count(chats, "chat") if chats else "less than one chat"
+    table.add_row("  KV room", f"{found.kv_tokens} tokens", f"{room} of {demand.context_tokens}")
     if slots := state_slots(demand.config, found.kv_tokens):
         size = format_bytes(demand.config.state_bytes())
         table.add_row("  states", f"{slots} of {size}", "a running chat has one, others are snapshots")
     yield table
     yield Text(f"  {_sources(found, now_s=time.time())}", style="dim")
+    if not chats:
+        wide = any(stage.machine.room.kv != KV_8BIT for stage in found.stages)
+        room = f"--kv {KV_8BIT} makes room for twice that" if wide else "a smaller type leaves more room"
+        yield Text(f"  a chat has {found.kv_tokens} tokens at most; {room}", style="yellow")
     if busy := [_short(stage.machine.name) for stage in found.stages if stage.machine.speed.busy]:
         yield Text(f"  {' and '.join(busy)} did other work during the measurement, and may be faster", style="yellow")
     if found.gap > 0.01:

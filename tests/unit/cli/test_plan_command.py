@@ -31,6 +31,12 @@ def test_json_is_one_document_and_says_the_same(run: Run) -> None:
     assert by_hand["left_out"] == []
 
 
+def test_too_little_room_for_one_chat_is_said_with_what_helps(run: Run) -> None:
+    shown = run("plan", "llama-3.3-70b:q4_k_m", "--emulate", "2x rtx4090").out
+    assert "less than one chat of 4096" in shown
+    assert "tokens at most; --kv 8bit makes room for twice that" in shown
+
+
 def test_wishes_are_kept(run: Run) -> None:
     told = json.loads(run(*IMAGINED, "--json", "--first", "d", "--nodes", "4").out)
     assert told["stages"][0]["node"] == "d"
