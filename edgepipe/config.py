@@ -46,7 +46,7 @@ class Config:
 
     name: str = ""  # name of this node; empty: the host's name
     cluster: str = ""  # name of the cluster that a new node founds; empty: home. Nodes join other clusters by pairing
-    backend: str = "auto"  # auto | none | a backend's entry point
+    backend: str = "auto"  # auto, none, or the name of a backend's entry point
     device: str = "auto"  # the backend's device name, such as cuda:0
     dtype: str = "auto"  # compute dtype of this node's stages
     interface: str = ""  # network interface or address; empty: the one with the route to the network
@@ -67,7 +67,7 @@ class Config:
     threads: int = 0  # compute threads of a stage; 0: the backend's choice
     backend_options: tuple[str, ...] = ()  # backend-specific settings as KEY=VALUE
     link: str = ""  # network to emulate for data that the node sends, such as 1gbit,0.3ms; empty: no emulation
-    log_level: str = "info"
+    log_level: str = "info"  # debug, info, warning or error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class Watching:
 
     timeouts: Timeouts | None = None  # None: the profile of the node's network
     hang_check_s: float = 0.25  # between two checks for hanging children
-    progress_s: float = 0.25  # ARCHITECTURE: a child with pending work reports four times a second
+    progress_s: float = 0.25  # a child with pending work reports four times a second
     keepalive: bool = True  # gRPC pings on all connections
 
 
@@ -177,7 +177,6 @@ def prepare_environment() -> None:
     - Silence the C core: our errors are clearer, and a stranger's broken handshakes would fill the log.
     - Require TLS 1.3: gRPC in Python cannot set a minimum version, only the suites of TLS 1.2. The configured suite
       needs an RSA certificate, and all certificates of edgepipe are ECDSA.
-
     - Read and write sockets on the thread that waits for completions, instead of a thread pool: messages then take half
       the processor time and two thirds of the latency (docs/experiments.md).
     """

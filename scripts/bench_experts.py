@@ -148,7 +148,7 @@ def emulated_ram_rows(model: str, device: str) -> list[Row]:
     rows: list[Row] = []
     for count in RAM_ROWS:
         work = decode_work(count, read_tokens=demand.read_tokens)
-        costs = [cost.with_share(percent).slice_cost(stage.part) for percent in range(101)]
+        costs = [cost.with_ram_percent(percent).slice_cost(stage.part) for percent in range(101)]
         larger_s = [max(memory_times(each, work)) for each in costs]
         even = min(range(101), key=larger_s.__getitem__)
         for label, percent in (("chosen", stage.machine.room.ram_percent), ("most even", even)):

@@ -1,4 +1,4 @@
-"""Counts words that make sentences hard to read, in docs, help texts, messages, docstrings and comments. Fails on any.
+"""Finds words that make sentences hard to read, in docs, help texts, messages, docstrings and comments. Fails on any.
 
 ``docs/reference.md`` is generated from help texts and docstrings, so it is not read a second time.
 """
@@ -19,10 +19,13 @@ GENERATED = {"docs/reference.md"}
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Each line of a file that people read, with its number: all of Markdown, comments and strings of Python."""
+    """Each line of a file that people read, with its number: all of Markdown, comments of proto and Python, strings."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         yield from enumerate(text.splitlines(), start=1)
+        return
+    if path.suffix == ".proto":
+        yield from ((number, line.partition("//")[2]) for number, line in enumerate(text.splitlines(), start=1))
         return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in (tokenize.COMMENT, tokenize.STRING):
@@ -34,6 +37,7 @@ def findings() -> list[str]:
     paths = [
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("proto/**/*.proto"),
         *ROOT.glob("edgepipe/**/*.py"),
         *ROOT.glob("backends/**/*.py"),
     ]

@@ -10,7 +10,7 @@ from typing import TypeVar
 from edgepipe.backend.devices import DeviceModel, adjustable, adjusted, named_device, number_setting
 from edgepipe.backend.kv_setting import chosen_kv
 from edgepipe.errors import ConfigInvalid
-from edgepipe.model.expert_places import SETTING, chosen_share, with_share
+from edgepipe.model.expert_places import SETTING, chosen_share, with_ram_percent
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.mixes import named_model
 from edgepipe.model.resident import WIDE
@@ -66,7 +66,7 @@ def read_settings(device: str, settings: dict[str, str]) -> EmulationSettings:
         as_kv_bytes_per_token=_maybe(settings, "as_kv_bytes_per_token", parse_bytes),
         seed=int(number_setting(settings.get("seed", "0"))),
         contiguous_kv=bool(number_setting(settings.get("contiguous_kv", "0"))),
-        packing=with_share(_packing(settings.get("weights", "auto")), chosen_share(settings)),
+        packing=with_ram_percent(_packing(settings.get("weights", "auto")), chosen_share(settings)),
         expert_skew=number_setting(settings.get("expert_skew", "0")),
         kv=chosen_kv(settings),
         faults=_maybe(settings, "faults", Path),

@@ -36,7 +36,7 @@ class StepArrays:
         return self._temperatures[temperature]
 
     def blocks(self, row: RowLayout, first_block: int) -> mx.array | None:
-        """A row's block ids from ``first_block`` on; None where it lies in one run."""
+        """Return a row's block ids from ``first_block`` on; None where it lies in one run."""
         if row.contiguous:
             return None
         key = (row.first_row, first_block)

@@ -30,7 +30,7 @@ from edgepipe.backend.types import (
     TokenIds,
 )
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory, ShardMismatch
-from edgepipe.model.expert_places import SETTING, chosen_share, with_share
+from edgepipe.model.expert_places import SETTING, chosen_share, with_ram_percent
 from edgepipe.model.facts import KV_8BIT, ModelConfig, Slice
 from edgepipe.model.layout import is_expert
 from edgepipe.model.memory_classes import memory_classes, stage_classes
@@ -354,7 +354,7 @@ class TorchBackend:
     @property
     def _packing(self) -> str:
         kind = f"torch-{self._device.type}" if self._packed else WIDE
-        return kind if self._device.type == "cpu" else with_share(kind, self._ram_percent)
+        return kind if self._device.type == "cpu" else with_ram_percent(kind, self._ram_percent)
 
     def _placed_bytes(self, info: WeightInfo, config: ModelConfig) -> tuple[int, int]:
         """Return the bytes of a weight on the device, and beside its memory."""

@@ -96,9 +96,11 @@ class Phase:
         return self.code.value(f"{operation} {EIGHT} {a}, {b}")
 
     def silu(self, x: str) -> str:
+        """Return ``x * sigmoid(x)`` of 8 floats."""
         return self.do("fdiv", x, self._one_and_exp_of_minus(x))
 
     def sigmoid(self, x: str) -> str:
+        """Return ``1 / (1 + exp(-x))`` of 8 floats."""
         return self.do("fdiv", repeated(1.0), self._one_and_exp_of_minus(x))
 
     def _one_and_exp_of_minus(self, x: str) -> str:

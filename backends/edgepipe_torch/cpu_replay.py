@@ -2,8 +2,8 @@
 
 A step with packed weights consists of compiled functions, and of torch's operations for what those lack: experts,
 latent attention, partial rotary, factors. Their arguments depend on the number of rows, so a step is recorded once for
-each number; later steps fill the same buffers and repeat it. Called one by one
-from Python, they take about a third as long again as they compute (docs/experiments.md).
+each number; later steps fill the same buffers and repeat it. Called one by one from Python, the functions take about a
+third as long again as they compute.
 
 T packed rows, one or a few of each sequence; H hidden, D head dim.
 """

@@ -29,6 +29,7 @@ class Taken:
 
     @property
     def all_rows(self) -> int:
+        """Rows of all experts in the weight."""
         return self.count * self.rows
 
     def each(self) -> Iterator[tuple[int, int]]:
@@ -36,9 +37,11 @@ class Taken:
         return ((number * self.rows, (number + 1) * self.rows) for number in self.numbers)
 
     def of_packed(self, weight: Packed) -> Packed:
+        """Return the rows of these experts, of a packed weight [count * rows, in]."""
         return weight if len(self.numbers) == self.count else weight.rows(self._order().numpy())
 
     def of_floats(self, weight: Tensor) -> Tensor:
+        """Return the rows of these experts, of floats [count * rows, ...]."""
         return weight if len(self.numbers) == self.count else weight[self._order()]
 
     def _order(self) -> Tensor:
@@ -66,6 +69,8 @@ def each_expert(linears: Sequence[Linear], part: int, taken: Taken, in_features:
 
 
 def each_bias(linears: Sequence[Linear], part: int, taken: Taken) -> Sink:
+    """Return a sink that gives each expert taken its part of a bias [experts * rows]."""
+
     def sink(bias: HostWeight) -> None:
         if shape_of(bias) != (taken.all_rows,):
             raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
@@ -76,6 +81,8 @@ def each_bias(linears: Sequence[Linear], part: int, taken: Taken) -> Sink:
 
 
 def matrix_sink(matrix: ExpertMatrix, part: int, taken: Taken, in_features: int) -> Sink:
+    """Return a sink that gives a matrix of experts the rows of those taken, of a weight [experts * rows, in]."""
+
     def sink(weight: HostWeight) -> None:
         if shape_of(weight) != (taken.all_rows, in_features):
             raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
@@ -86,6 +93,8 @@ def matrix_sink(matrix: ExpertMatrix, part: int, taken: Taken, in_features: int)
 
 
 def matrix_bias_sink(matrix: ExpertMatrix, part: int, taken: Taken) -> Sink:
+    """Return a sink that gives a matrix of experts the biases of those taken, of a bias [experts * rows]."""
+
     def sink(bias: HostWeight) -> None:
         if shape_of(bias) != (taken.all_rows,):
             raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid

@@ -38,7 +38,7 @@ Finish = Callable[[Tensor], Tensor]
 
 
 def can_replay(layout: StepLayout, *, head: bool) -> bool:
-    """Whether a step is one that graphs are made of: one token per row, and with the head each row sampled from."""
+    """Return whether graphs can hold a step: one token per row, and with the head each row sampled from."""
     if layout.scores is not None or layout.num_tokens != len(layout.rows) or not 0 < len(layout.rows) <= ROWS[-1]:
         return False
     if max(len(row.blocks) for row in layout.rows) > _WIDTHS[-1]:
@@ -75,7 +75,7 @@ class DecodeGraphs:
         self._known: dict[tuple[int, int], _StepGraph] = {}  # by rows and pages
 
     def run(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Tensor:
-        """What leaves the slice for the step's rows; the next step may overwrite it.
+        """Return the slice's output for the step's rows. The next step may overwrite it.
 
         inputs  [T] int32 token ids, or [T, H] activations in the link's type
         """

@@ -49,6 +49,7 @@ def is_half(info: WeightInfo) -> bool:
 
 
 def floats_of(weight: HostWeight) -> Tensor:
+    """Return a weight's values; packed ones in float32."""
     if isinstance(weight, StoredWeight):  # such as a packed router
         weight = weight.load()
     if isinstance(weight, StoredBlocks):
@@ -57,10 +58,12 @@ def floats_of(weight: HostWeight) -> Tensor:
 
 
 def shape_of(weight: HostWeight) -> tuple[int, ...]:
+    """Return a weight's shape without reading it."""
     return weight.info.shape if isinstance(weight, StoredBlocks | StoredWeight) else tuple(weight.shape)
 
 
 def copy_exactly(target: Tensor, source: Tensor) -> None:
+    """Copy a tensor of the same shape; nothing is broadcast. Raises RuntimeError."""
     if target.shape != source.shape:
         raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
     target.copy_(source)

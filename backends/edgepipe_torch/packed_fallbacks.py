@@ -183,6 +183,7 @@ def rows_at_once(out_features: int, in_features: int) -> int:
 
 
 def multiply_wide(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None, add: bool) -> None:
+    """Write the product of x [T, I] and weight [O, I] to out [T, O], or add it."""
     if add:
         out.addmm_(x, weight.t())
         if bias is not None:

@@ -16,7 +16,7 @@ from edgepipe.backend.devices import DeviceModel
 from edgepipe.backend.expert_reads import ExpertShare, distinct_share, skewed_shares
 from edgepipe.backend.expert_wait import mean_wait_s
 from edgepipe.backend.types import Step
-from edgepipe.model.expert_places import num_in_ram, split_kind, with_share
+from edgepipe.model.expert_places import num_in_ram, split_kind, with_ram_percent
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.layer_spec import LayerSpec
 from edgepipe.model.layout import multiplied_parameters, used_expert_parameters
@@ -132,7 +132,7 @@ class CostModel:
         self._device = device
         self._sizes = resident_sizes(config, weights, kind=kind, dtype=dtype)
         kind, percent = split_kind(kind)
-        self._widened = resident_sizes(config, weights, kind=with_share(WIDE, percent), dtype=dtype)
+        self._widened = resident_sizes(config, weights, kind=with_ram_percent(WIDE, percent), dtype=dtype)
         self._widens_above = _WIDENS_ABOVE_ROWS.get(kind)
         # size of the timed model over the config's
         self._scale = (as_model_bytes or self._sizes.matrices) / self._sizes.matrices
@@ -153,9 +153,9 @@ class CostModel:
         self.kinds = layer_kinds(config, weights)  # of each layer
         self.has_experts = any(spec.experts is not None for spec in config.layers)
 
-    def with_share(self, percent: int) -> CostModel:
-        """Return the cost with so many percent of each layer's experts in host memory."""
-        return self._with_kind(kind=with_share(self._kind, percent))
+    def with_ram_percent(self, percent: int) -> CostModel:
+        """Return the cost with ``percent`` of each layer's experts in host memory."""
+        return self._with_kind(kind=with_ram_percent(self._kind, percent))
 
     def weight_bytes(self, slices: Sequence[Slice]) -> int:
         """Return the memory of the slices' weights."""
@@ -179,7 +179,7 @@ class CostModel:
         return [self._cost(LayerRange(first, first + 1), 1.0, head=False) for first in firsts]
 
     def mean_cost(self, num_layers: int, *, head: bool) -> SliceCost:
-        """Return the cost of steps on so many layers of mean size."""
+        """Return the cost of steps on ``num_layers`` layers of mean size."""
         every = LayerRange(0, self._config.num_layers)
         return self._cost(every, num_layers / len(every), head=head)
 
@@ -236,7 +236,7 @@ class CostModel:
         )
 
     def _sum(self, values: Sequence[float], layers: LayerRange) -> float:
-        """Return the sum of some layers' values; of so many mean ones if the timed model has fewer."""
+        """Return the sum of some layers' values; if the timed model has fewer layers, of mean ones."""
         if layers.end > len(values):
             return sum(values) / len(values) * len(layers)
         return sum(values[layers.start : layers.end])
@@ -296,7 +296,7 @@ class SliceCost:
         return self.expert_share < 1.0
 
     def distinct_share(self, tokens: int) -> float:
-        """Return the share of the experts that so many tokens use together: an upper bound while not measured."""
+        """Return the share of the experts that ``tokens`` tokens use together: an upper bound while not measured."""
         return distinct_share(tokens, self.expert_share, self.expert_shares)
 
     def ram_s(self, work: StepWork) -> float:

@@ -30,7 +30,7 @@ class ExpertShare:
 
 
 def distinct_share(tokens: float, token_share: float, measured: Sequence[ExpertShare] = ()) -> float:
-    """Return the share of the experts that so many tokens use together.
+    """Return the share of the experts that ``tokens`` tokens use together.
 
     ``token_share``: k / E. ``measured``: by tokens, ascending; empty: the upper bound of independent choices.
     """
@@ -63,7 +63,7 @@ def _inclusion(count: int, used: int, skew: float) -> list[float]:
 
 
 def _exponent(tokens: float, token_share: float, measured: Sequence[ExpertShare]) -> float:
-    """Return ``a`` at so many tokens: linear in the logarithm of tokens between measurements, constant beyond."""
+    """Return ``a`` at ``tokens``: linear in the logarithm of tokens between measurements, constant beyond."""
     points, at = _points(tuple(measured), token_share), log(tokens)
     if at <= points[0][0]:
         return points[0][1]
@@ -97,7 +97,7 @@ class CountedSteps:
         self._steps: dict[int, int] = {}  # by tokens
 
     def takes(self, tokens: int) -> bool:
-        """Note a step of so many tokens. Return whether to count it."""
+        """Note a step of ``tokens`` tokens. Return whether to count it."""
         if not 1 < tokens <= _MOST_TOKENS:
             return False
         steps = self._steps[tokens] = self._steps.get(tokens, 0) + 1

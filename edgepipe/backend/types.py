@@ -31,10 +31,12 @@ class ActivationType(Enum):
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of a number."""
         return 2 if self is ActivationType.BF16 else 4
 
     @property
     def numpy(self) -> npt.DTypeLike:
+        """numpy's type that holds it; bf16 travels as its bits."""
         return np.uint16 if self is ActivationType.BF16 else np.float32
 
 
@@ -200,6 +202,7 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
+        """T."""
         return sum(row.num_tokens for row in self.rows)
 
 

@@ -33,7 +33,7 @@ ExpertsInRam = Annotated[
     typer.Option(
         "--experts-in-ram",
         metavar="[auto|N%|all]",
-        help="Keep experts in RAM where a GPU is too small: auto (as few as must be), all, or N% of them.",
+        help="Keep experts in RAM where a GPU is too small: auto (as few as needed), all, or N% of them.",
         show_default=False,
     ),
 ]

@@ -11,11 +11,11 @@ class BootClock(Protocol):
     """Two clocks; their difference grows by the time slept."""
 
     def monotonic_s(self) -> float:
-        """Seconds awake since an arbitrary start."""
+        """Return the seconds awake since an arbitrary start."""
         ...
 
     def boot_s(self) -> float:
-        """Seconds since an arbitrary start, sleep included."""
+        """Return the seconds since an arbitrary start, sleep included."""
         ...
 
 

@@ -98,10 +98,16 @@ class Recovery:
     """Decisions of one engine. Call ``begin`` or ``resume`` first, then ``handle`` with every event, in order."""
 
     def __init__(
-        self, wished: EpochPlacement, *, epoch: Epoch, engine_node: str, limits: EngineLimits, timeouts: EngineTimeouts
+        self,
+        requested: EpochPlacement,
+        *,
+        epoch: Epoch,
+        engine_node: str,
+        limits: EngineLimits,
+        timeouts: EngineTimeouts,
     ) -> None:
         """
-        wished       first placement, as the user asked for it
+        requested    first placement, as the user asked for it
         epoch        epoch of the first attempt; its counter is above any known one of the pipeline
         engine_node  name of the engine's node
         """
@@ -109,13 +115,13 @@ class Recovery:
         self.message = ""  # current activity, for people
         self.error: EdgepipeError | None = None  # reason why no epoch serves
         self.wake_at_s: float | None = None  # when a Tick is due
-        self.nodes = wished.nodes  # including nodes that plans have left
+        self.nodes = requested.nodes  # including nodes that plans have left
         self.running: Placement | None = None
         self.held: frozenset[NodeId] = frozenset()  # nodes that may hold a stage
         self.epoch = epoch  # epoch of the newest attempt
         self._next_counter = epoch.counter
-        self._wished = wished.spec
-        self._base = wished.spec  # spec of the last epoch that opened
+        self._requested = requested.spec
+        self._base = requested.spec  # spec of the last epoch that opened
         self._engine_node = engine_node
         self._limits = limits
         self._timeouts = timeouts
@@ -136,12 +142,12 @@ class Recovery:
     def begin(self, now_s: float) -> list[Command]:
         """Prepare the first epoch at the requested placement."""
         self.message = "asking nodes for memory"
-        return self._prepare(self._new_attempt(), self._wished, now_s)
+        return self._prepare(self._new_attempt(), self._requested, now_s)
 
     def resume(self, now_s: float) -> list[Command]:
         """Continue another engine's work: ask for a placement of its stages."""
         self.state, self.message = State.RECOVERING, "taking over from another engine"
-        self.held = frozenset(stage.node_id for stage in self._wished.stages)  # prepared by the previous engine
+        self.held = frozenset(stage.node_id for stage in self._requested.stages)  # prepared by the previous engine
         return self._ask(now_s)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -217,7 +223,7 @@ class Recovery:
 
     def _planned(self, attempt: _Attempt, plan: EpochPlacement, now_s: float) -> list[Command]:
         self.nodes = self.nodes.updated(plan.nodes)
-        if self.state is State.STARTING and not self._is_as_wished(plan.spec, now_s):
+        if self.state is State.STARTING and not self._meets_request(plan.spec, now_s):
             assert self.error is not None, "a first attempt has failed"
             return self._fail(self.error)
         if attempt.moves and self.running is not None and plan.spec.stages == self.running.spec.stages:
@@ -297,15 +303,15 @@ class Recovery:
         self._failures += 1
         self.wake_at_s = now_s + _growing(self._failures, self._timeouts.again_min_s, self._timeouts.again_max_s)
 
-    def _is_as_wished(self, spec: ServeSpec, now_s: float) -> bool:
+    def _meets_request(self, spec: ServeSpec, now_s: float) -> bool:
         """Return whether a first placement meets the user's constraints and avoids quarantined nodes and links."""
-        wished, order = self._wished, in_order(spec.stages)
+        requested, order = self._requested, in_order(spec.stages)
         if not self._quarantine.allows(spec, now_s):
             return False
-        if wished.fixed:
-            return spec.stages == wished.stages
-        first = wished.first in ("", order[0], self.nodes.name(order[0]))
-        return first and len(set(order)) >= wished.num_nodes
+        if requested.fixed:
+            return spec.stages == requested.stages
+        first = requested.first in ("", order[0], self.nodes.name(order[0]))
+        return first and len(set(order)) >= requested.num_nodes
 
     # Moves: an epoch serves while the next one is prepared
 

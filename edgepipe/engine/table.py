@@ -347,7 +347,7 @@ class RequestTable:
 
     def _spec(self, choice: Choice) -> SequenceSpec:
         submission = choice.request.submission
-        told_bytes, told_token_bytes = registration_bytes(
+        base_bytes, token_bytes = registration_bytes(
             choice.sampling, prompt_tokens=len(submission.prompt), vocab_size=self._config.vocab_size
         )
         return SequenceSpec(
@@ -359,8 +359,8 @@ class RequestTable:
             priority=submission.priority,
             reuse_prefix=not choice.sampling.prompt_logprobs,
             alone=choice.crashes >= _SUSPECTED,
-            told_bytes=told_bytes,
-            told_token_bytes=told_token_bytes,
+            registration_base_bytes=base_bytes,
+            registration_token_bytes=token_bytes,
         )
 
     def _stop_ids(self, submission: Submission) -> frozenset[int]:

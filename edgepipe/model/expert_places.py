@@ -87,8 +87,8 @@ def numbers_in_ram(count: int, percent: int, uses: Sequence[int] = ()) -> tuple[
     return tuple(sorted(ranked[:wanted]))
 
 
-def with_share(kind: str, percent: int) -> str:
-    """Return the kind of a backend that keeps so many percent of each layer's experts in host memory."""
+def with_ram_percent(kind: str, percent: int) -> str:
+    """Return the kind of a backend that keeps ``percent`` of each layer's experts in host memory."""
     return f"{kind}/{percent}" if percent else kind
 
 

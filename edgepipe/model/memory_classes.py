@@ -189,7 +189,7 @@ def pool_bytes(block_bytes: int, window_bytes: Sequence[int], num_blocks: int, w
 
 
 def state_slots(config: ModelConfig, num_tokens: int) -> int:
-    """Return the slots of states beside a KV cache of so many tokens; 0 for a model without recurrent layers."""
+    """Return the slots of states beside a KV cache of ``num_tokens``; 0 for a model without recurrent layers."""
     states = _states(config, num_tokens)
     return states.num_slots if states is not None else 0
 

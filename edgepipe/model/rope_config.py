@@ -59,15 +59,15 @@ def partial_rotary(fields: Fields, default: float = 1.0) -> float:
     return share
 
 
-def extended_context(rope: Rope, told_tokens: int) -> int:
+def extended_context(rope: Rope, declared_tokens: int) -> int:
     """Return a model's context length, given the number that its file declares.
 
     Published configs with yarn declare the context before or after scaling; the product works for both. With llama3,
     longrope and linear scaling they declare the scaled context. Dynamic scaling is not computed beyond it.
     """
     if rope.scaling != "yarn":
-        return told_tokens
-    return max(told_tokens, min(round(rope.original_context * rope.factor), _MAX_CONTEXT))
+        return declared_tokens
+    return max(declared_tokens, min(round(rope.original_context * rope.factor), _MAX_CONTEXT))
 
 
 def rope_fields(fields: Fields, layers: str = "") -> Fields:

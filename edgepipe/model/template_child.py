@@ -7,7 +7,7 @@ The sandbox keeps a template away from Python, but does not limit its work, so t
 
 - CPU: one interval timer of process time per rendering, whose signal kills even inside a single long operation.
 - Memory: the address space may grow by ``MEMORY_BYTES`` over what the interpreter with jinja2 has already mapped. Where
-  the kernel does not enforce it (macOS), a second timer looks at the resident size between two operations.
+  the kernel does not enforce it (macOS), a second timer checks the resident size between two operations.
 """
 
 from __future__ import annotations

@@ -49,11 +49,11 @@ class TensorFiles(Protocol):
         ...
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
-        """A whole tensor's bytes. Raises ModelInvalid."""
+        """Return a whole tensor's bytes. Raises ModelInvalid."""
         ...
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Part of a tensor's bytes. Raises ModelInvalid."""
+        """Return a part of a tensor's bytes. Raises ModelInvalid."""
         ...
 
 

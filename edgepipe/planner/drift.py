@@ -117,6 +117,6 @@ class ScaledSpeed:
             base_s=parts.base_s * self._ratio, layer_s=parts.layer_s * self._ratio, head_s=parts.head_s * self._ratio
         )
 
-    def with_share(self, percent: int) -> ScaledSpeed:
-        """See ``Speed.with_share``."""
-        return ScaledSpeed(self._thought.with_share(percent), self._ratio)
+    def with_ram_percent(self, percent: int) -> ScaledSpeed:
+        """See ``Speed.with_ram_percent``."""
+        return ScaledSpeed(self._thought.with_ram_percent(percent), self._ratio)

@@ -156,7 +156,9 @@ def rooms_as_placed(rooms: Sequence[NodeRoom], placed: Sequence[Placed]) -> list
     """Return the rooms with the shares of a placement."""
     shares = {stage.node_id: stage.ram_percent for stage in placed}
     return [
-        room.with_share(shares[room.node_id]) if shares.get(room.node_id, 0) not in (0, room.ram_percent) else room
+        room.with_ram_percent(shares[room.node_id])
+        if shares.get(room.node_id, 0) not in (0, room.ram_percent)
+        else room
         for room in rooms
     ]
 
@@ -208,8 +210,8 @@ def _room_with(need: Need, room: NodeRoom, parts: Sequence[Slice], choices: Sequ
     if room.ram_percent or not room.ram_bytes or not parts:
         return room
     return next(
-        (shared for shared in (room.with_share(percent) for percent in choices) if _holds(need, shared, parts)),
-        room.with_share(choices[-1]),
+        (shared for shared in (room.with_ram_percent(percent) for percent in choices) if _holds(need, shared, parts)),
+        room.with_ram_percent(choices[-1]),
     )
 
 
@@ -220,7 +222,7 @@ def _holds(need: Need, room: NodeRoom, parts: Sequence[Slice]) -> bool:
 
 
 def _with_share(machines: Sequence[Machine], shares: Mapping[NodeId, int]) -> tuple[Machine, ...]:
-    return tuple(machine.with_share(shares.get(machine.node_id, 0)) for machine in machines)
+    return tuple(machine.with_ram_percent(shares.get(machine.node_id, 0)) for machine in machines)
 
 
 def _parts(placed: Sequence[Placed]) -> dict[NodeId, list[Slice]]:

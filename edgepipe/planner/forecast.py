@@ -62,7 +62,7 @@ class Ring:
         """Raises LinkNotMeasured for a link without figures."""
         self._demand = demand
         self._placed = tuple(placed)
-        self._machines = [machines[stage.node_id].with_share(stage.ram_percent) for stage in placed]
+        self._machines = [machines[stage.node_id].with_ram_percent(stage.ram_percent) for stage in placed]
         ids = [stage.node_id for stage in placed]
         self._links = [None if a == b else links.hop(a, b) for a, b in pairwise(ids)]
         self._hosts_s = [links.host_s(node) for node in ids]
@@ -94,7 +94,7 @@ class Ring:
         )
 
     def _steps_s(self, rows: float) -> list[float]:
-        """Return each slice's time for a micro-batch of so many rows."""
+        """Return each slice's time for a micro-batch of ``rows`` rows."""
         return [
             batch_parts(machine.speed, self._demand, rows).slice_s(stage.part)
             for machine, stage in zip(self._machines, self._placed, strict=True)

@@ -17,7 +17,7 @@ _CHUNK_BYTES = 512 << 10  # of a large frame; chunks are pipelined
 
 
 def hop_host_s(host_s: float, num_bytes: float) -> float:
-    """Return the seconds that the receiving host adds to a hop with so many bytes."""
+    """Return the seconds that the receiving host adds to a hop with ``num_bytes``."""
     return host_s * (_HOP_MESSAGES + min(num_bytes, _CHUNK_BYTES) / _MESSAGE_BYTES)
 
 

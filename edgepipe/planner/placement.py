@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
-from edgepipe.model.expert_places import split_kind, with_share
+from edgepipe.model.expert_places import split_kind, with_ram_percent
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.model.memory_classes import kv_bytes
 from edgepipe.model.resident import WIDE, ResidentSizes, dtype_of, resident_sizes
@@ -36,9 +36,9 @@ class NodeRoom:
         """Share of each layer's experts that the node keeps in host memory."""
         return split_kind(self.packing)[1]
 
-    def with_share(self, percent: int) -> NodeRoom:
-        """Return the node with so many percent of each layer's experts in host memory."""
-        return replace(self, packing=with_share(split_kind(self.packing)[0], percent))
+    def with_ram_percent(self, percent: int) -> NodeRoom:
+        """Return the node with ``percent`` of each layer's experts in host memory."""
+        return replace(self, packing=with_ram_percent(split_kind(self.packing)[0], percent))
 
     def sizes(self, config: ModelConfig, weights: WeightTable) -> ResidentSizes:
         """Return the bytes of a model's weights on this node."""
@@ -50,11 +50,11 @@ class NodeRoom:
         return dtype_of(self.bytes_per_weight)
 
     def layers_kv_bytes(self, config: ModelConfig, num_tokens: int) -> tuple[int, ...]:
-        """Return the bytes of each layer's KV on this node, for a KV cache of so many tokens."""
+        """Return the bytes of each layer's KV on this node, for a KV cache of ``num_tokens``."""
         return kv_bytes(config, num_tokens, form=self.kv or self.dtype)
 
     def kv_bytes(self, config: ModelConfig, layers: Iterable[int], num_tokens: int) -> int:
-        """Return the bytes of the KV in some layers, by index, on this node, for a KV cache of so many tokens."""
+        """Return the bytes of the KV in some layers, by index, on this node, for a KV cache of ``num_tokens``."""
         each = self.layers_kv_bytes(config, num_tokens)
         return sum(each[layer] for layer in layers)
 

@@ -178,7 +178,7 @@ def _most_context(demand: Demand, machines: Sequence[Machine], links: Links, con
 def describe(demand: Demand, placed: Sequence[Placed], machines: Sequence[Machine], links: Links) -> Plan:
     """Return a placement with its figures. Raises LinkNotMeasured."""
     shares = {stage.node_id: stage.ram_percent for stage in placed}
-    by_id = {machine.node_id: machine.with_share(shares.get(machine.node_id, 0)) for machine in machines}
+    by_id = {machine.node_id: machine.with_ram_percent(shares.get(machine.node_id, 0)) for machine in machines}
     need = _need(demand, 0)
     kv_tokens = _kv_room(demand, placed, by_id)
     ring = Ring(demand, placed, by_id, links)

@@ -68,8 +68,8 @@ class Speed(Protocol):
         """Return the times of a step."""
         ...
 
-    def with_share(self, percent: int) -> Speed:
-        """Return the speed with so many percent of each layer's experts in host memory."""
+    def with_ram_percent(self, percent: int) -> Speed:
+        """Return the speed with ``percent`` of each layer's experts in host memory."""
         ...
 
     def with_expert_shares(self, shares: tuple[ExpertShare, ...]) -> Speed:
@@ -93,9 +93,9 @@ class TableSpeed:
         """See ``Speed.with_expert_shares``."""
         return TableSpeed(self._cost, expert_shares=shares)
 
-    def with_share(self, percent: int) -> TableSpeed:
-        """See ``Speed.with_share``."""
-        return TableSpeed(self._cost.with_share(percent), expert_shares=self._shares)
+    def with_ram_percent(self, percent: int) -> TableSpeed:
+        """See ``Speed.with_ram_percent``."""
+        return TableSpeed(self._cost.with_ram_percent(percent), expert_shares=self._shares)
 
     def wait_s(self, work: StepWork) -> Floats:
         """Return the seconds [L] of each layer in which the device waits for the CPU's experts."""
@@ -159,7 +159,7 @@ class MeasuredSpeed:
         self._probed_shares = cleaned(ExpertShare(point.size, point.expert_share) for point in profile.decode)
         self._probed = TableSpeed(cost, expert_shares=self._probed_shares)
         self._sheet = self._probed if expert_shares is None else self._probed.with_expert_shares(expert_shares)
-        self._split = self._sheet.with_share(ram_percent) if ram_percent else None
+        self._split = self._sheet.with_ram_percent(ram_percent) if ram_percent else None
         self._kinds = np.array(cost.kinds)
         self._attention = [kind.attention[0] for kind in cost.kind_costs()]
         self._experts = cost.has_experts
@@ -172,8 +172,8 @@ class MeasuredSpeed:
             return self
         return MeasuredSpeed(self._profile, self._cost, expert_shares=shares, ram_percent=self._ram_percent)
 
-    def with_share(self, percent: int) -> MeasuredSpeed:
-        """See ``Speed.with_share``."""
+    def with_ram_percent(self, percent: int) -> MeasuredSpeed:
+        """See ``Speed.with_ram_percent``."""
         return MeasuredSpeed(self._profile, self._cost, expert_shares=self._expert_shares, ram_percent=percent)
 
     def parts(self, work: StepWork) -> StepParts:
@@ -309,11 +309,11 @@ class Machine:
         """Name of its node."""
         return self.room.name
 
-    def with_share(self, percent: int) -> Machine:
-        """Return the machine with so many percent of each layer's experts in host memory; 0: as its node is."""
+    def with_ram_percent(self, percent: int) -> Machine:
+        """Return the machine with ``percent`` of each layer's experts in host memory; 0: as its node is."""
         if percent in (0, self.room.ram_percent):
             return self
-        return replace(self, room=self.room.with_share(percent), speed=self.speed.with_share(percent))
+        return replace(self, room=self.room.with_ram_percent(percent), speed=self.speed.with_ram_percent(percent))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

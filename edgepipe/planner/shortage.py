@@ -97,7 +97,7 @@ def least_share(demand: Demand, machines: Sequence[Machine]) -> int | None:
     free = sum(max(0, room.free_bytes) for room in rooms)
 
     def on_device(percent: int) -> int:
-        return min(stage_bytes(need, room.with_share(percent), whole) for room in able)
+        return min(stage_bytes(need, room.with_ram_percent(percent), whole) for room in able)
 
     percents = range(1, 101)
     index = bisect_left(percents, True, key=lambda percent: on_device(percent) <= free)
@@ -109,9 +109,9 @@ def least_share(demand: Demand, machines: Sequence[Machine]) -> int | None:
 
 
 def share_bytes(demand: Demand, rooms: Sequence[NodeRoom], percent: int) -> int:
-    """Return the host memory of so many percent of all experts, on the node where they take least."""
+    """Return the host memory of ``percent`` of all experts, on the node where they take least."""
     need = Need(config=demand.config, kv_tokens=0, weights=demand.weights)
-    return min(ram_stage_bytes(need, room.with_share(percent), _whole(demand).layers) for room in rooms)
+    return min(ram_stage_bytes(need, room.with_ram_percent(percent), _whole(demand).layers) for room in rooms)
 
 
 def _whole(demand: Demand) -> Slice:
@@ -138,7 +138,7 @@ def _movable_bytes(demand: Demand, machines: Sequence[Machine]) -> int:
         if not room.ram_bytes or room.ram_percent:
             continue
         sizes = room.sizes(demand.config, demand.weights)
-        beside = sum(room.with_share(100).sizes(demand.config, demand.weights).in_ram)
+        beside = sum(room.with_ram_percent(100).sizes(demand.config, demand.weights).in_ram)
         saved += round(sum(sizes.experts) * min(1.0, room.ram_bytes / beside)) if beside else 0
     return min(saved, max(sum(machine.room.sizes(demand.config, demand.weights).experts) for machine in machines))
 

@@ -25,7 +25,7 @@ model's probability; each further search costs the same again."""
 _DAMAGED = "the weights are probably damaged or all NaN: remove the model and pull it again"
 
 
-def bar(row: Logits, mask: Bitmask | None, tokens: npt.NDArray[np.int64]) -> None:
+def ban(row: Logits, mask: Bitmask | None, tokens: npt.NDArray[np.int64]) -> None:
     """Ban, in place, tokens outside a mask and additional tokens."""
     if mask is not None:
         allowed = np.unpackbits(mask.view(np.uint8), bitorder="little", count=len(row)).view(np.bool_)

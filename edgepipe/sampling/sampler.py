@@ -9,7 +9,7 @@ import numpy as np
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.sampling.logprobs import TokenLogprobs
-from edgepipe.sampling.rows import Logits, bar, choose_from_row, raw_logprobs, token_logprobs
+from edgepipe.sampling.rows import Logits, ban, choose_from_row, raw_logprobs, token_logprobs
 from edgepipe.sampling.sequence import SequenceSampler
 
 
@@ -53,7 +53,7 @@ def _sample_row(logits: Logits, row: SampleRow, scratch: Logits) -> Sampled:
             scores = raw_logprobs(logits, params.top_logprobs, scratch) if params.logprobs else None
             raw = logits.copy() if scores is not None else logits
             sampler.edits.apply(logits)
-            bar(logits, *sampler.allowed(row.position))
+            ban(logits, *sampler.allowed(row.position))
             token = choose_from_row(logits, params, sampler.uniform(row.position), scratch)
             sampler.took(token)
     except EdgepipeError as exc:

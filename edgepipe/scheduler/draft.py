@@ -59,7 +59,7 @@ class Draft:
         return not self.decodes and not self.chunks
 
     def may_begin(self, sequence: Sequence) -> bool:
-        """Whether the sequence's registration still fits into this step. The first registration always does."""
+        """Return whether the sequence's registration still fits into this step. The first registration always does."""
         if sequence.registered or not self._registers:
             return True
         entries = len(self._block_rows) + len(sequence.new_runs) + len(self.copies) + len(sequence.new_copies)

@@ -117,7 +117,7 @@ class KVPool:
         return bool(self._stale)
 
     def is_stale(self, block: int) -> bool:
-        """Whether this cached block is stale."""
+        """Return whether this cached block is stale."""
         return block in self._stale
 
     def refresh(self, key: Key, block: int) -> None:
@@ -186,7 +186,7 @@ class KVPool:
         return [block for block in blocks if not self._idle_since[block]]
 
     def can_adopt(self, blocks: Sequence[int], *, more: int) -> bool:
-        """Whether a table can take over the blocks in place: all idle, one run, and ``more`` free blocks behind it."""
+        """Return whether a table can take over the blocks in place: one idle run with ``more`` free blocks behind."""
         return (
             len(as_runs(blocks)) == 1
             and self.num_idle(blocks) == len(blocks)

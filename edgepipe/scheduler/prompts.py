@@ -56,7 +56,7 @@ class Prompts:
         return max([sequence.scheduled for sequence in (*self._shared, *self._suspected)], default=0)
 
     def accepts(self, sequence: Sequence) -> bool:
-        """Whether the sequence would be computed soon. A batch prompt behind interactive ones would not."""
+        """Return whether the sequence would be computed soon. A batch prompt behind interactive ones would not."""
         if sequence.alone:
             return True
         if any(prompt.priority < sequence.priority for prompt in self._shared):

@@ -1,4 +1,4 @@
-"""The scheduler: decides which step computes which tokens. See ARCHITECTURE, "Scheduler".
+"""The scheduler: decides which step computes which tokens. See docs/architecture.md, "Scheduler".
 
 Iteration-level continuous batching from one FIFO pool of ready sequences. A sequence has at most one in-flight step
 that samples; earlier chunks of its prompt may precede it in flight. Prompts are computed side by side. A suspected
@@ -258,7 +258,7 @@ class Scheduler:
         return list(used)[1:]
 
     def _sizes_stay(self) -> bool:
-        """Whether the policy lets each step in flight repeat at its size."""
+        """Return whether the policy lets each step in flight repeat at its size."""
         sizes = [record.num_samples for record in self._in_flight]
         load = self._load()
         for index, size in enumerate(sizes):
@@ -525,8 +525,8 @@ class Scheduler:
             priority=Priority(spec.priority),
             reuse_prefix=spec.reuse_prefix,
             alone=spec.alone,
-            told_bytes=spec.told_bytes,
-            told_token_bytes=spec.told_token_bytes,
+            registration_base_bytes=spec.registration_base_bytes,
+            registration_token_bytes=spec.registration_token_bytes,
         )
 
     def _check_length(self, prompt_tokens: int) -> None:

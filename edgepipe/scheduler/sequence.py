@@ -41,8 +41,8 @@ class Sequence:
     priority: Priority  # may rise from batch to interactive
     alone: bool = False  # suspected: shares no step until an isolated step has sampled a token
     overtaken: int = 0  # interactive sequences that passed it while it had batch priority
-    told_bytes: int = 0  # see SequenceSpec
-    told_token_bytes: int = 0
+    registration_base_bytes: int = 0  # see SequenceSpec
+    registration_token_bytes: int = 0
     reuse_prefix: bool = True
     limit_reason: EndReason = EndReason.LENGTH
     phase: Phase = Phase.WAITING
@@ -73,7 +73,7 @@ class Sequence:
     @property
     def registration_bytes(self) -> int:
         """Upper bound of its registration message now, in bytes."""
-        return self.told_bytes + self.told_token_bytes * self.num_output
+        return self.registration_base_bytes + self.registration_token_bytes * self.num_output
 
     @property
     def num_blocks(self) -> int:

@@ -118,7 +118,7 @@ class StateClass:
         return best
 
     def may_replay(self, keys: Seq[Key], begin: int, hits: int) -> bool:
-        """Whether a sequence may write the stale snapshot behind ``hits`` blocks, if it begins before, at ``begin``."""
+        """Return whether a sequence may write the stale snapshot behind ``hits`` blocks if it begins at ``begin``."""
         return hits == begin or self._by_key[keys[hits - 1]] in self._idle
 
     def awaited(self, keys: Seq[Key], begin: int, end: int, owner: SequenceId | None) -> Key | None:
@@ -139,7 +139,7 @@ class StateClass:
         return keys[place - 1] if place > begin else None
 
     def has_room(self, keys: Seq[Key], begin: int, hits: int) -> bool:
-        """Whether a sequence with so many cached blocks can have a slot of its own. See ``admit``."""
+        """Return whether a sequence with ``hits`` cached blocks can have a slot of its own. See ``admit``."""
         found = {self._by_key[keys[place - 1]] for place in (begin, hits) if place}
         return self.free_slots > len(found & self._idle.keys())
 
@@ -187,7 +187,7 @@ class StateClass:
         return RowState(read, tuple(writes))
 
     def note_sent(self) -> None:
-        """The planned rows are in a step: later steps may write to the snapshots that they read."""
+        """Note that the planned rows are in a step: later steps may write to the snapshots that they read."""
         for slot in self._read:
             self._release(slot)
         self._read.clear()
@@ -237,7 +237,7 @@ class StateClass:
         )
 
     def _is_found(self, slot: int) -> bool:
-        """Whether the slot holds an idle snapshot that a prompt would find."""
+        """Return whether the slot holds an idle snapshot that a prompt would find."""
         return slot in self._idle and self._by_key.get(self._snapshots[slot].key) == slot
 
     def _use_all(self, table: StateTable, taken: Seq[_Pending]) -> None:

@@ -279,11 +279,11 @@ class BlockTables:
         return frees
 
     def needs(self, sequence: Sequence) -> int:
-        """Number of blocks for all known tokens."""
+        """Return the number of blocks for all known tokens."""
         return -(-len(sequence.tokens) // self._limits.block_size)
 
     def _room(self, sequence: Sequence) -> int:
-        """Number of blocks for the sequence at its limit."""
+        """Return the number of blocks for the sequence at its limit."""
         return -(-sequence.limit // self._limits.block_size)
 
     def _reusable_keys(self, sequence: Sequence) -> list[Key]:
@@ -328,7 +328,7 @@ class BlockTables:
     def _others_have_room(
         self, sequence: Sequence, hits: tuple[int, int], running: int, *, beside_prompts: bool
     ) -> bool:
-        """Whether every windowed class and the slots have room for the sequence."""
+        """Return whether every windowed class and the slots have room for the sequence."""
         needs, share, keys = self.needs(sequence), _SPARE_SHARE if beside_prompts else 0, sequence.keys
         return all(
             each.has_room(keys, *hits, needs=needs, kept_blocks=running, share=share) for each in self._windows

@@ -38,8 +38,8 @@ class SequenceSpec:
     priority: int = Priority.INTERACTIVE
     reuse_prefix: bool = True  # False: compute every prompt token, for example for log-probabilities
     alone: bool = False  # suspected of breaking steps: shares no step until an isolated step has sampled a token
-    told_bytes: int = 0  # upper bound of its registration message, without output tokens
-    told_token_bytes: int = 0  # additional registration bytes per known output token
+    registration_base_bytes: int = 0  # upper bound of its registration message, without output tokens
+    registration_token_bytes: int = 0  # additional registration bytes per known output token
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -72,14 +72,14 @@ class WindowClass:
         return hits
 
     def may_replay(self, keys: Seq[Key], begin: int, hits: int) -> bool:
-        """Whether a sequence may compute the window before ``hits`` blocks again, if it begins before, at ``begin``."""
+        """Return whether a sequence may compute the window before ``hits`` blocks again if it begins at ``begin``."""
         if begin == hits:
             return True
         kept = self._found(keys, self._kept_from(begin, hits), hits)
         return not self.kv.held(kept) and self._limits.most_blocks + len(kept) <= self.kv.num_blocks
 
     def has_room(self, keys: Seq[Key], begin: int, hits: int, *, needs: int, kept_blocks: int, share: int) -> bool:
-        """Whether a sequence of ``needs`` blocks leaves ``kept_blocks`` free.
+        """Return whether a sequence of ``needs`` blocks leaves ``kept_blocks`` free.
 
         begin, hits  cached blocks that it need not replay, and all of them
         share        if above 0, as many more must remain as it takes, up to this part of the pool

@@ -1,0 +1,1 @@
+"""One stage of a pipeline: orders steps, prepares their inputs, calls the backend, samples, reports."""

@@ -134,7 +134,7 @@ class _Probe:
         self._part = Slice(index=1, layers=LayerRange(0, 1), embedding=False, head=False)
 
     def load_s(self, num_layers: int) -> float:
-        """Load so many layers and return the seconds that it took."""
+        """Load ``num_layers`` layers and return the seconds that it took."""
         started_s = self._clock.monotonic_s()
         self.load(num_layers, head=False)
         return self._clock.monotonic_s() - started_s
@@ -170,7 +170,7 @@ class _Probe:
         return self._time_s([(0, tokens)], rests=False)
 
     def longer_prompts(self, last: Point, *, layers: int) -> list[Point]:
-        """Measure prompts longer than ``last``, which took long on the loaded layers, on so many instead.
+        """Measure prompts longer than ``last``, which took long on the loaded layers, on ``layers`` layers.
 
         A token of a long prompt takes longer than one of a short prompt: it attends to more, and less fits into caches.
         """

@@ -348,7 +348,7 @@ class Stage:
         return shard
 
     def _promise(self, spec: PipelineSpec) -> None:
-        """From now on accept only ``spec.epoch`` and higher ones. Raises StaleEpoch, StageError."""
+        """Accept only ``spec.epoch`` and higher epochs from now on. Raises StaleEpoch, StageError."""
         if spec.pipeline_id != self._pipeline:
             if self._current is not None:
                 raise StageError("the stage serves another pipeline", fact=f"pipeline {self._pipeline}")

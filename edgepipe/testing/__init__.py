@@ -1,1 +1,1 @@
-"""A clock that stands still until told, and tiny models: for tests of programs that use edgepipe."""
+"""A clock to turn by hand, and tiny models: for tests of programs that use edgepipe."""

@@ -1,4 +1,4 @@
-"""A clock that stands still until told."""
+"""A clock that moves only by ``advance`` and ``sleep``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class FakeClock:
         self._slept_s = 0.0
 
     def monotonic_s(self) -> float:
-        """Seconds since an arbitrary start."""
+        """Return the seconds since an arbitrary start."""
         return self._monotonic_s
 
     def boot_s(self) -> float:
-        """Seconds since an arbitrary start, sleep included."""
+        """Return the seconds since an arbitrary start, sleep included."""
         return self._monotonic_s + self._slept_s
 
     def wall_s(self) -> float:
-        """Seconds since 1970."""
+        """Return the seconds since 1970."""
         return self._wall_s
 
     def advance(self, seconds: float) -> None:

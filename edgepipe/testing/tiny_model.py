@@ -32,7 +32,7 @@ def tiny_config(
     qk_norm: bool = False,
     tied_embeddings: bool = False,
 ) -> ModelConfig:
-    """A decoder of a few kilobytes."""
+    """Return the shape of a decoder of a few kilobytes."""
     return UniformShape(
         architecture=architecture,
         num_layers=num_layers,
@@ -76,11 +76,11 @@ class TinyWeights(OneTensorPerWeight):
         return self._bytes_read
 
     def tensors(self, part: Slice) -> Sequence[TensorInfo]:
-        """The tensors that a slice needs."""
+        """Return the tensors that a slice needs."""
         return [self._infos[name] for name in slice_tensors(self._config, part)]
 
     def read(self, name: str) -> RawTensor:
-        """One tensor. Raises ModelInvalid for a name that the model does not have."""
+        """Return one tensor. Raises ModelInvalid for a name that the model does not have."""
         if name not in self._infos:
             raise ModelInvalid(f"the tiny model has no tensor '{name}'")
         info = self._infos[name]
@@ -89,7 +89,7 @@ class TinyWeights(OneTensorPerWeight):
         return RawTensor(info=info, data=bits.reshape(-1).view(np.uint8))
 
     def values(self, name: str) -> npt.NDArray[np.float32]:
-        """The tensor in float32, each value exact in bf16: norms around 1, matrices scaled by their inputs."""
+        """Return the tensor in float32, each value exact in bf16: norms around 1, matrices scaled by their inputs."""
         shape = self._infos[name].shape
         random = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
         spread = 0.1 if len(shape) == 1 else 1.5 / np.sqrt(shape[-1])

@@ -134,6 +134,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
+        """T."""
         return sum(row.num_tokens for row in self.rows)
 
 

@@ -62,8 +62,8 @@ class ServeRequest:
     """A person's request to serve a model."""
 
     model: str = ""
-    num_nodes: int = 0  # 0: as few as possible
-    plan: str = ""  # "a:0-14,b:15-29"; empty: by free memory
+    num_nodes: int = 0  # 0: the planner decides
+    plan: str = ""  # "a:0-14,b:15-29"; empty: the planner decides
     options: ServeSpec  # without stages
     rebalance: bool = False  # place a served model anew
     moves: Moves = Moves.UNCHANGED  # whether stages move by themselves from now on
@@ -139,7 +139,7 @@ class RebalanceRequest:
     """Asks the node of a pipeline's engine to place the pipeline anew."""
 
     pipeline_id: PipelineId
-    num_nodes: int = 0  # 0: as few as possible
+    num_nodes: int = 0  # 0: the planner decides
     moves: Moves = Moves.UNCHANGED  # whether stages move by themselves from now on
 
 

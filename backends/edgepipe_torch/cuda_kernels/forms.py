@@ -129,7 +129,7 @@ def zeros_fit(weight: Packed) -> bool:
 
 
 def _width(codebook: str) -> int:
-    """Bits of a code."""
+    """Return the bits of a code."""
     return len(CODEBOOKS[codebook]).bit_length() - 1
 
 

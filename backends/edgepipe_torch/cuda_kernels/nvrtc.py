@@ -93,7 +93,7 @@ def _candidates(majors: Sequence[int], torch_folder: Path | None) -> Iterator[st
 
 
 def _wheel_folders() -> Iterator[Path]:
-    """Folders of libraries in NVIDIA's wheels: nvidia/<part>/lib on Linux, nvidia/<part>/bin on Windows."""
+    """Return the folders of libraries in NVIDIA's wheels: nvidia/<part>/lib on Linux, nvidia/<part>/bin on Windows."""
     found = importlib.util.find_spec("nvidia")
     for root in (found.submodule_search_locations or ()) if found else ():
         for pattern in ("*/lib", "*/bin", "*/bin/x86_64"):

@@ -143,12 +143,12 @@ class PagedDecode:
 
 
 def _page_strides(keys: Tensor) -> tuple[int, ...]:
-    """Strides of pages without gaps between them, with a token's heads side by side."""
+    """Return the strides of pages without gaps between them, with a token's heads side by side."""
     return keys.shape[1] * keys.stride(1), keys.stride(1), keys.shape[3], 1
 
 
 def _reads_whole_pieces(queries: Tensor) -> bool:
-    """Whether the kernel can read queries where they are."""
+    """Return whether the kernel can read queries where they are."""
     aligned = queries.data_ptr() % _ALIGNED_BYTES == 0 and queries.stride(0) % _ALIGNED_NUMBERS == 0
     return aligned and queries.stride()[1:] == (queries.shape[2], 1)
 

@@ -111,7 +111,7 @@ def _error(found: Tensor, expected: Tensor, bound: Tensor | float) -> float:
 
 
 def _made_width(spec: Recurrent) -> int:
-    """Numbers of a row's input product."""
+    """Return the width of a row's input product."""
     match spec:
         case DeltaNet():
             return spec.channels + spec.value_heads * (spec.value_dim + 2)

@@ -20,7 +20,7 @@ from edgepipe.cli.doctor.findings import (
     range_finding,
     reach_finding,
 )
-from edgepipe.cli.doctor.machine_findings import look_at_multicast, machine_findings, network_facts
+from edgepipe.cli.doctor.machine_findings import check_multicast, machine_findings, network_facts
 from edgepipe.cli.doctor.node_findings import member_findings, node_findings, trust_findings
 from edgepipe.cli.wizard.links import Link, links_of
 from edgepipe.config import HTTP_PORT, NODE_PORT
@@ -144,7 +144,7 @@ async def _multicast(config: Config, facts: NetworkFacts, known_peers: int) -> l
     """Probe multicast over IPv4 and IPv6 concurrently. No findings without a network."""
     if not facts.address:
         return []
-    four, six = await asyncio.gather(look_at_multicast(facts, listen_s=config.listen_s), _multicast6(config, facts))
+    four, six = await asyncio.gather(check_multicast(facts, listen_s=config.listen_s), _multicast6(config, facts))
     return [multicast_findings(four, facts, known_peers=known_peers, family="IPv4"), six]
 
 

@@ -145,7 +145,7 @@ def network_facts(config: Config) -> NetworkFacts:
     )
 
 
-async def look_at_multicast(facts: NetworkFacts, *, listen_s: float) -> MulticastProbe:
+async def check_multicast(facts: NetworkFacts, *, listen_s: float) -> MulticastProbe:
     """Probe whether other machines answer multicast questions over IPv4."""
     from edgepipe.cluster.interfaces import own_addresses
     from edgepipe.cluster.probes import probe_multicast

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from edgepipe.cli.admin import connect, no_node, run_async, status_if_running
 from edgepipe.cli.doctor.findings import Finding, Level, Ports, multicast_findings, network_findings
-from edgepipe.cli.doctor.machine_findings import look_at_multicast, machine_findings, network_facts
+from edgepipe.cli.doctor.machine_findings import check_multicast, machine_findings, network_facts
 from edgepipe.cli.node_process import start_in_background
 from edgepipe.cli.settings_file import write_settings
 from edgepipe.cli.wizard.asking import Choice, done, filled, note, say, warn
@@ -337,7 +337,7 @@ def _explain_silence(setup: Setup) -> None:
     facts = network_facts(setup.config)
     warn(f"no node announced itself within {setup.config.listen_s:g} s")
     if facts.address:
-        probe = run_async(look_at_multicast(facts, listen_s=setup.config.listen_s))
+        probe = run_async(check_multicast(facts, listen_s=setup.config.listen_s))
         finding = multicast_findings(probe, facts, known_peers=0, family="IPv4")
         _show(replace(finding, remedy="") if probe.sent else finding)  # the choices below contain the remedy
     say(

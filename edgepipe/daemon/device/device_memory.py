@@ -13,7 +13,7 @@ from edgepipe.daemon.device.memory import PRESSURE_CUT, MemoryLedger, MemoryPres
 from edgepipe.daemon.processes.children import Child
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import PipelineId
-from edgepipe.model.expert_places import split_kind, with_share
+from edgepipe.model.expert_places import split_kind, with_ram_percent
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.memory_classes import kv_bytes
 from edgepipe.model.resident import WIDE, resident_sizes
@@ -107,10 +107,10 @@ class DeviceMemory:
                 fact="its backend or device does not compute with weights beside the device",
                 next_step="serve without --experts-in-ram",
             )
-        return with_share(split_kind(self._packing)[0], request.ram_percent)
+        return with_ram_percent(split_kind(self._packing)[0], request.ram_percent)
 
     def _check_ram(self, pipeline_id: str, wanted: int) -> None:
-        """Raises NoFeasiblePlacement if host memory cannot hold a stage's experts beside those of other stages."""
+        """Check that host memory holds a stage's experts beside those of other stages. Raises NoFeasiblePlacement."""
         if self._ram is None or not wanted:
             return
         held = self._ram.held.get(pipeline_id)
@@ -167,7 +167,7 @@ def as_loaded(profile: DeviceProfile, ram_percent: int) -> DeviceProfile:
     """Return the device's profile with the packing of a stage's share of experts in host memory; 0: as it is."""
     if not ram_percent:
         return profile
-    return replace(profile, packing=with_share(split_kind(profile.packing)[0], ram_percent))
+    return replace(profile, packing=with_ram_percent(split_kind(profile.packing)[0], ram_percent))
 
 
 def _ram_ledger(node: str, profile: DeviceProfile) -> MemoryLedger | None:

@@ -1,1 +1,1 @@
-"""Starts child processes, watches them and starts them again. Only wings above it import it."""
+"""Starts child processes, watches them and starts them again. Knows no models."""

@@ -1,1 +1,1 @@
-"""Served models: their records, engines, placements and copies. The top wing of ``daemon``."""
+"""Served models: their records, engines, placements and copies. No other subpackage of ``daemon`` imports it."""

@@ -275,7 +275,7 @@ class EngineHost:
         if moves is Moves.OFF:
             return False
         avoided = self.avoided(pipeline_id)
-        found = await self._replanner.anew(
+        found = await self._replanner.place_anew(
             pipeline_id, run.spec, avoided, num_nodes=num_nodes, expert_shares=run.state.expert_shares
         )
         return self.move(pipeline_id, found)

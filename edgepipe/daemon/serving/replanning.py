@@ -167,7 +167,7 @@ class Replanner:
                 if not tries:
                     raise
 
-    async def anew(
+    async def place_anew(
         self,
         pipeline_id: str,
         spec: ServeSpec,
@@ -176,9 +176,9 @@ class Replanner:
         num_nodes: int,
         expert_shares: Sequence[ExpertShare] = (),
     ) -> PlanMade:
-        """Find the best placement over ``num_nodes`` nodes (0: as in ``spec``). Raises NoFeasiblePlacement.
+        """Find the best placement of all stages over ``num_nodes`` nodes (0: as in ``spec``).
 
-        ``expert_shares``: as for ``plan``.
+        ``expert_shares``: as for ``plan``. Raises NoFeasiblePlacement.
         """
         wanted = replace(spec, num_nodes=num_nodes or spec.num_nodes)
         known = seen_experts(await self.known(pipeline_id, wanted), expert_shares)

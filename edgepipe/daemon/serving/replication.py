@@ -50,7 +50,7 @@ class Replication:
         self._copies = copies
         self._changes = changes
         self._served: dict[str, LocalModel] = {}  # by manifest hash
-        self._told_lacking: set[str] = set()  # manifest hashes of models whose lack of room was logged
+        self._logged_lacking: set[str] = set()  # manifest hashes of models whose lack of room was logged
 
     async def run(self) -> None:
         """Complete the copies of models served from here, until cancelled."""
@@ -133,8 +133,8 @@ class Replication:
             plan = self._plan(model, self._copies)
             if plan.fetch:
                 found.append(model)
-            if plan.lacking_bytes and model.manifest_hash not in self._told_lacking:
-                self._told_lacking.add(model.manifest_hash)
+            if plan.lacking_bytes and model.manifest_hash not in self._logged_lacking:
+                self._logged_lacking.add(model.manifest_hash)
                 logger.warning("%s", self._no_room(model, plan))
         return found
 

@@ -210,7 +210,7 @@ class ServeBook:
             self._say(replace(body, engine_node=other.engine_node))
 
     def reassert(self, rival: ServeBody) -> None:
-        """Say again that the pipeline's engine is here, above a refused record whose engine's node is gone.
+        """Repeat that the pipeline's engine is here, above a refused record whose engine's node is gone.
 
         While this node was away another node took the engine over, and the others believe that node. Once it is gone,
         too, they believe this one, but only a newer record. Raises AccessDenied.

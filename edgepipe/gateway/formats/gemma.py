@@ -1,6 +1,6 @@
 """Gemma 4's calls and reasoning. Source: https://ai.google.dev/gemma/docs/core/prompt-formatting-gemma4.
 
-Arguments are objects whose keys are bare and whose strings stand between ``<|"|>``.
+Arguments are objects whose keys are bare and whose strings are between ``<|"|>``.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def _hf(shape: HfShape) -> Decoder:
     fields, size, norm = shape.fields, shape.any_head_dim(256), shape.norm()
     _refuse_small(fields)
     slides = [*shape.sliding_layers(full_every=6)[:-1], False]  # transformers lets the last layer see all
-    told = isinstance(fields.raw("rope_parameters"), dict)
-    ropes = [shape.rope(size, layers=kind) for kind in ("sliding_attention", "full_attention")] if told else []
+    declared = isinstance(fields.raw("rope_parameters"), dict)
+    ropes = [shape.rope(size, layers=kind) for kind in ("sliding_attention", "full_attention")] if declared else []
     local_rope, whole_rope = ropes or (LOCAL, WHOLE)
     kv_heads, bias = shape.kv_heads(4), shape.flag("attention_bias")
     whole_size, whole_heads = _whole_heads(shape, slides, size, kv_heads)
@@ -65,9 +65,9 @@ def _whole_heads(shape: HfShape, slides: list[bool], size: int, kv_heads: int) -
     size, kv_heads  of the others
     """
     fields, heads = shape.fields, shape.num_heads
-    told = fields.raw("per_layer_config")  # transformers 5.23 and later
-    if isinstance(told, dict):
-        entries = cast("dict[str, Any]", told)
+    per_layer = fields.raw("per_layer_config")  # transformers 5.23 and later
+    if isinstance(per_layer, dict):
+        entries = cast("dict[str, Any]", per_layer)
         own = [entries.get(str(layer), {}) for layer, slide in enumerate(slides) if not slide]
         same = all(each == own[0] for each in own) and len(entries) in (0, len(own))
         if not same or not isinstance(own[0], dict) or not {*own[0]} <= {"head_dim", "num_key_value_heads"}:

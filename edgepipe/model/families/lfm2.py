@@ -57,14 +57,14 @@ def _kinds(shape: HfShape) -> list[str]:
 
 
 def _inner(shape: HfShape) -> int:
-    """Return the width of the feed-forward part: of the told one two thirds, a factor, and a multiple."""
+    """Return the feed-forward width: two thirds of the declared one, times a factor, rounded up to a multiple."""
     fields = shape.fields
-    told = fields.integer("block_ff_dim", low=1, high=MAX_INTERMEDIATE, default=shape.inner(default=12_288))
+    declared = fields.integer("block_ff_dim", low=1, high=MAX_INTERMEDIATE, default=shape.inner(default=12_288))
     if not shape.flag("block_auto_adjust_ff_dim", default=True):
-        return told
+        return declared
     multiple = fields.integer("block_multiple_of", low=1, high=MAX_INTERMEDIATE, default=256)
     factor = fields.number("block_ffn_dim_multiplier", low=1e-3, high=64.0, default=1.0)
-    inner = int(factor * int(2 * told / 3))
+    inner = int(factor * int(2 * declared / 3))
     return max(1, -(-inner // multiple)) * multiple
 
 

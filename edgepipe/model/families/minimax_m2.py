@@ -11,10 +11,10 @@ from edgepipe.model.layer_spec import LayerSpec, Router
 def _hf(shape: HfShape) -> Decoder:
     shape.check_activation()
     size = shape.any_head_dim(128)
-    told = shape.fields.integer("rotary_dim", low=2, high=size, default=size)
-    if told % 2:
-        raise shape.fields.fail("rotary_dim", f"{told} dimensions rotate; pairs are needed")
-    dims = shape.rotary_dims(size, told / size)
+    rotated = shape.fields.integer("rotary_dim", low=2, high=size, default=size)
+    if rotated % 2:
+        raise shape.fields.fail("rotary_dim", f"{rotated} dimensions rotate; pairs are needed")
+    dims = shape.rotary_dims(size, rotated / size)
     attention = shape.attention(size, shape.rope(dims, default_theta=5_000_000.0), kv_heads=8)
     router = Router(score="sigmoid", correction=True)
     layer = LayerSpec(

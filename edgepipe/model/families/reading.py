@@ -96,11 +96,11 @@ class HfShape:
         rope = hf_rope(
             self.fields, dims=dims, context_length=self._declared, default_theta=default_theta, layers=layers
         )
-        told = self._declared
+        declared = self._declared
         if rope.scaling == "linear":  # Vicuna's configs declare the scaled context under another key
-            stretched = self.fields.integer("max_sequence_length", low=1, high=MAX_CONTEXT, default=told)
-            told = max(told, min(stretched, round(told * rope.factor)))
-        self.context = max(self.context, extended_context(rope, told))
+            stretched = self.fields.integer("max_sequence_length", low=1, high=MAX_CONTEXT, default=declared)
+            declared = max(declared, min(stretched, round(declared * rope.factor)))
+        self.context = max(self.context, extended_context(rope, declared))
         return rope
 
     def sliding_layers(self, *, full_every: int) -> list[bool]:

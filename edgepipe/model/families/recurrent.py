@@ -38,9 +38,9 @@ GGUF_MAMBA = {
 def layer_kinds(shape: HfShape, key: str, kinds: Sequence[str]) -> list[str]:
     """Return the kind of each layer as a list under ``key`` says; empty without it. Raises ModelInvalid."""
     found = [_FORMER.get(kind, kind) for kind in shape.fields.items(key) if isinstance(kind, str)]
-    told = len(shape.fields.items(key))
-    if told and (len(found) != shape.num_layers or told != len(found) or not set(kinds).issuperset(found)):
-        raise shape.fields.fail(key, f"{shape.num_layers} times {' or '.join(kinds)} is needed, it has {told}")
+    count = len(shape.fields.items(key))
+    if count and (len(found) != shape.num_layers or count != len(found) or not set(kinds).issuperset(found)):
+        raise shape.fields.fail(key, f"{shape.num_layers} times {' or '.join(kinds)} is needed, it has {count}")
     return found
 
 

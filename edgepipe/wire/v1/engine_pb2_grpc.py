@@ -68,7 +68,7 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Trace(self, request, context):
-        """What ran lately, step by step: for benches and for people who look into a running pipeline.
+        """The newest steps, one by one: for benches and for people who examine a running pipeline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -102,7 +102,7 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Prepare(self, request, context):
-        """An engine asks for memory and a loaded stage. Progress first, then `prepared`; refusal is an error that says what is left.
+        """An engine asks for memory and a loaded stage. Progress first, then `prepared`; a refusal is an error with the free memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,28 +135,28 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Vouch(self, request, context):
-        """What a daemon knows of a pipeline and of a node, before another engine is started for the pipeline.
+        """A daemon's knowledge of a pipeline and of a node, before another engine is started for the pipeline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ProfileLayer(self, request, context):
-        """What a layer of a model's shape takes on the node's device, measured once and kept.
+        """Times of a layer of a model's shape on the node's device, measured once and kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ProfileLinks(self, request, context):
-        """What the way from this node to others is like, measured when it is not known.
+        """Latency and rate of the links from this node to others, measured when they are not known.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def KeepCopy(self, request, context):
-        """Fetch parts of a model from peers and keep them; how far it is, until all are there.
+        """Fetch parts of a model from peers and keep them; progress, until all are there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -928,7 +928,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Survey(self, request, context):
-        """Everything that a plan for a model is made of; measures what is not known yet.
+        """The inputs of a plan for a model; measures what is not known yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -948,7 +948,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RescanModels(self, request, context):
-        """Models were pulled or removed on this node's disk: look there, and tell the others.
+        """Models were pulled or removed on this node's disk: read the disk again, and report to the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -967,14 +967,14 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Move everything away from this node; what is still here, until nothing is.
+        """Move everything away from this node; the rest that is still here, until it is empty.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Replicate(self, request, context):
-        """Let every part of a model be on several disks; how far each node's copying is, until all are there.
+        """Copy every part of a model to several disks; progress of each node, until all are there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -153,11 +153,11 @@ async def test_who_is_asked_to_place_a_model_anew_leaves_alone_what_its_engine_d
     fakes, spec = cast("Any", FakePeers("abc")), wanted().spec
     replanner = Replanner(peers=fakes, models=cast("Any", OneModel()), surveyor=Surveyor(fakes))
     avoided = wanted(quarantined="c", links=["ab"]).left_out
-    made = await replanner.anew("p", spec, Avoided.of(avoided), num_nodes=2)
+    made = await replanner.place_anew("p", spec, Avoided.of(avoided), num_nodes=2)
     assert [one.node_id for one in placed_of(spec_of(made))] == ["b", "a"]
     avoided = wanted(quarantined="c", links=["ab", "ba"]).left_out
     with pytest.raises(NoFeasiblePlacement, match="do not reach each other"):
-        await replanner.anew("p", spec, Avoided.of(avoided), num_nodes=2)
+        await replanner.place_anew("p", spec, Avoided.of(avoided), num_nodes=2)
 
 
 def host_without_processes() -> EngineHost:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import named_device
 from edgepipe.errors import ConfigInvalid
-from edgepipe.model.expert_places import SETTING, chosen_share, num_in_ram, numbers_in_ram, split_kind, with_share
+from edgepipe.model.expert_places import SETTING, chosen_share, num_in_ram, numbers_in_ram, split_kind, with_ram_percent
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.mixes import named_model
 from edgepipe.model.resident import resident_sizes
@@ -52,12 +52,12 @@ def test_bad_settings(text: str) -> None:
 
 def test_without_a_setting_nothing_changes() -> None:
     assert chosen_share({}) == 0
-    assert with_share("torch-cuda", 0) == "torch-cuda"
+    assert with_ram_percent("torch-cuda", 0) == "torch-cuda"
 
 
 @given(st.sampled_from(["", "torch-cuda", "mlx"]), st.integers(1, 100))
 def test_a_kind_keeps_its_share(kind: str, percent: int) -> None:
-    assert split_kind(with_share(kind, percent)) == (kind, percent)
+    assert split_kind(with_ram_percent(kind, percent)) == (kind, percent)
 
 
 @given(st.text(max_size=30))
@@ -71,7 +71,7 @@ def test_kinds_of_other_nodes(kind: str) -> None:
 def test_sizes_split_into_device_and_ram(percent: int) -> None:
     config, table = MIXTURE
     every = resident_sizes(config, table, kind="torch-cuda", dtype="bfloat16")
-    split = resident_sizes(config, table, kind=with_share("torch-cuda", percent), dtype="bfloat16")
+    split = resident_sizes(config, table, kind=with_ram_percent("torch-cuda", percent), dtype="bfloat16")
     cpu = resident_sizes(config, table, kind="torch-cpu", dtype="float32")
     moved = num_in_ram(128, percent)
     for layer in range(config.num_layers):
@@ -88,7 +88,9 @@ def test_estimates_read_the_experts_in_ram_more_slowly() -> None:
     part = Slice(index=1, layers=LayerRange(0, config.num_layers), embedding=False, head=False)
     work = StepWork.of_rows([0], [1], logit_rows=0)
     seconds = [
-        CostModel(config, device, weights=table, kind=with_share("torch-cuda", percent)).slice_cost(part).step_s(work)
+        CostModel(config, device, weights=table, kind=with_ram_percent("torch-cuda", percent))
+        .slice_cost(part)
+        .step_s(work)
         for percent in (0, 40, 100)
     ]
     assert seconds[0] < seconds[1] < seconds[2]

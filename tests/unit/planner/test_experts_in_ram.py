@@ -14,7 +14,7 @@ from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import named_device, parse_devices
 from edgepipe.backend.expert_wait import mean_wait_s
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
-from edgepipe.model.expert_places import AUTO, check_has_experts, with_share
+from edgepipe.model.expert_places import AUTO, check_has_experts, with_ram_percent
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.mixes import named_model
 from edgepipe.planner.cluster import known_cluster
@@ -33,7 +33,7 @@ def planned(devices: str, percent: int) -> Plan:
     """The plan for devices, the first of which keeps so many percent of the experts in RAM."""
     config, weights = named_model(MODEL)
     there = known_cluster(parse_devices(devices), config, link=parse_link("1gbit,0.3ms"), weights=weights)
-    kind = with_share("torch-cuda", percent)
+    kind = with_ram_percent("torch-cuda", percent)
     first = there.machines[0]
     own = replace(
         first,
@@ -72,7 +72,7 @@ def test_auto_takes_the_smallest_share_with_which_the_device_holds_the_rest() ->
     free, percent = stage.machine.room.free_bytes, stage.machine.room.ram_percent
     assert stage.weight_bytes + stage.kv_bytes <= free
     config, weights = named_model(MODEL)
-    less = stage.machine.room.with_share(percent - 1).sizes(config, weights)
+    less = stage.machine.room.with_ram_percent(percent - 1).sizes(config, weights)
     assert less.of_slice(stage.part) + stage.kv_bytes > free
     assert stage.ram_bytes == sum(stage.machine.room.sizes(config, weights).in_ram)
 
@@ -185,8 +185,8 @@ def test_places_side_by_side_take_the_longer_of_both() -> None:
     device = replace(named_device("rtx4090"), ram_bytes_per_s=50e9)
     cost = CostModel(config, device, weights=weights)
     whole = chosen("rtx4090", "50%").stages[0].part
-    all_there, split = cost.slice_cost(whole), cost.with_share(50).slice_cost(whole)
-    in_ram = sum(chosen("rtx4090", "50%").stages[0].machine.room.with_share(50).sizes(config, weights).in_ram)
+    all_there, split = cost.slice_cost(whole), cost.with_ram_percent(50).slice_cost(whole)
+    in_ram = sum(chosen("rtx4090", "50%").stages[0].machine.room.with_ram_percent(50).sizes(config, weights).in_ram)
     assert split.ram_read_s == pytest.approx(in_ram / 50e9)
     assert split.expert_read_s == pytest.approx(all_there.expert_read_s / 2)
     work = StepWork.of_rows([0] * 64, [1] * 64, logit_rows=0)
@@ -200,7 +200,7 @@ def test_a_device_waits_for_nothing_that_takes_it_as_long() -> None:
     config, weights = named_model("glm-4.5-air:q4_k_m")
     fast = replace(named_device("rtx4090"), ram_bytes_per_s=1e15)
     whole = Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)
-    split = replace(CostModel(config, fast, weights=weights).with_share(10).slice_cost(whole), ram_token_s=0.0)
+    split = replace(CostModel(config, fast, weights=weights).with_ram_percent(10).slice_cost(whole), ram_token_s=0.0)
     one = StepWork.of_rows([0], [1], logit_rows=0)
     assert split.beside_read_s > 0
     assert split.crossing_s == pytest.approx(split.wait_s(one))
@@ -220,7 +220,7 @@ def test_a_measured_layer_with_experts_in_ram_takes_its_rest_and_the_wait() -> N
     )
     speed = MeasuredSpeed(profile, cost)
     work = StepWork.of_rows([0], [1], logit_rows=0)
-    before, after = speed.parts(work).layer_s, speed.with_share(50).parts(work).layer_s
-    wait_s = cost.with_share(50).slice_cost(chosen("rtx4090", "50%").stages[0].part).wait_s(work) / 48
+    before, after = speed.parts(work).layer_s, speed.with_ram_percent(50).parts(work).layer_s
+    wait_s = cost.with_ram_percent(50).slice_cost(chosen("rtx4090", "50%").stages[0].part).wait_s(work) / 48
     assert after == pytest.approx([after[0]] * 48)
     assert wait_s < after[0] < before[0] + wait_s

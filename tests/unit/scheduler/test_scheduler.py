@@ -293,7 +293,7 @@ def test_a_step_begins_no_more_than_stages_can_be_told_at_once() -> None:
     """Twelve sequences of 300 KB, and one that is larger than a step's bound by itself."""
     world = World(limits(micro_batches=1, num_blocks=400))
     sizes = dict.fromkeys(range(1, 13), 300000) | {5: 3_000_000}
-    world.submit(*(spec(number, 6, max_tokens=4, told_bytes=size) for number, size in sizes.items()))
+    world.submit(*(spec(number, 6, max_tokens=4, registration_base_bytes=size) for number, size in sizes.items()))
     world.run()
     world.check_outputs()
     begun = [[sizes[sequence] for sequence in step.registers] for step in world.steps if step.registers]
@@ -306,8 +306,8 @@ def test_a_step_begins_no_more_than_stages_can_be_told_at_once() -> None:
 def test_what_is_told_of_a_sequence_grows_with_its_output() -> None:
     world = World(limits(micro_batches=1, num_blocks=400))
     known = tuple(reference(spec(1, 6, max_tokens=12), context=200)[:10])
-    specs = [spec(n, 6, max_tokens=12, generated=known, told_token_bytes=60_000) for n in (1,)]
-    specs += [spec(n, 6, max_tokens=12, told_bytes=500_000) for n in (2, 3)]
+    specs = [spec(n, 6, max_tokens=12, generated=known, registration_token_bytes=60_000) for n in (1,)]
+    specs += [spec(n, 6, max_tokens=12, registration_base_bytes=500_000) for n in (2, 3)]
     world.submit(*specs)
     world.run()
     assert [len(step.registers) for step in world.steps if step.registers] == [1, 2]

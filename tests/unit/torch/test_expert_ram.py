@@ -24,7 +24,7 @@ from edgepipe_torch.rope import Rotations  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory  # noqa: E402
-from edgepipe.model.expert_places import SETTING, num_in_ram, numbers_in_ram, with_share  # noqa: E402
+from edgepipe.model.expert_places import SETTING, num_in_ram, numbers_in_ram, with_ram_percent  # noqa: E402
 from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
 from edgepipe.model.layer_spec import Experts, Router  # noqa: E402
 from edgepipe.model.layout import is_expert  # noqa: E402
@@ -275,7 +275,7 @@ def test_bytes_in_ram_are_those_that_count(scheme: str, weights: str) -> None:
     assert isinstance(mixture, Mixture)
     assert mixture._in_ram is not None
     held = sum(linear.num_bytes for linear in mixture._in_ram.linears)
-    kind, infos = with_share("torch-cuda" if weights == "auto" else WIDE, 50), source.weights(whole(source))
+    kind, infos = with_ram_percent("torch-cuda" if weights == "auto" else WIDE, 50), source.weights(whole(source))
     known = [
         expert_bytes(info.name, info.form, info.shape, 4, 50, kind=kind, dtype="bfloat16", halves=is_half(info))[1]
         for info in infos
