@@ -29,7 +29,7 @@ from edgepipe.gateway.problems import HttpProblem, bad_request
 MAX_CHOICES = 8
 MAX_PROMPTS = 64  # lm-eval sends its batch as one list
 MAX_MESSAGES = 2048
-MAX_STOPS = 4
+MAX_STOPS = 64  # OpenAI takes 4; editors that complete code send some 20
 MAX_STOP_CHARS = 256
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - 1  # the context is a lower bound

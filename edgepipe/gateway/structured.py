@@ -22,6 +22,7 @@ from edgepipe.gateway.formats.chat_format import CallForm, ChatFormat, Functions
 from edgepipe.gateway.grammar_trial import GrammarTooHard
 from edgepipe.gateway.problems import HttpProblem, bad_request
 from edgepipe.gateway.schema import MAX_TOOLS
+from edgepipe.gateway.schema_keywords import expressible
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import json_grammar, lark_grammar, rule_of
 
@@ -168,8 +169,17 @@ def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[s
         kinds = schema.get("type", "object")
         if "object" not in (cast("list[object]", kinds) if isinstance(kinds, list) else [kinds]):
             raise bad_request("a function's parameters must be of type 'object'", param=f"{param}.parameters")
-        found[name] = checked_schema(schema, param=f"{param}.parameters", close=closed_parameters)
+        close = closed_parameters if fields.get("strict") is True else _loose_parameters
+        found[name] = checked_schema(schema, param=f"{param}.parameters", close=close)
     return found
+
+
+def _loose_parameters(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Close the parameters of a function that is not strict: keywords that no grammar can express do not bind.
+
+    Clients pass on tools of servers that they do not know; one such keyword would make all tools unusable.
+    """
+    return closed_parameters(expressible(schema))
 
 
 def _choice(

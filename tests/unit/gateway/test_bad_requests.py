@@ -63,7 +63,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     *[({"max_completion_tokens": value}, "max_completion_tokens") for value in (0, -1)],
     *[({"temperature": value}, "temperature") for value in (-1, 2.1, 1e308, "warm")],
     *[({"seed": value}, "seed") for value in (2**63, -(2**63) - 1, 1.5)],
-    *[({"stop": value}, "stop") for value in (["a"] * 5, [""], ["x" * 257], ["a"] * 1000, "x" * 10_000, "", 3, [3])],
+    *[({"stop": value}, "stop") for value in (["a"] * 65, [""], ["x" * 257], ["a"] * 1000, "x" * 10_000, "", 3, [3])],
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": [1 << 32]}, "stop_token_ids"),
     ({"ignore_eos": "yes"}, "ignore_eos"),

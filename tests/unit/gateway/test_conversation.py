@@ -228,6 +228,17 @@ def test_a_long_hostile_template_is_read_in_time(mark: str) -> None:
     assert template_traits(mark * (MAX_TEMPLATE_BYTES // len(mark))).chat.name == expected
 
 
+@pytest.mark.parametrize(("names", "role"), [("", "system"), ("{# roles: 'developer' #}", "developer")])
+def test_a_developer_is_the_system_of_templates_that_do_not_name_the_role(names: str, role: str) -> None:
+    """Qwen's templates write turns of known roles only: the client's instructions would be lost."""
+    template = names + "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    turns = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    messages = [Message.model_validate(turn) for turn in turns]
+    shown = template_turns(messages, tools=[], traits=template_traits(template))
+    prompt = make_environment().from_string(template).render(messages=shown)
+    assert prompt == f"{role}:Be brief.;user:hi;"
+
+
 def test_harmony_has_one_call_in_a_turn_and_its_result_after_it() -> None:
     prompt = rendered(GPT_OSS, effort="high")
     assert "Reasoning: high" in prompt
