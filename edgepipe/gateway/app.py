@@ -252,8 +252,16 @@ def _ollama(handlers: OpenAIHandlers) -> list[Endpoint]:
             path="/api/version",
             handler=ollama.version,
             group=group,
-            summary="Show the version of edgepipe.",
+            summary="Show the version of Ollama whose API this is.",
             answer=fields("version", version="string"),
+        ),
+        Endpoint(
+            method="GET",
+            path="/",
+            handler=ollama.root,
+            group=group,
+            summary="Report that this gateway runs.",
+            media_type="text/plain",
         ),
     ]
 

@@ -27,6 +27,7 @@ _THINKING_FIELD = re.compile(r"\w(?:\.thinking\b|\[['\"]thinking['\"]\])")
 _DEVELOPER_ROLE = re.compile(r"['\"]developer['\"]")
 _SHORT_IDS = re.compile(r"length\s*[!=]=\s*9\b")
 _READ_AS_OBJECT = re.compile(r"(?:arguments|args)['\"]?\]?\s*(?:\|\s*(?:tojson|items)|is mapping|is string|\.items)")
+_ITERATED_ARGUMENTS = re.compile(r"(?:arguments|args)['\"]?\]?\s*(?:\|\s*items|\.items)")
 _JOINED_ARGUMENTS = re.compile(r"\+\s*[\w.\[\]'\"]*arguments['\"]?\]?\s*(?:\+|-?\}\})")
 
 
@@ -42,6 +43,7 @@ class TemplateTraits:
     tools_in_system: bool = False  # it takes tools as JSON text in the field ``tools`` of the system's turn
     results_in_calls: bool = False  # it takes results as ``tool_responses`` in the turn of their calls
     arguments_as_text: bool = False  # it joins arguments to text, so they must be JSON text
+    arguments_by_name: bool = False  # it writes arguments one by one, so they must be an object
     thinking_field: bool = False  # it takes reasoning as ``thinking``
     short_ids: bool = False  # it refuses ids of calls that are not nine letters and digits
     switches: frozenset[str] = frozenset()  # keywords that turn reasoning on or off
@@ -67,6 +69,7 @@ def template_traits(source: str) -> TemplateTraits:
         tools_in_system=in_system,
         results_in_calls="tool_responses" in source and not re.search(r"[=!]=\s*['\"]tool['\"]", source),
         arguments_as_text=bool(_JOINED_ARGUMENTS.search(source)) and not _READ_AS_OBJECT.search(source),
+        arguments_by_name=bool(_ITERATED_ARGUMENTS.search(source)),
         thinking_field=bool(_THINKING_FIELD.search(source)),
         short_ids=bool(_SHORT_IDS.search(source)),
         switches=frozenset(word for word in _SWITCHES if re.search(rf"\b{word}\b", source)),
@@ -95,6 +98,10 @@ def template_turns(
         for call in _calls_of(turns):
             if not isinstance(call["function"]["arguments"], str):
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    elif traits.arguments_by_name:
+        for call in _calls_of(turns):
+            if isinstance(text := call["function"]["arguments"], str):  # a call that was cut off, say
+                call["function"]["arguments"] = {"arguments": text}
     if traits.results_in_calls:
         turns = _results_in_calls(turns)
     elif not traits.knows_results:

@@ -139,6 +139,17 @@ class Checked(BaseModel):
         return cast("object", raw)
 
 
+class WithoutNulls(Checked):
+    """A body or a part of one in which null means absent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        return {name: value for name, value in cast("dict[str, object]", raw).items() if value is not None}
+
+
 class TextPart(Checked):
     """A part of a message's content."""
 
@@ -303,14 +314,14 @@ class RequestBody(Checked):
         return self
 
 
-class FunctionCall(Checked):
+class FunctionCall(WithoutNulls):
     """Function of a call in an earlier turn."""
 
     name: Text
     arguments: LongText = ""
 
 
-class ToolCall(Checked):
+class ToolCall(WithoutNulls):
     """A call in an earlier turn."""
 
     id: Text = ""

@@ -286,6 +286,14 @@ async def test_a_foreign_host_is_refused(served: Served, host: str) -> None:
     check_error(await served.http.get("/v1/models", headers={"host": host}), 421)
 
 
+async def test_a_refused_host_is_named_with_the_command_that_allows_it(served: Served) -> None:
+    """A container reaches its computer by such a name."""
+    refused = (await served.http.get("/v1/models", headers={"host": "host.docker.internal:8117"})).json()
+    assert refused["error"]["message"].endswith("edgepipe node start --http-name host.docker.internal")
+    odd = (await served.http.get("/v1/models", headers={"host": "$(reboot).example"})).json()
+    assert "reboot" not in odd["error"]["message"]
+
+
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:8117", "[::1]"])
 async def test_loopback_hosts_are_served(served: Served, host: str) -> None:
     assert (await served.http.get("/v1/models", headers={"host": host})).status_code == 200
@@ -301,7 +309,7 @@ async def test_a_foreign_origin_is_refused_whatever_the_method(served: Served, m
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/", 404), ("GET", "/v1", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405), ("POST", "/x", 404)],
+    [("POST", "/", 405), ("GET", "/v1", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405), ("POST", "/x", 404)],
 )
 async def test_other_routes_and_methods(served: Served, method: str, path: str, status: int) -> None:
     check_error(await served.http.request(method, path), status)
