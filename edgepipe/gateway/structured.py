@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from edgepipe.errors import RequestInvalid
@@ -102,8 +102,8 @@ async def plan_output(
     chat          format of a conversation's answer; None for a text that continues a prompt
     in_reasoning  the prompt has opened the reasoning
     """
-    if choice.functions and form is not None:
-        raise bad_request(f"{form.field} cannot be combined with tools", param=form.field)
+    if choice.form.forced:
+        form = None  # the answer is a call
     grammar = _grammar(form, choice, chat, in_reasoning=in_reasoning)
     if grammar is not None:
         await _check(grammar, form, choice, compiler)
@@ -249,17 +249,31 @@ def _grammar(
     if chat is None or (form is None and not choice.functions):
         return form.grammar if form is not None else None
     try:
-        if form is not None:
-            if not chat.reasons:
-                return form.grammar
-            rules = [*chat.form_rules, rule_of(form.grammar, "form")]
-        else:
+        if form is None:
             rules = chat.call_rules(choice.functions, choice.form)
+        elif not choice.functions and not chat.reasons:
+            return form.grammar
+        else:
+            rules = [*chat.form_rules, rule_of(form.grammar, "form")]
+            if choice.functions:
+                calls = chat.call_rules(choice.functions, replace(choice.form, forced=True))
+                rules = _either(called=calls, formed=rules)
         bound = form is not None or choice.form.forced
         start = _start(chat.reasoning, bound=bound, in_reasoning=in_reasoning)
         return lark_grammar("\n".join([*start, *rules, r"ANYTHING: /(.|\n)*/"]) + "\n")
     except RequestInvalid as exc:
         raise invalid_schema(exc, param="tools" if form is None else form.param) from exc
+
+
+def _either(**answers: Sequence[str]) -> list[str]:
+    """Join the rules of several kinds of answers, by the names of these kinds."""
+    start = "answer: "
+    rules = [
+        f"{kind}: {rule.removeprefix(start)}" if rule.startswith(start) else rule
+        for kind, rules in answers.items()
+        for rule in rules
+    ]
+    return [start + " | ".join(answers), *dict.fromkeys(rules)]
 
 
 def _start(reasoning: Reasoning | None, *, bound: bool, in_reasoning: bool) -> list[str]:

@@ -126,7 +126,6 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
             "json",
         )
     ],
-    ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "response_format"),
     *[({"chat_template_kwargs": value}, "chat_template_kwargs") for value in ({"tokenize": True}, {"messages": []}, 3)],
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"functions": [{"name": "a"}]}, "functions"),
