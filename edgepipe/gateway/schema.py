@@ -345,7 +345,8 @@ class Message(Checked):
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and not self.tool_calls and self.function_call is None:
+        others = (self.function_call, self.reasoning_content, self.reasoning)
+        if self.content is None and not self.tool_calls and others == (None, None, None):
             raise misfit("content", f"content is required for role '{self.role}'")
         return self
 

@@ -25,6 +25,8 @@ KNOWN_KEYWORDS = frozenset(
         "reasoning_effort",
         "low_effort",
         "keep_past_thinking",
+        "preserve_thinking",
+        "clear_thinking",
         "builtin_tools",
         "date_string",
         "tools_in_user_message",

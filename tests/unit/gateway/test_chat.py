@@ -144,6 +144,7 @@ async def test_content_may_be_parts_or_null(served: Served) -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "content": None, "reasoning_content": "cut off in the reasoning"},
         {"role": "user", "content": "c"},
     ]
     response = await served.http.post("/v1/chat/completions", json={"messages": messages, "user": "u", "store": False})
