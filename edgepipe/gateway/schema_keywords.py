@@ -61,7 +61,11 @@ def _drop_idle(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _widen(fields: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in fields.items() if key not in _UNKNOWN}
+    kept = {
+        key: value
+        for key, value in fields.items()
+        if key not in _UNKNOWN and (value is not None or key == "const") and not (key == "enum" and value == [])
+    }
     if fields.get("unevaluatedProperties", False) is not False:
         kept.setdefault("additionalProperties", True)
     for name, is_known in _KNOWN_TEXTS.items():
