@@ -24,8 +24,10 @@ Turn = dict[str, Any]
 _TOOL_ROLE = re.compile(r"[=!]=\s*['\"]tool['\"]|['\"]tool['\"]\s*[,\]]")
 _TOOLS_OF_SYSTEM = re.compile(r"message(?:\.tools\b|\[['\"]tools['\"]\])")
 _THINKING_FIELD = re.compile(r"\w(?:\.thinking\b|\[['\"]thinking['\"]\])")
+_DEVELOPER_ROLE = re.compile(r"['\"]developer['\"]")
 _SHORT_IDS = re.compile(r"length\s*[!=]=\s*9\b")
 _READ_AS_OBJECT = re.compile(r"(?:arguments|args)['\"]?\]?\s*(?:\|\s*(?:tojson|items)|is mapping|is string|\.items)")
+_ITERATED_ARGUMENTS = re.compile(r"(?:arguments|args)['\"]?\]?\s*(?:\|\s*items|\.items)")
 _JOINED_ARGUMENTS = re.compile(r"\+\s*[\w.\[\]'\"]*arguments['\"]?\]?\s*(?:\+|-?\}\})")
 
 
@@ -37,9 +39,11 @@ class TemplateTraits:
     knows_tools: bool = True  # it shows tools to the model
     knows_calls: bool = True  # it writes calls of earlier turns
     knows_results: bool = True  # it writes turns of the role ``tool``
+    knows_developer: bool = True  # it names the role ``developer``; others leave such turns out
     tools_in_system: bool = False  # it takes tools as JSON text in the field ``tools`` of the system's turn
     results_in_calls: bool = False  # it takes results as ``tool_responses`` in the turn of their calls
     arguments_as_text: bool = False  # it joins arguments to text, so they must be JSON text
+    arguments_by_name: bool = False  # it writes arguments one by one, so they must be an object
     thinking_field: bool = False  # it takes reasoning as ``thinking``
     short_ids: bool = False  # it refuses ids of calls that are not nine letters and digits
     switches: frozenset[str] = frozenset()  # keywords that turn reasoning on or off
@@ -61,9 +65,11 @@ def template_traits(source: str) -> TemplateTraits:
         knows_results=(
             in_system or "tool_responses" in source or chat.has_tool_turns or bool(_TOOL_ROLE.search(source))
         ),
+        knows_developer=bool(_DEVELOPER_ROLE.search(source)),
         tools_in_system=in_system,
         results_in_calls="tool_responses" in source and not re.search(r"[=!]=\s*['\"]tool['\"]", source),
         arguments_as_text=bool(_JOINED_ARGUMENTS.search(source)) and not _READ_AS_OBJECT.search(source),
+        arguments_by_name=bool(_ITERATED_ARGUMENTS.search(source)),
         thinking_field=bool(_THINKING_FIELD.search(source)),
         short_ids=bool(_SHORT_IDS.search(source)),
         switches=frozenset(word for word in _SWITCHES if re.search(rf"\b{word}\b", source)),
@@ -76,6 +82,8 @@ def template_turns(
 ) -> list[Turn]:
     """Return the turns for a template with these traits. Tools that it does not take otherwise are in the turns."""
     turns = [_turn(message) for message in messages]
+    if not traits.knows_developer:
+        turns = [turn | {"role": "system"} if turn["role"] == "developer" else turn for turn in turns]
     if traits.chat.has_channels:
         turns = [part for place, turn in enumerate(turns) for part in _one_call_each(turn, turns[place + 1 :])]
     elif traits.thinking_field:
@@ -90,6 +98,10 @@ def template_turns(
         for call in _calls_of(turns):
             if not isinstance(call["function"]["arguments"], str):
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    elif traits.arguments_by_name:
+        for call in _calls_of(turns):
+            if isinstance(text := call["function"]["arguments"], str):  # a call that was cut off, say
+                call["function"]["arguments"] = {"arguments": text}
     if traits.results_in_calls:
         turns = _results_in_calls(turns)
     elif not traits.knows_results:

@@ -174,7 +174,7 @@ NO_EFFECT: Mapping[str, str] = {
     "shift": "edgepipe refuses a prompt that is too long and never cuts it",
     "spaces_between_special_tokens": "answers contain no special tokens",
     "store": "edgepipe stores no requests",
-    "strict": "in tools and in json_schema: schemas always bind answers",
+    "strict": "in json_schema: schemas always bind answers",
     "timings_per_token": "/metrics has times",
     "truncate": "edgepipe refuses a prompt that is too long and never cuts it",
     "user": "edgepipe sends no reports about users",

@@ -29,7 +29,7 @@ from edgepipe.gateway.problems import HttpProblem, bad_request
 MAX_CHOICES = 8
 MAX_PROMPTS = 64  # lm-eval sends its batch as one list
 MAX_MESSAGES = 2048
-MAX_STOPS = 4
+MAX_STOPS = 64  # OpenAI takes 4; editors that complete code send some 20
 MAX_STOP_CHARS = 256
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - 1  # the context is a lower bound
@@ -137,6 +137,17 @@ class Checked(BaseModel):
             if not refused.takes(given.get(name)):
                 raise misfit(name, refused.message(name), kind=_UNSUPPORTED)
         return cast("object", raw)
+
+
+class WithoutNulls(Checked):
+    """A body or a part of one in which null means absent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        return {name: value for name, value in cast("dict[str, object]", raw).items() if value is not None}
 
 
 class TextPart(Checked):
@@ -303,14 +314,14 @@ class RequestBody(Checked):
         return self
 
 
-class FunctionCall(Checked):
+class FunctionCall(WithoutNulls):
     """Function of a call in an earlier turn."""
 
     name: Text
     arguments: LongText = ""
 
 
-class ToolCall(Checked):
+class ToolCall(WithoutNulls):
     """A call in an earlier turn."""
 
     id: Text = ""
@@ -334,7 +345,8 @@ class Message(Checked):
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and not self.tool_calls and self.function_call is None:
+        others = (self.function_call, self.reasoning_content, self.reasoning)
+        if self.content is None and not self.tool_calls and others == (None, None, None):
             raise misfit("content", f"content is required for role '{self.role}'")
         return self
 

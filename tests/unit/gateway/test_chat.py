@@ -97,6 +97,15 @@ async def test_a_stop_string_cuts_the_answer_and_cancels_the_rest(served: Served
     assert served.engine.cancels[0].at_position == tokens_until_stop
 
 
+async def test_an_editor_s_list_of_stop_strings_is_taken(served: Served) -> None:
+    """Continue sends as many as a language has keywords; OpenAI takes four."""
+    stops = [
+        f"\n{word}" for word in "class def function import export const let var type enum mod pub fn impl use".split()
+    ]
+    body = (await served.chat(stop=[*stops, "<|fim_prefix|>", " Paris"])).json()
+    assert body["choices"][0]["message"]["content"] == "The capital of France is"
+
+
 async def test_completions_take_text_ids_and_lists_of_either(served: Served) -> None:
     for prompt, expected in (
         ("ab", [b"ab"]),
@@ -135,6 +144,7 @@ async def test_content_may_be_parts_or_null(served: Served) -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "content": None, "reasoning_content": "cut off in the reasoning"},
         {"role": "user", "content": "c"},
     ]
     response = await served.http.post("/v1/chat/completions", json={"messages": messages, "user": "u", "store": False})

@@ -237,6 +237,13 @@ async def test_template_keywords_reach_the_template(served: Served) -> None:
     assert bytes(served.engine.submits[0].prompt).startswith(b"[enable_thinking=False][reasoning_effort=low]user: x")
 
 
+@pytest.mark.parametrize("name", ["preserve_thinking", "clear_thinking"])
+async def test_whether_earlier_reasoning_is_shown_again_is_for_the_template(served: Served, name: str) -> None:
+    """Qwen 3.6 and GLM-4.7 name it so, and coding agents send it."""
+    await served.chat("x", chat_template_kwargs={name: True})
+    assert bytes(served.engine.submits[0].prompt).startswith(f"[{name}=True]user: x".encode())
+
+
 async def test_a_tool_call_is_taken_out_of_the_text() -> None:
     async with serving(FakeEngine(answer=b"Let me see. " + CALL, group=7)) as served:
         body = (await served.chat(tools=[LOOK])).json()
