@@ -108,6 +108,7 @@ class NodePresence:
         if self._basis.config.discovery:
             self._discovery = Discovery(self._announcement(), self.neighbours.found)
             await self._discovery.start()
+            tasks.create_task(self._discovery.run(), name="discovery")
 
     async def stop(self) -> None:
         """Close the channels and withdraw the announcement; ``heartbeats.leave`` comes long before."""
