@@ -147,13 +147,20 @@ class Models:
     def _scan(self) -> tuple[list[_ScannedModel], int]:
         """Return the models on the disk, and the room for copies."""
         found: list[_ScannedModel] = []
-        for stored in self._store.list():
+        for stored in self._listed():
             try:
                 found.append(_look_at(stored))
-            except EdgepipeError as error:
+            except (EdgepipeError, OSError) as error:
                 logger.warning("model cannot be used model=%s: %s", stored.id, error)
         room = free_bytes(self._store.root) - COPY_HEADROOM_BYTES
         return found, max(0, room) // _FREE_STEP_BYTES * _FREE_STEP_BYTES
+
+    def _listed(self) -> list[StoredModel]:
+        try:
+            return self._store.list()
+        except OSError as exc:  # a disk that fails must not end the node
+            logger.error("the models in %s cannot be listed: %s", self._store.root, exc)
+            return []
 
     def metadata_path(self, model: str, manifest_hash: str) -> Path | None:
         """Return the folder with config, tokenizer and template, if it is here."""
@@ -276,6 +283,7 @@ class Models:
 
         Each announcing node has limits. Metadata is deleted when the engines are gone for long: see ``adoptions.py``.
         """
+        await asyncio.to_thread(self._store.tidy)
         await self.rescan()
         async with asyncio.TaskGroup() as tasks:
             async for _ in changes():
