@@ -91,7 +91,8 @@ class Timeouts:
     state_refresh_s: float = 2.0  # interval of repeating a node's unchanged state
     redial_min_s: float = 0.1  # first wait after a failed dial
     redial_max_s: float = 2.0  # longest wait: a node that returns is seen within it
-    forget_s: float = 3600.0  # a dead node is dialled for this long; later it must announce itself again
+    forget_s: float = 3600.0  # a node away for this long is no longer listed; its last addresses are dialled on
+    redial_away_s: float = 15.0  # longest wait then: a machine may be off for weeks
     child_start_s: float = 60.0  # importing torch and measuring a device takes 2-10 s, more on a busy machine
     child_stop_s: float = 5.0  # a child that does not stop is killed after this
     load_s: float = 60.0  # a loading stage reports every tensor: 1 GB at 40 MB/s takes 25 s
