@@ -64,18 +64,18 @@ class RecurrentMixer:
 
     def _singles(self, made: mx.array, step: StateStep) -> mx.array:
         out, after = self._step(made, step.pool.read(step.step.read))
-        step.pool.write(step.step.write, after)
+        step.keep(step.step.write, after)
         return out
 
     def _long(self, made: mx.array, row: LongRow, step: StateStep) -> mx.array:
         slot = step.step.zeros if row.state.read is None else row.state.read
-        state = tuple(each[0] for each in step.pool.read(mx.array([slot])))
+        state = tuple(each[0] for each in step.pool.read([slot]))
         parts: list[mx.array] = []
         start = 0
         for write in row.state.writes:
             out, state = self._whole(made[start : write.after], state)
             parts.append(out)
-            step.pool.write(mx.array([write.slot]), tuple(each[None] for each in state))
+            step.keep([write.slot], tuple(each[None] for each in state))
             start = write.after
         return mx.concatenate(parts)
 
