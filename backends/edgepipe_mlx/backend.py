@@ -45,6 +45,7 @@ from edgepipe_mlx.device import (
     is_cpu,
     measure,
     score_bytes,
+    stores_scores,
 )
 from edgepipe_mlx.expert_reads import ExpertReads
 from edgepipe_mlx.kv import KVPool, KVStorage
@@ -232,10 +233,13 @@ class MlxBackend:
         )
 
     def _arrays(self, plan: StepLayout) -> StepArrays:
-        """Make the step's arrays. Unfused attention holds the scores of all heads, at worst in float32."""
-        specs = self._loaded().config.layers
-        heads = max((spec.attention.num_heads for spec in specs if spec.attention is not None), default=1)
-        return StepArrays(plan, max_scores=score_bytes(self._device) // (4 * heads))
+        """Make the step's arrays.
+
+        Where attention stores the scores of all heads, at worst in float32, it takes a part of a long row at a time.
+        """
+        specs = [spec.attention for spec in self._loaded().config.layers if spec.attention is not None]
+        heads = max((spec.num_heads for spec in specs if stores_scores(self._device, spec)), default=0)
+        return StepArrays(plan, max_scores=score_bytes(self._device) // (4 * heads) if heads else None)
 
     def _run_layers(
         self,
