@@ -45,6 +45,7 @@ from edgepipe_mlx.device import (
     is_cpu,
     measure,
     score_bytes,
+    stores_scores,
 )
 from edgepipe_mlx.expert_reads import ExpertReads
 from edgepipe_mlx.kv import KVPool, KVStorage
@@ -184,7 +185,8 @@ class MlxBackend:
         self._copy_blocks(prepared)
         pools = self._pools[prepared.slice_index]
         arrays = [self._arrays(each) for each in (prepared, *prepared.windows)]
-        hidden = self._run_layers(part, pools, arrays, StepStates(prepared, zeros=self._state_slots), hidden)
+        states = StepStates(prepared, zeros=self._state_slots)
+        hidden = self._run_layers(part, pools, arrays, states, hidden)
         array = (
             self._logits(part, hidden, prepared.logit_rows[: prepared.num_sampled])
             if part.part.head
@@ -193,7 +195,8 @@ class MlxBackend:
         scores = self._scores(part, hidden, prepared.scores) if part.part.head and prepared.scores is not None else ()
         # Evaluate the pools with the output: a chunk without logits needs only the KV of the last layer.
         share = self._reads[prepared.slice_index].share(prepared.num_tokens)
-        mx.async_eval(array, scores, [pool.arrays for pool in pools if pool is not None], share)
+        kept = [pool.arrays for pool in pools if pool is not None and not isinstance(pool, LayerStates)]
+        mx.async_eval(array, scores, kept, states.written, share)
         return StepTicket(array=array, is_logits=part.part.head, scores=scores, expert_share=share)
 
     def collect(self, ticket: StepTicket) -> StepOutput:
@@ -230,10 +233,13 @@ class MlxBackend:
         )
 
     def _arrays(self, plan: StepLayout) -> StepArrays:
-        """Make the step's arrays. Unfused attention holds the scores of all heads, at worst in float32."""
-        specs = self._loaded().config.layers
-        heads = max((spec.attention.num_heads for spec in specs if spec.attention is not None), default=1)
-        return StepArrays(plan, max_scores=score_bytes(self._device) // (4 * heads))
+        """Make the step's arrays.
+
+        Where attention stores the scores of all heads, at worst in float32, it takes a part of a long row at a time.
+        """
+        specs = [spec.attention for spec in self._loaded().config.layers if spec.attention is not None]
+        heads = max((spec.num_heads for spec in specs if stores_scores(self._device, spec)), default=0)
+        return StepArrays(plan, max_scores=score_bytes(self._device) // (4 * heads) if heads else None)
 
     def _run_layers(
         self,
@@ -305,7 +311,8 @@ class MlxBackend:
         if plan.copies:
             for part in (each.part for each in self._loaded().slices):
                 for layer, pool in zip(part.layers, self._pools[part.index], strict=True):
-                    if pool is not None and self._class_of[layer] == 0:  # blocks of windows are shared, never copied
+                    keeps_blocks = pool is not None and not isinstance(pool, LayerStates)
+                    if keeps_blocks and self._class_of[layer] == 0:  # blocks of windows are shared, never copied
                         pool.copy(plan.copies)
 
     def _make_pool(

@@ -14,6 +14,7 @@ pytest.importorskip("mlx.core", reason="MLX is not installed")
 
 import mlx.core as mx
 from edgepipe_mlx import MlxBackend
+from edgepipe_mlx.device import configure
 
 from edgepipe.backend.loader import create_backend
 from edgepipe.backend.types import ActivationType, BackendOptions, Step
@@ -50,6 +51,16 @@ def test_the_profile_is_measured() -> None:
     assert profile.flops > 1e8
     assert profile.block_sizes == (16, 256)
     assert profile.contiguous_kv
+    assert mx.get_cache_memory() == 0, "a spare process would keep it"
+
+
+def test_a_mac_keeps_the_memory_of_models_wired(monkeypatch: pytest.MonkeyPatch) -> None:
+    wired: list[int] = []
+    monkeypatch.setattr(mx, "set_default_device", lambda _device: None)
+    monkeypatch.setattr(mx, "device_info", lambda _device: {"max_recommended_working_set_size": 96 << 30})
+    monkeypatch.setattr(mx, "set_wired_limit", wired.append)
+    configure(mx.Device(mx.gpu))
+    assert wired == [96 << 30]
 
 
 def one_token(slice_index: int = 0) -> Step:
