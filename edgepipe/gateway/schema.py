@@ -384,6 +384,7 @@ class ChatBody(RequestBody):
     tool_choice: RawToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    enable_thinking: bool | None = None  # as in chat_template_kwargs
     chat_template_kwargs: Keywords | None = None
 
     @model_validator(mode="after")
