@@ -262,10 +262,19 @@ STRICT = """{% for m in messages %}{% if m.role == 'system' and not loop.first %
         (LINES, "user system user", "user:0;system:1;user:2;"),
         (STRICT + LINES, "system user system user", "system:0\n\n2;user:1;user:3;"),
         (STRICT + LINES, "user system user", "system:1;user:0;user:2;"),
+        (
+            "{# roles must alternate #}" + LINES,
+            "user system user assistant user",
+            "system:1;user:0\n\n2;assistant:3;user:4;",
+        ),
+        (LINES, "user user", "user:0;user:1;"),
     ],
 )
-def test_several_turns_of_the_system_are_one(template: str, roles: str, prompt: str) -> None:
-    """Coding agents send several; Qwen 3.5 and 3.6 refuse all but one at the beginning."""
+def test_several_turns_are_one_where_the_template_takes_one(template: str, roles: str, prompt: str) -> None:
+    """Coding agents send several of the system's; Qwen 3.5 and 3.6 refuse all but one at the beginning.
+
+    A client whose answer was stopped sends two of the user's in a row; Gemma 3 and Mistral refuse that.
+    """
     messages = [Message.model_validate({"role": role, "content": str(i)}) for i, role in enumerate(roles.split())]
     shown = template_turns(messages, tools=[], traits=template_traits(template))
     assert make_environment().from_string(template).render(messages=shown) == prompt
