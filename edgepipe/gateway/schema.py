@@ -96,6 +96,17 @@ def _biases(value: object) -> object:
     return biases
 
 
+def _all_that_fit(value: object) -> object:
+    """Convert -1, which LM Studio's and llama.cpp's clients send: as many tokens as the context allows."""
+    return MAX_TOKENS if type(value) is int and value == -1 else value
+
+
+_Positive = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+_FromZero = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+TokenLimit = Annotated[_Positive, BeforeValidator(_all_that_fit, json_schema_input_type=_Positive | Literal[-1])]
+TokenLimitFromZero = Annotated[
+    _FromZero, BeforeValidator(_all_that_fit, json_schema_input_type=_FromZero | Literal[-1])
+]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_IDS)]
@@ -272,7 +283,7 @@ class RequestBody(Checked):
     model: Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_tokens: TokenLimit | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
@@ -377,7 +388,7 @@ class ChatBody(RequestBody):
     refused: ClassVar[RefusedFields] = CHAT
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: RawTools | None = None
@@ -399,7 +410,7 @@ class CompletionBody(RequestBody):
 
     refused: ClassVar[RefusedFields] = COMPLETION
 
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None  # 0: scores of the prompt only
+    max_tokens: TokenLimitFromZero | None = None  # 0: scores of the prompt only
     add_special_tokens: bool | None = None  # to text prompts; added unless false
     prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=Prompt | Prompts)]
     echo: bool | None = None
