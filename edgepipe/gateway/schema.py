@@ -356,8 +356,7 @@ class Message(Checked):
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        others = (self.function_call, self.reasoning_content, self.reasoning)
-        if self.content is None and not self.tool_calls and others == (None, None, None):
+        if self.content is None and self.role in ("system", "developer", "user"):
             raise misfit("content", f"content is required for role '{self.role}'")
         return self
 

@@ -152,6 +152,7 @@ async def test_content_may_be_parts_or_null(served: Served) -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": None},
         {"role": "assistant", "content": None, "reasoning_content": "cut off in the reasoning"},
         {"role": "user", "content": "c"},
     ]
