@@ -115,7 +115,6 @@ CHAT: RefusedFields = {
     "web_search_options": Refused(),
     # vLLM, llama.cpp and others
     "echo": Refused((False,)),
-    "enable_thinking": Refused((), "chat_template_kwargs"),
     "include_reasoning": Refused((True,)),
     "parse_tool_calls": Refused((True,)),
     "prompt": Refused((), "messages"),

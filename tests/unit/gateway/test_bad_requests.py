@@ -59,8 +59,8 @@ def _tool(parameters: dict[str, Any]) -> dict[str, Any]:
 
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     *[({"n": value}, "n") for value in (0, -1, 9, 10**6, 1.5, "3", True)],
-    *[({"max_tokens": value}, "max_tokens") for value in (0, -1, 2**31, "5", 1.5)],
-    *[({"max_completion_tokens": value}, "max_completion_tokens") for value in (0, -1)],
+    *[({"max_tokens": value}, "max_tokens") for value in (0, -2, 2**31, "5", 1.5, -1.0)],
+    *[({"max_completion_tokens": value}, "max_completion_tokens") for value in (0, -2)],
     *[({"temperature": value}, "temperature") for value in (-1, 2.1, 1e308, "warm")],
     *[({"seed": value}, "seed") for value in (2**63, -(2**63) - 1, 1.5)],
     *[({"stop": value}, "stop") for value in (["a"] * 65, [""], ["x" * 257], ["a"] * 1000, "x" * 10_000, "", 3, [3])],

@@ -249,6 +249,37 @@ def test_a_developer_is_the_system_of_templates_that_do_not_name_the_role(names:
     assert prompt == f"{role}:Be brief.;user:hi;"
 
 
+LINES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+STRICT = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
+{{- raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "prompt"),
+    [
+        (LINES, "system system user", "system:0\n\n1;user:2;"),
+        (LINES, "developer system user", "system:0\n\n1;user:2;"),
+        (LINES, "user system user", "user:0;system:1;user:2;"),
+        (STRICT + LINES, "system user system user", "system:0\n\n2;user:1;user:3;"),
+        (STRICT + LINES, "user system user", "system:1;user:0;user:2;"),
+        (
+            "{# roles must alternate #}" + LINES,
+            "user system user assistant user",
+            "system:1;user:0\n\n2;assistant:3;user:4;",
+        ),
+        (LINES, "user user", "user:0;user:1;"),
+    ],
+)
+def test_several_turns_are_one_where_the_template_takes_one(template: str, roles: str, prompt: str) -> None:
+    """Coding agents send several of the system's; Qwen 3.5 and 3.6 refuse all but one at the beginning.
+
+    A client whose answer was stopped sends two of the user's in a row; Gemma 3 and Mistral refuse that.
+    """
+    messages = [Message.model_validate({"role": role, "content": str(i)}) for i, role in enumerate(roles.split())]
+    shown = template_turns(messages, tools=[], traits=template_traits(template))
+    assert make_environment().from_string(template).render(messages=shown) == prompt
+
+
 def test_harmony_has_one_call_in_a_turn_and_its_result_after_it() -> None:
     prompt = rendered(GPT_OSS, effort="high")
     assert "Reasoning: high" in prompt
