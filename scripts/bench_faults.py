@@ -1,4 +1,4 @@
-"""Failures: how soon they are seen, how long clients wait, what the watching costs, and that nobody is buried alive.
+"""Failures: how soon nodes see them, how long clients wait, what watching costs, and that no live node counts as dead.
 
 Real nodes on loopback; where root and /dev/net/tun are, also on a LAN of network namespaces. ``--full``: ten minutes of
 load for false deaths, half an hour of faults for leaks. Every streamed token is checked; a wrong one ends the bench.
