@@ -25,7 +25,7 @@ _MUCH_STOLEN = 0.02  # of the processors' time, by others that share them with t
 
 
 class Row(NamedTuple):
-    """One figure. ``met`` is None where there is nothing to meet."""
+    """One figure. ``met``: whether it meets its target; None without one."""
 
     name: str
     value: float

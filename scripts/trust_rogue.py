@@ -1,8 +1,9 @@
 """What a member that has turned costs the others: the memory and the event loops of two nodes that serve.
 
 A node's pause is what ``Watch`` measures: from a cheap call on its Unix socket to the answer. The rogue and both nodes
-share one machine's processors here, which a real rogue does not: a third node of another cluster, which no attack touches,
-is asked in the same way, and its longest pause (or the longest without an attack) is taken off. Both are printed.
+share one machine's processors here, which a real rogue does not. So a third node of another cluster, which is not
+attacked, is asked in the same way, and its longest pause (or the longest without an attack) is taken off. Both are
+printed.
 """
 
 from __future__ import annotations
