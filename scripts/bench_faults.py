@@ -1,4 +1,4 @@
-"""Failures: how soon they are seen, how long clients wait, what the watching costs, and that nobody is buried alive.
+"""Failures: how soon nodes see them, how long clients wait, what watching costs, and that no live node counts as dead.
 
 Real nodes on loopback; where root and /dev/net/tun are, also on a LAN of network namespaces. ``--full``: ten minutes of
 load for false deaths, half an hour of faults for leaks. Every streamed token is checked; a wrong one ends the bench.
@@ -234,7 +234,7 @@ async def buried_alive(seconds: float, rows: list[Row]) -> None:
 
 
 async def _deaths(nodes: Sequence[Node], seconds: float) -> int:
-    """How often anybody began to miss somebody."""
+    """How often a node began to miss another."""
     until_s, deaths = time.monotonic() + seconds, 0
     missed: dict[str, set[str]] = {node.node_id: set() for node in nodes}
     while time.monotonic() < until_s:
@@ -371,7 +371,7 @@ def _gained(counts: Sequence[int]) -> float:
 
 
 async def main() -> None:
-    """Every figure, then the table. A part that fails is told in its place, and the others go on."""
+    """Every figure, then the table. A part that fails is reported in its place, and the others go on."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true", help="ten minutes of load, half an hour of faults")
     parser.add_argument(

@@ -1,9 +1,9 @@
-"""The door: sampling and grammars, what HTTP adds to the engine's own time to first token, many streams at once, and
+"""The gateway: sampling and grammars, what HTTP adds to the engine's own time to first token, many streams at once, and
 large bodies beside them.
 
 Run as ``scripts/bench gateway [--full] [PART ...]``; parts: ``sampler cycle grammar http bodies``. Nodes, engine,
 stages and gateway are real processes, only the devices' arithmetic is emulated where no SmolLM2 is named. The client
-speaks HTTP over bare sockets: it must not be what is measured.
+speaks HTTP over bare sockets: its own work must not be measured.
 """
 
 from __future__ import annotations

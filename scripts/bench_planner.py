@@ -78,7 +78,7 @@ MIXED = (
     "rtx5090, rtx4090, rtx3090, m4max",
 )
 RUNTIME = (1, 3, 10, 18)  # of the mixed ones, unless --full: for splits
-RIGHT = (0, 2, 8, 15)  # likewise: for predictions
+RIGHT = (0, 2, 8, 15)  # the same, for predictions
 
 
 def search_rows(full: bool) -> list[Row]:

@@ -52,7 +52,7 @@ GROWTH_BYTES = 8 << 20  # of a process that fuzzed for minutes: arenas of the al
 
 
 def pairing_rows() -> list[Row]:
-    """The exchange on loopback with the real SPAKE2, from the joiner's connect to its last word; nobody is asked."""
+    """The exchange on loopback with the real SPAKE2, from the joiner's connect to its last word, without a question."""
     times = [asyncio.run(_pair()) for _ in range(PAIR_ROUNDS)]
     return [
         below(f"pairing exchange, median of {PAIR_ROUNDS}", statistics.median(times), "s", 1.0),

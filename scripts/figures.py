@@ -21,11 +21,11 @@ os.environ.setdefault("EDGEPIPE_LOCAL_KEY", "no")  # benches ask their nodes' HT
 
 ROOT = Path(__file__).resolve().parent.parent
 _AT_START = psutil.cpu_times()
-_MUCH_STOLEN = 0.02  # of the processors' time, by whoever shares them with this virtual machine
+_MUCH_STOLEN = 0.02  # of the processors' time, by others that share them with this virtual machine
 
 
 class Row(NamedTuple):
-    """One figure. ``met`` is None where there is nothing to meet."""
+    """One figure. ``met``: whether it meets its target; None without one."""
 
     name: str
     value: float

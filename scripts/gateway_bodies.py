@@ -18,7 +18,7 @@ _PAUSE_S = 0.002  # between two looks
 
 
 async def body_rows(full: bool) -> list[Row]:
-    """SmolLM2's gateway: while it reads each body, somebody else asks for ``/health`` again and again."""
+    """SmolLM2's gateway: while it reads each body, another client asks for ``/health`` again and again."""
     model = stored_demo()
     rows: list[Row] = []
     with running_nodes(1, models_dir=model.path.parent, threads=1) as nodes:

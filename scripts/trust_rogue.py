@@ -1,8 +1,9 @@
 """What a member that has turned costs the others: the memory and the event loops of two nodes that serve.
 
 A node's pause is what ``Watch`` measures: from a cheap call on its Unix socket to the answer. The rogue and both nodes
-share one machine's processors here, which a real rogue does not: a third node of another cluster, which nobody attacks,
-is asked in the same way, and its longest pause (or the longest without an attack) is taken off. Both are printed.
+share one machine's processors here, which a real rogue does not. So a third node of another cluster, which is not
+attacked, is asked in the same way, and its longest pause (or the longest without an attack) is taken off. Both are
+printed.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ async def _attack(nodes: Nodes) -> list[Row]:
             watch.begin()
             beside.begin()
             await rogue.attack(attack)
-            rows.append(Row(f"longest pause during {attack}, of a node that nobody attacks", beside.longest_s, "s"))
+            rows.append(Row(f"longest pause during {attack}, of a node that is not attacked", beside.longest_s, "s"))
             longer_s = watch.longest_s - max(quiet_s, beside.longest_s)
             rows.append(below("  of the nodes attacked, longer by", max(0.0, longer_s), "s", PAUSE_S))
         rows.append(below("memory grown, of the process that grew most", watch.growth_bytes() / 2**20, "MB", GROWTH_MB))

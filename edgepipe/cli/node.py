@@ -1,4 +1,4 @@
-"""``edgepipe node start`` and ``edgepipe node stop``"""
+"""``edgepipe node start|invite|join|stop|drain``"""
 
 from __future__ import annotations
 

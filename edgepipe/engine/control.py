@@ -99,7 +99,7 @@ class StageControl:
             self.kv_since = epoch_from_wire(report.opened.kv_since)
         self._first = asyncio.ensure_future(anext(self._reports, None))
 
-    async def stand_until(self, all_open: Coroutine[Any, Any, Any]) -> None:
+    async def wait_until_all_open(self, all_open: Coroutine[Any, Any, Any]) -> None:
         """Wait until all stages are open. Raises the stage's error, or StageLost.
 
         Without this, the previous stage would try to reach a failed stage until the opening deadline.

@@ -126,7 +126,7 @@ class EngineEpoch:
         await control.open(
             self._pipeline_spec(control.site), self._context.hello, timeout_s=self._context.timeouts.open_s
         )
-        await control.stand_until(all_open.wait())
+        await control.wait_until_all_open(all_open.wait())
 
     async def drive(self, stopping: asyncio.Event) -> EdgepipeError | None:
         """Drive steps until ``stopping`` is set (returns None) or the epoch ends (returns the reason)."""

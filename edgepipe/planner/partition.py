@@ -9,7 +9,7 @@ Under a limit on T the four are independent: counts fill the fastest devices fir
 and the path is the shortest one through the allowed links (Held and Karp 1962), both for every set and pair of ends at
 once. A binary search over the finitely many values of T then finds the smallest cycle.
 
-``ExactSearch`` counts on layers that are all equal; ``partition_unequal`` searches where they differ in time or bytes.
+``ExactSearch`` needs layers of equal time and size; ``partition_unequal`` searches where they differ.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from edgepipe.daemon.device.layer_profiles import LayerProfiles, profile_key
 from edgepipe.daemon.device.spare import SpareStage
-from edgepipe.daemon.machine.machine_load import BUSY_SHARE, look, others_share
+from edgepipe.daemon.machine.machine_load import BUSY_SHARE, others_share, processor_times
 from edgepipe.daemon.processes.children import Child
 from edgepipe.errors import BackendUnavailable, SendTimeout
 from edgepipe.planner.profiles import LayerProfile
@@ -60,10 +60,10 @@ class LayerMeasuring:
             if spare is None and known is not None:
                 return known
             key = self._key(request)  # the first spare has made the device known
-            before = look(spare.pid) if spare is not None else None
+            before = processor_times(spare.pid) if spare is not None else None
             found = await self._ask(spare, request, key)
             if spare is not None and before is not None:
-                found = replace(found, busy=others_share(before, look(spare.pid)) > BUSY_SHARE)
+                found = replace(found, busy=others_share(before, processor_times(spare.pid)) > BUSY_SHARE)
         if not found.decode:
             raise BackendUnavailable(f"node {self._node_name} cannot hold a layer of this shape")
         found = replace(found, measured_ms=round(time.time() * 1e3))

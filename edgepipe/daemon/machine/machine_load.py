@@ -10,7 +10,7 @@ BUSY_SHARE = 0.2  # of all cores; beside more load, measurements say little of q
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class ProcessorTimes:
     """Seconds of processor time since some moment, of all cores together."""
 
     total_s: float
@@ -18,7 +18,7 @@ class Look:
     own_s: float  # of the process that measures
 
 
-def look(pid: int) -> Look:
+def processor_times(pid: int) -> ProcessorTimes:
     """Read the processor times; ``pid`` is the process that measures. A process that has ended used nothing."""
     machine = psutil.cpu_times()
     try:
@@ -26,10 +26,10 @@ def look(pid: int) -> Look:
         own_s = own.user + own.system
     except psutil.Error:
         own_s = 0.0
-    return Look(total_s=sum(machine), idle_s=machine.idle + getattr(machine, "iowait", 0.0), own_s=own_s)
+    return ProcessorTimes(total_s=sum(machine), idle_s=machine.idle + getattr(machine, "iowait", 0.0), own_s=own_s)
 
 
-def others_share(before: Look, after: Look) -> float:
+def others_share(before: ProcessorTimes, after: ProcessorTimes) -> float:
     """Return the share 0..1 of all cores that other processes used between two readings. PURE."""
     total_s = after.total_s - before.total_s
     if total_s <= 0:

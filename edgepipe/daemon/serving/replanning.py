@@ -79,7 +79,7 @@ class Avoided:
         )
 
     @classmethod
-    def ever_less(cls, left_out: Iterable[LeftOut]) -> list[Avoided]:
+    def relaxed(cls, left_out: Iterable[LeftOut]) -> list[Avoided]:
         """List ever smaller sets: all entries, then fewer and fewer nodes (soonest expiry first), then no links."""
         entries = sorted(left_out, key=lambda entry: entry.seconds)
         nodes, links = (
@@ -153,7 +153,7 @@ class Replanner:
         """
         spec = wanted.spec
         model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
-        tries = Avoided.ever_less(wanted.left_out)
+        tries = Avoided.relaxed(wanted.left_out)
         known: Known | None = None
         while True:
             avoided = tries.pop(0)

@@ -93,7 +93,7 @@ async def test_a_stage_lost_while_others_open_is_noticed_at_once(
     fault: EdgepipeError | None, kind: type[EdgepipeError]
 ) -> None:
     async with opened(fault) as (stage, control), asyncio.timeout(10):
-        standing = asyncio.create_task(control.stand_until(asyncio.Event().wait()))
+        standing = asyncio.create_task(control.wait_until_all_open(asyncio.Event().wait()))
         stage.ends.set()
         with pytest.raises(kind) as caught:
             await standing
@@ -104,7 +104,7 @@ async def test_when_all_are_open_its_reports_are_read_from_the_first_on() -> Non
     async with opened(DeviceOutOfMemory("no memory")) as (stage, control), asyncio.timeout(10):
         others = asyncio.Event()
         others.set()
-        await control.stand_until(others.wait())
+        await control.wait_until_all_open(others.wait())
         running = asyncio.create_task(control.run())
         stage.ends.set()
         with pytest.raises(BaseExceptionGroup) as caught:
@@ -119,7 +119,7 @@ async def test_a_fault_says_whether_it_is_the_way_to_the_next_stage(next_unreach
         assert not control.next_unreached
         stage.ends.set()
         with pytest.raises(ConnectTimeout, match="nobody there"):
-            await control.stand_until(asyncio.Event().wait())
+            await control.wait_until_all_open(asyncio.Event().wait())
         assert control.next_unreached is next_unreached
         await control.close()
         assert not control.reached
