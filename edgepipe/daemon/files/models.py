@@ -140,6 +140,9 @@ class Models:
             for entry in found:
                 for manifest_hash in (entry.on_disk.manifest_hash, entry.former_hash):
                     self._paths.setdefault(ModelKey(entry.on_disk.model, manifest_hash), entry.path)
+            for key, stored in list(self._reading.items()):
+                if self._paths.get(key) != stored.path:  # its folder now holds another content
+                    self._reading.pop(key, None)
             self._adoptions.note_held([entry.adopted for entry in found if entry.adopted])
             self.free_bytes = room
         self._on_change()

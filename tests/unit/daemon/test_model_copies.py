@@ -14,12 +14,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from edgepipe.config import Timeouts
 from edgepipe.daemon.files.model_parts import held_parts, model_parts, part_tensors, parts_of, parts_on, runs_of
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.files.pace import Pace, chunk_bytes
-from edgepipe.errors import ModelDownloadFailed, PeerClosed
+from edgepipe.errors import ModelDownloadFailed, ModelUnknown, PeerClosed
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.manifest import Manifest
@@ -251,6 +252,21 @@ async def test_a_connection_that_breaks_often_brings_a_large_tensor_all_the_same
     await copy(here, model, [1])
     assert max(NearClient.asked.count(name) for name in NearClient.asked) > 3
     assert parts_here(here) == {1}
+
+
+async def test_a_model_that_was_pulled_anew_is_not_read_for_the_one_before(tmp_path: Path) -> None:
+    """Under the same name and in the same folder, such as another revision."""
+    former, name = pull_with_weights(tmp_path / "there", tmp_path / "tiny").manifest_hash, "model.norm.weight"
+    models = await make_models(tmp_path / "there", [])
+    read = models.read_tensor("tiny", former, name, offset=0)
+    assert sum([len(data) async for data in read]) > 0
+    tensors = load_file(tmp_path / "tiny" / "model.safetensors")
+    save_file(tensors | {name: tensors[name] + 1}, tmp_path / "tiny" / "model.safetensors")
+    ModelStore(tmp_path / "there").rm("tiny")
+    ModelStore(tmp_path / "there").pull(str(tmp_path / "tiny"))
+    await models.rescan()
+    with pytest.raises(ModelUnknown):
+        _ = [data async for data in models.read_tensor("tiny", former, name, offset=0)]
 
 
 async def test_a_full_disk_is_said_with_its_numbers_before_anything_is_fetched(
