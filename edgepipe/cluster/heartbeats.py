@@ -192,6 +192,7 @@ class Heartbeats:
                 self._start_dial(command.address, self._tasks)
             elif isinstance(command, HangUp):
                 self._doubtful.discard(command.address)
+                self._admission.refusals.pop(command.address, None)
                 if task := self._dials.pop(command.address, None):
                     task.cancel()
             elif isinstance(command, Probe):

@@ -420,7 +420,7 @@ def hub_errors(source: HubSource) -> Generator[None]:
             next_step="unset HF_HUB_OFFLINE and start again, or pull a local folder",
         ) from exc
     except (HfHubHTTPError, OSError, ConnectionError, TimeoutError) as exc:
-        if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             with disk_errors(source.repo):  # partial files are on this disk
                 raise
         raise _unreachable(source, exc) from exc

@@ -29,7 +29,7 @@ from edgepipe.model.progress import OnProgress
 from edgepipe.model.pull import Puller, PullResult, staging_folder
 from edgepipe.model.repacked import REPACKED_FOLDER
 from edgepipe.model.template import TemplateRenderer
-from edgepipe.model.tensor_folder import TENSOR_FOLDER, MissingTensor, ShardWriter, complete_names
+from edgepipe.model.tensor_folder import TENSOR_FOLDER, MissingTensor, ShardWriter, complete_names, is_complete
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.model.weight_table import WeightTable, read_table
 from edgepipe.model.weights import Weights, open_weights
@@ -140,7 +140,7 @@ class StoredModel:
 
     def holds(self, name: str) -> bool:
         """Return whether this node has a tensor of the model."""
-        return self.whole or bool(complete_names(self.path, [name]))
+        return self.whole or is_complete(self.path, name)
 
     def read_tensor(self, name: str, *, offset: int = 0, num_bytes: int | None = None) -> npt.NDArray[np.uint8]:
         """Read bytes of a tensor for a peer, in the form that the manifest hashes. Raises ModelInvalid."""

@@ -140,6 +140,9 @@ class Models:
             for entry in found:
                 for manifest_hash in (entry.on_disk.manifest_hash, entry.former_hash):
                     self._paths.setdefault(ModelKey(entry.on_disk.model, manifest_hash), entry.path)
+            for key, stored in list(self._reading.items()):
+                if self._paths.get(key) != stored.path:  # its folder now holds another content
+                    self._reading.pop(key, None)
             self._adoptions.note_held([entry.adopted for entry in found if entry.adopted])
             self.free_bytes = room
         self._on_change()
@@ -226,7 +229,7 @@ class Models:
                 yield PrepareProgress(phase="fetching", bytes_done=0, bytes_total=total)
             try:
                 writer = await asyncio.to_thread(_writer, model)
-                missing = writer.missing(tensor_names(model.config, slices))
+                missing = await asyncio.to_thread(lambda: writer.missing(tensor_names(model.config, slices)))
                 check_room(
                     model.name, self._store.root, sum(tensor.num_bytes - tensor.have_bytes for tensor in missing)
                 )
@@ -257,13 +260,13 @@ class Models:
 
         Never asks the hub: no user asked for the download.
         """
-        names = part_tensors(model.config)
+        names = await asyncio.to_thread(part_tensors, model.config)
         wanted = [name for part in parts if part < len(names) for name in names[part]]
         if model.stored.whole or model.stored.card.emulated:
             await self.rescan()  # the other nodes do not know it yet
             return
         writer = await asyncio.to_thread(_writer, model)
-        missing = writer.missing(wanted)
+        missing = await asyncio.to_thread(writer.missing, wanted)
         check_room(model.name, self._store.root, sum(tensor.num_bytes - tensor.have_bytes for tensor in missing))
         sources = self._sources(model.name, model.manifest_hash, first_source)
         with self._transfers.begin(model.name, missing, sources, copy=True, bytes_per_s=bytes_per_s) as transfer:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -197,7 +198,7 @@ class Transfer:
         bytes_per_s: float,
     ) -> None:
         self.state = state
-        self._missing = list(missing)
+        self._missing = deque(missing)
         self._sources = sources
         self._later_s: dict[str, float] = {}  # until when a source that does not answer is asked last
         self._on_change = on_change
@@ -223,7 +224,7 @@ class Transfer:
                     async for position in positions:
                         if self._moved(self._done_bytes + position):
                             yield self._progress()
-            self._missing.pop(0)
+            self._missing.popleft()
             self._done_bytes += tensor.num_bytes
 
     def _progress(self) -> PrepareProgress:

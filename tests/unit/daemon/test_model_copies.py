@@ -14,19 +14,23 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from edgepipe.config import Timeouts
 from edgepipe.daemon.files.model_parts import held_parts, model_parts, part_tensors, parts_of, parts_on, runs_of
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.files.pace import Pace, chunk_bytes
-from edgepipe.errors import ModelDownloadFailed, PeerClosed
+from edgepipe.daemon.serving.replication import Replication
+from edgepipe.errors import ModelDownloadFailed, ModelUnknown, PeerClosed
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.store import ModelStore
 from edgepipe.model.tensor_folder import TensorSink
+from edgepipe.planner.copies import ModelParts
 from edgepipe.wire.children import PrepareProgress
 from edgepipe.wire.common import Hello
+from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import NodeState
 from tests.support.node_models import CONFIG, pull_with_weights
 from tests.support.waiting import until
@@ -251,6 +255,56 @@ async def test_a_connection_that_breaks_often_brings_a_large_tensor_all_the_same
     await copy(here, model, [1])
     assert max(NearClient.asked.count(name) for name in NearClient.asked) > 3
     assert parts_here(here) == {1}
+
+
+async def test_a_model_that_was_pulled_anew_is_not_read_for_the_one_before(tmp_path: Path) -> None:
+    """Under the same name and in the same folder, such as another revision."""
+    former, name = pull_with_weights(tmp_path / "there", tmp_path / "tiny").manifest_hash, "model.norm.weight"
+    models = await make_models(tmp_path / "there", [])
+    read = models.read_tensor("tiny", former, name, offset=0)
+    assert sum([len(data) async for data in read]) > 0
+    tensors = load_file(tmp_path / "tiny" / "model.safetensors")
+    save_file(tensors | {name: tensors[name] + 1}, tmp_path / "tiny" / "model.safetensors")
+    ModelStore(tmp_path / "there").rm("tiny")
+    ModelStore(tmp_path / "there").pull(str(tmp_path / "tiny"))
+    await models.rescan()
+    with pytest.raises(ModelUnknown):
+        _ = [data async for data in models.read_tensor("tiny", former, name, offset=0)]
+
+
+async def test_the_parts_of_a_served_model_are_computed_once_not_at_every_change(
+    here: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a model of 37,000 tensors that takes 0.7 s, and a node that serves changes several times a second."""
+    model, computed, looks = await here.adopt("tiny"), 0, 0
+
+    def counted(*args: Any) -> ModelParts:
+        nonlocal computed
+        computed += 1
+        return model_parts(*args)
+
+    async def changes() -> AsyncIterator[None]:
+        nonlocal looks
+        for looks in range(20):  # noqa: B007
+            yield
+        await asyncio.Event().wait()
+
+    async def adopt(*_: object, **__: object) -> LocalModel:
+        return model
+
+    monkeypatch.setattr("edgepipe.daemon.serving.replication.model_parts", counted)
+    replication = Replication(
+        peers=cast("Any", SimpleNamespace(nodes=lambda: [NodeState(node_id=NodeId("here"))])),
+        models=cast("Any", SimpleNamespace(adopt=adopt)),
+        engines=cast("Any", SimpleNamespace(ready=lambda: [("p", ServeSpec(model="tiny", manifest_hash="h"))])),
+        copies=2,
+        changes=changes,
+    )
+    running = asyncio.ensure_future(replication.run())
+    await until(lambda: looks == 19, timeout_s=30)
+    running.cancel()
+    assert computed == 1
+    assert part_tensors(model.config) is part_tensors(model.config)
 
 
 async def test_a_full_disk_is_said_with_its_numbers_before_anything_is_fetched(
