@@ -156,7 +156,7 @@ class Mixture:
         self._down = down
         self._activation = activation
         self._around = around
-        self.chosen = mx.zeros((0, spec.used), mx.uint32)  # [T, K] uint32: experts of the last call's rows
+        self.chosen: mx.array | None = None  # [T, K] uint32: experts of the last call's rows, until they are counted
 
     def rows(self, x: mx.array, asked: mx.array | None = None) -> mx.array:
         """See ``FeedForward``. A row's experts are added in float32.
