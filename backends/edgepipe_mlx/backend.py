@@ -60,7 +60,7 @@ SCORED_AT_ONCE = 64  # rows of prompt log-probabilities: 40 MB of logits with a 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTicket:
-    """A submitted step with an array that MLX is computing. Belongs to the compute thread."""
+    """A submitted step with an array that MLX computes. Belongs to the compute thread."""
 
     array: mx.array  # activations [T, H] in the link's type, bf16 as bits; or logits [R, V] float32
     is_logits: bool

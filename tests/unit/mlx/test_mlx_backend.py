@@ -54,13 +54,17 @@ def test_the_profile_is_measured() -> None:
     assert mx.get_cache_memory() == 0, "a spare process would keep it"
 
 
-def test_a_mac_keeps_the_memory_of_models_wired(monkeypatch: pytest.MonkeyPatch) -> None:
-    wired: list[int] = []
+@pytest.mark.parametrize(("recommended", "cached"), [(96 << 30, 1 << 30), (16 << 30, 512 << 20), (5 << 30, 256 << 20)])
+def test_a_mac_keeps_models_wired_and_some_freed_memory(
+    monkeypatch: pytest.MonkeyPatch, recommended: int, cached: int
+) -> None:
+    set_to: dict[str, int] = {}
     monkeypatch.setattr(mx, "set_default_device", lambda _device: None)
-    monkeypatch.setattr(mx, "device_info", lambda _device: {"max_recommended_working_set_size": 96 << 30})
-    monkeypatch.setattr(mx, "set_wired_limit", wired.append)
+    monkeypatch.setattr(mx, "device_info", lambda _device: {"max_recommended_working_set_size": recommended})
+    for name in ("set_wired_limit", "set_cache_limit"):
+        monkeypatch.setattr(mx, name, lambda limit, name=name: set_to.update({name: limit}))
     configure(mx.Device(mx.gpu))
-    assert wired == [96 << 30]
+    assert set_to == {"set_wired_limit": recommended, "set_cache_limit": cached}
 
 
 def one_token(slice_index: int = 0) -> Step:
