@@ -35,13 +35,14 @@ _NO_TLS_1_2 = "ECDHE-RSA-AES256-GCM-SHA384"
 _GRPC_EXPERIMENTS = "GRPC_EXPERIMENTS"
 _ONE_POLLER = "-event_engine_client,-event_engine_listener"
 _ONE_POLLER_UP_TO = (1, 85)  # newest gRPC version known to have these experiments; others would warn about the names
-_MLX = {"MLX_MAX_OPS_PER_BUFFER": "200", "MLX_MAX_MB_PER_BUFFER": "400", "MLX_ENABLE_TF32": "0"}
+_MLX = {"MLX_MAX_OPS_PER_BUFFER": "100", "MLX_MAX_MB_PER_BUFFER": "256", "MLX_ENABLE_TF32": "0"}
 """MLX reads them once, when it opens the GPU.
 
-MLX sends a GPU its work in command buffers, each of which costs about 20 us. By default one ends with 50 operations or
-50 MB of inputs, so every expert stack and every KV pool ends one. An M3 Ultra decodes 5 to 8 % faster with fewer, at
-the same peak memory (mlx#4521). And M5 GPUs would round float32 inputs of products to 10 bits: those of routers and of
-recurrent layers."""
+MLX sends a GPU its work in command buffers, each of which costs about 20 us. By default one ends with 40 or 50
+operations or MB of inputs, so every expert stack and every KV pool ends one. Much larger ones keep more memory, and
+macOS may end a prompt's that takes seconds. With TF32, M5 GPUs would round float32 inputs of products to 10 bits: those
+of routers and of recurrent layers.
+"""
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _LOCAL_KEY = ("auto", "yes", "no")
 _DTYPES = ("auto", "float32", "bfloat16")

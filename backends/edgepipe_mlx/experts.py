@@ -203,7 +203,7 @@ def route(spec: Experts, router: RouterWeights, x: mx.array) -> tuple[mx.array, 
         weights = weights / weights.sum(axis=-1, keepdims=True)
     if router.expert_scale is not None:
         weights = weights * router.expert_scale[chosen]
-    return chosen, weights * how.scale
+    return chosen, weights if how.scale == 1 else weights * how.scale
 
 
 def _within_groups(router: Router, ranked: mx.array) -> mx.array:

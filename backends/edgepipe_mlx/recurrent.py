@@ -105,6 +105,16 @@ def _stepped(memory: mx.array, decay: mx.array, column: mx.array, row: mx.array)
     return memory * decay + column * row
 
 
+@partial(mx.compile, shapeless=True)
+def _delta_gates(alpha: mx.array, beta: mx.array, bias: mx.array, rates: mx.array) -> tuple[mx.array, mx.array]:
+    return -rates * nn.softplus(alpha + bias), mx.sigmoid(beta)
+
+
+@partial(mx.compile, shapeless=True)
+def _times_silu(x: mx.array, z: mx.array) -> mx.array:
+    return x * nn.silu(z)
+
+
 class DeltaNetMixer(RecurrentMixer):
     """See ``DeltaNet``."""
 
@@ -118,6 +128,8 @@ class DeltaNetMixer(RecurrentMixer):
         self._norm = weights.vector("linear_attn.norm.weight")
         self._eps = weights.norm_eps
         heads = mx.arange(spec.value_heads)
+        # Their norm leaves queries and keys with a length of K^(1/2). Keys get 1, and queries K^(-1/2).
+        self._lengths = mx.array([1 / spec.key_dim, spec.key_dim**-0.5])[:, None, None]
         self._key_head = heads % spec.key_heads if spec.tiled else heads // (spec.value_heads // spec.key_heads)
 
     def _input(self, x: mx.array) -> mx.array:
@@ -139,19 +151,19 @@ class DeltaNetMixer(RecurrentMixer):
         spec = self._spec
         size = spec.key_heads * spec.key_dim
         keys = mixed[:, : 2 * size].reshape(-1, 2, spec.key_heads, spec.key_dim)
-        keys = keys * mx.rsqrt((keys * keys).sum(axis=-1, keepdims=True) + _LENGTH_EPS)
+        keys = mx.fast.rms_norm(keys, None, _LENGTH_EPS / spec.key_dim) * self._lengths
         keys = keys[:, :, self._key_head]
         values = mixed[:, 2 * size :].reshape(-1, spec.value_heads, spec.value_dim)
-        return keys[:, 0] * spec.key_dim**-0.5, keys[:, 1], values
+        return keys[:, 0], keys[:, 1], values
 
     def _gates(self, alpha: mx.array, beta: mx.array) -> tuple[mx.array, mx.array]:
         """Return the logarithm of the decay, and beta, [T, H]."""
-        return -self._rates * nn.softplus(alpha + self._dt_bias), mx.sigmoid(beta)
+        return _delta_gates(alpha, beta, self._dt_bias, self._rates)
 
     def _gated(self, out: mx.array, z: mx.array) -> mx.array:
         """Normalise the heads' outputs [T, H, V] and multiply them with SiLU(z) [T, H V]."""
         normed = mx.fast.rms_norm(out, self._norm, self._eps)
-        return normed.reshape(z.shape) * nn.silu(z)
+        return _times_silu(normed.reshape(z.shape), z)
 
     def _step(self, made: mx.array, state: State) -> tuple[mx.array, State]:
         last, memory = state
@@ -212,7 +224,7 @@ class Mamba2Mixer(RecurrentMixer):
 
     def _gated(self, out: mx.array, z: mx.array) -> mx.array:
         """Multiply the heads' outputs [T, H, D] with SiLU(z) [T, H D], and normalise each group."""
-        gated = (out.reshape(z.shape) * nn.silu(z)).reshape(z.shape[0], self._spec.groups, -1)
+        gated = _times_silu(out.reshape(z.shape), z).reshape(z.shape[0], self._spec.groups, -1)
         return mx.fast.rms_norm(gated, None, self._eps).reshape(z.shape) * self._norm
 
     def _step(self, made: mx.array, state: State) -> tuple[mx.array, State]:
