@@ -111,6 +111,22 @@ def test_plain_text_is_broken_only_by_news(emulator: Callable[[int], Emulator]) 
     assert screen.lines() == ["One", "two"]
 
 
+def test_a_terminal_that_cannot_erase_gets_news_as_lines(
+    emulator: Callable[[int], Emulator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = emulator(80)
+    monkeypatch.setenv("TERM", "dumb")
+    written = screen.bytes
+    monkeypatch.setattr(screen, "write", lambda text: written.write(text.encode()))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    with make_view(markdown=False) as view:
+        view.wait("waiting for the first word")
+        view.show("One")
+        for _ in range(2):
+            view.wait("studio gone since 21:14, continuing ...", news=True)
+        view.show("two")
+    assert screen.shown() == "One\nstudio gone since 21:14, continuing ...\ntwo\n"
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_a_narrow_screen_loses_no_word_of_a_plan(run: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     def words(width: int) -> Counter[str]:
