@@ -53,7 +53,7 @@ def _groups(columns: Sequence[Column], most: int) -> list[list[Column]]:
 
 
 def _widths(columns: Sequence[Column], most: int) -> list[int]:
-    """Return a width for each column: its text's, less if it must break; the widest column gives way first."""
+    """Return a width for each column: its text's, less if it must break. The widest columns become narrower first."""
     widths, least = [_longest(column) for column in columns], [_least(column) for column in columns]
     while _total(widths) > most and max(widths) > 1:
         loose = [index for index, width in enumerate(widths) if width > least[index]] or range(len(widths))

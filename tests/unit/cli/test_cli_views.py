@@ -78,8 +78,8 @@ def test_a_narrow_status_breaks_no_word_and_no_bar(width: int) -> None:
     wide, narrow = (picture(make_status(), width=columns) for columns in (200, width))
     assert max(map(len, narrow)) <= width
     assert words_of(narrow) >= words_of(wide)
-    stages = [line.split()[0] for line in narrow[narrow.index(next(line for line in narrow if "WEIGHTS" in line)) :]]
-    assert stages[:3] == ["STAGE", "gamer", "studio"]
+    stages = next(index for index, line in enumerate(narrow) if "WEIGHTS" in line)
+    assert [line.split()[0] for line in narrow[stages : stages + 3]] == ["STAGE", "gamer", "studio"]
 
 
 def words_of(lines: Sequence[str]) -> set[str]:
@@ -286,6 +286,6 @@ def test_an_error_page_that_is_not_ours_is_a_protocol_error() -> None:
 
 def test_the_status_says_how_many_snapshots_found_no_slot() -> None:
     status = make_status()
-    text = "\n".join(picture(with_engine(status, state_slots=6, free_slots=0, missed_snapshots=3)))
+    text = "\n".join(picture(with_engine(status, state_slots=6, free_slots=0, missed_snapshots=3), width=120))
     assert "states 6 of 6" in text
     assert "Did not keep 3 snapshots of states: running chats held all 6 slots" in text
