@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable
 
 from edgepipe.errors import CapacityError, EdgepipeError
@@ -39,9 +40,10 @@ class ModelLoads:
     async def entry(self, name: str | None) -> ModelEntry:
         """Return the entry of a model, as ``ModelTable.get``. Load the model first if it is loadable.
 
-        Raises the errors of ``get``, the error that ``failed`` reported, or CapacityError if loading takes too long.
+        A model that is being stopped is loadable once its engine has ended, so the request waits for that. Raises the errors of ``get``, the error that ``failed`` reported, or CapacityError if loading takes too long.
         """
         wanted = canonical_name(name or "")
+        await self._stopped(wanted)
         try:
             return self._models.get(name)
         except CapacityError:
@@ -53,6 +55,12 @@ class ModelLoads:
             self._asked[wanted] = None
             self._load(wanted)
         return await self._waited_for(wanted)
+
+    async def _stopped(self, name: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._wait_s):
+                while self._models.is_stopping(name):
+                    await self._models.changed()
 
     async def _waited_for(self, name: str) -> ModelEntry:
         fact = ""

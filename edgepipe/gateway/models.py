@@ -162,6 +162,12 @@ class ModelTable:
             next_step="send one of these names in 'model'" if names else "serve one: edgepipe serve MODEL",
         )
 
+    def is_stopping(self, name: str) -> bool:
+        """Return whether the model's engine ends, and none has taken its place."""
+        return name not in self._entries and any(
+            served.name == name and served.state == "stopping" for served in self._known
+        )
+
     def _raise_if_coming(self, name: str | None) -> None:
         for served in self._known:
             if served.name != name and (name or len(self._known) > 1):

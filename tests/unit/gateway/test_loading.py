@@ -89,6 +89,20 @@ async def test_who_has_waited_long_is_told_to_come_again() -> None:
         await loads.entry("other")
 
 
+async def test_a_model_that_is_being_unloaded_is_loaded_again() -> None:
+    asked: list[str] = []
+    async with serving(FakeEngine(), load_model=asked.append) as served:
+        served.gateway.update(view_of(served.address, names=("big",), state="stopping"))
+        asking = asyncio.create_task(served.chat(model="big"))
+        await asyncio.sleep(0.05)
+        assert not asking.done()
+        served.gateway.update(view_of(served.address, names=("tiny",), loadable=("big",)))
+        await until(lambda: asked)
+        served.gateway.update(view_of(served.address, served.address, names=("tiny", "big")))
+        assert (await asking).status_code == 200
+        assert asked == ["big"]
+
+
 async def test_an_earlier_failure_is_not_that_of_a_model_which_a_user_serves() -> None:
     asked: list[str] = []
     async with serving(FakeEngine(), load_model=asked.append) as served:
