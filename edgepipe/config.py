@@ -35,6 +35,14 @@ _NO_TLS_1_2 = "ECDHE-RSA-AES256-GCM-SHA384"
 _GRPC_EXPERIMENTS = "GRPC_EXPERIMENTS"
 _ONE_POLLER = "-event_engine_client,-event_engine_listener"
 _ONE_POLLER_UP_TO = (1, 85)  # newest gRPC version known to have these experiments; others would warn about the names
+_MLX = {"MLX_MAX_OPS_PER_BUFFER": "100", "MLX_MAX_MB_PER_BUFFER": "256", "MLX_ENABLE_TF32": "0"}
+"""MLX reads them once, when it opens the GPU.
+
+MLX sends a GPU its work in command buffers, each of which costs about 20 us. By default one ends with 40 or 50
+operations or MB of inputs, so every expert stack and every KV pool ends one. Much larger ones keep more memory, and
+macOS may end a prompt's that takes seconds. With TF32, M5 GPUs would round float32 inputs of products to 10 bits: those
+of routers and of recurrent layers.
+"""
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _LOCAL_KEY = ("auto", "yes", "no")
 _DTYPES = ("auto", "float32", "bfloat16")
@@ -91,7 +99,8 @@ class Timeouts:
     state_refresh_s: float = 2.0  # interval of repeating a node's unchanged state
     redial_min_s: float = 0.1  # first wait after a failed dial
     redial_max_s: float = 2.0  # longest wait: a node that returns is seen within it
-    forget_s: float = 3600.0  # a dead node is dialled for this long; later it must announce itself again
+    forget_s: float = 3600.0  # a node away for this long is no longer listed; its last addresses are dialled on
+    redial_away_s: float = 15.0  # longest wait then: a machine may be off for weeks
     child_start_s: float = 60.0  # importing torch and measuring a device takes 2-10 s, more on a busy machine
     child_stop_s: float = 5.0  # a child that does not stop is killed after this
     load_s: float = 60.0  # a loading stage reports every tensor: 1 GB at 40 MB/s takes 25 s
@@ -188,14 +197,17 @@ def prepare_environment() -> None:
 
 
 def child_environment(*, environ: Mapping[str, str] | None = None, threads: int) -> dict[str, str]:
-    """Return the environment for a child process, without settings, which children get in a message."""
+    """Return the environment for a child process, without settings, which children get in a message.
+
+    A variable of MLX that the user has set stays.
+    """
     source = os.environ if environ is None else environ
     kept = {key: value for key, value in source.items() if not key.startswith(ENV_PREFIX)}
     kept[_GRPC_FORK] = "0"
     kept[_GRPC_CIPHERS] = _NO_TLS_1_2
     if threads:
         kept["OMP_NUM_THREADS"] = str(threads)
-    return kept
+    return _MLX | kept
 
 
 def asking_user(environ: Mapping[str, str] | None = None) -> str:

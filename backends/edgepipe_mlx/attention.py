@@ -18,12 +18,12 @@ from edgepipe_mlx.tiles import tile_rows
 class StepArrays:
     """Device arrays shared by all layers of a step. ``submit`` makes them; they live until the step's end."""
 
-    def __init__(self, plan: StepLayout, *, max_scores: int) -> None:
-        """``max_scores``: maximum of queries times keys of one head in one product."""
-        self.rows = tile_rows(plan.rows, max_scores)
+    def __init__(self, plan: StepLayout, *, max_scores: int | None) -> None:
+        """``max_scores``: maximum of queries times keys of one head in one product; None: any number."""
+        self.rows = plan.rows if max_scores is None else tile_rows(plan.rows, max_scores)
         self.positions = mx.array(plan.positions)
         self._plan = plan
-        self.slots = mx.array(plan.slots)
+        self.slots = mx.array(plan.slots.astype(np.uint32))
         self._blocks: dict[tuple[int, int], mx.array] = {}
         self._masks: dict[tuple[int, int], mx.array] = {}
         self._temperatures: dict[Temperature, mx.array] = {}

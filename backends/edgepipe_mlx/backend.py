@@ -45,6 +45,7 @@ from edgepipe_mlx.device import (
     is_cpu,
     measure,
     score_bytes,
+    stores_scores,
 )
 from edgepipe_mlx.expert_reads import ExpertReads
 from edgepipe_mlx.kv import KVPool, KVStorage
@@ -59,7 +60,7 @@ SCORED_AT_ONCE = 64  # rows of prompt log-probabilities: 40 MB of logits with a 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTicket:
-    """A submitted step with an array that MLX is computing. Belongs to the compute thread."""
+    """A submitted step with an array that MLX computes. Belongs to the compute thread."""
 
     array: mx.array  # activations [T, H] in the link's type, bf16 as bits; or logits [R, V] float32
     is_logits: bool
@@ -80,7 +81,7 @@ class MlxBackend:
     """
 
     block_sizes: tuple[int, ...] = BLOCK_SIZES
-    max_submitted: int = 1
+    max_submitted: int = 2  # the second one only has its graph built: see ``submit``
     picks_candidates: bool = False  # shared memory: a row of logits is as near as its candidates
 
     def __init__(self, options: BackendOptions) -> None:
@@ -98,6 +99,8 @@ class MlxBackend:
         self._products: tuple[PackedProducts, ...] = ()
         self._pools: dict[int, list[KVPool | LayerStates | None]] = {}  # by slice index, one per layer with a mixer
         self._reads: dict[int, ExpertReads] = {}  # by slice index
+        self._started: StepTicket | None = None  # not collected
+        self._waiting: tuple[StepTicket, list[mx.array]] | None = None  # submitted, not started; see ``_start``
         self._class_of: dict[int, int] = {}  # memory class of each loaded layer, by its index in the model
         self._num_blocks = 0
         self._block_size = 0
@@ -178,27 +181,52 @@ class MlxBackend:
     def submit(
         self, prepared: StepLayout, inputs: TokenIds | Activations, edits: LogitEdits | None = None
     ) -> StepTicket:
-        """Apply the step's copies, build its graph and start it. Raises ShardMismatch."""
+        """Apply the step's copies, build its graph, and start it once the step before has ended.
+
+        If both ran, the first one's reads would make the second one copy the KV pools instead of updating them. So only
+        the work of this thread overlaps the step before. Raises ShardMismatch.
+        """
         part = self._slice(prepared.slice_index)
         hidden = self._hidden(part, prepared, inputs)
+        if self._started is not None and (prepared.copies or prepared.scores is not None):
+            mx.eval(self._started.array)  # for a part of this step is evaluated as its graph is built
         self._copy_blocks(prepared)
         pools = self._pools[prepared.slice_index]
         arrays = [self._arrays(each) for each in (prepared, *prepared.windows)]
-        hidden = self._run_layers(part, pools, arrays, StepStates(prepared, zeros=self._state_slots), hidden)
+        states = StepStates(prepared, zeros=self._state_slots)
+        hidden = self._run_layers(part, pools, arrays, states, hidden)
         array = (
             self._logits(part, hidden, prepared.logit_rows[: prepared.num_sampled])
             if part.part.head
             else self._leaving(hidden)
         )
         scores = self._scores(part, hidden, prepared.scores) if part.part.head and prepared.scores is not None else ()
-        # Evaluate the pools with the output: a chunk without logits needs only the KV of the last layer.
         share = self._reads[prepared.slice_index].share(prepared.num_tokens)
-        mx.async_eval(array, scores, [pool.arrays for pool in pools if pool is not None], share)
-        return StepTicket(array=array, is_logits=part.part.head, scores=scores, expert_share=share)
+        ticket = StepTicket(array=array, is_logits=part.part.head, scores=scores, expert_share=share)
+        updated = [
+            each for pool in pools if pool is not None and not isinstance(pool, LayerStates) for each in pool.arrays
+        ]
+        if self._started is None:
+            self._start(ticket, updated + states.written)
+        else:
+            self._waiting = ticket, updated + states.written
+        return ticket
+
+    def _start(self, ticket: StepTicket, updated: list[mx.array]) -> None:
+        """Start a step. ``updated``: KV and states; of the last layer, a chunk without logits needs nothing else."""
+        mx.async_eval(ticket.array, ticket.scores, updated, ticket.expert_share)
+        self._started = ticket
 
     def collect(self, ticket: StepTicket) -> StepOutput:
-        """Wait for the step and copy its output to numpy, so that no MLX object leaves the thread."""
+        """Wait for the step and copy its output to numpy, so that no MLX object leaves the thread.
+
+        Starts the next step, if it waits.
+        """
+        waiting, self._waiting = self._waiting, None
+        self._started = None
         mx.eval(ticket.array, ticket.scores, ticket.expert_share)
+        if waiting is not None:
+            self._start(*waiting)
         copied = np.array(ticket.array)
         share = float(np.array(ticket.expert_share)) if ticket.expert_share is not None else 0.0
         if not ticket.is_logits:
@@ -216,6 +244,7 @@ class MlxBackend:
         self._products = ()
         self._pools = {}
         self._reads = {}
+        self._started = self._waiting = None
         self._num_blocks = self._block_size = 0
         mx.clear_cache()
 
@@ -230,10 +259,13 @@ class MlxBackend:
         )
 
     def _arrays(self, plan: StepLayout) -> StepArrays:
-        """Make the step's arrays. Unfused attention holds the scores of all heads, at worst in float32."""
-        specs = self._loaded().config.layers
-        heads = max((spec.attention.num_heads for spec in specs if spec.attention is not None), default=1)
-        return StepArrays(plan, max_scores=score_bytes(self._device) // (4 * heads))
+        """Make the step's arrays.
+
+        Where attention stores the scores of all heads, at worst in float32, it takes a part of a long row at a time.
+        """
+        specs = [spec.attention for spec in self._loaded().config.layers if spec.attention is not None]
+        heads = max((spec.num_heads for spec in specs if stores_scores(self._device, spec)), default=0)
+        return StepArrays(plan, max_scores=score_bytes(self._device) // (4 * heads) if heads else None)
 
     def _run_layers(
         self,
@@ -305,7 +337,8 @@ class MlxBackend:
         if plan.copies:
             for part in (each.part for each in self._loaded().slices):
                 for layer, pool in zip(part.layers, self._pools[part.index], strict=True):
-                    if pool is not None and self._class_of[layer] == 0:  # blocks of windows are shared, never copied
+                    keeps_blocks = pool is not None and not isinstance(pool, LayerStates)
+                    if keeps_blocks and self._class_of[layer] == 0:  # blocks of windows are shared, never copied
                         pool.copy(plan.copies)
 
     def _make_pool(

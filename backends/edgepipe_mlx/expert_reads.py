@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from edgepipe.backend.expert_reads import CountedSteps
+from edgepipe.model.layer_spec import Experts
 from edgepipe_mlx.experts import Mixture
 
 
@@ -21,18 +22,24 @@ class ExpertReads:
         self._counted = CountedSteps()
 
     def share(self, tokens: int) -> mx.array | None:
-        """Return the mean share [] float32 of the step whose graph was just built; None if it is not one to count."""
-        return _mean_share(self._mixtures) if self._mixtures and self._counted.takes(tokens) else None
+        """Return the mean share [] float32 of the step whose graph was just built; None if it is not one to count.
+
+        Drops the choices: those of a step that does not compute them hold all that they depend on, such as the KV pool.
+        """
+        choices = [(mixture.spec, mixture.chosen) for mixture in self._mixtures if mixture.chosen is not None]
+        for mixture in self._mixtures:
+            mixture.chosen = None
+        return _mean_share(choices) if choices and self._counted.takes(tokens) else None
 
 
-def _mean_share(mixtures: Sequence[Mixture]) -> mx.array:
+def _mean_share(choices: Sequence[tuple[Experts, mx.array]]) -> mx.array:
     """Sort the choices of all layers alike at once: few kernels, however many layers there are."""
     alike: dict[tuple[int, int], list[mx.array]] = {}  # by experts, and those that a token uses
-    for mixture in mixtures:
-        alike.setdefault((mixture.spec.count, mixture.spec.used), []).append(mixture.chosen.flatten())
+    for spec, chosen in choices:
+        alike.setdefault((spec.count, spec.used), []).append(chosen.flatten())
     shares: list[mx.array] = []
-    for (count, _), chosen in alike.items():
-        ordered = mx.sort(mx.stack(chosen), axis=1)  # [layers, T * K]
-        distinct = len(chosen) + (ordered[:, 1:] != ordered[:, :-1]).sum()
+    for (count, _), layers in alike.items():
+        ordered = mx.sort(mx.stack(layers), axis=1)  # [layers, T * K]
+        distinct = len(layers) + (ordered[:, 1:] != ordered[:, :-1]).sum()
         shares.append(distinct.astype(mx.float32) / count)
-    return mx.stack(shares).sum() / len(mixtures)
+    return mx.stack(shares).sum() / len(choices)

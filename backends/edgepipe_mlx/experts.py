@@ -156,7 +156,7 @@ class Mixture:
         self._down = down
         self._activation = activation
         self._around = around
-        self.chosen = mx.zeros((0, spec.used), mx.uint32)  # [T, K] uint32: experts of the last call's rows
+        self.chosen: mx.array | None = None  # [T, K] uint32: experts of the last call's rows, until they are counted
 
     def rows(self, x: mx.array, asked: mx.array | None = None) -> mx.array:
         """See ``FeedForward``. A row's experts are added in float32.
@@ -203,7 +203,7 @@ def route(spec: Experts, router: RouterWeights, x: mx.array) -> tuple[mx.array, 
         weights = weights / weights.sum(axis=-1, keepdims=True)
     if router.expert_scale is not None:
         weights = weights * router.expert_scale[chosen]
-    return chosen, weights * how.scale
+    return chosen, weights if how.scale == 1 else weights * how.scale
 
 
 def _within_groups(router: Router, ranked: mx.array) -> mx.array:

@@ -29,7 +29,7 @@ class KVPool(Protocol):
         ...
 
     def write(self, slots: mx.array, keys: mx.array, values: mx.array) -> None:
-        """Write the step's keys and values [T, kv heads, 1, D] to ``slots`` [T]."""
+        """Write the step's keys and values [T, kv heads, 1, D] to ``slots`` [T] uint32."""
         ...
 
     def read(self, row: RowLayout, first: int, blocks: mx.array | None) -> tuple[mx.array, mx.array]:
@@ -49,6 +49,7 @@ class KVStorage:
 
     def __init__(self, *, num_kv_heads: int, head_dim: int, num_blocks: int, block_size: int, dtype: mx.Dtype) -> None:
         self._block_size = block_size
+        self._heads = head_rows(num_kv_heads)
         shape = (num_kv_heads, num_blocks * block_size, head_dim)
         self._keys = mx.zeros(shape, dtype)
         self._values = mx.zeros(shape, dtype)
@@ -61,8 +62,8 @@ class KVStorage:
 
     def write(self, slots: mx.array, keys: mx.array, values: mx.array) -> None:
         """Write the step's keys and values [T, kv heads, 1, D] to ``slots`` [T]."""
-        self._keys[:, slots] = keys.squeeze(2).swapaxes(0, 1)
-        self._values[:, slots] = values.squeeze(2).swapaxes(0, 1)
+        self._keys[self._heads, slots] = keys.squeeze(2).swapaxes(0, 1)
+        self._values[self._heads, slots] = values.squeeze(2).swapaxes(0, 1)
 
     def read(self, row: RowLayout, first: int, blocks: mx.array | None) -> tuple[mx.array, mx.array]:
         """Return keys and values [1, kv heads, length - first, D] of a sequence's tokens ``[first, length)``.
@@ -78,15 +79,24 @@ class KVStorage:
         """Copy whole blocks, with the result of copying one after another.
 
         Reads are evaluated before the update: a pending read would reference the old array, and the update would copy
-        the pool.
+        the pool. The step evaluates the update: a device that has just told of a read may still hold the array.
         """
         for wave in independent(copies):
             sources, targets = copied_slots(wave, self._block_size)
-            keys, values = self._keys[:, sources], self._values[:, sources]
+            keys, values = self._keys[self._heads, sources], self._values[self._heads, sources]
             mx.eval(keys, values)
-            self._keys[:, targets] = keys
-            self._values[:, targets] = values
-            mx.eval(self._keys, self._values)
+            self._keys[self._heads, targets] = keys
+            self._values[self._heads, targets] = values
+
+
+def head_rows(count: int) -> mx.array:
+    """Return [heads, 1] uint32, an index of all heads beside one of slots.
+
+    MLX makes such an index by a kernel for every access that leaves it out, and two kernels more if the types differ.
+    """
+    rows = mx.arange(count, dtype=mx.uint32)[:, None]
+    mx.eval(rows)
+    return rows
 
 
 def read_tokens(pool: mx.array, row: RowLayout, first: int, blocks: mx.array | None, block_size: int) -> mx.array:
@@ -100,11 +110,11 @@ def read_tokens(pool: mx.array, row: RowLayout, first: int, blocks: mx.array | N
 
 
 def copied_slots(copies: Sequence[BlockCopy], block_size: int) -> tuple[mx.array, mx.array]:
-    """Return the slots of the source blocks and of the target blocks, in order, int32."""
+    """Return the slots of the source blocks and of the target blocks, in order, uint32."""
 
     def slots(blocks: list[int]) -> mx.array:
-        within = np.arange(block_size, dtype=np.int32)
-        return mx.array((np.array(blocks, np.int32)[:, None] * block_size + within).reshape(-1))
+        within = np.arange(block_size, dtype=np.uint32)
+        return mx.array((np.array(blocks, np.uint32)[:, None] * block_size + within).reshape(-1))
 
     return slots([copy.source for copy in copies]), slots([copy.target for copy in copies])
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 from edgepipe.backend.step_layout import RowLayout
 from edgepipe.backend.types import BlockCopy
 from edgepipe.model.layer_spec import Attention
-from edgepipe_mlx.kv import KVPool, copied_slots, independent, read_tokens
+from edgepipe_mlx.kv import KVPool, copied_slots, head_rows, independent, read_tokens
 from edgepipe_mlx.packed_kv import decoded, encode
 
 
@@ -22,6 +22,7 @@ class LatentStorage:
         self._value_width = value_width
         self._block_size = block_size
         self._dtype = dtype
+        self._heads = head_rows(1)
         mx.eval(self._pools)
 
     @property
@@ -33,7 +34,7 @@ class LatentStorage:
         """Write keys [T, 1, 1, D] to ``slots`` [T]; ``values`` are a part of them."""
         own = keys.squeeze(2).swapaxes(0, 1)
         for pool, written in zip(self._pools, (own,) if len(self._pools) == 1 else encode(own), strict=True):
-            pool[:, slots] = written
+            pool[self._heads, slots] = written
 
     def read(self, row: RowLayout, first: int, blocks: mx.array | None) -> tuple[mx.array, mx.array]:
         """Return keys [1, 1, length - first, D] and the values among them. See ``KVPool``."""
@@ -45,11 +46,10 @@ class LatentStorage:
         """Copy whole blocks. See ``KVStorage.copy``."""
         for wave in independent(copies):
             sources, targets = copied_slots(wave, self._block_size)
-            copied = [pool[:, sources] for pool in self._pools]
+            copied = [pool[self._heads, sources] for pool in self._pools]
             mx.eval(copied)
             for pool, values in zip(self._pools, copied, strict=True):
-                pool[:, targets] = values
-            mx.eval(self._pools)
+                pool[self._heads, targets] = values
 
 
 def latent_pool(spec: Attention, *, num_blocks: int, block_size: int, dtype: mx.Dtype, packed: bool) -> KVPool:

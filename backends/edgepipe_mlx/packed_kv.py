@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from edgepipe.backend.step_layout import RowLayout
 from edgepipe.backend.types import BlockCopy
-from edgepipe_mlx.kv import copied_slots, independent, read_tokens
+from edgepipe_mlx.kv import copied_slots, head_rows, independent, read_tokens
 
 _HIGHEST_CODE = 127
 _SCALE_MARGIN = 1 + 2**-11  # at least the rounding of a normal float16, so that no code exceeds the highest
@@ -38,6 +38,7 @@ class PackedKVStorage:
         """``dtype``: of what ``read`` returns, float32 or bfloat16."""
         self._block_size = block_size
         self._widen = _WIDEN[dtype]
+        self._heads = head_rows(num_kv_heads)
         slots = (num_kv_heads, num_blocks * block_size)
         self._keys, self._values = mx.zeros((*slots, head_dim), mx.int8), mx.zeros((*slots, head_dim), mx.int8)
         self._key_scales, self._value_scales = mx.zeros((*slots, 1), mx.float16), mx.zeros((*slots, 1), mx.float16)
@@ -50,8 +51,9 @@ class PackedKVStorage:
 
     def write(self, slots: mx.array, keys: mx.array, values: mx.array) -> None:
         """Write the codes of keys and values [T, kv heads, 1, D] to ``slots`` [T]."""
-        self._keys[:, slots], self._key_scales[:, slots] = encode(keys.squeeze(2).swapaxes(0, 1))
-        self._values[:, slots], self._value_scales[:, slots] = encode(values.squeeze(2).swapaxes(0, 1))
+        at = self._heads, slots
+        self._keys[at], self._key_scales[at] = encode(keys.squeeze(2).swapaxes(0, 1))
+        self._values[at], self._value_scales[at] = encode(values.squeeze(2).swapaxes(0, 1))
 
     def read(self, row: RowLayout, first: int, blocks: mx.array | None) -> tuple[mx.array, mx.array]:
         """Return widened keys and values [1, kv heads, length - first, D]. See ``KVPool``."""
@@ -64,11 +66,10 @@ class PackedKVStorage:
         """Copy whole blocks. See ``KVStorage.copy``."""
         for wave in independent(copies):
             sources, targets = copied_slots(wave, self._block_size)
-            copied = [pool[:, sources] for pool in self.arrays]
+            copied = [pool[self._heads, sources] for pool in self.arrays]
             mx.eval(copied)
-            self._keys[:, targets], self._values[:, targets] = copied[0], copied[1]
-            self._key_scales[:, targets], self._value_scales[:, targets] = copied[2], copied[3]
-            mx.eval(self.arrays)
+            for pool, values in zip(self.arrays, copied, strict=True):
+                pool[self._heads, targets] = values
 
 
 def decoded(codes: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:

@@ -6,7 +6,7 @@ does not depend on its neighbours. T packed rows, N of them with one token, L to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate
 
 import mlx.core as mx
@@ -14,9 +14,9 @@ import mlx.nn as nn
 
 from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
 from edgepipe_mlx.layer_weights import LayerWeights
+from edgepipe_mlx.recurrent_chunks import delta_tokens, scan_tokens
 from edgepipe_mlx.states import LongRow, State, StateStep
 
-_CHUNK = 64  # tokens that are computed side by side
 _LENGTH_EPS = 1e-6  # of the length of queries and keys
 
 
@@ -64,18 +64,18 @@ class RecurrentMixer:
 
     def _singles(self, made: mx.array, step: StateStep) -> mx.array:
         out, after = self._step(made, step.pool.read(step.step.read))
-        step.pool.write(step.step.write, after)
+        step.keep(step.step.write, after)
         return out
 
     def _long(self, made: mx.array, row: LongRow, step: StateStep) -> mx.array:
         slot = step.step.zeros if row.state.read is None else row.state.read
-        state = tuple(each[0] for each in step.pool.read(mx.array([slot])))
+        state = tuple(each[0] for each in step.pool.read([slot]))
         parts: list[mx.array] = []
         start = 0
         for write in row.state.writes:
             out, state = self._whole(made[start : write.after], state)
             parts.append(out)
-            step.pool.write(mx.array([write.slot]), tuple(each[None] for each in state))
+            step.keep([write.slot], tuple(each[None] for each in state))
             start = write.after
         return mx.concatenate(parts)
 
@@ -100,6 +100,21 @@ class RecurrentMixer:
         raise NotImplementedError
 
 
+@partial(mx.compile, shapeless=True)  # one kernel on Metal, which reads and writes the states once
+def _stepped(memory: mx.array, decay: mx.array, column: mx.array, row: mx.array) -> mx.array:
+    return memory * decay + column * row
+
+
+@partial(mx.compile, shapeless=True)
+def _delta_gates(alpha: mx.array, beta: mx.array, bias: mx.array, rates: mx.array) -> tuple[mx.array, mx.array]:
+    return -rates * nn.softplus(alpha + bias), mx.sigmoid(beta)
+
+
+@partial(mx.compile, shapeless=True)
+def _times_silu(x: mx.array, z: mx.array) -> mx.array:
+    return x * nn.silu(z)
+
+
 class DeltaNetMixer(RecurrentMixer):
     """See ``DeltaNet``."""
 
@@ -113,6 +128,8 @@ class DeltaNetMixer(RecurrentMixer):
         self._norm = weights.vector("linear_attn.norm.weight")
         self._eps = weights.norm_eps
         heads = mx.arange(spec.value_heads)
+        # Their norm leaves queries and keys with a length of K^(1/2). Keys get 1, and queries K^(-1/2).
+        self._lengths = mx.array([1 / spec.key_dim, spec.key_dim**-0.5])[:, None, None]
         self._key_head = heads % spec.key_heads if spec.tiled else heads // (spec.value_heads // spec.key_heads)
 
     def _input(self, x: mx.array) -> mx.array:
@@ -134,19 +151,19 @@ class DeltaNetMixer(RecurrentMixer):
         spec = self._spec
         size = spec.key_heads * spec.key_dim
         keys = mixed[:, : 2 * size].reshape(-1, 2, spec.key_heads, spec.key_dim)
-        keys = keys * mx.rsqrt((keys * keys).sum(axis=-1, keepdims=True) + _LENGTH_EPS)
+        keys = mx.fast.rms_norm(keys, None, _LENGTH_EPS / spec.key_dim) * self._lengths
         keys = keys[:, :, self._key_head]
         values = mixed[:, 2 * size :].reshape(-1, spec.value_heads, spec.value_dim)
-        return keys[:, 0] * spec.key_dim**-0.5, keys[:, 1], values
+        return keys[:, 0], keys[:, 1], values
 
     def _gates(self, alpha: mx.array, beta: mx.array) -> tuple[mx.array, mx.array]:
         """Return the logarithm of the decay, and beta, [T, H]."""
-        return -self._rates * nn.softplus(alpha + self._dt_bias), mx.sigmoid(beta)
+        return _delta_gates(alpha, beta, self._dt_bias, self._rates)
 
     def _gated(self, out: mx.array, z: mx.array) -> mx.array:
         """Normalise the heads' outputs [T, H, V] and multiply them with SiLU(z) [T, H V]."""
         normed = mx.fast.rms_norm(out, self._norm, self._eps)
-        return normed.reshape(z.shape) * nn.silu(z)
+        return _times_silu(normed.reshape(z.shape), z)
 
     def _step(self, made: mx.array, state: State) -> tuple[mx.array, State]:
         last, memory = state
@@ -154,10 +171,10 @@ class DeltaNetMixer(RecurrentMixer):
         mixed, last = self._convolution.step(last, channels)
         queries, keys, values = self._heads(nn.silu(mixed))
         log_decay, beta = self._gates(alpha, beta)
-        memory = memory * mx.exp(log_decay)[..., None, None]
-        error = (values - (memory * keys[..., None]).sum(axis=-2)) * beta[..., None]
-        memory = memory + keys[..., None] * error[..., None, :]
-        out = (memory * queries[..., None]).sum(axis=-2)
+        decay = mx.exp(log_decay)[..., None]
+        error = (values - decay * (keys[..., None, :] @ memory).squeeze(-2)) * beta[..., None]
+        memory = _stepped(memory, decay[..., None], keys[..., None], error[..., None, :])
+        out = (queries[..., None, :] @ memory).squeeze(-2)
         return self._gated(out, z), (last, memory)
 
     def _whole(self, made: mx.array, state: State) -> tuple[mx.array, State]:
@@ -166,36 +183,8 @@ class DeltaNetMixer(RecurrentMixer):
         mixed, last = self._convolution.whole(last, channels)
         queries, keys, values = (each.swapaxes(0, 1) for each in self._heads(nn.silu(mixed)))
         log_decay, beta = (each.T for each in self._gates(alpha, beta))
-        outs: list[mx.array] = []
-        for part in _chunks(made.shape[0]):
-            out, memory = delta_chunk(
-                queries[:, part], keys[:, part], values[:, part], log_decay[:, part], beta[:, part], memory
-            )
-            outs.append(out)
-        return self._gated(mx.concatenate(outs, axis=1).swapaxes(0, 1), z), (last, memory)
-
-
-def delta_chunk(
-    queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
-) -> tuple[mx.array, mx.array]:
-    """Return the outputs [H, c, V] of c tokens, and the memory [H, K, V] behind them (section 3.3 of the paper).
-
-    queries, keys    [H, c, K]
-    values           [H, c, V]
-    log_decay, beta  [H, c]
-    memory           [H, K, V] before the tokens
-    """
-    total = mx.cumsum(log_decay, axis=-1)  # of each token's decay and those before it
-    since = _decays(total)
-    scaled = keys * beta[..., None]
-    # What each token writes depends on those before it: a unit triangular system, which MLX solves on the CPU.
-    system = mx.tril((scaled @ keys.swapaxes(-1, -2)) * since, -1) + mx.eye(keys.shape[1])
-    wanted = values * beta[..., None] - (scaled * mx.exp(total)[..., None]) @ memory
-    errors = mx.linalg.solve_triangular(system, wanted, upper=False, stream=mx.cpu)
-    out = (queries * mx.exp(total)[..., None]) @ memory
-    out = out + ((queries @ keys.swapaxes(-1, -2)) * since) @ errors
-    left = mx.exp(total[:, -1:] - total)[..., None]
-    return out, memory * mx.exp(total[:, -1:])[..., None] + (keys * left).swapaxes(-1, -2) @ errors
+        out, memory = delta_tokens(queries, keys, values, log_decay, beta, memory)
+        return self._gated(out.swapaxes(0, 1), z), (last, memory)
 
 
 class Mamba2Mixer(RecurrentMixer):
@@ -235,7 +224,7 @@ class Mamba2Mixer(RecurrentMixer):
 
     def _gated(self, out: mx.array, z: mx.array) -> mx.array:
         """Multiply the heads' outputs [T, H, D] with SiLU(z) [T, H D], and normalise each group."""
-        gated = (out.reshape(z.shape) * nn.silu(z)).reshape(z.shape[0], self._spec.groups, -1)
+        gated = _times_silu(out.reshape(z.shape), z).reshape(z.shape[0], self._spec.groups, -1)
         return mx.fast.rms_norm(gated, None, self._eps).reshape(z.shape) * self._norm
 
     def _step(self, made: mx.array, state: State) -> tuple[mx.array, State]:
@@ -244,9 +233,9 @@ class Mamba2Mixer(RecurrentMixer):
         mixed, last = self._convolution.step(last, channels)
         x, into, out_of = self._heads(nn.silu(mixed))
         dt = self._steps(dt)
-        memory = memory * mx.exp(-self._rates * dt)[..., None, None]
-        memory = memory + (x * dt[..., None])[..., None] * into[..., None, :]
-        out = (memory * out_of[..., None, :]).sum(axis=-1) + x * self._skips[:, None]
+        decay = mx.exp(-self._rates * dt)[..., None, None]
+        memory = _stepped(memory, decay, (x * dt[..., None])[..., None], into[..., None, :])
+        out = (memory @ out_of[..., None]).squeeze(-1) + x * self._skips[:, None]
         return self._gated(out, z), (last, memory)
 
     def _whole(self, made: mx.array, state: State) -> tuple[mx.array, State]:
@@ -255,29 +244,8 @@ class Mamba2Mixer(RecurrentMixer):
         mixed, last = self._convolution.whole(last, channels)
         x, into, out_of = (each.swapaxes(0, 1) for each in self._heads(nn.silu(mixed)))
         dt = self._steps(dt).T
-        outs: list[mx.array] = []
-        for part in _chunks(made.shape[0]):
-            decay = -self._rates[:, None] * dt[:, part]
-            out, memory = scan_chunk(x[:, part] * dt[:, part][..., None], into[:, part], out_of[:, part], decay, memory)
-            outs.append(out + x[:, part] * self._skips[:, None, None])
-        return self._gated(mx.concatenate(outs, axis=1).swapaxes(0, 1), z), (last, memory)
-
-
-def scan_chunk(
-    x: mx.array, into: mx.array, out_of: mx.array, log_decay: mx.array, memory: mx.array
-) -> tuple[mx.array, mx.array]:
-    """Return the outputs [H, c, D] of c tokens, and the memory [H, D, N] behind them (section 6 of the paper).
-
-    x             [H, c, D] times dt
-    into, out_of  [H, c, N]: B and C
-    log_decay     [H, c]
-    memory        [H, D, N] before the tokens
-    """
-    total = mx.cumsum(log_decay, axis=-1)
-    out = ((out_of @ into.swapaxes(-1, -2)) * _decays(total)) @ x
-    out = out + (out_of * mx.exp(total)[..., None]) @ memory.swapaxes(-1, -2)
-    left = mx.exp(total[:, -1:] - total)[..., None]
-    return out, memory * mx.exp(total[:, -1:])[..., None] + (x * left).swapaxes(-1, -2) @ into
+        out, memory = scan_tokens(x * dt[..., None], into, out_of, -self._rates[:, None] * dt, memory)
+        return self._gated((out + x * self._skips[:, None, None]).swapaxes(0, 1), z), (last, memory)
 
 
 class ShortConvMixer(RecurrentMixer):
@@ -317,14 +285,3 @@ def make_mixer(spec: Recurrent, weights: LayerWeights) -> RecurrentMixer:
             return Mamba2Mixer(spec, weights)
         case ShortConv():
             return ShortConvMixer(spec, weights)
-
-
-def _decays(total: mx.array) -> mx.array:
-    """Return the decay [H, c, c] from each token to those behind it; 0 to those before. total: sums of logs [H, c]."""
-    apart = total[..., None] - total[..., None, :]
-    return mx.tril(mx.exp(mx.minimum(apart, 0.0)))
-
-
-def _chunks(count: int) -> Iterator[slice]:
-    for start in range(0, count, _CHUNK):
-        yield slice(start, min(start + _CHUNK, count))

@@ -8,35 +8,59 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from edgepipe.backend.step_layout import StepLayout
-from edgepipe.backend.types import BlockCopy, RowState
+from edgepipe.backend.types import RowState
 from edgepipe.model.layer_spec import Recurrent
 
 State = tuple[mx.array, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """States that a step computed side by side. All slots that it names hold it."""
+
+    arrays: State  # [N, ...]
+    slots: tuple[int, ...]  # [N]
+
+    def row(self, slot: int) -> State:
+        """Return the state [1, ...] of a slot."""
+        at = self.slots.index(slot)
+        return tuple(each[at : at + 1] for each in self.arrays)
+
+
 class LayerStates:
-    """The slots of one layer. The slot behind the last one holds zeros: a sequence begins with it."""
+    """The slots of one layer. The slot behind the last one holds zeros: a sequence begins with it.
+
+    A slot holds the arrays that a step computed, and nothing writes to them. One array for all slots would be copied
+    whole by every write: MLX updates an array in place only while nothing else holds it, and a step's kernels hold what
+    they read until they have run (docs/experiments.md). Rows that stay together from step to step share a batch, so
+    their states are never copied. Once one leaves, the others get arrays of their own, so that no slot keeps the states
+    of others alive.
+    """
 
     def __init__(self, spec: Recurrent, num_slots: int) -> None:
-        self._arrays = [mx.zeros((num_slots + 1, *shape), mx.float32) for shape in spec.state_shapes]
-        mx.eval(self._arrays)
+        self._batches = [
+            _Batch(tuple(mx.zeros((1, *shape), mx.float32) for shape in spec.state_shapes), (slot,))
+            for slot in range(num_slots + 1)
+        ]  # by slot
+        mx.eval([batch.arrays for batch in self._batches])
 
-    @property
-    def arrays(self) -> list[mx.array]:
-        """All states [slots + 1, ...] float32."""
-        return self._arrays
-
-    def read(self, slots: mx.array) -> State:
+    def read(self, slots: Sequence[int]) -> State:
         """Return the states [N, ...] of slots [N]."""
-        return tuple(each[slots] for each in self._arrays)
+        together = self._batches[slots[0]]
+        if together.slots == tuple(slots):
+            return together.arrays
+        rows = [self._batches[slot].row(slot) for slot in slots]
+        return rows[0] if len(rows) == 1 else tuple(mx.concatenate(list(each)) for each in zip(*rows, strict=True))
 
-    def write(self, slots: mx.array, states: State) -> None:
-        """Keep states [N, ...] in slots [N]."""
-        for each, new in zip(self._arrays, states, strict=True):
-            each[slots] = new
-
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Do nothing: a state is in no block."""
+    def write(self, slots: Sequence[int], states: State) -> list[mx.array]:
+        """Keep states [N, ...] in slots [N]. Returns new arrays, which the step must evaluate."""
+        left = {other for slot in slots for other in self._batches[slot].slots} - set(slots)
+        found = [(states, tuple(slots)), *((self._batches[slot].row(slot), (slot,)) for slot in sorted(left))]
+        new = [_Batch(tuple(mx.contiguous(each) for each in arrays), own) for arrays, own in found]
+        for batch in new:
+            for slot in batch.slots:
+                self._batches[slot] = batch
+        return [array for batch in new for array in batch.arrays]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +81,10 @@ class StepStates:
         single = [(row.first_row, state) for row, state in rows if row.num_tokens == 1]
         self.zeros = zeros
         self.long = [LongRow(row.first_row, row.num_tokens, state) for row, state in rows if row.num_tokens > 1]
-        self.num_single = len(single)
         self.rows = mx.array([first for first, _ in single]) if self.long and single else None
-        self.read = mx.array([zeros if state.read is None else state.read for _, state in single])
-        self.write = mx.array([state.writes[0].slot for _, state in single])
+        self.read = [zeros if state.read is None else state.read for _, state in single]
+        self.write = [state.writes[0].slot for _, state in single]
+        self.written: list[mx.array] = []  # the new states of all layers, which the step must evaluate
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +93,7 @@ class StateStep:
 
     step: StepStates
     pool: LayerStates
+
+    def keep(self, slots: Sequence[int], states: State) -> None:
+        """Keep states [N, ...] in slots [N]."""
+        self.step.written += self.pool.write(slots, states)

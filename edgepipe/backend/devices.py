@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,11 +24,9 @@ _CUDA_TILES = ((17, 1.20), (129, 1.28), (257, 1.51))
 _ALIASES = {
     "auto": "rtx4090",
     "emulated": "rtx4090",
-    "3090": "rtx3090",
-    "4090": "rtx4090",
-    "5090": "rtx5090",
     "a100": "a100-40g",
 }
+_SIZED = re.compile(r"(?P<name>.+?)[\s-]+(?P<gb>[1-9]\d{0,3})\s*gb?", flags=re.IGNORECASE)  # a device and its memory
 _PC_RAM_BYTES, _PC_RAM_BYTES_PER_S = 56_000_000_000, 40e9  # assumed: of 64 GB of DDR5-5600 in two channels
 _MOST_DEVICES = 256  # in one list; prevents a typing error from creating a thousand stages
 
@@ -86,20 +85,38 @@ def _apple(name: str, *, memory_gb: float, peak_gb_per_s: float, peak_tflops: fl
 
 
 def device_models() -> dict[str, DeviceModel]:
-    """Return the named devices. Peaks: memory rate in GB/s, dense bf16 (Apple: fp16) rate in TFLOP/s."""
+    """Return the named devices, with a common memory size."""
+    return {**_gpus(), **_macs()}
+
+
+def _gpus() -> dict[str, DeviceModel]:
+    """Return NVIDIA's cards: GB, GB/s, TFLOP/s of dense bf16 products that add in float32."""
+    table = {
+        "rtx3060": ("GeForce RTX 3060", 12, 360, 25),
+        "rtx3080": ("GeForce RTX 3080", 10, 760, 60),
+        "rtx3090": ("GeForce RTX 3090", 24, 936, 71),
+        "rtx4060ti": ("GeForce RTX 4060 Ti", 16, 288, 44),
+        "rtx4070": ("GeForce RTX 4070", 12, 504, 58),
+        "rtx4080": ("GeForce RTX 4080", 16, 717, 97),
+        "rtx4090": ("GeForce RTX 4090", 24, 1008, 165),
+        "rtx5060ti": ("GeForce RTX 5060 Ti", 16, 448, 47),
+        "rtx5070": ("GeForce RTX 5070", 12, 672, 62),
+        "rtx5070ti": ("GeForce RTX 5070 Ti", 16, 896, 88),
+        "rtx5080": ("GeForce RTX 5080", 16, 960, 113),
+        "rtx5090": ("GeForce RTX 5090", 32, 1792, 209),
+        "rtxpro6000": ("RTX PRO 6000", 96, 1792, 504),
+        "a100-40g": ("A100 40GB", 40, 1555, 312),
+        "a100-80g": ("A100 80GB", 80, 2039, 312),
+        "h100": ("H100 80GB", 80, 3350, 989),
+    }
     return {
-        "rtx3090": _gpu("NVIDIA GeForce RTX 3090", memory_gb=24, peak_gb_per_s=936, peak_tflops=71),
-        "rtx4090": _gpu("NVIDIA GeForce RTX 4090", memory_gb=24, peak_gb_per_s=1008, peak_tflops=165),
-        "rtx5090": _gpu("NVIDIA GeForce RTX 5090", memory_gb=32, peak_gb_per_s=1792, peak_tflops=209),
-        "a100-40g": _gpu("NVIDIA A100 40GB", memory_gb=40, peak_gb_per_s=1555, peak_tflops=312),
-        "a100-80g": _gpu("NVIDIA A100 80GB", memory_gb=80, peak_gb_per_s=2039, peak_tflops=312),
-        "h100": _gpu("NVIDIA H100 80GB", memory_gb=80, peak_gb_per_s=3350, peak_tflops=989),
-        **_macs(),
+        key: _gpu(f"NVIDIA {name}", memory_gb=memory, peak_gb_per_s=rate, peak_tflops=flops)
+        for key, (name, memory, rate, flops) in table.items()
     }
 
 
 def _macs() -> dict[str, DeviceModel]:
-    """Return Apple's chips with a common memory size: GB, GB/s, TFLOP/s of the largest GPU."""
+    """Return Apple's chips: GB, GB/s, TFLOP/s of the largest GPU in fp16. The M5's are Apple's four times an M4's."""
     table = {
         "m1": (16, 68, 2.6),
         "m1pro": (32, 200, 5.2),
@@ -116,6 +133,9 @@ def _macs() -> dict[str, DeviceModel]:
         "m4": (16, 120, 4.6),
         "m4pro": (48, 273, 9.2),
         "m4max": (64, 546, 18.4),
+        "m5": (16, 153, 18.4),
+        "m5pro": (48, 307, 36.8),
+        "m5max": (64, 614, 73.6),
     }
     kinds = {"pro": " Pro", "max": " Max", "ultra": " Ultra"}
     return {
@@ -127,18 +147,38 @@ def _macs() -> dict[str, DeviceModel]:
 
 
 def device_key(text: str) -> str:
-    """Return the table's key for a device name (``RTX 4090``, ``auto``). Raises ConfigInvalid."""
+    """Return the key of a device's name, which may end with its memory: ``RTX 4090``, ``4090``, ``m4max 128GB``.
+
+    Raises ConfigInvalid.
+    """
     models = device_models()
+    plain = _plain_key(text, models)
+    if plain not in models and (found := _SIZED.fullmatch(text.strip())):
+        plain, size = _plain_key(found["name"], models), f"-{found['gb']}gb"
+    else:
+        size = ""
+    if plain not in models:
+        close = difflib.get_close_matches(plain, models, n=1)
+        raise ConfigInvalid(
+            f"no device is called '{text.strip()}'",
+            fact=f"there are {', '.join(models)}",
+            next_step=f"did you mean '{close[0]}'?" if close else "name one of them, such as rtx4090",
+        )
+    return plain + size
+
+
+def _plain_key(text: str, models: Mapping[str, DeviceModel]) -> str:
     key = re.sub(r"[\s_]", "", text.lower())
-    key = _ALIASES.get(key, key)
-    if key not in models:
-        raise ConfigInvalid(f"no device is called '{text.strip()}'", fact=f"there are {', '.join(models)}")
-    return key
+    return _ALIASES.get(key, f"rtx{key}" if f"rtx{key}" in models else key)
 
 
 def named_device(text: str) -> DeviceModel:
-    """Return the device of that name. Raises ConfigInvalid."""
-    return device_models()[device_key(text)]
+    """Return the device of that name, see ``device_key``. Raises ConfigInvalid."""
+    models, key = device_models(), device_key(text)
+    found = _SIZED.fullmatch(key)
+    if key in models or found is None:
+        return models[key]
+    return replace(models[found["name"]], memory_bytes=int(found["gb"]) * 10**9)
 
 
 def parse_devices(text: str) -> tuple[str, ...]:

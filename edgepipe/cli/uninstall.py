@@ -143,7 +143,11 @@ def _remove(path: Path, *, spare: Path | None) -> None:
                 if not spare.is_relative_to(child):
                     _remove(child, spare=None)
     except OSError as exc:
-        raise ConfigInvalid(f"{path} cannot be removed", fact=exc.strerror or "") from exc
+        raise ConfigInvalid(
+            f"{path} cannot be removed",
+            fact=exc.strerror or "",
+            next_step="check its permissions, then: edgepipe uninstall",
+        ) from exc
 
 
 def _size(path: Path) -> int:

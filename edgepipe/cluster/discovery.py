@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zeroconf import Error as ZeroconfError
 from zeroconf import IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
@@ -20,6 +22,8 @@ SERVICE_TYPE = "_edgepipe._tcp.local."
 _LOOKUP_MS = 2000  # a node answers in milliseconds; lost multicast is asked again within this
 _MAX_LOOKUPS = 64  # at a time; more names than a home has machines mean a flood
 _MAX_TXT_BYTES = 1024  # ours have about 250
+RENEW_S = 300.0  # an adapter that was unplugged meanwhile has lost its multicast group, and no call reports that
+AGAIN_S = 30.0  # after multicast did not work
 _INCARNATION_DIGITS = 10  # of an instance's name, which is a DNS label: at most 63 bytes with the node's 52
 
 
@@ -56,38 +60,68 @@ class Discovery:
         self._lookups: set[asyncio.Task[None]] = set()
         self._info = _service_info(own)
         self._announced: Any = None  # zeroconf's task that repeats the announcement; kept against garbage collection
+        self._changing = asyncio.Lock()
+        self._stopped = False
 
     async def start(self) -> None:
         """Register and browse. A network without multicast is no error: peers can be named by hand."""
+        async with self._changing:
+            await self._open()
+
+    async def run(self, *, renew_s: float = RENEW_S, again_s: float = AGAIN_S) -> None:
+        """Register and browse anew at intervals, until cancelled: sockets do not show that they have gone deaf."""
+        while not self._stopped:
+            await asyncio.sleep(again_s if self.problem else renew_s)
+            async with self._changing:
+                await self._close()
+                if not self._stopped:
+                    await self._open()
+
+    async def announce_pairing(self, port: int) -> None:
+        """Announce the port where a machine may join; 0: pairing is closed."""
+        async with self._changing:
+            self._own = replace(self._own, pairing_port=port)
+            self._info = _service_info(self._own)
+            if self._zeroconf is not None:
+                update: Any = self._zeroconf.async_update_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+                self._announced = await update(self._info)
+
+    async def stop(self) -> None:
+        """Say goodbye and close the sockets."""
+        self._stopped = True
+        async with self._changing:
+            await self._close()
+
+    async def _open(self) -> None:
+        problem = ""
         try:
             self._zeroconf = AsyncZeroconf(interfaces=[self._own.host], ip_version=IPVersion.V4Only)
             # Name: node id and incarnation. No other node has it, so the probing wait of 0.75 s can be left out.
             register: Any = self._zeroconf.async_register_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
             self._announced = await register(self._info, cooperating_responders=True)
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE_TYPE, handlers=[self._changed])
-        except OSError as exc:
-            self.problem = f"multicast DNS does not work on {self._own.host}: {exc}"
-            logger.warning("%s; peers are found by remembered addresses and --peer", self.problem)
+        except (OSError, ZeroconfError) as exc:
+            problem = f"multicast DNS does not work on {self._own.host}: {exc or type(exc).__name__}"
+            await self._close()
+        if problem and problem != self.problem:
+            logger.warning("%s; peers are found by remembered addresses and --peer", problem)
+        elif self.problem and not problem:
+            logger.info("multicast DNS works on %s", self._own.host)
+        self.problem = problem
 
-    async def announce_pairing(self, port: int) -> None:
-        """Announce the port where a machine may join; 0: pairing is closed."""
-        self._own = replace(self._own, pairing_port=port)
-        self._info = _service_info(self._own)
-        if self._zeroconf is not None:
-            update: Any = self._zeroconf.async_update_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-            self._announced = await update(self._info)
-
-    async def stop(self) -> None:
-        """Say goodbye and close the sockets."""
+    async def _close(self) -> None:
         for lookup in self._lookups:
             lookup.cancel()
         if self._browser is not None:
             await self._browser.async_cancel()
-        if self._zeroconf is not None:
-            unregister: Any = self._zeroconf.async_unregister_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-            await (await unregister(self._info))  # the inner one ends when the goodbyes are sent
-            await self._zeroconf.async_close()
-            self._zeroconf = None
+            self._browser = None
+        zeroconf, self._zeroconf = self._zeroconf, None
+        if zeroconf is not None:
+            unregister: Any = zeroconf.async_unregister_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            with suppress(OSError, ZeroconfError, KeyError):  # the network is away, or the service was not registered
+                await (await unregister(self._info))  # the inner one ends when the goodbyes are sent
+            with suppress(OSError, ZeroconfError):
+                await zeroconf.async_close()
 
     def _changed(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         """Look up a new or changed record. Heartbeats detect nodes that go."""

@@ -101,11 +101,12 @@ class Heartbeats:
                 await asyncio.sleep(self._timeouts.tick_s)
                 self._perform(self._membership.on_tick(now=self._clock.monotonic_s()))
 
-    def found(self, address: str, *, node_id: str = "", manual: bool = False) -> None:
+    def found(self, address: str, *, node_id: str = "", manual: bool = False, remembered: bool = False) -> None:
         """Take an address from discovery, memory or a person. From the network only members' addresses count."""
         if not manual and NodeId(node_id) not in self._trusted():
             return
-        self._perform(self._membership.on_address(address, node_id=node_id, manual=manual))
+        commands = self._membership.on_address(address, node_id=node_id, manual=manual, answered=remembered)
+        self._perform(commands)
 
     def announce(self) -> None:
         """Send this node's changed state to all members now."""
@@ -191,6 +192,7 @@ class Heartbeats:
                 self._start_dial(command.address, self._tasks)
             elif isinstance(command, HangUp):
                 self._doubtful.discard(command.address)
+                self._admission.refusals.pop(command.address, None)
                 if task := self._dials.pop(command.address, None):
                     task.cancel()
             elif isinstance(command, Probe):
@@ -228,7 +230,7 @@ class Heartbeats:
 
     async def _dial(self, address: str) -> None:
         """Hold a stream to ``address``; dial again whenever it ends."""
-        wait_s = self._timeouts.redial_min_s
+        wait_s, held_s = self._timeouts.redial_min_s, self._clock.monotonic_s()
         while not self._speaker.leaving:
             began_s = self._clock.monotonic_s()
             try:
@@ -241,9 +243,13 @@ class Heartbeats:
                 logger.debug("stream ended address=%s: %s", address, error)
             except EdgepipeError as error:
                 self._admission.refuse(address, error)
-            lasted = self._clock.monotonic_s() - began_s > 2 * self._timeouts.connect_s
-            urgent = lasted or self._membership.expects(address)
-            wait_s = self._timeouts.redial_min_s if urgent else min(2 * wait_s, self._timeouts.redial_max_s)
+            now_s = self._clock.monotonic_s()
+            if now_s - began_s > 2 * self._timeouts.connect_s:
+                held_s = now_s
+            urgent = held_s == now_s or self._membership.expects(address)
+            away = now_s - held_s >= self._timeouts.forget_s
+            longest_s = self._timeouts.redial_away_s if away else self._timeouts.redial_max_s
+            wait_s = self._timeouts.redial_min_s if urgent else min(2 * wait_s, longest_s)
             await asyncio.sleep(0 if self._speaker.leaving else wait_s)
 
     async def _converse(self, address: str) -> None:

@@ -12,7 +12,39 @@ import ifaddr
 from edgepipe.errors import ConfigInvalid
 
 LOOPBACK = "127.0.0.1"
-_SKIPPED = ("docker", "br-", "veth", "virbr", "vmnet", "tailscale", "utun", "wg", "zt", "tun", "awdl", "llw", "bridge")
+_CONTAINERS = (
+    "docker",
+    "br-",
+    "veth",
+    "virbr",
+    "lxcbr",
+    "lxdbr",
+    "incusbr",
+    "podman",
+    "cni",
+    "flannel",
+    "cali",
+    "cilium",
+)
+_MACHINES = ("vmnet", "vmenet", "vnic", "vboxnet", "vnet", "bridge")  # virtual ones; Proxmox's vmbr leads to the LAN
+_TUNNELS = (
+    "tailscale",
+    "utun",
+    "tun",
+    "tap",
+    "wg",
+    "zt",
+    "feth",
+    "ppp",
+    "ipsec",
+    "nordlynx",
+    "proton",
+    "gpd",
+    "cscotun",
+)
+_MORE_TUNNELS = ("mullvad", "surfshark", "outline", "CloudflareWARP", "ham", "nebula", "awdl", "llw")
+_SKIPPED = (*_CONTAINERS, *_MACHINES, *_TUNNELS, *_MORE_TUNNELS)
+_LONGEST_PREFIX = 30  # a longer one leaves no second machine in the network, as tunnels have it
 _NO_TRAFFIC = "192.0.2.1"  # a documentation address: connecting a UDP socket only asks the routing table
 
 
@@ -22,12 +54,13 @@ class Interface:
 
     name: str
     address: str
+    prefix: int = 24  # bits of its network
 
 
 def interfaces() -> list[Interface]:
     """Return all IPv4 addresses of this machine."""
     return [
-        Interface(name=adapter.nice_name, address=ip.ip)
+        Interface(name=adapter.nice_name, address=ip.ip, prefix=ip.network_prefix)
         for adapter in ifaddr.get_adapters()
         for ip in adapter.ips
         if isinstance(ip.ip, str)
@@ -39,7 +72,9 @@ def lan_interfaces(available: Iterable[Interface]) -> list[Interface]:
     return [
         interface
         for interface in available
-        if not _is_loopback(interface.address) and not interface.name.startswith(_SKIPPED)
+        if not _is_loopback(interface.address)
+        and not interface.name.startswith(_SKIPPED)
+        and interface.prefix <= _LONGEST_PREFIX
     ]
 
 

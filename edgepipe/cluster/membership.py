@@ -114,11 +114,16 @@ class HeardBeat:
 
 @dataclass(slots=True, kw_only=True)
 class _Target:
-    manual: bool  # named by a person: never forgotten
+    manual: bool  # named by a person
     node_id: NodeId | None = None  # the node that answered there, or is said to be there
-    answered: bool = False
+    answered: bool = False  # a member answered there, now or in an earlier run
     dialling: bool = False
     unanswered_since_s: float | None = None  # dialled since then, and no member answers
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it is dialled until it answers: after a long outage, two nodes meet again without multicast."""
+        return self.manual or self.answered
 
 
 class Membership:
@@ -180,8 +185,13 @@ class Membership:
         member = self._members.get(target.node_id) if target and target.node_id else None
         return member is not None and member.reachable
 
-    def on_address(self, address: str, *, manual: bool = False, node_id: str = "") -> list[Command]:
-        """Take an address that discovery, a person or another member named."""
+    def on_address(
+        self, address: str, *, manual: bool = False, node_id: str = "", answered: bool = False
+    ) -> list[Command]:
+        """Take an address that discovery, a person or another member named.
+
+        ``answered``: the node had it in an earlier run of this node.
+        """
         if not address or address in self._own_addresses:  # this node's id elsewhere is a copy, and dialling shows that
             return []
         target = self._targets.get(address)
@@ -192,7 +202,7 @@ class Membership:
                 return []
             target = self._targets[address] = _Target(manual=manual)
         commands = room or []
-        target.manual = target.manual or manual
+        target.manual, target.answered = target.manual or manual, target.answered or answered
         target.node_id = target.node_id or (NodeId(node_id) if node_id else None)
         owner = self._members.get(NodeId(node_id)) if node_id else None
         if target.dialling or (owner is not None and owner.reachable and self._is_dialled(owner.node.node_id)):
@@ -317,10 +327,23 @@ class Membership:
         changed = member.status is not MemberStatus.ALIVE
         if changed:
             member.status, member.status_since_s = MemberStatus.ALIVE, now
+        moved: list[Command] = []
         if beat.state is not None and _order(beat.state) > _order(member.node):
+            if beat.state.address != member.node.address:
+                moved = self._leave_address(member.node.address, beat.node_id)
             member.node = beat.state
             changed = True
-        return [MemberChanged(member.node.node_id, MemberStatus.ALIVE)] if changed else []
+        return [*moved, *([MemberChanged(member.node.node_id, MemberStatus.ALIVE)] if changed else [])]
+
+    def _leave_address(self, address: str, node_id: NodeId) -> list[Command]:
+        """Stop dialling a member at the address that it had: its new one would never be dialled beside that."""
+        target = self._targets.get(address)
+        if target is None or target.node_id != node_id:
+            return []
+        if not target.manual:
+            del self._targets[address]
+        dialling, target.dialling = target.dialling, False
+        return [HangUp(address)] if dialling else []
 
     def _bind(self, address: str, node_id: NodeId) -> list[Command]:
         """Keep one dialled stream per member; its own address wins over others that lead to it."""
@@ -347,7 +370,7 @@ class Membership:
         said = [key for key, target in self._targets.items() if node_id and target.node_id == node_id]
         if len(said) < _MAX_TARGETS_PER_NODE:
             return [] if len(self._targets) < _MAX_TARGETS else None
-        oldest = next((key for key in said if not (self._targets[key].manual or self._targets[key].answered)), None)
+        oldest = next((key for key in said if not self._targets[key].lasts), None)
         if oldest is None:
             return None
         del self._targets[oldest]
@@ -374,22 +397,24 @@ class Membership:
                 target.dialling = True
                 yield Dial(address)
 
-    def _drop_targets(self, node_id: str) -> Iterable[Command]:
+    def _drop_targets(self, node_id: str, *, lasting: bool = True) -> Iterable[Command]:
         dropped = [address for address, target in self._targets.items() if target.node_id == node_id]
         for address in dropped:
-            if not self._targets[address].manual:  # an address from a person is dialled for ever: the node may return
+            target = self._targets[address]
+            if not target.manual and (lasting or not target.lasts):  # a person's address is dialled whatever happens
                 del self._targets[address]
                 yield HangUp(address)
 
     def _forget(self, member: Member) -> list[Command]:
+        """Drop a node that was away for long. Its addresses that have answered are dialled on."""
         del self._members[member.node.node_id]
-        return list(self._drop_targets(member.node.node_id))
+        return list(self._drop_targets(member.node.node_id, lasting=False))
 
     def _give_up(self, now: float) -> list[Command]:
-        """Stop dialling addresses from the network where no member answered for a long time."""
+        """Stop dialling addresses from the network where no member has answered, ever and for a long time."""
         lost: list[str] = []
         for address, target in self._targets.items():
-            if target.manual or target.node_id in self._members:
+            if target.lasts or target.node_id in self._members:
                 target.unanswered_since_s = None
             elif target.unanswered_since_s is None:
                 target.unanswered_since_s = now

@@ -104,10 +104,11 @@ class NodePresence:
         for address in self._basis.config.peers:
             self.heartbeats.found(address, manual=True)
         for node_id, address in self._remembered.all().items():
-            self.heartbeats.found(address, node_id=node_id)
+            self.heartbeats.found(address, node_id=node_id, remembered=True)
         if self._basis.config.discovery:
             self._discovery = Discovery(self._announcement(), self.neighbours.found)
             await self._discovery.start()
+            tasks.create_task(self._discovery.run(), name="discovery")
 
     async def stop(self) -> None:
         """Close the channels and withdraw the announcement; ``heartbeats.leave`` comes long before."""

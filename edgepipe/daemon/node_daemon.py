@@ -196,11 +196,11 @@ class NodeDaemon:
         watch = AddressWatch(host)
         while True:
             await asyncio.sleep(_ADDRESS_S)
-            available = await asyncio.to_thread(interfaces)
             try:
+                available = await asyncio.to_thread(interfaces)
                 wanted = self._wanted_address(available)
-            except ConfigInvalid:
-                continue  # the named interface is away
+            except (ConfigInvalid, OSError):
+                continue  # the named interface is away, or the system cannot tell now
             if watch.moved(wanted=wanted, available={interface.address for interface in available}):
                 logger.warning("this machine's address is now %s, no longer %s: the node moves", wanted, host)
                 self._begin_anew()

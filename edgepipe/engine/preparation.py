@@ -93,16 +93,19 @@ class Preparation:
         name = self._nodes.name(placement.node_id)
         prepared = None
         try:
-            async with self._channel(placement.node_id) as channel:
-                call = node_pb2_grpc.NodeStub(channel).Prepare(
-                    self._request(placement), timeout=self._timeouts.prepare_s
-                )
-                async for message in call:
+            async with self._channel(placement.node_id) as channel, asyncio.timeout(self._timeouts.prepare_s) as limit:
+                async for message in node_pb2_grpc.NodeStub(channel).Prepare(self._request(placement)):
+                    limit.reschedule(asyncio.get_running_loop().time() + self._timeouts.prepare_s)
                     event = from_wire(message, PrepareEvent).event
                     if isinstance(event, Prepared):
                         prepared = event
                     else:
                         self._note_progress(index, name, event)
+        except TimeoutError as exc:
+            self.failed = self.failed or placement.node_id
+            raise NodeUnreachable(
+                f"node {name} does not report progress", fact=f"silent for {self._timeouts.prepare_s:.0f} s", node=name
+            ) from exc
         except grpc.aio.AioRpcError as exc:
             self.failed = self.failed or placement.node_id
             raise _named(exc, name) from exc

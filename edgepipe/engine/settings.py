@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class EngineTimeouts:
     """Deadlines and intervals of an engine, in seconds."""
 
-    prepare_s: float = 3600.0  # may include fetching weights; the loading node detects silence
+    prepare_s: float = 3600.0  # silence of a node that prepares; fetching weights may take longer, with progress
     open_s: float = 90.0  # a stage allocates KV and reaches the next, or reports after 60 s that it does not
     release_s: float = 10.0  # a node ends a stage process: kills it after 5 s
     release_again_s: float = 10.0  # after a node did not answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from edgepipe.gateway.problems import HttpProblem, problem_response
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 OPEN_PATHS = frozenset({"/health", "/ready"})  # polled by supervisors; their answers hold no private data
 _BEARER = b"bearer "
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")  # of a host, as ``--http-name`` takes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ class Guard:
         hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
         allowed = self._names | _own_address(scope)
         if len(hosts) != 1 or host_name(hosts[0]) not in allowed:
-            raise HttpProblem(status=421, message="this server does not serve that Host", code="misdirected_request")
+            raise HttpProblem(status=421, message=_foreign_host(hosts), code="misdirected_request")
         for name, value in headers:
             if name == b"origin" and host_name(value.decode("latin-1").partition("://")[2]) not in allowed:
                 raise HttpProblem(
@@ -98,6 +100,14 @@ class Guard:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         return owner
+
+
+def _foreign_host(hosts: list[str]) -> str:
+    """Return the message to a client that reached this server by another name."""
+    name = host_name(hosts[0]) if len(hosts) == 1 else None
+    if not name or not _NAME.fullmatch(name):
+        return "this server does not serve that Host"
+    return f"this server does not serve the Host '{name}'. To allow it: edgepipe node start --http-name {name}"
 
 
 def is_local(scope: Scope) -> bool:

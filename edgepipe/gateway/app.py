@@ -252,8 +252,16 @@ def _ollama(handlers: OpenAIHandlers) -> list[Endpoint]:
             path="/api/version",
             handler=ollama.version,
             group=group,
-            summary="Show the version of edgepipe.",
+            summary="Show the version of Ollama whose API this is.",
             answer=fields("version", version="string"),
+        ),
+        Endpoint(
+            method="GET",
+            path="/",
+            handler=ollama.root,
+            group=group,
+            summary="Report that this gateway runs.",
+            media_type="text/plain",
         ),
     ]
 
@@ -286,6 +294,8 @@ async def _show_http(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "http_error")
     text = f"{request.method} {request.url.path[:200]}: {exc.detail}"
+    if exc.status_code == 404:
+        text += ". OpenAI's API is under /v1, Ollama's under /api; /docs lists them"
     problem = HttpProblem(status=exc.status_code, message=text, code=code, headers=exc.headers or {})
     return _response(request, problem)
 

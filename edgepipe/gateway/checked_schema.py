@@ -8,16 +8,17 @@ from graphlib import CycleError, TopologicalSorter
 from typing import cast
 
 from edgepipe.errors import RequestInvalid
-from edgepipe.gateway.closed_schema import Schema, closed_schema, needed_parts
+from edgepipe.gateway.closed_schema import closed_schema, needed_parts
 from edgepipe.gateway.problems import HttpProblem, bad_request
 from edgepipe.gateway.schema import MAX_SCHEMA_CHARS
+from edgepipe.gateway.schema_keywords import Schema, without_idle
 
 
 def checked_schema(schema: Schema, *, param: str, close: Callable[[Schema], Schema] = closed_schema) -> Schema:
-    """Return the schema closed. Raises HttpProblem."""
+    """Return the schema closed, without keywords that any value fits. Raises HttpProblem."""
     _check_schema(schema, param=param)
     try:
-        return close(schema)
+        return close(without_idle(schema))
     except RequestInvalid as exc:
         raise invalid_schema(exc, param=param) from exc
 

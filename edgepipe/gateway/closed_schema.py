@@ -8,17 +8,13 @@ and the schema that joins them allows the keys of all parts. An object that name
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, cast
 from urllib.parse import unquote
 
 from edgepipe.errors import RequestInvalid
+from edgepipe.gateway.schema_keywords import LISTS, MAPS, SINGLE, Schema
 
-Schema = Mapping[str, Any]
-
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
 _MAX_STEPS = 50_000  # about 0.1 s; a schema of 64 KB whose parts refer to each other could take millions
 _OPENING = ("additionalProperties", "unevaluatedProperties")
 _INDEX = re.compile(r"[0-9]{1,5}")
@@ -34,7 +30,7 @@ def closed_parameters(schema: Schema) -> Schema:
 
     Raises RequestInvalid, see ``closed_schema``.
     """
-    shapes = {*_MAPS, *_LISTS, *_OPENING, "$ref", "required", "minProperties", "enum", "const"}
+    shapes = {*MAPS, *LISTS, *_OPENING, "$ref", "required", "minProperties", "enum", "const"}
     none: dict[str, Any] = {"properties": {}} if not shapes & schema.keys() else {}
     return closed_schema({**none, **schema, "type": "object"})
 
@@ -86,11 +82,11 @@ class _Closer:
         """Copy a schema and its inner schemas, with closed objects."""
         fields = dict(node)
         for key, value in node.items():
-            if key in _MAPS and isinstance(value, dict):
+            if key in MAPS and isinstance(value, dict):
                 fields[key] = {name: self._copied(each) for name, each in cast("dict[str, object]", value).items()}
-            elif key in _LISTS and isinstance(value, list):
+            elif key in LISTS and isinstance(value, list):
                 fields[key] = [self._copied(each) for each in cast("list[object]", value)]
-            elif key in _SINGLE:
+            elif key in SINGLE:
                 fields[key] = self._copied(value)
         return self._closed(node, fields) if id(node) not in self._joined else fields
 
@@ -187,12 +183,12 @@ def _list(node: Schema, key: str) -> Iterator[Schema]:
 
 def _children(node: Schema) -> Iterator[Schema]:
     """Yield the schemas that are direct parts of this one."""
-    for key in _MAPS:
+    for key in MAPS:
         for each in cast("dict[str, object]", node[key]).values() if isinstance(node.get(key), dict) else ():
             if (schema := _schema(each)) is not None:
                 yield schema
-    for key in _LISTS:
+    for key in LISTS:
         yield from _list(node, key)
-    for key in _SINGLE:
+    for key in SINGLE:
         if (schema := _schema(node.get(key))) is not None:
             yield schema

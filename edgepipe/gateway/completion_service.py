@@ -228,7 +228,8 @@ class CompletionService:
 
 async def render_chat(assets: Assets, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> str:
     """Render the prompt of a conversation. Raises TemplateFailed, HttpProblem for reserved template keywords."""
-    given = body.chat_template_kwargs or {}
+    switch = {} if body.enable_thinking is None else {"enable_thinking": body.enable_thinking}
+    given = switch | (body.chat_template_kwargs or {})
     for name in given:
         if name not in KNOWN_KEYWORDS - _OWN_KEYWORDS:
             raise bad_request(

@@ -24,8 +24,12 @@ Turn = dict[str, Any]
 _TOOL_ROLE = re.compile(r"[=!]=\s*['\"]tool['\"]|['\"]tool['\"]\s*[,\]]")
 _TOOLS_OF_SYSTEM = re.compile(r"message(?:\.tools\b|\[['\"]tools['\"]\])")
 _THINKING_FIELD = re.compile(r"\w(?:\.thinking\b|\[['\"]thinking['\"]\])")
+_DEVELOPER_ROLE = re.compile(r"['\"]developer['\"]")
+_ALTERNATES = re.compile(r"roles must alternate")
+_SYSTEM_FIRST = re.compile(r"ystem message must be at the beginning")
 _SHORT_IDS = re.compile(r"length\s*[!=]=\s*9\b")
 _READ_AS_OBJECT = re.compile(r"(?:arguments|args)['\"]?\]?\s*(?:\|\s*(?:tojson|items)|is mapping|is string|\.items)")
+_ITERATED_ARGUMENTS = re.compile(r"(?:arguments|args)['\"]?\]?\s*(?:\|\s*items|\.items)")
 _JOINED_ARGUMENTS = re.compile(r"\+\s*[\w.\[\]'\"]*arguments['\"]?\]?\s*(?:\+|-?\}\})")
 
 
@@ -37,15 +41,20 @@ class TemplateTraits:
     knows_tools: bool = True  # it shows tools to the model
     knows_calls: bool = True  # it writes calls of earlier turns
     knows_results: bool = True  # it writes turns of the role ``tool``
+    knows_developer: bool = True  # it names the role ``developer``; others leave such turns out
+    alternates: bool = False  # it refuses two turns of the user in a row
+    system_first: bool = False  # it refuses turns of the system after others, or leaves them out
     tools_in_system: bool = False  # it takes tools as JSON text in the field ``tools`` of the system's turn
     results_in_calls: bool = False  # it takes results as ``tool_responses`` in the turn of their calls
     arguments_as_text: bool = False  # it joins arguments to text, so they must be JSON text
+    arguments_by_name: bool = False  # it writes arguments one by one, so they must be an object
     thinking_field: bool = False  # it takes reasoning as ``thinking``
     short_ids: bool = False  # it refuses ids of calls that are not nine letters and digits
     switches: frozenset[str] = frozenset()  # keywords that turn reasoning on or off
     shortens: bool = False  # the keyword ``low_effort`` shortens reasoning (Nemotron 3)
 
 
+_SYSTEM_ROLES = ("system", "developer")
 _SWITCHES = ("enable_thinking", "thinking")
 
 
@@ -53,6 +62,7 @@ def template_traits(source: str) -> TemplateTraits:
     """Return the traits of a template, or of all templates of a model joined."""
     knows_tools = "tools" in source
     chat = detect_format(source)
+    alternates = bool(_ALTERNATES.search(source))
     in_system = bool(_TOOLS_OF_SYSTEM.search(source)) and not re.search(r"(?<![.'\"\w])tools\b", source)
     return TemplateTraits(
         chat=chat,
@@ -61,9 +71,13 @@ def template_traits(source: str) -> TemplateTraits:
         knows_results=(
             in_system or "tool_responses" in source or chat.has_tool_turns or bool(_TOOL_ROLE.search(source))
         ),
+        knows_developer=bool(_DEVELOPER_ROLE.search(source)),
+        alternates=alternates,
+        system_first=alternates or chat.has_channels or bool(_SYSTEM_FIRST.search(source)),
         tools_in_system=in_system,
         results_in_calls="tool_responses" in source and not re.search(r"[=!]=\s*['\"]tool['\"]", source),
         arguments_as_text=bool(_JOINED_ARGUMENTS.search(source)) and not _READ_AS_OBJECT.search(source),
+        arguments_by_name=bool(_ITERATED_ARGUMENTS.search(source)),
         thinking_field=bool(_THINKING_FIELD.search(source)),
         short_ids=bool(_SHORT_IDS.search(source)),
         switches=frozenset(word for word in _SWITCHES if re.search(rf"\b{word}\b", source)),
@@ -76,6 +90,9 @@ def template_turns(
 ) -> list[Turn]:
     """Return the turns for a template with these traits. Tools that it does not take otherwise are in the turns."""
     turns = [_turn(message) for message in messages]
+    if not traits.knows_developer:
+        turns = [turn | {"role": "system"} if turn["role"] == "developer" else turn for turn in turns]
+    turns = _with_one_system(turns, later=traits.system_first)
     if traits.chat.has_channels:
         turns = [part for place, turn in enumerate(turns) for part in _one_call_each(turn, turns[place + 1 :])]
     elif traits.thinking_field:
@@ -90,10 +107,16 @@ def template_turns(
         for call in _calls_of(turns):
             if not isinstance(call["function"]["arguments"], str):
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    elif traits.arguments_by_name:
+        for call in _calls_of(turns):
+            if isinstance(text := call["function"]["arguments"], str):  # a call that was cut off, say
+                call["function"]["arguments"] = {"arguments": text}
     if traits.results_in_calls:
         turns = _results_in_calls(turns)
     elif not traits.knows_results:
         turns = _results_as_users(turns)
+    if traits.alternates:
+        turns = _joined_users(turns)
     if tools and traits.tools_in_system:
         turns = _with_system(turns)
         turns[0]["tools"] = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
@@ -250,8 +273,31 @@ def _results_as_users(turns: Sequence[Turn]) -> list[Turn]:
     return kept
 
 
+def _joined_users(turns: Sequence[Turn]) -> list[Turn]:
+    """Join turns of the user in a row."""
+    kept: list[Turn] = []
+    for turn in turns:
+        if kept and turn["role"] == kept[-1]["role"] == "user":
+            kept[-1] = kept[-1] | {"content": f"{kept[-1]['content']}\n\n{turn['content']}"}
+        else:
+            kept.append(turn)
+    return kept
+
+
+def _with_one_system(turns: Sequence[Turn], *, later: bool) -> list[Turn]:
+    """Join the turns of the system at the beginning: templates know one. ``later``: join those after others, too."""
+    systems: list[Turn] = []
+    others: list[Turn] = []
+    for turn in turns:
+        is_system = turn["role"] in _SYSTEM_ROLES and (later or not others)
+        (systems if is_system else others).append(turn)
+    if len(systems) > 1:
+        systems = [systems[0] | {"content": "\n\n".join(filter(None, (turn["content"] for turn in systems)))}]
+    return [*systems, *others]
+
+
 def _with_system(turns: Sequence[Turn]) -> list[Turn]:
     """Return the turns with a turn of the system at the beginning."""
-    if turns[0]["role"] in ("system", "developer"):
+    if turns[0]["role"] in _SYSTEM_ROLES:
         return [dict(turns[0]), *turns[1:]]
     return [{"role": "system", "content": ""}, *turns]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from edgepipe import __version__
 from edgepipe.clock import Clock
@@ -24,7 +24,7 @@ from edgepipe.gateway.models import Assets, ModelTable
 from edgepipe.gateway.openai_handlers import OpenAIHandlers, owner_of
 from edgepipe.gateway.other_fields import OLLAMA, SAMPLING, RefusedFields
 from edgepipe.gateway.problems import HttpProblem, bad_request
-from edgepipe.gateway.responses import GatheredChoice, compact
+from edgepipe.gateway.responses import GatheredChoice, compact, encoded
 from edgepipe.gateway.schema import (
     MAX_MESSAGES,
     MAX_SCHEMA_CHARS,
@@ -33,7 +33,6 @@ from edgepipe.gateway.schema import (
     MAX_TOP_LOGPROBS,
     BodyT,
     ChatBody,
-    Checked,
     CompletionBody,
     JsonSize,
     LongText,
@@ -41,6 +40,7 @@ from edgepipe.gateway.schema import (
     RawTools,
     Stops,
     Text,
+    WithoutNulls,
     misfit,
     validate,
 )
@@ -53,25 +53,15 @@ _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _MOST = {"temperature": 2.0, "top_p": 1.0, "min_p": 1.0}  # of OpenAI's body; Ollama has no highest temperature
 _MOST_KEPT_S = 1e15
 _MOST_LEFT_S = 1e9  # a longer time means for ever
+_OLLAMA_VERSION = "0.12.11"  # whose API this is (the first with log-probabilities); some clients refuse older servers
 _MAX_NESTING = 100  # of a call's arguments
 _FOREVER = "0001-01-01T00:00:00Z"  # for models that stay until a user stops them
-
-
-class GoBody(Checked):
-    """A body as Ollama's server reads it: null means absent."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict):
-            return raw
-        return {name: value for name, value in cast("dict[str, object]", raw).items() if value is not None}
 
 
 Clamped = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 
 
-class Options(GoBody):
+class Options(WithoutNulls):
     """Sampling options. Options of Ollama's engine have no effect.
 
     As in Ollama's sampler (``sample/samplers.go``, ``NewSampler``), values out of range count as the nearest possible.
@@ -104,20 +94,21 @@ class Options(GoBody):
         return fields | ({"max_tokens": self.num_predict} if self.num_predict and self.num_predict > 0 else {})
 
 
-class CalledFunction(GoBody):
+class CalledFunction(WithoutNulls):
     """A call in an earlier turn; its arguments are an object."""
 
     name: Text
     arguments: Annotated[dict[str, Any], JsonSize(MAX_SCHEMA_CHARS)] = Field(default_factory=dict[str, Any])
 
 
-class Call(GoBody):
+class Call(WithoutNulls):
     """A call in an earlier turn."""
 
+    id: Text | None = None
     function: CalledFunction
 
 
-class Turn(GoBody):
+class Turn(WithoutNulls):
     """One turn of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -135,7 +126,7 @@ class Turn(GoBody):
         if self.tool_calls:
             fields["tool_calls"] = [
                 {
-                    "id": f"call_{index}_{place}",
+                    "id": call.id or f"call_{index}_{place}",
                     "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments)},
                 }
                 for place, call in enumerate(self.tool_calls)
@@ -143,7 +134,7 @@ class Turn(GoBody):
         return fields
 
 
-class OllamaBody(GoBody):
+class OllamaBody(WithoutNulls):
     """Fields of both endpoints."""
 
     refused: ClassVar[RefusedFields] = OLLAMA
@@ -216,7 +207,7 @@ class OllamaGenerateBody(OllamaBody):
         return self
 
 
-class ShowBody(GoBody):
+class ShowBody(WithoutNulls):
     """``POST /api/show``."""
 
     model: Text | None = None
@@ -365,6 +356,7 @@ class OllamaHandlers:
                 "details": _card(entry.served)["details"],
                 "model_info": {
                     "general.architecture": "edgepipe",
+                    "general.basename": entry.served.name,
                     "edgepipe.context_length": entry.served.context_length,
                     "edgepipe.vocab_size": assets.vocab_size,
                 },
@@ -374,7 +366,11 @@ class OllamaHandlers:
 
     async def version(self, request: Request) -> Response:
         """``GET /api/version``."""
-        return JSONResponse({"version": __version__})
+        return JSONResponse({"version": _OLLAMA_VERSION, "edgepipe": __version__})
+
+    async def root(self, request: Request) -> Response:
+        """``GET /``: this process runs. Ollama's command line asks before it sends anything else."""
+        return PlainTextResponse("edgepipe is running. Its API: /docs\n")
 
     async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
         """Read a body of any Content-Type: Ollama's clients send none. Requests of web pages have an Origin."""
@@ -477,7 +473,7 @@ def _parts(value: object) -> Iterable[object]:
 
 
 def _as_line(body: Mapping[str, Any]) -> bytes:
-    return compact(body).encode() + b"\n"
+    return encoded(compact(body)) + b"\n"
 
 
 def _time_text(wall_s: float) -> str:

@@ -7,12 +7,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from edgepipe.gateway.bodies import BodyReader
 from edgepipe.gateway.completion_service import CompletionService, PreparedCompletion
 from edgepipe.gateway.problems import from_error
-from edgepipe.gateway.responses import ChatShape, GatheredChoice, Head, Shape, TextShape
+from edgepipe.gateway.responses import ChatShape, GatheredChoice, Head, Shape, TextShape, compact, encoded
 from edgepipe.gateway.schema import BodyT, ChatBody, CompletionBody, RequestBody
 from edgepipe.gateway.streams import EventStream, StreamTimeouts, until_disconnect
 from edgepipe.gateway.text import Delta
@@ -59,7 +59,7 @@ class OpenAIHandlers:
             )
         with prepared.ticket:
             choices = await until_disconnect(request, _gather(deltas, prepared.completion.num_choices))
-        return JSONResponse(shape.whole(choices))
+        return Response(encoded(compact(shape.whole(choices))), media_type="application/json")
 
     def _head(self, prefix: str, body: RequestBody, prepared: PreparedCompletion) -> Head:
         return Head.of(

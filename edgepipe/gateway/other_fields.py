@@ -115,7 +115,6 @@ CHAT: RefusedFields = {
     "web_search_options": Refused(),
     # vLLM, llama.cpp and others
     "echo": Refused((False,)),
-    "enable_thinking": Refused((), "chat_template_kwargs"),
     "include_reasoning": Refused((True,)),
     "parse_tool_calls": Refused((True,)),
     "prompt": Refused((), "messages"),
@@ -174,7 +173,7 @@ NO_EFFECT: Mapping[str, str] = {
     "shift": "edgepipe refuses a prompt that is too long and never cuts it",
     "spaces_between_special_tokens": "answers contain no special tokens",
     "store": "edgepipe stores no requests",
-    "strict": "in tools and in json_schema: schemas always bind answers",
+    "strict": "in json_schema: schemas always bind answers",
     "timings_per_token": "/metrics has times",
     "truncate": "edgepipe refuses a prompt that is too long and never cuts it",
     "user": "edgepipe sends no reports about users",

@@ -28,9 +28,14 @@ def compact(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
+def encoded(text: str) -> bytes:
+    """Encode JSON. Halves of surrogate pairs, which UTF-8 lacks, become JSON's escapes again."""
+    return text.encode(errors="backslashreplace")
+
+
 def event(body: str) -> bytes:
     """Write one server-sent event."""
-    return f"data: {body}\n\n".encode()
+    return encoded(f"data: {body}\n\n")
 
 
 def usage(prepared: PreparedCompletion) -> dict[str, Any]:

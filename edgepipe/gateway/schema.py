@@ -29,7 +29,7 @@ from edgepipe.gateway.problems import HttpProblem, bad_request
 MAX_CHOICES = 8
 MAX_PROMPTS = 64  # lm-eval sends its batch as one list
 MAX_MESSAGES = 2048
-MAX_STOPS = 4
+MAX_STOPS = 64  # OpenAI takes 4; editors that complete code send some 20
 MAX_STOP_CHARS = 256
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - 1  # the context is a lower bound
@@ -96,6 +96,17 @@ def _biases(value: object) -> object:
     return biases
 
 
+def _all_that_fit(value: object) -> object:
+    """Convert -1, which LM Studio's and llama.cpp's clients send: as many tokens as the context allows."""
+    return MAX_TOKENS if type(value) is int and value == -1 else value
+
+
+_Positive = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+_FromZero = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+TokenLimit = Annotated[_Positive, BeforeValidator(_all_that_fit, json_schema_input_type=_Positive | Literal[-1])]
+TokenLimitFromZero = Annotated[
+    _FromZero, BeforeValidator(_all_that_fit, json_schema_input_type=_FromZero | Literal[-1])
+]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_IDS)]
@@ -137,6 +148,17 @@ class Checked(BaseModel):
             if not refused.takes(given.get(name)):
                 raise misfit(name, refused.message(name), kind=_UNSUPPORTED)
         return cast("object", raw)
+
+
+class WithoutNulls(Checked):
+    """A body or a part of one in which null means absent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        return {name: value for name, value in cast("dict[str, object]", raw).items() if value is not None}
 
 
 class TextPart(Checked):
@@ -261,7 +283,7 @@ class RequestBody(Checked):
     model: Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_tokens: TokenLimit | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
@@ -303,14 +325,14 @@ class RequestBody(Checked):
         return self
 
 
-class FunctionCall(Checked):
+class FunctionCall(WithoutNulls):
     """Function of a call in an earlier turn."""
 
     name: Text
     arguments: LongText = ""
 
 
-class ToolCall(Checked):
+class ToolCall(WithoutNulls):
     """A call in an earlier turn."""
 
     id: Text = ""
@@ -334,7 +356,7 @@ class Message(Checked):
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and not self.tool_calls and self.function_call is None:
+        if self.content is None and self.role in ("system", "developer", "user"):
             raise misfit("content", f"content is required for role '{self.role}'")
         return self
 
@@ -365,13 +387,14 @@ class ChatBody(RequestBody):
     refused: ClassVar[RefusedFields] = CHAT
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: RawTools | None = None
     tool_choice: RawToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    enable_thinking: bool | None = None  # as in chat_template_kwargs
     chat_template_kwargs: Keywords | None = None
 
     @model_validator(mode="after")
@@ -386,7 +409,7 @@ class CompletionBody(RequestBody):
 
     refused: ClassVar[RefusedFields] = COMPLETION
 
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None  # 0: scores of the prompt only
+    max_tokens: TokenLimitFromZero | None = None  # 0: scores of the prompt only
     add_special_tokens: bool | None = None  # to text prompts; added unless false
     prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=Prompt | Prompts)]
     echo: bool | None = None

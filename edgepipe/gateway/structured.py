@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from edgepipe.errors import RequestInvalid
@@ -22,6 +22,7 @@ from edgepipe.gateway.formats.chat_format import CallForm, ChatFormat, Functions
 from edgepipe.gateway.grammar_trial import GrammarTooHard
 from edgepipe.gateway.problems import HttpProblem, bad_request
 from edgepipe.gateway.schema import MAX_TOOLS
+from edgepipe.gateway.schema_keywords import expressible
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import json_grammar, lark_grammar, rule_of
 
@@ -101,8 +102,8 @@ async def plan_output(
     chat          format of a conversation's answer; None for a text that continues a prompt
     in_reasoning  the prompt has opened the reasoning
     """
-    if choice.functions and form is not None:
-        raise bad_request(f"{form.field} cannot be combined with tools", param=form.field)
+    if choice.form.forced:
+        form = None  # the answer is a call
     grammar = _grammar(form, choice, chat, in_reasoning=in_reasoning)
     if grammar is not None:
         await _check(grammar, form, choice, compiler)
@@ -168,8 +169,17 @@ def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[s
         kinds = schema.get("type", "object")
         if "object" not in (cast("list[object]", kinds) if isinstance(kinds, list) else [kinds]):
             raise bad_request("a function's parameters must be of type 'object'", param=f"{param}.parameters")
-        found[name] = checked_schema(schema, param=f"{param}.parameters", close=closed_parameters)
+        close = closed_parameters if fields.get("strict") is True else _loose_parameters
+        found[name] = checked_schema(schema, param=f"{param}.parameters", close=close)
     return found
+
+
+def _loose_parameters(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Close the parameters of a function that is not strict: keywords that no grammar can express do not bind.
+
+    Clients pass on tools of servers that they do not know; one such keyword would make all tools unusable.
+    """
+    return closed_parameters(expressible(schema))
 
 
 def _choice(
@@ -239,17 +249,31 @@ def _grammar(
     if chat is None or (form is None and not choice.functions):
         return form.grammar if form is not None else None
     try:
-        if form is not None:
-            if not chat.reasons:
-                return form.grammar
-            rules = [*chat.form_rules, rule_of(form.grammar, "form")]
-        else:
+        if form is None:
             rules = chat.call_rules(choice.functions, choice.form)
+        elif not choice.functions and not chat.reasons:
+            return form.grammar
+        else:
+            rules = [*chat.form_rules, rule_of(form.grammar, "form")]
+            if choice.functions:
+                calls = chat.call_rules(choice.functions, replace(choice.form, forced=True))
+                rules = _either(called=calls, formed=rules)
         bound = form is not None or choice.form.forced
         start = _start(chat.reasoning, bound=bound, in_reasoning=in_reasoning)
         return lark_grammar("\n".join([*start, *rules, r"ANYTHING: /(.|\n)*/"]) + "\n")
     except RequestInvalid as exc:
         raise invalid_schema(exc, param="tools" if form is None else form.param) from exc
+
+
+def _either(**answers: Sequence[str]) -> list[str]:
+    """Join the rules of several kinds of answers, by the names of these kinds."""
+    start = "answer: "
+    rules = [
+        f"{kind}: {rule.removeprefix(start)}" if rule.startswith(start) else rule
+        for kind, rules in answers.items()
+        for rule in rules
+    ]
+    return [start + " | ".join(answers), *dict.fromkeys(rules)]
 
 
 def _start(reasoning: Reasoning | None, *, bound: bool, in_reasoning: bool) -> list[str]:

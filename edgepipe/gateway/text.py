@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,7 +31,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+        self._stops = sorted(stops)  # those that begin alike lie side by side
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, str]:
@@ -51,10 +52,12 @@ class StopMatcher:
         return held
 
     def _may_continue(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` that begins a stop string."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        """Return the length of the longest end of ``text`` that begins a stop string. No stop string is in ``text``."""
+        longest = max(map(len, self._stops), default=1) - 1
         for size in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stops if len(stop) > size):
+            end = text[-size:]
+            place = bisect_left(self._stops, end)
+            if place < len(self._stops) and self._stops[place].startswith(end):
                 return size
         return 0
 

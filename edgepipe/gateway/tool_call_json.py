@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -65,8 +65,10 @@ class NotACall(Exception):
 class CallObject:
     """Reader of one object ``{"name": ..., "arguments": ...}``, from its brace on; parses its own members only."""
 
-    def __init__(self, calls: CallNews) -> None:
+    def __init__(self, calls: CallNews, names: Container[str] | None = None) -> None:
+        """``names``: an object that names something else is no call. None: any name is one."""
         self._calls = calls
+        self._names = names
         self._raw: list[str] = []  # all text, until this is certainly a call
         self._certain = False
         self._depth = 0
@@ -184,7 +186,7 @@ class CallObject:
             return
         if self._key in _NAME_KEYS and not self._certain:
             name = _decoded(text)
-            if not isinstance(name, str) or not name:
+            if not isinstance(name, str) or not name or (self._names is not None and name not in self._names):
                 raise NotACall
             self._name = name
         elif self._key in ("arguments", "parameters") and not self._streams:

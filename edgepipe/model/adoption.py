@@ -18,7 +18,8 @@ from typing import BinaryIO
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.card import read_card
-from edgepipe.model.install import metadata_contents
+from edgepipe.model.folders import sync_folder
+from edgepipe.model.install import described_manifest, metadata_contents
 from edgepipe.model.layout import check_layout
 from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE, FileEntry, Manifest
 from edgepipe.model.tensor_folder import TENSOR_FOLDER
@@ -50,9 +51,12 @@ class Adoption:
         (self._staging / MANIFEST_FILE).write_bytes(self._manifest.to_json())
         if self._adopted_for:
             (self._staging / ADOPTED_FOR_FILE).write_text(self._adopted_for, encoding="utf-8")
+        sync_folder(self._staging)
         if not is_model_folder(self._folder):
             shutil.rmtree(self._folder, ignore_errors=True)  # remains of a killed process
             self._staging.rename(self._folder)
+        elif not self._holds_manifest():
+            self._mend()
 
     def _check(self) -> None:
         promised = {entry.name: entry.content for entry in self._manifest.metadata_files}
@@ -69,6 +73,21 @@ class Adoption:
         if contents != promised:
             other = sorted(name for name in promised if contents.get(name) != promised[name])
             raise ModelInvalid(f"'{', '.join(other)}' does not match the model's hash")
+
+    def _holds_manifest(self) -> bool:
+        """Return whether the folder in place is readable and has the manifest's content."""
+        try:
+            read_card(self._folder)
+            return described_manifest(self._folder).hash == self._manifest.hash
+        except ModelInvalid:
+            return False
+
+    def _mend(self) -> None:
+        """Replace metadata that a power cut damaged; keep the tensors, each of which was checked and flushed."""
+        (self._staging / TENSOR_FOLDER).rmdir()
+        (self._folder / TENSOR_FOLDER).mkdir(exist_ok=True)
+        for path in self._staging.iterdir():
+            path.replace(self._folder / path.name)
 
     def __enter__(self) -> Adoption:
         self._folder.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ continues where this one stopped.
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import hashlib
 import io
@@ -14,9 +15,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 from typing import Any, cast
 
 from edgepipe.errors import ArchitectureUnsupported, EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
+from edgepipe.model.disk import disk_errors
 from edgepipe.model.gguf_names import GgufChoice, choose_type, gguf_choices, recommended_label, stored_name
 from edgepipe.model.gguf_split import names_in_store
 from edgepipe.model.install import METADATA_NAMES, check_metadata_size, file_chunks, hash_file
@@ -27,6 +30,8 @@ from edgepipe.model.safetensors_file import INDEX_FILE, SINGLE_FILE
 
 SHARDS = "model*-of-*.safetensors"  # also model.safetensors-00001-of-00004.safetensors, as of Qwen3.5
 CONTACT_TIMEOUT_S = 10.0  # for the hub's first answer
+_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0  # before a file is asked for again, doubling
+_PATIENCE_S = 600.0  # without a byte, once a pull has begun: a router starts anew, the hub's limits last five minutes
 _STRANGE_TOKENIZERS = ("tekken.json", "tiktoken.model", "tokenizer.model")  # of Mistral, of Kimi, SentencePiece
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")  # PyTorch's own formats
 
@@ -256,16 +261,20 @@ def _fetch(
 
     download = cast("Any", huggingface_hub).hf_hub_download  # its overloads leave types open
     counted = _Counted(counter, file)
-    with hub_errors(plan.source):
-        download(
-            plan.source.repo,
-            file.name,
-            revision=plan.commit,
-            local_dir=folder,
-            etag_timeout=CONTACT_TIMEOUT_S,
-            endpoint=endpoint,
-            tqdm_class=counted.bar_class(),
-        )
+
+    def attempt() -> None:
+        with hub_errors(plan.source):
+            download(
+                plan.source.repo,
+                file.name,
+                revision=plan.commit,
+                local_dir=folder,
+                etag_timeout=CONTACT_TIMEOUT_S,
+                endpoint=endpoint,
+                tqdm_class=counted.bar_class(),
+            )
+
+    _persist(attempt, counter, file)
     _verify(file, path)
     counted.finish()
     if path != target:
@@ -273,6 +282,39 @@ def _fetch(
         for parent in path.relative_to(folder).parents[:-1]:
             with suppress(OSError):  # other parts may still be in it
                 (folder / parent).rmdir()
+
+
+def _persist(attempt: Callable[[], None], counter: ProgressCounter, file: PlannedFile) -> None:
+    """Repeat an attempt, which resumes, while its failures may pass and the pull has begun. Raises the last failure."""
+    silent_s, pause_s = 0.0, _PAUSE_S
+    while True:
+        before_bytes = counter.done_bytes
+        try:
+            attempt()
+            return
+        except ModelDownloadFailed as error:
+            if counter.done_bytes > before_bytes:
+                silent_s, pause_s = 0.0, _PAUSE_S
+            if not counter.done_bytes or not _may_pass(error) or silent_s >= _PATIENCE_S:
+                raise
+        counter.waits(file.name)
+        sleep(pause_s)
+        silent_s, pause_s = silent_s + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _may_pass(error: ModelDownloadFailed) -> bool:
+    """Return whether the same request may succeed later: the network failed, or the hub is busy or has a fault."""
+    status = _status_of(error)
+    return status >= 500 or status in (408, 429) if status else error.next_step == _NETWORK_STEP
+
+
+def _status_of(error: BaseException | None) -> int:
+    """Return the HTTP status that caused an error; 0 without one."""
+    while error is not None:
+        if status := getattr(getattr(error, "response", None), "status_code", 0):
+            return int(status)
+        error = error.__cause__
+    return 0
 
 
 def _verify(file: PlannedFile, path: Path) -> None:
@@ -378,6 +420,9 @@ def hub_errors(source: HubSource) -> Generator[None]:
             next_step="unset HF_HUB_OFFLINE and start again, or pull a local folder",
         ) from exc
     except (HfHubHTTPError, OSError, ConnectionError, TimeoutError) as exc:
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            with disk_errors(source.repo):  # partial files are on this disk
+                raise
         raise _unreachable(source, exc) from exc
     except Exception as exc:
         if type(exc).__module__.split(".")[0] not in ("httpx", "httpx2", "httpcore", "hf_xet", "huggingface_hub"):
@@ -389,8 +434,17 @@ def _unreachable(source: HubSource, exc: BaseException) -> ModelDownloadFailed:
     return ModelDownloadFailed(
         f"'{source.repo}' could not be fetched from the hub",
         fact=_first_line(exc),
-        next_step="check the network and pull again (the pull resumes), or pull a local folder",
+        next_step=_STEPS.get(_status_of(exc), _HUB_STEP if _status_of(exc) >= 500 else _NETWORK_STEP),
     )
+
+
+_NETWORK_STEP = "check the network and pull again (the pull resumes), or pull a local folder"
+_HUB_STEP = "the hub has a fault: pull again later (the pull resumes), or pull a local folder"
+_STEPS = {
+    401: "the hub does not accept this machine's token: hf auth login (another one), or hf auth logout (none)",
+    403: "check what this machine's token may read (hf auth whoami), then pull again (the pull resumes)",
+    429: "wait five minutes, then pull again (the pull resumes); with a token the hub allows more: hf auth login",
+}
 
 
 def _first_line(exc: BaseException) -> str:

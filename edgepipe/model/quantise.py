@@ -20,13 +20,14 @@ from edgepipe.errors import ConfigInvalid, ModelInvalid
 from edgepipe.model.dequantise import block_values
 from edgepipe.model.disk import check_room, disk_errors
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
+from edgepipe.model.folders import sync_folder
 from edgepipe.model.gguf_types import BLOCKS_BY_NAME
 from edgepipe.model.install import hash_file, metadata_contents
 from edgepipe.model.layout import EMBEDDING, HEAD, is_expert, model_tensors, shares, stored_names
 from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE, TOKENIZER_FILE, FileEntry, Manifest, TensorEntry
 from edgepipe.model.names import folder_name
 from edgepipe.model.progress import OnProgress, ProgressCounter
-from edgepipe.model.pull import exclusive_staging, staging_folder, sync_folder
+from edgepipe.model.pull import exclusive_staging, staging_folder
 from edgepipe.model.store import ModelStore, StoredModel
 from edgepipe.model.tensor_folder import TENSOR_FOLDER, tensor_path
 from edgepipe.model.tensors import TensorInfo
@@ -102,7 +103,11 @@ def quantise_model(
 def _float_weights(model: StoredModel) -> Weights:
     """Open a model. Raises ConfigInvalid if no packed copy of it can be made."""
     if model.card.emulated:
-        raise ConfigInvalid(f"'{model.id}' cannot be quantised", fact="it has a shape but no weights")
+        raise ConfigInvalid(
+            f"'{model.id}' cannot be quantised",
+            fact="it has a shape but no weights",
+            next_step="name a model with weights: edgepipe models list",
+        )
     part = whole_slice(model.config)
     if missing := model.missing((part,)):
         raise ConfigInvalid(

@@ -7,7 +7,7 @@ later pull of the same model resumes it.
 from __future__ import annotations
 
 import contextlib
-import shutil
+import logging
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -20,18 +20,21 @@ from edgepipe.model.adoption import ADOPTED_FOR_FILE, Adoption, is_model_folder
 from edgepipe.model.card import ModelCard, read_card
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.file_bytes import read_at
+from edgepipe.model.folders import folder_size, hide_folder, remove_folder, remove_hidden
 from edgepipe.model.install import described_manifest
 from edgepipe.model.layout import slice_tensors
 from edgepipe.model.manifest import TOKENIZER_FILE, FileEntry, Manifest
 from edgepipe.model.names import canonical_name, folder_name, is_name, matching_names, name_of_folder
 from edgepipe.model.progress import OnProgress
-from edgepipe.model.pull import Puller, PullResult, folder_size, staging_folder
+from edgepipe.model.pull import Puller, PullResult, staging_folder
 from edgepipe.model.repacked import REPACKED_FOLDER
 from edgepipe.model.template import TemplateRenderer
-from edgepipe.model.tensor_folder import TENSOR_FOLDER, MissingTensor, ShardWriter, complete_names
+from edgepipe.model.tensor_folder import TENSOR_FOLDER, MissingTensor, ShardWriter, complete_names, is_complete
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.model.weight_table import WeightTable, read_table
 from edgepipe.model.weights import Weights, open_weights
+
+logger = logging.getLogger(__name__)
 
 _HASH_CHARS = 24  # of a manifest's hash in a folder's name: enough to resist collisions
 
@@ -137,7 +140,7 @@ class StoredModel:
 
     def holds(self, name: str) -> bool:
         """Return whether this node has a tensor of the model."""
-        return self.whole or bool(complete_names(self.path, [name]))
+        return self.whole or is_complete(self.path, name)
 
     def read_tensor(self, name: str, *, offset: int = 0, num_bytes: int | None = None) -> npt.NDArray[np.uint8]:
         """Read bytes of a tensor for a peer, in the form that the manifest hashes. Raises ModelInvalid."""
@@ -193,7 +196,7 @@ class ModelStore:
         """
         found = [model for model in self.list() if model.id == canonical_name(name)]
         if manifest_hash:
-            found = [model for model in found if manifest_hash in _hashes(model)]
+            found = [model for model in found if manifest_hash in _hashes(model)]  # a damaged folder has none
         if found:
             return found[0]
         raise ModelUnknown(
@@ -222,11 +225,14 @@ class ModelStore:
 
     def drop(self, model: StoredModel) -> int:
         """Delete one folder of a model. Return the freed bytes."""
-        gone = model.path.with_name(f".removing-{model.path.name}")
-        model.path.rename(gone)  # atomically hidden, so that no process opens half a model
+        gone = hide_folder(model.path)
         freed = folder_size(gone)
-        shutil.rmtree(gone)
+        remove_folder(gone)
         return freed
+
+    def tidy(self) -> None:
+        """Delete the rest of models whose deletion was interrupted."""
+        remove_hidden(self.root)
 
     def adoption(self, manifest: Manifest, *, adopted_for: str = "") -> Adoption:
         """Start adopting a peer's model without its tensors. ``adopted_for``: see ``Adoption``. Raises ModelInvalid."""
@@ -257,6 +263,11 @@ def tensor_names(config: ModelConfig, slices: tuple[Slice, ...]) -> list[str]:
     return list(dict.fromkeys(name for part in slices for name in slice_tensors(config, part)))
 
 
-def _hashes(model: StoredModel) -> tuple[str, str]:
-    """Return the model's current and former hash. Raises ModelInvalid."""
-    return model.manifest_hash, model.manifest.former_hash
+def _hashes(model: StoredModel) -> tuple[str, ...]:
+    """Return the model's current and former hash; none if its files are damaged, as after a power cut."""
+    try:
+        read_card(model.path)
+        return model.manifest_hash, model.manifest.former_hash
+    except ModelInvalid as error:
+        logger.warning("model cannot be used model=%s folder=%s: %s", model.id, model.path, error)
+        return ()

@@ -25,6 +25,8 @@ KNOWN_KEYWORDS = frozenset(
         "reasoning_effort",
         "low_effort",
         "keep_past_thinking",
+        "preserve_thinking",
+        "clear_thinking",
         "builtin_tools",
         "date_string",
         "tools_in_user_message",
@@ -188,8 +190,9 @@ class TemplateRenderer:
 
 
 def _frame(request: dict[str, Any]) -> bytes:
+    """Encode a request. A model's calls may have halves of surrogate pairs; they become JSON's escapes."""
     try:
-        return json.dumps(request, ensure_ascii=False).encode()
+        return json.dumps(request, ensure_ascii=False).encode(errors="backslashreplace")
     except (TypeError, ValueError, RecursionError) as exc:
         raise TemplateFailed("the messages cannot be passed to the chat template", fact=str(exc)[:200]) from exc
 

@@ -191,6 +191,11 @@ def _part_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.part")
 
 
+def is_complete(folder: Path, name: str) -> bool:
+    """Return whether a tensor is complete in a model's folder; ``name`` is in the model's manifest."""
+    return tensor_path(folder / TENSOR_FOLDER, name).exists()
+
+
 def complete_names(folder: Path, names: Sequence[str]) -> list[str]:
     """Return the tensors that are complete in a model's folder."""
     try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from edgepipe.errors import NoFeasiblePlacement
-from edgepipe.model.facts import LayerRange, Slice
+from edgepipe.model.facts import KV_8BIT, LayerRange, Slice
 from edgepipe.model.mixes import mix_table
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.placement import Need, NodeRoom, ram_stage_bytes, stage_bytes, stage_weight_bytes
@@ -19,7 +19,7 @@ _HEADROOM = 1.06  # total memory over usable memory
 _SHORT_CONTEXT = 4096  # tokens: a long chat
 _WORTH_CLOSING_BYTES = 500_000_000
 IN_RAM = "--experts-in-ram auto (slower)"
-_SMALL_MIX = "q4_k_m"  # as good as larger types for most uses (docs/which-file.md)
+_SMALL_MIXES = ("q4_k_m", "q4_0", "q3_k_m")  # the best first (docs/which-file.md)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,13 +154,14 @@ def _helps(demand: Demand, machines: Sequence[Machine], short: Shortage) -> Iter
     if wide:
         saved = sum(max(0, machine.room.free_bytes) for machine in wide)  # the same memory then holds twice the layers
         yield Help(what="--dtype bfloat16 (slower on CPUs)", gain_bytes=saved, enough=saved >= missing)
-    small = replace(demand, weights=mix_table(demand.config, _SMALL_MIX))
-    saved = short.weight_bytes - _whole_bytes(small, machines, 0)[0]
-    if saved > 0:
-        yield Help(what=f"take a 4-bit type of it (:{_SMALL_MIX})", gain_bytes=saved, enough=saved >= missing)
+    yield from _smaller_type(demand, machines, short.weight_bytes, missing)
     saved = _movable_bytes(demand, machines)
     if saved > 0:
         yield Help(what=IN_RAM, gain_bytes=saved, enough=least_share(demand, machines) is not None)
+    halved = [replace(machine, room=replace(machine.room, kv=KV_8BIT)) for machine in machines]
+    saved = short.kv_bytes - _whole_bytes(demand, halved, demand.least_kv_tokens)[1]
+    if saved >= min(missing, _WORTH_CLOSING_BYTES):
+        yield Help(what=f"--kv {KV_8BIT}", gain_bytes=saved, enough=saved >= missing)
     if demand.least_kv_tokens > _SHORT_CONTEXT:
         saved = short.kv_bytes - _whole_bytes(demand, machines, _SHORT_CONTEXT)[1]
         yield Help(what=f"--context {_SHORT_CONTEXT}", gain_bytes=saved, enough=saved >= missing)
@@ -168,3 +169,15 @@ def _helps(demand: Demand, machines: Sequence[Machine], short: Shortage) -> Iter
     if size:
         action = f"add a machine with {size} GB"
         yield Help(what=action, gain_bytes=int(size * 1e9 / _HEADROOM), enough=True)
+
+
+def _smaller_type(demand: Demand, machines: Sequence[Machine], weight_bytes: int, missing: int) -> Iterator[Help]:
+    """Yield the best smaller type of the model that is enough, or else the smallest."""
+    saves = {
+        mix: weight_bytes - _whole_bytes(replace(demand, weights=mix_table(demand.config, mix)), machines, 0)[0]
+        for mix in _SMALL_MIXES
+    }
+    found = next((mix for mix in _SMALL_MIXES if saves[mix] >= missing), max(saves, key=saves.__getitem__))
+    if saves[found] > 0:
+        what = f"take a smaller type of it (:{found})"
+        yield Help(what=what, gain_bytes=saves[found], enough=saves[found] >= missing)

@@ -6,6 +6,8 @@ Fixed field names in messages: ``node= stage= request= epoch= pipeline=``. Never
 from __future__ import annotations
 
 import logging
+import os
+import stat
 import sys
 from collections import OrderedDict, deque
 from logging.handlers import RotatingFileHandler
@@ -41,13 +43,15 @@ class LineFormatter(logging.Formatter):
 
 
 def set_up_logging(*, level: str, file: Path | None = None, layout: str = _FORMAT) -> None:
-    """Log to stderr and, for daemons, to ``file`` with rotation. Call once, in a process's main.
+    """Log to stderr (unless that is a plain file) and, for daemons, to ``file`` with rotation. Call once, in a main.
 
     ``layout``: format of a line; children omit the time, which their daemon adds.
     """
     on_terminal = file is not None and sys.stdout.isatty() and sys.stderr.isatty()
     handlers: list[logging.Handler] = [_HeldHandler() if on_terminal else logging.StreamHandler(sys.stderr)]
     if file is not None:
+        if _is_plain_file(sys.stderr):
+            handlers.clear()  # launchd sends stderr to a file that nothing shortens; ``file`` has the same lines
         handlers.append(RotatingFileHandler(file, maxBytes=_FILE_BYTES, backupCount=_FILE_COUNT, encoding="utf-8"))
     for handler in handlers:
         handler.setFormatter(LineFormatter(layout))
@@ -55,6 +59,13 @@ def set_up_logging(*, level: str, file: Path | None = None, layout: str = _FORMA
     logging.raiseExceptions = False  # if the disk is full, lose the line without a traceback
     for noisy in ("asyncio", "httpx", "httpx2", "httpcore", "httpcore2", "zeroconf", "huggingface_hub", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _is_plain_file(stream: TextIO) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):  # closed, or no file at all
+        return False
 
 
 class _HeldHandler(logging.StreamHandler[TextIO]):

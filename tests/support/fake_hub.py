@@ -26,6 +26,10 @@ class FakeHub:
     cut_after: dict[str, int] = field(default_factory=dict[str, int])  # bytes sent before the connection breaks, once
     damaged: set[str] = field(default_factory=set[str])  # sent with another end than announced
     refused: dict[str, int] = field(default_factory=dict[str, int])  # answered with 403 after so many GETs
+    failing: dict[str, list[int]] = field(
+        default_factory=dict[str, list[int]]
+    )  # statuses of the next requests; "": API
+    refusal: dict[str, str] = field(default_factory=dict[str, str])  # headers of these answers
     silent: set[str] = field(default_factory=set[str])  # half of what was asked for is sent, then nothing more
     cdn: bool = False  # files are told to be at another origin
     tokens: dict[str, set[str]] = field(default_factory=dict[str, set[str]])  # Authorization headers by Host header
@@ -94,7 +98,9 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             path = urlsplit(self.path).path
             resolve = f"/{hub.repo}/resolve/{COMMIT}/"
             hub.tokens.setdefault(self.headers["Host"], set()).add(self.headers.get("Authorization", ""))
-            if path.startswith(f"/api/models/{hub.repo}"):
+            if path.startswith("/api/") and hub.failing.get(""):
+                self._send(b"{}", hub.refusal, status=hub.failing[""].pop(0), body=body)
+            elif path.startswith(f"/api/models/{hub.repo}"):
                 self._send(json.dumps(hub.listing()).encode(), {"Content-Type": "application/json"}, body=body)
             elif path.startswith("/cdn/"):
                 self._file(path.removeprefix("/cdn/"), body=body)
@@ -111,6 +117,9 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             data = hub.files[name]
             if hub.refused.get(name, 1 << 30) <= [asked for asked, _ in hub.asked].count(name):
                 self._send(b"{}", {}, status=403, body=body)
+                return
+            if hub.failing.get(name) and any(asked == name for asked, _ in hub.asked):  # once its header was read
+                self._send(b"{}", hub.refusal, status=hub.failing[name].pop(0), body=body)
                 return
             asked = self.headers.get("Range", "")
             if body:

@@ -280,8 +280,8 @@ SHARED: Fields = {
     ),
     "seed": _field(st.integers(-(1 << 63), (1 << 63) - 1) | _one_of(0, -1, None), 1 << 63, -(1 << 63) - 1),
     "stop": _field(
-        _TEXT.filter(bool) | st.lists(_TEXT.filter(bool), max_size=4) | _one_of(None, ["x" * 256]),
-        *("", ["a"] * 5, [""], ["x" * 257]),
+        _TEXT.filter(bool) | st.lists(_TEXT.filter(bool), max_size=8) | _one_of(None, ["x" * 256]),
+        *("", ["a"] * 65, [""], ["x" * 257]),
     ),
     "stop_token_ids": (_IDS | _MANY_IDS, _BAD_IDS),
     "ignore_eos": _field(_SWITCH),
@@ -312,6 +312,7 @@ CHAT: Fields = {
     "tool_choice": _CHOICE,
     "parallel_tool_calls": _field(_SWITCH),
     "reasoning_effort": _field(_one_of("low", "high", "", None), "x" * 33),
+    "enable_thinking": _field(_SWITCH),
     "chat_template_kwargs": _field(
         _one_of(None, {}, {"enable_thinking": False}), {"messages": []}, {"x" * 70: 1}, {"tools": 1}
     ),

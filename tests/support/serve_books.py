@@ -128,4 +128,5 @@ def lone_book(folder: Path) -> ServeBook:
         engine_state=lambda *_: "",
         clock=trust.clock,
         on_change=lambda: None,
+        write_again_s=0.01,
     )

@@ -16,6 +16,7 @@ from edgepipe.workers.settings import ChildSettings
 logger = logging.getLogger(__name__)
 
 _RESTART_MIN_S, _RESTART_MAX_S = 0.5, 30.0  # between attempts while a spare crashes at its start
+_UNAVAILABLE_S = 600.0  # after a backend that cannot run: its driver may load later, or a package may be installed
 SETTLED_S = 3.0  # another spare starts only after a pipeline's first steps, or a recovery's
 
 
@@ -33,12 +34,14 @@ class SpareStage:
         on_measured: Callable[[DeviceProfile], None],
         on_change: Callable[[], None],
         settled_s: float = SETTLED_S,
+        unavailable_s: float = _UNAVAILABLE_S,
     ) -> None:
         """``on_measured``: takes the device's profile when a new spare has reported it.
 
-        ``settled_s``: pause before another spare starts.
+        ``settled_s``: pause before another spare starts; ``unavailable_s``: before a backend is tried that cannot run.
         """
         self._settled_s = settled_s
+        self._unavailable_s = unavailable_s
         self._node_name = node_name
         self._backend = backend
         self._children = children
@@ -73,7 +76,7 @@ class SpareStage:
         return self._error
 
     async def keep(self) -> None:
-        """Start a spare whenever one is wanted, until cancelled, or until the backend cannot run here."""
+        """Start a spare whenever one is wanted, until cancelled."""
         wait_s = _RESTART_MIN_S
         while self._backend != NONE and not self._closed:
             await self._wanted.wait()
@@ -85,10 +88,13 @@ class SpareStage:
                 await self._life()
                 wait_s = _RESTART_MIN_S
             except EdgepipeError as error:
-                if self._closed or not self._goes_on_after(error.on_node(self._node_name)):
+                if self._closed:
                     return
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, _RESTART_MAX_S)
+                if self._is_lasting(error.on_node(self._node_name)):
+                    await asyncio.sleep(self._unavailable_s)
+                else:
+                    await asyncio.sleep(wait_s)
+                    wait_s = min(2 * wait_s, _RESTART_MAX_S)
 
     def holding(self, *, anything: bool, spare_wanted: bool) -> None:
         """Take a change of the held stages."""
@@ -156,15 +162,16 @@ class SpareStage:
         self._profile = (await self._children.wait_started(child)).profile
         return child
 
-    def _goes_on_after(self, error: EdgepipeError) -> bool:
-        """Return whether another spare is worth an attempt."""
+    def _is_lasting(self, error: EdgepipeError) -> bool:
+        """Note why no spare has started; return whether another attempt can wait long."""
         if not self._vacant.is_set():  # the device works; only some resource is short
             logger.warning("no spare stage backend=%s: %s", self._backend, error)
-            return True
+            return False
+        known = self._error is not None and (self._error.code, self._error.fact) == (error.code, error.fact)
+        logger.log(logging.DEBUG if known else logging.ERROR, "device failed backend=%s: %s", self._backend, error)
         self._error = error
-        logger.error("device failed backend=%s: %s", self._backend, error)
         self._on_change()
-        return not isinstance(error, BackendUnavailable)
+        return isinstance(error, BackendUnavailable)
 
 
 async def _first_of(*events: asyncio.Event, timeout_s: float | None = None) -> None:

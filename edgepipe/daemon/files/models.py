@@ -16,6 +16,7 @@ from edgepipe.config import Timeouts
 from edgepipe.daemon.files.adoptions import MAX_FETCHES, Adopted, Adoptions, ModelKey, Wanted
 from edgepipe.daemon.files.model_parts import held_parts, part_tensors, runs_of
 from edgepipe.daemon.files.pace import Pace, chunk_bytes
+from edgepipe.daemon.files.precedence import Precedence, in_thread
 from edgepipe.daemon.files.transfer import Transfers, WeightsClient
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
@@ -38,6 +39,7 @@ _FREE_STEP_BYTES = 64 << 20  # free space is rounded down to this, so that small
 _MAX_OPEN = 4  # models kept open for reading peers; the least recently read one is closed first
 _LEAST_BYTES_PER_S = 64 << 10  # lowest rate that a peer may ask for: a slower copy delays the others in their queue
 _MOST_BYTES_PER_S = 1 << 40
+_TELL_S = 10.0  # between two reports of a transfer that waits for another one
 _UNASKED_S = 600.0  # for one announced model, over all its sources
 
 
@@ -117,9 +119,7 @@ class Models:
         self._fetching = asyncio.Semaphore(MAX_FETCHES)  # for models that no user here asked for
         self._checking = asyncio.Lock()  # one at a time: a hostile tokenizer takes 3 GB until its process is killed
         self._writing = asyncio.Lock()  # one transfer at a time: the disk and the link are shared anyway
-        self._waited_for = 0  # fetches that stages wait for
-        self._calm = asyncio.Event()  # no stage waits, so copies may continue
-        self._calm.set()
+        self._precedence = Precedence()  # of what stages wait for, over copies
         self._pace = Pace()  # of copies that peers read from here
 
     def on_disk(self) -> list[ModelOnDisk]:
@@ -140,6 +140,9 @@ class Models:
             for entry in found:
                 for manifest_hash in (entry.on_disk.manifest_hash, entry.former_hash):
                     self._paths.setdefault(ModelKey(entry.on_disk.model, manifest_hash), entry.path)
+            for key, stored in list(self._reading.items()):
+                if self._paths.get(key) != stored.path:  # its folder now holds another content
+                    self._reading.pop(key, None)
             self._adoptions.note_held([entry.adopted for entry in found if entry.adopted])
             self.free_bytes = room
         self._on_change()
@@ -147,13 +150,20 @@ class Models:
     def _scan(self) -> tuple[list[_ScannedModel], int]:
         """Return the models on the disk, and the room for copies."""
         found: list[_ScannedModel] = []
-        for stored in self._store.list():
+        for stored in self._listed():
             try:
                 found.append(_look_at(stored))
-            except EdgepipeError as error:
+            except (EdgepipeError, OSError) as error:
                 logger.warning("model cannot be used model=%s: %s", stored.id, error)
         room = free_bytes(self._store.root) - COPY_HEADROOM_BYTES
         return found, max(0, room) // _FREE_STEP_BYTES * _FREE_STEP_BYTES
+
+    def _listed(self) -> list[StoredModel]:
+        try:
+            return self._store.list()
+        except OSError as exc:  # a disk that fails must not end the node
+            logger.error("the models in %s cannot be listed: %s", self._store.root, exc)
+            return []
 
     def metadata_path(self, model: str, manifest_hash: str) -> Path | None:
         """Return the folder with config, tokenizer and template, if it is here."""
@@ -210,14 +220,16 @@ class Models:
         tensor, ModelInvalid when received data was damaged, ModelDownloadFailed when the disk is full or cannot be
         written.
         """
-        if not await asyncio.to_thread(model.stored.missing, slices):
+        lacking = await asyncio.to_thread(model.stored.missing, slices)
+        if not lacking:
             return
-        self._waited_for += 1
-        self._calm.clear()
-        try:
-            async with self._writing:
+        with self._precedence.first():
+            async for _ in self._until_turn():
+                total = sum(tensor.num_bytes for tensor in lacking)
+                yield PrepareProgress(phase="fetching", bytes_done=0, bytes_total=total)
+            try:
                 writer = await asyncio.to_thread(_writer, model)
-                missing = writer.missing(tensor_names(model.config, slices))
+                missing = await asyncio.to_thread(lambda: writer.missing(tensor_names(model.config, slices)))
                 check_room(
                     model.name, self._store.root, sum(tensor.num_bytes - tensor.have_bytes for tensor in missing)
                 )
@@ -228,10 +240,18 @@ class Models:
                             async for done in progress:
                                 yield done
                 await self.rescan()
-        finally:
-            self._waited_for -= 1
-            if not self._waited_for:
-                self._calm.set()
+            finally:
+                self._writing.release()
+
+    async def _until_turn(self) -> AsyncGenerator[None]:
+        """Acquire ``_writing``; yield now and then while another transfer has it."""
+        while True:
+            try:
+                async with asyncio.timeout(_TELL_S):
+                    await self._writing.acquire()
+                    return
+            except TimeoutError:
+                yield
 
     async def keep_copy(
         self, model: LocalModel, parts: Sequence[int], *, first_source: str, bytes_per_s: float
@@ -240,23 +260,25 @@ class Models:
 
         Never asks the hub: no user asked for the download.
         """
-        names = part_tensors(model.config)
+        names = await asyncio.to_thread(part_tensors, model.config)
         wanted = [name for part in parts if part < len(names) for name in names[part]]
         if model.stored.whole or model.stored.card.emulated:
             await self.rescan()  # the other nodes do not know it yet
             return
         writer = await asyncio.to_thread(_writer, model)
-        missing = writer.missing(wanted)
+        missing = await asyncio.to_thread(writer.missing, wanted)
         check_room(model.name, self._store.root, sum(tensor.num_bytes - tensor.have_bytes for tensor in missing))
         sources = self._sources(model.name, model.manifest_hash, first_source)
         with self._transfers.begin(model.name, missing, sources, copy=True, bytes_per_s=bytes_per_s) as transfer:
             while not transfer.complete:
-                await self._calm.wait()
-                async with self._writing, aclosing(transfer.run(writer)) as progress:
+                await self._precedence.calm()
+                async with (
+                    self._writing,
+                    aclosing(transfer.run(writer)) as running,
+                    aclosing(self._precedence.while_calm(running)) as progress,
+                ):
                     async for done in progress:
                         yield done
-                        if not self._calm.is_set():
-                            break
         await self.rescan()
 
     async def keep_served_metadata(self, changes: Callable[[], AsyncIterator[None]]) -> None:
@@ -264,6 +286,7 @@ class Models:
 
         Each announcing node has limits. Metadata is deleted when the engines are gone for long: see ``adoptions.py``.
         """
+        await asyncio.to_thread(self._store.tidy)
         await self.rescan()
         async with asyncio.TaskGroup() as tasks:
             async for _ in changes():
@@ -403,10 +426,10 @@ class Models:
                 with adoption.open(entry) as sink:
                     async with aclosing(self._client.file(source, manifest, entry.name)) as chunks:
                         async for data in chunks:
-                            await asyncio.to_thread(sink.write, data)
+                            await in_thread(sink.write, data)
                     sink.finish()
             async with self._checking:
-                await asyncio.to_thread(adoption.finish)
+                await in_thread(adoption.finish)
         model = await asyncio.to_thread(self._local, ModelKey(manifest.model_id, manifest.hash), keep=not adopted_for)
         if model is None:
             raise ModelUnknown(f"the model '{manifest.model_id}' was deleted while it came")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from edgepipe.config import Timeouts
+from edgepipe.daemon.files.precedence import in_thread, opened_in_thread
 from edgepipe.errors import (
     EdgepipeError,
     LinkError,
@@ -38,7 +40,8 @@ from edgepipe.wire.v1 import node_pb2_grpc
 logger = logging.getLogger(__name__)
 
 _PROGRESS_STEP = 100  # progress is reported about a hundred times per transfer
-_ATTEMPTS = 3  # with the same source: one broken connection is normal, three in a row are not
+_QUIET_S = 30.0  # and at least this often while bytes arrive
+_ATTEMPTS = 3  # with the same source: one broken connection is normal, three in a row that bring nothing are not
 _LATER_S = 60.0  # a source that does not answer is asked last for so long; else every tensor would wait for it
 _FILE_WAITS = 6  # a manifest or a metadata file may take so many times the idle limit of a peer
 _HUB = "hub"  # in place of a node id
@@ -195,13 +198,14 @@ class Transfer:
         bytes_per_s: float,
     ) -> None:
         self.state = state
-        self._missing = list(missing)
+        self._missing = deque(missing)
         self._sources = sources
         self._later_s: dict[str, float] = {}  # until when a source that does not answer is asked last
         self._on_change = on_change
         self._bytes_per_s = bytes_per_s
         self._done_bytes = 0  # of complete tensors
         self._step = -1
+        self._told_s = float("-inf")
 
     @property
     def complete(self) -> bool:
@@ -220,7 +224,7 @@ class Transfer:
                     async for position in positions:
                         if self._moved(self._done_bytes + position):
                             yield self._progress()
-            self._missing.pop(0)
+            self._missing.popleft()
             self._done_bytes += tensor.num_bytes
 
     def _progress(self) -> PrepareProgress:
@@ -231,9 +235,10 @@ class Transfer:
         """Record the bytes done; return whether to report them."""
         self.state = replace(self.state, bytes_done=bytes_done)
         step = bytes_done * _PROGRESS_STEP // max(1, self.state.bytes_total)
-        if step == self._step:
+        now_s = asyncio.get_running_loop().time()
+        if step == self._step and now_s - self._told_s < _QUIET_S:
             return False
-        self._step = step
+        self._step, self._told_s = step, now_s
         self._on_change()
         return True
 
@@ -242,8 +247,9 @@ class Transfer:
         problems: dict[str, EdgepipeError] = {}
         now_s = asyncio.get_running_loop().time
         for source in sorted(self._sources, key=lambda each: now_s() < self._later_s.get(each.source_id, 0.0)):
-            for _ in range(_ATTEMPTS):
-                began_bytes = sum(part.have_bytes for part in writer.missing([tensor.name]))
+            failures = 0
+            while failures < _ATTEMPTS:
+                began_bytes = _have_bytes(writer, tensor)
                 try:
                     async with aclosing(self._from(source, writer, tensor.name)) as positions:
                         async for position in positions:
@@ -254,6 +260,8 @@ class Transfer:
                 except EdgepipeError as error:
                     problems[source.source_id] = error
                     logger.warning("transfer broke tensor=%s source=%s: %s", tensor.name, source.name, error)
+                    came_bytes = _have_bytes(writer, tensor) - began_bytes
+                    failures = 1 if came_bytes * _PROGRESS_STEP >= tensor.num_bytes else failures + 1
                     if isinstance(error, ModelInvalid) and began_bytes:
                         continue  # the bytes from before may be the damaged part
                     if isinstance(error, ModelUnknown | ModelInvalid):
@@ -263,15 +271,21 @@ class Transfer:
         raise _without_source(tensor.name, writer.manifest.model_id, problems)
 
     async def _from(self, source: Source, writer: ShardWriter, name: str) -> AsyncGenerator[int]:
-        with disk_errors(writer.manifest.model_id), await asyncio.to_thread(writer.open, name) as sink:
-            chunks = source.tensor(writer.manifest, name, offset=sink.position, bytes_per_s=self._bytes_per_s)
-            async with aclosing(chunks):
-                async for data in chunks:
-                    await asyncio.to_thread(sink.write, data)
-                    self.state = replace(self.state, source=source.source_id)
-                    yield sink.position
-            if not await asyncio.to_thread(sink.finish):
-                raise RemoteProtocolError(f"{source.name} sent too little of '{name}'")
+        with disk_errors(writer.manifest.model_id):
+            async with opened_in_thread(writer.open, name) as sink:
+                chunks = source.tensor(writer.manifest, name, offset=sink.position, bytes_per_s=self._bytes_per_s)
+                async with aclosing(chunks):
+                    async for data in chunks:
+                        await in_thread(sink.write, data)
+                        self.state = replace(self.state, source=source.source_id)
+                        yield sink.position
+                if not await in_thread(sink.finish):
+                    raise RemoteProtocolError(f"{source.name} sent too little of '{name}'")
+
+
+def _have_bytes(writer: ShardWriter, tensor: MissingTensor) -> int:
+    """Return the bytes of an incomplete tensor that are here."""
+    return sum(part.have_bytes for part in writer.missing([tensor.name]))
 
 
 def _without_source(tensor: str, model_id: str, problems: Mapping[str, EdgepipeError]) -> EdgepipeError:

@@ -1,1 +1,1 @@
-"""This machine: its data folder, keys, logs, sleep and installed backends. Imports no other subpackage of ``daemon``."""
+"""This machine: its data folder, keys, logs, sleep and installed backends. Imports nothing else of ``daemon``."""

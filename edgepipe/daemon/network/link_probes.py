@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from edgepipe.clock import Clock
@@ -29,6 +30,15 @@ _FRESH_S = 10.0  # least age of a result to be measured again: no member can kee
 _LONGEST_S = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """The newest measurement of the link to a node."""
+
+    address: str  # of the node, then
+    at_s: float  # monotonic
+    link: LinkProfile
+
+
 class LinkProbes:
     """Measures the links that leave this node."""
 
@@ -38,13 +48,13 @@ class LinkProbes:
         self._clock = clock
         self._timeouts = timeouts
         self._network = network
-        self._known: dict[str, tuple[float, LinkProfile]] = {}  # by address: time of the measurement, result
+        self._known: dict[str, _Measured] = {}  # by node id
         self._busy = asyncio.Lock()  # two measurements at a time would share the wire
 
     def known(self, node_ids: Sequence[str]) -> list[LinkProfile]:
         """Return earlier measurements of any age, including this node's host; leave unmeasured nodes out."""
         wanted = {*node_ids, self._peers.own_id}
-        return [found for _, found in self._known.values() if found.receiver in wanted]
+        return [measured.link for node_id, measured in self._known.items() if node_id in wanted]
 
     async def measure(self, node_ids: Sequence[str], *, fresh: bool = False) -> list[LinkProfile]:
         """Measure one link after the other, this node's host first; ``fresh``: results older than 10 s, too.
@@ -56,9 +66,10 @@ class LinkProbes:
 
     async def _one(self, node: NodeState, *, fresh: bool) -> LinkProfile:
         async with self._busy:
-            at_s, known = self._known.get(node.address, (float("-inf"), None))
-            if known is not None and self._clock.monotonic_s() - at_s < (_FRESH_S if fresh else _KEPT_S):
-                return known
+            known, kept_s = self._known.get(node.node_id), _FRESH_S if fresh else _KEPT_S
+            # At another address the node may be behind another link, such as Wi-Fi instead of a cable.
+            if known is not None and known.address == node.address and self._clock.monotonic_s() - known.at_s < kept_s:
+                return known.link
             try:
                 async with asyncio.timeout(_LONGEST_S):
                     own = self._peers.is_self(node.node_id)
@@ -67,7 +78,7 @@ class LinkProbes:
                 raise SendTimeout(
                     f"node {node.name} does not answer probes", fact=f"waited {_LONGEST_S:.0f} s"
                 ) from exc
-            self._known[node.address] = self._clock.monotonic_s(), found
+            self._known[node.node_id] = _Measured(node.address, self._clock.monotonic_s(), found)
             return found
 
     async def _measure_host(self) -> LinkProfile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import grpc.aio
@@ -47,6 +47,14 @@ _COPY_S = 24 * 3600.0  # a model's 40 GB at a third of a slow radio link; receiv
 _R = TypeVar("_R", pb.StartEngineRequest, pb.RebalanceRequest, pb.ProfileLayerRequest, pb.KeepCopyRequest)
 
 
+@dataclass(frozen=True, slots=True)
+class _Control:
+    """The control channel to a node."""
+
+    address: str
+    channel: grpc.aio.Channel
+
+
 class Peers:
     """Addresses and channels of the cluster's nodes."""
 
@@ -71,7 +79,7 @@ class Peers:
         self._own = own
         self._membership = membership
         self._timeouts = timeouts
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, _Control] = {}  # by node id: an address may pass to another node, with another key
 
     def nodes(self) -> list[NodeState]:
         """Return this node and every reachable member, without engines that no record names."""
@@ -214,8 +222,8 @@ class Peers:
 
     async def close(self) -> None:
         """Close the control channels."""
-        for channel in self._channels.values():
-            await channel.close()
+        for control in self._channels.values():
+            await control.channel.close()
         self._channels.clear()
 
     def _with_hello(self, request: _R) -> _R:
@@ -224,6 +232,11 @@ class Peers:
 
     def _stub(self, node_id: str) -> node_pb2_grpc.NodeAsyncStub:
         address = self.node(node_id).address
-        if address not in self._channels:
-            self._channels[address] = make_channel(address, self.security.to_node(node_id))
-        return node_pb2_grpc.NodeStub(self._channels[address])
+        control = self._channels.get(node_id)
+        if control is None or control.address != address:
+            control = _Control(address, make_channel(address, self.security.to_node(node_id)))
+            # Replaced channels, and those of absent nodes, end with their last call. ``close`` would cancel its task.
+            present = {node.node_id for node in self.nodes()}
+            self._channels = {key: kept for key, kept in self._channels.items() if key in present}
+            self._channels[node_id] = control
+        return node_pb2_grpc.NodeStub(control.channel)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgepipe.cluster.private_files import read_private, write_private
+from edgepipe.cluster.trust_keeper import WRITE_AGAIN_S
 from edgepipe.errors import ConfigInvalid
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,9 @@ _MOST_NODES = 256  # a home has a few dozen machines
 class RememberedAddresses:
     """Node id to HOST:PORT. An entry may be old or wrong: the node that answers must prove its identity."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, write_again_s: float = WRITE_AGAIN_S) -> None:
+        """``write_again_s``: from a failed write to the next."""
+        self._write_again_s = write_again_s
         self._path = path
         self._addresses = _read(path)
         self._changed = asyncio.Event()
@@ -45,7 +48,7 @@ class RememberedAddresses:
             self._changed.set()
 
     async def run(self) -> None:
-        """Write every change to the disk, until cancelled."""
+        """Write every change to the disk, until cancelled; retry what a full disk refused."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -54,6 +57,7 @@ class RememberedAddresses:
                 await asyncio.to_thread(write_private, self._path, data)
             except OSError as exc:
                 logger.warning("the members' addresses cannot be written: %s", exc)
+                asyncio.get_running_loop().call_later(self._write_again_s, self._changed.set)
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from edgepipe.clock import Clock
 from edgepipe.config import Timeouts, child_environment
 from edgepipe.daemon.processes.hang_watch import HangWatch
-from edgepipe.errors import BackendUnavailable, EdgepipeError, PairingRejected, StageLost
+from edgepipe.errors import EdgepipeError, PairingRejected, StageLost
 from edgepipe.ids import StepId
 from edgepipe.planner.profiles import LayerProfile
 from edgepipe.security.mutual_tls import Peer
@@ -247,7 +247,8 @@ class Children:
         return [child for child in self._children.values() if not kind or child.kind == kind]
 
     async def start(self, settings: ChildSettings, tasks: asyncio.TaskGroup) -> Child:
-        """Spawn the process and watch it from ``tasks``. Return before it has attached."""
+        """Spawn the process and watch it from ``tasks``. Return before it has attached. Raises StageLost if the system
+        starts no process."""
         with contextlib.ExitStack() as passed:
             mark, descriptor = _new_mark(passed) if settings.kind == "stage" else (None, -1)
             settings = replace(settings, mark=descriptor)
@@ -265,6 +266,14 @@ class Children:
         return child
 
     async def _spawn(self, settings: ChildSettings) -> asyncio.subprocess.Process:
+        try:
+            return await self._exec(settings)
+        except OSError as exc:  # no memory or no descriptors are left: that may pass
+            raise StageLost(
+                f"the {settings.kind} process cannot be started", fact=exc.strerror or str(exc), stage=settings.kind
+            ) from exc
+
+    async def _exec(self, settings: ChildSettings) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # import nothing from the current folder
@@ -280,14 +289,16 @@ class Children:
         )
 
     async def wait_started(self, child: Child) -> ChildStarted:
-        """Wait for the child's first report. Raises the reason of its end, or BackendUnavailable if it hangs."""
+        """Wait for the child's first report. Raises the reason of its end, or StageLost if it hangs or is too slow."""
         try:
             async with asyncio.timeout(self._timeouts.child_start_s):
                 return await asyncio.shield(child.started)
         except TimeoutError as exc:
             child.kill()
-            raise BackendUnavailable(
-                f"the {child.kind} process did not start", fact=f"no report in {self._timeouts.child_start_s:.0f} s"
+            raise StageLost(
+                f"the {child.kind} process did not start",
+                fact=f"no report in {self._timeouts.child_start_s:.0f} s",
+                stage=child.kind,
             ) from exc
 
     async def watch_hangs(self) -> None:

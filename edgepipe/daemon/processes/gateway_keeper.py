@@ -17,6 +17,7 @@ from edgepipe.workers.settings import ChildSettings
 
 logger = logging.getLogger(__name__)
 
+_HEALTHY_S = 60.0  # a gateway that ran for so long did not fail at its start
 _RESTART_MIN_S, _RESTART_MAX_S = 0.5, 10.0
 _MOST_LOADING = 4  # models loaded at the same time
 _VIEW_INTERVAL_S = 0.1  # engines report several times a second; a gateway needs no more views than this
@@ -75,8 +76,9 @@ class GatewayKeeper:
 
     async def keep(self, child: Child) -> None:
         """Send the gateway views of the cluster and restart it whenever it ends, until cancelled."""
-        wait_s = _RESTART_MIN_S
+        wait_s, now_s = _RESTART_MIN_S, asyncio.get_running_loop().time
         while True:
+            began_s = now_s()
             feeder = self._tasks.create_task(self._feed(child), name="gateway:views")
             try:
                 await child.exited.wait()
@@ -84,6 +86,8 @@ class GatewayKeeper:
                 feeder.cancel()
             if child.stopping:
                 return
+            if now_s() - began_s > _HEALTHY_S:
+                wait_s = _RESTART_MIN_S
             logger.error("gateway ended, started again in %.1f s: %s", wait_s, child.error())
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _RESTART_MAX_S)

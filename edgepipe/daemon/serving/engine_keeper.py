@@ -26,6 +26,7 @@ from edgepipe.wire.serving import ServeBody, StartEngineRequest
 logger = logging.getLogger(__name__)
 
 _YIELD_S = 5.0  # an owner's reachable node has decided long before
+_FAILED_MAX_S = 15.0  # longest pause after failed attempts, as while the model is on no reachable disk
 _LOOK_AGAIN_S = 1.0  # between attempts: an engine may have ended for another one that was then lost
 
 
@@ -97,12 +98,14 @@ class EngineKeeper:
 
     async def _see_to(self, pipeline_id: str) -> None:
         """Start the engine when it is this node's turn; return once any node has the engine."""
+        pause_s = self._look_again_s
         while (record := self._wanted(pipeline_id)) is not None:
+            failed = False
             if await self._is_ours(record):
                 await self._gather(record)
-                if self._wanted(pipeline_id) is not None:
-                    await self._start(record)
-            await asyncio.sleep(self._look_again_s)
+                failed = self._wanted(pipeline_id) is not None and not await self._start(record)
+            pause_s = min(2 * pause_s, _FAILED_MAX_S) if failed else self._look_again_s
+            await asyncio.sleep(pause_s)
 
     async def _is_ours(self, record: ServeBody) -> bool:
         """Return whether this node starts the engine: it had the engine, or the takeover rule chooses this node."""
@@ -135,7 +138,8 @@ class EngineKeeper:
         except TimeoutError:
             return
 
-    async def _start(self, record: ServeBody) -> None:
+    async def _start(self, record: ServeBody) -> bool:
+        """Start the engine; return whether that succeeded."""
         logger.warning("starting the engine of model=%s pipeline=%s", record.spec.model, record.pipeline_id)
         nodes = tuple(node.introduction for node in self._peers.nodes())
         request = StartEngineRequest(pipeline_id=record.pipeline_id, spec=record.spec, nodes=nodes)
@@ -147,6 +151,8 @@ class EngineKeeper:
             )
         except EdgepipeError as error:
             logger.error("engine not started model=%s: %s", record.spec.model, error)
+            return False
+        return True
 
     def _end_stale_engines(self) -> None:
         """End engines here that no longer count: the model was stopped, or another node has the engine."""

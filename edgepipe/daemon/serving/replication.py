@@ -50,6 +50,7 @@ class Replication:
         self._copies = copies
         self._changes = changes
         self._served: dict[str, LocalModel] = {}  # by manifest hash
+        self._parts: dict[str, ModelParts] = {}  # by manifest hash: to compute them takes long for many tensors
         self._logged_lacking: set[str] = set()  # manifest hashes of models whose lack of room was logged
 
     async def run(self) -> None:
@@ -79,6 +80,7 @@ class Replication:
         disks lack room (then nothing is copied). A node's error is raised after the other nodes have finished.
         """
         model = await self._models.resolve(name)
+        await self._size_up(model)
         num_nodes = len(self._peers.nodes())
         if copies > num_nodes:
             raise PlanInvalid(
@@ -141,14 +143,19 @@ class Replication:
     async def _model(self, spec: ServeSpec) -> LocalModel:
         """Return the served model, looked up on the disk once."""
         if spec.manifest_hash not in self._served:
-            self._served[spec.manifest_hash] = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
+            model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
+            await self._size_up(model)
+            self._served[spec.manifest_hash] = model
         return self._served[spec.manifest_hash]
 
-    def _plan(self, model: LocalModel, copies: int) -> CopyPlan:
-        return plan_copies(self._parts(model), self._disks(model), copies=copies)
+    async def _size_up(self, model: LocalModel) -> None:
+        """Compute the sizes of a model's parts, once."""
+        if model.manifest_hash not in self._parts:
+            parts = await asyncio.to_thread(lambda: model_parts(model.config, model.stored.manifest))
+            self._parts[model.manifest_hash] = parts
 
-    def _parts(self, model: LocalModel) -> ModelParts:
-        return model_parts(model.config, model.stored.manifest)
+    def _plan(self, model: LocalModel, copies: int) -> CopyPlan:
+        return plan_copies(self._parts[model.manifest_hash], self._disks(model), copies=copies)
 
     def _disks(self, model: LocalModel) -> list[Disk]:
         num_parts = model.config.num_layers + 2
@@ -167,7 +174,7 @@ class Replication:
         """Copy to all nodes at once. Yield progress at intervals and at the end; then raise the first error."""
         if not plan.fetch:
             return
-        parts, paced = self._parts(model), any(node.engines for node in self._peers.nodes())
+        parts, paced = self._parts[model.manifest_hash], any(node.engines for node in self._peers.nodes())
         progress: dict[NodeId, CopyProgress] = {}
         copying: list[asyncio.Task[None]] = []
         for node_id, chosen in plan.fetch.items():
@@ -212,5 +219,5 @@ class Replication:
         return NoFeasiblePlacement(
             f"copies of {model.name} need {format_bytes(plan.lacking_bytes)} more on other disks",
             fact=f"free for copies: {rooms}",
-            next_step="make room with 'edgepipe models rm', start another node, or ask for fewer --copies",
+            next_step="make room with 'edgepipe models rm MODEL', start another node, or ask for fewer --copies",
         )

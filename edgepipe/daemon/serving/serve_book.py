@@ -14,6 +14,7 @@ from typing import Protocol
 
 from edgepipe.clock import Clock
 from edgepipe.cluster.private_files import read_private, write_private
+from edgepipe.cluster.trust_keeper import WRITE_AGAIN_S
 from edgepipe.daemon.changes import Changes
 from edgepipe.daemon.serving.serve_rules import MAX_BODY_BYTES, Facts, is_far_ahead, order, refusal, same_engine
 from edgepipe.errors import AccessDenied, ConfigInvalid, PlanInvalid, RemoteProtocolError
@@ -80,9 +81,12 @@ class ServeBook:
         engine_state: Callable[[str, str], str],
         clock: Clock,
         on_change: Callable[[], None],
+        write_again_s: float = WRITE_AGAIN_S,
     ) -> None:
-        """``gone(node_id)``: whether a node is certainly away, or hands its engines over.
+        """``write_again_s``: from a failed write to the next.
+        ``gone(node_id)``: whether a node is certainly away, or hands its engines over.
         ``engine_state(node_id, pipeline_id)``: the state that the node reports for its engine; empty without one."""
+        self._write_again_s = write_again_s
         self._path = path
         self._trust = trust
         self._gone = gone
@@ -262,7 +266,7 @@ class ServeBook:
                 self._say_if_believed(replace(body, spec=replace(body.spec, manifest_hash=manifest_hash)))
 
     async def run(self) -> None:
-        """Write every change to the disk, until cancelled."""
+        """Write every change to the disk, until cancelled; retry what a full disk refused."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -271,6 +275,7 @@ class ServeBook:
                 await asyncio.to_thread(write_private, self._path, data)
             except OSError as exc:
                 logger.error("the records of served models were not written: %s", exc)
+                asyncio.get_running_loop().call_later(self._write_again_s, self._changed.set)
 
     @property
     def _own(self) -> str:

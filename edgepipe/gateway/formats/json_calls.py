@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from edgepipe.gateway.formats.chat_format import Functions
@@ -28,6 +28,7 @@ class JsonReader:
         separators: str = "",
         at_start: bool = False,
         dropped: Sequence[str] = (),
+        names: Container[str] | None = None,
     ) -> None:
         """
         opening     marker before a group of calls; empty: no calls
@@ -35,7 +36,9 @@ class JsonReader:
         separators  characters allowed before, between and after the calls of a group
         at_start    a call may begin the text without the opening
         dropped     markers around content that are no part of it
+        names       of the functions, if an object with another name is content
         """
+        self._names = names
         self.calls = calls
         self._opening = opening
         self._closing = closing
@@ -151,7 +154,7 @@ class JsonReader:
     def _call(self, text: str, at: int) -> int:
         """State: inside a call's object."""
         if self._object is None:
-            self._object = CallObject(self.calls)
+            self._object = CallObject(self.calls, self._names)
         try:
             at, ended = self._object.feed(text, at)
         except NotACall as no_call:
@@ -172,10 +175,10 @@ def overlap(text: str, start: int, marker: str) -> int:
     return 0
 
 
-def object_rules(functions: Functions, *, key: str = "arguments") -> list[str]:
+def object_rules(functions: Functions) -> list[str]:
     """Return the rule ``call``: one object of any of the functions."""
     rules = [
-        f'call_{index}: {json.dumps(_opening(name, key))} {json_rule(schema)} "}}"'
+        f'call_{index}: {json.dumps(_opening(name, key="arguments"))} {json_rule(schema)} "}}"'
         for index, (name, schema) in enumerate(functions.items())
     ]
     return [any_call(len(rules)), *rules]
@@ -198,7 +201,7 @@ def lazy_opening(mark: str) -> str:
 
 def written_object(call: Call, *, key: str = "arguments") -> str:
     """Return a call as JSON."""
-    return _opening(call.name, key) + written_json(call.arguments) + "}"
+    return _opening(call.name, key=key) + written_json(call.arguments) + "}"
 
 
 def written_json(value: Mapping[str, Any]) -> str:
@@ -206,5 +209,5 @@ def written_json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _opening(name: str, key: str) -> str:
+def _opening(name: str, *, key: str) -> str:
     return '{"name": ' + json.dumps(name, ensure_ascii=False) + f', "{key}": '

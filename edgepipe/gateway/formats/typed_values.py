@@ -39,12 +39,15 @@ def kinds(root: Schema, schema: Schema) -> frozenset[str]:
 
 
 def typed_json(text: str, allowed: frozenset[str]) -> str:
-    """Return the JSON of an argument's text. A text that fits no other allowed type is a string."""
+    """Return the JSON of an argument's text. A text that fits no other allowed type is a string.
+
+    Halves of surrogate pairs stay escapes, so that the JSON can be encoded.
+    """
     bare = text.strip()
     value = _LITERALS[bare] if bare in _LITERALS else _parsed(bare)
     if not isinstance(value, str) and _kinds_of(value) & allowed:
         try:
-            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+            return json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace").decode()
         except (ValueError, RecursionError):
             pass
     return json.dumps(text, ensure_ascii=False)

@@ -17,13 +17,34 @@ from edgepipe.model.shapes import model_shapes, named_shape
         ("2x m4max, 1x RTX 4090", ("m4max", "m4max", "rtx4090")),
         ("m4,m4", ("m4", "m4")),
         ("2x4090", ("rtx4090", "rtx4090")),
+        ("3060, a100, A100-80G", ("rtx3060", "a100-40g", "a100-80g")),
     ],
 )
 def test_lists_of_devices(text: str, keys: tuple[str, ...]) -> None:
     assert parse_devices(text) == keys
 
 
-@pytest.mark.parametrize("text", ["", "4x", "4x rtx4090,", "0x m4", "999x m4", "3x toaster", "200x m4, 200x m4"])
+@pytest.mark.parametrize(
+    ("text", "key", "memory_gb"),
+    [
+        ("m4max 128GB", "m4max-128gb", 128),
+        ("4090 48 gb", "rtx4090-48gb", 48),
+        ("M3_Ultra-512g", "m3ultra-512gb", 512),
+        ("h100 96GB", "h100-96gb", 96),
+    ],
+)
+def test_a_device_may_have_another_memory(text: str, key: str, memory_gb: int) -> None:
+    assert parse_devices(f"2x {text}, m4") == (key, key, "m4")
+    assert named_device(key).memory_bytes == memory_gb * 1e9
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "4x", "4x rtx4090,", "0x m4", "999x m4", "3x toaster", "200x m4, 200x m4"),
+        *("toaster 24GB", "m4max 0GB", "m4max 12345GB", "24GB", "m4max-"),
+    ],
+)
 def test_what_is_no_list_of_devices_says_what_was_expected(text: str) -> None:
     with pytest.raises(ConfigInvalid) as caught:
         parse_devices(text)

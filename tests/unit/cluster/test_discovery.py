@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from zeroconf.asyncio import AsyncServiceInfo
 
-from edgepipe.cluster.discovery import SERVICE_TYPE, Announcement, _service_info, read_announcement, read_texts
+from edgepipe.cluster.discovery import (
+    SERVICE_TYPE,
+    Announcement,
+    Discovery,
+    _service_info,
+    read_announcement,
+    read_texts,
+)
+from tests.support.waiting import until
 
 OWN = Announcement(
     cluster_id="c" * 26,
@@ -77,3 +89,78 @@ def test_a_record_that_is_not_ours_to_the_last_character_is_dropped(changes: dic
 def test_no_bytes_break_the_reader_and_nothing_unprintable_comes_out(properties: dict[bytes, bytes | None]) -> None:
     texts = read_texts(properties)
     assert texts is None or all(text.isprintable() for pair in texts.items() for text in pair)
+
+
+class Multicast:
+    """In place of zeroconf: the network of a machine whose adapter comes and goes."""
+
+    def __init__(self) -> None:
+        self.away = False
+        self.open: list[Any] = []  # sockets with a membership, newest last
+        self.announced: list[str] = []  # pairing ports
+
+    def join(self, **_: Any) -> Any:
+        """As ``AsyncZeroconf``."""
+        if self.away:
+            raise OSError(errno.ENODEV, "No such device")
+        return _Zeroconf(self)
+
+
+class _Zeroconf:
+    def __init__(self, multicast: Multicast) -> None:
+        self.zeroconf = self
+        self._multicast = multicast
+        multicast.open.append(self)
+
+    async def async_register_service(self, info: AsyncServiceInfo, **_: Any) -> None:
+        self._multicast.announced.append((info.properties[b"pairing"] or b"").decode())
+
+    async def async_update_service(self, info: AsyncServiceInfo) -> None:
+        await self.async_register_service(info)
+
+    async def async_unregister_service(self, info: AsyncServiceInfo) -> asyncio.Future[None]:
+        said: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        said.set_result(None)
+        return said
+
+    async def async_close(self) -> None:
+        self._multicast.open.remove(self)
+
+    async def async_cancel(self) -> None: ...
+
+
+@pytest.fixture
+def multicast(monkeypatch: pytest.MonkeyPatch) -> Multicast:
+    made = Multicast()
+    monkeypatch.setattr("edgepipe.cluster.discovery.AsyncZeroconf", made.join)
+    monkeypatch.setattr("edgepipe.cluster.discovery.AsyncServiceBrowser", lambda zeroconf, *_, **__: zeroconf)
+    return made
+
+
+async def test_an_adapter_that_was_unplugged_is_announced_on_again(multicast: Multicast) -> None:
+    """Its sockets have lost their multicast group then, and hear nothing for ever: only new ones help."""
+    discovery = Discovery(OWN, lambda _: None)
+    await discovery.start()
+    await discovery.announce_pairing(7199)
+    (deaf,) = multicast.open
+    running = asyncio.ensure_future(discovery.run(renew_s=0.01, again_s=0.01))
+    await until(lambda: multicast.open not in ([], [deaf]), timeout_s=30)
+    running.cancel()
+    await discovery.stop()
+    assert multicast.open == []
+    assert multicast.announced[:3] == ["7133", "7199", "7199"], "an invitation stays open meanwhile"
+
+
+async def test_a_node_that_starts_before_its_network_is_found_later(multicast: Multicast) -> None:
+    multicast.away = True
+    discovery = Discovery(OWN, lambda _: None)
+    await discovery.start()
+    assert "No such device" in discovery.problem
+    running = asyncio.ensure_future(discovery.run(renew_s=60, again_s=0.01))
+    await asyncio.sleep(0.05)
+    assert discovery.problem
+    multicast.away = False
+    await until(lambda: multicast.announced, timeout_s=30)
+    assert discovery.problem == ""
+    running.cancel()
+    await discovery.stop()

@@ -176,6 +176,44 @@ def test_a_jittery_link_gets_more_patience_up_to_a_limit() -> None:
     assert cluster.dead_limit_s(member, now=60.0) == 3.0
 
 
+def silence_from(cluster: Membership, begin_s: float, *, seconds: float) -> list[Command]:
+    return [
+        command for half in range(1, int(2 * seconds)) for command in cluster.on_tick(now=begin_s + half / 2)
+    ]  # in steps, or it would be this process that lagged
+
+
+def test_nodes_that_an_outage_of_hours_parted_dial_each_other_until_they_meet_again() -> None:
+    """A router that is off over night: both run on, both have forgotten the other, and multicast may not pass."""
+    cluster = membership()
+    cluster.on_address(address_of(OTHER), node_id=OTHER)
+    cluster.on_beat(beat(OTHER, dialled=address_of(OTHER)), now=0.0)
+    commands = silence_from(cluster, 0.0, seconds=10 * LIMITS.forget_s)
+    assert cluster.member(OTHER) is None
+    assert not [command for command in commands if isinstance(command, HangUp)]
+    assert statuses(cluster.on_beat(beat(OTHER, dialled=address_of(OTHER)), now=700.0)) == [MemberStatus.ALIVE]
+
+
+def test_an_address_of_an_earlier_run_is_dialled_however_late_its_machine_is_switched_on() -> None:
+    cluster = membership()
+    assert cluster.on_address(address_of(OTHER), node_id=OTHER, answered=True) == [Dial(address_of(OTHER))]
+    assert silence_from(cluster, 0.0, seconds=10 * LIMITS.forget_s) == []
+
+
+def test_a_machine_that_often_changes_its_address_is_dialled_at_the_newest() -> None:
+    """A router that gives out new addresses every day, or a node that starts on any free port. It dials this node."""
+    cluster, shell = membership(), _Shell()
+    shell.perform(cluster.on_address("10.0.1.0:7117", manual=True))
+    for life in range(30):
+        address = f"10.0.1.{life}:7117"
+        told = state(OTHER, incarnation=1 + life, address=address)
+        shell.perform(cluster.on_beat(HeardBeat(node_id=OTHER, state=told), now=float(life)))
+        assert shell.dialled == {address}
+        shell.perform(cluster.on_beat(HeardBeat(node_id=OTHER, state=told, dialled=address), now=life + 0.1))
+    shell.perform(cluster.on_tick(now=30.0))
+    shell.perform([command for half in range(61, 80) for command in cluster.on_tick(now=half / 2)])
+    assert shell.dialled == {"10.0.1.29:7117", "10.0.1.0:7117"}, "while it is away, a person's address counts, too"
+
+
 def test_the_dead_are_dialled_for_a_while_and_then_forgotten() -> None:
     cluster = membership()
     cluster.on_beat(beat(OTHER), now=0.0)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
-from edgepipe.daemon.processes.children import Child
+from edgepipe.config import Timeouts
+from edgepipe.daemon.processes.children import Child, Children
+from edgepipe.errors import StageLost
+from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.children import Introduced, IntroducedPeers
 from tests.support.stage_settings import STAGE_SETTINGS
 
@@ -57,3 +63,21 @@ async def test_a_silent_child_is_believed_to_live(child: Child) -> None:
     silent = Child(child.settings, child.process, knows_s=0.01)
     silent.introduce(())
     assert await silent.lives()
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EMFILE, errno.EAGAIN])
+async def test_a_process_that_the_system_cannot_start_is_a_failure_of_that_process(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of the node: a gateway that ends for want of memory is started while there still is none."""
+
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    children = Children(Timeouts.loopback(), FakeClock(), hang_check_s=1.0)
+    async with asyncio.TaskGroup() as tasks:
+        with pytest.raises(StageLost, match="cannot be started") as caught:
+            await children.start(STAGE_SETTINGS, tasks)
+    assert caught.value.fact == os.strerror(number)
+    assert children.running() == []

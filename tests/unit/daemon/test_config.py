@@ -81,6 +81,13 @@ def test_children_inherit_no_settings() -> None:
     assert "EDGEPIPE_PORT" not in environ
 
 
+def test_children_get_larger_command_buffers_of_mlx_unless_the_user_chose() -> None:
+    environ = child_environment(environ={"MLX_MAX_OPS_PER_BUFFER": "50"}, threads=0)
+    assert environ["MLX_MAX_OPS_PER_BUFFER"] == "50"
+    assert int(environ["MLX_MAX_MB_PER_BUFFER"]) > 50
+    assert environ["MLX_ENABLE_TF32"] == "0"
+
+
 def test_every_profile_notices_death_later_than_a_lost_beat() -> None:
     for timeouts in (Timeouts.loopback(), Timeouts.lan(), Timeouts.wifi()):
         assert 4 * timeouts.beat_interval_s < timeouts.dead_min_s <= timeouts.dead_max_s

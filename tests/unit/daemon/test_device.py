@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,6 +21,7 @@ from edgepipe.config import Timeouts
 from edgepipe.daemon.device import layer_measuring
 from edgepipe.daemon.device.device import DeviceHost
 from edgepipe.daemon.device.layer_profiles import LayerProfiles
+from edgepipe.daemon.device.spare import SpareStage
 from edgepipe.daemon.processes.children import Children
 from edgepipe.errors import BackendUnavailable, EdgepipeError, StageLost
 from edgepipe.ids import EngineId, Epoch, PipelineId
@@ -315,6 +317,29 @@ async def test_a_spare_that_cannot_start_beside_a_stage_is_no_failure_of_the_dev
         await host.until(lambda: len(host.processes.started) == 3)
         assert host.state() == "serving"
         assert host.host.state()[0].error is None
+
+
+async def test_a_device_whose_driver_loads_late_is_used_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that starts with the machine may be there before its GPU is."""
+    monkeypatch.setattr("edgepipe.daemon.device.device.SpareStage", partial(SpareStage, unavailable_s=0.05))
+    processes, missing = Processes(free_bytes=20 * GB), BackendUnavailable("CUDA is not there")
+    wait_started = processes.wait_started
+
+    async def fail(_child: Process) -> ChildStarted:
+        raise missing
+
+    monkeypatch.setattr(processes, "wait_started", fail)
+    async with asyncio.TaskGroup() as tasks:
+        host = Host(processes, tasks, tmp_path)
+        keeper = tasks.create_task(host.host.keep_spare())
+        await until(lambda: len(processes.started) >= 2, timeout_s=30)
+        assert host.state() == "failed"
+        assert isinstance(host.host.state()[0].error, BackendUnavailable)
+        monkeypatch.setattr(processes, "wait_started", wait_started)
+        await until(lambda: host.state() == "idle", timeout_s=30)
+        assert host.host.state()[0].error is None
+        await host.host.release_all()
+        keeper.cancel()
 
 
 @pytest.mark.parametrize(("by_system", "share"), [(True, 0.8), (False, 1.0)])

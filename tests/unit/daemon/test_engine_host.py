@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 
 from edgepipe.daemon.serving.engine_keeper import EngineKeeper
 from edgepipe.daemon.serving.engines import EngineHost
-from edgepipe.errors import EdgepipeError, StaleEpoch
+from edgepipe.errors import EdgepipeError, ModelUnknown, StaleEpoch
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.system import SystemClock
 from edgepipe.wire.engines import EngineState, ServeSpec
@@ -142,6 +143,36 @@ async def test_an_engine_whose_stages_another_had_comes_back_where_its_record_sa
         await host.stop("p")
 
 
+def engine_keeper(
+    tasks: asyncio.TaskGroup, nodes: list[NodeState], *, start: Callable[..., object], adopt: Callable[..., object]
+) -> EngineKeeper:
+    """Of node a, which has the engine of the one served model."""
+
+    async def changes() -> AsyncGenerator[None]:
+        yield
+        await asyncio.Event().wait()
+
+    def changing() -> AsyncIterator[None]:
+        return changes()
+
+    record = ServeBody(pipeline_id=PipelineId("p"), spec=REQUEST.spec, engine_node="a")
+    book = SimpleNamespace(served=lambda: [record], renew=lambda _: None, take_over=lambda _: None)
+    peers = SimpleNamespace(own_id="a", own_drains=False, nodes=lambda: nodes, is_self=lambda node_id: node_id == "a")
+    engines = SimpleNamespace(ready=list, states=list, start=start)
+    return EngineKeeper(
+        book=cast("Any", book),
+        engines=cast("Any", engines),
+        models=cast("Any", SimpleNamespace(adopt=adopt, present_hash=None)),
+        peers=cast("Any", peers),
+        clock=SystemClock(),
+        timeouts=cast("Any", SimpleNamespace(gather_s=0.0, dead_max_s=6.0)),
+        changes=changing,
+        ends=lambda: False,
+        tasks=tasks,
+        look_again_s=0.001,
+    )
+
+
 async def test_a_model_is_looked_at_until_somebody_has_its_engine() -> None:
     """The engine that was started here gave way to another, whose node was lost meanwhile; nothing else changes."""
     nodes = [NodeState(node_id=NodeId("a"))]
@@ -158,33 +189,27 @@ async def test_a_model_is_looked_at_until_somebody_has_its_engine() -> None:
     async def adopt(*_: object, **__: object) -> SimpleNamespace:
         return SimpleNamespace(config_json="", weights_json="", manifest_hash="h")
 
-    async def changes() -> AsyncGenerator[None]:
-        yield
-        await asyncio.Event().wait()
-
-    def changing() -> AsyncIterator[None]:
-        return changes()
-
-    record = ServeBody(pipeline_id=PipelineId("p"), spec=REQUEST.spec, engine_node="a")
-    book = SimpleNamespace(served=lambda: [record], renew=lambda _: None, take_over=lambda _: None)
-    peers = SimpleNamespace(own_id="a", own_drains=False, nodes=lambda: nodes, is_self=lambda node_id: node_id == "a")
-    engines = SimpleNamespace(ready=list, states=list, start=start)
     async with asyncio.TaskGroup() as tasks:
-        keeper = EngineKeeper(
-            book=cast("Any", book),
-            engines=cast("Any", engines),
-            models=cast("Any", SimpleNamespace(adopt=adopt, present_hash=None)),
-            peers=cast("Any", peers),
-            clock=SystemClock(),
-            timeouts=cast("Any", SimpleNamespace(gather_s=0.0, dead_max_s=6.0)),
-            changes=changing,
-            ends=lambda: False,
-            tasks=tasks,
-            look_again_s=0.001,
-        )
+        keeper = engine_keeper(tasks, nodes, start=start, adopt=adopt)
         keeping = tasks.create_task(keeper.run())
         async with asyncio.timeout(10):
             await done.wait()
             await until(lambda: all(task.get_name() != "engine-for:p" for task in asyncio.all_tasks()))
         assert starts == ["p", "p"]
         keeping.cancel()
+
+
+async def test_an_engine_whose_model_is_on_no_disk_is_tried_ever_less_often() -> None:
+    """Each attempt asks every node, and leaves a line in the log."""
+    tried = 0
+
+    async def adopt(*_: object, **__: object) -> SimpleNamespace:
+        nonlocal tried
+        tried += 1
+        raise ModelUnknown("no reachable node has the model")
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.5), asyncio.TaskGroup() as tasks:
+            keeper = engine_keeper(tasks, [NodeState(node_id=NodeId("a"))], start=adopt, adopt=adopt)
+            tasks.create_task(keeper.run())
+    assert 1 <= tried <= 10

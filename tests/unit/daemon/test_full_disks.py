@@ -14,6 +14,7 @@ import pytest
 from edgepipe.cluster.founding import found_local_cluster, open_trust
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.daemon.machine.data_dir import DataDir
+from edgepipe.daemon.network.remembered import RememberedAddresses
 from edgepipe.errors import ConfigInvalid
 from edgepipe.ids import PipelineId
 from edgepipe.testing.clock import FakeClock
@@ -90,4 +91,19 @@ async def test_what_is_served_is_known_though_it_cannot_be_written(
     await until(lambda: "were not written" in caplog.text, timeout_s=5)
     assert [record.spec.model for record in book.served()] == ["tiny"]
     assert not keeper.done()
+    monkeypatch.undo()  # the disk has room again, and nothing else changes
+    await until(lambda: [record.spec.model for record in lone_book(tmp_path).served()] == ["tiny"], timeout_s=30)
+    keeper.cancel()
+
+
+async def test_addresses_that_could_not_be_written_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    remembered = RememberedAddresses(tmp_path / "addresses.json", write_again_s=0.01)
+    keeper = asyncio.create_task(remembered.run())
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", refusing(errno.ENOSPC))
+        remembered.note("a", "10.0.0.1:7117")
+        await until(lambda: "cannot be written" in caplog.text, timeout_s=30)
+    await until(lambda: RememberedAddresses(tmp_path / "addresses.json").all() == {"a": "10.0.0.1:7117"}, timeout_s=30)
     keeper.cancel()

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
+import os
 import shutil
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from edgepipe.config import Timeouts
-from edgepipe.daemon.files.model_parts import held_parts, model_parts, parts_of, parts_on, runs_of
+from edgepipe.daemon.files.model_parts import held_parts, model_parts, part_tensors, parts_of, parts_on, runs_of
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.files.pace import Pace, chunk_bytes
-from edgepipe.errors import ModelDownloadFailed
+from edgepipe.daemon.serving.replication import Replication
+from edgepipe.errors import ModelDownloadFailed, ModelUnknown, PeerClosed
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.store import ModelStore
 from edgepipe.model.tensor_folder import TensorSink
+from edgepipe.planner.copies import ModelParts
 from edgepipe.wire.children import PrepareProgress
 from edgepipe.wire.common import Hello
+from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import NodeState
 from tests.support.node_models import CONFIG, pull_with_weights
 from tests.support.waiting import until
@@ -58,7 +65,7 @@ class NearClient:
             await self.gate.wait()
 
 
-async def make_models(folder: Path, others: Sequence[NodeState]) -> Models:
+async def make_models(folder: Path, others: Sequence[NodeState], **options: Any) -> Models:
     peers = SimpleNamespace(
         hello=Hello(role="node"), security=None, nodes=lambda: list(others), is_self=lambda _id: False, own_id="here"
     )
@@ -68,6 +75,7 @@ async def make_models(folder: Path, others: Sequence[NodeState]) -> Models:
         timeouts=Timeouts(connect_s=1.0),
         on_change=lambda: None,
         client=cast("Any", NearClient()),
+        **options,
     )
     await made.rescan()
     return made
@@ -143,6 +151,160 @@ async def test_what_a_stage_waits_for_goes_before_a_copy_which_goes_on_after(her
     assert parts_here(here) == ALL
     late = [name for name in NearClient.asked if name.startswith("model.layers.5")]
     assert len(late) == len(set(late)), "what came for the stage is not copied again"
+
+
+async def test_a_copy_whose_source_is_slow_gives_way_to_a_stage_at_once(
+    here: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of a large model takes minutes at a copy's pace, and a source may have gone silent."""
+    model = await here.adopt("tiny")
+    tensor, silent = NearClient.tensor, ["model.embed_tokens.weight"]
+
+    async def slow(client: NearClient, source: NodeState, manifest: Manifest, name: str, **place: Any) -> Any:
+        async for data in tensor(client, source, manifest, name, **place):
+            if name in silent:
+                silent.clear()
+                await asyncio.Event().wait()
+            yield data
+
+    monkeypatch.setattr(NearClient, "tensor", slow)
+    copying = asyncio.ensure_future(copy(here, model, sorted(ALL)))
+    await until(lambda: not silent, timeout_s=30)
+    part = Slice(index=1, layers=LayerRange(5, 6), embedding=False, head=True)
+    async with asyncio.timeout(60):  # a busy machine
+        async for _ in here.fetch(model, (part,), first_source="there"):
+            pass
+        await copying
+    assert parts_here(here) == ALL
+
+
+async def test_a_cancelled_transfer_writes_nothing_into_the_next_one(
+    here: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled, a transfer cannot stop a write that the disk holds up; the next transfer measures the file."""
+    model = await here.adopt("tiny")
+    NearClient.source = await make_models(tmp_path / "there", [], piece_bytes=1024)
+    write, calls = TensorSink.write, 0
+    held, go_on, written = threading.Event(), threading.Event(), threading.Event()
+
+    def stuck(sink: TensorSink, chunk: bytes) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:  # the kernel has the write, and the file stays open for it
+            descriptor = os.dup(sink._file.fileno())  # pyright: ignore[reportPrivateUsage]
+            held.set()
+            go_on.wait(10)
+            os.write(descriptor, chunk)
+            os.close(descriptor)
+            written.set()
+            return
+        if calls == 3:
+            go_on.set()
+            written.wait(10)
+        write(sink, chunk)
+
+    monkeypatch.setattr(TensorSink, "write", stuck)
+    first = asyncio.ensure_future(copy(here, model, [1]))
+    await asyncio.to_thread(held.wait, 30)
+    first.cancel()
+    asyncio.get_running_loop().call_later(0.3, go_on.set)
+    await asyncio.wait([first])
+    await copy(here, model, [1])
+    for name in part_tensors(model.config)[1]:
+        data = model.stored.read_tensor(name)
+        assert hashlib.sha256(data.tobytes()).hexdigest() == model.stored.manifest.by_name[name].sha256
+
+
+async def test_a_stage_that_waits_for_another_transfer_reports_that_it_waits(
+    here: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgepipe.daemon.files.models._TELL_S", 0.01)
+    model = await here.adopt("tiny")
+    NearClient.gate.clear()
+
+    async def fetch(layer: int) -> list[PrepareProgress]:
+        part = Slice(index=1, layers=LayerRange(layer, layer + 1), embedding=False, head=False)
+        return [done async for done in here.fetch(model, (part,), first_source="there")]
+
+    first = asyncio.ensure_future(fetch(1))
+    await until(lambda: NearClient.asked, timeout_s=5)
+    second = asyncio.ensure_future(fetch(2))
+    await asyncio.sleep(0.1)
+    NearClient.gate.set()
+    await first
+    waited = [done for done in await second if not done.bytes_done]
+    assert len(waited) >= 2
+    assert waited[0].bytes_total > 0
+
+
+async def test_a_connection_that_breaks_often_brings_a_large_tensor_all_the_same(
+    here: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wi-Fi at its limit: a tensor of some GB outlives any number of connections, as long as each brings a part."""
+    model = await here.adopt("tiny")
+    NearClient.source = await make_models(tmp_path / "there", [], piece_bytes=1024)
+    tensor = NearClient.tensor
+
+    async def flaky(client: NearClient, source: NodeState, manifest: Manifest, name: str, **place: Any) -> Any:
+        async for data in tensor(client, source, manifest, name, **place):
+            yield data
+            if len(data) == 1024:
+                raise PeerClosed("the connection broke")
+
+    monkeypatch.setattr(NearClient, "tensor", flaky)
+    await copy(here, model, [1])
+    assert max(NearClient.asked.count(name) for name in NearClient.asked) > 3
+    assert parts_here(here) == {1}
+
+
+async def test_a_model_that_was_pulled_anew_is_not_read_for_the_one_before(tmp_path: Path) -> None:
+    """Under the same name and in the same folder, such as another revision."""
+    former, name = pull_with_weights(tmp_path / "there", tmp_path / "tiny").manifest_hash, "model.norm.weight"
+    models = await make_models(tmp_path / "there", [])
+    read = models.read_tensor("tiny", former, name, offset=0)
+    assert sum([len(data) async for data in read]) > 0
+    tensors = load_file(tmp_path / "tiny" / "model.safetensors")
+    save_file(tensors | {name: tensors[name] + 1}, tmp_path / "tiny" / "model.safetensors")
+    ModelStore(tmp_path / "there").rm("tiny")
+    ModelStore(tmp_path / "there").pull(str(tmp_path / "tiny"))
+    await models.rescan()
+    with pytest.raises(ModelUnknown):
+        _ = [data async for data in models.read_tensor("tiny", former, name, offset=0)]
+
+
+async def test_the_parts_of_a_served_model_are_computed_once_not_at_every_change(
+    here: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a model of 37,000 tensors that takes 0.7 s, and a node that serves changes several times a second."""
+    model, computed, looks = await here.adopt("tiny"), 0, 0
+
+    def counted(*args: Any) -> ModelParts:
+        nonlocal computed
+        computed += 1
+        return model_parts(*args)
+
+    async def changes() -> AsyncIterator[None]:
+        nonlocal looks
+        for looks in range(20):  # noqa: B007
+            yield
+        await asyncio.Event().wait()
+
+    async def adopt(*_: object, **__: object) -> LocalModel:
+        return model
+
+    monkeypatch.setattr("edgepipe.daemon.serving.replication.model_parts", counted)
+    replication = Replication(
+        peers=cast("Any", SimpleNamespace(nodes=lambda: [NodeState(node_id=NodeId("here"))])),
+        models=cast("Any", SimpleNamespace(adopt=adopt)),
+        engines=cast("Any", SimpleNamespace(ready=lambda: [("p", ServeSpec(model="tiny", manifest_hash="h"))])),
+        copies=2,
+        changes=changes,
+    )
+    running = asyncio.ensure_future(replication.run())
+    await until(lambda: looks == 19, timeout_s=30)
+    running.cancel()
+    assert computed == 1
+    assert part_tensors(model.config) is part_tensors(model.config)
 
 
 async def test_a_full_disk_is_said_with_its_numbers_before_anything_is_fetched(

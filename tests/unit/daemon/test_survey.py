@@ -51,6 +51,7 @@ class FakePeers:
         self.own_id = "a"
         self.gone: set[str] = set()
         self.unknown: set[str] = set()
+        self.swapped: dict[str, str] = {}  # node to the node whose address it has now
         self.forms: dict[str, tuple[str, ...]] = {}  # of KV, by node
         self.layers: list[tuple[str, bool, bool]] = []
         self.kv: list[str] = []  # of the measurements
@@ -63,7 +64,7 @@ class FakePeers:
         return NodeState(
             node_id=NodeId(node_id),
             name=node_id,
-            address=f"10.0.0.{ord(node_id)}:7117",
+            address=f"10.0.0.{ord(self.swapped.get(node_id, node_id))}:7117",
             devices=(DeviceState(profile=self._profile(node_id), state="idle", free_bytes=10**9),),
         )
 
@@ -155,6 +156,15 @@ class CountingProbes(LinkProbes):
     async def _measure(self, node: NodeState) -> LinkProfile:
         self.measured += 1
         return LinkProfile(sender="a", receiver=node.node_id, one_way_s=0.002, bytes_per_s=1e8)
+
+
+async def test_the_link_of_a_node_is_not_taken_for_that_of_another_at_its_former_address() -> None:
+    peers = FakePeers()
+    probes = CountingProbes(peers=cast("Any", peers), clock=FakeClock(), timeouts=cast("Any", None), network=None)
+    await probes.measure(["b", "c"])
+    peers.swapped = {"b": "c", "c": "b"}
+    assert [link.receiver for link in await probes.measure(["b", "c"])] == ["a", "b", "c"]
+    assert probes.measured == 4, "after its address changed, a node may be behind another link"
 
 
 async def test_links_are_kept_a_while_and_told_with_what_the_host_takes() -> None:

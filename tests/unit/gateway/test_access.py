@@ -31,7 +31,7 @@ async def locked() -> AsyncIterator[Served]:
 async def _paths(served: Served) -> list[str]:
     document = (await served.http.get("/openapi.json", headers=_bearer(KEY))).json()
     known = [path.replace("{id}", "tiny") for path in document["paths"]]
-    return [*known, "/", "/openapi.json", "/docs", "/v1", "/nothing/here", "//v1/models", "/v1/models/../models"]
+    return [*known, "/openapi.json", "/docs", "/v1", "/nothing/here", "//v1/models", "/v1/models/../models"]
 
 
 def _bearer(key: str) -> dict[str, str]:

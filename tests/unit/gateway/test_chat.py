@@ -53,6 +53,14 @@ async def test_without_max_tokens_a_chat_may_fill_the_context(served: Served) ->
     assert submit.max_tokens == CONTEXT - len(submit.prompt)
 
 
+async def test_minus_one_token_are_as_many_as_fit(served: Served) -> None:
+    """LM Studio's examples say so, and llama.cpp's; a completion without it has 16."""
+    await served.chat("x", max_tokens=-1)
+    await served.chat("x", max_completion_tokens=-1)
+    await served.complete("x", max_tokens=-1)
+    assert [len(each.prompt) + each.max_tokens for each in served.engine.submits] == [CONTEXT] * 3
+
+
 async def test_max_tokens_ends_the_answer_with_length(served: Served) -> None:
     body = (await served.chat(max_tokens=3)).json()
     assert body["choices"][0]["finish_reason"] == "length"
@@ -97,6 +105,15 @@ async def test_a_stop_string_cuts_the_answer_and_cancels_the_rest(served: Served
     assert served.engine.cancels[0].at_position == tokens_until_stop
 
 
+async def test_an_editor_s_list_of_stop_strings_is_taken(served: Served) -> None:
+    """Continue sends as many as a language has keywords; OpenAI takes four."""
+    stops = [
+        f"\n{word}" for word in "class def function import export const let var type enum mod pub fn impl use".split()
+    ]
+    body = (await served.chat(stop=[*stops, "<|fim_prefix|>", " Paris"])).json()
+    assert body["choices"][0]["message"]["content"] == "The capital of France is"
+
+
 async def test_completions_take_text_ids_and_lists_of_either(served: Served) -> None:
     for prompt, expected in (
         ("ab", [b"ab"]),
@@ -135,6 +152,8 @@ async def test_content_may_be_parts_or_null(served: Served) -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": None},
+        {"role": "assistant", "content": None, "reasoning_content": "cut off in the reasoning"},
         {"role": "user", "content": "c"},
     ]
     response = await served.http.post("/v1/chat/completions", json={"messages": messages, "user": "u", "store": False})

@@ -228,6 +228,58 @@ def test_a_long_hostile_template_is_read_in_time(mark: str) -> None:
     assert template_traits(mark * (MAX_TEMPLATE_BYTES // len(mark))).chat.name == expected
 
 
+@pytest.mark.parametrize("template", [*TEMPLATES.values(), QWEN_3_6, NEMOTRON_3], ids=lambda text: text[:20])
+@pytest.mark.parametrize("arguments", ['{"at": "the mo', "[1]", None])
+def test_a_call_with_broken_or_no_arguments_does_not_end_the_conversation(template: str, arguments: str | None) -> None:
+    """Clients send back what they got: a call that ``max_tokens`` cut off."""
+    function = {"name": "look", "arguments": arguments}
+    cut_off = {"role": "assistant", "content": None, "tool_calls": [{"id": None, "type": None, "function": function}]}
+    turns = [TURNS[0], cut_off, {"role": "tool", "tool_call_id": "", "content": "sun"}]
+    assert "sun" in rendered(template, turns)
+
+
+@pytest.mark.parametrize(("names", "role"), [("", "system"), ("{# roles: 'developer' #}", "developer")])
+def test_a_developer_is_the_system_of_templates_that_do_not_name_the_role(names: str, role: str) -> None:
+    """Qwen's templates write turns of known roles only: the client's instructions would be lost."""
+    template = names + "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    turns = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    messages = [Message.model_validate(turn) for turn in turns]
+    shown = template_turns(messages, tools=[], traits=template_traits(template))
+    prompt = make_environment().from_string(template).render(messages=shown)
+    assert prompt == f"{role}:Be brief.;user:hi;"
+
+
+LINES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+STRICT = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
+{{- raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "prompt"),
+    [
+        (LINES, "system system user", "system:0\n\n1;user:2;"),
+        (LINES, "developer system user", "system:0\n\n1;user:2;"),
+        (LINES, "user system user", "user:0;system:1;user:2;"),
+        (STRICT + LINES, "system user system user", "system:0\n\n2;user:1;user:3;"),
+        (STRICT + LINES, "user system user", "system:1;user:0;user:2;"),
+        (
+            "{# roles must alternate #}" + LINES,
+            "user system user assistant user",
+            "system:1;user:0\n\n2;assistant:3;user:4;",
+        ),
+        (LINES, "user user", "user:0;user:1;"),
+    ],
+)
+def test_several_turns_are_one_where_the_template_takes_one(template: str, roles: str, prompt: str) -> None:
+    """Coding agents send several of the system's; Qwen 3.5 and 3.6 refuse all but one at the beginning.
+
+    A client whose answer was stopped sends two of the user's in a row; Gemma 3 and Mistral refuse that.
+    """
+    messages = [Message.model_validate({"role": role, "content": str(i)}) for i, role in enumerate(roles.split())]
+    shown = template_turns(messages, tools=[], traits=template_traits(template))
+    assert make_environment().from_string(template).render(messages=shown) == prompt
+
+
 def test_harmony_has_one_call_in_a_turn_and_its_result_after_it() -> None:
     prompt = rendered(GPT_OSS, effort="high")
     assert "Reasoning: high" in prompt
@@ -372,6 +424,31 @@ async def test_reasoning_and_calls_over_http(name: str) -> None:
         body = line.json()["message"]
         assert (body["content"], body["thinking"]) == ("", "Let me see.")
         assert body["tool_calls"] == [{"function": {"name": "look", "arguments": CALL}}]
+
+
+HALVES = {
+    "glm": '<tool_call>look\n<arg_key>seen</arg_key>\n<arg_value>["\\ud83d"]</arg_value>\n</tool_call>',
+    "hermes": '<tool_call>\n{"name": "look", "arguments": {"seen": ["\\ud83d"]}}\n</tool_call>',
+}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("name", HALVES)
+async def test_half_of_a_surrogate_pair_in_a_call_is_passed_on(name: str, stream: bool) -> None:
+    """JSON may have it as an escape; no UTF-8 can."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"seen": {"type": "array"}}}}}
+    engine = FakeEngine(answer=HALVES[name].encode(), group=3)
+    async with serving(engine, load=lambda path: FamilyAssets(TEMPLATES[name])) as served:
+        text = (await served.chat(tools=[tool], stream=stream)).text
+        bodies = events_of(text)[:-1] if stream else [json.loads(text)]
+        parts = [each["delta" if stream else "message"] for body in bodies for each in body["choices"]]
+        pieces = [call["function"]["arguments"] for part in parts for call in part.get("tool_calls", ())]
+        assert json.loads("".join(pieces)) == {"seen": ["\ud83d"]}
+
+        asked = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "tools": [tool], "stream": stream}
+        lines = (await served.http.post("/api/chat", json=asked)).text.splitlines()
+        calls = [call for line in lines for call in json.loads(line)["message"].get("tool_calls", ())]
+        assert calls == [{"function": {"name": "look", "arguments": {"seen": ["\ud83d"]}}}]
 
 
 async def test_harmony_without_tools_shows_its_final_channel() -> None:

@@ -74,6 +74,7 @@ CHAT = SHARED | {
     "tool_choice": ({"tools": [TOOL]}, "required"),
     "parallel_tool_calls": ({"tools": [TOOL]}, False),
     "reasoning_effort": "low",
+    "enable_thinking": False,
     "chat_template_kwargs": {"enable_thinking": False},
 }
 COMPLETION = SHARED | {"prompt": "ho", "echo": True, "logprobs": 2, "add_special_tokens": False}

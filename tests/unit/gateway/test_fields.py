@@ -237,6 +237,21 @@ async def test_template_keywords_reach_the_template(served: Served) -> None:
     assert bytes(served.engine.submits[0].prompt).startswith(b"[enable_thinking=False][reasoning_effort=low]user: x")
 
 
+async def test_reasoning_may_be_turned_off_beside_the_keywords(served: Served) -> None:
+    """Alibaba's API has the field there, so clients of Qwen's models send it."""
+    await served.chat("x", enable_thinking=False)
+    await served.chat("x", enable_thinking=False, chat_template_kwargs={"enable_thinking": True})
+    prompts = [bytes(submit.prompt).decode() for submit in served.engine.submits]
+    assert [prompt.partition("user")[0] for prompt in prompts] == ["[enable_thinking=False]", "[enable_thinking=True]"]
+
+
+@pytest.mark.parametrize("name", ["preserve_thinking", "clear_thinking"])
+async def test_whether_earlier_reasoning_is_shown_again_is_for_the_template(served: Served, name: str) -> None:
+    """Qwen 3.6 and GLM-4.7 name it so, and coding agents send it."""
+    await served.chat("x", chat_template_kwargs={name: True})
+    assert bytes(served.engine.submits[0].prompt).startswith(f"[{name}=True]user: x".encode())
+
+
 async def test_a_tool_call_is_taken_out_of_the_text() -> None:
     async with serving(FakeEngine(answer=b"Let me see. " + CALL, group=7)) as served:
         body = (await served.chat(tools=[LOOK])).json()

@@ -531,12 +531,23 @@ TOOLS = [
 ]
 
 
-async def grammar_of(chat: ChatFormat, *, in_reasoning: bool = False, **fields: Any) -> GrammarSpec | None:
+NO_FORM: Mapping[str, Any] = {}
+
+
+async def grammar_of(
+    chat: ChatFormat, *, in_reasoning: bool = False, form: Mapping[str, Any] = NO_FORM, **fields: Any
+) -> GrammarSpec | None:
     async def check(grammar: GrammarSpec) -> None:
         check_grammar(grammar)
 
     choice = choose_tools(TOOLS, **fields)
-    plan = await plan_output(choice=choice, chat=chat, in_reasoning=in_reasoning, compiler=GrammarCompiler(check))
+    plan = await plan_output(
+        form=answer_form(CompletionBody(prompt=["x"], **form)),
+        choice=choice,
+        chat=chat,
+        in_reasoning=in_reasoning,
+        compiler=GrammarCompiler(check),
+    )
     return plan.grammar
 
 
@@ -629,3 +640,33 @@ async def test_a_bound_answer_may_follow_reasoning(vocabulary: GrammarTokenizer,
         assert takes(vocabulary, bound, thought + last + "maybe").startswith("refused")
     raw = (await plan_output(form=form, compiler=GrammarCompiler(check))).grammar
     assert takes(vocabulary, raw, "no") == "ends"
+
+
+@pytest.mark.parametrize("chat", FORMATS, ids=lambda chat: chat.name)
+async def test_an_answer_may_be_a_call_or_of_a_form(vocabulary: GrammarTokenizer, chat: ChatFormat) -> None:
+    """Agents send their tools and the schema of the last answer together."""
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    form = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    last = "<|channel|>final<|message|>" if chat.has_channels else ""
+    call, bound = ended(chat.write([Call("now", {})])), last + '{"name": "Rome"}'
+    auto = await grammar_of(chat, form=form)
+    assert takes(vocabulary, auto, call) == "ends"
+    assert takes(vocabulary, auto, bound) == "ends"
+    for bad in (f"{last}Hello", bound.replace("name", "town"), call.replace("now", "never")):
+        assert takes(vocabulary, auto, bad).startswith("refused"), bad
+    forced = await grammar_of(chat, form=form, tool_choice="required")
+    assert takes(vocabulary, forced, call) == "ends"
+    assert takes(vocabulary, forced, bound).startswith("refused")
+    none = await grammar_of(chat, form=form, tool_choice="none")
+    assert takes(vocabulary, none, bound) == "ends"
+    assert takes(vocabulary, none, call).startswith("refused")
+
+
+@pytest.mark.parametrize("size", [1, 5, 100])
+@pytest.mark.parametrize("chat", FORMATS, ids=lambda chat: chat.name)
+def test_an_answer_of_a_form_is_content_beside_tools(chat: ChatFormat, size: int) -> None:
+    """Llama's calls are JSON without marks, too."""
+    for text in ('{"name": "Rome"}', '{"type": "town", "name": "Rome"}', '{"name": "Rome", "arguments": {}}'):
+        shown = f"<|channel|>final<|message|>{text}" if chat.has_channels else text
+        found = read(chat, [shown[i : i + size] for i in range(0, len(shown), size)])
+        assert (found.content, found.calls) == (text, ())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from edgepipe.gateway.ollama_handlers import Turn
 from tests.support.fake_engine import CONTEXT, FakeEngine
 from tests.support.gateway import Served, serving
 
@@ -208,7 +209,23 @@ async def test_lists_and_facts(served: Served) -> None:
     shown = (await _post(served, "/api/show")).json()
     assert shown["template"] == "lines"
     assert "tools" in shown["capabilities"]
-    assert (await served.http.get("/api/version")).json()["version"]
+    assert shown["model_info"]["general.basename"] == "tiny"
+
+
+async def test_what_clients_ask_first(served: Served) -> None:
+    """Ollama's command line asks for ``/``; VS Code wants version 0.6.4 or newer."""
+    for method in ("HEAD", "GET"):
+        response = await served.http.request(method, "/")
+        assert (response.status_code, response.headers["content-type"]) == (200, "text/plain; charset=utf-8")
+    version = (await served.http.get("/api/version")).json()["version"]
+    assert [int(part) for part in version.split(".")] >= [0, 6, 4]
+
+
+async def test_calls_keep_their_ids_so_that_results_find_them() -> None:
+    """LangChain sends results in any order, with the ids of their calls."""
+    calls = [{"id": name, "function": {"name": "look", "arguments": {"at": name}}} for name in ("x", "y")]
+    turn = Turn.model_validate({"role": "assistant", "tool_calls": [*calls, {"function": {"name": "look"}}]})
+    assert [call["id"] for call in turn.fields(1)["tool_calls"]] == ["x", "y", "call_1_2"]
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,29 @@ async def test_parsed_answers() -> None:
         assert '"city"' in served.engine.submits[0].sampling.grammar
 
 
+@pytest.mark.parametrize(
+    ("answer", "parsed", "called"),
+    [
+        (b'{"city": "Paris"}', Place(city="Paris"), []),
+        (b'<tool_call>\n{"name": "Place", "arguments": {"city": "Rome"}}\n</tool_call>', None, [Place(city="Rome")]),
+    ],
+)
+async def test_an_agent_s_tools_and_the_form_of_its_last_answer(
+    answer: bytes, parsed: Place | None, called: list[Place]
+) -> None:
+    """OpenAI's agents send both with every request."""
+    async with serving(FakeEngine(answer=answer, group=5)) as served, _client(served) as client:
+        whole = await client.chat.completions.parse(
+            model="tiny",
+            messages=[{"role": "user", "content": "where?"}],
+            response_format=Place,
+            tools=[openai.pydantic_function_tool(Place)],
+        )
+        message = whole.choices[0].message
+        assert message.parsed == parsed
+        assert [call.function.parsed_arguments for call in message.tool_calls or ()] == called
+
+
 async def test_errors_are_the_client_s_own_classes() -> None:
     rules = AccessRules.of(keys=(KEY,), key_on_loopback=True)
     engine = FakeEngine(hold_after=0)

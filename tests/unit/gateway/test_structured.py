@@ -220,7 +220,6 @@ SCHEMA = "response_format.json_schema.schema"
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "gone"}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
 async def test_what_cannot_be_is_a_400_that_names_the_field(fields: dict[str, Any], param: str) -> None:
@@ -357,7 +356,7 @@ async def test_every_way_to_ask_for_a_form(
         ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice"),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
-        ({"guided_regex": "a", "tools": TOOLS}, "guided_regex"),
+        ({"guided_regex": "(?=a)", "tools": TOOLS}, "guided_regex"),
     ],
     ids=str,
 )
@@ -365,6 +364,77 @@ async def test_a_form_that_cannot_be_is_a_400_that_names_the_field(fields: dict[
     with pytest.raises(HttpProblem) as caught:
         await plan(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def _one_tool(schema: Mapping[str, Any], *, strict: bool | None = None) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"a": schema}}
+    function = {"name": "f", "parameters": parameters, "strict": strict}
+    return {"tools": [{"type": "function", "function": function}], "tool_choice": "required", "kind": MISTRAL_ARGS}
+
+
+EMAIL = {"type": "string", "format": "email", "pattern": r"^(?!\.)([A-Za-z0-9]+)@[a-z.]+$"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1,1]", '["1"]'),
+        (
+            {"type": "object", "propertyNames": {"pattern": "^x"}, "additionalProperties": {"type": "null"}},
+            '{"y":null}',
+            "1",
+        ),
+        ({"anyOf": [{"not": {"const": 1}}, {"type": "integer"}]}, "1", None),
+        ({"type": "string", "format": "password"}, '"x"', "1"),
+        (EMAIL, '"x@y.z"', '"x"'),
+        ({"type": "string", "pattern": r"(?:\bx)"}, '"y"', "1"),
+        ({"type": "string", "pattern": r"^(?<name>\\b)$"}, r'"\\b"', '"x"'),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 1}]}, '"xy"', "1"),
+        (
+            {"oneOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/properties/a/oneOf/0"}}]},
+            "[null]",
+            "[1]",
+        ),
+        ({"type": "object", "patternProperties": {"^(?=x)": {}}, "additionalProperties": False}, '{"x":1}', "1"),
+        ({"type": "object", "properties": {"b": {}}, "unevaluatedProperties": {}}, '{"x":1}', "1"),
+        ({"$ref": "https://example.org/x.json", "type": "integer"}, "1", '"1"'),
+        ({"type": "integer", "enum": None, "minimum": None, "description": None}, "1", '"1"'),
+        ({"type": "string", "enum": []}, '"x"', "1"),
+        ({"const": None}, "null", "1"),
+        ({"type": "integer", "if": {"minimum": 3}, "then": {"maximum": 5}}, "9", '"9"'),
+    ],
+    ids=str,
+)
+async def test_what_no_grammar_can_express_binds_no_tool_that_is_not_strict(
+    vocabulary: GrammarTokenizer, schema: dict[str, Any], good: str, bad: str | None
+) -> None:
+    grammar = (await plan(**_one_tool(schema))).grammar
+    assert takes(vocabulary, grammar, f'[TOOL_CALLS]f[ARGS]{{"a":{good}}}') == "ends"
+    assert bad is None or takes(vocabulary, grammar, f'[TOOL_CALLS]f[ARGS]{{"a":{bad}}}') == "refuses"
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "array", "uniqueItems": True}, {"type": "string", "format": "password"}, EMAIL], ids=str
+)
+async def test_a_strict_tool_is_bound_by_all_of_its_schema_or_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(HttpProblem) as caught:
+        await plan(**_one_tool(schema, strict=True))
+    assert (caught.value.status, caught.value.param) == (400, "tools.0.function.parameters")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}},
+        {"type": "object", "additionalProperties": {"type": "integer", "uniqueItems": False}},
+    ],
+    ids=str,
+)
+async def test_keywords_that_say_nothing_may_stand_everywhere(
+    vocabulary: GrammarTokenizer, schema: dict[str, Any]
+) -> None:
+    assert takes(vocabulary, (await plan(**_schema(schema))).grammar, '{"x": 1}') == "ends"
+    assert (await plan(**_one_tool(schema, strict=True))).grammar is not None
 
 
 async def test_a_tool_that_is_too_hard_to_compile_is_named() -> None:

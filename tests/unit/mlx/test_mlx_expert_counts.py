@@ -61,3 +61,14 @@ def test_of_each_size_the_first_step_counts_and_every_eighth_then(tmp_path: Path
     assert run(backend, 1).expert_share == 0.0, "one token reads what it always does"
     counted = [bool(run(backend, 3, first=index).expert_share) for index in range(17)]
     assert [index for index, each in enumerate(counted) if each] == [0, 8, 16]
+
+
+def test_a_prompt_without_logits_keeps_no_memory(tmp_path: Path) -> None:
+    """The last layer computes no choices then."""
+    backend = loaded(tmp_path)
+    before = mx.get_active_memory()
+    backend.allocate_kv(num_blocks=2048, block_size=16)
+    step = make_step([step_row(0, 20, (0, 4))], logit_rows=[])
+    backend.collect(backend.submit(backend.prepare(step), token_ids(range(20))))
+    backend.allocate_kv(num_blocks=8, block_size=16)
+    assert mx.get_active_memory() <= before + 20_000

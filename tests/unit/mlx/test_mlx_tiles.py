@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("mlx.core", reason="MLX is not installed")
 
+import mlx.core as mx
+from edgepipe_mlx.device import stores_scores
 from edgepipe_mlx.kv import independent
 from edgepipe_mlx.tiles import tile_rows
 
@@ -16,6 +20,7 @@ from edgepipe.backend.step_layout import StepLayout, lay_out_step
 from edgepipe.backend.types import BlockCopy, Step, StepRow
 from edgepipe.errors import StepFailed
 from edgepipe.ids import StepId
+from edgepipe.model.layer_spec import Attention
 from tests.support.mlx_models import row
 
 NUM_BLOCKS = 40  # 640 tokens
@@ -59,6 +64,23 @@ def test_tiles_cover_every_row_once_and_see_the_keys_up_to_their_end(
     for tile in tiles:
         assert tile.length == length - num_tokens + tile.first_row + tile.num_tokens
         assert tile.num_tokens == 1 or tile.num_tokens * tile.length <= max_scores
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "stored"),
+    [
+        (mx.gpu, {}, False),
+        (mx.gpu, {"head_dim": 256}, True),
+        (mx.gpu, {"softcap": 30.0}, True),
+        (mx.cpu, {}, True),
+    ],
+    ids=["Metal", "Metal, large heads", "Metal, capped scores", "CPU"],
+)
+def test_only_kernels_that_store_scores_need_tiles(
+    kind: mx.DeviceType, changes: dict[str, float], *, stored: bool
+) -> None:
+    spec = replace(Attention(num_heads=32, num_kv_heads=8, head_dim=128, rope=None), **changes)
+    assert stores_scores(mx.Device(kind), spec) == stored
 
 
 def test_adjacent_runs_are_one_run() -> None:

@@ -322,3 +322,42 @@ def test_what_killed_processes_left_goes_with_the_next_adoption(bare: StoredMode
     adopt(taker, bare.manifest, metadata_of(bare))
     assert names(taker.root) == {".adopting-x-2", ".pulling-x", half.name}
     assert is_model_folder(half)
+
+
+@pytest.mark.parametrize("damaged", ["manifest.json", CARD_FILE])
+def test_metadata_that_a_power_cut_damaged_is_fetched_again_and_its_tensors_stay(
+    damaged: str, bare: StoredModel, taker: ModelStore
+) -> None:
+    part, name = adopt(taker, bare.manifest, metadata_of(bare)), "model.norm.weight"
+    with part.writer().open(name) as sink:
+        sink.write(bare.read_tensor(name).tobytes())
+        assert sink.finish()
+    (part.path / damaged).write_bytes(b"")
+    assert taker.find(bare.id, bare.manifest_hash) is None
+    assert adopt(taker, bare.manifest, metadata_of(bare)).held_tensors() == [name]
+    assert names(taker.root) == {part.path.name}
+
+
+def test_a_whole_model_is_found_beside_a_damaged_copy_of_it(giver: StoredModel, taker: ModelStore) -> None:
+    whole, copied = taker.root / giver.path.name, taker.root / f"{giver.path.name}@0123456789ab"
+    for path in (whole, copied):
+        shutil.copytree(giver.path, path)
+    (copied / "manifest.json").write_bytes(b"")
+    found = taker.find(giver.id, giver.manifest_hash)
+    assert found is not None
+    assert found.path == whole
+
+
+def test_adopted_metadata_is_on_the_disk_before_its_folder_appears(
+    bare: StoredModel, taker: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut leaves a folder of empty files under the model's name."""
+    fsync, flushed = os.fsync, set[int]()
+
+    def note(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    made = adopt(taker, bare.manifest, metadata_of(bare)).path
+    assert {path.stat().st_ino for path in made.iterdir() if path.is_file()} <= flushed

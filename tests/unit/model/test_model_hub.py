@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,69 @@ def test_what_came_before_a_failure_is_not_fetched_again(hub: FakeHub, tmp_path:
     hub.refused, hub.asked = {}, []
     pull(hub, tmp_path / "store")
     assert [name for name, _ in hub.asked] == [FIRST, BIG, BIG], "both headers, then one file"
+
+
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Sleep no more; the pauses of the pull itself, in seconds."""
+    paused: list[float] = []
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # of the hub's library
+    monkeypatch.setattr("edgepipe.model.hub.sleep", paused.append)
+    return paused
+
+
+def test_a_pull_outlives_an_outage_of_the_hub(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model takes a night: nobody is there to pull it again."""
+    paused = without_pauses(monkeypatch)
+    hub.failing, told = {BIG: [503, 502, 429, 503] * 4}, list[PullProgress]()
+    pull(hub, tmp_path / "store", told=told)
+    assert ModelStore(tmp_path / "store").resolve(REPO)
+    assert paused[:2] == [2.0, 4.0]
+    assert [one for one in told if one.phase == "waiting"]
+    downloads = [one for one in told if one.phase == "download"]
+    assert downloads[-1].done_bytes == downloads[-1].total_bytes
+
+
+def test_a_pull_gives_up_after_ten_minutes_without_a_byte(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = without_pauses(monkeypatch)
+    hub.failing = {BIG: [503] * 1000}
+    with pytest.raises(ModelDownloadFailed, match="could not be fetched") as caught:
+        pull(hub, tmp_path / "store")
+    assert "the hub has a fault" in caught.value.next_step
+    assert 600 <= sum(paused) <= 700
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "step"),
+    [
+        (401, {"X-Error-Message": "Invalid credentials in Authorization header"}, "hf auth login"),
+        (403, {}, "hf auth whoami"),
+        (429, {"RateLimit": '"api";r=0;t=55'}, "wait five minutes"),
+        (503, {}, "the hub has a fault"),
+    ],
+)
+def test_a_refusal_of_the_hub_says_what_helps(
+    hub: FakeHub, tmp_path: Path, status: int, headers: dict[str, str], step: str
+) -> None:
+    hub.failing, hub.refusal = {"": [status]}, headers
+    with pytest.raises(ModelDownloadFailed) as caught:
+        pull(hub, tmp_path / "store")
+    assert step in caught.value.next_step
+    assert str(status) in caught.value.fact
+    assert hub.failing == {"": []}, "a hub that cannot be asked at all is not asked again"
+
+
+def test_a_disk_that_fills_up_in_a_pull_is_not_taken_for_the_network(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", full)  # no test can fill a disk
+    with pytest.raises(ModelDownloadFailed) as caught:
+        pull(hub, tmp_path / "store")
+    assert caught.value.fact == "the disk is full"
 
 
 def test_a_repository_that_is_not_there(hub: FakeHub, tmp_path: Path) -> None:

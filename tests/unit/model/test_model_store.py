@@ -14,6 +14,7 @@ from edgepipe.errors import ArchitectureUnsupported, ModelDownloadFailed, ModelI
 from edgepipe.model import demo
 from edgepipe.model.config import hf_config
 from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.folders import folder_size
 from edgepipe.model.manifest import Manifest
 from edgepipe.model.progress import PullProgress
 from edgepipe.model.store import ModelStore
@@ -155,6 +156,32 @@ def test_a_removed_model_is_gone(store: ModelStore, tmp_path: Path) -> None:
     assert store.rm("My-Model") == size > 80_000
     assert store.list() == []
     assert names(store.root) == set()
+
+
+def test_a_removal_that_was_interrupted_is_finished_later(store: ModelStore, tmp_path: Path) -> None:
+    """A killed process leaves the rest of a model of many gigabytes, which no command lists."""
+    for rest in (".removing-My-Model", ".removing-Other"):
+        (store.root / rest / "tensors").mkdir(parents=True)
+        (store.root / rest / "tensors" / "a.bin").write_bytes(b"x")
+    store.pull(str(source_folder(tmp_path)))
+    assert store.rm("My-Model") > 80_000
+    assert names(store.root) == {".removing-Other"}
+    store.tidy()
+    assert names(store.root) == set()
+
+
+def test_a_size_is_told_while_a_transfer_renames_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.bin.part", "b.bin"):
+        (tmp_path / name).write_bytes(b"four")
+    lstat = os.lstat
+
+    def renamed(path: str) -> os.stat_result:
+        if path.endswith(".part"):
+            os.rename(path, path.removesuffix(".part"))
+        return lstat(path)
+
+    monkeypatch.setattr(os, "lstat", renamed)
+    assert folder_size(tmp_path) == 4
 
 
 def test_strange_folders_in_the_store_are_no_models(store: ModelStore) -> None:

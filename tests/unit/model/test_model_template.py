@@ -123,6 +123,10 @@ async def test_after_a_kill_the_next_chat_is_rendered() -> None:
         assert await renderer.render([{"content": "c"}]) == "ok"
 
 
+async def test_half_of_a_surrogate_pair_in_an_earlier_call_can_be_shown(rendering: Any) -> None:
+    assert await rendering("{{ tools | tojson }}{{ tools[0] }}", tools=["a\ud83d"]) == '["a?"]a?'
+
+
 async def test_an_answer_that_came_too_late_does_not_meet_the_next_question() -> None:
     loop = "{% if messages[0].slow %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate(sources={"default": loop + "{% endif %}{{ messages[0].content }}"})

@@ -162,9 +162,35 @@ def test_a_70b_at_four_bits_fits_two_cards_of_24_gb_and_at_sixteen_it_does_not()
         planned("llama-3.3-70b:q5_k_m", "2x rtx4090")
     short = shortage_of(Demand(config=named_shape("llama-3.3-70b")), cluster("llama-3.3-70b", "2x rtx4090").machines)
     assert [(one.what, one.enough) for one in short.helps if ":q4_k_m" in one.what] == [
-        ("take a 4-bit type of it (:q4_k_m)", True)
+        ("take a smaller type of it (:q4_k_m)", True)
     ]
     assert short.weight_bytes == pytest.approx(141.1e9, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "advice", "enough"),
+    [
+        ("glm-4.5-air:q4_k_m", "rtx4090, m4max", ":q4_0", True),
+        ("glm-4.5-air:q8_0", "rtx4090, m4max", ":q4_0", True),
+        ("llama-3.3-70b:q4_k_m", "2x m4", ":q4_0", False),  # Q3 takes more memory on a Mac
+        ("llama-3.3-70b:q4_0", "rtx4090", "", False),  # none is smaller on this card
+    ],
+)
+def test_the_best_smaller_type_that_fits_is_named(name: str, devices: str, advice: str, enough: bool) -> None:
+    config, weights = named_model(name)
+    short = shortage_of(Demand(config=config, weights=weights), cluster(name, devices).machines)
+    found = [(one.what, one.enough) for one in short.helps if "smaller type" in one.what]
+    assert found == ([(f"take a smaller type of it ({advice})", enough)] if advice else [])
+
+
+def test_8_bit_kv_is_named_where_it_helps() -> None:
+    config, weights = named_model("llama-3.3-70b:q4_k_m")
+    demand = Demand(config=config, weights=weights, must_keep_tokens=4096)
+    machines = cluster("llama-3.3-70b:q4_k_m", "2x rtx4090").machines
+    short = shortage_of(demand, machines)
+    assert ("--kv 8bit", True) in [(one.what, one.enough) for one in short.helps]
+    halved = [replace(machine, room=replace(machine.room, kv="8bit")) for machine in machines]
+    assert not any("--kv" in one.what for one in shortage_of(demand, halved).helps)
 
 
 @given(

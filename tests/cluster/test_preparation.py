@@ -1,0 +1,86 @@
+"""How long an engine waits for nodes that prepare its stages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from edgepipe_emulated import emulated_model_config
+
+from edgepipe.engine.placing import Nodes
+from edgepipe.engine.preparation import Preparation
+from edgepipe.engine.settings import EngineLimits, EngineTimeouts
+from edgepipe.errors import NodeUnreachable
+from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
+from edgepipe.link.channels import bind, make_server
+from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.security.mutual_tls import Plaintext
+from edgepipe.wire.common import Hello
+from edgepipe.wire.engines import ServeSpec, StagePlacement
+from edgepipe.wire.v1 import node_pb2, node_pb2_grpc
+from tests.support.engine_lab import FakeNode
+
+CONFIG = emulated_model_config(num_layers=4)
+NODE = NodeId("node0")
+
+
+class SlowNode(FakeNode):
+    """Fetches weights over a thin link."""
+
+    def __init__(self, *, reports: int, every_s: float) -> None:
+        super().__init__("127.0.0.1:1", max_blocks=8)
+        self.reports, self.every_s = reports, every_s
+
+    async def Prepare(self, request: node_pb2.PrepareRequest, context: Any) -> AsyncGenerator[node_pb2.PrepareEvent]:
+        """Report, then load."""
+        for done in range(self.reports):
+            progress = node_pb2.PrepareProgress(phase="fetching", bytes_done=done, bytes_total=self.reports)
+            yield node_pb2.PrepareEvent(progress=progress)
+            await asyncio.sleep(self.every_s)
+        async for event in super().Prepare(request, context):
+            yield event
+
+
+def slow_node(*, reports: int, every_s: float) -> SlowNode:
+    return SlowNode(reports=reports, every_s=every_s)  # pyright: ignore[reportAbstractUsage] - the rest is unused
+
+
+@asynccontextmanager
+async def preparation_on(node: FakeNode, *, prepare_s: float) -> AsyncIterator[Preparation]:
+    server = make_server(Plaintext())
+    node_pb2_grpc.add_NodeServicer_to_server(node, server)  # pyright: ignore[reportArgumentType]
+    port = bind(server, Plaintext(), host="127.0.0.1", port=0)
+    await server.start()
+    slices = make_slices([LayerRange(0, CONFIG.num_layers)], CONFIG.num_layers)
+    try:
+        yield Preparation(
+            config=CONFIG,
+            spec=ServeSpec(model="m", stages=(StagePlacement(node_id=NODE, slices=tuple(slices)),)),
+            nodes=Nodes(addresses={NODE: f"127.0.0.1:{port}"}, names={NODE: "atlas"}),
+            pipeline_id=PipelineId("p"),
+            epoch=Epoch(1, EngineId("e")),
+            fresh=(),
+            hello=Hello(role="engine"),
+            security=Plaintext(),
+            limits=EngineLimits(),
+            timeouts=EngineTimeouts(prepare_s=prepare_s),
+            on_progress=lambda *_: None,
+        )
+    finally:
+        await server.stop(None)
+
+
+async def test_weights_may_take_longer_to_come_than_a_node_may_be_silent() -> None:
+    async with preparation_on(slow_node(reports=5, every_s=0.5), prepare_s=2.0) as preparation:
+        (site,) = await preparation.prepare()
+    assert site.node_id == NODE
+
+
+async def test_a_node_that_reports_nothing_any_more_is_left() -> None:
+    async with preparation_on(slow_node(reports=1, every_s=60.0), prepare_s=0.5) as preparation:
+        with pytest.raises(NodeUnreachable, match="atlas does not report progress"):
+            await preparation.prepare()
+    assert preparation.failed == NODE
