@@ -213,7 +213,7 @@ class MlxBackend:
         return ticket
 
     def _start(self, ticket: StepTicket, updated: list[mx.array]) -> None:
-        """Start a step. ``updated``: KV and states; of the last layer, a chunk without logits needs nothing else."""
+        """Start a step. ``updated``: KV and states; a chunk's output does not depend on the last layer's."""
         mx.async_eval(ticket.array, ticket.scores, updated, ticket.expert_share)
         self._started = ticket
 

@@ -1,8 +1,8 @@
 """Compile the CPU's kernels in this process with llvmlite, and call them.
 
-Code is compiled for this machine's CPU when a weight first needs it (about 0.7 s for each kind of weight), and kept on
-disk. Threads are those of torch's OpenMP pool, through ``GOMP_parallel``; without that symbol products run on one
-thread.
+Code is compiled for this machine's CPU when a weight first needs it, and kept on disk. That takes about a second for
+each kind of weight, with its check. Threads are those of torch's OpenMP pool, through ``GOMP_parallel``; without that
+symbol products run on one thread.
 """
 
 from __future__ import annotations

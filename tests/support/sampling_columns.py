@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.sampling.choice import Candidates, choose
-from edgepipe.sampling.rows import Logits, bar, check_highest, choose_from_row, raw_logprobs, token_logprobs
+from edgepipe.sampling.rows import Logits, ban, check_highest, choose_from_row, raw_logprobs, token_logprobs
 from edgepipe.sampling.sampler import Sampled, SampleRow
 from edgepipe.sampling.sequence import SequenceSampler
 
@@ -107,7 +107,7 @@ class ColumnSampler:
             return
         if mask is not None or len(tokens):
             own = np.ascontiguousarray(changed[:, column])
-            bar(own, mask, tokens)
+            ban(own, mask, tokens)
             changed[:, column] = own
 
     def _weigh(
