@@ -16,6 +16,9 @@ from edgepipe.gateway.problems import HttpProblem, problem_response
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 OPEN_PATHS = frozenset({"/health", "/ready"})  # polled by supervisors; their answers hold no private data
 _BEARER = b"bearer "
+_LOCALHOST = (
+    ".localhost"  # always this machine (RFC 6761, 6.3); programs made with Tauri have the Origin tauri.localhost
+)
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")  # of a host, as ``--http-name`` takes it
 
 
@@ -78,11 +81,13 @@ class Guard:
         allowed = self._names | _own_address(scope)
         if len(hosts) != 1 or host_name(hosts[0]) not in allowed:
             raise HttpProblem(status=421, message=_foreign_host(hosts), code="misdirected_request")
-        for name, value in headers:
-            if name == b"origin" and host_name(value.decode("latin-1").partition("://")[2]) not in allowed:
-                raise HttpProblem(
-                    status=403, message="this server refuses requests from that Origin", code="origin_not_allowed"
-                )
+        origins = [
+            host_name(value.decode("latin-1").partition("://")[2]) for name, value in headers if name == b"origin"
+        ]
+        if not all(name in allowed or (name or "").endswith(_LOCALHOST) for name in origins):
+            raise HttpProblem(
+                status=403, message="this server refuses requests from that Origin", code="origin_not_allowed"
+            )
 
     def _owner_by_key(self, values: list[bytes]) -> str:
         given = values[0][len(_BEARER) :].strip() if len(values) == 1 and values[0].lower().startswith(_BEARER) else b""

@@ -299,11 +299,29 @@ async def test_loopback_hosts_are_served(served: Served, host: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS"])
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1.evil.example"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://evil.example",
+        "null",
+        "http://127.0.0.1.evil.example",
+        "http://tauri.localhost.evil.example",
+        "http://evil-localhost",
+        "http://a.localhost:80:80",
+    ],
+)
 async def test_a_foreign_origin_is_refused_whatever_the_method(served: Served, method: str, origin: str) -> None:
     response = await served.http.request(method, CHAT, headers={"origin": origin})
     check_error(response, 403)
     assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://localhost:3000", "tauri://localhost", "http://tauri.localhost", "https://tauri.localhost:80"]
+)
+async def test_programs_of_this_machine_may_have_an_origin(served: Served, origin: str) -> None:
+    """Jan and others send that of their window."""
+    assert (await served.http.get("/v1/models", headers={"origin": origin})).status_code == 200
 
 
 @pytest.mark.parametrize(
