@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from edgepipe.backend.kv_setting import chosen_kv
 from edgepipe.backend.step_layout import StepLayout, lay_out_step
@@ -194,13 +193,11 @@ class MlxBackend:
         pools = self._pools[prepared.slice_index]
         arrays = [self._arrays(each) for each in (prepared, *prepared.windows)]
         states = StepStates(prepared, zeros=self._state_slots)
-        hidden = self._run_layers(part, pools, arrays, states, hidden)
-        array = (
-            self._logits(part, hidden, prepared.logit_rows[: prepared.num_sampled])
-            if part.part.head
-            else self._leaving(hidden)
-        )
-        scores = self._scores(part, hidden, prepared.scores) if part.part.head and prepared.scores is not None else ()
+        wanted = mx.array(prepared.logit_rows) if part.part.head and len(prepared.logit_rows) else None
+        hidden = self._run_layers(part, pools, arrays, states, hidden, wanted)
+        sampled, scored = hidden[: prepared.num_sampled], hidden[prepared.num_sampled :]
+        array = self._logits(part, sampled) if part.part.head else self._leaving(hidden)
+        scores = self._scores(part, scored, prepared.scores) if part.part.head and prepared.scores is not None else ()
         share = self._reads[prepared.slice_index].share(prepared.num_tokens)
         ticket = StepTicket(array=array, is_logits=part.part.head, scores=scores, expert_share=share)
         updated = [
@@ -274,8 +271,12 @@ class MlxBackend:
         steps: Sequence[StepArrays],
         states: StepStates,
         hidden: mx.array,
+        wanted: mx.array | None,
     ) -> mx.array:
-        """Run the layers on hidden [T, H]; returns [T, H]. ``steps``: by memory class."""
+        """Run the layers on hidden [T, H]; returns the rows ``wanted`` [R], all if None. ``steps``: by memory class.
+
+        The last layer computes its feed-forward part for these rows only.
+        """
         for index, layer, pool in zip(part.part.layers, part.layers, pools, strict=True):
             own: LayerStep | StateStep | None = None
             if isinstance(pool, LayerStates):
@@ -283,7 +284,7 @@ class MlxBackend:
             elif pool is not None and layer.spec.attention is not None:
                 step = steps[self._class_of[index]]
                 own = LayerStep(step, pool, layer.spec.attention, block_size=self._block_size)
-            hidden = layer.run(hidden, own)
+            hidden = layer.run(hidden, own, wanted if layer is part.layers[-1] else None)
         return hidden
 
     def _hidden(self, part: LoadedSlice, plan: StepLayout, inputs: TokenIds | Activations) -> mx.array:
@@ -309,22 +310,22 @@ class MlxBackend:
             return hidden.astype(mx.float32)
         return hidden.astype(mx.bfloat16).view(mx.uint16)
 
-    def _logits(self, part: LoadedSlice, hidden: mx.array, rows: npt.NDArray[np.int32]) -> mx.array:
-        """Return the logits [R, V] float32 of the requested rows."""
+    def _logits(self, part: LoadedSlice, hidden: mx.array) -> mx.array:
+        """Return the logits [R, V] float32 of hidden [R, H]."""
         config = self._loaded().config
-        if part.norm is None or part.head is None or not len(rows):
+        if part.norm is None or part.head is None or not hidden.shape[0]:
             return mx.zeros((0, config.vocab_size), mx.float32)
-        logits = part.head.logits(part.norm.rows(hidden[mx.array(rows)]))
+        logits = part.head.logits(part.norm.rows(hidden))
         if config.logit_scale != 1:
             logits = logits * config.logit_scale
         cap = config.logit_softcap
         return cap * mx.tanh(logits / cap) if cap else logits
 
     def _scores(self, part: LoadedSlice, hidden: mx.array, wanted: ScoreRows) -> tuple[mx.array, ...]:
-        """Compute the fields of TokenScores in pieces, because all logits at once may not fit."""
+        """Compute the fields of TokenScores of hidden [S, H] in pieces, because all logits at once may not fit."""
         pieces: list[list[mx.array]] = []
         for start in range(0, len(wanted.rows), SCORED_AT_ONCE):
-            logits = self._logits(part, hidden, wanted.rows[start : start + SCORED_AT_ONCE])
+            logits = self._logits(part, hidden[start : start + SCORED_AT_ONCE])
             targets = mx.array(wanted.targets[start : start + SCORED_AT_ONCE])[:, None]
             own = mx.take_along_axis(logits, targets, axis=1)[:, 0]
             top_ids = mx.argsort(-logits, axis=1)[:, : wanted.num_top]
@@ -337,9 +338,9 @@ class MlxBackend:
         if plan.copies:
             for part in (each.part for each in self._loaded().slices):
                 for layer, pool in zip(part.layers, self._pools[part.index], strict=True):
-                    keeps_blocks = pool is not None and not isinstance(pool, LayerStates)
-                    if keeps_blocks and self._class_of[layer] == 0:  # blocks of windows are shared, never copied
-                        pool.copy(plan.copies)
+                    if self._class_of[layer] or pool is None or isinstance(pool, LayerStates):
+                        continue  # blocks of windows are shared, never copied
+                    pool.copy(plan.copies)
 
     def _make_pool(
         self, layer: LayerSpec, *, num_blocks: int, block_size: int, state_slots: int

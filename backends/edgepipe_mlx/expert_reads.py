@@ -26,7 +26,8 @@ class ExpertReads:
 
         Drops the choices: those of a step that does not compute them hold all that they depend on, such as the KV pool.
         """
-        choices = [(mixture.spec, mixture.chosen) for mixture in self._mixtures if mixture.chosen is not None]
+        found = [(mixture.spec, mixture.chosen) for mixture in self._mixtures if mixture.chosen is not None]
+        choices = [(spec, chosen) for spec, chosen in found if len(chosen) == tokens]  # of all rows
         for mixture in self._mixtures:
             mixture.chosen = None
         return _mean_share(choices) if choices and self._counted.takes(tokens) else None

@@ -99,14 +99,20 @@ class DecoderLayer:
     added_norm: Norm | None  # of what the feed-forward part adds
     output_scale: mx.array | None  # [1]
 
-    def run(self, hidden: mx.array, step: LayerStep | StateStep | None) -> mx.array:
-        """Return the next layer's input [T, H] for hidden [T, H]. ``step``: of the layer's mixer, if it has one."""
+    def run(self, hidden: mx.array, step: LayerStep | StateStep | None, wanted: mx.array | None = None) -> mx.array:
+        """Return the next layer's input [T, H] for hidden [T, H]. ``step``: of the layer's mixer, if it has one.
+
+        ``wanted`` [R]: the rows to return, in this order; None: all.
+        """
         normed = _normed(hidden, self.input_norm)
         if self.spec.norms == "parallel":
             assert self.feed_forward is not None
-            return self._sum(hidden, self._mixed(normed, step) + self.feed_forward.rows(normed))
+            mixed = self._mixed(normed, step)
+            hidden, normed, mixed = (_rows(each, wanted) for each in (hidden, normed, mixed))
+            return self._sum(hidden, mixed + self.feed_forward.rows(normed))
         if self.mixer is not None:
             hidden = self._sum(hidden, _normed(self._mixed(normed, step), self.attended_norm))
+        hidden = _rows(hidden, wanted)
         if self.feed_forward is not None:
             added = self.feed_forward.rows(_normed(hidden, self.inner_norm))
             hidden = self._sum(hidden, _normed(added, self.added_norm))
@@ -123,6 +129,10 @@ class DecoderLayer:
     def _sum(self, hidden: mx.array, added: mx.array) -> mx.array:
         scale = self.spec.residual_scale
         return hidden + (added if scale == 1 else added * scale)
+
+
+def _rows(x: mx.array, wanted: mx.array | None) -> mx.array:
+    return x if wanted is None else x[wanted]
 
 
 def _normed(x: mx.array, norm: Norm | None) -> mx.array:

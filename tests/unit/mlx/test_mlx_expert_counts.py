@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,29 +32,50 @@ def loaded(folder: Path, *, num_experts: int = 16) -> MlxBackend:
     return backend
 
 
-def run(backend: MlxBackend, tokens: int, *, first: int = 0) -> StepOutput:
-    step = make_step([step_row(0, tokens, (0, 4))], logit_rows=[0])
+def run(backend: MlxBackend, tokens: int, *, first: int = 0, logit_rows: Sequence[int] | None = None) -> StepOutput:
+    step = make_step([step_row(0, tokens, (0, 4))], logit_rows=logit_rows)
     return backend.collect(backend.submit(backend.prepare(step), token_ids(range(first, first + tokens))))
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[mx.array]:
+    """Of each layer [T, K], in the order of their calls."""
+    found: list[mx.array] = []
+    route = mlx_experts.route
+
+    def noted(spec: Experts, router: RouterWeights, x: mx.array) -> tuple[mx.array, mx.array]:
+        routed = route(spec, router, x)
+        found.append(routed[0])
+        return routed
+
+    monkeypatch.setattr(mlx_experts, "route", noted)
+    return found
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 40], ids=["two", "three", "sorted by expert"])
 def test_a_step_tells_the_mean_share_of_the_experts_that_its_layers_chose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
+    tmp_path: Path, chosen: list[mx.array], tokens: int
 ) -> None:
-    chosen: list[mx.array] = []  # of each layer [T, K]
-    route = mlx_experts.route
-
-    def noted(spec: Experts, router: RouterWeights, x: mx.array) -> tuple[mx.array, mx.array]:
-        found = route(spec, router, x)
-        chosen.append(found[0])
-        return found
-
-    backend = loaded(tmp_path)
-    monkeypatch.setattr(mlx_experts, "route", noted)
-    output = run(backend, tokens)
+    output = run(loaded(tmp_path), tokens)
     assert [each.shape for each in chosen] == [(tokens, 2)] * 2
     shares = [len(np.unique(np.array(each))) / 16 for each in chosen]
     assert output.expert_share == pytest.approx(np.mean(shares))
+
+
+def test_the_last_layer_asks_experts_for_the_rows_with_logits_only_and_does_not_count_then(
+    tmp_path: Path, chosen: list[mx.array]
+) -> None:
+    backend = loaded(tmp_path)
+    expected = run(backend, 40).logits
+    chosen.clear()
+    output = run(backend, 40, logit_rows=[39, 7])
+    assert [each.shape for each in chosen] == [(40, 2), (2, 2)]
+    assert expected is not None
+    assert output.logits is not None
+    np.testing.assert_allclose(output.logits, expected[[39, 7]], rtol=1e-4, atol=1e-4)
+    backend = loaded(tmp_path)
+    share = run(backend, 40, logit_rows=[39]).expert_share
+    assert share == pytest.approx(len(np.unique(np.array(chosen[-2]))) / 16)
 
 
 def test_of_each_size_the_first_step_counts_and_every_eighth_then(tmp_path: Path) -> None:
