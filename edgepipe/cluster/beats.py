@@ -83,6 +83,7 @@ class Conversation:
     sent_at_s: OrderedDict[int, float] = field(default_factory=OrderedDict[int, float])
     heard: int = 0
     heard_at_s: float = 0.0
+    incarnation: int = 0  # of the other side's newest state
     sent_version: int = -1
     state_sent_at_s: float = float("-inf")
     sent_digest: bytes = b""

@@ -329,9 +329,12 @@ class Heartbeats:
         now = self._clock.monotonic_s()
         conversation.heard, conversation.heard_at_s = beat.sequence, now
         trusted = self._trusted()
+        state = self._state_of(beat, node_id)
+        conversation.incarnation = state.incarnation if state is not None else conversation.incarnation
         heard = HeardBeat(
             node_id=node_id,
-            state=self._state_of(beat, node_id),
+            state=state,
+            incarnation=conversation.incarnation,
             known=tuple(
                 (node.node_id, node.address)
                 for node in beat.known[:MAX_KNOWN]

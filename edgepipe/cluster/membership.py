@@ -109,6 +109,7 @@ class HeardBeat:
     known: tuple[tuple[str, str], ...] = ()  # (node id, address) of nodes that the sender knows
     leaving: bool = False
     sleeping: bool = False
+    incarnation: int = 0  # of the newest state on the same stream; 0: no state came yet
     dialled: str = ""  # the address that was dialled; empty when the other side dialled
 
 
@@ -288,8 +289,9 @@ class Membership:
         """Return whether to ignore a beat: of an earlier life, of a member that left, of a stranger without a state."""
         if member is None:
             return beat.state is None
-        if beat.state is not None and beat.state.incarnation != member.node.incarnation:
-            return beat.state.incarnation < member.node.incarnation
+        incarnation = beat.state.incarnation if beat.state is not None else beat.incarnation
+        if incarnation and incarnation != member.node.incarnation:
+            return incarnation < member.node.incarnation
         return member.status is MemberStatus.LEFT
 
     def _on_own_id(self, beat: HeardBeat) -> list[Command]:

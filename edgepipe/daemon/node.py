@@ -20,7 +20,7 @@ from edgepipe.config import Config, Watching
 from edgepipe.daemon.machine.backends import choose_backend
 from edgepipe.daemon.machine.data_dir import DataDir, log_path
 from edgepipe.daemon.node_daemon import NodeDaemon, NodeReady, OnReady
-from edgepipe.errors import EdgepipeError
+from edgepipe.errors import ConfigInvalid, EdgepipeError, PortInUse
 from edgepipe.system import SystemClock, raise_descriptor_limit
 from edgepipe.telemetry.audit import AuditKind
 from edgepipe.telemetry.log import set_up_logging
@@ -28,6 +28,8 @@ from edgepipe.telemetry.log import set_up_logging
 __all__ = ["NodeReady", "OnReady", "run"]
 
 logger = logging.getLogger(__name__)
+
+_AGAIN_S = 2.0  # between attempts of a node that has run already to find its address
 
 
 def run(
@@ -68,7 +70,7 @@ async def _run_until_stopped(
 ) -> None:
     """Run nodes until one was stopped. A new node replaces the present one when another node has its identity, after it
     joined another cluster, and after the machine's address changed."""
-    clock, cluster = SystemClock(), config.cluster
+    clock, cluster, running = SystemClock(), config.cluster, False
     while True:
         with writable(data_dir.path):
             trust = open_trust(data_dir.path, cluster=cluster, node_name=config.name, clock=clock)
@@ -80,21 +82,41 @@ async def _run_until_stopped(
             data_dir=data_dir,
             trust=trust,
             incarnation=data_dir.next_incarnation(clock),
-            host=_address(config, interfaces()),
+            host=await _host(config, waits=running),
             wanted_address=lambda available: _address(config, available),
             on_ready=on_ready,
             encrypted=encrypted,
             watching=watching,
         )
-        with _signals(node):
-            await _single(node.run())
+        try:
+            with _signals(node):
+                await _single(node.run())
+        except PortInUse as error:
+            if not running:
+                raise
+            logger.warning("the node cannot listen on its new address and tries again: %s", error)
+            await asyncio.sleep(_AGAIN_S)
+            continue
+        running, cluster = True, ""  # the name was meant for the first cluster
         if node.identity_taken:
             trust.audit.record(AuditKind.IDENTITY_COPIED, who=trust.node_id)
             begin_anew(data_dir.path)
             logger.warning("this data directory is a copy of another node's: the node begins anew, unpaired")
         elif not node.begins_anew:
             return
-        cluster = ""  # the name was meant for the first cluster
+
+
+async def _host(config: Config, *, waits: bool) -> str:
+    """Return the address to listen on. ``waits``: until the named interface is there, as a network that changes may be
+    away for a while. Raises ConfigInvalid."""
+    while True:
+        try:
+            return _address(config, interfaces())
+        except ConfigInvalid as error:
+            if not waits:
+                raise
+            logger.warning("the node waits for its network: %s", error)
+        await asyncio.sleep(_AGAIN_S)
 
 
 async def _single(running: Awaitable[None]) -> None:

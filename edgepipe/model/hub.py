@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from typing import Any, cast
 
 from edgepipe.errors import ArchitectureUnsupported, EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
@@ -286,7 +286,7 @@ def _fetch(
 
 def _persist(attempt: Callable[[], None], counter: ProgressCounter, file: PlannedFile) -> None:
     """Repeat an attempt, which resumes, while its failures may pass and the pull has begun. Raises the last failure."""
-    silent_s, pause_s = 0.0, _PAUSE_S
+    heard_s, pause_s = monotonic(), _PAUSE_S
     while True:
         before_bytes = counter.done_bytes
         try:
@@ -294,12 +294,12 @@ def _persist(attempt: Callable[[], None], counter: ProgressCounter, file: Planne
             return
         except ModelDownloadFailed as error:
             if counter.done_bytes > before_bytes:
-                silent_s, pause_s = 0.0, _PAUSE_S
-            if not counter.done_bytes or not _may_pass(error) or silent_s >= _PATIENCE_S:
+                heard_s, pause_s = monotonic(), _PAUSE_S
+            if not counter.done_bytes or not _may_pass(error) or monotonic() - heard_s >= _PATIENCE_S:
                 raise
         counter.waits(file.name)
         sleep(pause_s)
-        silent_s, pause_s = silent_s + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _may_pass(error: ModelDownloadFailed) -> bool:

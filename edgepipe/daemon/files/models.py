@@ -118,7 +118,8 @@ class Models:
         self._adopting: WeakValueDictionary[tuple[ModelKey, str], asyncio.Lock] = WeakValueDictionary()
         self._fetching = asyncio.Semaphore(MAX_FETCHES)  # for models that no user here asked for
         self._checking = asyncio.Lock()  # one at a time: a hostile tokenizer takes 3 GB until its process is killed
-        self._writing = asyncio.Lock()  # one transfer at a time: the disk and the link are shared anyway
+        self._writing: WeakValueDictionary[ModelKey, asyncio.Lock] = WeakValueDictionary()  # one writer per folder
+        self._copying = asyncio.Lock()  # one copy at a time: the disk and the link are shared anyway
         self._precedence = Precedence()  # of what stages wait for, over copies
         self._pace = Pace()  # of copies that peers read from here
 
@@ -223,8 +224,9 @@ class Models:
         lacking = await asyncio.to_thread(model.stored.missing, slices)
         if not lacking:
             return
+        lock = self._lock_of(model)
         with self._precedence.first():
-            async for _ in self._until_turn():
+            async for _ in _acquired(lock):
                 total = sum(tensor.num_bytes for tensor in lacking)
                 yield PrepareProgress(phase="fetching", bytes_done=0, bytes_total=total)
             try:
@@ -241,17 +243,10 @@ class Models:
                                 yield done
                 await self.rescan()
             finally:
-                self._writing.release()
+                lock.release()
 
-    async def _until_turn(self) -> AsyncGenerator[None]:
-        """Acquire ``_writing``; yield now and then while another transfer has it."""
-        while True:
-            try:
-                async with asyncio.timeout(_TELL_S):
-                    await self._writing.acquire()
-                    return
-            except TimeoutError:
-                yield
+    def _lock_of(self, model: LocalModel) -> asyncio.Lock:
+        return self._writing.setdefault(ModelKey(model.name, model.manifest_hash), asyncio.Lock())
 
     async def keep_copy(
         self, model: LocalModel, parts: Sequence[int], *, first_source: str, bytes_per_s: float
@@ -260,7 +255,7 @@ class Models:
 
         Never asks the hub: no user asked for the download.
         """
-        names = await asyncio.to_thread(part_tensors, model.config)
+        names, lock = await asyncio.to_thread(part_tensors, model.config), self._lock_of(model)
         wanted = [name for part in parts if part < len(names) for name in names[part]]
         if model.stored.whole or model.stored.card.emulated:
             await self.rescan()  # the other nodes do not know it yet
@@ -273,7 +268,8 @@ class Models:
             while not transfer.complete:
                 await self._precedence.calm()
                 async with (
-                    self._writing,
+                    self._copying,
+                    lock,
                     aclosing(transfer.run(writer)) as running,
                     aclosing(self._precedence.while_calm(running)) as progress,
                 ):
@@ -479,6 +475,17 @@ def _check_offer(manifest: Manifest, key: ModelKey) -> None:
         raise ModelInvalid("the peer's manifest is of another model", fact=manifest.model_id[:120])
     if key.manifest_hash not in ("", manifest.hash):
         raise ModelUnknown("the peer has other content under this name", fact=f"its hash is {manifest.hash}")
+
+
+async def _acquired(lock: asyncio.Lock) -> AsyncGenerator[None]:
+    """Acquire a lock; yield now and then while another task has it."""
+    while True:
+        try:
+            async with asyncio.timeout(_TELL_S):
+                await lock.acquire()
+                return
+        except TimeoutError:
+            yield
 
 
 def _writer(model: LocalModel) -> ShardWriter:

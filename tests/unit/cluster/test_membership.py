@@ -108,6 +108,22 @@ def test_who_left_stays_away_until_it_is_started_again() -> None:
     assert statuses(cluster.on_beat(beat(OTHER, incarnation=2), now=0.3)) == [MemberStatus.ALIVE]
 
 
+def test_a_late_goodbye_of_an_earlier_life_does_not_end_the_present_one() -> None:
+    """After a quick restart, lost packets of the old connection may be sent again once the new one is in use.
+
+    A member that has left is not heard again in that life.
+    """
+    cluster = membership()
+    cluster.on_beat(beat(OTHER, incarnation=1), now=0.0)
+    cluster.on_beat(beat(OTHER, incarnation=2), now=2.0)
+    for late in ({"leaving": True}, {"sleeping": True}):
+        assert cluster.on_beat(HeardBeat(node_id=OTHER, incarnation=1, **late), now=3.0) == []
+    assert [member.status for member in cluster.reachable()] == [MemberStatus.ALIVE]
+    assert statuses(cluster.on_beat(HeardBeat(node_id=OTHER, incarnation=2, leaving=True), now=4.0)) == [
+        MemberStatus.LEFT
+    ]
+
+
 def test_an_earlier_incarnation_is_not_believed() -> None:
     cluster = membership()
     cluster.on_beat(beat(OTHER, incarnation=3), now=0.0)

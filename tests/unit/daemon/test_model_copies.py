@@ -222,7 +222,7 @@ async def test_a_stage_that_waits_for_another_transfer_reports_that_it_waits(
     model = await here.adopt("tiny")
     NearClient.gate.clear()
 
-    async def fetch(layer: int) -> list[PrepareProgress]:
+    async def fetch(layer: int) -> list[PrepareProgress]:  # both of one model, whose folder has one writer
         part = Slice(index=1, layers=LayerRange(layer, layer + 1), embedding=False, head=False)
         return [done async for done in here.fetch(model, (part,), first_source="there")]
 
@@ -305,6 +305,33 @@ async def test_the_parts_of_a_served_model_are_computed_once_not_at_every_change
     running.cancel()
     assert computed == 1
     assert part_tensors(model.config) is part_tensors(model.config)
+
+
+async def test_a_stage_does_not_wait_for_another_model_that_comes_slowly(
+    here: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One comes from the hub for hours, the other is on a disk of the LAN."""
+    pull_with_weights(tmp_path / "there", tmp_path / "other")
+    await NearClient.source.rescan()
+    tensor, part = NearClient.tensor, Slice(index=1, layers=LayerRange(2, 3), embedding=False, head=False)
+
+    async def slow(client: NearClient, source: NodeState, manifest: Manifest, name: str, **place: Any) -> Any:
+        async for data in tensor(client, source, manifest, name, **place):
+            if manifest.model_id == "tiny":
+                await asyncio.Event().wait()
+            yield data
+
+    async def fetch(name: str) -> None:
+        async for _ in here.fetch(await here.adopt(name), (part,), first_source="there"):
+            pass
+
+    monkeypatch.setattr(NearClient, "tensor", slow)
+    waiting = asyncio.ensure_future(fetch("tiny"))
+    await until(lambda: NearClient.asked, timeout_s=30)
+    async with asyncio.timeout(60):  # a busy machine
+        await fetch("other")
+    assert not waiting.done()
+    waiting.cancel()
 
 
 async def test_a_full_disk_is_said_with_its_numbers_before_anything_is_fetched(

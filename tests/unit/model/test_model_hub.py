@@ -177,6 +177,7 @@ def without_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     paused: list[float] = []
     monkeypatch.setattr(time, "sleep", lambda _: None)  # of the hub's library
     monkeypatch.setattr("edgepipe.model.hub.sleep", paused.append)
+    monkeypatch.setattr("edgepipe.model.hub.monotonic", lambda: sum(paused))
     return paused
 
 
