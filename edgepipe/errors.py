@@ -85,7 +85,7 @@ class EdgepipeError(Exception):
         stage: str = "",
         request_id: str = "",
     ) -> None:
-        self.what = what or self.sentence()
+        self.what = what or self.sentence()[:1].lower() + self.sentence()[1:].removesuffix(".")  # as other messages
         self.fact = fact
         self.next_step = next_step or self.usual_step
         self.node = node
@@ -194,7 +194,7 @@ class ModelInvalid(UserError):
 
     code = "model_invalid"
     exit_code = 7
-    usual_step = "fetch the model again, or choose another: edgepipe models pull"
+    usual_step = "fetch the model again, or choose another: edgepipe models pull MODEL"
 
 
 class ArchitectureUnsupported(ModelInvalid):

@@ -26,7 +26,10 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def format_duration_s(seconds: float) -> str:
-    """Format a duration: ``0.0004`` -> ``"0.40 ms"``, ``0.4753`` -> ``"475 ms"``, ``75`` -> ``"1 min 15 s"``."""
+    """Format a duration: ``0.0004`` -> ``"0.40 ms"``, ``0.4753`` -> ``"475 ms"``, ``75`` -> ``"1 min 15 s"``.
+
+    The larger unit comes with the next one, up to days with hours.
+    """
     if seconds < 1:
         ms = seconds * 1e3
         return f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f} ms"
@@ -34,6 +37,9 @@ def format_duration_s(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    days, hours_left = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours_left} h"
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 

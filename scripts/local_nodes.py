@@ -22,6 +22,7 @@ from anyio.from_thread import start_blocking_portal
 from edgepipe.cli.admin import Admin, connect
 from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, local_cluster
 from edgepipe.cli.node_process import EDGEPIPE
+from edgepipe.cli.options import DEGRADED_EXIT
 from edgepipe.ids import RequestId
 from edgepipe.link.channels import make_channel
 from edgepipe.sampling import SamplingParams
@@ -52,7 +53,7 @@ class Node:
         """Run a command against this node and give its output."""
         command = [sys.executable, "-P", "-m", "edgepipe.cli", *arguments, "--data-dir", str(self.data_dir)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-        if done.returncode:
+        if done.returncode not in (0, DEGRADED_EXIT):
             raise RuntimeError(f"{' '.join(arguments)} failed:\n{done.stderr}")
         return done.stdout
 

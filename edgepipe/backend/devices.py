@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -132,7 +133,12 @@ def device_key(text: str) -> str:
     key = re.sub(r"[\s_]", "", text.lower())
     key = _ALIASES.get(key, key)
     if key not in models:
-        raise ConfigInvalid(f"no device is called '{text.strip()}'", fact=f"there are {', '.join(models)}")
+        close = difflib.get_close_matches(key, models, n=1)
+        raise ConfigInvalid(
+            f"no device is called '{text.strip()}'",
+            fact=f"there are {', '.join(models)}",
+            next_step=f"did you mean '{close[0]}'?" if close else "name one of them, such as rtx4090",
+        )
     return key
 
 

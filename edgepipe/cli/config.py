@@ -35,8 +35,7 @@ def show(
         return
     table = make_table("SETTING", "VALUE", *(["FROM"] if origin else []))
     for name, value in values.items():
-        shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-        table.add_row(name, shown or "-", *([loaded.origins[name]] if origin else []))
+        table.add_row(name, _shown(value) or "-", *([loaded.origins[name]] if origin else []))
     make_console().print(table)
     print(f"\nfile: {config_file()}")
 
@@ -62,6 +61,13 @@ def set_value(
         say(f"{loaded.origins[key].removeprefix('env ')} has another value and wins")
     if socket_path(loaded.values.data_dir).exists():
         say("this machine's node reads it at its next start: edgepipe node stop, then edgepipe node start")
+
+
+def _shown(value: Any) -> str:
+    """Format a value as ``config set`` and the file take it."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))  # pyright: ignore[reportUnknownArgumentType]
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _plain(value: Any) -> Any:

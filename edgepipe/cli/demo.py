@@ -67,7 +67,7 @@ def demo(
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
 ) -> None:
-    """Run a whole cluster on this machine: start nodes, load a model, answer, stop."""
+    """Try a whole cluster on this machine. Starts nodes, loads a model, answers, stops."""
     from edgepipe.cli.local_cluster import ClusterPlan, NodePlan
 
     if serve and prompt is not None:
@@ -209,7 +209,7 @@ class _Demo:
                 "the nodes did not find each other",
                 fact=f"after {_JOIN_S:.0f} s node '{self._plan.nodes[0].name}' sees {', '.join(alive)}; "
                 "mDNS on 127.0.0.1 may be blocked",
-                next_step="start nodes by hand with --peer HOST:PORT",
+                next_step="start nodes by hand: edgepipe node start --peer HOST:PORT",
             )
         self._done("they found each other by mDNS and measured their devices")
         return status

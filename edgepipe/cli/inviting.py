@@ -72,7 +72,7 @@ def show(event: InviteEvent, start: InviteStart) -> None:
             if joined.wanted_name:
                 say(f"its own name '{joined.wanted_name}' belongs to another machine", first="    ")
             if joined.silent:
-                say("it did not confirm; if it does not appear: edgepipe peers remove", first="    ")
+                say(f"it did not confirm; if it does not appear: edgepipe peers remove {joined.name}", first="    ")
 
 
 def _show_code(opened: InviteOpened, *, long_string: bool) -> None:

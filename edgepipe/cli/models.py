@@ -79,17 +79,24 @@ def with_type(root: Path, data_dir: Path, model: str, *, as_json: bool) -> str:
 
 
 def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
-    """Pull with a progress bar on stderr. Raises the errors of ModelStore.pull."""
+    """Pull with a progress bar on stderr; after ^C, say how much is kept. Raises the errors of ModelStore.pull."""
     from edgepipe.cli.views.progress_bar import file_progress
     from edgepipe.model.store import ModelStore
+    from edgepipe.units import format_bytes
 
-    with file_progress(model) as on_progress:
-        return ModelStore(root).pull(model, on_progress=on_progress, dry_run=dry_run)
+    store = ModelStore(root)
+    try:
+        with file_progress(model) as on_progress:
+            return store.pull(model, on_progress=on_progress, dry_run=dry_run)
+    except KeyboardInterrupt:
+        if kept := store.interrupted_bytes(model):
+            print(f"{format_bytes(kept)} are kept; the same command goes on from there", file=sys.stderr)
+        raise
 
 
 @app.command("list")
 def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json: Json = False) -> None:
-    """List the models on the cluster's disks; without a running node, this machine's models."""
+    """List the models on the cluster's disks. Without a running node: this machine's models."""
     from edgepipe.cli.views.copies_view import copies_text, members_of
     from edgepipe.cli.views.model_rows import model_rows
     from edgepipe.model.store import ModelStore
@@ -124,6 +131,7 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; stop the model if it is served.")] = False,
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
+    as_json: Json = False,
 ) -> None:
     """Delete a model from this machine's disk. A served model is stopped first."""
     from edgepipe.cli.views.copies_view import members_of, served_by
@@ -138,14 +146,17 @@ def rm(
     if on_this_disk and (nodes := served_by(folder, model)):
         _stop_first(folder, model, nodes, yes=yes)
     freed = store.rm(model)
-    print(f"deleted {one_line(model)} from this machine: {format_bytes(freed)} are free again")
+    if not as_json:
+        print(f"deleted {one_line(model)} from this machine: {format_bytes(freed)} are free again")
     tell_node(folder)
     elsewhere = [
         member.node.name
         for member in members_of(folder)
         if not member.self and any(stored.model == model for stored in member.node.models)
     ]
-    if elsewhere:
+    if as_json:
+        print_json({"model": model, "freed_bytes": freed, "still_on": elsewhere})
+    elif elsewhere:
         print(f"it is still on {', '.join(map(one_line, elsewhere))}")
 
 
@@ -179,7 +190,7 @@ def replicate(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a model's parts to other nodes' disks, so that no machine holds the only copy."""
+    """Copy a model's parts to other nodes' disks. Then no machine holds the only copy."""
     from edgepipe.cli.admin import run_async
     from edgepipe.cli.views.copies_view import replicate_with_progress
 
@@ -203,7 +214,7 @@ def quantise(
     models_dir: ModelsDir = None,
     as_json: Json = False,
 ) -> None:
-    """Make a packed copy MODEL-q4 or MODEL-q8, and print how far its predictions are from the original's."""
+    """Make a packed copy MODEL-q4 or MODEL-q8. Prints how far its predictions are from the original's."""
     from edgepipe.cli.quantising import quantise_model
 
     quantise_model(models_dir_of(data_dir, models_dir), model, to, as_json=as_json)

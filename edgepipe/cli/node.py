@@ -128,7 +128,7 @@ def start(
     end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
     quiet_when_ready: Annotated[bool, typer.Option("--quiet-when-ready", hidden=True)] = False,
 ) -> None:
-    """Run this machine's node until ^C, or in the background until 'edgepipe node stop'."""
+    """Run this machine's node. It ends with ^C, in the background with 'edgepipe node stop'."""
     from edgepipe.config import load_config
 
     loaded = load_config(
@@ -255,7 +255,7 @@ def join(
 
 @app.command()
 def stop(data_dir: DataDir = None) -> None:
-    """Stop this machine's node; other nodes take over its work if they can. A second 'node stop' does not wait."""
+    """Stop this machine's node. Others take over its work if they can; a second 'node stop' does not wait."""
     folder = data_dir_of(data_dir)
     asyncio.run(_shut_down(folder))
     _wait_until_gone(folder)
@@ -321,12 +321,12 @@ def _show_ready(ready: Mapping[str, Any]) -> None:
     """Print for people that a node is ready: this process, or one in the background, which has a ``pid``."""
     print(f"node '{ready['name']}' of cluster '{ready['cluster']}' is ready at {ready['address']}")
     host = ready["http_host"] if ready["http_host"] not in ("0.0.0.0", "::") else socket.gethostname()
-    print(f"  API     http://{host}:{ready['http_port']}/v1")
+    print(f"  API     http://{f'[{host}]' if ':' in host else host}:{ready['http_port']}/v1")
     if ready["key_file"]:
         where = ", needed also on this computer" if ready["key_on_loopback"] else ""
         print(f"  key     in {ready['key_file']}{where}")
-    end = "edgepipe node stop ends it" if "pid" in ready else "^C stops the node"
-    print(f"  next    edgepipe status · edgepipe serve MODEL · edgepipe chat       ({end})", flush=True)
+    print("  next    edgepipe status · edgepipe serve MODEL · edgepipe chat")
+    print(f"  stop    {'edgepipe node stop' if 'pid' in ready else '^C'}", flush=True)
     show_held_lines()
 
 

@@ -11,6 +11,9 @@ import typer
 from edgepipe.errors import ConfigInvalid
 from edgepipe.model.facts import KV_8BIT
 
+DEGRADED_EXIT = 8
+"""Exit code of a verb that shows warnings or problems of the cluster."""
+
 DataDir = Annotated[
     Path | None,
     typer.Option(

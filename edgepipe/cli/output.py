@@ -17,7 +17,9 @@ from edgepipe.safe_text import json_text, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.padding import Padding
     from rich.table import Table
+    from rich.text import Text
 
 _PIPE_COLUMNS = 1 << 14  # longer than any line
 _ERROR_FIELDS = ("code", "what", "fact", "next_step", "node", "stage", "request_id")
@@ -116,11 +118,11 @@ def make_console(*, stderr: bool = False) -> Console:
 def make_table(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = ()) -> Table:
     """Build a table without lines. Columns in ``right`` hold numbers, columns in ``whole`` hold text to copy.
 
-    In a narrow terminal the other columns break; no text is cut.
+    In a narrow terminal the other columns break between words, and columns without room follow below; no text is cut.
     """
-    from rich.table import Table
+    from edgepipe.cli.listing import Listing
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Listing()
     for column in columns:
         if column in right:
             table.add_column(column, justify="right", no_wrap=True)
@@ -129,6 +131,13 @@ def make_table(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = 
         else:
             table.add_column(column, overflow="fold")
     return table
+
+
+def indented(text: Text, *, by: int = 2) -> Padding:
+    """Indent all lines of a text, also those that a narrow terminal makes."""
+    from rich.padding import Padding
+
+    return Padding.indent(text, by)
 
 
 def bar(fraction: float, *, width: int) -> str:

@@ -26,7 +26,7 @@ def overview() -> None:
         say(one_line(text), first=f"  {label:<8}")
     print("\nnext")
     for command, why in _next_steps(status, home):
-        print(f"  {command:<28}{why}")
+        say(why, first=f"  {command:<28}")
     print("\nall commands: edgepipe --help")
 
 

@@ -77,16 +77,26 @@ def plan(
     from edgepipe.planner.plan import Constraints
 
     if link and not emulate:
-        raise ConfigInvalid("--link goes with --emulate", fact="a running cluster measures its links")
+        raise ConfigInvalid(
+            "--link goes with --emulate",
+            fact="a running cluster measures its links",
+            next_step=f'compare with another link: edgepipe plan {model} --what-if "link {link}"',
+        )
     if emulate and measure:
         raise ConfigInvalid(
-            "--emulate and --measure contradict each other", fact="data sheets describe emulated devices"
+            "--emulate and --measure contradict each other",
+            fact="data sheets describe emulated devices",
+            next_step="give one of them",
         )
     if emulate and data_dir is not None:
         raise ConfigInvalid("--emulate and --data-dir contradict each other", next_step="give one of them")
     dtype, kv = checked_dtype(dtype), checked_kv(kv)
     if emulate and dtype == "float32":
-        raise ConfigInvalid("--emulate plans in bfloat16", fact="data sheets give rates for bfloat16 only")
+        raise ConfigInvalid(
+            "--emulate plans in bfloat16",
+            fact="data sheets give rates for bfloat16 only",
+            next_step="leave --dtype out",
+        )
     constraints = Constraints(
         num_nodes=nodes,
         exclude=tuple(name.strip() for name in exclude.split(",") if name.strip()),
@@ -202,5 +212,6 @@ def _show_shortage(cluster: Cluster, demand: Demand, constraints: Constraints, *
         print_json(shortage_as_dict(short))
         return
     console = make_console()
-    for part in render_shortage(short, cluster.model):
+    all_bytes = sum(max(machine.total_bytes, machine.room.free_bytes) for machine in able)
+    for part in render_shortage(short, cluster.model, all_bytes=all_bytes):
         console.print(part)

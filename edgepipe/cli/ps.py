@@ -28,7 +28,8 @@ def ps(data_dir: DataDir = None, as_json: Json = False) -> None:
     elif not engines:
         print("no model is served\nserve one: edgepipe serve MODEL    (see 'edgepipe models list')")
     else:
-        table = make_table("MODEL", "STATE", "LAYERS BY NODE", "CONTEXT", "RUNNING", right=("CONTEXT", "RUNNING"))
+        numbers = ("CONTEXT", "RUNNING", "WAITING")
+        table = make_table("MODEL", "STATE", "LAYERS BY NODE", *numbers, right=numbers)
         for engine in engines:
             table.add_row(*_row(engine))
         make_console().print(table)
@@ -40,6 +41,5 @@ def _row(engine: EngineState) -> list[str]:
     from edgepipe.cli.serve import layers_of
 
     where = " ".join(f"{stage.node_name}:{layers_of(stage)}" for stage in engine.stages)
-    running = f"{engine.running}+{engine.waiting}" if engine.waiting else str(engine.running)
-    cells = [engine.model, engine.state, where or "-", str(engine.context_length or "-"), running]
-    return cells
+    context = str(engine.context_length or "-")
+    return [engine.model, engine.state, where or "-", context, str(engine.running), str(engine.waiting)]

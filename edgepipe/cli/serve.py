@@ -14,6 +14,7 @@ from edgepipe.cli.options import (
     Exclude,
     ExpertsInRam,
     First,
+    Json,
     KVForm,
     ObjectiveName,
     checked_dtype,
@@ -21,7 +22,7 @@ from edgepipe.cli.options import (
     complete_model,
     data_dir_of,
 )
-from edgepipe.cli.output import make_console
+from edgepipe.cli.output import as_dict, make_console, print_json
 from edgepipe.errors import ConfigInvalid, PeerClosed
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def serve(
             show_default=False,
         ),
     ] = "",
+    as_json: Json = False,
     data_dir: DataDir = None,
 ) -> None:
     """Load a model on the nodes. Returns when the model can answer."""
@@ -139,7 +141,10 @@ def serve(
             return await serve_with_progress(admin, request)
 
     engine = run_async(work(data_dir_of(data_dir)))
-    print(f"{engine.model} is ready: {describe_stages(engine)}")
+    if as_json:
+        print_json(as_dict(engine))
+    else:
+        print(f"{engine.model} is ready: {describe_stages(engine)}")
 
 
 def serve_request(

@@ -23,7 +23,7 @@ app = typer.Typer(help="Run the node at boot, also while no user is logged in.")
 
 System = Annotated[
     bool,
-    typer.Option("--system", metavar="TEXT", help="On Linux: a service of the machine (needs root), not of this user."),
+    typer.Option("--system", help="On Linux: a service of the machine (needs root), not of this user."),
 ]
 
 _COMMAND_S = 60.0

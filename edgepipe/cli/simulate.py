@@ -109,7 +109,9 @@ def _refuse(flags: Sequence[str], why: str) -> None:
     """Raise ConfigInvalid for the first of ``flags``; do nothing without flags."""
     if flags:
         raise ConfigInvalid(
-            f"--{flags[0]} {why}", fact="--schedule draws textbook schedules; without it, edgepipe simulates devices"
+            f"--{flags[0]} {why}",
+            fact="--schedule draws textbook schedules; without it, edgepipe simulates devices",
+            next_step="edgepipe simulate --help",
         )
 
 
@@ -169,7 +171,7 @@ def _fixed_micro_batches(text: str) -> int:
     if text == "auto":
         return 0
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigInvalid(f"--micro-batches cannot be '{text}'", fact="it is auto, or a number of 1 or more")
+        raise ConfigInvalid(f"--micro-batches cannot be '{text}'", next_step="give auto, or a number of 1 or more")
     return int(text)
 
 

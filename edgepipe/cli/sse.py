@@ -21,6 +21,7 @@ from edgepipe.errors import (
 
 _CONNECT_S = 5.0
 _SILENCE_S = 600.0  # the first word of a long prompt on a slow machine
+_LOOK_S = 10.0  # for an answer that needs no model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,17 +54,18 @@ class ChatClient:
     async def models(self) -> list[str]:
         """Return the names of the served models. Raises NodeUnreachable, RemoteProtocolError."""
         try:
-            response = await self._http.get("/v1/models")
+            response = await self._http.get("/v1/models", timeout=_LOOK_S)
             return [str(card["id"]) for card in response.json()["data"]]
         except httpx.HTTPError as exc:
             raise self._unreachable(exc) from exc
         except (ValueError, KeyError, TypeError) as exc:
-            raise RemoteProtocolError(f"{self._base_url} is no edgepipe gateway") from exc
+            raise RemoteProtocolError(f"{self._base_url} is no edgepipe gateway", next_step="edgepipe status") from exc
 
     async def sampling(self, model: str) -> dict[str, float]:
         """Return the sampling parameters that the model's makers advise; empty without advice."""
         try:
-            advice = (await self._http.get(f"/v1/models/{quote(model)}")).json().get("sampling", {})
+            response = await self._http.get(f"/v1/models/{quote(model)}", timeout=_LOOK_S)
+            advice = response.json().get("sampling", {})
             return {
                 str(name): int(value) if float(value).is_integer() else float(value) for name, value in advice.items()
             }
@@ -133,7 +135,9 @@ def piece_from_event(data: str) -> Piece:
             prompt_tokens=usage.get("prompt_tokens"),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise RemoteProtocolError("the gateway sent an invalid chat stream", fact=data[:100]) from exc
+        raise RemoteProtocolError(
+            "the gateway sent an invalid chat stream", fact=data[:100], next_step="edgepipe logs"
+        ) from exc
 
 
 def error_from_body(data: bytes, *, status: int) -> EdgepipeError:
@@ -146,4 +150,6 @@ def error_from_body(data: bytes, *, status: int) -> EdgepipeError:
         parts = error.get("edgepipe")
         return kind(**{name: str(text) for name, text in parts.items()}) if parts else kind(str(error["message"]))
     except (ValueError, KeyError, TypeError):
-        return RemoteProtocolError("the gateway answered with an error", fact=f"HTTP status {status}")
+        return RemoteProtocolError(
+            "the gateway answered with an error", fact=f"HTTP status {status}", next_step="edgepipe logs"
+        )

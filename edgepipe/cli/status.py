@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edgepipe.cli.options import DataDir, Json, data_dir_of
+import typer
+
+from edgepipe.cli.options import DEGRADED_EXIT, DataDir, Json, data_dir_of
 from edgepipe.cli.output import as_dict, make_console, print_json
 
 if TYPE_CHECKING:
@@ -12,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def status(data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Show nodes, memory, stages, links, downloads."""
+    """Show nodes, memory, stages, links, downloads. Exit code 8 if the cluster is degraded."""
     from edgepipe.cli.admin import connect, run_async
-    from edgepipe.cli.views.status_view import render_status
+    from edgepipe.cli.views.status_view import is_healthy, render_status
 
     async def work() -> ClusterStatus:
         async with connect(data_dir_of(data_dir)) as admin:
@@ -23,7 +25,9 @@ def status(data_dir: DataDir = None, as_json: Json = False) -> None:
     found = run_async(work())
     if as_json:
         print_json(as_dict(found))
-        return
-    console = make_console()
-    for part in render_status(found):
-        console.print(part)
+    else:
+        console = make_console()
+        for part in render_status(found):
+            console.print(part)
+    if not is_healthy(found):
+        raise typer.Exit(DEGRADED_EXIT)

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from edgepipe.cli.options import DataDir, data_dir_of
+from edgepipe.cli.options import DataDir, Json, data_dir_of
+from edgepipe.cli.output import print_json
 from edgepipe.errors import ConfigInvalid
 
 
@@ -16,6 +17,7 @@ def stop(
     ] = "",
     everything: Annotated[bool, typer.Option("--all", help="Stop every model.")] = False,
     data_dir: DataDir = None,
+    as_json: Json = False,
 ) -> None:
     """Stop serving a model. Without a name, stop the only served model."""
     from edgepipe.cli.admin import connect, run_async
@@ -37,4 +39,7 @@ def stop(
             return await admin.stop_model("" if everything else model or served[0])
 
     stopped = run_async(work())
+    if as_json:
+        print_json({"stopped": stopped})
+        return
     print(f"stopped {', '.join(stopped)}" if stopped else "nothing was served")

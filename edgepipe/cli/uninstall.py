@@ -34,7 +34,7 @@ def uninstall(
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
 ) -> None:
-    """Remove edgepipe's service, identity, settings and logs from this machine. Models stay by default."""
+    """Remove edgepipe's service, identity, settings and logs. Models stay by default."""
     from edgepipe.cli.service import service_plan, uninstall_service
     from edgepipe.config import default_config_file, kernel_dir, load_config
     from edgepipe.daemon.machine.data_dir import socket_path
@@ -143,7 +143,11 @@ def _remove(path: Path, *, spare: Path | None) -> None:
                 if not spare.is_relative_to(child):
                     _remove(child, spare=None)
     except OSError as exc:
-        raise ConfigInvalid(f"{path} cannot be removed", fact=exc.strerror or "") from exc
+        raise ConfigInvalid(
+            f"{path} cannot be removed",
+            fact=exc.strerror or "",
+            next_step="check its permissions, then: edgepipe uninstall",
+        ) from exc
 
 
 def _size(path: Path) -> int:

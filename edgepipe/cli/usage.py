@@ -11,13 +11,25 @@ from edgepipe.errors import UserError
 _VERBS_ELSEWHERE = {
     "help": "edgepipe",
     "run": "edgepipe chat",
+    "load": "edgepipe serve",
+    "unload": "edgepipe stop",
     "pull": "edgepipe models pull",
     "list": "edgepipe models list",
     "ls": "edgepipe models list",
     "rm": "edgepipe models rm",
+    "remove": "edgepipe models rm",
+    "delete": "edgepipe models rm",
     "start": "edgepipe node start",
     "join": "edgepipe node join",
     "invite": "edgepipe node invite",
+    "models ls": "edgepipe models list",
+    "models remove": "edgepipe models rm",
+    "models delete": "edgepipe models rm",
+    "node ls": "edgepipe status",
+    "node list": "edgepipe status",
+    "node status": "edgepipe status",
+    "peers ls": "edgepipe peers list",
+    "peers rm": "edgepipe peers remove",
 }
 """Verbs of other programs, and the commands of edgepipe for them."""
 
@@ -34,9 +46,10 @@ def bad_usage(error: Exception, args: Sequence[str]) -> UserError | None:
     context: Any = getattr(error, "ctx", None)
     path = "edgepipe" if context is None else context.command_path
     fact = "" if context is None else _possible(context)
-    if args and args[0] in _VERBS_ELSEWHERE:  # no such verb at the top level, so the verb is wrong
-        words = [_VERBS_ELSEWHERE[args[0]], shlex.join(_as_here(args[0], args[1:]))]
-        return UserError(f"there is no verb '{args[0]}'", next_step=" ".join(words).rstrip())
+    for count in (1, 2):  # these words name no verb, so they are wrong
+        if (verb := " ".join(args[:count])) in _VERBS_ELSEWHERE:
+            words = [_VERBS_ELSEWHERE[verb], shlex.join(_as_here(verb, args[count:]))]
+            return UserError(f"there is no verb '{verb}'", next_step=" ".join(words).rstrip())
     return UserError(message[:1].lower() + message[1:], fact=fact, next_step=f"{path} --help")
 
 

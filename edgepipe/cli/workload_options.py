@@ -171,7 +171,7 @@ def count_of(settings: Mapping[str, str], key: str, default: int, *, least: int 
     if text is None:
         return default
     if not text.isdecimal() or int(text) < least:
-        raise ConfigInvalid(f"'{text}' is no value for --{key}", fact=f"it is a whole number of {least} or more")
+        raise ConfigInvalid(f"'{text}' is no value for --{key}", next_step=f"give a whole number of {least} or more")
     return int(text)
 
 
@@ -184,7 +184,9 @@ def number_of(settings: Mapping[str, str], key: str) -> float:
     try:
         return number_setting(settings[key])
     except ConfigInvalid as error:
-        raise ConfigInvalid(f"'{settings[key]}' is no value for --{key}", fact=error.what) from error
+        raise ConfigInvalid(
+            f"'{settings[key]}' is no value for --{key}", fact=error.what, next_step=f"give it like --{key} 4"
+        ) from error
 
 
 def _arrivals(settings: Mapping[str, str]) -> Arrivals:
@@ -199,7 +201,11 @@ def _arrivals(settings: Mapping[str, str]) -> Arrivals:
         return Arrivals.TRACE
     for flag, given, wanted in (("rate", rate, "poisson"), ("concurrency", users, "closed")):
         if given and name != wanted:
-            raise ConfigInvalid(f"--{flag} goes with --workload {wanted}", fact=f"the workload is {name}")
+            raise ConfigInvalid(
+                f"--{flag} goes with --workload {wanted}",
+                fact=f"the workload is {name}",
+                next_step=f"leave --{flag} out",
+            )
     return Arrivals(name)
 
 
@@ -209,7 +215,11 @@ def _lengths(settings: Mapping[str, str]) -> tuple[Lengths, Lengths]:
     name = settings.get("lengths", "fixed")
     if name != "fixed":
         if given := [key for key in ("prompt-tokens", "output-tokens") if key in settings]:
-            raise ConfigInvalid(f"--{given[0]} goes with --lengths fixed", fact=f"the lengths are {name}")
+            raise ConfigInvalid(
+                f"--{given[0]} goes with --lengths fixed",
+                fact=f"the lengths are {name}",
+                next_step=f"leave --{given[0]} out",
+            )
         return named_lengths(name)
     prompt, output = (count_of(settings, key, _TOKENS) for key in ("prompt-tokens", "output-tokens"))
     return FixedLengths(tokens=prompt), FixedLengths(tokens=output)
@@ -220,13 +230,16 @@ def _trace(path: Path, settings: Mapping[str, str], seed: int) -> Workload:
 
     for key in ("rate", "concurrency", "prompt-tokens", "output-tokens"):
         if key in settings:
-            raise ConfigInvalid(f"--{key} does not go with a trace", fact=f"{path} lists the arrivals")
+            raise ConfigInvalid(
+                f"--{key} does not go with a trace", fact=f"{path} lists the arrivals", next_step=f"leave --{key} out"
+            )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigInvalid(
             f"'{path}' is no workload",
             fact=f"it is not {', '.join(WORKLOADS)}, and not a readable file: {_reason(error)}",
+            next_step="name one of them, or a file of lines arrival_s,prompt_tokens,output_tokens",
         ) from error
     return read_trace(text.splitlines(), name=path.name, seed=seed)
 

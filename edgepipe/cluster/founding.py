@@ -70,7 +70,7 @@ def open_trust(
         raise ConfigInvalid(
             f"this node belongs to cluster '{loaded.store.cluster_name}', not '{cluster}'",
             fact=f"its trust store is {file.path}",
-            next_step="leave --cluster out; to change clusters: edgepipe node join",
+            next_step="leave --cluster out; to change clusters: edgepipe node join CODE",
         )
     return TrustKeeper(
         key_pair=key_pair, loaded=loaded, file=file, audit=audit, clock=clock, write_again_s=write_again_s
@@ -168,4 +168,8 @@ def _save(file: TrustFile, store: TrustStore) -> None:
     try:
         file.save(store)
     except OSError as exc:
-        raise ConfigInvalid(f"the trust store {file.path} cannot be written", fact=str(exc)) from exc
+        raise ConfigInvalid(
+            f"the trust store {file.path} cannot be written",
+            fact=str(exc),
+            next_step="check its permissions and free space, or choose another folder: --data-dir",
+        ) from exc

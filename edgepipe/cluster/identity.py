@@ -45,4 +45,8 @@ def replace_identity(folder: Path, pair: KeyPair) -> None:
         write_private(folder / _CERTIFICATE, pair.certificate.pem)
         write_private(folder / _KEY, pair.key_pem)
     except OSError as exc:
-        raise ConfigInvalid(f"the identity of this node cannot be written to {folder}", fact=str(exc)) from exc
+        raise ConfigInvalid(
+            f"the identity of this node cannot be written to {folder}",
+            fact=str(exc),
+            next_step="check its permissions and free space, or choose another folder: --data-dir",
+        ) from exc

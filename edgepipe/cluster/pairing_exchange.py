@@ -38,6 +38,7 @@ _MESSAGE_S = 10.0  # for the whole exchange until the code is proven; both sides
 _CONNECT_S = 5.0
 _LEAST_ANSWER_S = 0.3  # SPAKE2 here does not take constant time: this least time hides its duration
 _GOODBYE_S = 1.0
+_AGAIN = "join again; if the code no longer holds: edgepipe node invite on the other machine"
 _MAX_CONNECTIONS = 8  # one is served, the others must wait
 _ADDRESS_CONNECTIONS = 2  # of these from one address: one machine alone does not fill the port
 ACCEPT_S = 60
@@ -250,9 +251,11 @@ async def join(
         await asyncio.to_thread(keep, pairing)
         await _send(writer, pairing.done())
     except TimeoutError as exc:
-        raise SendTimeout(f"{host}:{port} stopped answering in the middle of the pairing") from exc
+        raise SendTimeout(f"{host}:{port} stopped answering in the middle of the pairing", next_step=_AGAIN) from exc
     except OSError as exc:
-        raise PeerClosed(f"{host}:{port} closed the connection in the middle of the pairing", fact=str(exc)) from exc
+        raise PeerClosed(
+            f"{host}:{port} closed the connection in the middle of the pairing", fact=str(exc), next_step=_AGAIN
+        ) from exc
     finally:
         await _end(writer)
 
@@ -296,7 +299,7 @@ async def _read(reader: asyncio.StreamReader, *, most_bytes: int) -> bytes:
             raise RemoteProtocolError("a message of the pairing has an impossible length", fact=f"{length} bytes")
         return await reader.readexactly(length)
     except asyncio.IncompleteReadError as exc:
-        raise PeerClosed("the other machine ended the pairing") from exc
+        raise PeerClosed("the other machine ended the pairing", next_step=_AGAIN) from exc
 
 
 async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:

@@ -59,7 +59,7 @@ class Tries:
             return QueueFull(
                 "this machine has to wait before it may try again",
                 fact=f"{record.failures} attempts failed; it may try again in {record.paused_until_s - now_s:.0f} s",
-                next_step="wait, then: edgepipe node join",
+                next_step="wait, then: edgepipe node join CODE",
             )
         return None
 

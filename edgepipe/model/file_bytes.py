@@ -39,5 +39,5 @@ def _too_short(path: Path, what: str, needed: int) -> ModelInvalid:
     return ModelInvalid(
         f"'{path.name}' is shorter than its header says",
         fact=f"{what} ends at byte {needed}, beyond the end of the file",
-        next_step="fetch the model again: edgepipe models pull",
+        next_step="fetch the model again: edgepipe models pull MODEL",
     )

@@ -115,7 +115,7 @@ class _Reader:
         return ModelInvalid(
             f"'{self._name}' is not a usable GGUF file",
             fact=fact if len(fact) <= _SHOWN_CHARS else f"{fact[:_SHOWN_CHARS]}...",
-            next_step="fetch the file again: edgepipe models pull",
+            next_step="fetch the file again: edgepipe models pull FILE",
         )
 
     def unreadable_type(self, tensor: str, kind: int) -> ModelInvalid:

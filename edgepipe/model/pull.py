@@ -290,7 +290,9 @@ def exclusive_staging(staging: Path, model_id: str) -> Generator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
             raise ModelDownloadFailed(
-                f"'{model_id}' is being pulled already", fact="another edgepipe process holds its folder"
+                f"'{model_id}' is being pulled already",
+                fact="another edgepipe process holds its folder",
+                next_step="wait until it ends, then: edgepipe models list",
             ) from exc
         yield
     finally:

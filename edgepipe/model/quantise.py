@@ -102,7 +102,11 @@ def quantise_model(
 def _float_weights(model: StoredModel) -> Weights:
     """Open a model. Raises ConfigInvalid if no packed copy of it can be made."""
     if model.card.emulated:
-        raise ConfigInvalid(f"'{model.id}' cannot be quantised", fact="it has a shape but no weights")
+        raise ConfigInvalid(
+            f"'{model.id}' cannot be quantised",
+            fact="it has a shape but no weights",
+            next_step="name a model with weights: edgepipe models list",
+        )
     part = whole_slice(model.config)
     if missing := model.missing((part,)):
         raise ConfigInvalid(

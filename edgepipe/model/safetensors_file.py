@@ -181,5 +181,5 @@ def _bad(file: str, fact: str) -> ModelInvalid:
     return ModelInvalid(
         f"'{file}' is not a usable safetensors file",
         fact=fact,
-        next_step="fetch the model again: edgepipe models pull",
+        next_step="fetch the model again: edgepipe models pull MODEL",
     )

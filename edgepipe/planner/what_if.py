@@ -160,5 +160,7 @@ def _machine(cluster: Cluster, name: str) -> Machine:
     found = [machine for machine in cluster.machines if name in (machine.name, machine.node_id)]
     if len(found) != 1:
         known = ", ".join(machine.name for machine in cluster.machines)
-        raise PlanInvalid(f"'{name}' is not one node of the cluster", fact=f"nodes: {known}")
+        raise PlanInvalid(
+            f"'{name}' is not one node of the cluster", fact=f"nodes: {known}", next_step="name one of them"
+        )
     return found[0]

@@ -230,7 +230,7 @@ class MutualTls:
             raise PairingRejected(
                 f"the node at {address} is not in this cluster",
                 fact=f"it is {found}",
-                next_step="let it in with 'edgepipe node invite' here and 'edgepipe node join' there",
+                next_step="let it in with 'edgepipe node invite' here and 'edgepipe node join CODE' there",
             )
         return self.to_node(found)
 

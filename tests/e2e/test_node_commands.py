@@ -19,7 +19,7 @@ def test_a_node_in_the_background_runs_until_node_stop(tmp_path: Path) -> None:
     try:
         assert started.returncode == 0, started.stderr
         assert "node 'studio' of cluster 'home' is ready at 127.0.0.1:" in started.stdout
-        assert "edgepipe node stop ends it" in started.stdout
+        assert "  stop    edgepipe node stop\n" in started.stdout
         assert shell.status()["members"][0]["node"]["name"] == "studio"
         again = shell.run("node", "start", "--background", *NODE)
         assert again.returncode == 2
@@ -40,4 +40,4 @@ def test_a_person_reads_first_that_the_node_is_ready(tmp_path: Path) -> None:
         terminal.send("\x03")
         assert terminal.exit_code() == 0
     assert shown.startswith("node 'studio' of cluster 'home' is ready at")
-    assert shown.index("^C stops the node") < shown.index("child started")
+    assert shown.index("  stop    ^C") < shown.index("child started")

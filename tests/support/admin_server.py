@@ -57,8 +57,9 @@ class FakeNode:
         self.stopped.append(request.model)
         return pb.StopModelReply(stopped=[request.model])
 
-    def Serve(self, request: pb.ServeRequest, context: Any) -> NoReturn:
+    def Serve(self, request: pb.ServeRequest, context: Any) -> Iterator[pb.ServeEvent]:
         self.asked_to_serve.append(request.model)
+        yield from ()
         refuse(context, ModelUnknown("no node has this model"))
 
     def MeasureLinks(self, request: Any, context: Any) -> pb.ProfileLinksReply:

@@ -40,7 +40,7 @@ def test_lines_name_the_place_once_and_leave_out_what_is_empty() -> None:
         "stage 0 on studio was lost"
     ]
     assert errors.StageLost("stage 0 was lost", node="a", stage="stage 0").lines() == ["stage 0 was lost (node a)"]
-    assert errors.StageLost().lines() == [errors.StageLost.sentence()]
+    assert errors.StageLost().lines() == ["a stage's process ended while requests were running"]
 
 
 def test_codes_of_newer_peers_become_the_root_class() -> None:

@@ -54,6 +54,7 @@ async def emulated_cluster(cluster: EmulatedCluster) -> AsyncGenerator[Admin]:
                 raise NoPeersFound(
                     "the nodes did not find each other",
                     fact=f"not within {_JOIN_S:.0f} s; mDNS on 127.0.0.1 may be blocked",
+                    next_step="edgepipe doctor",
                 )
             yield admin
     finally:

@@ -95,7 +95,11 @@ def _served_run(settings: Mapping[str, str], label: str) -> BenchRun:
     from edgepipe.cli.bench.run import BenchRun
 
     if wrong := [key for key in options.CLUSTER_KEYS if key in settings]:
-        raise ConfigInvalid(f"--{wrong[0]} goes with --emulate", fact="a running cluster keeps its own settings")
+        raise ConfigInvalid(
+            f"--{wrong[0]} goes with --emulate",
+            fact="a running cluster keeps its own settings",
+            next_step=f"leave --{wrong[0]} out, or add --emulate",
+        )
     workload = options.make_workload_of(settings)
     return BenchRun(workload=workload, label=label, settings={"workload": workload.description})
 

@@ -92,6 +92,7 @@ class PlainView:
         self._thinking: Thinking = thinking
         self._begun = False
         self._waits = ""  # the line on a terminal that explains a pause
+        self._news = ""  # the same on a terminal that cannot erase it
 
     def __enter__(self) -> PlainView:
         return self
@@ -104,6 +105,12 @@ class PlainView:
     def wait(self, why: str, *, news: bool = False) -> None:
         """Print the note on its own line, if the output is a terminal."""
         if why == self._waits or not sys.stdout.isatty() or (self._begun and not news):
+            return
+        if make_console().is_dumb_terminal:
+            if news and why != self._news:
+                self._begin_line()
+                print(why, flush=True)
+                self._news = why
             return
         if self._begun and not self._waits:
             print()

@@ -77,7 +77,8 @@ class Answer:
         elif self.num_nodes:
             parts.append(f"{self.num_nodes} node{'s' * (self.num_nodes != 1)}")
         if self.finish_reason == "length":
-            parts.append("cut: the context is full" if self.context_full else "cut by max tokens")
+            cut = "cut: the context is full" if self.context_full else "cut by max tokens"
+            parts.append(cut if self.text or not self.reasoning else f"{cut}, still thinking")
         return " · ".join(parts)
 
 

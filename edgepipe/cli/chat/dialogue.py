@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -12,10 +13,12 @@ from typing import Any
 from edgepipe.cli.chat.answer_view import THINKING, Thinking
 from edgepipe.cli.chat.conversation import Answer, ChatSettings, with_advice
 from edgepipe.errors import RequestInvalid
+from edgepipe.units import format_bytes
 
 Message = dict[str, str]
 
 _MAX_FILE_BYTES = 64 << 20  # longer than any context
+_OTHER_FILE = "/load NAME    (Tab shows the saved ones)"
 _FORMAT = "edgepipe-chat-1"
 
 _OTHER_TEMPERATURE = 0.7  # for another answer after a greedy one: greedy sampling would repeat it
@@ -35,10 +38,14 @@ class Option:
             value = self.kind(text)
         except ValueError:
             wanted = "a whole number" if self.kind is int else "a number"
-            raise RequestInvalid(f"{name} must be {wanted}", fact=f"given: {text}") from None
+            raise RequestInvalid(
+                f"{name} must be {wanted}", fact=f"given: {text}", next_step=f"/set {name} default"
+            ) from None
         if self.kind is not str and not self.lowest <= value <= self.highest:
             bounds = f"{self.lowest:g} to {self.highest:g}" if self.highest < math.inf else f"{self.lowest:g} or more"
-            raise RequestInvalid(f"{name} cannot be {text}", fact=f"it can be {bounds}")
+            raise RequestInvalid(
+                f"{name} cannot be {text}", fact=f"it can be {bounds}", next_step=f"/set {name} default"
+            )
         return value
 
 
@@ -136,7 +143,7 @@ class Dialogue:
     def take_back(self) -> None:
         """Remove the last answer, to ask for another one. Raises RequestInvalid without an answer."""
         if len(self.turns) < 2:
-            raise RequestInvalid("there is no answer to regenerate")
+            raise RequestInvalid("there is no answer to regenerate", next_step="ask a question first")
         self.taken_back = self.turns.pop()
 
     def set(self, name: str, text: str) -> None:
@@ -144,12 +151,16 @@ class Dialogue:
         if name == "history":
             wanted = HISTORY[0] if text in ("", "default") else text
             if wanted not in HISTORY:
-                raise RequestInvalid(f"history cannot be {text}", fact=f"it can be {' or '.join(HISTORY)}")
+                fact = f"it can be {' or '.join(HISTORY)}"
+                raise RequestInvalid(f"history cannot be {text}", fact=fact, next_step="/set history drop")
             self.history = wanted
             return
         option = OPTIONS.get(name)
         if option is None:
-            raise RequestInvalid(f"unknown setting '{name}'", fact=f"settings: {', '.join((*OPTIONS, 'history'))}")
+            known = (*OPTIONS, "history")
+            close = difflib.get_close_matches(name, known, n=1)
+            step = f"/set {close[0] if close else 'temperature'} {text}".rstrip()
+            raise RequestInvalid(f"unknown setting '{name}'", fact=f"settings: {', '.join(known)}", next_step=step)
         if text in ("", "default"):
             self.options[name] = None
             return
@@ -163,7 +174,8 @@ class Dialogue:
         """Choose how reasoning is shown. Raises RequestInvalid."""
         ways: dict[str, Thinking] = {way: way for way in THINKING}
         if text not in ways:
-            raise RequestInvalid(f"reasoning cannot be shown as {text}", fact=f"it can be {', '.join(THINKING)}")
+            fact = f"it can be {', '.join(THINKING)}"
+            raise RequestInvalid(f"reasoning cannot be shown as {text}", fact=fact, next_step="/think show")
         self.thinking = ways[text]
 
     def save(self, path: Path, *, model: str) -> None:
@@ -174,13 +186,16 @@ class Dialogue:
             path.touch(mode=0o600)
             path.write_text(text, encoding="utf-8")
         except OSError as exc:
-            raise RequestInvalid(f"cannot write {path}", fact=exc.strerror or "") from exc
+            raise RequestInvalid(
+                f"cannot write {path}", fact=exc.strerror or "", next_step="/save NAME    (in edgepipe's own folder)"
+            ) from exc
 
     def load(self, path: Path) -> str:
         """Load a saved conversation. Return the name of its model. Raises RequestInvalid."""
         try:
             if path.stat().st_size > _MAX_FILE_BYTES:
-                raise RequestInvalid(f"{path} is too long for a conversation")
+                fact = f"a saved conversation has {format_bytes(_MAX_FILE_BYTES)} at most"
+                raise RequestInvalid(f"{path} is too long for a conversation", fact=fact, next_step=_OTHER_FILE)
             saved: Any = json.loads(path.read_text(encoding="utf-8"))
             turns = [_turn(message) for message in saved["messages"]]
             if saved["format"] != _FORMAT or any(message["role"] not in ("user", "assistant") for message in turns):
@@ -188,9 +203,9 @@ class Dialogue:
             options = {name: saved["options"][name] for name in OPTIONS if name in saved["options"]}
             system, model = str(saved["system"]), str(saved["model"])
         except OSError as exc:
-            raise RequestInvalid(f"cannot read {path}", fact=exc.strerror or "") from exc
+            raise RequestInvalid(f"cannot read {path}", fact=exc.strerror or "", next_step=_OTHER_FILE) from exc
         except (ValueError, KeyError, TypeError) as exc:
-            raise RequestInvalid(f"{path} is no conversation saved by /save") from exc
+            raise RequestInvalid(f"{path} is no conversation saved by /save", next_step=_OTHER_FILE) from exc
         self.clear()
         self.turns, self.system, self.options = turns, system, self.options | options
         return model

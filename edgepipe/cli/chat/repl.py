@@ -45,7 +45,9 @@ async def converse(settings: ChatSettings, *, new_view: NewView | None = None) -
     while not talk.over and (line := await _read(session)) is not None:
         try:
             if line.startswith("/"):
-                await run_command(talk, line)
+                command = asyncio.ensure_future(run_command(talk, line))
+                with _interrupts(command):
+                    await command
             elif line:
                 talk.dialogue.ask(line)
                 talk.again = True
@@ -94,24 +96,25 @@ async def _stream(talk: Talk, new_view: NewView) -> None:
         messages = dialogue.messages()
         work = asyncio.ensure_future(stream_answer(client, talk.target, messages, options, incoming))
         try:
-            with view, _interrupts(work):
-                answer = await work
-            print_footer(answer)  # below the whole answer
-        except asyncio.CancelledError:
-            if not work.cancelled():
-                raise
-            make_console(stderr=True).print("stopped", style="dim")
+            with _interrupts(work):
+                with view:
+                    answer = await work
+                print_footer(answer)  # below the whole answer
         finally:
             dialogue.answered(incoming.answer())
 
 
 @contextmanager
 def _interrupts(work: asyncio.Future[Any]) -> Generator[None]:
-    """Make ^C cancel ``work``, not the program, inside the block."""
+    """Make ^C cancel ``work``, not the program, inside the block. Then leave the block and say so."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, work.cancel)
     try:
         yield
+    except asyncio.CancelledError:
+        if not work.cancelled():
+            raise
+        make_console(stderr=True).print("stopped", style="dim")
     finally:
         loop.remove_signal_handler(signal.SIGINT)
 

@@ -11,7 +11,7 @@ from edgepipe.cli.admin import connect
 from edgepipe.cli.chat.answer_view import THINKING
 from edgepipe.cli.chat.dialogue import OPTIONS, Dialogue
 from edgepipe.cli.find import Target, find_target
-from edgepipe.cli.output import make_console
+from edgepipe.cli.output import make_console, wrapped
 from edgepipe.cli.views.status_view import render_nodes, render_plan
 from edgepipe.errors import RequestInvalid
 from edgepipe.safe_text import visible
@@ -82,7 +82,8 @@ async def _help(talk: Talk, argument: str) -> None:
     )
     rows = [*keys, *((f"{command.name} {command.argument}".strip(), command.help) for command in COMMANDS.values())]
     width = max(len(left) for left, _ in rows)
-    _say("\n".join(f"  {left.ljust(width)}  {right}" for left, right in rows))
+    for left, right in rows:
+        _say(wrapped(right, first=f"  {left.ljust(width)}  ", width=_console().width))
 
 
 async def _model(talk: Talk, argument: str) -> None:

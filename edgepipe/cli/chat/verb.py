@@ -106,7 +106,11 @@ def _piped_text(*, must_come: bool) -> str:
         return ""
     text = sys.stdin.read(_MAX_STDIN_CHARS + 1)
     if len(text) > _MAX_STDIN_CHARS:
-        raise RequestInvalid("the piped text is too long", fact=f"at most {_MAX_STDIN_CHARS} characters are allowed")
+        raise RequestInvalid(
+            "the piped text is too long",
+            fact=f"at most {_MAX_STDIN_CHARS:,} characters are allowed",
+            next_step="pipe a part of it: head -c 100000 FILE | edgepipe chat --prompt 'Sum this up'",
+        )
     return text
 
 

@@ -161,9 +161,13 @@ async def _multicast6(config: Config, facts: NetworkFacts) -> Finding:
 
 
 def _named_peer(text: str, ports: Ports) -> Peer:
-    host, _, port = text.partition(":")
-    if not host or (port and not port.isdecimal()):
-        raise ConfigInvalid(f"--peer cannot be '{text}'", next_step="give HOST or HOST:PORT, such as 192.168.1.20")
+    host, colon, port = text.partition(":")
+    if not host or (colon and not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536)):
+        raise ConfigInvalid(
+            f"--peer cannot be '{text}'",
+            fact="it is no member's name, and no HOST or HOST:PORT",
+            next_step="edgepipe doctor --peer 192.168.1.20",
+        )
     return Peer(name=host, host=host, port=int(port) if port else ports.node)
 
 

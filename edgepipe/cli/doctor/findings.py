@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe, TlsProbe
 from edgepipe.config import PAIRING_OFFSET
-from edgepipe.units import format_bytes
+from edgepipe.units import format_bytes, format_rate
 
 _MDNS = "UDP 5353"
 _LITTLE_DISK_BYTES = 10e9
@@ -107,7 +107,7 @@ def network_findings(facts: NetworkFacts, ports: Ports) -> list[Finding]:
             )
         ]
     kind = "Wi-Fi" if facts.wireless else "wired"
-    speed = f" {facts.speed_bits_per_s / 1e6:.0f} Mbit/s" if facts.speed_bits_per_s else ""
+    speed = f" {format_rate(facts.speed_bits_per_s / 8)}" if facts.speed_bits_per_s else ""
     ignored = f"ignored: {', '.join(facts.ignored)}" if facts.ignored else ""
     found = [
         Finding(
@@ -319,7 +319,7 @@ def mtu_finding(probe: TcpProbe, name: str, facts: NetworkFacts) -> Finding | No
 
 def link_finding(name: str, *, rtt_ms: float, bytes_per_s: float, wireless: bool) -> Finding:
     """Rate a link for a pipeline. ``bytes_per_s`` 0: not measured."""
-    rate = f", {bytes_per_s * 8 / 1e6:.0f} Mbit/s" if bytes_per_s else ""
+    rate = f", {format_rate(bytes_per_s)}" if bytes_per_s else ""
     slow = rtt_ms > _SLOW_RTT_MS or 0 < bytes_per_s < _SLOW_BYTES_PER_S
     fact = f"round trip {rtt_ms:.1f} ms{rate}"
     if not slow:

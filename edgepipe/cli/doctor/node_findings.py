@@ -144,7 +144,7 @@ def trust_findings(config: Config, status: ClusterStatus | None) -> Iterator[Fin
             level=Level.PROBLEM,
             what="the trust store was damaged; no machine can join until another member has repaired it",
             fact=status.trust_damage,
-            remedy="start another machine of the cluster; or pair again: edgepipe node join",
+            remedy="start another machine of the cluster; or pair again: edgepipe node join CODE",
         )
     if status is not None and status.removed:
         yield Finding(

@@ -11,11 +11,10 @@ from typing import Annotated
 import typer
 
 from edgepipe.cli.doctor.findings import Finding, Level, worst
-from edgepipe.cli.options import DataDir, Json
+from edgepipe.cli.options import DEGRADED_EXIT, DataDir, Json
 from edgepipe.cli.output import columns, make_console, print_json, wrapped
 from edgepipe.safe_text import one_line
 
-_DEGRADED_EXIT = 8  # warnings or problems were found
 _MARKS = {
     Level.OK: ("✓", "green"),
     Level.NOTE: ("·", "dim"),
@@ -44,7 +43,7 @@ def doctor(
     else:
         _print_end(findings)
     if level in (Level.WARNING, Level.PROBLEM):
-        raise typer.Exit(_DEGRADED_EXIT)
+        raise typer.Exit(DEGRADED_EXIT)
 
 
 def _print_finding(finding: Finding) -> None:

@@ -38,7 +38,9 @@ def read_comparisons(texts: Sequence[str], *, keys: Sequence[str]) -> tuple[Vari
         for combination in itertools.product(*([(key, value) for value in values] for key, values in axes))
     ]
     if len(variants) > _MOST_RUNS:
-        raise ConfigInvalid(f"{len(variants)} runs are too many to compare", fact=f"at most {_MOST_RUNS}")
+        raise ConfigInvalid(
+            f"{len(variants)} runs are too many to compare", fact=f"at most {_MOST_RUNS}", next_step="name fewer values"
+        )
     return tuple(variants)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from edgepipe.units import format_duration_s
+
 if TYPE_CHECKING:
     from edgepipe.wire.engines import LeftOut
 
@@ -11,4 +13,5 @@ if TYPE_CHECKING:
 def left_out_text(entry: LeftOut) -> str:
     """Describe it: ``mac is left out for 28 s more: a step could not be computed``, or the same for a link."""
     subject = f"the link from {entry.node_name} to {entry.other_name}" if entry.other_id else entry.node_name
-    return f"{subject} is left out for {entry.seconds:.0f} s more: {entry.reason}"
+    time = f"{entry.seconds:.0f} s" if entry.seconds < 60 else format_duration_s(entry.seconds)
+    return f"{subject} is left out for {time} more: {entry.reason}"

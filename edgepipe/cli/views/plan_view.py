@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from edgepipe.cli.output import bar, make_table
+from edgepipe.cli.output import bar, indented, make_table
 from edgepipe.model.memory_classes import state_slots
 from edgepipe.planner.demand import Objective
 from edgepipe.planner.plan import Plan
@@ -17,7 +17,8 @@ from edgepipe.planner.profiles import MEASURED
 from edgepipe.units import format_bytes, format_duration_s, format_rate
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.padding import Padding
     from rich.table import Table
 
     from edgepipe.planner.forecast import Hop
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from edgepipe.planner.what_if import Alternative
 
 _BAR_CELLS = 10
-_TOKEN_CELLS = 44
+_TOKEN_CELLS, _FEWEST_CELLS = 44, 8
 _NAME_CHARS = 14
 _DEVICE_CHARS = 16
 _COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
-_WHERE_CHARS = 32
+_MOST_PLACED = 4  # machines of another plan
 _MOST_LEFT_OUT = 6
 
 
@@ -48,7 +49,7 @@ def render_preview(shown: Preview) -> Iterator[RenderableType]:
         yield Text()
         yield from _ring(found)
     yield Text()
-    yield from _token(found)
+    yield _Token(found)
     yield Text()
     yield from _predictions(found)
     if shown.alternatives or shown.changed is not None:
@@ -59,13 +60,17 @@ def render_preview(shown: Preview) -> Iterator[RenderableType]:
         yield _helps(shown)
 
 
-def render_shortage(short: Shortage, model: str) -> Iterator[RenderableType]:
-    """Render the required memory, the free memory per machine, and changes that would help."""
+def render_shortage(short: Shortage, model: str, *, all_bytes: int) -> Iterator[RenderableType]:
+    """Render the required memory, the free memory per machine, and changes that would help.
+
+    ``all_bytes``: memory of the machines, taken or free; ``--force`` helps if that is enough.
+    """
     line = Text(f"{model} does not fit: ", style="bold red")
     line.append(f"needs {format_bytes(short.needed_bytes)}", style="not bold")
     yield line
-    table = make_table("", "", right=("",))
-    kv = f"KV of {short.kv_tokens} tokens"
+    yield Text()
+    table = make_table("MEMORY", "SIZE", right=("SIZE",))
+    kv = f"KV of {short.kv_tokens:,} tokens"
     for label, size in (("weights", short.weight_bytes), (kv, short.kv_bytes), ("needed", short.needed_bytes)):
         table.add_row(f"  {label}", format_bytes(size))
     for name, size in short.rooms:
@@ -79,7 +84,8 @@ def render_shortage(short: Shortage, model: str) -> Iterator[RenderableType]:
     for change in short.helps:
         helps.add_row(f"  {change.what}", format_bytes(change.gain_bytes), "enough" if change.enough else "")
     yield helps
-    yield Text("\nor plan as if all memory were free: --force (the system may swap, or kill a stage)", style="dim")
+    if short.missing_bytes and all_bytes >= short.needed_bytes:
+        yield Text("\nor plan as if all memory were free: --force (the system may swap, or kill a stage)", style="dim")
 
 
 def _headline(shown: Preview) -> Text:
@@ -121,17 +127,17 @@ def _left_out(found: Plan) -> Iterator[Text]:
         yield Text(f"and {_count(more, 'more machine')}", style="dim")
 
 
-def _ring(found: Plan) -> Iterator[Text]:
+def _ring(found: Plan) -> Iterator[Padding]:
     """Render a token's path from top to bottom, with the bottleneck."""
     for index, stage in enumerate(found.stages):
-        line = Text("  ")
+        line = Text()
         line.append(f"{_short(stage.machine.name)} {stage.part.layers}", style=_COLOURS[index % len(_COLOURS)])
         if stage.machine.node_id == found.engine and index == 0:
             line.append("  engine", style="dim")
-        yield _marked(line, found, f"stage {index}")
+        yield indented(_marked(line, found, f"stage {index}"))
         if index < len(found.single.hops):
-            yield _marked(Text(f"  │ {_link(found.many.hops[index])}"), found, f"link {index}-{index + 1}")
-    yield Text(f"  ╰─▶ token · {format_duration_s(found.single.closing_s)} until the next one begins")
+            yield indented(_marked(Text(f"│ {_link(found.many.hops[index])}"), found, f"link {index}-{index + 1}"))
+    yield indented(Text(f"╰─▶ token · {format_duration_s(found.single.closing_s)} until the next one begins"))
 
 
 def _marked(line: Text, found: Plan, place: str) -> Text:
@@ -148,43 +154,53 @@ def _link(hop: Hop) -> str:
     return f"{format_duration_s(shape.one_way_s)}{rate}{upload}{source}"
 
 
-def _token(found: Plan) -> Iterator[Text]:
-    """Render the time of one chat's token as one bar."""
-    rates = found.single
-    hops_s = rates.turn_s - sum(rates.step_s)
-    parts = [(_short(stage.machine.name), seconds) for stage, seconds in zip(found.stages, rates.step_s, strict=True)]
-    line = Text("one token  ")
-    legend = Text("           ")
-    for index, (name, seconds) in enumerate([*parts, ("hops, sampling", hops_s)]):
-        cells = max(1, round(_TOKEN_CELLS * seconds / rates.turn_s)) if rates.turn_s else 1
-        style = _COLOURS[index % len(_COLOURS)] if index < len(parts) else "dim"
-        line.append(("█" if index % 2 == 0 else "▓") * cells if index < len(parts) else "░" * cells, style=style)
-        legend.append(f"{name} {seconds * 1e3:.1f}", style=style)
-        legend.append(" · " if index < len(parts) else "")
-    line.append(f" {format_duration_s(rates.turn_s)}")
-    yield line
-    legend.append(" ms")
-    yield legend
+class _Token:
+    """One chat's token as one bar: how long each stage takes."""
+
+    def __init__(self, found: Plan) -> None:
+        rates = found.single
+        steps = zip(found.stages, rates.step_s, strict=True)
+        self._turn_s = rates.turn_s
+        self._parts = [(_short(stage.machine.name), seconds) for stage, seconds in steps]
+        self._hops = ("hops, sampling", rates.turn_s - sum(rates.step_s))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        label, end = "one token  ", f" {format_duration_s(self._turn_s)}"
+        room = options.max_width - len(label) - len(end) - len(self._parts)  # a short part takes a cell more
+        most = max(_FEWEST_CELLS, min(_TOKEN_CELLS, room))
+        line, legend = Text(label), Text()
+        for index, (name, seconds) in enumerate([*self._parts, self._hops]):
+            hops = index == len(self._parts)
+            cells = max(1, round(most * seconds / self._turn_s)) if self._turn_s else 1
+            style = "dim" if hops else _COLOURS[index % len(_COLOURS)]
+            line.append(("░" if hops else "█▓"[index % 2]) * cells, style=style)
+            legend.append(f"{name} {seconds * 1e3:.1f}", style=style)
+            legend.append(" ms" if hops else " · ")
+        yield line.append(end)
+        yield indented(legend, by=len(label))
 
 
 def _predictions(found: Plan) -> Iterator[RenderableType]:
     many, demand = found.many, found.demand
     table = make_table("EXPECTED", "", "")
-    first = f"first word of a {demand.read_tokens}-token prompt in {format_duration_s(found.first_token_s)}"
+    first = f"first word of a {demand.read_tokens:,}-token prompt in {format_duration_s(found.first_token_s)}"
     table.add_row("  one chat", f"{found.single.tokens_per_s:.1f} tok/s", first)
     each = f"{many.tokens_per_s / many.sequences:.1f} each, {_count(many.micro_batches, 'micro-batch')} under way"
-    table.add_row(f"  {_count(many.sequences, 'chat')}", f"{many.tokens_per_s:.1f} tok/s", each)
+    if many.sequences > 1:
+        table.add_row(f"  {_count(many.sequences, 'chat')}", f"{many.tokens_per_s:.1f} tok/s", each)
     chats = found.kv_tokens // demand.context_tokens
-    table.add_row("  KV room", f"{found.kv_tokens} tokens", f"{_count(chats, 'chat')} of {demand.context_tokens}")
+    room = f"{_count(chats, 'chat')} of {demand.context_tokens:,}"
+    table.add_row("  KV room", f"{found.kv_tokens:,} tokens", room)
     if slots := state_slots(demand.config, found.kv_tokens):
         size = format_bytes(demand.config.state_bytes())
         table.add_row("  states", f"{slots} of {size}", "a running chat has one, others are snapshots")
     yield table
-    yield Text(f"  {_sources(found, now_s=time.time())}", style="dim")
+    yield indented(Text(_sources(found, now_s=time.time()), style="dim"))
     if busy := [_short(stage.machine.name) for stage in found.stages if stage.machine.speed.busy]:
-        yield Text(f"  {' and '.join(busy)} did other work during the measurement, and may be faster", style="yellow")
+        told = f"{' and '.join(busy)} did other work during the measurement, and may be faster"
+        yield indented(Text(told, style="yellow"))
     if found.gap > 0.01:
-        yield Text(f"  another order of machines might be up to {found.gap:.0%} faster", style="dim")
+        yield indented(Text(f"another order of machines might be up to {found.gap:.0%} faster", style="dim"))
 
 
 def _sources(found: Plan, *, now_s: float) -> str:
@@ -207,10 +223,10 @@ def _sources(found: Plan, *, now_s: float) -> str:
 
 
 def _compared(shown: Preview) -> Table:
-    table = make_table("COMPARED", "ONE CHAT", "MANY", "", right=("ONE CHAT", "MANY"))
+    table = make_table("COMPARED, TOK/S", "ONE CHAT", "MANY", "", right=("ONE CHAT", "MANY"))
     table.add_row("  this plan", *_rates(shown.plan), "")
     if shown.changed is not None:
-        table.add_row("  with the changes", *_rates(shown.changed), plan_text(shown.changed)[:_WHERE_CHARS])
+        table.add_row("  with the changes", *_rates(shown.changed), _where(shown.changed))
     for alternative in shown.alternatives:
         table.add_row(f"  {alternative.what}", *_alternative(alternative))
     return table
@@ -219,7 +235,13 @@ def _compared(shown: Preview) -> Table:
 def _alternative(alternative: Alternative) -> tuple[str, str, str]:
     if alternative.plan is None:
         return "-", "-", "does not fit"
-    return (*_rates(alternative.plan), plan_text(alternative.plan)[:_WHERE_CHARS])
+    return (*_rates(alternative.plan), _where(alternative.plan))
+
+
+def _where(found: Plan) -> str:
+    """Return the placement in the syntax of ``--plan``, the first machines of many."""
+    parts = plan_text(found).split(",")
+    return ",".join(parts[:_MOST_PLACED]) + (", …" if len(parts) > _MOST_PLACED else "")
 
 
 def _rates(found: Plan) -> tuple[str, str]:

@@ -42,7 +42,7 @@ def check_plot(path: Path | None) -> None:
         return
     kinds = new_figure(height=1).canvas.get_supported_filetypes()
     if not path.parent.is_dir():
-        raise ConfigInvalid(f"'{path}' cannot be written", fact=f"there is no folder {path.parent}")
+        raise ConfigInvalid(f"'{path}' cannot be written", fact=f"there is no folder {path.parent}", next_step=_EXAMPLE)
     if path.suffix[1:].lower() not in kinds:
         raise ConfigInvalid(f"'{path}' is no chart", fact=f"formats: {', '.join(kinds)}", next_step=_EXAMPLE)
 

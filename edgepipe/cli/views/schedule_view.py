@@ -45,8 +45,8 @@ def _notes(runs: Sequence[ScheduleRun]) -> Iterator[str]:
     if any(run.name.startswith(("interleaved", "dualpipe")) for run in runs):
         yield "BUBBLE of interleaved and dualpipe is over busy time, RUN IDLE over the whole."
     if any(run.rate is not None for run in runs):
-        yield f"Decoding: weights take {RING_WEIGHTS} of a full step, a hop {RING_HOP}; TOKENS against M=1, where"
-        yield "M-fold KV holds M times the conversations."
+        yield f"Decoding: weights take {RING_WEIGHTS} of a full step, a hop {RING_HOP}."
+        yield "TOKENS are against M=1; M-fold KV holds M times the conversations."
     yield "Digits: forward or decoding. Letters: backward. Both repeat after ten."
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from edgepipe.cli.output import bar, make_table
+from edgepipe.cli.output import bar, indented, make_table
 from edgepipe.cli.serve import layers_of
 from edgepipe.cli.views.copies_view import ModelCopies, copies_of
 from edgepipe.cli.views.left_out import left_out_text
@@ -16,7 +16,8 @@ from edgepipe.cluster.absence import absence_text, continuing_text, joined
 from edgepipe.units import format_bytes, format_duration_s
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.padding import Padding
     from rich.table import Table
 
     from edgepipe.backend.types import PackedProducts
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _BAR_CELLS = 10
 _STYLES = {"alive": "green", "suspect": "yellow", "dead": "red", "left": "dim", "ready": "green", "failed": "red"}
+_AWAY = {"suspect": "does not answer", "dead": "gone", "asleep": "asleep", "left": "has left"}
 _NAME_CHARS = 16
 _LINE_CHARS = 80
 _NEIGHBOURS = 3  # shown; --json has all
@@ -48,7 +50,7 @@ def render_status(status: ClusterStatus) -> Iterator[RenderableType]:
         yield Text()
         yield from _engine(engine)
         if text := _copies(copies.get((engine.model, engine.manifest_hash)), len(status.members)):
-            yield Text(text, style="dim")
+            yield indented(Text(text, style="dim"))
     if not status.engines:
         yield Text("\nno model is served · next: edgepipe serve MODEL", style="dim")
     transfers = [(member, transfer) for member in status.members for transfer in member.node.transfers]
@@ -59,7 +61,7 @@ def render_status(status: ClusterStatus) -> Iterator[RenderableType]:
         yield Text(text, style="yellow")
     for refused in status.refused:
         yield Text(f"refused {refused.peer}: {refused.error.what}", style="yellow")
-        yield Text(f"  {refused.error.next_step}", style="yellow")
+        yield indented(Text(refused.error.next_step, style="yellow"))
 
 
 def trust_notes(status: ClusterStatus) -> Iterator[str]:
@@ -84,13 +86,21 @@ def news_of(status: ClusterStatus) -> str:
     return joined(absence_text(status.absent, now_s=time.time()), *map(continuing_text, status.engines))
 
 
+def is_healthy(status: ClusterStatus) -> bool:
+    """Return whether every node answers, every device works, and every served model can answer."""
+    devices = [device for member in status.members for device in member.node.devices]
+    return (
+        all(member.state == "alive" for member in status.members)
+        and all(part.state not in ("failed", "waiting") for part in (*status.engines, *devices))
+        and not any(engine.left_out for engine in status.engines)
+        and not (status.absent or status.broken_links or status.removed or status.trust_damage)
+    )
+
+
 def _headline(status: ClusterStatus) -> Text:
     alive = sum(member.state == "alive" for member in status.members)
     total = len(status.members)
-    devices = [device for member in status.members for device in member.node.devices]
-    healthy = (
-        alive == total and not status.absent and all(part.state != "failed" for part in (*status.engines, *devices))
-    )
+    healthy = is_healthy(status)
     line = Text()
     line.append(status.cluster_name or status.cluster_id, style="bold")
     line.append(" · ")
@@ -102,7 +112,7 @@ def _headline(status: ClusterStatus) -> Text:
     rate = sum(engine.tokens_per_s for engine in status.engines)
     if rate:
         line.append(f" · {rate:.1f} tok/s")
-    line.append(f" · up {format_duration_s(status.uptime_ms // 1000)}")
+    line.append(f" · up {format_duration_s(max(1.0, status.uptime_ms // 1000))}")
     return line
 
 
@@ -115,25 +125,34 @@ def render_nodes(status: ClusterStatus) -> Table:
         first = Text("● ", style=_STYLES.get(member.state, "")) + Text(name, style="not bold")
         devices = member.node.devices
         if not devices:
-            table.add_row(first, Text("no device" if member.state == "alive" else member.state, "dim"), "", rtt)
+            table.add_row(first, Text("no device", "dim"), _away(member) or "", rtt)
         for device in devices:
             device_name, memory = _device(device)
-            if member.node.draining:
+            if away := _away(member):
+                memory = away
+            elif member.node.draining:
                 memory = Text("being drained" if device.reserved_bytes else "drained, takes no work", "yellow")
             table.add_row(first, device_name, memory, rtt)
             first, rtt = Text(), ""
     return table
 
 
+def _away(member: MemberState) -> Text | None:
+    """Describe a node whose memory is not known now; None for a node that answers."""
+    if member.state == "alive":
+        return None
+    return Text(_AWAY.get(member.state, member.state), _STYLES.get(member.state, "dim"))
+
+
 def _device(device: DeviceState) -> tuple[Text, Text]:
     profile, words = device.profile, ()
     if profile is not None:
         words = (profile.backend, profile.device, _DTYPES.get(profile.compute_dtype, profile.compute_dtype))
-    name = Text(" ".join(filter(None, words))[:22])
+    name = Text(" ".join(filter(None, words)))
     if device.state in ("starting", "failed"):
         error = device.error.what if device.error is not None else ""
         reason = error if device.state == "failed" else "measuring"
-        return name, Text(reason[:34], style=_STYLES.get(device.state, "dim"))
+        return name, Text(reason, style=_STYLES.get(device.state, "dim"))
     usable = device.reserved_bytes + device.free_bytes
     memory = bar(device.reserved_bytes / usable if usable else 0.0, width=_BAR_CELLS)
     return name, Text(f"{memory} {device.reserved_bytes / 1e9:.1f} of {usable / 1e9:.1f} GB")
@@ -150,22 +169,22 @@ def _engine(engine: EngineState) -> Iterator[RenderableType]:
     if engine.error is not None and engine.state in ("failed", "waiting"):
         for text in (engine.error.what, engine.error.fact, engine.error.next_step):
             if text:
-                yield Text(f"  {text}", style="red")
+                yield indented(Text(text, style="red"))
     for entry in engine.left_out:
-        yield Text(f"  {left_out_text(entry)}", style="yellow")
+        yield indented(Text(left_out_text(entry), style="yellow"))
     yield from render_plan(engine)
 
 
 def render_plan(engine: EngineState) -> Iterator[RenderableType]:
     """Render the ring, its stages, and the reasons for the number of micro-batches."""
     if engine.stages:
-        yield _ring(engine)
+        yield _Ring(engine)
         yield _stages(engine)
         yield from _packed_products(engine)
     if engine.state == "ready" and engine.why:
-        yield _sizing(engine)
+        yield from _sizing(engine)
     if engine.state == "ready" and engine.advice is not None:
-        yield _advice(engine.model, engine.advice)
+        yield from _advice(engine.model, engine.advice)
 
 
 def _copies(copies: ModelCopies | None, num_nodes: int) -> str:
@@ -173,20 +192,20 @@ def _copies(copies: ModelCopies | None, num_nodes: int) -> str:
     if copies is None or num_nodes < 2:
         return ""
     if copies.fewest > 1:
-        return f"  on disk: every layer {copies.fewest} times"
-    return f"  on disk: some layers only once, on {' or '.join(_short(name) for name in copies.nodes)}"
+        return f"on disk: every layer {copies.fewest} times"
+    return f"on disk: some layers only once, on {' or '.join(_short(name) for name in copies.nodes)}"
 
 
 def _figures(engine: EngineState) -> str:
     requests = f" · {engine.running} running" + (f", {engine.waiting} waiting" if engine.waiting else "")
     used = engine.num_blocks - engine.free_blocks
-    kept = f" · KV {used * engine.block_size}/{engine.num_blocks * engine.block_size}"
+    kept = f" · KV {used * engine.block_size:,} of {engine.num_blocks * engine.block_size:,} tokens"
     if engine.state_slots:
-        kept += f" · states {engine.state_slots - engine.free_slots}/{engine.state_slots}"
-    return f"{requests}{kept} · M {engine.micro_batches}"
+        kept += f" · states {engine.state_slots - engine.free_slots} of {engine.state_slots}"
+    return requests + kept
 
 
-def _sizing(engine: EngineState) -> Text:
+def _sizing(engine: EngineState) -> Iterator[Padding]:
     """Explain the number of micro-batches, a reason per line, and name the bottleneck."""
     first, *others = engine.why.split("; ")
     lines = [f"Micro-batches: {first}", *(f"{thought[:1].upper()}{thought[1:]}." for thought in others)]
@@ -194,7 +213,7 @@ def _sizing(engine: EngineState) -> Text:
         lines.append(f"Slowest: {_place(engine)} · {engine.predicted_tokens_per_s:.0f} tok/s expected of this load")
     if engine.cached_tokens:
         hits = engine.cached_tokens / max(1, engine.admitted_tokens)
-        lines.append(f"Prefix cache: {hits:.0%} of {engine.admitted_tokens} tokens")
+        lines.append(f"Prefix cache: {hits:.0%} of {engine.admitted_tokens:,} tokens")
     if engine.preemptions:
         lines.append(f"Preempted {_times(engine.preemptions)}: the KV cache is short")
     if engine.missed_snapshots:
@@ -204,7 +223,8 @@ def _sizing(engine: EngineState) -> Text:
         lines.append(f"Recovered {_times(engine.recoveries)}; {_paused(engine.stall_ms)}")
     if engine.moves:
         lines.append(f"Moved {_times(engine.moves)}, as asked for; {_paused(engine.move_pause_ms)}")
-    return Text("\n".join(f"  {line}" for line in lines), style="dim")
+    for line in lines:
+        yield indented(Text(line, style="dim"))
 
 
 def _times(number: int) -> str:
@@ -217,11 +237,14 @@ def _paused(pause_ms: int) -> str:
     return f"answers paused for {format_duration_s(pause_ms / 1e3)} in total"
 
 
-def _advice(model: str, advice: Advice) -> Text:
+def _advice(model: str, advice: Advice) -> Iterator[Padding]:
     """Describe a better placement: its gain, the reason and the pause that switching costs."""
-    line = Text(f"  A faster layout exists (+{advice.gain * 100:.0f} %): {layout_text(advice.plan)}.", style="yellow")
-    line.append(f"\n  {advice.why}. Switching pauses answers for {format_duration_s(advice.pause_s)}:")
-    return line.append(f"\n  edgepipe serve {model} --rebalance")
+    for line in (
+        f"A faster layout exists (+{advice.gain * 100:.0f} %): {layout_text(advice.plan)}.",
+        f"{advice.why}. Switching pauses answers for {format_duration_s(advice.pause_s)}:",
+        f"edgepipe serve {model} --rebalance",
+    ):
+        yield indented(Text(line, style="yellow"))
 
 
 def layout_text(plan: str) -> str:
@@ -240,15 +263,20 @@ def _place(engine: EngineState) -> str:
     return f"{engine.bottleneck} ({' to '.join(names)})" if names and kind in ("stage", "link") else kind
 
 
-def _ring(engine: EngineState) -> Text:
-    """Draw ``╭▶ a 0-14 ──▶ b 15-29 ─╮`` with the token's path back below it; many stages make one long line."""
-    way = " ──▶ ".join(f"{_short(stage.node_name)} {layers_of(stage)}" for stage in engine.stages)
-    top = f"  ╭▶ {way} ─╮"
-    if len(top) > _LINE_CHARS:
-        return Text(f"  {way} ──▶ token")
-    line = "─" * (len(top) - len("  ╰ token ╯"))
-    half = len(line) // 2
-    return Text(f"{top}\n  ╰{line[:half]} token {line[half:]}╯")
+class _Ring:
+    """Drawing of ``╭▶ a 0-14 ──▶ b 15-29 ─╮`` with the token's path back below it; one line if that is too wide."""
+
+    def __init__(self, engine: EngineState) -> None:
+        self._way = " ──▶ ".join(f"{_short(stage.node_name)} {layers_of(stage)}" for stage in engine.stages)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        top = f"  ╭▶ {self._way} ─╮"
+        if len(top) > min(_LINE_CHARS, options.max_width):
+            yield indented(Text(f"{self._way} ──▶ token"))
+            return
+        line = "─" * (len(top) - len("  ╰ token ╯"))
+        half = len(line) // 2
+        yield Text(f"{top}\n  ╰{line[:half]} token {line[half:]}╯")
 
 
 def _stages(engine: EngineState) -> Table:
@@ -262,19 +290,17 @@ def _stages(engine: EngineState) -> Table:
     return table
 
 
-def _packed_products(engine: EngineState) -> Iterator[Text]:
+def _packed_products(engine: EngineState) -> Iterator[Padding]:
     """Name what multiplies with packed weights, by node; the slower ways last, with the reason."""
     nodes: dict[PackedProducts, list[str]] = {}
     for stage in engine.stages:
         for products in stage.products:
             nodes.setdefault(products, []).append(_short(stage.node_name))
     for products in sorted(nodes, key=lambda each: (each.reason, each.by)):
-        line = f"  Packed weights: {products.by} on {', '.join(nodes[products])}"
-        if not products.reason:
-            yield Text(line, style="dim")
-            continue
-        remedy = f"\n    {products.remedy}" if products.remedy else ""
-        yield Text(f"{line}\n    {products.reason}{remedy}", style="yellow")
+        style = "yellow" if products.reason else "dim"
+        yield indented(Text(f"Packed weights: {products.by} on {', '.join(nodes[products])}", style=style))
+        for text in filter(None, (products.reason, products.remedy)):
+            yield indented(Text(text, style=style), by=4)
 
 
 def _downloads(transfers: list[tuple[MemberState, Transfer]], names: dict[str, str]) -> Table:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from edgepipe.units import format_rate
+
 if TYPE_CHECKING:
     from edgepipe.wire.serving import LinkProfile
 
@@ -35,7 +37,7 @@ def link_meaning(*, rtt_ms: float, bytes_per_s: float) -> Meaning:
     """Rate a link by one chat with a 32B model on two stages. ``bytes_per_s`` 0: not measured."""
     if rtt_ms <= 0:
         return Meaning(text="not measured yet; see 'edgepipe status'", good=True)
-    rate = f", {bytes_per_s * 8 / 1e6:.0f} Mbit/s" if bytes_per_s else ""
+    rate = f", {format_rate(bytes_per_s)}" if bytes_per_s else ""
     added_ms = rtt_ms + (2 * _HOP_BYTES / bytes_per_s * 1e3 if bytes_per_s else 0.0)  # there and back
     share = added_ms / _TOKEN_MS
     if share <= _FINE:

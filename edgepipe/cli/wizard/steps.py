@@ -13,7 +13,7 @@ from edgepipe.cli.doctor.findings import Finding, Level, Ports, multicast_findin
 from edgepipe.cli.doctor.machine_findings import look_at_multicast, machine_findings, network_facts
 from edgepipe.cli.node_process import start_in_background
 from edgepipe.cli.settings_file import write_settings
-from edgepipe.cli.wizard.asking import Choice, done, filled, note, say, warn
+from edgepipe.cli.wizard.asking import Choice, Quit, done, filled, note, say, warn
 from edgepipe.cli.wizard.links import Link, link_meaning, links_of
 from edgepipe.cli.wizard.model_choice import SKIP, choose_model, on_disk
 from edgepipe.cli.wizard.state import Setup
@@ -214,8 +214,11 @@ def _choose_cluster(setup: Setup, status: ClusterStatus | None) -> None:
         ]
         answer = setup.asking.choose("Which cluster?", choices, default=default)
         if answer == _QUIT:
+            if found:
+                raise Quit
             raise NoPeersFound(
-                fact="the person ended the setup", next_step="edgepipe setup    (continues where it stopped)"
+                fact=f"none announced itself within {setup.config.listen_s:g} s",
+                next_step="edgepipe setup    (continues where it stopped)",
             )
         if answer == _DOCTOR:
             _diagnose(setup)
@@ -295,7 +298,7 @@ def _create(setup: Setup, name: str, status: ClusterStatus | None) -> None:
     elif status.cluster_name != name:
         setup.failure = ConfigInvalid(
             f"this node belongs to cluster '{status.cluster_name}', not '{name}'",
-            next_step="leave --cluster out; to join another cluster: edgepipe node join",
+            next_step="leave --cluster out; to join another cluster: edgepipe node join CODE",
         )
         warn(setup.failure.what, remedy=setup.failure.next_step)
     else:

@@ -212,5 +212,5 @@ class Replication:
         return NoFeasiblePlacement(
             f"copies of {model.name} need {format_bytes(plan.lacking_bytes)} more on other disks",
             fact=f"free for copies: {rooms}",
-            next_step="make room with 'edgepipe models rm', start another node, or ask for fewer --copies",
+            next_step="make room with 'edgepipe models rm MODEL', start another node, or ask for fewer --copies",
         )

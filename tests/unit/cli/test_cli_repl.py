@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from edgepipe.cli.chat.conversation import ChatSettings
 from edgepipe.cli.chat.repl import converse
 from edgepipe.gateway.conversation import template_traits
 from edgepipe.wire.nodes import ClusterStatus
+from edgepipe.wire.v1 import node_pb2 as pb
 from tests.support.admin_server import FakeNode, answering
 from tests.support.command_line import make_engine, make_member, make_status
 from tests.support.fake_engine import CONTEXT, ByteAssets, FakeEngine
@@ -57,9 +59,26 @@ class ThinkingAssets(ByteAssets):
         return f"[{keywords.get('enable_thinking', True)}] " + " | ".join(parts)
 
 
+class LoadingNode(FakeNode):
+    """Loads a model until the caller leaves."""
+
+    asked = threading.Event()
+
+    def Serve(self, request: pb.ServeRequest, context: Any) -> Iterator[pb.ServeEvent]:
+        yield pb.ServeEvent(message="loading")
+        left = threading.Event()
+        context.add_callback(left.set)
+        self.asked.set()
+        left.wait(20)
+
+
 @asynccontextmanager
 async def conversation(
-    engine: FakeEngine, tmp_path: Path, view: PlainView | None = None, assets: type[ByteAssets] = ByteAssets
+    engine: FakeEngine,
+    tmp_path: Path,
+    view: PlainView | None = None,
+    assets: type[ByteAssets] = ByteAssets,
+    node_class: type[FakeNode] = FakeNode,
 ) -> AsyncIterator[tuple[Served, PipeInput, asyncio.Task[None]]]:
     """A running conversation: what is served, its keyboard, its task."""
     async with serving(engine, load=lambda path: assets()) as served:
@@ -71,7 +90,7 @@ async def conversation(
             engines=(make_engine("tiny", stages=make_status().engines[0].stages),),
         )
         with (
-            answering(tmp_path, FakeNode(status=status)),
+            answering(tmp_path, node_class(status=status)),
             create_pipe_input() as keys,
             create_app_session(input=keys, output=DummyOutput()),
         ):
@@ -195,6 +214,20 @@ async def test_an_interrupt_stops_the_answer_and_not_the_conversation(
     assert "stopped" in shown
     assert "session  1 answer · 6 tok" in shown
     assert len(served.engine.submits) == 2
+
+
+async def test_an_interrupt_while_another_model_loads_keeps_the_conversation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with conversation(FakeEngine(answer=b"yes"), tmp_path, node_class=LoadingNode) as (served, keys, task):
+        keys.send_text("one\r/model other\r")
+        assert await asyncio.to_thread(LoadingNode.asked.wait, 15)
+        os.kill(os.getpid(), signal.SIGINT)
+        keys.send_text(f"two\r{CTRL_D}")
+        await task
+        prompts = [bytes(submit.prompt).decode() for submit in served.engine.submits]
+    assert prompts[1:] == ["user: one\nassistant: yes\nuser: two\nassistant:"]
+    assert "stopped" in capsys.readouterr().err
 
 
 async def test_an_error_is_shown_and_the_conversation_goes_on(

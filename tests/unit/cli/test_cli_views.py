@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,13 +52,44 @@ def test_the_status_fits_80_columns_and_cuts_nothing() -> None:
         "Micro-batches: 2, since stage 1 takes 62.0 ms a step and never waits",
         "Each token takes 90.1 ms, 4.0 ms of it on the network.",
         "Slowest: stage 1 (studio) · 32 tok/s expected",
-        "Prefix cache: 25% of 1000 tokens",
+        "Prefix cache: 25% of 1,000 tokens",
         "Preempted twice",
         "Recovered 3 times; answers paused for 1.5 s in total",
         "Moved twice, as asked for; answers paused for 400 ms in total",
     ):
         assert word in text
     assert "…" not in text
+
+
+@pytest.mark.parametrize(
+    ("state", "shown"),
+    [("suspect", "does not answer"), ("dead", "gone"), ("left", "has left"), ("asleep", "asleep")],
+)
+def test_a_node_that_is_away_is_told_without_colour(state: str, shown: str) -> None:
+    gamer, studio, laptop = make_status().members
+    lines = picture(replace(make_status(), members=(gamer, replace(studio, state=state), laptop)))
+    (line,) = [line for line in lines if line.startswith("● studio")]
+    assert shown in line
+    assert "GB" not in line, "memory that may be gone"
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_status_breaks_no_word_and_no_bar(width: int) -> None:
+    wide, narrow = (picture(make_status(), width=columns) for columns in (200, width))
+    assert max(map(len, narrow)) <= width
+    assert words_of(narrow) >= words_of(wide)
+    stages = next(index for index, line in enumerate(narrow) if "WEIGHTS" in line)
+    assert [line.split()[0] for line in narrow[stages : stages + 3]] == ["STAGE", "gamer", "studio"]
+
+
+def words_of(lines: Sequence[str]) -> set[str]:
+    """Words, and bars as one word; the ring's second line is as long as the ring."""
+    return {word for line in lines if "token ─" not in line for word in re.findall(r"▕[^▏]*▏|\S+", line)}
+
+
+def test_the_time_since_the_start_has_a_unit_that_fits() -> None:
+    assert picture(replace(make_status(), uptime_ms=200))[0].endswith("up 1.0 s")
+    assert picture(replace(make_status(), uptime_ms=200 * 3_600_000))[0].endswith("up 8 d 8 h")
 
 
 def test_a_drained_node_is_shown_as_one() -> None:
@@ -253,6 +286,6 @@ def test_an_error_page_that_is_not_ours_is_a_protocol_error() -> None:
 
 def test_the_status_says_how_many_snapshots_found_no_slot() -> None:
     status = make_status()
-    text = "\n".join(picture(with_engine(status, state_slots=6, free_slots=0, missed_snapshots=3)))
-    assert "states 6/6" in text
+    text = "\n".join(picture(with_engine(status, state_slots=6, free_slots=0, missed_snapshots=3), width=120))
+    assert "states 6 of 6" in text
     assert "Did not keep 3 snapshots of states: running chats held all 6 slots" in text

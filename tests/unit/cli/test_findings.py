@@ -129,7 +129,7 @@ def ids(findings: list[Finding]) -> dict[str, Finding]:
 
 def test_the_machine_s_own_network() -> None:
     fine = ids(network_findings(FACTS, PORTS))
-    assert "enp5s0 192.168.1.20, wired 1000 Mbit/s" in fine["network.interface"].what
+    assert "enp5s0 192.168.1.20, wired 1.0 Gbit/s" in fine["network.interface"].what
     assert list(fine) == ["network.interface"]
     none = ids(network_findings(replace(FACTS, address="", interface="", ignored=("docker0",)), PORTS))
     assert none["network.interface"].level is Level.PROBLEM

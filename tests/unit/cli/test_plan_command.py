@@ -42,11 +42,19 @@ def test_wishes_are_kept(run: Run) -> None:
 def test_what_does_not_fit_ends_with_the_sum_and_six(run: Run) -> None:
     short = run("plan", "llama-3.3-70b", "--emulate", "2x rtx4090")
     assert short.code == 6
-    for part in ("needed", "free on a", "missing", "WHAT WOULD HELP", "--force"):
+    for part in ("  needed  ", "  free on a", "missing", "WHAT WOULD HELP"):
         assert part in short.out
     told = run("plan", "llama-3.3-70b", "--emulate", "2x rtx4090", "--json")
     assert told.code == 6
     assert json.loads(told.out)["missing_bytes"] > 0
+
+
+def test_force_is_advised_only_where_it_helps(run: Run) -> None:
+    flags = ("plan", "gemma-4-31b:q4_k_m", "--emulate", "rtx4090")
+    assert "--force" not in run(*flags, "--context", "200000").out
+    short = run(*flags, "--context", "13000")
+    assert (short.code, "--force" in short.out) == (6, True)
+    assert run(*flags, "--context", "13000", "--force").code == 0
 
 
 def test_a_machine_that_is_left_out_is_in_no_sum(run: Run) -> None:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from edgepipe.cli import inviting
+from edgepipe.cli import inviting, node
 from edgepipe.cli.doctor.findings import NetworkFacts, Ports, network_findings
 from edgepipe.cli.doctor.machine_findings import backend_finding
 from edgepipe.cli.doctor.node_findings import trust_findings
 from edgepipe.cli.wizard import steps
-from edgepipe.cli.wizard.asking import Defaults
+from edgepipe.cli.wizard.asking import Choice, Defaults, Quit
 from edgepipe.cli.wizard.state import Given, Setup
+from edgepipe.cluster.discovery import Announcement
 from edgepipe.cluster.founding import TrustFolders
 from edgepipe.config import load_config
-from edgepipe.errors import ConfigInvalid
+from edgepipe.errors import ConfigInvalid, NoPeersFound
 from edgepipe.ids import NodeId
+from edgepipe.model.store import ModelStore
 from edgepipe.telemetry.audit import AuditKind, AuditLog
 from edgepipe.wire.trust import InviteEvent, InviteJoined, InviteStart
 from tests.support.admin_server import FakeNode, answering
@@ -44,6 +47,80 @@ def test_what_a_verb_does_not_know_it_says_with_what_it_knows(
     done = run(*words)
     assert done.code == code
     assert shown in done.err
+
+
+def test_an_interrupted_pull_says_what_is_kept(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = tmp_path / "data" / "models" / ".pulling-org--name+q4_k_m"
+
+    def interrupted(*args: object, **keywords: object) -> None:
+        begun.mkdir(parents=True)
+        (begun / "model.safetensors").write_bytes(bytes(3_000_000))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ModelStore, "pull", interrupted)
+    done = run("models", "pull", "org/name:q4_k_m", "--json")
+    assert (done.code, done.out) == (130, "")
+    assert done.err == "3.0 MB are kept; the same command goes on from there\n"
+
+
+@pytest.mark.parametrize("peer", ["10.0.0.2:99999", "10.0.0.2:", ":7117", "10.0.0.2:٧", "fe80::1"])
+def test_doctor_refuses_an_address_that_cannot_be_one(run: Run, peer: str) -> None:
+    done = run("doctor", "--peer", peer)
+    assert (done.code, done.out) == (2, "")
+    assert f"--peer cannot be '{peer}'" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "step"),
+    [
+        (("models", "remove", "a b"), "edgepipe models rm 'a b'"),
+        (("remove", "x"), "edgepipe models rm x"),
+        (("models", "ls"), "edgepipe models list"),
+        (("load", "x"), "edgepipe serve x"),
+        (("node", "ls"), "edgepipe status"),
+    ],
+)
+def test_verbs_of_other_programs_lead_to_ours(run: Run, words: tuple[str, ...], step: str) -> None:
+    done = run(*words)
+    assert done.code == 2
+    assert done.err.endswith(f"   try: {step}\n")
+
+
+def test_settings_are_shown_as_they_are_written(run: Run) -> None:
+    assert "discovery           true" in run("config", "show").out
+    assert run("config", "set", "discovery", "true").code == 0
+
+
+def test_an_address_of_ipv6_stands_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    ready = {"name": "a", "cluster": "home", "address": "10.0.0.2:7117", "http_host": "fd00::5", "http_port": 8117}
+    node._show_ready({**ready, "key_file": "", "key_on_loopback": False, "pid": 1})  # pyright: ignore[reportPrivateUsage]
+    shown = capsys.readouterr().out
+    assert "  API     http://[fd00::5]:8117/v1\n" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_who_quits_the_setup_is_told_what_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Announcement] = []
+    monkeypatch.setattr(steps, "_browse", lambda setup: found)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(steps, "_explain_silence", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+
+    class Quits(Defaults):
+        def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
+            return "quit"
+
+    setup = Setup(
+        asking=Quits(),
+        given=Given(),
+        config=load_config({"data_dir": tmp_path}).values,
+        settings_file=tmp_path / "s",
+    )
+    with pytest.raises(NoPeersFound, match="no edgepipe node was found on this network"):
+        steps.cluster(setup)
+    found.append(
+        Announcement(cluster_id="c", cluster_name="home", node_id="b", node_name="studio", host="10.0.0.2", port=7117)
+    )
+    with pytest.raises(Quit):
+        steps.cluster(setup)
 
 
 def test_an_unknown_setting_is_called_that() -> None:
