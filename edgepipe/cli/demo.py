@@ -67,7 +67,7 @@ def demo(
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
 ) -> None:
-    """Run a whole cluster on this machine: start nodes, load a model, answer, stop."""
+    """Try a whole cluster on this machine. Starts nodes, loads a model, answers, stops."""
     from edgepipe.cli.local_cluster import ClusterPlan, NodePlan
 
     if serve and prompt is not None:

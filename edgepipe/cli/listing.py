@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 _GAP = 2  # columns of the terminal between two columns of the table
+_BROKEN = 12  # least width of a column with a word that must break
 _WORD = re.compile(r"▕[^▏]*▏|\S+")  # a bar is one word
 
 
@@ -25,8 +26,11 @@ class Listing(Table):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield one table, or several if the terminal is narrow; each begins with the first column."""
-        for columns in _groups(self.columns, options.max_width):
-            yield self._part(columns, _widths(columns, options.max_width))
+        most = options.max_width
+        least = _leasts(self.columns, most)
+        for group in _groups(least, most):
+            columns = [self.columns[index] for index in group]
+            yield self._part(columns, _widths(columns, [least[index] for index in group], most))
 
     def _part(self, columns: Sequence[Column], widths: Sequence[int]) -> Table:
         part = Table(
@@ -41,20 +45,33 @@ class Listing(Table):
         return part
 
 
-def _groups(columns: Sequence[Column], most: int) -> list[list[Column]]:
-    """Distribute the columns over tables of at most ``most`` columns of the terminal, if their words allow that."""
-    first, *others = columns
-    groups = [[first]]
-    for column in others:
-        if len(groups[-1]) > 1 and _total([_least(each) for each in (*groups[-1], column)]) > most:
-            groups.append([first])
-        groups[-1].append(column)
+def _leasts(columns: Sequence[Column], most: int) -> list[int]:
+    """Return the least width of each column. A word that has no room beside the first column may break, too."""
+    first, *others = (_least(column) for column in columns)
+    first = first if first < most or columns[0].no_wrap else _BROKEN
+    room = most - _GAP - first
+    return [
+        first,
+        *(
+            least if least <= room or column.no_wrap else _BROKEN
+            for least, column in zip(others, columns[1:], strict=True)
+        ),
+    ]
+
+
+def _groups(least: Sequence[int], most: int) -> list[list[int]]:
+    """Distribute the columns over tables of at most ``most`` columns of the terminal; each begins with the first."""
+    groups = [[0]]
+    for index in range(1, len(least)):
+        if len(groups[-1]) > 1 and _total([least[each] for each in (*groups[-1], index)]) > most:
+            groups.append([0])
+        groups[-1].append(index)
     return groups
 
 
-def _widths(columns: Sequence[Column], most: int) -> list[int]:
+def _widths(columns: Sequence[Column], least: Sequence[int], most: int) -> list[int]:
     """Return a width for each column: its text's, less if it must break. The widest columns become narrower first."""
-    widths, least = [_longest(column) for column in columns], [_least(column) for column in columns]
+    widths = [_longest(column) for column in columns]
     while _total(widths) > most and max(widths) > 1:
         loose = [index for index, width in enumerate(widths) if width > least[index]] or range(len(widths))
         widths[max(loose, key=lambda index: widths[index])] -= 1

@@ -96,7 +96,7 @@ def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
 
 @app.command("list")
 def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json: Json = False) -> None:
-    """List the models on the cluster's disks; without a running node, this machine's models."""
+    """List the models on the cluster's disks. Without a running node: this machine's models."""
     from edgepipe.cli.views.copies_view import copies_text, members_of
     from edgepipe.cli.views.model_rows import model_rows
     from edgepipe.model.store import ModelStore
@@ -190,7 +190,7 @@ def replicate(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a model's parts to other nodes' disks, so that no machine holds the only copy."""
+    """Copy a model's parts to other nodes' disks. Then no machine holds the only copy."""
     from edgepipe.cli.admin import run_async
     from edgepipe.cli.views.copies_view import replicate_with_progress
 
@@ -214,7 +214,7 @@ def quantise(
     models_dir: ModelsDir = None,
     as_json: Json = False,
 ) -> None:
-    """Make a packed copy MODEL-q4 or MODEL-q8, and print how far its predictions are from the original's."""
+    """Make a packed copy MODEL-q4 or MODEL-q8. Prints how far its predictions are from the original's."""
     from edgepipe.cli.quantising import quantise_model
 
     quantise_model(models_dir_of(data_dir, models_dir), model, to, as_json=as_json)

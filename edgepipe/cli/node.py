@@ -128,7 +128,7 @@ def start(
     end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
     quiet_when_ready: Annotated[bool, typer.Option("--quiet-when-ready", hidden=True)] = False,
 ) -> None:
-    """Run this machine's node until ^C, or in the background until 'edgepipe node stop'."""
+    """Run this machine's node. It ends with ^C, in the background with 'edgepipe node stop'."""
     from edgepipe.config import load_config
 
     loaded = load_config(
@@ -255,7 +255,7 @@ def join(
 
 @app.command()
 def stop(data_dir: DataDir = None) -> None:
-    """Stop this machine's node; other nodes take over its work if they can. A second 'node stop' does not wait."""
+    """Stop this machine's node. Others take over its work if they can; a second 'node stop' does not wait."""
     folder = data_dir_of(data_dir)
     asyncio.run(_shut_down(folder))
     _wait_until_gone(folder)

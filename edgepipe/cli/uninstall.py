@@ -34,7 +34,7 @@ def uninstall(
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
 ) -> None:
-    """Remove edgepipe's service, identity, settings and logs from this machine. Models stay by default."""
+    """Remove edgepipe's service, identity, settings and logs. Models stay by default."""
     from edgepipe.cli.service import service_plan, uninstall_service
     from edgepipe.config import default_config_file, kernel_dir, load_config
     from edgepipe.daemon.machine.data_dir import socket_path

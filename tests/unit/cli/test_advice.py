@@ -1,4 +1,4 @@
-"""Commands in messages can be typed: their verbs, options and arguments exist."""
+"""Commands in messages can be typed: their verbs, options and arguments exist. Help is whole."""
 
 from __future__ import annotations
 
@@ -30,6 +30,15 @@ def test_commands_in_messages_can_be_typed() -> None:
                     assert not wrong(command, rest), f"{source}:{line}: edgepipe{words}: {wrong(command, rest)}"
                     checked += 1
     assert checked > 100
+
+
+def test_lists_of_verbs_cut_no_sentence_at_80_columns() -> None:
+    groups = [typer.main.get_command(make_app())]
+    for group in groups:
+        verbs: dict[str, Any] = getattr(group, "commands", {})
+        groups += verbs.values()
+        room = 80 - max(map(len, verbs), default=0) - len("    ") - 2
+        assert [name for name, verb in verbs.items() if verb.get_short_help_str(room).endswith("...")] == []
 
 
 def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
