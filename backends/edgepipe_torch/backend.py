@@ -37,6 +37,7 @@ from edgepipe.model.memory_classes import memory_classes, stage_classes
 from edgepipe.model.repacked import KeepsRepacked
 from edgepipe.model.resident import WIDE, expert_bytes, weight_bytes
 from edgepipe.model.tensors import WeightInfo, WeightSource
+from edgepipe.model.weight_table import WeightTable, table_of
 from edgepipe.units import format_bytes
 from edgepipe_torch.attention import CausalMasks, SequenceAttention, StepAttention
 from edgepipe_torch.candidates import Picked, Scored, pick, score
@@ -60,7 +61,6 @@ from edgepipe_torch.expert_reads import ExpertReads, ReadShare, covers
 from edgepipe_torch.expert_uses import ExpertUses
 from edgepipe_torch.graphs import ROWS, DecodeGraphs, can_replay
 from edgepipe_torch.head_shape import by_kind, kernels_fit
-from edgepipe_torch.host_weights import is_half
 from edgepipe_torch.kv import KVStorage
 from edgepipe_torch.linear import Workspace
 from edgepipe_torch.loading import load_slices
@@ -144,7 +144,8 @@ class TorchBackend:
             torch.cuda.set_device(self._device)  # for this thread: events and graphs use the current device
         infos = [info for part in slices for info in weights.weights(part)]
         self._uses = ExpertUses(weights.repacked if isinstance(weights, KeepsRepacked) else None)
-        placed = [self._placed_bytes(info, weights.config) for info in infos]
+        table = table_of(infos)
+        placed = [self._placed_bytes(info, weights.config, table) for info in infos]
         needed = sum(own for own, _ in placed)
         self._check_ram(sum(beside for _, beside in placed))
         rotations = Rotations(weights.config)
@@ -356,15 +357,22 @@ class TorchBackend:
         kind = f"torch-{self._device.type}" if self._packed else WIDE
         return kind if self._device.type == "cpu" else with_ram_percent(kind, self._ram_percent)
 
-    def _placed_bytes(self, info: WeightInfo, config: ModelConfig) -> tuple[int, int]:
+    def _placed_bytes(self, info: WeightInfo, config: ModelConfig, table: WeightTable) -> tuple[int, int]:
         """Return the bytes of a weight on the device, and beside its memory."""
         kind, dtype = self._packing, dtype_name(self._dtype)
-        experts = config.layers[int(info.name.split(".")[2])].experts if is_expert(info.name) else None
-        if experts is None:
+        layer = int(info.name.split(".")[2]) if is_expert(info.name) else None
+        experts = None if layer is None else config.layers[layer].experts
+        if layer is None or experts is None:
             return weight_bytes(info.name, info.form, info.shape, kind=kind, dtype=dtype), 0
-        percent = 0 if self._device.type == "cpu" else self._ram_percent
         return expert_bytes(
-            info.name, info.form, info.shape, experts.count, percent, kind=kind, dtype=dtype, halves=is_half(info)
+            info.name,
+            info.form,
+            info.shape,
+            experts.count,
+            0 if self._device.type == "cpu" else self._ram_percent,
+            kind=kind,
+            dtype=dtype,
+            fit_16_bits=table.experts_fit_16_bits(layer),
         )
 
     def _check_ram(self, needed_bytes: int) -> None:

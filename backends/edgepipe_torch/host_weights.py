@@ -43,11 +43,6 @@ def is_bf16(info: TensorInfo | WeightInfo) -> bool:
     return info.rounded or info.scheme == "BF16"
 
 
-def is_half(info: WeightInfo) -> bool:
-    """Return whether fp16 holds the values to the precision of a float32 product; see HalfLinear."""
-    return is_bf16(info) or info.scheme == "F16"
-
-
 def floats_of(weight: HostWeight) -> Tensor:
     """Return a weight's values; packed ones in float32."""
     if isinstance(weight, StoredWeight):  # such as a packed router

@@ -48,7 +48,6 @@ from edgepipe_torch.host_weights import (
     copy_exactly,
     floats_of,
     is_bf16,
-    is_half,
     shape_of,
 )
 from edgepipe_torch.latent import LatentWeights
@@ -510,7 +509,7 @@ class SliceBuilder:
             kernels = self._kernels or cpu_kernels()
             if isinstance(kernels, CpuKernels):
                 return PackedCpuLinear(role, in_features, sizes, place.workspace, kernels, tiled_floats=True)
-        exact = all(is_half(self._infos[name]) for name in names)
+        exact = all(self._infos[name].fits_16_bits for name in names)
         kind = HalfLinear if exact and half_works() else TiledLinear
         return kind(role, in_features, sizes, place.workspace)
 

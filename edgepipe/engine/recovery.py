@@ -137,7 +137,7 @@ class Recovery:
         self._barren = 0  # epochs in a row that had work and retired no step
         self._failed_moves = 0  # in a row
         self._asked_s = float("-inf")  # when the daemon was last asked for a placement
-        self._tried: list[str] = []  # remedies tried since a step last retired, for people
+        self._tried: dict[str, None] = {}  # remedies tried since a step last retired, for people
 
     def begin(self, now_s: float) -> list[Command]:
         """Prepare the first epoch at the requested placement."""
@@ -405,10 +405,10 @@ class Recovery:
         verdict, name = self._blame.judge(crash, now_s), self.nodes.name(crash.node_id)
         if verdict.replace:
             self._fresh |= {crash.node_id}
-            self._tried.append(f"a new stage process on {name}")
+            self._tried[f"a new stage process on {name}"] = None
         if verdict.leave_out:
             self._quarantine.failed(crash.node_id, _clause(crash.error), now_s)
-            self._tried.append(f"a placement without {name}")
+            self._tried[f"a placement without {name}"] = None
         if not verdict.accused:
             return [Acquit(requests=verdict.acquitted)]
         if crash.guilty:
@@ -420,7 +420,7 @@ class Recovery:
             f"'{self._base.model}' cannot be computed at present",
             fact=f"{self._barren} attempts in a row ended without a token: {error.what}"
             + (f" ({error.fact})" if error.fact else "")
-            + (f"; tried: {', '.join(dict.fromkeys(self._tried))}" if self._tried else ""),
+            + (f"; tried: {', '.join(self._tried)}" if self._tried else ""),
             next_step=f"see 'edgepipe doctor'; the next attempt is in {pause_s:.0f} s, or when a machine joins",
             node=error.node,
             stage=error.stage,

@@ -26,6 +26,7 @@ DEFAULT_MIX = "bf16"
 
 _PUBLISHED_MIXES = {"gpt-oss-20b": "mxfp4", "gpt-oss-120b": "mxfp4"}
 
+_PUBLISHED_SCHEMES = ("FP8", "MXFP4")  # of files that are not GGUF
 _FP8 = PackedForm(bits=8, group=128, base_bits=32, codebook="e4m3")  # blocks of 128 x 128 (DeepSeek-V3, Qwen3-FP8)
 _FALLBACKS = {
     "Q3_K": "Q4_0",
@@ -115,7 +116,8 @@ def _info(config: ModelConfig, mix: str, name: str, shape: tuple[int, ...]) -> W
     else:
         form, block = gguf_form(scheme), BLOCKS_BY_NAME[scheme]
         num_bytes = prod(shape) // block.block_values * block.block_bytes
-    return WeightInfo(name=name, shape=shape, scheme=scheme, form=form, num_bytes=num_bytes)
+    rounded = form is not None and scheme not in _PUBLISHED_SCHEMES  # as of GGUF files
+    return WeightInfo(name=name, shape=shape, scheme=scheme, form=form, num_bytes=num_bytes, rounded=rounded)
 
 
 def _scheme(config: ModelConfig, mix: str, name: str, inputs: int) -> str:

@@ -177,10 +177,13 @@ def resident_sizes(config: ModelConfig, weights: WeightTable, *, kind: str, dtyp
         spec, place = config.layers[index], weights.layers[index] if index < len(weights.layers) else None
         if (spec, place) not in known:
             forms, count = weights.layer(index), spec.experts.count if spec.experts else 0
+            small = weights.experts_fit_16_bits(index)
             rest = experts = shared = host = 0
             for name, shape in spec_tensors(spec, config.hidden_size).items():
                 if is_expert(name):
-                    own, beside = expert_bytes(name, forms.get(name), shape, count, percent, kind=kind, dtype=dtype)
+                    own, beside = expert_bytes(
+                        name, forms.get(name), shape, count, percent, kind=kind, dtype=dtype, fit_16_bits=small
+                    )
                     experts, host = experts + own, host + beside
                     continue
                 size = weight_bytes(name, forms.get(name), shape, kind=kind, dtype=dtype)
@@ -214,15 +217,12 @@ def expert_bytes(
     *,
     kind: str,
     dtype: str,
-    halves: bool | None = None,
+    fit_16_bits: bool,
 ) -> tuple[int, int]:
     """Return the bytes of a weight of ``count`` experts on the device, and in host memory at a share.
 
-    A CPU computes with experts in host memory, so they are as a CPU keeps them: packed, or in the smallest exact float.
-
-    halves  16 bits hold the weight's floats; None: if it has no form, as in nearly all models
-
-    Other parameters as ``weight_bytes``.
+    A CPU computes with experts in host memory, so they are as a CPU keeps them: packed, or in floats of 16 or 32 bits.
+    ``fit_16_bits`` as ``WeightTable.experts_fit_16_bits``, other parameters as ``weight_bytes``.
     """
 
     def placed(experts: int, kind: str, dtype: str) -> int:
@@ -231,7 +231,7 @@ def expert_bytes(
 
     beside = num_in_ram(count, percent)
     host = "torch-cpu" if split_kind(kind)[0] in _KINDS else WIDE
-    small = len(shape) == 2 and (form is None if halves is None else halves)
+    small = len(shape) == 2 and fit_16_bits
     return placed(count - beside, kind, dtype), placed(beside, host, "bfloat16" if small else "float32")
 
 

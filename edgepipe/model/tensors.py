@@ -39,6 +39,11 @@ class WeightInfo:
     num_bytes: int  # of its stored tensors
     rounded: bool = False  # see TensorInfo
 
+    @property
+    def fits_16_bits(self) -> bool:
+        """Whether floats of 16 bits hold the values to the precision of a float32 product, also of a widened weight."""
+        return self.rounded or self.scheme in ("BF16", "F16")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:

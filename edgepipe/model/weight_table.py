@@ -1,10 +1,10 @@
-"""The packed forms of a model's weights, without the weights: what the sizes of its layers follow from."""
+"""The forms of a model's weights, without the weights: what the sizes of its layers follow from."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from typing import Any, TypeVar, cast
@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.fields import Fields
-from edgepipe.model.layout import EMBEDDING, HEAD, spec_tensors
+from edgepipe.model.layout import EMBEDDING, HEAD, is_expert, spec_tensors
 from edgepipe.model.packed_form import CODEBOOKS, PackedForm
 from edgepipe.model.shape_limits import MAX_INTERMEDIATE, MAX_LAYERS
 from edgepipe.model.strict_json import parse_json_object
@@ -39,15 +39,20 @@ class WeightTable:
     layers: tuple[int, ...] = ()  # class of each layer; further layers hold floats
     embedding: PackedForm | None = None
     head: PackedForm | None = None  # of a head that is not the embedding
+    float32_experts: tuple[int, ...] = ()  # classes with experts that, as floats, need 32 bits
 
     @property
     def packed(self) -> bool:
         """Whether any weight is packed."""
-        return self != FLOATS
+        return next(self._forms(), None) is not None
 
     def layer(self, index: int) -> Mapping[str, PackedForm]:
         """Return the forms of a layer's packed weights by their name within it."""
         return dict(self.classes[self.layers[index]]) if index < len(self.layers) else {}
+
+    def experts_fit_16_bits(self, index: int) -> bool:
+        """Return whether floats of 16 bits hold the experts of a layer. See ``WeightInfo.fits_16_bits``."""
+        return index >= len(self.layers) or self.layers[index] not in self.float32_experts
 
     def form(self, name: str) -> PackedForm | None:
         """Return the form of a weight by its Hugging Face name; None for floats."""
@@ -56,8 +61,8 @@ class WeightTable:
         return {EMBEDDING: self.embedding, HEAD: self.head}.get(name)
 
     def to_json(self) -> str:
-        """Return a compact text for other processes; empty without packed weights."""
-        if not self.packed:
+        """Return a compact text for other processes; empty if all weights are floats and no expert needs 32 bits."""
+        if self == FLOATS:
             return ""
         forms = list(dict.fromkeys(self._forms()))
         value: dict[str, Any] = {
@@ -65,6 +70,8 @@ class WeightTable:
             "classes": [{name: forms.index(form) for name, form in each} for each in self.classes],
             "layers": self.layers,
         }
+        if self.float32_experts:
+            value["float32_experts"] = self.float32_experts
         for name, form in (("embedding", self.embedding), ("head", self.head)):
             if form is not None:
                 value[name] = forms.index(form)
@@ -76,38 +83,54 @@ class WeightTable:
 
 
 FLOATS = WeightTable()
-"""The table of a model without packed weights."""
+"""The table of a model whose weights are floats, the experts' of 16 bits."""
 
 
 def table_of(weights: Iterable[WeightInfo]) -> WeightTable:
-    """Return the table of these weights. Weights that are not listed count as floats."""
+    """Return the table of these weights. Weights that are not listed count as floats of 16 bits."""
     layers: dict[int, dict[str, PackedForm]] = {}
     tables: dict[str, PackedForm] = {}
+    float32_experts: set[int] = set()
     for weight in weights:
+        if is_expert(weight.name) and len(weight.shape) == 2 and not weight.fits_16_bits:
+            float32_experts.add(int(weight.name.split(".")[2]))
         if weight.form is None:
             continue
         if (found := _IN_LAYER.fullmatch(weight.name)) is not None:
             layers.setdefault(int(found[1]), {})[found[2]] = weight.form
         else:
             tables[weight.name] = weight.form
+    last = max({*layers, *float32_experts}, default=-1)
     return make_table(
-        [tuple(sorted(layers.get(index, {}).items())) for index in range(max(layers, default=-1) + 1)],
+        [tuple(sorted(layers.get(index, {}).items())) for index in range(last + 1)],
         embedding=tables.get(EMBEDDING),
         head=tables.get(HEAD),
+        float32_experts=float32_experts,
     )
 
 
 def make_table(
-    layers: Iterable[LayerForms], *, embedding: PackedForm | None = None, head: PackedForm | None = None
+    layers: Iterable[LayerForms],
+    *,
+    embedding: PackedForm | None = None,
+    head: PackedForm | None = None,
+    float32_experts: Collection[int] = (),
 ) -> WeightTable:
-    """Return a table of layers in order, with a class for each kind of layer."""
-    by_layer = list(layers)
+    """Return a table of layers in order, with a class for each kind of layer.
+
+    ``float32_experts``: layers with experts that, as floats, need 32 bits.
+    """
+    by_layer = [(forms, index in float32_experts) for index, forms in enumerate(layers)]
     classes = list(dict.fromkeys(by_layer))
-    if classes in ([], [()]):
+    if classes in ([], [((), False)]):
         return WeightTable(embedding=embedding, head=head)
     places = {each: index for index, each in enumerate(classes)}
     return WeightTable(
-        classes=tuple(classes), layers=tuple(places[each] for each in by_layer), embedding=embedding, head=head
+        classes=tuple(forms for forms, _ in classes),
+        layers=tuple(places[each] for each in by_layer),
+        embedding=embedding,
+        head=head,
+        float32_experts=tuple(index for index, (_, wide) in enumerate(classes) if wide),
     )
 
 
@@ -139,7 +162,9 @@ def table_from_json(text: str, config: ModelConfig) -> WeightTable:
     own = [_item(index, classes, fields) for index in layers]
     for spec, named in dict.fromkeys(zip(config.layers, own, strict=False)):
         _check_layer(spec_tensors(spec, config.hidden_size), named, fields)
-    return make_table(own, embedding=tables[0], head=tables[1])
+    wide = {_place(index, classes, fields) for index in fields.items("float32_experts")}
+    float32_experts = [layer for layer, index in enumerate(layers) if index in wide]
+    return make_table(own, embedding=tables[0], head=tables[1], float32_experts=float32_experts)
 
 
 def _form_json(form: PackedForm) -> dict[str, Any]:
@@ -190,6 +215,10 @@ def _checked(form: PackedForm, shape: tuple[int, ...], table: Fields, name: str)
 
 
 def _item(index: object, items: list[T], table: Fields) -> T:
+    return items[_place(index, items, table)]
+
+
+def _place(index: object, items: Sequence[object], table: Fields) -> int:
     if type(index) is not int or not 0 <= index < len(items):
         raise table.fail("classes", f"{str(index)[:40]} is not an index")
-    return items[index]
+    return index

@@ -33,6 +33,23 @@ def next_key(before: Key, token_ids: Sequence[int]) -> Key:
     return blake2b(before + array("I", token_ids).tobytes(), digest_size=16).digest()
 
 
+class KeyWatch:
+    """Notes changes of the cached blocks or snapshots with the keys of one prompt."""
+
+    def __init__(self) -> None:
+        self._keys: frozenset[Key] = frozenset()
+        self.changed = False  # since ``begin``: a prompt with these keys may need less room than before
+
+    def begin(self, keys: frozenset[Key]) -> None:
+        """Watch these keys instead of those before."""
+        self._keys, self.changed = keys, False
+
+    def note(self, key: Key) -> None:
+        """Note that the block or snapshot with this key changed."""
+        if key in self._keys:
+            self.changed = True
+
+
 NOT_CACHED = -1
 """Value in ``_idle_since`` for a block outside the cache."""
 
@@ -80,8 +97,12 @@ class KVPool:
         # Longest-idle blocks, each with its ``_idle_since`` when queued.
         self._queue: Iterator[tuple[int, int]] = iter(())
         self._coming: dict[Key, SequenceId] = {}  # sequence that computes a block that is missing or stale
+        self._awaited: set[Key] = set()  # of those, keys that waiting sequences want to hear of
+        self._settled: list[Key] = []  # awaited keys that are not coming any more
         self._stale: set[int] = set()  # cached blocks that stages up to slice ``stale_to`` lack
         self.stale_to: int | None = None  # slice; None if nothing was lost
+        # Notes blocks that enter the cache or become current, and stale ones that leave it or are held.
+        self.watch = KeyWatch()
 
     @property
     def free_blocks(self) -> int:
@@ -122,8 +143,9 @@ class KVPool:
 
     def refresh(self, key: Key, block: int) -> None:
         """Note that a table has computed a block again, if it is the one that is cached under the key."""
-        if self.block_of(key) == block:
+        if self.block_of(key) == block and block in self._stale:
             self._stale.discard(block)
+            self.watch.note(key)
 
     def spoil(self, blocks: Sequence[int]) -> None:
         """Mark cached blocks stale that a sequence will compute again up to slice ``stale_to``."""
@@ -200,6 +222,7 @@ class KVPool:
     def hold(self, blocks: Sequence[int]) -> None:
         """Add a reference to cached blocks, which protects them from eviction."""
         ids = np.array(blocks, np.int64)
+        self._note_stale(blocks)
         self._blocks.retain(ids)
         self._num_idle -= int(np.count_nonzero(self._all_idle_since[ids] > 0))
         self._all_idle_since[ids] = 0
@@ -212,19 +235,20 @@ class KVPool:
 
     def enter(self, key: Key, block: int) -> None:
         """Cache a full, computed block that a table holds. A current block already cached under the key stays."""
-        self._coming.pop(key, None)
-        known = next(iter(self.find((key,))), None)
+        self._expect_one_no_more(key)
+        known = self.block_of(key)
+        if known is not None and known not in self._stale:
+            return
+        self.watch.note(key)
         if known == block:
             self._stale.discard(block)
             return
-        if known is not None and known in self._stale:
+        if known is not None:
             self._forget(known)
-            known = None
-        if known is None:
-            self._name(block, key)
-            self._idle_since[block] = 0
-            self._num_cached += 1
-            self._blocks.retain_one(block)
+        self._name(block, key)
+        self._idle_since[block] = 0
+        self._num_cached += 1
+        self._blocks.retain_one(block)
 
     def expect(self, keys: Iterable[Key], sequence: SequenceId) -> None:
         """Record that the sequence will compute the blocks with these keys."""
@@ -235,11 +259,29 @@ class KVPool:
         """Record that the sequence stopped and will not compute these blocks."""
         for key in keys:
             if self._coming.get(key) == sequence:
-                del self._coming[key]
+                self._expect_one_no_more(key)
 
     def coming_from(self, key: Key) -> SequenceId | None:
         """Return the sequence that is computing the block with this key, or None."""
         return self._coming.get(key)
+
+    def await_key(self, key: Key) -> None:
+        """Let ``take_settled`` return the key once no sequence is computing its block."""
+        self._awaited.add(key)
+        if key not in self._coming:
+            self._expect_one_no_more(key)
+
+    def take_settled(self) -> list[Key]:
+        """Remove and return the awaited keys whose blocks are computed or given up."""
+        settled, self._settled = self._settled, []
+        return settled
+
+    def _expect_one_no_more(self, key: Key) -> None:
+        """Record that no sequence is computing the block with this key any more."""
+        self._coming.pop(key, None)
+        if key in self._awaited:
+            self._awaited.discard(key)
+            self._settled.append(key)
 
     def _settle(self, blocks: Ids, references: Ids) -> None:
         """Make blocks idle that only the cache refers to. ``references``: remaining references of each block."""
@@ -311,6 +353,7 @@ class KVPool:
             return
         ids = np.asarray(blocks, np.int64)
         if self._stale:
+            self._note_stale(ids.tolist())
             self._stale.difference_update(ids.tolist())
         self._all_idle_since[ids] = NOT_CACHED
         self._num_idle -= len(ids)
@@ -319,11 +362,16 @@ class KVPool:
 
     def _forget(self, block: int) -> None:
         """Remove one block, idle or held, from the cache."""
+        self._note_stale((block,))
         self._stale.discard(block)
         self._num_idle -= self._idle_since[block] > 0
         self._num_cached -= 1
         self._idle_since[block] = NOT_CACHED
         self._blocks.drop_one(block)
+
+    def _note_stale(self, blocks: Iterable[int]) -> None:
+        for block in self._stale.intersection(blocks) if self._stale else ():
+            self.watch.note(self._keys[block])
 
     def _name(self, block: int, key: Key) -> None:
         """Replace the block's former key with ``key``."""

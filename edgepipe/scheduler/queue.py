@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Iterable
 
 from edgepipe.scheduler.kv import Key
 from edgepipe.scheduler.sequence import Phase, Sequence
@@ -53,16 +53,14 @@ class WaitingQueue:
         return sequence
 
     def park(self, key: Key) -> None:
-        """Park the next sequence until ``wake`` finds that no sequence computes the block with this key any more."""
+        """Park the next sequence until ``wake`` has this key."""
         self._parked.setdefault(key, []).append(self._take())
 
-    def wake(self, is_coming: Callable[[Key], bool]) -> bool:
-        """Requeue the sequences whose awaited block is computed or given up. Return whether there were any."""
-        over = [key for key in self._parked if not is_coming(key)]
-        for key in over:
-            for sequence in self._parked.pop(key):
+    def wake(self, keys: Iterable[Key]) -> None:
+        """Requeue the sequences that wait for blocks with these keys, which are computed or given up."""
+        for key in keys:
+            for sequence in self._parked.pop(key, ()):
                 heapq.heappush(self._heaps[sequence.priority], (sequence.arrival, sequence))
-        return bool(over)
 
     def note_ended(self) -> None:
         """Count a waiting sequence that ended. Drops ended entries once they are the majority, to bound memory."""

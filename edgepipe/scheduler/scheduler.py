@@ -218,8 +218,7 @@ class Scheduler:
         caller that needs only the steps' times, such as the simulator, replaces them by one ``repeat``.
         """
         records = self._in_flight
-        head_waits = self._head_does_not_fit and not self._tables.lacked_windows_or_slots
-        admits = self._waiting.any_parked or (len(self._waiting) and not head_waits)
+        admits = self._waiting.any_parked or (len(self._waiting) and self._may_admit_after_decodes)
         if self._ready or self._prompts or admits or self._tables.has_frees or self._tables.states is not None:
             return 0
         if not 0 < len(records) <= self._limits.micro_batches or not self._sizes_stay():
@@ -256,6 +255,11 @@ class Scheduler:
         for step, record in enumerate(self._in_flight, start=self._last_step - len(self._in_flight) + 1):
             record.step = StepId(step)
         return list(used)[1:]
+
+    @property
+    def _may_admit_after_decodes(self) -> bool:
+        """Whether a waiting sequence may be admitted while all running sequences decode and none ends."""
+        return not self._head_does_not_fit or self._tables.may_fit_after_decodes(self._running.values())
 
     def _sizes_stay(self) -> bool:
         """Return whether the policy lets each step in flight repeat at its size."""
@@ -430,6 +434,24 @@ class Scheduler:
         self._preempt(self._youngest())
         return True
 
+    def _preempt_for(self, first: Sequence) -> bool:
+        """Preempt the youngest sequence that stays behind ``first``, if such sequences hold what ``first`` lacks.
+
+        Return whether one was preempted. The next one is preempted once the steps in flight have freed its blocks.
+        """
+        lower = [each for each in self._running.values() if self._stays_behind(each, first)]
+        if not lower or self._tables.draining_blocks:
+            return False
+        if not self._tables.would_fit(first, without=lower, running=len(self._running) - len(lower)):
+            return False
+        self._preempt(max(lower, key=lambda candidate: candidate.arrival))
+        return True
+
+    def _stays_behind(self, sequence: Sequence, first: Sequence) -> bool:
+        """Whether a running sequence, if it were preempted, would wait behind ``first``."""
+        rises = sequence.preemptions + 1 >= _MAX_PREEMPTED and sequence.arrival < first.arrival
+        return sequence.priority > first.priority and not rises
+
     def _youngest(self) -> Sequence:
         return max(self._running.values(), key=lambda candidate: (candidate.priority, candidate.arrival))
 
@@ -437,6 +459,8 @@ class Scheduler:
         self._fill_windows()
         if budget > 0 and len(self._waiting):
             self._admit_waiting()
+        elif len(self._waiting) and (first := self._next_to_admit) is not None:
+            self._preempt_for(first)
         most = self._limits.most_chunk_tokens
         for sequence, num_tokens in self._prompts.share(budget, replays=draft.replays):
             if draft.may_begin(sequence):  # the oldest comes first and always fits
@@ -467,28 +491,32 @@ class Scheduler:
         No sequence passes one that does not fit. A sequence whose first tokens another is computing waits for them, and
         others pass it meanwhile.
         """
-        if self._waiting.any_parked and self._waiting.wake(self._is_coming):
+        if settled := self._tables.take_settled():
+            self._waiting.wake(settled)
             self._head_does_not_fit = False
-        if self._head_does_not_fit and not self._tables.more_windows_or_slots and not self._tables.any_stale:
+        if self._head_does_not_fit and not self._tables.may_fit_now:
             return
-        while (first := self._waiting.first()) is not None and self._prompts.accepts(first):
+        while (first := self._next_to_admit) is not None:
             if first.in_flight:
                 return  # preempted: its last token is not known yet
             if (key := self._tables.awaited(first)) is not None:
                 self._wait_for(first, key)
-            elif not self._admit(first):
+            elif not self._admit(first) and not (self._tables.lacked_room and self._preempt_for(first)):
                 self._head_does_not_fit = True
                 return
+
+    @property
+    def _next_to_admit(self) -> Sequence | None:
+        """The first in the queue, if it would be computed soon once its blocks are allocated."""
+        first = self._waiting.first()
+        return first if first is not None and self._prompts.accepts(first) else None
 
     def _wait_for(self, sequence: Sequence, key: Key) -> None:
         """Park a sequence until the block is computed. The computing sequence inherits a higher priority."""
         self._waiting.park(key)
-        owner = self._tables.coming_from(key)
+        owner = self._tables.await_key(key)
         if owner is not None:
             self._running[owner].priority = min(self._running[owner].priority, sequence.priority)
-
-    def _is_coming(self, key: Key) -> bool:
-        return self._tables.coming_from(key) is not None
 
     def _admit(self, sequence: Sequence) -> bool:
         """Admit the first sequence in the queue with blocks for all its known tokens, so that its prefill cannot stall.
@@ -496,10 +524,7 @@ class Scheduler:
         Free blocks remain for running sequences: admitting a sequence only to preempt it does work twice. More remain
         beside other prompts, because its turn comes later.
         """
-        running = len(self._running)
-        if running >= self._limits.max_running:
-            return False
-        if not self._tables.admit(sequence, running=running, beside_prompts=bool(self._prompts)):
+        if not self._tables.admit(sequence, running=len(self._running), beside_prompts=bool(self._prompts)):
             return False
         self._waiting.pop()
         self._unscheduled_prefill -= sequence.scheduled

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from edgepipe.backend.types import RowState, StateWrite
 from edgepipe.ids import SequenceId
 from edgepipe.model.memory_classes import StatePool
-from edgepipe.scheduler.kv import Key
+from edgepipe.scheduler.kv import Key, KeyWatch
 
 if TYPE_CHECKING:
     from edgepipe.scheduler.sequence import Sequence
@@ -74,6 +74,7 @@ class StateClass:
         self._stale: set[int] = set()  # slots of the cache whose states the first slices lost, see ``KVPool.stale_to``
         self._read: list[int] = []  # snapshots that rows of the step to come read
         self._running: dict[SequenceId, Sequence] = {}
+        self.watch = KeyWatch()  # of snapshots that enter the cache or leave it, become current or are used
         self.missed = 0  # snapshots that were wanted while sequences held all slots
 
     @property
@@ -201,6 +202,7 @@ class StateClass:
             key = keys[place - 1]
             if stale:
                 self._stale.discard(slot)
+                self.watch.note(key)
             else:
                 self._enter(slot, _Snapshot(key, place))
                 self._use(slot)
@@ -283,6 +285,7 @@ class StateClass:
         self._uses[slot], self._idle[slot] = 0, None
 
     def _use(self, slot: int) -> None:
+        self.watch.note(self._snapshots[slot].key)
         self._uses[slot] += 1
         self._idle.pop(slot, None)
 
@@ -295,6 +298,7 @@ class StateClass:
     def _forget(self, slot: int) -> None:
         """Remove an idle snapshot from the cache and free its slot."""
         snapshot = self._snapshots.pop(slot)
+        self.watch.note(snapshot.key)
         self._stale.discard(slot)
         del self._idle[slot], self._uses[slot]
         if self._by_key.get(snapshot.key) == slot:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from edgepipe.backend.types import BlockCopy
 from edgepipe.ids import SequenceId
-from edgepipe.scheduler.kv import Key, KVPool, as_runs
+from edgepipe.scheduler.kv import Key, KeyWatch, KVPool, as_runs
 from edgepipe.scheduler.limits import SchedulerLimits
 from edgepipe.scheduler.sequence import NEVER, Sequence
 from edgepipe.scheduler.states import StateClass
@@ -57,7 +57,9 @@ class BlockTables:
         self._windows = [WindowClass(pool) for pool in limits.windows]
         self._states = StateClass(limits.states, block_size=limits.block_size) if limits.states else None
         self._frees: list[SequenceId] = []
-        self._refused_at: tuple[int, ...] | None = None  # ``_free_counts`` when they were too low for ``admit``
+        self._refused_keys: list[Key] = []  # of the prompt that the last ``admit`` refused, if it needs fewer with hits
+        self._short_of: tuple[int, int] | None = None  # what it lacked: a place in ``_free_counts``, and the count then
+        self.lacked_room = False  # whether the last ``admit`` refused a sequence for lack of blocks, slots or places
         self.draining_blocks = 0  # blocks that steps in flight use: of sequences that left, or sources of copies
         self.admitted_tokens = 0  # known tokens of sequences when they were admitted, since the start
         self.cached_tokens = 0  # admitted tokens found in the prefix cache
@@ -97,12 +99,6 @@ class BlockTables:
         """Last slice that must recompute stale blocks; None if nothing was lost."""
         return self._kv.stale_to
 
-    @property
-    def any_stale(self) -> bool:
-        """Whether the cache has a stale block or snapshot."""
-        pools = (self._kv, *[each.kv for each in self._windows])
-        return any(pool.any_stale for pool in pools) or (self._states is not None and self._states.any_stale)
-
     def carry_over(self) -> KeptPools:
         """Return pools with the same prefix cache for the next epoch."""
         windows = tuple(each.kv.carry_over() for each in self._windows)
@@ -133,25 +129,31 @@ class BlockTables:
             return self._states.awaited(keys, begin, end, owner)
         return keys[end - 1] if end > begin else None
 
-    def coming_from(self, key: Key) -> SequenceId | None:
-        """Return the sequence that is computing the block with this key, or None."""
+    def await_key(self, key: Key) -> SequenceId | None:
+        """Let ``take_settled`` return the key once no sequence is computing its block. Return the one that is now."""
+        self._kv.await_key(key)
         return self._kv.coming_from(key)
+
+    def take_settled(self) -> list[Key]:
+        """See ``KVPool.take_settled``."""
+        return self._kv.take_settled()
 
     def admit(self, sequence: Sequence, *, running: int, beside_prompts: bool) -> bool:
         """Build tables for all known tokens: share or copy computed blocks, allocate the rest.
 
         Keeps one free block per running sequence, and beside other prompts as many more as the sequence takes, up to a
-        share of all. Returns False and takes nothing if fewer would remain, or while another sequence holds stale
-        blocks of the prompt.
+        share of all. Returns False and takes nothing if fewer would remain, if too many sequences run, or while another
+        sequence holds stale blocks of the prompt.
         """
-        self._refused_at = None
         count = self.needs(sequence)
         left = self._kv.free_blocks - running
         if beside_prompts:
             left -= min(count, self.num_blocks // _SPARE_SHARE)
-        prefix = self._known_prefix(sequence) if left > 0 else None
+        if left < 1 or running >= self._limits.max_running:
+            return self._refuse([])
+        prefix = self._known_prefix(sequence)
         if prefix is None:
-            return False
+            return self._refuse(self._reusable_keys(sequence), lacks_room=False)
         known, begin = prefix
         copied = False
         if self._limits.contiguous_kv and known and not self._kv.can_adopt(known, more=count - len(known)):
@@ -163,23 +165,39 @@ class BlockTables:
             left += len(known) - self._kv.num_idle(known)
         hits = (begin, len(known))
         if count > left:
-            return False
-        if not self._others_have_room(sequence, hits, running, beside_prompts=beside_prompts):
-            self._refused_at = self._free_counts()
-            return False
+            return self._refuse(self._reusable_keys(sequence))
+        place = self._first_without_room(sequence, hits, running, beside_prompts=beside_prompts)
+        if place is not None:
+            return self._refuse(self._reusable_keys(sequence), short_of=place)
         self._take(sequence, known, begin, count, copied=copied)
         return True
 
-    @property
-    def lacked_windows_or_slots(self) -> bool:
-        """Whether the last ``admit`` refused a sequence for lack of blocks of windows or of slots."""
-        return self._refused_at is not None
+    def would_fit(self, sequence: Sequence, *, without: Seq[Sequence], running: int) -> bool:
+        """Whether the sequence would have blocks if the sequences ``without`` left and ``running`` others stayed."""
+        needs = self.needs(sequence)
+        rooms = [(self._kv.free_blocks + sum([each.num_blocks for each in without]), needs)]
+        for place, (each, pool) in enumerate(zip(self._windows, self._limits.windows, strict=True)):
+            held = sum([len(other.windows[place].blocks) for other in without])
+            rooms.append((each.kv.free_blocks + held, min(needs, pool.most_blocks)))
+        return all(room - running >= wanted for room, wanted in rooms)
 
     @property
-    def more_windows_or_slots(self) -> bool:
-        """Whether windows or slots, for lack of which the last ``admit`` refused a sequence, have more room now."""
-        refused = self._refused_at
-        return refused is not None and any(now > then for now, then in zip(self._free_counts(), refused, strict=True))
+    def may_fit_now(self) -> bool:
+        """Whether the sequence that the last ``admit`` refused may fit, though no other sequence left since.
+
+        Its windows or slots have more room, or what the caches hold of it changed: it may need fewer blocks.
+        """
+        if self._short_of is not None and self._free_counts()[self._short_of[0]] > self._short_of[1]:
+            return True
+        return any(watch.changed for watch in self._watches())
+
+    def may_fit_after_decodes(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether the sequence that the last ``admit`` refused may fit while these sequences, all there are, decode."""
+        if self.may_fit_now or self._short_of is not None or any(pool.any_stale for pool in self._pools()):
+            return True
+        keys = self._refused_keys
+        known = [(each.known_blocks, each.keys) for each in sequences]
+        return any(count < len(keys) and (not count or own[count - 1] == keys[count - 1]) for count, own in known)
 
     def grow(self, sequence: Sequence) -> bool:
         """Add one block to each table if all classes have one. Return whether they had."""
@@ -325,14 +343,35 @@ class BlockTables:
                 hits = self._states.supported(keys, hits, current=current)
         return hits
 
-    def _others_have_room(
+    def _first_without_room(
         self, sequence: Sequence, hits: tuple[int, int], running: int, *, beside_prompts: bool
-    ) -> bool:
-        """Return whether every windowed class and the slots have room for the sequence."""
+    ) -> int | None:
+        """Return the first windowed class, or the slots, without room for the sequence; None if all have room.
+
+        The number is its place in ``_free_counts``.
+        """
         needs, share, keys = self.needs(sequence), _SPARE_SHARE if beside_prompts else 0, sequence.keys
-        return all(
-            each.has_room(keys, *hits, needs=needs, kept_blocks=running, share=share) for each in self._windows
-        ) and (self._states is None or self._states.has_room(keys, *hits))
+        for place, each in enumerate(self._windows):
+            if not each.has_room(keys, *hits, needs=needs, kept_blocks=running, share=share):
+                return place
+        return None if self._states is None or self._states.has_room(keys, *hits) else len(self._windows)
+
+    def _refuse(self, keys: list[Key], *, short_of: int | None = None, lacks_room: bool = True) -> bool:
+        """Remember why a sequence was refused, and watch the ``keys`` that would make it need fewer blocks."""
+        self.lacked_room = lacks_room
+        self._refused_keys = keys
+        self._short_of = None if short_of is None else (short_of, self._free_counts()[short_of])
+        watched = frozenset(keys)
+        for watch in self._watches():
+            watch.begin(watched)
+        return False
+
+    def _pools(self) -> list[KVPool]:
+        return [self._kv, *[each.kv for each in self._windows]]
+
+    def _watches(self) -> list[KeyWatch]:
+        states = [] if self._states is None else [self._states.watch]
+        return [*[pool.watch for pool in self._pools()], *states]
 
     def _free_counts(self) -> tuple[int, ...]:
         """Return the free blocks of each windowed class, and the free slots."""

@@ -143,6 +143,12 @@ class World:
         step = self.in_flight.popleft()
         self.note(self.scheduler.retire(step.step, self._compute(step)))
 
+    def go(self, steps: int) -> None:
+        """Retire so many steps; each time send all that the scheduler has."""
+        for _ in range(steps):
+            self.fill()
+            self.retire()
+
     def run(self, *, max_turns: int = 100_000) -> None:
         """Until nothing is left to do."""
         for _ in range(max_turns):
@@ -376,6 +382,21 @@ def spec(sequence: int, prompt: int | Sequence[int] = 4, **more: object) -> Sequ
     """A sequence with a prompt of that length (or these tokens)."""
     tokens = tuple((sequence * 13 + i * 5) % VOCAB for i in range(prompt)) if isinstance(prompt, int) else tuple(prompt)
     return SequenceSpec(sequence=SequenceId(sequence), prompt=tokens, **more)  # type: ignore[arg-type]
+
+
+def check_shared_replay(pipeline: SchedulerLimits) -> None:
+    """Lose a slice while three sequences with the same beginning run. The slices up to it compute that once again."""
+    world = World(pipeline)
+    system = [each % 90 for each in range(100)]
+    for number in (1, 2, 3):
+        world.submit(spec(number, [*system, *([number] * 30)], max_tokens=40))
+    world.go(30)
+    world.next_epoch(lost=(1,))
+    world.run()
+    world.check_outputs()
+    world.assert_invariants()
+    assert world.computed[0] == world.computed[1] == 100 + 3 * (30 + 40 - 1)
+    assert world.computed[2] < 3 * 40
 
 
 def limits(**changes: Any) -> SchedulerLimits:

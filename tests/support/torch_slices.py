@@ -1,10 +1,14 @@
-"""Slices of a model loaded on the CPU, without a backend."""
+"""Slices of a model loaded on the CPU, without a backend, and this process's kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 from edgepipe_torch.compiled_code import KernelsUnavailable
-from edgepipe_torch.cpu_kernels import CpuKernels
+from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels
 from edgepipe_torch.decoder import SliceWeights
 from edgepipe_torch.linear import Workspace
 from edgepipe_torch.loading import load_slices
@@ -39,3 +43,14 @@ def loaded_slice(
         cache=cache,
     )
     return found
+
+
+@contextmanager
+def compiled_kernels() -> Iterator[None]:
+    """Compute without gradients, then restore the number of threads. Skip the test without compiled kernels."""
+    if not isinstance(cpu_kernels(), CpuKernels):
+        pytest.skip("no compiled kernels")
+    threads = torch.get_num_threads()
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(threads)

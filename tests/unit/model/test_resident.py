@@ -176,6 +176,8 @@ def test_a_table_of_some_weights_takes_the_others_for_floats() -> None:
         {"layers": [-1]},
         {"layers": "0"},
         {"embedding": 9},
+        {"float32_experts": [1]},
+        {"float32_experts": 0},
     ],
 )
 def test_a_hostile_table_is_refused(change: dict[str, Any]) -> None:

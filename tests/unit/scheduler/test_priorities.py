@@ -6,8 +6,16 @@ import pytest
 
 from edgepipe.errors import RequestInvalid
 from edgepipe.ids import SequenceId
-from edgepipe.scheduler import Priority, SarathiPolicy
-from tests.support.scheduler_world import World, limits, spec
+from edgepipe.scheduler import POLICIES, Priority, SarathiPolicy, SchedulerLimits, make_policy
+from tests.support.scheduler_world import World, limits, spec, stateful, windowed
+
+FULL = {
+    "blocks": limits(num_blocks=104),
+    "few sequences": limits(num_blocks=200, max_running=3),
+    "windows": windowed((40, 20), num_blocks=200, share=4),
+    "slots": stateful(num_blocks=200, num_slots=3),
+}
+"""Pipelines that three batch answers fill."""
 
 
 def begun(world: World) -> list[int]:
@@ -45,6 +53,34 @@ def test_a_batch_sequence_is_preempted_before_a_younger_interactive_one() -> Non
     assert world.scheduler.stats().preemptions == 1
     assert list(world.ended) == [2, 1]
     world.check_outputs()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("pipeline", FULL.values(), ids=list(FULL))
+def test_an_interactive_prompt_does_not_wait_for_the_end_of_batch_answers(
+    pipeline: SchedulerLimits, policy: str
+) -> None:
+    world = World(pipeline, make_policy(policy))
+    world.submit(*[spec(number, 30, max_tokens=160, priority=Priority.BATCH) for number in (1, 2, 3)])
+    world.go(100)
+    world.submit(spec(4, 180, max_tokens=5))
+    world.go(40)
+    assert len(world.output[SequenceId(4)]) == 5
+    world.run()
+    world.check_outputs()
+    world.assert_invariants()
+
+
+def test_a_batch_answer_goes_on_where_its_end_would_not_let_an_interactive_prompt_begin() -> None:
+    world = World(limits(num_blocks=40))
+    world.submit(spec(1, 100, max_tokens=30), spec(2, 8, max_tokens=20, priority=Priority.BATCH))
+    world.go(12)
+    world.submit(spec(3, 100, max_tokens=5))
+    world.run()
+    assert list(world.ended) == [2, 1, 3]
+    assert world.scheduler.stats().preemptions == 0
+    world.check_outputs()
+    world.assert_invariants()
 
 
 def test_a_batch_sequence_is_passed_a_few_times_only() -> None:

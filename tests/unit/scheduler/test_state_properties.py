@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from edgepipe.model.memory_classes import StatePool
 from edgepipe.scheduler import Policy, SarathiPolicy, SchedulerLimits, ThrottledPolicy
-from tests.support.scheduler_world import World, limits, spec, stateful, windowed
+from tests.support.scheduler_world import World, check_shared_replay, limits, spec, stateful, windowed
 from tests.unit.scheduler.test_scheduler_properties import Action, actions, play, policies
 
 pipelines = st.builds(
@@ -157,12 +157,6 @@ def test_after_an_epoch_without_a_loss_only_the_last_block_is_computed_again() -
     assert stats.kept_tokens == 80  # of 83 known, the newest of which no step has retired
 
 
-def go(world: World, steps: int) -> None:
-    for _ in range(steps):
-        world.fill()
-        world.retire()
-
-
 @pytest.mark.parametrize("contiguous_kv", [False, True], ids=["shared", "copied"])
 @pytest.mark.parametrize("lost", [(0,), (1,), (0, 1)], ids=str)
 def test_slices_behind_the_last_lost_one_compute_only_what_follows_the_snapshots(
@@ -170,7 +164,7 @@ def test_slices_behind_the_last_lost_one_compute_only_what_follows_the_snapshots
 ) -> None:
     world = World(stateful(num_blocks=64, contiguous_kv=contiguous_kv), ThrottledPolicy())
     world.submit(spec(1, 50, max_tokens=60), spec(2, 30, max_tokens=40))
-    go(world, 50)
+    world.go(50)
     known = [50 + len(output_of(world, 1)), 30 + len(output_of(world, 2))]
     world.next_epoch(lost=lost)
     world.run()
@@ -186,7 +180,7 @@ def test_slices_behind_the_last_lost_one_compute_only_what_follows_the_snapshots
 def test_nothing_is_kept_if_the_last_slice_is_lost() -> None:
     world = World(stateful(num_blocks=64), ThrottledPolicy())
     world.submit(spec(1, 50, max_tokens=60))
-    go(world, 20)
+    world.go(20)
     world.next_epoch(lost=(2,))
     world.run()
     world.check_outputs()
@@ -195,25 +189,15 @@ def test_nothing_is_kept_if_the_last_slice_is_lost() -> None:
 
 
 def test_what_sequences_share_is_replayed_once() -> None:
-    world = World(stateful(num_blocks=200, num_slots=20, gap=400), ThrottledPolicy())
-    system = [each % 90 for each in range(100)]
-    for number in (1, 2, 3):
-        world.submit(spec(number, [*system, *([number] * 30)], max_tokens=40))
-    go(world, 30)
-    world.next_epoch(lost=(1,))
-    world.run()
-    world.check_outputs()
-    world.assert_invariants()
-    assert world.computed[0] == world.computed[1] == 100 + 3 * (30 + 40 - 1)
-    assert world.computed[2] < 3 * 40
+    check_shared_replay(stateful(num_blocks=200, num_slots=20, gap=400))
 
 
 def test_a_second_loss_while_the_first_is_replayed_reaches_as_far_as_both() -> None:
     world = World(stateful(num_blocks=64, num_slots=20, micro_batches=1), SarathiPolicy(max_tokens=8))
     world.submit(spec(1, 50, max_tokens=60), spec(2, 70, max_tokens=40))
-    go(world, 40)
+    world.go(40)
     world.next_epoch(lost=(1,))
-    go(world, 12)
+    world.go(12)
     assert 0 < world.computed[2] < world.computed[1]
     world.next_epoch(lost=(0,))
     world.run()
@@ -225,9 +209,9 @@ def test_a_second_loss_while_the_first_is_replayed_reaches_as_far_as_both() -> N
 def test_a_replay_that_was_cancelled_leaves_the_rest_to_the_next_sequence() -> None:
     world = World(stateful(num_blocks=64, num_slots=20, micro_batches=1), SarathiPolicy(max_tokens=8))
     world.submit(spec(1, 90, max_tokens=60))
-    go(world, 30)
+    world.go(30)
     world.next_epoch(lost=(1,))
-    go(world, 6)
+    world.go(6)
     assert world.computed[1] == 48
     world.cancel(1)
     world.submit(spec(2, [*prompt_of(world, 1), 1, 2, 3], max_tokens=3))
@@ -241,7 +225,7 @@ def test_a_replay_that_was_cancelled_leaves_the_rest_to_the_next_sequence() -> N
 def test_a_preempted_replay_goes_on_behind_the_snapshots_that_it_refreshed() -> None:
     world = World(stateful(num_blocks=36, num_slots=20, micro_batches=1, gap=16), SarathiPolicy(max_tokens=8))
     world.submit(spec(1, 20, max_tokens=100), spec(2, 70, max_tokens=30))
-    go(world, 30)
+    world.go(30)
     world.next_epoch(lost=(0,))
     world.run()
     world.check_outputs()
@@ -252,9 +236,9 @@ def test_a_preempted_replay_goes_on_behind_the_snapshots_that_it_refreshed() -> 
 def test_a_prompt_that_may_not_use_the_cache_takes_the_place_of_what_is_replayed() -> None:
     world = World(stateful(num_blocks=64, num_slots=6, gap=16, micro_batches=2), SarathiPolicy(max_tokens=8))
     world.submit(spec(1, 90, max_tokens=60))
-    go(world, 40)
+    world.go(40)
     world.next_epoch(lost=(1,))
-    go(world, 3)
+    world.go(3)
     world.submit(spec(2, prompt_of(world, 1), max_tokens=9, reuse_prefix=False))
     world.submit(spec(3, [*prompt_of(world, 1), 1], max_tokens=9))
     world.run()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from edgepipe.model.memory_classes import StatePool
 from edgepipe.scheduler import Policy, SarathiPolicy, SchedulerLimits, ThrottledPolicy
-from tests.support.scheduler_world import World, spec, windowed
+from tests.support.scheduler_world import World, check_shared_replay, spec, windowed
 from tests.unit.scheduler.test_scheduler_properties import Action, actions, play, policies
 
 sizes = st.tuples(st.integers(1, 24), st.integers(1, 24))  # window, slack
@@ -82,12 +82,6 @@ def test_a_long_sequence_takes_a_window_s_blocks_only() -> None:
     world.assert_invariants()
 
 
-def go(world: World, steps: int) -> None:
-    for _ in range(steps):
-        world.fill()
-        world.retire()
-
-
 @pytest.mark.parametrize("contiguous", [False, True], ids=["shared", "copied"])
 @pytest.mark.parametrize("lost", [(0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("states", [None, StatePool(num_slots=12, gap=32)], ids=["windows", "windows and states"])
@@ -97,7 +91,7 @@ def test_slices_behind_the_last_lost_one_compute_only_what_follows_the_last_full
     pipeline = windowed((12, 8), (20, 8), share=2, num_blocks=80, contiguous_kv=contiguous, micro_batches=1)
     world = World(replace(pipeline, states=states), ThrottledPolicy())
     world.submit(spec(1, 50, max_tokens=60), spec(2, 30, max_tokens=60))
-    go(world, 40)
+    world.go(40)
     known = [50 + len(world.output[1]), 30 + len(world.output[2])]  # type: ignore[index]
     world.next_epoch(lost=lost)
     world.run()
@@ -111,17 +105,7 @@ def test_slices_behind_the_last_lost_one_compute_only_what_follows_the_last_full
 
 
 def test_what_sequences_share_is_replayed_once() -> None:
-    world = World(windowed((12, 8), num_blocks=200, share=1, micro_batches=1), ThrottledPolicy())
-    system = [each % 90 for each in range(100)]
-    for number in (1, 2, 3):
-        world.submit(spec(number, [*system, *([number] * 30)], max_tokens=40))
-    go(world, 30)
-    world.next_epoch(lost=(1,))
-    world.run()
-    world.check_outputs()
-    world.assert_invariants()
-    assert world.computed[0] == world.computed[1] == 100 + 3 * (30 + 40 - 1)
-    assert world.computed[2] < 3 * 40
+    check_shared_replay(windowed((12, 8), num_blocks=200, share=1, micro_batches=1))
 
 
 def test_a_window_without_room_for_a_replay_is_computed_by_all() -> None:
@@ -129,7 +113,7 @@ def test_a_window_without_room_for_a_replay_is_computed_by_all() -> None:
     assert pipeline.windows[0].num_blocks == pipeline.windows[0].most_blocks
     world = World(pipeline, SarathiPolicy(max_tokens=8))
     world.submit(spec(1, 70, max_tokens=40))
-    go(world, 20)
+    world.go(20)
     world.next_epoch(lost=(0,))
     world.run()
     world.check_outputs()

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from edgepipe_torch import slice_builder  # noqa: E402
 from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.cpu_experts import CpuExperts  # noqa: E402
-from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels  # noqa: E402
+from edgepipe_torch.cpu_kernels import CpuKernels  # noqa: E402
 from edgepipe_torch.feed_forward import EachExpert, Gated, Mixture  # noqa: E402
 from edgepipe_torch.linear import Workspace  # noqa: E402
 from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
@@ -24,7 +24,7 @@ from edgepipe.model.weights import open_weights  # noqa: E402
 from tests.support.expert_models import write_expert_folder  # noqa: E402
 from tests.support.model_files import write_hf_folder  # noqa: E402
 from tests.support.packed_models import random_packed  # noqa: E402
-from tests.support.torch_slices import loaded_slice  # noqa: E402
+from tests.support.torch_slices import compiled_kernels, loaded_slice  # noqa: E402
 
 HIDDEN, INNER, COUNT, USED = 256, 256, 6, 2
 NEAR = {"rtol": 2e-5, "atol": 2e-5}
@@ -32,12 +32,8 @@ NEAR = {"rtol": 2e-5, "atol": 2e-5}
 
 @pytest.fixture(autouse=True)
 def compiled() -> Iterator[None]:
-    if not isinstance(cpu_kernels(), CpuKernels):
-        pytest.skip("no compiled kernels")
-    threads = torch.get_num_threads()
-    with torch.inference_mode():
+    with compiled_kernels():
         yield
-    torch.set_num_threads(threads)
 
 
 def make_each(

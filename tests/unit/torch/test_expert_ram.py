@@ -17,7 +17,6 @@ from edgepipe_torch import TorchBackend  # noqa: E402
 from edgepipe_torch.decoder import SliceWeights  # noqa: E402
 from edgepipe_torch.expert_ram import ExpertsInRam, Sent  # noqa: E402
 from edgepipe_torch.feed_forward import Mixture  # noqa: E402
-from edgepipe_torch.host_weights import is_half  # noqa: E402
 from edgepipe_torch.linear import Workspace  # noqa: E402
 from edgepipe_torch.loading import load_slices  # noqa: E402
 from edgepipe_torch.rope import Rotations  # noqa: E402
@@ -27,10 +26,9 @@ from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory  # noqa: E402
 from edgepipe.model.expert_places import SETTING, num_in_ram, numbers_in_ram, with_ram_percent  # noqa: E402
 from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
 from edgepipe.model.layer_spec import Experts, Router  # noqa: E402
-from edgepipe.model.layout import is_expert  # noqa: E402
-from edgepipe.model.resident import WIDE, expert_bytes, resident_sizes  # noqa: E402
+from edgepipe.model.resident import WIDE, resident_sizes  # noqa: E402
 from edgepipe.model.tensors import WeightSource  # noqa: E402
-from edgepipe.model.weight_table import table_of  # noqa: E402
+from edgepipe.model.weight_table import table_from_json, table_of  # noqa: E402
 from edgepipe.model.weights import open_weights  # noqa: E402
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
 from tests.support.expert_models import (  # noqa: E402
@@ -261,13 +259,15 @@ def test_a_stage_that_waits_records_no_graphs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["auto", "wide"])
+@pytest.mark.parametrize("rounded", [False, True], ids=["as published", "GGUF"])
 @pytest.mark.parametrize("scheme", ["Q8_0", "BF16", "F16", "F32"])
-def test_bytes_in_ram_are_those_that_count(scheme: str, weights: str) -> None:
-    """Plans know the forms of weights, not the types of floats, and take these to have 16 bits."""
+def test_plans_and_loads_count_the_bytes_that_experts_take_in_ram(
+    scheme: str, rounded: bool, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny = tiny_config(num_layers=1, hidden_size=64, vocab_size=96)
     experts = Experts(count=4, used=2, inner=64, router=Router())
     source = PackedTinyModel(
-        replace(tiny, layers=(replace(tiny.layers[0], dense=None, experts=experts),)), {"": scheme}
+        replace(tiny, layers=(replace(tiny.layers[0], dense=None, experts=experts),)), {"": scheme}, rounded=rounded
     )
     backend = TorchBackend(BackendOptions(device="cpu", settings={SETTING: "50%", "weights": weights}))
     backend.load([whole(source)], source, lambda _progress: None)
@@ -275,15 +275,12 @@ def test_bytes_in_ram_are_those_that_count(scheme: str, weights: str) -> None:
     assert isinstance(mixture, Mixture)
     assert mixture._in_ram is not None
     held = sum(linear.num_bytes for linear in mixture._in_ram.linears)
-    kind, infos = with_ram_percent("torch-cuda" if weights == "auto" else WIDE, 50), source.weights(whole(source))
-    known = [
-        expert_bytes(info.name, info.form, info.shape, 4, 50, kind=kind, dtype="bfloat16", halves=is_half(info))[1]
-        for info in infos
-        if is_expert(info.name)
-    ]
-    assert sum(known) == held
-    planned = resident_sizes(source.config, table_of(infos), kind=kind, dtype="bfloat16").in_ram
-    assert planned == (held // 2 if scheme == "F32" else held,)
+    kind = with_ram_percent("torch-cuda" if weights == "auto" else WIDE, 50)
+    infos = source.weights(whole(source))
+    table = table_from_json(table_of(infos).to_json(), source.config)  # as nodes send it to one another
+    assert resident_sizes(source.config, table, kind=kind, dtype="bfloat16").in_ram == (held,)
+    monkeypatch.setattr(backend, "_device", torch.device("cuda"))
+    assert sum(backend._placed_bytes(info, source.config, table)[1] for info in infos) == held
 
 
 def test_bad_settings_and_too_little_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +288,7 @@ def test_bad_settings_and_too_little_ram(tmp_path: Path, monkeypatch: pytest.Mon
         TorchBackend(BackendOptions(device="cpu", settings={SETTING: "much"}))
     backend = TorchBackend(BackendOptions(device="cpu", settings={SETTING: "all"}))
     monkeypatch.setattr("edgepipe_torch.backend.free_bytes", lambda _device: 10)
-    monkeypatch.setattr(backend, "_placed_bytes", lambda _info, _config: (0, 1))
+    monkeypatch.setattr(backend, "_placed_bytes", lambda *_: (0, 1))
     source = open_weights(write_expert_folder(tmp_path))
     with pytest.raises(DeviceOutOfMemory, match="the experts do not fit RAM"):
         backend.load([whole(source)], source, lambda _progress: None)

@@ -10,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels  # noqa: E402
 from edgepipe_torch.feed_forward import Mixture, RouterWeights, route  # noqa: E402
 from edgepipe_torch.linear import Workspace  # noqa: E402
 from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
@@ -24,7 +23,7 @@ from edgepipe.model.resident import weight_bytes  # noqa: E402
 from edgepipe.model.weights import open_weights  # noqa: E402
 from tests.support import gpt_oss_files  # noqa: E402
 from tests.support.expert_models import write_expert_folder  # noqa: E402
-from tests.support.torch_slices import loaded_slice  # noqa: E402
+from tests.support.torch_slices import compiled_kernels, loaded_slice  # noqa: E402
 
 HIDDEN = 1032  # no multiple of 16, and enough terms that torch's order of them changes with the rows
 MOST_ROWS = 64
@@ -39,12 +38,8 @@ ROUTERS = {
 
 @pytest.fixture(autouse=True)
 def compiled() -> Iterator[None]:
-    if not isinstance(cpu_kernels(), CpuKernels):
-        pytest.skip("no compiled kernels")
-    threads = torch.get_num_threads()
-    with torch.inference_mode():
+    with compiled_kernels():
         yield
-    torch.set_num_threads(threads)
 
 
 def spec_of(how: Router, count: int) -> Experts:
