@@ -40,7 +40,9 @@ class ModelLoads:
     async def entry(self, name: str | None) -> ModelEntry:
         """Return the entry of a model, as ``ModelTable.get``. Load the model first if it is loadable.
 
-        A model that is being stopped is loadable once its engine has ended, so the request waits for that. Raises the errors of ``get``, the error that ``failed`` reported, or CapacityError if loading takes too long.
+        A model that is being stopped is loadable once its engine has ended, so the request waits for that.
+
+        Raises the errors of ``get``, the error that ``failed`` reported, or CapacityError if loading takes too long.
         """
         wanted = canonical_name(name or "")
         await self._stopped(wanted)
