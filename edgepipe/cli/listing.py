@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _GAP = 2  # columns of the terminal between two columns of the table
 _BROKEN = 12  # least width of a column with a word that must break
-_WORD = re.compile(r"▕[^▏]*▏|\S+")  # a bar is one word
+_WORD = re.compile(r"(?:^\s+)?(?:▕[^▏]*▏|\S+)")  # the first with its indent; a bar is one word
 
 
 class Listing(Table):

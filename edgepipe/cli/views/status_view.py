@@ -118,7 +118,7 @@ def _headline(status: ClusterStatus) -> Text:
 
 def render_nodes(status: ClusterStatus) -> Table:
     """Render the machines: device, memory, round trip."""
-    table = make_table("NODE", "DEVICE", "MEMORY", "RTT", right=("RTT",))
+    table = make_table("NODE", "DEVICE", "MEMORY", "RTT", right=("RTT",), whole=("NODE",))
     for member in status.members:
         name = _short(member.node.name) + (" (this)" if member.self else "")
         rtt = "-" if member.self else f"{member.rtt_ms:.2f} ms"

@@ -51,6 +51,13 @@ def test_columns_without_room_follow_below_behind_the_first_column() -> None:
     assert shown(table, 26) == ["NODE         WEIGHTS  BUSY", "living-room  19.3 GB   38%"]
 
 
+def test_an_indent_belongs_to_the_first_word() -> None:
+    table = make_table("  STAGE", "A", "B", "C", right=("A", "B", "C"))
+    table.add_row("  gamer", "96.6 MB", "575.1 MB", "39.0 ms")
+    shown_lines = [line.rstrip() for line in shown(table, 33)]
+    assert shown_lines[:2] == ["  STAGE        A         B", "  gamer  96.6 MB  575.1 MB"]
+
+
 def test_a_bar_is_one_word() -> None:
     table = make_table("NODE", "MEMORY")
     table.add_row("a", f"{bar(0.3, width=8)} 12 of 48 GB")
