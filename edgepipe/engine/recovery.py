@@ -135,6 +135,7 @@ class Recovery:
         self._proposed: EpochPlacement | None = None  # next move, after the current attempt
         self._failures = 0  # attempts in a row that did not open
         self._barren = 0  # epochs in a row that had work and retired no step
+        self._lacking_since_s: float | None = None  # when the first placement since the last epoch was not found
         self._failed_moves = 0  # in a row
         self._asked_s = float("-inf")  # when the daemon was last asked for a placement
         self._tried: dict[str, None] = {}  # remedies tried since a step last retired, for people
@@ -235,8 +236,18 @@ class Recovery:
             no_other_way = isinstance(error, NoFeasiblePlacement) and self.error is not None
             return self._fail(self.error if no_other_way and self.error is not None else error)
         if isinstance(error, NoFeasiblePlacement) and not attempt.moves:
-            return self._wait(error, "waiting for memory", now_s + self._timeouts.room_s)
+            return self._no_room(error, now_s)
         return self._attempt_failed(attempt, error, now_s)
+
+    def _no_room(self, error: NoFeasiblePlacement, now_s: float) -> list[Command]:
+        """Ask again for a while before requests are refused: a device that restarts or a link that flaps has room soon."""
+        if self._lacking_since_s is None:
+            self._lacking_since_s = now_s
+        if self.state is not State.RECOVERING or now_s - self._lacking_since_s >= self._timeouts.patience_s:
+            return self._wait(error, "waiting for memory", now_s + self._timeouts.room_s)
+        self._attempt, self.error, self.message = None, error, "waiting for memory"
+        self.wake_at_s = now_s + self._timeouts.ask_again_s
+        return []
 
     def _prepare(self, attempt: _Attempt, spec: ServeSpec, now_s: float) -> list[Command]:
         self.epoch = replace(self.epoch, counter=self._next_counter)
@@ -367,6 +378,7 @@ class Recovery:
             self._quarantine.lost(gone, now_s)
         self._quarantine.note(event.missed, now_s)
         self.running, self.state, self.error = None, State.RECOVERING, event.error
+        self._lacking_since_s = None
         self.message = "recovering from the lost stage"
         self._count_barren(event)
         commands = self._judge(event.crash, now_s) if event.crash is not None else []

@@ -24,7 +24,8 @@ class EngineTimeouts:
     barren_max_s: float = 20.0
     move_again_min_s: float = 1.0  # between attempts to leave a node that is being drained, doubling
     move_again_max_s: float = 30.0
-    ask_again_s: float = 0.5  # minimum between two requests for a placement while requests are refused
+    ask_again_s: float = 0.5  # between two requests for a placement while none is found
+    patience_s: float = 5.0  # without a placement, until running requests are refused: devices restart meanwhile
     room_s: float = 30.0  # retry for memory: the end of a quarantine triggers no cluster change
     report_interval_s: float = 0.5  # interval of state reports while it changes
 

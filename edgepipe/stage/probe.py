@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.backend.protocol import Backend
-from edgepipe.backend.types import BlockRun, Step, StepRow
+from edgepipe.backend.types import BlockRun, RowState, StateWrite, Step, StepRow
 from edgepipe.clock import Clock
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
@@ -71,8 +71,7 @@ def probe_layer(
         probe.load(few, head=True)
         headed = probe.sweep(_HEAD_ROWS, lambda rows: probe.decode_s(rows, _CONTEXT))
         probe.load(many, head=False)
-        rows = _EXPERT_ROWS if any(spec.experts is not None for spec in layers) else _ROWS
-        decode = probe.sweep(rows, lambda rows: probe.decode_s(rows, _CONTEXT))
+        decode = probe.sweep(probe.rows, lambda rows: probe.decode_s(rows, _CONTEXT))
         prefill = probe.sweep(_PROMPTS, probe.prefill_s)
         short_s, long_s = (probe.decode_s(_LONG_ROWS, context) for context in (_CONTEXT, _LONG_CONTEXT))
         longer = probe.longer_prompts(prefill[-1], layers=few)
@@ -133,6 +132,11 @@ class _Probe:
         self._inputs = probe_rows(source.config.hidden_size)
         self._part = Slice(index=1, layers=LayerRange(0, 1), embedding=False, head=False)
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Numbers of rows of a decode step to measure."""
+        return _EXPERT_ROWS if any(spec.experts is not None for spec in self._source.config.layers) else _ROWS
+
     def load_s(self, num_layers: int) -> float:
         """Load ``num_layers`` layers and return the seconds that it took."""
         started_s = self._clock.monotonic_s()
@@ -145,7 +149,11 @@ class _Probe:
         self._backend.load([self._part], self._source, lambda _: None)
         short, long = _EXPERT_ROWS[-1] * (_CONTEXT + self._block), _LONG_ROWS * (_LONG_CONTEXT + self._block)
         tokens = max(short, long, _PROMPTS[-1])
-        self._backend.allocate_kv(num_blocks=tokens // self._block + _EXPERT_ROWS[-1] + 1, block_size=self._block)
+        self._backend.allocate_kv(
+            num_blocks=tokens // self._block + _EXPERT_ROWS[-1] + 1,
+            block_size=self._block,
+            state_slots=max(self.rows) if self._source.config.state_bytes() else 0,
+        )
 
     def warm_up(self) -> None:
         """Run a first step, which also starts libraries: seconds on a GPU."""
@@ -200,7 +208,15 @@ class _Probe:
         for index, (position, count) in enumerate(rows):
             blocks = -(-(position + count) // self._block)
             run = BlockRun(block, blocks)
-            step_rows.append(StepRow(sequence=SequenceId(index + 1), position=position, num_tokens=count, runs=(run,)))
+            step_rows.append(
+                StepRow(
+                    sequence=SequenceId(index + 1),
+                    position=position,
+                    num_tokens=count,
+                    runs=(run,),
+                    state=self._state(index, position, count),
+                )
+            )
             block += blocks
         tokens = sum(count for _, count in rows)
         self._steps += 1
@@ -217,3 +233,9 @@ class _Probe:
         seconds = self._clock.monotonic_s() - started_s
         self._expert_share = output.expert_share or self._expert_share
         return seconds
+
+    def _state(self, index: int, position: int, count: int) -> RowState | None:
+        """Give a row a slot of its own, as a sequence has."""
+        if not self._source.config.state_bytes():
+            return None
+        return RowState(read=index if position else None, writes=(StateWrite(after=count, slot=index),))

@@ -243,10 +243,34 @@ def test_no_room_is_told_and_any_news_of_memory_is_a_reason_to_look_again() -> N
     steps = Steps(HERE).serve()
     [ask] = steps.ended(StageLost("lost", node="a"))
     error = NoFeasiblePlacement("the model does not fit")
-    assert steps.handle(PlanningFailed(attempt=ask.attempt, error=error)) == [Refuse(error=error)]  # type: ignore[union-attr]
+    begun_s = steps.now_s
+    while not (commands := steps.handle(PlanningFailed(attempt=ask.attempt, error=error))):  # type: ignore[union-attr]
+        assert steps.core.wake_at_s is not None
+        assert steps.core.wake_at_s - begun_s < 6.0, "then users are told"
+        steps.now_s = steps.core.wake_at_s
+        [ask] = steps.handle(Tick())
+    assert steps.now_s - begun_s == pytest.approx(5.0)
+    assert commands == [Refuse(error=error)]
     steps.now_s += 1.0
     [ask] = steps.handle(ClusterChanged(reachable=reachable("abc")))
     assert isinstance(ask, AskPlan)
+
+
+def test_requests_outlive_a_device_that_has_no_room_while_it_restarts() -> None:
+    steps = Steps(HERE).serve()
+    [ask] = steps.ended(StageLost("lost", node="a"))
+    error = NoFeasiblePlacement("the model does not fit")
+    assert steps.handle(PlanningFailed(attempt=ask.attempt, error=error)) == []  # type: ignore[union-attr]
+    assert steps.core.wake_at_s is not None
+    steps.now_s = steps.core.wake_at_s
+    [ask] = steps.handle(Tick())
+    [prepare] = steps.planned(ask, HERE)
+    [opening] = steps.prepared(prepare)
+    steps.opened(opening)
+    assert steps.core.state is State.SERVING
+    [ask] = steps.ended(StageLost("lost", node="b"))
+    steps.now_s += 60.0
+    assert steps.handle(PlanningFailed(attempt=ask.attempt, error=error)) == [], "patience begins anew"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("when", ["planning", "preparing", "opening"])

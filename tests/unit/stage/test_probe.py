@@ -9,6 +9,7 @@ import pytest
 from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.cost import StepWork
+from edgepipe.backend.loader import create_backend
 from edgepipe.backend.types import BackendOptions, DeviceProfile, LoadProgress, PackedProducts, Step, StepOutput
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.tensors import WeightSource
@@ -17,6 +18,7 @@ from edgepipe.stage.probe import probe_layer
 from edgepipe.testing.clock import FakeClock
 from edgepipe.testing.tiny_model import tiny_config
 from tests.support.expert_models import expert_config
+from tests.support.recurrent_layers import MODELS
 
 DEVICE = DeviceProfile(
     backend="torch",
@@ -149,6 +151,16 @@ def test_a_real_backend_counts_the_experts_of_made_up_layers() -> None:
     assert shares[0] == 0.0
     assert 2 / 16 <= shares[1] < shares[2] <= shares[3] <= 1
     assert shares[2] < 1 - (14 / 16) ** 16, "inputs have a common part, so routers prefer some experts"
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"), [("torch", "cpu"), pytest.param("mlx", "cpu", marks=pytest.mark.long), ("emulated", "auto")]
+)
+def test_recurrent_layers_are_measured(backend: str, device: str) -> None:
+    made = create_backend(backend, BackendOptions(device=device, threads=1))
+    profile = probe_layer(made, MODELS["all of them"], SteppingClock(), value_bytes=4)
+    assert [point.size for point in profile.decode] == [1, 2, 4, 8, 16, 32]
+    assert [point.size for point in profile.prefill] == [32, 128, 512]
 
 
 class SteppingClock(FakeClock):
