@@ -240,7 +240,7 @@ class Recovery:
         return self._attempt_failed(attempt, error, now_s)
 
     def _no_room(self, error: NoFeasiblePlacement, now_s: float) -> list[Command]:
-        """Ask again for a while before requests are refused: a device that restarts or a link that flaps has room soon."""
+        """Ask again for a while before requests are refused: a device that restarts has room soon."""
         if self._lacking_since_s is None:
             self._lacking_since_s = now_s
         if self.state is not State.RECOVERING or now_s - self._lacking_since_s >= self._timeouts.patience_s:
