@@ -144,7 +144,7 @@ async def test_a_target_with_its_host_is_the_same_as_without(served: Served) -> 
         (b"HTTP://127.0.0.1:9/health", b"200"),
         (b"http://evil.example/v1/models", b"421"),
         (b"http://localhost", b"200"),
-            (b"http://localhost/elsewhere", b"404"),
+        (b"http://localhost/elsewhere", b"404"),
     ):
         answer = await served.raw(b"GET " + target + b" HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
         assert answer.split()[1] == status, target
