@@ -181,9 +181,10 @@ class ModelStore:
         puller = Puller(self.root)
         return puller.pull(source, on_progress, dry_run=dry_run)
 
-    def interrupted_bytes(self, model_id: str) -> int:
-        """Return the bytes that an interrupted pull of the model left for the next one."""
-        return folder_size(staging_folder(self.root / folder_name(model_id)))
+    def interrupted_bytes(self, source: str) -> int:
+        """Return the bytes that an interrupted pull of ``source`` left for the next one; 0 for a path."""
+        name = canonical_name(source)
+        return folder_size(staging_folder(self.root / folder_name(name))) if is_name(name) else 0
 
     def list(self) -> list[StoredModel]:
         """Return all models by id, whole ones first; models of one id that are only adopted come last."""
