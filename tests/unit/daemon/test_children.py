@@ -69,7 +69,7 @@ async def test_a_silent_child_is_believed_to_live(child: Child) -> None:
 async def test_a_process_that_the_system_cannot_start_is_a_failure_of_that_process(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not of the node: a gateway that ends for want of memory is started while there still is none."""
+    """The node must survive it: a gateway that ran out of memory is restarted while memory is still short."""
 
     async def refuse(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))

@@ -182,7 +182,7 @@ def without_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_pull_outlives_an_outage_of_the_hub(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large model takes a night: nobody is there to pull it again."""
+    """A large model downloads overnight, so the pull must resume without a person."""
     paused = without_pauses(monkeypatch)
     hub.failing, told = {BIG: [503, 502, 429, 503] * 4}, list[PullProgress]()
     pull(hub, tmp_path / "store", told=told)
