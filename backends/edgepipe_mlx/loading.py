@@ -23,6 +23,7 @@ from edgepipe.model.layout import (
     is_of_heads,
     is_plain_norm,
     is_router,
+    is_stored_tensor,
     layer_tensors,
     slice_weights,
     weight_shape,
@@ -173,13 +174,13 @@ def _host_floats(weights: WeightSource, name: str, *, exact: bool, whole: bool) 
 
 
 def _stored_whole(slices: Sequence[Slice], weights: WeightSource) -> set[str]:
-    """Return the names of weights that one stored tensor holds, which floats are read from without packing."""
-    stored = {info.name: (info.scheme, info.shape) for part in slices for info in weights.tensors(part)}
+    """Return the names of weights whose values one stored tensor holds, which floats are read from without packing."""
+    shapes = {info.name: info.shape for part in slices for info in weights.tensors(part)}
     return {
         info.name
         for part in slices
         for info in weights.weights(part)
-        if stored.get(info.name) == (info.scheme, info.shape)
+        if shapes.get(info.name) == info.shape and is_stored_tensor(weights.config, info.name)
     }
 
 

@@ -20,7 +20,7 @@ from edgepipe.model.fields import Fields
 from edgepipe.model.file_bytes import read_at
 from edgepipe.model.gguf_header import GgufHeader, GgufTensor, GgufValue, read_gguf_header
 from edgepipe.model.gguf_split import check_parts, part_paths
-from edgepipe.model.layout import is_exact
+from edgepipe.model.layout import is_exact, is_norm
 from edgepipe.model.rope_config import ROPE_FACTORS
 from edgepipe.model.shape_limits import MAX_HEAD_DIM
 from edgepipe.model.tensors import TensorInfo, TensorPlace
@@ -286,7 +286,7 @@ def _place(tensor: GgufTensor, names: GgufNames, file: str) -> TensorPlace:
         shape=_joined_experts(tensor),
         scheme=tensor.block.name,
         num_bytes=tensor.num_bytes,
-        rounded=not is_exact(name),  # bf16 would move an expert's correction by more than scores differ
+        rounded=not (is_exact(name) or is_norm(name)),  # bf16 moves corrections, and norms near 1, too far
     )
     match = _QUERY_KEY.fullmatch(tensor.name)
     if heads is None or match is None:

@@ -217,6 +217,13 @@ def shares(config: ModelConfig, weight: str) -> Sequence[Share]:
     return [_share(config, weight, naming.stored(weight, expert=index), own) for index in range(count)]
 
 
+def is_stored_tensor(config: ModelConfig, weight: str) -> bool:
+    """Return whether a weight's values are those of the stored tensor of its name: every row, in order, unchanged."""
+    found = shares(config, weight)
+    alone = len(found) == 1 and found[0].stored is None and tuple(found[0].parts) == (weight,)
+    return alone and found[0].cut is None and not found[0].transposed and not found[0].exponential
+
+
 def _num_experts(config: ModelConfig, weight: str) -> int:
     """Return the number of experts whose rows a weight holds; 1 for weights of no experts."""
     if not is_expert(weight):

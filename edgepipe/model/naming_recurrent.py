@@ -21,7 +21,7 @@ _QWEN3_NEXT = Naming(
 )
 _QWEN3_5 = Naming(modules=_ROUTER, experts=EACH, skipped=(r"mtp\.", r"model\.visual\."), unread=f"pictures, {MTP}")
 _QWEN3_5_VISION = replace(_QWEN3_5, prefix="model.language_model.")
-_QWEN3_5_GGUF = Naming(later_layers=True, skipped=(r"blk\.\d+\.nextn\.",), unread=MTP, exponents=True)
+_GGUF = Naming(later_layers=True, skipped=(r"blk\.\d+\.nextn\.",), unread=MTP, exponents=True)
 
 _MAMBA = ("in_proj", "out_proj", "conv1d", "norm", "dt_bias", "A_log", "D")
 _NEMOTRON_H = Naming(
@@ -136,11 +136,11 @@ RECURRENT: Mapping[str, Naming] = {
     "qwen3_5, joined": _joined(_QWEN3_5),
     "qwen3_5 of several": _QWEN3_5_VISION,
     "qwen3_5 of several, joined": _joined(_QWEN3_5_VISION),
-    "qwen3_next, GGUF": Naming(fused=_BETA_ALPHA, by_key_head=True, exponents=True),
-    "qwen3_next, GGUF, early": Naming(fused=_BY_KEY_HEAD, by_key_head=True, exponents=True),
-    "qwen3_5, GGUF": _QWEN3_5_GGUF,
+    "qwen3_next, GGUF": replace(_GGUF, fused=_BETA_ALPHA, by_key_head=True),
+    "qwen3_next, GGUF, early": replace(_GGUF, fused=_BY_KEY_HEAD, by_key_head=True),
+    "qwen3_5, GGUF": _GGUF,
     "nemotron_h": _NEMOTRON_H,
-    "nemotron_h, GGUF": replace(_QWEN3_5_GGUF, modules={"post_attention_layernorm": "input_layernorm"}),
+    "nemotron_h, GGUF": replace(_GGUF, modules={"post_attention_layernorm": "input_layernorm"}),
     "granitemoehybrid": _GRANITE,
     "granitemoehybrid, GGUF": Naming(exponents=True),
     "lfm2": _LFM2,

@@ -176,7 +176,7 @@ def write_recurrent_gguf(
     tensors = dict(_converted(kind, values, early=early))
     if joined:
         tensors = with_joined_experts(tensors)
-    if kind == "qwen35":  # the layer that predicts a second token, with names of layers and its own
+    if kind in ("qwen35", "qwen3next"):  # the layer that predicts a second token, with names of layers and its own
         tensors |= {"blk.4.attn_norm.weight": np.ones(32, np.float32)}
         tensors |= {"blk.4.nextn.eh_proj.weight": np.ones((32, 64), np.float32)}
     for name, tensor in tensors.items():
@@ -281,7 +281,7 @@ def _with_tiled_heads(name: str, tensor: Array, values: Mapping[str, Any]) -> Ar
 
 def _write_metadata(writer: gguf.GGUFWriter, kind: str, values: Mapping[str, Any]) -> None:
     layers = values.get("num_hidden_layers", 4)
-    writer.add_block_count(layers + (kind == "qwen35"))
+    writer.add_block_count(layers + (kind in ("qwen35", "qwen3next")))
     writer.add_context_length(values["max_position_embeddings"])
     writer.add_embedding_length(values["hidden_size"])
     writer.add_head_count(values["num_attention_heads"])
@@ -289,7 +289,7 @@ def _write_metadata(writer: gguf.GGUFWriter, kind: str, values: Mapping[str, Any
     writer.add_layer_norm_rms_eps(EPS)
     writer.add_eos_token_id(values["eos_token_id"])
     writer.add_bos_token_id(values["bos_token_id"])
-    if kind == "qwen35":
+    if kind in ("qwen35", "qwen3next"):
         writer.add_nextn_predict_layers(1)
     kv_heads = values["num_key_value_heads"]
     if kind.startswith("qwen3"):

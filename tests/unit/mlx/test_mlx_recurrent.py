@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from edgepipe.backend.types import ActivationType, BackendOptions
 from edgepipe.model.weights import Weights, open_weights
 from tests.support.numerics_harness import Pipeline
 from tests.support.recurrent_checkpoints import CONFIGS, TOKENS, save_checkpoint
+from tests.support.recurrent_files import TINY, write_recurrent_gguf
+from tests.support.spec_reference import float_weights, reference_logits
 
 TOLERANCE = 1e-4  # of the largest logit
 CHUNKS = (13, 1, 30, 1, 1)  # of 70 tokens; the rest comes last
@@ -36,8 +39,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return open_weights(folder), expected
 
 
-def close(found: np.ndarray, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * float(np.abs(expected).max()))
+def close(found: np.ndarray, expected: np.ndarray, *, tolerance: float = TOLERANCE) -> None:
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * float(np.abs(expected).max()))
 
 
 @pytest.mark.parametrize(("kinds", "chunks"), [("mlx", ()), ("torch+mlx", CHUNKS), ("mlx+torch", CHUNKS)])
@@ -62,4 +65,13 @@ def test_rows_beside_one_another_are_as_alone(checkpoint: tuple[Weights, np.ndar
         found = pipeline.step(work)
         for row, each in zip(found, (first, second, third), strict=True):
             close(row, expected[each.length - 1])
+    pipeline.close()
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_gguf_file_gives_the_logits_of_its_weights(family: str, tmp_path: Path) -> None:
+    weights = open_weights(write_recurrent_gguf(tmp_path / "m.gguf", family))
+    expected = reference_logits(weights.config, float_weights(weights), TOKENS)
+    pipeline = Pipeline.build(backends("mlx"), weights)
+    close(pipeline.forced(TOKENS[:1], [*TOKENS[1:], 0]), expected, tolerance=1e-3)  # these weights amplify rounding
     pipeline.close()

@@ -172,6 +172,16 @@ def test_quantised_query_rows_move_as_whole_blocks(tmp_path: Path) -> None:
     assert (weights.read_range(name, 10, 100) == raw.data[10:110]).all()
 
 
+def test_norms_keep_all_bits_of_the_file(tmp_path: Path) -> None:
+    config = hf_config(hf_values())
+    tensors = random_tensors(config)
+    norms = [name for name in tensors if name.endswith("norm.weight")]
+    weights = open_weights(write_gguf(tmp_path / "m.gguf", tensors, config))
+    for name in norms:
+        assert (as_float32(weights.read(name)) == tensors[name].astype(np.float32)).all(), name
+    assert norms
+
+
 def test_llama3_factors_become_factors_per_pair(tmp_path: Path) -> None:
     config = hf_config(hf_values())
     factors = np.array([1.0, 2.0, 4.0, 8.0], np.float32)
