@@ -8,6 +8,8 @@ from typing import Any, cast
 
 from edgepipe.errors import ModelInvalid
 
+_NO_TOKEN = (-1, 0xFFFF_FFFF)  # as a signed or an unsigned number of 32 bits
+
 
 class Fields:
     """Reads values by key and rejects wrong types and ranges. Absent and null mean the default."""
@@ -102,8 +104,13 @@ class Fields:
         return list(cast("list[object]", value))
 
     def token_ids(self, key: str, *, vocab_size: int) -> tuple[int, ...]:
-        """Return one id or a list of ids below ``vocab_size`` as a tuple; absent: (). Raises ModelInvalid."""
+        """Return one id or a list of ids below ``vocab_size`` as a tuple. Raises ModelInvalid.
+
+        Absent, or a number that stands for no token: ().
+        """
         value = self._values.get(key)
+        if type(value) is int and value in _NO_TOKEN:
+            return ()
         items = self.items(key) if isinstance(value, list | tuple) else [] if value is None else [value]
         if len(items) > 1024 or not all(type(item) is int and 0 <= item < vocab_size for item in items):
             raise self.fail(key, f"it is {_show(items)}; token ids below {vocab_size} are needed")

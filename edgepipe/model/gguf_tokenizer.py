@@ -7,17 +7,25 @@ SentencePiece (``llama``), which llama.cpp always merges by score, so it becomes
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.fields import Fields
 from edgepipe.model.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from edgepipe.model.token_marks import TOOL_MARKS, TURN_MARKS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer, models
 
-_CONTROL, _USER_DEFINED = 3, 4
+logger = logging.getLogger(__name__)
+
+_MARK = re.compile(r"<\|[^\s|<>]{1,60}\|>")
+"""Text of marks such as ``<|im_start|>``. Vocabularies learnt from text hold no such token."""
+_UNDEFINED, _NORMAL, _CONTROL, _USER_DEFINED = 0, 1, 3, 4  # types of tokens
+_NAMED = ("bos", "eos", "eot", "eom")  # the metadata names their ids
 _MAX_MERGED_CHARS = 256  # longest SentencePiece token, of which every split is tried; trained tokens have up to 16
 
 
@@ -56,10 +64,8 @@ def special_tokens(metadata: Mapping[str, object]) -> dict[str, str]:
     fields = Fields(metadata, what="the GGUF metadata")
     tokens = _tokens(fields)
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {
-        name: fields.token_ids(f"tokenizer.ggml.{key}_token_id", vocab_size=len(tokens)) for name, key in keys.items()
-    }
-    return {name: tokens[found[0]] for name, found in ids.items() if found}
+    ids = {name: fields.raw(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    return {name: tokens[found] for name, found in ids.items() if isinstance(found, int) and 0 <= found < len(tokens)}
 
 
 def _tokens(fields: Fields) -> list[str]:
@@ -158,14 +164,38 @@ def _merges_by_score(vocabulary: dict[str, int], scores: tuple[float, ...]) -> l
 def _add_special(built: Tokenizer, fields: Fields, tokens: list[str]) -> None:
     from tokenizers import AddedToken
 
-    kinds = fields.items("tokenizer.ggml.token_type")
-    if kinds and len(kinds) != len(tokens):
+    kinds = fields.items("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if len(kinds) != len(tokens):
         raise fields.fail("tokenizer.ggml.token_type", f"it has {len(kinds)} items for {len(tokens)} tokens")
-    pairs = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if token]
+    corrected = [_kind(token, kind) for token, kind in zip(tokens, kinds, strict=True)]
+    for name in _NAMED:
+        for index in fields.token_ids(f"tokenizer.ggml.{name}_token_id", vocab_size=len(tokens)):
+            corrected[index] = _CONTROL
+    triples = zip(tokens, corrected, kinds, strict=True)
+    _warn_of([token for token, kind, stored in triples if kind != stored and token])
+    pairs = [(token, kind) for token, kind in zip(tokens, corrected, strict=True) if token]
     control = [AddedToken(token, special=True, normalized=False) for token, kind in pairs if kind == _CONTROL]
     user = [AddedToken(token, special=False, normalized=False) for token, kind in pairs if kind == _USER_DEFINED]
     built.add_special_tokens(control)  # pyright: ignore[reportUnknownMemberType]: the stub leaves the item open
     built.add_tokens(user)  # pyright: ignore[reportUnknownMemberType]: as above
+
+
+def _kind(token: str, stored: object) -> object:
+    """Return a token's type. The text of marks wins over the stored type, which some converters leave out.
+
+    llama.cpp (``llama-vocab.cpp``) overrides the type of tokens that end an answer in the same way.
+    """
+    if token in TURN_MARKS:
+        return _CONTROL
+    if token in TOOL_MARKS and stored != _CONTROL:
+        return _USER_DEFINED
+    return _CONTROL if stored in (_UNDEFINED, _NORMAL) and _MARK.fullmatch(token) else stored
+
+
+def _warn_of(corrected: list[str]) -> None:
+    if corrected:
+        names = ", ".join(corrected[:4]) + (", ..." if len(corrected) > 4 else "")
+        logger.warning("the GGUF file types %d marks as text (%s): they are read as marks", len(corrected), names)
 
 
 def _add_ends(built: Tokenizer, fields: Fields, tokens: list[str], adds_bos: bool) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.detokenizer import Detokenizer, token_bytes
+from edgepipe.model.token_marks import CHAT_ENDS, TOOL_MARKS
 from edgepipe.model.tokenizer_child import TOLD_BYTES
 from edgepipe.units import format_bytes
 
@@ -22,39 +23,7 @@ MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use (262,144 tokens) take about
 _SHORT_CHARS = 4096  # encoded within 1 ms
 _CHECK_S = 60  # wall time of a check that the kernel limits to 10 s of CPU time
 
-CHAT_ENDS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end|>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "<end_of_turn>",
-    "<turn|>",
-    "<|tool_response>",
-    "<|return|>",
-    "<|call|>",
-    "<|user|>",
-    "<|observation|>",
-    "</s>",
-)
-"""Special tokens that end an answer, in addition to the model's config."""
-
 _CHANNELS = frozenset({"<|channel|>", "<|return|>"})  # in a vocabulary with both, ``<|end|>`` ends a message only
-
-TOOL_MARKS = (
-    *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    *("<think>", "</think>", "[THINK]", "[/THINK]", "<minimax:tool_call>", "</minimax:tool_call>"),
-    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>"),
-    *("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>"),
-    *("<|tool_call_start|>", "<|tool_call_end|>", "<function_calls>", "</function_calls>"),
-    *("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
-    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
-    *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<TOOLCALL>", "</TOOLCALL>"),
-    *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>"),
-    *("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-)
-"""Tokens around tool calls and reasoning, whose text grammars bind even if the model marks them as special."""
 
 
 class Tokenizer:
@@ -66,7 +35,9 @@ class Tokenizer:
         self._library = library
         self._vocab_size = vocab_size or library.get_vocab_size(with_added_tokens=True)
         added = library.get_added_tokens_decoder()
-        self._special = {token.content: index for index, token in added.items() if token.special}
+        self._special = {
+            token.content: index for index, token in added.items() if token.special or token.content in CHAT_ENDS
+        }
         self._token_bytes = token_bytes(library)
 
     @classmethod

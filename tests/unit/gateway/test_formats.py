@@ -18,7 +18,8 @@ from edgepipe.gateway.schema import CompletionBody
 from edgepipe.gateway.structured import GrammarCompiler, choose_tools, plan_output
 from edgepipe.gateway.tool_calls import Call, Scanned, joined_calls
 from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
-from edgepipe.model.tokenizer import TOOL_MARKS, Tokenizer
+from edgepipe.model.token_marks import TOOL_MARKS
+from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import GrammarState, GrammarTokenizer, check_grammar
 

@@ -6,7 +6,7 @@ import json
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import regex
@@ -263,6 +263,36 @@ def test_the_begin_token_is_added_where_the_model_wants_it() -> None:
     told = byte_level("smollm", **{"tokenizer.ggml.add_bos_token": True})
     assert Tokenizer.from_gguf(told).encode("1")[0] == 0
     assert Tokenizer.from_gguf(told).end_ids(()) == (1,)
+
+
+@pytest.mark.parametrize("kind", [None, 0, 1, 4])
+@pytest.mark.parametrize("mark", ["<|im_end|>", "<end_of_turn>"])
+def test_marks_of_turns_end_answers_whatever_the_type_in_the_file(
+    mark: str, kind: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    metadata = byte_level("smollm")
+    tokens = [*cast("list[str]", metadata["tokenizer.ggml.tokens"]), mark, "<|im_start|>", "<tool_call>"]
+    kinds = [] if kind is None else [*cast("list[int]", metadata["tokenizer.ggml.token_type"]), kind, kind, kind]
+    tokenizer = Tokenizer.from_gguf({**metadata, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds})
+    end, one = len(tokens) - 3, tokens.index("1")
+    assert tokenizer.end_ids(()) == ((1, end) if mark != "<|im_end|>" else (end, 1))
+    assert tokenizer.encode(f"<|im_start|>1{mark}<tool_call>", add_special=False) == [end + 1, one, end, end + 2]
+    assert tokenizer.decode([end, end + 2]) == "<tool_call>"
+    assert "read as marks" in caplog.text
+
+
+def test_tokens_that_the_metadata_names_are_marks() -> None:
+    metadata = byte_level("smollm", **{"tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.padding_token_id": -1})
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert set(tokenizer.special_ids.values()) == {0, 1, 5}
+    assert "pad_token" not in special_tokens(metadata)
+
+
+def test_an_added_mark_ends_answers_though_the_file_does_not_call_it_special(tmp_path: Path) -> None:
+    path = saved(
+        tmp_path / "tokenizer.json", lambda value: [token.update(special=False) for token in value["added_tokens"]]
+    )
+    assert Tokenizer.from_file(path).end_ids(()) == (1,)
 
 
 @pytest.mark.parametrize(
