@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -157,7 +157,7 @@ def start(
             "log_level": log_level,
         }
     )
-    show = _print_json if as_json else _show_ready
+    show = print_json if as_json else _show_ready
     if background:
         config, flags = loaded.values, given_flags(context, without=("background", "as_json", "data_dir"))
         show(start_in_background(config.data_dir, flags, name=config.name))
@@ -167,10 +167,15 @@ def start(
     if end_with_stdin:
         threading.Thread(target=_end_with_stdin, daemon=True, name="watch-stdin").start()
 
-    def on_ready(ready: NodeReady) -> None:
-        show(_as_dict(ready))
+    def on_ready(ready: NodeReady) -> None:  # again after each new address or cluster
+        try:
+            show(_as_dict(ready))
+            sys.stdout.flush()
+        except OSError:  # its reader is gone, which must not end the node
+            _leave(sys.stdout)
+        show_held_lines()
         if quiet_when_ready:
-            _leave_stderr()
+            _leave(sys.stdout, sys.stderr)
 
     try:
         run(loaded.values, on_ready=on_ready)
@@ -326,14 +331,7 @@ def _show_ready(ready: Mapping[str, Any]) -> None:
         where = ", needed also on this computer" if ready["key_on_loopback"] else ""
         print(f"  key     in {ready['key_file']}{where}")
     print("  next    edgepipe status · edgepipe serve MODEL · edgepipe chat")
-    print(f"  stop    {'edgepipe node stop' if 'pid' in ready else '^C'}", flush=True)
-    show_held_lines()
-
-
-def _print_json(ready: Mapping[str, Any]) -> None:
-    print_json(ready)
-    sys.stdout.flush()
-    show_held_lines()
+    print(f"  stop    {'edgepipe node stop' if 'pid' in ready else '^C'}")
 
 
 def _as_dict(ready: NodeReady) -> dict[str, Any]:
@@ -350,10 +348,11 @@ def _as_dict(ready: NodeReady) -> dict[str, Any]:
     }
 
 
-def _leave_stderr() -> None:
-    """Stop logging to stderr. The log file has the same lines, and a bounded size."""
+def _leave(*streams: TextIO) -> None:
+    """Write no more to these streams. The log file has the same lines as stderr, and a bounded size."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stderr.fileno())
+    for stream in streams:
+        os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 

@@ -57,6 +57,37 @@ def shown_code(terminal: Terminal) -> tuple[str, str]:
     return found[1], found[2]
 
 
+def test_a_node_in_the_background_joins_a_cluster_and_lives_on(tmp_path: Path) -> None:
+    host, other = Shell(tmp_path / "host"), Shell(tmp_path / "other")
+    with host.node(*NODE, "--name", "studio", "--cluster", "attic"):
+        started = other.run("node", "start", "--background", *NODE, "--name", "laptop")
+        assert started.returncode == 0, started.stderr
+        try:
+            with inviting(host) as (_, code, where):
+                joined = other.run("node", "join", "--host", where, code, "--name", "laptop")
+                assert joined.returncode == 0, joined.stderr
+            seen = other.until(lambda status: len(status["members"]) == 2)
+            assert {member["node"]["name"] for member in seen["members"]} == {"studio", "laptop"}
+        finally:
+            stopped = other.run("node", "stop")
+        assert (stopped.returncode, stopped.stdout) == (0, "the node has stopped\n")
+
+
+def test_a_node_goes_on_though_nobody_reads_its_output(tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+    process = shell.start("node", "start", "--json", *NODE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()  # before the node is ready
+    with process.stderr:
+        try:
+            assert any("node ready" in line for line in process.stderr)
+            assert shell.run("node", "stop").returncode == 0
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
 def test_two_machines_pair_as_the_host_s_person_says_and_one_is_removed(tmp_path: Path) -> None:
     host, other = Shell(tmp_path / "host"), Shell(tmp_path / "other")
     with host.node(*NODE, "--name", "studio", "--cluster", "attic"):
