@@ -229,9 +229,10 @@ class TorchBackend:
         self._state_slots = state_slots
         self._num_blocks, self._block_size, self._window_blocks = num_blocks, block_size, tuple(window_blocks)
         if self._pages is not None:
-            self._page_kernels = {
-                index: PageKernels(self._pages, decoder.heads) for index, decoder in self._decoders.items()
-            }
+            with self._memory_errors("the checks of kernels", 0):
+                self._page_kernels = {
+                    index: PageKernels(self._pages, decoder.heads) for index, decoder in self._decoders.items()
+                }
             self._graphs = {
                 index: self._new_graphs(index, self._pages, kernels)
                 for index, kernels in self._page_kernels.items()

@@ -6,8 +6,8 @@ Each weight is one file::
     low, high, scale, offset, order, factors
     digest                              BLAKE2b of the sums of all pieces of 1 MB
 
-The digest finds files that a crash cut short or a disk damaged. Nothing is mapped: a mapped file that shrinks kills the
-process. A file or folder that cannot be used costs only time.
+The digest finds files that a crash cut short or a disk damaged. A file that another user may change is not used.
+Nothing is mapped: a mapped file that shrinks kills the process. A file or folder that cannot be used costs only time.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import torch
 
 from edgepipe.model.repacked import RepackedPlace
 from edgepipe.model.tensors import TensorInfo, WeightInfo
+from edgepipe.own_files import refusal
 from edgepipe_torch.cpu_code import PANEL_INPUTS
 from edgepipe_torch.cpu_kinds import Kind
 from edgepipe_torch.cpu_layout import LAYOUT_VERSION
@@ -205,6 +206,8 @@ def _read(path: Path, key: str, shape: tuple[int, int]) -> PackedWeight:
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
         header, newline, _rest = file.read(_HEADER_BYTES).partition(b"\n")
         weight = _empty(json.loads(header), key, shape)
+        if reason := refusal(os.fstat(file.fileno())):
+            raise ValueError(reason)
         arrays, start = _arrays(weight), len(header) + len(newline)
         if os.fstat(file.fileno()).st_size != _length(header + newline, arrays):
             raise ValueError("its length is wrong")

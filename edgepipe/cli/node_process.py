@@ -39,9 +39,11 @@ def silent_node(log: Path, *, node: str, next_step: str) -> ClusterError:
 def start_in_background(data_dir: Path, flags: Sequence[str], *, name: str) -> dict[str, Any]:
     """Start this machine's node so that it outlives this process. Return its report and its ``pid``.
 
-    Raises the node's error, or ClusterError with its last log line.
+    Raises the node's error, ClusterError with its last log line, or ConfigInvalid if the folder is another user's.
     """
-    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    from edgepipe.cluster.private_files import make_private_folder
+
+    make_private_folder(data_dir)
     log = data_dir / "start.log"
     with log.open("wb") as errors:
         process = subprocess.Popen(

@@ -21,6 +21,7 @@ from edgepipe.model.file_bytes import read_at
 from edgepipe.model.gguf_header import GgufHeader, GgufTensor, GgufValue, read_gguf_header
 from edgepipe.model.gguf_split import check_parts, part_paths
 from edgepipe.model.layout import is_exact, is_norm
+from edgepipe.model.permuted_rows import PermutedRows
 from edgepipe.model.rope_config import ROPE_FACTORS
 from edgepipe.model.shape_limits import MAX_HEAD_DIM
 from edgepipe.model.tensors import TensorInfo, TensorPlace
@@ -160,32 +161,21 @@ class GgufFiles:
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
         """Read a tensor's blocks, rows in logical order. Raises ModelInvalid if the file is too short."""
-        path, place = self._place(name)
-        data = read_at(path, place.offset, place.info.num_bytes, what=f"tensor '{name}'")
-        if place.permuted_heads is None:
-            return data
-        return unpermute_rows(data, place.info.shape[0], place.permuted_heads)
+        return self.read_range(name, 0, self._infos[name].num_bytes)
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Read a part of the result of ``read``. Raises ModelInvalid like ``read``."""
+        """Read a part of the result of ``read``, and at most twice its rows. Raises ModelInvalid like ``read``."""
         path, place = self._place(name)
-        if place.permuted_heads is not None:
-            return self.read(name)[offset : offset + num_bytes]
-        return read_at(path, place.offset + offset, num_bytes, what=f"tensor '{name}'")
+        at = place.offset
+        what = f"tensor '{name}'"
+        if place.permuted_heads is None:
+            return read_at(path, at + offset, num_bytes, what=what)
+        rows = PermutedRows.of(place.info, place.permuted_heads)
+        return rows.read(offset, num_bytes, lambda start, count: read_at(path, at + start, count, what=what))
 
     def _place(self, name: str) -> tuple[Path, TensorPlace]:
         found = self._places[name]
         return self._folder / found.file, found.place
-
-
-def unpermute_rows(data: npt.NDArray[np.uint8], num_rows: int, num_heads: int) -> npt.NDArray[np.uint8]:
-    """Reorder rows of interleaved rotary pairs to rows of halves, as Hugging Face rotates.
-
-    llama.cpp's converter writes row ``(head, pair, half)`` where Hugging Face has ``(head, half, pair)``. A row's
-    blocks stay together, so quantised rows move as bytes.
-    """
-    rows = data.reshape(num_heads, num_rows // num_heads // 2, 2, -1)
-    return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)
 
 
 def read_rope_factors(folder: Path, joined: JoinedGguf) -> dict[str, tuple[float, ...]]:
@@ -292,7 +282,7 @@ def _place(tensor: GgufTensor, names: GgufNames, file: str) -> TensorPlace:
     if heads is None or match is None:
         return TensorPlace(info=info, offset=tensor.offset)
     num_heads = heads.query if match[1] == "q" else heads.key
-    if tensor.shape[0] % (2 * num_heads):
+    if tensor.shape[0] % (2 * num_heads) or tensor.num_bytes % tensor.shape[0]:
         raise ModelInvalid(
             f"'{file}' contradicts itself",
             fact=f"'{tensor.name}' {tensor.shape} has no even rows for {num_heads} heads",

@@ -17,13 +17,14 @@ from typing import BinaryIO
 import numpy as np
 
 from edgepipe.errors import ModelInvalid, ModelUnknown
-from edgepipe.model.gguf_file import GgufNames, gguf_names, tensor_places, unpermute_rows
+from edgepipe.model.gguf_file import GgufNames, gguf_names, tensor_places
 from edgepipe.model.gguf_header import MAX_HEADER_BYTES as MAX_GGUF_HEADER_BYTES
 from edgepipe.model.gguf_header import parse_gguf_header
 from edgepipe.model.gguf_split import stored_gguf
 from edgepipe.model.hub import HubSource, list_hub, parse_pinned
 from edgepipe.model.hub_files import METADATA_WAITS, HubFiles
 from edgepipe.model.manifest import FileEntry, Manifest
+from edgepipe.model.permuted_rows import unpermute_rows
 from edgepipe.model.safetensors_file import (
     INDEX_FILE,
     MAX_HEADER_BYTES,

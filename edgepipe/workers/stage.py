@@ -16,11 +16,12 @@ from edgepipe.link.channels import make_server
 from edgepipe.link.shaped import make_network
 from edgepipe.model.config_json import config_from_json
 from edgepipe.model.expert_places import SETTING, as_setting
+from edgepipe.model.linked_files import check_unchanged
 from edgepipe.model.store import StoredModel
 from edgepipe.model.strict_json import parse_json_object
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.model.weight_table import table_from_json
-from edgepipe.model.weights import open_weights
+from edgepipe.model.weights import Weights, open_weights
 from edgepipe.planner.profiles import LayerProfile
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.probe import probe_layer
@@ -137,13 +138,24 @@ async def _load(stage: Stage, link: DaemonLink, load: LoadShard, profile: Device
             sent_at_s = clock.monotonic_s()
             link.report(PrepareProgress(phase="loading", bytes_done=done.bytes_done, bytes_total=done.bytes_total))
 
+    path, loop = Path(load.path), asyncio.get_running_loop()
+
+    def compared(done: int, total: int) -> None:
+        counts = LoadProgress(tensors_done=0, tensors_total=0, bytes_done=done, bytes_total=total)
+        loop.call_soon_threadsafe(tell, counts)
+
+    def open_unchanged() -> Weights:
+        check_unchanged(path, compared)
+        return open_weights(path)
+
     shard = await stage.load(
         slices=load.slices,
-        open_weights=partial(open_weights, Path(load.path)),
+        open_weights=open_unchanged,
         progress=tell,
         block_size=load.block_size,
         kv=load.kv,
     )
+    await asyncio.to_thread(check_unchanged, path, compared)  # while they were read
     link.report(
         ShardLoaded(
             weight_bytes=shard.weight_bytes,

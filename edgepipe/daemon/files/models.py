@@ -335,7 +335,8 @@ class Models:
     ) -> AsyncGenerator[bytes]:
         """Yield a tensor's bytes for a peer, at no more than ``bytes_per_s`` (0: no limit).
 
-        Raises ModelUnknown if it is not here, ModelInvalid if the model has no such tensor.
+        Raises ModelUnknown if it is not here, ModelInvalid if the model has no such tensor or another program changed
+        it.
         """
         stored = await asyncio.to_thread(self._opened, name, manifest_hash)
         entry = stored.manifest.by_name.get(tensor)
@@ -343,6 +344,7 @@ class Models:
             raise ModelInvalid(f"the model has no tensor '{tensor[:80]}'")
         if not await asyncio.to_thread(stored.holds, tensor):
             raise ModelUnknown(f"tensor '{tensor}' is not on this node", fact="only parts of the model are")
+        await asyncio.to_thread(stored.check_tensor, tensor)
         rate = max(_LEAST_BYTES_PER_S, min(bytes_per_s, _MOST_BYTES_PER_S)) if bytes_per_s else 0.0
         most = min(self._piece_bytes, chunk_bytes(rate)) if rate else self._piece_bytes
         while offset < entry.info.num_bytes:

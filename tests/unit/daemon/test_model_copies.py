@@ -21,7 +21,7 @@ from edgepipe.daemon.files.model_parts import held_parts, model_parts, part_tens
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.files.pace import Pace, chunk_bytes
 from edgepipe.daemon.serving.replication import Replication
-from edgepipe.errors import ModelDownloadFailed, ModelUnknown, PeerClosed
+from edgepipe.errors import ModelDownloadFailed, ModelInvalid, ModelUnknown, PeerClosed
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.manifest import Manifest
@@ -270,6 +270,27 @@ async def test_a_model_that_was_pulled_anew_is_not_read_for_the_one_before(tmp_p
     await models.rescan()
     with pytest.raises(ModelUnknown):
         _ = [data async for data in models.read_tensor("tiny", former, name, offset=0)]
+
+
+async def test_bytes_that_another_program_wrote_are_not_sent(tmp_path: Path) -> None:
+    """The user's file is the store's, too, where the disk clones no files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("edgepipe.model.taking.clone", lambda _path, _place: False, raising=False)
+        manifest = pull_with_weights(tmp_path / "there", tmp_path / "tiny").manifest
+    models, refused = await make_models(tmp_path / "there", []), 0
+    with (tmp_path / "tiny" / "model.safetensors").open("r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\xff\xff")
+    for entry in manifest.tensors:
+        data = b""
+        try:
+            async for part in models.read_tensor("tiny", manifest.hash, entry.info.name, offset=0):
+                data += part
+        except ModelInvalid:
+            refused += 1
+        else:
+            assert hashlib.sha256(data).hexdigest() == entry.sha256
+    assert refused == 1
 
 
 async def test_the_parts_of_a_served_model_are_computed_once_not_at_every_change(

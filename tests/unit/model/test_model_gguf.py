@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
 from edgepipe.model.config import hf_config
 from edgepipe.model.dequantise import as_float32
-from edgepipe.model.gguf_file import open_gguf, unpermute_rows
+from edgepipe.model.gguf_file import open_gguf
 from edgepipe.model.gguf_header import read_gguf_header
+from edgepipe.model.permuted_rows import PermutedRows, unpermute_rows
 from edgepipe.model.weights import open_weights
 from tests.support.model_files import (
     gguf_bytes,
@@ -139,6 +141,63 @@ def test_unpermuting_undoes_the_converter(heads: int, pairs: int, width: int) ->
     tensor = np.arange(rows * width, dtype=np.uint8).reshape(rows, width)
     got = unpermute_rows(permute_rows(tensor, heads).reshape(-1), rows, heads)
     assert (got.reshape(rows, width) == tensor).all()
+
+
+@given(
+    heads=st.integers(1, 4),
+    pairs=st.integers(1, 4),
+    width=st.integers(1, 5),
+    bounds=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_any_range_of_permuted_rows_is_that_range_of_the_whole(
+    heads: int, pairs: int, width: int, bounds: tuple[float, float]
+) -> None:
+    rows, read_bytes = 2 * heads * pairs, 0
+    tensor = np.arange(rows * width, dtype=np.uint8).reshape(rows, width)
+    stored = permute_rows(tensor, heads).reshape(-1)
+    start, end = sorted(round(bound * stored.size) for bound in bounds)
+
+    def read(offset: int, num_bytes: int) -> np.ndarray:
+        nonlocal read_bytes
+        assert offset + num_bytes <= stored.size
+        read_bytes += num_bytes
+        return stored[offset : offset + num_bytes]
+
+    got = PermutedRows(row_bytes=width, pairs=pairs).read(start, end - start, read)
+    assert (got == tensor.reshape(-1)[start:end]).all()
+    assert read_bytes <= 2 * (end - start + 2 * width)
+
+
+def test_a_peer_that_copies_query_rows_in_pieces_costs_at_most_twice_their_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a megabyte at a time, of 9 MiB in Q4_K: the first byte of a piece is within a row and within a head."""
+    tensor = np.random.default_rng(1).integers(0, 256, (4096, 4096 // 256 * 144), np.uint8)
+    entries = (
+        gguf_entry("general.architecture", STRING, gguf_string("llama")),
+        gguf_entry("llama.attention.head_count", U32, struct.pack("<I", 32)),
+        gguf_entry("llama.attention.head_count_kv", U32, struct.pack("<I", 32)),
+    )
+    path = tmp_path / "model.gguf"
+    data = permute_rows(tensor, 32).tobytes()
+    path.write_bytes(
+        gguf_bytes(entries=entries, rows=(gguf_row("blk.0.attn_q.weight", (4096, 4096), 12, 0),), data=data)
+    )
+    _, files = open_gguf(path)
+    name, piece, read_bytes = "model.layers.0.self_attn.q_proj.weight", 512 << 10, 0
+    pread = os.preadv
+
+    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal read_bytes
+        count = pread(descriptor, buffers, offset)
+        read_bytes += count
+        return count
+
+    monkeypatch.setattr(os, "preadv", counted)
+    starts = range(0, len(data), piece)
+    got = [files.read_range(name, start, min(piece, len(data) - start)) for start in starts]
+    assert read_bytes <= 2 * len(data)
+    assert np.array_equal(np.concatenate(got), tensor.reshape(-1))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])

@@ -110,6 +110,14 @@ def test_a_kept_weight_is_read_with_the_same_bits(
     assert bits(found) == bits(weight)
 
 
+def test_a_file_that_another_user_may_change_is_not_used(tmp_path: Path) -> None:
+    (path,) = kept(place_in(tmp_path), INFO, example())
+    path.chmod(0o666)
+    assert ShardCache(place_in(tmp_path)).read(INFO, None) is None
+    path.chmod(0o600)
+    assert ShardCache(place_in(tmp_path)).read(INFO, None) is not None
+
+
 def test_another_key_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, order = place_in(tmp_path), np.arange(40)
     kept(place, INFO, example())
