@@ -50,7 +50,10 @@ def run_forked(job: Callable[[], bytes], *, cpu_s: float, memory_bytes: int) -> 
         answer = pipe.read()
     _, status, usage = os.wait4(pid, 0)
     peak = usage.ru_maxrss * _PEAK_UNIT - int.from_bytes(start, "big")
-    cost = JobCost(cpu_s=usage.ru_utime + usage.ru_stime, peak_bytes=max(0, peak))
+    used_s = usage.ru_utime + usage.ru_stime
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+        used_s = max(used_s, cpu_s)  # the timer counts whole ticks, so it may run ahead
+    cost = JobCost(cpu_s=used_s, peak_bytes=max(0, peak))
     return JobResult(answer if status == 0 else None, cost)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from edgepipe.errors import RequestInvalid
 from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.formats.hermes import HERMES
 from edgepipe.gateway.grammar_trial import GrammarTrial
@@ -52,3 +53,10 @@ async def test_the_child_outlives_what_it_refuses(trial: GrammarTrial) -> None:
     assert caught.value.param == "tools"
     await trial.check(json_grammar({"type": "integer"}))
     assert trial.child._child is process  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_a_schema_that_every_output_fails_is_refused_at_once(trial: GrammarTrial) -> None:
+    """An object with so many optional properties is too complex after its brace."""
+    properties = {f"p{index}": {"type": "string", "maxLength": index} for index in range(900)}
+    with pytest.raises(RequestInvalid, match="cannot constrain the output"):
+        await trial.check(json_grammar({"type": "object", "properties": properties, "additionalProperties": False}))
