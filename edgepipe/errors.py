@@ -42,6 +42,7 @@
        ├─ DeviceOutOfMemory            exit 6, HTTP 503
        ├─ StageLost                    exit 1, HTTP 503
        ├─ StepFailed                   exit 1, HTTP 503
+       ├─ GrammarNotReady              exit 1, HTTP 503
        └─ PipelineBroken               exit 1, HTTP 503
 
 A bug is an ``AssertionError`` or ``RuntimeError``, never in this tree. A
@@ -393,6 +394,14 @@ class StepFailed(StageError):
     """A step could not be computed."""
 
     code = "step_failed"
+
+
+class GrammarNotReady(StageError):
+    """The last stage is still compiling the answer's grammar."""
+
+    code = "grammar_not_ready"
+    retry = Retry.SAFE
+    usual_step = "send the request again in some seconds, or with a simpler schema"
 
 
 class PipelineBroken(StageError):

@@ -62,6 +62,7 @@ class Choice:
     prompt_sent: int = 0  # prompt log-probabilities sent over the current stream
     prompt_read: int = 0  # prompt tokens computed so far, not yet reported; 0: nothing to report
     crashes: int = 0  # crashed steps that counted against it
+    grammar_waits: int = 0  # times that its grammar was not ready
 
     @property
     def sampling(self) -> SamplingParams:

@@ -10,10 +10,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
+from edgepipe.engine.grammar_waits import GrammarWaits
 from edgepipe.engine.pump import StepNews
 from edgepipe.engine.requests import Choice, GatewayStream, Request, known_bytes, submission_bytes
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
-from edgepipe.errors import EdgepipeError, PeerClosed, QueueFull, RemoteProtocolError
+from edgepipe.errors import EdgepipeError, GrammarNotReady, PeerClosed, QueueFull, RemoteProtocolError
 from edgepipe.ids import RequestId, RequestKey, SequenceId
 from edgepipe.model.facts import ModelConfig
 from edgepipe.sampling import SamplingParams, TokenLogprobs
@@ -58,6 +59,7 @@ class RequestTable:
         self._loop = asyncio.get_running_loop()
         self._requests: dict[RequestKey, Request] = {}
         self._choices: dict[SequenceId, Choice] = {}  # not ended
+        self._waits = GrammarWaits(self._begin_again)
         self._finished: OrderedDict[RequestKey, float] = OrderedDict()  # by key: when to forget, ascending
         self._forget_timer: asyncio.TimerHandle | None = None
         self._sequences = 0
@@ -66,6 +68,7 @@ class RequestTable:
     def attach(self, queue: Queue) -> None:
         """Continue all requests in a new epoch, from their tokens so far."""
         self._queue, self._refusal = queue, None
+        self._waits.close()
         for request in list(self._requests.values()):
             waiting = [choice for choice in request.choices if choice.ending is None]
             try:
@@ -183,7 +186,8 @@ class RequestTable:
                 choice.prompt_read = num_tokens
                 self._mark(choice)
         for sequence, error in news.failures.items():
-            if (choice := self._choices.get(sequence)) is not None:
+            choice = self._choices.get(sequence)
+            if choice is not None and not (isinstance(error, GrammarNotReady) and self._wait(choice)):
                 self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))
         self.note(news.events, news.logprobs)
 
@@ -203,6 +207,7 @@ class RequestTable:
                 choice.add(event.token_id, scores)
                 if choice.crashes >= _SUSPECTED:
                     choice.crashes = 0  # it was alone in this step, which retired
+                choice.grammar_waits = 0
                 self._hold(choice.request, choice.request.token_bytes)
                 self._mark(choice)
             else:
@@ -249,6 +254,7 @@ class RequestTable:
 
     def close(self) -> None:
         """Drop all requests and timers."""
+        self._waits.close()
         for request in self._requests.values():
             request.attach(None)
         self._requests.clear()
@@ -276,6 +282,29 @@ class RequestTable:
         self._held_bytes += request.held_bytes
         self._choices.update((choice.sequence, choice) for choice in request.choices)
         self.note(events)
+
+    def _wait(self, choice: Choice) -> bool:
+        """Let a choice wait for its grammar, as another sequence: the stages have forgotten this one."""
+        del self._choices[choice.sequence]
+        self._sequences += 1
+        choice.sequence = SequenceId(self._sequences)
+        self._choices[choice.sequence] = choice
+        if choice.wanted is not None and len(choice.log) >= choice.wanted:
+            self._end(choice, Ending(reason="cancelled", num_tokens=len(choice.log)))
+            return True
+        return self._waits.hold(choice)
+
+    def _begin_again(self, choice: Choice) -> None:
+        """Submit a choice that has waited for its grammar. Without an epoch, the next one takes it."""
+        if self._queue is None:
+            return
+        try:
+            self.note(self._queue.submit([self._spec(choice)], accepted=True))
+        except EdgepipeError as error:
+            self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))
+            return
+        if choice.wanted is not None and choice.ending is None:
+            self.note(self._queue.cancel(choice.sequence, at_position=choice.wanted))
 
     def _keep(self, specs: Sequence[SequenceSpec]) -> list[Event]:
         """Check that sequences may wait for the next epoch. Raises QueueFull."""
@@ -334,7 +363,7 @@ class RequestTable:
 
     def _cancel(self, choice: Choice, at_position: int) -> None:
         choice.wanted = at_position if choice.wanted is None else min(choice.wanted, at_position)
-        if self._queue is not None:
+        if self._queue is not None and choice not in self._waits:
             self.note(self._queue.cancel(choice.sequence, at_position=at_position))
         elif len(choice.log) >= at_position:
             self._end(choice, Ending(reason="cancelled", num_tokens=len(choice.log)))
@@ -386,6 +415,7 @@ class RequestTable:
 
     def _end(self, choice: Choice, ending: Ending) -> None:
         choice.ending = ending
+        self._waits.drop(choice)
         del self._choices[choice.sequence]
         self._mark(choice)
         request = choice.request
@@ -399,6 +429,7 @@ class RequestTable:
         """Cancel a request without an answer and drop its results."""
         request.attach(None)
         for choice in request.choices:
+            self._waits.drop(choice)
             if self._choices.pop(choice.sequence, None) is not None and self._queue is not None:
                 self._queue.cancel(choice.sequence, at_position=0)
         self._finished.pop(request.key, None)

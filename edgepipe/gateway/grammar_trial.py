@@ -5,30 +5,29 @@ from __future__ import annotations
 from edgepipe.gateway.problems import busy
 from edgepipe.model.warm_child import ChildEnded, WarmChild
 from edgepipe.sampling import GrammarSpec
-from edgepipe.sampling.grammar import unusable_schema
+from edgepipe.sampling.grammar_trial import (
+    CHILD_MODULE,
+    CHILD_START_S,
+    TRIAL_CPU_S,
+    VERDICT_BYTES,
+    pack_question,
+    read_verdict,
+)
 
-_START_S = 20.0  # start of an interpreter on an overloaded machine
-_TRIAL_S = 60.0  # time for the child's CPU limit on a busy machine
-_MOST_BYTES = 4096  # an answer is a sentence
-
-
-class GrammarTooHard(Exception):
-    """Compiling the grammar takes more work than a request may cause."""
+_TRIAL_S = 30.0  # time for the trial's CPU limit on a busy machine
 
 
 class GrammarTrial:
     """Tries one grammar at a time. The first grammar starts the child process."""
 
     def __init__(self) -> None:
-        self.child = WarmChild("edgepipe.gateway.grammar_child", start_s=_START_S)
+        self.child = WarmChild(CHILD_MODULE, start_s=CHILD_START_S)
 
     async def check(self, grammar: GrammarSpec) -> None:
         """Compile a grammar. Raises RequestInvalid for an invalid grammar, GrammarTooHard, HttpProblem 503."""
+        question = pack_question(grammar, cpu_s=TRIAL_CPU_S)
         try:
-            fact = await self.child.ask(grammar.text.encode(), within_s=_TRIAL_S, most_bytes=_MOST_BYTES)
+            verdict = await self.child.ask(*question, within_s=_TRIAL_S, most_bytes=VERDICT_BYTES)
         except (TimeoutError, ChildEnded) as exc:
-            if isinstance(exc, ChildEnded) and exc.started:
-                raise GrammarTooHard from exc
             raise busy("the schema could not be compiled: this machine has too little CPU time or memory now") from exc
-        if fact:
-            raise unusable_schema(fact.decode())
+        read_verdict(verdict, cpu_s=TRIAL_CPU_S)

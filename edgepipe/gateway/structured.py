@@ -19,12 +19,12 @@ from edgepipe.gateway.answer_reader import AnswerFormat
 from edgepipe.gateway.checked_schema import checked_schema, invalid_schema
 from edgepipe.gateway.closed_schema import closed_parameters
 from edgepipe.gateway.formats.chat_format import CallForm, ChatFormat, Functions, Reasoning
-from edgepipe.gateway.grammar_trial import GrammarTooHard
 from edgepipe.gateway.problems import HttpProblem, bad_request
 from edgepipe.gateway.schema import MAX_TOOLS
 from edgepipe.gateway.schema_keywords import expressible
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import json_grammar, lark_grammar, rule_of
+from edgepipe.sampling.grammar_trial import GrammarTooHard
 
 MAX_CACHED_GRAMMARS = 64
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -118,7 +118,7 @@ async def _check(grammar: GrammarSpec, form: AnswerForm | None, choice: ToolChoi
     try:
         await compiler.check(grammar)
     except GrammarTooHard as exc:
-        raise _too_hard(param) from exc
+        raise _too_hard(exc, param) from exc
     except RequestInvalid as exc:
         await _find_bad_tool(choice.all_functions, compiler)
         raise invalid_schema(exc, param=param) from exc
@@ -137,13 +137,13 @@ async def _find_bad_tool(functions: Mapping[str, Mapping[str, Any]], compiler: G
         try:
             await compiler.check(json_grammar(schema))
         except GrammarTooHard as exc:
-            raise _too_hard(param) from exc
+            raise _too_hard(exc, param) from exc
         except RequestInvalid as exc:
             raise invalid_schema(exc, param=param) from exc
 
 
-def _too_hard(param: str) -> HttpProblem:
-    text = "this schema cannot constrain the output: compiling it takes too much work; use simpler patterns"
+def _too_hard(error: GrammarTooHard, param: str) -> HttpProblem:
+    text = f"this schema cannot constrain the output: {error.fact}; use simpler patterns and narrower ranges"
     return bad_request(text, param=param, code="invalid_schema")
 
 

@@ -5,17 +5,17 @@ from edgepipe.sampling.draws import draw
 from edgepipe.sampling.logprobs import LogprobLog, PromptLogprobs, TokenLogprobs
 from edgepipe.sampling.params import GrammarSpec, SamplingParams
 from edgepipe.sampling.sampler import Sampled, SampleRow, sample
-from edgepipe.sampling.sequence import OpenGrammars, SequenceSampler
+from edgepipe.sampling.sequence import SequenceSampler, StartGrammar
 
 __all__ = [
     "GrammarSpec",
     "LogprobLog",
-    "OpenGrammars",
     "PromptLogprobs",
     "SampleRow",
     "Sampled",
     "SamplingParams",
     "SequenceSampler",
+    "StartGrammar",
     "TokenLogprobs",
     "draw",
     "logit_edits",

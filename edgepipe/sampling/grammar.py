@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from edgepipe.errors import RequestInvalid, StepFailed
 from edgepipe.sampling.params import GrammarSpec
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 Bitmask = npt.NDArray[np.int32]
 """``[ceil(V / 32)]``: bit ``i`` of word ``w`` tells whether token ``32 * w + i`` is allowed."""
@@ -63,16 +64,53 @@ def rule_of(spec: GrammarSpec, name: str) -> str:
     return name + spec.text.partition("start")[2].rstrip("\n")
 
 
-def check_grammar(spec: GrammarSpec) -> None:
-    """Compile the grammar and throw it away: some ms, up to a second for the largest, without end for hostile patterns.
+def parser_limits() -> LLParserLimits:
+    """Return llguidance's limits for every grammar, on trial and on a stage.
 
-    Raises RequestInvalid with the fault.
+    They bound a token's work: with them the costliest masks found take some 20 ms. Building has no such bound
+    (``edgepipe.sampling.grammar_trial``). Large lexemes are not computed in advance, since that work and its failure
+    depend on the vocabulary, which the trial does not have.
     """
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(step_lexer_fuel=50_000, precompute_large_lexemes=False, verbose_errors=False)
+
+
+def check_grammar(spec: GrammarSpec) -> None:
+    """Build what a stage builds, over a vocabulary of single bytes, follow how every output begins, and drop it.
+
+    Takes some ms, up to 0.2 s for the largest ordinary schemas, without end for hostile ones. Raises RequestInvalid
+    with the fault.
+    """
+    matcher = _matcher(_byte_vocabulary().library, spec)
+    for _ in range(_FORCED_BYTES):
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        if len(allowed) != 1 or matcher.is_stopped():
+            break
+        matcher.consume_token(int(allowed[0]))
+    if matcher.is_error():
+        raise unusable_schema(_reason(matcher.get_error()))
+
+
+_FORCED_BYTES = 64  # followed at the beginning of an output, such as an object's brace
+
+
+@cache
+def _byte_vocabulary() -> GrammarTokenizer:
+    """Return the smallest vocabulary. The vocabulary's size adds little to the work of building a grammar."""
+    tokens = [*(bytes([byte]) for byte in range(256)), b""]
+    return GrammarTokenizer(tokens, encode=lambda text: list(text.encode()), end_ids=[256], special_ids=[256])
+
+
+def _matcher(library: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
+    """Build a grammar's matcher. Raises RequestInvalid with the fault."""
     from llguidance import LLMatcher
 
-    failed, messages = LLMatcher.validate_grammar_with_warnings(spec.text)
-    if failed:
-        raise unusable_schema(_reason(messages[0]))
+    matcher = LLMatcher(library, spec.text, log_level=0, limits=parser_limits())
+    if matcher.is_error():
+        raise unusable_schema(_reason(matcher.get_error()))
+    return matcher
 
 
 def unusable_schema(fact: str) -> RequestInvalid:
@@ -114,31 +152,51 @@ class GrammarTokenizer:
         self.num_words = -(-len(tokens) // 32)
 
 
+class BuiltGrammar:
+    """A compiled grammar, which the states of all its outputs share."""
+
+    def __init__(self, tokenizer: GrammarTokenizer, spec: GrammarSpec, *, num_bytes: int = 0) -> None:
+        """Compile. ``num_bytes``: memory that it takes, as measured on trial. Raises RequestInvalid with the fault."""
+        self.num_bytes = num_bytes
+        self._matcher = _matcher(tokenizer.library, spec)
+        self._num_words = tokenizer.num_words
+
+    def state(self, tokens: Sequence[int] = ()) -> GrammarState:
+        """Return the state after these tokens. Raises StepFailed for a forbidden one."""
+        return GrammarState(self, self._matcher.deep_copy(), self._num_words, tokens)
+
+
 class GrammarState:
     """State of one output in its grammar: a function of the tokens taken."""
 
-    def __init__(self, tokenizer: GrammarTokenizer, spec: GrammarSpec, tokens: Sequence[int] = ()) -> None:
-        """Compile, then take the known tokens. Raises StepFailed for an invalid grammar or token."""
-        from llguidance import LLMatcher
-
-        self._matcher: LLMatcher = LLMatcher(tokenizer.library, spec.text, log_level=0)
-        self._num_words = tokenizer.num_words
-        self._check()
+    def __init__(self, built: BuiltGrammar, matcher: LLMatcher, num_words: int, tokens: Sequence[int]) -> None:
+        """Take the known tokens. Raises StepFailed for a forbidden one."""
+        self._built = built  # alive, and counted, as long as one of its states
+        self._matcher = matcher
+        self._num_words = num_words
+        self._mask: Bitmask | None = None  # at the current state
         for token in tokens:
             self.take(token)
+
+    def restarted(self, tokens: Sequence[int]) -> GrammarState:
+        """Return the state after other tokens. Raises StepFailed for a forbidden one."""
+        return self._built.state(tokens)
 
     def take(self, token: int) -> None:
         """Append ``token`` to the output. Raises StepFailed if the grammar forbids it."""
         if self._matcher.is_stopped() and not self._matcher.is_error():
             return  # complete: tokens after an ignored end are unconstrained
+        self._mask = None
         self._matcher.consume_token(token)
         self._check()
 
     def mask(self) -> Bitmask:
         """Return the allowed next tokens: only end tokens once the output is complete. Raises StepFailed."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
-        self._check()
-        return bits[: self._num_words]
+        if self._mask is None:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+            self._check()
+            self._mask = bits[: self._num_words]
+        return self._mask
 
     def _check(self) -> None:
         if self._matcher.is_error():

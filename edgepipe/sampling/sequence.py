@@ -8,16 +8,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.errors import EdgepipeError, StepFailed
+from edgepipe.errors import EdgepipeError, GrammarNotReady, StepFailed
 from edgepipe.sampling.draws import draw
 from edgepipe.sampling.edits import TokenEdits
-from edgepipe.sampling.grammar import Bitmask, GrammarState, GrammarTokenizer
+from edgepipe.sampling.grammar import Bitmask, GrammarState
 from edgepipe.sampling.params import SamplingParams
 
 _NOBODY = np.zeros(0, np.int64)
 
-OpenGrammars = Callable[[], GrammarTokenizer]
-"""Returns the model's vocabulary for grammars. The first call may take a second. Raises EdgepipeError."""
+StartGrammar = Callable[[Sequence[int]], GrammarState]
+"""Returns the state of a sequence's grammar after these output tokens. Never waits for the grammar to be compiled.
+
+Raises GrammarNotReady, or the reason why the grammar cannot be used.
+"""
 
 
 class SequenceSampler:
@@ -31,7 +34,7 @@ class SequenceSampler:
         prompt: Sequence[int] = (),
         generated: Sequence[int] = (),
         end_ids: Sequence[int] = (),
-        open_grammars: OpenGrammars | None = None,
+        start_grammar: StartGrammar | None = None,
         fault: EdgepipeError | None = None,
     ) -> None:
         """
@@ -39,7 +42,7 @@ class SequenceSampler:
         prompt         prompt tokens in any order, if ``params.penalises_prompt``; duplicates are not needed
         generated      output tokens so far, if ``params.needs_output``
         end_ids        banned before ``params.min_tokens``
-        open_grammars  needed for a grammar
+        start_grammar  needed for a grammar
         fault          reason why the sequence cannot be sampled; ``begin`` raises it
         """
         self.params = params
@@ -47,12 +50,11 @@ class SequenceSampler:
         self._choice = choice
         self._prompt = prompt
         self._end_ids = np.array(end_ids, np.int64)
-        self._open_grammars = open_grammars
+        self._start_grammar = start_grammar
         self._fault = fault
         self._generated = list(generated) if params.needs_output else []
         self._edits: TokenEdits | None = None  # created at the first sampling, since long prompts take time
         self._grammar: GrammarState | None = None
-        self._mask: tuple[int, Bitmask | None] | None = None  # computed in advance for that output position
 
     @property
     def edits(self) -> TokenEdits:
@@ -75,21 +77,20 @@ class SequenceSampler:
                     fact=f"it has {len(self._generated)} of {position}",
                 )
             del self._generated[position:]
-            self._edits = self._grammar = self._mask = None
+            self._edits = self._grammar = None
         if self._edits is None:
             self._edits = TokenEdits(self.params, self._prompt)
             for token in self._generated:
                 self._edits.took(token)
         if self.params.grammar is not None and self._grammar is None:
-            assert self._open_grammars is not None, "a grammar needs the model's vocabulary"
-            self._grammar = GrammarState(self._open_grammars(), self.params.grammar, self._generated)
+            self._grammar = self._open_grammar()
 
     def allowed(self, position: int) -> tuple[Bitmask | None, npt.NDArray[np.int64]]:
         """Return the allowed tokens at the current position: a mask (None: all), and additionally banned tokens.
 
         Raises StepFailed.
         """
-        mask = self._grammar_mask(position)
+        mask = self._grammar.mask() if self._grammar is not None else None
         if position >= self.params.min_tokens or not len(self._end_ids):
             return mask, _NOBODY
         if mask is None:
@@ -109,16 +110,17 @@ class SequenceSampler:
     def look_ahead(self) -> None:
         """Compute the grammar's next mask now, while the sequence's next step passes through the pipeline."""
         if self._grammar is not None:
-            self._grammar_mask(len(self._generated))
+            self._grammar.mask()
 
-    def warm(self) -> None:
-        """Do slow preparations before the first sampling. Raises EdgepipeError."""
-        self.begin(len(self._generated))
-        self.look_ahead()
+    def _open_grammar(self) -> GrammarState:
+        """Return the grammar's state after the output. Raises EdgepipeError.
 
-    def _grammar_mask(self, position: int) -> Bitmask | None:
-        if self._grammar is None:
-            return None
-        if self._mask is None or self._mask[0] != position:
-            self._mask = (position, self._grammar.mask())
-        return self._mask[1]
+        A sequence whose grammar was not ready once is never sampled: a device may have computed its candidates
+        without a mask. The engine begins it again as another sequence.
+        """
+        assert self._start_grammar is not None, "a grammar needs the model's vocabulary"
+        try:
+            return self._start_grammar(self._generated)
+        except GrammarNotReady as exc:
+            self._fault = exc
+            raise

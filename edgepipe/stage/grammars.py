@@ -15,7 +15,7 @@ OpenTokenizer = Callable[[], Tokenizer]
 
 
 class Grammars:
-    """Keeps the loaded model's vocabulary; used on sampler threads."""
+    """Keeps the loaded model's vocabulary; used on the threads that compile grammars."""
 
     def __init__(self, open_tokenizer: OpenTokenizer | None) -> None:
         self._open_tokenizer = open_tokenizer

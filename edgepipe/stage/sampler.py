@@ -79,10 +79,6 @@ class SamplerPool:
         for start, end in pairwise(bounds):
             self._threads.submit(job.run, start, end)
 
-    def warm(self, sampler: SequenceSampler) -> None:
-        """Compile a sequence's grammar while its prompt is computed."""
-        self._threads.submit(_quietly, sampler.warm, sampler)
-
     def close(self) -> None:
         """Finish the queued steps and end the threads."""
         self._closing = True
@@ -93,7 +89,7 @@ class SamplerPool:
         on_result(result)
         for row in rows:
             if row.sampler.params.grammar is not None and not self._closing:
-                self._threads.submit(_quietly, row.sampler.look_ahead, row.sampler)
+                self._threads.submit(_look_ahead, row.sampler)
 
 
 class _StepJob:
@@ -204,10 +200,10 @@ def _part_of(picked: PickedCandidates, start: int, end: int) -> PickedCandidates
     )
 
 
-def _quietly(work: Callable[[], None], sampler: SequenceSampler) -> None:
-    """Run optional work. Its errors recur when the sequence is sampled, and are reported then."""
+def _look_ahead(sampler: SequenceSampler) -> None:
+    """Compute a grammar's next mask. An error recurs when the sequence is sampled, and is reported then."""
     try:
         with sampler.lock:
-            work()
+            sampler.look_ahead()
     except EdgepipeError as exc:
         logger.debug("a grammar cannot be followed: %s", exc)

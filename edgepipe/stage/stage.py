@@ -40,6 +40,8 @@ from edgepipe.security.certificates import read_certificate
 from edgepipe.security.mutual_tls import Peer, Security
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.dialling import grpc_dial
+from edgepipe.stage.grammar_builds import GrammarBuilds, Trial
+from edgepipe.stage.grammar_trial import StageTrial
 from edgepipe.stage.grammars import Grammars, OpenTokenizer
 from edgepipe.stage.sampler import Sampler, SamplerPool, default_threads
 from edgepipe.stage.service import Commands, Frames, add_service
@@ -84,7 +86,8 @@ class Stage:
 
     Without ``compute`` it makes its own thread. Pass one if the backend must be created on that thread:
     ``backend = await compute.call(lambda: create_backend(...))``. ``network`` emulates a network for data that leaves
-    this node. ``open_tokenizer`` reads the served model's tokenizer, for grammars.
+    this node. ``open_tokenizer`` reads the served model's tokenizer, for grammars. ``grammar_trial`` replaces the trial
+    in a child process.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Stage:
         sampler: Sampler = sample,
         sampler_threads: int | None = None,
         open_tokenizer: OpenTokenizer | None = None,
+        grammar_trial: Trial | None = None,
         compute: ComputeThread | None = None,
         dial: Dial | None = None,
         network: Network | None = None,
@@ -115,7 +119,7 @@ class Stage:
         self._tools = Tools(
             compute=self._compute,
             samplers=SamplerPool(sampler, num_threads=sampler_threads or default_threads(), clock=clock),
-            open_grammars=self._grammars.open,
+            grammars=GrammarBuilds(self._grammars.open, grammar_trial or StageTrial()),
             clock=clock,
             trace=self._trace,
             counters=self._counters,
@@ -211,6 +215,7 @@ class Stage:
         await self._compute.call(self._backend.close)
         await self._compute.close()
         self._tools.samplers.close()
+        await self._tools.grammars.close()
 
     async def control(self, spec: PipelineSpec, commands: Commands, replies: Replies, *, peer: Hello) -> None:
         """Serve an engine's Control stream. Raises the error that prevents opening the pipeline."""

@@ -22,9 +22,10 @@ from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
 from edgepipe.model.facts import Slice
 from edgepipe.model.memory_classes import WindowPool
-from edgepipe.sampling import OpenGrammars, SequenceSampler
+from edgepipe.sampling import SequenceSampler
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.stage.compute import ComputeThread
+from edgepipe.stage.grammar_builds import GrammarBuilds, PendingGrammar
 from edgepipe.stage.lane import Lane
 from edgepipe.stage.reports import Reports
 from edgepipe.stage.retirement import Retirement
@@ -66,7 +67,7 @@ class Tools:
 
     compute: ComputeThread
     samplers: SamplerPool
-    open_grammars: OpenGrammars
+    grammars: GrammarBuilds
     clock: Clock
     trace: Trace
     counters: Counters
@@ -108,6 +109,7 @@ class StageEpoch:
         self._paused = False
         self._crash: asyncio.Future[_Crash] = asyncio.get_running_loop().create_future()
         self._tools = tools
+        self._tasks = asyncio.TaskGroup()  # of ``run``
         self._loop = asyncio.get_running_loop()
         self._table = SequenceTable(
             num_blocks=spec.num_blocks,
@@ -133,7 +135,7 @@ class StageEpoch:
         """Execute plans until the engine ends the stream or a fault was reported to it."""
         senders = [lane.sender for lane in self._lanes.values() if lane.sender is not None]
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with self._tasks as tasks:
                 tasks.create_task(self._write(replies), name="stage-reports")
                 for sender in senders:
                     tasks.create_task(self._keep(sender), name="stage-ring")
@@ -232,18 +234,20 @@ class StageEpoch:
         return False
 
     def _new_sampler(self, registration: Registration, fault: EdgepipeError | None) -> SequenceSampler:
-        sampler = SequenceSampler(
+        grammar = registration.sampling.grammar
+        pending = PendingGrammar()
+        if grammar is not None and fault is None:
+            prepared = self._tools.grammars.prepare(grammar, registration.generated, pending)
+            self._tasks.create_task(prepared, name=f"grammar:{registration.sequence}")
+        return SequenceSampler(
             registration.sampling,
             choice=registration.choice,
             prompt=registration.seen,
             generated=registration.generated,
             end_ids=registration.end_ids,
-            open_grammars=self._tools.open_grammars,
+            start_grammar=pending.state,
             fault=fault,
         )
-        if registration.sampling.grammar is not None:
-            self._tools.samplers.warm(sampler)
-        return sampler
 
     def _make_lane(self, part: Slice) -> Lane:
         spec = self.spec

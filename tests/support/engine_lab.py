@@ -25,6 +25,7 @@ from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import SamplingParams
 from edgepipe.security.mutual_tls import Credentials, Plaintext
+from edgepipe.stage.grammar_builds import Trial
 from edgepipe.system import RandomIds, SystemClock
 from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import Hello, hello_to_wire
@@ -323,6 +324,7 @@ async def engine_lab(
     make_backend: Callable[[int], Any] | None = None,
     planner: Planner | None = None,
     constraints: Mapping[str, Any] | None = None,
+    grammar_trial: Trial | None = None,
 ) -> AsyncGenerator[EngineLab]:
     """An engine over ``num_stages`` emulated stages; everything is stopped at the end, and must be idle if it lives.
 
@@ -345,6 +347,7 @@ async def engine_lab(
                 clock=SystemClock(),
                 network=network,
                 open_tokenizer=lambda: Tokenizer(byte_level_tokenizer(config.vocab_size)),
+                grammar_trial=grammar_trial,
             )
         )
         nodes = [

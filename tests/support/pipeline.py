@@ -21,6 +21,7 @@ from edgepipe.model.facts import Slice
 from edgepipe.model.tensors import WeightSource
 from edgepipe.sampling import sample
 from edgepipe.security.mutual_tls import Credentials, Plaintext
+from edgepipe.stage.grammar_builds import Trial
 from edgepipe.stage.grammars import OpenTokenizer
 from edgepipe.stage.sampler import Sampler
 from edgepipe.stage.service import serve_control
@@ -250,6 +251,7 @@ async def local_stages(
     sampler: Sampler = sample,
     network: Network | None = None,
     open_tokenizer: OpenTokenizer | None = None,
+    grammar_trial: Trial | None = None,
     open_s: float = 30.0,
 ) -> AsyncGenerator[LocalStages]:
     """One stage per slice, loaded and listening; ``over`` is "grpc" or "memory". All is closed at the end.
@@ -269,6 +271,7 @@ async def local_stages(
                 dial=_memory_dial(by_address, clock) if over == "memory" else None,
                 network=network,
                 open_tokenizer=open_tokenizer,
+                grammar_trial=grammar_trial,
                 open_s=open_s,
                 name=f"stage {index}",
             )

@@ -21,7 +21,7 @@ from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_le
 from edgepipe.model.token_marks import TOOL_MARKS
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import GrammarSpec
-from edgepipe.sampling.grammar import GrammarState, GrammarTokenizer, check_grammar
+from edgepipe.sampling.grammar import BuiltGrammar, GrammarTokenizer, check_grammar
 
 BY_NAME = {known.name: known for known in FORMATS}
 THINK = Reasoning("<think>", "</think>")
@@ -518,7 +518,7 @@ def vocabulary() -> GrammarTokenizer:
 def takes(vocabulary: GrammarTokenizer, grammar: GrammarSpec | None, text: str) -> str:
     """``ends``: the whole text and then the end; ``goes on``: the text, but no end yet; else where it is refused."""
     assert grammar is not None
-    state = GrammarState(vocabulary, grammar)
+    state = BuiltGrammar(vocabulary, grammar).state()
     for place, byte in enumerate(text.encode()):
         if not np.unpackbits(state.mask().view(np.uint8), bitorder="little")[byte]:
             return f"refused after {text.encode()[:place].decode(errors='replace')!r}"

@@ -15,14 +15,15 @@ from edgepipe.gateway.formats.chat_format import ChatFormat
 from edgepipe.gateway.formats.hermes import HERMES
 from edgepipe.gateway.formats.llama import LLAMA
 from edgepipe.gateway.formats.mistral import MISTRAL, MISTRAL_ARGS
-from edgepipe.gateway.grammar_trial import GrammarTooHard
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import CompletionBody
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, choose_tools, plan_output
 from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
+from edgepipe.model.forked_job import JobCost
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import GrammarSpec
-from edgepipe.sampling.grammar import GrammarState, GrammarTokenizer, check_grammar
+from edgepipe.sampling.grammar import BuiltGrammar, GrammarState, GrammarTokenizer, check_grammar
+from edgepipe.sampling.grammar_trial import GrammarTooHard
 
 CITY = {"$ref": "#/$defs/city"}
 TOOLS: list[dict[str, Any]] = [
@@ -63,7 +64,7 @@ def vocabulary() -> GrammarTokenizer:
 def takes(vocabulary: GrammarTokenizer, grammar: GrammarSpec | None, text: str) -> str:
     """``ends``: the whole text and then the end; ``goes on``: the text, but no end yet; ``refuses`` otherwise."""
     assert grammar is not None
-    state = GrammarState(vocabulary, grammar)
+    state = BuiltGrammar(vocabulary, grammar).state()
     for byte in text.encode():
         if not _allowed(state)[byte]:
             return "refuses"
@@ -442,7 +443,7 @@ async def test_a_tool_that_is_too_hard_to_compile_is_named() -> None:
 
     async def check(grammar: GrammarSpec) -> None:
         if "start: %json" in grammar.text and "city" in grammar.text:
-            raise GrammarTooHard
+            raise GrammarTooHard(JobCost(cpu_s=1.0, peak_bytes=1 << 20))
         check_grammar(grammar)
 
     bad = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"a": {"type": "nothing"}}}}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgepipe.backend.types import LogitEdits, PickedCandidates
-from edgepipe.errors import RequestInvalid, StepFailed
+from edgepipe.errors import GrammarNotReady, RequestInvalid, StepFailed
 from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
 from edgepipe.model.tokenizer import Tokenizer
-from edgepipe.sampling import GrammarSpec, SampleRow, SamplingParams, SequenceSampler, draw, logit_edits, sample
+from edgepipe.sampling import (
+    GrammarSpec,
+    SampleRow,
+    SamplingParams,
+    SequenceSampler,
+    StartGrammar,
+    draw,
+    logit_edits,
+    sample,
+)
 from edgepipe.sampling.device import sample_picked
-from edgepipe.sampling.grammar import GrammarTokenizer, json_grammar
+from edgepipe.sampling.grammar import BuiltGrammar, GrammarState, GrammarTokenizer, json_grammar
 from tests.support.sampling_columns import ColumnSampler
 
 V = 61
@@ -192,6 +202,10 @@ def vocabulary() -> GrammarTokenizer:
 WORDS = json_grammar({"type": "array", "items": {"enum": ["yes", "no"]}, "minItems": 2, "maxItems": 3})
 
 
+def start_of(spec: GrammarSpec) -> StartGrammar:
+    return lambda tokens: BuiltGrammar(vocabulary(), spec).state(tokens)
+
+
 def write(sampler: SequenceSampler, *, start: int = 0, count: int = 60) -> list[int]:
     tokens: list[int] = []
     while len(tokens) < count and EOS_TOKEN_ID not in tokens:
@@ -204,26 +218,41 @@ def write(sampler: SequenceSampler, *, start: int = 0, count: int = 60) -> list[
 
 
 def test_a_grammar_binds_the_output_and_is_rebuilt_from_its_tokens() -> None:
-    params, words = SamplingParams(temperature=1.0, seed=3, grammar=WORDS, min_tokens=200), vocabulary()
-    whole = write(SequenceSampler(params, end_ids=[EOS_TOKEN_ID], open_grammars=lambda: words))
+    params, start = SamplingParams(temperature=1.0, seed=3, grammar=WORDS, min_tokens=200), start_of(WORDS)
+    whole = write(SequenceSampler(params, end_ids=[EOS_TOKEN_ID], start_grammar=start))
     assert whole[-1] == EOS_TOKEN_ID, "where nothing but the end is left, it comes before min_tokens"
     text = bytes(whole[:-1]).decode()
     assert set(text.strip("[]").replace('"', "").replace(" ", "").replace("\n", "").split(",")) <= {"yes", "no"}
     for cut in (1, 4, len(whole) - 1):
-        again = SequenceSampler(params, generated=whole[:cut], end_ids=[EOS_TOKEN_ID], open_grammars=lambda: words)
+        again = SequenceSampler(params, generated=whole[:cut], end_ids=[EOS_TOKEN_ID], start_grammar=start)
         assert write(again, start=cut) == whole[cut:]
 
 
 def test_a_grammar_that_cannot_be_followed_fails_its_row_alone() -> None:
-    words = vocabulary()
+    nothing = GrammarSpec("start: nothing")
     good = SequenceSampler(SamplingParams(temperature=0.0))
-    bad = SequenceSampler(
-        SamplingParams(temperature=0.0, grammar=GrammarSpec("start: nothing")), open_grammars=lambda: words
-    )
+    bad = SequenceSampler(SamplingParams(temperature=0.0, grammar=nothing), start_grammar=start_of(nothing))
     noise = np.random.default_rng(0).standard_normal((2, SMALLEST_VOCAB)).astype(np.float32)
     first, second = sample(noise, [SampleRow(good, 0), SampleRow(bad, 0)])
     assert first.error is None
-    assert isinstance(second.error, StepFailed)
+    assert isinstance(second.error, RequestInvalid)
+
+
+def test_a_grammar_that_was_not_ready_for_the_mask_is_not_used_for_the_draw() -> None:
+    """A device picks candidates with the step's mask; a grammar that is ready only after that would meet others."""
+    late: list[StartGrammar] = []
+
+    def start(tokens: Sequence[int]) -> GrammarState:
+        if not late:
+            raise GrammarNotReady
+        return late[0](tokens)
+
+    sampler = SequenceSampler(SamplingParams(temperature=0.0, grammar=WORDS), start_grammar=start)
+    with pytest.raises(GrammarNotReady):
+        sampler.begin(0)
+    late.append(start_of(WORDS))
+    with pytest.raises(GrammarNotReady):
+        sampler.begin(0)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.model.emulated_folder import EOS_TOKEN_ID, byte_level_tokenizer
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import SampleRow, SamplingParams, SequenceSampler, logit_edits, sample, sample_picked
-from edgepipe.sampling.grammar import GrammarTokenizer, json_grammar
+from edgepipe.sampling.grammar import BuiltGrammar, GrammarTokenizer, json_grammar
 
 V = 3 * NUM_CANDIDATES
 FULL = SamplingParams(
@@ -61,7 +61,7 @@ def test_candidates_and_whole_rows_choose_the_same(vocabulary: GrammarTokenizer)
                 replace(params, seed=index),
                 prompt=prompt,
                 end_ids=[EOS_TOKEN_ID],
-                open_grammars=lambda: vocabulary,
+                start_grammar=BuiltGrammar(vocabulary, params.grammar).state if params.grammar else None,
             )
             for index, params in enumerate(KINDS)
         ]

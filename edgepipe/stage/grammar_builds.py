@@ -1,0 +1,140 @@
+"""Compiles the grammars of sequences while their prompts are computed, beside the sampler's threads.
+
+A sampler thread never waits for a grammar: a sequence that is not ready at its first sampling is given back to the
+engine (GrammarNotReady), which begins it again a little later. Every grammar is compiled once per text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Protocol, TypeVar
+
+from edgepipe.errors import EdgepipeError, GrammarNotReady, RequestInvalid, StepFailed
+from edgepipe.model.forked_job import JobCost
+from edgepipe.sampling import GrammarSpec
+from edgepipe.sampling.grammar import BuiltGrammar, GrammarState, GrammarTokenizer
+from edgepipe.sampling.grammar_trial import GrammarTooHard
+from edgepipe.stage.built_grammars import BuiltGrammars
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DEADLINE_S = 30.0  # for a sequence's grammar, with its wait for those before it
+_NUM_THREADS = 2  # one may compile while the other replays a resumed output
+_LEAST_BYTES = 64 << 10  # of a compiled grammar: small ones are below the page-wise measure
+
+
+class Trial(Protocol):
+    """Tells whether a grammar can be compiled, and what that takes."""
+
+    async def check(self, grammar: GrammarSpec) -> JobCost:
+        """See ``StageTrial.check``."""
+        ...
+
+    async def close(self) -> None:
+        """End its processes."""
+        ...
+
+
+class PendingGrammar:
+    """A sequence's grammar, from its registration on. The loop settles it, sampler threads read it."""
+
+    def __init__(self) -> None:
+        self._first: tuple[tuple[int, ...], GrammarState] | None = None  # output so far and its state, used once
+        self._built: BuiltGrammar | None = None
+        self._error: EdgepipeError | None = None
+
+    def state(self, tokens: Sequence[int]) -> GrammarState:
+        """See ``StartGrammar``."""
+        if self._error is not None:
+            raise self._error
+        if self._built is None:
+            raise GrammarNotReady()
+        first, self._first = self._first, None
+        return first[1] if first is not None and first[0] == tuple(tokens) else self._built.state(tokens)
+
+    def ready(self, built: BuiltGrammar, tokens: tuple[int, ...], state: GrammarState) -> None:
+        """Settle it with the state after the output so far."""
+        self._first = (tokens, state)
+        self._built = built  # last, because ``state`` reads it first
+
+    def fail(self, error: EdgepipeError) -> None:
+        """Settle it with the reason why the sequence cannot go on."""
+        self._error = error
+
+
+class GrammarBuilds:
+    """Compiles one text at a time and keeps the grammars. Outlives epochs; used on the stage's loop."""
+
+    def __init__(self, open_vocabulary: Callable[[], GrammarTokenizer], trial: Trial) -> None:
+        """``open_vocabulary``: returns the model's vocabulary; the first call may take a second."""
+        self._open_vocabulary = open_vocabulary
+        self._trial = trial
+        self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="grammars")
+        self._turn = asyncio.Lock()
+        self._vocabulary: GrammarTokenizer | None = None  # that of the known grammars
+        self._known = BuiltGrammars()
+
+    async def prepare(self, spec: GrammarSpec, tokens: tuple[int, ...], pending: PendingGrammar) -> None:
+        """Settle ``pending`` with the state after these output tokens, or with the reason against it."""
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                built = await self._find(spec)
+                state = await self._run(partial(_begin, built, tokens))
+        except TimeoutError:
+            pending.fail(
+                StepFailed(
+                    "the answer's grammar was not compiled in time",
+                    fact=f"waited {DEADLINE_S:g} s",
+                    next_step="send the request again in some seconds, or with a simpler schema",
+                )
+            )
+        except EdgepipeError as exc:
+            pending.fail(exc)
+        except Exception as exc:
+            logger.exception("a grammar could not be compiled")
+            pending.fail(StepFailed("the answer's grammar could not be compiled", fact=type(exc).__name__))
+        else:
+            pending.ready(built, tokens, state)
+
+    async def close(self) -> None:
+        """End the threads and the trial's process."""
+        await self._trial.close()
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+
+    async def _find(self, spec: GrammarSpec) -> BuiltGrammar:
+        """Return a known grammar, or compile it. Raises EdgepipeError."""
+        vocabulary = await self._run(self._open_vocabulary)
+        if vocabulary is not self._vocabulary:
+            self._vocabulary, self._known = vocabulary, BuiltGrammars()
+        if (built := self._known.find(spec.text)) is not None:
+            return built
+        async with self._turn:
+            return self._known.find(spec.text) or await self._compile(spec, vocabulary)
+
+    async def _compile(self, spec: GrammarSpec, vocabulary: GrammarTokenizer) -> BuiltGrammar:
+        known = self._known
+        try:
+            cost = await self._trial.check(spec)
+            num_bytes = max(_LEAST_BYTES, cost.peak_bytes, 2 * len(spec.text))
+            known.make_room(num_bytes)
+            built = await self._run(partial(BuiltGrammar, vocabulary, spec, num_bytes=num_bytes))
+        except (RequestInvalid, GrammarTooHard) as exc:
+            raise known.refuse(spec.text, exc.fact) from None
+        known.add(spec.text, built)
+        return built
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _begin(built: BuiltGrammar, tokens: tuple[int, ...]) -> GrammarState:
+    """Replay the output so far and compute the next mask."""
+    state = built.state(tokens)
+    state.mask()
+    return state

@@ -1,0 +1,139 @@
+"""Grammars that take long to compile: their sequences wait alone, and everybody else's answers go on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+from edgepipe_emulated import oracle
+
+from edgepipe.errors import StepFailed
+from edgepipe.model.emulated_folder import EOS_TOKEN_ID
+from edgepipe.model.forked_job import JobCost
+from edgepipe.sampling import GrammarSpec, SamplingParams
+from edgepipe.sampling.grammar import check_grammar, json_grammar
+from edgepipe.sampling.grammar_trial import GrammarTooHard
+from edgepipe.stage.grammar_trial import StageTrial
+from tests.support.costly_schemas import multiples_in_a_range
+from tests.support.engine_lab import CONFIG, FakeGateway, break_stage, engine_lab, submission
+
+WORDS = json_grammar({"type": "array", "items": {"enum": ["yes", "no", "maybe"]}, "minItems": 2, "maxItems": 4})
+BOUND = SamplingParams(temperature=1.0, seed=9, grammar=WORDS)
+
+
+class HeldTrial:
+    """Takes as long as the test wants."""
+
+    def __init__(self) -> None:
+        self.goes_on = asyncio.Event()
+        self.asked = asyncio.Event()
+        self.texts: list[str] = []
+        self.too_hard = False
+
+    async def check(self, grammar: GrammarSpec) -> JobCost:
+        self.texts.append(grammar.text)
+        self.asked.set()
+        await self.goes_on.wait()
+        cost = JobCost(cpu_s=3.0, peak_bytes=130 << 20)
+        if self.too_hard:
+            raise GrammarTooHard(cost)
+        check_grammar(grammar)
+        return cost
+
+    async def close(self) -> None:
+        self.goes_on.set()
+
+
+def prompt_of(seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, 9).tolist()
+
+
+async def others_answer(gateway: FakeGateway, name: str) -> None:
+    """A request without a grammar gets all its tokens now."""
+    gateway.send(submission(name, prompt_of(2), 60))
+    assert (await gateway.ended(name)).ids == oracle.generate(prompt_of(2), 60, CONFIG, ignore_eos=True)
+
+
+async def test_a_grammar_that_is_refused_late_ends_its_request_alone() -> None:
+    trial = HeldTrial()
+    trial.too_hard = True
+    async with engine_lab(grammar_trial=trial) as lab:
+        gateway = await lab.gateway()
+        epoch = lab.engine.state().epoch
+        gateway.send(submission("costly", prompt_of(1), 30, num_choices=4, sampling=BOUND))
+        await trial.asked.wait()
+        await others_answer(gateway, "before")
+        trial.goes_on.set()
+        for choice in range(4):
+            error = (await gateway.ended("costly", choice=choice)).error
+            assert isinstance(error, StepFailed)
+            assert "3.00 s of processor time and 130 MiB" in error.fact
+        await others_answer(gateway, "after")
+        assert trial.texts == [WORDS.text], "one trial for all choices"
+        assert lab.engine.state().epoch == epoch
+        await lab.settle()
+        lab.assert_idle()
+
+
+async def test_an_answer_that_waited_for_its_grammar_is_the_same() -> None:
+    async def answers(trial: HeldTrial) -> list[list[int]]:
+        async with engine_lab(grammar_trial=trial) as lab:
+            gateway = await lab.gateway()
+            for index in range(3):
+                params = replace(BOUND, seed=index)
+                gateway.send(
+                    submission(f"g{index}", prompt_of(index), 80, num_choices=2, ignore_eos=False, sampling=params)
+                )
+            await trial.asked.wait()
+            await others_answer(gateway, "free")
+            trial.goes_on.set()
+            found = [(await gateway.ended(f"g{index}", choice=choice)).ids for index in range(3) for choice in (0, 1)]
+        assert trial.texts == [WORDS.text], "compiled once for all"
+        return found
+
+    soon, late = HeldTrial(), HeldTrial()
+    soon.goes_on.set()
+    wanted = await answers(soon)
+    assert await answers(late) == wanted
+    assert all(ids[-1] == EOS_TOKEN_ID for ids in wanted)
+
+
+async def test_a_cancelled_answer_does_not_wait_for_its_grammar() -> None:
+    trial = HeldTrial()
+    async with engine_lab(grammar_trial=trial) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("bound", prompt_of(1), 30, sampling=BOUND))
+        await trial.asked.wait()
+        await others_answer(gateway, "free")
+        gateway.cancel("bound")
+        assert (await gateway.ended("bound")).ids == []
+        await lab.settle()
+        lab.assert_idle()
+
+
+async def test_a_new_epoch_compiles_the_grammar_again() -> None:
+    trial = HeldTrial()
+    async with engine_lab(grammar_trial=trial) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("bound", prompt_of(1), 80, ignore_eos=False, sampling=BOUND))
+        await trial.asked.wait()
+        epoch = lab.engine.state().epoch
+        break_stage(lab, 1)
+        await lab.until(lambda: lab.engine.state().epoch != epoch)
+        trial.goes_on.set()
+        assert (await gateway.ended("bound")).ids[-1] == EOS_TOKEN_ID
+        assert set(trial.texts) == {WORDS.text}
+
+
+async def test_a_gateway_that_skips_its_trial_stops_nobody() -> None:
+    """The schema takes seconds and a hundred MiB to compile; the stage's own trial ends that."""
+    hostile = replace(BOUND, grammar=json_grammar(multiples_in_a_range(20, 900_000)))
+    async with engine_lab(grammar_trial=StageTrial(cpu_s=0.3)) as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("hostile", prompt_of(1), 30, num_choices=2, sampling=hostile))
+        await others_answer(gateway, "free")
+        for choice in (0, 1):
+            error = (await gateway.ended("hostile", choice=choice)).error
+            assert isinstance(error, StepFailed)
+            assert "at most 0.3 s" in error.fact
