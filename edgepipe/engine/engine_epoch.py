@@ -16,7 +16,7 @@ from edgepipe.engine.quarantine import Missed
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.sites import StageSite
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
-from edgepipe.ids import Epoch, PipelineId, SequenceId
+from edgepipe.ids import Epoch, NodeId, PipelineId, SequenceId
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.memory_classes import memory_classes
@@ -156,6 +156,10 @@ class EngineEpoch:
                     device_failed=control.device_failed,
                 )
         return None
+
+    def node_named(self, name: str) -> NodeId | None:
+        """Return the node of that name, if it has a stage."""
+        return next((site.node_id for site in self.sites if site.node_name == name), None)
 
     def missed(self) -> Missed:
         """Return connections that could not be made, or that broke between stages."""
