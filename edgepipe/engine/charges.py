@@ -53,7 +53,8 @@ class Charges:
         self._barren = 0 if further else 1 if served_s >= self._timeouts.forgiven_s else self._barren + 1
         self.pauses.ended(node_id, now_s, further=further, served_s=served_s)
         if event.crash is not None:
-            return self.crashed((event.crash,), now_s)
+            self._ended = None
+            return self._crashed((event.crash,), now_s)
         if node_id is not None and self._quarantine.lost(node_id, _lost(event.error), now_s):
             self._tried[f"a placement without {self._name(node_id)}"] = None
         self._ended = event, node_id
@@ -62,14 +63,17 @@ class Charges:
     def prepared(self, node_ids: frozenset[NodeId], crashes: Iterable[Crash], now_s: float) -> list[Command]:
         """Charge the last epoch's end now that its stages are prepared again and have reported crashed steps."""
         self.fresh -= node_ids
-        if told := tuple(crashes):
-            return self.crashed(told, now_s)
         (event, node_id), self._ended = self._ended or (None, None), None
-        return self._count_stalls(event, node_id) if event is not None else []
+        told = tuple(crashes)
+        if event is not None and not told:
+            return self._count_stalls(event, node_id)
+        if event is not None:
+            in_steps = frozenset[RequestKey]().union(*(crash.requests for crash in told))
+            self._stalls.note(event.progress.stalled & in_steps or event.progress.stalled, node_id)
+        return self._crashed(told, now_s)
 
-    def crashed(self, crashes: Iterable[Crash], now_s: float) -> list[Command]:
+    def _crashed(self, crashes: Iterable[Crash], now_s: float) -> list[Command]:
         """Charge crashed steps, which say more than where their epoch ended."""
-        self._ended = None
         return [command for crash in crashes for command in self._judge(crash, now_s)]
 
     def refuses_all(self, pause_s: float) -> bool:
@@ -84,7 +88,7 @@ class Charges:
 
     def refused_all(self) -> None:
         """All requests have ended."""
-        self._stalls.keep_only(frozenset())
+        self._stalls.keep_only(())
         self._ended = None
 
     def broken(self, model: str, error: EdgepipeError, pause_s: float) -> PipelineBroken:
@@ -99,7 +103,7 @@ class Charges:
         )
 
     def _count_stalls(self, event: EpochEnded, node_id: NodeId | None) -> list[Command]:
-        verdict = self._stalls.count(event.progress, node_id)
+        verdict = self._stalls.count(event.progress.stalled, node_id)
         commands: list[Command] = []
         if verdict.suspects or self._suspects:
             commands.append(Suspect(requests=verdict.suspects))
@@ -128,6 +132,7 @@ class Charges:
             self._quarantine.failed(crash.node_id, clause(crash.error), now_s)
             self._tried[f"a placement without {name}"] = None
         if not verdict.accused:
+            self._stalls.forget(verdict.acquitted)
             return [Acquit(requests=verdict.acquitted)]
         if crash.guilty:
             self._forgive([crash.node_id] * self._barren)

@@ -6,7 +6,7 @@ its prompt. Steps that compute lost positions again are no progress, however man
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from edgepipe.ids import NodeId, RequestId, RequestKey
@@ -39,16 +39,24 @@ class Stalls:
     def __init__(self) -> None:
         self._ended_by: dict[RequestKey, tuple[NodeId | None, ...]] = {}  # nodes that ended those epochs
 
-    def keep_only(self, requests: frozenset[RequestKey]) -> None:
+    def keep_only(self, requests: Collection[RequestKey]) -> None:
         """Forget all other requests: they got further, or ended."""
         self._ended_by = {key: nodes for key, nodes in self._ended_by.items() if key in requests}
 
-    def count(self, progress: EpochProgress, node_id: NodeId | None) -> Stalled:
-        """Count an epoch that ``node_id`` ended."""
-        self.keep_only(progress.stalled | progress.waiting)
-        for key in progress.stalled:
-            self._ended_by[key] = (*self._ended_by.get(key, ()), node_id)
-        worst = max(progress.stalled, key=self._rank, default=None)
+    def forget(self, requests: Iterable[RequestKey]) -> None:
+        """Forget these requests, because a stage was at fault."""
+        for key in requests:
+            self._ended_by.pop(key, None)
+
+    def note(self, stalled: Iterable[RequestKey], node_id: NodeId | None) -> None:
+        """Count an epoch that ``node_id`` ended for these requests, without a verdict."""
+        for key in stalled:
+            self._ended_by[key] = (*self._ended_by.get(key, ())[-MOST_STALLS:], node_id)
+
+    def count(self, stalled: Collection[RequestKey], node_id: NodeId | None) -> Stalled:
+        """Count an epoch that ``node_id`` ended for these requests, and judge them."""
+        self.note(stalled, node_id)
+        worst = max(stalled, key=self._rank, default=None)
         if worst is None or len(self._ended_by[worst]) < MOST_STALLS:
             return Stalled(suspects=self._suspects())
         return Stalled(refused=worst, nodes=self._ended_by.pop(worst), suspects=self._suspects())
