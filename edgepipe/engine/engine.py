@@ -445,7 +445,7 @@ class Engine:
             epoch=run.epoch,
             error=error,
             crash=crash,
-            node_id=run.node_named(error.node) if not missed.links else None,  # a broken link is charged by itself
+            node_id=run.ended_by(error) if not missed.links else None,  # a broken link is charged by itself
             missed=missed,
             progress=self._table.progress(),
         )

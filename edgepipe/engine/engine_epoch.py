@@ -157,9 +157,14 @@ class EngineEpoch:
                 )
         return None
 
-    def node_named(self, name: str) -> NodeId | None:
-        """Return the node of that name, if it has a stage."""
-        return next((site.node_id for site in self.sites if site.node_name == name), None)
+    def ended_by(self, error: EdgepipeError) -> NodeId | None:
+        """Return the node whose stage ended the epoch with ``error``; None if no stage did.
+
+        A stage's report may name another node. Only the engine's own errors are taken at their word.
+        """
+        reported = [control.site.node_id for control in self._controls if control.raised is error]
+        named = [site.node_id for site in self.sites if site.node_name == error.node]
+        return next(iter(reported or named), None)
 
     def missed(self) -> Missed:
         """Return connections that could not be made, or that broke between stages."""

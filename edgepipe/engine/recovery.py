@@ -135,6 +135,7 @@ class Recovery:
         self._proposed: EpochPlacement | None = None  # next move, after the current attempt
         self._failures = 0  # attempts in a row that did not open
         self._opened_s = 0.0  # when the running epoch opened
+        self._fault: EdgepipeError | None = None  # that ended the last epoch
         self._lacking_since_s: float | None = None  # when the first placement since the last epoch was not found
         self._failed_moves = 0  # in a row
         self._asked_s = float("-inf")  # when the daemon was last asked for a placement
@@ -246,7 +247,7 @@ class Recovery:
 
     def _pause_before(self, until_s: float, now_s: float) -> list[Command]:
         """Wait before nodes are used again that ended epochs; no placement does without them."""
-        error, pause_s = self.error, until_s - now_s
+        error, pause_s = self._fault, until_s - now_s
         assert error is not None, "an epoch has ended"
         if self._charges.refuses_all(pause_s):
             broken = self._charges.broken(self._base.model, error, pause_s)
@@ -399,7 +400,7 @@ class Recovery:
             return self._fail(event.error)
         self._quarantine.note(event.missed, now_s)
         commands = self._charge(event, running, now_s)
-        self.running, self.state, self.error = None, State.RECOVERING, event.error
+        self.running, self.state, self.error, self._fault = None, State.RECOVERING, event.error, event.error
         self._lacking_since_s = None
         self.message = "recovering from the lost stage"
         return [*commands, *self._after(event.error, now_s)]
@@ -419,7 +420,7 @@ class Recovery:
         attempt = self._attempt
         self.moved = isinstance(error, StagesMove)
         if attempt is not None and attempt.phase is _Phase.PREPARED:
-            return self._open(attempt, attempt.sites)
+            return [*self._charges.prepared(frozenset(), (), now_s), *self._open(attempt, attempt.sites)]
         if attempt is not None and attempt.phase is _Phase.PREPARING and error.node in attempt.reloading:
             attempt.moves, self.moved, self.message = False, True, "stages move"
             return []
