@@ -22,8 +22,7 @@ async def dies(lab: EngineLab, *, after_steps: int) -> None:
 
 
 async def test_a_prompt_that_ends_its_stage_between_steps_each_time_is_refused_and_other_answers_go_on() -> None:
-    timeouts = EngineTimeouts(barren_min_s=0.01, broken_min_s=0.01)
-    async with engine_lab(limits=LIMITS, timeouts=timeouts, time_factor="1") as lab:
+    async with engine_lab(limits=LIMITS, time_factor="1") as lab:
         gateway = await lab.gateway()
         gateway.send(submission("guilty", LONG, 4))
         guilty, killed = gateway.answer("guilty"), 0
