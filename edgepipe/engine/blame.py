@@ -48,7 +48,7 @@ class _Record:
 
     in_a_row: deque[frozenset[RequestKey]] = field(default_factory=lambda: deque(maxlen=_MOST_IN_A_ROW))
     lately: deque[tuple[float, frozenset[RequestKey]]] = field(default_factory=lambda: deque(maxlen=_FLAWED))
-    replaced: bool = False  # its process was replaced since a step last retired
+    replaced: bool = False  # its process was replaced since a sequence last got further
 
     def is_flawed(self, now_s: float) -> bool:
         """Return whether the newest crashes came close together and have no common request."""
@@ -86,7 +86,7 @@ class Blame:
         )
 
     def worked(self) -> None:
-        """Clear the counts because a step retired: every stage of the pipeline computes."""
+        """Clear the counts because a sequence got further: every stage of the pipeline computes."""
         for record in self._records.values():
             record.in_a_row.clear()
             record.replaced = False

@@ -51,6 +51,7 @@ class StageControl:
         self._on_report = on_report
         self._channel = make_channel(site.address, security.to_process(site.certificate))
         self.crashed_step: StepId | None = None  # from a fault report: the step that failed
+        self.raised: EdgepipeError | None = None  # the error with which this stage ended the epoch
         self.device_failed = False  # from a fault report: the device failed a test step, too
         self.met = False  # a connection was established once
         self.swallowed = False  # no answer to connection attempts: a firewall, not a dead process
@@ -197,6 +198,7 @@ class StageControl:
     def _named(self, error: EdgepipeError) -> EdgepipeError:
         error.node = error.node or self.site.node_name
         error.stage = error.stage or self.site.label
+        self.raised = error
         return error
 
 

@@ -43,10 +43,12 @@ from edgepipe.engine.recovery_types import (
     Prepare,
     Prepared,
     Refuse,
+    RefuseOne,
     Release,
     Serve,
     State,
     Stopped,
+    Suspect,
     Tick,
 )
 from edgepipe.engine.service import EngineService, RequestIntake
@@ -341,6 +343,10 @@ class Engine:
                 self._table.accuse(command.sequences, command.error)
             case Acquit():
                 self._table.acquit(command.requests)
+            case Suspect():
+                self._table.suspect(command.requests)
+            case RefuseOne():
+                self._table.refuse_one(command.request, command.error)
             case Refuse():
                 self._table.refuse_all(command.error)
             case Fail():
@@ -434,13 +440,14 @@ class Engine:
         crash = None
         if broken is not None:
             crash = self._crash(broken.site, broken.sequences, error, device_failed=broken.device_failed)
+        missed = run.missed()
         return EpochEnded(
             epoch=run.epoch,
             error=error,
             crash=crash,
-            missed=run.missed(),
-            sent=run.pump.num_sent > 0,
-            retired=run.pump.num_retired > 0,
+            node_id=run.ended_by(error) if not missed.links else None,  # a broken link is charged by itself
+            missed=missed,
+            progress=self._table.progress(),
         )
 
     def _crashes(self, sites: Sequence[StageSite]) -> list[Crash]:
@@ -540,7 +547,7 @@ class Engine:
             return  # ``_resume`` reports the epoch with its numbers
         self._tell(
             state=_WORDS[core.state],
-            message=core.message,
+            message=core.doing(self._now_s()),
             error=None if serves or core.state is State.STARTING else core.error,
             epoch=core.running.epoch if core.running is not None else core.epoch,
             progress=1.0 if serves else self._status.base.progress,
@@ -549,7 +556,10 @@ class Engine:
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(self._timeouts.report_interval_s)
-            self._tell()
+            if self._core.is_pausing:
+                self._tell(message=self._core.doing(self._now_s()))
+            else:
+                self._tell()
 
     def _note_progress(self, message: str, progress: float) -> None:
         if round(progress, 2) != round(self._status.base.progress, 2):  # reported per tensor, shown in hundredths

@@ -16,7 +16,7 @@ from edgepipe.engine.quarantine import Missed
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.sites import StageSite
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
-from edgepipe.ids import Epoch, PipelineId, SequenceId
+from edgepipe.ids import Epoch, NodeId, PipelineId, SequenceId
 from edgepipe.link.shaped import Network
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.memory_classes import memory_classes
@@ -156,6 +156,15 @@ class EngineEpoch:
                     device_failed=control.device_failed,
                 )
         return None
+
+    def ended_by(self, error: EdgepipeError) -> NodeId | None:
+        """Return the node whose stage ended the epoch with ``error``; None if no stage did.
+
+        A stage's report may name another node. Only the engine's own errors are taken at their word.
+        """
+        reported = [control.site.node_id for control in self._controls if control.raised is error]
+        named = [site.node_id for site in self.sites if site.node_name == error.node]
+        return next(iter(reported or named), None)
 
     def missed(self) -> Missed:
         """Return connections that could not be made, or that broke between stages."""

@@ -73,7 +73,7 @@ class Pump:
         self._wake = asyncio.Event()
         self._error: EdgepipeError | None = None
         self._on_over: Callable[[], None] = _nobody
-        self.num_sent = self.num_retired = 0  # steps
+        self.num_retired = 0  # steps
         self._stages: Sequence[StageControl] = ()
         self._writer = StepWriter((), epoch)
         self._ends_at: Mapping[int, int] = {}  # stage index by slice
@@ -264,7 +264,6 @@ class Pump:
             if self._idle:
                 self._idle, self._working_since_s = False, self._clock.monotonic_s()
             self._send(step)
-            self.num_sent += 1
             self._recorder.planned(step, self._scheduler.stats())
             self._in_flight.append(step)
             self._prompts_wait = len(step.token_ids) > step.num_rows

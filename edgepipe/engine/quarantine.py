@@ -18,7 +18,9 @@ from edgepipe.wire.engines import LeftOut, ServeSpec, StagePlacement
 K = TypeVar("K", bound=Hashable)
 
 _FIRST_S, _LONGEST_S = 30.0, 600.0  # quarantine after a failure, doubling
-_FLAPS, _FLAPS_WITHIN_S = 3, 60.0  # this many losses within this time count as flapping
+# This many losses within this time count as flapping: a machine that restarts takes a minute or two, a step that is
+# late up to a minute.
+_FLAPS, _FLAPS_WITHIN_S = 3, 300.0
 
 
 @dataclass(slots=True)
@@ -26,6 +28,10 @@ class _Times:
     last_s: float = 0.0  # length of the last quarantine; 0: none yet
     until_s: float = 0.0
     losses: deque[float] = field(default_factory=lambda: deque[float](maxlen=_FLAPS))
+
+    def is_on_probation(self, now_s: float) -> bool:
+        """Return whether its last quarantine has not ended, or ended at most ten minutes ago."""
+        return self.last_s > 0 and now_s <= self.until_s + _LONGEST_S
 
 
 class QuarantineTimes(Generic[K]):
@@ -37,17 +43,22 @@ class QuarantineTimes(Generic[K]):
     def failed(self, item: K, now_s: float) -> None:
         """Quarantine an item for 30 s, doubling (up to 600 s) if it fails again soon after."""
         record = self._times.setdefault(item, _Times())
-        forgiven = now_s > record.until_s + _LONGEST_S
-        record.last_s = _FIRST_S if forgiven or not record.last_s else min(2 * record.last_s, _LONGEST_S)
+        record.last_s = min(2 * record.last_s, _LONGEST_S) if record.is_on_probation(now_s) else _FIRST_S
         record.until_s = now_s + record.last_s
 
-    def lost(self, item: K, now_s: float) -> None:
-        """Count a loss of an item while it served. Three losses within a minute count as a failure."""
-        losses = self._times.setdefault(item, _Times()).losses
-        losses.append(now_s)
-        if len(losses) == _FLAPS and now_s - losses[0] <= _FLAPS_WITHIN_S:
-            losses.clear()
+    def lost(self, item: K, now_s: float) -> bool:
+        """Count a loss of an item while it served. Return whether it is quarantined for that.
+
+        Three losses within five minutes count as a failure; after a quarantine, the next loss does.
+        """
+        record = self._times.setdefault(item, _Times())
+        record.losses.append(now_s)
+        full = len(record.losses) == _FLAPS and now_s - record.losses[0] <= _FLAPS_WITHIN_S
+        flaps = full or record.is_on_probation(now_s)
+        if flaps:
+            record.losses.clear()
             self.failed(item, now_s)
+        return flaps
 
     def quarantined(self, now_s: float) -> dict[K, float]:
         """Return the quarantined items, each with the remaining seconds."""
@@ -94,10 +105,12 @@ class Quarantine:
         self._reasons: dict[NodeId | Way, str] = {}  # newest reason, by node or link
         self._missed_before: frozenset[NodeId] = frozenset()  # by the last epoch that opened or failed to open
 
-    def lost(self, node_id: NodeId, now_s: float) -> None:
-        """Count the loss of a serving node; three losses within a minute are a failure."""
-        self._reasons[node_id] = "it keeps leaving and rejoining"
-        self._nodes.lost(node_id, now_s)
+    def lost(self, node_id: NodeId, reason: str, now_s: float) -> bool:
+        """Count a loss of a serving node, as ``QuarantineTimes.lost`` does. ``reason``: a clause for people."""
+        quarantined = self._nodes.lost(node_id, now_s)
+        if quarantined:
+            self._reasons[node_id] = reason
+        return quarantined
 
     def failed(self, node_id: NodeId, reason: str, now_s: float) -> None:
         """Quarantine a node for a growing time. ``reason``: a clause for people."""

@@ -11,8 +11,8 @@
                             └───────────────────────────────────────────────────┘
 
 Two placements are kept apart: the *running* one and the *attempted* one. Only an opened epoch turns the second into the
-first. Every other fact has one owner, too: quarantines (``Quarantine``), crashes (``Blame``), and the nodes that may
-hold a stage (``Recovery.held``).
+first. Every other fact has one owner, too: quarantines (``Quarantine``), who pays for the end of an epoch
+(``Charges``), and the nodes that may hold a stage (``Recovery.held``).
 
 It uses no clock and no network: callers pass times as monotonic seconds. The shell is ``Engine``.
 """
@@ -21,14 +21,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from math import ceil
 
-from edgepipe.engine.blame import Blame, Crash
+from edgepipe.engine.charges import Charges, clause
+from edgepipe.engine.pauses import growing
 from edgepipe.engine.placing import EpochPlacement, Reachable
 from edgepipe.engine.quarantine import Missed, Quarantine, in_order
 from edgepipe.engine.recovery_types import (
     Abandon,
-    Accuse,
-    Acquit,
     AskPlan,
     ClusterChanged,
     Command,
@@ -60,7 +60,6 @@ from edgepipe.errors import (
     EdgepipeError,
     NodeUnreachable,
     NoFeasiblePlacement,
-    PipelineBroken,
     StagesMove,
     StaleEpoch,
 )
@@ -127,18 +126,19 @@ class Recovery:
         self._timeouts = timeouts
         self.moved = False  # the last epoch ended because of a requested move
         self._quarantine = Quarantine()
-        self._blame = Blame()
-        self._fresh: frozenset[NodeId] = frozenset()  # nodes whose next stage needs a new process
+        self._charges = Charges(
+            self._quarantine, name=lambda node_id: self.nodes.name(node_id), limits=limits, timeouts=timeouts
+        )
         self._attempt: _Attempt | None = None
         self._attempts = 0
         self.reachable: Reachable | None = None  # None: no daemon reports
         self._proposed: EpochPlacement | None = None  # next move, after the current attempt
         self._failures = 0  # attempts in a row that did not open
-        self._barren = 0  # epochs in a row that had work and retired no step
+        self._opened_s = 0.0  # when the running epoch opened
+        self._fault: EdgepipeError | None = None  # that ended the last epoch
         self._lacking_since_s: float | None = None  # when the first placement since the last epoch was not found
         self._failed_moves = 0  # in a row
         self._asked_s = float("-inf")  # when the daemon was last asked for a placement
-        self._tried: dict[str, None] = {}  # remedies tried since a step last retired, for people
 
     def begin(self, now_s: float) -> list[Command]:
         """Prepare the first epoch at the requested placement."""
@@ -172,6 +172,17 @@ class Recovery:
             return []
         return self._went_on(self._attempt, event, now_s)
 
+    def doing(self, now_s: float) -> str:
+        """Return the current activity for people. During a pause, it says when the next attempt is made."""
+        if self.wake_at_s is None or not self.is_pausing:
+            return self.message
+        return f"{self.message}; the next attempt is in {ceil(max(0.0, self.wake_at_s - now_s))} s"
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether no epoch serves and the next attempt has a time."""
+        return self.running is None and self._attempt is None and self.wake_at_s is not None
+
     def left_out(self, now_s: float) -> tuple[LeftOut, ...]:
         """Return the current quarantines, with node names and reasons."""
         return tuple(
@@ -199,7 +210,7 @@ class Recovery:
             return self._prepared(attempt, event, now_s)
         if isinstance(event, PreparationFailed):
             if event.node_id is not None and self.state is not State.STARTING:
-                self._quarantine.failed(event.node_id, _clause(event.error), now_s)
+                self._quarantine.failed(event.node_id, clause(event.error), now_s)
             return self._attempt_failed(attempt, event.error, now_s)
         if isinstance(event, OpeningFailed):
             return self._opening_failed(attempt, event, now_s)
@@ -229,7 +240,20 @@ class Recovery:
             return self._fail(self.error)
         if attempt.moves and self.running is not None and plan.spec.stages == self.running.spec.stages:
             return self._move_failed(attempt, now_s)
+        until_s = self._charges.pauses.until_s(stage.node_id for stage in plan.spec.stages)
+        if not attempt.moves and until_s > now_s:
+            return self._pause_before(until_s, now_s)
         return self._prepare(attempt, plan.spec, now_s)
+
+    def _pause_before(self, until_s: float, now_s: float) -> list[Command]:
+        """Wait before nodes are used again that ended epochs; no placement does without them."""
+        error, pause_s = self._fault, until_s - now_s
+        assert error is not None, "an epoch has ended"
+        if self._charges.refuses_all(pause_s):
+            broken = self._charges.broken(self._base.model, error, pause_s)
+            return self._wait(broken, clause(error), until_s)
+        self._attempt, self.message, self.wake_at_s = None, clause(error), until_s
+        return []
 
     def _planning_failed(self, attempt: _Attempt, error: EdgepipeError, now_s: float) -> list[Command]:
         if self.state is State.STARTING:
@@ -260,12 +284,11 @@ class Recovery:
         if attempt.moves and self.running is not None:
             self.state = State.PREPARING_BESIDE
             attempt.reloading = self._reloading(self.running.spec, spec)
-        return [Prepare(attempt=attempt.number, placement=placement, fresh=self._fresh & placement.node_ids)]
+        return [Prepare(attempt=attempt.number, placement=placement, fresh=self._charges.fresh & placement.node_ids)]
 
     def _prepared(self, attempt: _Attempt, event: Prepared, now_s: float) -> list[Command]:
         assert attempt.placement is not None, "it was prepared"
-        self._fresh -= attempt.node_ids
-        commands = [command for crash in event.crashes for command in self._judge(crash, now_s)]
+        commands = self._charges.prepared(attempt.node_ids, event.crashes, now_s)
         if attempt.moves:
             attempt.phase, attempt.sites = _Phase.PREPARED, event.sites
             return [*commands, *self._end_epoch(StagesMove())]
@@ -283,6 +306,7 @@ class Recovery:
         self._quarantine.note(Missed(), now_s)
         self._attempt, self.running, self._base = None, attempt.placement, attempt.placement.spec
         self._failures = self._failed_moves = 0
+        self._opened_s = now_s
         self.state, self.error, self.message = State.SERVING, None, ""
         return [Serve(placement=self.running), *self._release_left(), *self._next_move(now_s)]
 
@@ -305,14 +329,14 @@ class Recovery:
             return self._fail(error)
         self._pause(error, now_s)
         if self.state is State.WAITING or self._failures >= self._limits.max_failed_epochs:
-            return self._wait(error, "trying again", self.wake_at_s)
+            return self._wait(error, "the pipeline does not open", self.wake_at_s)
         return []
 
     def _pause(self, error: EdgepipeError, now_s: float) -> None:
         """End the attempt and schedule the next one after a growing pause."""
         self._attempt, self.error = None, error
         self._failures += 1
-        self.wake_at_s = now_s + _growing(self._failures, self._timeouts.again_min_s, self._timeouts.again_max_s)
+        self.wake_at_s = now_s + growing(self._failures, self._timeouts.again_min_s, self._timeouts.again_max_s)
 
     def _meets_request(self, spec: ServeSpec, now_s: float) -> bool:
         """Return whether a first placement meets the user's constraints and avoids quarantined nodes and links."""
@@ -346,7 +370,7 @@ class Recovery:
         self._attempt, self.state = None, State.SERVING
         self._failed_moves += 1
         if self._must_leave:
-            self.wake_at_s = now_s + _growing(
+            self.wake_at_s = now_s + growing(
                 self._failed_moves, self._timeouts.move_again_min_s, self._timeouts.move_again_max_s
             )
         return [*self._release_left(), *self._next_move(now_s)]
@@ -374,73 +398,39 @@ class Recovery:
             return []
         if isinstance(event.error, StaleEpoch):
             return self._fail(event.error)
-        if (gone := self._gone(running)) is not None:
-            self._quarantine.lost(gone, now_s)
         self._quarantine.note(event.missed, now_s)
-        self.running, self.state, self.error = None, State.RECOVERING, event.error
+        commands = self._charge(event, running, now_s)
+        self.running, self.state, self.error, self._fault = None, State.RECOVERING, event.error, event.error
         self._lacking_since_s = None
         self.message = "recovering from the lost stage"
-        self._count_barren(event)
-        commands = self._judge(event.crash, now_s) if event.crash is not None else []
         return [*commands, *self._after(event.error, now_s)]
+
+    def _charge(self, event: EpochEnded, running: Placement, now_s: float) -> list[Command]:
+        """Charge the fault that ended an epoch, unless the end was planned."""
+        attempt = self._attempt
+        reloads = attempt is not None and attempt.moves and event.error.node in attempt.reloading
+        node_id = self._gone(running) or event.node_id
+        leaves = self.reachable is not None and node_id in self.reachable.leaving
+        if isinstance(event.error, StagesMove) or reloads or leaves:
+            return []
+        return self._charges.ended(event, node_id, served_s=now_s - self._opened_s, now_s=now_s)
 
     def _after(self, error: EdgepipeError, now_s: float) -> list[Command]:
         """Continue with the move in preparation if it explains the end of the epoch, else start over."""
         attempt = self._attempt
         self.moved = isinstance(error, StagesMove)
         if attempt is not None and attempt.phase is _Phase.PREPARED:
-            return self._open(attempt, attempt.sites)
+            return [*self._charges.prepared(frozenset(), (), now_s), *self._open(attempt, attempt.sites)]
         if attempt is not None and attempt.phase is _Phase.PREPARING and error.node in attempt.reloading:
             attempt.moves, self.moved, self.message = False, True, "stages move"
             return []
-        abandoned = [Abandon()] if attempt is not None else []
         self._proposed = None
-        if self._barren >= self._limits.max_barren_epochs:
-            pause_s = _growing(
-                self._barren + 1 - self._limits.max_barren_epochs,
-                self._timeouts.barren_min_s,
-                self._timeouts.barren_max_s,
-            )
-            broken = self._broken(error, pause_s)
-            return [*abandoned, *self._wait(broken, f"trying again in {pause_s:.0f} s", now_s + pause_s)]
-        return [*abandoned, *self._ask(now_s)]
-
-    def _count_barren(self, event: EpochEnded) -> None:
-        if event.retired:
-            self._barren = 0
-            self._blame.worked()
-            self._tried.clear()
-        elif event.sent:
-            self._barren += 1
-
-    def _judge(self, crash: Crash, now_s: float) -> list[Command]:
-        verdict, name = self._blame.judge(crash, now_s), self.nodes.name(crash.node_id)
-        if verdict.replace:
-            self._fresh |= {crash.node_id}
-            self._tried[f"a new stage process on {name}"] = None
-        if verdict.leave_out:
-            self._quarantine.failed(crash.node_id, _clause(crash.error), now_s)
-            self._tried[f"a placement without {name}"] = None
-        if not verdict.accused:
-            return [Acquit(requests=verdict.acquitted)]
-        if crash.guilty:
-            self._barren = 0  # the request that broke these epochs is refused now
-        return [Accuse(sequences=crash.sequences, error=crash.error)]
-
-    def _broken(self, error: EdgepipeError, pause_s: float) -> PipelineBroken:
-        return PipelineBroken(
-            f"'{self._base.model}' cannot be computed at present",
-            fact=f"{self._barren} attempts in a row ended without a token: {error.what}"
-            + (f" ({error.fact})" if error.fact else "")
-            + (f"; tried: {', '.join(self._tried)}" if self._tried else ""),
-            next_step=f"see 'edgepipe doctor'; the next attempt is in {pause_s:.0f} s, or when a machine joins",
-            node=error.node,
-            stage=error.stage,
-        )
+        return [*([Abandon()] if attempt is not None else []), *self._ask(now_s)]
 
     def _wait(self, error: EdgepipeError, message: str, wake_at_s: float | None) -> list[Command]:
         self._attempt, self.state, self.error, self.message = None, State.WAITING, error, message
         self.wake_at_s = wake_at_s
+        self._charges.refused_all()
         return [Refuse(error=error)]
 
     def _fail(self, error: EdgepipeError) -> list[Command]:
@@ -454,6 +444,9 @@ class Recovery:
         joined = before is None or any(
             before.addresses.get(node_id) != address for node_id, address in reachable.addresses.items()
         )
+        for node_id, address in reachable.addresses.items():
+            if before is not None and before.addresses.get(node_id) != address:
+                self._charges.pauses.returned(node_id, now_s)
         drained = reachable.leaving - (before.leaving if before is not None else frozenset())
         attempt = self._attempt
         if attempt is not None and attempt.placement is not None:
@@ -522,13 +515,3 @@ class Recovery:
     def _unreachable(self, node_id: NodeId) -> NodeUnreachable:
         name = self.nodes.name(node_id)
         return NodeUnreachable(f"node {name} is gone", fact="it has left, or does not answer heartbeats", node=name)
-
-
-def _growing(count: int, first_s: float, most_s: float) -> float:
-    """Return the pause: ``first_s`` the first time, doubling, at most ``most_s``."""
-    return min(first_s * 2 ** min(count - 1, 32), most_s)
-
-
-def _clause(error: EdgepipeError) -> str:
-    """Return the error in one clause, as a reason for quarantine."""
-    return error.what + (f" ({error.fact})" if error.fact else "")

@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 from edgepipe.engine.blame import Crash
 from edgepipe.engine.placing import EpochPlacement, Reachable
+from edgepipe.engine.progress import EpochProgress
 from edgepipe.engine.quarantine import Missed, Way
 from edgepipe.engine.sites import StageSite
 from edgepipe.errors import EdgepipeError
@@ -86,9 +87,9 @@ class EpochEnded:
     epoch: Epoch
     error: EdgepipeError
     crash: Crash | None = None
+    node_id: NodeId | None = None  # the node whose stage ended it, where known
     missed: Missed = field(default_factory=Missed)
-    sent: bool = False  # at least one step was sent to the stages
-    retired: bool = False  # at least one step retired
+    progress: EpochProgress = field(default_factory=EpochProgress)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +225,21 @@ class Acquit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """Try these requests one by one in the next epochs; no other request is suspected."""
+
+    requests: frozenset[RequestKey]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefuseOne:
+    """End this request with the error."""
+
+    request: RequestKey
+    error: EdgepipeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse:
     """End all requests with the error, and refuse new ones until an epoch serves."""
 
@@ -237,4 +253,18 @@ class Fail:
     error: EdgepipeError
 
 
-Command = AskPlan | Prepare | Open | Abandon | Serve | EndEpoch | Release | Accuse | Acquit | Refuse | Fail
+Command = (
+    AskPlan
+    | Prepare
+    | Open
+    | Abandon
+    | Serve
+    | EndEpoch
+    | Release
+    | Accuse
+    | Acquit
+    | Suspect
+    | RefuseOne
+    | Refuse
+    | Fail
+)

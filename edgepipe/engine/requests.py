@@ -63,6 +63,14 @@ class Choice:
     prompt_read: int = 0  # prompt tokens computed so far, not yet reported; 0: nothing to report
     crashes: int = 0  # crashed steps that counted against it
     grammar_waits: int = 0  # times that its grammar was not ready
+    furthest: int = 0  # prompt tokens computed so far, in any epoch
+    before: int = 0  # ``position`` at the beginning of the epoch
+    begun: bool = False  # the epoch computes it
+
+    @property
+    def position(self) -> int:
+        """Return how far it ever was: tokens computed, prompt and output. Lost positions count, too."""
+        return len(self.request.submission.prompt) + len(self.log) if self.log else self.furthest
 
     @property
     def sampling(self) -> SamplingParams:
@@ -106,6 +114,7 @@ class Request:
     token_bytes: int = field(init=False)  # additional bytes per output token
     stream: GatewayStream | None = None  # None: the stream broke and was not yet resumed
     expiry: asyncio.TimerHandle | None = None  # only while there is no stream
+    suspected: bool = False  # epochs ended before it got further
 
     def __post_init__(self) -> None:
         sampling = self.submission.sampling
@@ -120,6 +129,11 @@ class Request:
     def ended(self) -> bool:
         """Whether all choices ended."""
         return all(choice.ending is not None for choice in self.choices)
+
+    @property
+    def is_further(self) -> bool:
+        """Whether a choice got further in the epoch than in any earlier one."""
+        return any(choice.position > choice.before for choice in self.choices)
 
     def attach(self, stream: GatewayStream | None) -> None:
         """Send further results over this stream; None: keep them."""

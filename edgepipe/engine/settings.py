@@ -20,8 +20,11 @@ class EngineTimeouts:
     flush_s: float = 1.0  # to send the last results before streams are closed
     again_min_s: float = 0.1  # pause after an epoch that could not begin, doubling
     again_max_s: float = 5.0
-    barren_min_s: float = 2.0  # pause between epochs that retire no step, from the third on, doubling
-    barren_max_s: float = 20.0
+    barren_min_s: float = 1.0  # pause after the second epoch in a row without progress, doubling
+    barren_max_s: float = 300.0
+    broken_min_s: float = 1.0  # pause after the fourth epoch in a row that made progress, doubling
+    broken_max_s: float = 5.0
+    forgiven_s: float = 300.0  # an epoch that served so long ends the row
     move_again_min_s: float = 1.0  # between attempts to leave a node that is being drained, doubling
     move_again_max_s: float = 30.0
     ask_again_s: float = 0.5  # between two requests for a placement while none is found
@@ -43,5 +46,5 @@ class EngineLimits:
     max_finished: int = 1024  # ended requests whose result is kept for a gateway that resumes
     default_contexts: int = 4  # default KV pool size, in full contexts
     max_failed_epochs: int = 8  # epochs in a row that failed to open: about 30 s with the pauses
-    max_barren_epochs: int = 3  # epochs in a row that had work but retired no step; then requests are refused
+    max_barren_epochs: int = 3  # epochs in a row without progress; then all requests are refused
     max_queued_messages: int = 64  # plans per stage beyond M: a stage that reads no plans is at fault

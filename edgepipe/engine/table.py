@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
 from edgepipe.engine.grammar_waits import GrammarWaits
+from edgepipe.engine.progress import EpochProgress
 from edgepipe.engine.pump import StepNews
 from edgepipe.engine.requests import Choice, GatewayStream, Request, known_bytes, submission_bytes
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
@@ -64,26 +65,59 @@ class RequestTable:
         self._forget_timer: asyncio.TimerHandle | None = None
         self._sequences = 0
         self._held_bytes = 0  # by all requests
+        self._held_back: list[Request] = []  # suspected requests that the epoch computes later, one by one
+        self._on_trial: Request | None = None  # the suspected request that the epoch computes
+        self._sampled = False  # the epoch sampled a token
 
     def attach(self, queue: Queue) -> None:
         """Continue all requests in a new epoch, from their tokens so far."""
-        self._queue, self._refusal = queue, None
+        self._queue, self._refusal, self._sampled = queue, None, False
         self._waits.close()
-        for request in list(self._requests.values()):
-            waiting = [choice for choice in request.choices if choice.ending is None]
-            try:
-                self.note(queue.submit([self._spec(choice) for choice in waiting], accepted=True))
-            except EdgepipeError as error:  # the new pipeline holds less
-                for choice in waiting:
-                    self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))
-                continue
+        for request in self._requests.values():
+            for choice in request.choices:
+                choice.before, choice.begun = choice.position, False
+        self._held_back = [request for request in self._requests.values() if request.suspected and not request.ended]
+        self._on_trial = self._held_back.pop(0) if self._held_back else None
+        for request in [each for each in self._requests.values() if each not in self._held_back]:
+            self._continue(request, queue)
+
+    def _continue(self, request: Request, queue: Queue) -> None:
+        waiting = [choice for choice in request.choices if choice.ending is None]
+        try:
+            self.note(queue.submit([self._spec(choice) for choice in waiting], accepted=True))
+        except EdgepipeError as error:  # the new pipeline holds less
             for choice in waiting:
-                if choice.wanted is not None and choice.ending is None:
-                    self.note(queue.cancel(choice.sequence, at_position=choice.wanted))
+                self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))
+            return
+        for choice in waiting:
+            if choice.wanted is not None and choice.ending is None:
+                self.note(queue.cancel(choice.sequence, at_position=choice.wanted))
 
     def pause(self) -> None:
         """Leave the ended epoch. The table accepts and keeps requests until the next one."""
         self._queue = None
+
+    def progress(self) -> EpochProgress:
+        """Return the progress of the epoch that serves, or has just ended, for requests that have not ended."""
+        running = [request for request in self._requests.values() if not request.ended]
+        begun = [request for request in running if any(choice.begun for choice in request.choices)]
+        further = [request for request in begun if request.is_further]
+        return EpochProgress(
+            further=self._sampled or bool(further),
+            stalled=frozenset(request.key for request in begun if not request.is_further),
+            waiting=frozenset(request.key for request in running) - frozenset(request.key for request in begun),
+        )
+
+    def suspect(self, requests: Collection[RequestKey]) -> None:
+        """Compute these requests one by one from the next epoch on; no others are suspected."""
+        for request in self._requests.values():
+            request.suspected = request.key in requests
+
+    def refuse_one(self, key: RequestKey, error: EdgepipeError) -> None:
+        """End one request with ``error``."""
+        if (request := self._requests.get(key)) is not None:
+            logger.error("request=%s refused: %s", key.request_id, error)
+            self._end_all(request, error)
 
     def refuse_all(self, error: EdgepipeError) -> None:
         """End all requests with ``error``, and refuse new ones until the next epoch."""
@@ -152,6 +186,7 @@ class RequestTable:
             choice = request.choices[cancellation.choice]
             if choice.sequence in self._choices:
                 self._cancel(choice, cancellation.at_position)
+                self._end_trial()
 
     def resume(self, stream: GatewayStream, resumption: Resumption) -> None:
         """Resume a request after its stream broke, after the tokens that the gateway has."""
@@ -182,7 +217,10 @@ class RequestTable:
                 self._mark(choice)
         for sequence, num_tokens in news.reads:
             choice = self._choices.get(sequence)
-            if choice is not None and not (choice.index or choice.log):  # choices share their prompt
+            if choice is None or choice.log:
+                continue
+            choice.furthest = max(choice.furthest, num_tokens)
+            if not choice.index:  # choices share their prompt
                 choice.prompt_read = num_tokens
                 self._mark(choice)
         for sequence, error in news.failures.items():
@@ -190,6 +228,21 @@ class RequestTable:
             if choice is not None and not (isinstance(error, GrammarNotReady) and self._wait(choice)):
                 self._end(choice, Ending(reason="error", num_tokens=len(choice.log), error=error))
         self.note(news.events, news.logprobs)
+        self._end_trial()
+
+    def _end_trial(self) -> None:
+        """Once the request on trial got further or ended, acquit it and try the next suspected request."""
+        while self._on_trial is not None and self._queue is not None:
+            if self._is_running(self._on_trial) and not self._on_trial.is_further:
+                return
+            self._on_trial.suspected = False
+            self._held_back = [each for each in self._held_back if self._is_running(each)]
+            self._on_trial = self._held_back.pop(0) if self._held_back else None
+            if self._on_trial is not None:
+                self._continue(self._on_trial, self._queue)
+
+    def _is_running(self, request: Request) -> bool:
+        return self._requests.get(request.key) is request and not request.ended
 
     def note(self, events: Iterable[Event], logprobs: Mapping[SequenceId, TokenLogprobs] = _NO_LOGPROBS) -> None:
         """Record the scheduler's events and mark their choices for sending."""
@@ -205,6 +258,7 @@ class RequestTable:
                     self._fail(choice, RemoteProtocolError("the last stage left out a token's log-probabilities"))
                     continue
                 choice.add(event.token_id, scores)
+                self._sampled = True
                 if choice.crashes >= _SUSPECTED:
                     choice.crashes = 0  # it was alone in this step, which retired
                 choice.grammar_waits = 0
@@ -226,6 +280,7 @@ class RequestTable:
         ``tokens``: all known ones, prompt and output; the log here may lack the newest.
         """
         choice = self._choices[sequence]
+        choice.begun = True
         submission = choice.request.submission
         sampling, prompt_tokens = choice.sampling, len(submission.prompt)
         return Registration(
@@ -363,7 +418,7 @@ class RequestTable:
 
     def _cancel(self, choice: Choice, at_position: int) -> None:
         choice.wanted = at_position if choice.wanted is None else min(choice.wanted, at_position)
-        if self._queue is not None and choice not in self._waits:
+        if self._queue is not None and choice not in self._waits and choice.request not in self._held_back:
             self.note(self._queue.cancel(choice.sequence, at_position=at_position))
         elif len(choice.log) >= at_position:
             self._end(choice, Ending(reason="cancelled", num_tokens=len(choice.log)))
@@ -435,6 +490,7 @@ class RequestTable:
         self._finished.pop(request.key, None)
         if self._requests.pop(request.key, None) is not None:
             self._held_bytes -= request.held_bytes
+        self._end_trial()
 
     def _keep_result(self, request: Request) -> None:
         """Keep an ended request's output for a gateway that resumes; drop its prompt."""

@@ -37,6 +37,8 @@ from tests.support.pipeline import LocalStages, local_stages
 
 CONFIG = emulated_model_config(num_layers=6, context_length=512)
 GREEDY = SamplingParams(temperature=0.0)
+QUICK = EngineTimeouts(barren_min_s=0.01, broken_min_s=0.01, broken_max_s=0.02)
+"""Short pauses after stages that tests break."""
 
 
 def oracle_tokens(
@@ -381,7 +383,7 @@ async def engine_lab(
             planner=planner,
             address=address,
             limits=limits,
-            timeouts=replace(timeouts or EngineTimeouts(), report_interval_s=0.02),
+            timeouts=replace(timeouts or QUICK, report_interval_s=0.02),
         )
         engine.add_to(server)
         await server.start()

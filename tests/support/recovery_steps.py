@@ -8,7 +8,17 @@ from typing import Any
 from edgepipe.engine.blame import Crash
 from edgepipe.engine.placing import EpochPlacement, Nodes, Reachable
 from edgepipe.engine.recovery import Recovery
-from edgepipe.engine.recovery_types import ClusterChanged, Command, EpochEnded, Event, Opened, Planned, Prepared
+from edgepipe.engine.recovery_types import (
+    ClusterChanged,
+    Command,
+    EpochEnded,
+    Event,
+    Opened,
+    Planned,
+    Prepare,
+    Prepared,
+    Tick,
+)
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.errors import EdgepipeError, StepFailed
 from edgepipe.ids import EngineId, Epoch, NodeId, RequestId, RequestKey, SequenceId
@@ -69,6 +79,16 @@ class Steps:
     def planned(self, ask: Any, plan: EpochPlacement) -> list[Command]:
         """The daemon answers."""
         return self.handle(Planned(attempt=ask.attempt, plan=plan))
+
+    def planned_after_pause(self, ask: Any, plan: EpochPlacement) -> list[Command]:
+        """The daemon answers the same until the core uses it."""
+        commands = self.planned(ask, plan)
+        while not (commands and isinstance(commands[-1], Prepare)):
+            assert self.core.wake_at_s is not None
+            self.now_s = max(self.now_s, self.core.wake_at_s)
+            [ask] = self.handle(Tick())
+            commands = self.planned(ask, plan)
+        return commands
 
     def prepared(self, prepare: Any) -> list[Command]:
         """All nodes have loaded."""

@@ -41,9 +41,11 @@ from edgepipe.engine.recovery_types import (
     Prepare,
     Prepared,
     Refuse,
+    RefuseOne,
     Release,
     Serve,
     State,
+    Suspect,
     Tick,
 )
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
@@ -52,20 +54,26 @@ from edgepipe.errors import (
     EdgepipeError,
     LinkError,
     NoFeasiblePlacement,
+    RemoteProtocolError,
     SendTimeout,
     StageError,
     StageLost,
+    StagesMove,
     StepFailed,
 )
 from edgepipe.ids import EngineId, Epoch, NodeId, RequestId, RequestKey, SequenceId
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.wire.engines import ServeSpec, StagePlacement
+from tests.support.recovery_pauses import PauseCheck
+from tests.support.recovery_requests import TOKENS, Asked, Requests
 
 LAYERS = 4
 FAULTS_S = 40.0  # faults come this long
-CALM_S = 60.0  # after the last fault: longer than any pause and any question of the core
+CALM_S = 60.0  # after the last fault: longer than any question of the core, and than any pause after so few faults
+LASTING_S = 60.0  # within this time a free healthy machine is used instead of one that ends epochs
+ENDINGS = ("dies_idle", "dies_between", "babbles", "late")
+"""Faults of a machine that end epochs for no reason that the machine tells."""
 _STEP_S = 1.0
-_TOKENS = 5  # of a request
 _STORM, _STORM_S = 40, 15.0  # no more preparations than this within so many seconds
 
 
@@ -78,30 +86,22 @@ class Machine:
     address: str
     up: bool = True
     broken: bool = False  # its device fails every step, and test steps
+    dies_idle: bool = False  # its stage's process dies soon after each opening
+    dies_between: bool = False  # its stage's process dies after some steps
+    babbles: bool = False  # its stage breaks the protocol after some steps
+    late: bool = False  # its stage does not give a step back after some steps
     refuses: bool = False  # stages are not prepared
     deaf: bool = False  # its stages are not reached by others
     leaving: bool = False
+    strikes: int = 0  # epochs that its own fault ended
     holds: int = 0  # memory is reserved, by the epoch with this counter; 0: none is
-
-
-@dataclass(slots=True, eq=False)
-class Asked:
-    """One request."""
-
-    key: RequestKey
-    sequence: SequenceId
-    poison: bool  # breaks every step that it is in
-    tokens: int = 0
-    crashes: int = 0
-    ended: bool = False
 
 
 @dataclass(slots=True)
 class _Epoch:
     placement: Placement
-    sent: bool = False
-    retired: bool = False
     ending: EdgepipeError | None = None
+    steps: int = 0
 
 
 @dataclass(order=True, slots=True)
@@ -119,7 +119,7 @@ class World:
         self.seed = seed
         self.now_s = 0.0
         self.story: deque[str] = deque(maxlen=60)
-        self.epochs = self.refusals = self.crashes = 0
+        self.epochs = self.refusals = self.crashes = self.strikes = self.stalled = 0
         self._due: list[_Due] = []
         self._numbers = 0
         self.machines = {
@@ -131,11 +131,14 @@ class World:
         self._serving: _Epoch | None = None
         self._work: str = ""  # of the attempt: what is under way
         self._generation = 0  # of that work; what comes of an earlier one is late
-        self._requests: list[Asked] = []
+        self._requests = Requests()
+        self._pauses = PauseCheck()
         self._asked = 0
         self._refusing = False
         self._counters: list[int] = []
         self._prepared_s: deque[float] = deque(maxlen=_STORM)
+        self._lasting = draw.random() < 0.5  # first, one machine's fault lasts
+        self._evil_from_s = LASTING_S if self._lasting else 0.0
         self._faults_until_s = draw.uniform(5.0, FAULTS_S)
         limits, timeouts = EngineLimits(max_failed_epochs=draw.choice((2, 8))), EngineTimeouts()
         plan = self._plan(base=None, quarantined=frozenset())
@@ -148,8 +151,10 @@ class World:
             resumes = self._draw.random() < 0.5  # an engine that goes on never gives up; one that starts may
             self._do(self.core.resume(0.0) if resumes else self.core.begin(0.0))
             self._later(0.0, self._tell_cluster)
-            self._later(self._draw.uniform(0.0, 2.0), self._fault)
             self._later(0.0, self._step)
+            if self._lasting:
+                self._live_with_a_lasting_fault()
+            self._later(self._draw.uniform(0.0, 2.0), self._fault)
             self._live(until_s=self._faults_until_s)
             self._end_faults()
             self._live(until_s=self.now_s + CALM_S)
@@ -160,6 +165,25 @@ class World:
         except (AssertionError, KeyError, IndexError, ValueError) as error:
             story = "\n  ".join(self.story)
             raise AssertionError(f"seed {self.seed}: {type(error).__name__} {error}\n  {story}") from error
+
+    def _live_with_a_lasting_fault(self) -> None:
+        """A machine ends each of its epochs, and the others have room for the model: soon it has no stage."""
+        machine = self._draw.choice(list(self.machines.values()))
+        others = [one for one in self.machines.values() if one is not machine]
+        if sum(one.layers for one in others) < LAYERS:
+            others[0].layers = LAYERS
+        fault = self._draw.choice(ENDINGS)
+        self._note(f"{machine.node_id}: {fault}, for long")
+        setattr(machine, fault, True)
+        self._live(until_s=LASTING_S)
+        self._faults_until_s += LASTING_S
+        if self.core.state is State.STOPPED or machine.strikes < 3:
+            return
+        assert self._serving is not None, f"{self.core.state} though the other machines are healthy"
+        assert machine.node_id not in self._serving.placement.node_ids, (
+            f"{machine.node_id} ends one epoch after another"
+        )
+        setattr(machine, fault, False)
 
     # Time
 
@@ -197,6 +221,7 @@ class World:
                     self._begin("asks", partial(self._answer, command))
                 case Prepare():
                     self._check_counter(command.placement.epoch)
+                    self._pauses.prepared(command.placement.node_ids, self.now_s)
                     for node_id in command.placement.node_ids:
                         if self.machines[node_id].up:
                             self.machines[node_id].holds = command.placement.epoch.counter
@@ -209,6 +234,8 @@ class World:
                 case Serve():
                     self.epochs += 1
                     self._serving, self._refusing = _Epoch(command.placement), False
+                    self._requests.begin_epoch()
+                    self._later(self._draw.uniform(0.0, 2.0), partial(self._die_idle, self._serving))
                 case EndEpoch():
                     self._end_epoch(command.error)
                 case Release():
@@ -217,12 +244,17 @@ class World:
                 case Accuse():
                     self._accuse(command.sequences)
                 case Acquit():
-                    for request in self._requests:
+                    for request in self._requests.all:
                         request.crashes = 0 if request.key in command.requests else request.crashes
+                case Suspect():
+                    for request in self._requests.all:
+                        request.suspected = request.key in command.requests
+                case RefuseOne():
+                    self._refuse_one(command.request)
                 case Refuse():
                     self._refusing = True
-                    self.refusals += sum(not request.ended for request in self._requests)
-                    self._requests.clear()
+                    self.refusals += len(self._requests.all)
+                    self._requests.all.clear()
                 case Fail():
                     assert self.core.state is State.STOPPED
 
@@ -245,15 +277,17 @@ class World:
             elif self._draw.random() < 0.3:  # what was abandoned was on its way already
                 act()
 
-        self._later(self._draw.choice((0.01, 0.1, 1.0, 5.0)) * self._draw.random(), come)
+        slowest_s = self._draw.choice((0.01, 0.1, 1.0, 1.0 if self._lasting else 5.0))
+        self._later(slowest_s * self._draw.random(), come)
 
     def _answer(self, command: AskPlan) -> None:
         draw = self._draw.random()
         if draw < 0.03 and self.now_s < self._faults_until_s:
             error: EdgepipeError = SendTimeout("the node did not answer with a placement")
             return self._happens(PlanningFailed(attempt=command.attempt, error=error))
-        plan = self._plan(base=command.spec, quarantined=frozenset(command.quarantined))
-        plan = plan or self._plan(base=command.spec, quarantined=frozenset())
+        soonest_first = sorted(command.quarantined, key=lambda node_id: command.quarantined[node_id])
+        tries = [frozenset(soonest_first[count:]) for count in range(len(soonest_first) + 1)]
+        plan = next(filter(None, (self._plan(base=command.spec, quarantined=avoided) for avoided in tries)), None)
         if plan is None:
             error = NoFeasiblePlacement("the model does not fit")
             return self._happens(PlanningFailed(attempt=command.attempt, error=error))
@@ -282,53 +316,91 @@ class World:
             self._serving.ending = error
             self._later(self._draw.random() * 0.01, partial(self._ended, self._serving, error, None))
 
-    def _ended(self, epoch: _Epoch, error: EdgepipeError, crash: Crash | None) -> None:
-        if epoch is self._serving:
-            self._serving = None
-            self._happens(
-                EpochEnded(
-                    epoch=epoch.placement.epoch, error=error, crash=crash, sent=epoch.sent, retired=epoch.retired
-                )
-            )
+    def _ended(
+        self, epoch: _Epoch, error: EdgepipeError, crash: Crash | None, *, node_id: NodeId | None = None
+    ) -> None:
+        if epoch is not self._serving:
+            return
+        self._serving = None
+        progress = self._requests.progress()
+        if self.core.state is State.PREPARING_BESIDE:
+            self._pauses.forget()  # the move may explain it
+        elif not isinstance(error, StagesMove):
+            gone = [one for one in epoch.placement.node_ids if not self.machines[one].up]
+            self._pauses.ended(gone[0] if gone else node_id, self.now_s, progress, crashed=crash is not None)
+        self._happens(
+            EpochEnded(epoch=epoch.placement.epoch, error=error, crash=crash, node_id=node_id, progress=progress)
+        )
 
     # Requests and their steps
 
-    def _ask(self, *, poison: bool) -> Asked | None:
+    def _ask(self, *, poison: bool = False, kills: bool = False) -> Asked | None:
         self._asked += 1
         if self._refusing:
             return None
         key = RequestKey(NodeId("g"), RequestId(str(self._asked)))
-        request = Asked(key, SequenceId(self._asked), poison)
-        self._requests.append(request)
+        chunks = 9 if kills else self._draw.choice((1, 1, 2, 4))
+        request = Asked(key, SequenceId(self._asked), self.now_s, chunks, poison=poison, kills=kills)
+        self._requests.all.append(request)
         return request
 
     def _step(self) -> None:
         """Some step of the epoch that serves, if any."""
         self._later(_STEP_S * self._draw.uniform(0.1, 1.5), self._step)
         if self._draw.random() < 0.2:
-            self._ask(poison=self._draw.random() < 0.1 and self.now_s < self._faults_until_s)
-        epoch, batch = self._serving, self._batch()
+            evil = self._draw.random() if self._evil_from_s < self.now_s < self._faults_until_s else 1.0
+            kills = 0.1 < evil < 0.2 and not any(request.kills for request in self._requests.all)
+            self._ask(poison=evil < 0.1, kills=kills)
+        epoch, batch = self._serving, self._requests.batch()
         if epoch is None or epoch.ending is not None or not batch:
             return
-        epoch.sent = True
         placed = [self.machines[node_id] for node_id in sorted(epoch.placement.node_ids)]
         broken = [machine for machine in placed if machine.broken]
         if broken or any(request.poison for request in batch):
             self._crash(epoch, (broken or placed)[0], batch, device_failed=bool(broken))
             return
-        epoch.retired = True
-        for request in batch:
-            request.tokens, request.crashes = request.tokens + 1, 0
-            request.ended = request.tokens >= _TOKENS
-        self._requests = [request for request in self._requests if not request.ended]
+        epoch.steps += 1
+        if epoch.steps > self._draw.randint(0, 2) and self._ends_between(epoch, placed):
+            return
+        self._requests.compute(batch)
+        if any(request.kills and request.computed >= 2 for request in batch):
+            self._break(epoch, placed[-1], StageLost("it died between two steps", node=placed[-1].node_id))
 
-    def _batch(self) -> list[Asked]:
-        """A suspected request alone, else all that are not."""
-        suspected = [request for request in self._requests if request.crashes >= 2]
-        return suspected[:1] or self._requests[:8]
+    def _ends_between(self, epoch: _Epoch, placed: Sequence[Machine]) -> bool:
+        """Whether a machine ends the epoch without a word on any step."""
+        for machine in placed:
+            name = machine.node_id
+            if machine.dies_between:
+                self._strike(epoch, machine, StageLost("it died between two steps", node=name))
+            elif machine.babbles:
+                self._strike(epoch, machine, RemoteProtocolError("an unexpected answer", node=name))
+            elif machine.late:
+                self._strike(epoch, machine, StepFailed("a step is late", node=name), after_s=5.0)
+        return epoch.ending is not None
+
+    def _die_idle(self, epoch: _Epoch) -> None:
+        for machine in [self.machines[node_id] for node_id in sorted(epoch.placement.node_ids)]:
+            if machine.dies_idle:
+                self._strike(epoch, machine, StageLost("it died idle", node=machine.node_id))
+
+    def _strike(self, epoch: _Epoch, machine: Machine, error: EdgepipeError, *, after_s: float = 0.01) -> None:
+        """A machine's own fault ends the epoch."""
+        if epoch.ending is None and epoch is self._serving:
+            machine.strikes += 1
+            self.strikes += 1
+            for request in self._requests.all:
+                request.unlucky += 1
+            self._break(epoch, machine, error, after_s=after_s)
+
+    def _break(self, epoch: _Epoch, machine: Machine, error: EdgepipeError, *, after_s: float = 0.01) -> None:
+        epoch.ending = error
+        ended = partial(self._ended, epoch, error, None, node_id=machine.node_id)
+        self._later(self._draw.uniform(0.5, 1.0) * after_s, ended)
 
     def _crash(self, epoch: _Epoch, machine: Machine, batch: Sequence[Asked], *, device_failed: bool) -> None:
         self.crashes += 1
+        for request in batch:
+            request.begun = True
         sequences = tuple(request.sequence for request in batch)
         error = epoch.ending = StepFailed("a step could not be computed", node=machine.node_id)
         crash = Crash(
@@ -339,14 +411,23 @@ class World:
             device_failed=device_failed,
             guilty=len(batch) == 1 and batch[0].crashes >= 2,
         )
-        self._later(self._draw.random() * 0.01, partial(self._ended, epoch, error, crash))
+        ended = partial(self._ended, epoch, error, crash, node_id=machine.node_id)
+        self._later(self._draw.random() * 0.01, ended)
 
     def _accuse(self, sequences: tuple[SequenceId, ...]) -> None:
-        for request in [one for one in self._requests if one.sequence in sequences]:
+        for request in [one for one in self._requests.all if one.sequence in sequences]:
             request.crashes += 1
             if request.crashes >= 3 and len(sequences) == 1:
                 assert request.poison, f"request {request.key.request_id} was refused for what another did"
-                self._requests.remove(request)
+                self._requests.all.remove(request)
+                self._pauses.forget()
+
+    def _refuse_one(self, key: RequestKey) -> None:
+        request = next(one for one in self._requests.all if one.key == key)
+        self.stalled += 1
+        assert request.kills or request.unlucky >= 2, f"request {key.request_id} was refused for what another did"
+        self._requests.all.remove(request)
+        self._pauses.forget()
 
     # The cluster
 
@@ -356,7 +437,8 @@ class World:
             return
         self._later(self._draw.expovariate(0.5), self._fault)
         machine = self._draw.choice(list(self.machines.values()))
-        fault = self._draw.choice(("up", "up", "broken", "refuses", "deaf", "leaving", "layers", "address", "move"))
+        others = ("up", "up", "broken", "refuses", "deaf", "leaving", "layers", "address", "move")
+        fault = self._draw.choice((*others, *ENDINGS))
         self._note(f"{machine.node_id}: {fault}")
         if fault == "move":
             plan = self._plan(base=None, quarantined=frozenset(self._draw.sample(list(self.machines), 1)))
@@ -380,10 +462,14 @@ class World:
             error = StageLost("its connection broke", node=machine.node_id)
             if epoch.ending is None:
                 epoch.ending = error
-                self._later(self._draw.random() * 3.0, partial(self._ended, epoch, error, None))
+                for request in self._requests.all:
+                    request.unlucky += 1
+                ended = partial(self._ended, epoch, error, None, node_id=machine.node_id)
+                self._later(self._draw.random() * 3.0, ended)
         self._later(self._draw.random() * 3.0, self._tell_cluster)
 
     def _tell_cluster(self) -> None:
+        self._pauses.forget()  # a machine that is back is tried again soon
         there = {node_id: machine.address for node_id, machine in self.machines.items() if machine.up}
         leaving = frozenset(node_id for node_id in there if self.machines[node_id].leaving)
         self._happens(ClusterChanged(reachable=Reachable(addresses=there, leaving=leaving)))
@@ -392,8 +478,9 @@ class World:
         self._note("all faults end")
         for machine in self.machines.values():
             machine.up, machine.layers = True, max(machine.layers, LAYERS)
-            machine.broken = machine.refuses = machine.deaf = machine.leaving = False
-        self._requests = [request for request in self._requests if not request.poison]
+            for fault in ("broken", "refuses", "deaf", "leaving", *ENDINGS):
+                setattr(machine, fault, False)
+        self._requests.all = [request for request in self._requests.all if not request.poison]
         self._later(self._draw.random() * 3.0, self._tell_cluster)
 
     def _plan(self, *, base: ServeSpec | None, quarantined: frozenset[NodeId]) -> EpochPlacement | None:
@@ -445,10 +532,12 @@ class World:
     def _check_healed(self) -> None:
         assert self.core.state in (State.SERVING, State.PREPARING_BESIDE), f"it is {self.core.state} when all is well"
         assert self._serving is not None
-        request = self._ask(poison=False)
+        old = [one.key.request_id for one in self._requests.all if one.asked_s < self.now_s - CALM_S]
+        assert not old, f"requests {old} have neither an answer nor a refusal"
+        request = self._ask()
         assert request is not None, "requests are refused when all is well"
-        self._live(until_s=self.now_s + 4 * _TOKENS * _STEP_S)
-        assert request.ended, f"an untouched client got {request.tokens} of {_TOKENS} tokens"
+        self._live(until_s=self.now_s + 4 * TOKENS * _STEP_S)
+        assert request.ended, f"an untouched client got {request.tokens} of {TOKENS} tokens"
         assert self._serving is not None
         placed = self._serving.placement.node_ids
         held = {machine.node_id for machine in self.machines.values() if machine.holds}

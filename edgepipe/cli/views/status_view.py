@@ -164,7 +164,8 @@ def _engine(engine: EngineState) -> Iterator[RenderableType]:
     if engine.state == "ready":
         line.append(_figures(engine), style="not bold")
     elif engine.message:
-        line.append(f" · {engine.message} {engine.progress:.0%}", style="not bold")
+        progress = f" {engine.progress:.0%}" if engine.progress < 1.0 else ""  # nothing loads during a pause
+        line.append(f" · {engine.message}{progress}", style="not bold")
     yield line
     if engine.error is not None and engine.state in ("failed", "waiting"):
         for text in (engine.error.what, engine.error.fact, engine.error.next_step):

@@ -28,16 +28,23 @@ def test_long_after_its_last_failure_a_node_starts_anew() -> None:
     assert not held.quarantined(5030.0)
 
 
-def test_being_lost_three_times_within_a_minute_counts_as_a_failure() -> None:
+def test_being_lost_three_times_within_five_minutes_counts_as_a_failure() -> None:
     held = QuarantineTimes[NodeId]()
-    for now_s in (0.0, 20.0):
+    for now_s in (0.0, 100.0):
         held.lost(A, now_s)
         held.lost(B, 2 * now_s)
-    assert not held.quarantined(20.0)
-    held.lost(A, 50.0)
-    held.lost(B, 101.0)
-    assert not held.quarantined(101.0)
-    assert held.quarantined(79.0).keys() == {A}
+    assert not held.quarantined(200.0)
+    assert held.lost(A, 250.0)
+    assert not held.lost(B, 301.0)
+    assert held.quarantined(279.0).keys() == {A}
+
+
+def test_a_node_that_is_lost_soon_after_it_came_back_is_left_out_for_twice_as_long() -> None:
+    held = QuarantineTimes[NodeId]()
+    held.failed(A, 0.0)
+    assert held.lost(A, 40.0)
+    assert held.quarantined(40.0) == {A: 60.0}
+    assert not held.lost(A, 701.0), "long after, it is forgiven"
 
 
 def test_links_are_held_down_by_direction_for_ten_minutes_at_the_most() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from edgepipe.engine.progress import MOST_STALLS, EpochProgress
 from edgepipe.engine.recovery_types import (
     Abandon,
     Acquit,
@@ -22,22 +23,32 @@ from edgepipe.engine.recovery_types import (
     PreparationFailed,
     Prepare,
     Refuse,
+    RefuseOne,
     Release,
     Serve,
     State,
+    Suspect,
     Tick,
 )
 from edgepipe.errors import (
+    EdgepipeError,
+    NodeUnreachable,
     NoFeasiblePlacement,
     PeerClosed,
     PipelineBroken,
+    RemoteProtocolError,
     StageLost,
     StagesMove,
     StaleEpoch,
     StepFailed,
 )
-from edgepipe.ids import NodeId
+from edgepipe.ids import NodeId, RequestId, RequestKey
 from tests.support.recovery_steps import Steps, crash, placed, reachable
+
+
+def key(name: str) -> RequestKey:
+    return RequestKey(NodeId("g"), RequestId(name))
+
 
 HERE, THERE, ELSEWHERE = placed("ab"), placed("cb"), placed("ac")
 
@@ -168,60 +179,158 @@ def test_a_device_that_fails_test_steps_is_replaced_then_left_out_then_users_are
     steps = Steps(HERE).serve()
     for round_number in (1, 2, 3):
         broken = crash("b", str(round_number), device_failed=True)
-        acquit, following = steps.ended(broken.error, crash=broken, sent=True)
+        acquit, following = steps.ended(broken.error, crash=broken)
         assert isinstance(acquit, Acquit)
         assert broken.requests <= acquit.requests
+        assert isinstance(following, AskPlan)
+        assert following.quarantined.keys() == ({NodeId("b")} if round_number >= 2 else set())
         if round_number == 3:
             break
-        assert isinstance(following, AskPlan)
-        assert following.quarantined.keys() == ({NodeId("b")} if round_number == 2 else set())
-        [prepare] = steps.planned(following, HERE)
+        [prepare] = steps.planned_after_pause(following, HERE)
         assert prepare.fresh == {"b"}  # type: ignore[union-attr]
         [opening] = steps.prepared(prepare)
         steps.opened(opening)
-    assert isinstance(following, Refuse)
-    assert isinstance(following.error, PipelineBroken)
-    assert "3 attempts in a row ended without a token" in following.error.fact
-    assert "a new stage process on b, a placement without b" in following.error.fact
+    [refuse] = steps.planned(following, HERE)
+    assert isinstance(refuse, Refuse)
+    assert isinstance(refuse.error, PipelineBroken)
+    assert "3 attempts in a row ended without a token" in refuse.error.fact
+    assert "a new stage process on b, a placement without b" in refuse.error.fact
     assert steps.core.state is State.WAITING
     [left_out] = steps.core.left_out(steps.now_s)
     assert (left_out.node_id, "could not be computed" in left_out.reason) == ("b", True)
 
 
 def test_while_nothing_changes_attempts_become_rare_and_a_machine_that_joins_is_used_at_once() -> None:
+    """A stage dies whenever it has opened, though nobody asks anything of it."""
     steps = Steps(HERE).serve()
     pauses: list[float] = []
-    [ask] = steps.ended(StepFailed("x"), sent=True)
-    for _ in range(8):
-        [prepare] = steps.planned(ask, HERE)
+    [ask] = steps.ended(StageLost("its connection broke", node="b"), node_id=NodeId("b"))
+    for _ in range(12):
+        begun_s = steps.now_s
+        [prepare] = steps.planned_after_pause(ask, HERE)
+        pauses.append(steps.now_s - begun_s)
         [opening] = steps.prepared(prepare)
         steps.opened(opening)
-        commands = steps.ended(StepFailed("x"), sent=True)
-        if isinstance(commands[-1], Refuse):
-            assert steps.core.wake_at_s is not None
-            pauses.append(steps.core.wake_at_s - steps.now_s)
-            steps.now_s = steps.core.wake_at_s
-            commands = steps.handle(Tick())
-        [ask] = commands
-    assert pauses == [2.0, 4.0, 8.0, 16.0, 20.0, 20.0, 20.0]
-    [prepare] = steps.planned(ask, HERE)
-    [opening] = steps.prepared(prepare)
-    steps.opened(opening)
-    steps.ended(StepFailed("x"), sent=True)
+        [ask] = steps.ended(StageLost("its connection broke", node="b"), node_id=NodeId("b"))
+    assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 300.0, 300.0]
+    steps.planned(ask, HERE)
+    assert steps.core.state is State.WAITING
+    assert steps.core.doing(steps.now_s + 1.5) == "its connection broke; the next attempt is in 299 s"
     assert steps.handle(ClusterChanged(reachable=reachable("abc"))) == [], "memory that changes is no reason"
     steps.now_s += 1.0
     [ask] = steps.handle(ClusterChanged(reachable=reachable("abcd")))
-    assert isinstance(ask, AskPlan)
+    [prepare] = steps.planned(ask, placed("ad"))
+    assert isinstance(prepare, Prepare), "only b has a pause"
 
 
-def test_epochs_that_ended_without_any_work_count_for_nothing() -> None:
+def test_a_stage_that_dies_idle_again_and_again_leaves_its_place_to_a_free_machine() -> None:
+    steps = Steps(HERE).serve()
+    lost = StageLost("its connection broke", node="b")
+    [ask] = steps.ended(lost, node_id=NodeId("b"))
+    while NodeId("b") not in ask.quarantined:  # type: ignore[union-attr]
+        assert steps.now_s < 60.0
+        [prepare] = steps.planned_after_pause(ask, HERE)
+        [opening] = steps.prepared(prepare)
+        steps.opened(opening)
+        [ask] = steps.ended(lost, node_id=NodeId("b"))
+    [prepare] = steps.planned(ask, ELSEWHERE)
+    assert isinstance(prepare, Prepare), "the free machine is prepared without a pause"
+    [left_out] = steps.core.left_out(steps.now_s)
+    assert left_out.reason == "it keeps ending the pipeline: its connection broke"
+    [opening] = steps.prepared(prepare)
+    steps.opened(opening)
+    steps.now_s += 300.0
+    [ask] = steps.ended(lost, node_id=NodeId("b"))
+    assert steps.core.left_out(steps.now_s)[0].seconds == 60.0, "it comes back once, then it is left out for longer"
+
+
+@pytest.mark.parametrize("error", [StepFailed("a step is late"), RemoteProtocolError("an unexpected answer")])
+def test_a_stage_that_ends_each_epoch_after_a_token_is_left_out(error: EdgepipeError) -> None:
+    steps = Steps(HERE).serve()
+    for _ in range(3):
+        assert not steps.core.left_out(steps.now_s)
+        steps.now_s += 70.0
+        [ask] = steps.ended(error, node_id=NodeId("b"), progress=EpochProgress(further=True))
+        [prepare] = steps.planned(ask, HERE)
+        assert isinstance(prepare, Prepare), "tokens came: there is no pause"
+        [opening] = steps.prepared(prepare)
+        steps.opened(opening)
+    assert [entry.node_id for entry in steps.core.left_out(steps.now_s)] == ["b"]
+    pauses: list[float] = []
+    for _ in range(5):
+        steps.now_s += 70.0
+        [ask] = steps.ended(error, node_id=NodeId("b"), progress=EpochProgress(further=True))
+        begun_s = steps.now_s
+        [prepare] = steps.planned_after_pause(ask, HERE)
+        pauses.append(steps.now_s - begun_s)
+        [opening] = steps.prepared(prepare)
+        steps.opened(opening)
+    assert pauses == [1.0, 2.0, 4.0, 5.0, 5.0], "requests wait meanwhile"
+
+
+def test_a_machine_that_restarts_every_half_minute_is_left_out() -> None:
+    steps = Steps(HERE).serve()
+    for _ in range(3):
+        assert not steps.core.left_out(steps.now_s)
+        steps.now_s += 30.0
+        steps.handle(ClusterChanged(reachable=reachable("ac")))
+        [ask] = steps.ended(NodeUnreachable("node b is gone", node="b"), progress=EpochProgress(further=True))
+        steps.now_s += 40.0
+        steps.handle(ClusterChanged(reachable=reachable("abc")))
+        [prepare] = steps.planned(ask, HERE)
+        [opening] = steps.prepared(prepare)
+        steps.opened(opening)
+    steps.now_s -= 40.0
+    assert [entry.node_id for entry in steps.core.left_out(steps.now_s)] == ["b"]
+
+
+def test_a_request_in_all_epochs_without_progress_is_refused_alone_also_after_another_machine_was_tried() -> None:
+    steps = Steps(HERE).serve()
+    guilty, bystander = key("guilty"), key("bystander")
+    plans, refused = [HERE], list[RefuseOne]()
+    for _ in range(MOST_STALLS):
+        node_id = NodeId("b") if plans[-1] is HERE else NodeId("c")
+        progress = EpochProgress(stalled=frozenset({guilty}), waiting=frozenset({bystander}))
+        [ask] = steps.ended(StageLost("it died", node=node_id), node_id=node_id, progress=progress)
+        plans.append(ELSEWHERE if ask.quarantined else HERE)  # type: ignore[union-attr]
+        [prepare] = steps.planned_after_pause(ask, plans[-1])
+        *commands, opening = steps.prepared(prepare)
+        refused += [command for command in commands if isinstance(command, RefuseOne)]
+        steps.opened(opening)
+    assert ELSEWHERE in plans
+    [refusal] = refused
+    assert refusal.request == guilty
+    assert "4 attempts in a row" in refusal.error.what
+    assert "it died; the attempts ended on b, c" in refusal.error.fact
+    begun_s = steps.now_s
+    [ask] = steps.ended(StageLost("it died", node="a"), node_id=NodeId("a"))
+    [prepare] = steps.planned(ask, ELSEWHERE)
+    assert steps.now_s == begun_s
+    assert isinstance(prepare, Prepare), "the others go on at once"
+
+
+def test_with_one_machine_only_the_request_in_all_epochs_without_progress_is_refused() -> None:
+    steps = Steps(HERE).serve()
+    progress = EpochProgress(stalled=frozenset({key("guilty")}), waiting=frozenset({key("bystander")}))
+    for round_number in range(1, MOST_STALLS + 1):
+        [ask] = steps.ended(StageLost("it died", node="b"), node_id=NodeId("b"), progress=progress)
+        [prepare] = steps.planned_after_pause(ask, HERE)
+        assert not isinstance(prepare, Refuse), "the others wait"
+        *commands, opening = steps.prepared(prepare)
+        assert [type(one) for one in commands] == [[], [Suspect], [Suspect], [Suspect, RefuseOne]][round_number - 1]
+        steps.opened(opening)
+
+
+def test_epochs_far_apart_that_ended_without_work_count_for_nothing() -> None:
     steps = Steps(HERE).serve()
     for _ in range(10):
-        [ask] = steps.ended(PeerClosed("a cable was pulled"))
+        steps.now_s += 400.0
+        [ask] = steps.ended(PeerClosed("a cable was pulled"), node_id=NodeId("b"))
         [prepare] = steps.planned(ask, HERE)
         [opening] = steps.prepared(prepare)
         steps.opened(opening)
     assert steps.core.state is State.SERVING
+    assert not steps.core.left_out(steps.now_s)
 
 
 def test_an_engine_that_has_served_never_gives_up() -> None:

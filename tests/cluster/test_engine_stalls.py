@@ -1,0 +1,56 @@
+"""Stages that end epochs between steps: a request that never gets further is refused alone, and the pause is told."""
+
+from __future__ import annotations
+
+from edgepipe.engine import EngineLimits, EngineTimeouts
+from edgepipe.errors import StepFailed
+from tests.support.engine_lab import EngineLab, break_stage, engine_lab, lose_kv, oracle_tokens, submission
+from tests.support.waiting import until
+
+LONG = [1 + number % 200 for number in range(480)]  # 30 steps
+SHORT = [3, 1, 4, 1, 5, 9, 2, 6]
+LIMITS = EngineLimits(max_prefill_tokens=16)
+
+
+async def dies(lab: EngineLab, *, after_steps: int) -> None:
+    """The last stage's process dies in the next epoch that serves, after so many steps, and all KV is lost."""
+    await until(lambda: lab.engine._run is not None and lab.engine._run.pump.num_retired >= after_steps)
+    run = lab.engine._run
+    lose_kv(lab, 0, 1)
+    break_stage(lab, 1)
+    await until(lambda: lab.engine._run is not run)
+
+
+async def test_a_prompt_that_ends_its_stage_between_steps_each_time_is_refused_and_other_answers_go_on() -> None:
+    async with engine_lab(limits=LIMITS, time_factor="1") as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("guilty", LONG, 4))
+        guilty, killed = gateway.answer("guilty"), 0
+        while guilty.ended is None and killed < 40:
+            await dies(lab, after_steps=3)
+            killed += 1
+            if killed == 2:
+                gateway.send(submission("other", SHORT, 50))
+            await lab.until(lambda: guilty.ended is not None or lab.engine.state().state == "ready")
+        assert isinstance(guilty.error, StepFailed)
+        assert "4 attempts in a row ended before any more of it was computed" in guilty.error.what
+        assert "the attempts ended on node1" in guilty.error.fact
+        assert (await gateway.ended("other")).ids == oracle_tokens(SHORT, 50)
+        gateway.send(submission("later", LONG, 2))
+        assert (await gateway.ended("later")).ids == oracle_tokens(LONG, 2)
+
+
+async def test_a_stage_that_dies_idle_each_time_is_started_again_after_growing_pauses_that_are_told() -> None:
+    timeouts = EngineTimeouts(barren_min_s=0.05)
+    async with engine_lab(timeouts=timeouts) as lab:
+        for _ in range(4):
+            await dies(lab, after_steps=0)
+            await lab.until(lambda: lab.engine.state().state == "ready")
+        told = [state for state in lab.states if "the next attempt is in" in state.message]
+        assert {state.state for state in told} >= {"recovering", "waiting"}
+        assert all("the stage is shutting down; the next attempt is in 1 s" in state.message for state in told)
+        [left_out] = lab.engine.state().left_out
+        assert (left_out.node_id, "keeps ending the pipeline" in left_out.reason) == ("node1", True)
+        gateway = await lab.gateway()
+        gateway.send(submission("a", SHORT, 20))
+        assert (await gateway.ended("a")).ids == oracle_tokens(SHORT, 20)
