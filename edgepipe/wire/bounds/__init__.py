@@ -83,4 +83,5 @@ def _check_parts(field: FieldDescriptor, message: Message) -> None:
 
 
 def _beyond(field: FieldDescriptor, fact: str) -> RemoteProtocolError:
-    return RemoteProtocolError(f"{field.containing_type.name}.{field.name} of the other side cannot be used", fact=fact)
+    name = field.full_name.removeprefix("edgepipe.wire.v1.")
+    return RemoteProtocolError(f"{name} of the other side cannot be used", fact=fact)

@@ -10,6 +10,7 @@ from edgepipe.wire.bounds.rules import (
     LAYERS,
     MEASURED,
     TOKENS,
+    WIRE_MAX,
     Checked,
     Harmless,
     Most,
@@ -30,10 +31,11 @@ _DURATION_US = Within(0, _HOUR_US)
 
 STAGE: Tables = {
     "ControlMessage": {},
+    # A stage compares hidden sizes with its shard's.
     "OpenPipeline": {
         "slices": Most(256),
         "num_slices": Within(1, 1 << 16),
-        "hidden_size": Within(1, 1 << 20),
+        "hidden_size": Within(1, WIRE_MAX),
         "num_blocks": Within(1, BLOCKS.highest),
         "block_size": Within(1, BLOCK.highest),
         "max_in_flight": Within(1, 1 << 16),
@@ -75,7 +77,7 @@ STAGE: Tables = {
     },
     "BlockCopy": {"source": _TABLE, "target": _TABLE},
     "RingMessage": {},
-    "OpenRing": {"slice": LAYERS, "hidden_size": Within(1, 1 << 20)},
+    "OpenRing": {"slice": LAYERS, "hidden_size": Within(1, WIRE_MAX)},
     "Frame": {
         "step": _FRAME,
         "slice": Harmless("a stream feeds one slice; it is not read"),
