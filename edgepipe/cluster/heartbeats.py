@@ -31,6 +31,7 @@ from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, PairingRej
 from edgepipe.ids import NodeId
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.security.mutual_tls import Context, Credentials, Security
+from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, hello_from_wire
 from edgepipe.wire.nodes import Beat, NodeState
@@ -141,7 +142,8 @@ class Heartbeats:
     async def answer(self, beats: AsyncIterator[pb.Beat], context: Context) -> AsyncGenerator[pb.Beat]:
         """Serve ``Node.Heartbeat``: answer each beat with one beat.
 
-        Raises VersionMismatch, PairingRejected, and AccessDenied to a caller that gives another node's id.
+        Raises VersionMismatch, PairingRejected, AccessDenied to a caller that gives another node's id, and
+        RemoteProtocolError for numbers beyond their bounds.
         """
         conversation = Conversation()
         node_id = ""
@@ -326,6 +328,7 @@ class Heartbeats:
             self._wakes.pop(id(conversation), None)
 
     def _hear(self, conversation: Conversation, beat: pb.Beat, node_id: NodeId, *, dialled: str) -> None:
+        check_numbers(beat)
         now = self._clock.monotonic_s()
         conversation.heard, conversation.heard_at_s = beat.sequence, now
         trusted = self._trusted()

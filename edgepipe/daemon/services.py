@@ -26,6 +26,7 @@ from edgepipe.daemon.serving.serving import Serving
 from edgepipe.errors import AccessDenied, PairingRejected, QueueFull, VersionMismatch
 from edgepipe.security.access import Kind
 from edgepipe.security.mutual_tls import Security
+from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.children import ChildReport, PrepareRequest, ProfileLayerRequest
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, check_hello, epoch_from_wire, hello_from_wire
@@ -45,14 +46,20 @@ MAX_READS_PER_NODE = 16  # at a time; a node fetches one tensor at a time, and t
 _MANIFEST_PART_BYTES = 1 << 20
 _MAX_LOG_LINES = 2000
 
-Admit = Callable[[common_pb2.Hello], None]
+
+Admit = Callable[[Any], None]
+"""Checks a request with a hello: its numbers, then who calls. Raises EdgepipeError."""
 
 
 def admit_to(own: Hello) -> Admit:
-    """Return a check of callers: same protocol, same cluster. It raises VersionMismatch or PairingRejected."""
+    """Return a check of requests: numbers within their bounds, same protocol, same cluster.
 
-    def admit(message: common_pb2.Hello) -> None:
-        hello = hello_from_wire(message)
+    It raises RemoteProtocolError, VersionMismatch or PairingRejected.
+    """
+
+    def admit(request: Any) -> None:
+        check_numbers(request)
+        hello = hello_from_wire(request.hello)
         check_hello(hello, own_name=own.node_name)
         if hello.cluster_id != own.cluster_id:
             raise PairingRejected(
@@ -102,7 +109,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
     async def Prepare(self, request: pb.PrepareRequest, context: Any) -> AsyncGenerator[pb.PrepareEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Fetch missing tensors, reserve memory, load a stage."""
-        self._admit(request.hello)
+        self._admit(request)
         self._security.require_node(context, request.hello.node_id)
         engine_node, engine = request.hello.node_id, self._security.caller(context, Kind.ENGINE)
         wanted = from_wire(request, PrepareRequest)
@@ -130,7 +137,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseReply:
         """End a pipeline's stage here, for the node of its present or recorded engine."""
-        self._admit(request.hello)
+        self._admit(request)
         self._security.require_node(context, request.hello.node_id)
         held = self._book.held(request.pipeline_id)
         if request.hello.node_id not in (self._device.engine_node(request.pipeline_id), held and held.engine_node):
@@ -143,7 +150,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
     async def StartEngine(self, request: pb.StartEngineRequest, context: Any) -> pb.StartEngineReply:
         """Run a model's engine beside this daemon, once, for the node that had the model served."""
-        self._admit(request.hello)
+        self._admit(request)
         self._security.require_node(context, request.hello.node_id)
         wanted = from_wire(request, StartEngineRequest)
         self._book.merge(request.hello.node_id, [from_wire(request.record, ServeRecord)])
@@ -170,7 +177,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
     async def StopEngine(self, request: pb.StopEngineRequest, context: Any) -> pb.StopEngineReply:
         """End an engine that runs here."""
-        self._admit(request.hello)
+        self._admit(request)
         self._book.merge(request.hello.node_id, [from_wire(request.record, ServeRecord)])
         held = self._book.held(request.pipeline_id)
         if held is not None and not held.stopped and self._peers.is_self(held.engine_node):
@@ -180,13 +187,13 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
     async def StandBy(self, request: pb.StandByRequest, context: Any) -> pb.StandByReply:
         """Start a process for an engine in advance."""
-        self._admit(request.hello)
+        self._admit(request)
         await self._engines.stand_by()
         return pb.StandByReply()
 
     async def Vouch(self, request: pb.VouchRequest, context: Any) -> pb.VouchReply:
         """Return whether this node hears another, and the pipeline's highest epoch here."""
-        self._admit(request.hello)
+        self._admit(request)
         reply = VouchReply(
             hears=self._peers.reaches(request.node_id),
             draining=self._peers.own_drains,
@@ -196,7 +203,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceReply:
         """Place anew a pipeline whose engine runs here."""
-        self._admit(request.hello)
+        self._admit(request)
         self._security.require_node(context, request.hello.node_id)
         self._book.require_director(request.hello.node_id, request.pipeline_id)
         wanted = from_wire(request, RebalanceRequest)
@@ -206,7 +213,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
     async def KeepCopy(self, request: pb.KeepCopyRequest, context: Any) -> AsyncGenerator[pb.PrepareProgress]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Fetch parts of a model and keep them."""
-        self._admit(request.hello)
+        self._admit(request)
         self._security.require_node(context, request.hello.node_id)
         self._book.require_content(request.hello.node_id, request.manifest_hash)
         keeping = self._replication.keep(from_wire(request, KeepCopyRequest), asking=request.hello.node_id)
@@ -215,13 +222,13 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
     async def ProfileLayer(self, request: pb.ProfileLayerRequest, context: Any) -> pb.LayerProfile:
         """Measure a layer of a shape on this node's device."""
-        self._admit(request.hello)
+        self._admit(request)
         profile = await self._device.profile_layer(from_wire(request, ProfileLayerRequest))
         return to_wire(profile, pb.LayerProfile)
 
     async def ProfileLinks(self, request: pb.ProfileLinksRequest, context: Any) -> pb.ProfileLinksReply:
         """Measure the links from here to other nodes."""
-        self._admit(request.hello)
+        self._admit(request)
         wanted = list(request.node_ids)
         links = (
             self._links.known(wanted) if request.known_only else await self._links.measure(wanted, fresh=request.fresh)
@@ -244,7 +251,7 @@ class WeightsService(node_pb2_grpc.WeightsServicer):
 
     async def GetManifest(self, request: pb.ManifestRequest, context: Any) -> AsyncGenerator[pb.ManifestReply]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield the manifest of a model on this node in parts."""
-        self._admit(request.hello)
+        self._admit(request)
         with self._reading(context):
             manifest = await self._models.manifest_json(request.model)
             for start in range(0, len(manifest), _MANIFEST_PART_BYTES):
@@ -252,7 +259,7 @@ class WeightsService(node_pb2_grpc.WeightsServicer):
 
     async def ReadTensor(self, request: pb.ReadTensorRequest, context: Any) -> AsyncGenerator[pb.DataChunk]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield a tensor's bytes from an offset on."""
-        self._admit(request.hello)
+        self._admit(request)
         with self._reading(context):
             offset = request.offset
             async for data in self._models.read_tensor(
@@ -263,7 +270,7 @@ class WeightsService(node_pb2_grpc.WeightsServicer):
 
     async def ReadFile(self, request: pb.ReadFileRequest, context: Any) -> AsyncGenerator[pb.DataChunk]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield a metadata file's bytes from an offset on."""
-        self._admit(request.hello)
+        self._admit(request)
         with self._reading(context):
             offset = request.offset
             async for data in self._models.read_file(request.model, request.manifest_hash, request.name, offset=offset):
@@ -328,37 +335,37 @@ class AdminService(node_pb2_grpc.AdminServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.ClusterStatus:
         """Return the cluster as this node sees it."""
-        admit_command_line(request.hello)
+        admit_command_line(request)
         return to_wire(self._status(), pb.ClusterStatus)
 
     async def Serve(self, request: pb.ServeRequest, context: Any) -> AsyncGenerator[pb.ServeEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Serve a model; the last event holds its engine."""
-        admit_command_line(request.hello)
+        admit_command_line(request)
         await self._refresh_models()
         async for event in self._serving.serve(from_wire(request, ServeRequest)):
             yield to_wire(event, pb.ServeEvent)
 
     async def Survey(self, request: pb.SurveyRequest, context: Any) -> pb.SurveyReply:
         """Measure the inputs of a model's plan."""
-        admit_command_line(request.hello)
+        admit_command_line(request)
         await self._refresh_models()
         survey = await self._serving.survey(request.model, request.dtype, kv=request.kv, fresh=request.fresh)
         return to_wire(survey, pb.SurveyReply)
 
     async def MeasureLinks(self, request: pb.MeasureLinksRequest, context: Any) -> pb.ProfileLinksReply:
         """Measure the latency and rate of every link between nodes."""
-        admit_command_line(request.hello)
+        admit_command_line(request)
         links = await self._serving.measure_links()
         return pb.ProfileLinksReply(links=[to_wire(link, pb.LinkProfile) for link in links])
 
     async def StopModel(self, request: pb.StopModelRequest, context: Any) -> pb.StopModelReply:
         """Stop a model, or all models."""
-        admit_command_line(request.hello)
+        admit_command_line(request)
         return pb.StopModelReply(stopped=await self._serving.stop(request.model))
 
     async def RescanModels(self, request: pb.RescanModelsRequest, context: Any) -> pb.RescanModelsReply:
         """Scan the disk: a command pulled or removed a model."""
-        admit_command_line(request.hello)
+        admit_command_line(request)
         await self._refresh_models()
         return pb.RescanModelsReply()
 
@@ -376,7 +383,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> AsyncGenerator[pb.DrainEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Move all stages and engines away, or take work again."""
-        admit_command_line(request.hello)
+        admit_command_line(request)
         if request.undo:
             self._drain.undo()
             return
@@ -385,24 +392,25 @@ class AdminService(node_pb2_grpc.AdminServicer):
 
     async def Replicate(self, request: pb.ReplicateRequest, context: Any) -> AsyncGenerator[pb.ReplicateEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Copy a model's parts to other disks."""
-        admit_command_line(request.hello)
+        admit_command_line(request)
         await self._refresh_models()
         async for event in self._replication.replicate(request.model, copies=request.copies):
             yield to_wire(event, pb.ReplicateEvent)
 
     async def ActAsGateway(self, request: pb.GatewayRequest, context: Any) -> AsyncIterator[pb.GatewayReply]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Let a command call engines until it ends the stream."""
-        admit_command_line(request.hello)
+        admit_command_line(request)
         with self._guests.admit(request.certificate):
             await self._spread()
             yield pb.GatewayReply()
             await asyncio.Event().wait()  # until the command's end cancels this
 
 
-def admit_command_line(hello: common_pb2.Hello) -> None:
-    """Raise VersionMismatch to a command line whose version differs from the running node's."""
+def admit_command_line(request: Any) -> None:
+    """Check a command line's request. Raises RemoteProtocolError, and VersionMismatch if the node's version differs."""
+    check_numbers(request)
     try:
-        check_hello(hello_from_wire(hello), own_name="the running node")
+        check_hello(hello_from_wire(request.hello), own_name="the running node")
     except VersionMismatch as error:
         error.what = "the command line and the running node speak different versions of the protocol"
         error.next_step = "edgepipe node stop, then edgepipe node start"

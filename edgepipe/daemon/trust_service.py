@@ -65,7 +65,7 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> AsyncGenerator[pb.JoinEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Join another cluster; afterwards the node starts anew in that cluster."""
-        admit_command_line(request.hello)
+        admit_command_line(request)
         events: asyncio.Queue[JoinEvent | None] = asyncio.Queue()
         async with self._joining:
             joining = asyncio.create_task(self._join(from_wire(request, JoinRequest), events), name="joining")
@@ -104,7 +104,7 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
 
     async def ListPeers(self, request: pb.ListPeersRequest, context: Any) -> pb.ListPeersReply:
         """List the cluster's members, this node first."""
-        admit_command_line(request.hello)
+        admit_command_line(request)
         store = self._trust.store
         added = _added((store.founding, *store.standing.counting))
         addresses = self._addresses()
@@ -135,7 +135,7 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
 
     async def RemovePeer(self, request: pb.RemovePeerRequest, context: Any) -> pb.RemovePeerReply:
         """Remove a peer for ever."""
-        admit_command_line(request.hello)
+        admit_command_line(request)
         if request.others not in _KEEP:
             raise RequestInvalid(f"'{request.others}' is neither keep nor drop")
         peer = self._trust.find(request.peer)
@@ -145,7 +145,7 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
 
     async def PromotePeer(self, request: pb.PromotePeerRequest, context: Any) -> pb.PromotePeerReply:
         """Make a member an owner."""
-        admit_command_line(request.hello)
+        admit_command_line(request)
         peer = self._trust.find(request.peer)
         await self._trust.promote(peer)
         return pb.PromotePeerReply(name=peer.name)

@@ -29,6 +29,7 @@ from edgepipe.wire.plans import Registration, StageTimings, StepDone
 
 logger = logging.getLogger(__name__)
 
+_PLAUSIBLE_S = 60.0  # time of a step that a stage may report at any time; the clocks of two machines run alike
 
 Registrar = Callable[[SequenceId, Sequence[int]], Registration]
 """Maps a sequence and its tokens so far to its registration for the stages."""
@@ -82,6 +83,7 @@ class Pump:
         self.stale_reports = 0  # reports of other epochs, dropped
         self._recorder = StepRecorder(clock)
         self.meters: list[StageMeter] = []
+        self._newest = StepId(0)  # the step that was sent last
         self._idle = True  # no step is in flight
         self._working_since_s = 0.0  # on the clock; when the ring last became busy
         self.tokens = WindowSum(clock)
@@ -141,13 +143,15 @@ class Pump:
         self._wake.set()
 
     def on_report(self, site: StageSite, report: StepDone | StageTimings) -> None:
-        """Handle a stage's report. Raises RemoteProtocolError if it does not match a step in flight."""
+        """Handle a stage's report. Raises RemoteProtocolError if it does not match the steps that were sent."""
         if isinstance(report, StageTimings):
+            self._check_timings(site, report)
             self._measure(site, report)
         elif report.epoch != self._epoch:
             self.stale_reports += 1
             logger.debug("dropped a report: stage=%s epoch=%s", site.index, report.epoch)
         elif self._error is None:
+            self._check_timings(site, report)
             self._came_back(site, report)
             now_s = self._clock.monotonic_s()
             asyncio.get_running_loop().call_soon(self._look_back, site, report, now_s)  # after the plans are written
@@ -254,9 +258,27 @@ class Pump:
         elif any(index >= len(done.ids) for index, _ in (*done.logprobs, *done.failures)):
             fact = f"step {done.step} reports more tokens than it samples"
         if fact:
-            raise RemoteProtocolError(
-                f"{site.label} sent an unexpected answer", fact=fact, node=site.node_name, stage=site.label
-            )
+            raise _unexpected(site, fact)
+
+    def _check_timings(self, site: StageSite, report: StepDone | StageTimings) -> None:
+        """Check that a stage times its own slices, steps that were sent, and no longer than steps have been running.
+
+        The prediction of a step's turn, and so the deadline of a late step, follows these times.
+        """
+        slices = {part.index for part in site.slices}
+        working_s = self._clock.monotonic_s() - self._working_since_s
+        longest_us = 1e6 * max(_PLAUSIBLE_S, working_s)
+        for timing in report.timings:
+            fact = ""
+            if timing.slice_index not in slices:
+                fact = f"it timed slice {timing.slice_index}, which another stage has"
+            elif not 1 <= timing.step <= self._newest:
+                fact = f"it timed step {timing.step}, step {self._newest} is the newest"
+            elif max(timing.compute_us, timing.upload_us) > longest_us:
+                took_s = max(timing.compute_us, timing.upload_us) * 1e-6
+                fact = f"step {timing.step} took {took_s:.0f} s, and steps have been running for {working_s:.0f} s"
+            if fact:
+                raise _unexpected(site, fact)
 
     def _fill(self) -> None:
         self._scheduler.set_micro_batches(self.micro_batches.limit(prompts_wait=self._prompts_wait))
@@ -264,6 +286,7 @@ class Pump:
             if self._idle:
                 self._idle, self._working_since_s = False, self._clock.monotonic_s()
             self._send(step)
+            self._newest = step.step
             self._recorder.planned(step, self._scheduler.stats())
             self._in_flight.append(step)
             self._prompts_wait = len(step.token_ids) > step.num_rows
@@ -292,6 +315,12 @@ class Pump:
             stage=site.label,
         )
         self.fail(error)
+
+
+def _unexpected(site: StageSite, fact: str) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"{site.label} sent an unexpected answer", fact=fact, node=site.node_name, stage=site.label
+    )
 
 
 def _reads(step: ScheduledStep) -> list[tuple[SequenceId, int]]:

@@ -81,7 +81,9 @@ class Choice:
         return sampling
 
     def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        """Append the next part; drop what a recomputed prompt repeats."""
+        """Append the next part; drop what a recomputed prompt repeats, and what the request did not ask for."""
+        if not self.sampling.prompt_logprobs:
+            return
         known = len(self.prompt_logprobs) + 1 - part.position
         left = len(self.request.submission.prompt) - 1 - len(self.prompt_logprobs)
         if known >= 0:
@@ -216,7 +218,10 @@ class GatewayStream:
             await self._wake.wait()
 
     def _take(self) -> EngineNews | None:
-        """Pack news of the choices marked first, up to PACKED_BYTES; None if other streams took over all of them."""
+        """Pack news of the choices marked first, up to PACKED_BYTES; None if other streams took over all of them.
+
+        Each call reports something or unmarks all choices, so ``events`` cannot go round without a message.
+        """
         self._waits_since_s = self._loop.time()
         packed = EngineNews()
         for choice in list(self._news):
@@ -224,6 +229,8 @@ class GatewayStream:
                 self._news[choice] = self._news.pop(choice)  # its rest follows the other choices' news
                 break
             del self._news[choice]  # sent, or its gateway resumed it over another stream
+        if packed.empty and self._news:
+            raise RuntimeError("a choice has news that fit into no message")
         return None if packed.empty else packed
 
 

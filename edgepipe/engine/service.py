@@ -79,7 +79,7 @@ class RequestIntake:
                 self._take(stream, message)
                 if stream.abandoned:
                     return
-        except RequestInvalid as exc:
+        except EdgepipeError as exc:
             logger.warning("gateway %s: %s", stream.node_id, exc)
             stream.abandon()
         except (grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError) as exc:

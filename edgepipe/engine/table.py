@@ -15,7 +15,14 @@ from edgepipe.engine.progress import EpochProgress
 from edgepipe.engine.pump import StepNews
 from edgepipe.engine.requests import Choice, GatewayStream, Request, known_bytes, submission_bytes
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
-from edgepipe.errors import EdgepipeError, GrammarNotReady, PeerClosed, QueueFull, RemoteProtocolError
+from edgepipe.errors import (
+    EdgepipeError,
+    GrammarNotReady,
+    PeerClosed,
+    QueueFull,
+    RemoteProtocolError,
+    RequestInvalid,
+)
 from edgepipe.ids import RequestId, RequestKey, SequenceId
 from edgepipe.model.facts import ModelConfig
 from edgepipe.sampling import SamplingParams, TokenLogprobs
@@ -253,8 +260,9 @@ class RequestTable:
             if isinstance(event, TokenSampled):
                 if event.position != len(choice.log):
                     raise RuntimeError(f"position {event.position} was sampled, {len(choice.log)} is next")
-                scores = logprobs.get(event.sequence)
-                if scores is None and choice.request.submission.sampling.logprobs:
+                wanted = choice.request.submission.sampling.logprobs
+                scores = logprobs.get(event.sequence) if wanted else None
+                if scores is None and wanted:
                     self._fail(choice, RemoteProtocolError("the last stage left out a token's log-probabilities"))
                     continue
                 choice.add(event.token_id, scores)
@@ -457,6 +465,15 @@ class RequestTable:
         return Choice(request, index, SequenceId(self._sequences), log, sent=len(log))
 
     def _attach(self, request: Request, stream: GatewayStream, *, have: Sequence[int]) -> None:
+        """Send a request's results over ``stream``, after the tokens that the gateway claims to have.
+
+        A request whose gateway claims tokens that this engine does not have ends with RequestInvalid.
+        """
+        if fact := _claims_too_much(request, have):
+            self._drop(request)
+            error = RequestInvalid("the request cannot be resumed", fact=fact, next_step="send the request again")
+            self.refuse(stream, request.key.request_id, request.attempt, len(request.choices), error)
+            return
         request.attach(stream)
         for choice in request.choices:
             choice.sent = have[choice.index] if choice.index < len(have) else 0
@@ -519,6 +536,16 @@ class RequestTable:
     def _on_forget_timer(self) -> None:
         self._forget_timer = None
         self._forget_old()
+
+
+def _claims_too_much(request: Request, have: Sequence[int]) -> str:
+    """Compare a gateway's claim of received tokens with the logs; return the first excess, or an empty text."""
+    if len(have) > len(request.choices):
+        return f"its gateway has tokens of {len(have)} choices, the request has {len(request.choices)}"
+    for choice, count in zip(request.choices, have, strict=False):
+        if count > len(choice.log):
+            return f"its gateway has {count} tokens of choice {choice.index}, this engine has {len(choice.log)}"
+    return ""
 
 
 def _copy(error: EdgepipeError) -> EdgepipeError:

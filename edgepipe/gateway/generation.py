@@ -31,7 +31,8 @@ class Generation:
         self.log = RequestLog(
             num_choices=request.num_choices,
             max_tokens=request.max_tokens,
-            with_logprobs=request.sampling.logprobs,
+            prompt_tokens=len(request.prompt),
+            sampling=request.sampling,
         )
         self.num_read = 0  # computed tokens of the prompt, as the engine reported
         self.failure: EdgepipeError | None = None
@@ -43,19 +44,22 @@ class Generation:
     def apply(self, event: EngineReport) -> None:
         """Append the engine's report, then wake the reader. A violation of the protocol fails the request.
 
-        Reports on older attempts are dropped.
+        Reports on older attempts, and on a request that has failed, are dropped.
         """
-        if event.attempt != self.request.attempt:
+        if event.attempt != self.request.attempt or self.failure is not None:
             return
-        if isinstance(event, PromptRead):
-            self.num_read = min(event.num_tokens, len(self.request.prompt))
-        elif isinstance(event, ChoiceEnded):
-            self._end(event)
-        elif event.choice not in self._endings:
-            try:
+        try:
+            if isinstance(event, PromptRead):
+                self.num_read = min(event.num_tokens, len(self.request.prompt))
+            elif event.choice in self._endings:
+                return
+            elif isinstance(event, ChoiceEnded):
+                self._end(event)
+            else:
                 self._append(event)
-            except RemoteProtocolError as exc:
-                self.fail(exc)
+        except RemoteProtocolError as exc:
+            logger.warning("request=%s failed, its engine breaks the protocol: %s", self.request.request_id, exc)
+            self.fail(exc)
         self._changed.set()
 
     def next_attempt(self) -> Submission:
@@ -76,7 +80,11 @@ class Generation:
         """Stop a choice; its first ``at_position`` tokens are enough."""
         if choice not in self._endings:
             self._endings[choice] = ChoiceEnded(
-                request_id=self.request.request_id, attempt=self.request.attempt, choice=choice, reason="cancelled"
+                request_id=self.request.request_id,
+                attempt=self.request.attempt,
+                choice=choice,
+                reason="cancelled",
+                num_tokens=at_position,
             )
             self.cancelled[choice] = at_position
             self._send_cancel(self, choice, at_position)
@@ -99,13 +107,16 @@ class Generation:
 
     def _end(self, event: ChoiceEnded) -> None:
         if event.reason in ("stop", "length"):
-            self._endings.setdefault(event.choice, event)
-        elif event.choice not in self._endings:
+            self.log.check_ending(
+                event.choice, num_tokens=event.num_tokens, cached_prompt_tokens=event.cached_prompt_tokens
+            )
+            self._endings[event.choice] = event
+        else:
             self.fail(
                 event.error
                 or StageLost(
                     "the engine abandoned the request",
-                    fact=f"it ended with '{event.reason}'",
+                    fact="it was cancelled" if event.reason == "cancelled" else "it gave no reason",
                     next_step="send the request again",
                 )
             )

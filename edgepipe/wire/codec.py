@@ -11,8 +11,8 @@ A field of a dataclass is converted by its annotation:
 - ``A | B`` of dataclasses, in a field with the name of a oneof: the member whose message has the dataclass's name.
 
 A value that the sender left out (0, empty, an enumerator without a member) becomes the default of a field that is
-declared with ``default_if_empty``. Fields of a message without a field in the dataclass are left out. Other conditions
-are checked where a value is used.
+declared with ``default_if_empty``. Fields of a message without a field in the dataclass are left out. Numbers and lists
+are checked against ``edgepipe.wire.bounds`` first; other conditions are checked where a value is used.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from edgepipe.errors import EdgepipeError, RemoteProtocolError
+from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.errors import error_from_wire, error_to_wire
 
 V = TypeVar("V")
@@ -48,7 +49,17 @@ def default_if_empty(default: V) -> V:
 
 
 def from_wire(message: Message, kind: type[V]) -> V:
-    """Return a message as a value. Raises RemoteProtocolError, and what ``kind`` raises for impossible values."""
+    """Return a received message as a value.
+
+    Raises RemoteProtocolError, also for numbers beyond ``MESSAGE_BOUNDS``, and what ``kind`` raises for impossible
+    values.
+    """
+    check_numbers(message)
+    return _value(message, kind)
+
+
+def _value(message: Message, kind: type[V]) -> V:
+    """Return a checked message as a value."""
     return kind(**{name: read(message) for name, (read, _) in _plan(kind, message.DESCRIPTOR).items()})
 
 
@@ -160,7 +171,7 @@ def _converters(hint: Any, wire: FieldDescriptor) -> tuple[_Convert, _Convert]:
     if wire.message_type is not None:
         _plan(hint, wire.message_type)
         message_class = GetMessageClass(wire.message_type)
-        return partial(from_wire, kind=hint), partial(to_wire, kind=message_class)
+        return partial(_value, kind=hint), partial(to_wire, kind=message_class)
     if hint in (int, float, str, bytes, bool):
         return _same, _same
     raise TypeError(f"{wire.full_name} cannot be converted to {hint}")

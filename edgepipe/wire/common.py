@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from edgepipe import PROTOCOL_VERSION, __version__
 from edgepipe.errors import RemoteProtocolError, VersionMismatch
 from edgepipe.ids import EngineId, Epoch
+from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.v1 import common_pb2 as pb
 
@@ -65,5 +66,6 @@ def epoch_to_wire(epoch: Epoch) -> pb.Epoch:
 
 
 def epoch_from_wire(epoch: pb.Epoch) -> Epoch:
-    """Convert a pipeline's epoch from the wire."""
+    """Convert a pipeline's epoch from the wire. Raises RemoteProtocolError."""
+    check_numbers(epoch)
     return Epoch(epoch.counter, EngineId(epoch.engine_id))

@@ -27,12 +27,15 @@ def _cut(text: str, most_bytes: int) -> str:
 
 
 def error_from_wire(error: pb.Error) -> EdgepipeError:
-    """Restore an error as its own class, with texts safe to show; unknown codes become plain ``EdgepipeError``."""
+    """Restore an error as its own class; unknown codes become plain ``EdgepipeError``.
+
+    Its texts are safe to show and within the limits of messages.
+    """
     return error_class(error.code)(
-        one_line(error.what),
-        fact=one_line(error.fact),
-        next_step=one_line(error.next_step),
-        node=one_line(error.node),
-        stage=one_line(error.stage),
-        request_id=one_line(error.request_id),
+        one_line(_cut(error.what, MAX_ERROR_BYTES)),
+        fact=one_line(_cut(error.fact, MAX_ERROR_BYTES)),
+        next_step=one_line(_cut(error.next_step, MAX_ERROR_BYTES)),
+        node=one_line(_cut(error.node, MAX_ERROR_NAME_BYTES)),
+        stage=one_line(_cut(error.stage, MAX_ERROR_NAME_BYTES)),
+        request_id=one_line(_cut(error.request_id, MAX_ERROR_NAME_BYTES)),
     )

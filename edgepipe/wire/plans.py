@@ -14,6 +14,7 @@ from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import Epoch, NodeId, PipelineId, SequenceId, StepId
 from edgepipe.model.facts import Slice
 from edgepipe.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
+from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire, hello_to_wire
 from edgepipe.wire.errors import error_from_wire, error_to_wire
@@ -205,9 +206,6 @@ def spec_to_wire(spec: PipelineSpec, hello: Hello) -> stage_pb2.OpenPipeline:
 
 def spec_from_wire(message: stage_pb2.OpenPipeline) -> PipelineSpec:
     """Convert a stage's constants. Raises RemoteProtocolError for an invalid number."""
-    for name in ("num_slices", "hidden_size", "num_blocks", "block_size", "max_in_flight", "step_deadline_ms"):
-        if getattr(message, name) < 1:
-            raise RemoteProtocolError(f"the pipeline cannot be opened: {name} is 0", fact="it is at least 1")
     if not message.slices:
         raise RemoteProtocolError("the pipeline cannot be opened: this stage has no slice")
     return from_wire(message, PipelineSpec)
@@ -224,6 +222,7 @@ def command_from_wire(message: stage_pb2.ControlMessage) -> StepPlan | Registrat
 
 def plan_from_wire(message: stage_pb2.Plan) -> StepPlan:
     """Convert a received plan. Raises RemoteProtocolError if columns of a group differ in length."""
+    check_numbers(message)
     num_rows = len(message.sequence)
     _check_columns(message, num_rows)
     blocks, windows = _blocks_by_row(message), _windows_by_row(message, num_rows)
@@ -279,7 +278,8 @@ def done_to_wire(done: StepDone) -> stage_pb2.StageReport:
 
 
 def done_from_wire(message: stage_pb2.StepDone) -> StepDone:
-    """Convert a received report that retires a step."""
+    """Convert a received report that retires a step. Raises RemoteProtocolError."""
+    check_numbers(message)
     return StepDone(
         epoch=epoch_from_wire(message.epoch),
         step=StepId(message.step),
@@ -307,10 +307,11 @@ def timings_to_wire(report: StageTimings) -> stage_pb2.StageReport:
 
 
 def timings_from_wire(message: stage_pb2.StageTimings) -> StageTimings:
-    """Convert received timings."""
+    """Convert received timings. Raises RemoteProtocolError."""
+    check_numbers(message)
     return StageTimings(
         timings=tuple(_timings_from_wire(message.timings)),
-        links=tuple(sample_from_wire(sample) for sample in message.links),
+        links=tuple(_sample(sample) for sample in message.links),
     )
 
 
@@ -328,7 +329,12 @@ def sample_to_wire(sample: LinkSample) -> stage_pb2.LinkSample:
 
 
 def sample_from_wire(message: stage_pb2.LinkSample) -> LinkSample:
-    """Convert a link's timing from the wire."""
+    """Convert a link's timing from the wire. Raises RemoteProtocolError."""
+    check_numbers(message)
+    return _sample(message)
+
+
+def _sample(message: stage_pb2.LinkSample) -> LinkSample:
     return LinkSample(
         step=StepId(message.step),
         num_bytes=message.num_bytes,
@@ -423,6 +429,7 @@ def registration_bytes(sampling: SamplingParams, *, prompt_tokens: int, vocab_si
 
 def registrations_from_wire(message: stage_pb2.Registrations) -> Registrations:
     """Convert received registrations. Raises RequestInvalid, RemoteProtocolError."""
+    check_numbers(message)
     return Registrations(
         epoch=epoch_from_wire(message.epoch),
         sequences=tuple(_registration_from_wire(register) for register in message.sequences),

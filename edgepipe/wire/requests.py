@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import Epoch, PipelineId, RequestId
 from edgepipe.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
+from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.common import Hello, epoch_to_wire, hello_from_wire, hello_to_wire
 from edgepipe.wire.errors import error_from_wire, error_to_wire
 from edgepipe.wire.sampling import logprobs_from_wire, logprobs_to_wire, sampling_from_wire, sampling_to_wire
@@ -104,6 +105,7 @@ class ChoiceEnded:
     attempt: int
     choice: int
     reason: str  # "stop" | "length" | "cancelled" | "error"
+    num_tokens: int  # output tokens of the choice
     cached_prompt_tokens: int = 0
     error: EdgepipeError | None = None
 
@@ -128,7 +130,8 @@ def command_to_wire(command: GatewayCommand) -> engine_pb2.GatewayMessage:
 
 
 def submission_from_wire(message: engine_pb2.Submit) -> Submission:
-    """Convert a received request. Raises RequestInvalid for invalid sampling parameters."""
+    """Convert a received request. Raises RequestInvalid for invalid sampling parameters, and RemoteProtocolError."""
+    check_numbers(message)
     return Submission(
         request_id=RequestId(message.request_id),
         attempt=message.attempt,
@@ -144,7 +147,8 @@ def submission_from_wire(message: engine_pb2.Submit) -> Submission:
 
 
 def cancellation_from_wire(message: engine_pb2.Cancel) -> Cancellation:
-    """Convert a received cancellation."""
+    """Convert a received cancellation. Raises RemoteProtocolError."""
+    check_numbers(message)
     return Cancellation(
         request_id=RequestId(message.request_id),
         attempt=message.attempt,
@@ -154,7 +158,8 @@ def cancellation_from_wire(message: engine_pb2.Cancel) -> Cancellation:
 
 
 def resumption_from_wire(message: engine_pb2.Resume) -> Resumption:
-    """Convert a received resumption."""
+    """Convert a received resumption. Raises RemoteProtocolError."""
+    check_numbers(message)
     return Resumption(request_id=RequestId(message.request_id), attempt=message.attempt, have=tuple(message.have))
 
 
@@ -242,6 +247,7 @@ class EngineNews:
 
 def reports_from_wire(event: engine_pb2.EngineEvent) -> Iterator[EngineReport]:
     """Yield an engine's reports on requests, in order. Raises RemoteProtocolError."""
+    check_numbers(event)
     for read in event.prompt_reads:
         yield PromptRead(
             request_id=RequestId(read.request_id),
@@ -272,6 +278,7 @@ def reports_from_wire(event: engine_pb2.EngineEvent) -> Iterator[EngineReport]:
             attempt=ended.attempt,
             choice=ended.choice,
             reason=ended.reason,
+            num_tokens=ended.num_tokens,
             cached_prompt_tokens=ended.cached_prompt_tokens,
             error=error_from_wire(ended.error) if ended.HasField("error") else None,
         )

@@ -283,3 +283,19 @@ async def test_a_stop_id_that_the_model_does_not_have_harms_nobody() -> None:
         assert isinstance(error, RequestInvalid)
         assert "stop_token_ids" in error.what
         assert lab.engine.state().recoveries == 0
+
+
+async def test_a_gateway_that_claims_tokens_it_cannot_have_holds_nobody_up() -> None:
+    async with engine_lab(**SLOW) as lab:
+        bystander, rogue = await lab.gateway(), await lab.gateway(node_id="rogue")
+        bystander.send(submission("innocent", PROMPT, 60))
+        await bystander.has("innocent", 3)
+        for number in range(4):
+            name = f"r{number}"
+            rogue.send(submission(name, PROMPT, 100))
+            await rogue.has(name, 1)
+            rogue.resume(name, [100_000])
+            answer = await rogue.ended(name)
+            assert isinstance(answer.error, RequestInvalid)
+            assert "100000 tokens of choice 0" in answer.error.fact
+        assert (await bystander.ended("innocent")).ids == oracle_tokens(PROMPT, 60)

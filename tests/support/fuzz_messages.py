@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from google.protobuf import message_factory
-from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from edgepipe.wire.v1 import engine_pb2, node_pb2, stage_pb2
@@ -23,6 +23,16 @@ _BITS = {
     FieldDescriptor.TYPE_UINT32: (0, (1 << 32) - 1),
     FieldDescriptor.TYPE_UINT64: (0, (1 << 64) - 1),
 }
+_EDGES = (0, 1, 1 << 16, 1 << 24, 1 << 31, 1 << 32, 1 << 53, 1 << 60, 1 << 63, 1 << 64)  # and one less, one more
+_MOST_NEAR = 5000  # entries of a list that is as long as a number of the receiver's state
+
+Near = Callable[[str], Sequence[int]]
+"""Numbers of the receiver's state that a field is compared with, by the field's name."""
+
+
+def nothing(_: str) -> Sequence[int]:
+    """A receiver without state."""
+    return ()
 
 
 def methods() -> Mapping[str, MethodDescriptor]:
@@ -33,11 +43,18 @@ def methods() -> Mapping[str, MethodDescriptor]:
 
 
 class MessageFuzzer:
-    """Makes messages of one type: from nothing, from valid ones with some fields changed, from damaged bytes."""
+    """Makes messages of one type: from nothing, from valid ones with some fields changed, from damaged bytes.
 
-    def __init__(self, method: MethodDescriptor, samples: Sequence[Message], rng: random.Random) -> None:
-        self._type: Callable[[], Message] = message_factory.GetMessageClass(method.input_type)
+    Half of the numbers, and of the lengths of lists, are one less, as much or one more than a number of the receiver's
+    state, or than an edge of some type of number.
+    """
+
+    def __init__(
+        self, kind: Descriptor, samples: Sequence[Message], rng: random.Random, *, near: Near = nothing
+    ) -> None:
+        self._type: Callable[[], Message] = message_factory.GetMessageClass(kind)
         self._samples = samples
+        self._near = near
         self._rng = rng
         self._parts = 0
 
@@ -61,7 +78,7 @@ class MessageFuzzer:
             return made
 
     def _fill(self, message: Message, depth: int) -> None:
-        for field in _fields(message):
+        for field in fields_of(message):
             if self._rng.random() < 0.5:
                 self._set(message, field, depth)
 
@@ -76,7 +93,7 @@ class MessageFuzzer:
         ]
         if inner and depth < _MAX_DEPTH and rng.random() < 0.7:
             self._change(rng.choice(inner), depth + 1)
-        elif fields := _fields(message):
+        elif fields := fields_of(message):
             field = rng.choice(fields)
             if rng.random() < 0.2:
                 message.ClearField(field.name)
@@ -94,7 +111,8 @@ class MessageFuzzer:
         values: Any = getattr(message, field.name)
         if self._rng.random() < 0.3:
             del values[:]
-        count = self._rng.choice((0, 1, 2, 7, 7, 1000))
+        lengths = [max(0, each + step) for each in self._near(field.name) if each < _MOST_NEAR for step in (-1, 0, 1)]
+        count = self._rng.choice((0, 1, 2, 7, 7, 1000) if not lengths or self._rng.random() < 0.5 else lengths)
         values.extend([self._value(field)] * count if count > 7 else [self._value(field) for _ in range(count)])
 
     def _set_message(self, message: Message, field: FieldDescriptor, depth: int) -> None:
@@ -122,9 +140,12 @@ class MessageFuzzer:
         if field.type == FieldDescriptor.TYPE_ENUM:
             return rng.choice((0, 1, 2, 77))
         low, high = _BITS[field.type]
+        if rng.random() < 0.5:
+            number = rng.choice([*self._near(field.name)] * 4 + [*_EDGES]) + rng.choice((-1, 0, 1))
+            return min(max(low, number), high)
         return rng.choice((low, high, 0, 1, 2, 3, 7, 16, high // 2, rng.randint(low, high)))
 
 
-def _fields(message: Message) -> list[FieldDescriptor]:
+def fields_of(message: Message) -> list[FieldDescriptor]:
     """The stubs name two classes, which are one."""
     return cast("list[FieldDescriptor]", list(message.DESCRIPTOR.fields))

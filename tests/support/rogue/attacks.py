@@ -38,7 +38,7 @@ _SERVE_CONTEXT = b"edgepipe-serve-1"
 _HELD_S = 1.0  # how long a thing is announced: some beats
 _FLOOD_S = 2.0
 _NASTY = "\x1b]0;owned\x07\x1b[2J\x1b[1;31m\r\nERROR node: forged line\n\u202e\u2028"
-_FAR = 1 << 62
+_FAR = 1 << 52  # beyond every step that a receiver accepts, and within what a message may say
 _MANY = 5000
 
 Attack = Callable[[Rogue], Awaitable[list[str]]]

@@ -21,7 +21,7 @@ from edgepipe.engine.pump import StepNews
 from edgepipe.engine.requests import GatewayStream
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.table import RequestTable
-from edgepipe.errors import EdgepipeError, QueueFull, StepFailed
+from edgepipe.errors import EdgepipeError, QueueFull, RequestInvalid, StepFailed
 from edgepipe.ids import NodeId, RequestId, SequenceId
 from edgepipe.link.channels import MAX_MESSAGE_BYTES
 from edgepipe.sampling import GrammarSpec, PromptLogprobs, SamplingParams, TokenLogprobs
@@ -30,6 +30,7 @@ from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.requests import Resumption, Submission, command_to_wire, submission_from_wire
 from edgepipe.wire.sizes import PACKED_BYTES
 from edgepipe.wire.v1 import engine_pb2
+from tests.support.claims import bounded_work
 
 CONFIG = replace(emulated_model_config(num_layers=2, context_length=131_072), vocab_size=150_000)
 GREEDY = SamplingParams(temperature=0.0)
@@ -109,6 +110,70 @@ async def test_a_gateway_that_comes_back_gets_the_log_probabilities_of_a_long_pr
     tokens = [part for event in events for part in event.tokens]
     assert [token for part in tokens for token in part.ids] == list(range(7, 507))
     assert [entry.logprob for part in tokens for entry in part.logprobs] == [-1.0 - n for n in range(500)]
+    table.close()
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        Resumption(request_id=RequestId("a"), have=(100_000,)),
+        Resumption(request_id=RequestId("a"), have=(4,)),
+        Resumption(request_id=RequestId("a"), have=(1, 1)),
+        request("a", [1, 2], generated=((7,) * 4,)),
+    ],
+    ids=["far more", "one more", "another choice", "the request again"],
+)
+async def test_a_gateway_that_claims_tokens_it_cannot_have_loses_that_request_alone(
+    claim: Resumption | Submission,
+) -> None:
+    table, queue = make_table()
+    stream, other = GatewayStream(NodeId("rogue")), GatewayStream(NodeId("innocent"))
+    table.submit(stream, request("a", [1, 2]))
+    table.submit(other, request("a", [1, 2]))
+    sequence, innocent = queue.specs
+    table.note([TokenSampled(each, position, 7) for position in range(3) for each in (sequence, innocent)])
+    again = GatewayStream(NodeId("rogue"))
+    with bounded_work():
+        if isinstance(claim, Resumption):
+            table.resume(again, claim)
+        else:
+            table.submit(again, claim)
+        answers = await told(again)
+    error = errors(answers)["a"]
+    assert isinstance(error, RequestInvalid)
+    assert "this engine has 3" in error.fact or "the request has 1" in error.fact
+    assert queue.cancelled == [sequence]
+    table.note([TokenSampled(innocent, 3, 8)])
+    assert [token for event in await told(other) for part in event.tokens for token in part.ids] == [7, 7, 7, 8]
+    table.close()
+
+
+async def test_a_gateway_that_has_every_token_goes_on_after_the_last() -> None:
+    table, queue = make_table()
+    table.submit(GatewayStream(NodeId("node")), request("a", [1, 2]))
+    (sequence,) = queue.specs
+    table.note([TokenSampled(sequence, position, 7) for position in range(3)])
+    for claim in (Resumption(request_id=RequestId("a"), have=(3,)), request("a", [1, 2], generated=((7,) * 3,))):
+        again = GatewayStream(NodeId("node"))
+        if isinstance(claim, Resumption):
+            table.resume(again, claim)
+        else:
+            table.submit(again, claim)
+        assert not await told(again)
+    table.close()
+
+
+async def test_what_a_stage_scores_unasked_is_not_kept() -> None:
+    table, queue = make_table()
+    stream = GatewayStream(NodeId("node"))
+    table.submit(stream, request("a", range(100)))
+    (sequence,) = queue.specs
+    scores = PromptLogprobs(position=1, tokens=(TokenLogprobs(-1.0, TOP),) * 99)
+    own = {sequence: TokenLogprobs(-1.0, TOP)}
+    table.note_step(news([TokenSampled(sequence, 0, 7)], prompts=[(sequence, scores)], logprobs=own))
+    (event,) = await told(stream)
+    assert not event.prompt_scores
+    assert [len(part.logprobs) for part in event.tokens] == [0]
     table.close()
 
 

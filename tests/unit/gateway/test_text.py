@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.gateway.log import RequestLog
 from edgepipe.gateway.text import ChoiceText, StopMatcher
+from edgepipe.sampling import SamplingParams, TokenLogprobs
 from tests.support.fake_engine import ByteDetokenizer
 
 ALPHABET = st.sampled_from("ab€")
@@ -107,3 +108,33 @@ def test_the_log_refuses_gaps_strangers_and_too_much(choice: int, position: int,
     log = RequestLog(num_choices=2, max_tokens=5)
     with pytest.raises(RemoteProtocolError):
         log.append(choice=choice, position=position, ids=ids)
+
+
+SCORED = SamplingParams(logprobs=True, top_logprobs=1, prompt_logprobs=True)
+ONE = TokenLogprobs(-1.0, ((65, -1.0),))
+
+
+def test_the_log_takes_no_log_probabilities_that_nobody_asked_for() -> None:
+    plain = RequestLog(num_choices=1, max_tokens=5, prompt_tokens=5)
+    with pytest.raises(RemoteProtocolError, match="did not ask for"):
+        plain.add_prompt_logprobs(position=1, logprobs=[ONE] * 4)
+    with pytest.raises(RemoteProtocolError, match="did not ask for"):
+        plain.append(choice=0, position=0, ids=[1], logprobs=[ONE])
+    scored = RequestLog(num_choices=1, max_tokens=5, prompt_tokens=5, sampling=SCORED)
+    scored.add_prompt_logprobs(position=1, logprobs=[ONE] * 4)
+    scored.add_prompt_logprobs(position=1, logprobs=[ONE] * 4)  # a resumed engine repeats itself
+    for position, count in ((5, 1), (1, 5), (0, 4)):
+        with pytest.raises(RemoteProtocolError):
+            scored.add_prompt_logprobs(position=position, logprobs=[ONE] * count)
+    with pytest.raises(RemoteProtocolError, match="alternatives"):
+        scored.append(choice=0, position=0, ids=[1], logprobs=[TokenLogprobs(-1.0, ONE.top * 2)])
+    assert len(scored.prompt_logprobs) == 4
+
+
+@pytest.mark.parametrize(("choice", "num_tokens", "cached"), [(1, 2, 0), (0, 3, 0), (0, 1, 0), (0, 2, 6)])
+def test_the_log_refuses_endings_that_it_knows_better(choice: int, num_tokens: int, cached: int) -> None:
+    log = RequestLog(num_choices=1, max_tokens=5, prompt_tokens=5)
+    log.append(choice=0, position=0, ids=[1, 2])
+    log.check_ending(0, num_tokens=2, cached_prompt_tokens=5)
+    with pytest.raises(RemoteProtocolError):
+        log.check_ending(choice, num_tokens=num_tokens, cached_prompt_tokens=cached)

@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 from edgepipe.backend.types import ActivationType
 from edgepipe.errors import EdgepipeError, NodeUnreachable, RemoteProtocolError
 from edgepipe.model.facts import LayerRange
+from edgepipe.planner import profiles
+from edgepipe.sampling.bounds import Within
 from edgepipe.wire import children, common, engines, nodes, plans, serving, trust
+from edgepipe.wire.bounds import MESSAGE_BOUNDS
+from edgepipe.wire.bounds.rules import Most, Rule
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.v1 import common_pb2, engine_pb2, node_pb2, stage_pb2, trust_pb2
 
@@ -26,7 +30,11 @@ VALUES = [
     for kind in vars(module).values()
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind.__module__ == module.__name__
 ] + [plans.OpenRing, plans.PipelineSpec]
-NAMES = {plans.PipelineSpec: "OpenPipeline"}  # where the message has another
+NAMES: dict[type[Any], str] = {  # where the message has another
+    plans.PipelineSpec: "OpenPipeline",
+    plans.Neighbour: "RingNeighbour",
+    profiles.Point: "ProfilePoint",
+}
 NUMBERS = {int: st.integers(1, 60_000), float: st.floats(-1e9, 1e9), bool: st.booleans()}
 
 
@@ -35,16 +43,17 @@ def message_of(kind: type[Any]) -> type[Message]:
     return next(found for module in MODULES if (found := getattr(module, name, None)) is not None)
 
 
-def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Any value of a type."""
+def values(hint: Any, rule: Rule | None = None) -> st.SearchStrategy[Any]:
+    """Any value of a type, with numbers that the field's rule lets in."""
     if isinstance(hint, NewType):
-        return values(hint.__supertype__)
+        return values(hint.__supertype__, rule)
     if hint is LayerRange:
         return st.tuples(st.integers(0, 90), st.integers(1, 9)).map(lambda pair: LayerRange(pair[0], sum(pair)))
     if hint is EdgepipeError:
         return st.text("abc", max_size=9).map(NodeUnreachable)
     if typing.get_origin(hint) is tuple:
-        return st.lists(values(typing.get_args(hint)[0]), max_size=2).map(tuple)
+        each = rule.each if isinstance(rule, Most) else rule
+        return st.lists(values(typing.get_args(hint)[0], each), max_size=2).map(tuple)
     if arms := typing.get_args(hint):
         return st.one_of(*map(values, arms))
     if hint is type(None):
@@ -55,8 +64,13 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         one_each = {name: typing.get_args(known)[0] for name, known in typing.get_type_hints(hint).items()}
         return st.one_of([st.builds(hint, **{name: values(inner)}) for name, inner in one_each.items()])
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint)
-        return st.builds(hint, **{field.name: values(hints[field.name]) for field in dataclasses.fields(hint)})
+        hints, rules = typing.get_type_hints(hint), MESSAGE_BOUNDS[message_of(hint).DESCRIPTOR.name]
+        fields = [field.name for field in dataclasses.fields(hint)]
+        return st.builds(hint, **{name: values(hints[name], rules.get(name)) for name in fields})
+    if isinstance(rule, Within) and hint is int:
+        return st.integers(max(1, int(rule.lowest)), min(60_000, int(rule.highest)))
+    if isinstance(rule, Within) and hint is float:
+        return st.floats(max(-1e9, rule.lowest), min(1e9, rule.highest))
     return {**NUMBERS, str: st.text("abcé", min_size=1, max_size=9), bytes: st.binary(min_size=1, max_size=9)}[hint]
 
 

@@ -10,18 +10,30 @@ import random
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import psutil
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from edgepipe.errors import EdgepipeError
+from edgepipe.sampling.bounds import Within
 from edgepipe.security.access import ALLOWED
-from tests.support.fuzz_messages import MessageFuzzer, methods
+from edgepipe.wire.bounds import MESSAGE_BOUNDS
+from edgepipe.wire.bounds.rules import Checked
+from tests.support.fuzz_messages import MessageFuzzer, fields_of, methods
 from tests.support.message_feeders import FEW, Feeder, Folders, feeders
 
 MAX_INPUT_S = 2.0  # of the processor, for one message
 MAX_GROWTH_BYTES = 32 << 20
+UNREAD = ("Engine/Describe", "Engine/Trace")  # their feeders take nothing
+HIGHEST = {
+    FieldDescriptor.TYPE_INT32: (1 << 31) - 1,
+    FieldDescriptor.TYPE_UINT32: (1 << 32) - 1,
+    FieldDescriptor.TYPE_INT64: (1 << 63) - 1,
+    FieldDescriptor.TYPE_UINT64: (1 << 64) - 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +70,7 @@ async def test_messages_that_nobody_would_send(folders: Folders, method: str, of
     sizes: list[int] = []  # after a tenth, and after every further third of the rest
     for start in range(0, count, FEW):
         feeder = feeders(folders)[method]
-        fuzzer = MessageFuzzer(methods()[method], feeder.samples, rng)
+        fuzzer = MessageFuzzer(methods()[method].input_type, feeder.samples, rng)
         for _ in range(min(FEW, count - start)):
             await fed(feeder, fuzzer.message())
         if start + FEW >= count * (1 + 3 * len(sizes)) // 10:
@@ -73,6 +85,37 @@ async def test_valid_messages_are_no_errors(folders: Folders, method: str) -> No
     feeder = feeders(folders)[method]
     for sample in feeder.samples:
         await feeder.feed(sample)
+
+
+def beyond_bounds(message: Message, whole: Message) -> Iterator[tuple[str, Message]]:
+    """Copies of ``whole`` with one number of ``message``, a part of it, far beyond its bound."""
+    rules = MESSAGE_BOUNDS[message.DESCRIPTOR.name]
+    for field in fields_of(message):
+        rule = rules.get(field.name)
+        if isinstance(rule, Within) and not field.is_repeated:
+            before = getattr(message, field.name)
+            number = 2 * rule.highest + 2
+            if field.type in HIGHEST and number > HIGHEST[field.type]:
+                continue  # no number of the type is that large
+            setattr(message, field.name, number if field.type not in HIGHEST else int(number))
+            copy = type(whole)()
+            copy.CopyFrom(whole)
+            setattr(message, field.name, before)
+            yield f"{message.DESCRIPTOR.name}.{field.name}", copy
+        elif field.message_type is not None and not isinstance(rule, Checked):
+            values: Any = getattr(message, field.name)
+            for part in values if field.is_repeated else [values] * message.HasField(field.name):
+                yield from beyond_bounds(part, whole)
+
+
+@pytest.mark.parametrize("method", [method for method in ALLOWED if method not in UNREAD])
+async def test_numbers_beyond_their_bounds_are_refused_where_they_enter(folders: Folders, method: str) -> None:
+    for index in range(len(feeders(folders)[method].samples)):
+        feeder = feeders(folders)[method]
+        whole = feeder.samples[index]
+        for name, message in beyond_bounds(whole, whole):
+            with pytest.raises(EdgepipeError, match=name.replace(".", r"\.")):
+                await feeders(folders)[method].feed(message)
 
 
 async def fed(feeder: Feeder, message: Message) -> None:

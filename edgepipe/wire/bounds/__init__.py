@@ -1,0 +1,87 @@
+"""Bounds of every number and list in the messages between processes, and the check of a received message.
+
+A message is checked where it becomes a value: in ``codec.from_wire`` or in its own function ``..._from_wire``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from edgepipe.errors import RemoteProtocolError
+from edgepipe.sampling.bounds import Within
+from edgepipe.wire.bounds.common import COMMON
+from edgepipe.wire.bounds.engine import ENGINE
+from edgepipe.wire.bounds.node import NODE
+from edgepipe.wire.bounds.rules import Checked, Most, Tables
+from edgepipe.wire.bounds.stage import STAGE
+from edgepipe.wire.bounds.trust import TRUST
+
+MESSAGE_BOUNDS: Tables = {**COMMON, **ENGINE, **STAGE, **NODE, **TRUST}
+"""By message and field: the rule of every number, of every list, and of parts that have a check of their own."""
+
+_Check = Callable[[Message], None]
+
+
+def check_numbers(message: Message) -> None:
+    """Check a message against its table, and its parts against theirs.
+
+    Raises RemoteProtocolError that names the first field beyond its bound.
+    """
+    for check in _checks(message.DESCRIPTOR):
+        check(message)
+
+
+@cache
+def _checks(descriptor: Descriptor) -> tuple[_Check, ...]:
+    """Return the checks of a message; none if no value of any field needs one."""
+    rules = MESSAGE_BOUNDS[descriptor.name]
+    checks: list[_Check] = []
+    for field in descriptor.fields:
+        rule = rules.get(field.name)
+        if isinstance(rule, Most):
+            checks.append(partial(_check_count, field, rule.count))
+        if field.message_type is not None:
+            if not isinstance(rule, Checked) and _checks(field.message_type):
+                checks.append(partial(_check_parts if field.is_repeated else _check_part, field))
+        elif isinstance(bound := rule.each if isinstance(rule, Most) else rule, Within):
+            checks.append(partial(_check_column if field.is_repeated else _check_number, field, bound))
+    return tuple(checks)
+
+
+def _check_number(field: FieldDescriptor, bound: Within, message: Message) -> None:
+    value: float = getattr(message, field.name)
+    if not bound.lowest <= value <= bound.highest:
+        raise _beyond(field, bound.fault(value, None))
+
+
+def _check_column(field: FieldDescriptor, bound: Within, message: Message) -> None:
+    values: Sequence[float] = getattr(message, field.name)
+    for value in values:
+        if not bound.lowest <= value <= bound.highest:
+            raise _beyond(field, bound.fault(value, None))
+
+
+def _check_count(field: FieldDescriptor, most: int, message: Message) -> None:
+    values: Sequence[Any] = getattr(message, field.name)
+    if len(values) > most:
+        raise _beyond(field, f"it has {len(values)} entries; at most {most} can be used")
+
+
+def _check_part(field: FieldDescriptor, message: Message) -> None:
+    if message.HasField(field.name):
+        check_numbers(getattr(message, field.name))
+
+
+def _check_parts(field: FieldDescriptor, message: Message) -> None:
+    for part in getattr(message, field.name):
+        check_numbers(part)
+
+
+def _beyond(field: FieldDescriptor, fact: str) -> RemoteProtocolError:
+    name = field.full_name.removeprefix("edgepipe.wire.v1.")
+    return RemoteProtocolError(f"{name} of the other side cannot be used", fact=fact)

@@ -1,0 +1,131 @@
+"""Bounds of ``stage.proto``: between an engine and its stages, and from stage to stage."""
+
+from __future__ import annotations
+
+from edgepipe.sampling.bounds import Within
+from edgepipe.wire.bounds.rules import (
+    BLOCK,
+    BLOCKS,
+    COUNT,
+    LAYERS,
+    MEASURED,
+    TOKENS,
+    WIRE_MAX,
+    Checked,
+    Harmless,
+    Most,
+    Tables,
+)
+
+_PLAN = Checked("edgepipe.stage.stage_epoch:StageEpoch._check")
+_SLOTS = Checked("edgepipe.backend.step_layout:check_states")
+_TABLE = Checked("edgepipe.stage.sequences:SequenceTable.apply")
+_COLUMNS = Checked("edgepipe.wire.plans:plan_from_wire")
+_FRAME = Checked("edgepipe.link.receiver:RingReceiver.frame")
+_CREDIT = Checked("edgepipe.link.outbox:Outbox.grant")
+_DONE = Checked("edgepipe.engine.pump:Pump.on_report")
+_REGISTRATION = Checked("edgepipe.wire.intake:registration_fault")
+_HOUR_US = 3_600_000_000  # far beyond every deadline of a step
+
+_DURATION_US = Within(0, _HOUR_US)
+
+STAGE: Tables = {
+    "ControlMessage": {},
+    # A stage compares hidden sizes with its shard's.
+    "OpenPipeline": {
+        "slices": Most(256),
+        "num_slices": Within(1, 1 << 16),
+        "hidden_size": Within(1, WIRE_MAX),
+        "num_blocks": Within(1, BLOCKS.highest),
+        "block_size": Within(1, BLOCK.highest),
+        "max_in_flight": Within(1, 1 << 16),
+        "step_deadline_ms": Within(1, 86_400_000),
+        "window_blocks": Most(64, BLOCKS),
+        "state_slots": BLOCKS,
+    },
+    "RingNeighbour": {},
+    "Plan": {
+        "step": COUNT,
+        "last_slice": _PLAN,
+        "sequence": _TABLE,
+        "position": _TABLE,
+        "num_tokens": _TABLE,
+        "sample": _COLUMNS,
+        "block_row": _COLUMNS,
+        "block_start": _TABLE,
+        "block_count": _TABLE,
+        "token_ids": _PLAN,
+        "registers": _TABLE,
+        "frees": _TABLE,
+        "copies": _TABLE,
+        "windows": _TABLE,
+        "state_read": _SLOTS,
+        "state_row": _COLUMNS,
+        "state_after": _SLOTS,
+        "state_slot": _SLOTS,
+    },
+    "WindowBlocks": {"row": _COLUMNS, "place": _TABLE, "start": _TABLE, "count": _TABLE},
+    "Registrations": {"sequences": Checked("edgepipe.stage.sequences:SequenceTable.tell")},
+    "Register": {
+        "sequence": _TABLE,
+        "choice": _REGISTRATION,
+        "prompt_tokens": _REGISTRATION,
+        "prompt": _REGISTRATION,
+        "generated": _REGISTRATION,
+        "end_ids": _REGISTRATION,
+        "seen_steps": _REGISTRATION,
+    },
+    "BlockCopy": {"source": _TABLE, "target": _TABLE},
+    "RingMessage": {},
+    "OpenRing": {"slice": LAYERS, "hidden_size": Within(1, WIRE_MAX)},
+    "Frame": {
+        "step": _FRAME,
+        "slice": Harmless("a stream feeds one slice; it is not read"),
+        "chunk": _FRAME,
+        "sent_us": Harmless("it goes back to its sender in a LinkSample"),
+        "passage_us": Harmless("only emulated networks read it"),
+    },
+    "Credit": {"step": _CREDIT, "credits": _CREDIT},
+    "LinkSample": {
+        "step": COUNT,
+        "num_bytes": Within(0, 1 << 40),
+        "first_sent_us": COUNT,
+        "first_received_us": COUNT,
+        "last_received_us": COUNT,
+        "told_us": COUNT,
+        "acknowledged_us": COUNT,
+    },
+    "StageReport": {"crashed_step": Checked("edgepipe.engine.pump:Pump.sequences_of")},
+    "Opened": {},
+    "StepDone": {
+        "step": _DONE,
+        "ids": _DONE,
+        "timings": Most(256),
+        "logprobs": _DONE,
+        "prompt_logprobs": _DONE,
+        "failures": _DONE,
+    },
+    "SampleFailure": {"index": _DONE},
+    "SampledLogprobs": {"index": _DONE},
+    "PromptLogprobs": {
+        "sequence": Checked("edgepipe.engine.table:RequestTable.note_step"),
+        "position": Checked("edgepipe.engine.requests:Choice.add_prompt_logprobs"),
+        "tokens": Checked("edgepipe.engine.requests:Choice.add_prompt_logprobs"),
+    },
+    "StageTimings": {"timings": Most(1024), "links": Most(1024)},
+    "StepTiming": {
+        "step": _DONE,
+        "slice": _DONE,
+        "num_tokens": TOKENS,
+        "num_rows": TOKENS,
+        "started_us": COUNT,
+        "wait_us": _DURATION_US,
+        "prepare_us": _DURATION_US,
+        "compute_us": _DURATION_US,
+        "sample_us": _DURATION_US,
+        "send_queue_us": _DURATION_US,
+        "upload_us": _DURATION_US,
+        "queued_us": _DURATION_US,
+        "expert_share": MEASURED,
+    },
+}
