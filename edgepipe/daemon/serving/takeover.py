@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 VETO_S = 10.0  # above the longest dead limit (6 s), a beat, and the answer of a member (2-5 s)
 DUTY_S = 8.0  # for a member to ask the others (2-5 s), look again (1 s) and spread its record
+PROVEN_S = 5.0  # between two proofs, which cost the node a signature each
 IDLE_S = 30.0  # a node that comes back gathers its pipeline's nodes (10 s) and reads the model's metadata
 LIMIT_S = 60.0  # without an engine, however often its node comes and goes, and whatever a minority proves
 BELIEVED_S = 15.0  # nodes believe a successor earlier than they would act: they noticed at different times
@@ -43,7 +44,8 @@ class _Vacancy:
     idle_s: float  # since when no reachable node has the engine
     gone: bool  # whether the head is not heard, or hands its engines over
     since_s: float  # since when ``gone`` is as it is
-    vetoed_s: float  # the last veto without proof that counted
+    vetoed_s: float  # the last veto that counted
+    ask_s: float  # no question before this time
 
     def latest_s(self) -> float:
         """Return when the turns begin at the latest, as for a head that comes and goes."""
@@ -62,9 +64,11 @@ class Vacancies:
         if has_engine:
             self._vacancies.pop(pipeline_id, None)
         elif known is None or known.head != head:
-            self._vacancies[pipeline_id] = _Vacancy(head=head, idle_s=now_s, gone=gone, since_s=now_s, vetoed_s=now_s)
+            self._vacancies[pipeline_id] = _Vacancy(
+                head=head, idle_s=now_s, gone=gone, since_s=now_s, vetoed_s=now_s, ask_s=now_s
+            )
         elif known.gone != gone:
-            known.gone, known.since_s, known.vetoed_s = gone, now_s, now_s
+            known.gone, known.since_s, known.vetoed_s, known.ask_s = gone, now_s, now_s, now_s
 
     def keep(self, pipelines: frozenset[str]) -> None:
         """Forget all other pipelines: they are not served."""
@@ -81,7 +85,8 @@ class Vacancies:
         vacancy = self._vacancies.get(pipeline_id)
         if vacancy is None:
             return False
-        return vacancy.gone or now_s >= min(vacancy.since_s + IDLE_S, vacancy.latest_s())
+        from_s = vacancy.ask_s if vacancy.gone else min(vacancy.since_s + IDLE_S, vacancy.latest_s())
+        return now_s >= from_s
 
     def is_turn(self, pipeline_id: str, own_id: str, answers: Mapping[str, Answer], *, now_s: float) -> bool:
         """Return whether this node starts the engine now, after the members' answers."""
@@ -92,6 +97,7 @@ class Vacancies:
         if vacancy.gone:
             if any(answer.hears and answer.proven for answer in answers.values()):
                 vacancy.since_s = vacancy.vetoed_s = now_s
+                vacancy.ask_s = now_s + PROVEN_S
                 if not _most_miss_it(answers):
                     vacancy.idle_s = now_s  # only the link from here is broken
                 if now_s < vacancy.latest_s():
