@@ -8,6 +8,7 @@ PURE: callers pass the time, in seconds on a monotonic clock.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0  # of the second and of late restarts; the first restart comes at once
@@ -34,7 +35,7 @@ class Restarts:
     def ended(self, now_s: float) -> float:
         """Note that the process ended unasked, or did not start. Return the pause before the next start."""
         self.stopped(now_s)
-        pause_s = pause_after(int(self.crashes))
+        pause_s = pause_after(math.ceil(self.crashes))
         self.crashes = min(self.crashes + 1, _MOST)
         self.next_start_s = now_s + pause_s
         return pause_s
@@ -52,7 +53,7 @@ class Restarts:
     @property
     def should_move(self) -> bool:
         """Whether the engine has crashed so often here that another node is worth a try."""
-        return self.crashes >= MOVES_AFTER
+        return math.ceil(self.crashes) >= MOVES_AFTER
 
 
 def pause_after(earlier_crashes: int) -> float:
