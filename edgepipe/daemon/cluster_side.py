@@ -17,7 +17,9 @@ from edgepipe.daemon.network.local_node import LocalNode
 from edgepipe.daemon.network.neighbours import Neighbours
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.network.remembered import RememberedAddresses
+from edgepipe.daemon.serving.alive_proof import AliveProofs
 from edgepipe.daemon.serving.serve_book import ServeBook
+from edgepipe.daemon.serving.takeover import Vacancies
 from edgepipe.link.shaped import make_network
 from edgepipe.wire.nodes import NodeState
 
@@ -72,10 +74,15 @@ class NodePresence:
             on_change=self._on_member,
             on_identity_taken=on_identity_taken,
         )
+        self.vacancies = Vacancies()
+        self.proofs = AliveProofs(basis.trust)
         self.book: ServeBook = ServeBook(
             basis.data_dir.path / "served.bin",
             trust=basis.trust,
             gone=lambda node_id: self.peers.is_gone(node_id),
+            lacks_engine=lambda node_id, pipeline_id: self.vacancies.has_long_lacked(
+                pipeline_id, node_id, now_s=basis.clock.monotonic_s()
+            ),
             engine_state=lambda node_id, pipeline_id: self.peers.engine_state(node_id, pipeline_id),
             clock=basis.clock,
             on_change=self.local.refresh,

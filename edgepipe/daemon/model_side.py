@@ -158,6 +158,8 @@ class NodeHosting:
             own_highest=self._own_highest,
             ends=self._ends,
             counts=self.book.is_here,
+            move_engine=self.book.move_engine,
+            clock=self._basis.clock,
             on_change=lambda urgent: self._refresh(urgent=urgent),
         )
 
@@ -197,6 +199,8 @@ class NodeHosting:
             engines=self.engines,
             models=self.models,
             peers=self._presence.peers,
+            proofs=self._presence.proofs,
+            vacancies=self._presence.vacancies,
             clock=self._basis.clock,
             timeouts=self._basis.timeouts,
             changes=self._changes,

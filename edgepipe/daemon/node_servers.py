@@ -52,6 +52,7 @@ class NodeServers:
             models=hosting.models,
             peers=presence.peers,
             book=hosting.book,
+            proofs=presence.proofs,
             links=presence.links,
             replication=hosting.replication,
             record_s=basis.timeouts.dead_max_s + basis.timeouts.connect_s,

@@ -18,6 +18,7 @@ from edgepipe.daemon.network.guests import Guests
 from edgepipe.daemon.network.link_probes import LinkProbes
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.processes.children import Children
+from edgepipe.daemon.serving.alive_proof import AliveProofs
 from edgepipe.daemon.serving.drain import Drain
 from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.daemon.serving.replication import Replication
@@ -85,11 +86,13 @@ class NodeService(node_pb2_grpc.NodeServicer):
         models: Models,
         peers: Peers,
         book: ServeBook,
+        proofs: AliveProofs,
         links: LinkProbes,
         replication: Replication,
         record_s: float,
     ) -> None:
         """``record_s``: how long a stage's request waits until this node believes that its engine is the right one."""
+        self._proofs = proofs
         self._record_s = record_s
         self._peers = peers
         self._replication = replication
@@ -149,11 +152,18 @@ class NodeService(node_pb2_grpc.NodeServicer):
         return pb.ReleaseReply()
 
     async def StartEngine(self, request: pb.StartEngineRequest, context: Any) -> pb.StartEngineReply:
-        """Run a model's engine beside this daemon, once, for the node that had the model served."""
+        """Run a model's engine beside this daemon, once, for the node that had the model served.
+
+        End the pause of an engine that has crashed, for the nodes that may place it.
+        """
         self._admit(request)
         self._security.require_node(context, request.hello.node_id)
         wanted = from_wire(request, StartEngineRequest)
         self._book.merge(request.hello.node_id, [from_wire(request.record, ServeRecord)])
+        if self._engines.is_paused(wanted.pipeline_id):
+            self._book.require_director(request.hello.node_id, wanted.pipeline_id)
+            self._engines.start_now(wanted.pipeline_id)
+            return pb.StartEngineReply()
         held = self._book.held(wanted.pipeline_id)
         if (
             held is None
@@ -192,14 +202,23 @@ class NodeService(node_pb2_grpc.NodeServicer):
         return pb.StandByReply()
 
     async def Vouch(self, request: pb.VouchRequest, context: Any) -> pb.VouchReply:
-        """Return whether this node hears another, and the pipeline's highest epoch here."""
+        """Return whether this node hears another, with that node's proof, and the pipeline's highest epoch here."""
         self._admit(request)
+        hears = self._peers.reaches(request.node_id)
         reply = VouchReply(
-            hears=self._peers.reaches(request.node_id),
+            hears=hears,
             draining=self._peers.own_drains,
             highest=self._device.epoch_of(request.pipeline_id),
+            proof=await self._proof(request) if hears and request.challenge else b"",
         )
         return to_wire(reply, pb.VouchReply)
+
+    async def _proof(self, request: pb.VouchRequest) -> bytes:
+        """Return a node's proof that it runs the pipeline's engine: of this node, or passed on from another."""
+        if not self._peers.is_self(request.node_id):
+            return await self._peers.proof_of(request.node_id, request.pipeline_id, request.challenge)
+        runs = self._book.is_here(request.pipeline_id) and self._engines.state_of(request.pipeline_id) is not None
+        return self._proofs.prove(request.pipeline_id, request.challenge) if runs else b""
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceReply:
         """Place anew a pipeline whose engine runs here."""

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, PipelineId
+from edgepipe.units import format_duration_s
 from edgepipe.wire import nodes
+
+_LONGEST_PAUSE_S = 300.0  # of an engine; the time comes from another node, whose clock may be wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +30,26 @@ class ServedModel:
     num_requests: int = 0  # requests at the engine, of all gateways
     message: str = ""
     error: EdgepipeError | None = None
+    starts_at_us: int = 0  # its engine pauses after crashes until then, by the wall clock of its node; 0: it does not
 
     @property
     def ready(self) -> bool:
         """Whether requests may be sent; while the engine recovers, they wait there."""
         return self.state in ("ready", "recovering") and bool(self.address)
+
+    def refusal(self, *, wall_s: float) -> EdgepipeError | None:
+        """Return why the engine takes no request, with the time of its next start; None without a known reason."""
+        if self.error is None or not self.starts_at_us:
+            return self.error
+        left_s = min(max(self.starts_at_us / 1e6 - wall_s, 1.0), _LONGEST_PAUSE_S)
+        error = type(self.error)(
+            self.error.what,
+            fact=f"{self.error.fact}; it starts again in {format_duration_s(left_s)}",
+            next_step="try again then",
+            node=self.error.node,
+        )
+        error.retry_after_s = left_s
+        return error
 
 
 def served_models(view: nodes.ClusterView) -> list[ServedModel]:
@@ -56,4 +74,5 @@ def _served(entry: nodes.ServedModel) -> ServedModel:
         num_requests=engine.running + engine.waiting,
         message=engine.message,
         error=engine.error,
+        starts_at_us=engine.starts_at_us,
     )

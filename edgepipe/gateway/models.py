@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +120,9 @@ class ModelEntry:
 class ModelTable:
     """Served models by name. The daemon's newest view replaces the table."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, wall_s: Callable[[], float] = time.time) -> None:
+        """``wall_s``: seconds since 1970 by this machine's clock."""
+        self._wall_s = wall_s
         self._entries: dict[str, ModelEntry] = {}
         self._known: list[ServedModel] = []
         self._changed = asyncio.Event()
@@ -172,9 +175,9 @@ class ModelTable:
         for served in self._known:
             if served.name != name and (name or len(self._known) > 1):
                 continue
-            if served.error is not None:
-                raise served.error
-            if served.state in ("starting", "loading"):
+            if (error := served.refusal(wall_s=self._wall_s())) is not None:
+                raise error
+            if served.state in ("starting", "loading", "recovering"):
                 raise CapacityError(
                     f"the model '{served.name}' is not ready yet",
                     fact=served.message,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +56,8 @@ def busy(message: str) -> HttpProblem:
 
 def from_error(error: EdgepipeError, *, param: str | None = None) -> HttpProblem:
     """Convert any EdgepipeError; capacity errors get Retry-After."""
-    retry = {"Retry-After": str(RETRY_AFTER_S)} if error.http_status in (429, 503) else {}
+    after_s = max(RETRY_AFTER_S, math.ceil(error.retry_after_s))
+    retry = {"Retry-After": str(after_s)} if error.http_status in (429, 503) else {}
     message = ". ".join(line.rstrip(".") for line in error.lines())
     return HttpProblem(
         status=error.http_status, message=message, code=error.code, param=param, headers=retry, error=error

@@ -72,7 +72,7 @@ class Gateway:
         self._security = security
         self._load = load
         self._limits = limits or LinkLimits()
-        self._models = ModelTable()
+        self._models = ModelTable(wall_s=clock.wall_s)
         self._view: list[ServedModel] = []
         self._changed = asyncio.Event()
         self._entries: dict[PipelineId, ModelEntry] = {}
@@ -216,7 +216,7 @@ class Gateway:
         """Return the known reason why the pipeline's requests cannot continue, else None."""
         for served in self._view:
             if served.pipeline_id == key and served.state in ("failed", "waiting", "stopping"):
-                return served.error or _ended(served)
+                return served.refusal(wall_s=self._clock.wall_s()) or _ended(served)
         if key in self._newest.stopped:
             return _was_stopped(self._entries[key].served.name)
         return None

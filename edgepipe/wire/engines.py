@@ -104,7 +104,7 @@ class EngineState:
     model: str
     pipeline_id: PipelineId
     epoch: Epoch
-    state: str  # "starting" | "loading" | "ready" | "recovering" | "failed" | "stopping"
+    state: str  # "starting" | "loading" | "ready" | "recovering" | "waiting" | "failed" | "stopping"
     error: EdgepipeError | None = None
     micro_batches: int = 0  # M
     in_flight: int = 0  # steps
@@ -141,6 +141,7 @@ class EngineState:
     expert_shares: tuple[ExpertShare, ...] = ()  # that its steps read, by tokens; empty: no experts, or not counted
     certificate: bytes = b""  # of the engine's process; set by its daemon
     advice: Advice | None = None  # of its daemon
+    starts_at_us: int = 0  # paused after crashes until then, by the wall clock of its node; 0: not paused
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,7 @@ class VouchReply:
     hears: bool = False  # the node, and it is not being drained
     draining: bool = False  # the asked node is being drained
     highest: Epoch | None = None  # epoch of the pipeline that it has obeyed
+    proof: bytes = b""  # by which the node itself says that it has the engine, see ``alive_proof``; empty: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
 
 from tests.support.fault_streams import PROMPT, Stream, answers, children, cut_power, slow_cluster
-from tests.support.nodes import Nodes, idle, kv_is_free
+from tests.support.nodes import Node, Nodes, idle, kv_is_free
 
 
 async def test_an_engine_that_crashed_is_started_again_and_streams_go_on(nodes: Nodes) -> None:
@@ -46,6 +47,57 @@ async def test_another_node_starts_the_engine_of_one_that_is_gone(nodes: Nodes) 
     for node in (b, c):
         status = await node.until(lambda status: [one.state for one in status.engines] == ["ready"])
         assert sorted(stage.node_name for stage in status.engines[0].stages) == ["b", "c"]
+
+
+async def kill_engine(*nodes: Node) -> None:
+    """Kill the engine once it serves, wherever it is, and wait until its node has noticed."""
+    while True:
+        statuses = [await node.until(lambda status: bool(status.engines)) for node in nodes]
+        engines = [process for status in statuses for process in children(status, "engine")]
+        if engines and [engine.state for engine in statuses[0].engines] == ["ready"]:
+            break
+        await asyncio.sleep(0.1)
+    engines[0].kill()
+    await asyncio.gather(
+        *(node.until(lambda status: all(engine.state != "ready" for engine in status.engines)) for node in nodes)
+    )
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(6, marks=pytest.mark.long)])
+async def test_an_engine_that_was_killed_again_and_again_in_a_minute_serves_again(nodes: Nodes, kills: int) -> None:
+    """As by the system when memory runs out. The second node has it after the fourth time."""
+    a, b = await slow_cluster(nodes, "a", "b", backend_options="time_factor=0")
+    await a.serve("tiny", plan="a:0-2,b:3-5")
+    for _ in range(kills):
+        await kill_engine(a, b)
+    for node in (a, b):
+        await answers(node)
+        stream = Stream(PROMPT, 20)
+        await stream.run(node.http_port)
+        stream.assert_right()
+    assert children(await b.status(), "engine")
+
+
+@pytest.mark.long
+async def test_while_a_crashed_engine_pauses_clients_learn_until_when_and_a_person_ends_the_pause(nodes: Nodes) -> None:
+    (a,) = await slow_cluster(nodes, "a", backend_options="time_factor=0")
+    await a.serve("tiny", plan="a:0-5")
+    for _ in range(5):
+        await kill_engine(a)
+    (engine,) = (await a.until(lambda status: status.engines[0].state == "waiting")).engines
+    assert engine.error is not None
+    assert "SIGKILL" in engine.error.fact
+    async with httpx.AsyncClient() as client:
+        response = await client.post(
+            f"http://127.0.0.1:{a.http_port}/v1/completions", json={"model": "tiny", "prompt": "hi"}
+        )
+    assert response.status_code == 503
+    assert 2 <= int(response.headers["retry-after"]) <= 8
+    assert (await a.serve("tiny")).state == "ready"
+    await answers(a)
+    stream = Stream(PROMPT, 20)
+    await stream.run(a.http_port)
+    stream.assert_right()
 
 
 @pytest.mark.long

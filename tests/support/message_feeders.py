@@ -26,6 +26,7 @@ from edgepipe.daemon.device.layer_profiles import profile_key
 from edgepipe.daemon.files.models import Models
 from edgepipe.daemon.network.link_probes import LinkProbes, ProbesService
 from edgepipe.daemon.services import NodeService, WeightsService, admit_to
+from edgepipe.daemon.serving.alive_proof import AliveProofs
 from edgepipe.daemon.serving.replication import Replication
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.engine.requests import GatewayStream
@@ -133,6 +134,7 @@ class World:
             folders.dirs[0] / "served.bin",
             trust=self.trust,
             gone=lambda _: False,
+            lacks_engine=lambda *_: False,
             engine_state=lambda *_: "ready",
             clock=self.clock,
             on_change=lambda: None,
@@ -145,6 +147,7 @@ class World:
             node=self._node,
             is_self=lambda node_id: node_id == self.own.node_id,
             reaches=lambda node_id: node_id == self.own.node_id,
+            proof_of=self._nothing,
             profile_links=self._no_links,
             security=Plaintext(),
         )
@@ -165,6 +168,7 @@ class World:
             stand_by=self._nothing,
             rebalance=self._nothing,
             state_of=lambda _: None,
+            is_paused=lambda _: False,
             ready=list,
         )
         self.links = LinkProbes(peers=self.peers, clock=self.clock, timeouts=self.timeouts, network=None)
@@ -178,6 +182,7 @@ class World:
             models=self.models,
             peers=self.peers,
             book=self.book,
+            proofs=AliveProofs(self.trust),
             links=self.links,
             replication=Replication(
                 peers=self.peers, models=self.models, engines=engines, copies=1, changes=lambda: one()
@@ -313,7 +318,9 @@ def feeders(folders: Folders) -> Mapping[str, Feeder]:
             call(node.StopEngine), [pb.StopEngineRequest(hello=world.hello, pipeline_id="other", record=record)]
         ),
         "Node/StandBy": Feeder(call(node.StandBy), [pb.StandByRequest(hello=world.said)]),
-        "Node/Vouch": Feeder(call(node.Vouch), [pb.VouchRequest(**about, node_id=world.own.node_id)]),
+        "Node/Vouch": Feeder(
+            call(node.Vouch), [pb.VouchRequest(**about, node_id=world.own.node_id, challenge=bytes(32))]
+        ),
         "Node/ProfileLayer": Feeder(
             call(node.ProfileLayer),
             [pb.ProfileLayerRequest(hello=world.said, model_config=json.dumps(config_to_json(CONFIG)))],

@@ -59,6 +59,7 @@ class BookNode:
     book: ServeBook
     gone: set[str]
     engines: dict[tuple[str, str], str]  # (node id, pipeline): state
+    idle: set[tuple[str, str]]  # (node id, pipeline): long without the engine
 
     def hears(self, other: BookNode) -> list[ServeBody]:
         return self.book.merge(other.node_id, other.book.records())
@@ -86,16 +87,18 @@ def node(trust: Shared, name: str, folder: Path) -> BookNode:
     """One node of it; its file is kept in ``folder``."""
     gone: set[str] = set()
     engines: dict[tuple[str, str], str] = {}
+    idle: set[tuple[str, str]] = set()
     (folder / name).mkdir(exist_ok=True)
     book = ServeBook(
         folder / name / "served.bin",
         trust=NodeTrust(trust, trust.keys[name]),
         gone=gone.__contains__,
+        lacks_engine=lambda node_id, pipeline_id: (node_id, pipeline_id) in idle,
         engine_state=lambda node_id, pipeline_id: engines.get((node_id, pipeline_id), ""),
         clock=trust.clock,
         on_change=lambda: None,
     )
-    return BookNode(name, trust.node_id(name), book, gone, engines)
+    return BookNode(name, trust.node_id(name), book, gone, engines, idle)
 
 
 def nodes(folder: Path, *, owners: str = "a", members: str = "bcd") -> tuple[Shared, dict[str, BookNode]]:
@@ -125,6 +128,7 @@ def lone_book(folder: Path) -> ServeBook:
         folder / "served.bin",
         trust=NodeTrust(trust, trust.keys["a"]),
         gone=lambda _: False,
+        lacks_engine=lambda *_: False,
         engine_state=lambda *_: "",
         clock=trust.clock,
         on_change=lambda: None,

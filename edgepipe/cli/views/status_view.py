@@ -163,6 +163,8 @@ def _engine(engine: EngineState) -> Iterator[RenderableType]:
     line.append(" · ", style="not bold").append(engine.state, style=_STYLES.get(engine.state, "not bold"))
     if engine.state == "ready":
         line.append(_figures(engine), style="not bold")
+    elif engine.starts_at_us:
+        line.append(f" · {_next_start(engine)}", style="yellow")
     elif engine.message:
         progress = f" {engine.progress:.0%}" if engine.progress < 1.0 else ""  # nothing loads during a pause
         line.append(f" · {engine.message}{progress}", style="not bold")
@@ -174,6 +176,12 @@ def _engine(engine: EngineState) -> Iterator[RenderableType]:
     for entry in engine.left_out:
         yield indented(Text(left_out_text(entry), style="yellow"))
     yield from render_plan(engine)
+
+
+def _next_start(engine: EngineState) -> str:
+    """Say when a crashed engine starts again, by this machine's clock."""
+    left_s = engine.starts_at_us / 1e6 - time.time()
+    return f"starts again in {format_duration_s(round(left_s))}" if left_s >= 1 else "starts again now"
 
 
 def render_plan(engine: EngineState) -> Iterator[RenderableType]:

@@ -161,17 +161,34 @@ class Peers:
             message = self._with_hello(to_wire(request, pb.RebalanceRequest))
             return (await self._stub(node_id).Rebalance(message, timeout=self._timeouts.child_start_s)).changed
 
-    async def vouch_all(self, pipeline_id: str, node_id: str) -> dict[str, VouchReply]:
-        """Ask all other reachable members about the pipeline and the node; leave out those that do not answer."""
-        others = [node for node in self.nodes() if not self.is_self(node.node_id)]
-        replies = await asyncio.gather(*(self._vouch(other.node_id, pipeline_id, node_id) for other in others))
-        return {other.node_id: reply for other, reply in zip(others, replies, strict=True) if reply is not None}
+    async def vouch_all(self, pipeline_id: str, node_id: str, *, challenge: bytes = b"") -> dict[str, VouchReply]:
+        """Ask all other reachable members about the pipeline and the node; leave out those that do not answer.
 
-    async def _vouch(self, asked: str, pipeline_id: str, node_id: str) -> VouchReply | None:
-        request = pb.VouchRequest(hello=self._hello, pipeline_id=pipeline_id, node_id=node_id)
+        ``challenge``: members that hear the node get the node's proof for it.
+        """
+        timeout_s = self._timeouts.connect_s
+        others = [node.node_id for node in self.nodes() if not self.is_self(node.node_id)]
+        replies = await asyncio.gather(
+            *(self._vouch(other, pipeline_id, node_id, challenge, timeout_s=timeout_s) for other in others)
+        )
+        return {other: reply for other, reply in zip(others, replies, strict=True) if reply is not None}
+
+    async def proof_of(self, node_id: str, pipeline_id: str, challenge: bytes) -> bytes:
+        """Return another node's proof that it runs the pipeline's engine; empty without an answer.
+
+        It takes at most half of the time that the node that asked this one waits.
+        """
+        timeout_s = self._timeouts.connect_s / 2
+        reply = await self._vouch(node_id, pipeline_id, node_id, challenge, timeout_s=timeout_s)
+        return reply.proof if reply is not None else b""
+
+    async def _vouch(
+        self, asked: str, pipeline_id: str, node_id: str, challenge: bytes, *, timeout_s: float
+    ) -> VouchReply | None:
+        request = pb.VouchRequest(hello=self._hello, pipeline_id=pipeline_id, node_id=node_id, challenge=challenge)
         try:
             with translated(self.node(asked).name):
-                reply = await self._stub(asked).Vouch(request, timeout=self._timeouts.connect_s)
+                reply = await self._stub(asked).Vouch(request, timeout=timeout_s)
                 return from_wire(reply, VouchReply)
         except EdgepipeError as error:
             logger.info("no answer about pipeline=%s from node=%s: %s", pipeline_id, asked, error)

@@ -1,9 +1,9 @@
 """Keeps an engine running for every served model: on the node that had it, else on another.
 
-When an engine's node has passed its dead limit, this node asks every reachable member. A member that still hears the
-node vetoes. Else the smallest node id among them takes over: it signs a record, which others believe because they know
-that the other node is gone. After a partition each side may have an engine. When the sides meet, an owner's node says
-which engine counts (``ServeBook.merge``); without an owner the newer claim yields.
+When an engine's node has passed its dead limit, or has long reported no engine, this node asks every reachable
+member. ``takeover`` decides from their answers which node takes over, and when. That node signs a record, which others
+believe because they see the same loss. After a partition each side may have an engine. When the sides meet, an owner's
+node says which engine counts (``ServeBook.merge``); without an owner the newer claim yields.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from edgepipe.clock import Clock
 from edgepipe.config import Timeouts
 from edgepipe.daemon.files.models import Models
 from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.serving.alive_proof import AliveProofs
 from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.daemon.serving.serve_book import ServeBook
+from edgepipe.daemon.serving.takeover import Answer, Vacancies
 from edgepipe.errors import AccessDenied, EdgepipeError
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.serving import ServeBody, StartEngineRequest
@@ -40,6 +42,8 @@ class EngineKeeper:
         engines: EngineHost,
         models: Models,
         peers: Peers,
+        proofs: AliveProofs,
+        vacancies: Vacancies,
         clock: Clock,
         timeouts: Timeouts,
         changes: Callable[[], AsyncIterator[None]],
@@ -53,6 +57,8 @@ class EngineKeeper:
         self._engines = engines
         self._models = models
         self._peers = peers
+        self._proofs = proofs
+        self._vacancies = vacancies
         self._clock = clock
         self._timeouts = timeouts
         self._changes = changes
@@ -72,16 +78,31 @@ class EngineKeeper:
             self._book.renew(self._models.present_hash)
             for pipeline_id, spec in self._engines.ready():
                 self._book.note_served(pipeline_id, spec)
-            for record in self._book.served():
+            served = self._book.served()
+            self._vacancies.keep(frozenset(record.pipeline_id for record in served))
+            for record in served:
                 self._look_at(record)
             self._end_stale_engines()
 
     def _look_at(self, record: ServeBody) -> None:
         pipeline_id = record.pipeline_id
-        if pipeline_id not in self._starting and not self._engines_of(pipeline_id):
+        has_engine = self._note(record)
+        if pipeline_id not in self._starting and not has_engine:
             task = self._tasks.create_task(self._see_to(pipeline_id), name=f"engine-for:{pipeline_id}")
             self._starting[pipeline_id] = task
             task.add_done_callback(lambda _: self._starting.pop(pipeline_id, None))
+
+    def _note(self, record: ServeBody) -> bool:
+        """Note whether a reachable node has the pipeline's engine; return that."""
+        has_engine = bool(self._engines_of(record.pipeline_id))
+        self._vacancies.look(
+            record.pipeline_id,
+            record.engine_node,
+            has_engine=has_engine,
+            gone=self._peers.is_gone(record.engine_node),
+            now_s=self._clock.monotonic_s(),
+        )
+        return has_engine
 
     def _engines_of(self, pipeline_id: str) -> list[tuple[str, EngineState]]:
         return [
@@ -94,7 +115,7 @@ class EngineKeeper:
     def _wanted(self, pipeline_id: str) -> ServeBody | None:
         """Return the pipeline's record while no reachable node has its engine, else None."""
         record = next((body for body in self._book.served() if body.pipeline_id == pipeline_id), None)
-        return record if record is not None and not self._engines_of(pipeline_id) else None
+        return record if record is not None and not self._note(record) else None
 
     async def _see_to(self, pipeline_id: str) -> None:
         """Start the engine when it is this node's turn; return once any node has the engine."""
@@ -114,12 +135,23 @@ class EngineKeeper:
             return False
         if self._peers.is_self(head):
             return True
-        if not self._peers.is_gone(head):
+        if not self._vacancies.must_ask(record.pipeline_id, now_s=self._clock.monotonic_s()):
             return False
-        vouchers = await self._peers.vouch_all(record.pipeline_id, head)
-        return not any(reply.hears for reply in vouchers.values()) and self._peers.own_id == min(
-            (self._peers.own_id, *(node_id for node_id, reply in vouchers.items() if not reply.draining))
-        )
+        answers = await self._ask(record.pipeline_id, head)
+        return self._vacancies.is_turn(record.pipeline_id, self._peers.own_id, answers, now_s=self._clock.monotonic_s())
+
+    async def _ask(self, pipeline_id: str, head: str) -> dict[str, Answer]:
+        """Ask the other members whether they hear the engine's node, and check its proof."""
+        challenge = self._proofs.challenge()
+        replies = await self._peers.vouch_all(pipeline_id, head, challenge=challenge)
+        return {
+            node_id: Answer(
+                hears=reply.hears,
+                proven=reply.hears and self._proofs.holds(head, pipeline_id, challenge, reply.proof),
+                draining=reply.draining,
+            )
+            for node_id, reply in replies.items()
+        }
 
     async def _gather(self, record: ServeBody) -> None:
         """Wait a while for the nodes that held the model: after a power cut the other machines start, too."""

@@ -1,19 +1,23 @@
-"""This node's engine processes and the states they report. A failed model stays listed until it is stopped or served
-again."""
+"""This node's engine processes and the states they report.
+
+An engine that has served starts again after every crash; ``restarts`` says when. A model whose first start failed
+stays listed until it is stopped or served again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
+from edgepipe.clock import Clock
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.processes.children import Child, Children, Report
 from edgepipe.daemon.serving.replanning import Avoided, Replanner
-from edgepipe.errors import EdgepipeError, ModelUnknown, StaleEpoch
+from edgepipe.daemon.serving.restarts import SHORT_PAUSE_S, Restarts, next_host
+from edgepipe.errors import AccessDenied, EdgepipeError, ModelUnknown, StageLost, StaleEpoch
 from edgepipe.ids import MAX_EPOCH_STEP, EngineId, Epoch
 from edgepipe.wire.engines import Advice, EngineState, LeftOut, ServeSpec, StagePlacement, StageState
 from edgepipe.wire.serving import Moves, PlanMade, PlanWanted, RunEngine, StartEngineRequest
@@ -21,8 +25,8 @@ from edgepipe.workers.settings import ChildSettings
 
 logger = logging.getLogger(__name__)
 
-_MOST_CRASHES, _CRASHES_WITHIN_S = 4, 60.0  # an engine with so many crashes in that time stays down
 _STAND_BY_S = 30.0  # how long a ready process waits for an engine of a draining node
+_MOST_REMEMBERED = 64  # pipelines whose crashes are known: as many as models have records
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +42,9 @@ class _Run:
     avoided: tuple[tuple[float, LeftOut], ...] = ()  # by the engine, each until a time on the loop's clock
     child: Child | None = None
     restartable: bool = False  # it served, or continues another engine's requests
-    crashes: deque[float] = field(default_factory=lambda: deque[float](maxlen=_MOST_CRASHES))
+    restarts: Restarts = field(default_factory=Restarts)
+    paused: bool = False  # its process has ended, the next one is not due yet
+    wake: asyncio.Event = field(default_factory=asyncio.Event)  # ends the pause
 
 
 class EngineHost:
@@ -57,6 +63,8 @@ class EngineHost:
         own_highest: Callable[[str], int],
         ends: Callable[[], bool],
         counts: Callable[[str], bool],
+        move_engine: Callable[[str, str], None],
+        clock: Clock,
         on_change: Callable[[bool], None],
     ) -> None:
         """``spread`` returns when the other nodes know this node's newest state, or after a short limit.
@@ -64,11 +72,14 @@ class EngineHost:
         ``on_change(urgent)``: an engine's state changed; urgent: report it to the other nodes at once.
         ``ends``: whether this node is about to stop.
         ``counts``: whether a pipeline's recorded engine is the one here.
+        ``move_engine(pipeline_id, node_id)`` records that another node has the engine; raises AccessDenied.
         ``own_highest``: the counter of a pipeline's highest epoch on this node's own device, 0 if it holds nothing.
         """
         self._own_highest = own_highest
         self._ends = ends
         self._counts = counts
+        self._move_engine = move_engine
+        self._clock = clock
         self._replanner = replanner
         self._spread = spread
         self._changes = changes
@@ -78,6 +89,7 @@ class EngineHost:
         self._tasks = tasks
         self._on_change = on_change
         self._runs: dict[str, _Run] = {}
+        self._restarts: dict[str, Restarts] = {}  # by pipeline; an engine that comes back still counts its crashes
         self._standing_by: Child | None = None
 
     def states(self) -> list[EngineState]:
@@ -92,6 +104,16 @@ class EngineHost:
         """Return the state of one engine; None if it does not run here."""
         run = self._runs.get(pipeline_id)
         return run.state if run is not None else None
+
+    def is_paused(self, pipeline_id: str) -> bool:
+        """Return whether a crashed engine waits here for its next start."""
+        run = self._runs.get(pipeline_id)
+        return run is not None and run.paused
+
+    def start_now(self, pipeline_id: str) -> None:
+        """End the pause of a crashed engine."""
+        if (run := self._runs.get(pipeline_id)) is not None:
+            run.wake.set()
 
     def avoided(self, pipeline_id: str) -> Avoided:
         """Return the nodes and links that an engine avoids now."""
@@ -111,8 +133,8 @@ class EngineHost:
     ) -> None:
         """Start an engine process and send it its task. Return once it has the task, or was ended meanwhile.
 
-        ``resuming``: another engine served the model; this one accepts its requests at once and finds its stages.
-        Raises the error that prevented the start.
+        ``resuming``: another engine served the model; this one accepts its requests at once and finds its stages. It
+        starts until it succeeds, with pauses. Else raises the error that prevented the start.
         """
         for pipeline_id, run in list(self._runs.items()):
             if run.state.model == request.spec.model and run.state.state == "failed":
@@ -132,10 +154,35 @@ class EngineHost:
             spec=request.spec,
             state=state,
             restartable=resuming,
+            restarts=self._restarts_of(request.pipeline_id),
         )
         self._runs[request.pipeline_id] = run
         self._on_change(True)
-        await self._launch(run, resuming=resuming)
+        if resuming and run.restarts.left_s(self._clock.monotonic_s()):
+            why = EdgepipeError(f"the engine of '{request.spec.model}' has crashed on this node before")
+            self._tasks.create_task(self._start_later(run, why), name=f"restart:{request.pipeline_id}")
+            return
+        try:
+            await self._launch(run, resuming=resuming)
+        except EdgepipeError as error:
+            if self._is_over(run):
+                return
+            if resuming:
+                self._tasks.create_task(self._start_again(run, error), name=f"restart:{request.pipeline_id}")
+                return
+            self._fail(run, error)
+            raise
+
+    def _is_over(self, run: _Run) -> bool:
+        """Return whether the engine was stopped, ended or replaced meanwhile."""
+        return self._runs.get(run.request.pipeline_id) is not run or run.state.state == "stopping"
+
+    def _restarts_of(self, pipeline_id: str) -> Restarts:
+        known = self._restarts.pop(pipeline_id, None) or Restarts()
+        while len(self._restarts) >= _MOST_REMEMBERED:
+            del self._restarts[next(iter(self._restarts))]
+        self._restarts[pipeline_id] = known
+        return known
 
     async def stop(self, pipeline_id: str) -> None:
         """End an engine and its stages everywhere, and forget it. Do nothing if it does not run here."""
@@ -143,6 +190,8 @@ class EngineHost:
         if run is None:
             return
         run.state = replace(run.state, state="stopping")
+        run.wake.set()
+        self._restarts.pop(pipeline_id, None)
         self._on_change(True)
         if run.child is not None and not run.child.exited.is_set():
             await self._children.stop(run.child)
@@ -188,30 +237,29 @@ class EngineHost:
         """Kill the engine at once, without telling gateways that requests end."""
         run = self._runs.pop(pipeline_id)
         run.state = replace(run.state, state="stopping")
+        run.restarts.stopped(self._clock.monotonic_s())
+        run.wake.set()
         if run.child is not None:
             run.child.stopping = True
             run.child.kill()
         self._on_change(True)
 
     async def _launch(self, run: _Run, *, resuming: bool) -> None:
+        """Start a process and send it its task. Raises the reason if that fails."""
         pipeline_id = run.request.pipeline_id
-        try:
-            replies = await self._peers.vouch_all(pipeline_id, self._peers.own_id) if resuming else {}
-            child = await self._new_process()
-            if self._runs.get(pipeline_id) is not run:  # stopped or replaced before its process existed
-                child.stopping = True
-                child.kill()
-                return
-            run.child = child
-            child.on_report = lambda report: self._take(run, child, report)
-            self._tasks.create_task(self._mourn(run, child), name=f"engine:{pipeline_id}")
-            await self._children.wait_started(child)
-            run.state = replace(run.state, certificate=child.certificate)
-            self._on_change(True)
-            await self._spread()  # nodes let the engine in only when they know its certificate
-        except EdgepipeError as error:
-            self._fail(run, error)
-            raise
+        replies = await self._peers.vouch_all(pipeline_id, self._peers.own_id) if resuming else {}
+        child = await self._new_process()
+        if self._is_over(run):  # before its process existed
+            child.stopping = True
+            child.kill()
+            return
+        run.child = child
+        child.on_report = lambda report: self._take(run, child, report)
+        await self._children.wait_started(child)
+        self._tasks.create_task(self._mourn(run, child), name=f"engine:{pipeline_id}")
+        run.state = replace(run.state, certificate=child.certificate)
+        self._on_change(True)
+        await self._spread()  # nodes let the engine in only when they know its certificate
         known = [run.state.epoch.counter, self._own_highest(pipeline_id)]
         others = [reply.highest.counter for reply in replies.values() if reply.highest is not None]
         known += [counter for counter in others if counter < max(known) + MAX_EPOCH_STEP]
@@ -245,7 +293,9 @@ class EngineHost:
             certificate=child.certificate,
             advice=run.advice,
         )
-        run.restartable = run.restartable or run.state.state == "ready"
+        if run.state.state == "ready":
+            run.restartable = True
+            run.restarts.serves(self._clock.monotonic_s())
         self._note_placement(run)
         self._on_change(before != (run.state.state, run.state.message))
 
@@ -316,38 +366,89 @@ class EngineHost:
                 child.send(self._replanner.reachable())
 
     async def _mourn(self, run: _Run, child: Child) -> None:
-        """Wait for the engine's end. Restart it after a crash; mark it as failed if it gave up."""
+        """Wait for the engine's end. Start it again after a crash; mark it as failed if it has never served."""
         await child.exited.wait()
-        if child.stopping or self._runs.get(run.request.pipeline_id) is not run:
+        pipeline_id = run.request.pipeline_id
+        if child.stopping or self._is_over(run):
             return
-        if isinstance(child.fault, StaleEpoch):
-            if self._counts(run.request.pipeline_id) and self._may_restart(run):
-                await self._restart(run, child)  # an engine that does not count held the stages meanwhile
-            else:
-                self.end_superseded(run.request.pipeline_id)
-        elif child.fault is None and self._ends():
-            self._abandon(run.request.pipeline_id)  # the signal that ended it also reached this node
-        elif child.fault is None and run.restartable and self._may_restart(run):
-            await self._restart(run, child)
+        if isinstance(child.fault, StaleEpoch) and not self._counts(pipeline_id):
+            self.end_superseded(pipeline_id)
+        elif self._ends() and (child.fault is None or run.restartable):
+            self._abandon(pipeline_id)  # the signal that ended it also reached this node
+        elif run.restartable or isinstance(child.fault, StaleEpoch):  # a stale engine's stages are free again
+            await self._start_again(run, child.error())
         else:
             self._fail(run, child.error())
             await self._release(run)
 
-    def _may_restart(self, run: _Run) -> bool:
-        """Return whether the engine may start again: one that crashes at once would make its clients wait for ever."""
-        now_s = asyncio.get_running_loop().time()
-        run.crashes.append(now_s)
-        return len(run.crashes) < _MOST_CRASHES or now_s - run.crashes[0] > _CRASHES_WITHIN_S
+    async def _start_again(self, run: _Run, error: EdgepipeError) -> None:
+        """Start a crashed engine again when its pause is over, here or on another node of the ring."""
+        run.restarts.ended(self._clock.monotonic_s())
+        if not self._moved_on(run, error):
+            await self._start_later(run, error)
 
-    async def _restart(self, run: _Run, child: Child) -> None:
-        logger.warning("engine ended unasked model=%s, it is started again: %s", run.spec.model, child.error())
-        run.state = replace(run.state, state="recovering", message="starting the engine again", address="")
+    async def _start_later(self, run: _Run, error: EdgepipeError) -> None:
+        """Start the engine when its pause is over or a person wants it now, until that succeeds."""
+        while True:
+            await self._pause(run, error)
+            if self._is_over(run):
+                return
+            run.state = replace(
+                run.state, state="recovering", error=None, message="starting the engine again", starts_at_us=0
+            )
+            self._on_change(True)
+            try:
+                await self._launch(run, resuming=True)
+                return
+            except EdgepipeError as failure:
+                if self._is_over(run):
+                    return
+                error = failure
+                run.restarts.ended(self._clock.monotonic_s())
+
+    async def _pause(self, run: _Run, error: EdgepipeError) -> None:
+        """Wait until the engine's next start. Requests wait, too, if that is soon; else they end with the reason."""
+        left_s = run.restarts.left_s(self._clock.monotonic_s())
+        logger.warning("engine ended model=%s, it starts again in %.0f s: %s", run.spec.model, left_s, error)
+        run.wake.clear()
+        run.paused, run.child = True, None
+        run.state = replace(
+            run.state,
+            state="waiting" if left_s > SHORT_PAUSE_S else "recovering",
+            error=_crash(run, error) if left_s > SHORT_PAUSE_S else None,
+            message=f"starting the engine again{f' in {left_s:.0f} s' if left_s else ''}",
+            progress=0.0,
+            address="",
+            starts_at_us=int((self._clock.wall_s() + left_s) * 1e6) if left_s else 0,
+        )
         self._on_change(True)
         try:
-            await self._launch(run, resuming=True)
-        except EdgepipeError as error:
-            logger.error("engine not started again model=%s: %s", run.spec.model, error)
-            await self._release(run)
+            async with asyncio.timeout(left_s):
+                await run.wake.wait()
+        except TimeoutError:
+            pass
+        finally:
+            run.paused = False
+
+    def _moved_on(self, run: _Run, error: EdgepipeError) -> bool:
+        """Hand an engine that keeps crashing here to the next node of its ring; return whether there is one."""
+        pipeline_id = run.request.pipeline_id
+        usable = frozenset(node.node_id for node in self._peers.nodes() if not node.draining)
+        ring = tuple(stage.node_id for stage in run.spec.stages)
+        heir = next_host(self._peers.own_id, ring, usable) if run.restarts.should_move else None
+        if heir is None or not self._counts(pipeline_id):
+            return False
+        try:
+            self._move_engine(pipeline_id, heir)
+        except AccessDenied as denied:
+            logger.warning("engine not handed on model=%s: %s", run.spec.model, denied)
+            return False
+        logger.warning(
+            "engine of model=%s crashes again and again here: node=%s has it: %s", run.spec.model, heir, error
+        )
+        if self._runs.get(pipeline_id) is run:
+            self._abandon(pipeline_id)
+        return True
 
     def _fail(self, run: _Run, error: EdgepipeError) -> None:
         logger.error("engine failed model=%s pipeline=%s: %s", run.spec.model, run.state.pipeline_id, error)
@@ -367,6 +468,16 @@ class EngineHost:
             await self._peers.release(node_id, pipeline_id, epoch)
         except EdgepipeError as error:  # a node that is gone has released by itself
             logger.info("not released node=%s pipeline=%s: %s", node_id, pipeline_id, error)
+
+
+def _crash(run: _Run, error: EdgepipeError) -> EdgepipeError:
+    """Return what a person reads while a crashed engine pauses."""
+    return StageLost(
+        f"the engine of '{run.spec.model}' ended again and again",
+        fact=f"the last time: {'; '.join(error.lines()[:2])}",
+        next_step=f"it starts again by itself; at once with: edgepipe serve {run.spec.model}",
+        node=error.node,
+    )
 
 
 def _placement(stage: StageState) -> StagePlacement:

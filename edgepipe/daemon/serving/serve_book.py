@@ -78,6 +78,7 @@ class ServeBook:
         *,
         trust: ServeTrust,
         gone: Callable[[str], bool],
+        lacks_engine: Callable[[str, str], bool],
         engine_state: Callable[[str, str], str],
         clock: Clock,
         on_change: Callable[[], None],
@@ -85,11 +86,13 @@ class ServeBook:
     ) -> None:
         """``write_again_s``: from a failed write to the next.
         ``gone(node_id)``: whether a node is certainly away, or hands its engines over.
+        ``lacks_engine(node_id, pipeline_id)``: whether a node has long been without the pipeline's engine.
         ``engine_state(node_id, pipeline_id)``: the state that the node reports for its engine; empty without one."""
         self._write_again_s = write_again_s
         self._path = path
         self._trust = trust
         self._gone = gone
+        self._lacks_engine = lacks_engine
         self._engine_state = engine_state
         self._clock = clock
         self._on_change = on_change
@@ -198,7 +201,7 @@ class ServeBook:
         return record if body is None or body.stopped else self._say(replace(body, stopped=True))
 
     def take_over(self, pipeline_id: str) -> None:
-        """Record that the pipeline's engine is here. Raises AccessDenied unless the recorded node is gone."""
+        """Record that the pipeline's engine is here. Raises AccessDenied unless the recorded node has lost it."""
         held = self.held(pipeline_id)
         if held is not None and held.engine_node != self._own:
             self._say(replace(held, engine_node=self._own))
@@ -213,8 +216,14 @@ class ServeBook:
         if body is not None:
             self._say(replace(body, engine_node=other.engine_node))
 
+    def move_engine(self, pipeline_id: str, node_id: str) -> None:
+        """Record that another node has this node's engine from now on. Raises AccessDenied."""
+        held = self.held(pipeline_id)
+        if held is not None and held.engine_node == self._own and not held.stopped:
+            self._say(replace(held, engine_node=node_id))
+
     def reassert(self, rival: ServeBody) -> None:
-        """Repeat that the pipeline's engine is here, above a refused record whose engine's node is gone.
+        """Repeat that the pipeline's engine is here, above a refused record whose engine's node has lost it.
 
         While this node was away another node took the engine over, and the others believe that node. Once it is gone,
         too, they believe this one, but only a newer record. Raises AccessDenied.
@@ -224,7 +233,7 @@ class ServeBook:
             return
         if rival.signer != rival.engine_node:  # only a takeover calls for an answer
             return
-        if order(rival) > order(held) and not is_far_ahead(held, rival) and self._gone(rival.engine_node):
+        if order(rival) > order(held) and not is_far_ahead(held, rival) and self._has_lost(rival):
             self._say(held, above=rival.version)
 
     def merge(self, source: str, records: Iterable[ServeRecord]) -> list[ServeBody]:
@@ -322,11 +331,15 @@ class ServeBook:
         )
         facts = Facts(
             role=signer.role if signer is not None else None,
-            gone=self._gone,
+            lost=self._has_lost,
             running=running,
             runs=self._seems_to_run,
         )
         return refusal(held[0] if held is not None else None, body, facts)
+
+    def _has_lost(self, body: ServeBody) -> bool:
+        """Return whether a recorded engine's node is gone, or has long been without the engine."""
+        return self._gone(body.engine_node) or self._lacks_engine(body.engine_node, body.pipeline_id)
 
     def _seems_to_run(self, body: ServeBody) -> bool:
         state = self._engine_state(body.engine_node, body.pipeline_id)
@@ -335,7 +348,7 @@ class ServeBook:
     def _settle(self, held: ServeBody, rival: ServeBody) -> None:
         """State as an owner's node which engine counts."""
         now_s, model = self._clock.monotonic_s(), held.spec.model
-        if not self._is_owner(self._own) or self._gone(held.engine_node) or self._trust.known(rival.signer) is None:
+        if not self._is_owner(self._own) or self._has_lost(held) or self._trust.known(rival.signer) is None:
             return
         if is_far_ahead(held, rival):  # all nodes refuse it; an answer would only raise the version
             return

@@ -2,9 +2,10 @@
 
 An owner of the cluster may say anything. A plain member may have an unserved model served, and stop the models that it
 had served. It may report where its own engine's stages are, and hand its engine over. A node believes a new engine only
-if it knows by itself that the recorded engine's node is gone. So no member takes over requests by claiming a higher
-version. Where two sides of a partition believed different engines, an owner's node says which one it holds; without an
-owner the newer claim yields (``engine_keeper``). ``docs/adr/serving.md`` has the reasons.
+if it knows by itself that the recorded engine's node is gone, or that this node has long reported no engine. So no
+member takes over requests by claiming a higher version. Where two sides of a partition believed different engines, an
+owner's node says which one it holds; without an owner the newer claim yields (``engine_keeper``).
+``docs/adr/serving.md`` has the reasons.
 
 PURE: no clock, no keys.
 """
@@ -27,7 +28,7 @@ class Facts:
     """Knowledge of the node that judges a record, from other sources than that record."""
 
     role: Role | None  # of the new record's signer; None: no member of the cluster
-    gone: Callable[[str], bool]  # whether a node is certainly away, or hands its engines over
+    lost: Callable[[ServeBody], bool]  # whether an engine's node is away, hands engines over, or long had no engine
     running: int  # records of other models that run because the signer asked
     runs: Callable[[ServeBody], bool]  # whether a recorded engine has answered or its node reports it
 
@@ -79,7 +80,7 @@ def refusal(held: ServeBody | None, new: ServeBody, facts: Facts) -> str:
         return ""
     if new.stopped and new.engine_node == held.engine_node:
         return "" if new.signer == held.asker else "only its asker, its engine's node or an owner may stop it"
-    if new.signer == new.engine_node and facts.gone(held.engine_node):
+    if new.signer == new.engine_node and facts.lost(held):
         return ""
     return "its engine's node is not gone"
 

@@ -109,6 +109,8 @@ class Serving:
             _check_served_as_asked(request, engine, model.manifest_hash, self._book.held(engine.pipeline_id))
             if not request.options.on_request:
                 self._book.note_kept(model.name)
+            if engine.starts_at_us:
+                await self._start_now(node, engine)
             async for event in self._follow(node.node_id, engine.pipeline_id):
                 yield event
             return
@@ -128,6 +130,15 @@ class Serving:
                     raise
                 shut[node.node_id] = error
                 yield ServeEvent(message=f"{error.what}: looking for another way")
+
+    async def _start_now(self, node: NodeState, engine: EngineState) -> None:
+        """End the pause of a crashed engine. Only follow it if this node may not: it starts by itself later."""
+        held, record = self._book.held(engine.pipeline_id), self._book.record(engine.pipeline_id)
+        if held is None or record is None:
+            return
+        with contextlib.suppress(AccessDenied):
+            request = StartEngineRequest(pipeline_id=engine.pipeline_id, spec=held.spec, record=record)
+            await self._peers.start_engine(node.node_id, request)
 
     async def _serve_anew(
         self, request: ServeRequest, model: LocalModel, context: int, shut: Mapping[str, ConnectTimeout]

@@ -576,6 +576,7 @@ class EngineState(_message.Message):
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     DECODE_ROWS_FIELD_NUMBER: _builtins.int
     ADVICE_FIELD_NUMBER: _builtins.int
+    STARTS_AT_US_FIELD_NUMBER: _builtins.int
     RECOVERIES_FIELD_NUMBER: _builtins.int
     STALL_MS_FIELD_NUMBER: _builtins.int
     KEPT_TOKENS_FIELD_NUMBER: _builtins.int
@@ -590,7 +591,7 @@ class EngineState(_message.Message):
     model: _builtins.str
     pipeline_id: _builtins.str
     state: _builtins.str
-    """"starting" | "loading" | "ready" | "recovering" | "failed" | "stopping" """
+    """"starting" | "loading" | "ready" | "recovering" | "waiting" | "failed" | "stopping" """
     micro_batches: _builtins.int
     """M"""
     in_flight: _builtins.int
@@ -629,6 +630,8 @@ class EngineState(_message.Message):
     """of the engine's process"""
     decode_rows: _builtins.float
     """of a micro-batch of the sequences that run; 0 without any"""
+    starts_at_us: _builtins.int
+    """paused after crashes until then, by the wall clock of its node; 0: not paused"""
     recoveries: _builtins.int
     """epochs that replaced a failed one"""
     stall_ms: _builtins.int
@@ -697,6 +700,7 @@ class EngineState(_message.Message):
         certificate: _builtins.bytes = ...,
         decode_rows: _builtins.float = ...,
         advice: Global___Advice | None = ...,
+        starts_at_us: _builtins.int = ...,
         recoveries: _builtins.int = ...,
         stall_ms: _builtins.int = ...,
         kept_tokens: _builtins.int = ...,
@@ -711,7 +715,7 @@ class EngineState(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "epoch", b"epoch", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "advice", b"advice", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "certificate", b"certificate", "context_length", b"context_length", "decode_rows", b"decode_rows", "epoch", b"epoch", "error", b"error", "expert_shares", b"expert_shares", "free_blocks", b"free_blocks", "free_slots", b"free_slots", "in_flight", b"in_flight", "kept_tokens", b"kept_tokens", "latency_ms", b"latency_ms", "left_out", b"left_out", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "missed_snapshots", b"missed_snapshots", "model", b"model", "move_pause_ms", b"move_pause_ms", "moves", b"moves", "num_blocks", b"num_blocks", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "recoveries", b"recoveries", "replayed_tokens", b"replayed_tokens", "running", b"running", "stages", b"stages", "stall_ms", b"stall_ms", "state", b"state", "state_slots", b"state_slots", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "advice", b"advice", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "certificate", b"certificate", "context_length", b"context_length", "decode_rows", b"decode_rows", "epoch", b"epoch", "error", b"error", "expert_shares", b"expert_shares", "free_blocks", b"free_blocks", "free_slots", b"free_slots", "in_flight", b"in_flight", "kept_tokens", b"kept_tokens", "latency_ms", b"latency_ms", "left_out", b"left_out", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "missed_snapshots", b"missed_snapshots", "model", b"model", "move_pause_ms", b"move_pause_ms", "moves", b"moves", "num_blocks", b"num_blocks", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "recoveries", b"recoveries", "replayed_tokens", b"replayed_tokens", "running", b"running", "stages", b"stages", "stall_ms", b"stall_ms", "starts_at_us", b"starts_at_us", "state", b"state", "state_slots", b"state_slots", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -905,8 +905,11 @@ class VouchRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     PIPELINE_ID_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
+    CHALLENGE_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     node_id: _builtins.str
+    challenge: _builtins.bytes
+    """random; the node itself signs it if it is up and has the pipeline's engine. Empty: no proof wanted"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     def __init__(
@@ -915,10 +918,11 @@ class VouchRequest(_message.Message):
         hello: _common_pb2.Hello | None = ...,
         pipeline_id: _builtins.str = ...,
         node_id: _builtins.str = ...,
+        challenge: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "node_id", b"node_id", "pipeline_id", b"pipeline_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "hello", b"hello", "node_id", b"node_id", "pipeline_id", b"pipeline_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -931,10 +935,13 @@ class VouchReply(_message.Message):
     HEARS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     HIGHEST_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
     hears: _builtins.bool
     """it hears the node, which is not being drained"""
     draining: _builtins.bool
     """the asked one is being drained"""
+    proof: _builtins.bytes
+    """the node's ECDSA P-256 signature with SHA-256 over "edgepipe-alive-1", challenge, pipeline_id; empty: none"""
     @_builtins.property
     def highest(self) -> _common_pb2.Epoch:
         """of the pipeline that it has obeyed; unset: it obeyed none"""
@@ -945,10 +952,11 @@ class VouchReply(_message.Message):
         hears: _builtins.bool = ...,
         draining: _builtins.bool = ...,
         highest: _common_pb2.Epoch | None = ...,
+        proof: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["highest", b"highest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "hears", b"hears", "highest", b"highest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "hears", b"hears", "highest", b"highest", "proof", b"proof"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

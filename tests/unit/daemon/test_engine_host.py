@@ -13,74 +13,15 @@ import pytest
 
 from edgepipe.daemon.serving.engine_keeper import EngineKeeper
 from edgepipe.daemon.serving.engines import EngineHost
-from edgepipe.errors import EdgepipeError, ModelUnknown, StaleEpoch
+from edgepipe.daemon.serving.takeover import Vacancies
+from edgepipe.errors import ModelUnknown, StaleEpoch
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.system import SystemClock
-from edgepipe.wire.engines import EngineState, ServeSpec
+from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import NodeState
-from edgepipe.wire.serving import ServeBody, StartEngineRequest, VouchReply
+from edgepipe.wire.serving import ServeBody, StartEngineRequest
+from tests.support.engine_hosts import REQUEST, SlowChild, engine_host
 from tests.support.waiting import until
-
-REQUEST = StartEngineRequest(pipeline_id=PipelineId("p"), spec=ServeSpec(model="m"))
-
-
-class SlowChild:
-    """A process that takes a moment to be there."""
-
-    def __init__(self) -> None:
-        self.stopping = self.killed = False
-        self.sent: list[object] = []
-        self.port, self.pid, self.certificate = 0, 1, b""
-        self.exited = asyncio.Event()
-        self.fault: EdgepipeError | None = None
-
-    def error(self) -> EdgepipeError:
-        return self.fault or EdgepipeError("it ended")
-
-    def kill(self) -> None:
-        self.killed = True
-        self.exited.set()
-
-    def send(self, command: object) -> None:
-        self.sent.append(command)
-
-
-def engine_host(
-    tasks: asyncio.TaskGroup,
-    start: Callable[..., object],
-    *,
-    counts: bool = True,
-    on_change: Callable[[bool], None] = lambda _: None,
-) -> EngineHost:
-    """Of a node that is alone and whose processes ``start`` makes."""
-
-    async def nothing(*_: object) -> None:
-        return
-
-    async def stop(child: SlowChild) -> None:
-        child.stopping = True
-        child.exited.set()
-
-    async def vouch_all(*_: object) -> dict[str, VouchReply]:
-        return {}
-
-    async def changes() -> AsyncGenerator[None]:
-        await asyncio.Event().wait()
-        yield
-
-    return EngineHost(
-        children=cast("Any", SimpleNamespace(start=start, stop=stop, wait_started=nothing)),
-        new_settings=cast("Any", lambda: None),
-        peers=cast("Any", SimpleNamespace(vouch_all=vouch_all, own_id="a", nodes=list)),
-        replanner=cast("Any", None),
-        changes=cast("Any", changes),
-        spread=nothing,
-        tasks=tasks,
-        own_highest=lambda _: 0,
-        ends=lambda: False,
-        counts=lambda _: counts,
-        on_change=on_change,
-    )
 
 
 @pytest.mark.parametrize("end", ["end_superseded", "stop"])
@@ -157,13 +98,21 @@ def engine_keeper(
 
     record = ServeBody(pipeline_id=PipelineId("p"), spec=REQUEST.spec, engine_node="a")
     book = SimpleNamespace(served=lambda: [record], renew=lambda _: None, take_over=lambda _: None)
-    peers = SimpleNamespace(own_id="a", own_drains=False, nodes=lambda: nodes, is_self=lambda node_id: node_id == "a")
+    peers = SimpleNamespace(
+        own_id="a",
+        own_drains=False,
+        nodes=lambda: nodes,
+        is_self=lambda node_id: node_id == "a",
+        is_gone=lambda _: False,
+    )
     engines = SimpleNamespace(ready=list, states=list, start=start)
     return EngineKeeper(
         book=cast("Any", book),
         engines=cast("Any", engines),
         models=cast("Any", SimpleNamespace(adopt=adopt, present_hash=None)),
         peers=cast("Any", peers),
+        proofs=cast("Any", None),
+        vacancies=Vacancies(),
         clock=SystemClock(),
         timeouts=cast("Any", SimpleNamespace(gather_s=0.0, dead_max_s=6.0)),
         changes=changing,

@@ -24,6 +24,7 @@ from edgepipe.model.shapes import named_shape
 from edgepipe.model.weight_table import FLOATS
 from edgepipe.planner.placement import Placed
 from edgepipe.planner.profiles import LayerProfile
+from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.children import ProfileLayerRequest
 from edgepipe.wire.engines import EngineState, LeftOut, ServeSpec, StagePlacement, StageState
 from edgepipe.wire.nodes import DeviceState, NodeState
@@ -171,11 +172,14 @@ def host_without_processes() -> EngineHost:
         "own_highest",
         "ends",
         "counts",
+        "move_engine",
+        "clock",
         "on_change",
         "replanner",
     )
     fakes: dict[str, Any] = dict.fromkeys(fields)
     fakes["on_change"] = lambda _urgent: None
+    fakes["clock"] = FakeClock()
     return EngineHost(**fakes)
 
 

@@ -337,6 +337,35 @@ async def test_who_asks_for_a_stage_waits_until_this_node_believes_its_record(tm
     await waiting
 
 
+def test_an_engine_that_its_node_took_over_and_never_ran_goes_to_another_node(tmp_path: Path) -> None:
+    """b's node dies, d signs that it has the engine and runs none. No owner's node insists on it."""
+    everybody, _ = served_by_b(tmp_path)
+    a, b, c, d = (everybody[name] for name in "abcd")
+    for one in (a, c, d):
+        one.gone.add(b.node_id)
+    d.book.take_over("p")
+    all_hear(everybody, but="b")
+    assert {one.held["tiny"][0] for one in (a, c, d)} == {d.node_id}
+    with pytest.raises(AccessDenied):
+        c.book.take_over("p")
+    for one in (a, c, d):
+        one.idle.add((d.node_id, "p"))
+    c.book.take_over("p")
+    all_hear(everybody, but="b")
+    assert {one.held["tiny"][0] for one in (a, c, d)} == {c.node_id}
+
+
+def test_an_engine_that_keeps_crashing_is_moved_by_its_own_node_only(tmp_path: Path) -> None:
+    everybody, _ = served_by_b(tmp_path)
+    b, c, d = (everybody[name] for name in "bcd")
+    c.book.move_engine("p", d.node_id)
+    all_hear(everybody)
+    assert {one.held["tiny"][0] for one in everybody.values()} == {b.node_id}
+    b.book.move_engine("p", c.node_id)
+    all_hear(everybody)
+    assert {one.held["tiny"][0] for one in everybody.values()} == {c.node_id}
+
+
 NAMES = st.sampled_from("abc")
 
 
@@ -372,7 +401,7 @@ def test_no_plain_member_takes_what_runs_from_a_node_that_is_there(
         stopped=stopped,
         signer=signer,
     )
-    facts = Facts(role=Role.MEMBER, gone=gone.__contains__, running=0, runs=lambda _: True)
+    facts = Facts(role=Role.MEMBER, lost=lambda body: body.engine_node in gone, running=0, runs=lambda _: True)
     if refusal(before, after, facts):
         return
     assert before is None or order(after) > order(before)

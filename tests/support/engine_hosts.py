@@ -1,0 +1,83 @@
+"""An ``EngineHost`` whose processes are made up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+from edgepipe.clock import Clock
+from edgepipe.daemon.serving.engines import EngineHost
+from edgepipe.errors import EdgepipeError
+from edgepipe.ids import PipelineId
+from edgepipe.system import SystemClock
+from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.nodes import NodeState
+from edgepipe.wire.serving import StartEngineRequest, VouchReply
+
+REQUEST = StartEngineRequest(pipeline_id=PipelineId("p"), spec=ServeSpec(model="m"))
+
+
+class SlowChild:
+    """A process that takes a moment to be there."""
+
+    def __init__(self) -> None:
+        self.stopping = self.killed = False
+        self.sent: list[object] = []
+        self.port, self.pid, self.certificate = 0, 1, b""
+        self.exited = asyncio.Event()
+        self.fault: EdgepipeError | None = None
+
+    def error(self) -> EdgepipeError:
+        return self.fault or EdgepipeError("it ended")
+
+    def kill(self) -> None:
+        self.killed = True
+        self.exited.set()
+
+    def send(self, command: object) -> None:
+        self.sent.append(command)
+
+
+def engine_host(
+    tasks: asyncio.TaskGroup,
+    start: Callable[..., object],
+    *,
+    counts: bool = True,
+    on_change: Callable[[bool], None] = lambda _: None,
+    nodes: Callable[[], list[NodeState]] = list,
+    move_engine: Callable[[str, str], None] = lambda *_: None,
+    clock: Clock | None = None,
+) -> EngineHost:
+    """Of node a, whose processes ``start`` makes."""
+
+    async def nothing(*_: object) -> None:
+        return
+
+    async def stop(child: SlowChild) -> None:
+        child.stopping = True
+        child.exited.set()
+
+    async def vouch_all(*_: object) -> dict[str, VouchReply]:
+        return {}
+
+    async def changes() -> AsyncGenerator[None]:
+        await asyncio.Event().wait()
+        yield
+
+    return EngineHost(
+        children=cast("Any", SimpleNamespace(start=start, stop=stop, wait_started=nothing)),
+        new_settings=cast("Any", lambda: None),
+        peers=cast("Any", SimpleNamespace(vouch_all=vouch_all, own_id="a", nodes=nodes, release=nothing)),
+        replanner=cast("Any", None),
+        changes=cast("Any", changes),
+        spread=nothing,
+        tasks=tasks,
+        own_highest=lambda _: 0,
+        ends=lambda: False,
+        counts=lambda _: counts,
+        move_engine=move_engine,
+        clock=clock or SystemClock(),
+        on_change=on_change,
+    )
