@@ -22,10 +22,13 @@ class GrammarTrial:
     def __init__(self) -> None:
         self.child = WarmChild("edgepipe.gateway.grammar_child", start_s=_START_S)
 
-    async def check(self, grammar: GrammarSpec) -> None:
-        """Compile a grammar. Raises RequestInvalid for an invalid grammar, GrammarTooHard, HttpProblem 503."""
+    async def check(self, grammar: GrammarSpec, owner: str = "") -> None:
+        """Compile a grammar in its owner's turn.
+
+        Raises RequestInvalid for an invalid grammar, GrammarTooHard, QueueFull, HttpProblem 503.
+        """
         try:
-            fact = await self.child.ask(grammar.text.encode(), within_s=_TRIAL_S, most_bytes=_MOST_BYTES)
+            fact = await self.child.ask(grammar.text.encode(), owner=owner, within_s=_TRIAL_S, most_bytes=_MOST_BYTES)
         except (TimeoutError, ChildEnded) as exc:
             if isinstance(exc, ChildEnded) and exc.started:
                 raise GrammarTooHard from exc

@@ -29,6 +29,7 @@ from edgepipe.gateway.grammar_trial import GrammarTrial
 from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.metrics import Metrics
 from edgepipe.gateway.models import AssetLoader, ModelEntry, ModelTable, News
+from edgepipe.gateway.shares import request_shares
 from edgepipe.gateway.status_handlers import StatusHandlers
 from edgepipe.gateway.streams import StreamTimeouts
 from edgepipe.gateway.structured import GrammarCompiler
@@ -103,6 +104,8 @@ class Gateway:
             bodies=self._bodies,
             status_handlers=status_handlers,
             rules=rules or AccessRules(),
+            requests=request_shares(self._connections.limits.max_connections),
+            memory=self._admission.memory,
             timeouts=timeouts,
         )
 
@@ -169,6 +172,7 @@ class Gateway:
             "connections": len(self._connections),
             "prompts_running": self._admission.num_running,
             "requests_waiting": self._admission.num_waiting,
+            "request_bytes": self._admission.memory.held,
         }
 
     def _reconcile(self, tasks: asyncio.TaskGroup) -> None:
