@@ -15,8 +15,8 @@ from edgepipe.gateway.shares import Shares, memory_shares
 class AdmissionLimits:
     """Limits per line, except the memory."""
 
-    max_running: int = 256  # prompts; each may have several choices
-    max_beginning: int = 16  # running prompts that wait for their first token
+    max_running: int = 256  # choices: as many as an engine computes at a time; a request with more runs alone
+    max_beginning: int = 16  # running choices whose request waits for its first token
     max_waiting: int = 64  # requests
     max_bytes: int = 384 << 20  # bodies and requests of all users; a body with the most token ids fits into 3/4 of it
 
@@ -34,15 +34,16 @@ class Line:
 class _Places:
     """Requests of one line."""
 
-    running: int = 0  # prompts
-    beginning: int = 0
+    prompts: int = 0  # running
+    running: int = 0  # choices
+    beginning: int = 0  # choices
     waiting: deque[Ticket] = field(default_factory=deque["Ticket"])
 
 
 class Admission:
     """Starts requests in order of arrival, per line. Runs on one event loop.
 
-    An engine reads prompts in order of arrival, whoever sent them. So only few prompts of a line are there at a time
+    An engine reads prompts in order of arrival, of all users alike. So only few prompts of a line are there at a time
     without a first token: another user's prompt waits for these at most, not for all that wait here.
     """
 
@@ -55,26 +56,27 @@ class Admission:
     @property
     def num_running(self) -> int:
         """Number of running prompts."""
-        return sum(places.running for places in self._lines.values())
+        return sum(places.prompts for places in self._lines.values())
 
     @property
     def num_waiting(self) -> int:
         """Number of waiting requests."""
         return sum(len(places.waiting) for places in self._lines.values())
 
-    def enter(self, line: Line, *, num_prompts: int = 1, num_bytes: int = 0) -> Ticket:
+    def enter(self, line: Line, *, num_prompts: int = 1, num_choices: int = 1, num_bytes: int = 0) -> Ticket:
         """Reserve a place for a request. Raises QueueFull. Leaving the ticket, a context manager, frees the place.
 
-        ``num_bytes``: the request's memory in this process, as far as known.
+        num_choices  of all prompts
+        num_bytes    the request's memory in this process, as far as known
         """
-        ticket = Ticket(self, line, num_prompts)
+        ticket = Ticket(self, line, num_prompts=num_prompts, num_choices=min(num_choices, self._limits.max_running))
         ticket.memory.take(num_bytes)
         places = self._lines.setdefault(line, _Places())
         if len(places.waiting) >= self._limits.max_waiting and (places.waiting or not self._fits(places, ticket)):
             ticket.memory.release()
             raise QueueFull(
                 "too many requests are waiting",
-                fact=f"{places.running} prompts of this user run and {len(places.waiting)} requests wait; "
+                fact=f"{places.running} choices of this user run and {len(places.waiting)} requests wait; "
                 f"at most {self._limits.max_running} may run and {self._limits.max_waiting} wait",
                 next_step="try again in a moment",
             )
@@ -85,7 +87,7 @@ class Admission:
     def began(self, ticket: Ticket) -> None:
         """Record the first token of a request."""
         places = self._lines[ticket.line]
-        places.beginning -= self._weight(ticket)
+        places.beginning -= ticket.num_choices
         self._start(ticket.line, places)
 
     def leave(self, ticket: Ticket) -> None:
@@ -93,8 +95,9 @@ class Admission:
         places = self._lines[ticket.line]
         ticket.memory.release()
         if ticket.admitted.is_set():
-            places.running -= self._weight(ticket)
-            places.beginning -= 0 if ticket.has_begun else self._weight(ticket)
+            places.prompts -= ticket.num_prompts
+            places.running -= ticket.num_choices
+            places.beginning -= 0 if ticket.has_begun else ticket.num_choices
         else:
             places.waiting.remove(ticket)
         self._start(ticket.line, places)
@@ -103,29 +106,28 @@ class Admission:
         """Admit the first waiting requests for which there is room."""
         while places.waiting and self._fits(places, places.waiting[0]):
             ticket = places.waiting.popleft()
-            places.running += self._weight(ticket)
-            places.beginning += self._weight(ticket)
+            places.prompts += ticket.num_prompts
+            places.running += ticket.num_choices
+            places.beginning += ticket.num_choices
             ticket.admitted.set()
         if not places.running and not places.waiting:
             del self._lines[line]
 
     def _fits(self, places: _Places, ticket: Ticket) -> bool:
-        beginning = min(self._weight(ticket), self._limits.max_beginning)  # a larger batch begins alone
+        beginning = min(ticket.num_choices, self._limits.max_beginning)  # a larger batch begins alone
         return (
-            places.running + self._weight(ticket) <= self._limits.max_running
+            places.running + ticket.num_choices <= self._limits.max_running
             and places.beginning + beginning <= self._limits.max_beginning
         )
-
-    def _weight(self, ticket: Ticket) -> int:
-        return min(ticket.num_prompts, self._limits.max_running)
 
 
 class Ticket:
     """Place of one request."""
 
-    def __init__(self, admission: Admission, line: Line, num_prompts: int) -> None:
+    def __init__(self, admission: Admission, line: Line, *, num_prompts: int, num_choices: int) -> None:
         self.line = line
         self.num_prompts = num_prompts
+        self.num_choices = num_choices
         self.memory = admission.memory.holding(line.owner)
         self.admitted = asyncio.Event()
         self.has_begun = False

@@ -35,7 +35,7 @@ from edgepipe.wire.requests import Submission
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _INLINE_CHARS = 4 << 10  # a thread tokenises longer texts
 _LONG_CHARS = 128 << 10  # another process tokenises texts longer than this
-_MAX_THREADS = 4  # that tokenise; others read tokenizers and metrics
+_MAX_THREADS = 4  # that tokenise; others read tokenizers
 _MAX_TEXTS = 512  # of one user that wait for a thread: one per connection
 _OWN_KEYWORDS = frozenset({"tools", "documents"})  # keywords of templates; requests have a field for ``tools``
 
@@ -77,7 +77,7 @@ class CompletionService:
     admission: Admission
     metrics: RequestMetrics
     compiler: GrammarCompiler
-    threads: Turns = field(default_factory=_new_threads)  # that tokenise
+    threads: Turns = field(default_factory=_new_threads)  # that tokenise or write metrics
 
     async def chat(self, body: ChatBody, *, owner: str) -> PreparedCompletion:
         """Prepare a conversation's next turn. Raises HttpProblem, EdgepipeError."""
@@ -163,7 +163,12 @@ class CompletionService:
             completion=completion,
             entry=entry,
             assets=assets,
-            ticket=self.admission.enter(line, num_prompts=len(completion.requests), num_bytes=completion.held_bytes),
+            ticket=self.admission.enter(
+                line,
+                num_prompts=len(completion.requests),
+                num_choices=completion.num_choices,
+                num_bytes=completion.held_bytes,
+            ),
             meter=self.metrics.begin(completion.model, num_prompt_tokens=completion.num_prompt_tokens),
             texts=texts,
         )

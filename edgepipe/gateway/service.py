@@ -97,7 +97,7 @@ class Gateway:
             metrics=metrics.requests,
             compiler=GrammarCompiler(self._grammar_trial.check),
         )
-        status_handlers = StatusHandlers(models=self._models, clock=clock, metrics=metrics)
+        status_handlers = StatusHandlers(models=self._models, clock=clock, metrics=metrics, threads=service.threads)
         self._bodies = BodyReader(models=self._models, body_s=self._connections.limits.body_s)
         self.app: ASGIApp = make_app(
             service=service,

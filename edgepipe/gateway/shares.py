@@ -10,7 +10,7 @@ from typing import Self
 from edgepipe.errors import QueueFull
 
 _FACTOR = 3
-"""A user may hold three times what stays free: 3/4 of all if nobody else holds any, 3/7 each of two, 3/10 of three.
+"""A user may hold three times what stays free: 3/4 of all for one user alone, 3/7 each of two, 3/10 of three.
 
 So users who take all that they may never take all there is (Choudhury and Hahne 1998, dynamic queue length thresholds).
 """

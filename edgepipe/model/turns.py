@@ -14,7 +14,7 @@ WAIT_S = 60.0  # then clients have given up
 
 
 class Turns:
-    """Lets tasks work in turns, one item of each owner after the other."""
+    """Lets tasks work in turns, one of each owner in a round."""
 
     def __init__(self, *, max_running: int = 1, max_waiting: int = MAX_WAITING, wait_s: float = WAIT_S) -> None:
         self._fair = FairTurns[asyncio.Event](max_running=max_running, max_waiting=max_waiting)

@@ -43,7 +43,7 @@ def test_a_key_takes_no_place_of_another() -> None:
 def test_a_batch_waits_for_room_for_all_of_it_and_nobody_overtakes_it() -> None:
     admission = _admission()
     first = admission.enter(ONE)
-    batch = admission.enter(ONE, num_prompts=64)  # counts as all there is
+    batch = admission.enter(ONE, num_choices=64)  # counts as all there is
     later = admission.enter(ONE)
     assert not batch.admitted.is_set()
     assert not later.admitted.is_set()
@@ -125,7 +125,7 @@ def test_one_user_s_memory_leaves_room_for_another_s_and_is_given_back() -> None
 
 def test_prompts_without_a_first_token_are_few_per_line_and_others_go_beside_them() -> None:
     admission = Admission(AdmissionLimits(max_beginning=2))
-    first, second, third, batch = (admission.enter(ONE, num_prompts=count) for count in (1, 1, 1, 64))
+    first, second, third, batch = (admission.enter(ONE, num_choices=count) for count in (1, 1, 1, 64))
     assert [each.admitted.is_set() for each in (first, second, third, batch)] == [True, True, False, False]
     for line in (TWO, Line(owner="one", model="other"), Line(owner="one", priority=1)):
         assert admission.enter(line).admitted.is_set()
