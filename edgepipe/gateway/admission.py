@@ -10,13 +10,16 @@ from types import TracebackType
 from edgepipe.errors import QueueFull
 from edgepipe.gateway.shares import Shares, memory_shares
 
+_CHOICE_TOKENS = 64  # what a choice costs at least until its first token; so the engine's queue has room for 16 users
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
     """Limits per line, except the memory."""
 
     max_running: int = 256  # choices: as many as an engine computes at a time; a request with more runs alone
-    max_beginning: int = 16  # running choices whose request waits for its first token
+    max_beginning: int = 4  # running requests without a first token, or more of them that have together at most:
+    max_beginning_tokens: int = 4096  # tokens of their prompts: two full steps, in which other prompts wait
     max_waiting: int = 64  # requests
     max_bytes: int = 384 << 20  # bodies and requests of all users; a body with the most token ids fits into 3/4 of it
 
@@ -36,7 +39,8 @@ class _Places:
 
     prompts: int = 0  # running
     running: int = 0  # choices
-    beginning: int = 0  # choices
+    beginning: int = 0  # running requests without a first token
+    beginning_tokens: int = 0  # of these: see ``Ticket``
     waiting: deque[Ticket] = field(default_factory=deque["Ticket"])
 
 
@@ -63,13 +67,17 @@ class Admission:
         """Number of waiting requests."""
         return sum(len(places.waiting) for places in self._lines.values())
 
-    def enter(self, line: Line, *, num_prompts: int = 1, num_choices: int = 1, num_bytes: int = 0) -> Ticket:
+    def enter(
+        self, line: Line, *, num_prompts: int = 1, num_choices: int = 1, num_tokens: int = 0, num_bytes: int = 0
+    ) -> Ticket:
         """Reserve a place for a request. Raises QueueFull. Leaving the ticket, a context manager, frees the place.
 
         num_choices  of all prompts
+        num_tokens   of all prompts
         num_bytes    the request's memory in this process, as far as known
         """
-        ticket = Ticket(self, line, num_prompts=num_prompts, num_choices=min(num_choices, self._limits.max_running))
+        num_choices = min(num_choices, self._limits.max_running)
+        ticket = Ticket(self, line, num_prompts=num_prompts, num_choices=num_choices, num_tokens=num_tokens)
         ticket.memory.take(num_bytes)
         places = self._lines.setdefault(line, _Places())
         if len(places.waiting) >= self._limits.max_waiting and (places.waiting or not self._fits(places, ticket)):
@@ -87,7 +95,7 @@ class Admission:
     def began(self, ticket: Ticket) -> None:
         """Record the first token of a request."""
         places = self._lines[ticket.line]
-        places.beginning -= ticket.num_choices
+        self._count_beginning(places, ticket, -1)
         self._start(ticket.line, places)
 
     def leave(self, ticket: Ticket) -> None:
@@ -97,7 +105,8 @@ class Admission:
         if ticket.admitted.is_set():
             places.prompts -= ticket.num_prompts
             places.running -= ticket.num_choices
-            places.beginning -= 0 if ticket.has_begun else ticket.num_choices
+            if not ticket.has_begun:
+                self._count_beginning(places, ticket, -1)
         else:
             places.waiting.remove(ticket)
         self._start(ticket.line, places)
@@ -108,26 +117,33 @@ class Admission:
             ticket = places.waiting.popleft()
             places.prompts += ticket.num_prompts
             places.running += ticket.num_choices
-            places.beginning += ticket.num_choices
+            self._count_beginning(places, ticket, 1)
             ticket.admitted.set()
         if not places.running and not places.waiting:
             del self._lines[line]
 
     def _fits(self, places: _Places, ticket: Ticket) -> bool:
-        beginning = min(ticket.num_choices, self._limits.max_beginning)  # a larger batch begins alone
-        return (
-            places.running + ticket.num_choices <= self._limits.max_running
-            and places.beginning + beginning <= self._limits.max_beginning
-        )
+        if places.running + ticket.num_choices > self._limits.max_running:
+            return False
+        tokens = places.beginning_tokens + ticket.beginning_tokens
+        return places.beginning < self._limits.max_beginning or tokens <= self._limits.max_beginning_tokens
+
+    @staticmethod
+    def _count_beginning(places: _Places, ticket: Ticket, sign: int) -> None:
+        places.beginning += sign
+        places.beginning_tokens += sign * ticket.beginning_tokens
 
 
 class Ticket:
     """Place of one request."""
 
-    def __init__(self, admission: Admission, line: Line, *, num_prompts: int, num_choices: int) -> None:
+    def __init__(
+        self, admission: Admission, line: Line, *, num_prompts: int, num_choices: int, num_tokens: int
+    ) -> None:
         self.line = line
         self.num_prompts = num_prompts
         self.num_choices = num_choices
+        self.beginning_tokens = num_tokens + _CHOICE_TOKENS * num_choices
         self.memory = admission.memory.holding(line.owner)
         self.admitted = asyncio.Event()
         self.has_begun = False

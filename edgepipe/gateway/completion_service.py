@@ -167,6 +167,7 @@ class CompletionService:
                 line,
                 num_prompts=len(completion.requests),
                 num_choices=completion.num_choices,
+                num_tokens=completion.num_prompt_tokens,
                 num_bytes=completion.held_bytes,
             ),
             meter=self.metrics.begin(completion.model, num_prompt_tokens=completion.num_prompt_tokens),

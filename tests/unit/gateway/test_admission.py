@@ -123,21 +123,31 @@ def test_one_user_s_memory_leaves_room_for_another_s_and_is_given_back() -> None
     assert admission.enter(TWO, num_bytes=75).admitted.is_set()
 
 
-def test_prompts_without_a_first_token_are_few_per_line_and_others_go_beside_them() -> None:
-    admission = Admission(AdmissionLimits(max_beginning=2))
-    first, second, third, batch = (admission.enter(ONE, num_choices=count) for count in (1, 1, 1, 64))
-    assert [each.admitted.is_set() for each in (first, second, third, batch)] == [True, True, False, False]
+def test_requests_without_a_first_token_are_few_per_line_and_others_go_beside_them() -> None:
+    admission = Admission(AdmissionLimits(max_beginning=2, max_beginning_tokens=1000))
+    first, second, third = (admission.enter(ONE, num_tokens=5000) for _ in range(3))
+    assert [each.admitted.is_set() for each in (first, second, third)] == [True, True, False]
     for line in (TWO, Line(owner="one", model="other"), Line(owner="one", priority=1)):
-        assert admission.enter(line).admitted.is_set()
+        assert admission.enter(line, num_tokens=5000).admitted.is_set()
     first.began()
     first.began()
     assert third.admitted.is_set()
-    for ticket in (second, third):
-        admission.leave(ticket)
-    assert batch.admitted.is_set()  # alone: it is larger than what may begin at once
-    assert not admission.enter(ONE).admitted.is_set()
-    batch.began()
-    assert admission.num_waiting == 0
+    short = admission.enter(ONE, num_tokens=100)
+    admission.leave(second)
+    assert short.admitted.is_set()
+    admission.leave(third)
+    assert not admission.num_waiting
+
+
+def test_short_prompts_without_a_first_token_are_as_many_as_two_steps_take() -> None:
+    admission = Admission(AdmissionLimits(max_beginning=2, max_beginning_tokens=1000))
+    tickets = [admission.enter(ONE, num_tokens=36) for _ in range(20)]
+    assert sum(each.admitted.is_set() for each in tickets) == 10
+    tickets[0].began()
+    assert sum(each.admitted.is_set() for each in tickets) == 11
+    for each in tickets:
+        admission.leave(each)
+    assert (admission.num_running, admission.num_waiting) == (0, 0)
 
 
 async def test_prompts_that_are_too_large_together_get_429_and_come_again_later() -> None:

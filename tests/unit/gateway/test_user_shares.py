@@ -324,7 +324,7 @@ async def test_texts_are_tokenised_in_turns() -> None:
 
 async def test_another_user_s_prompt_goes_before_those_of_a_flood_that_the_engine_has_not_begun() -> None:
     engine = FakeEngine(hold_after=0)
-    async with serving(engine, rules=RULES, admission=AdmissionLimits(max_beginning=4)) as served:
+    async with serving(engine, rules=RULES, admission=AdmissionLimits(max_beginning_tokens=0)) as served:
         body = {"prompt": "flood", "max_tokens": 2}
         flood = [
             asyncio.create_task(served.http.post("/v1/completions", json=body, headers=_bearer(FLOOD)))
