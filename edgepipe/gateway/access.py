@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgepipe.gateway.problems import HttpProblem, problem_response
@@ -45,7 +46,8 @@ class AccessRules:
 class Guard:
     """Guard that refuses requests of foreign web pages, ambiguous body lengths and clients without a required key.
 
-    Host and Origin must always name this machine. The key's fingerprint becomes ``scope["state"]["owner"]``.
+    Host and Origin must always name this machine. ``scope["state"]["owner"]`` becomes the fingerprint of the client's
+    key, or its address if it sent no valid key and needs none.
     """
 
     def __init__(self, app: ASGIApp, *, rules: AccessRules) -> None:
@@ -60,10 +62,14 @@ class Guard:
             await self._app(scope, receive, send)
             return
         try:
-            scope.setdefault("state", {})["owner"] = self._owner_of(scope)
+            owner = self._owner_of(scope)
         except HttpProblem as problem:
             await problem_response(problem)(scope, receive, send)
             return
+        state = scope.setdefault("state", {})
+        state["owner"] = owner
+        if (connection := state.get("connection")) is not None:
+            connection.owner = owner
         await self._app(scope, receive, send)
 
     def _owner_of(self, scope: Scope) -> str:
@@ -72,9 +78,17 @@ class Guard:
         names = [name for name, _ in headers]
         if b"transfer-encoding" in names and b"content-length" in names:
             raise HttpProblem(status=400, message="the request has two body lengths", code="invalid_http")
+        given = _key_in([value for name, value in headers if name == b"authorization"])
+        if owner := self._owner_by_key(given):
+            return owner
         if scope["path"] in OPEN_PATHS or (is_local(scope) and not self._key_on_loopback):
-            return ""
-        return self._owner_by_key([value for name, value in headers if name == b"authorization"])
+            return address_of(scope.get("client"))
+        raise HttpProblem(
+            status=401,
+            message="the key is wrong" if given else "the request needs a key: send 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
     def _check_names(self, headers: list[tuple[bytes, bytes]], scope: Scope) -> None:
         hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
@@ -89,22 +103,28 @@ class Guard:
                 status=403, message="this server refuses requests from that Origin", code="origin_not_allowed"
             )
 
-    def _owner_by_key(self, values: list[bytes]) -> str:
-        given = values[0][len(_BEARER) :].strip() if len(values) == 1 and values[0].lower().startswith(_BEARER) else b""
+    def _owner_by_key(self, given: bytes) -> str:
+        """Return the fingerprint of a valid key, else an empty string."""
         owner = ""
         for key, fingerprint in self._keys:  # compare with all keys in constant time, so that timing reveals nothing
             if hmac.compare_digest(key, given):
                 owner = fingerprint
-        if not owner:
-            raise HttpProblem(
-                status=401,
-                message="the request needs a key: send 'Authorization: Bearer KEY'"
-                if not given
-                else "the key is wrong",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
         return owner
+
+
+def owner_of(request: Request) -> str:
+    """Return the user to whose share a request counts, as ``Guard`` set it."""
+    return request.scope["state"]["owner"]
+
+
+def address_of(client: tuple[str, int] | None) -> str:
+    """Return the owner of what a client without a key does: its address. No fingerprint has a ``:``."""
+    return f"address:{client[0] if client is not None else ''}"
+
+
+def _key_in(values: list[bytes]) -> bytes:
+    """Return the key of a single Authorization header, else an empty string."""
+    return values[0][len(_BEARER) :].strip() if len(values) == 1 and values[0].lower().startswith(_BEARER) else b""
 
 
 def _foreign_host(hosts: list[str]) -> str:

@@ -24,7 +24,9 @@ from edgepipe.gateway.openai_handlers import OpenAIHandlers
 from edgepipe.gateway.openapi import make_document, make_page
 from edgepipe.gateway.problems import HttpProblem, from_error, problem_response
 from edgepipe.gateway.request_scope import RequestScope
+from edgepipe.gateway.request_share import RequestShare
 from edgepipe.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from edgepipe.gateway.shares import Shares
 from edgepipe.gateway.status_handlers import StatusHandlers
 from edgepipe.gateway.streams import StreamTimeouts
 from edgepipe.gateway.tokenizing import TokenHandlers
@@ -45,9 +47,15 @@ def make_app(
     bodies: BodyReader,
     status_handlers: StatusHandlers,
     rules: AccessRules,
+    requests: Shares,
+    memory: Shares,
     timeouts: StreamTimeouts | None = None,
 ) -> ASGIApp:
-    """Build the ASGI application."""
+    """Build the ASGI application.
+
+    requests  shares of the connections with a request in progress
+    memory    shares of the memory of bodies and requests
+    """
     handlers = OpenAIHandlers(service=service, bodies=bodies, timeouts=timeouts or StreamTimeouts())
     endpoints = _endpoints(handlers, status_handlers)
     document = make_document(endpoints)
@@ -63,7 +71,10 @@ def make_app(
     routes += [Route("/openapi.json", openapi, methods=["GET"]), Route("/docs", docs, methods=["GET"])]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, rules=rules)],
+        middleware=[
+            Middleware(Guard, rules=rules),
+            Middleware(RequestShare, requests=requests, memory=memory),
+        ],
         exception_handlers={
             HttpProblem: _show_problem,
             EdgepipeError: _show_error,
@@ -78,7 +89,7 @@ _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsa
 
 
 def _endpoints(handlers: OpenAIHandlers, status_handlers: StatusHandlers) -> Sequence[Endpoint]:
-    tokens = TokenHandlers(models=handlers.service.models, bodies=handlers.bodies)
+    tokens = TokenHandlers(models=handlers.service.models, bodies=handlers.bodies, threads=handlers.service.threads)
     return [*_openai(handlers, status_handlers), *_status(status_handlers), *_tokens(tokens), *_ollama(handlers)]
 
 

@@ -46,9 +46,9 @@ class ModelAssets:
         """See Assets."""
         return self._tokenizer.encode(text, add_special=special_tokens)
 
-    async def encode_long(self, text: str, *, special_tokens: bool, at_most: int) -> tuple[int, list[int]]:
+    async def encode_long(self, text: str, *, special_tokens: bool, at_most: int, owner: str) -> tuple[int, list[int]]:
         """See Assets."""
-        return await self._long_texts.encode(text, add_special=special_tokens, at_most=at_most)
+        return await self._long_texts.encode(text, add_special=special_tokens, at_most=at_most, owner=owner)
 
     def decode(self, ids: Sequence[int], *, finish: bool = True) -> str:
         """See Assets."""
@@ -76,9 +76,9 @@ class ModelAssets:
             "chat_template": template.sources.get("default"),
         }
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
+    async def render(self, messages: Sequence[Mapping[str, Any]], *, owner: str, **keywords: Any) -> str:
         """See Assets. The first call starts the child process that renders; it stays."""
-        return await self._renderer.render(messages, **keywords)
+        return await self._renderer.render(messages, owner=owner, **keywords)
 
     async def close(self) -> None:
         """End the child processes."""

@@ -12,42 +12,77 @@ from typing import Any, NoReturn, cast
 
 from starlette.requests import ClientDisconnect, Request
 
-from edgepipe.gateway.problems import HttpProblem, bad_request
+from edgepipe.errors import QueueFull
+from edgepipe.gateway.problems import HttpProblem, bad_request, from_error
+from edgepipe.gateway.shares import Holding
 
 MAX_BODY_BYTES = 8 << 20  # a prompt of 1 M tokens as text or as ids
 MAX_DEPTH = 32  # message parts nest 5 levels, tool schemas about 20
 _DRAIN_S, _DRAIN_BYTES = 2.0, 64 << 20  # bounds of reading on after a refused body, before the connection closes
+_COPIES = 2  # of a body's size: its bytes, and the text that is read from them
 _CLOSE = {"Connection": "close"}  # the gateway does not wait for the rest of the body
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def read_body(request: Request, *, within_s: float, of_any_type: bool = False) -> bytes:
-    """Read the whole body. Raises HttpProblem: 415 not JSON, 413 too large, 408 too slow, 400 incomplete.
+async def read_body(request: Request, *, memory: Holding, within_s: float, of_any_type: bool = False) -> bytes:
+    """Read the whole body. Raises HttpProblem: 415 not JSON, 413 too large, 408 too slow, 400 incomplete, 429.
 
-    ``of_any_type``: accept any Content-Type.
+    memory       counts the body before it arrives, or while it arrives if its length is not declared
+    of_any_type  accept any Content-Type
     """
     if not of_any_type:
         _check_content_type(request.headers.get("content-type", ""))
-    declared = request.headers.get("content-length", "0")
-    too_large = declared.isdigit() and int(declared) > MAX_BODY_BYTES
-    body = bytearray()
     try:
         async with asyncio.timeout(within_s):
             chunks = request.stream()
-            while not too_large and (chunk := await anext(chunks, None)) is not None:
-                body += chunk
-                too_large = len(body) > MAX_BODY_BYTES
-            if too_large:
-                body.clear()
+            try:
+                return await _gather(chunks, _declared_bytes(request), memory)
+            except HttpProblem:
+                memory.release()
                 await _drain(chunks)
-                raise _too_large()
+                raise
     except TimeoutError as exc:
         raise HttpProblem(
             status=408, message="the body did not arrive in time", code="request_timeout", headers=_CLOSE
         ) from exc
     except ClientDisconnect as exc:
         raise bad_request("the body is incomplete", code="body_incomplete") from exc
-    return bytes(body)
+
+
+def _declared_bytes(request: Request) -> int:
+    text = request.headers.get("content-length", "0")
+    return int(text) if text.isdigit() else 0
+
+
+async def _gather(chunks: AsyncIterator[bytes], declared_bytes: int, memory: Holding) -> bytes:
+    """Return the chunks as one. Raises HttpProblem for a body that is too large, or has no room in memory."""
+    body = bytearray()
+    counted_bytes, expected_bytes = 0, declared_bytes
+    try:
+        while True:
+            if expected_bytes > MAX_BODY_BYTES:
+                raise _too_large()
+            _count(memory, expected_bytes - counted_bytes)
+            counted_bytes = expected_bytes
+            chunk = await anext(chunks, None)
+            if chunk is None:
+                return bytes(body)
+            body += chunk
+            expected_bytes = max(expected_bytes, len(body))
+    except HttpProblem:
+        body.clear()  # the error refers to this frame while the rest of the body is read
+        raise
+
+
+def _count(memory: Holding, num_bytes: int) -> None:
+    """Count bytes of a body. Raises HttpProblem 429."""
+    try:
+        memory.take(_COPIES * num_bytes)
+    except QueueFull as exc:
+        problem = from_error(exc)
+        problem.message = f"the body: {problem.message}"
+        problem.headers = {**problem.headers, **_CLOSE}
+        raise problem from exc
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError
-from edgepipe.gateway.admission import Admission, Ticket
+from edgepipe.gateway.admission import Admission, Line, Ticket
 from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.completion import Completion, Counts, run_completion
 from edgepipe.gateway.context import check_length, prompt_too_long
@@ -25,6 +25,7 @@ from edgepipe.gateway.text import Delta
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, RequestId
 from edgepipe.model.template import KNOWN_KEYWORDS
+from edgepipe.model.turns import Turns
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.sampling.params import MAX_COUNT
@@ -34,7 +35,13 @@ from edgepipe.wire.requests import Submission
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _INLINE_CHARS = 4 << 10  # a thread tokenises longer texts
 _LONG_CHARS = 128 << 10  # another process tokenises texts longer than this
+_MAX_THREADS = 4  # that tokenise; others read tokenizers
+_MAX_TEXTS = 512  # of one user that wait for a thread: one per connection
 _OWN_KEYWORDS = frozenset({"tools", "documents"})  # keywords of templates; requests have a field for ``tools``
+
+
+def _new_threads() -> Turns:
+    return Turns(max_running=_MAX_THREADS, max_waiting=_MAX_TEXTS)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,6 +77,7 @@ class CompletionService:
     admission: Admission
     metrics: RequestMetrics
     compiler: GrammarCompiler
+    threads: Turns = field(default_factory=_new_threads)  # that tokenise or write metrics
 
     async def chat(self, body: ChatBody, *, owner: str) -> PreparedCompletion:
         """Prepare a conversation's next turn. Raises HttpProblem, EdgepipeError."""
@@ -77,14 +85,19 @@ class CompletionService:
         assets = await entry.assets()
         form = answer_form(body)
         choice = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        text = await render_chat(assets, body, choice.tools)
+        text = await render_chat(assets, body, choice.tools, owner=owner)
         chat = assets.traits.chat
         plan = await plan_output(
-            form=form, choice=choice, chat=chat, in_reasoning=chat.opens_reasoning(text), compiler=self.compiler
+            form=form,
+            choice=choice,
+            chat=chat,
+            in_reasoning=chat.opens_reasoning(text),
+            compiler=self.compiler,
+            owner=owner,
         )
         context_length = entry.served.context_length
-        prompt = await _encode_prompt(
-            assets, text, special_tokens=False, context_length=context_length, param="messages"
+        prompt = await self._encode_prompt(
+            assets, text, special_tokens=False, context_length=context_length, param="messages", owner=owner
         )
         sampling = self._sampling(body, assets, plan=plan, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
         wanted = body.max_completion_tokens or body.max_tokens
@@ -97,11 +110,13 @@ class CompletionService:
         """Prepare continuations of prompts. Raises HttpProblem, EdgepipeError."""
         entry = await self.loads.entry(body.model)
         assets = await entry.assets()
-        plan = await plan_output(form=answer_form(body), compiler=self.compiler)
+        plan = await plan_output(form=answer_form(body), compiler=self.compiler, owner=owner)
         context_length = entry.served.context_length
         special = body.add_special_tokens is not False
         prompts = [
-            await _encode_prompt(assets, prompt, special_tokens=special, context_length=context_length, param="prompt")
+            await self._encode_prompt(
+                assets, prompt, special_tokens=special, context_length=context_length, param="prompt", owner=owner
+            )
             if isinstance(prompt, str)
             else prompt
             for prompt in body.prompt
@@ -130,6 +145,7 @@ class CompletionService:
                 deltas = run_completion(prepared.completion, prepared.entry, prepared.assets, prepared.counts, meter)
                 async with aclosing(deltas):
                     async for delta in deltas:
+                        prepared.ticket.began()
                         prepared.ticket.grow(prepared.completion.token_bytes * len(delta.ids))
                         yield delta
         except EdgepipeError as exc:
@@ -142,14 +158,36 @@ class CompletionService:
     ) -> PreparedCompletion:
         """Do the last step of preparing, without awaiting: the caller takes the ticket right after."""
         entry.link.check_room(len(completion.requests))
+        line = Line(owner=owner, model=completion.model, priority=completion.requests[0].priority)
         return PreparedCompletion(
             completion=completion,
             entry=entry,
             assets=assets,
-            ticket=self.admission.enter(owner, num_prompts=len(completion.requests), num_bytes=completion.held_bytes),
+            ticket=self.admission.enter(
+                line,
+                num_prompts=len(completion.requests),
+                num_choices=completion.num_choices,
+                num_tokens=completion.num_prompt_tokens,
+                num_bytes=completion.held_bytes,
+            ),
             meter=self.metrics.begin(completion.model, num_prompt_tokens=completion.num_prompt_tokens),
             texts=texts,
         )
+
+    async def _encode_prompt(
+        self, assets: Assets, text: str, *, special_tokens: bool, context_length: int, param: str, owner: str
+    ) -> list[int]:
+        try:
+            return await encode(
+                assets,
+                text,
+                special_tokens=special_tokens,
+                at_most=context_length,
+                threads=self.threads,
+                owner=owner,
+            )
+        except TooManyTokens as exc:
+            raise from_error(prompt_too_long(exc.count, context_length), param=param) from exc
 
     def _sampling(
         self,
@@ -226,8 +264,8 @@ class CompletionService:
         return Completion(model=entry.served.name, requests=requests, stops=tuple(body.stop or ()), answer=plan.answer)
 
 
-async def render_chat(assets: Assets, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Render the prompt of a conversation. Raises TemplateFailed, HttpProblem for reserved template keywords."""
+async def render_chat(assets: Assets, body: ChatBody, tools: Sequence[Mapping[str, Any]], *, owner: str) -> str:
+    """Render the prompt of a conversation. Raises TemplateFailed, QueueFull, HttpProblem for reserved keywords."""
     switch = {} if body.enable_thinking is None else {"enable_thinking": body.enable_thinking}
     given = switch | (body.chat_template_kwargs or {})
     for name in given:
@@ -239,7 +277,7 @@ async def render_chat(assets: Assets, body: ChatBody, tools: Sequence[Mapping[st
     keywords = template_keywords(given, body.reasoning_effort, traits)
     if tools and traits.knows_tools and not traits.tools_in_system:
         keywords["tools"] = list(tools)
-    return await assets.render(template_turns(body.messages, tools=tools, traits=traits), **keywords)
+    return await assets.render(template_turns(body.messages, tools=tools, traits=traits), owner=owner, **keywords)
 
 
 class TooManyTokens(Exception):
@@ -250,28 +288,23 @@ class TooManyTokens(Exception):
         self.count = count
 
 
-async def encode(assets: Assets, text: str, *, special_tokens: bool, at_most: int) -> list[int]:
-    """Tokenise a text without blocking the event loop.
+async def encode(
+    assets: Assets, text: str, *, special_tokens: bool, at_most: int, threads: Turns, owner: str
+) -> list[int]:
+    """Tokenise a text without blocking the event loop, in the owner's turn.
 
-    Raises TooManyTokens for a long text with more than ``at_most`` tokens. The caller checks the length of short texts.
+    Raises TooManyTokens for a long text with more than ``at_most`` tokens, and QueueFull. The caller checks the length
+    of short texts.
     """
     if len(text) <= _INLINE_CHARS:
         return assets.encode(text, special_tokens=special_tokens)
     if len(text) <= _LONG_CHARS:
-        return await asyncio.to_thread(assets.encode, text, special_tokens=special_tokens)
-    count, ids = await assets.encode_long(text, special_tokens=special_tokens, at_most=at_most)
+        async with threads.turn(owner):
+            return await asyncio.to_thread(assets.encode, text, special_tokens=special_tokens)
+    count, ids = await assets.encode_long(text, special_tokens=special_tokens, at_most=at_most, owner=owner)
     if count > at_most:
         raise TooManyTokens(count)
     return ids
-
-
-async def _encode_prompt(
-    assets: Assets, text: str, *, special_tokens: bool, context_length: int, param: str
-) -> list[int]:
-    try:
-        return await encode(assets, text, special_tokens=special_tokens, at_most=context_length)
-    except TooManyTokens as exc:
-        raise from_error(prompt_too_long(exc.count, context_length), param=param) from exc
 
 
 def _echoed(assets: Assets, prompt: str | list[int]) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,6 +16,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from edgepipe.gateway.access import address_of
 from edgepipe.gateway.problems import HttpProblem
 
 MAX_HEADER_BYTES = 16 << 10
@@ -36,7 +38,11 @@ class ConnectionLimits:
 
 
 class Connections:
-    """Open connections. At the limit, a new connection replaces the longest idle one, or is refused if none is idle."""
+    """Open connections.
+
+    At the limit, a new connection replaces an idle one: the longest idle one of the user with the most connections. It
+    is refused if none is idle; ``RequestShare`` keeps the users' requests below that.
+    """
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -48,13 +54,18 @@ class Connections:
     def admit(self, connection: LimitedProtocol) -> bool:
         """Count a connection. Return False at the limit."""
         if len(self._open) >= self.limits.max_connections:
-            idle = next((other for other in self._open if other.idle), None)
+            idle = self._most_dispensable()
             if idle is None:
                 return False
             idle.abort()
             self.remove(idle)
         self._open[connection] = None
         return True
+
+    def _most_dispensable(self) -> LimitedProtocol | None:
+        counts = Counter(other.owner for other in self._open)
+        idle = (other for other in self._open if other.idle)
+        return max(idle, key=lambda other: counts[other.owner], default=None)  # of equals the longest idle
 
     def touch(self, connection: LimitedProtocol) -> None:
         """Mark a connection as used now."""
@@ -92,6 +103,7 @@ class LimitedProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
         self._header_deadline: asyncio.TimerHandle | None = None
+        self.owner = ""  # user of the last request, the client's address before the first header
         self._half_closed = False  # the client sends no more: it waits for its answer, or has left
 
     @property
@@ -103,6 +115,7 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count or refuse the connection."""
         super().connection_made(transport)
+        self.owner = address_of(self.client)
         if not self.registry.admit(self):
             self._refuse(
                 HttpProblem(

@@ -23,11 +23,14 @@ class GrammarTrial:
     def __init__(self) -> None:
         self.child = WarmChild(CHILD_MODULE, start_s=CHILD_START_S)
 
-    async def check(self, grammar: GrammarSpec) -> None:
-        """Compile a grammar. Raises RequestInvalid for an invalid grammar, GrammarTooHard, HttpProblem 503."""
+    async def check(self, grammar: GrammarSpec, owner: str = "") -> None:
+        """Compile a grammar in its owner's turn.
+
+        Raises RequestInvalid for an invalid grammar, GrammarTooHard, QueueFull, HttpProblem 503.
+        """
         question = pack_question(grammar, cpu_s=TRIAL_CPU_S)
         try:
-            verdict = await self.child.ask(*question, within_s=_TRIAL_S, most_bytes=VERDICT_BYTES)
+            verdict = await self.child.ask(*question, owner=owner, within_s=_TRIAL_S, most_bytes=VERDICT_BYTES)
         except (TimeoutError, ChildEnded) as exc:
             raise busy("the schema could not be compiled: this machine has too little CPU time or memory now") from exc
         read_verdict(verdict, cpu_s=TRIAL_CPU_S)

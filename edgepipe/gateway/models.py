@@ -39,8 +39,8 @@ class Assets(Protocol):
         """Tokenise a text. ``special_tokens``: add the special tokens that the model expects around a raw prompt."""
         ...
 
-    async def encode_long(self, text: str, *, special_tokens: bool, at_most: int) -> tuple[int, list[int]]:
-        """Tokenise a long text without blocking the event loop.
+    async def encode_long(self, text: str, *, special_tokens: bool, at_most: int, owner: str) -> tuple[int, list[int]]:
+        """Tokenise a long text in its owner's turn, without blocking the event loop.
 
         Return the number of ids, and the ids if they are at most ``at_most``. Raises CapacityError, ModelInvalid.
         """
@@ -70,8 +70,11 @@ class Assets(Protocol):
         """Return facts about the tokenizer for clients."""
         ...
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
-        """Render the conversation as a prompt for the assistant's next turn. Raises TemplateFailed."""
+    async def render(self, messages: Sequence[Mapping[str, Any]], *, owner: str, **keywords: Any) -> str:
+        """Render the conversation as a prompt for the assistant's next turn, in its owner's turn.
+
+        Raises TemplateFailed, QueueFull.
+        """
         ...
 
     async def close(self) -> None:

@@ -17,11 +17,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from edgepipe import __version__
 from edgepipe.clock import Clock
 from edgepipe.errors import ModelUnknown
+from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.completion_service import CompletionService, PreparedCompletion
 from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.logprobs import chat_logprobs
 from edgepipe.gateway.models import Assets, ModelTable
-from edgepipe.gateway.openai_handlers import OpenAIHandlers, owner_of
+from edgepipe.gateway.openai_handlers import OpenAIHandlers
 from edgepipe.gateway.other_fields import OLLAMA, SAMPLING, RefusedFields
 from edgepipe.gateway.problems import HttpProblem, bad_request
 from edgepipe.gateway.responses import GatheredChoice, compact, encoded

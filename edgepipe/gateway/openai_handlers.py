@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
+from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.bodies import BodyReader
 from edgepipe.gateway.completion_service import CompletionService, PreparedCompletion
 from edgepipe.gateway.problems import from_error
@@ -65,11 +66,6 @@ class OpenAIHandlers:
         return Head.of(
             body, prepared, response_id=self.service.ids.new(prefix), created_s=int(self.service.clock.wall_s())
         )
-
-
-def owner_of(request: Request) -> str:
-    """Return the owner of a request's place in the queue: the fingerprint of its key, empty without a key."""
-    return request.scope["state"]["owner"]
 
 
 def _prioritised(body: BodyT, request: Request) -> BodyT:

@@ -29,6 +29,7 @@ from edgepipe.gateway.grammar_trial import GrammarTrial
 from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.metrics import Metrics
 from edgepipe.gateway.models import AssetLoader, ModelEntry, ModelTable, News
+from edgepipe.gateway.shares import request_shares
 from edgepipe.gateway.status_handlers import StatusHandlers
 from edgepipe.gateway.streams import StreamTimeouts
 from edgepipe.gateway.structured import GrammarCompiler
@@ -96,13 +97,15 @@ class Gateway:
             metrics=metrics.requests,
             compiler=GrammarCompiler(self._grammar_trial.check),
         )
-        status_handlers = StatusHandlers(models=self._models, clock=clock, metrics=metrics)
+        status_handlers = StatusHandlers(models=self._models, clock=clock, metrics=metrics, threads=service.threads)
         self._bodies = BodyReader(models=self._models, body_s=self._connections.limits.body_s)
         self.app: ASGIApp = make_app(
             service=service,
             bodies=self._bodies,
             status_handlers=status_handlers,
             rules=rules or AccessRules(),
+            requests=request_shares(self._connections.limits.max_connections),
+            memory=self._admission.memory,
             timeouts=timeouts,
         )
 
@@ -169,6 +172,7 @@ class Gateway:
             "connections": len(self._connections),
             "prompts_running": self._admission.num_running,
             "requests_waiting": self._admission.num_waiting,
+            "request_bytes": self._admission.memory.held,
         }
 
     def _reconcile(self, tasks: asyncio.TaskGroup) -> None:

@@ -10,10 +10,12 @@ from starlette.responses import JSONResponse, Response
 
 from edgepipe import PROTOCOL_VERSION, __version__
 from edgepipe.clock import Clock
+from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.metrics import CONTENT_TYPE, Metrics
 from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.responses import model_card
+from edgepipe.model.turns import Turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,7 @@ class StatusHandlers:
     models: ModelTable
     clock: Clock
     metrics: Metrics
+    threads: Turns  # that write metrics
 
     async def list_models(self, request: Request) -> Response:
         """``GET /v1/models``."""
@@ -55,5 +58,6 @@ class StatusHandlers:
 
     async def scrape(self, request: Request) -> Response:
         """``GET /metrics``, for Prometheus."""
-        text = await asyncio.to_thread(self.metrics.exposition)
+        async with self.threads.turn(owner_of(request)):
+            text = await asyncio.to_thread(self.metrics.exposition)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})

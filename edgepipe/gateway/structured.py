@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from edgepipe.errors import RequestInvalid
+from edgepipe.errors import QueueFull, RequestInvalid
 from edgepipe.gateway.answer_form import AnswerForm
 from edgepipe.gateway.answer_reader import AnswerFormat
 from edgepipe.gateway.checked_schema import checked_schema, invalid_schema
 from edgepipe.gateway.closed_schema import closed_parameters
 from edgepipe.gateway.formats.chat_format import CallForm, ChatFormat, Functions, Reasoning
-from edgepipe.gateway.problems import HttpProblem, bad_request
+from edgepipe.gateway.problems import HttpProblem, bad_request, from_error
 from edgepipe.gateway.schema import MAX_TOOLS
 from edgepipe.gateway.schema_keywords import expressible
 from edgepipe.sampling import GrammarSpec
@@ -54,15 +54,15 @@ class OutputPlan:
 class GrammarCompiler:
     """Checks grammars, and remembers the valid ones."""
 
-    def __init__(self, check: Callable[[GrammarSpec], Awaitable[None]]) -> None:
+    def __init__(self, check: Callable[[GrammarSpec, str], Awaitable[None]]) -> None:
         """``check`` is ``GrammarTrial.check`` or a fake of it."""
         self._check = check
         self._good: OrderedDict[str, None] = OrderedDict()
 
-    async def check(self, grammar: GrammarSpec) -> None:
+    async def check(self, grammar: GrammarSpec, owner: str) -> None:
         """See GrammarTrial."""
         if grammar.text not in self._good:
-            await self._check(grammar)
+            await self._check(grammar, owner)
             self._good[grammar.text] = None
             while len(self._good) > MAX_CACHED_GRAMMARS:
                 self._good.popitem(last=False)
@@ -96,31 +96,37 @@ async def plan_output(
     chat: ChatFormat | None = None,
     in_reasoning: bool = False,
     compiler: GrammarCompiler,
+    owner: str = "",
 ) -> OutputPlan:
     """Plan the output of a request. Raises HttpProblem (400) with the invalid field.
 
     chat          format of a conversation's answer; None for a text that continues a prompt
     in_reasoning  the prompt has opened the reasoning
+    owner         user whose grammar it is: those of several users are compiled in turns
     """
     if choice.form.forced:
         form = None  # the answer is a call
     grammar = _grammar(form, choice, chat, in_reasoning=in_reasoning)
     if grammar is not None:
-        await _check(grammar, form, choice, compiler)
+        await _check(grammar, form, choice, compiler, owner)
     answer: AnswerFormat | None = None
     if chat is not None and (choice.functions or chat.reasons):
         answer = AnswerFormat(chat=chat, functions=choice.functions, in_reasoning=in_reasoning)
     return OutputPlan(grammar=grammar, answer=answer)
 
 
-async def _check(grammar: GrammarSpec, form: AnswerForm | None, choice: ToolChoice, compiler: GrammarCompiler) -> None:
+async def _check(
+    grammar: GrammarSpec, form: AnswerForm | None, choice: ToolChoice, compiler: GrammarCompiler, owner: str
+) -> None:
     param = "tools" if form is None else form.param
     try:
-        await compiler.check(grammar)
+        await compiler.check(grammar, owner)
     except GrammarTooHard as exc:
         raise _too_hard(exc, param) from exc
+    except QueueFull as exc:
+        raise from_error(exc, param=param) from exc
     except RequestInvalid as exc:
-        await _find_bad_tool(choice.all_functions, compiler)
+        await _find_bad_tool(choice.all_functions, compiler, owner)
         raise invalid_schema(exc, param=param) from exc
 
 
@@ -130,12 +136,12 @@ def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Mapping[st
     return tuple(tools or ())
 
 
-async def _find_bad_tool(functions: Mapping[str, Mapping[str, Any]], compiler: GrammarCompiler) -> None:
+async def _find_bad_tool(functions: Mapping[str, Mapping[str, Any]], compiler: GrammarCompiler, owner: str) -> None:
     """Raise HttpProblem for the first tool whose schema alone cannot be compiled."""
     for index, schema in enumerate(functions.values()):
         param = f"tools.{index}.function.parameters"
         try:
-            await compiler.check(json_grammar(schema))
+            await compiler.check(json_grammar(schema), owner)
         except GrammarTooHard as exc:
             raise _too_hard(exc, param) from exc
         except RequestInvalid as exc:

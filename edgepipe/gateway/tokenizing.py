@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.bodies import BodyReader
 from edgepipe.gateway.completion_service import TooManyTokens, encode, render_chat
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable
 from edgepipe.gateway.problems import bad_request
 from edgepipe.gateway.schema import ChatBody, DetokenizeBody, TokenizeBody
 from edgepipe.gateway.structured import checked_tools
+from edgepipe.model.turns import Turns
 
 MAX_TOKENS = 1 << 18  # tokens of one text: writing more as JSON would block the event loop
 MAX_TOKEN_STRINGS = 1 << 16
@@ -24,20 +26,22 @@ class TokenHandlers:
 
     models: ModelTable
     bodies: BodyReader
+    threads: Turns  # that tokenise
 
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``."""
+        owner = owner_of(request)
         body = await self.bodies.read(request, TokenizeBody)
         entry = self.models.get(body.model)
         assets = await entry.assets()
         if body.prompt is not None:
             special = body.add_special_tokens is not False
-            ids = await _encode(assets, body.prompt, special_tokens=special, param="prompt")
+            ids = await self._encode(assets, body.prompt, special_tokens=special, param="prompt", owner=owner)
         else:
             chat = ChatBody(messages=body.messages or [], chat_template_kwargs=body.chat_template_kwargs)
-            text = await render_chat(assets, chat, checked_tools(body.tools))
+            text = await render_chat(assets, chat, checked_tools(body.tools), owner=owner)
             special = bool(body.add_special_tokens)
-            ids = await _encode(assets, text, special_tokens=special, param="messages")
+            ids = await self._encode(assets, text, special_tokens=special, param="messages", owner=owner)
         texts = [assets.token_text(token) for token in ids[:MAX_TOKEN_STRINGS]] if body.return_token_strs else None
         return JSONResponse(
             {"count": len(ids), "max_model_len": entry.served.context_length, "tokens": ids, "token_strs": texts}
@@ -58,13 +62,19 @@ class TokenHandlers:
             {"model": entry.served.name, "model_max_length": entry.served.context_length, **assets.info()}
         )
 
-
-async def _encode(assets: Assets, text: str, *, special_tokens: bool, param: str) -> list[int]:
-    try:
-        return await encode(assets, text, special_tokens=special_tokens, at_most=MAX_TOKENS)
-    except TooManyTokens as exc:
-        message = f"the text has {exc.count} tokens, at most {MAX_TOKENS} can be used"
-        raise bad_request(message, param=param, code="context_length_exceeded") from exc
+    async def _encode(self, assets: Assets, text: str, *, special_tokens: bool, param: str, owner: str) -> list[int]:
+        try:
+            return await encode(
+                assets,
+                text,
+                special_tokens=special_tokens,
+                at_most=MAX_TOKENS,
+                threads=self.threads,
+                owner=owner,
+            )
+        except TooManyTokens as exc:
+            message = f"the text has {exc.count} tokens, at most {MAX_TOKENS} can be used"
+            raise bad_request(message, param=param, code="context_length_exceeded") from exc
 
 
 def _check(tokens: list[int], assets: Assets) -> None:

@@ -21,15 +21,18 @@ class LongTextEncoder:
         self._folder = folder
         self._child = WarmChild("edgepipe.model.encoding_child", start_s=_START_S)
 
-    async def encode(self, text: str, *, add_special: bool, at_most: int) -> tuple[int, list[int]]:
+    async def encode(self, text: str, *, add_special: bool, at_most: int, owner: str = "") -> tuple[int, list[int]]:
         """Return the text's number of tokens, and their ids if there are at most ``at_most``.
 
-        Raises CapacityError if the machine lacks time or memory, and ModelInvalid.
+        Texts of several owners are encoded in turns. Raises QueueFull if too many of the owner's texts wait,
+        CapacityError if the machine lacks time or memory, and ModelInvalid.
         """
         asked = json.dumps({"folder": str(self._folder), "add_special": add_special, "at_most": at_most}).encode()
         most_bytes = _ANSWER_BYTES + HEAD.size * at_most
         try:
-            answer = await self._child.ask(asked, b"\n", text.encode(), within_s=_ENCODE_S, most_bytes=most_bytes)
+            answer = await self._child.ask(
+                asked, b"\n", text.encode(), owner=owner, within_s=_ENCODE_S, most_bytes=most_bytes
+            )
         except (TimeoutError, ChildEnded) as exc:
             raise CapacityError(
                 "the text could not be encoded to tokens",

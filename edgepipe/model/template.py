@@ -15,6 +15,7 @@ from edgepipe.model.warm_child import ChildEnded, WarmChild
 
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use has about 20 KB
 _MAX_ANSWER_BYTES = 25 << 20  # the child's 4 M characters, which JSON writes in at most six bytes each
+_MAX_WAITING = 512  # conversations of one user: each is short, and each connection has one
 KNOWN_KEYWORDS = frozenset(
     {
         "tools",
@@ -133,7 +134,9 @@ class TemplateRenderer:
     def __init__(self, template: ChatTemplate, timeouts: TemplateTimeouts | None = None) -> None:
         self._template = template
         self._timeouts = timeouts or TemplateTimeouts()
-        self._child = WarmChild("edgepipe.model.template_child", start_s=self._timeouts.start_s)
+        self._child = WarmChild(
+            "edgepipe.model.template_child", start_s=self._timeouts.start_s, max_waiting=_MAX_WAITING
+        )
 
     @property
     def template(self) -> ChatTemplate:
@@ -148,9 +151,17 @@ class TemplateRenderer:
             raise _failed(*_death(exc)) from exc
 
     async def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **keywords: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        owner: str = "",
+        add_generation_prompt: bool = True,
+        **keywords: Any,
     ) -> str:
-        """Render the prompt of a conversation. Raises TemplateFailed: no template, refused, failed, or over a limit."""
+        """Render the prompt of a conversation, in the owner's turn.
+
+        Raises TemplateFailed: no template, refused, failed, or over a limit. Raises QueueFull.
+        """
         unknown = sorted(set(keywords) - KNOWN_KEYWORDS)
         if unknown:
             raise TemplateFailed(
@@ -159,7 +170,7 @@ class TemplateRenderer:
         source = self._template.choose(tools=bool(keywords.get("tools")))
         variables = {**self._template.special_tokens, "tools": None, "documents": None, **keywords}
         variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        answer = await self._exchange({"template": source, "variables": variables})
+        answer = await self._exchange({"template": source, "variables": variables}, owner)
         if "text" in answer:
             return answer["text"]
         raise _failed(str(answer.get("detail", "")), str(answer.get("error", "")))
@@ -174,11 +185,13 @@ class TemplateRenderer:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _exchange(self, request: dict[str, Any], owner: str) -> dict[str, Any]:
         """Send one request to the child and return its answer."""
         frame = _frame(request)
         try:
-            data = await self._child.ask(frame, within_s=self._timeouts.render_s, most_bytes=_MAX_ANSWER_BYTES)
+            data = await self._child.ask(
+                frame, owner=owner, within_s=self._timeouts.render_s, most_bytes=_MAX_ANSWER_BYTES
+            )
             answer = cast("dict[str, Any]", json.loads(data))
         except TimeoutError as exc:
             raise _failed(f"it did not answer within {self._timeouts.render_s:g} s", "time") from exc

@@ -9,6 +9,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from typing import Any, cast
 
 from edgepipe.model.frames import HEAD
+from edgepipe.model.turns import MAX_WAITING, Turns
 
 _READ_BYTES = 1 << 20  # buffered part of an answer, before the child waits for its reader
 _READY_BYTES = 64  # limit of the frame that reports ready
@@ -33,28 +34,33 @@ class _TooLong(Exception):
 class WarmChild:
     """Runs ``python -m module``, which sends one frame when it is ready, then one answer for every frame.
 
-    The first request starts it, and the next request after its end restarts it. It handles one request at a time.
+    The first request starts it, and the next request after its end restarts it. It handles one request at a time, of
+    one owner after the other.
     """
 
-    def __init__(self, module: str, *, start_s: float) -> None:
+    def __init__(self, module: str, *, start_s: float, max_waiting: int = MAX_WAITING) -> None:
+        """``max_waiting``: requests of one owner."""
         self._module = module
         self._start_s = start_s
-        self._turn = asyncio.Lock()
+        self._turns = Turns(max_waiting=max_waiting)
+        self._using = asyncio.Lock()  # the child process: for one request, or to start or end it
         self._child: Process | None = None
 
     async def start(self) -> None:
         """Start the child now, so that the first request does not wait for it. Raises ChildEnded."""
-        async with self._turn:
+        async with self._using:
             await self._ready()
 
-    async def ask(self, *parts: bytes, within_s: float, most_bytes: int) -> bytes:
-        """Send a frame made of the parts and return the answer. Raises TimeoutError and ChildEnded.
+    async def ask(self, *parts: bytes, within_s: float, most_bytes: int, owner: str = "") -> bytes:
+        """Send a frame made of the parts and return the answer. Raises TimeoutError, ChildEnded and QueueFull.
 
+        within_s    time of the child, without the wait for the owner's turn
         most_bytes  limit of the answer, because hostile data may control the child
+        owner       user whose request it is: requests of several owners are handled in turns
 
         Any interruption ends the child, so that a late answer cannot match the next request.
         """
-        async with self._turn:
+        async with self._turns.turn(owner), self._using:
             child = await self._ready()
             try:
                 async with asyncio.timeout(within_s):
@@ -69,7 +75,7 @@ class WarmChild:
 
     async def end(self) -> None:
         """Kill the child. A later request starts a new one."""
-        async with self._turn:
+        async with self._using:
             await self._end()
 
     async def _ready(self) -> Process:

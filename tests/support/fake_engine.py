@@ -53,7 +53,9 @@ class ByteAssets:
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         return list(text.encode())
 
-    async def encode_long(self, text: str, *, special_tokens: bool, at_most: int) -> tuple[int, list[int]]:
+    async def encode_long(
+        self, text: str, *, special_tokens: bool, at_most: int, owner: str = ""
+    ) -> tuple[int, list[int]]:
         ids = self.encode(text, special_tokens=special_tokens)
         return len(ids), ids if len(ids) <= at_most else []
 
@@ -80,7 +82,7 @@ class ByteAssets:
     def info(self) -> dict[str, Any]:
         return {"eos_token": "<end>", "chat_template": "lines"}
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
+    async def render(self, messages: Sequence[Mapping[str, Any]], *, owner: str = "", **keywords: Any) -> str:
         told = "".join(f"[{name}={value}]" for name, value in sorted(keywords.items()))
         return told + "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant:"
 

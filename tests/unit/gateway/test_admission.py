@@ -8,9 +8,11 @@ import pytest
 
 from edgepipe.errors import QueueFull
 from edgepipe.gateway.access import AccessRules
-from edgepipe.gateway.admission import Admission, AdmissionLimits
+from edgepipe.gateway.admission import Admission, AdmissionLimits, Line
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateway import events_of, serving
+
+ONE, TWO = Line(owner="one"), Line(owner="two")
 
 
 def _admission() -> Admission:
@@ -19,10 +21,10 @@ def _admission() -> Admission:
 
 def test_requests_run_in_the_order_in_which_they_came() -> None:
     admission = _admission()
-    tickets = [admission.enter("") for _ in range(4)]
+    tickets = [admission.enter(ONE) for _ in range(4)]
     assert [ticket.admitted.is_set() for ticket in tickets] == [True, True, False, False]
     with pytest.raises(QueueFull):
-        admission.enter("")
+        admission.enter(ONE)
     admission.leave(tickets[1])
     assert [ticket.admitted.is_set() for ticket in tickets] == [True, True, True, False]
     admission.leave(tickets[3])  # gave up waiting
@@ -34,15 +36,15 @@ def test_requests_run_in_the_order_in_which_they_came() -> None:
 def test_a_key_takes_no_place_of_another() -> None:
     admission = _admission()
     for _ in range(4):
-        admission.enter("one")
-    assert admission.enter("two").admitted.is_set()
+        admission.enter(ONE)
+    assert admission.enter(TWO).admitted.is_set()
 
 
 def test_a_batch_waits_for_room_for_all_of_it_and_nobody_overtakes_it() -> None:
     admission = _admission()
-    first = admission.enter("")
-    batch = admission.enter("", num_prompts=64)  # counts as all there is
-    later = admission.enter("")
+    first = admission.enter(ONE)
+    batch = admission.enter(ONE, num_choices=64)  # counts as all there is
+    later = admission.enter(ONE)
     assert not batch.admitted.is_set()
     assert not later.admitted.is_set()
     admission.leave(first)
@@ -107,18 +109,45 @@ async def test_keys_have_queues_of_their_own() -> None:
             assert (await running).status_code == 200
 
 
-def test_memory_is_shared_by_all_keys_and_given_back() -> None:
+def test_one_user_s_memory_leaves_room_for_another_s_and_is_given_back() -> None:
     admission = Admission(AdmissionLimits(max_bytes=100))
-    first = admission.enter("one", num_bytes=60)
+    first = admission.enter(ONE, num_bytes=60)
     with pytest.raises(QueueFull, match="too much memory"):
-        admission.enter("two", num_bytes=50)
-    second = admission.enter("two", num_bytes=20)
+        admission.enter(ONE, num_bytes=20)
+    second = admission.enter(TWO, num_bytes=20)
     first.grow(30)  # its answer
     with pytest.raises(QueueFull):
-        admission.enter("two", num_bytes=1)
+        admission.enter(TWO, num_bytes=1)
     admission.leave(first)
     admission.leave(second)
-    assert admission.enter("two", num_bytes=100).admitted.is_set()
+    assert admission.enter(TWO, num_bytes=75).admitted.is_set()
+
+
+def test_requests_without_a_first_token_are_few_per_line_and_others_go_beside_them() -> None:
+    admission = Admission(AdmissionLimits(max_beginning=2, max_beginning_tokens=1000))
+    first, second, third = (admission.enter(ONE, num_tokens=5000) for _ in range(3))
+    assert [each.admitted.is_set() for each in (first, second, third)] == [True, True, False]
+    for line in (TWO, Line(owner="one", model="other"), Line(owner="one", priority=1)):
+        assert admission.enter(line, num_tokens=5000).admitted.is_set()
+    first.began()
+    first.began()
+    assert third.admitted.is_set()
+    short = admission.enter(ONE, num_tokens=100)
+    admission.leave(second)
+    assert short.admitted.is_set()
+    admission.leave(third)
+    assert not admission.num_waiting
+
+
+def test_short_prompts_without_a_first_token_are_as_many_as_two_steps_take() -> None:
+    admission = Admission(AdmissionLimits(max_beginning=2, max_beginning_tokens=1000))
+    tickets = [admission.enter(ONE, num_tokens=36) for _ in range(20)]
+    assert sum(each.admitted.is_set() for each in tickets) == 10
+    tickets[0].began()
+    assert sum(each.admitted.is_set() for each in tickets) == 11
+    for each in tickets:
+        admission.leave(each)
+    assert (admission.num_running, admission.num_waiting) == (0, 0)
 
 
 async def test_prompts_that_are_too_large_together_get_429_and_come_again_later() -> None:

@@ -7,13 +7,14 @@ import socket
 
 import pytest
 
-from edgepipe.gateway.connections import ConnectionLimits
+from edgepipe.gateway.connections import ConnectionLimits, LimitedProtocol
 from edgepipe.gateway.streams import StreamTimeouts
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateway import Served, events_of, serving
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 QUICK = ConnectionLimits(max_connections=8, header_s=0.3, idle_s=30)
 
 
@@ -45,19 +46,31 @@ async def test_more_idle_connections_than_there_is_room_for_keep_nobody_out() ->
             writer.close()
 
 
-async def test_with_every_connection_at_work_the_next_is_told_so() -> None:
+async def test_with_a_user_s_share_of_connections_at_work_the_next_is_told_so() -> None:
     engine = FakeEngine(hold_after=1)
-    async with serving(engine, connections=ConnectionLimits(max_connections=3)) as served:
+    async with serving(engine, connections=ConnectionLimits(max_connections=4)) as served:
         running = [asyncio.create_task(served.chat()) for _ in range(3)]
         async with asyncio.timeout(10):
             while len(engine.submits) < 3:
                 await asyncio.wait(running, timeout=0.01)
         answer = await served.raw(GET + b"\r\n")
-        assert answer.startswith(b"HTTP/1.1 503 ")
-        assert b"too_many_connections" in answer
-        assert b"Retry-After" in answer or b"retry-after" in answer
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert b"this user's share is 3 connections now, of 4 connections for all" in answer
+        assert b"retry-after: 1" in answer
         engine.release.set()
         assert [(await task).status_code for task in running] == [200, 200, 200]
+
+
+async def test_a_connection_beyond_all_that_work_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LimitedProtocol, "idle", False)  # supervisors alone could fill them: their requests are short
+    async with serving(FakeEngine(), connections=ConnectionLimits(max_connections=3)) as served:
+        held = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(3)]
+        answer = await served.raw(HEALTH)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"too_many_connections" in answer
+        assert b"Retry-After: 1" in answer
+        for _, writer in held:
+            writer.close()
 
 
 @pytest.mark.parametrize(

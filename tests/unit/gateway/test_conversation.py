@@ -370,7 +370,7 @@ class FamilyAssets(ByteAssets):
         self._template = template
         self.traits: TemplateTraits = template_traits(template)  # type: ignore[misc]
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
+    async def render(self, messages: Sequence[Mapping[str, Any]], *, owner: str = "", **keywords: Any) -> str:
         return make_environment().from_string(self._template).render(messages=messages, **keywords)
 
 

@@ -252,7 +252,7 @@ class TellingAssets(ByteAssets):
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         return [*super().encode(text, special_tokens=False), *([END] if special_tokens else [])]
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
+    async def render(self, messages: Sequence[Mapping[str, Any]], *, owner: str = "", **keywords: Any) -> str:
         return f"{messages} {keywords}"
 
 

@@ -150,7 +150,7 @@ class SeenMessages(ByteAssets):
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
+    async def render(self, messages: Sequence[Mapping[str, Any]], *, owner: str = "", **keywords: Any) -> str:
         self.messages = [dict(message) for message in messages]
         return "x"
 

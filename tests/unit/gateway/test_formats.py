@@ -538,7 +538,7 @@ NO_FORM: Mapping[str, Any] = {}
 async def grammar_of(
     chat: ChatFormat, *, in_reasoning: bool = False, form: Mapping[str, Any] = NO_FORM, **fields: Any
 ) -> GrammarSpec | None:
-    async def check(grammar: GrammarSpec) -> None:
+    async def check(grammar: GrammarSpec, owner: str) -> None:
         check_grammar(grammar)
 
     choice = choose_tools(TOOLS, **fields)
@@ -624,7 +624,7 @@ async def test_reasoning_comes_before_what_is_bound(vocabulary: GrammarTokenizer
 
 @pytest.mark.parametrize("name", ["harmony", "hermes", "gemma4"])
 async def test_a_bound_answer_may_follow_reasoning(vocabulary: GrammarTokenizer, name: str) -> None:
-    async def check(grammar: GrammarSpec) -> None:
+    async def check(grammar: GrammarSpec, owner: str) -> None:
         check_grammar(grammar)
 
     chat = thinking(BY_NAME[name], "")

@@ -16,6 +16,7 @@ from edgepipe.gateway.body_child import BAD, GOOD, answer, kind_name, pack, unpa
 from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import ChatBody, Checked, CompletionBody, DetokenizeBody, TokenizeBody, validate
+from edgepipe.gateway.shares import memory_shares
 from edgepipe.model.encoding import LongTextEncoder
 from edgepipe.model.store import StoredModel
 from edgepipe.model.warm_child import ChildEnded, WarmChild
@@ -124,7 +125,8 @@ async def test_a_reader_that_ends_is_told_and_replaced() -> None:
         return {"type": "http.request", "body": body, "more_body": False}
 
     def request() -> Request:
-        return Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
+        state = {"owner": "", "memory": memory_shares(16 << 20).holding("")}
+        return Request({"type": "http", "headers": [(b"content-type", b"application/json")], "state": state}, receive)
 
     try:
         with pytest.raises(HttpProblem) as caught:

@@ -286,7 +286,7 @@ AWKWARD = {"from": "Rome", "city name": "Oslo", "x[]": ["a"], "a=b": True, 'say 
 
 
 async def grammar_of(chat: ChatFormat) -> GrammarSpec | None:
-    async def check(grammar: GrammarSpec) -> None:
+    async def check(grammar: GrammarSpec, owner: str) -> None:
         check_grammar(grammar)
 
     schema = {"type": "object", "properties": {name: {} for name in AWKWARD}, "additionalProperties": False}

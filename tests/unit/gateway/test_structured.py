@@ -84,7 +84,7 @@ async def plan(**fields: Any) -> OutputPlan:
     return await plan_output(chat=kind, compiler=GrammarCompiler(_checked_here), form=form, choice=choice)
 
 
-async def _checked_here(grammar: GrammarSpec) -> None:
+async def _checked_here(grammar: GrammarSpec, owner: str) -> None:
     check_grammar(grammar)
 
 
@@ -441,7 +441,7 @@ async def test_keywords_that_say_nothing_may_stand_everywhere(
 async def test_a_tool_that_is_too_hard_to_compile_is_named() -> None:
     """Another tool's mistake was found first, and then each tool by itself is tried."""
 
-    async def check(grammar: GrammarSpec) -> None:
+    async def check(grammar: GrammarSpec, owner: str) -> None:
         if "start: %json" in grammar.text and "city" in grammar.text:
             raise GrammarTooHard(JobCost(cpu_s=1.0, peak_bytes=1 << 20))
         check_grammar(grammar)
