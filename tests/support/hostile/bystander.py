@@ -29,6 +29,7 @@ class Waits:
 
     gaps_s: list[float] = field(default_factory=list[float])  # between two tokens of an answer
     longest_s: float = 0.0  # without a new token: the first of an answer, refusals and errors included
+    cut_off: bool = False  # whether the longest wait had not ended yet
     num_answers: int = 0
     refused: Counter[str] = field(default_factory=Counter[str])  # by status, or "broken"
     wrong: list[str] = field(default_factory=list[str])  # answers with other tokens than the right ones
@@ -71,7 +72,9 @@ class Bystander:
         waits = self.waits = Waits()
         yield waits
         now_s = time.monotonic()
-        waits.longest_s = max(waits.longest_s, *(now_s - since_s for since_s in self._since_s.values()))
+        still_s = max(now_s - since_s for since_s in self._since_s.values())
+        waits.cut_off = still_s > waits.longest_s
+        waits.longest_s = max(waits.longest_s, still_s)
         self.waits = Waits()
 
     async def answered(self, count: int = 1) -> None:
