@@ -32,6 +32,7 @@ from figures import Row, at_least, at_most, below, print_rows
 from one_users_worst import worst
 from time_to_heal import healed
 
+from edgepipe.errors import EdgepipeError
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.support.chaos.run import ChaosRun
@@ -365,7 +366,7 @@ async def main() -> None:
             continue
         try:
             await parts[name](options.full)
-        except (AssertionError, TimeoutError, psutil.Error, httpx.HTTPError, OSError) as error:
+        except (EdgepipeError, AssertionError, TimeoutError, psutil.Error, httpx.HTTPError, OSError) as error:
             progress(f"{name} failed: {str(error)[:2000]}")
             rows.append(Row(f"{name}: failed, see above", 1, "", target="0", met=False))
     if heal_rows:
@@ -380,16 +381,13 @@ def _parts(rows: list[Row], heal_rows: list[Row]) -> dict[str, Callable[[bool], 
     async def heal(full: bool) -> None:
         heal_rows.extend(await healed(full))
 
-    async def worst_of_one(full: bool) -> None:
-        await worst(full)
-
     return {
         "killed": lambda full: killed(12 if full else 5, rows),
         "engines": lambda full: killed_engines(3, rows),
         "drained": lambda full: drained(4 if full else 1, rows),
         "silent": lambda full: silent(6 if full else 3, rows),
         "heal": heal,
-        "worst": worst_of_one,
+        "worst": worst,
         "smollm": lambda full: smollm(4 if full else 2, rows),
         "load": lambda full: buried_alive(600.0 if full else 60.0, rows),
         "cost": lambda full: cost(6, rows),

@@ -67,10 +67,20 @@ class Measured:
     calm: bool  # whether the bystander is served again after it
 
 
-async def worst(full: bool, names: Sequence[str] = ()) -> list[Row]:
-    """Measure every case, once or in full three times, and print the table. The rows are its bars."""
-    waiting = [one for one in HOSTILE_CASES if not names or one.name in names for _ in range(3 if full else one.times)]
+async def worst(full: bool) -> None:
+    """Measure every case, in full three times, and print the table, also if a later case cannot be measured."""
     measured: list[Measured] = []
+    try:
+        await _measure([case for case in HOSTILE_CASES for _ in range(3 if full else case.times)], measured)
+    finally:
+        by_case = [[one for one in measured if one.case is case] for case in HOSTILE_CASES]
+        found = [same for same in by_case if same]
+        rows = [row for same in found for row in _rows(same)]
+        print_lines("one user's worst", _COLUMNS, [_line(same) for same in found], rows)
+
+
+async def _measure(waiting: list[HostileCase], measured: list[Measured]) -> None:
+    """Measure one case after another, in a new cluster after each that left the old one unable to answer."""
     while waiting:
         with tempfile.TemporaryDirectory(prefix="edgepipe-worst-") as place:
             async with shared_cluster(Path(place)) as cluster, cluster.bystander.asking():
@@ -79,11 +89,6 @@ async def worst(full: bool, names: Sequence[str] = ()) -> list[Row]:
                     measured.append(await _measured(cluster, waiting.pop(0)))
                     calm = measured[-1].calm
                     _say(measured[-1])
-    by_case = [[one for one in measured if one.case is case] for case in HOSTILE_CASES]
-    found = [same for same in by_case if same]
-    rows = [row for same in found for row in _rows(same)]
-    print_lines("one user's worst", _COLUMNS, [_line(same) for same in found], rows)
-    return rows
 
 
 async def _measured(cluster: SharedCluster, case: HostileCase) -> Measured:
@@ -163,7 +168,7 @@ async def _calm(cluster: SharedCluster) -> bool:
 
 
 def _p99(values: Sequence[float]) -> float:
-    """The value that one in a hundred exceeds; infinite if there is none."""
+    """The value that one in a hundred exceeds; infinite without values."""
     return sorted(values)[len(values) * 99 // 100] if values else math.inf
 
 

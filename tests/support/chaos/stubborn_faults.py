@@ -62,16 +62,17 @@ async def slow_prompts(folder: Path) -> AsyncGenerator[Clients]:
 
 async def dying_engine(clients: Clients) -> float:
     """The engine's process is killed each time that it is ready, then no more."""
-    cluster, killed = clients.cluster, set[int]()
+    cluster = clients.cluster
+    killed: list[int] = []
     since_s = clients.now_s()
-    for number in range(_KILLS):
-        await _until_ready(cluster, f"engines were killed {number} times")
-        ((name, pid),) = await cluster.children("engine")
-        assert pid not in killed
-        killed.add(pid)
-        since_s = clients.strike(f"SIGKILL engine {pid} on {name}, number {number + 1}")
-        psutil.Process(pid).kill()
-        await cluster.first.until(lambda status: [engine.state for engine in status.engines] != ["ready"])
+    while len(killed) < _KILLS:
+        await _until_ready(cluster, f"the engine was killed {len(killed)} times")
+        for name, pid in await cluster.children("engine"):
+            if pid not in killed:
+                killed.append(pid)
+                since_s = clients.strike(f"SIGKILL engine {pid} on {name}, number {len(killed)}")
+                psutil.Process(pid).kill()
+        await asyncio.sleep(LOOK_S)
     return await clients.until_served(since_s=since_s)
 
 

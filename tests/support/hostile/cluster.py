@@ -29,13 +29,14 @@ class SharedCluster:
 
     async def epoch(self) -> int:
         """Counter of the one engine's epoch; 0 while there is none."""
-        (*engines,) = (await self.nodes.first.status()).engines
+        engines = (await self.nodes.first.status()).engines
         return max((engine.epoch.counter for engine in engines), default=0)
 
     async def gateway_pid(self) -> int:
         """The process of the gateway that both users ask."""
-        (pid,) = [child.pid for child in (await self.nodes.first.status()).children if child.kind == "gateway"]
-        return pid
+        pids = [child.pid for child in (await self.nodes.first.status()).children if child.kind == "gateway"]
+        assert pids, "the gateway has ended"
+        return pids[0]
 
     def pids(self) -> list[int]:
         """All processes of all nodes."""
