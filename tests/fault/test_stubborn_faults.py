@@ -16,7 +16,7 @@ async def test_a_new_chat_is_answered_when_the_gateway_was_killed_in_mid_stream(
         await stubborn_faults.killed_gateway(clients)
 
 
-async def test_a_model_comes_back_by_itself_when_its_engine_was_killed_five_times(tmp_path: Path) -> None:
+async def test_a_model_comes_back_by_itself_when_its_engine_was_killed_four_times(tmp_path: Path) -> None:
     async with stubborn_faults.home(tmp_path) as clients:
         await stubborn_faults.dying_engine(clients)
 

@@ -22,7 +22,7 @@ class LastingFault:
     cluster: Callable[[Path], AbstractAsyncContextManager[Clients]]
     strike: Callable[[Clients], Awaitable[float]]
     needs_lan: bool = False
-    is_long: bool = False  # half a minute and more
+    is_long: bool = False  # left out unless the bench runs in full
     strikes_once: bool = False  # on one cluster: the next try comes after a pause
     predicted_s: float | None = None  # before it was measured
     shows_pause: bool = False  # a chat beside it is measured, too
@@ -38,6 +38,7 @@ LASTING_FAULTS = (
         what="all devices that could take over are broken, then repaired",
         cluster=lasting_faults.home,
         strike=lasting_faults.broken_for_a_while,
+        is_long=True,
     ),
     LastingFault(
         what="a machine slept while others took over, and is needed again",
@@ -79,6 +80,7 @@ LASTING_FAULTS = (
         what="a step fails beside 72 grammars of 62 KiB",
         cluster=large_messages.wide,
         strike=large_messages.large_grammars,
+        is_long=True,
     ),
     LastingFault(
         what="a step fails beside 128 penalties on 18,000 tokens",
@@ -100,7 +102,7 @@ LASTING_FAULTS = (
         predicted_s=3.0,
     ),
     LastingFault(
-        what="an engine is killed five times as soon as it is ready",
+        what="an engine is killed four times as soon as it is ready",
         cluster=stubborn_faults.home,
         strike=stubborn_faults.dying_engine,
         strikes_once=True,
