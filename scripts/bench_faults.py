@@ -1,7 +1,12 @@
 """Failures: how soon nodes see them, how long clients wait, what watching costs, and that no live node counts as dead.
 
-Real nodes on loopback; where root and /dev/net/tun are, also on a LAN of network namespaces. ``--full``: ten minutes of
-load for false deaths, half an hour of faults for leaks. Every streamed token is checked; a wrong one ends the bench.
+Run as ``scripts/bench faults [--full] [PART ...]``; parts: ``killed engines drained silent heal worst smollm load cost
+soak``. Without a name the last three are left out, which take minutes each; ``--full`` runs all, with ten minutes of
+load for false deaths, half an hour of faults for leaks, and every fault more often. ``heal`` is in ``time_to_heal.py``,
+``worst`` in ``one_users_worst.py``.
+
+Real nodes on loopback; where root and /dev/net/tun are, also on a LAN of network namespaces. Every streamed token is
+checked; a wrong one ends the bench.
 """
 
 from __future__ import annotations
@@ -9,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import multiprocessing
 import os
 import random
@@ -25,10 +29,11 @@ from typing import NamedTuple
 import httpx
 import psutil
 from figures import Row, at_least, at_most, below, print_rows
+from one_users_worst import worst
+from time_to_heal import healed
 
+from edgepipe.errors import EdgepipeError
 from edgepipe.wire.nodes import ClusterStatus
-from tests.support.chaos.catalogue import LASTING_FAULTS, LastingFault
-from tests.support.chaos.clients import HEAL_S, Clients
 from tests.support.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.support.chaos.run import ChaosRun
 from tests.support.lan import LanLab, lan_available
@@ -38,6 +43,8 @@ LOOK_S = 0.004
 _SOAK_FAULTS = ("kill stage", "crash stage", "kill two stages", "blink node", "kill engine")
 _FIRST_FAULTS = 120
 _SETTLING_S = 360.0
+_LONG_PARTS = ("load", "cost", "soak")
+_LAN_PARTS = ("silent", "load")
 MODELS = Path(os.environ.get("EP_TEST_MODELS", "~/.cache/edgepipe-tests")).expanduser()
 
 
@@ -170,35 +177,6 @@ async def silent(times: int, rows: list[Row]) -> None:
                 seen.append(await until(cluster.first, lambda status: bool(status.absent), limit_s=10.0))
                 lab.heal("c")
             rows.append(below("seen, silent node, p99", percentile(seen, 0.99), "s", 2.5))
-
-
-async def healed(times: int, rows: list[Row], *, full: bool) -> None:
-    """Faults that once lasted: when a client that knows nothing of one has 20 tokens after it."""
-    lan = lan_available()
-    left_out = [fault.what for fault in LASTING_FAULTS if fault.needs_lan and not lan]
-    for what in left_out:
-        progress(f"left out: {what}: {lan.reason}")
-    wanted = [one for one in LASTING_FAULTS if one.what not in left_out and (full or not one.is_long)]
-    for _, same in itertools.groupby(wanted, key=lambda fault: fault.cluster):
-        faults = list(same)
-        while faults:  # in a new cluster after one that was not healed
-            async with folder() as place, faults[0].cluster(place) as clients:
-                met: bool | None = True
-                while faults and met:
-                    rows.append(await _time_to_heal(faults.pop(0), clients, times))
-                    met = rows[-1].met
-
-
-async def _time_to_heal(fault: LastingFault, clients: Clients, times: int) -> Row:
-    """The worst of some times beside their median; a fault that is not healed counts as the limit."""
-    progress(f"time to heal: {fault.what}")
-    try:
-        taken = [await fault.strike(clients) for _ in range(times)]
-    except (AssertionError, TimeoutError, psutil.Error, httpx.HTTPError, OSError) as error:
-        progress(f"not healed: {str(error)[:2000]}")
-        return Row(f"{fault.what}: not healed", HEAL_S, "s", target=f"<= {HEAL_S:g} s", met=False)
-    worst = below(f"{fault.what}, worst of {times}", max(taken), "s", HEAL_S)
-    return worst._replace(baseline=statistics.median(taken), baseline_name="median")
 
 
 async def smollm(times: int, rows: list[Row]) -> None:
@@ -371,42 +349,50 @@ def _gained(counts: Sequence[int]) -> float:
 
 
 async def main() -> None:
-    """Every figure, then the table. A part that fails is reported in its place, and the others go on."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--full", action="store_true", help="ten minutes of load, half an hour of faults")
-    parser.add_argument(
-        "--only", default="", help="one part: killed, engines, drained, silent, heal, smollm, load, cost, soak"
-    )
-    options = parser.parse_args()
+    """Every figure, then the tables. A part that fails is reported in its place, and the others go on."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     rows: list[Row] = []
     heal_rows: list[Row] = []
-    parts: dict[str, Callable[[], Awaitable[None]]] = {
-        "killed": lambda: killed(12, rows),
-        "engines": lambda: killed_engines(3, rows),
-        "drained": lambda: drained(4, rows),
-        "silent": lambda: silent(6, rows),
-        "heal": lambda: healed(5 if options.full else 2, heal_rows, full=options.full),
-        "smollm": lambda: smollm(4, rows),
-        "load": lambda: buried_alive(600.0 if options.full else 60.0, rows),
-        "cost": lambda: cost(6, rows),
-        "soak": lambda: soak(1800.0, rows),
-    }
+    parts = _parts(rows, heal_rows)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
+    parser.add_argument("--full", action="store_true", help="all parts, ten minutes of load, half an hour of faults")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(parts):
+        parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
     lan = lan_available()
-    for name, part in parts.items():
-        if (options.only and name != options.only) or (name == "soak" and not (options.full or options.only)):
-            continue
-        if name in ("silent", "load") and not lan:
+    for name in options.parts or [name for name in parts if options.full or name not in _LONG_PARTS]:
+        if name in _LAN_PARTS and not lan:
             progress(f"left out: {name}: {lan.reason}")
             continue
         try:
-            await part()
-        except (AssertionError, TimeoutError, psutil.Error, httpx.HTTPError, OSError) as error:
+            await parts[name](options.full)
+        except (EdgepipeError, AssertionError, TimeoutError, psutil.Error, httpx.HTTPError, OSError) as error:
             progress(f"{name} failed: {str(error)[:2000]}")
             rows.append(Row(f"{name}: failed, see above", 1, "", target="0", met=False))
     if heal_rows:
         print_rows("time to heal", heal_rows)
     if rows:
         print_rows("faults", rows)
+
+
+def _parts(rows: list[Row], heal_rows: list[Row]) -> dict[str, Callable[[bool], Awaitable[None]]]:
+    """Every part by name; the argument says whether in full. Parts append to the rows; ``worst`` prints its table."""
+
+    async def heal(full: bool) -> None:
+        heal_rows.extend(await healed(full))
+
+    return {
+        "killed": lambda full: killed(12 if full else 5, rows),
+        "engines": lambda full: killed_engines(3, rows),
+        "drained": lambda full: drained(4 if full else 1, rows),
+        "silent": lambda full: silent(6 if full else 3, rows),
+        "heal": heal,
+        "worst": worst,
+        "smollm": lambda full: smollm(4 if full else 2, rows),
+        "load": lambda full: buried_alive(600.0 if full else 60.0, rows),
+        "cost": lambda full: cost(6, rows),
+        "soak": lambda full: soak(1800.0, rows),
+    }
 
 
 if __name__ == "__main__":

@@ -71,7 +71,21 @@ def print_rows(title: str, rows: Sequence[Row]) -> None:
         table.add_row(
             row.name, _number(row.value), row.unit, _number(row.baseline), row.baseline_name, ratio, row.target, mark
         )
-    console = Console(width=max(140, Console().width))
+    _print_table(title, table, rows, width=140)
+
+
+def print_lines(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], rows: Sequence[Row]) -> None:
+    """A table of columns of its own for people, then its figures as one JSON line for scripts."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column)
+    for line in lines:
+        table.add_row(*line)
+    _print_table(title, table, rows, width=180)
+
+
+def _print_table(title: str, table: Table, rows: Sequence[Row], *, width: int) -> None:
+    console = Console(width=max(width, Console().width))
     console.print(table)
     if stolen() > _MUCH_STOLEN:
         console.print(f"The host kept {stolen():.0%} of the processors' time from this machine: figures are too low.")

@@ -29,7 +29,7 @@ NOT_HERE = {
     "R4": "a disk that fills up while tensors come: tests/unit/daemon/test_model_copies.py",
     "R5 R8": "disks that are full or cannot be written: tests/unit/daemon/test_full_disks.py",
     "R6": "few descriptors: tests/e2e/test_few_descriptors.py",
-    "R7": "full load: scripts/bench faults --only load",
+    "R7": "full load: scripts/bench faults load",
     "R9": "floods of log lines: one line each, by telemetry.log.Once",
     "R10": "half an hour of faults: scripts/bench faults --full",
     "T1 T2 T4": "by injected clocks: tests/unit/cluster/test_sleep.py",

@@ -31,7 +31,7 @@ LONG_CASES = {
     "N11 a node gets another address": ("change address", {}),
 }
 NOT_HERE = {
-    "N6": "no false death in ten minutes of jitter: scripts/bench faults --only load --full",
+    "N6": "no false death in ten minutes of jitter: scripts/bench faults load --full",
     "N12": "hosts of the lab have one interface",
     "N15": "a blocked port: tests/lan/test_cluster_lan.py and test_doctor.py",
     "N16": "the lab speaks IPv4",

@@ -29,7 +29,7 @@ from tests.support.lan import LanLab
 CONFIG = emulated_model_config(num_layers=6, hidden_size=512, context_length=4096)
 """A model whose layers take most of a node's memory, so that one node cannot hold all of them."""
 _KV_TOKENS = 16384
-_OPTIONS = ServeSpec(model=MODEL, kv_tokens=_KV_TOKENS)
+OPTIONS = ServeSpec(model=MODEL, kv_tokens=_KV_TOKENS)
 _LONG = 3000  # tokens: more than any of these clients waits for
 _BROKEN_S = 6.0  # longer than any machine takes to notice
 _SLEPT_S = 60.0
@@ -43,14 +43,14 @@ def _memory_bytes(*, kv_tokens: int) -> int:
     return 2 * slice_parameters(CONFIG, part) + int(kv_bytes / 0.9)  # a node keeps a tenth for other things
 
 
-_HALF: dict[str, Any] = {"memory_limit_bytes": _memory_bytes(kv_tokens=_KV_TOKENS)}
+HALF: dict[str, Any] = {"memory_limit_bytes": _memory_bytes(kv_tokens=_KV_TOKENS)}
 _SMALL: dict[str, Any] = {"memory_limit_bytes": _memory_bytes(kv_tokens=_KV_TOKENS // 10)}
 
 
 @asynccontextmanager
 async def home(folder: Path) -> AsyncGenerator[Clients]:
     """Three nodes, of which the model needs two: ``a`` has the engine and the clients, ``c`` nothing yet."""
-    async with chaos_cluster(folder, plan="a:0-2,b:3-5", config=CONFIG, options=_OPTIONS, **_HALF) as cluster:
+    async with chaos_cluster(folder, plan="a:0-2,b:3-5", config=CONFIG, options=OPTIONS, **HALF) as cluster:
         yield await Clients.first(cluster)
 
 
@@ -60,7 +60,7 @@ async def pair(folder: Path) -> AsyncGenerator[Clients]:
     async with LanLab(hosts=2) as lab:
         lab.shape(delay_s=0.0005, bytes_per_s=125e6)
         async with chaos_cluster(
-            folder, names=("a", "b"), plan="a:0-2,b:3-5", config=CONFIG, options=_OPTIONS, lab=lab, **_HALF
+            folder, names=("a", "b"), plan="a:0-2,b:3-5", config=CONFIG, options=OPTIONS, lab=lab, **HALF
         ) as cluster:
             yield await Clients.first(cluster)
 
@@ -68,9 +68,9 @@ async def pair(folder: Path) -> AsyncGenerator[Clients]:
 @asynccontextmanager
 async def growing(folder: Path) -> AsyncGenerator[Clients]:
     """Two nodes that the model needs, and ``c``, not started yet, with room for a tenth of their KV."""
-    own = {"a": _HALF, "b": _HALF, "c": _SMALL}
+    own = {"a": HALF, "b": HALF, "c": _SMALL}
     async with chaos_cluster(
-        folder, plan="a:0-2,b:3-5", config=CONFIG, options=_OPTIONS, own_flags=own, late=("c",)
+        folder, plan="a:0-2,b:3-5", config=CONFIG, options=OPTIONS, own_flags=own, late=("c",)
     ) as cluster:
         yield await Clients.first(cluster)
 
