@@ -31,7 +31,7 @@ GROWTH_BYTES = 50 << 20  # that all attacks together may cost a process
 PAUSE_S = 3.0  # generous: other tests run beside this one; ``scripts/bench trust rogue`` has the real bound
 CALL_S = 10.0  # until a node answers another member that calls it in the middle of an attack
 REMOVAL_S = 5.0  # 2 s, and as much again for a busy machine
-SHORT = ("promote_accomplice", "take_pipeline", "forge_states")
+SHORT = ("promote_accomplice", "take_pipeline", "forge_states", "claim_tokens", "claim_numbers")
 CHAT_TOKENS = 200  # of a request: some seconds
 
 

@@ -31,6 +31,7 @@ from edgepipe.wire.codec import from_wire
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.v1 import common_pb2, engine_pb2, node_pb2_grpc, trust_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
+from tests.support.rogue.claims import claim_numbers, claim_tokens
 from tests.support.rogue.member import BEAT_S, Line, Rogue, signed
 
 MODEL = "other"  # on an honest node's disk, and not served: the attacks on tokenizers and manifests are about it
@@ -358,6 +359,8 @@ ATTACKS: Mapping[str, Attack] = {
         change_all_the_time,
         flood_addresses,
         hold_calls,
+        claim_tokens,
+        claim_numbers,
         live_long,
     )
 }

@@ -114,7 +114,7 @@ SCORED = SamplingParams(logprobs=True, top_logprobs=1, prompt_logprobs=True)
 ONE = TokenLogprobs(-1.0, ((65, -1.0),))
 
 
-def test_the_log_takes_no_log_probabilities_that_nobody_asked_for() -> None:
+def test_the_log_takes_no_log_probabilities_that_its_request_did_not_ask_for() -> None:
     plain = RequestLog(num_choices=1, max_tokens=5, prompt_tokens=5)
     with pytest.raises(RemoteProtocolError, match="did not ask for"):
         plain.add_prompt_logprobs(position=1, logprobs=[ONE] * 4)
