@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.errors import RequestInvalid, StepFailed
+from edgepipe.errors import GrammarNotReady, RequestInvalid, StepFailed
 from edgepipe.sampling.params import GrammarSpec
 
 if TYPE_CHECKING:
@@ -69,11 +69,14 @@ def parser_limits() -> LLParserLimits:
 
     They bound a token's work: with them the costliest masks found take some 20 ms. Building has no such bound
     (``edgepipe.sampling.grammar_trial``). Large lexemes are not computed in advance, since that work and its failure
-    depend on the vocabulary, which the trial does not have.
+    depend on the vocabulary, which the trial does not have. The lexer's states take up to 30 MiB of each grammar; a
+    grammar that has used them up is built again (``BuiltGrammar``).
     """
     from llguidance import LLParserLimits
 
-    return LLParserLimits(step_lexer_fuel=50_000, precompute_large_lexemes=False, verbose_errors=False)
+    return LLParserLimits(
+        step_lexer_fuel=50_000, max_lexer_states=50_000, precompute_large_lexemes=False, verbose_errors=False
+    )
 
 
 def check_grammar(spec: GrammarSpec) -> None:
@@ -153,37 +156,47 @@ class GrammarTokenizer:
 
 
 class BuiltGrammar:
-    """A compiled grammar, which the states of all its outputs share."""
+    """A compiled grammar, which the states of all its outputs share.
+
+    Copies of llguidance's matcher share the lexer, whose number of states is limited. So a state may fail because of
+    what others have used up; a new grammar of the same text then goes on.
+    """
 
     def __init__(self, tokenizer: GrammarTokenizer, spec: GrammarSpec, *, num_bytes: int = 0) -> None:
         """Compile. ``num_bytes``: memory that it takes, as measured on trial. Raises RequestInvalid with the fault."""
         self.num_bytes = num_bytes
+        self.used = False  # an output has grown since it was compiled
+        self.spent = False  # a state has failed: build the text again for further sequences
         self._matcher = _matcher(tokenizer.library, spec)
         self._num_words = tokenizer.num_words
 
     def state(self, tokens: Sequence[int] = ()) -> GrammarState:
-        """Return the state after these tokens. Raises StepFailed for a forbidden one."""
+        """Return the state after these tokens. Raises StepFailed, GrammarNotReady like the state."""
         return GrammarState(self, self._matcher.deep_copy(), self._num_words, tokens)
 
 
 class GrammarState:
-    """State of one output in its grammar: a function of the tokens taken."""
+    """State of one output in its grammar: a function of the tokens taken.
+
+    Methods raise StepFailed if the grammar forbids a token or is too complex to follow, and GrammarNotReady if a newly
+    built grammar may still follow the output.
+    """
 
     def __init__(self, built: BuiltGrammar, matcher: LLMatcher, num_words: int, tokens: Sequence[int]) -> None:
-        """Take the known tokens. Raises StepFailed for a forbidden one."""
+        """Take the known tokens."""
         self._built = built  # alive, and counted, as long as one of its states
         self._matcher = matcher
         self._num_words = num_words
         self._mask: Bitmask | None = None  # at the current state
         for token in tokens:
-            self.take(token)
-
-    def restarted(self, tokens: Sequence[int]) -> GrammarState:
-        """Return the state after other tokens. Raises StepFailed for a forbidden one."""
-        return self._built.state(tokens)
+            self._consume(token)
 
     def take(self, token: int) -> None:
-        """Append ``token`` to the output. Raises StepFailed if the grammar forbids it."""
+        """Append ``token`` to the output."""
+        self._consume(token)
+        self._built.used = True
+
+    def _consume(self, token: int) -> None:
         if self._matcher.is_stopped() and not self._matcher.is_error():
             return  # complete: tokens after an ignored end are unconstrained
         self._mask = None
@@ -191,7 +204,7 @@ class GrammarState:
         self._check()
 
     def mask(self) -> Bitmask:
-        """Return the allowed next tokens: only end tokens once the output is complete. Raises StepFailed."""
+        """Return the allowed next tokens: only end tokens once the output is complete."""
         if self._mask is None:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
             self._check()
@@ -199,12 +212,16 @@ class GrammarState:
         return self._mask
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise StepFailed(
-                "the output left its grammar, or the grammar is too complex to follow",
-                fact=" ".join(self._matcher.get_error().split())[:300],
-                next_step="send the request with a simpler schema",
-            )
+        if not self._matcher.is_error():
+            return
+        self._built.spent = True
+        if self._built.used:
+            raise GrammarNotReady
+        raise StepFailed(
+            "the output left its grammar, or the grammar is too complex to follow",
+            fact=" ".join(self._matcher.get_error().split())[:300],
+            next_step="send the request with a simpler schema",
+        )
 
 
 class _Vocabulary:

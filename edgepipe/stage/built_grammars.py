@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from edgepipe.errors import StepFailed
 from edgepipe.sampling.grammar import BuiltGrammar
@@ -42,22 +42,25 @@ class BuiltGrammars:
         self._max_kept_bytes = max_kept_bytes
         self._max_bytes = max_bytes
         self._kept: OrderedDict[str, BuiltGrammar] = OrderedDict()  # by last use
-        self._alive: WeakValueDictionary[str, BuiltGrammar] = WeakValueDictionary()  # kept, or used by a sequence
+        self._current: WeakValueDictionary[str, BuiltGrammar] = WeakValueDictionary()  # kept, or used by a sequence
+        self._alive: WeakSet[BuiltGrammar] = WeakSet()  # these and spent ones that a sequence uses
         self._refused: OrderedDict[str, Refusal] = OrderedDict()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all grammars that are kept or used."""
-        return sum(built.num_bytes for built in self._alive.values())
+        return sum(built.num_bytes for built in self._alive)
 
     def find(self, text: str) -> BuiltGrammar | None:
-        """Return the compiled grammar, None for an unknown text. Raises StepFailed for a refused one."""
+        """Return the compiled grammar; None if the text must be compiled. Raises StepFailed for a refused one."""
         if (refusal := self._refused.get(text)) is not None:
             self._refused.move_to_end(text)
             raise refusal.error()
-        built = self._alive.get(text)
-        if built is not None:
-            self._keep(text, built)
+        built = self._current.get(text)
+        if built is None or built.spent:
+            self._kept.pop(text, None)
+            return None
+        self._keep(text, built)
         return built
 
     def refuse(self, text: str, fact: str) -> StepFailed:
@@ -81,7 +84,8 @@ class BuiltGrammars:
 
     def add(self, text: str, built: BuiltGrammar) -> None:
         """Keep a new grammar."""
-        self._alive[text] = built
+        self._current[text] = built
+        self._alive.add(built)
         self._keep(text, built)
 
     def _keep(self, text: str, built: BuiltGrammar) -> None:

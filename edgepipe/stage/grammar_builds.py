@@ -84,8 +84,7 @@ class GrammarBuilds:
         """Settle ``pending`` with the state after these output tokens, or with the reason against it."""
         try:
             async with asyncio.timeout(DEADLINE_S):
-                built = await self._find(spec)
-                state = await self._run(partial(_begin, built, tokens))
+                built, state = await self._begin(spec, tokens)
         except TimeoutError:
             pending.fail(
                 StepFailed(
@@ -107,8 +106,17 @@ class GrammarBuilds:
         await self._trial.close()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
+    async def _begin(self, spec: GrammarSpec, tokens: tuple[int, ...]) -> tuple[BuiltGrammar, GrammarState]:
+        """Return the state after the output so far. Raises EdgepipeError."""
+        built = await self._find(spec)
+        try:
+            return built, await self._run(partial(_replay, built, tokens))
+        except GrammarNotReady:  # other outputs have used it up
+            built = await self._find(spec)
+            return built, await self._run(partial(_replay, built, tokens))
+
     async def _find(self, spec: GrammarSpec) -> BuiltGrammar:
-        """Return a known grammar, or compile it. Raises EdgepipeError."""
+        """Return a known grammar that is not spent, or compile it. Raises EdgepipeError."""
         vocabulary = await self._run(self._open_vocabulary)
         if vocabulary is not self._vocabulary:
             self._vocabulary, self._known = vocabulary, BuiltGrammars()
@@ -133,7 +141,7 @@ class GrammarBuilds:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-def _begin(built: BuiltGrammar, tokens: tuple[int, ...]) -> GrammarState:
+def _replay(built: BuiltGrammar, tokens: tuple[int, ...]) -> GrammarState:
     """Replay the output so far and compute the next mask."""
     state = built.state(tokens)
     state.mask()

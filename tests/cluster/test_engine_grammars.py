@@ -6,13 +6,15 @@ import asyncio
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from edgepipe_emulated import oracle
+from llguidance import LLParserLimits
 
 from edgepipe.errors import StepFailed
 from edgepipe.model.emulated_folder import EOS_TOKEN_ID
 from edgepipe.model.forked_job import JobCost
-from edgepipe.sampling import GrammarSpec, SamplingParams
-from edgepipe.sampling.grammar import check_grammar, json_grammar
+from edgepipe.sampling import GrammarSpec, SamplingParams, grammar
+from edgepipe.sampling.grammar import check_grammar, json_grammar, regex_grammar
 from edgepipe.sampling.grammar_trial import GrammarTooHard
 from edgepipe.stage.grammar_trial import StageTrial
 from tests.support.costly_schemas import multiples_in_a_range
@@ -124,6 +126,27 @@ async def test_a_new_epoch_compiles_the_grammar_again() -> None:
         trial.goes_on.set()
         assert (await gateway.ended("bound")).ids[-1] == EOS_TOKEN_ID
         assert set(trial.texts) == {WORDS.text}
+
+
+async def test_answers_that_use_up_a_shared_grammar_go_on_with_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All states of one text share a lexer, whose states are limited: together they need more than one of them."""
+
+    def few_states() -> LLParserLimits:
+        return LLParserLimits(max_lexer_states=300)
+
+    monkeypatch.setattr(grammar, "parser_limits", few_states)
+    either = regex_grammar("a{200}x|c{200}y")
+    trial = HeldTrial()
+    trial.goes_on.set()
+    async with engine_lab(grammar_trial=trial) as lab:
+        gateway = await lab.gateway()
+        for letter in "ac":
+            bias = ((ord(letter), 100.0),)
+            params = SamplingParams(temperature=0.0, grammar=either, logit_bias=bias)
+            gateway.send(submission(letter, prompt_of(1), 300, ignore_eos=False, sampling=params))
+        assert bytes((await gateway.ended("a")).ids[:-1]) == b"a" * 200 + b"x"
+        assert bytes((await gateway.ended("c")).ids[:-1]) == b"c" * 200 + b"y"
+    assert len(trial.texts) > 1
 
 
 async def test_a_gateway_that_skips_its_trial_stops_nobody() -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 
 from edgepipe.backend.types import LogitEdits, PickedCandidates
 from edgepipe.errors import GrammarNotReady, RequestInvalid, StepFailed
@@ -22,11 +23,12 @@ from edgepipe.sampling import (
     SequenceSampler,
     StartGrammar,
     draw,
+    grammar,
     logit_edits,
     sample,
 )
 from edgepipe.sampling.device import sample_picked
-from edgepipe.sampling.grammar import BuiltGrammar, GrammarState, GrammarTokenizer, json_grammar
+from edgepipe.sampling.grammar import BuiltGrammar, GrammarState, GrammarTokenizer, json_grammar, regex_grammar
 from tests.support.sampling_columns import ColumnSampler
 
 V = 61
@@ -277,3 +279,26 @@ def test_a_grammar_that_was_not_ready_for_the_mask_is_not_used_for_the_draw() ->
 def test_parameters_that_cannot_be_used(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestInvalid):
         SamplingParams(**fields)
+
+
+def test_a_grammar_used_up_by_other_outputs_is_not_the_output_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "parser_limits", lambda: LLParserLimits(max_lexer_states=300))
+    either = regex_grammar("a{200}x|c{200}y")
+    built = BuiltGrammar(vocabulary(), either)
+    first, second = built.state(), built.state()
+    follow(first, b"a" * 200)
+    with pytest.raises(GrammarNotReady):
+        follow(second, b"c" * 200)
+    assert built.spent
+    follow(BuiltGrammar(vocabulary(), either).state(), b"c" * 200 + b"y")
+
+
+def follow(state: GrammarState, tokens: bytes) -> None:
+    for token in tokens:
+        assert state.mask()[token >> 5] & (1 << (token & 31))
+        state.take(token)
+
+
+def test_an_output_outside_its_grammar_fails() -> None:
+    with pytest.raises(StepFailed, match="left its grammar"):
+        BuiltGrammar(vocabulary(), regex_grammar("a{200}x|c{200}y")).state(b"az")

@@ -52,3 +52,15 @@ def test_a_refused_text_is_not_tried_again() -> None:
     assert known.find("a") is None
     with pytest.raises(StepFailed):
         known.find("c")
+
+
+def test_a_spent_grammar_is_built_again_and_counts_while_it_is_used(vocabulary: GrammarTokenizer) -> None:
+    known = BuiltGrammars()
+    spent = BuiltGrammar(vocabulary, WORD, num_bytes=10)
+    known.add("a", spent)
+    spent.spent = True
+    assert known.find("a") is None
+    known.add("a", BuiltGrammar(vocabulary, WORD, num_bytes=10))
+    assert known.num_bytes == 20
+    del spent
+    assert known.num_bytes == 10
