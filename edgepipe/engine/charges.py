@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from edgepipe.engine.blame import Blame, Crash
 from edgepipe.engine.pauses import Pauses
-from edgepipe.engine.progress import Stalls
+from edgepipe.engine.progress import EpochProgress, Stalls
 from edgepipe.engine.quarantine import Quarantine
 from edgepipe.engine.recovery_types import Accuse, Acquit, Command, EpochEnded, RefuseOne, Suspect
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
@@ -45,13 +45,10 @@ class Charges:
 
     def ended(self, event: EpochEnded, node_id: NodeId | None, *, served_s: float, now_s: float) -> list[Command]:
         """Charge a fault that ended an epoch after ``served_s``. ``node_id``: the node that ended it, where known."""
-        further = event.progress.further
-        if further:
-            self._blame.worked()
-            self._tried.clear()
-        self._stalls.keep_only(event.progress.stalled | event.progress.waiting)
-        self._barren = 0 if further else 1 if served_s >= self._timeouts.forgiven_s else self._barren + 1
-        self.pauses.ended(node_id, now_s, further=further, served_s=served_s)
+        self.progressed(event.progress)
+        if not event.progress.further:
+            self._barren = 1 if served_s >= self._timeouts.forgiven_s else self._barren + 1
+        self.pauses.ended(node_id, now_s, further=event.progress.further, served_s=served_s)
         if event.crash is not None:
             self._ended = None
             return self._crashed((event.crash,), now_s)
@@ -59,6 +56,15 @@ class Charges:
             self._tried[f"a placement without {self._name(node_id)}"] = None
         self._ended = event, node_id
         return []
+
+    def progressed(self, progress: EpochProgress) -> None:
+        """Take note of an ended epoch's progress, which clears earlier charges."""
+        self._stalls.keep_only(progress.stalled | progress.waiting)
+        if progress.further:
+            self._barren = 0
+            self._blame.worked()
+            self._tried.clear()
+            self.pauses.worked()
 
     def prepared(self, node_ids: frozenset[NodeId], crashes: Iterable[Crash], now_s: float) -> list[Command]:
         """Charge the last epoch's end now that its stages are prepared again and have reported crashed steps."""
@@ -93,10 +99,11 @@ class Charges:
 
     def broken(self, model: str, error: EdgepipeError, pause_s: float) -> PipelineBroken:
         """Return the reason for which all requests are refused during a pause."""
+        count = f"{self._barren} attempts in a row ended without a token: " if self._barren > 1 else ""
         tried = f"; tried: {', '.join(self._tried)}" if self._tried else ""
         return PipelineBroken(
             f"'{model}' cannot be computed at present",
-            fact=f"{self._barren} attempts in a row ended without a token: {clause(error)}{tried}",
+            fact=f"{count}{clause(error)}{tried}",
             next_step=f"see 'edgepipe doctor'; the next attempt is in {pause_s:.0f} s, or when a machine joins",
             node=error.node,
             stage=error.stage,

@@ -36,15 +36,17 @@ class Pauses:
         """Count an epoch that served ``served_s`` and that a node ended. ``further``: a sequence got further in it."""
         times, ends = self._timeouts, self._ends.setdefault(node_id, _Ends())
         long_ago = served_s >= times.forgiven_s
-        if further:
-            for each in self._ends.values():
-                each.barren = 0
         ends.in_a_row = 1 if long_ago or now_s - ends.last_s >= times.forgiven_s else ends.in_a_row + 1
         ends.barren = 0 if further else 1 if long_ago else ends.barren + 1
         ends.last_s = now_s
         barren_s = growing(ends.barren - 1, times.barren_min_s, times.barren_max_s)
         broken_s = growing(ends.in_a_row - _FREE_ENDS, times.broken_min_s, times.broken_max_s)
         ends.until_s = now_s + max(barren_s, broken_s)
+
+    def worked(self) -> None:
+        """End all rows of epochs without progress: the whole pipeline computes."""
+        for ends in self._ends.values():
+            ends.barren = 0
 
     def until_s(self, node_ids: Iterable[NodeId]) -> float:
         """Return when a placement on these nodes may be prepared; 0.0 if at once."""

@@ -412,6 +412,7 @@ class Recovery:
         node_id = self._gone(running) or event.node_id
         leaves = self.reachable is not None and node_id in self.reachable.leaving
         if isinstance(event.error, StagesMove) or reloads or leaves:
+            self._charges.progressed(event.progress)
             return []
         return self._charges.ended(event, node_id, served_s=now_s - self._opened_s, now_s=now_s)
 

@@ -40,6 +40,23 @@ async def test_a_prompt_that_ends_its_stage_between_steps_each_time_is_refused_a
         assert (await gateway.ended("later")).ids == oracle_tokens(LONG, 2)
 
 
+async def test_a_stage_that_is_late_again_and_again_is_left_out_though_a_token_comes_each_time() -> None:
+    async with engine_lab(time_factor="1") as lab:
+        gateway = await lab.gateway()
+        gateway.send(submission("a", SHORT, 60))
+        for count in (1, 2, 3):
+            assert not lab.engine.state().left_out
+            await until(lambda: lab.engine._run is not None and lab.engine._run.pump.num_retired >= 3)
+            run = lab.engine._run
+            assert run is not None
+            run.pump._on_late(max(run.pump.in_flight()), 5.0)
+            await lab.until(lambda count=count: lab.engine.state().recoveries == count)
+        [left_out] = lab.engine.state().left_out
+        assert left_out.node_id == "node0", "no stage has reported the step"
+        assert "did not come back from stage 0" in left_out.reason
+        assert (await gateway.ended("a")).ids == oracle_tokens(SHORT, 60)
+
+
 async def test_a_stage_that_dies_idle_each_time_is_started_again_after_growing_pauses_that_are_told() -> None:
     timeouts = EngineTimeouts(barren_min_s=0.05)
     async with engine_lab(timeouts=timeouts) as lab:

@@ -48,7 +48,7 @@ def test_progress_clears_all_nodes_of_the_pipeline() -> None:
     pauses = Pauses(EngineTimeouts())
     for _ in range(5):
         pauses.ended(B, 10.0, further=False, served_s=1.0)
-    pauses.ended(A, 20.0, further=True, served_s=1.0)
+    pauses.worked()
     pauses.ended(B, 400.0, further=False, served_s=1.0)
     assert pauses.until_s([A, B]) == 400.0
 

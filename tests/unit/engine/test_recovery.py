@@ -321,6 +321,22 @@ def test_with_one_machine_only_the_request_in_all_epochs_without_progress_is_ref
         steps.opened(opening)
 
 
+def test_progress_in_an_epoch_that_ended_as_planned_clears_earlier_ends() -> None:
+    steps = Steps(HERE).serve()
+    for _ in range(2):
+        [ask] = steps.ended(StageLost("it died", node="b"), node_id=NodeId("b"))
+        [prepare] = steps.planned_after_pause(ask, HERE)
+        [opening] = steps.prepared(prepare)
+        steps.opened(opening)
+    [prepare] = steps.handle(MoveProposed(plan=THERE))
+    steps.prepared(prepare)
+    [opening] = steps.ended(StagesMove(), progress=EpochProgress(further=True))
+    steps.opened(opening)
+    [ask] = steps.ended(StageLost("it died", node="c"), node_id=NodeId("c"))
+    [prepare] = steps.planned(ask, placed("ca"))
+    assert isinstance(prepare, Prepare)
+
+
 def test_epochs_far_apart_that_ended_without_work_count_for_nothing() -> None:
     steps = Steps(HERE).serve()
     for _ in range(10):
