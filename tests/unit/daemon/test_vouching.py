@@ -30,7 +30,7 @@ class Served:
     started: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
-        self.proofs = AliveProofs(NodeTrust(self.trust, self.trust.keys[self.node.name]))
+        self.proofs = AliveProofs(NodeTrust(self.trust, self.trust.keys[self.node.name]), self.trust.clock)
         engines: Any = SimpleNamespace(
             state_of=lambda pipeline_id: "ready" if pipeline_id in self.running else None,
             is_paused=self.paused.__contains__,
@@ -58,10 +58,12 @@ class Served:
         return self.is_self(node_id) or node_id in self.reachable
 
     async def proof_of(self, node_id: str, pipeline_id: str, challenge: bytes) -> bytes:
-        return (await self.reachable[node_id].vouch(node_id, pipeline_id, challenge)).proof
+        asked = self.reachable[node_id]
+        return (await asked.vouch(node_id, pipeline_id, challenge, caller=self.node.node_id)).proof
 
-    async def vouch(self, node_id: str, pipeline_id: str, challenge: bytes) -> pb.VouchReply:
+    async def vouch(self, node_id: str, pipeline_id: str, challenge: bytes, *, caller: str = "x") -> pb.VouchReply:
         request = pb.VouchRequest(pipeline_id=pipeline_id, node_id=node_id, challenge=challenge)
+        request.hello.node_id = caller
         return await self.service.Vouch(request, None)
 
 
@@ -100,6 +102,21 @@ async def test_a_node_proves_nothing_about_engines_that_it_does_not_run(cluster:
     assert not (await d.vouch(c.node.node_id, "p", CHALLENGE)).proof
     d.reachable.clear()
     assert not (await d.vouch(c.node.node_id, "p", CHALLENGE)).hears
+
+
+async def test_a_member_that_asks_without_end_costs_few_signatures_and_takes_none_from_others(
+    cluster: dict[str, Served],
+) -> None:
+    c, d = cluster["c"], cluster["d"]
+    head = c.node.node_id
+    flood = [bool((await d.vouch(head, "p", CHALLENGE, caller="rogue")).proof) for _ in range(100)]
+    assert sum(flood) == 16
+    assert (await d.vouch(head, "p", CHALLENGE, caller="b")).proof
+    direct = [bool((await c.vouch(head, "p", CHALLENGE, caller="rogue")).proof) for _ in range(300)]
+    assert sum(direct) == 128
+    assert (await d.vouch(head, "p", CHALLENGE, caller="b")).proof
+    d.trust.clock.advance(1.0)
+    assert sum([bool((await d.vouch(head, "p", CHALLENGE, caller="rogue")).proof) for _ in range(9)]) == 2
 
 
 async def test_the_asker_and_owners_end_the_pause_of_a_crashed_engine(cluster: dict[str, Served]) -> None:
