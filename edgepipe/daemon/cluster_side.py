@@ -75,7 +75,7 @@ class NodePresence:
             on_identity_taken=on_identity_taken,
         )
         self.vacancies = Vacancies()
-        self.proofs = AliveProofs(basis.trust)
+        self.proofs = AliveProofs(basis.trust, basis.clock)
         self.book: ServeBook = ServeBook(
             basis.data_dir.path / "served.bin",
             trust=basis.trust,

@@ -204,6 +204,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def Vouch(self, request: pb.VouchRequest, context: Any) -> pb.VouchReply:
         """Return whether this node hears another, with that node's proof, and the pipeline's highest epoch here."""
         self._admit(request)
+        if request.challenge:
+            self._security.require_node(context, request.hello.node_id)  # its calls are counted
         hears = self._peers.reaches(request.node_id)
         reply = VouchReply(
             hears=hears,
@@ -215,10 +217,13 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
     async def _proof(self, request: pb.VouchRequest) -> bytes:
         """Return a node's proof that it runs the pipeline's engine: of this node, or passed on from another."""
+        caller = request.hello.node_id
         if not self._peers.is_self(request.node_id):
+            if not self._proofs.may_relay(caller):
+                return b""
             return await self._peers.proof_of(request.node_id, request.pipeline_id, request.challenge)
         runs = self._book.is_here(request.pipeline_id) and self._engines.state_of(request.pipeline_id) is not None
-        return self._proofs.prove(request.pipeline_id, request.challenge) if runs else b""
+        return self._proofs.prove(request.pipeline_id, request.challenge, caller=caller) if runs else b""
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceReply:
         """Place anew a pipeline whose engine runs here."""

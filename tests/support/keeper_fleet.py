@@ -44,7 +44,7 @@ class Member:
         folder = self.fleet.folder / self.name
         folder.mkdir()
         trust = NodeTrust(self.fleet.trust, self.fleet.trust.keys[self.name])
-        self.proofs = AliveProofs(trust)
+        self.proofs = AliveProofs(trust, self.fleet.trust.clock)
         self.book = ServeBook(
             folder / "served.bin",
             trust=trust,
@@ -96,7 +96,7 @@ class Member:
         if self.lie is not None:
             return self.lie()
         hears, head = self.reaches(node_id), self.fleet.by_id[node_id]
-        proof = head.proofs.prove(pipeline_id, challenge) if hears and head.engines else b""
+        proof = head.proofs.prove(pipeline_id, challenge, caller=self.node_id) if hears and head.engines else b""
         return VouchReply(hears=hears, proof=proof)
 
     # What ``EngineHost`` offers

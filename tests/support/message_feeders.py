@@ -182,7 +182,7 @@ class World:
             models=self.models,
             peers=self.peers,
             book=self.book,
-            proofs=AliveProofs(self.trust),
+            proofs=AliveProofs(self.trust, self.clock),
             links=self.links,
             replication=Replication(
                 peers=self.peers, models=self.models, engines=engines, copies=1, changes=lambda: one()

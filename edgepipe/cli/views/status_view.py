@@ -180,8 +180,10 @@ def _engine(engine: EngineState) -> Iterator[RenderableType]:
 
 def _next_start(engine: EngineState) -> str:
     """Say when a crashed engine starts again, by this machine's clock."""
-    left_s = engine.starts_at_us / 1e6 - time.time()
-    return f"starts again in {format_duration_s(round(left_s))}" if left_s >= 1 else "starts again now"
+    left_s = round(engine.starts_at_us / 1e6 - time.time())
+    if left_s < 1:
+        return "starts again now"
+    return f"starts again in {left_s} s" if left_s < 60 else f"starts again in {format_duration_s(left_s)}"
 
 
 def render_plan(engine: EngineState) -> Iterator[RenderableType]:

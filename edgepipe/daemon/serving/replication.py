@@ -15,7 +15,14 @@ from edgepipe.daemon.files.model_parts import model_parts, parts_on
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.serving.engines import EngineHost
-from edgepipe.errors import EdgepipeError, ModelUnknown, NoFeasiblePlacement, PlanInvalid, RemoteProtocolError
+from edgepipe.errors import (
+    EdgepipeError,
+    ModelUnknown,
+    NoFeasiblePlacement,
+    PlanInvalid,
+    RemoteProtocolError,
+    SendTimeout,
+)
 from edgepipe.ids import NodeId
 from edgepipe.planner.copies import CopyPlan, Disk, ModelParts, plan_copies
 from edgepipe.units import format_bytes
@@ -28,6 +35,7 @@ logger = logging.getLogger(__name__)
 _LINK_SHARE = 0.3
 _SETTLED_S = 5.0  # the stages of a newly served model fetch their parts first
 _AGAIN_MIN_S, _AGAIN_MAX_S = 30.0, 600.0  # after a copy broke off
+_SILENT_S = 600.0  # a copy waits while a stage fetches its tensors; the next try goes on where this one stopped
 _TELL_S = 0.25
 
 
@@ -202,11 +210,21 @@ class Replication:
             await asyncio.wait(copying)
 
     async def _copy_to(self, node_id: NodeId, request: KeepCopyRequest, progress: dict[NodeId, CopyProgress]) -> None:
-        """Have a node copy, and keep its entry of ``progress`` up to date."""
+        """Have a node copy, and keep its entry of ``progress`` up to date. Raises SendTimeout if it goes silent."""
         now = progress[node_id]
         logger.info("copying model=%s parts=%d to node=%s", request.model, len(request.parts), now.node_name)
-        async for update in self._peers.keep_copy(node_id, request):
-            progress[node_id] = replace(now, bytes_done=update.bytes_done)
+        now_s = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(_SILENT_S) as silence:
+                async for update in self._peers.keep_copy(node_id, request):
+                    silence.reschedule(now_s() + _SILENT_S)
+                    progress[node_id] = replace(now, bytes_done=update.bytes_done)
+        except TimeoutError as exc:
+            raise SendTimeout(
+                f"node {now.node_name} makes no progress with its copy of {request.model}",
+                fact=f"silent for {_SILENT_S:.0f} s",
+                node=now.node_name,
+            ) from exc
         progress[node_id] = replace(now, bytes_done=now.bytes_total)
 
     def _source(self, model: LocalModel, chosen: tuple[int, ...], target: str) -> str:

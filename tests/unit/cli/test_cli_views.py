@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from edgepipe.cli.doctor.node_findings import engine_findings
 from edgepipe.cli.output import as_dict, bar, print_error, wrapped
 from edgepipe.cli.sse import Piece, error_from_body, piece_from_event
 from edgepipe.cli.views.status_view import layout_text, render_status
-from edgepipe.errors import EdgepipeError, ModelUnknown, PipelineBroken, PromptTooLong, RemoteProtocolError
+from edgepipe.errors import EdgepipeError, ModelUnknown, PipelineBroken, PromptTooLong, RemoteProtocolError, StageLost
 from edgepipe.gateway.problems import from_error
 from edgepipe.ids import NodeId
 from edgepipe.wire.engines import Advice, LeftOut
@@ -177,6 +178,22 @@ def test_a_cluster_of_one_that_serves_nothing_says_what_to_do() -> None:
     text = "\n".join(picture(ClusterStatus(cluster_name="home", node_id=NodeId("n1"), members=(alone,))))
     assert "1 node" in text
     assert "edgepipe serve" in text
+
+
+@pytest.mark.parametrize(
+    ("left_s", "shown"), [(0.0, "now"), (42.3, "in 42 s"), (-9.0, "now"), (270.2, "in 4 min 30 s")]
+)
+def test_a_crashed_engine_shows_when_it_starts_again_and_why_it_ended(
+    monkeypatch: pytest.MonkeyPatch, left_s: float, shown: str
+) -> None:
+    monkeypatch.setattr("edgepipe.cli.views.status_view.time", SimpleNamespace(time=lambda: 1_700_000_000.0))
+    error = StageLost("the engine of 'm' ended again and again", fact="the last time: killed by SIGKILL")
+    at_us = int((1_700_000_000.0 + left_s) * 1e6)
+    paused = with_engine(make_status(), state="waiting", message="x", error=error, starts_at_us=at_us)
+    lines = picture(paused, width=120)
+    assert any(line.endswith(f"waiting · starts again {shown}") for line in lines)
+    assert "killed by SIGKILL" in "\n".join(lines)
+    assert as_dict(paused)["engines"][0]["starts_at_us"] == at_us
 
 
 def test_a_failed_model_shows_its_three_lines() -> None:
