@@ -344,7 +344,8 @@ class Models:
             raise ModelInvalid(f"the model has no tensor '{tensor[:80]}'")
         if not await asyncio.to_thread(stored.holds, tensor):
             raise ModelUnknown(f"tensor '{tensor}' is not on this node", fact="only parts of the model are")
-        await asyncio.to_thread(stored.check_tensor, tensor)
+        if offset < entry.info.num_bytes:
+            await asyncio.to_thread(stored.check_tensor, tensor)
         rate = max(_LEAST_BYTES_PER_S, min(bytes_per_s, _MOST_BYTES_PER_S)) if bytes_per_s else 0.0
         most = min(self._piece_bytes, chunk_bytes(rate)) if rate else self._piece_bytes
         while offset < entry.info.num_bytes:

@@ -95,7 +95,10 @@ class WeightsClient:
                 offset += len(chunk.data)
 
     async def _chunks(self, source: NodeState, stream: AsyncIterable[pb.DataChunk]) -> AsyncGenerator[pb.DataChunk]:
-        """Yield chunks. Raises SendTimeout when the source falls silent."""
+        """Yield chunks. Raises SendTimeout when the source falls silent, RemoteProtocolError for an empty chunk.
+
+        A source that sends empty chunks would never be silent, and never done.
+        """
         chunks = aiter(stream)
         while True:
             try:
@@ -107,6 +110,8 @@ class WeightsClient:
                 ) from exc
             if chunk is None:
                 return
+            if not chunk.data:
+                raise RemoteProtocolError(f"node {source.name} sent a part without bytes")
             yield chunk
 
     @asynccontextmanager

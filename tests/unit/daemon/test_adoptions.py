@@ -419,6 +419,28 @@ async def test_a_peer_cannot_speak_of_this_nodes_disk_or_send_another_part(membe
     await server.stop(grace=0)
 
 
+class NoBytes(node_pb2_grpc.WeightsServicer):
+    """A peer that sends without end, and nothing."""
+
+    async def ReadTensor(self, request: Any, context: Any) -> AsyncIterator[pb.DataChunk]:
+        while True:
+            yield pb.DataChunk(offset=request.offset)
+
+
+async def test_a_peer_that_sends_parts_without_bytes_is_left_for_the_next(members: Members) -> None:
+    members.add("a", {"tiny": "T"})
+    server = make_server(Plaintext())
+    node_pb2_grpc.add_WeightsServicer_to_server(NoBytes(), server)
+    port = bind(server, Plaintext(), host="127.0.0.1", port=0)
+    await server.start()
+    node = NodeState(node_id=NodeId("rogue"), name="rogue", address=f"127.0.0.1:{port}")
+    client = WeightsClient(hello=Hello(role="node"), security=Plaintext(), timeouts=Timeouts(connect_s=1.0))
+    tensor = client.tensor(node, members.genuine("a", "tiny").manifest, "x", offset=5, bytes_per_s=0.0)
+    with pytest.raises(RemoteProtocolError, match="a part without bytes"):
+        await anext(tensor)
+    await server.stop(grace=0)
+
+
 # --- What others read from here
 
 
