@@ -220,8 +220,9 @@ HOSTILE_CASES = (
         what="echo, logprobs 20, n 4, 6 prompts of 8,000 tokens",
         strike=_scores,
         answers="200 or 400 logprobs",
+        seconds=20.0,
     ),
-    HostileCase(name="echo", what="echo of 200,000 tokens, logprobs 4", strike=_long_echo, seconds=10.0),
+    HostileCase(name="echo", what="echo of 200,000 tokens, logprobs 4", strike=_long_echo, seconds=15.0),
     HostileCase(name="stops", what="4,096 stop strings; 64 long ones, n 8", strike=_stops, answers="200, 400 stop"),
     HostileCase(name="tools", what="300 and 128 tools of 250 KB, long text", strike=_tools, answers="200, 400 tools"),
     HostileCase(
