@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.body import MAX_BODY_BYTES, parse_json_object, read_body
-from edgepipe.gateway.body_child import GOOD, kind_name, unpack
+from edgepipe.gateway.body_child import GOOD, id_lists, kind_name, unpack
 from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.problems import HttpProblem, busy
 from edgepipe.gateway.request_share import memory_of
@@ -22,6 +22,7 @@ from edgepipe.model.warm_child import ChildEnded, WarmChild
 _INLINE_BYTES = 128 << 10  # 3-4 ms of parsing; a child process reads larger bodies
 _SMALL_BYTES = 8 << 10  # 0.3 ms: larger bodies are parsed in turns
 _MAX_PARSING = 512  # a user's bodies that wait to be parsed on the loop: one per connection
+_ID_BYTES = 36  # an integer and its place in a list
 _READ_S = 30.0  # 8 MB of small values take 3-4 s of CPU
 _MOST_BYTES = 8 * MAX_BODY_BYTES  # checked bodies grow at most threefold: lists of one token id each
 _START_S = 20.0  # start of an interpreter on an overloaded machine
@@ -37,7 +38,7 @@ def _new_child() -> WarmChild:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyReader:
-    """Reads and checks bodies. Raises HttpProblem for every invalid body."""
+    """Reads and checks bodies. Raises HttpProblem for every invalid body, QueueFull beyond its user's memory."""
 
     models: ModelTable
     body_s: float  # until a body has arrived
@@ -46,8 +47,13 @@ class BodyReader:
 
     async def read(self, request: Request, kind: type[BodyT], *, of_any_type: bool = False) -> BodyT:
         """Return the checked body. ``of_any_type``: accept any Content-Type. Raises HttpProblem."""
-        owner = owner_of(request)
-        body = await read_body(request, memory=memory_of(request), within_s=self.body_s, of_any_type=of_any_type)
+        memory = memory_of(request)
+        body = await read_body(request, memory=memory, within_s=self.body_s, of_any_type=of_any_type)
+        checked = await self._checked(body, kind, owner_of(request))
+        memory.take(_ID_BYTES * sum(map(len, id_lists(checked))))
+        return checked
+
+    async def _checked(self, body: bytes, kind: type[BodyT], owner: str) -> BodyT:
         if len(body) <= _SMALL_BYTES:
             return validate(kind, parse_json_object(body))
         if len(body) <= _INLINE_BYTES:

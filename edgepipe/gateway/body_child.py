@@ -26,15 +26,20 @@ def kind_name(kind: type[Checked]) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
+def id_lists(body: Checked) -> Sequence[list[int]]:
+    """Return a body's lists of token ids."""
+    if isinstance(body, CompletionBody):
+        return [prompt for prompt in body.prompt if isinstance(prompt, list)]
+    return [body.tokens] if isinstance(body, DetokenizeBody) else ()
+
+
 def pack(body: Checked) -> bytes:
     """Encode a checked body for fast decoding: its JSON, then its token ids (``pack_ids``)."""
-    lists: Sequence[list[int]] = ()
+    lists = id_lists(body)
     if isinstance(body, CompletionBody):
-        lists = [prompt for prompt in body.prompt if isinstance(prompt, list)]
         empty = [[0] if isinstance(prompt, list) else prompt for prompt in body.prompt]
         body = body.model_copy(update={"prompt": empty})
     elif isinstance(body, DetokenizeBody):
-        lists = [body.tokens]
         body = body.model_copy(update={"tokens": []})
     text = body.model_dump_json(exclude_unset=True).encode()
     return b"".join([HEAD.pack(len(text)), text, *map(pack_ids, lists)])

@@ -20,6 +20,7 @@ from edgepipe.gateway.metrics import RequestMeter, RequestMetrics
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable, News
 from edgepipe.gateway.problems import bad_request, from_error
 from edgepipe.gateway.schema import ChatBody, CompletionBody, RequestBody
+from edgepipe.gateway.shares import Holding
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, choose_tools, plan_output
 from edgepipe.gateway.text import Delta
 from edgepipe.gateway.unloading import KeepAlives
@@ -79,8 +80,11 @@ class CompletionService:
     compiler: GrammarCompiler
     threads: Turns = field(default_factory=_new_threads)  # that tokenise or write metrics
 
-    async def chat(self, body: ChatBody, *, owner: str) -> PreparedCompletion:
-        """Prepare a conversation's next turn. Raises HttpProblem, EdgepipeError."""
+    async def chat(self, body: ChatBody, *, owner: str, memory: Holding) -> PreparedCompletion:
+        """Prepare a conversation's next turn. Raises HttpProblem, EdgepipeError.
+
+        ``memory``: the body's; the ticket's takes its place.
+        """
         entry = await self.loads.entry(body.model)
         assets = await entry.assets()
         form = answer_form(body)
@@ -104,10 +108,11 @@ class CompletionService:
         completion = self._completion(
             body, entry, assets, [prompt], sampling, wanted=wanted, param="messages", plan=plan
         )
+        memory.release()
         return self._prepared(completion, entry, assets, owner)
 
-    async def complete(self, body: CompletionBody, *, owner: str) -> PreparedCompletion:
-        """Prepare continuations of prompts. Raises HttpProblem, EdgepipeError."""
+    async def complete(self, body: CompletionBody, *, owner: str, memory: Holding) -> PreparedCompletion:
+        """Prepare continuations of prompts, as ``chat``. Raises HttpProblem, EdgepipeError."""
         entry = await self.loads.entry(body.model)
         assets = await entry.assets()
         plan = await plan_output(form=answer_form(body), compiler=self.compiler, owner=owner)
@@ -133,6 +138,7 @@ class CompletionService:
         completion = self._completion(body, entry, assets, prompts, sampling, wanted=wanted, param="prompt", plan=plan)
         completion = replace(completion, continues=True, only_scores=body.max_tokens == 0)
         texts = tuple(_echoed(assets, prompt) for prompt in body.prompt) if body.echo else ()
+        memory.release()
         return self._prepared(completion, entry, assets, owner, texts=texts)
 
     async def run(self, prepared: PreparedCompletion) -> AsyncGenerator[Delta]:

@@ -25,6 +25,7 @@ from edgepipe.gateway.models import Assets, ModelTable
 from edgepipe.gateway.openai_handlers import OpenAIHandlers
 from edgepipe.gateway.other_fields import OLLAMA, SAMPLING, RefusedFields
 from edgepipe.gateway.problems import HttpProblem, bad_request
+from edgepipe.gateway.request_share import memory_of
 from edgepipe.gateway.responses import GatheredChoice, compact, encoded
 from edgepipe.gateway.schema import (
     MAX_MESSAGES,
@@ -319,7 +320,9 @@ class OllamaHandlers:
             fields |= {"model": name, "prompt": body.prompt, "response_format": body.response_format()}
             fields["logprobs"] = body.top_logprobs if body.logprobs or body.top_logprobs else None
             fields.setdefault("max_tokens", MAX_TOKEN_ID)
-            prepared = await self.service.complete(validate(CompletionBody, fields), owner=owner_of(request))
+            prepared = await self.service.complete(
+                validate(CompletionBody, fields), owner=owner_of(request), memory=memory_of(request)
+            )
             prepared.keep_s = kept_s
             return await self.handlers.answer(request, prepared, self._shape(prepared, chat=False), body.stream)
         messages = [{"role": "user", "content": body.prompt}]
@@ -397,7 +400,9 @@ class OllamaHandlers:
             return self._empty(body, "load", chat=chat)
         fields = body.shared_fields(await entry.assets()) | body.chat_fields()
         fields |= {"messages": messages, "model": name, "tools": tools}
-        prepared = await self.service.chat(validate(ChatBody, fields), owner=owner_of(request))
+        prepared = await self.service.chat(
+            validate(ChatBody, fields), owner=owner_of(request), memory=memory_of(request)
+        )
         prepared.keep_s = kept_s
         return await self.handlers.answer(request, prepared, self._shape(prepared, chat=chat), body.stream)
 

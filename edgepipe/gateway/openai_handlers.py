@@ -13,6 +13,7 @@ from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.bodies import BodyReader
 from edgepipe.gateway.completion_service import CompletionService, PreparedCompletion
 from edgepipe.gateway.problems import from_error
+from edgepipe.gateway.request_share import memory_of
 from edgepipe.gateway.responses import ChatShape, GatheredChoice, Head, Shape, TextShape, compact, encoded
 from edgepipe.gateway.schema import BodyT, ChatBody, CompletionBody, RequestBody
 from edgepipe.gateway.streams import EventStream, StreamTimeouts, until_disconnect
@@ -32,7 +33,9 @@ class OpenAIHandlers:
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         body = await self.bodies.read(request, ChatBody)
-        prepared = await self.service.chat(_prioritised(body, request), owner=owner_of(request))
+        prepared = await self.service.chat(
+            _prioritised(body, request), owner=owner_of(request), memory=memory_of(request)
+        )
         head = self._head("chatcmpl", body, prepared)
         return await self.answer(
             request, prepared, ChatShape(head, prepared, streams=bool(body.stream)), bool(body.stream)
@@ -41,7 +44,9 @@ class OpenAIHandlers:
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         body = await self.bodies.read(request, CompletionBody)
-        prepared = await self.service.complete(_prioritised(body, request), owner=owner_of(request))
+        prepared = await self.service.complete(
+            _prioritised(body, request), owner=owner_of(request), memory=memory_of(request)
+        )
         head = self._head("cmpl", body, prepared)
         return await self.answer(request, prepared, TextShape(head, prepared), bool(body.stream))
 

@@ -24,7 +24,7 @@ from edgepipe.gateway.connections import ConnectionLimits
 from edgepipe.gateway.grammar_trial import GrammarTrial
 from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.schema import CompletionBody
-from edgepipe.gateway.shares import memory_shares
+from edgepipe.gateway.shares import Holding, memory_shares
 from edgepipe.gateway.structured import GrammarCompiler
 from edgepipe.model import warm_child
 from edgepipe.model.turns import Turns
@@ -139,6 +139,27 @@ async def test_the_memory_of_every_request_is_given_back() -> None:
                 pass
 
 
+async def test_token_ids_of_a_body_count_until_its_request_does() -> None:
+    ids = [40_000] * 20_000
+    memory = memory_shares(4 << 20).holding("a")
+    reader = BodyReader(models=ModelTable(), body_s=20)
+    body = json.dumps({"prompt": ids}).encode()
+    await reader.read(_request("a", body, memory), CompletionBody)
+    assert memory.amount == 2 * len(body) + 36 * len(ids)
+    with pytest.raises(QueueFull, match="too much memory"):
+        await reader.read(_request("a", json.dumps({"prompt": [ids] * 4}).encode(), memory), CompletionBody)
+    await reader.child.end()
+    engine = FakeEngine(hold_after=1)
+    async with serving(engine) as served:
+        running = asyncio.create_task(served.complete([97] * 3000, junk=" " * 100_000))
+        async with asyncio.timeout(10):
+            await engine.submitted.wait()
+            counted = await _gauge(served, "request_bytes")
+        assert 64 * 3000 <= counted < 100_000 + 64 * 3000  # the body has become a request
+        engine.release.set()
+        assert (await running).status_code == 200
+
+
 async def test_slow_bodies_on_all_connections_of_one_user_keep_no_other_out() -> None:
     limits = ConnectionLimits(max_connections=16)
     async with (
@@ -160,11 +181,11 @@ async def test_two_users_with_slow_bodies_leave_room_for_a_third() -> None:
     async with (
         serving(FakeEngine(), rules=rules, connections=ConnectionLimits(max_connections=28)) as served,
         _unfinished(served, 40, slow, "one-long-key") as first,
-        _unfinished(served, 40, slow, "two-long-key") as second,
     ):
         assert len(await _refusals(first, 40 - 21)) == 40 - 21
-        assert len(await _refusals(second, 40 - 5)) == 40 - 5
-        assert (await _other(served)).status_code == 200
+        async with _unfinished(served, 40, slow, "two-long-key") as second:
+            assert len(await _refusals(second, 40 - 5)) == 40 - 5
+            assert (await _other(served)).status_code == 200
 
 
 async def test_supervisors_are_answered_beside_a_flood_of_their_own_address() -> None:
@@ -259,11 +280,11 @@ class _Asked(WarmChild):
         return await super().ask(*parts, within_s=within_s, most_bytes=most_bytes, owner=owner)
 
 
-def _request(owner: str, body: bytes) -> Request:
+def _request(owner: str, body: bytes, memory: Holding | None = None) -> Request:
     async def receive() -> dict[str, object]:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    state = {"owner": owner, "memory": memory_shares(64 << 20).holding(owner)}
+    state = {"owner": owner, "memory": memory or memory_shares(64 << 20).holding(owner)}
     return Request({"type": "http", "headers": [(b"content-type", b"application/json")], "state": state}, receive)
 
 
