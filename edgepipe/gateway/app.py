@@ -22,11 +22,11 @@ from edgepipe.gateway.endpoints import Endpoint, fields
 from edgepipe.gateway.ollama_handlers import OllamaChatBody, OllamaGenerateBody, OllamaHandlers, ShowBody
 from edgepipe.gateway.openai_handlers import OpenAIHandlers
 from edgepipe.gateway.openapi import make_document, make_page
+from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.problems import HttpProblem, from_error, problem_response
 from edgepipe.gateway.request_scope import RequestScope
 from edgepipe.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from edgepipe.gateway.status_handlers import StatusHandlers
-from edgepipe.gateway.streams import StreamTimeouts
 from edgepipe.gateway.tokenizing import TokenHandlers
 
 logger = logging.getLogger(__name__)
@@ -45,10 +45,10 @@ def make_app(
     bodies: BodyReader,
     status_handlers: StatusHandlers,
     rules: AccessRules,
-    timeouts: StreamTimeouts | None = None,
+    answers: PiecedAnswers,
 ) -> ASGIApp:
     """Build the ASGI application."""
-    handlers = OpenAIHandlers(service=service, bodies=bodies, timeouts=timeouts or StreamTimeouts())
+    handlers = OpenAIHandlers(service=service, bodies=bodies, answers=answers)
     endpoints = _endpoints(handlers, status_handlers)
     document = make_document(endpoints)
     text = json.dumps(document)
@@ -78,7 +78,7 @@ _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsa
 
 
 def _endpoints(handlers: OpenAIHandlers, status_handlers: StatusHandlers) -> Sequence[Endpoint]:
-    tokens = TokenHandlers(models=handlers.service.models, bodies=handlers.bodies)
+    tokens = TokenHandlers(models=handlers.service.models, bodies=handlers.bodies, answers=handlers.answers)
     return [*_openai(handlers, status_handlers), *_status(status_handlers), *_tokens(tokens), *_ollama(handlers)]
 
 

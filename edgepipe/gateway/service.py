@@ -29,9 +29,11 @@ from edgepipe.gateway.grammar_trial import GrammarTrial
 from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.metrics import Metrics
 from edgepipe.gateway.models import AssetLoader, ModelEntry, ModelTable, News
+from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.status_handlers import StatusHandlers
 from edgepipe.gateway.streams import StreamTimeouts
 from edgepipe.gateway.structured import GrammarCompiler
+from edgepipe.gateway.turns import Turns
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, PipelineId
 from edgepipe.security.mutual_tls import Security
@@ -84,6 +86,7 @@ class Gateway:
         self._loads = ModelLoads(self._models, load=load_model)
         self._grammar_trial = GrammarTrial()
         self._keep_alives = KeepAlives(self._models, clock=clock, unload=unload_model)
+        answers = PiecedAnswers(turns=Turns(), timeouts=timeouts or StreamTimeouts())
         metrics = Metrics(clock=clock, view=lambda: self._newest, own=self._gauges, version=__version__)
         service = CompletionService(
             models=self._models,
@@ -95,15 +98,16 @@ class Gateway:
             admission=self._admission,
             metrics=metrics.requests,
             compiler=GrammarCompiler(self._grammar_trial.check),
+            turns=answers.turns,
         )
-        status_handlers = StatusHandlers(models=self._models, clock=clock, metrics=metrics)
+        status_handlers = StatusHandlers(models=self._models, clock=clock, metrics=metrics, answers=answers)
         self._bodies = BodyReader(models=self._models, body_s=self._connections.limits.body_s)
         self.app: ASGIApp = make_app(
             service=service,
             bodies=self._bodies,
             status_handlers=status_handlers,
             rules=rules or AccessRules(),
-            timeouts=timeouts,
+            answers=answers,
         )
 
     def update(self, view: ClusterView) -> None:

@@ -12,6 +12,7 @@ from edgepipe import PROTOCOL_VERSION, __version__
 from edgepipe.clock import Clock
 from edgepipe.gateway.metrics import CONTENT_TYPE, Metrics
 from edgepipe.gateway.models import ModelTable
+from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.responses import model_card
 
@@ -23,11 +24,12 @@ class StatusHandlers:
     models: ModelTable
     clock: Clock
     metrics: Metrics
+    answers: PiecedAnswers
 
     async def list_models(self, request: Request) -> Response:
         """``GET /v1/models``."""
         created_s = int(self.clock.wall_s())
-        return JSONResponse(
+        return self.answers.json(
             {"object": "list", "data": [model_card(served, created_s=created_s) for served in self.models.served]}
         )
 
