@@ -76,7 +76,7 @@ class CompletionService:
 
     async def chat(self, body: ChatBody, *, owner: str) -> PreparedCompletion:
         """Prepare a conversation's next turn. Raises HttpProblem, EdgepipeError."""
-        entry = await self.loads.entry(body.model)
+        entry = await self.loads.entry(body.model, owner=owner)
         assets = await entry.assets()
         form = answer_form(body)
         choice = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
@@ -98,7 +98,7 @@ class CompletionService:
 
     async def complete(self, body: CompletionBody, *, owner: str) -> PreparedCompletion:
         """Prepare continuations of prompts. Raises HttpProblem, EdgepipeError."""
-        entry = await self.loads.entry(body.model)
+        entry = await self.loads.entry(body.model, owner=owner)
         assets = await entry.assets()
         plan = await plan_output(form=answer_form(body), compiler=self.compiler)
         context_length = entry.served.context_length

@@ -316,7 +316,8 @@ class OllamaHandlers:
         if body.raw and body.prompt:
             kept_s = body.keep_s()
             name = _known_name(self.service.models, body.model)
-            fields = body.shared_fields(await (await self.service.loads.entry(name)).assets())
+            entry = await self.service.loads.entry(name, owner=owner_of(request))
+            fields = body.shared_fields(await entry.assets())
             fields |= {"model": name, "prompt": body.prompt, "response_format": body.response_format()}
             fields["logprobs"] = body.top_logprobs if body.logprobs or body.top_logprobs else None
             fields.setdefault("max_tokens", MAX_TOKEN_ID)
@@ -391,7 +392,7 @@ class OllamaHandlers:
         if not messages and kept_s == 0:
             self._unload(name)
             return self._empty(body, "unload", chat=chat)
-        entry = await self.service.loads.entry(name)
+        entry = await self.service.loads.entry(name, owner=owner_of(request))
         name = entry.served.name
         if not messages:  # a request to load the model; it is loaded
             self.service.keep_alives.want(entry.served, kept_s)
