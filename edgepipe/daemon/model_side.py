@@ -15,6 +15,7 @@ from edgepipe.daemon.files.models import Models
 from edgepipe.daemon.machine.backends import choose_backend
 from edgepipe.daemon.network.guests import Guests
 from edgepipe.daemon.processes.gateway_keeper import GatewayKeeper
+from edgepipe.daemon.processes.kept_models import KeptModelsFile
 from edgepipe.daemon.serving.drain import Drain
 from edgepipe.daemon.serving.engine_keeper import EngineKeeper
 from edgepipe.daemon.serving.engines import EngineHost
@@ -59,6 +60,7 @@ class NodeHosting:
         self.replication = self._new_replication()
         self.drain = self._new_drain(replanner)
         self._keeper = self._new_keeper()
+        self._kept_models = KeptModelsFile(basis.data_dir.path / "keep_alive.json")
         self.gateway = self._new_gateway()
         self.serving = self._new_serving(surveyor)
         presence.local.add_part(self._tell)
@@ -73,6 +75,7 @@ class NodeHosting:
         for name, keeping in (
             ("spare", self.device.keep_spare()),
             ("layer-profiles", self._layers.run()),
+            ("kept-models", self._kept_models.run()),
             ("serve-book", self.book.run()),
             ("engine-keeper", self._keeper.run()),
             ("replan-watch", self._replan_watch.run()),
@@ -218,6 +221,7 @@ class NodeHosting:
                 ServeRequest(model=model, options=ServeSpec(model=model, on_request=True))
             ),
             unload=lambda model: self.serving.unload(model),
+            kept=self._kept_models,
             changes=self._changes,
             tasks=self._tasks,
             on_change=self._refresh,

@@ -84,7 +84,8 @@ class _ReasoningReader:
         self._rest = rest
         self._state: Callable[[str, int], int] = self._begin if inside else self._before
         self._pending = ""  # text that may be an incomplete mark
-        self._spaces: str = ""  # at the end of the reasoning so far
+        self._held: list[str] = []  # spaces before the first text, until it is known whether reasoning begins
+        self._spaces: list[str] = []  # at the end of the reasoning so far
         self._parts: list[Scanned] = []
         self._has_reasoning = False
 
@@ -103,7 +104,8 @@ class _ReasoningReader:
 
     def finish(self, *, followed_by: str | None = None) -> Scanned:
         """See TextReader."""
-        held, self._pending = "" if self._state == self._begin else self._pending, ""
+        held = "" if self._state == self._begin else "".join([*self._held, self._pending])
+        self._held, self._pending = [], ""
         inside = self._state == self._reasoning
         mark = self._marks.closing if inside else self._marks.opening
         if held and (followed_by is None or not begins((held + followed_by).lstrip(), 0, (mark,))):
@@ -126,14 +128,16 @@ class _ReasoningReader:
         """State: reasoning may begin."""
         first = len(text) - len(text[at:].lstrip())
         opening = self._marks.opening
+        self._held.append(text[at:first])
         if text.startswith(opening, first):
-            self._state = self._begin
+            self._state, self._held = self._begin, []
             return first + len(opening)
-        if first == len(text) or opening.startswith(text[first:]):
-            self._pending = text[at:]
+        if opening.startswith(text[first:]):
+            self._pending = text[first:]
             return len(text)
-        self._state = self._content
-        return at
+        self._parts += map(self._rest.push, self._held)
+        self._state, self._held = self._content, []
+        return first
 
     def _begin(self, text: str, at: int) -> int:
         """State: after the opening: spaces and a label are no reasoning."""
@@ -147,7 +151,7 @@ class _ReasoningReader:
             return len(text)
         self._state = self._reasoning
         if self._has_reasoning:
-            self._spaces = "\n"
+            self._spaces = ["\n"]
         return first
 
     def _reasoning(self, text: str, at: int) -> int:
@@ -157,21 +161,20 @@ class _ReasoningReader:
         end = found if found >= 0 else len(text) - overlap(text, at, closing)
         self._think(text[at:end])
         if found >= 0:
-            self._spaces, self._state = "", self._after
+            self._spaces, self._state = [], self._after
             return found + len(closing)
         self._pending = text[end:]
         return len(text)
 
     def _think(self, piece: str) -> None:
         """Add reasoning; hold back spaces at its end, drop them at its beginning."""
-        text = self._spaces + piece
-        if not self._has_reasoning:
-            text = text.lstrip()
+        text = piece if self._has_reasoning else piece.lstrip()
         shown = text.rstrip()
-        self._spaces = text[len(shown) :]
         if shown:
             self._has_reasoning = True
-            self._parts.append(Scanned(reasoning=shown))
+            self._parts.append(Scanned(reasoning="".join([*self._spaces, shown])))
+            self._spaces = []
+        self._spaces.append(text[len(shown) :])
 
     def _after(self, text: str, at: int) -> int:
         """State: after reasoning: spaces are no content."""

@@ -22,13 +22,13 @@ from edgepipe.gateway.endpoints import Endpoint, fields
 from edgepipe.gateway.ollama_handlers import OllamaChatBody, OllamaGenerateBody, OllamaHandlers, ShowBody
 from edgepipe.gateway.openai_handlers import OpenAIHandlers
 from edgepipe.gateway.openapi import make_document, make_page
+from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.problems import HttpProblem, from_error, problem_response
 from edgepipe.gateway.request_scope import RequestScope
 from edgepipe.gateway.request_share import RequestShare
 from edgepipe.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from edgepipe.gateway.shares import Shares
 from edgepipe.gateway.status_handlers import StatusHandlers
-from edgepipe.gateway.streams import StreamTimeouts
 from edgepipe.gateway.tokenizing import TokenHandlers
 
 logger = logging.getLogger(__name__)
@@ -47,16 +47,16 @@ def make_app(
     bodies: BodyReader,
     status_handlers: StatusHandlers,
     rules: AccessRules,
+    answers: PiecedAnswers,
     requests: Shares,
     memory: Shares,
-    timeouts: StreamTimeouts | None = None,
 ) -> ASGIApp:
     """Build the ASGI application.
 
     requests  shares of the connections with a request in progress
     memory    shares of the memory of bodies and requests
     """
-    handlers = OpenAIHandlers(service=service, bodies=bodies, timeouts=timeouts or StreamTimeouts())
+    handlers = OpenAIHandlers(service=service, bodies=bodies, answers=answers)
     endpoints = _endpoints(handlers, status_handlers)
     document = make_document(endpoints)
     text = json.dumps(document)
@@ -89,7 +89,12 @@ _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsa
 
 
 def _endpoints(handlers: OpenAIHandlers, status_handlers: StatusHandlers) -> Sequence[Endpoint]:
-    tokens = TokenHandlers(models=handlers.service.models, bodies=handlers.bodies, threads=handlers.service.threads)
+    tokens = TokenHandlers(
+        models=handlers.service.models,
+        bodies=handlers.bodies,
+        answers=handlers.answers,
+        threads=handlers.service.threads,
+    )
     return [*_openai(handlers, status_handlers), *_status(status_handlers), *_tokens(tokens), *_ollama(handlers)]
 
 

@@ -50,9 +50,9 @@ class ModelAssets:
         """See Assets."""
         return await self._long_texts.encode(text, add_special=special_tokens, at_most=at_most, owner=owner)
 
-    def decode(self, ids: Sequence[int], *, finish: bool = True) -> str:
+    def new_decoder(self) -> Detokenizer:
         """See Assets."""
-        return self._tokenizer.decode(ids, skip_special=False, finish=finish)
+        return self._tokenizer.detokenizer(skip_special=False)
 
     def token_bytes(self, token: int) -> bytes:
         """See Assets."""

@@ -16,7 +16,7 @@ from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.problems import HttpProblem, busy
 from edgepipe.gateway.request_share import memory_of
 from edgepipe.gateway.schema import BodyT, validate
-from edgepipe.model.turns import Turns
+from edgepipe.model.user_turns import UserTurns
 from edgepipe.model.warm_child import ChildEnded, WarmChild
 
 _INLINE_BYTES = 128 << 10  # 3-4 ms of parsing; a child process reads larger bodies
@@ -28,8 +28,8 @@ _MOST_BYTES = 8 * MAX_BODY_BYTES  # checked bodies grow at most threefold: lists
 _START_S = 20.0  # start of an interpreter on an overloaded machine
 
 
-def _new_turns() -> Turns:
-    return Turns(max_waiting=_MAX_PARSING)
+def _new_turns() -> UserTurns:
+    return UserTurns(max_waiting=_MAX_PARSING)
 
 
 def _new_child() -> WarmChild:
@@ -43,7 +43,7 @@ class BodyReader:
     models: ModelTable
     body_s: float  # until a body has arrived
     child: WarmChild = field(default_factory=_new_child)  # started by the first large body
-    turns: Turns = field(default_factory=_new_turns)  # for what is parsed here: one body per turn of the loop
+    turns: UserTurns = field(default_factory=_new_turns)  # for what is parsed here: one body per turn of the loop
 
     async def read(self, request: Request, kind: type[BodyT], *, of_any_type: bool = False) -> BodyT:
         """Return the checked body. ``of_any_type``: accept any Content-Type. Raises HttpProblem."""

@@ -12,13 +12,15 @@ from edgepipe.gateway.answer_reader import AnswerFormat, AnswerReader
 from edgepipe.gateway.generation import Generation
 from edgepipe.gateway.metrics import RequestMeter
 from edgepipe.gateway.models import Assets, ModelEntry
-from edgepipe.gateway.text import ChoiceText, Delta
+from edgepipe.gateway.text import ChoiceText, Delta, parts_of
 from edgepipe.gateway.tool_calls import Scanned, call_id, joined_calls
+from edgepipe.gateway.turns import Turns
 from edgepipe.sampling import LogprobLog
 from edgepipe.sampling.logprobs import logprob_bytes
 from edgepipe.wire.requests import Submission
 
 _TOKEN_BYTES = 64  # an integer, its references, its text
+_TURN_TOKENS, _TURN_SCORES = 128, 1024  # tokens, and those with their alternatives, read at once: some milliseconds
 _CHOICE_BYTES = 8192  # detokenizer, reader, the engine's link
 
 
@@ -82,15 +84,23 @@ class _Track:
     text: ChoiceText
     reader: AnswerReader | None
 
+    @property
+    def unread(self) -> bool:
+        """Whether the log has tokens that the text lacks."""
+        return self.text.num_tokens < self.generation.log.num_tokens(self.choice)
+
 
 async def run_completion(
-    completion: Completion, entry: ModelEntry, assets: Assets, counts: Counts, meter: RequestMeter
+    completion: Completion, entry: ModelEntry, assets: Assets, counts: Counts, meter: RequestMeter, turns: Turns
 ) -> AsyncGenerator[Delta]:
     """Yield deltas of all choices as they become visible; the last delta of a choice has its finish reason.
 
+    A reader that comes late gets what it missed in deltas of bounded size, with a turn of the loop in between.
     Raises the engine's error if a choice cannot be finished. Closing the generator stops the running choices.
     """
     changed = asyncio.Event()
+    most = min(_TURN_TOKENS, _TURN_SCORES // (1 + completion.requests[0].sampling.top_logprobs))
+    unturned = 0  # tokens read since the last turn
     with ExitStack() as stack:
         generations = [stack.enter_context(entry.link.open(r, changed=changed)) for r in completion.requests]
         running = _tracks(completion, generations, assets)
@@ -100,8 +110,16 @@ async def run_completion(
             changed.clear()
             counts.read_prompt_tokens = sum(each.num_read for each in generations)
             for track in running:
-                if (delta := _advance(track, counts, meter)) is not None:
-                    yield _without_output(delta, counts) if completion.only_scores else delta
+                before = track.text.num_tokens
+                if (delta := _advance(track, counts, meter, most=most)) is not None:
+                    for part in parts_of(_without_output(delta, counts) if completion.only_scores else delta):
+                        yield part
+                unturned += track.text.num_tokens - before
+                if unturned >= most:
+                    unturned = 0
+                    await turns.take()
+                if track.unread:
+                    changed.set()
             running = [track for track in running if not track.text.finished]
 
 
@@ -137,12 +155,16 @@ def _reader(completion: Completion, generation: Generation, choice: int) -> Answ
     return AnswerReader(completion.answer, new_id=lambda index: call_id(request_id, choice, index))
 
 
-def _advance(track: _Track, counts: Counts, meter: RequestMeter) -> Delta | None:
-    """Return the new part of one choice, or None. Raises the request's failure after all earlier tokens."""
+def _advance(track: _Track, counts: Counts, meter: RequestMeter, *, most: int) -> Delta | None:
+    """Return the new part of one choice, of at most ``most`` tokens, or None.
+
+    Raises the request's failure after all earlier tokens.
+    """
     log = track.generation.log
     before = track.text.num_tokens
-    ids = log.tokens(track.choice, start=before)
-    ending = track.generation.ending(track.choice)
+    ids = log.tokens(track.choice, start=before, end=before + most)
+    is_all = before + len(ids) == log.num_tokens(track.choice)
+    ending = track.generation.ending(track.choice) if is_all else None
     if not ids and ending is None:
         if track.generation.failure is not None:
             raise track.generation.failure

@@ -23,10 +23,11 @@ from edgepipe.gateway.schema import ChatBody, CompletionBody, RequestBody
 from edgepipe.gateway.shares import Holding
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, choose_tools, plan_output
 from edgepipe.gateway.text import Delta
+from edgepipe.gateway.turns import Turns
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, RequestId
 from edgepipe.model.template import KNOWN_KEYWORDS
-from edgepipe.model.turns import Turns
+from edgepipe.model.user_turns import UserTurns
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.sampling.params import MAX_COUNT
@@ -35,14 +36,15 @@ from edgepipe.wire.requests import Submission
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _INLINE_CHARS = 4 << 10  # a thread tokenises longer texts
+_DECODED_IDS = 2048  # converted to text at once: 2 to 4 ms
 _LONG_CHARS = 128 << 10  # another process tokenises texts longer than this
 _MAX_THREADS = 4  # that tokenise; others read tokenizers
 _MAX_TEXTS = 512  # of one user that wait for a thread: one per connection
 _OWN_KEYWORDS = frozenset({"tools", "documents"})  # keywords of templates; requests have a field for ``tools``
 
 
-def _new_threads() -> Turns:
-    return Turns(max_running=_MAX_THREADS, max_waiting=_MAX_TEXTS)
+def _new_threads() -> UserTurns:
+    return UserTurns(max_running=_MAX_THREADS, max_waiting=_MAX_TEXTS)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,14 +80,15 @@ class CompletionService:
     admission: Admission
     metrics: RequestMetrics
     compiler: GrammarCompiler
-    threads: Turns = field(default_factory=_new_threads)  # that tokenise or write metrics
+    turns: Turns  # of pieces of large answers
+    threads: UserTurns = field(default_factory=_new_threads)  # that tokenise or write metrics
 
     async def chat(self, body: ChatBody, *, owner: str, memory: Holding) -> PreparedCompletion:
         """Prepare a conversation's next turn. Raises HttpProblem, EdgepipeError.
 
         ``memory``: the body's; the ticket's takes its place.
         """
-        entry = await self.loads.entry(body.model)
+        entry = await self.loads.entry(body.model, owner=owner)
         assets = await entry.assets()
         form = answer_form(body)
         choice = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
@@ -113,7 +116,7 @@ class CompletionService:
 
     async def complete(self, body: CompletionBody, *, owner: str, memory: Holding) -> PreparedCompletion:
         """Prepare continuations of prompts, as ``chat``. Raises HttpProblem, EdgepipeError."""
-        entry = await self.loads.entry(body.model)
+        entry = await self.loads.entry(body.model, owner=owner)
         assets = await entry.assets()
         plan = await plan_output(form=answer_form(body), compiler=self.compiler, owner=owner)
         context_length = entry.served.context_length
@@ -137,9 +140,9 @@ class CompletionService:
         wanted = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
         completion = self._completion(body, entry, assets, prompts, sampling, wanted=wanted, param="prompt", plan=plan)
         completion = replace(completion, continues=True, only_scores=body.max_tokens == 0)
-        texts = tuple(_echoed(assets, prompt) for prompt in body.prompt) if body.echo else ()
+        texts = [await self._echoed(assets, prompt) for prompt in body.prompt] if body.echo else []
         memory.release()
-        return self._prepared(completion, entry, assets, owner, texts=texts)
+        return self._prepared(completion, entry, assets, owner, texts=tuple(texts))
 
     async def run(self, prepared: PreparedCompletion) -> AsyncGenerator[Delta]:
         """Yield deltas as they become visible. The caller holds the ticket. Raises the engine's error."""
@@ -148,7 +151,9 @@ class CompletionService:
             with self.keep_alives.use(prepared.entry.served, prepared.keep_s):
                 await prepared.ticket.admitted.wait()
                 meter.started()
-                deltas = run_completion(prepared.completion, prepared.entry, prepared.assets, prepared.counts, meter)
+                deltas = run_completion(
+                    prepared.completion, prepared.entry, prepared.assets, prepared.counts, meter, self.turns
+                )
                 async with aclosing(deltas):
                     async for delta in deltas:
                         prepared.ticket.began()
@@ -194,6 +199,9 @@ class CompletionService:
             )
         except TooManyTokens as exc:
             raise from_error(prompt_too_long(exc.count, context_length), param=param) from exc
+
+    async def _echoed(self, assets: Assets, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else await decoded(assets, prompt, turns=self.turns, finish=False)
 
     def _sampling(
         self,
@@ -295,7 +303,7 @@ class TooManyTokens(Exception):
 
 
 async def encode(
-    assets: Assets, text: str, *, special_tokens: bool, at_most: int, threads: Turns, owner: str
+    assets: Assets, text: str, *, special_tokens: bool, at_most: int, threads: UserTurns, owner: str
 ) -> list[int]:
     """Tokenise a text without blocking the event loop, in the owner's turn.
 
@@ -313,16 +321,31 @@ async def encode(
     return ids
 
 
-def _echoed(assets: Assets, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else assets.decode(prompt, finish=False)
+async def decoded(assets: Assets, ids: Sequence[int], *, turns: Turns, finish: bool = True) -> str:
+    """Return the text of ids, special tokens included. ``finish`` False: drop an incomplete last character."""
+    detokenizer, texts = assets.new_decoder(), list[str]()
+    for start in range(0, len(ids), _DECODED_IDS):
+        if start:
+            await turns.take()
+        texts += map(detokenizer.add, ids[start : start + _DECODED_IDS])
+    return "".join([*texts, detokenizer.finish() if finish else ""])
 
 
 def _scored_limit(prompts: list[list[int]], sampling: SamplingParams, *, num_choices: int) -> int:
-    """Return the most output tokens per choice with log-probabilities. Raises HttpProblem for too long prompts."""
-    scored = sum(map(len, prompts)) if sampling.prompt_logprobs else 0
-    most = MAX_SCORES // (1 + sampling.top_logprobs)
+    """Return the most output tokens per choice with log-probabilities. Raises HttpProblem for too long prompts.
+
+    An answer writes the scores of an echoed prompt once for each of its choices.
+    """
+    scored = num_choices * sum(map(len, prompts)) if sampling.prompt_logprobs else 0
+    each = 1 + sampling.top_logprobs
+    most = MAX_SCORES // each
     if scored >= most:
-        message = f"logprobs: the prompts have {scored} tokens; with that many alternatives the limit is {most}"
+        times = f" for each of {num_choices} choices (n)" if num_choices > 1 else ""
+        message = (
+            f"logprobs: the answer would repeat the prompts' {scored // num_choices} tokens{times}, "
+            f"{scored * each} numbers with {sampling.top_logprobs} alternatives per token; at most {MAX_SCORES} are "
+            f"allowed, that is {most} tokens"
+        )
         raise bad_request(message, param="logprobs")
     return max(1, (most - scored) // (num_choices * len(prompts))) if sampling.logprobs else MAX_COUNT
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from edgepipe.errors import CapacityError, EdgepipeError
 from edgepipe.gateway.models import ModelEntry, ModelTable
 from edgepipe.model.names import canonical_name
+from edgepipe.wire.children import LoadQueue
 
 WAIT_S = 60.0  # then the request gets a 503 and may be sent again; clients give up later
 
@@ -16,12 +17,16 @@ WAIT_S = 60.0  # then the request gets a 503 and may be sent again; clients give
 class ModelLoads:
     """Finds a request's model, served or loadable."""
 
-    def __init__(self, models: ModelTable, *, load: Callable[[str], None], wait_s: float = WAIT_S) -> None:
-        """``load`` requests a model and returns at once; ``failed`` reports that it was not loaded."""
+    def __init__(self, models: ModelTable, *, load: Callable[[str, str], None], wait_s: float = WAIT_S) -> None:
+        """``load`` requests a model for the owner of a key, and returns at once.
+
+        ``queue`` is set to what loads and what waits, ``failed`` reports that a model was not loaded.
+        """
         self._models = models
         self._load = load
         self._wait_s = wait_s
         self._loadable: frozenset[str] = frozenset()
+        self.queue = LoadQueue()
         self._asked: dict[str, EdgepipeError | None] = {}  # requested models, with the error of a failed load
 
     def update(self, loadable: Iterable[str]) -> None:
@@ -37,8 +42,10 @@ class ModelLoads:
         self._asked[model] = error
         self._models.notify()
 
-    async def entry(self, name: str | None) -> ModelEntry:
+    async def entry(self, name: str | None, *, owner: str = "") -> ModelEntry:
         """Return the entry of a model, as ``ModelTable.get``. Load the model first if it is loadable.
+
+        The loads of several owners begin in turn.
 
         A model that is being stopped is loadable once its engine has ended, so the request waits for that.
 
@@ -55,7 +62,7 @@ class ModelLoads:
             if wanted not in self._loadable:
                 raise
             self._asked[wanted] = None
-            self._load(wanted)
+            self._load(wanted, owner)
         return await self._waited_for(wanted)
 
     async def _stopped(self, name: str) -> None:
@@ -79,9 +86,22 @@ class ModelLoads:
                             raise
                     await self._models.changed()
         except TimeoutError:
-            raise CapacityError(
-                f"the model '{name}' is not ready yet",
-                fact=fact or f"its load started {self._wait_s:.0f} s ago",
-                next_step="try again in a moment",
-            ) from None
+            raise self._late(name, fact) from None
         raise why
+
+    def _late(self, name: str, fact: str) -> CapacityError:
+        """Return the error of a request that has waited for ``wait_s``."""
+        if not fact and name in self.queue.waiting:
+            place = self.queue.waiting.index(name) + 1
+            return CapacityError(
+                f"the load of the model '{name}' has not begun after {self._wait_s:.0f} s",
+                fact=f"it is number {place} of {len(self.queue.waiting)} that wait while others load: "
+                f"{', '.join(self.queue.loading)}",
+                next_step="send the request again within two minutes: the model keeps its place",
+            )
+        began = "it loads" if name in self.queue.loading else "its load has not begun"
+        return CapacityError(
+            f"the model '{name}' is not ready yet",
+            fact=fact or f"{began}, after {self._wait_s:.0f} s",
+            next_step="try again in a moment",
+        )

@@ -86,9 +86,13 @@ class RequestLog:
                 fact=f"it counts {cached_prompt_tokens}, the prompt has {self._prompt_tokens}",
             )
 
-    def tokens(self, choice: int, *, start: int = 0) -> Sequence[int]:
-        """Return the token ids of a choice from output position ``start`` on."""
-        return self._ids[choice][start:]
+    def tokens(self, choice: int, *, start: int = 0, end: int | None = None) -> Sequence[int]:
+        """Return the token ids of a choice from output position ``start`` on, before position ``end`` if given."""
+        return self._ids[choice][start:end]
+
+    def num_tokens(self, choice: int) -> int:
+        """Return the number of tokens of a choice."""
+        return len(self._ids[choice])
 
     def logprobs(self, choice: int, *, start: int, count: int) -> Sequence[TokenLogprobs]:
         """Return log-probabilities of ``count`` tokens of a choice; empty if the request did not ask for them."""

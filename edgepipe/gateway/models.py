@@ -46,8 +46,8 @@ class Assets(Protocol):
         """
         ...
 
-    def decode(self, ids: Sequence[int], *, finish: bool = True) -> str:
-        """Return the text of ids, special tokens included. ``finish`` False: drop an incomplete last character."""
+    def new_decoder(self) -> Detokenizer:
+        """Make a detokenizer for a text of its own, special tokens included."""
         ...
 
     def token_bytes(self, token: int) -> bytes:

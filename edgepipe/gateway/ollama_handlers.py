@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
@@ -20,13 +21,14 @@ from edgepipe.errors import ModelUnknown
 from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.completion_service import CompletionService, PreparedCompletion
 from edgepipe.gateway.engine_types import ServedModel
-from edgepipe.gateway.logprobs import chat_logprobs
+from edgepipe.gateway.json_pieces import Piece, TextParts, json_parts, json_pieces, pieces
+from edgepipe.gateway.logprobs import Scored, chat_logprobs
 from edgepipe.gateway.models import Assets, ModelTable
 from edgepipe.gateway.openai_handlers import OpenAIHandlers
 from edgepipe.gateway.other_fields import OLLAMA, SAMPLING, RefusedFields
 from edgepipe.gateway.problems import HttpProblem, bad_request
 from edgepipe.gateway.request_share import memory_of
-from edgepipe.gateway.responses import GatheredChoice, compact, encoded
+from edgepipe.gateway.responses import GatheredChoice, WholeCall
 from edgepipe.gateway.schema import (
     MAX_MESSAGES,
     MAX_SCHEMA_CHARS,
@@ -49,7 +51,6 @@ from edgepipe.gateway.schema import (
 from edgepipe.gateway.text import Delta
 from edgepipe.gateway.tool_calls import CallDelta
 from edgepipe.gateway.unloading import keep_s
-from edgepipe.sampling import TokenLogprobs
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _MOST = {"temperature": 2.0, "top_p": 1.0, "min_p": 1.0}  # of OpenAI's body; Ollama has no highest temperature
@@ -230,19 +231,19 @@ class OllamaShape:
         self._reason = "stop"
         self._calls: list[CallDelta] = []
 
-    def whole(self, choices: Sequence[GatheredChoice]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[Piece]:
         """See Shape."""
         (choice,) = choices
         self._reason = choice.finish_reason
         calls = _calls_with_objects(choice.whole_calls())
-        logprobs = self._logprobs(choice.ids, choice.logprobs)
-        return self._line("".join(choice.text), calls, "".join(choice.reasoning)) | logprobs | self._numbers()
+        logprobs = self._logprobs(choice.scored())
+        return json_pieces(self._line(choice.text, calls, choice.reasoning) | logprobs | self._numbers())
 
-    def opening(self) -> bytes:
+    def opening(self) -> Iterator[bytes]:
         """See Shape."""
-        return b""
+        return iter(())
 
-    def delta(self, delta: Delta) -> bytes:
+    def delta(self, delta: Delta) -> Iterable[bytes]:
         """See Shape. The last text comes with all calls, whole."""
         if self._first_s is None:
             self._first_s = self._clock.monotonic_s()
@@ -251,36 +252,37 @@ class OllamaShape:
         calls: list[dict[str, Any]] = []
         if delta.finish_reason is not None and self._calls:
             calls = _calls_with_objects(GatheredChoice(calls=self._calls).whole_calls())
-        logprobs = self._logprobs(delta.ids, delta.logprobs)
-        if not (delta.text or delta.reasoning or calls or logprobs.get("logprobs")):
-            return b""
-        return _as_line(self._line(delta.text, calls, delta.reasoning) | logprobs | {"done": False})
+        logprobs = self._logprobs(Scored(delta.ids, delta.logprobs))
+        has_scores = bool(logprobs) and any(map(self._prepared.assets.token_bytes, delta.ids))
+        if not (delta.text or delta.reasoning or calls or has_scores):
+            return ()
+        return _line_pieces(self._line([delta.text], calls, [delta.reasoning]) | logprobs | {"done": False})
 
     def ending(self) -> bytes:
         """See Shape."""
-        return _as_line(self._line("", []) | self._numbers())
+        return b"".join(_line_pieces(self._line([], []) | self._numbers()))
 
     def error(self, problem: HttpProblem) -> bytes:
         """See Shape."""
-        return _as_line({"error": problem.message})
+        return b"".join(_line_pieces({"error": problem.message}))
 
-    def _line(self, text: str, calls: list[dict[str, Any]], reasoning: str = "") -> dict[str, Any]:
+    def _line(self, text: Sequence[str], calls: list[dict[str, Any]], reasoning: Sequence[str] = ()) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._prepared.completion.model,
             "created_at": _time_text(self._clock.wall_s()),
         }
-        thinking = {"thinking": reasoning} if reasoning else {}
+        thinking = {"thinking": TextParts(reasoning)} if any(reasoning) else {}
         if not self._chat:
-            return body | {"response": text} | thinking
-        message: dict[str, Any] = {"role": "assistant", "content": text} | thinking
+            return body | {"response": TextParts(text)} | thinking
+        message: dict[str, Any] = {"role": "assistant", "content": TextParts(text)} | thinking
         if calls:
             message["tool_calls"] = calls
         return body | {"message": message}
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, scored: Scored) -> dict[str, Any]:
         if not self._prepared.completion.requests[0].sampling.logprobs:
             return {}
-        return {"logprobs": chat_logprobs(self._prepared.assets, ids, logprobs)["content"]}
+        return {"logprobs": chat_logprobs(self._prepared.assets, scored)}
 
     def _numbers(self) -> dict[str, Any]:
         now_s = self._clock.monotonic_s()
@@ -316,7 +318,8 @@ class OllamaHandlers:
         if body.raw and body.prompt:
             kept_s = body.keep_s()
             name = _known_name(self.service.models, body.model)
-            fields = body.shared_fields(await (await self.service.loads.entry(name)).assets())
+            entry = await self.service.loads.entry(name, owner=owner_of(request))
+            fields = body.shared_fields(await entry.assets())
             fields |= {"model": name, "prompt": body.prompt, "response_format": body.response_format()}
             fields["logprobs"] = body.top_logprobs if body.logprobs or body.top_logprobs else None
             fields.setdefault("max_tokens", MAX_TOKEN_ID)
@@ -333,7 +336,7 @@ class OllamaHandlers:
     async def tags(self, request: Request) -> Response:
         """``GET /api/tags``."""
         created = _time_text(self.service.clock.wall_s())
-        return JSONResponse(
+        return self.handlers.answers.json(
             {"models": [_card(served) | {"modified_at": created} for served in self.service.models.served]}
         )
 
@@ -345,14 +348,14 @@ class OllamaHandlers:
             | {"expires_at": self._expiry_text(served)}
             for served in self.service.models.served
         ]
-        return JSONResponse({"models": running})
+        return self.handlers.answers.json({"models": running})
 
     async def show(self, request: Request) -> Response:
         """``POST /api/show``."""
         body = await self._read(request, ShowBody)
         entry = self.service.models.get(_known_name(self.service.models, body.model or body.name or ""))
         assets = await entry.assets()
-        return JSONResponse(
+        return self.handlers.answers.json(
             {
                 "modelfile": "",
                 "parameters": "",
@@ -393,7 +396,7 @@ class OllamaHandlers:
         if not messages and kept_s == 0:
             self._unload(name)
             return self._empty(body, "unload", chat=chat)
-        entry = await self.service.loads.entry(name)
+        entry = await self.service.loads.entry(name, owner=owner_of(request))
         name = entry.served.name
         if not messages:  # a request to load the model; it is loaded
             self.service.keep_alives.want(entry.served, kept_s)
@@ -423,7 +426,7 @@ class OllamaHandlers:
         line |= {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
         line |= {"done": True, "done_reason": reason}
         if body.stream:
-            return Response(_as_line(line), media_type=OllamaShape.media_type)
+            return Response(b"".join(_line_pieces(line)), media_type=OllamaShape.media_type)
         return JSONResponse(line)
 
     def _shape(self, prepared: PreparedCompletion, *, chat: bool) -> OllamaShape:
@@ -453,14 +456,14 @@ def _card(served: ServedModel) -> dict[str, Any]:
     }
 
 
-def _calls_with_objects(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _calls_with_objects(calls: Sequence[WholeCall]) -> list[dict[str, Any]]:
     """Convert calls to Ollama's form. It has arguments as an object, so incomplete or too deep ones are dropped."""
     whole: list[dict[str, Any]] = []
     for call in calls:
         with contextlib.suppress(ValueError, RecursionError):
-            arguments: object = json.loads(call["function"]["arguments"])
+            arguments: object = json.loads("".join(call.arguments))
             if not _is_deep(arguments):
-                whole.append({"function": {"name": call["function"]["name"], "arguments": arguments}})
+                whole.append({"function": {"name": call.name, "arguments": arguments}})
     return whole
 
 
@@ -478,8 +481,9 @@ def _parts(value: object) -> Iterable[object]:
     return cast("list[object]", value) if isinstance(value, list) else ()
 
 
-def _as_line(body: Mapping[str, Any]) -> bytes:
-    return encoded(compact(body)) + b"\n"
+def _line_pieces(body: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield a line in pieces."""
+    return (piece.data for piece in pieces(chain(json_parts(body), ("\n",))))
 
 
 def _time_text(wall_s: float) -> str:

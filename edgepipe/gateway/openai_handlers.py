@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -12,12 +12,14 @@ from starlette.responses import Response
 from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.bodies import BodyReader
 from edgepipe.gateway.completion_service import CompletionService, PreparedCompletion
+from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.problems import from_error
 from edgepipe.gateway.request_share import memory_of
-from edgepipe.gateway.responses import ChatShape, GatheredChoice, Head, Shape, TextShape, compact, encoded
+from edgepipe.gateway.responses import ChatShape, GatheredChoice, Head, Shape, TextShape
 from edgepipe.gateway.schema import BodyT, ChatBody, CompletionBody, RequestBody
-from edgepipe.gateway.streams import EventStream, StreamTimeouts, until_disconnect
+from edgepipe.gateway.streams import EventStream, until_disconnect
 from edgepipe.gateway.text import Delta
+from edgepipe.gateway.turns import Turns
 
 _PRIORITY_HEADER = "x-edgepipe-priority"  # interactive | batch, for clients that cannot send service_tier
 
@@ -28,7 +30,7 @@ class OpenAIHandlers:
 
     service: CompletionService
     bodies: BodyReader
-    timeouts: StreamTimeouts
+    answers: PiecedAnswers
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
@@ -55,17 +57,19 @@ class OpenAIHandlers:
         deltas = self.service.run(prepared)
         if streams:
             return EventStream(
-                _events(deltas, shape),
+                _events(deltas, shape, self.answers.turns),
                 opening=shape.opening(),
                 on_error=lambda error: shape.error(from_error(error)),
                 place=prepared.ticket,
-                timeouts=self.timeouts,
+                timeouts=self.answers.timeouts,
+                turns=self.answers.turns,
                 news=prepared.news,
                 media_type=shape.media_type,
             )
-        with prepared.ticket:
+        with ExitStack() as stack:
+            stack.enter_context(prepared.ticket)
             choices = await until_disconnect(request, _gather(deltas, prepared.completion.num_choices))
-        return Response(encoded(compact(shape.whole(choices))), media_type="application/json")
+            return self.answers.of(shape.whole(choices), place=stack.pop_all())
 
     def _head(self, prefix: str, body: RequestBody, prepared: PreparedCompletion) -> Head:
         return Head.of(
@@ -87,9 +91,11 @@ async def _gather(deltas: AsyncGenerator[Delta], num_choices: int) -> list[Gathe
     return choices
 
 
-async def _events(deltas: AsyncGenerator[Delta], shape: Shape) -> AsyncGenerator[bytes]:
+async def _events(deltas: AsyncGenerator[Delta], shape: Shape, turns: Turns) -> AsyncGenerator[bytes]:
     async with aclosing(deltas):
         async for delta in deltas:
-            if event := shape.delta(delta):
-                yield event
+            for place, part in enumerate(shape.delta(delta)):
+                if place:
+                    await turns.take()
+                yield part
     yield shape.ending()

@@ -1,36 +1,38 @@
 """Answers in OpenAI's shapes, whole and as server-sent events. Fields that its schema requires are present, even null.
 
-Events are text templates around the piece that changes, so a token's event costs microseconds.
+Events are text templates around the piece that changes, so a token's event costs microseconds. What grows with a
+client's numbers is written in pieces (``json_pieces``), and made as it is written.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
+from edgepipe.errors import RemoteProtocolError
 from edgepipe.gateway.completion_service import PreparedCompletion
 from edgepipe.gateway.engine_types import ServedModel
-from edgepipe.gateway.logprobs import TextLogprobs, chat_logprobs
+from edgepipe.gateway.json_pieces import (
+    PIECE_CHARS,
+    Piece,
+    TextParts,
+    compact,
+    encoded,
+    json_parts,
+    json_pieces,
+    pieces,
+)
+from edgepipe.gateway.logprobs import Scored, TextLogprobs, chat_logprobs
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import RequestBody
 from edgepipe.gateway.text import Delta
 from edgepipe.gateway.tool_calls import CallDelta
-from edgepipe.sampling import LogprobLog, TokenLogprobs
+from edgepipe.sampling import LogprobLog
 
 DONE = b"data: [DONE]\n\n"
-
-
-def compact(value: object) -> str:
-    """Write JSON without spaces."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def encoded(text: str) -> bytes:
-    """Encode JSON. Halves of surrogate pairs, which UTF-8 lacks, become JSON's escapes again."""
-    return text.encode(errors="backslashreplace")
 
 
 def event(body: str) -> bytes:
@@ -80,17 +82,26 @@ class GatheredChoice:
         self.calls.extend(delta.calls)
         self.finish_reason = delta.finish_reason or self.finish_reason
 
-    def whole_calls(self) -> list[dict[str, Any]]:
-        """Return the tool calls with joined pieces."""
-        found: dict[int, dict[str, Any]] = {}
+    def scored(self) -> Scored:
+        """Return the tokens with their log-probabilities."""
+        return Scored(self.ids, self.logprobs)
+
+    def whole_calls(self) -> list[WholeCall]:
+        """Return the tool calls; each with the pieces of its arguments."""
+        found: dict[int, WholeCall] = {}
         for piece in self.calls:
-            call = found.setdefault(
-                piece.index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
-            )
-            call["id"] += piece.call_id
-            call["function"]["name"] += piece.name
-            call["function"]["arguments"] += piece.arguments
+            call = found.setdefault(piece.index, WholeCall(call_id=piece.call_id, name=piece.name))
+            call.arguments.append(piece.arguments)
         return list(found.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeCall:
+    """A tool call of an unstreamed answer."""
+
+    call_id: str
+    name: str
+    arguments: list[str] = field(default_factory=list[str])  # pieces of JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,16 +149,19 @@ class Shape(Protocol):
 
     media_type: str  # of a stream
 
-    def whole(self, choices: Sequence[GatheredChoice]) -> dict[str, Any]:
-        """Return the body of an unstreamed answer."""
+    def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[Piece]:
+        """Yield the body of an unstreamed answer."""
         ...
 
-    def opening(self) -> bytes:
-        """Return the start of a stream, before the first delta."""
+    def opening(self) -> Iterator[bytes]:
+        """Yield the start of a stream, before the first delta, in pieces."""
         ...
 
-    def delta(self, delta: Delta) -> bytes:
-        """Return the part of a stream for a delta; empty if the client would see no change."""
+    def delta(self, delta: Delta) -> Iterable[bytes]:
+        """Yield the part of a stream for a delta, in pieces; none if the client would see no change.
+
+        The last piece of an event, and no other, ends with a line break.
+        """
         ...
 
     def ending(self) -> bytes:
@@ -182,9 +196,23 @@ class _EventShape:
         """See Shape."""
         return event(compact(problem.body()))
 
-    def _event(self, choice: str, more: str = "") -> bytes:
-        numbers = f',"usage":{compact(usage(self._prepared))}' if self._head.with_running_usage else self._null_usage
-        return event(f"{self._prefix}{choice}]{numbers}{more}}}")
+    def _event(self, choice: str) -> bytes:
+        return event(f"{self._prefix}{choice}]{self._running_usage()}}}")
+
+    def _large_event(self, choice: Iterable[str], more: Iterable[str] = ()) -> Iterator[bytes]:
+        """Yield an event in pieces. ``choice`` and ``more`` are parts of JSON that together may be long."""
+
+        def parts() -> Iterator[str]:
+            yield f"data: {self._prefix}"
+            yield from choice
+            yield f"]{self._running_usage()}"
+            yield from more
+            yield "}\n\n"
+
+        return (piece.data for piece in pieces(parts()))
+
+    def _running_usage(self) -> str:
+        return f',"usage":{compact(usage(self._prepared))}' if self._head.with_running_usage else self._null_usage
 
     def _shows(self, delta: Delta) -> bool:
         ids = delta.ids and (self._head.with_ids or self._wants_logprobs)
@@ -197,36 +225,35 @@ class ChatShape(_EventShape):
     def __init__(self, head: Head, prepared: PreparedCompletion, *, streams: bool) -> None:
         super().__init__(head, prepared, kind="chat.completion.chunk" if streams else "chat.completion")
 
-    def whole(self, choices: Sequence[GatheredChoice]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[Piece]:
         """See Shape."""
         body: dict[str, Any] = self._fields | {
             "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
             "usage": usage(self._prepared),
         }
         if self._head.with_ids:
-            body["prompt_token_ids"] = list(self._prepared.completion.requests[0].prompt)
-        return body
+            body["prompt_token_ids"] = self._prepared.completion.requests[0].prompt
+        return json_pieces(body)
 
-    def opening(self) -> bytes:
+    def opening(self) -> Iterator[bytes]:
         """See Shape. The role comes first, so that a client can show an empty answer while the prompt is computed."""
         ids = self._prepared.completion.requests[0].prompt
-        more = f',"prompt_token_ids":{compact(ids)}' if self._head.with_ids else ""
-        return b"".join(
-            self._event(self._part(index, '{"role":"assistant","content":""}'), more if index == 0 else "")
-            for index in range(self._prepared.completion.num_choices)
-        )
+        for index in range(self._prepared.completion.num_choices):
+            more = _member("prompt_token_ids", ids) if self._head.with_ids and index == 0 else ()
+            yield from self._large_event([self._part(index, '{"role":"assistant","content":""}')], more)
 
-    def delta(self, delta: Delta) -> bytes:
+    def delta(self, delta: Delta) -> Iterable[bytes]:
         """See Shape."""
         if not self._shows(delta):
-            return b""
+            return ()
         parts = [f'"reasoning_content":{compact(delta.reasoning)}'] if delta.reasoning else []
         parts += [f'"content":{compact(delta.text)}'] if delta.text else []
         parts += [f'"tool_calls":{compact([_call_piece(piece) for piece in delta.calls])}'] if delta.calls else []
         fields = ",".join(parts)
         more = f',"token_ids":{compact(delta.ids)}' if self._head.with_ids else ""
-        logprobs = compact(self._logprobs(delta.ids, delta.logprobs)) if delta.logprobs else "null"
-        return self._event(self._part(delta.choice, f"{{{fields}}}", logprobs, delta.finish_reason, more))
+        scored = Scored(delta.ids, delta.logprobs)
+        logprobs = "".join(json_parts(self._logprobs(scored))) if delta.logprobs else "null"
+        return (self._event(self._part(delta.choice, f"{{{fields}}}", logprobs, delta.finish_reason, more)),)
 
     def _part(
         self, index: int, delta: str, logprobs: str = "null", finish_reason: str | None = None, more: str = ""
@@ -235,20 +262,21 @@ class ChatShape(_EventShape):
         return f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}{more}}}'
 
     def _choice(self, index: int, choice: GatheredChoice) -> dict[str, Any]:
-        text, calls, reasoning = "".join(choice.text), choice.whole_calls(), "".join(choice.reasoning)
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
+        calls = [_whole_call(call) for call in choice.whole_calls()]
+        content = TextParts(choice.text) if any(choice.text) else (None if calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if any(choice.reasoning):
+            message["reasoning_content"] = TextParts(choice.reasoning)
         body: dict[str, Any] = {
             "index": index,
             "message": message | ({"tool_calls": calls} if calls else {}),
-            "logprobs": self._logprobs(choice.ids, choice.logprobs) if self._wants_logprobs else None,
+            "logprobs": self._logprobs(choice.scored()) if self._wants_logprobs else None,
             "finish_reason": choice.finish_reason,
         }
         return body | ({"token_ids": choice.ids} if self._head.with_ids else {})
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return chat_logprobs(self._prepared.assets, ids, logprobs)
+    def _logprobs(self, scored: Scored) -> dict[str, Any]:
+        return {"content": chat_logprobs(self._prepared.assets, scored), "refusal": None}
 
 
 class TextShape(_EventShape):
@@ -263,52 +291,66 @@ class TextShape(_EventShape):
         ]
         self._begun: set[int] = set()  # choices with a sent echo
 
-    def whole(self, choices: Sequence[GatheredChoice]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[Piece]:
         """See Shape."""
         entries: list[dict[str, Any]] = []
         for index, choice in enumerate(choices):
-            logprobs = self._of_prompt(index) if self._wants_logprobs and self._texts else None
+            echo = self._echo(index)
+            logprobs = None
             if self._wants_logprobs:
-                new = self._logprobs[index].add(choice.ids, choice.logprobs)
-                logprobs = {name: logprobs[name] + part for name, part in new.items()} if logprobs else new
+                of_prompt = [(self._scored_prompt(index), len(echo))] if self._texts else []
+                logprobs = self._logprobs[index].whole([*of_prompt, (choice.scored(), None)])
             entry: dict[str, Any] = {
                 "index": index,
-                "text": self._echo(index) + "".join(choice.text),
+                "text": TextParts([echo, *choice.text]),
                 "logprobs": logprobs,
                 "finish_reason": choice.finish_reason,
             }
             if self._head.with_ids:
                 entry |= {"token_ids": choice.ids, "prompt_token_ids": self._prompt(index)}
             entries.append(entry)
-        return self._fields | {"choices": entries, "usage": usage(self._prepared)}
+        return json_pieces(self._fields | {"choices": entries, "usage": usage(self._prepared)})
 
-    def opening(self) -> bytes:
+    def opening(self) -> Iterator[bytes]:
         """See Shape. Only clients that want ids get a part before the first text."""
-        if not self._head.with_ids:
-            return b""
-        return b"".join(
-            self._event(
-                self._part(index, "", more=f',"token_ids":[],"prompt_token_ids":{compact(self._prompt(index))}')
-            )
-            for index in range(self._prepared.completion.num_choices)
-        )
+        for index in range(self._prepared.completion.num_choices if self._head.with_ids else 0):
+            part = self._part(index, "", more=',"token_ids":[]')
+            yield from self._large_event(chain((part[:-1],), _member("prompt_token_ids", self._prompt(index)), "}"))
 
-    def delta(self, delta: Delta) -> bytes:
+    def delta(self, delta: Delta) -> Iterable[bytes]:
         """See Shape. The first delta of a choice brings the echo, once the prompt's log-probabilities are known."""
-        echo = self._begin(delta.choice) if self._texts and delta.choice not in self._begun else b""
+        if self._texts and delta.choice not in self._begun:
+            self._begun.add(delta.choice)
+            return chain(self._echo_events(delta.choice), self._new(delta))
+        return self._new(delta)
+
+    def _new(self, delta: Delta) -> Iterator[bytes]:
         if not self._shows(delta):
-            return echo
+            return
         logprobs = "null"
         if self._wants_logprobs and delta.ids:
-            logprobs = compact(self._logprobs[delta.choice].add(delta.ids, delta.logprobs))
+            logprobs = self._written(delta.choice, Scored(delta.ids, delta.logprobs))
         more = f',"token_ids":{compact(delta.ids)}' if self._head.with_ids else ""
-        return echo + self._event(self._part(delta.choice, delta.text, logprobs, delta.finish_reason, more))
+        yield self._event(self._part(delta.choice, delta.text, logprobs, delta.finish_reason, more))
 
-    def _begin(self, choice: int) -> bytes:
-        self._begun.add(choice)
-        logprobs = compact(self._of_prompt(choice)) if self._wants_logprobs else "null"
+    def _echo_events(self, choice: int) -> Iterator[bytes]:
+        """Yield the echo: with log-probabilities, a run of tokens and their text in each event."""
+        echo, sent = self._echo(choice), 0
         more = ',"token_ids":[]' if self._head.with_ids else ""
-        return self._event(self._part(choice, self._echo(choice), logprobs, more=more))
+        if self._wants_logprobs:
+            for run in self._scored_prompt(choice).cut():
+                logprobs = self._written(choice, run)
+                end = min(self._logprobs[choice].offset, len(echo))
+                yield self._event(self._part(choice, echo[sent:end], logprobs, more=more))
+                sent = end
+            self._logprobs[choice].offset = len(echo)
+        while sent < len(echo) or not (sent or self._wants_logprobs):
+            end = max(1, min(sent + PIECE_CHARS, len(echo)))
+            yield self._event(self._part(choice, echo[sent:end], more=more))
+            sent = end
+
+    def _written(self, choice: int, scored: Scored) -> str:
+        return "".join(json_parts(self._logprobs[choice].add(scored)))
 
     def _part(
         self, index: int, text: str, logprobs: str = "null", finish_reason: str | None = None, more: str = ""
@@ -322,11 +364,27 @@ class TextShape(_EventShape):
     def _prompt(self, choice: int) -> tuple[int, ...]:
         return self._prepared.completion.requests[self._prepared.completion.prompt_of(choice)].prompt
 
-    def _of_prompt(self, choice: int) -> dict[str, Any]:
-        scored = self._prepared.counts.prompt_logprobs[self._prepared.completion.prompt_of(choice)]
-        part = self._logprobs[choice].add(self._prompt(choice), [None, *scored])
-        self._logprobs[choice].move_to(len(self._echo(choice)))
-        return part
+    def _scored_prompt(self, choice: int) -> Scored:
+        """Return the choice's prompt with its log-probabilities. Raises RemoteProtocolError if some are missing."""
+        prompt = self._prompt(choice)
+        scores = self._prepared.counts.prompt_logprobs[self._prepared.completion.prompt_of(choice)]
+        if len(scores) != len(prompt) - 1:
+            raise RemoteProtocolError(
+                "the engine left out log-probabilities of the prompt",
+                fact=f"it sent {len(scores)} for {len(prompt) - 1} tokens",
+            )
+        return Scored(prompt, scores, num_unscored=1)
+
+
+def _member(name: str, value: object) -> Iterator[str]:
+    """Yield a further member of an object in parts."""
+    yield f',"{name}":'
+    yield from json_parts(value)
+
+
+def _whole_call(call: WholeCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": TextParts(call.arguments)}
+    return {"id": call.call_id, "type": "function", "function": function}
 
 
 def _call_piece(piece: CallDelta) -> dict[str, Any]:

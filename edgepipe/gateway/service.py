@@ -29,13 +29,16 @@ from edgepipe.gateway.grammar_trial import GrammarTrial
 from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.metrics import Metrics
 from edgepipe.gateway.models import AssetLoader, ModelEntry, ModelTable, News
+from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.shares import request_shares
 from edgepipe.gateway.status_handlers import StatusHandlers
 from edgepipe.gateway.streams import StreamTimeouts
 from edgepipe.gateway.structured import GrammarCompiler
+from edgepipe.gateway.turns import Turns
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, PipelineId
 from edgepipe.security.mutual_tls import Security
+from edgepipe.wire.children import KeptModels, LoadQueue
 from edgepipe.wire.common import Hello
 from edgepipe.wire.nodes import ClusterView
 
@@ -56,17 +59,20 @@ class Gateway:
         ids: IdSource,
         new_seed: Callable[[], int],
         load: AssetLoader = load_assets,
-        load_model: Callable[[str], None] = lambda _: None,
+        load_model: Callable[[str, str], None] = lambda _model, _owner: None,
         unload_model: Callable[[str], None] = lambda _: None,
+        keep_models: Callable[[KeptModels], None] = lambda _: None,
         limits: LinkLimits | None = None,
         rules: AccessRules | None = None,
         admission: AdmissionLimits | None = None,
         connections: ConnectionLimits | None = None,
         timeouts: StreamTimeouts | None = None,
     ) -> None:
-        """``load_model`` requests to serve a model of the view's ``loadable``; ``not_loaded`` reports its failure.
-
-        ``unload_model`` requests to stop a model that was loaded on request.
+        """
+        load_model    requests to serve a model of the view's ``loadable`` for the owner of a key, see ``owner_of``;
+                      ``loads_changed`` reports when its load begins, ``not_loaded`` its failure
+        unload_model  requests to stop a model that was loaded on request
+        keep_models   takes the times of ``keep_alive`` whenever they change, for ``keep_as_before`` of a later gateway
         """
         self._clock = clock
         self._hello = Hello(role="gateway", node_id=node_id, node_name=node_name)
@@ -84,7 +90,8 @@ class Gateway:
         self._admission = Admission(admission or AdmissionLimits())
         self._loads = ModelLoads(self._models, load=load_model)
         self._grammar_trial = GrammarTrial()
-        self._keep_alives = KeepAlives(self._models, clock=clock, unload=unload_model)
+        self._keep_alives = KeepAlives(self._models, clock=clock, unload=unload_model, report=keep_models)
+        answers = PiecedAnswers(turns=Turns(), timeouts=timeouts or StreamTimeouts())
         metrics = Metrics(clock=clock, view=lambda: self._newest, own=self._gauges, version=__version__)
         service = CompletionService(
             models=self._models,
@@ -96,17 +103,20 @@ class Gateway:
             admission=self._admission,
             metrics=metrics.requests,
             compiler=GrammarCompiler(self._grammar_trial.check),
+            turns=answers.turns,
         )
-        status_handlers = StatusHandlers(models=self._models, clock=clock, metrics=metrics, threads=service.threads)
+        status_handlers = StatusHandlers(
+            models=self._models, clock=clock, metrics=metrics, answers=answers, threads=service.threads
+        )
         self._bodies = BodyReader(models=self._models, body_s=self._connections.limits.body_s)
         self.app: ASGIApp = make_app(
             service=service,
             bodies=self._bodies,
             status_handlers=status_handlers,
             rules=rules or AccessRules(),
+            answers=answers,
             requests=request_shares(self._connections.limits.max_connections),
             memory=self._admission.memory,
-            timeouts=timeouts,
         )
 
     def update(self, view: ClusterView) -> None:
@@ -119,6 +129,14 @@ class Gateway:
     def not_loaded(self, model: str, error: EdgepipeError) -> None:
         """Report that a model of ``load_model`` is not served, with the error."""
         self._loads.failed(model, error)
+
+    def loads_changed(self, queue: LoadQueue) -> None:
+        """Report which requested models load and which wait."""
+        self._loads.queue = queue
+
+    def keep_as_before(self, kept: KeptModels) -> None:
+        """Take the times of ``keep_alive`` that an earlier gateway of this node reported."""
+        self._keep_alives.restore(kept)
 
     async def run(self) -> None:
         """Keep one link per engine of the view, and unload models whose time is over. Ends by cancellation only."""

@@ -13,9 +13,10 @@ from edgepipe.clock import Clock
 from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.metrics import CONTENT_TYPE, Metrics
 from edgepipe.gateway.models import ModelTable
+from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.responses import model_card
-from edgepipe.model.turns import Turns
+from edgepipe.model.user_turns import UserTurns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +26,13 @@ class StatusHandlers:
     models: ModelTable
     clock: Clock
     metrics: Metrics
-    threads: Turns  # that write metrics
+    answers: PiecedAnswers
+    threads: UserTurns  # that write metrics
 
     async def list_models(self, request: Request) -> Response:
         """``GET /v1/models``."""
         created_s = int(self.clock.wall_s())
-        return JSONResponse(
+        return self.answers.json(
             {"object": "list", "data": [model_card(served, created_s=created_s) for served in self.models.served]}
         )
 

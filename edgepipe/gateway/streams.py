@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.models import News
 from edgepipe.gateway.problems import HttpProblem
+from edgepipe.gateway.turns import Turns
 from edgepipe.safe_text import one_line
 
 T = TypeVar("T")
@@ -42,15 +43,17 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes],
         *,
-        opening: bytes,
+        opening: Iterable[bytes],
         on_error: Callable[[EdgepipeError], bytes],
         place: AbstractContextManager[object],
         timeouts: StreamTimeouts,
+        turns: Turns,
         news: Callable[[], News] = News,
         media_type: str = "text/event-stream",
     ) -> None:
         """
-        opening   sent if no event comes within ``hold_s``, else right before the first event
+        events    pieces of events; the last piece of an event, and no other, ends with a line break
+        opening   pieces of events, sent if no event comes within ``hold_s``, else right before the first event
         on_error  the event that ends a stream after an error
         place     context that the stream holds until its end
         news      called repeatedly: the text of comments while the model recovers, and once when it continues
@@ -62,20 +65,17 @@ class EventStream(Response):
         self._on_error = on_error
         self._place = place
         self._timeouts = timeouts
+        self._turns = turns
         self._news = news
         self._heartbeat = b": still working\n\n" if media_type == "text/event-stream" else b""
         self._sent = 0
+        self._in_event = False  # a comment would break the event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until they end or the client leaves. Raises an error that occurs before the first byte."""
         with self._place:
             async with aclosing(self._events):
-                try:
-                    await first_of(self._send_all(send), receive)
-                except _Stalled:
-                    logger.info("a client read no data for %.0f s, its request is cancelled", self._timeouts.send_s)
-                    scope["state"]["connection"].abort()
-                    await _disconnected(receive)
+                await send_to_client(self._send_all(send), scope, receive, timeouts=self._timeouts)
 
     async def _send_all(self, send: Send) -> None:
         first = asyncio.ensure_future(anext(self._events, b""))
@@ -94,7 +94,10 @@ class EventStream(Response):
     async def _send_parts(self, send: Send, first: asyncio.Future[bytes]) -> None:
         beating = asyncio.create_task(self._beat(send), name="heartbeat")
         try:
-            await self._send(send, self._opening)
+            for part in self._opening:
+                await self._send(send, part)
+                if self._in_event:
+                    await self._turns.take()
             await self._send(send, await first)
             async for part in self._events:
                 await self._send(send, part)
@@ -107,11 +110,10 @@ class EventStream(Response):
         self._sent += 1
         if not part:
             return
-        try:
-            async with asyncio.timeout(self._timeouts.send_s):
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-        except TimeoutError:
-            raise _Stalled from None
+        ends = part.endswith(b"\n")
+        self._in_event = self._in_event or not ends
+        await send_part(send, part, timeouts=self._timeouts)
+        self._in_event = not ends
 
     async def _beat(self, send: Send) -> None:
         """Send comments while no other part was sent for a while."""
@@ -121,7 +123,9 @@ class EventStream(Response):
             await asyncio.sleep(every_s)
             news, silent_s = self._news(), silent_s + every_s if sent == self._sent else 0.0
             comment = b""
-            if news.recovering:
+            if self._in_event:
+                pass
+            elif news.recovering:
                 comment = _comment(f"recovering: {news.text}" if news.text else "recovering")
             elif recovering and news.text:
                 comment = _comment(news.text)
@@ -144,6 +148,30 @@ def _comment(text: str) -> bytes:
 
 class _Stalled(Exception):
     """The client reads no data."""
+
+
+async def send_part(send: Send, part: bytes, *, timeouts: StreamTimeouts) -> None:
+    """Send a part of an answer once the client takes it. For ``send_to_client``, which handles a client that does not.
+
+    Returns without a turn of the event loop if the client keeps up.
+    """
+    try:
+        async with asyncio.timeout(timeouts.send_s):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+    except TimeoutError:
+        raise _Stalled from None
+
+
+async def send_to_client(
+    sending: Coroutine[Any, Any, None], scope: Scope, receive: Receive, *, timeouts: StreamTimeouts
+) -> None:
+    """Run ``sending`` until it ends, the client leaves, or the client reads nothing for ``send_s``."""
+    try:
+        await first_of(sending, receive)
+    except _Stalled:
+        logger.info("a client read no data for %.0f s, its request is cancelled", timeouts.send_s)
+        scope["state"]["connection"].abort()
+        await _disconnected(receive)
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from edgepipe.gateway.tool_calls import CallDelta
 from edgepipe.sampling import TokenLogprobs
+
+MAX_PART_CHARS = 16 << 10  # of each text of a delta that ``parts_of`` yields
 
 
 class Detokenizer(Protocol):
@@ -75,6 +77,39 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per id if the request asked for them
     calls: tuple[CallDelta, ...] = ()  # pieces of tool calls
     reasoning: str = ""
+
+
+def parts_of(delta: Delta) -> Iterator[Delta]:
+    """Yield the delta in parts with texts of at most MAX_PART_CHARS each; the last one has all the rest.
+
+    A reader may hold a long text back, such as a call's arguments, and release it at once.
+    """
+    pieces = [
+        *(Delta(choice=delta.choice, text="", ids=(), reasoning=text) for text in _all_but_last(delta.reasoning)),
+        *(Delta(choice=delta.choice, text=text, ids=()) for text in _all_but_last(delta.text)),
+    ]
+    calls = [part for call in delta.calls for part in _call_parts(call)]
+    if not pieces and len(calls) == len(delta.calls):
+        yield delta
+        return
+    yield from pieces
+    yield from (Delta(choice=delta.choice, text="", ids=(), calls=(part,)) for part in calls)
+    yield replace(delta, text=_last(delta.text), reasoning=_last(delta.reasoning), calls=())
+
+
+def _call_parts(call: CallDelta) -> list[CallDelta]:
+    texts = [*_all_but_last(call.arguments), _last(call.arguments)]
+    first = replace(call, arguments=texts[0])
+    return [first, *(CallDelta(index=call.index, arguments=text) for text in texts[1:])]
+
+
+def _all_but_last(text: str) -> list[str]:
+    end = len(text) - len(_last(text))
+    return [text[start : start + MAX_PART_CHARS] for start in range(0, end, MAX_PART_CHARS)]
+
+
+def _last(text: str) -> str:
+    return text[max(0, len(text) - 1) // MAX_PART_CHARS * MAX_PART_CHARS :]
 
 
 class ChoiceText:

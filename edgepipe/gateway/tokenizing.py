@@ -5,19 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.bodies import BodyReader
-from edgepipe.gateway.completion_service import TooManyTokens, encode, render_chat
+from edgepipe.gateway.completion_service import TooManyTokens, decoded, encode, render_chat
+from edgepipe.gateway.json_pieces import ArrayParts
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable
+from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.problems import bad_request
 from edgepipe.gateway.schema import ChatBody, DetokenizeBody, TokenizeBody
 from edgepipe.gateway.structured import checked_tools
-from edgepipe.model.turns import Turns
+from edgepipe.model.user_turns import UserTurns
 
-MAX_TOKENS = 1 << 18  # tokens of one text: writing more as JSON would block the event loop
+MAX_TOKENS = 1 << 18  # tokens of one text
 MAX_TOKEN_STRINGS = 1 << 16
+_PART_IDS = 512  # converted to text at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,8 @@ class TokenHandlers:
 
     models: ModelTable
     bodies: BodyReader
-    threads: Turns  # that tokenise
+    answers: PiecedAnswers
+    threads: UserTurns  # that tokenise
 
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``."""
@@ -42,8 +46,8 @@ class TokenHandlers:
             text = await render_chat(assets, chat, checked_tools(body.tools), owner=owner)
             special = bool(body.add_special_tokens)
             ids = await self._encode(assets, text, special_tokens=special, param="messages", owner=owner)
-        texts = [assets.token_text(token) for token in ids[:MAX_TOKEN_STRINGS]] if body.return_token_strs else None
-        return JSONResponse(
+        texts = _token_texts(assets, ids[:MAX_TOKEN_STRINGS]) if body.return_token_strs else None
+        return self.answers.json(
             {"count": len(ids), "max_model_len": entry.served.context_length, "tokens": ids, "token_strs": texts}
         )
 
@@ -52,13 +56,13 @@ class TokenHandlers:
         body = await self.bodies.read(request, DetokenizeBody)
         assets = await self.models.get(body.model).assets()
         _check(body.tokens, assets)
-        return JSONResponse({"prompt": assets.decode(body.tokens)})
+        return self.answers.json({"prompt": await decoded(assets, body.tokens, turns=self.answers.turns)})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """``GET /tokenizer_info``; ``?model=`` if several are served."""
         entry: ModelEntry = self.models.get(request.query_params.get("model"))
         assets = await entry.assets()
-        return JSONResponse(
+        return self.answers.json(
             {"model": entry.served.name, "model_max_length": entry.served.context_length, **assets.info()}
         )
 
@@ -75,6 +79,13 @@ class TokenHandlers:
         except TooManyTokens as exc:
             message = f"the text has {exc.count} tokens, at most {MAX_TOKENS} can be used"
             raise bad_request(message, param=param, code="context_length_exceeded") from exc
+
+
+def _token_texts(assets: Assets, ids: list[int]) -> ArrayParts:
+    return ArrayParts(
+        [assets.token_text(token) for token in ids[start : start + _PART_IDS]]
+        for start in range(0, len(ids), _PART_IDS)
+    )
 
 
 def _check(tokens: list[int], assets: Assets) -> None:

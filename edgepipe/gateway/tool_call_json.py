@@ -76,8 +76,9 @@ class CallObject:
         self._escaped = False
         self._key: str | None = None  # key of the current member
         self._part: list[str] = []  # text of the current key or value
+        self._first = ""  # its first character that is no space
         self._streams = False  # pass the value on as it arrives
-        self._spaces = ""  # spaces held back of such a value: they may be its end
+        self._spaces: list[str] = []  # held back of such a value: they may be its end
         self._name = ""
         self._arguments: str | None = None  # complete arguments that came before the name
 
@@ -155,29 +156,24 @@ class CallObject:
             self._send(text)
             return
         self._part.append(text)
-        if self._name and self._key in ("arguments", "parameters") and text.strip():
-            value = "".join(self._part).lstrip()
-            if value[0] != '"':  # some models write the arguments as a string that holds JSON
-                self._begin()
-                self._streams = True
-                self._send(value)
+        self._first = self._first or text.lstrip()[:1]
+        if self._name and self._key in ("arguments", "parameters") and self._first not in ("", '"'):
+            self._begin()  # a string is held: some models write the arguments as one that holds JSON
+            self._streams = True
+            self._send("".join(self._part).lstrip())
 
     def _send(self, text: str) -> None:
-        if self._in_string:
-            self._calls.arguments(self._spaces + text)
-            self._spaces = ""
-            return
-        shown = text.rstrip()
+        shown = text if self._in_string else text.rstrip()
         if shown:
-            self._calls.arguments(self._spaces + shown)
-            self._spaces = text[len(shown) :]
-        else:
-            self._spaces += text
+            for part in (*self._spaces, shown):
+                self._calls.arguments(part)
+            self._spaces.clear()
+        self._spaces.append(text[len(shown) :])
 
     def _end_part(self) -> None:
         """Handle a complete key or value."""
         text = "".join(self._part).strip()
-        self._part, self._spaces = [], ""
+        self._part, self._first, self._spaces = [], "", []
         if self._key is None:
             key = _decoded(text)
             if not isinstance(key, str) or (not self._certain and key not in _CALL_KEYS):

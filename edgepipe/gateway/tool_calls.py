@@ -17,10 +17,6 @@ class CallDelta:
     name: str = ""
     arguments: str = ""  # JSON text
 
-    def extended(self, arguments: str) -> CallDelta:
-        """Return the piece with more arguments."""
-        return replace(self, arguments=self.arguments + arguments)
-
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
@@ -47,8 +43,7 @@ def call_id(request_id: str, choice: int, index: int) -> str:
 
 def joined_calls(pieces: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
     """Join the pieces of each call: clients refuse two entries of one index in a delta."""
-    found: dict[int, CallDelta] = {}
+    found: dict[int, list[CallDelta]] = {}
     for piece in pieces:
-        known = found.get(piece.index)
-        found[piece.index] = piece if known is None else known.extended(piece.arguments)
-    return tuple(found.values())
+        found.setdefault(piece.index, []).append(piece)
+    return tuple(replace(parts[0], arguments="".join(part.arguments for part in parts)) for parts in found.values())

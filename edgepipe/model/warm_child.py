@@ -9,7 +9,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from typing import Any, cast
 
 from edgepipe.model.frames import HEAD
-from edgepipe.model.turns import MAX_WAITING, Turns
+from edgepipe.model.user_turns import MAX_WAITING, UserTurns
 
 _READ_BYTES = 1 << 20  # buffered part of an answer, before the child waits for its reader
 _READY_BYTES = 64  # limit of the frame that reports ready
@@ -42,7 +42,7 @@ class WarmChild:
         """``max_waiting``: requests of one owner."""
         self._module = module
         self._start_s = start_s
-        self._turns = Turns(max_waiting=max_waiting)
+        self._turns = UserTurns(max_waiting=max_waiting)
         self._using = asyncio.Lock()  # the child process: for one request, or to start or end it
         self._child: Process | None = None
 

@@ -155,6 +155,7 @@ class LoadWanted:
     """A gateway got a request for a model that is not served."""
 
     model: str = ""
+    owner: str = ""  # the fingerprint of the request's key; empty without a key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +163,30 @@ class UnloadWanted:
     """A model that a request loaded was idle for as long as requests wanted it kept."""
 
     model: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptModel:
+    """A model that a request loaded and that stays for a time."""
+
+    pipeline_id: PipelineId
+    keep_s: float = 0.0  # how long it stays without a request
+    idle_since_s: float = 0.0  # wall clock; 0: a request uses it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptModels:
+    """All such models: from a gateway, and to its successor."""
+
+    models: tuple[KeptModel, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadQueue:
+    """The models that requests want and that are not served yet."""
+
+    loading: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()  # in the order in which their loads will begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +237,7 @@ Report = (
     | LayerProfile
     | LoadWanted
     | UnloadWanted
+    | KeptModels
 )
 """What a child reports to its daemon."""
 
@@ -235,6 +261,8 @@ Command = (
     | IntroducedPeers
     | ProfileLayerRequest
     | LoadFailed
+    | LoadQueue
+    | KeptModels
 )
 """What a daemon tells its child to do."""
 

@@ -10,7 +10,7 @@ from edgepipe.cluster.interfaces import LOOPBACK
 from edgepipe.gateway.access import AccessRules
 from edgepipe.gateway.service import Gateway, listen
 from edgepipe.system import RandomIds, SystemClock
-from edgepipe.wire.children import LoadFailed, LoadWanted, UnloadWanted
+from edgepipe.wire.children import KeptModels, LoadFailed, LoadQueue, LoadWanted, UnloadWanted
 from edgepipe.wire.nodes import ClusterView
 from edgepipe.workers.daemon_link import DaemonLink
 from edgepipe.workers.settings import ChildSettings
@@ -26,8 +26,9 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
         node_name=settings.node_name,
         security=link.security,
         clock=SystemClock(),
-        load_model=lambda model: link.report(LoadWanted(model=model)),
+        load_model=lambda model, owner: link.report(LoadWanted(model=model, owner=owner)),
         unload_model=lambda model: link.report(UnloadWanted(model=model)),
+        keep_models=link.report,
         ids=RandomIds(),
         new_seed=lambda: secrets.randbits(64),
         rules=AccessRules.of(
@@ -44,6 +45,10 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
                     gateway.update(command)
                 case LoadFailed():
                     gateway.not_loaded(command.model, command.error)
+                case LoadQueue():
+                    gateway.loads_changed(command)
+                case KeptModels():
+                    gateway.keep_as_before(command)
                 case _:
                     pass
         await serving

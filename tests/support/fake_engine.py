@@ -63,9 +63,8 @@ class ByteAssets:
     sampling: Mapping[str, float] = MappingProxyType({})
     traits = template_traits("lines")
 
-    def decode(self, ids: Sequence[int], *, finish: bool = True) -> str:
-        detokenizer = ByteDetokenizer()
-        return "".join([*map(detokenizer.add, ids), detokenizer.finish() if finish else ""])
+    def new_decoder(self) -> ByteDetokenizer:
+        return ByteDetokenizer()
 
     def token_bytes(self, token: int) -> bytes:
         return b"" if token == END else bytes([token])

@@ -9,8 +9,10 @@ from contextlib import aclosing
 
 from edgepipe.daemon.changes import Changes
 from edgepipe.daemon.processes.children import Child, Children
-from edgepipe.errors import EdgepipeError
-from edgepipe.wire.children import LoadFailed, LoadWanted, Report, UnloadWanted
+from edgepipe.daemon.processes.kept_models import KeptModelsFile
+from edgepipe.daemon.processes.load_turns import MOST_WAITING, Decision, LoadTurns
+from edgepipe.errors import CapacityError, EdgepipeError
+from edgepipe.wire.children import KeptModels, LoadFailed, LoadQueue, LoadWanted, Report, UnloadWanted
 from edgepipe.wire.nodes import ClusterView
 from edgepipe.wire.serving import ServeEvent
 from edgepipe.workers.settings import ChildSettings
@@ -19,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 _HEALTHY_S = 60.0  # a gateway that ran for so long did not fail at its start
 _RESTART_MIN_S, _RESTART_MAX_S = 0.5, 10.0
-_MOST_LOADING = 4  # models loaded at the same time
 _VIEW_INTERVAL_S = 0.1  # engines report several times a second; a gateway needs no more views than this
 
 
@@ -35,6 +36,7 @@ class GatewayKeeper:
         view: Callable[[], ClusterView],
         load: Callable[[str], AsyncGenerator[ServeEvent]],
         unload: Callable[[str], Awaitable[None]],
+        kept: KeptModelsFile,
         changes: Callable[[], AsyncIterator[None]],
         tasks: asyncio.TaskGroup,
         on_change: Callable[[], None],
@@ -44,7 +46,10 @@ class GatewayKeeper:
         self._load = load
         self._unload = unload
         self._unloading: set[str] = set()  # models; ``unload`` ignores names that no request loaded
-        self._loading: set[str] = set()  # models that requests wait for
+        self._turns = LoadTurns()  # of models that requests wait for
+        self._told_queue = LoadQueue()
+        self._kept = kept
+        self._child: Child | None = None  # the newest
         self.http_port = 0  # of the running process
         self.certificate = b""  # of the running process
         self._sent_view = ClusterView()
@@ -61,7 +66,11 @@ class GatewayKeeper:
         """Start the gateway. Raises PortInUse and other errors that prevent the start."""
         child = await self._children.start(self._new_settings(self._wanted_port), self._tasks)
         started = await self._children.wait_started(child)
-        child.on_report = lambda report: self._take(child, report)
+        child.on_report = self._take
+        self._child = child
+        child.send(self._kept.newest)
+        self._told_queue = LoadQueue()
+        self._tell_queue()
         self.certificate = started.certificate
         self.http_port = self._wanted_port = started.port  # a restarted gateway keeps the port
         self._on_change()
@@ -96,11 +105,12 @@ class GatewayKeeper:
             except EdgepipeError as error:
                 logger.error("gateway does not start: %s", error)
 
-    def _take(self, child: Child, report: Report) -> None:
+    def _take(self, report: Report) -> None:
         match report:
-            case LoadWanted(model=model) if model not in self._loading and len(self._loading) < _MOST_LOADING:
-                self._loading.add(model)
-                self._tasks.create_task(self._serve(child, model), name=f"load:{model}")
+            case LoadWanted(model=model, owner=owner):
+                self._apply(self._turns.want(model, owner, now_s=asyncio.get_running_loop().time()))
+            case KeptModels():
+                self._kept.keep(report)
             case UnloadWanted(model=model) if model not in self._unloading:
                 self._unloading.add(model)
                 self._tasks.create_task(self._stop(model), name=f"unload:{model}")
@@ -116,7 +126,25 @@ class GatewayKeeper:
         finally:
             self._unloading.discard(model)
 
-    async def _serve(self, child: Child, model: str) -> None:
+    def _apply(self, decision: Decision) -> None:
+        """Start loads, and tell the gateway which models load and which wait."""
+        for model in decision.start:
+            self._tasks.create_task(self._serve(model), name=f"load:{model}")
+        if decision.refused:
+            self._fail(decision.refused, _too_many())
+        self._tell_queue()
+
+    def _tell_queue(self) -> None:
+        queue = LoadQueue(loading=self._turns.loading, waiting=self._turns.waiting)
+        if self._child is not None and queue != self._told_queue:
+            self._told_queue = queue
+            self._child.send(queue)
+
+    def _fail(self, model: str, error: EdgepipeError) -> None:
+        if self._child is not None:
+            self._child.send(LoadFailed(model=model, error=error))
+
+    async def _serve(self, model: str) -> None:
         logger.info("model=%s is loaded, since a request asked for it", model)
         try:
             async with aclosing(self._load(model)) as events:
@@ -124,9 +152,9 @@ class GatewayKeeper:
                     pass
         except EdgepipeError as error:
             logger.warning("not loaded model=%s: %s", model, error)
-            child.send(LoadFailed(model=model, error=error))
+            self._fail(model, error)
         finally:
-            self._loading.discard(model)
+            self._apply(self._turns.ended(model, now_s=asyncio.get_running_loop().time()))
 
     async def _feed(self, child: Child) -> None:
         self._sent_view = ClusterView()
@@ -137,3 +165,11 @@ class GatewayKeeper:
                 child.send(view)
                 self._view_sent.notify()
                 await asyncio.sleep(_VIEW_INTERVAL_S)
+
+
+def _too_many() -> CapacityError:
+    return CapacityError(
+        "the model's load cannot begin",
+        fact=f"{MOST_WAITING} other models that requests want wait already",
+        next_step="send the request again in a minute",
+    )

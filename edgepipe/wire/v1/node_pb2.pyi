@@ -1342,6 +1342,7 @@ class ChildReport(_message.Message):
     PROFILED_FIELD_NUMBER: _builtins.int
     LOAD_WANTED_FIELD_NUMBER: _builtins.int
     UNLOAD_WANTED_FIELD_NUMBER: _builtins.int
+    KEPT_MODELS_FIELD_NUMBER: _builtins.int
     CHILD_ID_FIELD_NUMBER: _builtins.int
     child_id: _builtins.str
     """in the first report of any kind"""
@@ -1371,6 +1372,8 @@ class ChildReport(_message.Message):
     def load_wanted(self) -> Global___LoadWanted: ...
     @_builtins.property
     def unload_wanted(self) -> Global___UnloadWanted: ...
+    @_builtins.property
+    def kept_models(self) -> Global___KeptModels: ...
     def __init__(
         self,
         *,
@@ -1386,13 +1389,14 @@ class ChildReport(_message.Message):
         profiled: Global___LayerProfile | None = ...,
         load_wanted: Global___LoadWanted | None = ...,
         unload_wanted: Global___UnloadWanted | None = ...,
+        kept_models: Global___KeptModels | None = ...,
         child_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "load_wanted", b"load_wanted", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started", "unload_wanted", b"unload_wanted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "kept_models", b"kept_models", "load_wanted", b"load_wanted", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started", "unload_wanted", b"unload_wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "load_wanted", b"load_wanted", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started", "unload_wanted", b"unload_wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "denied", b"denied", "engine", b"engine", "fault", b"fault", "introduced", b"introduced", "kept_models", b"kept_models", "load_wanted", b"load_wanted", "loaded", b"loaded", "loading", b"loading", "plan_wanted", b"plan_wanted", "profiled", b"profiled", "progress", b"progress", "report", b"report", "started", b"started", "unload_wanted", b"unload_wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["started", "progress", "loading", "loaded", "engine", "fault", "plan_wanted", "denied", "introduced", "profiled", "load_wanted", "unload_wanted"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["started", "progress", "loading", "loaded", "engine", "fault", "plan_wanted", "denied", "introduced", "profiled", "load_wanted", "unload_wanted", "kept_models"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -1425,15 +1429,19 @@ class LoadWanted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    owner: _builtins.str
+    """the fingerprint of the request's key; empty without a key"""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1459,6 +1467,83 @@ class UnloadWanted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UnloadWanted: _TypeAlias = UnloadWanted  # noqa: Y015
+
+@_typing.final
+class KeptModels(_message.Message):
+    """The models that requests loaded and that stay for a time: from a gateway, and to its successor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODELS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptModel]: ...
+    def __init__(
+        self,
+        *,
+        models: _abc.Iterable[Global___KeptModel] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptModels: _TypeAlias = KeptModels  # noqa: Y015
+
+@_typing.final
+class KeptModel(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIPELINE_ID_FIELD_NUMBER: _builtins.int
+    KEEP_S_FIELD_NUMBER: _builtins.int
+    IDLE_SINCE_S_FIELD_NUMBER: _builtins.int
+    pipeline_id: _builtins.str
+    keep_s: _builtins.float
+    """how long it stays without a request"""
+    idle_since_s: _builtins.float
+    """wall clock; 0: a request uses it"""
+    def __init__(
+        self,
+        *,
+        pipeline_id: _builtins.str = ...,
+        keep_s: _builtins.float = ...,
+        idle_since_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_since_s", b"idle_since_s", "keep_s", b"keep_s", "pipeline_id", b"pipeline_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptModel: _TypeAlias = KeptModel  # noqa: Y015
+
+@_typing.final
+class LoadQueue(_message.Message):
+    """The models that requests want and that are not served yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOADING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def loading(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def waiting(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """in the order in which their loads will begin"""
+
+    def __init__(
+        self,
+        *,
+        loading: _abc.Iterable[_builtins.str] | None = ...,
+        waiting: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loading", b"loading", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadQueue: _TypeAlias = LoadQueue  # noqa: Y015
 
 @_typing.final
 class LoadFailed(_message.Message):
@@ -1710,6 +1795,8 @@ class ChildCommand(_message.Message):
     INTRODUCE_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     LOAD_FAILED_FIELD_NUMBER: _builtins.int
+    LOAD_QUEUE_FIELD_NUMBER: _builtins.int
+    KEPT_MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def load(self) -> Global___LoadShard:
         """stages"""
@@ -1748,6 +1835,14 @@ class ChildCommand(_message.Message):
     def load_failed(self) -> Global___LoadFailed:
         """gateways"""
 
+    @_builtins.property
+    def load_queue(self) -> Global___LoadQueue:
+        """gateways"""
+
+    @_builtins.property
+    def kept_models(self) -> Global___KeptModels:
+        """gateways, once, before the first view"""
+
     def __init__(
         self,
         *,
@@ -1761,12 +1856,14 @@ class ChildCommand(_message.Message):
         introduce: Global___IntroducedPeers | None = ...,
         profile: Global___ProfileLayerRequest | None = ...,
         load_failed: Global___LoadFailed | None = ...,
+        load_queue: Global___LoadQueue | None = ...,
+        kept_models: Global___KeptModels | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "introduce", b"introduce", "load", b"load", "load_failed", b"load_failed", "pause", b"pause", "plan", b"plan", "profile", b"profile", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "introduce", b"introduce", "kept_models", b"kept_models", "load", b"load", "load_failed", b"load_failed", "load_queue", b"load_queue", "pause", b"pause", "plan", b"plan", "profile", b"profile", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "introduce", b"introduce", "load", b"load", "load_failed", b"load_failed", "pause", b"pause", "plan", b"plan", "profile", b"profile", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "command", b"command", "introduce", b"introduce", "kept_models", b"kept_models", "load", b"load", "load_failed", b"load_failed", "load_queue", b"load_queue", "pause", b"pause", "plan", b"plan", "profile", b"profile", "reachable", b"reachable", "run", b"run", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["load", "cluster", "run", "stop", "plan", "reachable", "pause", "introduce", "profile", "load_failed"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["load", "cluster", "run", "stop", "plan", "reachable", "pause", "introduce", "profile", "load_failed", "load_queue", "kept_models"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 

@@ -122,7 +122,8 @@ async def test_log_probabilities_of_an_answer_are_bounded_together(served: Serve
 def test_prompts_whose_log_probabilities_are_too_many_are_refused() -> None:
     sampling = SamplingParams(prompt_logprobs=True, logprobs=True, top_logprobs=20)
     most = MAX_SCORES // 21
-    assert _scored_limit([[1] * (most - 100)], sampling, num_choices=2) == 50
+    assert _scored_limit([[1] * (most - 100)], sampling, num_choices=1) == 100
+    assert _scored_limit([[1] * (most // 2 - 100)], sampling, num_choices=2) == 100
     with pytest.raises(HttpProblem, match="logprobs"):
         _scored_limit([[1] * (most // 2)] * 3, sampling, num_choices=1)
     assert _scored_limit([[1] * most], SamplingParams(), num_choices=1) == MAX_COUNT

@@ -25,7 +25,7 @@ PATHS = ["/v1/chat/completions", "/v1/completions", "/api/chat", "/api/generate"
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_model_that_can_be_loaded_is_waited_for(path: str) -> None:
     asked: list[str] = []
-    async with serving(FakeEngine(), load_model=asked.append) as served:
+    async with serving(FakeEngine(), load_model=lambda model, _: asked.append(model)) as served:
         served.gateway.update(view_of(served.address, names=("tiny",), loadable=("big",)))
         body = {"model": "big", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "stream": False}
         del body["prompt" if "chat" in path else "messages"]
@@ -41,7 +41,7 @@ async def test_a_model_that_can_be_loaded_is_waited_for(path: str) -> None:
 async def test_why_it_cannot_be_served_is_told_to_whoever_waits() -> None:
     asked: list[str] = []
 
-    async with serving(FakeEngine(), load_model=asked.append) as served:
+    async with serving(FakeEngine(), load_model=lambda model, _: asked.append(model)) as served:
         served.gateway.update(view_of(served.address, names=("tiny",), loadable=("big",)))
         asking = [asyncio.create_task(served.chat(model="big")) for _ in range(2)]
         await until(lambda: len(asked) >= 2)
@@ -53,7 +53,7 @@ async def test_why_it_cannot_be_served_is_told_to_whoever_waits() -> None:
 
 async def test_what_is_on_no_disk_is_unknown_and_asks_nobody() -> None:
     asked: list[str] = []
-    async with serving(FakeEngine(), load_model=asked.append) as served:
+    async with serving(FakeEngine(), load_model=lambda model, _: asked.append(model)) as served:
         served.gateway.update(view_of(served.address, names=("tiny",), loadable=("big",)))
         for name in ("bigger", "BIG", "gpt-4"):
             assert (await served.chat(model=name)).status_code == 404
@@ -79,7 +79,7 @@ async def test_a_wanted_model_whose_engine_is_away_is_not_unknown() -> None:
 
 
 async def test_who_has_waited_long_is_told_to_come_again() -> None:
-    loads = ModelLoads(ModelTable(), load=lambda _: None, wait_s=0.01)
+    loads = ModelLoads(ModelTable(), load=lambda *_: None, wait_s=0.01)
     loads.update(["big"])
     with pytest.raises(CapacityError) as told:
         await loads.entry("big")
@@ -91,7 +91,7 @@ async def test_who_has_waited_long_is_told_to_come_again() -> None:
 
 async def test_a_model_that_is_being_unloaded_is_loaded_again() -> None:
     asked: list[str] = []
-    async with serving(FakeEngine(), load_model=asked.append) as served:
+    async with serving(FakeEngine(), load_model=lambda model, _: asked.append(model)) as served:
         served.gateway.update(view_of(served.address, names=("big",), state="stopping"))
         asking = asyncio.create_task(served.chat(model="big"))
         await asyncio.sleep(0.05)
@@ -105,7 +105,7 @@ async def test_a_model_that_is_being_unloaded_is_loaded_again() -> None:
 
 async def test_an_earlier_failure_is_not_that_of_a_model_which_a_user_serves() -> None:
     asked: list[str] = []
-    async with serving(FakeEngine(), load_model=asked.append) as served:
+    async with serving(FakeEngine(), load_model=lambda model, _: asked.append(model)) as served:
         served.gateway.update(view_of(served.address, names=("tiny",), loadable=("big",)))
         asking = asyncio.create_task(served.chat(model="big"))
         await until(lambda: asked)

@@ -11,6 +11,7 @@ from edgepipe.cli.sse import ChatClient
 from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.models import News
 from edgepipe.gateway.streams import EventStream, StreamTimeouts
+from edgepipe.gateway.turns import Turns
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateway import serving
 
@@ -42,10 +43,11 @@ async def sent_while(news: list[News], *, until: bytes) -> list[bytes]:
 
     stream = EventStream(
         events(),
-        opening=b"",
+        opening=(),
         on_error=on_error,
         place=nullcontext(),
         timeouts=StreamTimeouts(recovering_s=0.01, heartbeat_s=1.0),
+        turns=Turns(),
         news=lambda: news.pop(0) if len(news) > 1 else news[0],
     )
     async with asyncio.timeout(10):

@@ -116,18 +116,32 @@ def test_a_model_ends_when_it_was_idle_for_as_long_as_the_newest_wish_says(steps
         assert (left_s is None) == (busy or wish in (None, math.inf))
 
 
-@pytest.mark.parametrize("change", ["a person wants it", "it is gone"])
-def test_what_is_not_theirs_any_more_they_let_be(change: str) -> None:
+def test_what_a_person_wants_they_let_be() -> None:
     table, clock, ended = OneModel(), FakeClock(), list[str]()
     keep_alives = KeepAlives(table, clock=clock, unload=ended.append)
     keep_alives.want(table.model, 0.0)
     assert keep_alives._look() == GRACE_S
-    table.on_request, table.there = change != "a person wants it", change != "it is gone"
+    table.on_request = False
     clock.advance(100)
     assert keep_alives._look() is None
-    table.on_request = table.there = True
+    table.on_request = True
     assert keep_alives._look() is None
     assert ended == []
+
+
+def test_a_model_whose_engine_was_away_for_a_while_is_still_unloaded_in_time() -> None:
+    table, clock, ended = OneModel(), FakeClock(), list[str]()
+    keep_alives = KeepAlives(table, clock=clock, unload=ended.append)
+    keep_alives.want(table.model, 60.0)
+    assert keep_alives._look() == 60.0
+    table.there = False
+    clock.advance(40)
+    assert keep_alives._look() is None
+    table.there = True
+    assert keep_alives._look() == pytest.approx(20.0)
+    clock.advance(20)
+    assert keep_alives._look() is None
+    assert ended == ["big"]
 
 
 def _told(served: Served, *, on_request: bool = True) -> None:
@@ -159,7 +173,10 @@ async def test_the_last_answer_comes_whole_before_its_model_is_unloaded(path: st
 async def test_an_empty_prompt_unloads_and_loads_nothing_to_do_so() -> None:
     ended, asked = asyncio.Queue[str](), list[str]()
     async with serving(
-        FakeEngine(), unload_model=ended.put_nowait, load_model=asked.append, clock=RunningClock()
+        FakeEngine(),
+        unload_model=ended.put_nowait,
+        load_model=lambda model, _: asked.append(model),
+        clock=RunningClock(),
     ) as served:
         _told(served)
         for model in ("big", "tiny", "tiny:latest"):

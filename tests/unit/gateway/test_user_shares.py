@@ -27,7 +27,7 @@ from edgepipe.gateway.schema import CompletionBody
 from edgepipe.gateway.shares import Holding, memory_shares
 from edgepipe.gateway.structured import GrammarCompiler
 from edgepipe.model import warm_child
-from edgepipe.model.turns import Turns
+from edgepipe.model.user_turns import UserTurns
 from edgepipe.model.warm_child import WarmChild
 from tests.support.fake_engine import ByteAssets, FakeEngine
 from tests.support.gateway import Served, serving
@@ -332,7 +332,7 @@ class _Noted(ByteAssets):
 
 
 async def test_texts_are_tokenised_in_turns() -> None:
-    assets, threads = _Noted(), Turns()
+    assets, threads = _Noted(), UserTurns()
 
     async def ask(owner: str, size: int) -> None:
         await encode(assets, owner * size, special_tokens=False, at_most=9, threads=threads, owner=owner)

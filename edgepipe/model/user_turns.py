@@ -13,7 +13,7 @@ MAX_WAITING = 64  # items of one owner: as many requests of one key wait to run
 WAIT_S = 60.0  # then clients have given up
 
 
-class Turns:
+class UserTurns:
     """Lets tasks work in turns, one of each owner in a round."""
 
     def __init__(self, *, max_running: int = 1, max_waiting: int = MAX_WAITING, wait_s: float = WAIT_S) -> None:

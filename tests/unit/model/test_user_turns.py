@@ -1,4 +1,4 @@
-"""Turns of tasks: cancelled and late tasks pass their turn on; a warm child serves its users in turns."""
+"""UserTurns of tasks: cancelled and late tasks pass their turn on; a warm child serves its users in turns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from edgepipe.errors import QueueFull
 from edgepipe.model import warm_child
-from edgepipe.model.turns import Turns
+from edgepipe.model.user_turns import UserTurns
 from edgepipe.model.warm_child import WarmChild
 
 
@@ -22,7 +22,7 @@ async def _settle() -> None:
 class _Work:
     """Tasks that hold their turn until the test ends it, and the order in which they began."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: UserTurns) -> None:
         self.turns = turns
         self.order: list[str] = []
         self.over: dict[str, asyncio.Event] = {}
@@ -45,7 +45,7 @@ class _Work:
 
 
 async def test_tasks_of_two_users_work_in_turns() -> None:
-    work = _Work(Turns())
+    work = _Work(UserTurns())
     for name in ("a1", "a2", "a3", "b1", "b2"):
         await work.add(name)
     for name in ("a1", "b1", "a2", "b2", "a3"):
@@ -55,7 +55,7 @@ async def test_tasks_of_two_users_work_in_turns() -> None:
 
 @pytest.mark.parametrize("cancelled", ["a1", "a2", "b1"])
 async def test_a_cancelled_task_passes_its_turn_on(cancelled: str) -> None:
-    work = _Work(Turns())
+    work = _Work(UserTurns())
     for name in ("a1", "a2", "b1"):
         await work.add(name)
     work.tasks[cancelled].cancel()
@@ -71,7 +71,7 @@ async def test_a_cancelled_task_passes_its_turn_on(cancelled: str) -> None:
 
 
 async def test_a_task_that_is_cancelled_as_its_turn_comes_passes_it_on() -> None:
-    work = _Work(Turns())
+    work = _Work(UserTurns())
     for name in ("a1", "b1", "c1"):
         await work.add(name)
     work.over["a1"].set()
@@ -83,7 +83,7 @@ async def test_a_task_that_is_cancelled_as_its_turn_comes_passes_it_on() -> None
 
 
 async def test_a_wait_without_end_is_given_up_and_its_place_with_it() -> None:
-    work = _Work(Turns(max_waiting=1, wait_s=0.01))
+    work = _Work(UserTurns(max_waiting=1, wait_s=0.01))
     await work.add("a1")
     with pytest.raises(QueueFull, match="did not get its turn") as caught:
         async with work.turns.turn("b"):
