@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterable
 import numpy as np
 import pytest
 
-from edgepipe.errors import RequestInvalid, StepFailed
+from edgepipe.errors import GrammarNotReady, RequestInvalid, StepFailed
 from edgepipe.model.warm_child import WarmChild
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import BuiltGrammar, GrammarState, GrammarTokenizer
@@ -74,14 +74,14 @@ def follow(vocabulary: GrammarTokenizer, spec: GrammarSpec, seed: int) -> tuple[
 
 
 def token_times(state: GrammarState, rng: random.Random) -> Iterable[float]:
-    """Follow a random path. A grammar too complex to follow ends it, with the only error that a step may have."""
+    """Follow a random path. A grammar too complex to follow ends it, with the only errors that a step may have."""
     for _ in range(NUM_TOKENS):
         started_s = time.thread_time()
         try:
             allowed = np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))
             if len(allowed):
                 state.take(int(allowed[rng.randrange(len(allowed))]))
-        except StepFailed:
+        except (StepFailed, GrammarNotReady):
             return
         finally:
             yield time.thread_time() - started_s
