@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgepipe.engine import EngineLimits, EngineTimeouts
-from edgepipe.errors import StepFailed
+from edgepipe.errors import PeerClosed, StepFailed
 from tests.support.engine_lab import EngineLab, break_stage, engine_lab, lose_kv, oracle_tokens, submission
 from tests.support.waiting import until
 
@@ -55,6 +55,18 @@ async def test_a_stage_that_is_late_again_and_again_is_left_out_though_a_token_c
         assert left_out.node_id == "node0", "no stage has reported the step"
         assert "did not come back from stage 0" in left_out.reason
         assert (await gateway.ended("a")).ids == oracle_tokens(SHORT, 60)
+
+
+async def test_a_stage_that_blames_another_machine_each_time_is_left_out_itself() -> None:
+    async with engine_lab() as lab:
+        for _ in range(3):
+            await until(lambda: lab.engine._run is not None)
+            run, session = lab.engine._run, lab.stages.stages[1]._current
+            assert session is not None
+            session.fault(PeerClosed("the other one is at fault", node="node0", stage="stage 0"))
+            await until(lambda run=run: lab.engine._run is not run)
+        await lab.until(lambda: lab.engine.state().state == "ready")
+        assert [entry.node_id for entry in lab.engine.state().left_out] == ["node1"]
 
 
 async def test_a_stage_that_dies_idle_each_time_is_started_again_after_growing_pauses_that_are_told() -> None:

@@ -31,7 +31,7 @@ async def test_a_stage_that_dies_idle_again_and_again_leaves_its_place_to_the_fr
     await a.serve("tiny", plan="a:0-2,b:3-5")
     await answers(a)
     engine = (await a.status()).engines[0]
-    for _ in range(_MOST_KILLS):
+    for _ in range(6):  # the third is the last that its node needs
         epoch = engine.epoch.counter
         await kill_stage(b, epoch)
         status = await a.until(lambda status, epoch=epoch: engine_in(status, after_epoch=epoch) is not None)
