@@ -10,16 +10,17 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from edgepipe.clock import Clock
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.processes.children import Child, Children, Report
+from edgepipe.daemon.serving.engine_run import EngineRun
 from edgepipe.daemon.serving.replanning import Avoided, Replanner
-from edgepipe.daemon.serving.restarts import SHORT_PAUSE_S, Restarts, next_host
-from edgepipe.errors import AccessDenied, EdgepipeError, ModelUnknown, StageLost, StaleEpoch
+from edgepipe.daemon.serving.restarts import Restarts, next_host
+from edgepipe.errors import AccessDenied, EdgepipeError, ModelUnknown, StaleEpoch
 from edgepipe.ids import MAX_EPOCH_STEP, EngineId, Epoch
-from edgepipe.wire.engines import Advice, EngineState, LeftOut, ServeSpec, StagePlacement, StageState
+from edgepipe.wire.engines import Advice, EngineState, ServeSpec
 from edgepipe.wire.serving import Moves, PlanMade, PlanWanted, RunEngine, StartEngineRequest
 from edgepipe.workers.settings import ChildSettings
 
@@ -27,24 +28,6 @@ logger = logging.getLogger(__name__)
 
 _STAND_BY_S = 30.0  # how long a ready process waits for an engine of a draining node
 _MOST_REMEMBERED = 64  # pipelines whose crashes are known: as many as models have records
-
-
-@dataclass(slots=True, kw_only=True)
-class _Run:
-    """One engine from its request to its stop, over all its processes."""
-
-    request: StartEngineRequest
-    model_config: str
-    model_weights: str = ""
-    spec: ServeSpec
-    state: EngineState
-    advice: Advice | None = None  # a better placement than the one in ``spec``
-    avoided: tuple[tuple[float, LeftOut], ...] = ()  # by the engine, each until a time on the loop's clock
-    child: Child | None = None
-    restartable: bool = False  # it served, or continues another engine's requests
-    restarts: Restarts = field(default_factory=Restarts)
-    paused: bool = False  # its process has ended, the next one is not due yet
-    wake: asyncio.Event = field(default_factory=asyncio.Event)  # ends the pause
 
 
 class EngineHost:
@@ -88,7 +71,7 @@ class EngineHost:
         self._peers = peers
         self._tasks = tasks
         self._on_change = on_change
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, EngineRun] = {}
         self._restarts: dict[str, Restarts] = {}  # by pipeline; an engine that comes back still counts its crashes
         self._standing_by: Child | None = None
 
@@ -125,7 +108,7 @@ class EngineHost:
         """Publish a better placement with the engine's state; None withdraws it."""
         run = self._runs.get(pipeline_id)
         if run is not None and run.advice != advice:
-            self._set_advice(run, advice)
+            run.set_advice(advice)
             self._on_change(False)
 
     async def start(
@@ -147,7 +130,7 @@ class EngineHost:
             state="recovering" if resuming else "starting",
             message="starting the engine",
         )
-        run = _Run(
+        run = EngineRun(
             request=request,
             model_config=model_config,
             model_weights=model_weights,
@@ -173,7 +156,7 @@ class EngineHost:
             self._fail(run, error)
             raise
 
-    def _is_over(self, run: _Run) -> bool:
+    def _is_over(self, run: EngineRun) -> bool:
         """Return whether the engine was stopped, ended or replaced meanwhile."""
         return self._runs.get(run.request.pipeline_id) is not run or run.state.state == "stopping"
 
@@ -244,7 +227,7 @@ class EngineHost:
             run.child.kill()
         self._on_change(True)
 
-    async def _launch(self, run: _Run, *, resuming: bool) -> None:
+    async def _launch(self, run: EngineRun, *, resuming: bool) -> None:
         """Start a process and send it its task. Raises the reason if that fails."""
         pipeline_id = run.request.pipeline_id
         replies = await self._peers.vouch_all(pipeline_id, self._peers.own_id) if resuming else {}
@@ -276,7 +259,7 @@ class EngineHost:
         telling = self._tasks.create_task(self._tell_reachable(child), name=f"reachable:{pipeline_id}")
         self._tasks.create_task(_end_with(child, telling), name=f"reachable-end:{pipeline_id}")
 
-    def _take(self, run: _Run, child: Child, report: Report) -> None:
+    def _take(self, run: EngineRun, child: Child, report: Report) -> None:
         if isinstance(report, PlanWanted):
             self._tasks.create_task(self._plan(run, child, report), name=f"plan:{run.state.pipeline_id}")
         if not isinstance(report, EngineState) or run.state.state == "stopping" or child is not run.child:
@@ -296,20 +279,8 @@ class EngineHost:
         if run.state.state == "ready":
             run.restartable = True
             run.restarts.serves(self._clock.monotonic_s())
-        self._note_placement(run)
+        run.note_placement(now_s=asyncio.get_running_loop().time())
         self._on_change(before != (run.state.state, run.state.message))
-
-    @staticmethod
-    def _note_placement(run: _Run) -> None:
-        """Keep the stages and the avoided nodes that the engine reports: only the engine knows them."""
-        now_s = asyncio.get_running_loop().time()
-        run.avoided = tuple((now_s + left_out.seconds, left_out) for left_out in run.state.left_out)
-        if run.state.state == "ready":
-            run.spec = replace(run.spec, stages=tuple(_placement(stage) for stage in run.state.stages))
-
-    @staticmethod
-    def _set_advice(run: _Run, advice: Advice | None) -> None:
-        run.advice, run.state = advice, replace(run.state, advice=advice)
 
     async def rebalance(self, pipeline_id: str, *, num_nodes: int, moves: Moves) -> bool:
         """Move a pipeline's stages to the best placement now; return whether that differs from the present one.
@@ -339,11 +310,11 @@ class EngineHost:
         run.spec = replace(run.spec, num_nodes=made.spec.num_nodes)
         if elsewhere:
             run.child.send(made)
-        self._set_advice(run, None)
+        run.set_advice(None)
         self._on_change(False)
         return elsewhere
 
-    async def _plan(self, run: _Run, child: Child, wanted: PlanWanted) -> None:
+    async def _plan(self, run: EngineRun, child: Child, wanted: PlanWanted) -> None:
         """Answer an engine that asks for a placement."""
         # The engine has older settings.
         spec = replace(wanted.spec, moves=run.spec.moves, num_nodes=run.spec.num_nodes)
@@ -365,7 +336,7 @@ class EngineHost:
                 sent = news
                 child.send(self._replanner.reachable())
 
-    async def _mourn(self, run: _Run, child: Child) -> None:
+    async def _mourn(self, run: EngineRun, child: Child) -> None:
         """Wait for the engine's end. Start it again after a crash; mark it as failed if it has never served."""
         await child.exited.wait()
         pipeline_id = run.request.pipeline_id
@@ -381,21 +352,19 @@ class EngineHost:
             self._fail(run, child.error())
             await self._release(run)
 
-    async def _start_again(self, run: _Run, error: EdgepipeError) -> None:
+    async def _start_again(self, run: EngineRun, error: EdgepipeError) -> None:
         """Start a crashed engine again when its pause is over, here or on another node of the ring."""
         run.restarts.ended(self._clock.monotonic_s())
         if not self._moved_on(run, error):
             await self._start_later(run, error)
 
-    async def _start_later(self, run: _Run, error: EdgepipeError) -> None:
+    async def _start_later(self, run: EngineRun, error: EdgepipeError) -> None:
         """Start the engine when its pause is over or a person wants it now, until that succeeds."""
         while True:
             await self._pause(run, error)
             if self._is_over(run):
                 return
-            run.state = replace(
-                run.state, state="recovering", error=None, message="starting the engine again", starts_at_us=0
-            )
+            run.resume()
             self._on_change(True)
             try:
                 await self._launch(run, resuming=True)
@@ -405,32 +374,22 @@ class EngineHost:
                     return
                 error = failure
                 run.restarts.ended(self._clock.monotonic_s())
+                if self._moved_on(run, error):
+                    return
 
-    async def _pause(self, run: _Run, error: EdgepipeError) -> None:
+    async def _pause(self, run: EngineRun, error: EdgepipeError) -> None:
         """Wait until the engine's next start. Requests wait, too, if that is soon; else they end with the reason."""
         left_s = run.restarts.left_s(self._clock.monotonic_s())
         logger.warning("engine ended model=%s, it starts again in %.0f s: %s", run.spec.model, left_s, error)
-        run.wake.clear()
-        run.paused, run.child = True, None
-        run.state = replace(
-            run.state,
-            state="waiting" if left_s > SHORT_PAUSE_S else "recovering",
-            error=_crash(run, error) if left_s > SHORT_PAUSE_S else None,
-            message=f"starting the engine again{f' in {left_s:.0f} s' if left_s else ''}",
-            progress=0.0,
-            address="",
-            starts_at_us=int((self._clock.wall_s() + left_s) * 1e6) if left_s else 0,
-        )
+        run.pause(error, left_s=left_s, wall_s=self._clock.wall_s())
         self._on_change(True)
         try:
             async with asyncio.timeout(left_s):
                 await run.wake.wait()
         except TimeoutError:
-            pass
-        finally:
-            run.paused = False
+            return
 
-    def _moved_on(self, run: _Run, error: EdgepipeError) -> bool:
+    def _moved_on(self, run: EngineRun, error: EdgepipeError) -> bool:
         """Hand an engine that keeps crashing here to the next node of its ring; return whether there is one."""
         pipeline_id = run.request.pipeline_id
         usable = frozenset(node.node_id for node in self._peers.nodes() if not node.draining)
@@ -450,14 +409,14 @@ class EngineHost:
             self._abandon(pipeline_id)
         return True
 
-    def _fail(self, run: _Run, error: EdgepipeError) -> None:
+    def _fail(self, run: EngineRun, error: EdgepipeError) -> None:
         logger.error("engine failed model=%s pipeline=%s: %s", run.spec.model, run.state.pipeline_id, error)
         if run.state.state != "failed":  # the engine's own error is closer to the cause
             run.state = replace(run.state, state="failed", error=error)
         run.state = replace(run.state, message="")
         self._on_change(True)
 
-    async def _release(self, run: _Run) -> None:
+    async def _release(self, run: EngineRun) -> None:
         """Release the stages of this engine's epochs; stages of a newer engine stay."""
         nodes = {stage.node_id for stage in run.spec.stages}
         pipeline_id, epoch = run.request.pipeline_id, run.state.epoch
@@ -468,21 +427,6 @@ class EngineHost:
             await self._peers.release(node_id, pipeline_id, epoch)
         except EdgepipeError as error:  # a node that is gone has released by itself
             logger.info("not released node=%s pipeline=%s: %s", node_id, pipeline_id, error)
-
-
-def _crash(run: _Run, error: EdgepipeError) -> EdgepipeError:
-    """Return what a person reads while a crashed engine pauses."""
-    return StageLost(
-        f"the engine of '{run.spec.model}' ended again and again",
-        fact=f"the last time: {'; '.join(error.lines()[:2])}",
-        next_step=f"it starts again by itself; at once with: edgepipe serve {run.spec.model}",
-        node=error.node,
-    )
-
-
-def _placement(stage: StageState) -> StagePlacement:
-    """Return a reported stage as the placement that prepares it again."""
-    return StagePlacement(node_id=stage.node_id, slices=stage.slices, ram_percent=stage.ram_percent)
 
 
 async def _end_with(child: Child, task: asyncio.Task[None]) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.serving.capacity import stages_of
-from edgepipe.daemon.serving.engines import EngineHost, _Run
+from edgepipe.daemon.serving.engine_run import EngineRun
+from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.daemon.serving.replanning import Avoided, Replanner, placed_of
 from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import BackendUnavailable, NoFeasiblePlacement
@@ -188,7 +189,7 @@ def take(host: EngineHost, spec: ServeSpec, **told: Any) -> None:
     child = cast("Any", SimpleNamespace(port=0, certificate=b""))
     state = EngineState(model="m", pipeline_id=PipelineId("p"), epoch=Epoch(1, EngineId("e")), state="starting")
     request = StartEngineRequest(pipeline_id=PipelineId("p"), spec=spec)
-    run = _Run(request=request, model_config="", spec=spec, state=state, child=child)
+    run = EngineRun(request=request, model_config="", spec=spec, state=state, child=child)
     host._runs["p"] = run
     host._take(run, child, replace(state, **told))
 
