@@ -419,7 +419,7 @@ async def test_a_peer_cannot_speak_of_this_nodes_disk_or_send_another_part(membe
     await server.stop(grace=0)
 
 
-class NoBytes(node_pb2_grpc.WeightsServicer):
+class NoBytes(FalseDisk):
     """A peer that sends without end, and nothing."""
 
     async def ReadTensor(self, request: Any, context: Any) -> AsyncIterator[pb.DataChunk]:
