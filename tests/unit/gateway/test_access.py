@@ -121,6 +121,26 @@ class _At:
         await self._app({**scope, "server": (self._address, 8117)}, receive, send)
 
 
+async def test_a_user_is_a_key_or_else_an_address_of_this_machine() -> None:
+    behind = _Behind()
+    rules = AccessRules.of(keys=(KEY, OTHER))
+    for client, headers in (
+        ("127.0.0.1", {}),
+        ("127.0.0.2", {}),
+        ("127.0.0.1", _bearer("not-needed")),
+        ("127.0.0.1", _bearer(KEY)),
+        ("192.168.1.7", _bearer(KEY)),
+        ("127.0.0.1", _bearer(OTHER)),
+    ):
+        transport = httpx.ASGITransport(_At(Guard(behind, rules=rules), client), client=(client, 4711))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            assert (await http.get("/v1/models", headers={"host": "localhost"} | headers)).status_code == 200
+    first, second, unneeded, key, elsewhere, other = behind.owners
+    assert (first, second, unneeded) == ("address:127.0.0.1", "address:127.0.0.2", "address:127.0.0.1")
+    assert key == elsewhere != other
+    assert not {key, other} & {first, second}
+
+
 async def test_another_machine_needs_a_key_and_this_one_does_not() -> None:
     rules = AccessRules.of(keys=(KEY,))
     assert await _status(rules, client="127.0.0.1") == 200
