@@ -20,7 +20,7 @@ from edgepipe.sampling.logprobs import logprob_bytes
 from edgepipe.wire.requests import Submission
 
 _TOKEN_BYTES = 64  # an integer, its references, its text
-_TURN_TOKENS, _TURN_SCORES = 128, 1024  # tokens, and those with their alternatives, read at once: some milliseconds
+_TURN_TOKENS, _TURN_SCORES = 128, 512  # tokens, and those with their alternatives, read at once: some milliseconds
 _CHOICE_BYTES = 8192  # detokenizer, reader, the engine's link
 
 

@@ -12,7 +12,7 @@ from edgepipe.gateway.models import Assets
 from edgepipe.sampling import TokenLogprobs
 
 _LOWEST = -9999.0  # for impossible tokens: JSON has no infinity
-RUN_TOKENS = 48  # written at once; with the most alternatives 1,008 numbers, which take some 3 ms
+RUN_TOKENS = 24  # written at once; with the most alternatives 504 numbers, which take some 3 ms
 
 Entry = tuple[int, TokenLogprobs | None]  # a token and its score
 
