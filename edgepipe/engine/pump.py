@@ -287,7 +287,7 @@ class Pump:
         while self._error is None and (step := self._scheduler.next_step()) is not None:
             if self._idle:
                 self._idle, self._working_since_s = False, self._clock.monotonic_s()
-            if not self.num_sent:
+            if not self._newest:
                 self._began_s = self._clock.monotonic_s()
             self._send(step)
             self._newest = step.step

@@ -18,6 +18,7 @@ from edgepipe.ids import PipelineId
 from edgepipe.wire.children import KeptModel, KeptModels
 
 _FORGOTTEN_S = 86400.0
+_FOR_EVER_S = 1e9
 GRACE_S = 2.0  # shortest idle time: requests of other gateways show up with this delay
 
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
@@ -26,7 +27,10 @@ _NUMBER = re.compile(r"\d+(?:\.\d*)?|\.\d+")
 
 
 def keep_s(text: str) -> float:
-    """Return the seconds of Ollama's ``keep_alive`` (``1h30m``, ``300``); inf if it is negative. Raises ValueError."""
+    """Return the seconds of Ollama's ``keep_alive`` (``1h30m``, ``300``). Raises ValueError.
+
+    A negative time, or one of more than 30 years, is inf.
+    """
     size = text.removeprefix("-")
     if _NUMBER.fullmatch(size):
         seconds = float(size)
@@ -34,7 +38,7 @@ def keep_s(text: str) -> float:
         seconds = sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(size))
     else:
         raise ValueError(f"not a time: '{text}'")
-    return math.inf if text != size and seconds > 0 else seconds
+    return math.inf if (text != size and seconds > 0) or seconds > _FOR_EVER_S else seconds
 
 
 class KeepAlives:

@@ -268,7 +268,7 @@ class EngineOfRogueStage:
     def near(self, field: str) -> Sequence[int]:
         """See ``Receiver.near``."""
         return {
-            "step": (1, self._pump.num_sent),
+            "step": (1, self._pump._newest),
             "counter": (EPOCH.counter,),
             "ids": (2, CONFIG.vocab_size),
             "index": (2,),
@@ -295,8 +295,8 @@ class EngineOfRogueStage:
     async def check(self) -> None:
         """See ``Receiver.check``: what the engine keeps and predicts stays small."""
         assert self._pump._turn_s() <= 2 * 60.0 + 1.0, "the deadline of a late step follows it"
-        assert all(meter.last_step <= self._pump.num_sent for meter in self._pump.meters)
-        assert self.tokens <= self._pump.num_sent * 2
+        assert all(meter.last_step <= self._pump._newest for meter in self._pump.meters)
+        assert self.tokens <= self._pump._newest * 2
         if not self._pump._in_flight:
             self._begin()
 

@@ -94,6 +94,7 @@ ENGINE: Tables = {
         "admitted_tokens": COUNT,
         "cached_tokens": COUNT,
         "decode_rows": MEASURED,
+        "starts_at_us": COUNT,
         "recoveries": COUNT,
         "stall_ms": COUNT,
         "kept_tokens": COUNT,

@@ -27,8 +27,10 @@ from edgepipe.gateway.schema import CompletionBody
 from edgepipe.gateway.shares import Holding, memory_shares
 from edgepipe.gateway.structured import GrammarCompiler
 from edgepipe.model import warm_child
+from edgepipe.model.forked_job import JobCost
 from edgepipe.model.user_turns import UserTurns
 from edgepipe.model.warm_child import WarmChild
+from edgepipe.sampling.grammar_trial import pack_verdict
 from tests.support.fake_engine import ByteAssets, FakeEngine
 from tests.support.gateway import Served, serving
 
@@ -230,9 +232,9 @@ async def test_a_small_schema_waits_for_one_of_fifteen_of_another_user(monkeypat
         await check(self, *given)
 
     async def exchange(child: Any, parts: tuple[bytes, ...], most_bytes: int) -> bytes:
-        order.append(parts[0].decode())
+        order.append(parts[1].decode())
         await go_on.wait()
-        return b""
+        return pack_verdict("", JobCost(cpu_s=0.0, peak_bytes=0))
 
     monkeypatch.setattr(GrammarCompiler, "check", counted)
     monkeypatch.setattr(warm_child, "_exchange", exchange)
