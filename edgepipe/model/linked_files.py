@@ -159,7 +159,7 @@ def check_stamps(folder: Path) -> None:
 def changed(folder: Path, name: str) -> ModelInvalid:
     """Return the error for a file that is no longer what was pulled."""
     source = read_links(folder).pulled_from
-    again = f"edgepipe models pull {shlex.quote(source)}" if source else "edgepipe models pull, with its file or folder"
+    again = f"edgepipe models pull {shlex.quote(source) if source else 'FOLDER'}"
     return ModelInvalid(
         f"'{name}' changed since it was pulled",
         fact=f"it shares its bytes with the file it was pulled from, in {source or 'another folder'}",
