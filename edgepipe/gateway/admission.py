@@ -19,8 +19,10 @@ class AdmissionLimits:
 
     max_running: int = 256  # choices: as many as an engine computes at a time; a request with more runs alone
     max_beginning: int = 4  # running requests without a first token, or more of them that have together at most:
-    max_beginning_tokens: int = 4096  # tokens of their prompts: two full steps, in which other prompts wait
-    max_waiting: int = 64  # requests
+    max_beginning_tokens: int = (
+        4096  # tokens of their prompts, for each step of the ring: another prompt waits for them
+    )
+    max_waiting: int = 64  # requests beyond those that fit into ``max_running``
     max_bytes: int = 384 << 20  # bodies and requests of all users; a body with the most token ids fits into 3/4 of it
 
 
@@ -41,6 +43,7 @@ class _Places:
     running: int = 0  # choices
     beginning: int = 0  # running requests without a first token
     beginning_tokens: int = 0  # of these: see ``Ticket``
+    num_steps: int = 1  # that the model's ring computes at a time, as last reported
     waiting: deque[Ticket] = field(default_factory=deque["Ticket"])
 
 
@@ -68,24 +71,33 @@ class Admission:
         return sum(len(places.waiting) for places in self._lines.values())
 
     def enter(
-        self, line: Line, *, num_prompts: int = 1, num_choices: int = 1, num_tokens: int = 0, num_bytes: int = 0
+        self,
+        line: Line,
+        *,
+        num_prompts: int = 1,
+        num_choices: int = 1,
+        num_tokens: int = 0,
+        num_bytes: int = 0,
+        num_steps: int = 1,
     ) -> Ticket:
         """Reserve a place for a request. Raises QueueFull. Leaving the ticket, a context manager, frees the place.
 
         num_choices  of all prompts
         num_tokens   of all prompts
         num_bytes    the request's memory in this process, as far as known
+        num_steps    steps that the model's ring computes at a time: so many times ``max_beginning_tokens`` begin
         """
         num_choices = min(num_choices, self._limits.max_running)
         ticket = Ticket(self, line, num_prompts=num_prompts, num_choices=num_choices, num_tokens=num_tokens)
         ticket.memory.take(num_bytes)
         places = self._lines.setdefault(line, _Places())
-        if len(places.waiting) >= self._limits.max_waiting and (places.waiting or not self._fits(places, ticket)):
+        places.num_steps = num_steps
+        if self._num_beyond(places, ticket) > self._limits.max_waiting:
             ticket.memory.release()
             raise QueueFull(
                 "too many requests are waiting",
-                fact=f"{places.running} choices of this user run and {len(places.waiting)} requests wait; "
-                f"at most {self._limits.max_running} may run and {self._limits.max_waiting} wait",
+                fact=f"{places.running} choices of this user run and {len(places.waiting)} requests wait; at most "
+                f"{self._limits.max_running} choices may run, and {self._limits.max_waiting} requests wait beyond them",
                 next_step="try again in a moment",
             )
         places.waiting.append(ticket)
@@ -122,11 +134,21 @@ class Admission:
         if not places.running and not places.waiting:
             del self._lines[line]
 
+    def _num_beyond(self, places: _Places, ticket: Ticket) -> int:
+        """Return how many waiting requests, this one included, have no place among the running ones."""
+        room, beyond = self._limits.max_running - places.running, 0
+        for each in (*places.waiting, ticket):
+            fits = not beyond and each.num_choices <= room
+            room -= each.num_choices if fits else 0
+            beyond += not fits
+        return beyond
+
     def _fits(self, places: _Places, ticket: Ticket) -> bool:
         if places.running + ticket.num_choices > self._limits.max_running:
             return False
         tokens = places.beginning_tokens + ticket.beginning_tokens
-        return places.beginning < self._limits.max_beginning or tokens <= self._limits.max_beginning_tokens
+        most = self._limits.max_beginning_tokens * places.num_steps
+        return places.beginning < self._limits.max_beginning or tokens <= most
 
     @staticmethod
     def _count_beginning(places: _Places, ticket: Ticket, sign: int) -> None:

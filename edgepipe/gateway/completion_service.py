@@ -180,6 +180,7 @@ class CompletionService:
                 num_choices=completion.num_choices,
                 num_tokens=completion.num_prompt_tokens,
                 num_bytes=completion.held_bytes,
+                num_steps=entry.served.num_steps,
             ),
             meter=self.metrics.begin(completion.model, num_prompt_tokens=completion.num_prompt_tokens),
             texts=texts,

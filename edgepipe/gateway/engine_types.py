@@ -10,6 +10,7 @@ from edgepipe.units import format_duration_s
 from edgepipe.wire import nodes
 
 _LONGEST_PAUSE_S = 300.0  # of an engine; the time comes from another node, whose clock may be wrong
+_MOST_STEPS = 64  # the number is another node's claim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class ServedModel:
     weight_bytes: int = 0  # of all stages together
     on_request: bool = False  # a request loaded the model, and requests set how long it stays
     num_requests: int = 0  # requests at the engine, of all gateways
+    num_steps: int = 1  # that the ring computes at a time
     message: str = ""
     error: EdgepipeError | None = None
     starts_at_us: int = 0  # its engine pauses after crashes until then, by the wall clock of its node; 0: it does not
@@ -72,6 +74,7 @@ def _served(entry: nodes.ServedModel) -> ServedModel:
         weight_bytes=sum(stage.weight_bytes for stage in engine.stages),
         on_request=entry.on_request,
         num_requests=engine.running + engine.waiting,
+        num_steps=min(max(1, engine.micro_batches, len(engine.stages)), _MOST_STEPS),
         message=engine.message,
         error=engine.error,
         starts_at_us=engine.starts_at_us,

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from edgepipe.errors import QueueFull
 from edgepipe.fair_turns import FairTurns
 
-MAX_WAITING = 64  # items of one owner: as many requests of one key wait to run
+MAX_WAITING = 256  # items of one owner: as many requests of one key run at a time
 WAIT_S = 60.0  # then clients have given up
 
 

@@ -150,6 +150,22 @@ def test_short_prompts_without_a_first_token_are_as_many_as_two_steps_take() -> 
     assert (admission.num_running, admission.num_waiting) == (0, 0)
 
 
+def test_as_many_requests_as_may_run_are_taken_though_few_begin_at_a_time() -> None:
+    admission = Admission(AdmissionLimits(max_running=256, max_waiting=64))
+    tickets = [admission.enter(ONE, num_tokens=1000) for _ in range(256 + 64)]
+    assert sum(each.admitted.is_set() for each in tickets) == 4
+    with pytest.raises(QueueFull, match="316 requests wait"):
+        admission.enter(ONE)
+    for each in tickets:
+        admission.leave(each)
+
+
+def test_more_prompts_begin_where_a_ring_computes_more_steps_at_a_time() -> None:
+    admission = Admission(AdmissionLimits(max_beginning=2, max_beginning_tokens=1000))
+    tickets = [admission.enter(ONE, num_tokens=436, num_steps=4) for _ in range(20)]
+    assert sum(each.admitted.is_set() for each in tickets) == 8
+
+
 async def test_prompts_that_are_too_large_together_get_429_and_come_again_later() -> None:
     engine = FakeEngine(hold_after=1)
     async with serving(engine, admission=AdmissionLimits(max_bytes=100_000)) as served:
