@@ -107,13 +107,17 @@ class RequestTable:
     def progress(self) -> EpochProgress:
         """Return the progress of the epoch that serves, or has just ended, for requests that have not ended."""
         running = [request for request in self._requests.values() if not request.ended]
-        begun = [request for request in running if any(choice.begun for choice in request.choices)]
+        begun = [request for request in running if any(map(self._is_computed, request.choices))]
         further = [request for request in begun if request.is_further]
         return EpochProgress(
             further=self._sampled or bool(further),
             stalled=frozenset(request.key for request in begun if not request.is_further),
             waiting=frozenset(request.key for request in running) - frozenset(request.key for request in begun),
         )
+
+    def _is_computed(self, choice: Choice) -> bool:
+        """Return whether the epoch computes a choice. One that waits for its grammar is not to blame for the end."""
+        return choice.begun and choice not in self._waits
 
     def suspect(self, requests: Collection[RequestKey]) -> None:
         """Compute these requests one by one from the next epoch on; no others are suspected."""

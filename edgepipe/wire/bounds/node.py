@@ -93,8 +93,8 @@ _CALLS: Tables = {
     "ServeSpec": {
         "stages": FEW,
         "micro_batches": Within(0, 1 << 16),
-        "context_length": TOKENS,
-        "kv_tokens": TOKENS,
+        "context_length": COUNT,  # the node compares both with the model and its memory, and says what is possible
+        "kv_tokens": COUNT,
         "concurrency": CHATS,
         "num_nodes": NODES,
         "exclude": NAMES,

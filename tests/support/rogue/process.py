@@ -19,6 +19,7 @@ from tests.support.rogue.member import RogueSettings
 
 ATTACK_S = 60.0  # a busy machine is slow; an attack takes some seconds
 _LOOK_S = 0.05
+_START_S = 5.0  # a process imports its modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +93,13 @@ class Watch:
     before: Mapping[int, int] = field(default_factory=dict[int, int])  # bytes, by process
 
     def remember(self) -> None:
-        """Memory is compared with what it is now."""
-        self.before = self.memory()
+        """Compare memory with what it is now, of all processes but those that are still starting."""
+        started = time.time() - _START_S
+        self.before = {}
+        for pid, size in self.memory().items():
+            with suppress(psutil.NoSuchProcess):
+                if psutil.Process(pid).create_time() < started:
+                    self.before[pid] = size
 
     def begin(self) -> None:
         """Measure pauses from now on."""

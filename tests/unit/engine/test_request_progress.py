@@ -6,7 +6,7 @@ from edgepipe.engine.pump import StepNews
 from edgepipe.engine.requests import GatewayStream
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.table import RequestTable
-from edgepipe.errors import StepFailed
+from edgepipe.errors import GrammarNotReady, StepFailed
 from edgepipe.ids import NodeId, RequestId, RequestKey, SequenceId
 from edgepipe.scheduler import TokenSampled
 from edgepipe.wire.requests import Cancellation
@@ -61,6 +61,19 @@ async def test_a_prompt_that_is_computed_again_up_to_where_it_was_is_no_progress
     epochs.begin()
     epochs.read(X, 48)
     assert epochs.table.progress().further
+
+
+async def test_a_request_that_waits_for_its_grammar_is_not_to_blame() -> None:
+    epochs = Epochs()
+    epochs.read(X, 100)
+    epochs.begin()
+    sequence = epochs.sequences[X]
+    epochs.table.registration(sequence, ())
+    waits = {sequence: GrammarNotReady("its grammar is being compiled")}
+    epochs.table.note_step(StepNews(events=[], logprobs={}, prompts=(), failures=waits))
+    progress = epochs.table.progress()
+    assert (progress.stalled, progress.waiting) == (frozenset(), {X, Y, Z})
+    epochs.table.close()
 
 
 async def test_a_new_token_is_progress_and_an_answer_computed_again_is_not() -> None:
