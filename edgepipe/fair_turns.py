@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -15,15 +15,20 @@ class FairTurns(Generic[ItemT]):
     """Starts items in rounds: one of each owner in a round, and the items of an owner in order of arrival.
 
     An owner that had no item in this round is next, in order of arrival. So beside one owner's flood, another owner's
-    item waits for a running item to end, and not for any that waits. (Start-time fair queueing with items of equal
-    cost: Goyal, Vin and Cheng 1996.)
+    item waits for a running item to end, and not for any that waits. Where ``max_of_owner`` is less than
+    ``max_running``, it waits for none. (Start-time fair queueing with items of equal cost: Goyal, Vin and Cheng 1996.)
     """
 
-    def __init__(self, *, max_running: int = 1, max_waiting: int) -> None:
-        """``max_running``: items of all owners at once. ``max_waiting``: waiting items of one owner."""
+    def __init__(self, *, max_running: int = 1, max_of_owner: int | None = None, max_waiting: int) -> None:
+        """
+        max_running   items of all owners at once
+        max_of_owner  running items of one owner; None: as many as may run
+        max_waiting   waiting items of one owner
+        """
         self._max_running = max_running
+        self._max_of_owner = max_of_owner or max_running
         self._max_waiting = max_waiting
-        self._running: set[ItemT] = set()
+        self._running: dict[ItemT, str] = {}  # with their owners
         self._lines: OrderedDict[str, deque[ItemT]] = OrderedDict()  # owners with waiting items
         self._owners: dict[ItemT, str] = {}  # of the waiting items
         self._round = 0  # of the item that started last
@@ -53,7 +58,7 @@ class FairTurns(Generic[ItemT]):
     def leave(self, item: ItemT) -> list[ItemT]:
         """Remove an item that ended or gave up. Return the items that run from now on."""
         if item in self._running:
-            self._running.remove(item)
+            del self._running[item]
         else:
             owner = self._owners.pop(item)
             self._lines[owner].remove(item)
@@ -63,10 +68,15 @@ class FairTurns(Generic[ItemT]):
 
     def _start(self) -> list[ItemT]:
         started: list[ItemT] = []
-        while self._lines and len(self._running) < self._max_running:
-            owner = min(self._lines, key=self._next_rounds.__getitem__)  # of equals the one that came first
+        while len(self._running) < self._max_running and (owners := self._startable()):
+            owner = min(owners, key=self._next_rounds.__getitem__)  # of equals the one that came first
             started.append(self._start_one(owner))
         return started
+
+    def _startable(self) -> list[str]:
+        """Return the owners with a waiting item of which one more may run, in order of arrival."""
+        running = Counter(self._running.values())
+        return [owner for owner in self._lines if running[owner] < self._max_of_owner]
 
     def _start_one(self, owner: str) -> ItemT:
         line = self._lines[owner]
@@ -76,7 +86,7 @@ class FairTurns(Generic[ItemT]):
             self._lines.move_to_end(owner)
         else:
             del self._lines[owner]
-        self._running.add(item)
+        self._running[item] = owner
         self._round = self._next_rounds[owner]
         self._next_rounds[owner] = self._round + 1
         self._next_rounds = {

@@ -125,7 +125,7 @@ class TemplateTimeouts:
     """Deadlines of the parent. The kernel kills the child after 1 s of CPU time."""
 
     start_s: float = 20.0  # start of an interpreter on an overloaded machine
-    render_s: float = 3.0  # wall time; reached only if the child gets no CPU
+    render_s: float = 6.0  # wall time; reached only if the child gets no CPU
 
 
 class TemplateRenderer:

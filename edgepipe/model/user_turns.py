@@ -16,8 +16,18 @@ WAIT_S = 60.0  # then clients have given up
 class UserTurns:
     """Lets tasks work in turns, one of each owner in a round."""
 
-    def __init__(self, *, max_running: int = 1, max_waiting: int = MAX_WAITING, wait_s: float = WAIT_S) -> None:
-        self._fair = FairTurns[asyncio.Event](max_running=max_running, max_waiting=max_waiting)
+    def __init__(
+        self,
+        *,
+        max_running: int = 1,
+        max_of_owner: int | None = None,
+        max_waiting: int = MAX_WAITING,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        """See ``FairTurns``. ``wait_s``: longest wait for a turn."""
+        self._fair = FairTurns[asyncio.Event](
+            max_running=max_running, max_of_owner=max_of_owner, max_waiting=max_waiting
+        )
         self._wait_s = wait_s
 
     @property

@@ -12,6 +12,7 @@ from edgepipe.model.frames import HEAD
 from edgepipe.model.user_turns import MAX_WAITING, UserTurns
 
 _READ_BYTES = 1 << 20  # buffered part of an answer, before the child waits for its reader
+_PROCESSES = 2  # at most; the second one starts when two owners' requests meet
 _READY_BYTES = 64  # limit of the frame that reports ready
 
 
@@ -34,22 +35,20 @@ class _TooLong(Exception):
 class WarmChild:
     """Runs ``python -m module``, which sends one frame when it is ready, then one answer for every frame.
 
-    The first request starts it, and the next request after its end restarts it. It handles one request at a time, of
-    one owner after the other.
+    The first request starts it, and the next request after its end restarts it. It handles one request at a time. While
+    it does so for one owner, a second process serves another one. So no owner's request waits for a single other
+    owner's. Further owners take their turns.
     """
 
     def __init__(self, module: str, *, start_s: float, max_waiting: int = MAX_WAITING) -> None:
         """``max_waiting``: requests of one owner."""
-        self._module = module
-        self._start_s = start_s
-        self._turns = UserTurns(max_waiting=max_waiting)
-        self._using = asyncio.Lock()  # the child process: for one request, or to start or end it
-        self._child: Process | None = None
+        self._processes = [_ChildProcess(module, start_s=start_s) for _ in range(_PROCESSES)]
+        self._free = list(reversed(self._processes))  # the last one is next: the one used last
+        self._turns = UserTurns(max_running=_PROCESSES, max_of_owner=_PROCESSES - 1, max_waiting=max_waiting)
 
     async def start(self) -> None:
-        """Start the child now, so that the first request does not wait for it. Raises ChildEnded."""
-        async with self._using:
-            await self._ready()
+        """Start the first process now, so that the first request does not wait for it. Raises ChildEnded."""
+        await self._processes[0].start()
 
     async def ask(self, *parts: bytes, within_s: float, most_bytes: int, owner: str = "") -> bytes:
         """Send a frame made of the parts and return the answer. Raises TimeoutError, ChildEnded and QueueFull.
@@ -60,7 +59,36 @@ class WarmChild:
 
         Any interruption ends the child, so that a late answer cannot match the next request.
         """
-        async with self._turns.turn(owner), self._using:
+        async with self._turns.turn(owner):
+            process = self._free.pop()
+            try:
+                return await process.ask(parts, within_s=within_s, most_bytes=most_bytes)
+            finally:
+                self._free.append(process)
+
+    async def end(self) -> None:
+        """Kill the processes. A later request starts a new one."""
+        for process in self._processes:
+            await process.end()
+
+
+class _ChildProcess:
+    """One process of a ``WarmChild``."""
+
+    def __init__(self, module: str, *, start_s: float) -> None:
+        self._module = module
+        self._start_s = start_s
+        self._using = asyncio.Lock()  # the process: for one request, or to start or end it
+        self._child: Process | None = None
+
+    async def start(self) -> None:
+        """See ``WarmChild.start``."""
+        async with self._using:
+            await self._ready()
+
+    async def ask(self, parts: tuple[bytes, ...], *, within_s: float, most_bytes: int) -> bytes:
+        """See ``WarmChild.ask``."""
+        async with self._using:
             child = await self._ready()
             try:
                 async with asyncio.timeout(within_s):
@@ -74,7 +102,7 @@ class WarmChild:
                 raise
 
     async def end(self) -> None:
-        """Kill the child. A later request starts a new one."""
+        """See ``WarmChild.end``."""
         async with self._using:
             await self._end()
 

@@ -19,9 +19,10 @@ EVENTS = st.lists(st.one_of(st.sampled_from(OWNERS), st.integers(0, 20)), max_si
 class _History:
     """Random arrivals (an owner's letter) and departures (a number picks who), checked after each."""
 
-    def __init__(self, max_running: int) -> None:
-        self.turns = FairTurns[int](max_running=max_running, max_waiting=MAX_WAITING)
+    def __init__(self, max_running: int, max_of_owner: int) -> None:
+        self.turns = FairTurns[int](max_running=max_running, max_of_owner=max_of_owner, max_waiting=MAX_WAITING)
         self.max_running = max_running
+        self.max_of_owner = max_of_owner
         self.running: list[int] = []
         self.waiting: list[int] = []
         self.owner_of: dict[int, str] = {}
@@ -38,7 +39,7 @@ class _History:
         is_new = owner not in self.owner_of.values()
         self.owner_of[item] = owner
         if self.turns.enter(owner, item):
-            assert not self.waiting
+            assert not self._startable()
             self.running.append(item)
             return
         self.waiting.append(item)
@@ -69,17 +70,23 @@ class _History:
                 if self.max_running == 1:
                     assert owner not in self.newcomers.get(head, ()), f"{owner} ran, and again before {other}"
 
+    def _startable(self) -> list[int]:
+        """Waiting items whose owner may have one more running."""
+        running = Counter(self.owner_of[each] for each in self.running)
+        return [each for each in self.waiting if running[self.owner_of[each]] < self.max_of_owner]
+
     def check(self) -> None:
         assert len(self.running) <= self.max_running
-        assert not self.waiting or len(self.running) == self.max_running  # no place stays empty
+        assert max(Counter(self.owner_of[each] for each in self.running).values(), default=0) <= self.max_of_owner
+        assert not self._startable() or len(self.running) == self.max_running  # no place stays empty
         assert self.turns.num_waiting == len(self.waiting)
 
 
-@given(events=EVENTS, max_running=st.integers(1, 3))
+@given(events=EVENTS, max_running=st.integers(1, 3), max_of_owner=st.integers(1, 3))
 def test_no_user_is_served_twice_before_a_newcomer_and_nothing_is_lost(
-    events: list[str | int], max_running: int
+    events: list[str | int], max_running: int, max_of_owner: int
 ) -> None:
-    history = _History(max_running)
+    history = _History(max_running, min(max_of_owner, max_running))
     for event in events:
         if isinstance(event, str):
             history.arrive(event)
@@ -105,6 +112,15 @@ def test_one_user_s_flood_costs_others_the_item_that_runs() -> None:
     assert turns.leave("c-0") == ["flood-1"]
     assert turns.leave("flood-1") == ["b-1"]
     assert turns.leave("b-1") == ["flood-2"]
+
+
+def test_beside_one_user_s_flood_another_s_item_waits_for_none() -> None:
+    turns = FairTurns[str](max_running=2, max_of_owner=1, max_waiting=100)
+    assert [turns.enter("flood", f"flood-{number}") for number in range(3)] == [True, False, False]
+    assert turns.enter("b", "b-0")
+    assert not turns.enter("c", "c-0")
+    assert turns.leave("flood-0") == ["c-0"]
+    assert turns.leave("b-0") == ["flood-1"]
 
 
 def test_users_that_come_again_and_again_do_not_keep_a_flood_from_its_turns() -> None:

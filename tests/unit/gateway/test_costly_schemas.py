@@ -40,19 +40,19 @@ async def test_a_schema_of_multiples_in_a_range_is_refused_with_its_cost(trial: 
     assert caught.value.param.startswith("response_format")
     message = caught.value.message
     assert "s of processor time and" in message
-    assert "at most 1 s and 256 MiB are allowed" in message
+    assert "at most 0.5 s and 256 MiB are allowed" in message
 
 
 async def test_the_child_outlives_what_it_refuses(trial: GrammarTrial) -> None:
     """Another user's schema does not wait for a new process."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": COSTLY, "strict": True}}]
     await trial.check(json_grammar({}))
-    process = trial.child._child  # pyright: ignore[reportPrivateUsage]
+    process = trial.child._processes[0]._child  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(HttpProblem) as caught:
         await plan_output(choice=choose_tools(tools, "required"), chat=HERMES, compiler=GrammarCompiler(trial.check))
     assert caught.value.param == "tools"
     await trial.check(json_grammar({"type": "integer"}))
-    assert trial.child._child is process  # pyright: ignore[reportPrivateUsage]
+    assert trial.child._processes[0]._child is process  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_a_schema_that_every_output_fails_is_refused_at_once(trial: GrammarTrial) -> None:
