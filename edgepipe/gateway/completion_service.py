@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -82,6 +84,7 @@ class CompletionService:
     compiler: GrammarCompiler
     turns: Turns  # of pieces of large answers
     threads: UserTurns = field(default_factory=_new_threads)  # that tokenise or write metrics
+    salt: bytes = field(default_factory=lambda: secrets.token_bytes(16))  # of users' labels for other nodes
 
     async def chat(self, body: ChatBody, *, owner: str, memory: Holding) -> PreparedCompletion:
         """Prepare a conversation's next turn. Raises HttpProblem, EdgepipeError.
@@ -106,7 +109,9 @@ class CompletionService:
         prompt = await self._encode_prompt(
             assets, text, special_tokens=False, context_length=context_length, param="messages", owner=owner
         )
-        sampling = self._sampling(body, assets, plan=plan, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
+        sampling = self._sampling(
+            body, assets, owner=owner, plan=plan, logprobs=bool(body.logprobs), top=body.top_logprobs or 0
+        )
         wanted = body.max_completion_tokens or body.max_tokens
         completion = self._completion(
             body, entry, assets, [prompt], sampling, wanted=wanted, param="messages", plan=plan
@@ -132,6 +137,7 @@ class CompletionService:
         sampling = self._sampling(
             body,
             assets,
+            owner=owner,
             plan=plan,
             logprobs=body.logprobs is not None,
             top=body.logprobs or 0,
@@ -204,11 +210,16 @@ class CompletionService:
     async def _echoed(self, assets: Assets, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else await decoded(assets, prompt, turns=self.turns, finish=False)
 
+    def _label(self, owner: str) -> str:
+        """Return a label of a user that tells other nodes nothing about the user's key."""
+        return hashlib.blake2b(owner.encode(), key=self.salt, digest_size=8).hexdigest()
+
     def _sampling(
         self,
         body: RequestBody,
         assets: Assets,
         *,
+        owner: str,
         plan: OutputPlan,
         logprobs: bool,
         top: int,
@@ -230,7 +241,7 @@ class CompletionService:
             top_logprobs=top,
             prompt_logprobs=prompt_logprobs,
             min_tokens=body.min_tokens or 0,
-            grammar=plan.grammar,
+            grammar=None if plan.grammar is None else replace(plan.grammar, user=self._label(owner)),
         )
 
     def _completion(

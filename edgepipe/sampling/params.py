@@ -13,6 +13,7 @@ GREEDY_BELOW = 1e-5
 
 MAX_TEMPERATURE = 100.0  # almost uniform over all tokens; far above it float32 would fail
 MAX_COUNT = (1 << 31) - 1  # of tokens; the context limits it further
+MAX_USER_CHARS = 32
 MAX_GRAMMAR_BYTES = 256 << 10  # a schema of 64 KiB with the overhead of tool definitions
 
 SAMPLING_BOUNDS: Mapping[str, Bound] = {
@@ -42,6 +43,7 @@ class GrammarSpec:
     """
 
     text: str
+    user: str = ""  # label of the gateway's user, at most MAX_USER_CHARS: grammars of several users compile in turns
 
     def __post_init__(self) -> None:
         if fact := Text(MAX_GRAMMAR_BYTES).fault(self.text, None) or ("it is empty" if not self.text else ""):

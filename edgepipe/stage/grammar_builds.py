@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from edgepipe.errors import EdgepipeError, GrammarNotReady, RequestInvalid, StepFailed
 from edgepipe.model.forked_job import JobCost
+from edgepipe.model.user_turns import UserTurns
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import BuiltGrammar, GrammarState, GrammarTokenizer
 from edgepipe.sampling.grammar_trial import GrammarTooHard
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEADLINE_S = 30.0  # for a sequence's grammar, with its wait for those before it
-_NUM_THREADS = 2  # one may compile while the other replays a resumed output
+_NUM_THREADS = 2  # one user's grammar may compile while another user's does, or an output is replayed
 _LEAST_BYTES = 64 << 10  # of a compiled grammar: small ones are below the page-wise measure
 
 
@@ -69,14 +70,15 @@ class PendingGrammar:
 
 
 class GrammarBuilds:
-    """Compiles one text at a time and keeps the grammars. Outlives epochs; used on the stage's loop."""
+    """Compiles one text of a user at a time, and keeps the grammars. Outlives epochs; used on the stage's loop."""
 
     def __init__(self, open_vocabulary: Callable[[], GrammarTokenizer], trial: Trial) -> None:
         """``open_vocabulary``: returns the model's vocabulary; the first call may take a second."""
         self._open_vocabulary = open_vocabulary
         self._trial = trial
         self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="grammars")
-        self._turn = asyncio.Lock()
+        self._turns = UserTurns(max_running=_NUM_THREADS, max_of_owner=1)
+        self._building_bytes = 0  # of grammars that are compiled now
         self._vocabulary: GrammarTokenizer | None = None  # that of the known grammars
         self._known = BuiltGrammars()
 
@@ -122,7 +124,7 @@ class GrammarBuilds:
             self._vocabulary, self._known = vocabulary, BuiltGrammars()
         if (built := self._known.find(spec.text)) is not None:
             return built
-        async with self._turn:
+        async with self._turns.turn(spec.user):
             return self._known.find(spec.text) or await self._compile(spec, vocabulary)
 
     async def _compile(self, spec: GrammarSpec, vocabulary: GrammarTokenizer) -> BuiltGrammar:
@@ -130,8 +132,12 @@ class GrammarBuilds:
         try:
             cost = await self._trial.check(spec)
             num_bytes = max(_LEAST_BYTES, cost.peak_bytes, 2 * len(spec.text))
-            known.make_room(num_bytes)
-            built = await self._run(partial(BuiltGrammar, vocabulary, spec, num_bytes=num_bytes))
+            known.make_room(self._building_bytes + num_bytes)
+            self._building_bytes += num_bytes
+            try:
+                built = await self._run(partial(BuiltGrammar, vocabulary, spec, num_bytes=num_bytes))
+            finally:
+                self._building_bytes -= num_bytes
         except (RequestInvalid, GrammarTooHard) as exc:
             raise known.refuse(spec.text, exc.fact) from None
         known.add(spec.text, built)

@@ -36,7 +36,7 @@ class StageTrial:
         """Return what compiling takes. Raises RequestInvalid, GrammarTooHard; StepFailed if no child can run."""
         question = pack_question(grammar, cpu_s=self._cpu_s)
         try:
-            verdict = await self._child.ask(*question, within_s=_WITHIN_S, most_bytes=VERDICT_BYTES)
+            verdict = await self._child.ask(*question, owner=grammar.user, within_s=_WITHIN_S, most_bytes=VERDICT_BYTES)
         except (TimeoutError, ChildEnded) as exc:
             raise StepFailed(
                 "the answer's grammar could not be compiled",

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.sampling import GrammarSpec, SamplingParams, TokenLogprobs
+from edgepipe.sampling.params import MAX_USER_CHARS
 from edgepipe.wire.v1 import common_pb2 as pb
 
 
@@ -27,6 +28,7 @@ def sampling_to_wire(params: SamplingParams) -> pb.SamplingParams:
         prompt_logprobs=params.prompt_logprobs,
         min_tokens=params.min_tokens,
         grammar="" if params.grammar is None else params.grammar.text,
+        grammar_user="" if params.grammar is None else params.grammar.user,
     )
 
 
@@ -48,7 +50,7 @@ def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
         top_logprobs=message.top_logprobs,
         prompt_logprobs=message.prompt_logprobs,
         min_tokens=message.min_tokens,
-        grammar=GrammarSpec(message.grammar) if message.grammar else None,
+        grammar=GrammarSpec(message.grammar, user=message.grammar_user[:MAX_USER_CHARS]) if message.grammar else None,
     )
 
 

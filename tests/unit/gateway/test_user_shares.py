@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -254,6 +255,18 @@ async def test_a_small_schema_waits_for_none_of_fifteen_of_another_user(monkeypa
         go_on.set()
         assert {response.status_code for response in await asyncio.gather(*requests)} == {200}
     assert len(order) == 16
+
+
+async def test_a_schema_s_user_has_a_label_that_does_not_tell_the_key() -> None:
+    engine = FakeEngine()
+    async with serving(engine, rules=RULES) as served:
+        for key in (FLOOD, OTHER, FLOOD):
+            served.http.headers.update(_bearer(key))
+            assert (await served.chat(response_format={"type": "json_object"})).status_code == 200
+    first, other, again = (submit.sampling.grammar_user for submit in engine.submits)
+    assert first == again != other
+    assert len(first) == 16
+    assert first not in hashlib.sha256(FLOOD.encode()).hexdigest()
 
 
 async def test_schemas_beyond_a_user_s_line_are_refused_with_their_field(monkeypatch: pytest.MonkeyPatch) -> None:
