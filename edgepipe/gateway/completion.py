@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from edgepipe.gateway.admission import Ticket
 from edgepipe.gateway.answer_reader import AnswerFormat, AnswerReader
 from edgepipe.gateway.generation import Generation
 from edgepipe.gateway.metrics import RequestMeter
@@ -91,23 +91,35 @@ class _Track:
 
 
 async def run_completion(
-    completion: Completion, entry: ModelEntry, assets: Assets, counts: Counts, meter: RequestMeter, turns: Turns
+    completion: Completion,
+    entry: ModelEntry,
+    assets: Assets,
+    counts: Counts,
+    meter: RequestMeter,
+    turns: Turns,
+    ticket: Ticket,
 ) -> AsyncGenerator[Delta]:
     """Yield deltas of all choices as they become visible; the last delta of a choice has its finish reason.
 
-    A reader that comes late gets what it missed in deltas of bounded size, with a turn of the loop in between.
-    Raises the engine's error if a choice cannot be finished. Closing the generator stops the running choices.
+    The engine gets a prompt when its part of the ticket starts. A reader that comes late gets what it missed in deltas
+    of bounded size, with a turn of the loop in between. Raises the engine's error if a choice cannot be finished.
+    Closing the generator stops the running choices.
     """
-    changed = asyncio.Event()
     most = min(_TURN_TOKENS, _TURN_SCORES // (1 + completion.requests[0].sampling.top_logprobs))
     unturned = 0  # tokens read since the last turn
+    generations: list[Generation] = []
+    running: list[_Track] = []
     with ExitStack() as stack:
-        generations = [stack.enter_context(entry.link.open(r, changed=changed)) for r in completion.requests]
-        running = _tracks(completion, generations, assets)
-        counts.prompt_logprobs = {i: each.log.prompt_logprobs for i, each in enumerate(generations)}
-        while running:
-            await changed.wait()
-            changed.clear()
+        closings: dict[int, ExitStack] = {}  # by prompt, of those with a running choice
+        while running or len(generations) < len(completion.requests):
+            await ticket.changed.wait()
+            ticket.changed.clear()
+            for prompt in range(len(generations), ticket.num_started):
+                closings[prompt] = stack.enter_context(ExitStack())
+                opening = entry.link.open(completion.requests[prompt], changed=ticket.changed)
+                generations.append(closings[prompt].enter_context(opening))
+                counts.prompt_logprobs[prompt] = generations[prompt].log.prompt_logprobs
+                running += _tracks(completion, prompt, generations[prompt], assets)
             counts.read_prompt_tokens = sum(each.num_read for each in generations)
             for track in running:
                 before = track.text.num_tokens
@@ -119,8 +131,12 @@ async def run_completion(
                     unturned = 0
                     await turns.take()
                 if track.unread:
-                    changed.set()
+                    ticket.changed.set()
+                if track.text.finished:
+                    ticket.choice_ended(track.prompt)
             running = [track for track in running if not track.text.finished]
+            for prompt in closings.keys() - {track.prompt for track in running}:
+                closings.pop(prompt).close()
 
 
 def _without_output(delta: Delta, counts: Counts) -> Delta:
@@ -129,22 +145,22 @@ def _without_output(delta: Delta, counts: Counts) -> Delta:
     return replace(delta, text="", ids=(), logprobs=(), finish_reason=reason)
 
 
-def _tracks(completion: Completion, generations: list[Generation], assets: Assets) -> list[_Track]:
+def _tracks(completion: Completion, prompt: int, generation: Generation, assets: Assets) -> list[_Track]:
     tracks: list[_Track] = []
-    for prompt, generation in enumerate(generations):
-        for choice in range(generation.request.num_choices):
-            text = ChoiceText(
-                len(tracks),
-                new_detokenizer=partial(
-                    assets.new_detokenizer,
-                    keep=completion.answer.marks if completion.answer is not None else (),
-                    before=generation.request.prompt if completion.continues else (),
-                ),
-                stops=completion.stops,
-                stop_token_ids=generation.request.stop_token_ids,
-            )
-            reader = _reader(completion, generation, choice)
-            tracks.append(_Track(generation=generation, prompt=prompt, choice=choice, text=text, reader=reader))
+    num_choices = generation.request.num_choices
+    for choice in range(num_choices):
+        text = ChoiceText(
+            prompt * num_choices + choice,
+            new_detokenizer=partial(
+                assets.new_detokenizer,
+                keep=completion.answer.marks if completion.answer is not None else (),
+                before=generation.request.prompt if completion.continues else (),
+            ),
+            stops=completion.stops,
+            stop_token_ids=generation.request.stop_token_ids,
+        )
+        reader = _reader(completion, generation, choice)
+        tracks.append(_Track(generation=generation, prompt=prompt, choice=choice, text=text, reader=reader))
     return tracks
 
 

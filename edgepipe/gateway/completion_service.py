@@ -12,7 +12,7 @@ from typing import Any
 
 from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError
-from edgepipe.gateway.admission import Admission, Line, Ticket
+from edgepipe.gateway.admission import Admission, Line, Part, Ticket
 from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.completion import Completion, Counts, run_completion
 from edgepipe.gateway.context import check_length, prompt_too_long
@@ -158,11 +158,17 @@ class CompletionService:
                 await prepared.ticket.admitted.wait()
                 meter.started()
                 deltas = run_completion(
-                    prepared.completion, prepared.entry, prepared.assets, prepared.counts, meter, self.turns
+                    prepared.completion,
+                    prepared.entry,
+                    prepared.assets,
+                    prepared.counts,
+                    meter,
+                    self.turns,
+                    prepared.ticket,
                 )
                 async with aclosing(deltas):
                     async for delta in deltas:
-                        prepared.ticket.began()
+                        prepared.ticket.began(prepared.completion.prompt_of(delta.choice))
                         prepared.ticket.grow(prepared.completion.token_bytes * len(delta.ids))
                         yield delta
         except EdgepipeError as exc:
@@ -182,9 +188,7 @@ class CompletionService:
             assets=assets,
             ticket=self.admission.enter(
                 line,
-                num_prompts=len(completion.requests),
-                num_choices=completion.num_choices,
-                num_tokens=completion.num_prompt_tokens,
+                parts=[Part(num_choices=r.num_choices, num_tokens=len(r.prompt)) for r in completion.requests],
                 num_bytes=completion.held_bytes,
                 num_steps=entry.served.num_steps,
             ),

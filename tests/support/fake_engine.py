@@ -100,6 +100,11 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
     error: EdgepipeError | None = None  # ends requests after ``hold_after`` tokens, or at once
     engine_id: str = "engine-1"
     forgets: bool = False  # what is resumed
+    max_running: int = 1 << 20  # choices at a time; further requests wait in order of arrival
+    num_running: int = 0  # choices
+    most_running: int = 0  # choices at a time so far
+    entrance: asyncio.Lock = field(default_factory=asyncio.Lock)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
     submits: list[engine_pb2.Submit] = field(default_factory=list)
     cancels: list[engine_pb2.Cancel] = field(default_factory=list)
     resumes: list[engine_pb2.Resume] = field(default_factory=list)
@@ -169,6 +174,12 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
     async def _answer(
         self, submit: engine_pb2.Submit, have: Sequence[int], outbox: asyncio.Queue[engine_pb2.EngineEvent | None]
     ) -> None:
+        async with self.entrance:
+            while self.num_running + submit.num_choices > self.max_running:
+                self.left.clear()
+                await self.left.wait()
+            self.num_running += submit.num_choices
+            self.most_running = max(self.most_running, self.num_running)
         if submit.sampling.prompt_logprobs:
             outbox.put_nowait(_prompt_scores(submit))
         if self.read_tokens:
@@ -190,6 +201,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
                 outbox.put_nowait(_tokens(submit, choice, position, [END]))
                 position += 1
             outbox.put_nowait(_ended(submit, choice, position, "length" if finished else "stop", self.error))
+            self.num_running -= 1
+            self.left.set()
 
 
 def _tokens(submit: engine_pb2.Submit, choice: int, position: int, ids: list[int]) -> engine_pb2.EngineEvent:

@@ -8,7 +8,7 @@ import pytest
 
 from edgepipe.errors import QueueFull
 from edgepipe.gateway.access import AccessRules
-from edgepipe.gateway.admission import Admission, AdmissionLimits, Line
+from edgepipe.gateway.admission import Admission, AdmissionLimits, Line, Part
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateway import events_of, serving
 
@@ -40,15 +40,15 @@ def test_a_key_takes_no_place_of_another() -> None:
     assert admission.enter(TWO).admitted.is_set()
 
 
-def test_a_batch_waits_for_room_for_all_of_it_and_nobody_overtakes_it() -> None:
+def test_a_prompt_waits_for_room_for_all_its_choices_and_nobody_overtakes_it() -> None:
     admission = _admission()
     first = admission.enter(ONE)
-    batch = admission.enter(ONE, num_choices=64)  # counts as all there is
+    large = admission.enter(ONE, parts=[Part(num_choices=64)])  # counts as all there is
     later = admission.enter(ONE)
-    assert not batch.admitted.is_set()
+    assert not large.admitted.is_set()
     assert not later.admitted.is_set()
     admission.leave(first)
-    assert batch.admitted.is_set()
+    assert large.admitted.is_set()
     assert not later.admitted.is_set()
 
 
@@ -125,14 +125,14 @@ def test_one_user_s_memory_leaves_room_for_another_s_and_is_given_back() -> None
 
 def test_requests_without_a_first_token_are_few_per_line_and_others_go_beside_them() -> None:
     admission = Admission(AdmissionLimits(max_beginning=2, max_beginning_tokens=1000))
-    first, second, third = (admission.enter(ONE, num_tokens=5000) for _ in range(3))
+    first, second, third = (admission.enter(ONE, parts=[Part(num_tokens=5000)]) for _ in range(3))
     assert [each.admitted.is_set() for each in (first, second, third)] == [True, True, False]
     for line in (TWO, Line(owner="one", model="other"), Line(owner="one", priority=1)):
-        assert admission.enter(line, num_tokens=5000).admitted.is_set()
-    first.began()
-    first.began()
+        assert admission.enter(line, parts=[Part(num_tokens=5000)]).admitted.is_set()
+    first.began(0)
+    first.began(0)
     assert third.admitted.is_set()
-    short = admission.enter(ONE, num_tokens=100)
+    short = admission.enter(ONE, parts=[Part(num_tokens=100)])
     admission.leave(second)
     assert short.admitted.is_set()
     admission.leave(third)
@@ -141,9 +141,9 @@ def test_requests_without_a_first_token_are_few_per_line_and_others_go_beside_th
 
 def test_short_prompts_without_a_first_token_are_as_many_as_two_steps_take() -> None:
     admission = Admission(AdmissionLimits(max_beginning=2, max_beginning_tokens=1000))
-    tickets = [admission.enter(ONE, num_tokens=36) for _ in range(20)]
+    tickets = [admission.enter(ONE, parts=[Part(num_tokens=36)]) for _ in range(20)]
     assert sum(each.admitted.is_set() for each in tickets) == 10
-    tickets[0].began()
+    tickets[0].began(0)
     assert sum(each.admitted.is_set() for each in tickets) == 11
     for each in tickets:
         admission.leave(each)
@@ -152,7 +152,7 @@ def test_short_prompts_without_a_first_token_are_as_many_as_two_steps_take() -> 
 
 def test_as_many_requests_as_may_run_are_taken_though_few_begin_at_a_time() -> None:
     admission = Admission(AdmissionLimits(max_running=256, max_waiting=64))
-    tickets = [admission.enter(ONE, num_tokens=1000) for _ in range(256 + 64)]
+    tickets = [admission.enter(ONE, parts=[Part(num_tokens=1000)]) for _ in range(256 + 64)]
     assert sum(each.admitted.is_set() for each in tickets) == 4
     with pytest.raises(QueueFull, match="316 requests wait"):
         admission.enter(ONE)
@@ -162,7 +162,7 @@ def test_as_many_requests_as_may_run_are_taken_though_few_begin_at_a_time() -> N
 
 def test_more_prompts_begin_where_a_ring_computes_more_steps_at_a_time() -> None:
     admission = Admission(AdmissionLimits(max_beginning=2, max_beginning_tokens=1000))
-    tickets = [admission.enter(ONE, num_tokens=436, num_steps=4) for _ in range(20)]
+    tickets = [admission.enter(ONE, parts=[Part(num_tokens=436)], num_steps=4) for _ in range(20)]
     assert sum(each.admitted.is_set() for each in tickets) == 8
 
 
