@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 import uvloop
 
+from edgepipe.gateway import connections
 from edgepipe.gateway.access import AccessRules
 from edgepipe.gateway.admission import AdmissionLimits
 from edgepipe.gateway.connections import ConnectionLimits, LimitedProtocol
@@ -148,6 +149,31 @@ async def test_a_client_that_never_stops_is_cut_off_after_so_many_bytes(head: by
             await asyncio.to_thread(_send_without_end, served.port, head, most) < limits.linger_bytes + MOST_IN_KERNEL
         )
         assert (await served.complete()).status_code == 200
+
+
+async def test_a_kept_connection_is_counted_anew_for_each_request() -> None:
+    limits = ConnectionLimits(max_connections=4, linger_bytes=SIZE + MOST_IN_KERNEL // 4)
+    async with serving(FakeEngine(), connections=limits) as served:
+        for _ in range(4):
+            assert (await served.http.post("/v1/completions", content=b" " * SIZE)).status_code == 415
+
+
+async def test_of_many_clients_beyond_all_connections_a_few_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LimitedProtocol, "idle", False)
+    monkeypatch.setattr(connections, "_MAX_LINGERING", 1)
+    limits = ConnectionLimits(max_connections=1, linger_s=60, linger_bytes=1 << 40)
+    async with serving(FakeEngine(), connections=limits) as served:
+        clients = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(2)]
+        async with asyncio.timeout(10):
+            assert b" 503 " in await clients[1][0].readline()
+        most = 4 * MOST_IN_KERNEL
+        assert await asyncio.to_thread(_send_without_end, served.port, HEAD, most) < MOST_IN_KERNEL
+        clients[1][1].close()
+        async with asyncio.timeout(10):
+            await clients[1][1].wait_closed()
+        while await asyncio.to_thread(_send_without_end, served.port, HEAD, most) < most:
+            pass  # its place is free once the gateway has seen the end
+        clients[0][1].close()
 
 
 async def test_a_client_that_stops_and_stays_is_closed_after_a_while() -> None:
