@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import re
@@ -18,9 +17,8 @@ from edgepipe.gateway.shares import Holding
 
 MAX_BODY_BYTES = 8 << 20  # a prompt of 1 M tokens as text or as ids
 MAX_DEPTH = 32  # message parts nest 5 levels, tool schemas about 20
-_DRAIN_S, _DRAIN_BYTES = 2.0, 64 << 20  # bounds of reading on after a refused body, before the connection closes
 _COPIES = 2  # of a body's size: its bytes, and the text that is read from them
-_CLOSE = {"Connection": "close"}  # the gateway does not wait for the rest of the body
+_CLOSE = {"Connection": "close"}  # the gateway reads no more of the body, see ``LingeringTransport``
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -34,13 +32,7 @@ async def read_body(request: Request, *, memory: Holding, within_s: float, of_an
         _check_content_type(request.headers.get("content-type", ""))
     try:
         async with asyncio.timeout(within_s):
-            chunks = request.stream()
-            try:
-                return await _gather(chunks, _declared_bytes(request), memory)
-            except HttpProblem:
-                memory.release()
-                await _drain(chunks)
-                raise
+            return await _gather(request.stream(), _declared_bytes(request), memory)
     except TimeoutError as exc:
         raise HttpProblem(
             status=408, message="the body did not arrive in time", code="request_timeout", headers=_CLOSE
@@ -70,7 +62,7 @@ async def _gather(chunks: AsyncIterator[bytes], declared_bytes: int, memory: Hol
             body += chunk
             expected_bytes = max(expected_bytes, len(body))
     except HttpProblem:
-        body.clear()  # the error refers to this frame while the rest of the body is read
+        body.clear()  # the error refers to this frame until the garbage collector runs
         raise
 
 
@@ -83,15 +75,6 @@ def _count(memory: Holding, num_bytes: int) -> None:
         problem.message = f"the body: {problem.message}"
         problem.headers = {**problem.headers, **_CLOSE}
         raise problem from exc
-
-
-async def _drain(chunks: AsyncIterator[bytes]) -> None:
-    """Read on for a moment: a client that still sends when the connection closes loses the answer (RFC 9112, 9.6)."""
-    left = _DRAIN_BYTES
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_DRAIN_S):
-            while left > 0 and (chunk := await anext(chunks, None)) is not None:
-                left -= len(chunk)
 
 
 def parse_json_object(body: bytes, *, name: str = "the body", param: str | None = None) -> dict[str, Any]:

@@ -17,10 +17,12 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol, Request
 from uvicorn.server import ServerState
 
 from edgepipe.gateway.access import address_of
+from edgepipe.gateway.lingering import LingeringTransport
 from edgepipe.gateway.problems import HttpProblem
 
 MAX_HEADER_BYTES = 16 << 10
 SEND_BUFFER_BYTES = 128 << 10  # in the kernel, per connection: data that a slow client has not read yet
+_MAX_LINGERING = 64  # connections refused beyond ``max_connections`` that linger; more are closed at once
 _FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 5.0  # between probes for clients that have left
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ class ConnectionLimits:
     header_s: float = 10.0  # from the connection, or from a later request's first byte, to the end of its header
     idle_s: float = 30.0  # between two requests
     body_s: float = 30.0  # from a request's header to the end of its body
+    linger_s: float = 10.0  # from the answer to a client that still sends, to the close; others may take its place
+    linger_bytes: int = 32 << 20  # that are dropped in this time
     stop_s: float = 2.0  # of a gateway that stops; then running answers end with an error
 
 
@@ -47,6 +51,7 @@ class Connections:
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self._open: dict[LimitedProtocol, None] = {}  # in order of last use
+        self._refused: set[LimitedProtocol] = set()  # that linger
 
     def __len__(self) -> int:
         return len(self._open)
@@ -73,9 +78,19 @@ class Connections:
             del self._open[connection]
             self._open[connection] = None
 
+    def may_linger(self, connection: LimitedProtocol) -> bool:
+        """Return whether a refused connection may linger; count it if it was not admitted."""
+        if connection in self._open:
+            return True
+        if len(self._refused) >= _MAX_LINGERING:
+            return False
+        self._refused.add(connection)
+        return True
+
     def remove(self, connection: LimitedProtocol) -> None:
         """Forget a closed connection."""
         self._open.pop(connection, None)
+        self._refused.discard(connection)
 
     def protocol(self) -> type[LimitedProtocol]:
         """Return the protocol class for uvicorn, whose connections this object counts."""
@@ -93,6 +108,7 @@ class LimitedProtocol(H11Protocol):
     """
 
     registry: Connections
+    _lingering: LingeringTransport  # the same as ``transport``
 
     def __init__(
         self,
@@ -104,23 +120,28 @@ class LimitedProtocol(H11Protocol):
         super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
         self._header_deadline: asyncio.TimerHandle | None = None
         self.owner = ""  # user of the last request, the client's address before the first header
+        self._holds_body = False  # the client waits for "100 Continue" before it sends its body
         self._half_closed = False  # the client sends no more: it waits for its answer, or has left
 
     @property
     def idle(self) -> bool:
         """Whether no request runs. An incomplete header counts as idle, so idle clients cannot hold connections."""
         cycle = cast("RequestResponseCycle | None", self.cycle)
-        return cycle is None or cycle.response_complete
+        return cycle is None or cycle.response_complete or self._lingering.lingers
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count or refuse the connection."""
-        super().connection_made(transport)
+        limits = self.registry.limits
+        self._lingering = LingeringTransport(
+            transport, sends_more=self._sends_more, linger_s=limits.linger_s, linger_bytes=limits.linger_bytes
+        )
+        super().connection_made(self._lingering)
         self.owner = address_of(self.client)
         if not self.registry.admit(self):
             self._refuse(
                 HttpProblem(
                     status=503,
-                    message=f"all {self.registry.limits.max_connections} connections are in use",
+                    message=f"all {limits.max_connections} connections are in use",
                     code="too_many_connections",
                     headers={"Retry-After": "1"},
                 )
@@ -131,13 +152,17 @@ class LimitedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self.registry.remove(self)
+        self._lingering.lost()
         self._header_came()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of a header or of a body."""
         if self.transport.is_closing():
+            self._lingering.drop(len(data))
             return
+        if self.idle and self.conn.their_state is h11.SEND_BODY:  # uvicorn drops it, to keep the connection
+            self._lingering.drop(len(data))
         if self.idle and self._header_deadline is None:
             self._expect_header()
         size = MAX_HEADER_BYTES if self.idle else len(data)  # h11 measures a header only while it is incomplete
@@ -161,12 +186,15 @@ class LimitedProtocol(H11Protocol):
         """Start requests whose header is complete, also later requests of a pipeline."""
         before = self.cycle
         super().handle_events()
+        self._holds_body = self.conn.they_are_waiting_for_100_continue
         if self.cycle is not before:
             self._header_came()
+            self._lingering.renew()
 
     def on_response_complete(self) -> None:
         """Mark the connection as idle, or continue with a request that the client has sent already."""
         self.registry.touch(self)
+        self.cycle.body.clear()  # the part that the handler did not read
         super().on_response_complete()
         if self.idle and self._half_closed:
             self.transport.close()
@@ -180,12 +208,23 @@ class LimitedProtocol(H11Protocol):
         text = f"the header is larger than {MAX_HEADER_BYTES >> 10} KiB" if status == 431 else "this is not valid HTTP"
         self._refuse(HttpProblem(status=status, message=text, code=code))
 
+    def shutdown(self) -> None:
+        """End with the gateway: at once if the connection lingers, else after the running answer."""
+        if self._lingering.lingers:
+            self.abort()
+        else:
+            super().shutdown()
+
     def abort(self) -> None:
         """Close at once and drop unsent data."""
         self.transport.abort()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Log nothing: a request for a WebSocket gets the same answer as without."""
+
+    def _sends_more(self) -> bool:
+        """Whether the client sends the body of a request that has its answer."""
+        return self.conn.their_state is h11.SEND_BODY and not self._holds_body
 
     def _find_leaver(self, next_s: float) -> None:
         """Send "102 Processing" until the answer begins, to detect a client that has left.
@@ -230,4 +269,15 @@ class LimitedProtocol(H11Protocol):
         except h11.LocalProtocolError:  # an answer is partly sent
             self.abort()
         else:
-            self.transport.close()
+            self._end_request()
+            if self.registry.may_linger(self):
+                self._lingering.linger()
+            else:
+                self.transport.close()
+
+    def _end_request(self) -> None:
+        """Tell a running request that no more of its body comes, as if the client had left."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
