@@ -359,10 +359,15 @@ class Recovery:
     def _next_move(self, now_s: float) -> list[Command]:
         """Begin the proposed move, or one away from a node that is leaving, if there is one."""
         plan, self._proposed = self._proposed, None
-        if plan is not None and self.running is not None and plan.spec.stages != self.running.spec.stages:
+        elsewhere = plan is not None and self.running is not None and plan.spec.stages != self.running.spec.stages
+        if plan is not None and elsewhere and not self._pauses(plan.spec, now_s):
             self.nodes = self.nodes.updated(plan.nodes)
             return self._prepare(self._new_attempt(moves=True), plan.spec, now_s)
         return self._ask(now_s, moves=True) if self._must_leave and self._failed_moves == 0 else []
+
+    def _pauses(self, spec: ServeSpec, now_s: float) -> bool:
+        """Return whether a machine of a proposed placement pauses: the proposal rests on older facts."""
+        return self._charges.pauses.until_s(stage.node_id for stage in spec.stages) > now_s
 
     def _move_failed(self, attempt: _Attempt, now_s: float) -> list[Command]:
         """Keep serving at the running placement. Retry leaving a drained node after a growing pause."""

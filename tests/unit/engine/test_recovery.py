@@ -244,6 +244,20 @@ def test_a_stage_that_dies_idle_again_and_again_leaves_its_place_to_a_free_machi
     assert steps.core.left_out(steps.now_s)[0].seconds == 60.0, "it comes back once, then it is left out for longer"
 
 
+def test_no_move_goes_to_a_machine_that_has_just_ended_epochs() -> None:
+    steps = Steps(HERE).serve()
+    lost = StageLost("its connection broke", node="b")
+    [ask] = steps.ended(lost, node_id=NodeId("b"))
+    for plan in (HERE, ELSEWHERE):
+        [opening] = steps.prepared(steps.planned_after_pause(ask, plan)[0])
+        steps.opened(opening)
+        if plan is HERE:
+            [ask] = steps.ended(lost, node_id=NodeId("b"))
+    assert steps.handle(MoveProposed(plan=HERE)) == []
+    steps.now_s += 300.0
+    assert isinstance(steps.handle(MoveProposed(plan=HERE))[0], Prepare)
+
+
 @pytest.mark.parametrize("error", [StepFailed("a step is late"), RemoteProtocolError("an unexpected answer")])
 def test_a_stage_that_ends_each_epoch_after_a_token_is_left_out(error: EdgepipeError) -> None:
     steps = Steps(HERE).serve()
