@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 DEADLINE_S = 30.0  # for a sequence's grammar, with its wait for those before it
 _NUM_THREADS = 2  # one user's grammar may compile while another user's does, or an output is replayed
+_MAX_WAITING = 1024  # of one user: more than an engine computes at a time
 _LEAST_BYTES = 64 << 10  # of a compiled grammar: small ones are below the page-wise measure
 
 
@@ -70,14 +71,14 @@ class PendingGrammar:
 
 
 class GrammarBuilds:
-    """Compiles one text of a user at a time, and keeps the grammars. Outlives epochs; used on the stage's loop."""
+    """Prepares one grammar of a user at a time, and keeps them. Outlives epochs; used on the stage's loop."""
 
     def __init__(self, open_vocabulary: Callable[[], GrammarTokenizer], trial: Trial) -> None:
         """``open_vocabulary``: returns the model's vocabulary; the first call may take a second."""
         self._open_vocabulary = open_vocabulary
         self._trial = trial
         self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="grammars")
-        self._turns = UserTurns(max_running=_NUM_THREADS, max_of_owner=1)
+        self._turns = UserTurns(max_running=_NUM_THREADS, max_of_owner=1, max_waiting=_MAX_WAITING)
         self._building_bytes = 0  # of grammars that are compiled now
         self._vocabulary: GrammarTokenizer | None = None  # that of the known grammars
         self._known = BuiltGrammars()
@@ -85,7 +86,7 @@ class GrammarBuilds:
     async def prepare(self, spec: GrammarSpec, tokens: tuple[int, ...], pending: PendingGrammar) -> None:
         """Settle ``pending`` with the state after these output tokens, or with the reason against it."""
         try:
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(DEADLINE_S), self._turns.turn(spec.user):
                 built, state = await self._begin(spec, tokens)
         except TimeoutError:
             pending.fail(
@@ -122,10 +123,7 @@ class GrammarBuilds:
         vocabulary = await self._run(self._open_vocabulary)
         if vocabulary is not self._vocabulary:
             self._vocabulary, self._known = vocabulary, BuiltGrammars()
-        if (built := self._known.find(spec.text)) is not None:
-            return built
-        async with self._turns.turn(spec.user):
-            return self._known.find(spec.text) or await self._compile(spec, vocabulary)
+        return self._known.find(spec.text) or await self._compile(spec, vocabulary)
 
     async def _compile(self, spec: GrammarSpec, vocabulary: GrammarTokenizer) -> BuiltGrammar:
         known = self._known
