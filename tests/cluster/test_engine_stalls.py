@@ -1,4 +1,4 @@
-"""Stages that end epochs between steps: a request that never gets further is refused alone, and the pause is told."""
+"""Stages that end epochs between steps: a request that never gets further is refused alone, and the status shows the pause."""
 
 from __future__ import annotations
 

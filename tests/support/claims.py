@@ -216,7 +216,7 @@ class GatewayOfRogueEngine:
         for generation in self._active.values():
             request, log = generation.request, generation.log
             scores = len(request.prompt) - 1 if request.sampling.prompt_logprobs else 0
-            assert len(log.prompt_logprobs) <= scores, "log-probabilities that nobody asked for"
+            assert len(log.prompt_logprobs) <= scores, "log-probabilities beyond the request"
             assert all(have <= request.max_tokens for have in log.have())
             assert set(generation._endings) <= set(range(request.num_choices))
             assert generation.num_read <= len(request.prompt)

@@ -1,4 +1,4 @@
-"""Requests of a virtual engine: how far they are, which of them an epoch computes, and whom the core suspects."""
+"""Requests of a virtual engine: how far they are, which ones an epoch computes, and which ones the core suspects."""
 
 from __future__ import annotations
 

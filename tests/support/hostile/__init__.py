@@ -1,1 +1,1 @@
-"""One user's hostile but valid requests, and the user beside whom they are sent."""
+"""Hostile but valid requests of one user, and a bystander whose waits are measured."""

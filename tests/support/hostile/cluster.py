@@ -28,7 +28,7 @@ class SharedCluster:
     bystander: Bystander
 
     async def epoch(self) -> int:
-        """Counter of the one engine's epoch; 0 while there is none."""
+        """Counter of the engine's epoch; 0 without an engine."""
         engines = (await self.nodes.first.status()).engines
         return max((engine.epoch.counter for engine in engines), default=0)
 

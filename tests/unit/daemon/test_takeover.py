@@ -93,7 +93,7 @@ class World:
     random: Random
     honest: list[str]
     rogues: list[str]
-    head_hears: set[str]  # honest members whose link to the head works; empty: it is dead, or tells nobody
+    head_hears: set[str]  # honest members whose link to the head works; empty: it is dead, or silent
     head_flaps: bool = False  # a rogue head without an engine that comes and goes
     notices_s: dict[str, float] = field(default_factory=dict[str, float])
     taken: dict[str, float] = field(default_factory=dict[str, float])  # by honest node, when it took over

@@ -201,7 +201,7 @@ def test_a_device_that_fails_test_steps_is_replaced_then_left_out_then_users_are
 
 
 def test_while_nothing_changes_attempts_become_rare_and_a_machine_that_joins_is_used_at_once() -> None:
-    """A stage dies whenever it has opened, though nobody asks anything of it."""
+    """A stage dies whenever it has opened, without any request."""
     steps = Steps(HERE).serve()
     pauses: list[float] = []
     [ask] = steps.ended(StageLost("its connection broke", node="b"), node_id=NodeId("b"))
