@@ -1,4 +1,4 @@
-"""Stages that end epochs between steps: a request that never gets further is refused alone, and the status shows the pause."""
+"""Stages that end epochs between steps: a request that never gets further is refused alone; status shows the pause."""
 
 from __future__ import annotations
 
