@@ -6,6 +6,7 @@ import plistlib
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from xml.parsers.expat import ExpatError
 
 NAME = "edgepipe"
 LABEL = "org.edgepipe.node"
@@ -84,6 +85,16 @@ def make_plan(manager: Manager, machine: Machine) -> ServicePlan:
     if manager is Manager.LAUNCHD:
         return _launchd(machine)
     return _systemd(machine, system=manager is Manager.SYSTEMD_SYSTEM)
+
+
+def starts_node_of(data_dir: Path, manager: Manager, text: str) -> bool:
+    """Return whether a service's file, as it is on disk, starts the node of ``data_dir``. A damaged one does not."""
+    if manager is not Manager.LAUNCHD:
+        return any(line.endswith(f" --data-dir {_quoted(str(data_dir))}") for line in text.splitlines())
+    try:
+        return plistlib.loads(text.encode())["ProgramArguments"][-1] == str(data_dir)
+    except (plistlib.InvalidFileException, ExpatError, KeyError, IndexError, TypeError, ValueError):
+        return False
 
 
 def _arguments(machine: Machine) -> list[str]:

@@ -1,30 +1,23 @@
-"""``edgepipe uninstall``: lists, then removes, all files that edgepipe keeps on this machine."""
+"""``edgepipe uninstall``: lists, then removes, the files that edgepipe made on this machine."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from edgepipe.cli.leftovers import Found, Leftover, data_leftovers, emptied_folders, file_leftover, model_leftovers
 from edgepipe.cli.options import DataDir, ModelsDir
+from edgepipe.cli.service_plan import ServicePlan, starts_node_of
 from edgepipe.errors import ConfigInvalid
 from edgepipe.safe_text import one_line
 from edgepipe.units import format_bytes
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leftover:
-    """A file or folder that edgepipe made."""
-
-    path: Path
-    what: str
-    num_bytes: int
-    kept: bool = False  # the user did not ask to remove it
+_MOST_SHOWN = 10  # of files that stay because edgepipe did not make them
 
 
 def uninstall(
@@ -34,82 +27,99 @@ def uninstall(
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
 ) -> None:
-    """Remove edgepipe's service, identity, settings and logs. Models stay by default."""
-    from edgepipe.cli.service import service_plan, uninstall_service
-    from edgepipe.config import default_config_file, kernel_dir, load_config
+    """Remove edgepipe's service, identity, settings and logs. Models stay by default; files of others always do."""
+    from edgepipe.cli.service import uninstall_service
+    from edgepipe.config import load_config
     from edgepipe.daemon.machine.data_dir import socket_path
 
     config = load_config({"data_dir": data_dir, "models_dir": models_dir}).values
-    plans = [plan for system in (False, True) if (plan := service_plan(config.data_dir, system=system)).path.exists()]
-    leftovers = find_leftovers(
-        services=[plan.path for plan in plans],
+    main = load_config({}).values
+    services = _services(config.data_dir)
+    found = find_leftovers(
+        services=services,
         data_dir=config.data_dir,
         models_dir=config.models_dir,
-        config_file=default_config_file(),
-        kernels=kernel_dir(),
+        main=config.data_dir == main.data_dir,
+        shared_models=models_dir is None and not config.models_dir.is_relative_to(config.data_dir),
         purge_models=purge_models,
     )
-    _print(leftovers, dry_run=dry_run)
-    if dry_run:
-        return
-    if not any(not leftover.kept for leftover in leftovers):
+    _print(found, dry_run=dry_run)
+    to_remove = [leftover for leftover in found.leftovers if not leftover.stays]
+    if dry_run or not to_remove:
         return
     _confirm(yes=yes)
-    for plan in plans:
-        uninstall_service(plan)
+    for plan, mine in services:
+        if mine:
+            uninstall_service(plan)
     if socket_path(config.data_dir).exists():
         _stop_node(config.data_dir)
-    for leftover in leftovers:
-        if not leftover.kept:
-            _remove(leftover.path, spare=config.models_dir if not purge_models else None)
+    for leftover in reversed(to_remove):  # models may lie in the data directory, which goes when it is empty
+        _remove(leftover, data_dir=config.data_dir)
     print("\nremoved. The program itself: pip uninstall edgepipe")
     print("Other machines still trust this one's key: on one of them run 'edgepipe peers remove NAME'.")
 
 
 def find_leftovers(
     *,
-    services: Sequence[Path],
+    services: Sequence[tuple[ServicePlan, bool]],
     data_dir: Path,
     models_dir: Path,
-    config_file: Path,
-    kernels: Path,
+    main: bool,
+    shared_models: bool,
     purge_models: bool,
-) -> list[Leftover]:
-    """Find edgepipe's files and folders, with their sizes."""
-    found = [Leftover(path=path, what="service", num_bytes=_size(path)) for path in services]
-    if data_dir.exists():
-        inside = _size(models_dir) if models_dir.is_relative_to(data_dir) else 0
-        size = _size(data_dir) - inside
-        found.append(Leftover(path=data_dir, what="identity, trust, logs, conversations", num_bytes=size))
-    if config_file.exists():
-        found.append(Leftover(path=config_file, what="settings", num_bytes=_size(config_file)))
-    if kernels.exists():
-        found.append(Leftover(path=kernels, what="compiled kernels", num_bytes=_size(kernels)))
-    if models_dir.exists():
-        repacked = [] if purge_models else _repacked(models_dir)
-        size = _size(models_dir) - sum(each.num_bytes for each in repacked)
-        found += [*repacked, Leftover(path=models_dir, what="models", num_bytes=size, kept=not purge_models)]
-    return found
+) -> Found:
+    """Find edgepipe's files and folders.
+
+    ``services``: the installed ones, and whether each starts the node of ``data_dir``. ``main``: it is the node that
+    commands without ``--data-dir`` mean, which alone has settings and kernels. ``shared_models``: the settings name one
+    folder of models for all nodes, so it goes only with the main one.
+    """
+    from edgepipe.config import default_config_file, kernel_dir
+
+    leftovers: list[Leftover] = []
+    for plan, mine in services:
+        leftovers += file_leftover(plan.path, "service", stays="" if mine else "it starts another node")
+    inside = [models_dir, default_config_file(), kernel_dir()]
+    data = data_leftovers(data_dir, others=inside)
+    leftovers += data.leftovers
+    if main:
+        leftovers += file_leftover(default_config_file(), "settings")
+        leftovers += file_leftover(kernel_dir(), "compiled kernels")
+    if shared_models and not main:
+        return Found(leftovers=tuple(leftovers), foreign=data.foreign)
+    models = model_leftovers(models_dir, purge=purge_models, stays="--purge-models removes them")
+    return Found(leftovers=(*leftovers, *models.leftovers), foreign=(*data.foreign, *models.foreign))
 
 
-def _repacked(models_dir: Path) -> list[Leftover]:
-    """Find the copies of weights in a CPU's layout beside the models."""
-    from edgepipe.model.repacked import REPACKED_FOLDER
+def _services(data_dir: Path) -> list[tuple[ServicePlan, bool]]:
+    """Return the installed services, and whether each starts the node of ``data_dir``."""
+    from edgepipe.cli.service import service_plan
 
-    folders = sorted(
-        path for path in models_dir.glob(f"*/{REPACKED_FOLDER}") if path.is_dir() and not path.is_symlink()
-    )
-    return [Leftover(path=path, what="weights in this CPU's layout", num_bytes=_size(path)) for path in folders]
+    plans = [plan for system in (False, True) if (plan := service_plan(data_dir, system=system)).path.exists()]
+    return [(plan, starts_node_of(data_dir, plan.manager, _text(plan.path))) for plan in plans]
 
 
-def _print(leftovers: Sequence[Leftover], *, dry_run: bool) -> None:
-    if not leftovers:
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _print(found: Found, *, dry_run: bool) -> None:
+    if not found.leftovers:
         print("edgepipe keeps nothing on this machine")
-        return
-    print("would remove:" if dry_run else "to be removed:")
-    for leftover in leftovers:
-        kept = "    stays; --purge-models removes it" if leftover.kept else ""
-        print(one_line(f"  {format_bytes(leftover.num_bytes):>9}  {leftover.what}: {leftover.path}{kept}"))
+    else:
+        print("would remove:" if dry_run else "to be removed:")
+    for leftover in found.leftovers:
+        why = f"    stays: {leftover.stays}" if leftover.stays else ""
+        print(one_line(f"  {format_bytes(leftover.num_bytes):>9}  {leftover.what}: {leftover.place}{why}"))
+    if found.foreign:
+        print("not made by edgepipe, stays:")
+        for path in found.foreign[:_MOST_SHOWN]:
+            print(one_line(f"             {path}"))
+        if len(found.foreign) > _MOST_SHOWN:
+            print(f"             and {len(found.foreign) - _MOST_SHOWN} more")
 
 
 def _confirm(*, yes: bool) -> None:
@@ -131,27 +141,22 @@ def _stop_node(data_dir: Path) -> None:
         return  # a killed node leaves its socket behind
 
 
-def _remove(path: Path, *, spare: Path | None) -> None:
-    """Remove a file, or a folder except ``spare`` below it. Raises ConfigInvalid."""
+def _remove(leftover: Leftover, *, data_dir: Path) -> None:
+    """Remove files and folders, and the folders around them that are empty now. Raises ConfigInvalid."""
+    path = leftover.place
+    top = data_dir if path.is_relative_to(data_dir) else path
     try:
-        if not path.is_dir():
-            path.unlink(missing_ok=True)
-        elif spare is None or not spare.is_relative_to(path) or not spare.exists():
-            shutil.rmtree(path)
-        else:
-            for child in path.iterdir():
-                if not spare.is_relative_to(child):
-                    _remove(child, spare=None)
+        for path in leftover.paths:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        for path in emptied_folders(leftover.paths, up_to=top):
+            if path.is_dir() and not path.is_symlink() and not any(path.iterdir()):
+                path.rmdir()
     except OSError as exc:
         raise ConfigInvalid(
             f"{path} cannot be removed",
             fact=exc.strerror or "",
             next_step="check its permissions, then: edgepipe uninstall",
         ) from exc
-
-
-def _size(path: Path) -> int:
-    """Return the bytes of a file or of all readable files below a folder."""
-    if not path.is_dir():
-        return path.lstat().st_size if path.exists() else 0
-    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())

@@ -6,12 +6,14 @@ import plistlib
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from edgepipe.cli.service_plan import Machine, Manager, make_plan
+from edgepipe.cli.service_plan import Machine, Manager, make_plan, starts_node_of
 from tests.support.command_line import Run
+from tests.support.node_files import make_node
 
 MACHINE = Machine(
     user="ada",
@@ -103,6 +105,16 @@ def test_units_to_the_letter(manager: Manager, text: str) -> None:
     assert make_plan(manager, MACHINE).text == text
 
 
+@pytest.mark.parametrize("manager", Manager)
+def test_a_service_belongs_to_the_node_that_it_starts(manager: Manager) -> None:
+    home = MACHINE.data_dir.parent
+    for data_dir in (MACHINE.data_dir, home / "da ta 100%"):
+        text = make_plan(manager, replace(MACHINE, data_dir=data_dir)).text
+        assert starts_node_of(data_dir, manager, text)
+        assert not starts_node_of(home / "other", manager, text)
+    assert not starts_node_of(MACHINE.data_dir, manager, "damaged")
+
+
 def test_the_plist_to_the_letter() -> None:
     plan = make_plan(Manager.LAUNCHD, MACHINE)
     assert plistlib.loads(plan.text.encode()) == PLIST
@@ -167,32 +179,14 @@ def test_a_failing_systemctl_is_said_and_leaves_nothing(run: Run, systemd: Path)
     assert not list((systemd / "home").rglob("edgepipe.service"))
 
 
-def test_uninstall_lists_and_removes_all_but_models(run: Run, systemd: Path) -> None:
-    data, models = systemd / "data", systemd / "data" / "models"
-    models.mkdir(parents=True)
-    (models / "org--a").mkdir()
-    (models / "org--a" / "weights").write_bytes(bytes(3000))
-    repacked = models / "org--a" / "repacked"
-    repacked.mkdir()
-    (repacked / "x.repacked").write_bytes(bytes(2000))
-    (data / "identity.json").write_text("{}")
-    settings = systemd / "config" / "edgepipe" / "config.toml"
-    settings.parent.mkdir(parents=True)
-    settings.write_text("")
-    kernels = systemd / "cache" / "edgepipe" / "kernels"
-    kernels.mkdir(parents=True)
-    (kernels / "code.o").write_bytes(bytes(100))
-    listed = run("uninstall", "--dry-run").out
-    assert all(str(path) in listed for path in (data, models, settings, kernels, repacked))
-    assert "2.0 KB  weights in this CPU's layout" in listed
-    assert "3.0 KB  models" in listed
-    assert (data / "identity.json").exists()
-    assert run("uninstall").code == 2  # nobody is there to ask
+def test_uninstall_spares_the_service_of_another_node(run: Run, systemd: Path) -> None:
+    assert run("service", "install").code == 0
+    unit = systemd / "home" / ".config" / "systemd" / "user" / "edgepipe.service"
+    make_node(systemd / "trial")
+    shown = run("uninstall", "--yes", "--data-dir", str(systemd / "trial")).out
+    assert "stays: it starts another node" in shown
+    assert unit.exists()
+    assert not (systemd / "trial").exists()
+    make_node(systemd / "data")
     assert run("uninstall", "--yes").code == 0
-    assert [path.name for path in data.iterdir()] == ["models"]
-    assert not settings.exists()
-    assert not kernels.exists()
-    assert [path.name for path in (models / "org--a").iterdir()] == ["weights"]
-    assert run("uninstall", "--yes", "--purge-models").code == 0
-    assert not data.exists()
-    assert "keeps nothing" in run("uninstall").out
+    assert not unit.exists()
