@@ -21,6 +21,7 @@ from tests.support.model_files import gguf_text
 from tests.support.nodes import until_answers
 
 pytestmark = [
+    pytest.mark.long,  # the shortened forms: numerics/test_served_context.py, unit/stage/test_served_context.py
     pytest.mark.skipif(
         not all(map(find_spec, ("torch", "mlx", "transformers"))), reason="torch, MLX or transformers is not installed"
     ),

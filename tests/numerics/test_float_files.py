@@ -18,7 +18,7 @@ from edgepipe_torch import TorchBackend
 from safetensors.numpy import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
-from edgepipe.backend.protocol import Backend
+from edgepipe.backend.protocol import BackendFactory
 from edgepipe.backend.types import ActivationType, BackendOptions
 from edgepipe.model.gguf_file import hugging_face_name
 from edgepipe.model.weights import open_weights
@@ -59,7 +59,7 @@ def reference(folder: Path, kind: type[PreTrainedModel]) -> Logits:
         return model(torch.tensor([TOKENS])).logits[0].numpy()
 
 
-def assert_as(path: Path, kind: type[Backend], expected: Logits) -> None:
+def assert_as(path: Path, kind: BackendFactory, expected: Logits) -> None:
     found = Pipeline.build([kind(OPTIONS)], open_weights(path), num_blocks=8).forced(TOKENS[:1], [*TOKENS[1:], 0])
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * float(np.abs(expected).max()))
     assert (found.argmax(axis=1) == expected.argmax(axis=1)).all()
@@ -68,7 +68,7 @@ def assert_as(path: Path, kind: type[Backend], expected: Logits) -> None:
 @BACKENDS
 @pytest.mark.parametrize("stored", [np.float16, np.float32], ids=["F16", "F32"])
 def test_a_gguf_file_of_floats_keeps_its_values(
-    tmp_path: Path, stored: type[np.float16 | np.float32], kind: type[Backend]
+    tmp_path: Path, stored: type[np.float16 | np.float32], kind: BackendFactory
 ) -> None:
     tensors = random_tensors(tmp_path, "qwen2", stored)
     folder_of(tmp_path, "qwen2", {name: each.astype(np.float32) for name, each in tensors.items()})
@@ -82,7 +82,7 @@ def test_a_gguf_file_of_floats_keeps_its_values(
 
 
 @BACKENDS
-def test_a_head_beside_a_tied_embedding_is_the_one_of_transformers(tmp_path: Path, kind: type[Backend]) -> None:
+def test_a_head_beside_a_tied_embedding_is_the_one_of_transformers(tmp_path: Path, kind: BackendFactory) -> None:
     tensors = random_tensors(tmp_path, "llama", np.float32)
     table = tensors["model.embed_tokens.weight"]
     tensors["lm_head.weight"] = np.roll(table, 1, axis=0) * 0.5

@@ -20,7 +20,7 @@ from edgepipe_torch import TorchBackend
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import gemma4_text
 
-from edgepipe.backend.protocol import Backend
+from edgepipe.backend.protocol import BackendFactory
 from edgepipe.backend.types import ActivationType, BackendOptions
 from edgepipe.model.weights import open_weights
 from tests.support.numerics_harness import Logits, Pipeline
@@ -58,29 +58,29 @@ EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_
 QUANTISED = {"group_size": 32, "bits": 4}
 
 
+def parameters(model: nn.Module) -> list[tuple[str, Any]]:
+    """Arrays by name; tree_flatten's own type also allows names alone."""
+    found: Any = tree_flatten(model.parameters())
+    return found
+
+
 def written(folder: Path, values: dict[str, Any], *, bits: bool) -> Logits:
     """Write a tiny random model as mlx-lm does; return its logits."""
     with mx.stream(mx.cpu):
         model = gemma4_text.Model(gemma4_text.ModelArgs.from_dict(values))
         random = np.random.default_rng(1)
-        for name, weight in tree_flatten(model.parameters()):
+        for name, weight in parameters(model):
             near = 1.0 if weight.ndim == 1 else 0.0
             drawn = near + random.standard_normal(weight.shape) * (0.1 if near else 1.5 / weight.shape[-1] ** 0.5)
             model.update(tree_unflatten([(name, mx.array(drawn.astype(np.float32)))]))
         if bits:
-            nn.quantize(model, **QUANTISED)
-            groups = [
-                (name, weight)
-                for name, weight in tree_flatten(model.parameters())
-                if name.endswith((".scales", ".biases"))
-            ]
+            nn.quantize(model, QUANTISED["group_size"], QUANTISED["bits"])
+            groups = [(name, weight) for name, weight in parameters(model) if name.endswith((".scales", ".biases"))]
             model.update(tree_unflatten([(name, each.astype(mx.float16).astype(mx.float32)) for name, each in groups]))
             values = values | {"quantization": QUANTISED, "quantization_config": QUANTISED}
         model.eval()
         logits = np.array(model(mx.array([TOKENS]))[0])
-        mx.save_safetensors(
-            str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"}
-        )
+        mx.save_safetensors(str(folder / "model.safetensors"), dict(parameters(model)), {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return logits
 
@@ -89,7 +89,7 @@ def written(folder: Path, values: dict[str, Any], *, bits: bool) -> Logits:
 @pytest.mark.parametrize("bits", [False, True], ids=["floats", "4 bits"])
 @pytest.mark.parametrize("more", [{}, EXPERTS], ids=["dense", "experts"])
 def test_text_only_gemma_4_gives_the_logits_of_mlx_lm(
-    tmp_path: Path, more: dict[str, Any], *, bits: bool, kind: type[Backend]
+    tmp_path: Path, more: dict[str, Any], *, bits: bool, kind: BackendFactory
 ) -> None:
     expected = written(tmp_path, VALUES | more, bits=bits)
     found = Pipeline.build([kind(OPTIONS)], open_weights(tmp_path), num_blocks=8).forced(TOKENS[:1], [*TOKENS[1:], 0])

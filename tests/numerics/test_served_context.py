@@ -19,7 +19,7 @@ from edgepipe_torch import TorchBackend
 from safetensors.torch import load_file
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from edgepipe.backend.protocol import Backend
+from edgepipe.backend.protocol import BackendFactory
 from edgepipe.backend.types import ActivationType, BackendOptions
 from edgepipe.model.weights import Weights, open_weights
 from tests.support.family_files import tiny_values, write_family_folder, write_family_gguf
@@ -28,7 +28,7 @@ TRAINED = 64  # tokens, of the tiny model; its whole context has 256
 PROMPT = np.random.default_rng(5).integers(3, 64, 40).tolist()
 LONG_PROMPT = np.random.default_rng(6).integers(3, 64, 100).tolist()
 OPTIONS = BackendOptions(device="cpu", dtype="float32", activation_type=ActivationType.FLOAT32, threads=1)
-RINGS: dict[str, tuple[type[Backend], ...]] = {
+RINGS: dict[str, tuple[BackendFactory, ...]] = {
     "torch": (TorchBackend,),
     "mlx": (MlxBackend,),
     "ring": (TorchBackend, MlxBackend),
