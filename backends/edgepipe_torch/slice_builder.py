@@ -46,8 +46,8 @@ from edgepipe_torch.host_weights import (
     Sink,
     StoredWeight,
     copy_exactly,
+    exact_type,
     floats_of,
-    is_bf16,
     shape_of,
 )
 from edgepipe_torch.latent import LatentWeights
@@ -463,8 +463,8 @@ class SliceBuilder:
             assert isinstance(table, PackedLinear)
             return table
         dtype = self._dtype
-        if dtype == torch.float32:  # ``take`` widens rows
-            dtype = torch.bfloat16 if info and is_bf16(info) else dtype
+        if dtype == torch.float32 and info is not None:  # the decoder widens rows
+            dtype = exact_type(info)
         rows = torch.empty(self._config.vocab_size, self._config.hidden_size, dtype=dtype, device=self._device)
         self._send(EMBEDDING, lambda tensor: copy_exactly(rows, floats_of(tensor)))
         return rows

@@ -1,4 +1,4 @@
-"""GGUF files keep biases in F32 beside weights of 16 bits."""
+"""GGUF files in F16, with biases in F32: a CPU keeps the weights and the embedding in two bytes each."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def narrow(tensors: Arrays) -> Arrays:
 
 
 @pytest.mark.skipif(not half_works(), reason="this CPU multiplies no fp16 weights")
-def test_they_leave_the_weights_in_two_bytes(tmp_path: Path) -> None:
+def test_float32_biases_leave_weights_in_two_bytes(tmp_path: Path) -> None:
     plain = write_family_gguf(tmp_path / "plain.gguf", "qwen2")
     source = open_weights(write_changed(tmp_path / "narrow.gguf", plain, narrow))
     cpu = torch.device("cpu")
     [loaded] = load_slices(
-        [Slice(index=0, layers=LayerRange(0, 2), embedding=False, head=False)],
+        [Slice(index=0, layers=LayerRange(0, 2), embedding=True, head=False)],
         source,
         lambda _progress: None,
         dtype=torch.float32,
@@ -39,3 +39,5 @@ def test_they_leave_the_weights_in_two_bytes(tmp_path: Path) -> None:
     )
     assert "model.layers.0.self_attn.q_proj.bias" in {info.name for info in source.weights(loaded.part)}
     assert all(isinstance(layer.qkv, HalfLinear) for layer in loaded.layers)
+    assert isinstance(loaded.embedding, torch.Tensor)
+    assert loaded.embedding.dtype == torch.float16
