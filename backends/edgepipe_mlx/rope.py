@@ -26,10 +26,9 @@ class RotaryEmbedding:
 
     def rotate(self, x: mx.array, positions: mx.array) -> mx.array:
         """Return x [T, heads, 1, D] rotated by positions [T] int32, in the type of x."""
-        if self._factors is not None:
-            x = x * self._factors.astype(x.dtype)
-        return mx.fast.rope(
-            x,
+        scaled = x if self._factors is None else x.astype(mx.float32) * self._factors  # bf16 would round the factor
+        turned = mx.fast.rope(
+            scaled,
             self._rotated,
             traditional=self._interleaved,
             base=None,
@@ -37,6 +36,7 @@ class RotaryEmbedding:
             offset=positions,
             freqs=self._wavelengths,
         )
+        return turned.astype(x.dtype)
 
 
 def make_rope(attention: Attention, context_length: int) -> RotaryEmbedding | None:

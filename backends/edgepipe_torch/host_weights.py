@@ -43,6 +43,13 @@ def is_bf16(info: TensorInfo | WeightInfo) -> bool:
     return info.rounded or info.scheme == "BF16"
 
 
+def exact_type(info: TensorInfo | WeightInfo) -> torch.dtype:
+    """Return the narrowest type that holds the values of a tensor of floats exactly."""
+    if is_bf16(info):
+        return torch.bfloat16
+    return torch.float16 if info.scheme == "F16" else torch.float32
+
+
 def floats_of(weight: HostWeight) -> Tensor:
     """Return a weight's values; packed ones in float32."""
     if isinstance(weight, StoredWeight):  # such as a packed router

@@ -46,8 +46,8 @@ from edgepipe_torch.host_weights import (
     Sink,
     StoredWeight,
     copy_exactly,
+    exact_type,
     floats_of,
-    is_bf16,
     shape_of,
 )
 from edgepipe_torch.latent import LatentWeights
@@ -440,7 +440,7 @@ class SliceBuilder:
         biases = [f"{prefix}{matrix}.bias" for matrix in matrices]
         names = {name for name in (*weights, *biases) if name in self._infos}
         sizes = [taken.rows] * len(matrices)
-        linears = [self._new_linear(_EXPERTS, in_features, sizes, names, weights, place) for _ in taken.numbers]
+        linears = [self._new_linear(_EXPERTS, in_features, sizes, weights, place) for _ in taken.numbers]
         for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
             self._send(weight, each_expert(linears, part, taken, in_features))
             if bias in names:
@@ -463,8 +463,8 @@ class SliceBuilder:
             assert isinstance(table, PackedLinear)
             return table
         dtype = self._dtype
-        if dtype == torch.float32:  # ``take`` widens rows
-            dtype = torch.bfloat16 if info and is_bf16(info) else dtype
+        if dtype == torch.float32 and info is not None:  # the decoder widens rows
+            dtype = exact_type(info)
         rows = torch.empty(self._config.vocab_size, self._config.hidden_size, dtype=dtype, device=self._device)
         self._send(EMBEDDING, lambda tensor: copy_exactly(rows, floats_of(tensor)))
         return rows
@@ -477,7 +477,7 @@ class SliceBuilder:
     def _merged(self, role: str, parts: Sequence[tuple[str, str, int, Attention | None]], in_features: int) -> Linear:
         names = {name for weight, bias, _size, _pairs in parts for name in (weight, bias) if name in self._infos}
         sizes = [size for _weight, _bias, size, _pairs in parts]
-        linear = self._new_linear(role, in_features, sizes, names, [weight for weight, _bias, _size, _pairs in parts])
+        linear = self._new_linear(role, in_features, sizes, [weight for weight, _bias, _size, _pairs in parts])
         for index, (weight, bias, size, pairs) in enumerate(parts):
             self._send(weight, self._part_sink(linear, index, (size, in_features), pairs=pairs))
             self._send(bias, self._bias_sink(linear, index, size, pairs=pairs))
@@ -489,11 +489,10 @@ class SliceBuilder:
         role: str,
         in_features: int,
         sizes: Sequence[int],
-        names: set[str],
         weights: Sequence[str],
         place: _Place | None = None,
     ) -> Linear:
-        """Choose the class. ``names``: of weights and biases; ``weights``: of the parts, in order."""
+        """Choose the class. ``weights``: of the parts, in order."""
         place = place or self._place
         forms = [self._infos[name].form if name in self._infos else None for name in weights]
         if self._packed and any(forms):
@@ -509,7 +508,7 @@ class SliceBuilder:
             kernels = self._kernels or cpu_kernels()
             if isinstance(kernels, CpuKernels):
                 return PackedCpuLinear(role, in_features, sizes, place.workspace, kernels, tiled_floats=True)
-        exact = all(self._infos[name].fits_16_bits for name in names)
+        exact = all(self._infos[name].fits_16_bits for name in weights if name in self._infos)  # biases are float32
         kind = HalfLinear if exact and half_works() else TiledLinear
         return kind(role, in_features, sizes, place.workspace)
 

@@ -12,11 +12,12 @@ from edgepipe.engine.groups import first_error
 from edgepipe.engine.placing import Nodes
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.sites import StageSite
-from edgepipe.errors import EdgepipeError, LinkError, NodeUnreachable, RemoteProtocolError
+from edgepipe.errors import EdgepipeError, LinkError, NodeUnreachable, RemoteProtocolError, VersionMismatch
 from edgepipe.ids import Epoch, NodeId, PipelineId, StepId
 from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.model.expert_places import split_kind
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.longrope import depends_on_context
 from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.profiles import slice_costs
 from edgepipe.security.mutual_tls import Security
@@ -111,7 +112,25 @@ class Preparation:
             raise _named(exc, name) from exc
         if prepared is None:
             raise RemoteProtocolError(f"node {name} ended the preparation without a stage", node=name)
+        self._check_context(placement.node_id, prepared)
         return self._site(index, placement, prepared)
+
+    def _check_context(self, node_id: NodeId, prepared: Prepared) -> None:
+        """Refuse a stage whose rotary factors may be other ones than those of the served context.
+
+        Raises VersionMismatch: nodes of earlier versions report no context, and always use the long factors.
+        """
+        wanted = self._context_length()
+        if prepared.context_length == wanted or not depends_on_context(self._config):
+            return
+        self.failed = self.failed or node_id
+        name = self._nodes.name(node_id)
+        raise VersionMismatch(
+            f"node {name} cannot choose the rotary factors of a context of {wanted} tokens",
+            fact=f"its stage is built for {prepared.context_length or 'an unknown number of'} tokens",
+            next_step=f"upgrade edgepipe on {name}: pip install --upgrade edgepipe",
+            node=name,
+        )
 
     def _channel(self, node_id: NodeId) -> grpc.aio.Channel:
         return make_channel(self._nodes.address(node_id), self._security.to_node(node_id))
@@ -130,6 +149,7 @@ class Preparation:
             kv=self._spec.kv,
             ram_percent=placement.ram_percent,
             activation_type=self._spec.activation_type,
+            context_length=self._context_length(),
             fresh=placement.node_id in self._fresh,
         )
         message = to_wire(request, node_pb2.PrepareRequest)

@@ -24,6 +24,7 @@ from edgepipe.model.layout import is_exact, is_norm
 from edgepipe.model.permuted_rows import PermutedRows
 from edgepipe.model.rope_config import ROPE_FACTORS
 from edgepipe.model.shape_limits import MAX_HEAD_DIM
+from edgepipe.model.stored_types import FLOAT_TYPES
 from edgepipe.model.tensors import TensorInfo, TensorPlace
 
 _WHOLE = {
@@ -276,7 +277,7 @@ def _place(tensor: GgufTensor, names: GgufNames, file: str) -> TensorPlace:
         shape=_joined_experts(tensor),
         scheme=tensor.block.name,
         num_bytes=tensor.num_bytes,
-        rounded=not (is_exact(name) or is_norm(name)),  # bf16 moves corrections, and norms near 1, too far
+        rounded=tensor.block.name not in FLOAT_TYPES and not (is_exact(name) or is_norm(name)),
     )
     match = _QUERY_KEY.fullmatch(tensor.name)
     if heads is None or match is None:

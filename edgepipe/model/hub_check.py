@@ -21,7 +21,7 @@ from edgepipe.model.layout import check_layout
 from edgepipe.model.manifest import MAX_TENSORS, TOKENIZER_FILE
 from edgepipe.model.progress import PlannedFile
 from edgepipe.model.safetensors_file import INDEX_FILE, MAX_HEADER_BYTES, indexed_places, parse_safetensors, shard_names
-from edgepipe.model.weights import settled_layout
+from edgepipe.model.weights import layout_with_head, settled_layout
 
 _IDLE_S = 20.0  # limit for silence of the hub
 _AT_ONCE = 8  # headers that are read side by side: large models have over a hundred files
@@ -69,7 +69,9 @@ def _check_safetensors(plan: HubPlan, folder: Path, endpoint: str | None) -> Non
     places = indexed_places(folder, asyncio.run(reading))
     if len(places) > MAX_TENSORS:
         raise ModelInvalid("the model has too many tensors", fact=f"{len(places)}, at most {MAX_TENSORS} are read")
-    settled_layout(config, {name: place.info for name, (_, place) in places.items()})
+    infos = {name: place.info for name, (_, place) in places.items()}
+    settled_layout(config, infos)
+    layout_with_head(config, infos)
 
 
 async def _headers(

@@ -19,7 +19,7 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.model.canonical import value_digest
 from edgepipe.model.fields import Fields
 from edgepipe.model.safe_path import check_member_name
-from edgepipe.model.stored_types import stored_bytes
+from edgepipe.model.stored_types import FLOAT_TYPES, stored_bytes
 from edgepipe.model.strict_json import parse_json_object
 from edgepipe.model.tensors import TensorInfo
 
@@ -171,9 +171,10 @@ def _tensor_from_json(fields: Fields) -> TensorEntry:
     num_bytes = fields.integer("num_bytes", low=1, high=1 << 50)
     if num_bytes != stored_bytes(dims, scheme):
         raise fields.fail("num_bytes", f"'{name}' {list(dims)} in {scheme} does not take {num_bytes} bytes")
-    info = TensorInfo(
-        name=name, shape=dims, scheme=scheme, num_bytes=num_bytes, rounded=fields.flag("rounded", default=False)
-    )
+    rounded = (
+        fields.flag("rounded", default=False) and scheme not in FLOAT_TYPES
+    )  # earlier versions rounded F16 and F32, too
+    info = TensorInfo(name=name, shape=dims, scheme=scheme, num_bytes=num_bytes, rounded=rounded)
     return TensorEntry(info=info, sha256=_digest(fields, "sha256"))
 
 

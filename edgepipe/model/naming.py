@@ -27,6 +27,12 @@ _GEMMA4_MODULES = {
     "mlp.expert_input_norm": "pre_feedforward_layernorm_2",
     "mlp.expert_output_norm": "post_feedforward_layernorm_2",
 }
+_GEMMA4_STACKED = Naming(  # as MLX writes it
+    modules={
+        **_GEMMA4_MODULES,
+        **{f"mlp.experts.{matrix}": f"experts.switch_glu.{matrix}" for matrix in _MATRICES},
+    }
+)
 _GEMMA4 = Naming(
     modules={
         **_GEMMA4_MODULES,
@@ -131,11 +137,9 @@ NAMINGS: Mapping[str, Naming] = {
         for name in _GGUF_WITH_EXPERTS
     },
     **{f"{name}, stacked": _stacked(naming) for name, naming in _HF.items() if naming.experts or naming.parameters},
-    "gemma4 of several, stacked": Naming(
-        modules={
-            **_GEMMA4_MODULES,
-            **{f"mlp.experts.{matrix}": f"experts.switch_glu.{matrix}" for matrix in _MATRICES},
-        },
+    "gemma4, stacked": _GEMMA4_STACKED,
+    "gemma4 of several, stacked": replace(
+        _GEMMA4_STACKED,
         prefix="language_model.model.",
         skipped=(r"(vision_tower|embed_vision|audio_tower|embed_audio|vision_embedder|multi_modal_projector)\.",),
         unread="pictures and sounds",
@@ -146,7 +150,7 @@ NAMINGS: Mapping[str, Naming] = {
 
 
 _VARIANTS = {  # of a naming, by what stored names contain
-    "stacked": (".switch_mlp.", ".experts.gate_proj.", "language_model.model.layers."),
+    "stacked": (".switch_mlp.", ".switch_glu.", ".experts.gate_proj.", "language_model.model.layers."),
     "joined": (".experts.gate_up_proj", ".ffn_gate_up_exps."),
     "early": (".ssm_in.",),
     "plain": (".mlp.gate_proj.",),

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from edgepipe.errors import ArchitectureUnsupported
 from edgepipe.model.layer_spec import Rope, Temperature
+from edgepipe.model.longrope import uses_long_factors
 from edgepipe.model.rope_config import SCALINGS
 
 Floats = npt.NDArray[np.float64]
@@ -22,7 +23,7 @@ def rotary_frequencies(rope: Rope, *, dims: int, context_length: int) -> tuple[F
     """Return radians per token of each pair [dims / 2], and the factor on rotated queries and keys.
 
     dims            dimensions of a head that rotate
-    context_length  the model's
+    context_length  the model's; of longrope, ``longrope.served_config`` has chosen the factors of the served context
 
     Raises ArchitectureUnsupported.
     """
@@ -91,12 +92,8 @@ def _yarn_amplitude(rope: Rope) -> float:
 
 
 def _longrope_factors(rope: Rope, context_length: int) -> Floats:
-    """Return the long factors for a model served beyond its trained context, for prompts of any length.
-
-    Choosing by the prompt's length would mix keys of both kinds in one cache.
-    """
-    beyond = 0 < rope.original_context < context_length
-    return np.asarray(rope.long_factor if beyond else rope.short_factor, np.float64)
+    factors = rope.long_factor if uses_long_factors(rope, context_length) else rope.short_factor
+    return np.asarray(factors, np.float64)
 
 
 def _longrope_amplitude(rope: Rope) -> float:

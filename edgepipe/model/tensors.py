@@ -25,7 +25,7 @@ class TensorInfo:
     shape: tuple[int, ...]  # logical, row-major: [out_features, in_features]
     scheme: str  # "F32" | "F16" | "BF16" or a GGUF type such as "Q4_1", "Q6_K"
     num_bytes: int  # as stored
-    rounded: bool = False  # values are rounded to bf16 for every compute type (GGUF), so that all stages agree
+    rounded: bool = False  # widened values are rounded to bf16 for every compute type (GGUF's quantised types)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

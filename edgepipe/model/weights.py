@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from edgepipe.model.layout import (
     stored_shapes,
 )
 from edgepipe.model.logical import load_weight, weight_info
+from edgepipe.model.longrope import served_config
 from edgepipe.model.manifest import CARD_FILE, read_manifest
 from edgepipe.model.mixes import mix_weights, split_mix
 from edgepipe.model.naming import settled_naming
@@ -33,9 +35,12 @@ from edgepipe.model.quantisation_config import settle_quantisation
 from edgepipe.model.repacked import RepackedPlace, files_identity, repacked_place
 from edgepipe.model.safetensors_file import open_safetensors, shard_names
 from edgepipe.model.settling import settled
+from edgepipe.model.stored_head import head_is_embedding, stores_head
 from edgepipe.model.strict_json import read_json_object
 from edgepipe.model.tensor_folder import TENSOR_FOLDER, TensorFolder, complete_names
 from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo
+
+logger = logging.getLogger(__name__)
 
 MIX_KEY = "edgepipe_mix"  # in config.json of an emulated model: types of the imagined weights
 
@@ -76,6 +81,11 @@ class Weights:
     def config(self) -> ModelConfig:
         """The model's shape."""
         return self._config
+
+    def in_context(self, context_tokens: int) -> Weights:
+        """Return the same weights, with the config of a served context (0: the model's)."""
+        config = served_config(self._config, context_tokens)
+        return Weights(config, self._files, mix=self._mix, repacked=self._repacked)
 
     @property
     def repacked(self) -> RepackedPlace | None:
@@ -173,7 +183,18 @@ def open_hf_weights(path: Path) -> Weights:
     if is_emulated(path):
         return Weights(config, NoTensors(), mix=emulated_mix(path))
     files = open_safetensors(path)
-    return Weights(settled_layout(config, files.infos), files)
+    found, own = settled_layout(config, files.infos), layout_with_head(config, files.infos)
+    if own is None:
+        return Weights(found, files)
+    if head_is_embedding(own, files):
+        return Weights(replace(found, tied_embeddings=True), files)
+    if found.tied_embeddings:
+        logger.warning(
+            "%s: the stored lm_head differs from the embedding, although config.json ties them. edgepipe uses the "
+            "stored head, as transformers does",
+            path.name,
+        )
+    return Weights(own, files)
 
 
 def settled_layout(config: ModelConfig, infos: Mapping[str, TensorInfo]) -> ModelConfig:
@@ -187,11 +208,24 @@ def settled_layout(config: ModelConfig, infos: Mapping[str, TensorInfo]) -> Mode
     return config
 
 
+def layout_with_head(config: ModelConfig, infos: Mapping[str, TensorInfo]) -> ModelConfig | None:
+    """Return the settled config with a head of its own, if files hold one though their config ties it; else None.
+
+    Raises ModelInvalid if that head contradicts the config.
+    """
+    named = replace(config, naming=settled_naming(config.naming, infos))
+    if not config.tied_embeddings or not stores_head(named, infos):
+        return None
+    return settled_layout(replace(config, tied_embeddings=False), infos)
+
+
 def open_gguf_weights(path: Path) -> Weights:
     """Open a GGUF model by its file, or by any part of it. Raises ModelInvalid, ArchitectureUnsupported."""
     joined, files = open_gguf(path)
     config = gguf_config(joined.metadata, joined.shapes, read_rope_factors(path.parent, joined))
     check_layout(config, files.infos)
+    if not config.tied_embeddings and head_is_embedding(config, files):
+        config = replace(config, tied_embeddings=True)  # one table in memory instead of two
     return Weights(config, files)
 
 

@@ -31,6 +31,7 @@ class PrepareRequest:
     kv: str = ""  # as in ``ServeSpec``
     ram_percent: int = 0  # as in ``StagePlacement``
     activation_type: ActivationType = ActivationType.BF16
+    context_length: int = 0  # tokens per sequence; 0: the model's (engines of earlier versions)
     fresh: bool = False  # start a new process, even if the present one holds exactly this
 
 
@@ -54,6 +55,7 @@ class Prepared:
     weight_bytes: int = 0
     profile: DeviceProfile
     products: tuple[PackedProducts, ...] = ()
+    context_length: int = 0  # tokens that its layers are built for; 0: its node is of an earlier version
     certificate: bytes = b""  # of the stage
     crashed_epoch: int = 0  # counter of the epoch whose step crashed or hung the previous stage; 0: no such step
     crashed_step: int = 0
@@ -91,6 +93,7 @@ class LoadShard:
     kv: str = ""  # as in ``ServeSpec``
     ram_percent: int = 0  # as in ``StagePlacement``
     activation_type: ActivationType = ActivationType.BF16
+    context_length: int = 0  # as in ``PrepareRequest``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +105,7 @@ class ShardLoaded:
     window_block_bytes: tuple[int, ...] = ()  # of one block of each windowed memory class, in its layers
     memory_free_bytes: int = 0  # on the device, after loading
     products: tuple[PackedProducts, ...] = ()
+    context_length: int = 0  # tokens that its layers are built for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

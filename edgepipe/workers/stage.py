@@ -146,7 +146,7 @@ async def _load(stage: Stage, link: DaemonLink, load: LoadShard, profile: Device
 
     def open_unchanged() -> Weights:
         check_unchanged(path, compared)
-        return open_weights(path)
+        return open_weights(path).in_context(load.context_length)
 
     shard = await stage.load(
         slices=load.slices,
@@ -162,6 +162,7 @@ async def _load(stage: Stage, link: DaemonLink, load: LoadShard, profile: Device
             kv_block_bytes=shard.kv_block_bytes,
             window_block_bytes=shard.window_block_bytes,
             products=shard.products,
+            context_length=load.context_length,
         )
     )
 

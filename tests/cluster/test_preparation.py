@@ -1,4 +1,4 @@
-"""How long an engine waits for nodes that prepare its stages."""
+"""How an engine prepares its stages: how long it waits for nodes, and the context that all stages are built for."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from edgepipe_emulated import emulated_model_config
 from edgepipe.engine.placing import Nodes
 from edgepipe.engine.preparation import Preparation
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
-from edgepipe.errors import NodeUnreachable
+from edgepipe.errors import NodeUnreachable, VersionMismatch
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.link.channels import bind, make_server
-from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.model.config import hf_config
+from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import ServeSpec, StagePlacement
 from edgepipe.wire.v1 import node_pb2, node_pb2_grpc
 from tests.support.engine_lab import FakeNode
+from tests.support.family_files import tiny_values
 
 CONFIG = emulated_model_config(num_layers=4)
 NODE = NodeId("node0")
+LONGROPE = hf_config(tiny_values("phi3"))
 
 
 class SlowNode(FakeNode):
@@ -49,16 +52,19 @@ def slow_node(*, reports: int, every_s: float) -> SlowNode:
 
 
 @asynccontextmanager
-async def preparation_on(node: FakeNode, *, prepare_s: float) -> AsyncIterator[Preparation]:
+async def preparation_on(
+    node: FakeNode, *, prepare_s: float = 5.0, config: ModelConfig = CONFIG, context: int = 0
+) -> AsyncIterator[Preparation]:
     server = make_server(Plaintext())
     node_pb2_grpc.add_NodeServicer_to_server(node, server)  # pyright: ignore[reportArgumentType]
     port = bind(server, Plaintext(), host="127.0.0.1", port=0)
     await server.start()
-    slices = make_slices([LayerRange(0, CONFIG.num_layers)], CONFIG.num_layers)
+    slices = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
+    stages = (StagePlacement(node_id=NODE, slices=tuple(slices)),)
     try:
         yield Preparation(
-            config=CONFIG,
-            spec=ServeSpec(model="m", stages=(StagePlacement(node_id=NODE, slices=tuple(slices)),)),
+            config=config,
+            spec=ServeSpec(model="m", stages=stages, context_length=context),
             nodes=Nodes(addresses={NODE: f"127.0.0.1:{port}"}, names={NODE: "atlas"}),
             pipeline_id=PipelineId("p"),
             epoch=Epoch(1, EngineId("e")),
@@ -84,3 +90,36 @@ async def test_a_node_that_reports_nothing_any_more_is_left() -> None:
         with pytest.raises(NodeUnreachable, match="atlas does not report progress"):
             await preparation.prepare()
     assert preparation.failed == NODE
+
+
+class OlderNode(FakeNode):
+    """Knows nothing of a served context."""
+
+    async def Prepare(self, request: node_pb2.PrepareRequest, context: Any) -> AsyncGenerator[node_pb2.PrepareEvent]:
+        """Load, and report no context."""
+        request.ClearField("context_length")
+        async for event in super().Prepare(request, context):
+            yield event
+
+
+@pytest.mark.parametrize(("served", "told"), [(64, 64), (0, LONGROPE.context_length)])
+async def test_a_stage_is_told_the_served_context(served: int, told: int) -> None:
+    node = FakeNode("127.0.0.1:1", max_blocks=8)  # pyright: ignore[reportAbstractUsage] - the rest is unused
+    async with preparation_on(node, config=LONGROPE, context=served) as preparation:
+        await preparation.prepare()
+    assert [request.context_length for request in node.prepared] == [told]
+
+
+async def test_a_node_that_cannot_choose_the_rotary_factors_is_left() -> None:
+    """Its stage would use long factors beside others with short ones."""
+    node = OlderNode("127.0.0.1:1", max_blocks=8)  # pyright: ignore[reportAbstractUsage] - the rest is unused
+    async with preparation_on(node, config=LONGROPE, context=64) as preparation:
+        with pytest.raises(VersionMismatch, match="atlas cannot choose the rotary factors of a context of 64 tokens"):
+            await preparation.prepare()
+    assert preparation.failed == NODE
+
+
+async def test_other_models_also_use_nodes_of_earlier_versions() -> None:
+    node = OlderNode("127.0.0.1:1", max_blocks=8)  # pyright: ignore[reportAbstractUsage] - the rest is unused
+    async with preparation_on(node, context=64) as preparation:
+        assert len(await preparation.prepare()) == 1

@@ -16,11 +16,13 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from edgepipe.model.config import hf_config
+from edgepipe.model.longrope import served_config
 from edgepipe.model.rope import rotary_frequencies
 from tests.support.shapes import flat
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_ropes.json").read_text())
 SCALED = [one for one in PUBLISHED if "rope_scaling" in one["values"]]
+LONGROPES = [one for one in SCALED if one["values"]["rope_scaling"].get("type") == "longrope"]
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 1,
@@ -34,16 +36,23 @@ SHAPE: dict[str, Any] = {
 
 @pytest.mark.parametrize("published", SCALED, ids=[one["model"] for one in SCALED])
 def test_a_published_rope_turns_as_in_transformers(published: dict[str, Any]) -> None:
+    _assert_turns_as_in_transformers(published, context=published["context"])
+
+
+@pytest.mark.parametrize("published", LONGROPES, ids=[one["model"] for one in LONGROPES])
+def test_a_published_longrope_within_its_trained_context(published: dict[str, Any]) -> None:
+    _assert_turns_as_in_transformers(published, context=published["values"]["original_max_position_embeddings"])
+
+
+def _assert_turns_as_in_transformers(published: dict[str, Any], *, context: int) -> None:
+    """Compare in a served context; transformers chooses longrope's factors by the length of a sequence."""
     values = {**SHAPE, **published["values"]}
-    config = hf_config(values)
+    config = served_config(hf_config(values), context)
     reference = LlamaConfig(**{key: value for key, value in values.items() if key != "architectures"})
     rope, dims = flat(config).rope, flat(config).head_dim
-    theirs, amplitude = ROPE_INIT_FUNCTIONS[rope.scaling](reference, seq_len=_served(rope.scaling, values))
+    theirs, amplitude = ROPE_INIT_FUNCTIONS[rope.scaling](
+        reference, seq_len=context if rope.scaling == "longrope" else None
+    )
     ours, our_amplitude = rotary_frequencies(rope, dims=dims, context_length=config.context_length)
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=2e-6)
     assert our_amplitude == pytest.approx(amplitude)
-
-
-def _served(scaling: str, values: dict[str, Any]) -> int | None:
-    """Tokens of a sequence; longrope's factors are those of the whole context at every length."""
-    return values["max_position_embeddings"] if scaling == "longrope" else None

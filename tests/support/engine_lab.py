@@ -97,6 +97,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
                 max_blocks=self.max_blocks,
                 kv_block_bytes=128,
                 weight_bytes=1000,
+                context_length=request.context_length,
             )
         )
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from edgepipe.cli.output import bar, indented, make_table
 from edgepipe.model.facts import KV_8BIT
+from edgepipe.model.longrope import factors_in_words
 from edgepipe.model.memory_classes import state_slots
 from edgepipe.planner.demand import Objective
 from edgepipe.planner.plan import Plan
@@ -204,6 +205,8 @@ def _predictions(found: Plan) -> Iterator[RenderableType]:
     if busy := [_short(stage.machine.name) for stage in found.stages if stage.machine.speed.busy]:
         told = f"{' and '.join(busy)} did other work during the measurement, and may be faster"
         yield indented(Text(told, style="yellow"))
+    if factors := factors_in_words(demand.config, demand.must_keep_tokens):
+        yield indented(Text(factors, style="dim"))
     if found.gap > 0.01:
         yield indented(Text(f"another order of machines might be up to {found.gap:.0%} faster", style="dim"))
 

@@ -369,6 +369,7 @@ class DeviceHost:
             window_block_bytes=loaded.window_block_bytes,
             weight_bytes=loaded.weight_bytes,
             products=loaded.products,
+            context_length=loaded.context_length,
             profile=as_loaded(self._spare.profile, request.ram_percent),
             certificate=child.certificate,
         )
@@ -417,4 +418,5 @@ def _load_command(request: PrepareRequest, path: str) -> LoadShard:
         kv=request.kv,
         ram_percent=request.ram_percent,
         activation_type=request.activation_type,
+        context_length=request.context_length,
     )

@@ -33,6 +33,7 @@ from edgepipe.ids import Epoch, IdSource, PipelineId
 from edgepipe.link.shut_ports import shut_port
 from edgepipe.model.expert_places import check_has_experts, in_words
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.longrope import factors_in_words
 from edgepipe.model.memory_classes import most_within
 from edgepipe.model.names import matching_names
 from edgepipe.model.weight_table import FLOATS, WeightTable
@@ -155,7 +156,9 @@ class Serving:
                 raise next(iter(shut.values()), error) from None
             newest = [_left_out(error) for error in shut.values()][-1:]
             lacking = [f"{reason}: it is left out" for reason in self._lacking(model, spec.kv)]
-            yield ServeEvent(message=f"{model.name}: {self._describe(spec)}", note="\n".join([*lacking, *newest]))
+            factors = [found for found in [factors_in_words(model.config, context)] if found]
+            notes = "\n".join([*lacking, *newest, *factors])
+            yield ServeEvent(message=f"{model.name}: {self._describe(spec)}", note=notes)
             record = self._book.ask(pipeline_id, spec, engine_node=engine_node)
             await self._peers.start_engine(engine_node, self._start_request(pipeline_id, spec, record))
             async for event in self._follow(engine_node, pipeline_id):

@@ -390,6 +390,7 @@ class PrepareRequest(_message.Message):
     FRESH_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
     RAM_PERCENT_FIELD_NUMBER: _builtins.int
+    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     model: _builtins.str
     manifest_hash: _builtins.str
@@ -408,6 +409,8 @@ class PrepareRequest(_message.Message):
     """form of the KV, as in ServeSpec"""
     ram_percent: _builtins.int
     """of each layer's experts, in host memory; 0: as the node is set"""
+    context_length: _builtins.int
+    """tokens per sequence: it decides which rotary factors some models have"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -432,10 +435,11 @@ class PrepareRequest(_message.Message):
         fresh: _builtins.bool = ...,
         kv: _builtins.str = ...,
         ram_percent: _builtins.int = ...,
+        context_length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "fresh", b"fresh", "hello", b"hello", "kv", b"kv", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "model", b"model", "pipeline_id", b"pipeline_id", "ram_percent", b"ram_percent", "slices", b"slices", "weight_bytes", b"weight_bytes", "weights_node", b"weights_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "context_length", b"context_length", "dtype", b"dtype", "epoch", b"epoch", "fresh", b"fresh", "hello", b"hello", "kv", b"kv", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "model", b"model", "pipeline_id", b"pipeline_id", "ram_percent", b"ram_percent", "slices", b"slices", "weight_bytes", b"weight_bytes", "weights_node", b"weights_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -504,6 +508,7 @@ class Prepared(_message.Message):
     PROFILE_FIELD_NUMBER: _builtins.int
     PRODUCTS_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     CRASHED_EPOCH_FIELD_NUMBER: _builtins.int
     CRASHED_STEP_FIELD_NUMBER: _builtins.int
@@ -513,6 +518,8 @@ class Prepared(_message.Message):
     """KV blocks that fit into the reservation"""
     kv_block_bytes: _builtins.int
     weight_bytes: _builtins.int
+    context_length: _builtins.int
+    """tokens that its layers are built for"""
     certificate: _builtins.bytes
     """of the stage"""
     crashed_epoch: _builtins.int
@@ -538,13 +545,14 @@ class Prepared(_message.Message):
         profile: _common_pb2.DeviceProfile | None = ...,
         products: _abc.Iterable[_common_pb2.PackedProducts] | None = ...,
         window_block_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        context_length: _builtins.int = ...,
         certificate: _builtins.bytes = ...,
         crashed_epoch: _builtins.int = ...,
         crashed_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certificate", b"certificate", "crashed_epoch", b"crashed_epoch", "crashed_step", b"crashed_step", "kv_block_bytes", b"kv_block_bytes", "max_blocks", b"max_blocks", "products", b"products", "profile", b"profile", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certificate", b"certificate", "context_length", b"context_length", "crashed_epoch", b"crashed_epoch", "crashed_step", b"crashed_step", "kv_block_bytes", b"kv_block_bytes", "max_blocks", b"max_blocks", "products", b"products", "profile", b"profile", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1754,10 +1762,13 @@ class ShardLoaded(_message.Message):
     MEMORY_FREE_BYTES_FIELD_NUMBER: _builtins.int
     PRODUCTS_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     weight_bytes: _builtins.int
     kv_block_bytes: _builtins.int
     memory_free_bytes: _builtins.int
     """on the device, after loading"""
+    context_length: _builtins.int
+    """tokens that its layers are built for"""
     @_builtins.property
     def products(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PackedProducts]: ...
     @_builtins.property
@@ -1772,10 +1783,11 @@ class ShardLoaded(_message.Message):
         memory_free_bytes: _builtins.int = ...,
         products: _abc.Iterable[_common_pb2.PackedProducts] | None = ...,
         window_block_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        context_length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_block_bytes", b"kv_block_bytes", "memory_free_bytes", b"memory_free_bytes", "products", b"products", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "kv_block_bytes", b"kv_block_bytes", "memory_free_bytes", b"memory_free_bytes", "products", b"products", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1882,6 +1894,7 @@ class LoadShard(_message.Message):
     ACTIVATION_TYPE_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
     RAM_PERCENT_FIELD_NUMBER: _builtins.int
+    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     path: _builtins.str
     """folder or file that open_weights takes"""
@@ -1891,6 +1904,8 @@ class LoadShard(_message.Message):
     kv: _builtins.str
     """form of the KV, as in ServeSpec"""
     ram_percent: _builtins.int
+    """as in PrepareRequest"""
+    context_length: _builtins.int
     """as in PrepareRequest"""
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
@@ -1908,10 +1923,11 @@ class LoadShard(_message.Message):
         activation_type: _common_pb2.ActivationType.ValueType = ...,
         kv: _builtins.str = ...,
         ram_percent: _builtins.int = ...,
+        context_length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "kv", b"kv", "path", b"path", "pipeline_id", b"pipeline_id", "ram_percent", b"ram_percent", "slices", b"slices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "context_length", b"context_length", "dtype", b"dtype", "epoch", b"epoch", "kv", b"kv", "path", b"path", "pipeline_id", b"pipeline_id", "ram_percent", b"ram_percent", "slices", b"slices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

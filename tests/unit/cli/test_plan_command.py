@@ -7,9 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from edgepipe.cli.output import make_console
+from edgepipe.cli.plan import make_demand
+from edgepipe.cli.views.plan_view import render_preview
 from edgepipe.errors import LinkNotMeasured
+from edgepipe.model.config import hf_config
+from edgepipe.planner.cluster import known_cluster
+from edgepipe.planner.plan import Constraints
+from edgepipe.planner.preview import preview
+from edgepipe.units import parse_link
 from tests.support.admin_server import FakeNode, answering
 from tests.support.command_line import Run
+from tests.support.family_files import tiny_values
 
 IMAGINED = ("plan", "qwen2.5-32b", "--emulate", "4x rtx4090", "--link", "1gbit,0.3ms")
 
@@ -35,6 +44,18 @@ def test_too_little_room_for_one_chat_is_said_with_what_helps(run: Run) -> None:
     shown = run("plan", "llama-3.3-70b:q4_k_m", "--emulate", "2x rtx4090").out
     assert "less than one chat of 4,096" in shown
     assert "tokens at most; --kv 8bit makes room for twice that" in shown
+
+
+@pytest.mark.parametrize(("context", "factors"), [(64, "short"), (65, "long"), (0, "long")])
+def test_a_longrope_model_says_which_rotary_factors_it_uses(
+    context: int, factors: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = known_cluster(("rtx4090",), hf_config(tiny_values("phi3")), link=parse_link("1gbit,0.3ms"), model="phi")
+    demand = make_demand(cluster, objective="", context=context, concurrency=0)
+    for part in render_preview(preview(demand, cluster, Constraints())):
+        make_console().print(part)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{factors} rotary factors: the context of {context or 256} tokens" in shown
 
 
 def test_wishes_are_kept(run: Run) -> None:

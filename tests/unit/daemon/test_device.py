@@ -76,7 +76,9 @@ class Process:
 
     def send(self, command: Command) -> None:
         if isinstance(command, LoadShard):
-            self.on_report(ShardLoaded(weight_bytes=1, kv_block_bytes=16, products=PRODUCTS))
+            self.on_report(
+                ShardLoaded(weight_bytes=1, kv_block_bytes=16, products=PRODUCTS, context_length=command.context_length)
+            )
         if isinstance(command, PauseStage):
             self.paused.append(command)
         if isinstance(command, ProfileLayerRequest):
@@ -149,7 +151,7 @@ class Host:
             ask_again_s=0.001,
         )
 
-    async def prepare(self, *, counter: int = 1, fresh: bool = False) -> Prepared:
+    async def prepare(self, *, counter: int = 1, fresh: bool = False, context: int = 64) -> Prepared:
         """As an engine does; returns the stage when it is ready."""
         part = Slice(index=0, layers=LayerRange(0, 2), embedding=True, head=True)
         request = PrepareRequest(
@@ -159,6 +161,7 @@ class Host:
             kv_tokens=64,
             block_size=16,
             fresh=fresh,
+            context_length=context,
         )
         preparing = self.host.prepare(request, engine_node="node-b", path="", config=CONFIG, engine=None)
         *_, last = [event.event async for event in preparing]
@@ -233,6 +236,15 @@ async def test_a_stage_that_is_to_run_in_a_new_process_is_not_kept(tmp_path: Pat
         [other] = host._serving()
         assert other is not stage
         assert not stage.alive
+
+
+async def test_a_stage_for_another_context_is_built_anew(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        assert (await host.prepare()).context_length == 64
+        [stage] = host._serving()
+        assert (await host.prepare(counter=2, context=128)).context_length == 128
+        [other] = host._serving()
+        assert other is not stage
 
 
 async def test_a_stage_that_woke_before_its_network_goes_on_once_its_engine_answers(tmp_path: Path) -> None:

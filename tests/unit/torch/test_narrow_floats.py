@@ -1,0 +1,43 @@
+"""GGUF files in F16, with biases in F32: a CPU keeps the weights and the embedding in two bytes each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from edgepipe_torch.linear import HalfLinear, Workspace, half_works  # noqa: E402
+from edgepipe_torch.loading import load_slices  # noqa: E402
+from edgepipe_torch.rope import Rotations  # noqa: E402
+
+from edgepipe.model.facts import LayerRange, Slice  # noqa: E402
+from edgepipe.model.weights import open_weights  # noqa: E402
+from tests.support.changed_gguf import Arrays, write_changed  # noqa: E402
+from tests.support.family_files import write_family_gguf  # noqa: E402
+
+
+def narrow(tensors: Arrays) -> Arrays:
+    return {name: each.astype(np.float16) if each.ndim > 1 else each for name, each in tensors.items()}
+
+
+@pytest.mark.skipif(not half_works(), reason="this CPU multiplies no fp16 weights")
+def test_float32_biases_leave_weights_in_two_bytes(tmp_path: Path) -> None:
+    plain = write_family_gguf(tmp_path / "plain.gguf", "qwen2")
+    source = open_weights(write_changed(tmp_path / "narrow.gguf", plain, narrow))
+    cpu = torch.device("cpu")
+    [loaded] = load_slices(
+        [Slice(index=0, layers=LayerRange(0, 2), embedding=True, head=False)],
+        source,
+        lambda _progress: None,
+        dtype=torch.float32,
+        device=cpu,
+        workspace=Workspace(torch.float32, cpu),
+        rotations=Rotations(source.config).kinds,
+    )
+    assert "model.layers.0.self_attn.q_proj.bias" in {info.name for info in source.weights(loaded.part)}
+    assert all(isinstance(layer.qkv, HalfLinear) for layer in loaded.layers)
+    assert isinstance(loaded.embedding, torch.Tensor)
+    assert loaded.embedding.dtype == torch.float16
