@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError
@@ -17,14 +16,16 @@ from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.completion import Completion, Counts, run_completion
 from edgepipe.gateway.context import check_length, prompt_too_long
 from edgepipe.gateway.conversation import template_keywords, template_turns
+from edgepipe.gateway.leniency import NoteLog
 from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.metrics import RequestMeter, RequestMetrics
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable, News
 from edgepipe.gateway.problems import bad_request, from_error
 from edgepipe.gateway.schema import ChatBody, CompletionBody, RequestBody
 from edgepipe.gateway.shares import Holding
-from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, choose_tools, plan_output
+from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output
 from edgepipe.gateway.text import Delta
+from edgepipe.gateway.tool_choice import ToolChoice, choose_tools
 from edgepipe.gateway.turns import Turns
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, RequestId
@@ -83,6 +84,7 @@ class CompletionService:
     metrics: RequestMetrics
     compiler: GrammarCompiler
     turns: Turns  # of pieces of large answers
+    notes: NoteLog = field(default_factory=NoteLog)  # of requests that were changed so that they could be answered
     threads: UserTurns = field(default_factory=_new_threads)  # that tokenise or write metrics
     salt: bytes = field(default_factory=lambda: secrets.token_bytes(16))  # of users' labels for other nodes
 
@@ -95,7 +97,7 @@ class CompletionService:
         assets = await entry.assets()
         form = answer_form(body)
         choice = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        text = await render_chat(assets, body, choice.tools, owner=owner)
+        text = await render_chat(assets, body, choice, owner=owner)
         chat = assets.traits.chat
         plan = await plan_output(
             form=form,
@@ -105,6 +107,7 @@ class CompletionService:
             compiler=self.compiler,
             owner=owner,
         )
+        self.notes.tell(entry.served.name, plan.notes)
         context_length = entry.served.context_length
         prompt = await self._encode_prompt(
             assets, text, special_tokens=False, context_length=context_length, param="messages", owner=owner
@@ -294,8 +297,9 @@ class CompletionService:
         return Completion(model=entry.served.name, requests=requests, stops=tuple(body.stop or ()), answer=plan.answer)
 
 
-async def render_chat(assets: Assets, body: ChatBody, tools: Sequence[Mapping[str, Any]], *, owner: str) -> str:
+async def render_chat(assets: Assets, body: ChatBody, choice: ToolChoice, *, owner: str) -> str:
     """Render the prompt of a conversation. Raises TemplateFailed, QueueFull, HttpProblem for reserved keywords."""
+    tools = choice.tools
     switch = {} if body.enable_thinking is None else {"enable_thinking": body.enable_thinking}
     given = switch | (body.chat_template_kwargs or {})
     for name in given:
@@ -307,7 +311,8 @@ async def render_chat(assets: Assets, body: ChatBody, tools: Sequence[Mapping[st
     keywords = template_keywords(given, body.reasoning_effort, traits)
     if tools and traits.knows_tools and not traits.tools_in_system:
         keywords["tools"] = list(tools)
-    return await assets.render(template_turns(body.messages, tools=tools, traits=traits), owner=owner, **keywords)
+    messages = [message.renamed(choice.names.for_model) for message in body.messages]
+    return await assets.render(template_turns(messages, tools=tools, traits=traits), owner=owner, **keywords)
 
 
 class TooManyTokens(Exception):
