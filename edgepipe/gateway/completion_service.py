@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from edgepipe.clock import Clock
-from edgepipe.errors import EdgepipeError
+from edgepipe.errors import EdgepipeError, TemplateFailed
 from edgepipe.gateway.admission import Admission, Line, Part, Ticket
 from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.completion import Completion, Counts, run_completion
@@ -23,6 +23,7 @@ from edgepipe.gateway.models import Assets, ModelEntry, ModelTable, News
 from edgepipe.gateway.problems import bad_request, from_error
 from edgepipe.gateway.schema import ChatBody, CompletionBody, RequestBody
 from edgepipe.gateway.shares import Holding
+from edgepipe.gateway.shown_tools import complete_tool
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output
 from edgepipe.gateway.text import Delta
 from edgepipe.gateway.tool_choice import ToolChoice, choose_tools
@@ -309,10 +310,17 @@ async def render_chat(assets: Assets, body: ChatBody, choice: ToolChoice, *, own
             )
     traits = assets.traits
     keywords = template_keywords(given, body.reasoning_effort, traits)
-    if tools and traits.knows_tools and not traits.tools_in_system:
-        keywords["tools"] = list(tools)
     messages = [message.renamed(choice.names.for_model) for message in body.messages]
-    return await assets.render(template_turns(messages, tools=tools, traits=traits), owner=owner, **keywords)
+    turns = template_turns(messages, tools=tools, traits=traits)
+    if not tools or not traits.knows_tools or traits.tools_in_system:
+        return await assets.render(turns, owner=owner, **keywords)
+    try:
+        return await assets.render(turns, owner=owner, **keywords | {"tools": list(tools)})
+    except TemplateFailed:
+        complete = [complete_tool(tool) for tool in tools]
+        if complete == list(tools):
+            raise
+        return await assets.render(turns, owner=owner, **keywords | {"tools": complete})
 
 
 class TooManyTokens(Exception):

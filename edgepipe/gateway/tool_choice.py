@@ -17,14 +17,14 @@ from edgepipe.gateway.leniency import Note
 from edgepipe.gateway.problems import HttpProblem, bad_request
 from edgepipe.gateway.schema import MAX_TOOLS
 from edgepipe.gateway.schema_keywords import Schema, expressible
-from edgepipe.gateway.schema_repair import known_types, repaired, well_formed, without_booleans
+from edgepipe.gateway.schema_repair import known_types, repaired, without_booleans
+from edgepipe.gateway.shown_tools import shown_tool
 from edgepipe.gateway.tool_names import ToolNames, tool_names
 from edgepipe.safe_text import one_line
 
 MAX_NAME_CHARS = 256  # of a client's name
 _SHOWN_CHARS = 64  # of a name in a message
 _ANY_OBJECT: Schema = {"type": "object"}
-_NO_PARAMETERS: Schema = {"type": "object", "properties": {}}
 _HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "google_search", "url_context")
 """Begins the types of tools that other servers run themselves. No answer needs them."""
 
@@ -83,7 +83,7 @@ def choose_tools(
         all_tools={names.for_model(name): tool for name, tool in found.items()},
         names=names,
         form=CallForm(forced=forced, several=several),
-        tools=tuple(_shown(found[name], names) for name in chosen),
+        tools=tuple(shown_tool(found[name].fields, names.for_model(name)) for name in chosen),
         notes=tuple(notes),
     )
 
@@ -170,16 +170,6 @@ def _loose_parameters(schema: Schema) -> Schema:
     Clients pass on tools of servers that they do not know; one such keyword would make all tools unusable.
     """
     return closed_parameters(expressible(schema))
-
-
-def _shown(tool: Tool, names: ToolNames) -> Mapping[str, Any]:
-    """Return a tool for the prompt: templates take a name, a text and a well-formed schema."""
-    fields = {key: value for key, value in tool.fields.items() if value is not None and key != "type"}
-    parameters = fields.get("parameters")
-    whole = well_formed(cast("Schema", parameters)) if isinstance(parameters, Mapping) else _NO_PARAMETERS
-    if "parameters" in fields or "parameters" in tool.fields:
-        fields["parameters"] = whole
-    return {"type": "function", "function": fields | {"name": names.for_model(tool.name)}}
 
 
 def _choice(tool_choice: str | Mapping[str, Any] | None, names: Sequence[str]) -> tuple[Sequence[str], bool]:
