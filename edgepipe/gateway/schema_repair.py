@@ -82,7 +82,7 @@ def _well_formed(fields: dict[str, Any]) -> dict[str, Any]:
         if key in MAPS:
             value = _mapped(value)
         elif key in LISTS and (isinstance(value, list) or key not in SINGLE):
-            value = _listed(value)
+            value = _listed(cast("object", value))
         elif key in SINGLE and value is not None:
             value = None if isinstance(value, list) else value if isinstance(value, bool) else _schema(value)
         elif (check := _CHECKS.get(key)) is not None:

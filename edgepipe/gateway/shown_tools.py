@@ -44,6 +44,7 @@ def _complete(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _one_type(schema: Schema) -> str:
     """Return one type that templates know: of several the first, for an unknown one a text."""
-    kind = schema.get("type")
-    kinds = [json_type(each) for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str)]
+    kind: object = schema.get("type")
+    given = cast("list[object]", kind) if isinstance(kind, list) else [kind]
+    kinds = [json_type(each) for each in given if isinstance(each, str)]
     return next((each for each in kinds if each in TYPES and each != "null"), _FALLBACK)

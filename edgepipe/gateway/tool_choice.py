@@ -134,9 +134,8 @@ def _read_tool(tool: Mapping[str, Any], index: int) -> tuple[Tool, list[Note]]:
 
 def _titled(tool: Mapping[str, Any]) -> str:
     """Return the beginning of a message about a tool that may have no name."""
-    parts = [tool, *(value for value in tool.values() if isinstance(value, Mapping))]
-    names = (cast("Mapping[str, Any]", part).get("name") for part in parts)
-    name = next((each for each in names if isinstance(each, str)), None)
+    parts = [tool, *(cast("Mapping[str, Any]", value) for value in tool.values() if isinstance(value, Mapping))]
+    name = next((part["name"] for part in parts if isinstance(part.get("name"), str)), None)
     return "" if name is None else f"the tool '{_short(name)}': "
 
 

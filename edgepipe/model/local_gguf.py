@@ -16,6 +16,7 @@ from edgepipe.model.gguf_split import part_name
 from edgepipe.units import format_bytes
 
 _BLOB = re.compile(r"sha256[-:](?P<digest>[0-9a-f]{12,64})")
+_OTHER = re.compile(r"[^a-z0-9._]+")  # characters that names do not have
 _DIGEST_CHARS = 8  # of the name of a blob's model
 _MAX_FILES = 10_000  # of a folder that are looked into
 _SHOWN = 3
@@ -33,8 +34,8 @@ def gguf_title(path: Path) -> str:
         is_named = path.suffix.lower() == ".gguf"
         return part.stem if part is not None else path.stem if is_named else path.name
     named = read_gguf_header(path).metadata.get("general.name")
-    title = named.lower() if isinstance(named, str) and named.strip() else "model"
-    return f"{title}-{blob['digest'][:_DIGEST_CHARS]}"
+    title = _OTHER.sub("-", named.lower()).strip("-") if isinstance(named, str) else ""
+    return f"{title or 'model'}-{blob['digest'][:_DIGEST_CHARS]}"
 
 
 def folder_advice(folder: Path) -> tuple[str, str] | None:

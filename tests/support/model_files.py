@@ -185,8 +185,10 @@ def write_gguf(
     writer.add_rope_freq_base(flat(config).rope.theta)
     writer.add_eos_token_id(2)
     for key, value in (sampling or {}).items():
-        add = writer.add_int32 if isinstance(value, int) else writer.add_float32
-        add(f"general.sampling.{key}", value)
+        if isinstance(value, int):
+            writer.add_int32(f"general.sampling.{key}", value)
+        else:
+            writer.add_float32(f"general.sampling.{key}", value)
     if title:
         writer.add_name(title)
     if tokens is not None:

@@ -67,7 +67,7 @@ def test_a_folder_of_ollama_s_files_names_the_models_in_it(tmp_path: Path, confi
     (blobs / f"sha256-{2:064x}").write_bytes(b"GGUF and nothing more")
     with pytest.raises(ModelUnknown) as caught:
         ModelStore(tmp_path / "store").pull(str(tmp_path / "models"))
-    assert "sha256-6a0746a1ec1a (tiny llama-6a0746a1," in caught.value.fact
+    assert "sha256-6a0746a1ec1a (tiny-llama-6a0746a1," in caught.value.fact
     assert caught.value.next_step == f"edgepipe models pull {blobs.resolve() / BLOB}"
 
 
@@ -97,3 +97,9 @@ def test_metadata_that_contradicts_itself_is_told_once(
         "the GGUF file types 2 marks as text (<unk>, <end_of_turn>): they are read as marks"
     ]
     assert len(tokens) - 1 in store.resolve("a").card.config.eos_token_ids
+
+
+def test_a_path_that_was_not_pulled_yet_says_how_to_pull_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnknown) as caught:
+        ModelStore(tmp_path / "store").resolve(str(tmp_path / "UPPER.GGUF"))
+    assert caught.value.next_step == f"edgepipe models pull {tmp_path / 'UPPER.GGUF'}"

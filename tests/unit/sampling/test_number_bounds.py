@@ -43,7 +43,7 @@ def may_take(state: GrammarState, token: int) -> bool:
 
 
 def bound_to(schema: dict[str, Any]) -> GrammarSpec:
-    form = answer_form(CompletionBody(prompt="a", guided_json=schema))
+    form = answer_form(CompletionBody(prompt=["a"], guided_json=schema))
     assert form is not None
     return form.grammar
 
@@ -95,7 +95,7 @@ def test_every_number_of_javascript_can_be_written(vocabulary: GrammarTokenizer,
 
 def test_numbers_within_free_objects_end(vocabulary: GrammarTokenizer) -> None:
     """As in the mode ``json_object``, whose keys and values are free."""
-    form = answer_form(CompletionBody(prompt="a", response_format={"type": "json_object"}))
+    form = answer_form(CompletionBody(prompt=["a"], response_format={"type": "json_object"}))
     assert form is not None
     state = BuiltGrammar(vocabulary, form.grammar).state()
     for byte in b'{"a":[true,{"b": 12':
