@@ -19,9 +19,9 @@ from edgepipe.gateway.checked_schema import invalid_schema
 from edgepipe.gateway.formats.chat_format import ChatFormat, Reasoning
 from edgepipe.gateway.leniency import Note
 from edgepipe.gateway.problems import HttpProblem, bad_request, from_error
-from edgepipe.gateway.tool_choice import NO_TOOLS, ToolChoice
+from edgepipe.gateway.tool_choice import NO_TOOLS, Tool, ToolChoice
 from edgepipe.sampling import GrammarSpec
-from edgepipe.sampling.grammar import json_grammar, lark_grammar, rule_of
+from edgepipe.sampling.grammar import lark_grammar, rule_of
 from edgepipe.sampling.grammar_trial import GrammarTooHard
 
 MAX_CACHED_GRAMMARS = 512  # known by their digests: all tools of several requests
@@ -81,11 +81,11 @@ async def plan_output(
     if choice.form.forced:
         form = None  # the answer is a call
     grammar = _grammar(form, choice, chat, in_reasoning=in_reasoning)
-    if grammar is not None and (bad := await _bad_tools(grammar, form, choice, compiler, owner)):
+    if grammar is not None and (bad := await _bad_tools(grammar, form, choice, chat, compiler, owner)):
         choice = choice.opened(bad)
         grammar = _grammar(form, choice, chat, in_reasoning=in_reasoning)
         if grammar is not None:
-            await _bad_tools(grammar, form, replace(choice, all_tools={}), compiler, owner)
+            await _bad_tools(grammar, form, replace(choice, all_tools={}), chat, compiler, owner)
     answer: AnswerFormat | None = None
     if chat is not None and (choice.functions or chat.reasons):
         answer = AnswerFormat(chat=chat, functions=choice.functions, in_reasoning=in_reasoning, names=choice.names)
@@ -93,7 +93,12 @@ async def plan_output(
 
 
 async def _bad_tools(
-    grammar: GrammarSpec, form: AnswerForm | None, choice: ToolChoice, compiler: GrammarCompiler, owner: str
+    grammar: GrammarSpec,
+    form: AnswerForm | None,
+    choice: ToolChoice,
+    chat: ChatFormat | None,
+    compiler: GrammarCompiler,
+    owner: str,
 ) -> list[str]:
     """Return the functions whose schemas keep an answer's grammar from compiling: none if it compiles.
 
@@ -108,16 +113,18 @@ async def _bad_tools(
     except QueueFull as exc:
         raise from_error(exc, param=param) from exc
     except RequestInvalid as exc:
-        if bad := [name for name in choice.all_tools if await _is_bad(name, choice, compiler, owner)]:
+        tools = [(name, tool) for name, tool in choice.all_tools.items() if name in choice.functions]
+        if bad := [name for name, tool in tools if await _is_bad(name, tool, chat, compiler, owner)]:
             return bad
         raise invalid_schema(exc, param=param) from exc
 
 
-async def _is_bad(name: str, choice: ToolChoice, compiler: GrammarCompiler, owner: str) -> bool:
-    """Return whether a function's schema alone cannot be compiled. Raises HttpProblem, see ``_bad_tools``."""
-    tool = choice.all_tools[name]
+async def _is_bad(name: str, tool: Tool, chat: ChatFormat | None, compiler: GrammarCompiler, owner: str) -> bool:
+    """Return whether calls of a function alone cannot be compiled. Raises HttpProblem, see ``_bad_tools``."""
+    alone = _grammar(None, ToolChoice(functions={name: tool.schema}), chat, in_reasoning=False)
     try:
-        await compiler.check(json_grammar(tool.schema), owner)
+        if alone is not None:
+            await compiler.check(alone, owner)
         return False
     except GrammarTooHard as exc:
         raise tool.refused(_too_hard(exc, f"{tool.place}.parameters")) from exc

@@ -6,9 +6,12 @@ import logging
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from edgepipe.gateway.formats.detect import FORMATS
 from edgepipe.gateway.problems import HttpProblem
+from edgepipe.gateway.shown_tools import complete_tool
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output
 from edgepipe.gateway.tool_choice import choose_tools
 from edgepipe.sampling import GrammarSpec
@@ -48,6 +51,8 @@ ODD: list[Any] = [
     {"$ref": "#/$defs/gone"},
     {"$ref": 5},
     {"$schema": "draft-9", "$defs": []},
+    {"$id": "OBJECT", "properties": {"a": {"$id": "b c"}}},
+    {"type": "null", "const": [1]},
     *(True, False, None, "string"),
 ]
 
@@ -79,6 +84,27 @@ async def test_odd_schemas_in_every_format(chat: Any) -> None:
     planned = await plan(*tools, GOOD, chat=chat, tool_choice="required")
     assert planned.answer is not None
     assert len(planned.answer.functions) == len(tools) + 1
+
+
+WORDS = (
+    "type properties required items anyOf oneOf allOf enum const additionalProperties $ref $defs format pattern "
+    "minimum minLength maxItems nullable prefixItems patternProperties not $id multipleOf description x"
+).split()
+PLAIN = st.sampled_from([None, True, False, 0, -1, 1.5, 1e300, "", "string", "any", "OBJECT", "#/$defs/x", "^a", "("])
+ANYTHING = st.recursive(
+    PLAIN,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(schema=ANYTHING, chat=st.sampled_from(FORMATS))
+async def test_any_value_where_a_schema_belongs_leaves_the_other_tool_usable(schema: object, chat: Any) -> None:
+    planned = await plan(tool(schema), GOOD, chat=chat)
+    assert planned.answer is not None
+    assert "good" in planned.answer.functions
+    assert complete_tool(choose_tools([tool(schema)]).tools[0])
 
 
 @pytest.mark.parametrize("chat", FORMATS, ids=lambda chat: chat.name)
