@@ -21,7 +21,7 @@ from edgepipe.gateway.leniency import Note
 from edgepipe.gateway.problems import HttpProblem, bad_request, from_error
 from edgepipe.gateway.tool_choice import NO_TOOLS, Tool, ToolChoice
 from edgepipe.sampling import GrammarSpec
-from edgepipe.sampling.grammar import lark_grammar, rule_of
+from edgepipe.sampling.grammar import lark_grammar, rule_of, unusable_schema
 from edgepipe.sampling.grammar_trial import GrammarTooHard
 
 MAX_CACHED_GRAMMARS = 512  # known by their digests: all tools of several requests
@@ -42,7 +42,7 @@ class GrammarCompiler:
     def __init__(self, check: Callable[[GrammarSpec, str], Awaitable[None]]) -> None:
         """``check`` is ``GrammarTrial.check`` or a fake of it."""
         self._check = check
-        self._known: OrderedDict[bytes, RequestInvalid | None] = OrderedDict()  # by digest; None: valid
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # the fault by digest; empty: valid
 
     async def check(self, grammar: GrammarSpec, owner: str) -> None:
         """See GrammarTrial."""
@@ -52,15 +52,15 @@ class GrammarCompiler:
             while len(self._known) > MAX_CACHED_GRAMMARS:
                 self._known.popitem(last=False)
         self._known.move_to_end(digest)
-        if (fault := self._known[digest]) is not None:
-            raise fault.with_traceback(None)
+        if fault := self._known[digest]:
+            raise unusable_schema(fault)
 
-    async def _verdict(self, grammar: GrammarSpec, owner: str) -> RequestInvalid | None:
+    async def _verdict(self, grammar: GrammarSpec, owner: str) -> str:
         try:
             await self._check(grammar, owner)
         except RequestInvalid as exc:
-            return exc
-        return None
+            return exc.fact or exc.what
+        return ""
 
 
 async def plan_output(
