@@ -15,6 +15,7 @@ from edgepipe.gateway.body import parse_json_object
 from edgepipe.gateway.checked_schema import checked_schema, invalid_schema
 from edgepipe.gateway.problems import bad_request
 from edgepipe.gateway.schema import MAX_REGEX_CHARS, RequestBody
+from edgepipe.gateway.schema_repair import known_types
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import choice_grammar, json_grammar, regex_grammar
 
@@ -81,7 +82,7 @@ def _json(value: object, param: str) -> AnswerForm:
     schema = parse_json_object(value.encode(), name=param, param=param) if isinstance(value, str) else value
     if not isinstance(schema, Mapping):
         raise bad_request(f"{param} must be an object", param=param)
-    checked = checked_schema(cast("Mapping[str, Any]", schema), param=param)
+    checked = checked_schema(known_types(cast("Mapping[str, Any]", schema)), param=param)
     return _form(json_grammar, checked, param)
 
 

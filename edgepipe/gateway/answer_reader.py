@@ -10,6 +10,7 @@ from edgepipe.gateway.formats.json_calls import overlap
 from edgepipe.gateway.formats.tagged import begins
 from edgepipe.gateway.tool_call_json import CallNews
 from edgepipe.gateway.tool_calls import Scanned, joined_calls
+from edgepipe.gateway.tool_names import ToolNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,7 @@ class AnswerFormat:
     chat: ChatFormat
     functions: Functions = field(default_factory=dict[str, dict[str, object]])  # that may be called; empty: none
     in_reasoning: bool = False  # the prompt has opened the reasoning
+    names: ToolNames = field(default_factory=ToolNames)  # of the functions, for the client
 
     @property
     def marks(self) -> tuple[str, ...]:

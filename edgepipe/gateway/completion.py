@@ -14,6 +14,7 @@ from edgepipe.gateway.metrics import RequestMeter
 from edgepipe.gateway.models import Assets, ModelEntry
 from edgepipe.gateway.text import ChoiceText, Delta, parts_of
 from edgepipe.gateway.tool_calls import Scanned, call_id, joined_calls
+from edgepipe.gateway.tool_names import ToolNames
 from edgepipe.gateway.turns import Turns
 from edgepipe.sampling import LogprobLog
 from edgepipe.sampling.logprobs import logprob_bytes
@@ -83,6 +84,7 @@ class _Track:
     choice: int  # within the generation
     text: ChoiceText
     reader: AnswerReader | None
+    names: ToolNames
 
     @property
     def unread(self) -> bool:
@@ -160,7 +162,10 @@ def _tracks(completion: Completion, prompt: int, generation: Generation, assets:
             stop_token_ids=generation.request.stop_token_ids,
         )
         reader = _reader(completion, generation, choice)
-        tracks.append(_Track(generation=generation, prompt=prompt, choice=choice, text=text, reader=reader))
+        names = completion.answer.names if completion.answer is not None else ToolNames()
+        tracks.append(
+            _Track(generation=generation, prompt=prompt, choice=choice, text=text, reader=reader, names=names)
+        )
     return tracks
 
 
@@ -197,14 +202,14 @@ def _advance(track: _Track, counts: Counts, meter: RequestMeter, *, most: int) -
     if track.generation.request.sampling.logprobs:
         delta = replace(delta, logprobs=tuple(log.logprobs(track.choice, start=before, count=count)))
     if track.reader is not None:
-        delta = _read(delta, track.reader)
+        delta = _read(delta, track.reader, track.names)
     if delta.finish_reason is not None:
         meter.choice_ended(delta.finish_reason)
     return delta
 
 
-def _read(delta: Delta, reader: AnswerReader) -> Delta:
-    """Move tool calls and reasoning from the delta's text to its calls and its reasoning."""
+def _read(delta: Delta, reader: AnswerReader, names: ToolNames) -> Delta:
+    """Move tool calls and reasoning from the delta's text to its calls, by the client's names, and its reasoning."""
     scanned = reader.push(delta.text)
     content, reasoning, reason = scanned.content, scanned.reasoning, delta.finish_reason
     if reason is not None:
@@ -214,4 +219,5 @@ def _read(delta: Delta, reader: AnswerReader) -> Delta:
             scanned = Scanned(calls=joined_calls([*scanned.calls, *rest.calls]))
         if reason == "stop" and reader.num_calls and not reader.in_call:
             reason = "tool_calls"
-    return replace(delta, text=content, calls=scanned.calls, reasoning=reasoning, finish_reason=reason)
+    calls = tuple(replace(call, name=names.for_client(call.name)) for call in scanned.calls)
+    return replace(delta, text=content, calls=calls, reasoning=reasoning, finish_reason=reason)

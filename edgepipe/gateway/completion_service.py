@@ -5,26 +5,28 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from edgepipe.clock import Clock
-from edgepipe.errors import EdgepipeError
+from edgepipe.errors import EdgepipeError, TemplateFailed
 from edgepipe.gateway.admission import Admission, Line, Part, Ticket
 from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.completion import Completion, Counts, run_completion
 from edgepipe.gateway.context import check_length, prompt_too_long
 from edgepipe.gateway.conversation import template_keywords, template_turns
+from edgepipe.gateway.leniency import NoteLog
 from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.metrics import RequestMeter, RequestMetrics
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable, News
 from edgepipe.gateway.problems import bad_request, from_error
 from edgepipe.gateway.schema import ChatBody, CompletionBody, RequestBody
 from edgepipe.gateway.shares import Holding
-from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, choose_tools, plan_output
+from edgepipe.gateway.shown_tools import complete_tool
+from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output
 from edgepipe.gateway.text import Delta
+from edgepipe.gateway.tool_choice import ToolChoice, choose_tools
 from edgepipe.gateway.turns import Turns
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, RequestId
@@ -83,6 +85,7 @@ class CompletionService:
     metrics: RequestMetrics
     compiler: GrammarCompiler
     turns: Turns  # of pieces of large answers
+    notes: NoteLog = field(default_factory=NoteLog)  # of requests that were changed so that they could be answered
     threads: UserTurns = field(default_factory=_new_threads)  # that tokenise or write metrics
     salt: bytes = field(default_factory=lambda: secrets.token_bytes(16))  # of users' labels for other nodes
 
@@ -95,7 +98,7 @@ class CompletionService:
         assets = await entry.assets()
         form = answer_form(body)
         choice = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        text = await render_chat(assets, body, choice.tools, owner=owner)
+        text = await render_chat(assets, body, choice, owner=owner)
         chat = assets.traits.chat
         plan = await plan_output(
             form=form,
@@ -105,6 +108,7 @@ class CompletionService:
             compiler=self.compiler,
             owner=owner,
         )
+        self.notes.tell(entry.served.name, plan.notes)
         context_length = entry.served.context_length
         prompt = await self._encode_prompt(
             assets, text, special_tokens=False, context_length=context_length, param="messages", owner=owner
@@ -294,8 +298,9 @@ class CompletionService:
         return Completion(model=entry.served.name, requests=requests, stops=tuple(body.stop or ()), answer=plan.answer)
 
 
-async def render_chat(assets: Assets, body: ChatBody, tools: Sequence[Mapping[str, Any]], *, owner: str) -> str:
+async def render_chat(assets: Assets, body: ChatBody, choice: ToolChoice, *, owner: str) -> str:
     """Render the prompt of a conversation. Raises TemplateFailed, QueueFull, HttpProblem for reserved keywords."""
+    tools = choice.tools
     switch = {} if body.enable_thinking is None else {"enable_thinking": body.enable_thinking}
     given = switch | (body.chat_template_kwargs or {})
     for name in given:
@@ -305,9 +310,17 @@ async def render_chat(assets: Assets, body: ChatBody, tools: Sequence[Mapping[st
             )
     traits = assets.traits
     keywords = template_keywords(given, body.reasoning_effort, traits)
-    if tools and traits.knows_tools and not traits.tools_in_system:
-        keywords["tools"] = list(tools)
-    return await assets.render(template_turns(body.messages, tools=tools, traits=traits), owner=owner, **keywords)
+    messages = [message.renamed(choice.names.for_model) for message in body.messages]
+    turns = template_turns(messages, tools=tools, traits=traits)
+    if not tools or not traits.knows_tools or traits.tools_in_system:
+        return await assets.render(turns, owner=owner, **keywords)
+    try:
+        return await assets.render(turns, owner=owner, **keywords | {"tools": list(tools)})
+    except TemplateFailed:
+        complete = [complete_tool(tool) for tool in tools]
+        if complete == list(tools):
+            raise
+        return await assets.render(turns, owner=owner, **keywords | {"tools": complete})
 
 
 class TooManyTokens(Exception):

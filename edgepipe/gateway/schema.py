@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
@@ -50,7 +50,11 @@ BodyT = TypeVar("BodyT", bound="Checked")
 
 
 def _stops(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+    """Convert one stop string or several to a list. Empty ones and null would stop nothing and are left out."""
+    stops = [value] if isinstance(value, str) else value
+    return (
+        [each for each in cast("list[object]", stops) if each not in ("", None)] if isinstance(stops, list) else stops
+    )
 
 
 def _joined_text(value: object) -> object:
@@ -116,7 +120,9 @@ Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
 Text = Annotated[str, Field(max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 _StopList = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
-Stops = Annotated[_StopList | None, BeforeValidator(_stops, json_schema_input_type=StopString | _StopList | None)]
+_RawStop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+_RawStops = Annotated[list[_RawStop | None], Field(max_length=MAX_STOPS)]
+Stops = Annotated[_StopList | None, BeforeValidator(_stops, json_schema_input_type=_RawStop | _RawStops | None)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 _BiasMap = Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASED_TOKENS)]
 _RawBiasMap = Annotated[dict[Text, Bias], Field(max_length=MAX_BIASED_TOKENS)]
@@ -179,7 +185,7 @@ class StreamOptions(Checked):
     continuous_usage_stats: bool | None = None  # usage in every chunk
 
 
-_FUNCTION_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
+_FUNCTION_NAME = {"type": "string", "minLength": 1, "maxLength": 256}
 
 
 def _function_schema(**more: Any) -> dict[str, Any]:
@@ -331,6 +337,10 @@ class FunctionCall(WithoutNulls):
     name: Text
     arguments: LongText = ""
 
+    def renamed(self, new_name: Callable[[str], str]) -> FunctionCall:
+        """Return the call with another name."""
+        return self.model_copy(update={"name": new_name(self.name)})
+
 
 class ToolCall(WithoutNulls):
     """A call in an earlier turn."""
@@ -359,6 +369,19 @@ class Message(Checked):
         if self.content is None and self.role in ("system", "developer", "user"):
             raise misfit("content", f"content is required for role '{self.role}'")
         return self
+
+    def renamed(self, new_name: Callable[[str], str]) -> Message:
+        """Return the message with other names of the functions that it calls, or whose result it is."""
+        changes: dict[str, Any] = {}
+        if self.name is not None and self.role in ("tool", "function"):
+            changes["name"] = new_name(self.name)
+        if self.tool_calls:
+            changes["tool_calls"] = [
+                call.model_copy(update={"function": call.function.renamed(new_name)}) for call in self.tool_calls
+            ]
+        if self.function_call is not None:
+            changes["function_call"] = self.function_call.renamed(new_name)
+        return self.model_copy(update=changes) if changes else self
 
 
 def _num_chars(message: Message) -> int:

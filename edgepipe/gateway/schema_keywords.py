@@ -31,19 +31,19 @@ _KNOWN_PART = re.compile(r"\\(?:[dDwWsSnrtfvaxuUpPAz_]|[^\w<>])|\(\?(?:P?<|[imsU
 
 def without_idle(schema: Schema) -> Schema:
     """Return the schema without keywords that any value fits."""
-    return _changed(schema, _drop_idle)
+    return changed_schema(schema, _drop_idle)
 
 
 def expressible(schema: Schema) -> Schema:
     """Return a schema that grammars can express, and that every value of the given one fits."""
-    return _changed(schema, _widen)
+    return changed_schema(schema, _widen)
 
 
-def _changed(node: Schema, change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+def changed_schema(node: Schema, change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     """Copy a schema with a change of it and of each schema within it."""
 
     def copied(value: object) -> object:
-        return _changed(cast("Schema", value), change) if isinstance(value, dict) else value
+        return changed_schema(cast("Schema", value), change) if isinstance(value, dict) else value
 
     fields = change(dict(node))
     for key, value in fields.items():

@@ -1,46 +1,30 @@
 """Turns an answer's form and ``tools`` into a grammar, and checks it before the request is accepted.
 
-``choose_tools`` and ``plan_output`` take fields of the body; an invalid field is a 400 that names it. A child process
-compiles. The tools of a chat also go into its prompt (``conversation``). Where the model reasons, the grammar binds
-what follows the reasoning.
+``plan_output`` takes what ``answer_form`` and ``tool_choice`` read; an invalid field is a 400 that names it. A child
+process compiles. Where the model reasons, the grammar binds what follows the reasoning.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 
 from edgepipe.errors import QueueFull, RequestInvalid
 from edgepipe.gateway.answer_form import AnswerForm
 from edgepipe.gateway.answer_reader import AnswerFormat
-from edgepipe.gateway.checked_schema import checked_schema, invalid_schema
-from edgepipe.gateway.closed_schema import closed_parameters
-from edgepipe.gateway.formats.chat_format import CallForm, ChatFormat, Functions, Reasoning
+from edgepipe.gateway.checked_schema import invalid_schema
+from edgepipe.gateway.formats.chat_format import ChatFormat, Reasoning
+from edgepipe.gateway.leniency import Note
 from edgepipe.gateway.problems import HttpProblem, bad_request, from_error
-from edgepipe.gateway.schema import MAX_TOOLS
-from edgepipe.gateway.schema_keywords import expressible
+from edgepipe.gateway.tool_choice import NO_TOOLS, Tool, ToolChoice
 from edgepipe.sampling import GrammarSpec
-from edgepipe.sampling.grammar import json_grammar, lark_grammar, rule_of
+from edgepipe.sampling.grammar import lark_grammar, rule_of, unusable_schema
 from edgepipe.sampling.grammar_trial import GrammarTooHard
 
-MAX_CACHED_GRAMMARS = 64
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-
-
-_FREE = CallForm(forced=False, several=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolChoice:
-    """Functions that an answer may call."""
-
-    functions: Functions = field(default_factory=dict[str, Mapping[str, Any]])
-    all_functions: Functions = field(default_factory=dict[str, Mapping[str, Any]])  # of the request
-    form: CallForm = _FREE
-    tools: tuple[Mapping[str, Any], ...] = ()  # the functions as the prompt shows them
+MAX_CACHED_GRAMMARS = 512  # known by their digests: all tools of several requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,44 +33,34 @@ class OutputPlan:
 
     grammar: GrammarSpec | None = None  # for SamplingParams
     answer: AnswerFormat | None = None  # None: all text is content
+    notes: tuple[Note, ...] = ()  # for the log
 
 
 class GrammarCompiler:
-    """Checks grammars, and remembers the valid ones."""
+    """Checks grammars, and remembers the verdicts that do not depend on this machine's speed."""
 
     def __init__(self, check: Callable[[GrammarSpec, str], Awaitable[None]]) -> None:
         """``check`` is ``GrammarTrial.check`` or a fake of it."""
         self._check = check
-        self._good: OrderedDict[str, None] = OrderedDict()
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # the fault by digest; empty: valid
 
     async def check(self, grammar: GrammarSpec, owner: str) -> None:
         """See GrammarTrial."""
-        if grammar.text not in self._good:
+        digest = hashlib.sha256(grammar.text.encode()).digest()
+        if digest not in self._known:
+            self._known[digest] = await self._verdict(grammar, owner)
+            while len(self._known) > MAX_CACHED_GRAMMARS:
+                self._known.popitem(last=False)
+        self._known.move_to_end(digest)
+        if fault := self._known[digest]:
+            raise unusable_schema(fault)
+
+    async def _verdict(self, grammar: GrammarSpec, owner: str) -> str:
+        try:
             await self._check(grammar, owner)
-            self._good[grammar.text] = None
-            while len(self._good) > MAX_CACHED_GRAMMARS:
-                self._good.popitem(last=False)
-        self._good.move_to_end(grammar.text)
-
-
-def choose_tools(
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    tool_choice: str | Mapping[str, Any] | None = None,
-    parallel_tool_calls: bool | None = None,
-) -> ToolChoice:
-    """Return the functions that a request allows. Raises HttpProblem (400) with the invalid field."""
-    functions = _functions(tools)
-    chosen, forced = _choice(tool_choice, functions)
-    several = parallel_tool_calls is not False and not _names_one(tool_choice)
-    return ToolChoice(
-        functions=chosen,
-        all_functions=functions,
-        form=CallForm(forced=forced, several=several),
-        tools=tuple(tool for tool in tools or () if tool["function"]["name"] in chosen),
-    )
-
-
-NO_TOOLS = ToolChoice()
+        except RequestInvalid as exc:
+            return exc.fact or exc.what
+        return ""
 
 
 async def plan_output(
@@ -107,145 +81,64 @@ async def plan_output(
     if choice.form.forced:
         form = None  # the answer is a call
     grammar = _grammar(form, choice, chat, in_reasoning=in_reasoning)
-    if grammar is not None:
-        await _check(grammar, form, choice, compiler, owner)
+    if grammar is not None and (bad := await _bad_tools(grammar, form, choice, chat, compiler, owner)):
+        choice = choice.opened(bad)
+        grammar = _grammar(form, choice, chat, in_reasoning=in_reasoning)
+        if grammar is not None:
+            await _bad_tools(grammar, form, replace(choice, all_tools={}), chat, compiler, owner)
     answer: AnswerFormat | None = None
     if chat is not None and (choice.functions or chat.reasons):
-        answer = AnswerFormat(chat=chat, functions=choice.functions, in_reasoning=in_reasoning)
-    return OutputPlan(grammar=grammar, answer=answer)
+        answer = AnswerFormat(chat=chat, functions=choice.functions, in_reasoning=in_reasoning, names=choice.names)
+    return OutputPlan(grammar=grammar, answer=answer, notes=choice.notes)
 
 
-async def _check(
-    grammar: GrammarSpec, form: AnswerForm | None, choice: ToolChoice, compiler: GrammarCompiler, owner: str
-) -> None:
+async def _bad_tools(
+    grammar: GrammarSpec,
+    form: AnswerForm | None,
+    choice: ToolChoice,
+    chat: ChatFormat | None,
+    compiler: GrammarCompiler,
+    owner: str,
+) -> list[str]:
+    """Return the functions whose schemas keep an answer's grammar from compiling: none if it compiles.
+
+    Raises HttpProblem (400) for a strict function, for too much work, and if no function is the reason.
+    """
     param = "tools" if form is None else form.param
     try:
         await compiler.check(grammar, owner)
+        return []
     except GrammarTooHard as exc:
         raise _too_hard(exc, param) from exc
     except QueueFull as exc:
         raise from_error(exc, param=param) from exc
     except RequestInvalid as exc:
-        await _find_bad_tool(choice.all_functions, compiler, owner)
+        tools = [(name, tool) for name, tool in choice.all_tools.items() if name in choice.functions]
+        if bad := [name for name, tool in tools if await _is_bad(name, tool, chat, compiler, owner)]:
+            return bad
         raise invalid_schema(exc, param=param) from exc
 
 
-def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools of a prompt that is only tokenized. Raises HttpProblem (400) with the invalid field."""
-    _functions(tools)
-    return tuple(tools or ())
-
-
-async def _find_bad_tool(functions: Mapping[str, Mapping[str, Any]], compiler: GrammarCompiler, owner: str) -> None:
-    """Raise HttpProblem for the first tool whose schema alone cannot be compiled."""
-    for index, schema in enumerate(functions.values()):
-        param = f"tools.{index}.function.parameters"
-        try:
-            await compiler.check(json_grammar(schema), owner)
-        except GrammarTooHard as exc:
-            raise _too_hard(exc, param) from exc
-        except RequestInvalid as exc:
-            raise invalid_schema(exc, param=param) from exc
+async def _is_bad(name: str, tool: Tool, chat: ChatFormat | None, compiler: GrammarCompiler, owner: str) -> bool:
+    """Return whether calls of a function alone cannot be compiled. Raises HttpProblem, see ``_bad_tools``."""
+    alone = _grammar(None, ToolChoice(functions={name: tool.schema}), chat, in_reasoning=False)
+    try:
+        if alone is not None:
+            await compiler.check(alone, owner)
+        return False
+    except GrammarTooHard as exc:
+        raise tool.refused(_too_hard(exc, f"{tool.place}.parameters")) from exc
+    except QueueFull as exc:
+        raise from_error(exc, param="tools") from exc
+    except RequestInvalid as exc:
+        if tool.strict:
+            raise tool.refused(invalid_schema(exc, param=f"{tool.place}.parameters")) from exc
+        return True
 
 
 def _too_hard(error: GrammarTooHard, param: str) -> HttpProblem:
     text = f"this schema cannot constrain the output: {error.fact}; use simpler patterns and narrower ranges"
     return bad_request(text, param=param, code="invalid_schema")
-
-
-def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
-    """Return the schemas of the arguments, by function name."""
-    if tools is not None and len(tools) > MAX_TOOLS:
-        raise bad_request(f"at most {MAX_TOOLS} tools can be given", param="tools")
-    found: dict[str, Mapping[str, Any]] = {}
-    for index, tool in enumerate(tools or ()):
-        param = f"tools.{index}.function"
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, Mapping):
-            raise bad_request("only tools of type 'function' are supported", param=f"tools.{index}.type")
-        fields = cast("Mapping[str, Any]", function)
-        name, schema = fields.get("name"), fields.get("parameters")
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise bad_request("a function's name has 1 to 64 letters, digits, '_' or '-'", param=f"{param}.name")
-        if name in found:
-            raise bad_request(f"two functions are named '{name}'", param=f"{param}.name")
-        if schema is not None and not isinstance(schema, Mapping):
-            raise bad_request("a function's parameters are a JSON schema", param=f"{param}.parameters")
-        schema = cast("Mapping[str, Any]", schema or {})
-        kinds = schema.get("type", "object")
-        if "object" not in (cast("list[object]", kinds) if isinstance(kinds, list) else [kinds]):
-            raise bad_request("a function's parameters must be of type 'object'", param=f"{param}.parameters")
-        close = closed_parameters if fields.get("strict") is True else _loose_parameters
-        found[name] = checked_schema(schema, param=f"{param}.parameters", close=close)
-    return found
-
-
-def _loose_parameters(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Close the parameters of a function that is not strict: keywords that no grammar can express do not bind.
-
-    Clients pass on tools of servers that they do not know; one such keyword would make all tools unusable.
-    """
-    return closed_parameters(expressible(schema))
-
-
-def _choice(
-    tool_choice: str | Mapping[str, Any] | None, functions: dict[str, Mapping[str, Any]]
-) -> tuple[dict[str, Mapping[str, Any]], bool]:
-    """Return the functions that may be called, and whether a call is required."""
-    if tool_choice is None or tool_choice == "auto":
-        return functions, False
-    if tool_choice == "none":
-        return {}, False
-    if not functions:
-        raise bad_request("tool_choice is only allowed with tools", param="tool_choice")
-    if tool_choice == "required":
-        return functions, True
-    if not isinstance(tool_choice, str) and tool_choice.get("type") == "allowed_tools":
-        return _allowed(tool_choice, functions)
-    name = _function_name(tool_choice)
-    if name is None:
-        raise bad_request(
-            "tool_choice must be 'none', 'auto', 'required', name a function or list the allowed_tools",
-            param="tool_choice",
-        )
-    return {name: _known(name, functions)}, True
-
-
-def _names_one(tool_choice: str | Mapping[str, Any] | None) -> bool:
-    """Return whether ``tool_choice`` names a function: the answer is then one call of it."""
-    return isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function"
-
-
-def _allowed(
-    tool_choice: Mapping[str, Any], functions: dict[str, Mapping[str, Any]]
-) -> tuple[dict[str, Mapping[str, Any]], bool]:
-    """Return the functions of ``allowed_tools``, and whether a call is required."""
-    allowed = tool_choice.get("allowed_tools")
-    fields = cast("Mapping[str, Any]", allowed) if isinstance(allowed, Mapping) else dict[str, Any]()
-    listed = fields.get("tools")
-    names = [_function_name(tool) for tool in cast("list[Any]", listed)] if isinstance(listed, list) else []
-    known = [name for name in names if name is not None]
-    if not names or len(known) < len(names):
-        text = "allowed_tools.tools must list functions like {'type': 'function', 'function': {'name': ...}}"
-        raise bad_request(text, param="tool_choice.allowed_tools.tools")
-    if fields.get("mode") not in ("auto", "required"):
-        raise bad_request("allowed_tools.mode must be 'auto' or 'required'", param="tool_choice.allowed_tools.mode")
-    chosen = {name: _known(name, functions) for name in known}
-    return {name: schema for name, schema in functions.items() if name in chosen}, fields["mode"] == "required"
-
-
-def _known(name: str, functions: dict[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    if name not in functions:
-        raise bad_request(f"tool_choice names '{name[:64]}', which is not among the tools", param="tool_choice")
-    return functions[name]
-
-
-def _function_name(value: object) -> str | None:
-    """Return the name in ``{"type": "function", "function": {"name": ...}}``."""
-    fields = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else dict[str, Any]()
-    function = fields.get("function") if fields.get("type") == "function" else None
-    name = cast("Mapping[str, Any]", function).get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) else None
 
 
 def _grammar(

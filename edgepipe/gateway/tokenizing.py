@@ -15,7 +15,7 @@ from edgepipe.gateway.models import Assets, ModelEntry, ModelTable
 from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.problems import bad_request
 from edgepipe.gateway.schema import ChatBody, DetokenizeBody, TokenizeBody
-from edgepipe.gateway.structured import checked_tools
+from edgepipe.gateway.tool_choice import choose_tools
 from edgepipe.model.user_turns import UserTurns
 
 MAX_TOKENS = 1 << 18  # tokens of one text
@@ -43,7 +43,7 @@ class TokenHandlers:
             ids = await self._encode(assets, body.prompt, special_tokens=special, param="prompt", owner=owner)
         else:
             chat = ChatBody(messages=body.messages or [], chat_template_kwargs=body.chat_template_kwargs)
-            text = await render_chat(assets, chat, checked_tools(body.tools), owner=owner)
+            text = await render_chat(assets, chat, choose_tools(body.tools), owner=owner)
             special = bool(body.add_special_tokens)
             ids = await self._encode(assets, text, special_tokens=special, param="messages", owner=owner)
         texts = _token_texts(assets, ids[:MAX_TOKEN_STRINGS]) if body.return_token_strs else None

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.gguf_types import GGUF_TYPES, BlockType
 
+_MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 64 << 20  # a vocabulary of 262,144 tokens with its merges and scores takes about 20 MB
 MAX_ENTRIES = 4096  # real files have about 30 to 80
 MAX_TENSORS = 65_536  # the largest mixture-of-experts files have below 5,000
@@ -79,6 +80,19 @@ class GgufHeader:
     tensors: dict[str, GgufTensor]
     alignment: int
     data_start: int
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a file is named like a GGUF file or begins like one, whatever its name is."""
+    if not path.is_file():
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
@@ -164,8 +178,8 @@ def _parse(reader: _Reader) -> GgufHeader:
 
 def _check_magic(reader: _Reader) -> int:
     magic = reader.take(4, "the magic")
-    if magic != b"GGUF":
-        raise reader.fail(f"it begins with {magic!r} instead of b'GGUF'")
+    if magic != _MAGIC:
+        raise reader.fail(f"it begins with {magic!r} instead of {_MAGIC!r}")
     version = reader.number("<I", "the version")
     if version in (0x02000000, 0x03000000):
         raise reader.fail("it is big-endian; only little-endian files are read")

@@ -74,7 +74,7 @@ def gguf_choices(files: Iterable[PlannedFile]) -> list[GgufChoice]:
     grouped: dict[tuple[str, int], dict[int, PlannedFile]] = {}
     for file in files:
         path = PurePosixPath(file.name)
-        if path.suffix != ".gguf" or _NO_MODELS.search(path.name):
+        if path.suffix.lower() != ".gguf" or _NO_MODELS.search(path.name):
             continue
         part = part_name(path.name) or PartName(stem=path.stem, number=1, count=1)
         grouped.setdefault((str(path.with_name(part.stem)), part.count), {})[part.number] = file

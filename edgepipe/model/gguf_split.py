@@ -18,7 +18,9 @@ GGUF_FILE = "model.gguf"
 """Name of a GGUF file within the store. The parts of a split model are ``model-00001-of-00003.gguf`` and so on."""
 
 MAX_PARTS = 1000  # real models have below 50
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_PART = re.compile(
+    r"(?P<stem>.+)-(?P<number>\d{5})(?P<of>-of-)(?P<count>\d{5})(?P<suffix>\.gguf)", re.DOTALL | re.IGNORECASE
+)
 _NO, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 _SAME = ("general.architecture", "general.name")  # equal in all parts that have them
 
@@ -30,10 +32,12 @@ class PartName:
     stem: str
     number: int  # from 1
     count: int
+    of: str = "-of-"  # as it is written: some systems give names in capitals
+    suffix: str = ".gguf"
 
     def file_name(self, number: int) -> str:
         """Return the file name of another part of the same model."""
-        return f"{self.stem}-{number:05d}-of-{self.count:05d}.gguf"
+        return f"{self.stem}-{number:05d}{self.of}{self.count:05d}{self.suffix}"
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -46,7 +50,13 @@ def part_name(file_name: str) -> PartName | None:
     match = _PART.fullmatch(file_name)
     if match is None:
         return None
-    found = PartName(stem=match["stem"], number=int(match["number"]), count=int(match["count"]))
+    found = PartName(
+        stem=match["stem"],
+        number=int(match["number"]),
+        count=int(match["count"]),
+        of=match["of"],
+        suffix=match["suffix"],
+    )
     return found if 1 <= found.number <= found.count <= MAX_PARTS else None
 
 

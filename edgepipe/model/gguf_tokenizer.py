@@ -16,6 +16,7 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.model.fields import Fields
 from edgepipe.model.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from edgepipe.model.token_marks import TOOL_MARKS, TURN_MARKS
+from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer, models
@@ -194,7 +195,7 @@ def _kind(token: str, stored: object) -> object:
 
 def _warn_of(corrected: list[str]) -> None:
     if corrected:
-        names = ", ".join(corrected[:4]) + (", ..." if len(corrected) > 4 else "")
+        names = one_line(", ".join(corrected[:4])) + (", ..." if len(corrected) > 4 else "")
         logger.warning("the GGUF file types %d marks as text (%s): they are read as marks", len(corrected), names)
 
 

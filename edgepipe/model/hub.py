@@ -178,7 +178,7 @@ def suggesting_alternative(plan: HubPlan) -> Generator[None]:
 def _planned(file: Any) -> PlannedFile | None:
     """Return a file of the repository's top or a GGUF file with its size and hash, or None for others."""
     name = str(file.rfilename)
-    if ("/" in name and not name.endswith(".gguf")) or file.size is None:
+    if ("/" in name and not name.lower().endswith(".gguf")) or file.size is None:
         return None
     sha256 = str(file.lfs.sha256) if file.lfs else ""
     return PlannedFile(

@@ -107,7 +107,9 @@ class HubTensors:
     async def _find_gguf(self, entries: Sequence[FileEntry]) -> list[FileEntry]:
         """Find GGUF files by their hashes, because the store uses other names."""
         listing = await asyncio.to_thread(list_hub, self._source, endpoint=self._endpoint)
-        names = {(file.sha256, file.num_bytes): file.name for file in listing.files if file.name.endswith(".gguf")}
+        names = {
+            (file.sha256, file.num_bytes): file.name for file in listing.files if file.name.lower().endswith(".gguf")
+        }
         found = [names.get((entry.sha256, entry.num_bytes), "") for entry in entries]
         if not all(found):
             raise ModelUnknown(f"the hub has no GGUF file of '{self._source.repo}' with the model's SHA-256")

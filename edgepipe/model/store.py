@@ -39,6 +39,7 @@ from edgepipe.model.weights import Weights, open_weights
 
 logger = logging.getLogger(__name__)
 
+_PATHS = ("/", "./", "../", "~")  # begin the paths of files that a person has not pulled yet
 _HASH_CHARS = 24  # of a manifest's hash in a folder's name: enough to resist collisions
 
 
@@ -239,10 +240,11 @@ class ModelStore:
             found = [model for model in found if manifest_hash in _hashes(model)]  # a damaged folder has none
         if found:
             return found[0]
+        can_be_pulled = is_name(canonical_name(name)) or name.startswith(_PATHS)
         raise ModelUnknown(
             f"no model '{name[:120]}' is on this node",
             fact=self._known_text(),
-            next_step=f"edgepipe models pull {name if is_name(canonical_name(name)) else 'demo'}",
+            next_step=f"edgepipe models pull {name if can_be_pulled else 'demo'}",
         )
 
     def meant(self, name: str) -> str:

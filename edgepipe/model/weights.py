@@ -18,6 +18,7 @@ from edgepipe.model.config import EMULATED_KEY, gguf_config, read_hf_config
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.fields import Fields
 from edgepipe.model.gguf_file import open_gguf, read_rope_factors
+from edgepipe.model.gguf_header import is_gguf
 from edgepipe.model.gguf_split import gguf_in, stored_gguf
 from edgepipe.model.layout import (
     check_layout,
@@ -170,10 +171,10 @@ def open_weights(path: Path) -> Weights:
 
     Checks that config and tensors agree. Raises ModelInvalid, ArchitectureUnsupported.
     """
-    if path.is_file() and path.suffix == ".gguf":
+    if is_gguf(path):
         return open_gguf_weights(path)
     if not path.is_dir():
-        raise ModelInvalid(f"'{path.name}' is not a model", fact="a .gguf file or a folder with config.json is needed")
+        raise ModelInvalid(f"'{path.name}' is not a model", fact="a GGUF file or a folder with config.json is needed")
     return _open_stored(path) if (path / CARD_FILE).is_file() else open_hf_weights(path)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.errors import GrammarNotReady, RequestInvalid, StepFailed
+from edgepipe.sampling.number_bounds import TAIL_BYTES, NumberBounds
 from edgepipe.sampling.params import GrammarSpec
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 Bitmask = npt.NDArray[np.int32]
 """``[ceil(V / 32)]``: bit ``i`` of word ``w`` tells whether token ``32 * w + i`` is allowed."""
+
+_JSON = "%json"  # of a schema within a grammar
 
 WHITESPACE = r"[ ]?|\n[ ]{0,16}"
 """Whitespace allowed between JSON's parts. It is bounded: otherwise a model might emit spaces without end."""
@@ -35,7 +38,7 @@ def json_grammar(schema: Mapping[str, Any]) -> GrammarSpec:
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """Return the schema in the form of a Lark rule. Its references are relative to itself."""
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}, ensure_ascii=True)
+    return f"{_JSON} " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}, ensure_ascii=True)
 
 
 def choice_grammar(texts: Sequence[str]) -> GrammarSpec:
@@ -153,6 +156,8 @@ class GrammarTokenizer:
         vocabulary = _Vocabulary(tokens, encode=encode, end_ids=end_ids, special_ids=special_ids)
         self.library: LLTokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=list(end_ids))
         self.num_words = -(-len(tokens) // 32)
+        self.tokens = vocabulary.tokens
+        self.number_bounds = NumberBounds(tokens)
 
 
 class BuiltGrammar:
@@ -168,11 +173,12 @@ class BuiltGrammar:
         self.used = False  # an output has grown since it was compiled
         self.spent = False  # a state has failed: build the text again for further sequences
         self._matcher = _matcher(tokenizer.library, spec)
-        self._num_words = tokenizer.num_words
+        self.tokenizer = tokenizer
+        self.has_json = _JSON in spec.text
 
     def state(self, tokens: Sequence[int] = ()) -> GrammarState:
         """Return the state after these tokens. Raises StepFailed, GrammarNotReady like the state."""
-        return GrammarState(self, self._matcher.deep_copy(), self._num_words, tokens)
+        return GrammarState(self, self._matcher.deep_copy(), tokens)
 
 
 class GrammarState:
@@ -182,11 +188,11 @@ class GrammarState:
     built grammar may still follow the output.
     """
 
-    def __init__(self, built: BuiltGrammar, matcher: LLMatcher, num_words: int, tokens: Sequence[int]) -> None:
+    def __init__(self, built: BuiltGrammar, matcher: LLMatcher, tokens: Sequence[int]) -> None:
         """Take the known tokens."""
         self._built = built  # alive, and counted, as long as one of its states
         self._matcher = matcher
-        self._num_words = num_words
+        self._tail = b""  # end of the output, for the bounds of numbers
         self._mask: Bitmask | None = None  # at the current state
         for token in tokens:
             self._consume(token)
@@ -202,13 +208,16 @@ class GrammarState:
         self._mask = None
         self._matcher.consume_token(token)
         self._check()
+        if self._built.has_json:
+            self._tail = (self._tail + self._built.tokenizer.tokens[token])[-TAIL_BYTES:]
 
     def mask(self) -> Bitmask:
         """Return the allowed next tokens: only end tokens once the output is complete."""
         if self._mask is None:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
             self._check()
-            self._mask = bits[: self._num_words]
+            tokenizer = self._built.tokenizer
+            self._mask = tokenizer.number_bounds.bounded(bits[: tokenizer.num_words], self._tail)
         return self._mask
 
     def _check(self) -> None:

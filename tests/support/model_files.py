@@ -162,8 +162,12 @@ def write_gguf(
     tokens: list[str] | None = None,
     tensors_per_part: int = 0,
     metadata_alone: bool = False,
+    sampling: Mapping[str, float | int] | None = None,
+    title: str = "",
 ) -> Path:
     """A GGUF file of the config, written by the ``gguf`` package; matrices quantised to ``scheme``.
+
+    ``sampling``: recommended values below ``general.sampling.``; ``title``: ``general.name``.
 
     With ``tensors_per_part`` it is split; ``metadata_alone``: the first part has no tensors.
     """
@@ -180,6 +184,13 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(flat(config).rms_norm_eps)
     writer.add_rope_freq_base(flat(config).rope.theta)
     writer.add_eos_token_id(2)
+    for key, value in (sampling or {}).items():
+        if isinstance(value, int):
+            writer.add_int32(f"general.sampling.{key}", value)
+        else:
+            writer.add_float32(f"general.sampling.{key}", value)
+    if title:
+        writer.add_name(title)
     if tokens is not None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -53,8 +53,8 @@ def check_error(response: httpx.Response, status: int, code: str | None = None) 
 LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
 
 
-def _tool(parameters: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "a", "parameters": parameters}}
+def _tool(parameters: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "a", "parameters": parameters, **fields}}
 
 
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
@@ -63,7 +63,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     *[({"max_completion_tokens": value}, "max_completion_tokens") for value in (0, -2)],
     *[({"temperature": value}, "temperature") for value in (-1, 2.1, 1e308, "warm")],
     *[({"seed": value}, "seed") for value in (2**63, -(2**63) - 1, 1.5)],
-    *[({"stop": value}, "stop") for value in (["a"] * 65, [""], ["x" * 257], ["a"] * 1000, "x" * 10_000, "", 3, [3])],
+    *[({"stop": value}, "stop") for value in (["a"] * 65, ["x" * 257], ["a"] * 1000, "x" * 10_000, 3, [3])],
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": [1 << 32]}, "stop_token_ids"),
     ({"ignore_eos": "yes"}, "ignore_eos"),
@@ -100,12 +100,12 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
         for value in (
             [{"type": "function"}],
             [{"type": "code"}],
-            [{"type": "function", "function": {"name": "a b"}}],
-            [TOOL, TOOL],
+            [{"type": "function", "function": {"name": "a" * 257}}],
+            [TOOL, {"type": "function", "function": TOOL["function"] | {"description": "another"}}],
             [TOOL] * 10_000,
             [{"type": "function", "function": {"name": "a", "parameters": 3}}],
-            [_tool(LOOP)],
-            [_tool({"properties": {"x": {"type": "string", "pattern": "(("}}})],
+            [_tool(LOOP, strict=True)],
+            [_tool({"properties": {"x": {"type": "string", "pattern": "(("}}}, strict=True)],
             [_tool({"properties": {"x": {"description": "y" * 300_000}}})],
             "all",
         )

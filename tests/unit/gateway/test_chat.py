@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import pytest
+
 from edgepipe.errors import StageLost
 from edgepipe.gateway.connections import ConnectionLimits
 from edgepipe.gateway.engine_link import LinkLimits
@@ -112,6 +114,14 @@ async def test_an_editor_s_list_of_stop_strings_is_taken(served: Served) -> None
     ]
     body = (await served.chat(stop=[*stops, "<|fim_prefix|>", " Paris"])).json()
     assert body["choices"][0]["message"]["content"] == "The capital of France is"
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["", None, " of "], [None, "capital"]])
+async def test_stop_strings_without_text_are_left_out(served: Served, stop: object) -> None:
+    answer = (await served.chat(stop=stop)).json()["choices"][0]["message"]["content"]
+    text = "The capital of France is Paris."
+    shown = [each for each in stop if each] if isinstance(stop, list) else []
+    assert answer == (text.partition(shown[0])[0] if shown else text)
 
 
 async def test_completions_take_text_ids_and_lists_of_either(served: Served) -> None:

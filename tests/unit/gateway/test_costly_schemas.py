@@ -13,7 +13,8 @@ from edgepipe.gateway.formats.hermes import HERMES
 from edgepipe.gateway.grammar_trial import GrammarTrial
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import CompletionBody
-from edgepipe.gateway.structured import GrammarCompiler, choose_tools, plan_output
+from edgepipe.gateway.structured import GrammarCompiler, plan_output
+from edgepipe.gateway.tool_choice import choose_tools
 from edgepipe.sampling.grammar import json_grammar
 from tests.support.costly_schemas import multiples_in_a_range
 

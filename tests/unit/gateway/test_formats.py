@@ -15,8 +15,9 @@ from edgepipe.gateway.answer_reader import AnswerFormat, AnswerReader
 from edgepipe.gateway.formats.chat_format import ChatFormat, Reasoning
 from edgepipe.gateway.formats.detect import FORMATS, detect_format
 from edgepipe.gateway.schema import CompletionBody
-from edgepipe.gateway.structured import GrammarCompiler, choose_tools, plan_output
+from edgepipe.gateway.structured import GrammarCompiler, plan_output
 from edgepipe.gateway.tool_calls import Call, Scanned, joined_calls
+from edgepipe.gateway.tool_choice import choose_tools
 from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
 from edgepipe.model.token_marks import TOOL_MARKS
 from edgepipe.model.tokenizer import Tokenizer

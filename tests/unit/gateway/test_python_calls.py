@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from edgepipe.gateway.formats.chat_format import ChatFormat
 from edgepipe.gateway.formats.detect import FORMATS
-from edgepipe.gateway.structured import GrammarCompiler, choose_tools, plan_output
+from edgepipe.gateway.structured import GrammarCompiler, plan_output
 from edgepipe.gateway.tool_calls import Call
+from edgepipe.gateway.tool_choice import choose_tools
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import GrammarTokenizer, check_grammar
 from tests.unit.gateway.test_formats import Answer, read, takes, vocabulary
