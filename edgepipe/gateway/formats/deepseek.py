@@ -1,4 +1,4 @@
-"""DeepSeek's calls. Sources: the chat templates of DeepSeek-V3-0324, V3.1 and V3.2."""
+"""DeepSeek's calls. Sources: the chat templates of DeepSeek-V3-0324, V3.1, V3.2 and V4."""
 
 from __future__ import annotations
 
@@ -73,11 +73,12 @@ DEEPSEEK_V31 = ChatFormat(
 )
 """A name and arguments."""
 
-DEEPSEEK_V32 = tagged_format(
-    "deepseek-v3.2",
-    Tags(
-        opening="<｜DSML｜function_calls>",
-        closing="</｜DSML｜function_calls>",
+
+def _dsml(name: str, calls: str) -> ChatFormat:
+    """Make the format of V3.2 and later; ``calls``: name of the tag around a group."""
+    tags = Tags(
+        opening=f"<｜DSML｜{calls}>",
+        closing=f"</｜DSML｜{calls}>",
         call='<｜DSML｜invoke name="NAME">',
         call_end="</｜DSML｜invoke>",
         argument='<｜DSML｜parameter name="NAME" string="KIND">',
@@ -88,6 +89,13 @@ DEEPSEEK_V32 = tagged_format(
         before_argument="\n",
         before_call_end="\n",
         before_closing="\n",
-    ),
-)
+        tokens=("｜DSML｜",),
+    )
+    return tagged_format(name, tags)
+
+
+DEEPSEEK_V32 = _dsml("deepseek-v3.2", "function_calls")
 """Tags with names and texts; an attribute tells strings from JSON."""
+
+DEEPSEEK_V4 = _dsml("deepseek-v4", "tool_calls")
+"""As V3.2, in a tag of another name."""

@@ -45,11 +45,12 @@ class Tags:
     around_text: str = ""  # spaces on both sides of an argument's text, no part of it
     before_call_end: str = ""
     before_closing: str = ""
+    tokens: tuple[str, ...] = ()  # parts of the tags that are tokens
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Tokens of the format."""
-        return (self.opening, self.closing, *re.findall(r"<[^<>=\s]+>", self.argument), self.argument_end)
+        return (self.opening, self.closing, *re.findall(r"<[^<>=\s]+>", self.argument), self.argument_end, *self.tokens)
 
 
 class TaggedReader:
