@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -101,8 +101,6 @@ def template_turns(
         ]
     if traits.short_ids:
         _shorten_ids(turns)
-    if traits.chat.call_id is not None:
-        _rename_calls(turns, traits.chat.call_id)
     if not traits.knows_calls:
         _write_calls(turns, traits.chat)
     elif traits.arguments_as_text:
@@ -223,17 +221,6 @@ def _shorten_ids(turns: Sequence[Turn]) -> None:
     for turn in turns:
         if "tool_call_id" in turn:
             turn["tool_call_id"] = _short_id(turn["tool_call_id"])
-
-
-def _rename_calls(turns: Sequence[Turn], call_id: Callable[[str, int], str]) -> None:
-    """Name calls and their results as the model does: templates may write the id of a result only."""
-    known: dict[str, str] = {}
-    for turn in turns:
-        for index, call in enumerate(turn.get("tool_calls", ())):
-            name = call_id(call["function"]["name"], index)
-            known[call["id"]], call["id"] = name, name
-        if "tool_call_id" in turn:
-            turn["tool_call_id"] = known.get(turn["tool_call_id"], turn["tool_call_id"])
 
 
 def _short_id(known: str) -> str:

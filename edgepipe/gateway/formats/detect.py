@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from edgepipe.gateway.formats.chat_format import ChatFormat, Reasoning
 from edgepipe.gateway.formats.cohere import COHERE
-from edgepipe.gateway.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, DEEPSEEK_V4
+from edgepipe.gateway.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V4, DEEPSEEK_V31, DEEPSEEK_V32
 from edgepipe.gateway.formats.gemma import GEMMA4
 from edgepipe.gateway.formats.glm import GLM
 from edgepipe.gateway.formats.harmony import HARMONY

@@ -196,7 +196,7 @@ def _rules(functions: Functions, form: CallForm) -> list[str]:
 
 def _head_terminal(index: int, name: str) -> str:
     """Return the header of a call: its recipient stands before or after the channel."""
-    to, kind = rf" to=functions\.{re.escape(name)}", r" ?(<\|constrain\|>)?(json)?"
+    to, kind = rf" to=functions\.{re.escape(name)}", r"( ?<\|constrain\|>json| json)?"
     channel = r"<\|channel\|>(analysis|commentary)"
     return rf"HEAD_{index}: /({to}{channel}|{channel}{to}){kind}<\|message\|>/"
 

@@ -47,13 +47,9 @@ def _rules(functions: Functions, form: CallForm) -> list[str]:
     return ["answer: group | PLAIN", f"group: opening {group}", lazy_opening(_CALLS), *calls]
 
 
-def _call_id(name: str, index: int) -> str:
-    return f"functions.{name}:{index}"
-
-
 def _write(calls: Sequence[Call]) -> str:
     texts = [
-        f"{_CALL}{_call_id(call.name, index)}{_ARGUMENTS}{written_json(call.arguments)}{_CALL_END}"
+        f"{_CALL}functions.{call.name}:{index}{_ARGUMENTS}{written_json(call.arguments)}{_CALL_END}"
         for index, call in enumerate(calls)
     ]
     return f"{_CALLS}{''.join(texts)}{_CALLS_END}"
@@ -69,6 +65,5 @@ KIMI = ChatFormat(
     new_reader=_reader,
     call_rules=_rules,
     write=_write,
-    call_id=_call_id,
 )
 """``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`` in a section."""

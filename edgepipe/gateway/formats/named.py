@@ -76,7 +76,7 @@ class NamedReader:
         next_call      mark of a further call of the group
         lacks_opening  some models begin a group with the mark of its first call
         separators     characters that may stand after a call in its group
-        begun          beginning of a further call's head, where a group has calls without a mark; a closing then ends it
+        begun          beginning of a further call's head, where calls of a group have no mark; a closing then ends it
         """
         self._calls = calls
         self._functions = functions

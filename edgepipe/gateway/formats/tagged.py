@@ -39,13 +39,25 @@ class Tags:
     argument_end: str
     call_reading: re.Pattern[str]  # the name is group 1
     argument_reading: re.Pattern[str]  # the name is group 1; group 2, if any, is "true" for strings
+    one_call: bool = False  # models write one call in a group; several are read, too
     may_lack_opening: bool = False  # a call may begin without the opening, as some models write it
     before_call: str = ""  # layout: spaces after the opening
     before_argument: str = ""  # spaces before each argument
     around_text: str = ""  # spaces on both sides of an argument's text, no part of it
     before_call_end: str = ""
     before_closing: str = ""
+    no_arguments: str = ""  # spaces in a call without arguments, besides
     tokens: tuple[str, ...] = ()  # parts of the tags that are tokens
+
+    @property
+    def has_one_call(self) -> bool:
+        """Whether models write one call in a group."""
+        return self.one_call or not self.call_end
+
+    @property
+    def group_end(self) -> str:
+        """What a model writes after the last call."""
+        return f"{self.before_closing if self.call_end else ''}{self.closing}"
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -284,10 +296,9 @@ def tagged_format(name: str, tags: Tags) -> ChatFormat:
 
 
 def _write(tags: Tags, calls: Sequence[Call]) -> str:
-    if not tags.call_end:
-        return "\n".join(tags.opening + _written_call(tags, call) + tags.closing for call in calls)
-    body = "".join(f"{tags.before_call}{_written_call(tags, call)}" for call in calls)
-    return f"{tags.opening}{body}{tags.before_closing}{tags.closing}"
+    bodies = [f"{tags.before_call}{_written_call(tags, call)}" for call in calls]
+    groups = bodies if tags.has_one_call else ["".join(bodies)]
+    return "\n".join(f"{tags.opening}{body}{tags.group_end}" for body in groups)
 
 
 def _written_call(tags: Tags, call: Call) -> str:
@@ -296,7 +307,8 @@ def _written_call(tags: Tags, call: Call) -> str:
         f"{tags.argument_end}"
         for name, value in call.arguments.items()
     ]
-    return f"{_named(tags.call, call.name)}{''.join(arguments)}{tags.before_call_end}{tags.call_end}"
+    body = "".join(arguments) or tags.no_arguments
+    return f"{_named(tags.call, call.name)}{body}{tags.before_call_end}{tags.call_end}"
 
 
 def _head(tags: Tags, name: str, value: object) -> str:
@@ -316,10 +328,9 @@ def _rules(tags: Tags, functions: Functions, form: CallForm) -> list[str]:
     found = [_call_rules(tags, index, name, schema) for index, (name, schema) in enumerate(functions.items())]
     calls = [any_call(len(found)), *(rule for rules in found for rule in rules)]
     calls.append(f"text[lazy]: ANYTHING {_quoted(tags.around_text + tags.argument_end)}")
-    several = form.several and bool(tags.call_end)
-    more = f"({_spaces(tags.before_call)} call)*" if several else ""
+    more = f"({_spaces(tags.before_call)} call)*" if form.several and not tags.has_one_call else ""
     body = f"{_spaces(tags.before_call)} call {more} {_spaces(tags.before_closing)} {_quoted(tags.closing)}"
-    again = r" (/\s{1,2}/ forced)*" if form.several and not tags.call_end else ""
+    again = r" (/\n{0,2}/ forced)*" if form.several and tags.has_one_call else ""
     if form.forced:
         return [f"answer: forced{again}", f"forced: {_quoted(tags.opening)} {body}", *calls]
     return [free_start("tag", several=form.several), f"tag: opening {body}", lazy_opening(tags.opening), *calls]
@@ -337,7 +348,10 @@ def _call_rules(tags: Tags, index: int, name: str, schema: Schema) -> list[str]:
     if schema.get("additionalProperties", True) is not False:
         rules.append(f"other_{index}: {_other_rule(tags)}")
         parts.append(f"other_{index}*")
-    body = " ".join([_quoted(_named(tags.call, name)), *parts])
+    arguments = " ".join(parts)
+    if tags.no_arguments and all(part.endswith(("?", "*")) for part in parts):
+        arguments = f"({arguments} | {_quoted(tags.no_arguments)})" if parts else _spaces(tags.no_arguments)
+    body = f"{_quoted(_named(tags.call, name))} {arguments}"
     end = f"{_spaces(tags.before_call_end)} {_quoted(tags.call_end)}" if tags.call_end else ""
     return [f"call_{index}: {body} {end}", *rules]
 
