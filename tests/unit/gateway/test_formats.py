@@ -645,6 +645,32 @@ async def test_grammars_take_what_models_write(vocabulary: GrammarTokenizer, cha
         assert takes(vocabulary, one, several).startswith("refused")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen-coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>\n" * 2),
+        ("seed", "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>\n" * 2),
+        ("glm", "<tool_call>now</tool_call>" * 2),
+        ("glm", "<tool_call>now\n</tool_call>\n" * 2),
+        (
+            "deepseek-v4",
+            '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        ),
+        ("harmony", " to=functions.now<|channel|>commentary json<|message|>{}"),
+        ("harmony", "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"),
+    ],
+)
+async def test_required_calls_may_have_the_layout_of_templates(
+    vocabulary: GrammarTokenizer, name: str, text: str
+) -> None:
+    assert takes(vocabulary, await grammar_of(BY_NAME[name], tool_choice="required"), text.rstrip("\n")) == "ends"
+
+
+async def test_a_function_s_name_ends_where_the_header_goes_on(vocabulary: GrammarTokenizer) -> None:
+    text = "<|channel|>commentary to=functions.nowjson<|message|>{}"
+    assert takes(vocabulary, await grammar_of(BY_NAME["harmony"]), text).startswith("refused")
+
+
 async def test_calls_in_python_may_have_json_s_words_and_either_quotes(vocabulary: GrammarTokenizer) -> None:
     grammar = await grammar_of(BY_NAME["lfm2"], tool_choice="required")
     for arguments in (

@@ -60,7 +60,8 @@ TEMPLATES = {
     "deepseek-v4": template(
         '<｜DSML｜invoke name="{{ f.name }}">{{ "\\n" }}{% for key, value in f.arguments | items %}'
         "<｜DSML｜parameter name=\"{{ key }}\" string=\"{{ 'true' if value is string else 'false' }}\">"
-        f"{VALUE}</｜DSML｜parameter>{{{{ '\\n' }}}}{{% else %}}{{{{ '\\n' }}}}{{% endfor %}}</｜DSML｜invoke>{{{{ '\\n' }}}}",
+        f"{VALUE}</｜DSML｜parameter>{{{{ '\\n' }}}}{{% else %}}{{{{ '\\n' }}}}{{% endfor %}}"
+        "</｜DSML｜invoke>{{ '\\n' }}",
         before="{{ '\\n\\n' }}<｜DSML｜tool_calls>{{ '\\n' }}",
         after="</｜DSML｜tool_calls>",
     ),
@@ -85,6 +86,6 @@ async def test_random_outputs_differ_and_are_the_same_again() -> None:
 
 
 def test_a_list_in_python_is_read_as_a_list() -> None:
-    text = "<seed:tool_call>\n<function=list-all>\n<parameter=flags>[True, False]</parameter>\n</function>\n</seed:tool_call>"
-    found = Family(TEMPLATES["seed"]).read(Output(text=text), 5)
+    call = "<function=list-all>\n<parameter=flags>[True, False]</parameter>\n</function>"
+    found = Family(TEMPLATES["seed"]).read(Output(text=f"<seed:tool_call>\n{call}\n</seed:tool_call>"), 5)
     assert found == Turn(calls=[("list-all", {"flags": [True, False]})])
