@@ -82,7 +82,8 @@ class TaggedReader:
         self._marks: list[str] = []  # tags since the content ended; content if no call follows
         self._content: list[str] = []
         self._schema: Schema = {}  # of the current function
-        self._argument = _Argument(calls, _STRING, around="")
+        self._argument = _Argument(calls, _STRING, before="")
+        self._ending = ""  # of the argument's text; chosen at its beginning
         self._num_arguments = 0
         self._starts = (tags.opening, _before_name(tags.call)) if tags.may_lack_opening else (tags.opening,)
         self._start = re.compile("|".join(map(re.escape, self._starts)))
@@ -192,18 +193,24 @@ class TaggedReader:
             allowed = _STRING if found[2] == "true" else allowed - _STRING or allowed
         self._calls.arguments(("{" if not self._num_arguments else ", ") + json.dumps(name, ensure_ascii=False) + ": ")
         self._num_arguments += 1
-        self._argument = _Argument(self._calls, allowed, around=self._tags.around_text)
+        self._argument, self._ending = _Argument(self._calls, allowed, before=self._tags.around_text), ""
         self._state = self._value
 
     def _value(self, text: str, at: int) -> int:
-        """State: in an argument's text."""
-        found = text.find(self._tags.argument_end, at)
+        """State: in an argument's text.
+
+        A text that begins on a line of its own also ends on one: a tag within a line is part of it.
+        """
+        if not self._ending:
+            around = self._tags.around_text if text.startswith(self._tags.around_text, at) else ""
+            self._ending = around + self._tags.argument_end
+        found = text.find(self._ending, at)
         if found >= 0:
             self._argument.add(text[at:found])
             self._argument.end()
             self._state = self._call
-            return found + len(self._tags.argument_end)
-        keep = overlap(text, at, self._tags.argument_end)
+            return found + len(self._ending)
+        keep = overlap(text, at, self._ending)
         self._argument.add(text[at : len(text) - keep])
         self._pending = text[len(text) - keep :]
         return len(text)
@@ -242,13 +249,12 @@ class TaggedReader:
 class _Argument:
     """One argument's text as it becomes JSON."""
 
-    def __init__(self, calls: CallNews, allowed: frozenset[str], *, around: str) -> None:
-        """``around``: spaces on both sides that are no part of the text."""
+    def __init__(self, calls: CallNews, allowed: frozenset[str], *, before: str) -> None:
+        """``before``: spaces before the text that are no part of it."""
         self._calls = calls
         self._allowed = allowed
-        self._around = around
+        self._before = before
         self._parts: list[str] = []  # of a value whose type shows at its end
-        self._held = ""  # end of a string that may be the spaces around it
         self._begun = False
 
     def add(self, text: str) -> None:
@@ -256,22 +262,18 @@ class _Argument:
         if self._allowed != _STRING:
             self._parts.append(text)
             return
-        text = self._held + text
         if not self._begun and text:
             self._begun = True
             self._calls.arguments('"')
-            text = text.removeprefix(self._around)
-        shown = text.removesuffix(self._around)
-        self._held = text[len(shown) :]
-        self._calls.arguments(json.dumps(shown, ensure_ascii=False)[1:-1])
+            text = text.removeprefix(self._before)
+        self._calls.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def end(self) -> None:
         """Take the end of the text."""
         if self._allowed == _STRING:
             self._calls.arguments('"' if self._begun else '""')
             return
-        text = "".join(self._parts).removeprefix(self._around).removesuffix(self._around)
-        self._calls.arguments(typed_json(text, self._allowed))
+        self._calls.arguments(typed_json("".join(self._parts).removeprefix(self._before), self._allowed))
 
 
 def begins(text: str, at: int, marks: Sequence[str]) -> bool:

@@ -300,6 +300,18 @@ TRANSCRIPTS: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
         "",
         [("get_weather", {"city": "</function_calls>", "hours": None})],
     ),
+    (  # a tag within a line, texts without lines of their own
+        "qwen-coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n<parameter=a>\nb</parameter> c\n\n</parameter>\n"
+        "<parameter=days>3</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n"
+        "<parameter=city>\n</parameter>\n<parameter=days>\n4</parameter>\n</parameter>\n</function>\n</tool_call>",
+        "",
+        "",
+        [
+            ("get_weather", {"city": "<parameter=a>\nb</parameter> c\n", "days": 3}),
+            ("get_weather", {"city": "", "days": "4</parameter>"}),
+        ],
+    ),
     # calls of DeepSeek-V4, Kimi K2 and Seed-OSS, in the form of their chat templates
     (
         "deepseek-v4",
