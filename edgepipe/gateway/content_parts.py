@@ -34,7 +34,7 @@ def with_reasoning(fields: dict[str, Any]) -> dict[str, Any]:
     Clients send reasoning back in fields of three names, or as parts of the content.
     """
     fields = dict(fields)
-    given = [fields.pop(name) for name in _REASONING_NAMES if isinstance(fields.get(name), str)]
+    given: list[str] = [fields.pop(name) for name in _REASONING_NAMES if isinstance(fields.get(name), str)]
     content = fields.get("content")
     if isinstance(content, list):
         given.append("".join(map(_reasoning, cast("list[object]", content)[:MAX_PARTS])))
