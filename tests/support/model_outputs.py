@@ -42,7 +42,7 @@ ENDS = (
         "<|call|>",
     ),
     *("<｜end▁of▁sentence｜>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<|END_OF_TURN_TOKEN|>", "</s>"),
-    *("<seed:eos>", "[e~[", "<|observation|>", "<|user|>", "<SPECIAL_12>"),
+    *("<seed:eos>", "[e~[", "<｜tool▁outputs▁begin｜>", "<|observation|>", "<|user|>", "<SPECIAL_12>"),
 )
 """Texts that end a turn."""
 
@@ -215,8 +215,9 @@ class Family:
         return Output(text=plain.text[:first] + text, in_reasoning=plain.in_reasoning)
 
     def _takes_several(self) -> bool:
+        """Return whether the template writes several calls in a turn."""
         try:
-            return bool(self.written(TURNS["two calls"]).text)
+            return len(self.read(self.written(TURNS["two calls"]), 3).calls) > 1
         except FAILURES:
             return False
 
@@ -254,9 +255,12 @@ class Family:
 
 
 def _kept(turn: Turn, text: str) -> Turn:
-    """Return the parts of a turn that a template writes: some leave out content beside calls, or reasoning."""
-    content = turn.content if turn.content in text else ""
-    return replace(turn, content=content, reasoning=turn.reasoning if turn.reasoning in text else "")
+    """Return the parts of a turn that a template writes in it: some leave out content beside calls, or reasoning.
+
+    Others have one call in a turn, or content and calls in turns of their own.
+    """
+    content, reasoning = (part if part in text else "" for part in (turn.content, turn.reasoning))
+    return Turn(content=content, reasoning=reasoning, calls=[call for call in turn.calls if call[0] in text])
 
 
 def _bare(text: str, *, channels: bool) -> str:
@@ -269,15 +273,15 @@ def _bare(text: str, *, channels: bool) -> str:
 def same_text(one: str, other: str) -> bool:
     """Return whether two texts of a turn are equal.
 
-    Not compared: spaces around them and before the end of a group of calls, random ids of calls (Mistral), and the
-    header of harmony's calls.
+    Not compared: spaces around them and before the end of a group of calls, that end of DeepSeek's groups, which a
+    template leaves out before results, random ids of calls (Mistral), and the header of harmony's calls.
     """
     return _compared(one) == _compared(other)
 
 
 def _compared(text: str) -> str:
     text = re.sub(r', "id": "\w{9}"|\[CALL_ID\]\w{9}', "", text).strip()
-    text = re.sub(r"\s+(?=\]?<\|END_ACTION\|>|<｜tool▁calls▁end｜>)", "", text)
+    text = re.sub(r"\s+(?=\]?<\|END_ACTION\|>)|\s*<｜tool▁calls▁end｜>$", "", text)
     channel, kind = r"(?:<\|channel\|>\w+)?", r"(?: ?<\|constrain\|>json| json)?"
     return re.sub(rf"{channel} ?to=(functions\.[\w-]+){channel}{kind}(?=<\|message\|>)", r"to=\1", text)
 
