@@ -79,7 +79,8 @@ class _FramedReader:
     def __init__(self, rest: TextReader, closing: str) -> None:
         self._rest = rest
         self._closing = closing
-        self._held = ""  # text that may be the mark, with the spaces after it
+        self._pending = ""  # text that may be an incomplete mark
+        self._end: list[str] = []  # the mark and spaces after it: the end of the answer if no other text follows
 
     @property
     def in_call(self) -> bool:
@@ -88,18 +89,23 @@ class _FramedReader:
 
     def push(self, text: str) -> Scanned:
         """See TextReader."""
-        text = self._held + text
-        ended = text.rstrip().endswith(self._closing)
-        start = text.rindex(self._closing) if ended else len(text) - overlap(text, 0, self._closing)
-        self._held = text[start:]
-        return self._rest.push(text[:start])
+        if self._end and not text.strip():
+            self._end.append(text)
+            return Scanned()
+        text = "".join([*self._end, self._pending, text])
+        bare = text.rstrip()
+        if bare.endswith(self._closing):
+            end = len(bare) - len(self._closing)
+            self._end, self._pending = [text[end:]], ""
+        else:
+            end = len(text) - overlap(text, 0, self._closing)
+            self._end, self._pending = [], text[end:]
+        return self._rest.push(text[:end])
 
     def finish(self, *, followed_by: str | None = None) -> Scanned:
         """See TextReader."""
-        held, self._held = self._held, ""
-        if held.startswith(self._closing) or (
-            followed_by is not None and begins(held + followed_by, 0, (self._closing,))
-        ):
+        held, self._pending = self._pending, ""
+        if followed_by is not None and begins(held + followed_by, 0, (self._closing,)):
             held = ""
         first, last = self._rest.push(held), self._rest.finish(followed_by=followed_by)
         return Scanned(first.content + last.content, joined_calls([*first.calls, *last.calls]))

@@ -79,7 +79,8 @@ class ReasoningSpans:
         self._inside = inside
         self._begun = False  # the answer has begun
         self._follows = False  # the last span was the closing mark, or spaces after it
-        self._held = ""  # text that may be an incomplete mark, with the spaces before it
+        self._spaces: list[str] = []  # before the first text, until it is known whether reasoning begins
+        self._held = ""  # text that may be an incomplete mark
 
     def feed(self, text: str) -> Sequence[Span]:
         """See Spans."""
@@ -91,7 +92,8 @@ class ReasoningSpans:
 
     def rest(self) -> Span:
         """See Spans."""
-        held, self._held = self._held, ""
+        held = "".join([*self._spaces, self._held])
+        self._spaces, self._held = [], ""
         return held, not self._inside
 
     def _reasoning(self, text: str, found: list[Span]) -> str:
@@ -112,11 +114,14 @@ class ReasoningSpans:
             found.append((text[: len(text) - len(bare)], False))
             self._follows = not bare
             return bare
-        if not self._begun and not bare.startswith(opening):
-            if opening.startswith(bare):
-                self._held = text
+        if not self._begun:
+            self._spaces.append(text[: len(text) - len(bare)])
+            if opening.startswith(bare) and bare != opening:
+                self._held = bare
                 return ""
-            self._begun = True
+            self._begun = not bare.startswith(opening)
+            found.append(("".join(self._spaces), self._begun))
+            self._spaces, text = [], bare
         if self._begun and not self._marks.anywhere:
             found.append((text, True))
             return ""
