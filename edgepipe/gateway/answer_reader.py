@@ -39,7 +39,7 @@ class AnswerReader:
         if answer.functions or chat.has_channels or chat.frames_content:
             reader = chat.new_reader(self._calls, answer.functions)
         if chat.reasoning is not None:
-            reader = _ReasoningReader(chat.reasoning, reader, inside=answer.in_reasoning)
+            reader = _ReasoningReader(chat.reasoning, reader, inside=answer.in_reasoning, frame=chat.answer_frame)
         self._reader = reader
 
     @property
@@ -75,14 +75,56 @@ class _PlainReader:
         return Scanned()
 
 
+class _FramedReader:
+    """Takes the mark at the end of an answer away; another reader reads the rest. See TextReader."""
+
+    def __init__(self, rest: TextReader, closing: str) -> None:
+        self._rest = rest
+        self._closing = closing
+        self._pending = ""  # text that may be an incomplete mark
+        self._end: list[str] = []  # the mark and spaces after it: the end of the answer if no other text follows
+
+    @property
+    def in_call(self) -> bool:
+        """See TextReader."""
+        return self._rest.in_call
+
+    def push(self, text: str) -> Scanned:
+        """See TextReader."""
+        if self._end and not text.strip():
+            self._end.append(text)
+            return Scanned()
+        text = "".join([*self._end, self._pending, text])
+        bare = text.rstrip()
+        if bare.endswith(self._closing):
+            end = len(bare) - len(self._closing)
+            self._end, self._pending = [text[end:]], ""
+        else:
+            end = len(text) - overlap(text, 0, self._closing)
+            self._end, self._pending = [], text[end:]
+        return self._rest.push(text[:end])
+
+    def finish(self, *, followed_by: str | None = None) -> Scanned:
+        """See TextReader."""
+        held, self._pending = self._pending, ""
+        if followed_by is not None and begins(held + followed_by, 0, (self._closing,)):
+            held = ""
+        first, last = self._rest.push(held), self._rest.finish(followed_by=followed_by)
+        return Scanned(first.content + last.content, joined_calls([*first.calls, *last.calls]))
+
+
 class _ReasoningReader:
     """Takes reasoning out of a text; another reader reads the rest. See TextReader.
 
     Spaces around reasoning are dropped, and those between it and the content.
     """
 
-    def __init__(self, marks: Reasoning, rest: TextReader, *, inside: bool) -> None:
+    def __init__(
+        self, marks: Reasoning, rest: TextReader, *, inside: bool, frame: tuple[str, str] | None = None
+    ) -> None:
+        """``frame``: marks around an answer that follows reasoning."""
         self._marks = marks
+        self._frame = frame
         self._rest = rest
         self._state: Callable[[str, int], int] = self._begin if inside else self._before
         self._pending = ""  # text that may be an incomplete mark
@@ -109,8 +151,10 @@ class _ReasoningReader:
         held = "" if self._state == self._begin else "".join([*self._held, self._pending])
         self._held, self._pending = [], ""
         inside = self._state == self._reasoning
-        mark = self._marks.closing if inside else self._marks.opening
-        if held and (followed_by is None or not begins((held + followed_by).lstrip(), 0, (mark,))):
+        marks = (self._marks.closing,) if inside else (self._marks.opening,)
+        if self._state == self._after and self._frame is not None:
+            marks = self._frame
+        if held and (followed_by is None or not begins((held + followed_by).lstrip(), 0, marks)):
             if inside:
                 self._think(held)
             else:
@@ -182,6 +226,13 @@ class _ReasoningReader:
         """State: after reasoning: spaces are no content."""
         if text[at].isspace():
             return at + 1
+        opening, closing = self._frame or ("", "")
+        if opening and text.startswith(opening, at):
+            self._rest, self._frame = _FramedReader(self._rest, closing), None
+            return at + len(opening)
+        if opening.startswith(text[at:]):
+            self._pending = text[at:]
+            return len(text)
         self._state = self._before if self._marks.anywhere else self._content
         return at
 

@@ -9,6 +9,7 @@ from functools import partial
 
 from edgepipe.gateway.admission import Ticket
 from edgepipe.gateway.answer_reader import AnswerFormat, AnswerReader
+from edgepipe.gateway.answer_stops import answer_stops
 from edgepipe.gateway.generation import Generation
 from edgepipe.gateway.metrics import RequestMeter
 from edgepipe.gateway.models import Assets, ModelEntry
@@ -158,7 +159,7 @@ def _tracks(completion: Completion, prompt: int, generation: Generation, assets:
                 keep=completion.answer.marks if completion.answer is not None else (),
                 before=generation.request.prompt if completion.continues else (),
             ),
-            stops=completion.stops,
+            stops=answer_stops(completion.stops, completion.answer),
             stop_token_ids=generation.request.stop_token_ids,
         )
         reader = _reader(completion, generation, choice)

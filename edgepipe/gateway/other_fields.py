@@ -166,7 +166,6 @@ NO_EFFECT: Mapping[str, str] = {
     "prompt_cache_key": "the prefix cache is always on",
     "prompt_cache_options": "the prefix cache is always on",
     "prompt_cache_retention": "the prefix cache is always on",
-    "refusal": "in a turn: models see content",
     "request_id": "the header X-Request-Id names a request",
     "return_progress": "edgepipe sends no progress",
     "safety_identifier": "edgepipe sends no reports about users",

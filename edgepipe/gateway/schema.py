@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
+from edgepipe.gateway.content_parts import Content, LongText, with_reasoning
 from edgepipe.gateway.other_fields import CHAT, COMPLETION, GENERATION, MESSAGE, TOKENIZE, RefusedFields
 from edgepipe.gateway.problems import HttpProblem, bad_request
 
@@ -34,8 +35,6 @@ MAX_STOP_CHARS = 256
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - 1  # the context is a lower bound
 MAX_TOOLS = 128
-MAX_PARTS = 2048  # parts of a message's content
-MAX_TEXT_CHARS = 8 << 20  # characters of one text: a body has at most as many
 MAX_PROMPT_IDS = 1 << 20  # ids of one prompt, which fit one message to an engine
 MAX_CONVERSATION_CHARS = 4 << 20  # the limit of templates
 MAX_CALLS = 4096  # in all earlier turns together
@@ -55,24 +54,6 @@ def _stops(value: object) -> object:
     return (
         [each for each in cast("list[object]", stops) if each not in ("", None)] if isinstance(stops, list) else stops
     )
-
-
-def _joined_text(value: object) -> object:
-    """Join a list of text parts to a text."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be text or a list of text parts")
-    if len(cast("list[object]", value)) > MAX_PARTS:
-        raise ValueError(f"it has more than {MAX_PARTS} parts")
-    texts: list[str] = []
-    for part in cast("list[object]", value):
-        fields = cast("dict[str, object]", part) if isinstance(part, dict) else dict[str, object]()
-        text = fields.get("text")
-        if fields.get("type") != "text" or not isinstance(text, str):
-            raise ValueError("only parts like {'type': 'text', 'text': '...'} are supported")
-        texts.append(text)
-    return "".join(texts)
 
 
 def _prompts(value: object) -> object:
@@ -114,7 +95,6 @@ TokenLimitFromZero = Annotated[
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_IDS)]
-LongText = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 Prompt = LongText | TokenIds
 Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
 Text = Annotated[str, Field(max_length=256)]
@@ -165,17 +145,6 @@ class WithoutNulls(Checked):
         if not isinstance(raw, dict):
             return raw
         return {name: value for name, value in cast("dict[str, object]", raw).items() if value is not None}
-
-
-class TextPart(Checked):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: LongText
-
-
-_Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
-Content = Annotated[LongText | None, BeforeValidator(_joined_text, json_schema_input_type=LongText | _Parts | None)]
 
 
 class StreamOptions(Checked):
@@ -360,9 +329,16 @@ class Message(Checked):
     name: Text | None = None
     reasoning_content: LongText | None = None
     reasoning: LongText | None = None  # another name of it
+    thinking: LongText | None = None  # a third one
+    refusal: Annotated[LongText | None, Field(exclude=True)] = None  # content of a turn that has no other
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Text | None = None
     function_call: FunctionCall | None = None  # a call in the form of older clients
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_reasoning(cls, raw: Any) -> Any:
+        return with_reasoning(cast("dict[str, Any]", raw)) if isinstance(raw, dict) else raw
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
@@ -388,8 +364,7 @@ def _num_chars(message: Message) -> int:
     called = [call.function for call in message.tool_calls or ()]
     called += [message.function_call] if message.function_call is not None else []
     calls = sum(len(function.arguments) for function in called)
-    thoughts = (message.reasoning_content or "") + (message.reasoning or "")
-    return len(message.content or "") + len(thoughts) + calls
+    return len(message.content or "") + len(message.reasoning_content or "") + calls
 
 
 def _bounded(messages: list[Message]) -> list[Message]:

@@ -25,8 +25,20 @@ class Detokenizer(Protocol):
         ...
 
 
+class Stops(Protocol):
+    """Finds the first stop string of one choice. ``StopMatcher``, and ``answer_stops`` for chats, implement it."""
+
+    def push(self, piece: str) -> tuple[str, str]:
+        """Return text that is now safe to show, and the stop string that ended it (not shown), or ""."""
+        ...
+
+    def finish(self) -> tuple[str, str]:
+        """Return the text held back, at the end of the text, and the stop string that ended it, or ""."""
+        ...
+
+
 class StopMatcher:
-    """Finds the first stop string in text that arrives in pieces.
+    """Finds the first stop string in text that arrives in pieces; see Stops.
 
     The result does not depend on the pieces: the match that ends first wins, and of several that end together the
     longest. The matcher holds back text that may still become a stop string.
@@ -37,7 +49,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, str]:
-        """Return text that is now safe to show, and the stop string that ended it (not shown), or ""."""
+        """See Stops."""
         text = self._held + piece
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
@@ -48,10 +60,10 @@ class StopMatcher:
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], ""
 
-    def finish(self) -> str:
-        """Return the text held back, which is no stop string."""
+    def finish(self) -> tuple[str, str]:
+        """See Stops. The text held back is no stop string."""
         held, self._held = self._held, ""
-        return held
+        return held, ""
 
     def _may_continue(self, text: str) -> int:
         """Return the length of the longest end of ``text`` that begins a stop string. No stop string is in ``text``."""
@@ -123,12 +135,12 @@ class ChoiceText:
         choice: int,
         *,
         new_detokenizer: Callable[[], Detokenizer],
-        stops: Sequence[str],
+        stops: Stops,
         stop_token_ids: frozenset[int],
     ) -> None:
         self._choice = choice
         self._detokenizer = new_detokenizer()
-        self._matcher = StopMatcher(stops)
+        self._stops = stops
         self._stop_token_ids = stop_token_ids
         self.num_tokens = 0  # tokens of the log that count for this choice
         self.finished = False
@@ -138,17 +150,19 @@ class ChoiceText:
         pieces: list[str] = []
         for index, token_id in enumerate(ids):
             self.num_tokens += 1
-            shown, stopped = self._matcher.push(self._decode(token_id))
+            shown, stopped = self._stops.push(self._decode(token_id))
             pieces.append(shown)
             if stopped:
                 return self._stop(pieces, ids[: index + 1], stopped)
         if ending is None:
             return Delta(choice=self._choice, text="".join(pieces), ids=tuple(ids))
-        shown, stopped = self._matcher.push(self._detokenizer.finish())
+        shown, stopped = self._stops.push(self._detokenizer.finish())
         pieces.append(shown)
+        if not stopped:
+            shown, stopped = self._stops.finish()
+            pieces.append(shown)
         if stopped:
             return self._stop(pieces, ids, stopped)
-        pieces.append(self._matcher.finish())
         self.finished = True
         return Delta(choice=self._choice, text="".join(pieces), ids=tuple(ids), finish_reason=ending)
 

@@ -48,8 +48,18 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+_OF_LISTS = frozenset(("append", "extend", "insert", "pop", "remove", "reverse"))
+
+
 class _Environment(ImmutableSandboxedEnvironment):
-    """Rejects unsafe access at once; the base class returns an empty value that fails only when used."""
+    """Rejects unsafe access at once; the base class returns an empty value that fails only when used.
+
+    Templates may change lists (Kimi K2's does): each rendering has variables of its own.
+    """
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Return whether a template may use an attribute."""
+        return (type(obj) is list and attr in _OF_LISTS) or super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         raise SecurityError(f"access to attribute '{attribute}' of '{type(obj).__name__}' is unsafe")

@@ -38,6 +38,9 @@ TOOL_MARKS = (
     *("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
     *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
     *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<TOOLCALL>", "</TOOLCALL>"),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+    *("<|tool_call_argument_begin|>", "<|tool_call_end|>", "｜DSML｜"),
+    *("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"),
     *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>"),
     *("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
 )

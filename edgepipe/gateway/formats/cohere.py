@@ -15,6 +15,7 @@ from edgepipe.sampling.grammar import json_rule
 
 _OPENING, _CLOSING = "<|START_ACTION|>", "<|END_ACTION|>"
 _AROUND_CONTENT = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
+_SPACES = r"/\n? {0,8}/"
 _BEFORE_NUMBER = '{"tool_call_id": "'
 
 
@@ -23,8 +24,8 @@ def _after_number(name: str) -> str:
 
 
 def _rules(functions: Functions, form: CallForm) -> list[str]:
-    more = r'("," /\s{0,8}/ call)*' if form.several else ""
-    group = rf'/\s{{0,8}}/ "[" /\s{{0,8}}/ call {more} /\s{{0,8}}/ "]" "{_CLOSING}"'
+    more = f'("," {_SPACES} call)*' if form.several else ""
+    group = f'"[" {_SPACES} call {more} {_SPACES} "]" "{_CLOSING}"'
     calls = [
         f"call_{index}: {json.dumps(_BEFORE_NUMBER)} /[0-9]{{1,4}}/ {json.dumps(_after_number(name))} "
         f'{json_rule(schema)} "}}"'

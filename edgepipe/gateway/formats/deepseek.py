@@ -1,4 +1,4 @@
-"""DeepSeek's calls. Sources: the chat templates of DeepSeek-V3-0324, V3.1 and V3.2."""
+"""DeepSeek's calls. Sources: the chat templates of DeepSeek-V3-0324, V3.1, V3.2 and V4."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ def _reader(calls: CallNews, functions: Functions) -> NamedReader:
     )
 
 
-def _around(before: str, between: str, after: str) -> tuple[Callable[[Functions, CallForm], list[str]], _Writer]:
+def _around(
+    before: str, between: str, after: str, *, joint: str = ""
+) -> tuple[Callable[[Functions, CallForm], list[str]], _Writer]:
     def rules(functions: Functions, form: CallForm) -> list[str]:
         calls = [
             f"call_{index}: {_quoted(_CALL + before + name + between)} {json_rule(schema)} {_quoted(after + _CALL_END)}"
             for index, (name, schema) in enumerate(functions.items())
         ]
-        more = r'("\n"? call)*' if form.several else ""
-        group = f'call {more} "\\n"? {_quoted(_CALLS_END)}'
+        more = f"({_quoted(joint) if joint else ''} call)*" if form.several else ""
+        group = f"call {more} {_quoted(_CALLS_END)}"
         calls.insert(0, any_call(len(calls)))
         if form.forced:
             return [f"answer: {_quoted(_CALLS)} {group}", *calls]
@@ -49,7 +51,7 @@ def _around(before: str, between: str, after: str) -> tuple[Callable[[Functions,
 
     def write(calls: Sequence[Call]) -> str:
         texts = [_CALL + before + call.name + between + written_json(call.arguments) + after for call in calls]
-        return _CALLS + "\n".join(text + _CALL_END for text in texts) + _CALLS_END
+        return _CALLS + joint.join(text + _CALL_END for text in texts) + _CALLS_END
 
     return rules, write
 
@@ -62,7 +64,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-_v3_rules, _v3_write = _around(f"function{_SEP}", f"\n{_FENCE}json\n", f"\n{_FENCE}")
+_v3_rules, _v3_write = _around(f"function{_SEP}", f"\n{_FENCE}json\n", f"\n{_FENCE}", joint="\n")
 _v31_rules, _v31_write = _around("", _SEP, "")
 
 DEEPSEEK_V3 = ChatFormat(name="deepseek-v3", marks=_MARKS, new_reader=_reader, call_rules=_v3_rules, write=_v3_write)
@@ -73,11 +75,12 @@ DEEPSEEK_V31 = ChatFormat(
 )
 """A name and arguments."""
 
-DEEPSEEK_V32 = tagged_format(
-    "deepseek-v3.2",
-    Tags(
-        opening="<｜DSML｜function_calls>",
-        closing="</｜DSML｜function_calls>",
+
+def _dsml(name: str, calls: str, *, no_arguments: str = "") -> ChatFormat:
+    """Make the format of V3.2 and later; ``calls``: name of the tag around a group. ``no_arguments``: see Tags."""
+    tags = Tags(
+        opening=f"<｜DSML｜{calls}>",
+        closing=f"</｜DSML｜{calls}>",
         call='<｜DSML｜invoke name="NAME">',
         call_end="</｜DSML｜invoke>",
         argument='<｜DSML｜parameter name="NAME" string="KIND">',
@@ -88,6 +91,14 @@ DEEPSEEK_V32 = tagged_format(
         before_argument="\n",
         before_call_end="\n",
         before_closing="\n",
-    ),
-)
+        no_arguments=no_arguments,
+        tokens=("｜DSML｜",),
+    )
+    return tagged_format(name, tags)
+
+
+DEEPSEEK_V32 = _dsml("deepseek-v3.2", "function_calls")
 """Tags with names and texts; an attribute tells strings from JSON."""
+
+DEEPSEEK_V4 = _dsml("deepseek-v4", "tool_calls", no_arguments="\n")
+"""As V3.2, in a tag of another name."""

@@ -7,17 +7,19 @@ from dataclasses import replace
 
 from edgepipe.gateway.formats.chat_format import ChatFormat, Reasoning
 from edgepipe.gateway.formats.cohere import COHERE
-from edgepipe.gateway.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32
+from edgepipe.gateway.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V4, DEEPSEEK_V31, DEEPSEEK_V32
 from edgepipe.gateway.formats.gemma import GEMMA4
 from edgepipe.gateway.formats.glm import GLM
 from edgepipe.gateway.formats.harmony import HARMONY
 from edgepipe.gateway.formats.hermes import HERMES
+from edgepipe.gateway.formats.kimi import KIMI
 from edgepipe.gateway.formats.listed import GRANITE, NEMOTRON_2, PHI
 from edgepipe.gateway.formats.llama import LLAMA
 from edgepipe.gateway.formats.minimax import MINIMAX
 from edgepipe.gateway.formats.mistral import MISTRAL, MISTRAL_ARGS
 from edgepipe.gateway.formats.python_calls import LFM2, OLMO
 from edgepipe.gateway.formats.qwen_coder import QWEN_CODER
+from edgepipe.gateway.formats.seed import SEED
 
 FORMATS = (
     HERMES,
@@ -35,6 +37,9 @@ FORMATS = (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     DEEPSEEK_V32,
+    DEEPSEEK_V4,
+    KIMI,
+    SEED,
     GEMMA4,
     LFM2,
     OLMO,
@@ -53,6 +58,9 @@ _SIGNS: tuple[tuple[ChatFormat, str], ...] = (
     (GEMMA4, r"<\|turn>"),
     (LFM2, r"<\|tool_(?:call|list)_start\|>|" + _both("keep_past_thinking", "List of tools: ")),
     (MINIMAX, r"<minimax:tool_call>"),
+    (KIMI, r"<\|tool_calls_section_begin\|>"),
+    (SEED, r"<seed:tool_call>"),
+    (DEEPSEEK_V4, _both("DSML", r"[^_]tool_calls>")),
     (DEEPSEEK_V32, r"DSML"),
     (DEEPSEEK_V3, r"tool▁sep｜>(?s:.{0,200})```json"),
     (DEEPSEEK_V31, r"tool▁calls▁begin"),

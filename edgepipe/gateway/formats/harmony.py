@@ -144,6 +144,36 @@ class HarmonyReader:
             self._gap[self._is_reasoning], self._shown[self._is_reasoning] = "", True
 
 
+class HarmonySpans(HarmonyReader):
+    """Cuts a text into spans, see ``answer_stops.Spans``: headers, ends of messages and reasoning are no answer."""
+
+    def __init__(self, functions: Functions) -> None:
+        super().__init__(CallNews(str), functions)
+        self._spans: list[tuple[str, bool]] = []
+
+    def feed(self, text: str) -> Sequence[tuple[str, bool]]:
+        """Take the next piece."""
+        self.push(text)
+        spans, self._spans = self._spans, []
+        return spans
+
+    def rest(self) -> tuple[str, bool]:
+        """Return what was held back, at the end of the text."""
+        return self._pending, self._state == self._body and not self._is_reasoning
+
+    def _header(self, text: str, at: int) -> int:
+        end = super()._header(text, at)
+        self._spans.append((text[at : end - len(self._pending)], False))
+        return end
+
+    def _body(self, text: str, at: int) -> int:
+        end = super()._body(text, at)
+        body = text[at : end - len(self._pending)]
+        mark = next(filter(body.endswith, _ENDS), "")
+        self._spans += [(body.removesuffix(mark), not self._is_reasoning), (mark, False)]
+        return end
+
+
 def _mark_overlap(text: str, at: int) -> int:
     """Return the length of the end of ``text[at:]`` that may begin a mark."""
     start = text.rfind("<", max(at, len(text) - _MAX_MARK_CHARS + 1))
@@ -166,7 +196,7 @@ def _rules(functions: Functions, form: CallForm) -> list[str]:
 
 def _head_terminal(index: int, name: str) -> str:
     """Return the header of a call: its recipient stands before or after the channel."""
-    to, kind = rf" to=functions\.{re.escape(name)}", r" ?(<\|constrain\|>)?(json)?"
+    to, kind = rf" to=functions\.{re.escape(name)}", r"( ?<\|constrain\|>json| json)?"
     channel = r"<\|channel\|>(analysis|commentary)"
     return rf"HEAD_{index}: /({to}{channel}|{channel}{to}){kind}<\|message\|>/"
 

@@ -6,6 +6,7 @@ Sources: the chat templates of granite-3.3-8b-instruct, Phi-4-mini-instruct and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from edgepipe.gateway.formats.chat_format import CallForm, ChatFormat, Functions
 from edgepipe.gateway.formats.json_calls import JsonReader, lazy_opening, object_rules, written_object
@@ -36,7 +37,11 @@ def _listed(name: str, opening: str, closing: str) -> ChatFormat:
     )
 
 
-GRANITE = _listed("granite", "<|tool_call|>", "")
+GRANITE = replace(
+    _listed("granite", "<|tool_call|>", ""),
+    has_tool_turns=True,
+    answer_frame=("<response>", "</response>"),
+)
 """``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]``"""
 
 PHI = _listed("phi", "<|tool_call|>", "<|/tool_call|>")

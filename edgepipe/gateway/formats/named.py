@@ -64,21 +64,25 @@ class NamedReader:
         head: re.Pattern[str],
         closings: tuple[str, ...],
         next_call: str = "",
+        lacks_opening: bool = False,
         separators: str = "",
         begun: re.Pattern[str] | None = None,
         arguments: Callable[[CallNews], Arguments],
     ) -> None:
         """
-        opening     mark before a group of calls
-        head        text between the opening and the arguments; group 1 is the name
-        closings    marks after the arguments, which are dropped
-        next_call   mark of a further call of the group
-        separators  characters that may stand after a call in its group
-        begun       beginning of a further call's head, where a group has calls without a mark; a closing then ends it
+        opening        mark before a group of calls
+        head           text between the opening and the arguments; group 1 is the name
+        closings       marks after the arguments, which are dropped
+        next_call      mark of a further call of the group
+        lacks_opening  some models begin a group with the mark of its first call
+        separators     characters that may stand after a call in its group
+        begun          beginning of a further call's head, where calls of a group have no mark; a closing then ends it
         """
         self._calls = calls
         self._functions = functions
         self._opening = opening
+        self._openings = (opening, next_call) if lacks_opening else (opening,)
+        self._opened = ""  # the opening of the current group
         self._head_reading = head
         self._closings = closings
         self._after = (*closings, next_call) if next_call else closings
@@ -108,8 +112,8 @@ class NamedReader:
         """See TextReader."""
         held = self._pending if self._state in (self._text, self._ended) else ""
         if self._state == self._head and followed_by is None:
-            held = self._opening + self._pending
-        marks = (self._opening,) if self._state == self._text else self._after
+            held = self._opened + self._pending
+        marks = self._openings if self._state == self._text else self._after
         if held and followed_by is not None and begins(held + followed_by, 0, marks):
             held = ""
         if self._state == self._ended and (self._begun or begins(held, 0, self._after)):
@@ -135,12 +139,13 @@ class NamedReader:
 
     def _text(self, text: str, at: int) -> int:
         """State: content, until the opening."""
-        found = text.find(self._opening, at)
+        found = min((place for mark in self._openings if (place := text.find(mark, at)) >= 0), default=-1)
         if found >= 0:
             self._show(text[at:found])
             self._state = self._head
-            return found + len(self._opening)
-        keep = overlap(text, at, self._opening)
+            self._opened = self._opening if text.startswith(self._opening, found) else ""
+            return found + len(self._opened)
+        keep = max(overlap(text, at, mark) for mark in self._openings)
         self._show(text[at : len(text) - keep])
         self._pending = text[len(text) - keep :]
         return len(text)
@@ -153,9 +158,10 @@ class NamedReader:
         if found is None and len(text) - at < _MAX_HEAD_CHARS:
             self._pending = text[at:]
             return len(text)
-        self._show(self._opening)
+        shown = self._opened or text[at]  # of a group without an opening: its first character, to go on
+        self._show(shown)
         self._state = self._text
-        return at
+        return at if self._opened else at + len(shown)
 
     def _begin(self, found: re.Match[str]) -> int:
         self._spaces = []

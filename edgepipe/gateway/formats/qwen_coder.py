@@ -20,6 +20,7 @@ QWEN_CODER = tagged_format(
         argument_end="</parameter>",
         call_reading=re.compile(r"\s*<function=([^<>\n]{1,64})>"),
         argument_reading=re.compile(r"<parameter=([^<>\n]*)>"),
+        one_call=True,
         may_lack_opening=True,  # Qwen3-Coder often leaves out <tool_call>
         before_call="\n",
         before_argument="\n",

@@ -39,17 +39,30 @@ class Tags:
     argument_end: str
     call_reading: re.Pattern[str]  # the name is group 1
     argument_reading: re.Pattern[str]  # the name is group 1; group 2, if any, is "true" for strings
+    one_call: bool = False  # models write one call in a group; several are read, too
     may_lack_opening: bool = False  # a call may begin without the opening, as some models write it
     before_call: str = ""  # layout: spaces after the opening
     before_argument: str = ""  # spaces before each argument
     around_text: str = ""  # spaces on both sides of an argument's text, no part of it
     before_call_end: str = ""
     before_closing: str = ""
+    no_arguments: str = ""  # spaces in a call without arguments, besides
+    tokens: tuple[str, ...] = ()  # parts of the tags that are tokens
+
+    @property
+    def has_one_call(self) -> bool:
+        """Whether models write one call in a group."""
+        return self.one_call or not self.call_end
+
+    @property
+    def group_end(self) -> str:
+        """What a model writes after the last call."""
+        return f"{self.before_closing if self.call_end else ''}{self.closing}"
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Tokens of the format."""
-        return (self.opening, self.closing, *re.findall(r"<[^<>=\s]+>", self.argument), self.argument_end)
+        return (self.opening, self.closing, *re.findall(r"<[^<>=\s]+>", self.argument), self.argument_end, *self.tokens)
 
 
 class TaggedReader:
@@ -69,7 +82,8 @@ class TaggedReader:
         self._marks: list[str] = []  # tags since the content ended; content if no call follows
         self._content: list[str] = []
         self._schema: Schema = {}  # of the current function
-        self._argument = _Argument(calls, _STRING, around="")
+        self._argument = _Argument(calls, _STRING, before="")
+        self._ending = ""  # of the argument's text; chosen at its beginning
         self._num_arguments = 0
         self._starts = (tags.opening, _before_name(tags.call)) if tags.may_lack_opening else (tags.opening,)
         self._start = re.compile("|".join(map(re.escape, self._starts)))
@@ -179,18 +193,24 @@ class TaggedReader:
             allowed = _STRING if found[2] == "true" else allowed - _STRING or allowed
         self._calls.arguments(("{" if not self._num_arguments else ", ") + json.dumps(name, ensure_ascii=False) + ": ")
         self._num_arguments += 1
-        self._argument = _Argument(self._calls, allowed, around=self._tags.around_text)
+        self._argument, self._ending = _Argument(self._calls, allowed, before=self._tags.around_text), ""
         self._state = self._value
 
     def _value(self, text: str, at: int) -> int:
-        """State: in an argument's text."""
-        found = text.find(self._tags.argument_end, at)
+        """State: in an argument's text.
+
+        A text that begins on a line of its own also ends on one: a tag within a line is part of it.
+        """
+        if not self._ending:
+            around = self._tags.around_text if text.startswith(self._tags.around_text, at) else ""
+            self._ending = around + self._tags.argument_end
+        found = text.find(self._ending, at)
         if found >= 0:
             self._argument.add(text[at:found])
             self._argument.end()
             self._state = self._call
-            return found + len(self._tags.argument_end)
-        keep = overlap(text, at, self._tags.argument_end)
+            return found + len(self._ending)
+        keep = overlap(text, at, self._ending)
         self._argument.add(text[at : len(text) - keep])
         self._pending = text[len(text) - keep :]
         return len(text)
@@ -229,13 +249,12 @@ class TaggedReader:
 class _Argument:
     """One argument's text as it becomes JSON."""
 
-    def __init__(self, calls: CallNews, allowed: frozenset[str], *, around: str) -> None:
-        """``around``: spaces on both sides that are no part of the text."""
+    def __init__(self, calls: CallNews, allowed: frozenset[str], *, before: str) -> None:
+        """``before``: spaces before the text that are no part of it."""
         self._calls = calls
         self._allowed = allowed
-        self._around = around
+        self._before = before
         self._parts: list[str] = []  # of a value whose type shows at its end
-        self._held = ""  # end of a string that may be the spaces around it
         self._begun = False
 
     def add(self, text: str) -> None:
@@ -243,22 +262,18 @@ class _Argument:
         if self._allowed != _STRING:
             self._parts.append(text)
             return
-        text = self._held + text
         if not self._begun and text:
             self._begun = True
             self._calls.arguments('"')
-            text = text.removeprefix(self._around)
-        shown = text.removesuffix(self._around)
-        self._held = text[len(shown) :]
-        self._calls.arguments(json.dumps(shown, ensure_ascii=False)[1:-1])
+            text = text.removeprefix(self._before)
+        self._calls.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def end(self) -> None:
         """Take the end of the text."""
         if self._allowed == _STRING:
             self._calls.arguments('"' if self._begun else '""')
             return
-        text = "".join(self._parts).removeprefix(self._around).removesuffix(self._around)
-        self._calls.arguments(typed_json(text, self._allowed))
+        self._calls.arguments(typed_json("".join(self._parts).removeprefix(self._before), self._allowed))
 
 
 def begins(text: str, at: int, marks: Sequence[str]) -> bool:
@@ -283,10 +298,9 @@ def tagged_format(name: str, tags: Tags) -> ChatFormat:
 
 
 def _write(tags: Tags, calls: Sequence[Call]) -> str:
-    if not tags.call_end:
-        return "\n".join(tags.opening + _written_call(tags, call) + tags.closing for call in calls)
-    body = "".join(f"{tags.before_call}{_written_call(tags, call)}" for call in calls)
-    return f"{tags.opening}{body}{tags.before_closing}{tags.closing}"
+    bodies = [f"{tags.before_call}{_written_call(tags, call)}" for call in calls]
+    groups = bodies if tags.has_one_call else ["".join(bodies)]
+    return "\n".join(f"{tags.opening}{body}{tags.group_end}" for body in groups)
 
 
 def _written_call(tags: Tags, call: Call) -> str:
@@ -295,7 +309,8 @@ def _written_call(tags: Tags, call: Call) -> str:
         f"{tags.argument_end}"
         for name, value in call.arguments.items()
     ]
-    return f"{_named(tags.call, call.name)}{''.join(arguments)}{tags.before_call_end}{tags.call_end}"
+    body = "".join(arguments) or tags.no_arguments
+    return f"{_named(tags.call, call.name)}{body}{tags.before_call_end}{tags.call_end}"
 
 
 def _head(tags: Tags, name: str, value: object) -> str:
@@ -315,10 +330,9 @@ def _rules(tags: Tags, functions: Functions, form: CallForm) -> list[str]:
     found = [_call_rules(tags, index, name, schema) for index, (name, schema) in enumerate(functions.items())]
     calls = [any_call(len(found)), *(rule for rules in found for rule in rules)]
     calls.append(f"text[lazy]: ANYTHING {_quoted(tags.around_text + tags.argument_end)}")
-    several = form.several and bool(tags.call_end)
-    more = f"({_spaces(tags.before_call)} call)*" if several else ""
+    more = f"({_spaces(tags.before_call)} call)*" if form.several and not tags.has_one_call else ""
     body = f"{_spaces(tags.before_call)} call {more} {_spaces(tags.before_closing)} {_quoted(tags.closing)}"
-    again = r" (/\s{1,2}/ forced)*" if form.several and not tags.call_end else ""
+    again = r" (/\n{0,2}/ forced)*" if form.several and tags.has_one_call else ""
     if form.forced:
         return [f"answer: forced{again}", f"forced: {_quoted(tags.opening)} {body}", *calls]
     return [free_start("tag", several=form.several), f"tag: opening {body}", lazy_opening(tags.opening), *calls]
@@ -336,7 +350,10 @@ def _call_rules(tags: Tags, index: int, name: str, schema: Schema) -> list[str]:
     if schema.get("additionalProperties", True) is not False:
         rules.append(f"other_{index}: {_other_rule(tags)}")
         parts.append(f"other_{index}*")
-    body = " ".join([_quoted(_named(tags.call, name)), *parts])
+    arguments = " ".join(parts)
+    if tags.no_arguments and all(part.endswith(("?", "*")) for part in parts):
+        arguments = f"({arguments} | {_quoted(tags.no_arguments)})" if parts else _spaces(tags.no_arguments)
+    body = f"{_quoted(_named(tags.call, name))} {arguments}"
     end = f"{_spaces(tags.before_call_end)} {_quoted(tags.call_end)}" if tags.call_end else ""
     return [f"call_{index}: {body} {end}", *rules]
 

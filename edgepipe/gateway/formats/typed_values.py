@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -11,6 +12,7 @@ from edgepipe.gateway.closed_schema import resolved
 Schema = Mapping[str, Any]
 
 _ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+_MAX_LITERAL_CHARS = 64 << 10  # parsing one takes 100 times its size
 _MAX_PARTS = 64  # schemas behind references and choices of one argument
 _LITERALS = {"True": True, "False": False, "None": None}  # as models that saw much Python write them
 
@@ -43,21 +45,31 @@ def typed_json(text: str, allowed: frozenset[str]) -> str:
 
     Halves of surrogate pairs stay escapes, so that the JSON can be encoded.
     """
-    bare = text.strip()
-    value = _LITERALS[bare] if bare in _LITERALS else _parsed(bare)
+    value = _parsed(text.strip())
     if not isinstance(value, str) and _kinds_of(value) & allowed:
         try:
             return json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace").decode()
-        except (ValueError, RecursionError):
+        except (TypeError, ValueError, RecursionError):
             pass
     return json.dumps(text, ensure_ascii=False)
 
 
 def _parsed(text: str) -> object:
-    """Return the value of a JSON text, or the text if it is invalid."""
+    """Return the value of a JSON text or of a Python literal, or the text if it is neither.
+
+    Some templates write lists and objects as Python does, so some models do.
+    """
     try:
         return cast("object", json.loads(text))
     except (ValueError, RecursionError):
+        pass
+    if text in _LITERALS:
+        return _LITERALS[text]
+    if text[:1] not in ("[", "{") or len(text) > _MAX_LITERAL_CHARS:
+        return text
+    try:
+        return cast("object", ast.literal_eval(text))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return text
 
 

@@ -132,7 +132,7 @@ LLAMA_CPP_CHAT = """
 reasoning_format thinking_forced_open parse_tool_calls chat_template_kwargs enable_thinking
 """.split()
 MESSAGE = """
-role content name audio refusal function_call tool_calls tool_call_id reasoning reasoning_content prefix
+role content name audio refusal function_call tool_calls tool_call_id reasoning reasoning_content thinking prefix
 """.split()
 OLLAMA = """
 model prompt suffix system template context stream raw format keep_alive images options think truncate shift
@@ -182,6 +182,8 @@ PLACES: dict[str, tuple[str, dict[str, Any], type[Checked], Mapping[str, Any], S
             "name": "Ann",
             "reasoning_content": "hm",
             "reasoning": "hm",
+            "thinking": "hm",
+            "refusal": ({"role": "assistant", "content": None}, "no"),
             "tool_calls": [CALL],
             "tool_call_id": "1",
             "function_call": CALL["function"],

@@ -301,6 +301,73 @@ TRANSCRIPTS: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
         "",
         [("get_weather", {"city": "</function_calls>", "hours": None})],
     ),
+    (  # a tag within a line, texts without lines of their own
+        "qwen-coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n<parameter=a>\nb</parameter> c\n\n</parameter>\n"
+        "<parameter=days>3</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n"
+        "<parameter=city>\n</parameter>\n<parameter=days>\n4</parameter>\n</parameter>\n</function>\n</tool_call>",
+        "",
+        "",
+        [
+            ("get_weather", {"city": "<parameter=a>\nb</parameter> c\n", "days": 3}),
+            ("get_weather", {"city": "", "days": "4</parameter>"}),
+        ],
+    ),
+    # calls of DeepSeek-V4, Kimi K2 and Seed-OSS, in the form of their chat templates
+    (
+        "deepseek-v4",
+        "<think>hm</think>I look.\n\n<｜DSML｜tool_calls>\n"
+        '<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        "I look.",
+        "hm",
+        [("get_weather", ROME), ("now", {})],
+    ),
+    (
+        "kimi",
+        "<think>hm</think>I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+        '<|tool_call_argument_begin|>{"city": "Rome", "days": 3}<|tool_call_end|><|tool_call_begin|>functions.now:1'
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        "I look.",
+        "hm",
+        [("get_weather", ROME), ("now", {})],
+    ),
+    (  # with spaces, without the kind, with a mark in a text
+        "kimi",
+        "<|tool_calls_section_begin|>\n<|tool_call_begin|> get_weather <|tool_call_argument_begin|> "
+        '{"city": "<|tool_call_end|>"} <|tool_call_end|>\n<|tool_calls_section_end|>',
+        "",
+        "",
+        [("get_weather", {"city": "<|tool_call_end|>"})],
+    ),
+    (  # without the marks of a section
+        "kimi",
+        'I look. <|tool_call_begin|>functions.get_weather:12<|tool_call_argument_begin|>{"city": "Rome"}'
+        "<|tool_call_begin|>functions.now:13<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "I look.",
+        "",
+        [("get_weather", {"city": "Rome"}), ("now", {})],
+    ),
+    (
+        "seed",
+        "<seed:think>Rome.</seed:think>\nI look.\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>New\nYork\n"
+        "</parameter>\n<parameter=days>3</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=now>\n"
+        "</function>\n</seed:tool_call>",
+        "I look.",
+        "Rome.",
+        [("get_weather", {"city": "New\nYork\n", "days": 3}), ("now", {})],
+    ),
+    ("granite", "<think>a\nb</think> <response>It <response> is\n</response>\n", "It <response> is\n", "a\nb", []),
+    ("granite", "<think>a</think><response>b</response>c</resp", "b</response>c</resp", "a", []),
+    ("granite", "Write <response>a</response>", "Write <response>a</response>", "", []),
+    (
+        "granite",
+        '<think>a</think><response>b\n<|tool_call|>[{"name": "now", "arguments": {}}]</response>',
+        "b",
+        "a",
+        [("now", {})],
+    ),
     (
         "hermes",
         '<think>\nRome?\n\nYes.\n</think>\n\nSure.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
@@ -390,6 +457,10 @@ def test_without_functions_marks_of_calls_are_text() -> None:
         ("qwen-coder", "a <function=unknown> b <function=", None),
         ("nemotron-2", "<TOOLCALL>oh", None),
         ("cohere", "<|START_ACTION|>oh", None),
+        ("kimi", "<|tool_calls_section_begin|>oh", None),
+        ("kimi", "<|tool_call_begin|>oh<|tool_call_begin|>", None),
+        ("kimi", "<|tool_call_begin|>functions.unknown:0<|tool_call_argument_begin|>{}<|tool_call_end|>", None),
+        ("seed", "<seed:tool_call>\n<function=unknown>\n</function>\n</seed:tool_call>", None),
         ("minimax", "<minimax:tool_call> no", None),
         ("gemma4", "<|tool_call>call:unknown{a:1}<tool_call|>", None),
         ("deepseek-v3.1", "<｜tool▁calls▁begin｜>oh", None),
@@ -585,6 +656,32 @@ async def test_grammars_take_what_models_write(vocabulary: GrammarTokenizer, cha
         one = await grammar_of(chat, parallel_tool_calls=False)
         assert takes(vocabulary, one, text) == "ends"
         assert takes(vocabulary, one, several).startswith("refused")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen-coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>\n" * 2),
+        ("seed", "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>\n" * 2),
+        ("glm", "<tool_call>now</tool_call>" * 2),
+        ("glm", "<tool_call>now\n</tool_call>\n" * 2),
+        (
+            "deepseek-v4",
+            '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        ),
+        ("harmony", " to=functions.now<|channel|>commentary json<|message|>{}"),
+        ("harmony", "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"),
+    ],
+)
+async def test_required_calls_may_have_the_layout_of_templates(
+    vocabulary: GrammarTokenizer, name: str, text: str
+) -> None:
+    assert takes(vocabulary, await grammar_of(BY_NAME[name], tool_choice="required"), text.rstrip("\n")) == "ends"
+
+
+async def test_a_function_s_name_ends_where_the_header_goes_on(vocabulary: GrammarTokenizer) -> None:
+    text = "<|channel|>commentary to=functions.nowjson<|message|>{}"
+    assert takes(vocabulary, await grammar_of(BY_NAME["harmony"]), text).startswith("refused")
 
 
 async def test_calls_in_python_may_have_json_s_words_and_either_quotes(vocabulary: GrammarTokenizer) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 
 from edgepipe.gateway import formats
 from edgepipe.gateway.answer_reader import AnswerFormat, AnswerReader
-from edgepipe.gateway.formats.chat_format import ChatFormat
+from edgepipe.gateway.answer_stops import answer_stops
+from edgepipe.gateway.formats.chat_format import ChatFormat, Reasoning
+from edgepipe.gateway.text import Stops
 
 FUNCTIONS: dict[str, dict[str, object]] = {"f": {"properties": {"a": {}, "s": {"type": "string"}}}}
 NUM_CHARS = 6000
@@ -42,6 +45,11 @@ OPENINGS = (
     '<|tool_call>call:f{a:"',
     "<|channel|>commentary to=functions.f <|message|>{",
     '<|START_ACTION|>[{"tool_name": "f", "parameters": "',
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{",
+    "<seed:tool_call>\n<function=f>\n<parameter=s>",
+    '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="s" string="true">',
+    "<think>a</think><response>b",
+    "<think>a</think><response>b</response>",
 )
 
 
@@ -52,10 +60,11 @@ def _all_formats() -> list[ChatFormat]:
     found = {
         value.name: value for module in modules for value in vars(module).values() if isinstance(value, ChatFormat)
     }
-    return list(found.values())
+    thinking = replace(found["granite"], name="granite, thinking", reasoning=Reasoning("<think>", "</think>"))
+    return [*found.values(), thinking]
 
 
-def _least_copied(reader: AnswerReader, piece: str) -> int:
+def _least_copied(reader: AnswerReader | Stops, piece: str) -> int:
     """The bytes that reading one more piece holds at most, for the cheapest of some pieces: lists grow now and then."""
     tracemalloc.start()
     try:
@@ -79,3 +88,16 @@ def test_a_token_of_a_long_answer_costs_as_much_as_one_of_a_short_answer(chat: C
             for _ in range(NUM_CHARS // len(piece)):
                 reader.push(piece)
             assert _least_copied(reader, piece) < NUM_CHARS // 2, (opening, piece)
+
+
+@pytest.mark.parametrize(
+    "opening", ["", "\n<think>", "<think>a</think>", "<|channel|>analysis<|message|>", "<|channel>"]
+)
+@pytest.mark.parametrize("chat", [chat for chat in _all_formats() if chat.reasons], ids=lambda chat: chat.name)
+def test_a_token_costs_the_same_where_stop_strings_are_matched(chat: ChatFormat, opening: str) -> None:
+    for piece in PIECES:
+        stops = answer_stops(["never", "\n\n"], AnswerFormat(chat=chat))
+        stops.push(opening)
+        for _ in range(NUM_CHARS // len(piece)):
+            stops.push(piece)
+        assert _least_copied(stops, piece) < NUM_CHARS // 2, (opening, piece)

@@ -47,7 +47,7 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut(data: st.DataObject, 
         if stopped:
             break
     if not stopped:
-        shown += matcher.finish()
+        shown += matcher.finish()[0]
     assert (shown, stopped) == reference(text, stops)
 
 
@@ -62,7 +62,7 @@ def test_grouping_tokens_differently_changes_nothing(data: st.DataObject, text: 
 
 def _run(ids: list[int], stops: list[str], groups: list[int]) -> tuple[str, tuple[int, ...], str | None, int]:
     """Text, ids, finish reason and count of a choice whose tokens come in such groups."""
-    choice = ChoiceText(0, new_detokenizer=ByteDetokenizer, stops=stops, stop_token_ids=frozenset())
+    choice = ChoiceText(0, new_detokenizer=ByteDetokenizer, stops=StopMatcher(stops), stop_token_ids=frozenset())
     text, seen, reason, start = "", (), None, 0
     for size in [*groups, 0]:
         group = ids[start : start + size]
@@ -82,13 +82,13 @@ def test_text_that_may_become_a_stop_string_is_held_back() -> None:
 
 
 def test_a_character_cut_by_the_token_limit_is_shown_as_well_as_it_can_be() -> None:
-    choice = ChoiceText(0, new_detokenizer=ByteDetokenizer, stops=[], stop_token_ids=frozenset())
+    choice = ChoiceText(0, new_detokenizer=ByteDetokenizer, stops=StopMatcher([]), stop_token_ids=frozenset())
     delta = choice.advance(list("a€".encode()[:2]), "length")
     assert (delta.text, delta.finish_reason) == ("a\ufffd", "length")
 
 
 def test_a_stop_token_counts_and_has_no_text() -> None:
-    choice = ChoiceText(0, new_detokenizer=ByteDetokenizer, stops=[], stop_token_ids=frozenset({98}))
+    choice = ChoiceText(0, new_detokenizer=ByteDetokenizer, stops=StopMatcher([]), stop_token_ids=frozenset({98}))
     delta = choice.advance(list(b"ab"), "stop")
     assert (delta.text, choice.num_tokens) == ("a", 2)
 
