@@ -20,8 +20,9 @@ from edgepipe.gateway.answer_reader import AnswerFormat, AnswerReader
 from edgepipe.gateway.conversation import template_keywords, template_traits, template_turns
 from edgepipe.gateway.formats.chat_format import ChatFormat, Reasoning
 from edgepipe.gateway.schema import Message
-from edgepipe.gateway.structured import GrammarCompiler, ToolChoice, choose_tools, plan_output
+from edgepipe.gateway.structured import GrammarCompiler, plan_output
 from edgepipe.gateway.tool_calls import Call, joined_calls
+from edgepipe.gateway.tool_choice import ToolChoice, choose_tools
 from edgepipe.model.template_child import make_environment
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import GrammarTokenizer
