@@ -1,4 +1,4 @@
-"""``edgepipe models pull|list|rm|replicate|quantise``"""
+"""``edgepipe models pull|list|check|rm|replicate|quantise``"""
 
 from __future__ import annotations
 
@@ -123,6 +123,19 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
         sizes = (format_bytes(row["size_bytes"]), str(row["layers"] or "-"), str(row["context"] or "-"))
         table.add_row(one_line(name), *sizes, *map(one_line, last))
     make_console().print(table)
+
+
+@app.command()
+def check(
+    model: Annotated[str, typer.Argument(help="A model on this machine's disk.", autocompletion=complete_model)],
+    data_dir: DataDir = None,
+    models_dir: ModelsDir = None,
+    as_json: Json = False,
+) -> None:
+    """Show what the model's chat template accepts, how edgepipe repairs the rest, and what transformers makes of it."""
+    from edgepipe.cli.template_check import check_model
+
+    check_model(models_dir_of(data_dir, models_dir), model, as_json=as_json)
 
 
 @app.command()

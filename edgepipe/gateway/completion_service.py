@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError
@@ -16,7 +15,7 @@ from edgepipe.gateway.admission import Admission, Line, Part, Ticket
 from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.completion import Completion, Counts, run_completion
 from edgepipe.gateway.context import check_length, prompt_too_long
-from edgepipe.gateway.conversation import template_keywords, template_turns
+from edgepipe.gateway.conversation import render_chat
 from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.metrics import RequestMeter, RequestMetrics
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable, News
@@ -28,7 +27,6 @@ from edgepipe.gateway.text import Delta
 from edgepipe.gateway.turns import Turns
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, RequestId
-from edgepipe.model.template import KNOWN_KEYWORDS
 from edgepipe.model.user_turns import UserTurns
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.bounds import ModelBounds
@@ -42,7 +40,6 @@ _DECODED_IDS = 2048  # converted to text at once: 2 to 4 ms
 _LONG_CHARS = 128 << 10  # another process tokenises texts longer than this
 _MAX_THREADS = 4  # that tokenise; others read tokenizers
 _MAX_TEXTS = 512  # of one user that wait for a thread: one per connection
-_OWN_KEYWORDS = frozenset({"tools", "documents"})  # keywords of templates; requests have a field for ``tools``
 
 
 def _new_threads() -> UserTurns:
@@ -95,8 +92,10 @@ class CompletionService:
         assets = await entry.assets()
         form = answer_form(body)
         choice = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        if assets.traits.choose(tools=bool(choice.tools)).one_call:
+            choice = choice.with_one_call()
         text = await render_chat(assets, body, choice.tools, owner=owner)
-        chat = assets.traits.chat
+        chat = assets.chat
         plan = await plan_output(
             form=form,
             choice=choice,
@@ -292,22 +291,6 @@ class CompletionService:
         for request in requests:
             _check(request, model, prompt_param=param)
         return Completion(model=entry.served.name, requests=requests, stops=tuple(body.stop or ()), answer=plan.answer)
-
-
-async def render_chat(assets: Assets, body: ChatBody, tools: Sequence[Mapping[str, Any]], *, owner: str) -> str:
-    """Render the prompt of a conversation. Raises TemplateFailed, QueueFull, HttpProblem for reserved keywords."""
-    switch = {} if body.enable_thinking is None else {"enable_thinking": body.enable_thinking}
-    given = switch | (body.chat_template_kwargs or {})
-    for name in given:
-        if name not in KNOWN_KEYWORDS - _OWN_KEYWORDS:
-            raise bad_request(
-                f"'{name[:64]}' is no keyword for chat templates", param=f"chat_template_kwargs.{name[:64]}"
-            )
-    traits = assets.traits
-    keywords = template_keywords(given, body.reasoning_effort, traits)
-    if tools and traits.knows_tools and not traits.tools_in_system:
-        keywords["tools"] = list(tools)
-    return await assets.render(template_turns(body.messages, tools=tools, traits=traits), owner=owner, **keywords)
 
 
 class TooManyTokens(Exception):

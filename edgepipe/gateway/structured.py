@@ -42,6 +42,10 @@ class ToolChoice:
     form: CallForm = _FREE
     tools: tuple[Mapping[str, Any], ...] = ()  # the functions as the prompt shows them
 
+    def with_one_call(self) -> ToolChoice:
+        """Return the choice for a model whose template takes one call in a turn."""
+        return replace(self, form=replace(self.form, several=False))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputPlan:

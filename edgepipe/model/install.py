@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import secrets
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.card import ModelCard, read_card
+from edgepipe.model.conversations.known_traits import model_traits
+from edgepipe.model.disk import replace_file
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.gguf_header import read_gguf_header
 from edgepipe.model.gguf_split import gguf_in, stored_gguf
@@ -32,6 +34,8 @@ from edgepipe.model.template import ChatTemplate, gguf_template, hf_template
 from edgepipe.model.tokenizer import Tokenizer, check_tokenizer
 from edgepipe.model.weights import Weights, emulated_mix, is_emulated, open_gguf_weights, open_hf_weights
 from edgepipe.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 HASH_CHUNK_BYTES = 4 << 20
 METADATA_NAMES = (
@@ -77,6 +81,8 @@ def install(folder: Path, *, model_id: str, source: str, on_progress: OnProgress
         files=_hash_files(folder, contents, _weight_files(folder, emulated=emulated), on_progress),
     )
     (folder / MANIFEST_FILE).write_bytes(manifest.to_json())
+    if note := model_traits(folder, template).note:
+        logger.warning("model=%s: %s", model_id, note)
     return manifest
 
 
@@ -101,18 +107,8 @@ def described_manifest(folder: Path) -> Manifest:
     files = [replace(file, content=contents.get(file.name, "")) if file.metadata else file for file in manifest.files]
     completed = replace(manifest, files=tuple(files))
     with contextlib.suppress(OSError):  # on a read-only disk it is completed at every read
-        _replace_file(folder / MANIFEST_FILE, completed.to_json())
+        replace_file(folder / MANIFEST_FILE, completed.to_json())
     return completed
-
-
-def _replace_file(path: Path, data: bytes) -> None:
-    """Replace a file atomically, since other processes may read or replace it."""
-    fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    try:
-        fresh.write_bytes(data)
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 def hash_file(path: Path, on_bytes: ProgressCounter | None = None) -> str:
