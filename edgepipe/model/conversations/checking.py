@@ -63,7 +63,7 @@ def _check(
     verdict = _verdict(probe, sent, made)
     if verdict.outcome != "as sent":
         repairs = (*_repairs(probe, traits, wording), *_changed(probe.keywords, keywords))
-        verdict = replace(verdict, repairs=repairs)
+        verdict = replace(verdict, repairs=repairs or ("empty fields: left out",))
     if reference:
         other = yield as_sent, True
         same = "equal" if other.text == made.text else "differs"
@@ -73,7 +73,7 @@ def _check(
 
 def _verdict(probe: Probe, sent: Rendering, made: Rendering) -> Verdict:
     name = probe.name
-    fault = sent.refused or _fault(probe, sent.text)
+    fault = sent.refused or _fault(probe, sent.text, made.text)
     if made.refused:
         return Verdict(conversation=name, outcome="refused", as_sent=fault, reason=made.refused)
     left_out = tuple(missing(probe, made.text))
@@ -82,9 +82,11 @@ def _verdict(probe: Probe, sent: Rendering, made: Rendering) -> Verdict:
     return Verdict(conversation=name, outcome=outcome, left_out=left_out, as_sent=fault)
 
 
-def _fault(probe: Probe, text: str) -> str:
+def _fault(probe: Probe, text: str, repaired: str) -> str:
     if left_out := missing(probe, text):
         return f"left out {', '.join(left_out)}"
+    if text.count("None") > repaired.count("None"):
+        return "wrote None for a missing text"
     return "arguments are miswritten" if is_miswritten(probe, text) else ""
 
 

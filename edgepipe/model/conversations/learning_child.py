@@ -12,7 +12,7 @@ import json
 import resource
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -41,14 +41,18 @@ def _slow(_signal: int, _frame: object) -> NoReturn:
 class Renderer:
     """Renders probes with a compiled template."""
 
-    def __init__(self, template: Template, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, template: Template, special_tokens: Mapping[str, str], *, now: Callable[[], datetime] = lambda: _DAY
+    ) -> None:
+        """``now``: the time that the template reads."""
         self._template = template
+        self._now = now
         self._special_tokens = special_tokens
         self.num_slow = 0
 
     def render(self, ask: Ask) -> Rendering:
         """Return the outcome of one conversation. Raises _Slow after the third one that took too long."""
-        variables: dict[str, Any] = {**self._special_tokens, "documents": None, "strftime_now": _DAY.strftime}
+        variables: dict[str, Any] = {**self._special_tokens, "documents": None, "strftime_now": self._now().strftime}
         variables |= {"messages": list(ask.turns), "tools": list(ask.tools) or None, "add_generation_prompt": True}
         answer = self._within_time(variables | dict(ask.keywords))
         if answer.get("error") == "memory":
