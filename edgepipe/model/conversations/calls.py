@@ -109,9 +109,11 @@ def short_id(known: str) -> str:
     return known if _SHORT_ID.fullmatch(known) else hashlib.sha256(known.encode(errors="replace")).hexdigest()[:9]
 
 
-def calls_as_text(turns: Sequence[Turn], write: WriteCalls) -> list[Turn]:
-    """Write calls into the text of their turns."""
-    return [_called(turn, write) if "tool_calls" in turn else turn for turn in turns]
+def calls_as_text(turns: Sequence[Turn], write: WriteCalls, *, only_beside_text: bool = False) -> list[Turn]:
+    """Write calls into the text of their turns; ``only_beside_text``: of turns that have text."""
+    return [
+        _called(turn, write) if calls_of(turn) and (turn["content"] or not only_beside_text) else turn for turn in turns
+    ]
 
 
 def _called(turn: Turn, write: WriteCalls) -> Turn:

@@ -41,8 +41,7 @@ def fit(turns: Sequence[Turn], *, tools: Tools, traits: TemplateTraits, wording:
     fitted = _with_filled(turns)
     if traits.empty_answers == "dropped":
         fitted = roles.without_empty_answers(fitted)
-    fitted = _with_calls(fitted, traits, wording)
-    fitted = _with_systems(fitted, traits)
+    fitted = _with_calls(_with_systems(fitted, traits), traits, wording)
     by_keyword: Tools = ()
     if tools and traits.tools == "keyword":
         by_keyword = tools
@@ -71,7 +70,7 @@ def _with_calls(turns: list[Turn], traits: TemplateTraits, wording: Wording) -> 
     if traits.calls == "text":
         turns = calls.calls_as_text(turns, wording.write_calls)
     else:
-        turns = _with_call_fields(turns, traits)
+        turns = _with_call_fields(turns, traits, wording.write_calls)
     if traits.results == "in calls":
         turns = calls.results_in_calls(turns)
     if traits.results == "user" or traits.lone_results == "user":
@@ -79,10 +78,12 @@ def _with_calls(turns: list[Turn], traits: TemplateTraits, wording: Wording) -> 
     return turns
 
 
-def _with_call_fields(turns: list[Turn], traits: TemplateTraits) -> list[Turn]:
-    turns = calls.with_arguments(turns, as_text=traits.arguments == "text", wrap=traits.odd_arguments == "wrapped")
+def _with_call_fields(turns: list[Turn], traits: TemplateTraits, write: calls.WriteCalls) -> list[Turn]:
     if traits.assistants == "joined":
         turns = roles.joined_assistants(turns)
+    if traits.call_text == "text":
+        turns = calls.results_as_users(calls.calls_as_text(turns, write, only_beside_text=True), only_lone=True)
+    turns = calls.with_arguments(turns, as_text=traits.arguments == "text", wrap=traits.odd_arguments == "wrapped")
     if traits.ids != "kept":
         turns = calls.with_ids(turns, named=traits.ids == "named")
     if traits.calls == "one each":
@@ -130,7 +131,7 @@ def _with_users(turns: list[Turn], traits: TemplateTraits) -> list[Turn]:
     if traits.users == "joined":
         turns = roles.joined_users(turns)
     if traits.assistants == "joined":
-        turns = roles.joined_assistants(turns, most_calls=1 if traits.one_call else None)
+        turns = roles.joined_assistants(turns, only_texts=True)
     return roles.answered(turns, _FILLERS[traits.after_calls]) if traits.after_calls != "kept" else turns
 
 

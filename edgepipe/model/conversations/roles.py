@@ -84,16 +84,15 @@ def joined_users(turns: Sequence[Turn]) -> list[Turn]:
     return kept
 
 
-def joined_assistants(turns: Sequence[Turn], *, most_calls: int | None = None) -> list[Turn]:
-    """Join turns of the assistant in a row, up to ``most_calls`` calls in one."""
+def joined_assistants(turns: Sequence[Turn], *, only_texts: bool = False) -> list[Turn]:
+    """Join turns of the assistant in a row; ``only_texts``: those without calls."""
     kept: list[Turn] = []
     for turn in turns:
-        if kept and turn["role"] == kept[-1]["role"] == "assistant":
-            both = _both(kept[-1], turn)
-            if most_calls is None or len(both.get("tool_calls", ())) <= most_calls:
-                kept[-1] = both
-                continue
-        kept.append(turn)
+        in_row = kept and turn["role"] == kept[-1]["role"] == "assistant"
+        if in_row and not (only_texts and (turn.get("tool_calls") or kept[-1].get("tool_calls"))):
+            kept[-1] = _both(kept[-1], turn)
+        else:
+            kept.append(turn)
     return kept
 
 

@@ -23,7 +23,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "tools": ("keyword", "system field", "text"),
     "calls": ("kept", "one each", "text"),
     "call_content": ("kept", "null", "empty"),
-    "call_text": ("kept", "own turn"),
+    "call_text": ("kept", "own turn", "text"),
     "arguments": ("object", "text"),
     "odd_arguments": ("kept", "wrapped"),
     "ids": ("kept", "short", "named"),
@@ -53,7 +53,7 @@ class TemplateTraits:
     tools: str = "keyword"  # as the keyword ``tools``, as JSON text in the system's turn, or as its text
     calls: str = "kept"  # as fields, one a turn with its result behind it, or in the turn's text
     call_content: str = "kept"  # the missing content of a turn with calls: as sent, null, or an empty text
-    call_text: str = "kept"  # text beside calls: as content, or as a turn before
+    call_text: str = "kept"  # text beside calls: as content, as a turn before, or the calls are text, too
     arguments: str = "object"  # or JSON text
     odd_arguments: str = "kept"  # arguments that are no object, or an object around them
     ids: str = "kept"  # of calls, or nine letters and digits, or ``functions.NAME:NUMBER``

@@ -14,11 +14,11 @@ from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.schema import Message
 from edgepipe.model.conversations.efforts import keywords_of
 from edgepipe.model.conversations.fitting import fit
-from edgepipe.model.conversations.traits import ModelTraits
 from edgepipe.model.template import KNOWN_KEYWORDS, MAX_TEMPLATE_BYTES
 from edgepipe.model.template_child import make_environment
 from edgepipe.model.tokenizer import Tokenizer
-from tests.support.fake_engine import ByteAssets, FakeEngine
+from tests.support.fake_engine import FakeEngine
+from tests.support.family_assets import FamilyAssets
 from tests.support.gateway import events_of, serving
 from tests.support.template_traits import TOKENS, traits_of
 
@@ -380,18 +380,6 @@ def test_mistral_refuses_other_ids_than_nine_characters() -> None:
     ids = {prompt.partition(f"{word}[/TOOL_RESULTS]")[0][-9:] for word in ("sun", "moon")}
     assert len(ids) == 2
     assert all(each.isalnum() for each in ids)
-
-
-class FamilyAssets(ByteAssets):
-    """The byte tokenizer with a family's template."""
-
-    def __init__(self, template: str) -> None:
-        self._template = template
-        self.traits: ModelTraits = traits_of(template)  # type: ignore[misc]
-        self.chat = detect_format(template)
-
-    async def render(self, messages: Sequence[Mapping[str, Any]], *, owner: str = "", **keywords: Any) -> str:
-        return make_environment().from_string(self._template).render(messages=messages, **TOKENS, **keywords)
 
 
 CALL = {"at": "the moon", "times": 2}
