@@ -22,11 +22,13 @@ from edgepipe.model.template import ChatTemplate
 
 TRAITS_FILE = "template_traits.json"
 _MAX_BYTES = 64 << 10
-_LEARN_S = 60  # wall time of a process that the kernel limits to 10 s of CPU time
+_LEARN_S = 60  # wall time of a process that the kernel limits to 5 s of CPU time
 
 
 def model_traits(folder: Path, template: ChatTemplate) -> ModelTraits:
     """Return the traits of a stored model; learn and keep them if the folder has none. Blocks for up to 1 s."""
+    if "default" not in template.sources:
+        return ModelTraits()
     digest = _digest(template)
     if (known := _read(folder, digest)) is not None:
         return known
@@ -38,9 +40,10 @@ def model_traits(folder: Path, template: ChatTemplate) -> ModelTraits:
 
 
 def learn_traits(template: ChatTemplate) -> ModelTraits:
-    """Learn the traits of templates in a child with limits. Templates that exceed them get careful traits."""
-    if "default" not in template.sources:
-        return ModelTraits()
+    """Learn the traits of templates in a child with limits. Templates that exceed them get careful traits.
+
+    Raises TemplateFailed if there is no template.
+    """
     request = {
         "plain": template.choose(tools=False),
         "with_tools": template.choose(tools=True),

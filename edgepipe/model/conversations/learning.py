@@ -54,14 +54,14 @@ _STEPS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("assistants",), ("two assistants",)),
     (("late_system",), ("late system", "two systems, one late", "system after a question")),
     (("greeting",), ("greeting", "system, greeting", "greeting, dialogue")),
-    (("no_user",), ("system alone",)),
     (("arguments", "call_content", "ids", "results"), ("call", "call, dialogue", "call with empty text")),
     (("calls",), ("call, dialogue", "parallel calls", "parallel calls, dialogue")),
     (("results",), ("call", "call, dialogue")),
-    (("call_text",), ("call with text",)),
+    (("call_text",), ("call with text", "call with text, dialogue")),
     (("odd_arguments",), ("arguments: list", "arguments: text")),
     (("lone_results",), ("result without call",)),
     (("after_calls",), ("user after a result", "call without result")),
+    (("greeting",), ("greeting", "system, greeting", "greeting, dialogue", "call first")),
     (("no_user",), ("system alone", "calls without user")),
 )
 """Fields that are chosen together, and the conversations that the choice must make complete."""

@@ -34,6 +34,7 @@ class Probe:
     turns: tuple[Turn, ...]
     tools: bool = False
     keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    may_lack: tuple[str, ...] = ()  # texts that a complete rendering may leave out
 
     @property
     def odd(self) -> bool:
@@ -43,7 +44,7 @@ class Probe:
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts that a complete rendering has. Templates may leave out the reasoning of earlier turns."""
-        marks = [turn["content"] for turn in self.turns if turn["content"]]
+        marks = [turn["content"] for turn in self.turns if turn["content"] and turn["content"] not in self.may_lack]
         for turn in self.turns:
             for call in turn.get("tool_calls", ()):
                 arguments = call["function"]["arguments"]
@@ -92,6 +93,8 @@ def _effort(level: str) -> Probe:
 LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Levels of ``reasoning_effort`` that clients send, from least to most."""
 
+_LATER_TEXT = "call with text, dialogue"
+
 _CHATS: Mapping[str, tuple[Turn, ...]] = {
     "question": (_user(),),
     "dialogue": (_user(), _said(), _user(2)),
@@ -120,6 +123,7 @@ _CALLS: Mapping[str, tuple[Turn, ...]] = {
     "call, dialogue": (_user(), _called(1), _result(1), _said(), _user(2)),
     "call with empty text": (_user(), _called(1, content=""), _result(1), _said(), _user(2)),
     "call with text": (_user(), _called(1, content=f"{ANSWER}1"), _result(1)),
+    _LATER_TEXT: (_user(), _called(1, content=f"{ANSWER}1"), _result(1), _said(2), _user(2)),
     "call with reasoning": (_user(), _called(1, reasoning_content=REASONING), _result(1)),
     "call with reasoning, text": (
         _user(),
@@ -136,6 +140,7 @@ _CALLS: Mapping[str, tuple[Turn, ...]] = {
     "arguments: list": (_user(), _odd(["plaqx"]), _result(1)),
     "arguments: text": (_user(), _odd('{"at": "plaqx'), _result(1)),
     "calls without user": (_system(), _called(1), _result(1)),
+    "call first": (_called(1), _result(1), _user()),
     "result without call": (_user(), _result(1), _user(2)),
 }
 
@@ -143,7 +148,10 @@ PROBES: Mapping[str, Probe] = {
     probe.name: probe
     for probe in (
         *(Probe(name=name, turns=turns) for name, turns in _CHATS.items()),
-        *(Probe(name=name, turns=turns, tools=True) for name, turns in _CALLS.items()),
+        *(
+            Probe(name=name, turns=turns, tools=True, may_lack=(f"{ANSWER}1",) if name == _LATER_TEXT else ())
+            for name, turns in _CALLS.items()
+        ),
         Probe(name="tools", turns=(_user(),), tools=True),
         Probe(name="system, tools", turns=(_system(), _user()), tools=True),
         *map(_effort, LEVELS),
