@@ -1,8 +1,9 @@
 """Compare edgepipe's prompts with transformers' for a folder of chat templates: ``scripts/templates FOLDER``.
 
 Each ``*.jinja`` renders the standard conversations (``edgepipe/model/conversations/probes.py``) as edgepipe serves them
-and as transformers renders them unchanged. Prints a table of Markdown: per template, and per reason of a difference. A
-name with ``tool_use`` marks a template for requests with tools only. Run only templates that you trust: no limits.
+and as transformers renders them unchanged. Prints tables of Markdown, per reason and per template, for
+``docs/chat-templates.md``. A name with ``tool_use`` marks a template for requests with tools only. Run only templates
+that you trust: no limits.
 """
 
 from __future__ import annotations
@@ -102,21 +103,23 @@ def kind_of(verdict: Verdict) -> str:
 def table(compared: Sequence[Compared]) -> Iterator[str]:
     """Yield the lines of the report."""
     total = sum((one.kinds for one in compared), Counter[str]())
-    yield f"{len(compared)} templates, {total.total()} prompts, {date.today():%Y-%m-%d}, "
-    yield f"transformers {version('transformers')}, jinja2 {version('jinja2')}. Printed by `scripts/templates FOLDER`."
+    versions = f"transformers {version('transformers')}, jinja2 {version('jinja2')}"
+    yield f"{len(compared)} templates, {total.total()} prompts, {date.today():%Y-%m-%d}, {versions}:"
     yield ""
-    yield "| prompts | |"
-    yield "|---:|---|"
-    yield from (f"| {total[kind]} | {text} |" for kind, text in KINDS.items())
+    yield "| column below | prompts | |"
+    yield "|---|---:|---|"
+    yield from (f"| {kind} | {total[kind]} | {text} |" for kind, text in KINDS.items())
     yield ""
-    yield "Where both are complete and differ, these repairs are the reason:"
+    yield "The repairs where transformers renders a prompt and edgepipe renders another one:"
     yield ""
-    yield "| prompts | repairs |"
-    yield "|---:|---|"
-    reasons = Counter(
-        ", ".join(one.repairs) for each in compared for kind, one in each.verdicts if kind in ("chosen", "faulty")
-    )
-    yield from (f"| {count} | {reason} |" for reason, count in reasons.most_common())
+    yield "| repairs | faulty | chosen |"
+    yield "|---|---:|---:|"
+    reasons: dict[str, Counter[str]] = {}
+    for kind, one in (judged for each in compared for judged in each.verdicts):
+        if kind in ("chosen", "faulty"):
+            reasons.setdefault(", ".join(one.repairs), Counter())[kind] += 1
+    for reason, counts in sorted(reasons.items(), key=lambda item: -item[1].total()):
+        yield f"| {reason} | {counts['faulty'] or ''} | {counts['chosen'] or ''} |"
     yield ""
     yield f"| template | {' | '.join(KINDS)} |"
     yield f"|---|{'---:|' * len(KINDS)}"

@@ -42,14 +42,25 @@ def pull(
     """Fetch a model; an interrupted pull resumes. Of a repository with GGUF files of several types, one is fetched."""
     root, folder = models_dir_of(data_dir, models_dir), data_dir_of(data_dir)
     result = pull_model(root, with_type(root, folder, model, as_json=as_json), dry_run=dry_run)
+    note = "" if dry_run else _template_note(result.path)
     if as_json:
-        print_json(_result_row(result))
+        print_json(_result_row(result) | {"note": note})
     elif dry_run:
         _print_plan(result)
     else:
         print(f"{one_line(result.model_id)} is {'already ' * result.already_here}here: {result.path}")
+    if note and not as_json:
+        print(f"{one_line(result.model_id)}: {one_line(note)}", file=sys.stderr)
     if not dry_run:
         tell_node(folder)
+
+
+def _template_note(path: Path) -> str:
+    """Return what a person should know about the model's chat template; usually nothing."""
+    from edgepipe.model.card import read_card
+    from edgepipe.model.conversations.known_traits import model_traits
+
+    return model_traits(path, read_card(path).template).note
 
 
 def with_type(root: Path, data_dir: Path, model: str, *, as_json: bool) -> str:

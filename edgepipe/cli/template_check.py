@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from edgepipe.cli.admin import run_async
 from edgepipe.cli.output import make_console, make_table, print_json, say
@@ -60,7 +61,7 @@ async def check_template(template: ChatTemplate, traits: ModelTraits, *, referen
 
 
 async def _rendered(renderer: TemplateRenderer, ask: Ask) -> Rendering:
-    tools = {"tools": list(ask.tools)} if ask.tools else {}
+    tools: dict[str, Any] = {"tools": list(ask.tools)} if ask.tools else {}
     try:
         return Rendering(text=await renderer.render(ask.turns, **ask.keywords, **tools))
     except TemplateFailed as failed:

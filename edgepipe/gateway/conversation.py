@@ -112,7 +112,7 @@ def tool_instructions(tools: Tools, chat: ChatFormat = HERMES) -> str:
 
 
 def client_turns(messages: Sequence[Message]) -> list[Turn]:
-    """Convert messages for ``fit``: missing content is None, a call's arguments are values, functions are tools.
+    """Convert messages for ``fit``: missing content stays null, a call's arguments are values, functions are tools.
 
     Older clients call tools "functions". Some clients call reasoning ``reasoning``.
     """

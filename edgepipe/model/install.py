@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +33,6 @@ from edgepipe.model.template import ChatTemplate, gguf_template, hf_template
 from edgepipe.model.tokenizer import Tokenizer, check_tokenizer
 from edgepipe.model.weights import Weights, emulated_mix, is_emulated, open_gguf_weights, open_hf_weights
 from edgepipe.units import format_bytes
-
-logger = logging.getLogger(__name__)
 
 HASH_CHUNK_BYTES = 4 << 20
 METADATA_NAMES = (
@@ -81,8 +78,7 @@ def install(folder: Path, *, model_id: str, source: str, on_progress: OnProgress
         files=_hash_files(folder, contents, _weight_files(folder, emulated=emulated), on_progress),
     )
     (folder / MANIFEST_FILE).write_bytes(manifest.to_json())
-    if note := model_traits(folder, template).note:
-        logger.warning("model=%s: %s", model_id, note)
+    model_traits(folder, template)  # now, so that no chat waits for them
     return manifest
 
 

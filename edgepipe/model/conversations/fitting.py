@@ -36,7 +36,7 @@ class Fitted:
 def fit(turns: Sequence[Turn], *, tools: Tools, traits: TemplateTraits, wording: Wording) -> Fitted:
     """Return the conversation for a template with these traits.
 
-    Calls have arguments as the client meant them: an object, or any other value. Missing content is None.
+    Calls have arguments as the client meant them: an object, or any other value. Missing content is null.
     """
     fitted = _with_filled(turns)
     if traits.empty_answers == "dropped":

@@ -33,7 +33,7 @@ LOOK = {
 Turn = Mapping[str, Any]
 
 
-def said(role: str, content: str | None, **more: Any) -> Turn:
+def said(role: str, content: str | list[dict[str, str]] | None, **more: Any) -> Turn:
     return {"role": role, "content": content, **more}
 
 
