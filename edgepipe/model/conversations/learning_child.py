@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -53,7 +54,8 @@ class Renderer:
     def render(self, ask: Ask) -> Rendering:
         """Return the outcome of one conversation. Raises _Slow after the third one that took too long."""
         variables: dict[str, Any] = {**self._special_tokens, "documents": None, "strftime_now": self._now().strftime}
-        variables |= {"messages": list(ask.turns), "tools": list(ask.tools) or None, "add_generation_prompt": True}
+        turns, tools = deepcopy((list(ask.turns), list(ask.tools)))  # a template may change its variables
+        variables |= {"messages": turns, "tools": tools or None, "add_generation_prompt": True}
         answer = self._within_time(variables | dict(ask.keywords))
         if answer.get("error") == "memory":
             self.num_slow += 1
