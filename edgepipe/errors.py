@@ -209,6 +209,7 @@ class TemplateFailed(UserError):
     """The model's chat template could not be rendered."""
 
     code = "template_failed"
+    refused: bool = False  # the template refuses this conversation, perhaps not another form of it; not sent on
 
 
 class CapacityError(EdgepipeError):

@@ -1,4 +1,4 @@
-"""``edgepipe models pull|list|rm|replicate|quantise``"""
+"""``edgepipe models pull|list|check|rm|replicate|quantise``"""
 
 from __future__ import annotations
 
@@ -42,14 +42,25 @@ def pull(
     """Fetch a model; an interrupted pull resumes. Of a repository with GGUF files of several types, one is fetched."""
     root, folder = models_dir_of(data_dir, models_dir), data_dir_of(data_dir)
     result = pull_model(root, with_type(root, folder, model, as_json=as_json), dry_run=dry_run)
+    note = "" if dry_run else _template_note(result.path)
     if as_json:
-        print_json(_result_row(result))
+        print_json(_result_row(result) | {"note": note})
     elif dry_run:
         _print_plan(result)
     else:
         print(f"{one_line(result.model_id)} is {'already ' * result.already_here}here: {result.path}")
+    if note and not as_json:
+        print(f"{one_line(result.model_id)}: {one_line(note)}", file=sys.stderr)
     if not dry_run:
         tell_node(folder)
+
+
+def _template_note(path: Path) -> str:
+    """Return what a person should know about the model's chat template; usually nothing."""
+    from edgepipe.model.card import read_card
+    from edgepipe.model.conversations.known_traits import model_traits
+
+    return model_traits(path, read_card(path).template).note
 
 
 def with_type(root: Path, data_dir: Path, model: str, *, as_json: bool) -> str:
@@ -123,6 +134,19 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
         sizes = (format_bytes(row["size_bytes"]), str(row["layers"] or "-"), str(row["context"] or "-"))
         table.add_row(one_line(name), *sizes, *map(one_line, last))
     make_console().print(table)
+
+
+@app.command()
+def check(
+    model: Annotated[str, typer.Argument(help="A model on this machine's disk.", autocompletion=complete_model)],
+    data_dir: DataDir = None,
+    models_dir: ModelsDir = None,
+    as_json: Json = False,
+) -> None:
+    """Show what the model's chat template accepts, how edgepipe repairs the rest, and what transformers makes of it."""
+    from edgepipe.cli.template_check import check_model
+
+    check_model(models_dir_of(data_dir, models_dir), model, as_json=as_json)
 
 
 @app.command()

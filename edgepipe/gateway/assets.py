@@ -6,8 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from edgepipe.gateway.conversation import TemplateTraits, template_traits
+from edgepipe.gateway.formats.chat_format import ChatFormat
+from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.text import Detokenizer
+from edgepipe.model.conversations.known_traits import model_traits
+from edgepipe.model.conversations.traits import ModelTraits
 from edgepipe.model.encoding import LongTextEncoder
 from edgepipe.model.store import StoredModel
 from edgepipe.model.template import TemplateRenderer
@@ -24,13 +27,15 @@ class ModelAssets:
         long_texts: LongTextEncoder,
         *,
         sampling: Mapping[str, float] | None = None,
+        traits: ModelTraits | None = None,
     ) -> None:
         self.sampling = sampling or {}
         self._tokenizer = tokenizer
         self._long_texts = long_texts
         self._renderer = renderer
         self._special = {token: text for text, token in tokenizer.special_ids.items()}
-        self._traits = template_traits("\n".join(renderer.template.sources.values()))
+        self._traits = traits or ModelTraits()
+        self._chat = detect_format("\n".join(renderer.template.sources.values()))
 
     @property
     def vocab_size(self) -> int:
@@ -38,9 +43,14 @@ class ModelAssets:
         return self._tokenizer.vocab_size
 
     @property
-    def traits(self) -> TemplateTraits:
+    def traits(self) -> ModelTraits:
         """See Assets."""
         return self._traits
+
+    @property
+    def chat(self) -> ChatFormat:
+        """See Assets."""
+        return self._chat
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """See Assets."""
@@ -87,6 +97,15 @@ class ModelAssets:
 
 
 def load_assets(path: Path) -> ModelAssets:
-    """Read the files of a model in the store. Blocks for some 100 ms. Raises ModelInvalid."""
+    """Read the files of a model in the store. Raises ModelInvalid.
+
+    Blocks for some 100 ms, and for about 1 s if the template's traits are not known yet.
+    """
     model = StoredModel(path.name, path)
-    return ModelAssets(model.tokenizer(), model.template(), LongTextEncoder(path), sampling=model.card.sampling)
+    return ModelAssets(
+        model.tokenizer(),
+        model.template(),
+        LongTextEncoder(path),
+        sampling=model.card.sampling,
+        traits=model_traits(path, model.card.template),
+    )

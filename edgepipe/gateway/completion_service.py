@@ -10,12 +10,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from edgepipe.clock import Clock
-from edgepipe.errors import EdgepipeError, TemplateFailed
+from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.admission import Admission, Line, Part, Ticket
 from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.completion import Completion, Counts, run_completion
 from edgepipe.gateway.context import check_length, prompt_too_long
-from edgepipe.gateway.conversation import template_keywords, template_turns
+from edgepipe.gateway.conversation import render_chat
 from edgepipe.gateway.leniency import NoteLog
 from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.metrics import RequestMeter, RequestMetrics
@@ -23,14 +23,12 @@ from edgepipe.gateway.models import Assets, ModelEntry, ModelTable, News
 from edgepipe.gateway.problems import bad_request, from_error
 from edgepipe.gateway.schema import ChatBody, CompletionBody, RequestBody
 from edgepipe.gateway.shares import Holding
-from edgepipe.gateway.shown_tools import complete_tool
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output
 from edgepipe.gateway.text import Delta
-from edgepipe.gateway.tool_choice import ToolChoice, choose_tools
+from edgepipe.gateway.tool_choice import choose_tools
 from edgepipe.gateway.turns import Turns
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, RequestId
-from edgepipe.model.template import KNOWN_KEYWORDS
 from edgepipe.model.user_turns import UserTurns
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.bounds import ModelBounds
@@ -44,7 +42,6 @@ _DECODED_IDS = 2048  # converted to text at once: 2 to 4 ms
 _LONG_CHARS = 128 << 10  # another process tokenises texts longer than this
 _MAX_THREADS = 4  # that tokenise; others read tokenizers
 _MAX_TEXTS = 512  # of one user that wait for a thread: one per connection
-_OWN_KEYWORDS = frozenset({"tools", "documents"})  # keywords of templates; requests have a field for ``tools``
 
 
 def _new_threads() -> UserTurns:
@@ -98,8 +95,10 @@ class CompletionService:
         assets = await entry.assets()
         form = answer_form(body)
         choice = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        if assets.traits.choose(tools=bool(choice.tools)).one_call:
+            choice = choice.with_one_call()
         text = await render_chat(assets, body, choice, owner=owner)
-        chat = assets.traits.chat
+        chat = assets.chat
         plan = await plan_output(
             form=form,
             choice=choice,
@@ -296,31 +295,6 @@ class CompletionService:
         for request in requests:
             _check(request, model, prompt_param=param)
         return Completion(model=entry.served.name, requests=requests, stops=tuple(body.stop or ()), answer=plan.answer)
-
-
-async def render_chat(assets: Assets, body: ChatBody, choice: ToolChoice, *, owner: str) -> str:
-    """Render the prompt of a conversation. Raises TemplateFailed, QueueFull, HttpProblem for reserved keywords."""
-    tools = choice.tools
-    switch = {} if body.enable_thinking is None else {"enable_thinking": body.enable_thinking}
-    given = switch | (body.chat_template_kwargs or {})
-    for name in given:
-        if name not in KNOWN_KEYWORDS - _OWN_KEYWORDS:
-            raise bad_request(
-                f"'{name[:64]}' is no keyword for chat templates", param=f"chat_template_kwargs.{name[:64]}"
-            )
-    traits = assets.traits
-    keywords = template_keywords(given, body.reasoning_effort, traits)
-    messages = [message.renamed(choice.names.for_model) for message in body.messages]
-    turns = template_turns(messages, tools=tools, traits=traits)
-    if not tools or not traits.knows_tools or traits.tools_in_system:
-        return await assets.render(turns, owner=owner, **keywords)
-    try:
-        return await assets.render(turns, owner=owner, **keywords | {"tools": list(tools)})
-    except TemplateFailed:
-        complete = [complete_tool(tool) for tool in tools]
-        if complete == list(tools):
-            raise
-        return await assets.render(turns, owner=owner, **keywords | {"tools": complete})
 
 
 class TooManyTokens(Exception):

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from edgepipe.errors import CapacityError, ModelUnknown
-from edgepipe.gateway.conversation import TemplateTraits
 from edgepipe.gateway.engine_link import EngineLink
 from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.formats.chat_format import ChatFormat
 from edgepipe.gateway.text import Detokenizer
+from edgepipe.model.conversations.traits import ModelTraits
 from edgepipe.model.names import canonical_name
 
 
@@ -31,8 +32,13 @@ class Assets(Protocol):
         ...
 
     @property
-    def traits(self) -> TemplateTraits:
-        """What the chat template can do, and the format of the model's answers."""
+    def traits(self) -> ModelTraits:
+        """What the chat templates accept."""
+        ...
+
+    @property
+    def chat(self) -> ChatFormat:
+        """Format of calls and reasoning in the model's answers."""
         ...
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:

@@ -367,7 +367,7 @@ class OllamaHandlers:
                     "edgepipe.context_length": entry.served.context_length,
                     "edgepipe.vocab_size": assets.vocab_size,
                 },
-                "capabilities": ["completion", "tools"] + ["thinking"] * assets.traits.chat.reasons,
+                "capabilities": ["completion", "tools"] + ["thinking"] * assets.chat.reasons,
             }
         )
 

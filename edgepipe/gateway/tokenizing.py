@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.bodies import BodyReader
-from edgepipe.gateway.completion_service import TooManyTokens, decoded, encode, render_chat
+from edgepipe.gateway.completion_service import TooManyTokens, decoded, encode
+from edgepipe.gateway.conversation import render_chat
 from edgepipe.gateway.json_pieces import ArrayParts
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable
 from edgepipe.gateway.pieced import PiecedAnswers

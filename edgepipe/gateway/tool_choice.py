@@ -57,6 +57,10 @@ class ToolChoice:
     tools: tuple[Mapping[str, Any], ...] = ()  # the functions as the prompt shows them
     notes: tuple[Note, ...] = ()
 
+    def with_one_call(self) -> ToolChoice:
+        """Return the choice for a model whose template takes one call in a turn."""
+        return replace(self, form=replace(self.form, several=False))
+
     def opened(self, names: Sequence[str]) -> ToolChoice:
         """Return the choice with any arguments for these functions, whose schemas cannot be grammars."""
         free = {name: _ANY_OBJECT if name in names else schema for name, schema in self.functions.items()}

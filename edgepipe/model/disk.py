@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import secrets
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -46,3 +47,13 @@ def disk_errors(model: str) -> Generator[None]:
             fact="the disk is full" if full else str(exc),
             next_step="make room and try again" if full else "check the folder's permissions and try again",
         ) from exc
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a file atomically, since other processes may read or replace it."""
+    fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        fresh.write_bytes(data)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.card import ModelCard, read_card
+from edgepipe.model.conversations.known_traits import model_traits
+from edgepipe.model.disk import replace_file
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.gguf_header import GgufValue, read_gguf_header
 from edgepipe.model.gguf_split import gguf_in, stored_gguf
@@ -79,6 +80,7 @@ def install(folder: Path, *, model_id: str, source: str, on_progress: OnProgress
         files=_hash_files(folder, contents, _weight_files(folder, emulated=emulated), on_progress),
     )
     (folder / MANIFEST_FILE).write_bytes(manifest.to_json())
+    model_traits(folder, template)  # now, so that no chat waits for them
     return manifest
 
 
@@ -103,18 +105,8 @@ def described_manifest(folder: Path) -> Manifest:
     files = [replace(file, content=contents.get(file.name, "")) if file.metadata else file for file in manifest.files]
     completed = replace(manifest, files=tuple(files))
     with contextlib.suppress(OSError):  # on a read-only disk it is completed at every read
-        _replace_file(folder / MANIFEST_FILE, completed.to_json())
+        replace_file(folder / MANIFEST_FILE, completed.to_json())
     return completed
-
-
-def _replace_file(path: Path, data: bytes) -> None:
-    """Replace a file atomically, since other processes may read or replace it."""
-    fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    try:
-        fresh.write_bytes(data)
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 def hash_file(path: Path, on_bytes: ProgressCounter | None = None) -> str:

@@ -60,7 +60,7 @@ class ChatTemplate:
                 fact=f"templates: {', '.join(self.sources) or 'none'}",
                 next_step="send a plain prompt to /v1/completions, or choose an instruct model",
             )
-        return found
+        return found.removeprefix("\ufeff")  # a byte order mark is no part of a prompt
 
 
 def hf_template(folder: Path) -> ChatTemplate:
@@ -131,12 +131,17 @@ class TemplateTimeouts:
 class TemplateRenderer:
     """Renders one model's template in a warm child, which is replaced after it exceeds a limit."""
 
-    def __init__(self, template: ChatTemplate, timeouts: TemplateTimeouts | None = None) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        timeouts: TemplateTimeouts | None = None,
+        *,
+        module: str = "edgepipe.model.template_child",
+    ) -> None:
+        """``module``: the child's, which may render with another library."""
         self._template = template
         self._timeouts = timeouts or TemplateTimeouts()
-        self._child = WarmChild(
-            "edgepipe.model.template_child", start_s=self._timeouts.start_s, max_waiting=_MAX_WAITING
-        )
+        self._child = WarmChild(module, start_s=self._timeouts.start_s, max_waiting=_MAX_WAITING)
 
     @property
     def template(self) -> ChatTemplate:
@@ -224,4 +229,6 @@ def _failed(detail: str, kind: str) -> TemplateFailed:
         "security": "do not use this model's template: send a plain prompt to /v1/completions",
     }
     default = "choose another model, or send a plain prompt to /v1/completions"
-    return TemplateFailed(fact=detail, next_step=steps.get(kind, default))
+    failed = TemplateFailed(fact=detail, next_step=steps.get(kind, default))
+    failed.refused = kind in steps
+    return failed

@@ -17,11 +17,12 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
 
-from jinja2 import Template, nodes
+from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -93,7 +94,15 @@ def _strftime_now(layout: str) -> str:
     return datetime.now().strftime(layout)
 
 
-def render(compiled: Template, variables: dict[str, Any]) -> dict[str, str]:
+class Compiled(Protocol):
+    """A template that can be rendered."""
+
+    def render(self, **variables: Any) -> str:
+        """Return the text. Raises any exception."""
+        ...
+
+
+def render(compiled: Compiled, variables: dict[str, Any]) -> dict[str, str]:
     """Render one request. Every failure except the kernel's kill becomes an answer."""
     try:
         text = compiled.render(**variables)
@@ -127,7 +136,7 @@ def _make_watch() -> Any:
     return watch
 
 
-def _answer(request: dict[str, Any], compile_template: Any) -> dict[str, str]:
+def _answer(request: dict[str, Any], compile_template: Callable[[str], Compiled]) -> dict[str, str]:
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
     if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
         signal.setitimer(signal.ITIMER_REAL, _WATCH_S, _WATCH_S)
@@ -142,11 +151,11 @@ def _answer(request: dict[str, Any], compile_template: Any) -> dict[str, str]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def main() -> None:
-    """Serve requests until stdin ends."""
+def serve(compile_template: Callable[[str], Compiled]) -> None:
+    """Serve requests until stdin ends. The first template is compiled and rendered before the limits are taken."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    compile_template = lru_cache(maxsize=8)(make_environment().from_string)
-    compile_template("{{ 1 }}").render()  # jinja2 imports lazily; all of it should be mapped before the limit is taken
+    compile_template = lru_cache(maxsize=8)(compile_template)
+    compile_template("{{ 1 }}").render(messages=[])  # lazy imports should be mapped before the limit is taken
     if not limit_memory(MEMORY_BYTES):
         signal.signal(signal.SIGALRM, _make_watch())
 
@@ -158,4 +167,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(make_environment().from_string)

@@ -9,9 +9,11 @@ from types import MappingProxyType
 from typing import Any
 
 from edgepipe.errors import EdgepipeError, PeerClosed
-from edgepipe.gateway.conversation import template_traits
+from edgepipe.gateway.formats.chat_format import ChatFormat
+from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.link.channels import bind, make_server
+from edgepipe.model.conversations.traits import ModelTraits, TemplateTraits
 from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.engines import EngineState
@@ -47,6 +49,9 @@ class ByteDetokenizer:
         return held.decode(errors="replace")
 
 
+_LINES = TemplateTraits(developer="system", systems="joined", tools="text", calls="text", results="user")
+
+
 class ByteAssets:
     """A byte-level tokenizer and a template of one line per turn."""
 
@@ -61,7 +66,8 @@ class ByteAssets:
 
     vocab_size = 257
     sampling: Mapping[str, float] = MappingProxyType({})
-    traits = template_traits("lines")
+    traits = ModelTraits(plain=_LINES, with_tools=_LINES)
+    chat: ChatFormat = detect_format("lines")
 
     def new_decoder(self) -> ByteDetokenizer:
         return ByteDetokenizer()

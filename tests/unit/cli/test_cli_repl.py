@@ -21,7 +21,8 @@ from prompt_toolkit.output import DummyOutput
 from edgepipe.cli.chat.answer_view import PlainView
 from edgepipe.cli.chat.conversation import ChatSettings
 from edgepipe.cli.chat.repl import converse
-from edgepipe.gateway.conversation import template_traits
+from edgepipe.gateway.formats.detect import detect_format
+from edgepipe.model.conversations.traits import ModelTraits, TemplateTraits
 from edgepipe.wire.nodes import ClusterStatus
 from edgepipe.wire.v1 import node_pb2 as pb
 from tests.support.admin_server import FakeNode, answering
@@ -52,7 +53,8 @@ class ViewUntil(PlainView):
 class ThinkingAssets(ByteAssets):
     """A template that repeats the reasoning of earlier turns."""
 
-    traits = template_traits("<think> enable_thinking")
+    traits = ModelTraits(plain=TemplateTraits(switches=frozenset({"enable_thinking"})))
+    chat = detect_format("<think>")
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
         parts = (f"({one.get('reasoning_content', '')}) {one['content']}" for one in messages)

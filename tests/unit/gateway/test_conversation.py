@@ -9,19 +9,25 @@ from typing import Any
 
 import pytest
 
-from edgepipe.gateway.conversation import TemplateTraits, template_keywords, template_traits, template_turns
+from edgepipe.gateway.conversation import client_turns, wording
+from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.schema import Message
+from edgepipe.model.conversations.efforts import keywords_of
+from edgepipe.model.conversations.fitting import fit
 from edgepipe.model.template import KNOWN_KEYWORDS, MAX_TEMPLATE_BYTES
 from edgepipe.model.template_child import make_environment
 from edgepipe.model.tokenizer import Tokenizer
-from tests.support.fake_engine import ByteAssets, FakeEngine
+from tests.support.fake_engine import FakeEngine
+from tests.support.family_assets import FamilyAssets
 from tests.support.gateway import events_of, serving
+from tests.support.template_traits import TOKENS, traits_of
 
 GPT_OSS = """<|start|>system<|message|>Reasoning: {{ reasoning_effort|default('medium') }}<|end|>
 {%- for message in messages %}
 {%- if message.role == 'assistant' and 'tool_calls' in message %}
 {%- if message.content and message.thinking %}{{ raise_exception('both') }}{% endif %}
-{%- if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}
+{%- set said = message.content or message.thinking %}
+{%- if said %}<|start|>assistant<|channel|>analysis<|message|>{{ said }}<|end|>{% endif %}
 {%- set call = message.tool_calls[0].function %}
 {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' -}}
 {{ call.arguments|tojson }}<|call|>
@@ -183,18 +189,29 @@ TURNS: list[dict[str, Any]] = [
 
 
 def rendered(template: str, turns: Sequence[Mapping[str, Any]] = TURNS, *, effort: str | None = None) -> str:
-    traits = template_traits(template)
+    return prompt_of(template, turns, effort=effort, tools=[LOOK])
+
+
+def prompt_of(
+    template: str,
+    turns: Sequence[Mapping[str, Any]],
+    *,
+    effort: str | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """The prompt that the gateway makes of a client's messages."""
+    traits = traits_of(template).choose(tools=bool(tools))
     messages = [Message.model_validate(turn) for turn in turns]
-    keywords = template_keywords({}, effort, traits)
-    if traits.knows_tools and not traits.tools_in_system:
-        keywords["tools"] = [LOOK]
-    shown = template_turns(messages, tools=[LOOK], traits=traits)
-    return make_environment().from_string(template).render(messages=shown, **keywords)
+    fitted = fit(client_turns(messages), tools=tools, traits=traits, wording=wording(detect_format(template)))
+    keywords = keywords_of({}, effort, traits) | TOKENS | {"tools": list(fitted.tools) or None}
+    return (
+        make_environment().from_string(template).render(messages=fitted.turns, add_generation_prompt=True, **keywords)
+    )
 
 
 @pytest.mark.parametrize(("name", "template"), TEMPLATES.items())
 def test_the_format_is_chosen_by_the_template(name: str, template: str) -> None:
-    assert template_traits(template).chat.name == name
+    assert detect_format(template).name == name
 
 
 @pytest.mark.parametrize(("name", "template"), TEMPLATES.items())
@@ -216,16 +233,16 @@ def test_other_formats_and_signs() -> None:
         "{{ '<|tool_list_start|>' }}": "lfm2",
         "{{ '<function_calls>' + message['function_calls'] + '</function_calls>' }}": "olmo",
     }.items():
-        assert template_traits(text).chat.name == name
-    assert template_traits("<tool_call> <think>").chat.reasoning is not None
-    assert template_traits("<tool_call>").chat.reasoning is None
+        assert detect_format(text).name == name
+    assert detect_format("<tool_call> <think>").reasoning is not None
+    assert detect_format("<tool_call>").reasoning is None
 
 
 @pytest.mark.parametrize("mark", ["<|channel|>", "<|message|>", "keep_past_thinking", "[TOOL_CALLS]", "[ARGS]"])
 def test_a_long_hostile_template_is_read_in_time(mark: str) -> None:
     """A pattern that looks for the rest from every mark on takes minutes."""
     expected = "mistral" if mark == "[TOOL_CALLS]" else "hermes"
-    assert template_traits(mark * (MAX_TEMPLATE_BYTES // len(mark))).chat.name == expected
+    assert detect_format(mark * (MAX_TEMPLATE_BYTES // len(mark))).name == expected
 
 
 @pytest.mark.parametrize("template", [*TEMPLATES.values(), QWEN_3_6, NEMOTRON_3], ids=lambda text: text[:20])
@@ -238,32 +255,37 @@ def test_a_call_with_broken_or_no_arguments_does_not_end_the_conversation(templa
     assert "sun" in rendered(template, turns)
 
 
-@pytest.mark.parametrize(("names", "role"), [("", "system"), ("{# roles: 'developer' #}", "developer")])
-def test_a_developer_is_the_system_of_templates_that_do_not_name_the_role(names: str, role: str) -> None:
+@pytest.mark.parametrize(
+    ("condition", "role"), [("true", "system"), ("m.role in ['developer', 'system', 'user']", "developer")]
+)
+def test_a_developer_is_the_system_of_templates_that_do_not_know_the_role(condition: str, role: str) -> None:
     """Qwen's templates write turns of known roles only: the client's instructions would be lost."""
-    template = names + "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    template = f"{{% for m in messages if {condition} %}}{{{{ m.role }}}}:{{{{ m.content }}}};{{% endfor %}}"
     turns = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
-    messages = [Message.model_validate(turn) for turn in turns]
-    shown = template_turns(messages, tools=[], traits=template_traits(template))
-    prompt = make_environment().from_string(template).render(messages=shown)
-    assert prompt == f"{role}:Be brief.;user:hi;"
+    assert prompt_of(template, turns) == f"{role}:Be brief.;user:hi;"
 
 
 LINES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+FIRST = """{% set shown = messages %}{% if messages[0].role == 'system' %}{{ 'system:' + messages[0].content + ';' }}
+{%- set messages = messages | rejectattr('role', 'equalto', 'system') | list %}{% endif %}"""
 STRICT = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
 {{- raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"""
+ALTERNATING = """{% for m in messages | rejectattr('role', 'equalto', 'system') %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}{% endfor %}
+{%- if messages[1:] | selectattr('role', 'equalto', 'system') | list %}{{ raise_exception('late') }}{% endif %}"""
 
 
 @pytest.mark.parametrize(
     ("template", "roles", "prompt"),
     [
-        (LINES, "system system user", "system:0\n\n1;user:2;"),
-        (LINES, "developer system user", "system:0\n\n1;user:2;"),
+        (LINES, "system system user", "system:0;system:1;user:2;"),
+        (FIRST + LINES, "system system user", "system:0\n\n1;user:2;"),
+        (FIRST + LINES, "developer system user", "system:0\n\n1;user:2;"),
         (LINES, "user system user", "user:0;system:1;user:2;"),
         (STRICT + LINES, "system user system user", "system:0\n\n2;user:1;user:3;"),
         (STRICT + LINES, "user system user", "system:1;user:0;user:2;"),
         (
-            "{# roles must alternate #}" + LINES,
+            ALTERNATING + LINES,
             "user system user assistant user",
             "system:1;user:0\n\n2;assistant:3;user:4;",
         ),
@@ -275,9 +297,7 @@ def test_several_turns_are_one_where_the_template_takes_one(template: str, roles
 
     A client whose answer was stopped sends two of the user's in a row; Gemma 3 and Mistral refuse that.
     """
-    messages = [Message.model_validate({"role": role, "content": str(i)}) for i, role in enumerate(roles.split())]
-    shown = template_turns(messages, tools=[], traits=template_traits(template))
-    assert make_environment().from_string(template).render(messages=shown) == prompt
+    assert prompt_of(template, [{"role": role, "content": str(i)} for i, role in enumerate(roles.split())]) == prompt
 
 
 def test_harmony_has_one_call_in_a_turn_and_its_result_after_it() -> None:
@@ -288,7 +308,7 @@ def test_harmony_has_one_call_in_a_turn_and_its_result_after_it() -> None:
     assert places == sorted(places)
     done = rendered(GPT_OSS, [*TURNS[:1], {"role": "assistant", "content": "2", "reasoning_content": "because"}])
     assert "because" not in done
-    assert template_keywords({}, "none", template_traits(GPT_OSS))["reasoning_effort"] == "low"
+    assert keywords_of({}, "none", traits_of(GPT_OSS).plain)["reasoning_effort"] == "low"
 
 
 def test_reasoning_before_the_last_question_is_dropped_as_the_template_says() -> None:
@@ -300,13 +320,12 @@ def test_no_effort_turns_reasoning_off() -> None:
     assert rendered(GLM, effort="none").endswith("<think></think>")
     assert rendered(GEMMA_4, effort="none").endswith("<channel|>")
     assert rendered(DEEPSEEK_V31).endswith("</think>")
-    traits = template_traits(DEEPSEEK_V31)
-    assert template_keywords({"enable_thinking": True}, None, traits)["thinking"] is True
+    assert keywords_of({"enable_thinking": True}, None, traits_of(DEEPSEEK_V31).plain)["thinking"] is True
 
 
 @pytest.mark.parametrize("template", [QWEN_3_6, NEMOTRON_3])
 def test_qwen_3_6_and_nemotron_3_call_as_qwen_s_coder_and_reason(template: str) -> None:
-    chat = template_traits(template).chat
+    chat = detect_format(template)
     assert chat.name == "qwen-coder"
     assert chat.opens_reasoning(rendered(template))
     assert not chat.opens_reasoning(rendered(template, effort="none"))
@@ -318,7 +337,7 @@ def test_qwen_3_6_and_nemotron_3_call_as_qwen_s_coder_and_reason(template: str) 
 def test_a_low_effort_shortens_nemotron_3_s_reasoning() -> None:
     assert "{reasoning effort: low}" in rendered(NEMOTRON_3, effort="low")
     assert "{reasoning effort: low}" not in rendered(NEMOTRON_3, effort="high")
-    assert "low_effort" not in template_keywords({}, "low", template_traits(QWEN_3_6))
+    assert "low_effort" not in keywords_of({}, "low", traits_of(QWEN_3_6).plain)
 
 
 def test_what_a_template_does_not_know_is_in_the_text() -> None:
@@ -353,7 +372,7 @@ def test_olmo_3_reads_arguments_as_objects() -> None:
 @pytest.mark.parametrize("template", [*TEMPLATES.values(), QWEN_3_6, NEMOTRON_3])
 def test_all_keywords_of_templates_are_known(template: str) -> None:
     for effort in ("none", "minimal", "low", "high"):
-        assert set(template_keywords({}, effort, template_traits(template))) <= KNOWN_KEYWORDS
+        assert set(keywords_of({}, effort, traits_of(template).plain)) <= KNOWN_KEYWORDS
 
 
 def test_mistral_refuses_other_ids_than_nine_characters() -> None:
@@ -361,17 +380,6 @@ def test_mistral_refuses_other_ids_than_nine_characters() -> None:
     ids = {prompt.partition(f"{word}[/TOOL_RESULTS]")[0][-9:] for word in ("sun", "moon")}
     assert len(ids) == 2
     assert all(each.isalnum() for each in ids)
-
-
-class FamilyAssets(ByteAssets):
-    """The byte tokenizer with a family's template."""
-
-    def __init__(self, template: str) -> None:
-        self._template = template
-        self.traits: TemplateTraits = template_traits(template)  # type: ignore[misc]
-
-    async def render(self, messages: Sequence[Mapping[str, Any]], *, owner: str = "", **keywords: Any) -> str:
-        return make_environment().from_string(self._template).render(messages=messages, **keywords)
 
 
 CALL = {"at": "the moon", "times": 2}

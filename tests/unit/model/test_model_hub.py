@@ -15,6 +15,7 @@ import pytest
 from edgepipe.errors import ArchitectureUnsupported, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model import install
 from edgepipe.model.config import hf_config
+from edgepipe.model.conversations.known_traits import TRAITS_FILE
 from edgepipe.model.hub import HubSource, parse_hub_source, parse_pinned
 from edgepipe.model.progress import PullProgress
 from edgepipe.model.pull import Puller, PullResult
@@ -281,7 +282,7 @@ def test_a_type_in_parts_is_pulled_and_opened_as_one_model(tmp_path: Path) -> No
         result = pull(hub, tmp_path / "store")
     assert result.model_id == f"{REPO}:f32"
     names = {path.name for path in result.path.iterdir()}
-    assert names == {"edgepipe.json", "manifest.json", "tokenizer.json"} | {
+    assert names == {"edgepipe.json", "manifest.json", "tokenizer.json", TRAITS_FILE} | {
         f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3)
     }
     weights = ModelStore(tmp_path / "store").resolve(f"{REPO}:F32").open_weights()

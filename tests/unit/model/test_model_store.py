@@ -13,6 +13,7 @@ import pytest
 from edgepipe.errors import ArchitectureUnsupported, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model import demo
 from edgepipe.model.config import hf_config
+from edgepipe.model.conversations.known_traits import TRAITS_FILE
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.model.folders import folder_size
 from edgepipe.model.manifest import Manifest
@@ -44,7 +45,7 @@ def test_a_folder_is_pulled_whole_and_clean(store: ModelStore, tmp_path: Path) -
     assert names(store.root) == {"My-Model"}
     weights = {f"model-0000{i}-of-00002.safetensors" for i in (1, 2)} | {"model.safetensors.index.json"}
     metadata = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-    assert names(result.path) - {"links.json"} == weights | metadata | {"edgepipe.json", "manifest.json"}
+    assert names(result.path) - {"links.json"} == weights | metadata | {"edgepipe.json", "manifest.json", TRAITS_FILE}
     model = store.resolve("My-Model")
     assert model.config.eos_token_ids == (2, 3, 1)
     assert model.card.template.sources == {"default": "T{{ eos_token }}"}
@@ -71,7 +72,8 @@ def test_a_gguf_file_is_pulled_with_tokenizer_and_template(store: ModelStore, tm
     config = hf_config(hf_values(vocab_size=len(TOKENS)))
     path = write_gguf(tmp_path / "tiny.gguf", random_tensors(config), config, scheme="Q8_0", tokens=TOKENS)
     result = store.pull(str(path))
-    assert names(result.path) - {"links.json"} == {"model.gguf", "tokenizer.json", "edgepipe.json", "manifest.json"}
+    described = {"edgepipe.json", "manifest.json", TRAITS_FILE}
+    assert names(result.path) - {"links.json"} == {"model.gguf", "tokenizer.json"} | described
     model = store.resolve("tiny")
     assert model.tokenizer().encode("ab") == [12]
     assert model.config.eos_token_ids == (2, 1)

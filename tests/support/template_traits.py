@@ -1,0 +1,19 @@
+"""Traits of a test's own template, learned in this process."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from edgepipe.model.conversations.learning_child import Renderer, learned
+from edgepipe.model.conversations.traits import ModelTraits
+from edgepipe.model.template_child import make_environment
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@cache
+def traits_of(source: str) -> ModelTraits:
+    """The traits of a template for requests with and without tools."""
+    template = make_environment().from_string(source)
+    plain, with_tools = (learned(Renderer(template, TOKENS), tools=tools) for tools in (False, True))
+    return ModelTraits(plain=plain, with_tools=with_tools)
