@@ -49,8 +49,7 @@ async def render_chat(assets: Assets, body: ChatBody, choice: ToolChoice, *, own
     prompt = _Prompt(assets, choice.tools, keywords, owner)
     turns = client_turns([message.renamed(choice.names.for_model) for message in body.messages])
     refusals: list[TemplateFailed] = []
-    ways = _ways(prompt, choice, traits)
-    for tried, its_traits in ways:
+    for tried, its_traits in _ways(prompt, choice, traits):
         try:
             return await tried.render(turns, its_traits)
         except TemplateFailed as failed:
@@ -58,7 +57,7 @@ async def render_chat(assets: Assets, body: ChatBody, choice: ToolChoice, *, own
                 raise
             logger.debug("the template refuses a conversation of roles=%s: %s", _roles(turns), failed.fact)
             refusals.append(failed)
-    raise await ways[-1][0].explain(turns, traits, refusals[-1]) from refusals[-1]
+    raise await prompt.explain(turns, traits, refusals[0]) from refusals[0]
 
 
 def _ways(prompt: _Prompt, choice: ToolChoice, traits: TemplateTraits) -> list[tuple[_Prompt, TemplateTraits]]:

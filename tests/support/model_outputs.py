@@ -17,16 +17,20 @@ from jinja2 import TemplateError
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.answer_reader import AnswerFormat, AnswerReader
-from edgepipe.gateway.conversation import template_keywords, template_traits, template_turns
+from edgepipe.gateway.conversation import client_turns, wording
 from edgepipe.gateway.formats.chat_format import ChatFormat, Reasoning
+from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.schema import Message
 from edgepipe.gateway.structured import GrammarCompiler, plan_output
 from edgepipe.gateway.tool_calls import Call, joined_calls
 from edgepipe.gateway.tool_choice import ToolChoice, choose_tools
+from edgepipe.model.conversations.efforts import keywords_of
+from edgepipe.model.conversations.fitting import fit
 from edgepipe.model.template_child import make_environment
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import GrammarTokenizer
 from tests.support.grammar_walks import Walk
+from tests.support.template_traits import traits_of
 
 Calls = list[tuple[str, Any]]
 
@@ -142,18 +146,16 @@ class Family:
 
     def __init__(self, source: str) -> None:
         self._template = make_environment().from_string(source)
-        self.traits = template_traits(source)
-        self.chat: ChatFormat = self.traits.chat
+        self.traits = traits_of(source).choose(tools=True)
+        self.chat: ChatFormat = detect_format(source)
         self.choice: ToolChoice = choose_tools(TOOLS)
 
     def prompt(self, turns: Sequence[Mapping[str, Any]], *, generate: bool) -> str:
         """Render a conversation. Raises TemplateError and what templates raise."""
-        keywords = template_keywords({}, None, self.traits)
-        if self.traits.knows_tools and not self.traits.tools_in_system:
-            keywords["tools"] = TOOLS
-        messages = [Message.model_validate(turn) for turn in turns]
-        shown = template_turns(messages, tools=TOOLS, traits=self.traits)
-        return self._template.render(messages=shown, add_generation_prompt=generate, **SPECIAL, **keywords)
+        messages = client_turns([Message.model_validate(turn) for turn in turns])
+        shown = fit(messages, tools=TOOLS, traits=self.traits, wording=wording(self.chat))
+        keywords = keywords_of({}, None, self.traits) | ({"tools": list(shown.tools)} if shown.tools else {})
+        return self._template.render(messages=shown.turns, add_generation_prompt=generate, **SPECIAL, **keywords)
 
     def written(self, turn: Turn, *, is_last: bool = False) -> Output:
         """Return what the template writes of a turn, in place of an answer. ``is_last``: without results after it."""

@@ -67,7 +67,6 @@ class ChatFormat:
     text that does not begin with reasoning."""
     write: Callable[[Sequence[Call]], str]  # calls as the model would write them
     reasoning: Reasoning | None = None
-    has_tool_turns: bool = False  # its templates write a turn of any role, so they need not name the role ``tool``
     has_channels: bool = False  # all of an answer is in channels, its reasoning too: harmony
     answer_frame: tuple[str, str] | None = None  # marks around an answer that follows reasoning
     frames_content: bool = False  # content is between marks, in answers without calls too

@@ -39,7 +39,6 @@ def _listed(name: str, opening: str, closing: str) -> ChatFormat:
 
 GRANITE = replace(
     _listed("granite", "<|tool_call|>", ""),
-    has_tool_turns=True,
     answer_frame=("<response>", "</response>"),
 )
 """``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]``"""

@@ -35,15 +35,12 @@ _PYTHON_WORDS = {True: "True", False: "False", None: "None"}
 _JSON_WORDS = {True: "true", False: "false", None: "null"}
 
 
-def _format(
-    name: str, *, opening: str, closing: str, brackets: str, between: str, python: bool, tool_turns: bool = False
-) -> ChatFormat:
+def _format(name: str, *, opening: str, closing: str, brackets: str, between: str, python: bool) -> ChatFormat:
     """Make a format.
 
     brackets    around the calls of a group
     between     two calls
     python      the model writes Python's words, else JSON's; both are read
-    tool_turns  see ChatFormat.has_tool_turns
     """
 
     def reader(calls: CallNews, functions: Functions) -> NamedReader:
@@ -76,7 +73,6 @@ def _format(
         new_reader=reader,
         call_rules=rules,
         write=write,
-        has_tool_turns=tool_turns,
     )
 
 
@@ -165,7 +161,6 @@ LFM2 = _format(
     brackets="[]",
     between=", ",
     python=True,
-    tool_turns=True,
 )
 """``<|tool_call_start|>[name(key="text", other=True), ...]<|tool_call_end|>``"""
 

@@ -28,7 +28,6 @@ SEED = replace(
             before_closing="\n",
         ),
     ),
-    has_tool_turns=True,
     reasoning=Reasoning("<seed:think>", "</seed:think>"),
 )
 """``<seed:tool_call>``, ``<function=name>``, ``<parameter=key>text</parameter>``, and their ends."""

@@ -84,19 +84,30 @@ def results_from(turns: Sequence[Turn], start: int) -> list[Turn]:
     return list(turns[start:end])
 
 
+def results_in_order(turns: Sequence[Turn]) -> list[Turn]:
+    """Put results in the order of their calls: templates that write or count no ids pair both by their places."""
+    kept: list[Turn] = []
+    while len(kept) < len(turns):
+        turn = turns[len(kept)]
+        results = results_from(turns, len(kept) + 1)
+        places = {call["id"]: place for place, call in enumerate(calls_of(turn))}
+        if places and all(result.get("tool_call_id") in places for result in results):
+            results.sort(key=lambda result: places[result["tool_call_id"]])
+        kept += [turn, *results]
+    return kept
+
+
 def with_ids(turns: Sequence[Turn], *, named: bool) -> list[Turn]:
-    """Give calls and their results other ids: ``functions.NAME:NUMBER`` (``named``), or nine letters and digits."""
+    """Give calls and their results other ids: nine letters and digits, or ``functions.NAME:PLACE`` (``named``)."""
     kept: list[Turn] = []
     known: dict[str, str] = {}
-    number = 0
     for turn in turns:
         calls = calls_of(turn)
         if calls:
             changed: list[dict[str, Any]] = []
-            for call in calls:
+            for number, call in enumerate(calls):
                 known[call["id"]] = f"functions.{call['function']['name']}:{number}" if named else short_id(call["id"])
                 changed.append(call | {"id": known[call["id"]]})
-                number += 1
             turn = turn | {"tool_calls": changed}
         if turn["role"] == "tool":
             former = str(turn.get("tool_call_id") or "")

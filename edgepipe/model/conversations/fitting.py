@@ -41,7 +41,7 @@ def fit(turns: Sequence[Turn], *, tools: Tools, traits: TemplateTraits, wording:
     fitted = _with_filled(turns)
     if traits.empty_answers == "dropped":
         fitted = roles.without_empty_answers(fitted)
-    fitted = _with_calls(_with_systems(fitted, traits), traits, wording)
+    fitted = _with_calls(calls.results_in_order(_with_systems(fitted, traits)), traits, wording)
     by_keyword: Tools = ()
     if tools and traits.tools == "keyword":
         by_keyword = tools

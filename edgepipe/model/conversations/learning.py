@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from edgepipe.model.conversations.calls import calls_of
 from edgepipe.model.conversations.fitting import Tools, Wording, fit
 from edgepipe.model.conversations.probes import LEVELS, PROBES, REASONING, TOOL, Probe
 from edgepipe.model.conversations.roles import Turn
@@ -81,6 +82,7 @@ def learn(*, tools: bool) -> Learning:
         trials.shows_tools = trials.shows_tools or fields == ("tools",)
         traits = yield from trials.choose(traits, fields, names)
     traits = yield from _learn_roles(trials, traits)
+    traits = yield from _learn_ids(trials, traits)
     traits = yield from _learn_reasoning(trials, traits)
     return (yield from _learn_efforts(trials, traits))
 
@@ -175,6 +177,19 @@ def _learn_roles(trials: _Trials, traits: TemplateTraits) -> Generator[Ask, Rend
         if (yield from trials.are_complete(("call", "call, dialogue", "parallel calls, dialogue"), candidate)):
             return candidate
     return traits
+
+
+def _learn_ids(trials: _Trials, traits: TemplateTraits) -> Generator[Ask, Rendering, TemplateTraits]:
+    """Find out whether the template names calls itself, but results by their ids, as Kimi K2's first one does."""
+    ask = trials.ask("call", traits)
+    rendering = yield ask
+    ids = [str(turn["tool_call_id"]) for turn in ask.turns if turn.get("tool_call_id")]
+    names_calls = any(f"functions.{call['function']['name']}:" in rendering.text for call in _calls(ask.turns))
+    return replace(traits, ids="named") if names_calls and any(each in rendering.text for each in ids) else traits
+
+
+def _calls(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    return [call for turn in turns for call in calls_of(turn)]
 
 
 def _learn_reasoning(trials: _Trials, traits: TemplateTraits) -> Generator[Ask, Rendering, TemplateTraits]:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from edgepipe.gateway.answer_reader import AnswerFormat
 from edgepipe.gateway.answer_stops import answer_stops
-from edgepipe.gateway.conversation import TemplateTraits, template_traits
 from edgepipe.gateway.formats.chat_format import ChatFormat, Reasoning
 from edgepipe.gateway.formats.detect import FORMATS
 from tests.support.fake_engine import ByteAssets, FakeEngine
@@ -23,7 +22,7 @@ class ReasoningAssets(ByteAssets):
     """The byte tokenizer of a model whose answers have this format."""
 
     def __init__(self, chat: ChatFormat) -> None:
-        self.traits: TemplateTraits = replace(template_traits("lines"), chat=chat)  # type: ignore[misc]
+        self.chat = chat
 
 
 ANSWERS: dict[str, tuple[ChatFormat, str]] = {

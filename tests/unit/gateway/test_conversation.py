@@ -218,8 +218,7 @@ def test_the_format_is_chosen_by_the_template(name: str, template: str) -> None:
 def test_calls_and_their_results_are_in_every_prompt(name: str, template: str) -> None:
     prompt = rendered(template)
     assert [word for word in ("look", "x", "y", "moon", "sun") if word not in prompt] == []
-    if name != "harmony":
-        assert prompt.index("sun") < prompt.index("moon")
+    assert prompt.index("moon") < prompt.index("sun"), "in the order of their calls"
 
 
 def test_other_formats_and_signs() -> None:
@@ -346,7 +345,7 @@ def test_what_a_template_does_not_know_is_in_the_text() -> None:
     assert '<|tool_call|>[{"name": "look", "arguments": {"at": "x"}}' in phi
     gemma = rendered(GEMMA_3)
     assert "<tools>" in gemma
-    assert "<start_of_turn>user\n<tool_response>\nsun\n</tool_response>\n<tool_response>\nmoon" in gemma
+    assert "<start_of_turn>user\n<tool_response>\nmoon\n</tool_response>\n<tool_response>\nsun" in gemma
 
 
 def test_gemma_4_has_results_in_the_turn_of_their_calls() -> None:

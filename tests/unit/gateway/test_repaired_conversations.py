@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from edgepipe.gateway.conversation import render_chat
 from edgepipe.gateway.schema import ChatBody
+from edgepipe.gateway.tool_choice import choose_tools
 from tests.support.fake_engine import FakeEngine
 from tests.support.family_assets import FamilyAssets
 from tests.support.gateway import serving
@@ -210,7 +211,9 @@ async def test_whatever_a_client_sends_becomes_a_prompt_with_its_texts(
     """Texts of systems may move to the front; one template shows its system only if the user has the last word."""
     assets = FamilyAssets(STRICT_TEMPLATES[name])
     fields = {"messages": turns, "reasoning_effort": effort}
-    prompt = await render_chat(assets, ChatBody.model_validate(fields), [LOOK] if with_tools else [], owner="")
+    prompt = await render_chat(
+        assets, ChatBody.model_validate(fields), choose_tools([LOOK] if with_tools else []), owner=""
+    )
     for turn in turns:
         text = turn["content"]
         text = text[0]["text"] if isinstance(text, list) else text

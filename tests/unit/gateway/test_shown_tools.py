@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from edgepipe.errors import TemplateFailed
-from edgepipe.gateway.conversation import template_traits
-from edgepipe.model.template_child import make_environment, render
-from tests.support.fake_engine import ByteAssets, FakeEngine
+from tests.support.fake_engine import FakeEngine
+from tests.support.family_assets import FamilyAssets
 from tests.support.gateway import Served, serving
 
 # Joins texts without asking whether they are there, as templates of several families do.
@@ -25,23 +23,9 @@ DEMANDING = (
 EASY = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ messages[0].content }}"
 
 
-class JinjaAssets(ByteAssets):
-    """Renders a real template."""
-
-    def __init__(self, source: str) -> None:
-        self._compiled = make_environment().from_string(source)
-        self.traits = template_traits(source)
-
-    async def render(self, messages: Sequence[Mapping[str, Any]], *, owner: str = "", **keywords: Any) -> str:
-        answer = render(self._compiled, {"messages": list(messages), "tools": None, **keywords})
-        if "text" not in answer:
-            raise TemplateFailed(fact=answer["detail"])
-        return answer["text"]
-
-
 @asynccontextmanager
 async def templated(source: str) -> AsyncIterator[Served]:
-    async with serving(FakeEngine(), load=lambda path: JinjaAssets(source)) as served:
+    async with serving(FakeEngine(), load=lambda path: FamilyAssets(source)) as served:
         yield served
 
 
