@@ -14,7 +14,7 @@ from edgepipe.config import HTTP_PORT, load_config
 from edgepipe.daemon.machine.data_dir import socket_path
 from edgepipe.daemon.machine.http_keys import read_key
 from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable, NoPeersFound
-from edgepipe.model.names import matching_names
+from edgepipe.model.typed_names import meant_names
 
 if TYPE_CHECKING:
     from edgepipe.cluster.discovery import Announcement
@@ -80,7 +80,7 @@ def _served(status: ClusterStatus, model: str) -> EngineState | None:
             fact=f"served: {', '.join(sorted(engine.model for engine in ready))}",
             next_step="name one: edgepipe chat MODEL",
         )
-    meant = matching_names(model, (engine.model for engine in ready))
+    meant = meant_names(model, (engine.model for engine in ready))
     return next((engine for engine in ready if not model or engine.model in meant), None)
 
 

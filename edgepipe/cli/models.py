@@ -135,12 +135,12 @@ def rm(
 ) -> None:
     """Delete a model from this machine's disk. A served model is stopped first."""
     from edgepipe.cli.views.copies_view import members_of, served_by
-    from edgepipe.model.names import matching_names
     from edgepipe.model.store import ModelStore
+    from edgepipe.model.typed_names import meant_names
     from edgepipe.units import format_bytes
 
     folder, store = data_dir_of(data_dir), ModelStore(models_dir_of(data_dir, models_dir))
-    meant = matching_names(model, (stored.id for stored in store.list()))
+    meant = meant_names(model, (stored.id for stored in store.list()))
     on_this_disk = len(meant) == 1
     model = meant[0] if on_this_disk else model
     if on_this_disk and (nodes := served_by(folder, model)):

@@ -62,7 +62,12 @@ def plan(
         ),
     ] = "",
     link: Annotated[
-        str, typer.Option("--link", metavar="LINK", help="Link between emulated devices: 1gbit,0.3ms.")
+        str,
+        typer.Option(
+            "--link",
+            metavar="LINK",
+            help="Link between emulated devices: wifi, gigabit, 2.5g, 10g, thunderbolt, or 1gbit,0.3ms.",
+        ),
     ] = "",
     dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
     kv: KVForm = "auto",
@@ -136,9 +141,11 @@ def make_demand(cluster: Cluster, *, objective: str, context: int, concurrency: 
 def _imagined(model: str, devices: str, link: str, kv: str) -> Cluster:
     from edgepipe.backend.devices import parse_devices
     from edgepipe.model.mixes import named_model
+    from edgepipe.model.typed_names import planned_name
     from edgepipe.planner.cluster import known_cluster
     from edgepipe.units import parse_link
 
+    model = planned_name(model)
     config, weights = named_model(model)
     return known_cluster(parse_devices(devices), config, link=parse_link(link), model=model, weights=weights, kv=kv)
 

@@ -27,13 +27,14 @@ from edgepipe.model.install import HASH_CHUNK_BYTES, described_manifest
 from edgepipe.model.layout import slice_tensors
 from edgepipe.model.linked_files import OnBytes, Stamp, check_unchanged, touched_files
 from edgepipe.model.manifest import TOKENIZER_FILE, FileEntry, Manifest
-from edgepipe.model.names import canonical_name, folder_name, is_name, matching_names, name_of_folder
+from edgepipe.model.names import canonical_name, folder_name, is_name, name_of_folder
 from edgepipe.model.progress import OnProgress
 from edgepipe.model.pull import Puller, PullResult, staging_folder
 from edgepipe.model.repacked import REPACKED_FOLDER
 from edgepipe.model.template import TemplateRenderer
 from edgepipe.model.tensor_folder import TENSOR_FOLDER, MissingTensor, ShardWriter, complete_names, is_complete
 from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.model.typed_names import meant_names
 from edgepipe.model.weight_table import WeightTable, read_table
 from edgepipe.model.weights import Weights, open_weights
 
@@ -247,7 +248,7 @@ class ModelStore:
 
     def meant(self, name: str) -> str:
         """Return the id of the only model on this node that a person means by ``name``. Raises ModelUnknown."""
-        found = matching_names(name, (model.id for model in self._models()))
+        found = meant_names(name, (model.id for model in self._models()))
         if len(found) == 1:
             return found[0]
         if found:

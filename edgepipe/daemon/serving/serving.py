@@ -18,7 +18,7 @@ from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.serving.capacity import cannot_keep, placement_need, rooms_of, stages_of
 from edgepipe.daemon.serving.replanning import DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCES, demand_of
 from edgepipe.daemon.serving.serve_book import ServeBook
-from edgepipe.daemon.serving.survey import Surveyor
+from edgepipe.daemon.serving.survey import PlannedModel, Surveyor, known_shape
 from edgepipe.errors import (
     AccessDenied,
     ConnectTimeout,
@@ -34,7 +34,7 @@ from edgepipe.link.shut_ports import shut_port
 from edgepipe.model.expert_places import check_has_experts, in_words
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.memory_classes import most_within
-from edgepipe.model.names import matching_names
+from edgepipe.model.typed_names import meant_names, understood
 from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.expert_shares import place_with_shares, rooms_as_placed
 from edgepipe.planner.placement import NodeRoom, Placed
@@ -198,8 +198,16 @@ class Serving:
         return next((node for node in self._peers.nodes() if name and node.name == name), None)
 
     async def survey(self, name: str, dtype: str, *, kv: str = "", fresh: bool = False) -> SurveyReply:
-        """Measure the inputs of a model's plan. Raises ModelUnknown, LinkNotMeasured."""
-        model = await self._models.resolve(name)
+        """Measure the inputs of a model's plan: of the cluster's, else of a known shape. Raises ModelUnknown,
+        LinkNotMeasured."""
+        try:
+            model: PlannedModel = await self._models.resolve(name)
+        except ModelUnknown:
+            meant = understood(name)
+            there = (stored.model for node in self._peers.nodes() for stored in node.models)
+            if meant is None or not meant.planned or meant_names(name, there):
+                raise
+            model = await asyncio.to_thread(known_shape, meant.planned)
         if self._starting():
             await self._devices_started()
         return await self._surveyor.survey(model, dtype, kv=kv, fresh=fresh)
@@ -223,7 +231,7 @@ class Serving:
         """Stop a model, or all of them; return their names. Raises ModelUnknown."""
         known = {engine.model for _, engine in self.engines()}
         named = known | self._wanted()
-        chosen = set(matching_names(model, named)) if model else named
+        chosen = set(meant_names(model, named)) if model else named
         if model and not chosen:
             raise ModelUnknown(
                 f"the model '{model}' is not served",

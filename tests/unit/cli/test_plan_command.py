@@ -11,7 +11,7 @@ from edgepipe.errors import LinkNotMeasured
 from tests.support.admin_server import FakeNode, answering
 from tests.support.command_line import Run
 
-IMAGINED = ("plan", "qwen2.5-32b", "--emulate", "4x rtx4090", "--link", "1gbit,0.3ms")
+IMAGINED = ("plan", "qwen2.5-32b:bf16", "--emulate", "4x rtx4090", "--link", "1gbit,0.3ms")
 
 
 def test_the_picture_fits_eighty_columns_and_names_what_matters(run: Run) -> None:
@@ -46,11 +46,11 @@ def test_wishes_are_kept(run: Run) -> None:
 
 
 def test_what_does_not_fit_ends_with_the_sum_and_six(run: Run) -> None:
-    short = run("plan", "llama-3.3-70b", "--emulate", "2x rtx4090")
+    short = run("plan", "llama-3.3-70b:bf16", "--emulate", "2x rtx4090")
     assert short.code == 6
     for part in ("  needed  ", "  free on a", "missing", "WHAT WOULD HELP"):
         assert part in short.out
-    told = run("plan", "llama-3.3-70b", "--emulate", "2x rtx4090", "--json")
+    told = run("plan", "llama-3.3-70b:bf16", "--emulate", "2x rtx4090", "--json")
     assert told.code == 6
     assert json.loads(told.out)["missing_bytes"] > 0
 
@@ -64,7 +64,7 @@ def test_force_is_advised_only_where_it_helps(run: Run) -> None:
 
 
 def test_a_machine_that_is_left_out_is_in_no_sum(run: Run) -> None:
-    short = run("plan", "llama-3.3-70b", "--emulate", "4x rtx4090", "--exclude", "a,b")
+    short = run("plan", "llama-3.3-70b:bf16", "--emulate", "4x rtx4090", "--exclude", "a,b")
     assert short.code == 6
     assert "free on a" not in short.out
     assert "96.3 GB" in short.out, "missing, as the error says"
@@ -82,14 +82,14 @@ def test_data_sheets_know_one_number_format(run: Run) -> None:
 
 
 def test_changes_are_answered_where_the_base_does_not_fit(run: Run) -> None:
-    flags = ("plan", "llama-3.3-70b", "--emulate", "2x rtx4090", "--what-if", "add m3ultra")
+    flags = ("plan", "llama-3.3-70b:bf16", "--emulate", "2x rtx4090", "--what-if", "add m3ultra")
     shown = run(*flags)
     assert shown.code == 0
     assert "fits only with the changes (add m3ultra); now the model needs about" in shown.out
     told = json.loads(run(*flags, "--json").out)
     assert told["fits_only_with"]["changes"] == "add m3ultra"
     assert {stage["device"] for stage in told["stages"]} - {"NVIDIA GeForce RTX 4090 (emulated)"}
-    assert run("plan", "llama-3.3-70b", "--emulate", "2x rtx4090", "--what-if", "add m1").code == 6
+    assert run("plan", "llama-3.3-70b:bf16", "--emulate", "2x rtx4090", "--what-if", "add m1").code == 6
 
 
 def test_too_few_machines_are_no_lack_of_memory(run: Run) -> None:
