@@ -29,12 +29,12 @@ from edgepipe.model.linked_files import OnBytes, Stamp, check_unchanged, touched
 from edgepipe.model.manifest import TOKENIZER_FILE, FileEntry, Manifest
 from edgepipe.model.names import canonical_name, folder_name, is_name, name_of_folder
 from edgepipe.model.progress import OnProgress
-from edgepipe.model.pull import Puller, PullResult, staging_folder
+from edgepipe.model.pull import Puller, PullResult, is_local, staging_folder
 from edgepipe.model.repacked import REPACKED_FOLDER
 from edgepipe.model.template import TemplateRenderer
 from edgepipe.model.tensor_folder import TENSOR_FOLDER, MissingTensor, ShardWriter, complete_names, is_complete
 from edgepipe.model.tokenizer import Tokenizer
-from edgepipe.model.typed_names import meant_names
+from edgepipe.model.typed_names import meant_names, understood
 from edgepipe.model.weight_table import WeightTable, read_table
 from edgepipe.model.weights import Weights, open_weights
 
@@ -223,7 +223,8 @@ class ModelStore:
 
     def interrupted_bytes(self, source: str) -> int:
         """Return the bytes that an interrupted pull of ``source`` left for the next one; 0 for a path."""
-        name = canonical_name(source)
+        meant = None if is_local(source) else understood(source)
+        name = canonical_name(source if meant is None else meant.source.partition("@")[0])
         return folder_size(staging_folder(self.root / folder_name(name))) if is_name(name) else 0
 
     def list(self) -> list[StoredModel]:
