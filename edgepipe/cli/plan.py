@@ -113,6 +113,7 @@ def plan(
         cluster = _imagined(model, emulate, link or "1gbit,0.3ms", kv)
     else:
         cluster = _surveyed(model, dtype, kv, data_dir, fresh=measure)
+    _tell_of_known_shape(cluster.model, on_no_disk=not emulate)
     check_has_experts(constraints.experts_in_ram, cluster.config)
     demand = make_demand(cluster, objective=objective, context=context, concurrency=concurrency)
     _show(cluster if not force else _all_memory(cluster), demand, constraints, what_if=what_if, as_json=as_json)
@@ -161,6 +162,23 @@ def _surveyed(model: str, dtype: str, kv: str, data_dir: Path | None, *, fresh: 
 
     with make_console(stderr=True).status("measuring devices and links"):
         return run_async(work(data_dir_of(data_dir)))
+
+
+def _tell_of_known_shape(model: str, *, on_no_disk: bool) -> None:
+    """Say on stderr what differs from a plan of files: the sizes of some types, and that no machine has the model."""
+    from edgepipe.model.known_models import known_models
+    from edgepipe.model.mixes import stand_in
+
+    name, _, kind = model.partition(":")
+    if name not in (known.name for known in known_models()):
+        return
+    notes: list[str] = []
+    if near := stand_in(kind):
+        notes.append(f"{kind.upper()} has no published rule: sizes are those of {near.upper()}")
+    if on_no_disk:
+        notes.append(f"no machine has it yet: edgepipe models pull {model}")
+    for note in notes:
+        make_console(stderr=True).print(note, style="dim", soft_wrap=True)
 
 
 def _all_memory(cluster: Cluster) -> Cluster:

@@ -20,6 +20,7 @@ from edgepipe.model.names import matching_names, plain_type
 _MOST_CHARS = 400  # of a text; longer ones are no names
 _SHOWN_CHARS = 120
 _NEAREST = 3
+_PUBLISHED_TYPE = "MXFP4"  # in which the makers of gpt-oss publish their models
 _MOST_REMEMBERED = 1024  # names that were understood, so that a long list is read once
 
 _PART = r"[A-Za-z0-9][\w.-]{0,95}"
@@ -72,15 +73,17 @@ class Meant:
     @property
     def planned(self) -> str:
         """Shape and type to plan with: ``qwen3-8b:q4_k_m``; empty if the shape is not known."""
-        return f"{self.known.name}:{(self.type or self._stored_type()).lower()}" if self.known is not None else ""
+        known = self.known
+        return f"{known.name}:{(self.type or self._stored_type(known)).lower()}" if known is not None else ""
 
-    def _stored_type(self) -> str:
+    def _stored_type(self, known: KnownModel) -> str:
         """Return the type of the repository's weights, as far as its name says: without a word, 16 bits."""
-        if self.known is not None and self.repository == self.known.repository:
-            return self.known.type
+        if self.repository == known.repository:
+            return known.type
         found = _SHORT.fullmatch(self.repository)
         kind = _canonical_type(found["type"] or "") if found is not None else ""
-        return kind or (USUAL_TYPE if "gguf" in self.repository.lower() else "BF16")
+        packed = "gguf" in self.repository.lower() or known.type == _PUBLISHED_TYPE
+        return kind or (known.type if packed else "BF16")
 
 
 def understand(text: str) -> Meant:

@@ -157,3 +157,37 @@ def test_force_plans_as_if_all_memory_were_free(run: Run) -> None:
 )
 def test_rebalance_may_stand_alone(run: Run, flags: tuple[str, ...], code: int) -> None:
     assert run("serve", "demo", *flags).code == code
+
+
+def test_a_name_without_a_type_is_planned_in_q4_k_m(run: Run) -> None:
+    told = json.loads(run("plan", "qwen3.6", "--emulate", "rtx4090", "--json").out)
+    assert told["model"] == "qwen3.6-35b-a3b:q4_k_m"
+    assert "qwen3.8-27b:q4_k_m · 1 slice" in run("plan", "Qwen3.8 27B", "--emulate", "rtx4090").out
+    wide = run("plan", "Qwen/Qwen3.6-35B-A3B", "--emulate", "rtx4090")
+    assert (wide.code, "qwen3.6-35b-a3b:bf16 does not fit: needs 69." in wide.out) == (6, True)
+
+
+def test_a_type_without_a_published_rule_is_planned_and_its_size_called_an_estimate(run: Run) -> None:
+    shown = run("plan", "qwen3.6-27b:UD-Q4_K_XL", "--emulate", "rtx4090")
+    assert shown.code == 0
+    assert "UD-Q4_K_XL has no published rule: sizes are those of Q4_K_M" in shown.err
+
+
+def test_an_unknown_model_is_refused_with_the_nearest_three(run: Run) -> None:
+    refused = run("plan", "lama 3.3 70b", "--emulate", "rtx4090")
+    assert refused.code == 7
+    assert "nearest known names: llama-3.3-70b, " in " ".join(refused.err.split())
+
+
+@pytest.mark.parametrize(
+    ("devices", "device", "link"),
+    [
+        ("cpu 6 cores 32GB", "CPU, 6 cores", "gigabit"),
+        ("2x 7900 XTX", "AMD Radeon RX 7900 XTX", "2.5g"),
+        ("DGX Spark", "NVIDIA DGX Spark", "Thunderbolt 4"),
+        ("Ryzen AI Max+ 395", "AMD Ryzen AI Max+ 395", "wifi"),
+    ],
+)
+def test_machines_and_links_at_home_have_names(run: Run, devices: str, device: str, link: str) -> None:
+    told = json.loads(run("plan", "qwen3:4b", "--emulate", devices, "--link", link, "--json").out)
+    assert {stage["device"] for stage in told["stages"]} == {device}

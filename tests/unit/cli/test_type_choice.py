@@ -226,3 +226,27 @@ def test_chat_asks_one_question_with_sizes_and_what_fits(
     assert ask_to_fetch(Noting(answer=False), f"{REPO}:q8_0", tmp_path) == ""
     with pytest.raises(ModelUnknown, match="no model is called"):
         ask_to_fetch(Noting(), "gpt-9", tmp_path)
+
+
+KNOWN = {f"Qwen3-8B-{kind}.gguf": bytes(size) for kind, size in (("Q4_K_M", 11), ("Q8_0", 20), ("UD-Q4_K_XL", 12))}
+
+
+@pytest.mark.parametrize(
+    ("typed", "file"),
+    [
+        ("qwen3:8b", "Qwen3-8B-Q4_K_M.gguf"),
+        ("Qwen3 8B Q8", "Qwen3-8B-Q8_0.gguf"),
+        ("qwen3-8b:ud-q4_k_xl", "Qwen3-8B-UD-Q4_K_XL.gguf"),
+        ("https://huggingface.co/Qwen/Qwen3-8B-GGUF/blob/main/Qwen3-8B-Q8_0.gguf", "Qwen3-8B-Q8_0.gguf"),
+        ("https://huggingface.co/Qwen/Qwen3-8B-GGUF/blob/main/sub/small-Q8_0.gguf", "sub/small-Q8_0.gguf"),
+    ],
+)
+def test_a_pull_of_a_name_as_typed_fetches_one_type_without_a_question(
+    run: Run, monkeypatch: pytest.MonkeyPatch, typed: str, file: str
+) -> None:
+    files = dict(KNOWN) | ({"sub/small-Q8_0.gguf": bytes(5)} if "small" in typed else {})
+    with running(FakeHub(repo="Qwen/Qwen3-8B-GGUF", files=files)) as served:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.endpoint)
+        result = run("models", "pull", typed, "--dry-run", "--json")
+    assert result.code == 0
+    assert [one["name"] for one in json.loads(result.out)["files"]] == [file]
