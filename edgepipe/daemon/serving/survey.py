@@ -18,7 +18,7 @@ from edgepipe.ids import NodeId
 from edgepipe.model.config_json import config_to_json
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.mixes import named_model
-from edgepipe.planner.profiles import LayerProfile
+from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.wire.children import ProfileLayerRequest
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import BrokenLink, LinkProfile, SurveyedMachine, SurveyReply

@@ -16,7 +16,7 @@ from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import BackendUnavailable, LinkNotMeasured, ModelUnknown, NodeUnreachable
 from edgepipe.ids import NodeId
 from edgepipe.model.mixes import named_model
-from edgepipe.planner.profiles import LayerProfile, Point
+from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.children import ProfileLayerRequest
 from edgepipe.wire.nodes import DeviceState, NodeState
