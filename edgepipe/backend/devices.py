@@ -159,7 +159,7 @@ def _small_computers() -> dict[str, DeviceModel]:
 
 
 def _unmeasured_gpu(name: str, memory_gb: float, peak_gb_per_s: float, peak_tflops: float) -> DeviceModel:
-    """Return a GPU on which nobody has measured decode rates here: the careful share of its memory rate."""
+    """Return a GPU without measured decode rates to compare with: it gets a careful share of its memory rate."""
     device = _gpu(name, memory_gb=memory_gb, peak_gb_per_s=peak_gb_per_s, peak_tflops=peak_tflops)
     return replace(device, bandwidth_bytes_per_s=peak_gb_per_s * 1e9 * _BANDWIDTH_EFFICIENCY)
 

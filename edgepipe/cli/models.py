@@ -30,7 +30,10 @@ def _group() -> None:
 def pull(
     model: Annotated[
         str,
-        typer.Argument(help="ORG/NAME or ORG/NAME:TYPE on the Hugging Face Hub, a folder, a GGUF file, or 'demo'."),
+        typer.Argument(
+            help="A known name (qwen3:8b), ORG/NAME[:TYPE] or a page of the Hugging Face Hub, a folder, a GGUF file, "
+            "or 'demo'."
+        ),
     ],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show which files a pull would fetch; fetch nothing.")

@@ -34,7 +34,9 @@ _READ_TOKENS = 1024  # tokens that a token attends to on average, by default
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A model of the cluster, or a known one: qwen2.5-32b:q4_k_m, ...")],
+    model: Annotated[
+        str, typer.Argument(help="A model of the cluster, or a known one: qwen3:32b, llama-3.3-70b:q8_0, ...")
+    ],
     objective: ObjectiveName = "",
     context: Annotated[
         int, typer.Option("--context", metavar="TOKENS", min=0, help="Required context in tokens; 0: as much as fits.")
@@ -58,7 +60,9 @@ def plan(
     emulate: Annotated[
         str,
         typer.Option(
-            "--emulate", metavar="DEVICES", help='Plan for known devices: "4x rtx4090".  [default: the cluster]'
+            "--emulate",
+            metavar="DEVICES",
+            help='Plan for known devices: "4x rtx4090, cpu 6 cores 32GB".  [default: the cluster]',
         ),
     ] = "",
     link: Annotated[
