@@ -174,7 +174,7 @@ def _tell_of_known_shape(model: str, *, on_no_disk: bool) -> None:
     from edgepipe.model.mixes import stand_in
 
     name, _, kind = model.partition(":")
-    if name not in (known.name for known in known_models()):
+    if not kind or name not in (known.name for known in known_models()):
         return
     notes: list[str] = []
     if near := stand_in(kind):
