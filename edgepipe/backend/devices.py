@@ -231,7 +231,7 @@ def device_key(text: str) -> str:
 
 
 def _plain_key(text: str, models: Mapping[str, DeviceModel]) -> str:
-    key = re.sub(r"[\s_+-]|geforce|nvidia|radeon|amd|apple", "", text.lower())
+    key = re.sub(r"[\s_+]|-(?=\w)|geforce|nvidia|radeon|amd|apple", "", text.lower())
     found = next((name for name in (key, f"rtx{key}", f"rx{key}") if name in models), text.lower().strip())
     return _ALIASES.get(key, found if found in models else re.sub(r"[\s_]", "", found))
 
