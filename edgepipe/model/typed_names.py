@@ -105,7 +105,11 @@ def understood(text: str) -> Meant | None:
 
 def planned_name(text: str) -> str:
     """Return the shape and the type with which to plan a model: ``qwen3-8b:q4_k_m``. Raises ModelUnknown."""
-    meant = understand(text)
+    meant = _meant(text)
+    if meant is None:
+        error = unknown(text)
+        error.next_step = f"name one of them, such as {nearest(text)[0]}, or ORG/NAME of one of them on the hub"
+        raise error
     if meant.planned:
         return meant.planned
     raise ModelUnknown(
@@ -121,7 +125,7 @@ def unknown(text: str) -> ModelUnknown:
     return ModelUnknown(
         f"no model is called '{text.strip()[:_SHOWN_CHARS]}'",
         fact=f"nearest known names: {', '.join(near)}",
-        next_step=f"name one of them, such as {near[0]}, or a repository of the Hugging Face Hub: ORG/NAME",
+        next_step=f"edgepipe models pull {near[0]}    (or another of these, or ORG/NAME of the Hugging Face Hub)",
     )
 
 
