@@ -87,11 +87,34 @@ class LinkShape:
         return num_bytes / self.bytes_per_s
 
 
+_LINKS = {  # rates and delays of home networks; a Wi-Fi's change from packet to packet
+    "wifi": "200mbit,2ms,2ms",
+    "gigabit": "1gbit,0.3ms",
+    "2.5g": "2.5gbit,0.2ms",
+    "5g": "5gbit,0.15ms",
+    "10g": "10gbit,0.1ms",
+    "thunderbolt": "20gbit,0.1ms",  # IP over Thunderbolt 4 reaches half of the cable's rate
+}
+_LINK_ALIASES = {"wlan": "wifi", "1g": "gigabit", "tb": "thunderbolt", "usb": "thunderbolt"}  # without their version
+
+
+def named_link(text: str) -> LinkShape | None:
+    """Return a kind of link by name: ``wifi``, ``gigabit``, ``2.5g``, ``10g``, ``thunderbolt``; None without one."""
+    key = re.sub(r"(?:be|[3-7])$", "", re.sub(r"[\s_-]", "", text.lower()))
+    found = _LINKS.get(_LINK_ALIASES.get(key, key))
+    return parse_link(found) if found is not None else None
+
+
 def parse_link(text: str) -> LinkShape:
-    """Parse ``"1gbit,0.3ms"``, ``"100mbit,5ms,1ms"`` (with jitter), ``"1gbit"``, ``"ideal"``. Raises ConfigInvalid."""
+    """Parse ``"1gbit,0.3ms"``, ``"100mbit,5ms,1ms"`` (with jitter), ``"1gbit"``, ``"wifi"``, ``"ideal"``.
+
+    Raises ConfigInvalid.
+    """
     parts = [part.strip() for part in text.lower().split(",")]
     if parts == ["ideal"]:
         return LinkShape()
+    if (named := named_link(text)) is not None:
+        return named
     try:
         rate = parse_rate(parts[0])
         times = [parse_duration_s(part) for part in parts[1:]]
@@ -106,5 +129,5 @@ def _no_link(text: str, fact: str) -> ConfigInvalid:
     return ConfigInvalid(
         f"'{text}' is not a valid link",
         fact=fact,
-        next_step="write rate and one-way latency, for example 1gbit,0.3ms (or: ideal)",
+        next_step=f"name one ({', '.join(_LINKS)}, ideal), or rate and one-way latency: 1gbit,0.3ms",
     )

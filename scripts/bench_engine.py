@@ -25,7 +25,7 @@ from edgepipe.cli.bench.cluster import emulated_cluster
 from edgepipe.cli.bench.run import bench_emulated
 from edgepipe.cli.bench.verb import emulated_run
 from edgepipe.cli.workload_options import make_workload_of
-from edgepipe.model.shapes import named_shape
+from edgepipe.model.mixes import named_model
 from edgepipe.scheduler import make_policy
 from edgepipe.simulation.imagined import Imagined, ImaginedCluster, imagine
 from edgepipe.simulation.report import RunReport
@@ -35,7 +35,7 @@ from edgepipe.units import parse_link
 
 Settings = Mapping[str, str]
 
-RING = {"emulate": "4x rtx4090", "as-model": "qwen2.5-32b", "jitter": "0.05"}
+RING = {"emulate": "4x rtx4090", "as-model": "qwen2.5-32b:bf16", "jitter": "0.05"}
 UNEQUAL = {
     **RING,
     "emulate": "3x rtx4090, a100-40g",
@@ -104,7 +104,7 @@ def imagined(settings: Settings) -> Imagined:
     return imagine(
         ImaginedCluster(
             devices=parse_devices(settings["emulate"]),
-            config=named_shape(settings["as-model"]),
+            config=named_model(settings["as-model"])[0],
             link=parse_link(settings["link"]),
             adjustments={"jitter": settings["jitter"]},
             plan=settings.get("plan", ""),
@@ -242,7 +242,7 @@ def _confirmed(settings: Settings, fixed: list[Fixed], ring: str) -> Row:
 
 def simulator_rows(full: bool) -> list[Row]:
     """How much faster than real time the simulator is; in one thread, next to whatever else runs here."""
-    large = {**RING, "emulate": "8x rtx4090", "as-model": "llama-3.3-70b"}
+    large = {**RING, "emulate": "8x rtx4090", "as-model": "llama-3.3-70b:bf16"}
     answers, auto = {"output-tokens": "1000"}, {"micro-batches": "auto", "output-tokens": "1000"}
     book = {"prompt-tokens": "8000", "output-tokens": "1000"}
     crowd = chats(WorkloadSpec(arrivals=Arrivals.CLOSED, concurrency=64, num_requests=400))

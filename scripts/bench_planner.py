@@ -151,7 +151,7 @@ def _settings(devices: str, text: str, link: str = LINK) -> Mapping[str, str]:
     return {
         "emulate": devices,
         "devices": devices,
-        "as-model": MODEL,
+        "as-model": f"{MODEL}:bf16",
         "link": link,
         "jitter": "0.03",
         "plan": text,

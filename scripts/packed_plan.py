@@ -23,7 +23,8 @@ from edgepipe.model.mixes import named_model
 from edgepipe.model.tensors import WeightSource
 from edgepipe.model.weight_table import WeightTable, read_table
 from edgepipe.model.weights import open_weights
-from edgepipe.planner.profiles import LayerProfile, measured_speed
+from edgepipe.planner.layer_profile import LayerProfile
+from edgepipe.planner.profiles import measured_speed
 from edgepipe.stage.made_up import MadeUpWeights
 from edgepipe.stage.probe import probe_layer
 from edgepipe.system import SystemClock

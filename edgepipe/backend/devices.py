@@ -25,7 +25,21 @@ _ALIASES = {
     "auto": "rtx4090",
     "emulated": "rtx4090",
     "a100": "a100-40g",
+    "spark": "dgxspark",
+    "gb10": "dgxspark",
+    **dict.fromkeys(("ryzenaimax395", "aimax395", "strixhalo"), "ryzenaimax"),
+    **{f"a100{size}": f"a100-{size}" for size in ("40g", "80g")},
 }
+_CPU = re.compile(  # "cpu 6 cores 32GB", "6-core cpu 32 GB", "cpu"
+    r"(?:(?P<before>[1-9]\d{0,2})[\s-]*cores?[\s-]+)?cpu(?:[\s-]+(?P<cores>[1-9]\d{0,2})[\s-]*c(?:ores?)?)?"
+    r"(?:[\s-]+(?P<gb>[1-9]\d{0,3})\s*gb?)?",
+    flags=re.IGNORECASE,
+)
+_COUNTED = re.compile(  # "4x m4" is four; "7900 XTX" is one device
+    r"(?:(?P<count>\d{1,3})\s*x\s*|(?P<large>\d{4,})\s*x\s+)?(?P<device>\S.*)", flags=re.IGNORECASE
+)
+_CPU_CORES, _CPU_GB = 8, 32  # of a processor without more
+_CORE_BYTES_PER_S, _CORE_FLOPS = 12e9, 110e9  # of one core: streaming reads; products with AVX2 at 3.5 GHz
 _SIZED = re.compile(r"(?P<name>.+?)[\s-]+(?P<gb>[1-9]\d{0,3})\s*gb?", flags=re.IGNORECASE)  # a device and its memory
 _PC_RAM_BYTES, _PC_RAM_BYTES_PER_S = 56_000_000_000, 40e9  # assumed: of 64 GB of DDR5-5600 in two channels
 _MOST_DEVICES = 256  # in one list; prevents a typing error from creating a thousand stages
@@ -86,7 +100,7 @@ def _apple(name: str, *, memory_gb: float, peak_gb_per_s: float, peak_tflops: fl
 
 def device_models() -> dict[str, DeviceModel]:
     """Return the named devices, with a common memory size."""
-    return {**_gpus(), **_macs()}
+    return {**_gpus(), **_radeons(), **_small_computers(), **_macs()}
 
 
 def _gpus() -> dict[str, DeviceModel]:
@@ -113,6 +127,53 @@ def _gpus() -> dict[str, DeviceModel]:
         key: _gpu(f"NVIDIA {name}", memory_gb=memory, peak_gb_per_s=rate, peak_tflops=flops)
         for key, (name, memory, rate, flops) in table.items()
     }
+
+
+def _radeons() -> dict[str, DeviceModel]:
+    """Return AMD's cards: GB, GB/s, TFLOP/s of dense fp16 products."""
+    table = {
+        "rx6800xt": ("Radeon RX 6800 XT", 16, 512, 41),
+        "rx6900xt": ("Radeon RX 6900 XT", 16, 512, 46),
+        "rx7600xt": ("Radeon RX 7600 XT", 16, 288, 45),
+        "rx7800xt": ("Radeon RX 7800 XT", 16, 624, 75),
+        "rx7900gre": ("Radeon RX 7900 GRE", 16, 576, 92),
+        "rx7900xt": ("Radeon RX 7900 XT", 20, 800, 103),
+        "rx7900xtx": ("Radeon RX 7900 XTX", 24, 960, 123),
+        "rx9060xt": ("Radeon RX 9060 XT", 16, 320, 103),
+        "rx9070": ("Radeon RX 9070", 16, 640, 145),
+        "rx9070xt": ("Radeon RX 9070 XT", 16, 640, 195),
+        "r9700": ("Radeon AI PRO R9700", 32, 640, 191),
+        "w7900": ("Radeon PRO W7900", 48, 864, 123),
+    }
+    return {key: _unmeasured_gpu(f"AMD {row[0]}", *row[1:]) for key, row in table.items()}
+
+
+def _small_computers() -> dict[str, DeviceModel]:
+    """Return computers whose GPU uses the machine's memory: GB, GB/s, TFLOP/s of dense bf16 products."""
+    spark = _unmeasured_gpu("NVIDIA DGX Spark", 120, 273, 125)  # of 128 GB, the system keeps some
+    ryzen = _unmeasured_gpu("AMD Ryzen AI Max+ 395", 128, 256, 59)
+    return {
+        "dgxspark": replace(spark, ram_bytes=0, ram_bytes_per_s=0.0),
+        "ryzenaimax": replace(ryzen, ram_bytes=0, ram_bytes_per_s=0.0, shared_memory=True),
+    }
+
+
+def _unmeasured_gpu(name: str, memory_gb: float, peak_gb_per_s: float, peak_tflops: float) -> DeviceModel:
+    """Return a GPU without measured decode rates to compare with: it gets a careful share of its memory rate."""
+    device = _gpu(name, memory_gb=memory_gb, peak_gb_per_s=peak_gb_per_s, peak_tflops=peak_tflops)
+    return replace(device, bandwidth_bytes_per_s=peak_gb_per_s * 1e9 * _BANDWIDTH_EFFICIENCY)
+
+
+def _cpu(cores: int, memory_gb: int) -> DeviceModel:
+    """Return a desktop's processor with two channels of DDR5-5600. Few cores cannot use all of the memory's rate."""
+    return DeviceModel(
+        name=f"CPU, {cores} cores",
+        memory_bytes=memory_gb * 10**9,
+        bandwidth_bytes_per_s=min(_PC_RAM_BYTES_PER_S, cores * _CORE_BYTES_PER_S),
+        flops=cores * _CORE_FLOPS * _MATRIX_EFFICIENCY,
+        step_overhead_s=300e-6,
+        layer_overhead_s=60e-6,
+    )
 
 
 def _macs() -> dict[str, DeviceModel]:
@@ -149,8 +210,10 @@ def _macs() -> dict[str, DeviceModel]:
 def device_key(text: str) -> str:
     """Return the key of a device's name, which may end with its memory: ``RTX 4090``, ``4090``, ``m4max 128GB``.
 
-    Raises ConfigInvalid.
+    A processor has its cores and the machine's memory: ``cpu 6 cores 32GB``. Raises ConfigInvalid.
     """
+    if (cores_and_gb := _cpu_sizes(text)) is not None:
+        return "cpu-{}c-{}gb".format(*cores_and_gb)
     models = device_models()
     plain = _plain_key(text, models)
     if plain not in models and (found := _SIZED.fullmatch(text.strip())):
@@ -161,19 +224,29 @@ def device_key(text: str) -> str:
         close = difflib.get_close_matches(plain, models, n=1)
         raise ConfigInvalid(
             f"no device is called '{text.strip()}'",
-            fact=f"there are {', '.join(models)}",
+            fact=f"there are {', '.join(models)}, and any processor such as 'cpu 6 cores 32GB'",
             next_step=f"did you mean '{close[0]}'?" if close else "name one of them, such as rtx4090",
         )
     return plain + size
 
 
 def _plain_key(text: str, models: Mapping[str, DeviceModel]) -> str:
-    key = re.sub(r"[\s_]", "", text.lower())
-    return _ALIASES.get(key, f"rtx{key}" if f"rtx{key}" in models else key)
+    key = re.sub(r"[\s_+]|-(?=\w)|geforce|nvidia|radeon|amd|apple", "", text.lower())
+    found = next((name for name in (key, f"rtx{key}", f"rx{key}") if name in models), text.lower().strip())
+    return _ALIASES.get(key, found if found in models else re.sub(r"[\s_]", "", found))
+
+
+def _cpu_sizes(text: str) -> tuple[int, int] | None:
+    """Return a processor's cores and its machine's memory in GB; None if the text is of no processor."""
+    if (found := _CPU.fullmatch(text.strip())) is None:
+        return None
+    return int(found["cores"] or found["before"] or _CPU_CORES), int(found["gb"] or _CPU_GB)
 
 
 def named_device(text: str) -> DeviceModel:
     """Return the device of that name, see ``device_key``. Raises ConfigInvalid."""
+    if (cores_and_gb := _cpu_sizes(text)) is not None:
+        return _cpu(*cores_and_gb)
     models, key = device_models(), device_key(text)
     found = _SIZED.fullmatch(key)
     if key in models or found is None:
@@ -185,13 +258,13 @@ def parse_devices(text: str) -> tuple[str, ...]:
     """Parse ``"4x rtx4090"``, ``"2x m4max, 1x rtx4090"``, ``"m4, m4"`` to one key per device. Raises ConfigInvalid."""
     keys: list[str] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(?:(\d{1,4})\s*x\s*)?(\S.*)", part.strip(), flags=re.IGNORECASE)
+        match = _COUNTED.fullmatch(part.strip())
         if match is None:
             raise _no_devices(text, "a part is empty")
-        count = int(match[1] or 1)
+        count = int(match["count"] or match["large"] or 1)
         if not 1 <= count <= _MOST_DEVICES:
             raise _no_devices(text, f"a count is 1 to {_MOST_DEVICES}")
-        keys += [device_key(match[2])] * count
+        keys += [device_key(match["device"])] * count
     if len(keys) > _MOST_DEVICES:
         raise _no_devices(text, f"at most {_MOST_DEVICES} devices")
     return tuple(keys)

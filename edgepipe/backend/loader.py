@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
 
-from edgepipe.backend.protocol import Backend, BackendFactory
-from edgepipe.backend.types import BackendOptions
 from edgepipe.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from edgepipe.backend.protocol import Backend, BackendFactory
+    from edgepipe.backend.types import BackendOptions
 
 GROUP = "edgepipe.backends"
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, TypeAlias
 
 from edgepipe.ids import SequenceId, StepId
 
+if TYPE_CHECKING:  # commands read device profiles, and load no numpy for that
+    import numpy as np
+    import numpy.typing as npt
+
 DEFAULT_BLOCK_SIZE = 16  # tokens per KV block, unless a device prefers another size
 
-Activations = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
+Activations: TypeAlias = "npt.NDArray[np.uint16] | npt.NDArray[np.float32]"
 """``[T, H]``: bf16 bits as uint16, or float32 if the pipeline's links do not round."""
 
-TokenIds = npt.NDArray[np.int32]
+TokenIds: TypeAlias = "npt.NDArray[np.int32]"
 """``[T]``: input of the first slice, instead of activations."""
 
 
@@ -37,6 +39,8 @@ class ActivationType(Enum):
     @property
     def numpy(self) -> npt.DTypeLike:
         """numpy's type that holds it; bf16 travels as its bits."""
+        import numpy as np
+
         return np.uint16 if self is ActivationType.BF16 else np.float32
 
 

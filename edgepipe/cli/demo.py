@@ -143,10 +143,9 @@ def _fetch(models_dir: Path, model: str) -> str:
     from edgepipe.model.store import ModelStore
 
     try:
-        ModelStore(models_dir).resolve(model)
+        return ModelStore(models_dir).meant(model)
     except ModelUnknown:
         return pull_model(models_dir, model).model_id
-    return model
 
 
 async def _until_signal(work: Coroutine[Any, Any, None], serve: bool) -> int:

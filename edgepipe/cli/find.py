@@ -14,7 +14,7 @@ from edgepipe.config import HTTP_PORT, load_config
 from edgepipe.daemon.machine.data_dir import socket_path
 from edgepipe.daemon.machine.http_keys import read_key
 from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable, NoPeersFound
-from edgepipe.model.names import matching_names
+from edgepipe.model.typed_names import meant_names
 
 if TYPE_CHECKING:
     from edgepipe.cluster.discovery import Announcement
@@ -80,8 +80,9 @@ def _served(status: ClusterStatus, model: str) -> EngineState | None:
             fact=f"served: {', '.join(sorted(engine.model for engine in ready))}",
             next_step="name one: edgepipe chat MODEL",
         )
-    meant = matching_names(model, (engine.model for engine in ready))
-    return next((engine for engine in ready if not model or engine.model in meant), None)
+    named = {name: engine for engine in ready for name in (*engine.names, engine.model)}
+    meant = meant_names(model, named) if model else [engine.model for engine in ready]
+    return named[meant[0]] if meant else None
 
 
 def _only_model(status: ClusterStatus) -> str:
@@ -111,8 +112,8 @@ async def _lan_target(data_dir: Path, model: str) -> Target:
                 served = await client.models()
         except EdgepipeError:
             continue
-        if served and (not model or model in served):
-            return Target(base_url=base_url, model=model or served[0], api_key=key)
+        if meant := meant_names(model, served) if model else served:
+            return Target(base_url=base_url, model=meant[0], api_key=key)
     checked = f"no node at {socket_path(data_dir)}; "
     if not found:
         raise NoPeersFound(

@@ -30,7 +30,10 @@ def _group() -> None:
 def pull(
     model: Annotated[
         str,
-        typer.Argument(help="ORG/NAME or ORG/NAME:TYPE on the Hugging Face Hub, a folder, a GGUF file, or 'demo'."),
+        typer.Argument(
+            help="A known name (qwen3:8b), ORG/NAME[:TYPE] or a page of the Hugging Face Hub, a folder, a GGUF file, "
+            "or 'demo'."
+        ),
     ],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show which files a pull would fetch; fetch nothing.")
@@ -159,12 +162,12 @@ def rm(
 ) -> None:
     """Delete a model from this machine's disk. A served model is stopped first."""
     from edgepipe.cli.views.copies_view import members_of, served_by
-    from edgepipe.model.names import matching_names
     from edgepipe.model.store import ModelStore
+    from edgepipe.model.typed_names import meant_names
     from edgepipe.units import format_bytes
 
     folder, store = data_dir_of(data_dir), ModelStore(models_dir_of(data_dir, models_dir))
-    meant = matching_names(model, (stored.id for stored in store.list()))
+    meant = meant_names(model, (stored.id for stored in store.list()))
     on_this_disk = len(meant) == 1
     model = meant[0] if on_this_disk else model
     if on_this_disk and (nodes := served_by(folder, model)):

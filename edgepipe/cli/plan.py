@@ -34,7 +34,9 @@ _READ_TOKENS = 1024  # tokens that a token attends to on average, by default
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A model of the cluster, or a known one: qwen2.5-32b:q4_k_m, ...")],
+    model: Annotated[
+        str, typer.Argument(help="A model of the cluster, or a known one: qwen3:32b, llama-3.3-70b:q8_0, ...")
+    ],
     objective: ObjectiveName = "",
     context: Annotated[
         int, typer.Option("--context", metavar="TOKENS", min=0, help="Required context in tokens; 0: as much as fits.")
@@ -58,11 +60,18 @@ def plan(
     emulate: Annotated[
         str,
         typer.Option(
-            "--emulate", metavar="DEVICES", help='Plan for known devices: "4x rtx4090".  [default: the cluster]'
+            "--emulate",
+            metavar="DEVICES",
+            help='Plan for known devices: "4x rtx4090, cpu 6 cores 32GB".  [default: the cluster]',
         ),
     ] = "",
     link: Annotated[
-        str, typer.Option("--link", metavar="LINK", help="Link between emulated devices: 1gbit,0.3ms.")
+        str,
+        typer.Option(
+            "--link",
+            metavar="LINK",
+            help="Link between emulated devices: wifi, gigabit, 2.5g, 10g, thunderbolt, or 1gbit,0.3ms.",
+        ),
     ] = "",
     dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
     kv: KVForm = "auto",
@@ -108,6 +117,7 @@ def plan(
         cluster = _imagined(model, emulate, link or "1gbit,0.3ms", kv)
     else:
         cluster = _surveyed(model, dtype, kv, data_dir, fresh=measure)
+    _tell_of_known_shape(cluster.model, on_no_disk=not emulate)
     check_has_experts(constraints.experts_in_ram, cluster.config)
     demand = make_demand(cluster, objective=objective, context=context, concurrency=concurrency)
     _show(cluster if not force else _all_memory(cluster), demand, constraints, what_if=what_if, as_json=as_json)
@@ -136,9 +146,11 @@ def make_demand(cluster: Cluster, *, objective: str, context: int, concurrency: 
 def _imagined(model: str, devices: str, link: str, kv: str) -> Cluster:
     from edgepipe.backend.devices import parse_devices
     from edgepipe.model.mixes import named_model
+    from edgepipe.model.typed_names import planned_name
     from edgepipe.planner.cluster import known_cluster
     from edgepipe.units import parse_link
 
+    model = planned_name(model)
     config, weights = named_model(model)
     return known_cluster(parse_devices(devices), config, link=parse_link(link), model=model, weights=weights, kv=kv)
 
@@ -154,6 +166,23 @@ def _surveyed(model: str, dtype: str, kv: str, data_dir: Path | None, *, fresh: 
 
     with make_console(stderr=True).status("measuring devices and links"):
         return run_async(work(data_dir_of(data_dir)))
+
+
+def _tell_of_known_shape(model: str, *, on_no_disk: bool) -> None:
+    """Say on stderr what differs from a plan of files: the sizes of some types, and that no machine has the model."""
+    from edgepipe.model.known_models import known_models
+    from edgepipe.model.mixes import stand_in
+
+    name, _, kind = model.partition(":")
+    if not kind or name not in (known.name for known in known_models()):
+        return
+    notes: list[str] = []
+    if near := stand_in(kind):
+        notes.append(f"{kind.upper()} has no published rule: sizes are those of {near.upper()}")
+    if on_no_disk:
+        notes.append(f"no machine has it yet: edgepipe models pull {model}")
+    for note in notes:
+        make_console(stderr=True).print(note, style="dim", soft_wrap=True)
 
 
 def _all_memory(cluster: Cluster) -> Cluster:

@@ -42,4 +42,5 @@ def _row(engine: EngineState) -> list[str]:
 
     where = " ".join(f"{stage.node_name}:{layers_of(stage)}" for stage in engine.stages)
     context = str(engine.context_length or "-")
-    return [engine.model, engine.state, where or "-", context, str(engine.running), str(engine.waiting)]
+    name = f"{engine.model} ({', '.join(engine.names)})" if engine.names else engine.model
+    return [name, engine.state, where or "-", context, str(engine.running), str(engine.waiting)]

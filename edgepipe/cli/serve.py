@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,6 +55,10 @@ def serve(
             help="A model on any node of the cluster: see 'edgepipe models list'.", autocompletion=complete_model
         ),
     ],
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--name", metavar="NAME", help="Further name for requests; may be given several times."),
+    ] = None,
     nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=0, help="Number of nodes; 0: the best number.")] = 0,
     plan: Annotated[
         str, typer.Option("--plan", metavar="LAYERS", help='Layers by node: "a:0-14,b:15-29".', show_default=False)
@@ -116,6 +121,7 @@ def serve(
     request = replace(
         serve_request(
             model,
+            names=names or (),
             nodes=nodes,
             plan=plan,
             micro_batches=micro_batches,
@@ -150,6 +156,7 @@ def serve(
 def serve_request(
     model: str,
     *,
+    names: Sequence[str] = (),
     nodes: int = 0,
     plan: str = "",
     micro_batches: str = "auto",
@@ -164,6 +171,7 @@ def serve_request(
     """Build the request from the flags. Raises ConfigInvalid."""
     from edgepipe.backend.types import ActivationType
     from edgepipe.model.expert_places import checked_choice
+    from edgepipe.model.further_names import checked_names
     from edgepipe.scheduler.policy import make_policy
     from edgepipe.wire.engines import ServeSpec
     from edgepipe.wire.serving import ServeRequest
@@ -181,6 +189,7 @@ def serve_request(
         kv=checked_kv(kv),
         experts_in_ram=checked_choice(experts_in_ram),
         activation_type=ActivationType(activations),
+        names=checked_names(names),
     )
     return ServeRequest(model=model, num_nodes=nodes, plan=plan, options=options)
 

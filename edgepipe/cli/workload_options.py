@@ -74,7 +74,7 @@ _WORKLOAD = (
     _option("seed", "N", int, "Equal seeds give equal requests and jitter.  [default: 0]", min=0),
 )
 CLUSTER_DEFAULTS = {
-    "as-model": "qwen2.5-32b",
+    "as-model": "qwen2.5-32b:bf16",
     "link": "1gbit,0.3ms",
     "micro-batches": "auto",
     "policy": "throttled",
@@ -120,10 +120,11 @@ def imagined_cluster(settings: Mapping[str, str], *, devices: str) -> ImaginedCl
     """Build the cluster that settings over ``CLUSTER_DEFAULTS`` describe. Raises ConfigInvalid, ModelUnknown."""
     from edgepipe.backend.devices import parse_devices
     from edgepipe.model.mixes import named_model
+    from edgepipe.model.typed_names import planned_name
     from edgepipe.simulation.imagined import ImaginedCluster
     from edgepipe.units import parse_link
 
-    config, weights = named_model(settings["as-model"])
+    config, weights = named_model(planned_name(settings["as-model"]))
     return ImaginedCluster(
         devices=parse_devices(devices),
         config=config,

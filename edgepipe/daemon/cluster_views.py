@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from edgepipe.clock import Clock
@@ -73,8 +74,8 @@ class ClusterViews:
 
     def for_gateway(self) -> ClusterView:
         """Return the served models whose metadata is here, with their engines, and those whose engine is away."""
-        engines = [engine for node in self._peers.nodes() for engine in node.engines]
-        away = engines_away(self._book.served(), engines)
+        engines = self._engines()
+        away = self._with_names(engines_away(self._book.served(), engines))
         paths = [self._models.metadata_path(engine.model, engine.manifest_hash) for engine in engines]
         return ClusterView(
             cluster_id=self._trust.store.cluster_id,
@@ -92,6 +93,14 @@ class ClusterViews:
             stopped=tuple(self._book.stopped()),
         )
 
+    def _engines(self) -> list[EngineState]:
+        """Return all engines, with the further names that the records give their models."""
+        return self._with_names(engine for node in self._peers.nodes() for engine in node.engines)
+
+    def _with_names(self, engines: Iterable[EngineState]) -> list[EngineState]:
+        names = self._book.names()
+        return [replace(engine, names=names.get(engine.pipeline_id, ())) for engine in engines]
+
     def _loadable(self) -> list[str]:
         """Return models that are whole on some disk and not served; leave out names of two different contents."""
         nodes = self._peers.nodes()
@@ -107,7 +116,7 @@ class ClusterViews:
             cluster_id=self._trust.store.cluster_id,
             cluster_name=self._trust.store.cluster_name,
             members=self._members(),
-            engines=tuple(engine for node in self._peers.nodes() for engine in node.engines),
+            engines=tuple(self._engines()),
             node_id=self._trust.node_id,
             uptime_ms=int((self._clock.monotonic_s() - self._started_s) * 1000),
             children=tuple(_child_state(child) for child in self._children.running()),

@@ -32,6 +32,7 @@ class ServedModel:
     num_steps: int = 1  # that the ring computes at a time
     message: str = ""
     error: EdgepipeError | None = None
+    names: tuple[str, ...] = ()  # further names by which requests may ask for it
     starts_at_us: int = 0  # its engine pauses after crashes until then, by the wall clock of its node; 0: it does not
 
     @property
@@ -77,5 +78,6 @@ def _served(entry: nodes.ServedModel) -> ServedModel:
         num_steps=min(max(1, engine.micro_batches, len(engine.stages)), _MOST_STEPS),
         message=engine.message,
         error=engine.error,
+        names=engine.names,
         starts_at_us=engine.starts_at_us,
     )

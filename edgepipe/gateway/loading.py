@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 
 from edgepipe.errors import CapacityError, EdgepipeError
 from edgepipe.gateway.models import ModelEntry, ModelTable
-from edgepipe.model.names import canonical_name
 from edgepipe.wire.children import LoadQueue
 
 WAIT_S = 60.0  # then the request gets a 503 and may be sent again; clients give up later
@@ -33,6 +32,10 @@ class ModelLoads:
         """Replace the names of models that a request may load."""
         self._loadable = frozenset(loadable)
 
+    def meant(self, name: str) -> str:
+        """Return the name of the served or loadable model that a request means, see ``ModelTable.meant``."""
+        return self._models.meant(name, self._loadable)
+
     def can_load(self, name: str) -> bool:
         """Return whether a request may load the model."""
         return name in self._loadable
@@ -51,10 +54,10 @@ class ModelLoads:
 
         Raises the errors of ``get``, the error that ``failed`` reported, or CapacityError if loading takes too long.
         """
-        wanted = canonical_name(name or "")
+        wanted = self.meant(name) if name else ""
         await self._stopped(wanted)
         try:
-            return self._models.get(name)
+            return self._models.get(wanted)
         except CapacityError:
             if wanted not in self._asked or self._asked[wanted] is not None:
                 raise  # a user has served it, perhaps after a request's load failed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from edgepipe.gateway.formats.chat_format import ChatFormat
 from edgepipe.gateway.text import Detokenizer
 from edgepipe.model.conversations.traits import ModelTraits
 from edgepipe.model.names import canonical_name
+from edgepipe.model.typed_names import meant_names
 
 
 class Assets(Protocol):
@@ -156,6 +157,11 @@ class ModelTable:
         """Served models, by name."""
         return [self._entries[name].served for name in sorted(self._entries)]
 
+    @property
+    def listed(self) -> list[ServedModel]:
+        """Served models, by name, and each once more by each of its further names."""
+        return [replace(served, name=name) for served in self.served for name in (served.name, *served.names)]
+
     def get(self, name: str | None) -> ModelEntry:
         """Return the entry of a model; without a name, of the only served model.
 
@@ -163,7 +169,7 @@ class ModelTable:
         """
         if not name and len(self._entries) == 1:
             return next(iter(self._entries.values()))
-        name = canonical_name(name) if name else name
+        name = self.meant(name) if name else name
         if name and name in self._entries:
             return self._entries[name]
         self._raise_if_coming(name)
@@ -173,6 +179,23 @@ class ModelTable:
             fact=f"served: {names}" if names else "no model is served",
             next_step="send one of these names in 'model'" if names else "serve one: edgepipe serve MODEL",
         )
+
+    def meant(self, name: str, loadable: Collection[str] = ()) -> str:
+        """Return the name of the model that a request means; ``name`` in canonical form if no model is meant.
+
+        A model's own name goes before further names, so that a further name hides no model. ``loadable``: models on
+        disks of the cluster.
+        """
+        exact = canonical_name(name)
+        served = {*self._entries, *(served.name for served in self._known)}
+        if exact in served or exact in loadable:
+            return exact
+        for names in (served, loadable):
+            if len(found := meant_names(name, names)) == 1:
+                return found[0]
+        plain = name.strip().lower().removesuffix(":latest")
+        called = {served.name for served in self._known if plain in (own.lower() for own in served.names)}
+        return called.pop() if len(called) == 1 else exact
 
     def is_stopping(self, name: str) -> bool:
         """Return whether the model's engine ends, and none has taken its place."""

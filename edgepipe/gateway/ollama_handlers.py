@@ -23,7 +23,7 @@ from edgepipe.gateway.completion_service import CompletionService, PreparedCompl
 from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.json_pieces import Piece, TextParts, json_parts, json_pieces, pieces
 from edgepipe.gateway.logprobs import Scored, chat_logprobs
-from edgepipe.gateway.models import Assets, ModelTable
+from edgepipe.gateway.models import Assets
 from edgepipe.gateway.openai_handlers import OpenAIHandlers
 from edgepipe.gateway.other_fields import OLLAMA, SAMPLING, RefusedFields
 from edgepipe.gateway.problems import HttpProblem, bad_request
@@ -317,7 +317,7 @@ class OllamaHandlers:
         body = await self._read(request, OllamaGenerateBody)
         if body.raw and body.prompt:
             kept_s = body.keep_s()
-            name = _known_name(self.service.models, body.model)
+            name = self.service.loads.meant(body.model)
             entry = await self.service.loads.entry(name, owner=owner_of(request))
             fields = body.shared_fields(await entry.assets())
             fields |= {"model": name, "prompt": body.prompt, "response_format": body.response_format()}
@@ -337,7 +337,7 @@ class OllamaHandlers:
         """``GET /api/tags``."""
         created = _time_text(self.service.clock.wall_s())
         return self.handlers.answers.json(
-            {"models": [_card(served) | {"modified_at": created} for served in self.service.models.served]}
+            {"models": [_card(served) | {"modified_at": created} for served in self.service.models.listed]}
         )
 
     async def ps(self, request: Request) -> Response:
@@ -353,7 +353,7 @@ class OllamaHandlers:
     async def show(self, request: Request) -> Response:
         """``POST /api/show``."""
         body = await self._read(request, ShowBody)
-        entry = self.service.models.get(_known_name(self.service.models, body.model or body.name or ""))
+        entry = self.service.models.get(body.model or body.name or "")
         assets = await entry.assets()
         return self.handlers.answers.json(
             {
@@ -392,7 +392,7 @@ class OllamaHandlers:
         tools: list[dict[str, Any]] | None,
         chat: bool,
     ) -> Response:
-        name, kept_s = _known_name(self.service.models, body.model), body.keep_s()
+        name, kept_s = self.service.loads.meant(body.model), body.keep_s()
         if not messages and kept_s == 0:
             self._unload(name)
             return self._empty(body, "unload", chat=chat)
@@ -431,12 +431,6 @@ class OllamaHandlers:
 
     def _shape(self, prepared: PreparedCompletion, *, chat: bool) -> OllamaShape:
         return OllamaShape(prepared, self.service.clock, chat=chat)
-
-
-def _known_name(models: ModelTable, name: str) -> str:
-    """Find a model's name: Ollama's clients append a tag to every name."""
-    known = {served.name for served in models.served}
-    return name.removesuffix(":latest") if name not in known else name
 
 
 def _card(served: ServedModel) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class StatusHandlers:
         """``GET /v1/models``."""
         created_s = int(self.clock.wall_s())
         return self.answers.json(
-            {"object": "list", "data": [model_card(served, created_s=created_s) for served in self.models.served]}
+            {"object": "list", "data": [model_card(served, created_s=created_s) for served in self.models.listed]}
         )
 
     async def one_model(self, request: Request) -> Response:

@@ -35,11 +35,6 @@ _PATIENCE_S = 600.0  # without a byte, once a pull has begun: a router starts an
 _STRANGE_TOKENIZERS = ("tekken.json", "tiktoken.model", "tokenizer.model")  # of Mistral, of Kimi, SentencePiece
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")  # PyTorch's own formats
 
-_SOURCE = re.compile(
-    r"(?:hf:|https://huggingface\.co/)?(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})"
-    r"(?::(?P<type>[\w.-]{1,80}))?(?:@(?P<revision>[\w./-]{1,80}))?",
-    re.ASCII,
-)
 _QUANTISED = re.compile(r"base_model:quantized:(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})", re.ASCII)
 _PINNED = re.compile(
     r"hub:(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})@(?P<commit>[0-9a-f]{40})", re.ASCII
@@ -48,11 +43,12 @@ _PINNED = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubSource:
-    """``org/name``, optionally ``:TYPE`` (of a GGUF file) and ``@REVISION``."""
+    """A repository, the type of the GGUF file to fetch, and the revision."""
 
-    repo: str
-    type: str = ""
+    repo: str  # ORG/NAME
+    type: str = ""  # empty: the only one, or safetensors
     revision: str = "main"
+    file: str = ""  # path of the GGUF file, or of one of its parts, if a person has named it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +79,6 @@ class HubPlan:
         return dict(zip(names, names_in_store(names), strict=True)) if names else {}
 
 
-def parse_hub_source(text: str) -> HubSource | None:
-    """Parse a hub source. Returns None for any other text."""
-    match = _SOURCE.fullmatch(text)
-    if match is None:
-        return None
-    return HubSource(repo=match["repo"], type=match["type"] or "", revision=match["revision"] or "main")
-
-
 def pinned_text(repo: str, commit: str) -> str:
     """Return a manifest's text for a pulled model's source."""
     return f"hub:{repo}@{commit}"
@@ -115,7 +103,7 @@ def hub_types(source: HubSource, *, endpoint: str | None = None) -> list[GgufCho
 
     Raises ModelUnknown, ModelDownloadFailed.
     """
-    if source.type:
+    if source.type or source.file:
         return []
     files = list_hub(source, endpoint=endpoint).files
     whole = [] if _has_safetensors(files) else [choice for choice in gguf_choices(files) if not choice.missing]
@@ -193,7 +181,7 @@ def _plan(source: HubSource, listing: HubListing) -> HubPlan:
     """Choose metadata and one set of weights: safetensors if present and no type is given, else one GGUF model."""
     commit, files = listing.commit, listing.files
     choices = gguf_choices(files)
-    if not source.type and _has_safetensors(files):
+    if not source.type and not source.file and _has_safetensors(files):
         by_name = {file.name: file for file in files}
         metadata = [by_name[name] for name in METADATA_NAMES if name in by_name]
         shards = [file for file in files if "/" not in file.name and fnmatch.fnmatchcase(file.name, SHARDS)]
@@ -209,7 +197,8 @@ def _plan(source: HubSource, listing: HubListing) -> HubPlan:
         )
     if not choices:
         raise _without_gguf(source, files)
-    chosen = choose_type(source.type, choices, repo=source.repo)
+    of_file = [choice for choice in choices if source.file in [file.name for file in choice.files]]
+    chosen = choose_type("" if of_file else source.type, of_file or choices, repo=source.repo)
     others = [choice for choice in choices if choice.label != chosen.label]
     return HubPlan(
         source=source,

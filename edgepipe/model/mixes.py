@@ -1,7 +1,7 @@
 """Named mixes of weight types, so that models can be planned and emulated without their files.
 
 GGUF's mixes follow llama.cpp's rule (``src/llama-quant.cpp``, ``llama_tensor_get_type_impl``) for dense models without
-an importance matrix. Dynamic mixes (``UD-...``) have no published rule and are not here.
+an importance matrix. Dynamic mixes (``UD-...``) and a few others have no published rule: a near mix stands for them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.gguf_packing import gguf_form
 from edgepipe.model.gguf_types import BLOCKS_BY_NAME
 from edgepipe.model.layout import EMBEDDING, HEAD, is_exact, is_expert, model_tensors, slice_weights
+from edgepipe.model.names import plain_type
 from edgepipe.model.packed_form import PackedForm
 from edgepipe.model.shapes import named_shape
 from edgepipe.model.tensors import WeightInfo
@@ -25,6 +26,16 @@ DEFAULT_MIX = "bf16"
 """The mix of a name without one, unless ``_PUBLISHED_MIXES`` has it."""
 
 _PUBLISHED_MIXES = {"gpt-oss-20b": "mxfp4", "gpt-oss-120b": "mxfp4"}
+
+_STAND_INS = {  # by a type without its maker's prefix
+    **dict.fromkeys(("q3_k_s", "q3_k_l", "q3_k_xl", "iq3_xxs", "iq3_xs", "iq3_s", "iq3_m"), "q3_k_m"),
+    **dict.fromkeys(("q4_1", "iq4_xs", "iq4_nl"), "q4_0"),
+    **dict.fromkeys(("q4_k_s", "q4_k_l", "q4_k_xl"), "q4_k_m"),
+    **dict.fromkeys(("q5_0", "q5_1", "q5_k_s", "q5_k_l", "q5_k_xl"), "q5_k_m"),
+    **dict.fromkeys(("q6_k_l", "q6_k_xl"), "q6_k"),
+    "q8_k_xl": "q8_0",
+    "f16": "bf16",
+}
 
 _PUBLISHED_SCHEMES = ("FP8", "MXFP4")  # of files that are not GGUF
 _FP8 = PackedForm(bits=8, group=128, base_bits=32, codebook="e4m3")  # blocks of 128 x 128 (DeepSeek-V3, Qwen3-FP8)
@@ -74,7 +85,8 @@ def split_mix(name: str) -> tuple[str, str]:
     """Split ``llama-3.3-70b:q4_k_m`` into model and mix. Raises ModelUnknown for a mix without a known rule."""
     model, colon, mix = name.partition(":")
     own = _PUBLISHED_MIXES.get(model.strip().lower(), DEFAULT_MIX)
-    mix = mix.strip().lower().replace("-", "_") if colon else own
+    mix = mix.strip().lower() if colon else own
+    mix = stand_in(mix) or mix.replace("-", "_")
     if mix not in _MIXES:
         raise ModelUnknown(
             f"the type of '{name}' is not known",
@@ -82,6 +94,13 @@ def split_mix(name: str) -> tuple[str, str]:
             next_step=f"write it like {model or 'llama-3.3-70b'}:q4_k_m",
         )
     return model, mix
+
+
+def stand_in(kind: str) -> str:
+    """Return the mix whose sizes are those of a type without a published rule, nearly; empty for other types."""
+    kind, plain = kind.lower(), plain_type(kind)
+    found = _STAND_INS.get(plain, plain)
+    return found if kind not in _MIXES and found in _MIXES else ""
 
 
 def named_model(name: str) -> tuple[ModelConfig, WeightTable]:

@@ -20,7 +20,7 @@ from edgepipe.model.folders import folder_size, hide_folder, remove_folder, sync
 from edgepipe.model.gguf_file import open_gguf
 from edgepipe.model.gguf_header import is_gguf
 from edgepipe.model.gguf_split import GGUF_FILE, names_in_store, part_paths
-from edgepipe.model.hub import HubSource, fetch_hub, parse_hub_source, pinned_text, plan_hub
+from edgepipe.model.hub import HubSource, fetch_hub, pinned_text, plan_hub
 from edgepipe.model.hub_check import check_hub
 from edgepipe.model.install import METADATA_NAMES, check_metadata_size, install
 from edgepipe.model.linked_files import check_stamps, check_unchanged, counted
@@ -31,6 +31,7 @@ from edgepipe.model.progress import OnProgress, PlannedFile
 from edgepipe.model.safe_path import member_path
 from edgepipe.model.safetensors_file import shard_names
 from edgepipe.model.taking import Taking
+from edgepipe.model.typed_names import Meant, understand, understood
 from edgepipe.model.weights import is_emulated
 
 logger = logging.getLogger(__name__)
@@ -129,9 +130,23 @@ class Puller:
                     shutil.rmtree(staging, ignore_errors=True)
 
     def _understand(self, source: str) -> tuple[str, Callable[[], _Job]]:
-        path = Path(source).expanduser()
         if source == DEMO:
             return DEMO, lambda: _demo_job(None)
+        if is_local(source):
+            return self._understand_path(source, Path(source).expanduser())
+        if understood(source) is None and is_local(source.rpartition(":")[0]):
+            raise _no_model_at(source)
+        meant = understand(source)
+        if meant.repository == DEMO:
+            if meant.type_given:
+                raise _no_model_at(source)
+            return DEMO, lambda: _demo_job(None)
+        hub = _of_hub(meant)
+        model_id = canonical_name(f"{hub.repo}:{hub.type}") if hub.type else hub.repo
+        return model_id, lambda: self._hub_job(hub)
+
+    @staticmethod
+    def _understand_path(source: str, path: Path) -> tuple[str, Callable[[], _Job]]:
         if is_demo_wheel(path) and path.is_file():
             return DEMO, lambda: _demo_job(path)
         if is_gguf(path):
@@ -140,25 +155,7 @@ class Puller:
         if path.is_dir() and (path / "config.json").is_file():
             model_id = _local_id(path.resolve().name)
             return model_id, lambda: _folder_job(path, model_id)
-        hub = hub_source(source)
-        if hub is None:
-            raise self._unknown(source, path)
-        model_id = canonical_name(f"{hub.repo}:{hub.type}") if hub.type else hub.repo
-        return model_id, lambda: self._hub_job(hub)
-
-    @staticmethod
-    def _unknown(source: str, path: Path) -> ModelUnknown:
-        fact = "it is neither a local file or folder nor an ORG/NAME of the hub"
-        step = "edgepipe models pull demo | ORG/NAME | ORG/NAME:TYPE | FOLDER | FILE.gguf"
-        base, _, kind = source.rpartition(":")
-        if path.exists():
-            fact = "it is neither a GGUF file nor a folder with config.json"
-            if (advice := folder_advice(path)) is not None:
-                fact, step = advice
-        elif base and (base == DEMO or Path(base).expanduser().exists()):
-            fact = f"a type such as ':{kind}' goes with an ORG/NAME of the hub, not with '{base}'"
-            step = f"edgepipe models pull {base}"
-        return ModelUnknown(f"'{source[:120]}' is not a model source", fact=fact, next_step=step)
+        raise _no_model_at(source)
 
     def _hub_job(self, source: HubSource) -> _Job:
         plan = plan_hub(source, endpoint=self._endpoint)
@@ -181,12 +178,40 @@ class Puller:
         check_room(job.model_id, self._root, needed)
 
 
+def is_local(source: str) -> bool:
+    """Return whether a pull's source is a path: it is written as one, or something is there."""
+    return source.startswith(("/", ".", "~")) or (bool(source) and os.path.exists(os.path.expanduser(source)))
+
+
 def hub_source(source: str) -> HubSource | None:
-    """Return the hub's repository that a pull of ``source`` fetches; None for local files, the demo and other text."""
-    if source == DEMO or source.startswith(("/", ".", "~")) or Path(source).expanduser().exists():
+    """Return the hub's repository that a pull of ``source`` fetches; None for local files and the demo.
+
+    Raises ModelUnknown for a text that is neither.
+    """
+    if is_local(source):
         return None
-    hub = parse_hub_source(source)
-    return hub if hub is not None and "--" not in hub.repo and ".." not in hub.repo else None
+    meant = understand(source)
+    return None if meant.repository == DEMO else _of_hub(meant)
+
+
+def _of_hub(meant: Meant) -> HubSource:
+    return HubSource(repo=meant.repository, type=meant.type, revision=meant.revision, file=meant.file)
+
+
+def _no_model_at(source: str) -> ModelUnknown:
+    """Return the error for a path without a model, and for a path or the demo with the type of a GGUF file."""
+    path = Path(source).expanduser()
+    fact = "it is neither a local file or folder nor an ORG/NAME of the hub"
+    step = "edgepipe models pull demo | NAME | ORG/NAME | ORG/NAME:TYPE | FOLDER | FILE.gguf"
+    base, _, kind = source.rpartition(":")
+    if path.exists():
+        fact = "it is neither a GGUF file nor a folder with config.json"
+        if (advice := folder_advice(path)) is not None:
+            fact, step = advice
+    elif base and (not is_local(source) or os.path.exists(os.path.expanduser(base))):
+        fact = f"a type such as ':{kind}' goes with an ORG/NAME of the hub, not with '{base}'"
+        step = f"edgepipe models pull {base}"
+    return ModelUnknown(f"'{source[:120]}' is not a model source", fact=fact, next_step=step)
 
 
 def staging_folder(target: Path) -> Path:

@@ -61,6 +61,7 @@ PUBLISHED: dict[str, Mapping[str, Any]] = {
         },
     },
     "qwen3.6-27b": {"model_type": "qwen3_5", "text_config": _DENSE_27B},
+    "qwen3.8-27b": {"model_type": "qwen3_5", "text_config": _DENSE_27B},
     "qwen3.5-122b-a10b": {
         "model_type": "qwen3_5_moe",
         "text_config": {

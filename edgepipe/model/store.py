@@ -27,13 +27,14 @@ from edgepipe.model.install import HASH_CHUNK_BYTES, described_manifest
 from edgepipe.model.layout import slice_tensors
 from edgepipe.model.linked_files import OnBytes, Stamp, check_unchanged, touched_files
 from edgepipe.model.manifest import TOKENIZER_FILE, FileEntry, Manifest
-from edgepipe.model.names import canonical_name, folder_name, is_name, matching_names, name_of_folder
+from edgepipe.model.names import canonical_name, folder_name, is_name, name_of_folder
 from edgepipe.model.progress import OnProgress
-from edgepipe.model.pull import Puller, PullResult, staging_folder
+from edgepipe.model.pull import Puller, PullResult, is_local, staging_folder
 from edgepipe.model.repacked import REPACKED_FOLDER
 from edgepipe.model.template import TemplateRenderer
 from edgepipe.model.tensor_folder import TENSOR_FOLDER, MissingTensor, ShardWriter, complete_names, is_complete
 from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.model.typed_names import meant_names, understood
 from edgepipe.model.weight_table import WeightTable, read_table
 from edgepipe.model.weights import Weights, open_weights
 
@@ -223,7 +224,8 @@ class ModelStore:
 
     def interrupted_bytes(self, source: str) -> int:
         """Return the bytes that an interrupted pull of ``source`` left for the next one; 0 for a path."""
-        name = canonical_name(source)
+        meant = None if is_local(source) else understood(source)
+        name = canonical_name(source if meant is None else meant.source.partition("@")[0])
         return folder_size(staging_folder(self.root / folder_name(name))) if is_name(name) else 0
 
     def list(self) -> list[StoredModel]:
@@ -249,7 +251,7 @@ class ModelStore:
 
     def meant(self, name: str) -> str:
         """Return the id of the only model on this node that a person means by ``name``. Raises ModelUnknown."""
-        found = matching_names(name, (model.id for model in self._models()))
+        found = meant_names(name, (model.id for model in self._models()))
         if len(found) == 1:
             return found[0]
         if found:

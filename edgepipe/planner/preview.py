@@ -170,7 +170,7 @@ def _fit(model: str, machines: Sequence[Machine], links: Links, read_tokens: int
     whole = Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)
     sizes = [machine.room.sizes(config, weights).of_slice(whole) for machine in machines]
     try:
-        found = plan(demand, machines, links)
+        found = plan(demand, machines, links, explain=False)
     except NoFeasiblePlacement:
         found = None
     return ModelFit(

@@ -18,6 +18,7 @@ from edgepipe.ids import NodeId
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.hosts import HOST_S
+from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.planner.placement import NodeRoom
 from edgepipe.units import LinkShape
 
@@ -106,29 +107,6 @@ class TableSpeed:
         base_s = self._none.step_s(work)
         layer_s = np.array([layer.step_s(work) - base_s for layer in self._layers])
         return StepParts(base_s=base_s, layer_s=layer_s[self._kinds], head_s=self._headed.step_s(work) - base_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One measurement."""
-
-    size: float  # rows, or tokens
-    seconds: float
-    expert_share: float = 0.0  # of a layer's experts that it read; 0: not counted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerProfile:
-    """Measured times of one layer, the head and a step on a node's real backend."""
-
-    base_s: float  # per step, independent of the layers
-    decode: tuple[Point, ...]  # one layer, by rows of one token each, at ``decode_context``
-    prefill: tuple[Point, ...]  # one layer, by tokens of one row from position 0
-    head: tuple[Point, ...]  # norm and head, by rows
-    kv_token_s: float  # one layer, per token of context beyond ``decode_context``, summed over rows
-    decode_context: int  # tokens that each row attended to while ``decode`` was measured
-    busy: bool = False  # other programs used much of the machine: the device may be faster than this
-    measured_ms: int = 0  # wall clock, since 1970; 0: not known
 
 
 class MeasuredSpeed:

@@ -13,7 +13,7 @@ from edgepipe.planner.cluster import Cluster, names, table_machine
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.plan import Constraints, Plan, plan
 from edgepipe.planner.profiles import Machine
-from edgepipe.units import LinkShape, format_rate, parse_bytes, parse_link
+from edgepipe.units import LinkShape, format_rate, named_link, parse_bytes, parse_link
 
 _CABLE = LinkShape(bytes_per_s=125e6, one_way_s=0.0003)  # gigabit Ethernet through a home switch
 _FASTER_CABLE = LinkShape(bytes_per_s=312.5e6, one_way_s=0.0002)
@@ -141,7 +141,7 @@ def _with_link(cluster: Cluster, text: str) -> Cluster:
     words = text.split()
     nodes = [_machine(cluster, words[0]).node_id] if len(words) == 2 else []
     shape = parse_link(words[-1])
-    if "," not in words[-1] and not shape.ideal:
+    if "," not in words[-1] and not shape.ideal and named_link(words[-1]) is None:
         shape = replace(shape, one_way_s=_CABLE.one_way_s)
     return cluster.with_links(shape, nodes)
 

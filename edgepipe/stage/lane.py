@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import TypeAlias
 
 from edgepipe.backend.types import Activations, ActivationType, TokenIds
 from edgepipe.clock import Clock
@@ -15,7 +16,7 @@ from edgepipe.link.receiver import RingReceiver
 from edgepipe.model.facts import Slice
 from edgepipe.stage.step_work import StepWork
 
-Inputs = TokenIds | Activations
+Inputs: TypeAlias = "TokenIds | Activations"
 
 
 class Lane:

@@ -18,7 +18,7 @@ from edgepipe.ids import SequenceId, StepId
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.resident import WIDE, dtype_of, resident_sizes
 from edgepipe.model.weight_table import FLOATS, WeightTable
-from edgepipe.planner.profiles import LayerProfile, Point
+from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.stage.made_up import MadeUpWeights, spread
 
 _ROWS = (1, 2, 4, 8, 16, 32)

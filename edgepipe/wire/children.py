@@ -8,7 +8,7 @@ from edgepipe.backend.types import ActivationType, DeviceProfile, PackedProducts
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, NodeId, PipelineId
 from edgepipe.model.facts import Slice
-from edgepipe.planner.profiles import LayerProfile
+from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import ClusterView
 from edgepipe.wire.serving import PlanMade, PlanWanted, Reachable, RunEngine

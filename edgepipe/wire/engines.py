@@ -45,6 +45,7 @@ class ServeSpec:
     fixed: bool = False  # the user gave the placement: start there or fail
     block_size: int = default_if_empty(DEFAULT_BLOCK_SIZE)  # tokens per KV block, for as long as the model is served
     on_request: bool = False  # a request loaded it, and a request's keep_alive may stop it
+    names: tuple[str, ...] = ()  # further names by which requests may ask for the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +143,7 @@ class EngineState:
     certificate: bytes = b""  # of the engine's process; set by its daemon
     advice: Advice | None = None  # of its daemon
     starts_at_us: int = 0  # paused after crashes until then, by the wall clock of its node; 0: not paused
+    names: tuple[str, ...] = ()  # further names of the model; set by the node that shows the state, from its records
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from enum import Enum
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, NodeId, PipelineId
-from edgepipe.planner.profiles import LayerProfile
+from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.wire.engines import EngineState, LeftOut, ServeSpec
 
 

@@ -22,7 +22,7 @@ from edgepipe.model.strict_json import parse_json_object
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.model.weight_table import table_from_json
 from edgepipe.model.weights import Weights, open_weights
-from edgepipe.planner.profiles import LayerProfile
+from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.probe import probe_layer
 from edgepipe.stage.stage import Stage

@@ -39,6 +39,7 @@ class FakeNode:
         self._survey = survey
         self.stopped: list[str] = []  # models; empty: all
         self.asked_to_serve: list[str] = []
+        self.names: list[list[str]] = []  # further names of these models
 
     def __getattr__(self, name: str) -> None:
         """No test asks another method."""
@@ -59,6 +60,7 @@ class FakeNode:
 
     def Serve(self, request: pb.ServeRequest, context: Any) -> Iterator[pb.ServeEvent]:
         self.asked_to_serve.append(request.model)
+        self.names.append(list(request.options.names))
         yield from ()
         refuse(context, ModelUnknown("no node has this model"))
 

@@ -40,7 +40,7 @@ from edgepipe.model.config_json import config_to_json
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.store import ModelStore
-from edgepipe.planner.profiles import LayerProfile
+from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.sampling import SequenceSampler
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.security.mutual_tls import Plaintext

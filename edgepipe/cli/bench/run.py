@@ -13,6 +13,7 @@ from edgepipe.cli.bench.client import connected
 from edgepipe.cli.bench.cluster import EmulatedCluster, emulated_cluster, node_names
 from edgepipe.cli.serve import layers_of
 from edgepipe.errors import ModelUnknown, PeerClosed
+from edgepipe.model.typed_names import meant_names
 from edgepipe.simulation.report import RunFacts, RunReport, make_report
 from edgepipe.simulation.workload import FixedLengths, Workload, WorkloadSpec, make_workload
 from edgepipe.wire.common import Hello
@@ -130,7 +131,8 @@ def _warm_up() -> Workload:
 
 def _served(status: ClusterStatus, model: str) -> EngineState:
     ready = [engine for engine in status.engines if engine.state == "ready"]
-    chosen = [engine for engine in ready if model.lower() in ("", engine.model.lower())]
+    named = {name: engine for engine in ready for name in (*engine.names, engine.model)}
+    chosen = [named[name] for name in meant_names(model, named)] if model else ready
     if len(chosen) == 1:
         return chosen[0]
     names = ", ".join(engine.model for engine in ready) or "none"

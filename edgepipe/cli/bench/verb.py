@@ -110,10 +110,11 @@ def emulated_run(given: Mapping[str, str], label: str = "") -> EmulatedRun:
     from edgepipe.cli.bench.run import BenchRun, EmulatedRun
     from edgepipe.cli.serve import serve_request
     from edgepipe.model.mixes import split_mix
+    from edgepipe.model.typed_names import planned_name
     from edgepipe.simulation.imagined import imagine
 
     settings = {**options.CLUSTER_DEFAULTS, **given}
-    settings["as-model"] = settings["as-model"].lower()
+    settings["as-model"] = planned_name(settings["as-model"])
     cluster = options.imagined_cluster(settings, devices=settings["emulate"])
     imagined = imagine(cluster)
     limits = imagined.limits

@@ -23,7 +23,9 @@ def chat(
     model: Annotated[
         str,
         typer.Argument(
-            help="Model to talk to; loaded if it is not served.", show_default=False, autocompletion=complete_model
+            help="Model to talk to; loaded if it is not served, fetched if you agree: gpt-oss:20b, ...",
+            show_default=False,
+            autocompletion=complete_model,
         ),
     ] = "",
     prompt: Annotated[
@@ -65,10 +67,11 @@ def chat(
     from edgepipe.cli.chat.repl import converse
 
     folder, question = data_dir_of(data_dir), question_of(prompt)
-    if question is None and not model:
-        from edgepipe.cli.offering import offer_model
+    if question is None:
+        from edgepipe.cli.offering import offer_model, offer_named
 
-        model = offer_model(folder, models_dir_of(data_dir, None))
+        models_dir = models_dir_of(data_dir, None)
+        model = offer_named(model, folder, models_dir) if model else offer_model(folder, models_dir)
     settings = ChatSettings(
         data_dir=folder,
         model=model,

@@ -160,6 +160,8 @@ def _device(device: DeviceState) -> tuple[Text, Text]:
 
 def _engine(engine: EngineState) -> Iterator[RenderableType]:
     line = Text(engine.model, style="bold")
+    if engine.names:
+        line.append(f" ({', '.join(engine.names)})")
     line.append(" · ", style="not bold").append(engine.state, style=_STYLES.get(engine.state, "not bold"))
     if engine.state == "ready":
         line.append(_figures(engine), style="not bold")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgepipe.cli.admin import connect, run_async
-from edgepipe.cli.wizard.asking import Asking, Choice, filled, say
-from edgepipe.cli.wizard.fits import best_fit, fitting_models
+from edgepipe.cli.wizard.asking import Asking, Choice, say, warn
+from edgepipe.cli.wizard.fits import HEADING, best_fit, fitting_models
 from edgepipe.cli.wizard.type_choice import ask_type, memory_at_hand
-from edgepipe.errors import EdgepipeError
+from edgepipe.errors import EdgepipeError, ModelUnknown
 from edgepipe.units import format_bytes
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SKIP = "skip"
 _OTHER = "other"
+_MOST_TOO_LARGE = 3  # models that do not fit and are named
 _DEVICE_S, _LOOK_S = 60.0, 0.2  # measuring a device takes 2-10 s; importing torch from a cold disk takes longer
 
 
@@ -30,41 +31,64 @@ def choose_model(asking: Asking, *, data_dir: Path, models_dir: Path) -> str:
     alive = [member.node for member in status.members if member.state == "alive"] if status is not None else []
     free = sum(device.free_bytes for node in alive for device in node.devices)
     say(f"     usable memory of this cluster: {format_bytes(free)}; speeds are estimates until a model is measured")
-    for fit in bad:
+    for fit in bad[-_MOST_TOO_LARGE:]:
         say(f"       {fit.text}", style="dim")
+    if more := len(bad[:-_MOST_TOO_LARGE]):
+        say(f"       nor do {more} larger ones: edgepipe plan MODEL", style="dim")
     whole, begun = on_disk(models_dir, [fit.source for fit in good])
     marks = dict.fromkeys(whole, "  here") | dict.fromkeys(begun, "  begun")
     choices = [Choice(value=fit.source, text=fit.text + marks.get(fit.source, "")) for fit in good]
     choices += [
-        Choice(value=_OTHER, text="another model (ORG/NAME on the Hugging Face Hub, a folder, a GGUF file)"),
+        Choice(value=_OTHER, text="another model (a name, a page of the Hugging Face Hub, a folder, a GGUF file)"),
         Choice(value=SKIP, text="no model now"),
     ]
     preferred = [fit for fit in good if fit.source in begun] or [fit for fit in good if fit.source in whole] or good
     best = best_fit(preferred)
+    if good:
+        say(f"   {HEADING}")
     answer = asking.choose("Which model?", choices, default=best.source if best is not None else SKIP)
-    return _typed(asking, asking.text("Model:", check=filled), data_dir) if answer == _OTHER else answer
+    return _typed(asking, data_dir) if answer == _OTHER else answer
 
 
-def _typed(asking: Asking, model: str, data_dir: Path) -> str:
-    """Ask for the type of a model if its repository has several. Return the name for ``models pull``."""
+def _typed(asking: Asking, data_dir: Path) -> str:
+    """Ask for a model until there is one, and for its type if its repository has several. Return its name for
+    ``models pull``. Raises Back and Quit."""
     from edgepipe.model.hub import hub_types
     from edgepipe.model.pull import hub_source
 
-    source = hub_source(model)
-    with suppress(EdgepipeError):  # the pull reports it
-        if source is not None and (types := hub_types(source)):
-            return ask_type(asking, source, types, memory_at_hand(data_dir))
-    return model
+    while True:
+        model = asking.text("Model:", check=check_source)
+        try:
+            source = hub_source(model)
+            if source is not None and (types := hub_types(source)):
+                return ask_type(asking, source, types, memory_at_hand(data_dir))
+        except ModelUnknown as error:
+            warn(f"{error.what}: {error.fact}", remedy=error.next_step)
+        except EdgepipeError:
+            return model  # the pull reports it
+        else:
+            return model
+
+
+def check_source(text: str) -> str:
+    """Describe what is wrong with a model that a person types; a ``check`` for ``Asking.text``."""
+    from edgepipe.model.pull import hub_source
+
+    try:
+        hub_source(text)
+    except ModelUnknown as error:
+        return f"{error.what}; {error.fact}"
+    return ""
 
 
 def on_disk(models_dir: Path, sources: Sequence[str]) -> tuple[set[str], set[str]]:
     """Return the models on this disk, and the models with a part from an interrupted pull."""
-    from edgepipe.model.names import canonical_name
     from edgepipe.model.store import ModelStore
+    from edgepipe.model.typed_names import meant_names
 
     store = ModelStore(models_dir)
     present = {model.id for model in store.list() if model.whole}
-    whole = {name for name in sources if canonical_name(name) in present}
+    whole = {name for name in sources if meant_names(name, present)}
     return whole, {name for name in sources if name not in whole and store.interrupted_bytes(name)}
 
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from edgepipe.cli.output import make_console, make_table, print_json
 from edgepipe.cli.wizard.asking import Asking, Choice, say
 from edgepipe.errors import ConfigInvalid
 from edgepipe.model.gguf_names import GgufChoice, main_scheme
+from edgepipe.model.hub import HubSource
+from edgepipe.model.known_models import USUAL_TYPE
 from edgepipe.model.names import plain_type
 from edgepipe.safe_text import one_line
 from edgepipe.units import format_bytes
 
-if TYPE_CHECKING:
-    from edgepipe.model.hub import HubSource
-
-PREFERRED = "Q4_K_M"  # about as good as larger types, at the fewest bytes of which that is true
+_NOTHING = "nothing"
 _WORK_BYTES = 1_000_000_000  # of each machine, for a chat's KV cache and the computation
 _TYPICAL_MODEL = "llama-3.1-8b"
 _PROBE_SHAPE = (256, 4096)  # of a weight whose size in memory is compared with its size in the file
@@ -65,7 +64,7 @@ def memory_at_hand(data_dir: Path) -> Memory:
 def recommended(choices: Sequence[GgufChoice], memory: Memory) -> GgufChoice | None:
     """Return Q4_K_M if it fits, else the largest choice that fits; None if no choice fits."""
     fitting = [choice for choice in choices if memory.fits(choice)]
-    preferred = next((choice for choice in fitting if choice.type == PREFERRED), None)
+    preferred = next((choice for choice in fitting if choice.type == USUAL_TYPE), None)
     return preferred or max(fitting, key=lambda choice: choice.num_bytes, default=None)
 
 
@@ -76,6 +75,41 @@ def ask_type(asking: Asking, source: HubSource, choices: Sequence[GgufChoice], m
     best = recommended(choices, memory)
     lines = [Choice(value=name_of(source, choice), text=_line(choice, best, memory)) for choice in choices]
     return asking.choose("Which type?", lines, default=name_of(source, best or _smallest(choices)))
+
+
+def ask_to_fetch(asking: Asking, model: str, data_dir: Path) -> str:
+    """Ask once whether to fetch a model, and which type if the person has named none and there are several.
+
+    Return its name for ``models pull``; empty: the person does not want it. Raises Back and Quit, ModelUnknown, and the
+    errors of listing a repository.
+    """
+    from edgepipe.model.hub import hub_types, plan_hub
+    from edgepipe.model.pull import hub_source
+    from edgepipe.model.typed_names import understood
+
+    source, meant = hub_source(model), understood(model)
+    if source is None or meant is None:
+        return model if asking.confirm(f"Fetch {one_line(model)}?", default=True) else ""
+    memory = memory_at_hand(data_dir)
+    free = f"free memory of {memory.owner}: {format_bytes(sum(room.free_bytes for room in memory.rooms))}"
+    types = [] if meant.type_given else hub_types(HubSource(repo=source.repo, revision=source.revision))
+    if types:
+        say(f"{one_line(source.repo)} has {len(types)} types; {free}")
+        best = _wanted(source.type, types, memory) or recommended(types, memory)
+        lines = [Choice(value=name_of(source, choice), text=_line(choice, best, memory)) for choice in types]
+        lines.append(Choice(value=_NOTHING, text="none now"))
+        chosen = asking.choose("Fetch which type?", lines, default=name_of(source, best or _smallest(types)))
+        return "" if chosen == _NOTHING else chosen
+    whole = GgufChoice(label=source.type, type=source.type, files=plan_hub(source).files)
+    verdict = "it fits" if (fits := memory.fits(whole)) else "it does not fit"
+    say(f"{one_line(meant.source)} has {format_bytes(whole.num_bytes)}; {free}: {verdict}")
+    return model if asking.confirm("Fetch it?", default=fits) else ""
+
+
+def _wanted(kind: str, choices: Sequence[GgufChoice], memory: Memory) -> GgufChoice | None:
+    """Return the choice of a type, with or without its maker's prefix, if it fits."""
+    same = [choice for choice in choices if kind and plain_type(choice.type) == plain_type(kind)]
+    return next((choice for choice in same if memory.fits(choice)), None)
 
 
 def refuse_without_type(

@@ -20,7 +20,7 @@ from edgepipe.ids import MAX_EPOCH_STEP, Epoch, StepId
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.memory_classes import memory_classes
 from edgepipe.model.weight_table import FLOATS, WeightTable
-from edgepipe.planner.profiles import LayerProfile
+from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.security.mutual_tls import Peer
 from edgepipe.system import num_memory_kills
 from edgepipe.wire.children import (

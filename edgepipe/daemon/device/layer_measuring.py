@@ -12,7 +12,7 @@ from edgepipe.daemon.device.spare import SpareStage
 from edgepipe.daemon.machine.machine_load import BUSY_SHARE, others_share, processor_times
 from edgepipe.daemon.processes.children import Child
 from edgepipe.errors import BackendUnavailable, SendTimeout
-from edgepipe.planner.profiles import LayerProfile
+from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.wire.children import ProfileLayerRequest
 from edgepipe.workers.settings import ChildSettings
 

@@ -16,7 +16,7 @@ from edgepipe import __version__
 from edgepipe.cluster.private_files import read_private, write_private
 from edgepipe.errors import ConfigInvalid
 from edgepipe.model.strict_json import parse_json_object
-from edgepipe.planner.profiles import LayerProfile, Point
+from edgepipe.planner.layer_profile import LayerProfile, Point
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections import OrderedDict
@@ -25,9 +26,10 @@ from edgepipe.model.disk import COPY_HEADROOM_BYTES, check_room, disk_errors, fr
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.hub_tensors import hub_tensors
 from edgepipe.model.manifest import Manifest
-from edgepipe.model.names import canonical_name, matching_names
+from edgepipe.model.names import canonical_name, is_name
 from edgepipe.model.store import ModelStore, StoredModel, tensor_names
 from edgepipe.model.tensor_folder import ShardWriter
+from edgepipe.model.typed_names import meant_names, nearest, understood
 from edgepipe.model.weight_table import WeightTable
 from edgepipe.wire.children import PrepareProgress
 from edgepipe.wire.nodes import ModelOnDisk, NodeState, Transfer
@@ -180,20 +182,22 @@ class Models:
         local = [entry.model for entry in self._on_disk]
         remote = [entry.model for node in self._peers.nodes() for entry in node.models]
         for known in (local, remote):
-            found = matching_names(name, known)
+            found = meant_names(name, known)
             if len(found) == 1:
                 return await self.adopt(found[0])
             if found:
                 raise ModelUnknown(f"several models match '{name[:120]}'", fact=", ".join(found), next_step="name one")
-        try:
-            return await self.adopt(canonical_name(name))  # a peer may have pulled it since its last report
-        except ModelUnknown as exc:
-            everywhere = sorted({*local, *remote})
-            raise ModelUnknown(
-                f"no model '{name[:120]}' is in the cluster",
-                fact=f"on its nodes: {', '.join(everywhere) or 'none'}",
-                next_step=f"edgepipe models pull {name[:120] if '/' in name or name == 'demo' else 'ORG/NAME'}",
-            ) from exc
+        meant = understood(name)
+        exact = canonical_name(name if meant is None else meant.source.partition("@")[0])
+        with contextlib.suppress(ModelUnknown):
+            if is_name(exact):
+                return await self.adopt(exact)  # a peer may have pulled it since its last report
+        on_nodes = f"on its nodes: {', '.join(sorted({*local, *remote})) or 'none'}"
+        raise ModelUnknown(
+            f"no model '{name[:120]}' is in the cluster",
+            fact=on_nodes if meant is not None else f"{on_nodes}; nearest known names: {', '.join(nearest(name))}",
+            next_step=f"edgepipe models pull {meant.source if meant is not None else 'NAME'}",
+        )
 
     async def adopt(
         self, name: str, *, manifest_hash: str = "", first_source: str = "", wanted_by: str = ""

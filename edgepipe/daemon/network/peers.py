@@ -16,7 +16,7 @@ from edgepipe.config import Timeouts
 from edgepipe.errors import EdgepipeError, NodeUnreachable
 from edgepipe.ids import Epoch, NodeId, PipelineId
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.planner.profiles import LayerProfile
+from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.children import PrepareProgress, ProfileLayerRequest
 from edgepipe.wire.codec import from_wire, to_wire

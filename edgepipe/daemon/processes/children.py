@@ -18,7 +18,7 @@ from edgepipe.config import Timeouts, child_environment
 from edgepipe.daemon.processes.hang_watch import HangWatch
 from edgepipe.errors import EdgepipeError, PairingRejected, StageLost
 from edgepipe.ids import StepId
-from edgepipe.planner.profiles import LayerProfile
+from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.security.mutual_tls import Peer
 from edgepipe.stage.step_mark import StepMark
 from edgepipe.wire.children import (

@@ -19,6 +19,7 @@ from edgepipe.daemon.changes import Changes
 from edgepipe.daemon.serving.serve_rules import MAX_BODY_BYTES, Facts, is_far_ahead, order, refusal, same_engine
 from edgepipe.errors import AccessDenied, ConfigInvalid, PlanInvalid, RemoteProtocolError
 from edgepipe.ids import PipelineId
+from edgepipe.model.further_names import allowed_names
 from edgepipe.security.certificates import KeyPair
 from edgepipe.security.trust_view import Role, TrustedPeer
 from edgepipe.telemetry.log import Once
@@ -125,6 +126,34 @@ class ServeBook:
         held = self.held(pipeline_id)
         return held is not None and held.spec.on_request
 
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """Return the further names of served models, by pipeline.
+
+        Of two models that want one name the one that an owner's node asked for has it, else none: no member draws the
+        requests for another model's name to itself.
+        """
+        ranked: dict[str, list[tuple[bool, str]]] = {}
+        for body in self.served():
+            for name in allowed_names(body.spec.names):
+                ranked.setdefault(name.lower(), []).append((self._is_owner(body.asker), body.pipeline_id))
+        granted: dict[str, str] = {}
+        for name, wanted in ranked.items():
+            first = [pipeline_id for owned, pipeline_id in wanted if owned] or [each for _, each in wanted]
+            if len(first) == 1:
+                granted[name] = first[0]
+        return {
+            body.pipeline_id: tuple(
+                name for name in allowed_names(body.spec.names) if granted.get(name.lower()) == body.pipeline_id
+            )
+            for body in self.served()
+        }
+
+    def note_named(self, model: str, names: tuple[str, ...]) -> None:
+        """Record the further names of a served model. Raises AccessDenied if this node may not change them."""
+        body, _ = self._records.get(model, (None, None))
+        if body is not None and not body.stopped and body.spec.names != names:
+            self._say(replace(body, spec=replace(body.spec, names=names)))
+
     def record(self, pipeline_id: str) -> ServeRecord | None:
         """Return a pipeline's signed record."""
         return next((record for body, record in self._records.values() if body.pipeline_id == pipeline_id), None)
@@ -184,7 +213,8 @@ class ServeBook:
         held = self.held(pipeline_id)
         if held is None or held.stopped or held.engine_node != self._own:
             return
-        spec = replace(spec, on_request=held.spec.on_request)  # an engine does not decide that
+        own = held.spec  # an engine does not decide who wants the model, nor how it is called
+        spec = replace(spec, on_request=own.on_request, names=own.names)
         body = replace(held, begun=True, spec=spec)
         if body != held:
             self._say_if_believed(body)

@@ -18,9 +18,10 @@ from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.serving.capacity import cannot_keep, placement_need, rooms_of, stages_of
 from edgepipe.daemon.serving.replanning import DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCES, demand_of
 from edgepipe.daemon.serving.serve_book import ServeBook
-from edgepipe.daemon.serving.survey import Surveyor
+from edgepipe.daemon.serving.survey import PlannedModel, Surveyor, known_shape
 from edgepipe.errors import (
     AccessDenied,
+    ConfigInvalid,
     ConnectTimeout,
     EdgepipeError,
     ModelUnknown,
@@ -33,9 +34,10 @@ from edgepipe.ids import Epoch, IdSource, PipelineId
 from edgepipe.link.shut_ports import shut_port
 from edgepipe.model.expert_places import check_has_experts, in_words
 from edgepipe.model.facts import ModelConfig
+from edgepipe.model.further_names import checked_names
 from edgepipe.model.longrope import factors_in_words
 from edgepipe.model.memory_classes import most_within
-from edgepipe.model.names import matching_names
+from edgepipe.model.typed_names import meant_names, understood
 from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.expert_shares import place_with_shares, rooms_as_placed
 from edgepipe.planner.placement import NodeRoom, Placed
@@ -101,6 +103,7 @@ class Serving:
         yield ServeEvent(message=f"looking for {request.model}")
         model = await self._models.resolve(request.model)
         context = model.config.context_for(request.options.context_length)
+        self._check_further_names(request.options.names, model.name)
         if running := self._running(model.name):
             node, engine = running
             if request.rebalance:
@@ -110,6 +113,8 @@ class Serving:
             _check_served_as_asked(request, engine, model.manifest_hash, self._book.held(engine.pipeline_id))
             if not request.options.on_request:
                 self._book.note_kept(model.name)
+            if request.options.names:
+                self._book.note_named(model.name, request.options.names)
             if engine.starts_at_us:
                 await self._start_now(node, engine)
             async for event in self._follow(node.node_id, engine.pipeline_id):
@@ -197,12 +202,31 @@ class Serving:
                 next_step="see 'edgepipe status'",
             )
 
+    def _check_further_names(self, names: Sequence[str], model: str) -> None:
+        """Raise ConfigInvalid for a further name that cannot be one, or that means another served model."""
+        taken = {name.lower(): body.spec.model for body in self._book.served() for name in body.spec.names}
+        for name in checked_names(names):
+            if (other := taken.get(name.lower(), model)) != model:
+                raise ConfigInvalid(
+                    f"the name '{name}' is taken",
+                    fact=f"{other} is served by it",
+                    next_step=f"choose another name, or first: edgepipe stop {other}",
+                )
+
     def _named(self, name: str) -> NodeState | None:
         return next((node for node in self._peers.nodes() if name and node.name == name), None)
 
     async def survey(self, name: str, dtype: str, *, kv: str = "", fresh: bool = False) -> SurveyReply:
-        """Measure the inputs of a model's plan. Raises ModelUnknown, LinkNotMeasured."""
-        model = await self._models.resolve(name)
+        """Measure the inputs of a model's plan: of the cluster's, else of a known shape. Raises ModelUnknown,
+        LinkNotMeasured."""
+        try:
+            model: PlannedModel = await self._models.resolve(name)
+        except ModelUnknown:
+            meant = understood(name)
+            there = (stored.model for node in self._peers.nodes() for stored in node.models)
+            if meant is None or not meant.planned or meant_names(name, there):
+                raise
+            model = await asyncio.to_thread(known_shape, meant.planned)
         if self._starting():
             await self._devices_started()
         return await self._surveyor.survey(model, dtype, kv=kv, fresh=fresh)
@@ -226,7 +250,7 @@ class Serving:
         """Stop a model, or all of them; return their names. Raises ModelUnknown."""
         known = {engine.model for _, engine in self.engines()}
         named = known | self._wanted()
-        chosen = set(matching_names(model, named)) if model else named
+        chosen = set(meant_names(model, named) or self._called(model)) if model else named
         if model and not chosen:
             raise ModelUnknown(
                 f"the model '{model}' is not served",
@@ -240,6 +264,11 @@ class Serving:
         """Stop a model that a request loaded; a model that a person had served stays. Raises AccessDenied."""
         if any(body.spec.model == model and body.spec.on_request for body in self._book.served()):
             await self._stop({model})
+
+    def _called(self, name: str) -> list[str]:
+        """Return the served models that have a further name."""
+        bodies = self._book.served()
+        return [body.spec.model for body in bodies if name.lower() in (own.lower() for own in body.spec.names)]
 
     def _wanted(self) -> set[str]:
         return {body.spec.model for body in self._book.served()}

@@ -3,23 +3,70 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from typing import Protocol
 
 from edgepipe.daemon.device.memory import headroom_bytes, uses_host_memory
-from edgepipe.daemon.files.models import LocalModel
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.serving.capacity import cannot_keep, rooms_of, usable_device
 from edgepipe.errors import EdgepipeError, LinkNotMeasured
 from edgepipe.ids import NodeId
-from edgepipe.planner.profiles import LayerProfile
+from edgepipe.model.config_json import config_to_json
+from edgepipe.model.facts import ModelConfig
+from edgepipe.model.mixes import named_model
+from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.wire.children import ProfileLayerRequest
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import BrokenLink, LinkProfile, SurveyedMachine, SurveyReply
 
 logger = logging.getLogger(__name__)
+
+
+class PlannedModel(Protocol):
+    """A model to plan: ``LocalModel``, or a known shape that is on no disk yet."""
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        ...
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its shape."""
+        ...
+
+    @property
+    def config_json(self) -> str:
+        """Its shape, as an engine takes it."""
+        ...
+
+    @property
+    def weights_json(self) -> str:
+        """The forms of its weights, as an engine takes them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownShape:
+    """A model whose shape and mix of types are known without its files."""
+
+    name: str
+    config: ModelConfig
+    config_json: str
+    weights_json: str
+
+
+def known_shape(name: str) -> KnownShape:
+    """Return a model by shape and type: ``qwen3-8b:q4_k_m``. Takes a while for a large one. Raises ModelUnknown."""
+    config, weights = named_model(name)
+    return KnownShape(
+        name=name, config=config, config_json=json.dumps(config_to_json(config)), weights_json=weights.to_json()
+    )
+
 
 _Layer = tuple[NodeId, LayerProfile | None]  # a node's measurements; None: it has none
 
@@ -30,7 +77,7 @@ class Surveyor:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
-    async def survey(self, model: LocalModel, dtype: str, *, kv: str = "", fresh: bool = False) -> SurveyReply:
+    async def survey(self, model: PlannedModel, dtype: str, *, kv: str = "", fresh: bool = False) -> SurveyReply:
         """Collect a plan's inputs; ``fresh`` measures known values again. Raises LinkNotMeasured when a node goes.
 
         Nodes that cannot keep KV in the form ``kv`` are unusable.
@@ -42,7 +89,7 @@ class Surveyor:
         return _with(reply, chain.from_iterable(layers), links)
 
     async def known(
-        self, model: LocalModel, dtype: str, *, kv: str = "", own: str = "", measure: Collection[str] = ()
+        self, model: PlannedModel, dtype: str, *, kv: str = "", own: str = "", measure: Collection[str] = ()
     ) -> SurveyReply:
         """Collect earlier measurements without waiting; leave unknown values out.
 
@@ -61,7 +108,7 @@ class Surveyor:
         return _with(reply, layers, chain.from_iterable(links))
 
     def _machines(
-        self, model: LocalModel, dtype: str, kv: str, *, own: str = ""
+        self, model: PlannedModel, dtype: str, kv: str, *, own: str = ""
     ) -> tuple[SurveyReply, list[NodeState]]:
         """Return a survey of every node that can compute, and those nodes."""
         states = bool(model.config.state_bytes())

@@ -86,6 +86,7 @@ ENGINE: Tables = {
         "block_size": BLOCK,
         "tokens_per_s": RATE,
         "stages": Most(256),
+        "names": Most(256),
         "context_length": TOKENS,
         "progress": MEASURED,
         "predicted_tokens_per_s": RATE,

@@ -102,6 +102,7 @@ _CALLS: Tables = {
         "num_nodes": NODES,
         "exclude": NAMES,
         "block_size": BLOCK,
+        "names": FEW,
     },
     "StartEngineRequest": {"nodes": NAMES},
     "StartEngineReply": {},

@@ -577,6 +577,7 @@ class EngineState(_message.Message):
     DECODE_ROWS_FIELD_NUMBER: _builtins.int
     ADVICE_FIELD_NUMBER: _builtins.int
     STARTS_AT_US_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
     RECOVERIES_FIELD_NUMBER: _builtins.int
     STALL_MS_FIELD_NUMBER: _builtins.int
     KEPT_TOKENS_FIELD_NUMBER: _builtins.int
@@ -661,6 +662,10 @@ class EngineState(_message.Message):
         """of its daemon"""
 
     @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """further names of the model; set by the node that shows the state, from its records"""
+
+    @_builtins.property
     def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeftOut]:
         """current quarantines"""
 
@@ -701,6 +706,7 @@ class EngineState(_message.Message):
         decode_rows: _builtins.float = ...,
         advice: Global___Advice | None = ...,
         starts_at_us: _builtins.int = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
         recoveries: _builtins.int = ...,
         stall_ms: _builtins.int = ...,
         kept_tokens: _builtins.int = ...,
@@ -715,7 +721,7 @@ class EngineState(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "epoch", b"epoch", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "advice", b"advice", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "certificate", b"certificate", "context_length", b"context_length", "decode_rows", b"decode_rows", "epoch", b"epoch", "error", b"error", "expert_shares", b"expert_shares", "free_blocks", b"free_blocks", "free_slots", b"free_slots", "in_flight", b"in_flight", "kept_tokens", b"kept_tokens", "latency_ms", b"latency_ms", "left_out", b"left_out", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "missed_snapshots", b"missed_snapshots", "model", b"model", "move_pause_ms", b"move_pause_ms", "moves", b"moves", "num_blocks", b"num_blocks", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "recoveries", b"recoveries", "replayed_tokens", b"replayed_tokens", "running", b"running", "stages", b"stages", "stall_ms", b"stall_ms", "starts_at_us", b"starts_at_us", "state", b"state", "state_slots", b"state_slots", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admitted_tokens", b"admitted_tokens", "advice", b"advice", "block_size", b"block_size", "bottleneck", b"bottleneck", "cached_tokens", b"cached_tokens", "certificate", b"certificate", "context_length", b"context_length", "decode_rows", b"decode_rows", "epoch", b"epoch", "error", b"error", "expert_shares", b"expert_shares", "free_blocks", b"free_blocks", "free_slots", b"free_slots", "in_flight", b"in_flight", "kept_tokens", b"kept_tokens", "latency_ms", b"latency_ms", "left_out", b"left_out", "manifest_hash", b"manifest_hash", "message", b"message", "micro_batches", b"micro_batches", "missed_snapshots", b"missed_snapshots", "model", b"model", "move_pause_ms", b"move_pause_ms", "moves", b"moves", "names", b"names", "num_blocks", b"num_blocks", "pipeline_id", b"pipeline_id", "predicted_tokens_per_s", b"predicted_tokens_per_s", "preemptions", b"preemptions", "progress", b"progress", "recoveries", b"recoveries", "replayed_tokens", b"replayed_tokens", "running", b"running", "stages", b"stages", "stall_ms", b"stall_ms", "starts_at_us", b"starts_at_us", "state", b"state", "state_slots", b"state_slots", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -653,6 +653,7 @@ class ServeSpec(_message.Message):
     ON_REQUEST_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
     EXPERTS_IN_RAM_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     manifest_hash: _builtins.str
     micro_batches: _builtins.int
@@ -691,6 +692,10 @@ class ServeSpec(_message.Message):
     def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """names or ids of nodes to leave out"""
 
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """further names by which requests may ask for the model"""
+
     def __init__(
         self,
         *,
@@ -714,10 +719,11 @@ class ServeSpec(_message.Message):
         on_request: _builtins.bool = ...,
         kv: _builtins.str = ...,
         experts_in_ram: _builtins.str = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "concurrency", b"concurrency", "context_length", b"context_length", "dtype", b"dtype", "exclude", b"exclude", "experts_in_ram", b"experts_in_ram", "first", b"first", "fixed", b"fixed", "kv", b"kv", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "num_nodes", b"num_nodes", "on_request", b"on_request", "policy", b"policy", "stages", b"stages", "throughput", b"throughput"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "concurrency", b"concurrency", "context_length", b"context_length", "dtype", b"dtype", "exclude", b"exclude", "experts_in_ram", b"experts_in_ram", "first", b"first", "fixed", b"fixed", "kv", b"kv", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "names", b"names", "num_nodes", b"num_nodes", "on_request", b"on_request", "policy", b"policy", "stages", b"stages", "throughput", b"throughput"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,6 +8,7 @@ from edgepipe.errors import ConfigInvalid, ModelUnknown
 from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.model.layout import slice_parameters
 from edgepipe.model.shapes import model_shapes, named_shape
+from edgepipe.units import parse_link
 
 
 @pytest.mark.parametrize(
@@ -117,3 +118,46 @@ def test_a_quarter_of_a_32b_model_takes_a_quarter_of_its_weights_to_read_on_each
     assert cost.slice_cost(parts[3]).step_s(decode) > middle_s  # the head
     prefill = StepWork.of_rows([0], [2048], logit_rows=1)
     assert cost.slice_cost(parts[1]).step_s(prefill) > 5 * middle_s  # bound by multiplying
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "usable_gb"),
+    [
+        ("cpu 6 cores 32GB", "cpu-6c-32gb", 30.5),
+        ("6-core CPU 16 gb", "cpu-6c-16gb", 14.5),
+        ("7900 XTX", "rx7900xtx", 22.5),
+        ("AMD Radeon RX 7900 XTX", "rx7900xtx", 22.5),
+        ("RX-9070-XT", "rx9070xt", 14.5),
+        ("DGX Spark", "dgxspark", 118.5),
+        ("Ryzen AI Max+ 395", "ryzenaimax", 96),
+        ("strix halo 64GB", "ryzenaimax-64gb", 48),
+        ("NVIDIA GeForce RTX 3060", "rtx3060", 10.8),
+        ("Apple M4 Max", "m4max", 48),
+    ],
+)
+def test_computers_at_home_are_known_by_the_names_that_people_type(text: str, key: str, usable_gb: float) -> None:
+    assert parse_devices(f"{text}, 2x {text}") == (key,) * 3
+    assert named_device(key) == named_device(text)
+    assert named_device(key).usable_bytes == usable_gb * 1e9
+
+
+def test_few_cores_cannot_use_the_memory_s_whole_rate() -> None:
+    rates = [named_device(f"cpu {cores} cores 32GB").bandwidth_bytes_per_s for cores in (1, 2, 8, 32)]
+    assert rates == [12e9, 24e9, 40e9, 40e9]
+    assert named_device("cpu") == named_device("cpu 8 cores 32GB")
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("wifi", "200mbit,2ms,2ms"),
+        ("Wi-Fi 6", "200mbit,2ms,2ms"),
+        ("gigabit", "1gbit,0.3ms"),
+        ("2.5GbE", "2.5gbit,0.2ms"),
+        ("10g", "10gbit,0.1ms"),
+        ("Thunderbolt 4", "20gbit,0.1ms"),
+        ("usb4", "20gbit,0.1ms"),
+    ],
+)
+def test_links_at_home_have_names(text: str, same: str) -> None:
+    assert parse_link(text) == parse_link(same)

@@ -32,7 +32,7 @@ def test_simulator_and_bench_have_the_same_room_for_sequences() -> None:
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_starts() -> None:
     with pytest.raises(NoFeasiblePlacement):
-        emulated_run({**RING, "as-model": "llama-3.3-70b"})
+        emulated_run({**RING, "as-model": "llama-3.3-70b:bf16"})
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ def test_without_a_node_it_says_how_to_get_one(run: Run) -> None:
     assert "node" in result.err
 
 
-def test_an_unknown_shape_is_refused_with_those_that_are_known(run: Run) -> None:
+def test_an_unknown_model_is_refused_with_the_nearest_names(run: Run) -> None:
     result = run("bench", "--emulate", "rtx4090", "--as-model", "gpt-9")
     assert result.code != 0
-    assert "qwen2.5-32b" in result.err
+    assert "nearest known names: gpt-oss-20b" in result.err
 
 
 def test_clocks_of_one_machine_are_left_alone() -> None:

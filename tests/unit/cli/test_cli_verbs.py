@@ -398,3 +398,11 @@ def test_no_verb_loads_torch_or_mlx_or_what_help_does_not_need() -> None:
 def test_only_backends_whose_packages_are_here_are_told(run: Run) -> None:
     assert installed_backends(lambda name: name != "mlx") == ("emulated", "torch")
     assert json.loads(run("version", "--json").out)["backends"] == list(installed_backends())
+
+
+def test_a_served_model_may_have_names_of_its_own(run: Run, tmp_path: Path) -> None:
+    with answering(tmp_path / "data", FakeNode()) as node:
+        run("serve", "demo", "--name", "home", "--name", "gpt-4o:latest")
+        assert node.names == [["home", "gpt-4o"]]
+        assert run("serve", "demo", "--name", "qwen3:8b").code == 2
+        assert node.names == [["home", "gpt-4o"]]

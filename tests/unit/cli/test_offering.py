@@ -12,6 +12,7 @@ import pytest
 import typer
 
 from edgepipe.cli import offering
+from edgepipe.cli.wizard import type_choice
 from edgepipe.cli.wizard.asking import Choice, Defaults, Quit
 from edgepipe.ids import NodeId
 from edgepipe.model.pull import PullResult
@@ -110,3 +111,25 @@ def test_only_a_person_whose_cluster_has_no_model_is_asked(
     with nullcontext() if status is None else answering(tmp_path, FakeNode(status=status)):
         found = offering.offer_model(tmp_path, tmp_path / "models", asking=Answering("demo"), pull=Pulling())
     assert found == offered
+
+
+@pytest.mark.parametrize("there", ["Qwen/Qwen3-8B-GGUF:q4_k_m", ""])
+def test_a_named_model_is_fetched_only_where_no_machine_has_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: str
+) -> None:
+    pull = Pulling()
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{name}.isatty", lambda: True)
+    monkeypatch.setattr(type_choice, "ask_to_fetch", lambda asking, model, data_dir: model)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    status = of_one(ModelOnDisk(model=there, complete=True)) if there else EMPTY
+    with answering(tmp_path, FakeNode(status=status)):
+        found = offering.offer_named("qwen3:8b", tmp_path, tmp_path / "m", asking=Answering("demo"), pull=pull)
+    assert (found, pull.names) == (("qwen3:8b", []) if there else ("tiny", ["qwen3:8b"]))
+
+
+def test_chat_ends_where_a_person_does_not_want_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(type_choice, "ask_to_fetch", lambda asking, model, data_dir: "")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    pull = Pulling()
+    with pytest.raises(typer.Exit) as stopped:
+        offering.fetch_named(Answering("demo"), "qwen3:8b", tmp_path, tmp_path / "m", pull=pull)
+    assert (stopped.value.exit_code, pull.names) == (0, [])

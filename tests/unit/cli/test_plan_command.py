@@ -20,7 +20,7 @@ from tests.support.admin_server import FakeNode, answering
 from tests.support.command_line import Run
 from tests.support.family_files import tiny_values
 
-IMAGINED = ("plan", "qwen2.5-32b", "--emulate", "4x rtx4090", "--link", "1gbit,0.3ms")
+IMAGINED = ("plan", "qwen2.5-32b:bf16", "--emulate", "4x rtx4090", "--link", "1gbit,0.3ms")
 
 
 def test_the_picture_fits_eighty_columns_and_names_what_matters(run: Run) -> None:
@@ -67,11 +67,11 @@ def test_wishes_are_kept(run: Run) -> None:
 
 
 def test_what_does_not_fit_ends_with_the_sum_and_six(run: Run) -> None:
-    short = run("plan", "llama-3.3-70b", "--emulate", "2x rtx4090")
+    short = run("plan", "llama-3.3-70b:bf16", "--emulate", "2x rtx4090")
     assert short.code == 6
     for part in ("  needed  ", "  free on a", "missing", "WHAT WOULD HELP"):
         assert part in short.out
-    told = run("plan", "llama-3.3-70b", "--emulate", "2x rtx4090", "--json")
+    told = run("plan", "llama-3.3-70b:bf16", "--emulate", "2x rtx4090", "--json")
     assert told.code == 6
     assert json.loads(told.out)["missing_bytes"] > 0
 
@@ -85,7 +85,7 @@ def test_force_is_advised_only_where_it_helps(run: Run) -> None:
 
 
 def test_a_machine_that_is_left_out_is_in_no_sum(run: Run) -> None:
-    short = run("plan", "llama-3.3-70b", "--emulate", "4x rtx4090", "--exclude", "a,b")
+    short = run("plan", "llama-3.3-70b:bf16", "--emulate", "4x rtx4090", "--exclude", "a,b")
     assert short.code == 6
     assert "free on a" not in short.out
     assert "96.3 GB" in short.out, "missing, as the error says"
@@ -103,14 +103,14 @@ def test_data_sheets_know_one_number_format(run: Run) -> None:
 
 
 def test_changes_are_answered_where_the_base_does_not_fit(run: Run) -> None:
-    flags = ("plan", "llama-3.3-70b", "--emulate", "2x rtx4090", "--what-if", "add m3ultra")
+    flags = ("plan", "llama-3.3-70b:bf16", "--emulate", "2x rtx4090", "--what-if", "add m3ultra")
     shown = run(*flags)
     assert shown.code == 0
     assert "fits only with the changes (add m3ultra); now the model needs about" in shown.out
     told = json.loads(run(*flags, "--json").out)
     assert told["fits_only_with"]["changes"] == "add m3ultra"
     assert {stage["device"] for stage in told["stages"]} - {"NVIDIA GeForce RTX 4090 (emulated)"}
-    assert run("plan", "llama-3.3-70b", "--emulate", "2x rtx4090", "--what-if", "add m1").code == 6
+    assert run("plan", "llama-3.3-70b:bf16", "--emulate", "2x rtx4090", "--what-if", "add m1").code == 6
 
 
 def test_too_few_machines_are_no_lack_of_memory(run: Run) -> None:
@@ -178,3 +178,37 @@ def test_force_plans_as_if_all_memory_were_free(run: Run) -> None:
 )
 def test_rebalance_may_stand_alone(run: Run, flags: tuple[str, ...], code: int) -> None:
     assert run("serve", "demo", *flags).code == code
+
+
+def test_a_name_without_a_type_is_planned_in_q4_k_m(run: Run) -> None:
+    told = json.loads(run("plan", "qwen3.6", "--emulate", "rtx4090", "--json").out)
+    assert told["model"] == "qwen3.6-35b-a3b:q4_k_m"
+    assert "qwen3.8-27b:q4_k_m · 1 slice" in run("plan", "Qwen3.8 27B", "--emulate", "rtx4090").out
+    wide = run("plan", "Qwen/Qwen3.6-35B-A3B", "--emulate", "rtx4090")
+    assert (wide.code, "qwen3.6-35b-a3b:bf16 does not fit: needs 69." in wide.out) == (6, True)
+
+
+def test_a_type_without_a_published_rule_is_planned_and_its_size_called_an_estimate(run: Run) -> None:
+    shown = run("plan", "qwen3.6-27b:UD-Q4_K_XL", "--emulate", "rtx4090")
+    assert shown.code == 0
+    assert "UD-Q4_K_XL has no published rule: sizes are those of Q4_K_M" in shown.err
+
+
+def test_an_unknown_model_is_refused_with_the_nearest_three(run: Run) -> None:
+    refused = run("plan", "lama 3.3 70b", "--emulate", "rtx4090")
+    assert refused.code == 7
+    assert "nearest known names: llama-3.3-70b, " in " ".join(refused.err.split())
+
+
+@pytest.mark.parametrize(
+    ("devices", "device", "link"),
+    [
+        ("cpu 6 cores 32GB", "CPU, 6 cores", "gigabit"),
+        ("2x 7900 XTX", "AMD Radeon RX 7900 XTX", "2.5g"),
+        ("DGX Spark", "NVIDIA DGX Spark", "Thunderbolt 4"),
+        ("Ryzen AI Max+ 395", "AMD Ryzen AI Max+ 395", "wifi"),
+    ],
+)
+def test_machines_and_links_at_home_have_names(run: Run, devices: str, device: str, link: str) -> None:
+    told = json.loads(run("plan", "qwen3:4b", "--emulate", devices, "--link", link, "--json").out)
+    assert {stage["device"] for stage in told["stages"]} == {device}

@@ -12,7 +12,17 @@ from edgepipe.cli.views.comparing import read_comparisons
 from edgepipe.errors import ConfigInvalid
 from tests.support.command_line import Run
 
-SMALL = ("simulate", "--devices", "2x rtx4090", "--as-model", "qwen2.5-7b", "--requests", "8", "--output-tokens", "16")
+SMALL = (
+    "simulate",
+    "--devices",
+    "2x rtx4090",
+    "--as-model",
+    "qwen2.5-7b:bf16",
+    "--requests",
+    "8",
+    "--output-tokens",
+    "16",
+)
 
 
 def test_it_prints_every_figure_in_80_columns(run: Run) -> None:

@@ -34,11 +34,15 @@ from tests.support.command_line import Run
         (
             ("plan", "deepthought-42b", "--emulate", "m4max"),
             7,
-            "the shape of 'deepthought-42b' is not known\n       known models: llama",
+            "no model is called 'deepthought-42b'\n       nearest known names: ",
         ),
-        (("plan", "gemma-4-e4b:q4_k_m", "--emulate", "m4max"), 7, "nearest: gemma-3-4b, gemma-4-31b"),
-        (("plan", "llama-3.1-8b", "--emulate", "2x m4max", "--link", "wifi"), 2, "'wifi' is not a valid link"),
-        (("plan", "llama-3.1-8b", "--emulate", "2x m4max", "--link", "wifi"), 2, "for example 1gbit,0.3ms"),
+        (("plan", "gemma-4-e4b:q4_k_m", "--emulate", "m4max"), 7, "nearest known names: gemma-3-4b, gemma-4-26b-a4b"),
+        (("plan", "llama-3.1-8b", "--emulate", "2x m4max", "--link", "fibre"), 2, "'fibre' is not a valid link"),
+        (
+            ("plan", "llama-3.1-8b", "--emulate", "2x m4max", "--link", "fibre"),
+            2,
+            "thunderbolt, ideal), or rate and one-way latency: 1gbit,0.3ms",
+        ),
     ],
 )
 def test_what_a_verb_does_not_know_it_says_with_what_it_knows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +14,8 @@ from edgepipe.cli.views import copies_view
 from edgepipe.cli.wizard import asking, type_choice
 from edgepipe.cli.wizard.asking import Back, Choice, Defaults
 from edgepipe.cli.wizard.model_choice import choose_model
-from edgepipe.cli.wizard.type_choice import Memory, Room, ask_type, memory_at_hand, recommended
+from edgepipe.cli.wizard.type_choice import Memory, Room, ask_to_fetch, ask_type, memory_at_hand, recommended
+from edgepipe.errors import ModelUnknown
 from edgepipe.model.gguf_names import GgufChoice, gguf_choices
 from edgepipe.model.hub import HubSource
 from edgepipe.model.progress import PlannedFile
@@ -86,23 +87,37 @@ def test_memory_is_that_of_the_cluster_or_of_this_machine(monkeypatch: pytest.Mo
 
 
 class Noting(Defaults):
-    """Takes the default, and remembers the question."""
+    """Takes the default, and remembers the question. Types the given models, one after the other."""
 
-    def __init__(self, *, model: str = "", back: bool = False) -> None:
+    def __init__(self, *models: str, back: bool = False, answer: bool = True) -> None:
         self.lines: list[str] = []
-        self._model = model
+        self.asked: list[str] = []
+        self._models = list(models)
         self._back = back
+        self._answer = answer
 
     def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
         """The default, or the entry for another model."""
         if self._back:
             raise Back
+        self.asked.append(question)
         self.lines = [choice.text for choice in choices]
-        return "other" if self._model and question == "Which model?" else default
+        return "other" if self._models and question == "Which model?" else default
 
-    def text(self, question: str, **options: object) -> str:
-        """The name of another model."""
-        return self._model
+    def text(
+        self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "", flags: str = ""
+    ) -> str:
+        """The name of another model; of the first for which ``check`` has no complaint."""
+        return next(model for model in iter(lambda: self._models.pop(0), None) if not self._note(check(model)))
+
+    def confirm(self, question: str, *, default: bool) -> bool:
+        """The given answer."""
+        self.asked.append(question)
+        return self._answer
+
+    def _note(self, complaint: str) -> str:
+        self.lines += [complaint] if complaint else []
+        return complaint
 
 
 def test_a_person_sees_sizes_and_what_fits() -> None:
@@ -178,6 +193,60 @@ def test_the_wizard_asks_for_the_type_of_another_model(
 ) -> None:
     monkeypatch.setattr("edgepipe.cli.wizard.model_choice.status_with_devices", lambda data_dir: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     monkeypatch.setattr(type_choice, "_own_memory", lambda: gpus(1, 2))
-    assert choose_model(Noting(model=REPO), data_dir=tmp_path, models_dir=tmp_path) == f"{REPO}:Q4_K_M"
-    assert choose_model(Noting(model="demo"), data_dir=tmp_path, models_dir=tmp_path) == "demo"
-    assert choose_model(Noting(model="org/none"), data_dir=tmp_path, models_dir=tmp_path) == "org/none"
+    assert choose_model(Noting(REPO), data_dir=tmp_path, models_dir=tmp_path) == f"{REPO}:Q4_K_M"
+    assert choose_model(Noting("demo"), data_dir=tmp_path, models_dir=tmp_path) == "demo"
+
+
+def test_the_wizard_asks_again_after_a_name_that_means_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("edgepipe.cli.wizard.model_choice.status_with_devices", lambda data_dir: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    noting = Noting("gpt-9", "org/none", "https://huggingface.co/org/Big-GGUF/blob/main/x-Q4_K_M.gguf")
+    found = choose_model(noting, data_dir=tmp_path, models_dir=tmp_path)
+    assert found == "https://huggingface.co/org/Big-GGUF/blob/main/x-Q4_K_M.gguf"
+    assert noting.lines[-1:] == [
+        "no model is called 'gpt-9'; nearest known names: gpt-oss-20b, gpt-oss-120b, granite-3.3-8b"
+    ]
+    assert "the hub has no model 'org/none'" in capsys.readouterr().out
+
+
+def test_chat_asks_one_question_with_sizes_and_what_fits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(type_choice, "_own_memory", lambda: gpus(1, 2))
+    noting = Noting()
+    assert ask_to_fetch(noting, f"hf.co/{REPO}", tmp_path) == f"{REPO}:Q4_K_M"
+    assert noting.asked == ["Fetch which type?"]
+    shown = [" ".join(line.split()) for line in noting.lines]
+    assert shown == ["Q8_0 20 B fits", "Q4_K_M 10 B fits, recommended", "none now"]
+    told = Noting()
+    assert ask_to_fetch(told, f"{REPO}:q8_0", tmp_path) == f"{REPO}:q8_0"
+    assert told.asked == ["Fetch it?"]
+    assert "org/Big-GGUF:q8_0 has 20 B; free memory of this cluster: 3.0 GB: it fits" in capsys.readouterr().out
+    assert ask_to_fetch(Noting(answer=False), f"{REPO}:q8_0", tmp_path) == ""
+    with pytest.raises(ModelUnknown, match="no model is called"):
+        ask_to_fetch(Noting(), "gpt-9", tmp_path)
+
+
+KNOWN = {f"Qwen3-8B-{kind}.gguf": bytes(size) for kind, size in (("Q4_K_M", 11), ("Q8_0", 20), ("UD-Q4_K_XL", 12))}
+
+
+@pytest.mark.parametrize(
+    ("typed", "file"),
+    [
+        ("qwen3:8b", "Qwen3-8B-Q4_K_M.gguf"),
+        ("Qwen3 8B Q8", "Qwen3-8B-Q8_0.gguf"),
+        ("qwen3-8b:ud-q4_k_xl", "Qwen3-8B-UD-Q4_K_XL.gguf"),
+        ("https://huggingface.co/Qwen/Qwen3-8B-GGUF/blob/main/Qwen3-8B-Q8_0.gguf", "Qwen3-8B-Q8_0.gguf"),
+        ("https://huggingface.co/Qwen/Qwen3-8B-GGUF/blob/main/sub/small-Q8_0.gguf", "sub/small-Q8_0.gguf"),
+    ],
+)
+def test_a_pull_of_a_name_as_typed_fetches_one_type_without_a_question(
+    run: Run, monkeypatch: pytest.MonkeyPatch, typed: str, file: str
+) -> None:
+    files = dict(KNOWN) | ({"sub/small-Q8_0.gguf": bytes(5)} if "small" in typed else {})
+    with running(FakeHub(repo="Qwen/Qwen3-8B-GGUF", files=files)) as served:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.endpoint)
+        result = run("models", "pull", typed, "--dry-run", "--json")
+    assert result.code == 0
+    assert [one["name"] for one in json.loads(result.out)["files"]] == [file]

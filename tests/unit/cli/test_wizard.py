@@ -13,9 +13,9 @@ from edgepipe_emulated import emulated_model_config
 
 from edgepipe.cli import models
 from edgepipe.cli.settings_file import write_settings
-from edgepipe.cli.wizard import fits, model_choice, run, steps
+from edgepipe.cli.wizard import model_choice, run, steps
 from edgepipe.cli.wizard.asking import Choice, Defaults
-from edgepipe.cli.wizard.fits import Fit, best_fit, fitting_models
+from edgepipe.cli.wizard.fits import HEADING, Fit, best_fit, fitting_models
 from edgepipe.cli.wizard.links import Link, link_meaning, links_of
 from edgepipe.cli.wizard.state import Given, Setup
 from edgepipe.config import load_config
@@ -23,6 +23,7 @@ from edgepipe.errors import ConfigInvalid, ModelDownloadFailed
 from edgepipe.ids import NodeId
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
+from edgepipe.model.typed_names import understood
 from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, NodeState
 from edgepipe.wire.serving import LinkProfile
 from edgepipe.wire.trust import PeerState
@@ -84,8 +85,13 @@ def test_models_that_fit_come_with_an_estimate() -> None:
     good, bad = fitting_models(measured_status())
     assert "demo" in [one.source for one in good]
     assert all("tok/s" in one.text for one in good)
-    assert "bartowski/Llama-3.3-70B-Instruct-GGUF:q4_k_m" in [one.source for one in bad]
+    assert "llama-3.3-70b:q4_k_m" in [one.source for one in bad]
     assert "does not fit" in bad[0].text
+    offered = {one.source.partition(":")[0] for one in (*good, *bad)}
+    assert {"qwen3.6-35b-a3b", "qwen3.8-27b", "gemma-4-26b-a4b", "gpt-oss-20b", "glm-4.7-flash"} <= offered
+    for one in (*good, *bad):
+        assert understood(one.source) is not None, f"'{one.source}' cannot be pulled as printed"
+        assert one.text[: HEADING.index("SIZE") + len("SIZE")].endswith(("GB", "MB")), "the heading is above the column"
 
 
 def test_the_largest_usable_model_is_preferred() -> None:
@@ -93,7 +99,7 @@ def test_the_largest_usable_model_is_preferred() -> None:
     found = [Fit(source=name, text="", tokens_per_s=rate) for name, rate in (("a", 0.1), ("b", 6.0), ("c", 40.0))]
     assert best_fit(found) is found[1]
     assert best_fit(found[:1]) is found[0]
-    slow, _ = fitting_models(measured_status(bytes_per_s=20e9))
+    slow, _ = fitting_models(measured_status(bytes_per_s=10e9))
     assert slow[0].tokens_per_s < 1
     assert "<1 tok/s" in slow[0].text
     best = best_fit(slow)
@@ -197,18 +203,17 @@ def test_an_interrupted_download_is_offered_first_and_what_is_here_before_others
     setup = make_setup(tmp_path)
     asking = setup.asking
     assert isinstance(asking, Chosen)
-    monkeypatch.setattr(fits, "CATALOGUE", {**fits.CATALOGUE, "smollm2-135m": "tiny"})
-    write_model_folder(tmp_path / "tiny", emulated_model_config(num_layers=2))
-    ModelStore(setup.config.models_dir).pull(str(tmp_path / "tiny"))
+    write_model_folder(tmp_path / "Qwen3.5-9B", emulated_model_config(num_layers=2))
+    ModelStore(setup.config.models_dir).pull(str(tmp_path / "Qwen3.5-9B"))
     steps.model(setup)
-    assert asking.default == "tiny"
-    assert asking.choices["tiny"].endswith("  here")
+    assert asking.default == "qwen3.5-9b:q4_k_m"
+    assert asking.choices["qwen3.5-9b:q4_k_m"].endswith("  here")
     begun = setup.config.models_dir / ".pulling-Qwen--Qwen3-4B-GGUF+q4_k_m"
     begun.mkdir()
     (begun / "model.safetensors").write_bytes(bytes(3_000_000))
     steps.model(setup)
-    assert asking.default == "Qwen/Qwen3-4B-GGUF:q4_k_m"
-    assert asking.choices["Qwen/Qwen3-4B-GGUF:q4_k_m"].endswith("  begun")
+    assert asking.default == "qwen3-4b:q4_k_m"
+    assert asking.choices["qwen3-4b:q4_k_m"].endswith("  begun")
 
 
 def test_machines_that_are_off_or_have_no_device_are_not_waited_for() -> None:

@@ -26,7 +26,7 @@ from edgepipe.daemon.processes.children import Children
 from edgepipe.errors import BackendUnavailable, EdgepipeError, StageLost
 from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.planner.profiles import LayerProfile, Point
+from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.wire.children import (
     ChildProgress,
     ChildStarted,

@@ -18,7 +18,7 @@ from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.model.config_json import config_to_json
 from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.planner.profiles import LayerProfile
+from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.system import SystemClock
 from edgepipe.testing.tiny_model import tiny_config

@@ -14,7 +14,7 @@ from edgepipe.daemon.device.layer_profiles import LayerProfiles, profile_key
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.config_json import config_to_json
 from edgepipe.model.mixes import mix_table
-from edgepipe.planner.profiles import LayerProfile, Point
+from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.testing.tiny_model import tiny_config
 from tests.support.waiting import until
 

@@ -436,3 +436,32 @@ def test_records_of_far_versions_are_answered_by_nobody_and_the_last_word_reache
     assert held is not None
     assert held == a.book.held("p")
     assert held.spec.context_length == 7
+
+
+def test_further_names_go_to_every_node_and_an_engine_does_not_change_them(tmp_path: Path) -> None:
+    _, everybody = nodes(tmp_path, owners="a", members="bc")
+    a, b, c = (everybody[name] for name in "abc")
+    a.book.ask(P, replace(spec(), names=("home", "qwen3:8b")), engine_node=b.node_id)
+    all_hear(everybody)
+    b.book.note_served("p", spec())
+    all_hear(everybody)
+    assert [one.book.names() for one in (a, b, c)] == [{"p": ("home",)}] * 3, "a known model's name is no further name"
+    a.book.note_named("tiny", ("house",))
+    all_hear(everybody)
+    assert [one.book.names() for one in (a, b, c)] == [{"p": ("house",)}] * 3
+    with pytest.raises(AccessDenied):
+        c.book.note_named("tiny", ("mine",))
+
+
+def test_a_member_draws_no_requests_by_a_name_that_another_model_has(tmp_path: Path) -> None:
+    _, everybody = nodes(tmp_path, owners="a", members="bc")
+    a, b, c = (everybody[name] for name in "abc")
+    for one, pipeline, model in ((b, "q", "large"), (c, "r", "third")):
+        one.book.ask(PipelineId(pipeline), replace(spec(), model=model, names=("Home",)), engine_node=one.node_id)
+        one.book.note_served(pipeline, replace(spec(), model=model))
+    all_hear(everybody)
+    assert all(one.book.names() == {"q": (), "r": ()} for one in (a, b, c)), "of two plain members' models neither"
+    a.book.ask(P, replace(spec(), names=("home",)), engine_node=a.node_id)
+    a.book.note_served("p", spec())
+    all_hear(everybody)
+    assert all(one.book.names() == {"p": ("home",), "q": (), "r": ()} for one in (a, b, c)), "the owner's has it"

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 from edgepipe_emulated import emulated_model_config
 
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.network.link_probes import LinkProbes
+from edgepipe.daemon.serving.serving import Serving
 from edgepipe.daemon.serving.survey import Surveyor
-from edgepipe.errors import BackendUnavailable, LinkNotMeasured, NodeUnreachable
+from edgepipe.errors import BackendUnavailable, LinkNotMeasured, ModelUnknown, NodeUnreachable
 from edgepipe.ids import NodeId
-from edgepipe.planner.profiles import LayerProfile, Point
+from edgepipe.model.mixes import named_model
+from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.children import ProfileLayerRequest
 from edgepipe.wire.nodes import DeviceState, NodeState
 from edgepipe.wire.serving import LinkProfile
+from edgepipe.wire.surveys import cluster_of
 
 LAYER = LayerProfile(
     base_s=0.0,
@@ -183,3 +186,20 @@ async def test_links_are_kept_a_while_and_told_with_what_the_host_takes() -> Non
     assert [one.receiver for one in probes.known(["b"])] == ["a", "b"], "old figures are better than none"
     await probes.measure(["b"])
     assert probes.measured == 3
+
+
+async def test_a_known_model_is_planned_before_any_machine_has_it() -> None:
+    class NoModels:
+        async def resolve(self, name: str) -> NoReturn:
+            raise ModelUnknown(f"no model '{name}' is in the cluster")
+
+    peers = FakePeers()
+    fields = dict.fromkeys(("ids", "changes", "gateway_knows", "refused", "book", "tasks"))
+    serving = Serving(**cast("Any", fields | {"peers": peers, "models": NoModels(), "surveyor": surveyor(peers)}))
+    told = await serving.survey("Qwen3 4B", "auto")
+    assert (told.model, len(told.machines)) == ("qwen3-4b:q4_k_m", 3)
+    assert all(one.layer is not None for one in told.machines)
+    assert cluster_of(told).config == named_model("qwen3-4b")[0]
+    for name in ("gpt-9", "org/unheard-of"):
+        with pytest.raises(ModelUnknown, match="is in the cluster"):
+            await serving.survey(name, "auto")

@@ -55,7 +55,7 @@ async def test_what_is_on_no_disk_is_unknown_and_asks_nobody() -> None:
     asked: list[str] = []
     async with serving(FakeEngine(), load_model=lambda model, _: asked.append(model)) as served:
         served.gateway.update(view_of(served.address, names=("tiny",), loadable=("big",)))
-        for name in ("bigger", "BIG", "gpt-4"):
+        for name in ("bigger", "gpt-4"):
             assert (await served.chat(model=name)).status_code == 404
         assert (await served.http.get("/v1/models/big")).status_code == 404, "a look loads nothing"
         assert asked == []
@@ -115,3 +115,57 @@ async def test_an_earlier_failure_is_not_that_of_a_model_which_a_user_serves() -
         response = await served.chat(model="big")
         assert "not ready yet" in response.json()["error"]["message"]
         assert response.headers["retry-after"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("asked", "answers"),
+    [
+        ("tiny:latest", "tiny"),
+        ("TINY", "tiny"),
+        ("qwen3:8b", "Qwen/Qwen3-8B-GGUF:q4_k_m"),
+        ("hf.co/Qwen/Qwen3-8B-GGUF:Q4_K_M", "Qwen/Qwen3-8B-GGUF:q4_k_m"),
+        ("home", "tiny"),
+        ("Home:latest", "tiny"),
+    ],
+)
+async def test_a_request_names_a_model_as_people_type_it(path: str, asked: str, answers: str) -> None:
+    async with serving(FakeEngine()) as served:
+        view = view_of(served.address, served.address, names=("tiny", "Qwen/Qwen3-8B-GGUF:q4_k_m"))
+        named = tuple(
+            replace(one, engine=replace(one.engine, names=("home",) if one.engine.model == "tiny" else ()))
+            for one in view.served
+        )
+        served.gateway.update(replace(view, served=named))
+        body = {"model": asked, "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "stream": False}
+        del body["prompt" if "chat" in path else "messages"]
+        response = await served.http.post(path, json=body)
+        assert (response.status_code, response.json()["model"]) == (200, answers)
+
+
+async def test_a_further_name_is_listed_and_hides_no_model() -> None:
+    async with serving(FakeEngine()) as served:
+        view = view_of(served.address, served.address, names=("tiny", "org/big"))
+        named = tuple(replace(one, engine=replace(one.engine, names=("home", "big"))) for one in view.served[:1])
+        served.gateway.update(replace(view, served=named + view.served[1:]))
+        listed = (await served.http.get("/v1/models")).json()["data"]
+        assert [one["id"] for one in listed] == ["org/big", "tiny", "home", "big"]
+        tags = (await served.http.get("/api/tags")).json()["models"]
+        assert [one["name"] for one in tags] == ["org/big", "tiny", "home", "big"]
+        assert (await served.http.get("/v1/models/home")).json()["id"] == "tiny"
+        assert (await served.chat(model="big")).json()["model"] == "org/big"
+        two = tuple(replace(one, engine=replace(one.engine, names=("home",))) for one in view.served)
+        served.gateway.update(replace(view, served=two))
+        assert (await served.chat(model="home")).status_code == 404, "the name of two models means neither"
+
+
+async def test_a_name_as_typed_loads_the_model_on_a_disk() -> None:
+    asked: list[str] = []
+    async with serving(FakeEngine(), load_model=lambda model, _: asked.append(model)) as served:
+        served.gateway.update(view_of(served.address, names=("tiny",), loadable=("Qwen/Qwen3-8B-GGUF:q4_k_m",)))
+        asking = asyncio.create_task(served.chat(model="qwen3:8b"))
+        await until(lambda: asked)
+        names = ("tiny", "Qwen/Qwen3-8B-GGUF:q4_k_m")
+        served.gateway.update(view_of(served.address, served.address, names=names))
+        assert (await asking).json()["model"] == names[1]
+        assert asked == [names[1]]

@@ -16,9 +16,9 @@ from edgepipe.errors import ArchitectureUnsupported, ModelDownloadFailed, ModelI
 from edgepipe.model import install
 from edgepipe.model.config import hf_config
 from edgepipe.model.conversations.known_traits import TRAITS_FILE
-from edgepipe.model.hub import HubSource, parse_hub_source, parse_pinned
+from edgepipe.model.hub import HubSource, parse_pinned
 from edgepipe.model.progress import PullProgress
-from edgepipe.model.pull import Puller, PullResult
+from edgepipe.model.pull import Puller, PullResult, hub_source
 from edgepipe.model.store import ModelStore
 from edgepipe.model.weights import open_weights
 from tests.support.fake_hub import COMMIT, FakeHub, running
@@ -424,7 +424,7 @@ def test_a_local_source_that_is_no_model_names_the_command_that_works(
     ],
 )
 def test_sources(text: str, parts: tuple[str, str, str]) -> None:
-    source = parse_hub_source(text)
+    source = hub_source(text)
     assert source is not None
     assert (source.repo, source.type, source.revision) == parts
 
@@ -433,4 +433,5 @@ def test_sources(text: str, parts: tuple[str, str, str]) -> None:
     "text", ["name", "a/b/c", "../x", "/a/b", "org/na me", "org/", "http://evil/a/b", "file:///a/b"]
 )
 def test_no_sources(text: str) -> None:
-    assert parse_hub_source(text) is None
+    with pytest.raises(ModelUnknown):
+        Puller(Path("store")).pull(text, lambda _: None, dry_run=True)

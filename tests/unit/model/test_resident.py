@@ -86,7 +86,7 @@ def test_rows_of_no_whole_blocks_get_a_type_that_fits() -> None:
     assert types[EMBEDDING] == "Q8_0"  # tied: it is the output
 
 
-@pytest.mark.parametrize("name", ["llama-3.3-70b:", "llama-3.3-70b:ud-q4_k_xl", "llama-3.3-70b:q9", ":", "a:b:c"])
+@pytest.mark.parametrize("name", ["llama-3.3-70b:", "llama-3.3-70b:ud-q7_k_xl", "llama-3.3-70b:q9", ":", "a:b:c"])
 def test_unknown_types_are_refused_with_the_list(name: str) -> None:
     with pytest.raises(ModelUnknown) as caught:
         named_model(name)

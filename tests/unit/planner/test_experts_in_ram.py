@@ -20,10 +20,11 @@ from edgepipe.model.mixes import named_model
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.expert_shares import place_with_shares
+from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.planner.placement import Need
 from edgepipe.planner.plan import Constraints, Plan, plan
 from edgepipe.planner.preview import experts_text, preview
-from edgepipe.planner.profiles import LayerProfile, MeasuredSpeed, Point, TableSpeed
+from edgepipe.planner.profiles import MeasuredSpeed, TableSpeed
 from edgepipe.units import parse_link
 
 MODEL = "qwen3-30b-a3b:q8_0"  # 32 GB

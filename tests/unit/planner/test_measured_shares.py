@@ -13,8 +13,9 @@ from edgepipe.ids import NodeId
 from edgepipe.model.mixes import named_model
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.drift import ScaledSpeed, with_expert_shares
+from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.planner.placement import NodeRoom
-from edgepipe.planner.profiles import LayerProfile, Links, Machine, MeasuredSpeed, Point, TableSpeed
+from edgepipe.planner.profiles import Links, Machine, MeasuredSpeed, TableSpeed
 from edgepipe.units import parse_link
 
 CONFIG, WEIGHTS = named_model("qwen3-30b-a3b:q4_k_m")

@@ -18,10 +18,11 @@ from edgepipe.model.mixes import named_model
 from edgepipe.model.shapes import named_shape
 from edgepipe.model.weight_table import FLOATS
 from edgepipe.planner.demand import Demand, Objective, decode_work
+from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.planner.partition import ExactSearch, Partition, UnequalLayers, evaluate
 from edgepipe.planner.partition_unequal import ManyUnequalSearch, UnequalSearch, earliest_within
 from edgepipe.planner.plan import plan
-from edgepipe.planner.profiles import LayerProfile, Links, Point, TableSpeed, measured_speed
+from edgepipe.planner.profiles import Links, TableSpeed, measured_speed
 from edgepipe.units import parse_link
 from tests.support.brute_force import brute_force
 from tests.support.planner_world import GB, machines, random_instance, unequal_instance

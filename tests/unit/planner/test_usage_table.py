@@ -12,6 +12,7 @@ from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.mixes import mix_weights, named_model, split_mix
 from edgepipe.model.shapes import named_shape
+from edgepipe.model.typed_names import understand
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.plan import Plan, plan
@@ -31,7 +32,11 @@ def found_plan(model: str, devices: str) -> Plan:
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0].strip("`") for row in ROWS])
 def test_sizes_machines_and_speeds_are_those_of_the_planner(row: list[str]) -> None:
-    name, *sizes, cards, card_speed, macs, mac_speed = (cell.strip("`") for cell in row)
+    name, *sizes, cards, card_speed, macs, mac_speed, repository = (cell.strip("`") for cell in row)
+    assert (understand(name).planned.partition(":")[0], understand(name).repository) == (
+        name.partition(":")[0],
+        repository,
+    )
     model, own = split_mix(name)
     config = named_shape(model)
     whole = Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)

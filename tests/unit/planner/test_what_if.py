@@ -41,6 +41,7 @@ def test_links_change_everywhere_or_at_one_node() -> None:
     before = cluster("3x rtx4090")
     everywhere = changed(before, "link 2.5gbit,0.1ms").links
     assert everywhere.between(NodeId("a"), NodeId("c")).shape == parse_link("2.5gbit,0.1ms")
+    assert changed(before, "link wifi").links.between(NodeId("a"), NodeId("b")).shape == parse_link("wifi")
     one = changed(before, "link b 100mbit").links
     assert one.between(NodeId("a"), NodeId("b")).shape.bytes_per_s == 12.5e6
     assert one.between(NodeId("a"), NodeId("c")).shape == parse_link("1gbit,0.3ms")
