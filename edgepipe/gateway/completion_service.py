@@ -21,6 +21,8 @@ from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.metrics import RequestMeter, RequestMetrics
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable, News
 from edgepipe.gateway.problems import bad_request, from_error
+from edgepipe.gateway.reasoning_wish import reasoning_wish
+from edgepipe.gateway.sampling_choice import sampling_defaults
 from edgepipe.gateway.schema import ChatBody, CompletionBody, RequestBody
 from edgepipe.gateway.shares import Holding
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, choose_tools, plan_output
@@ -28,7 +30,7 @@ from edgepipe.gateway.text import Delta
 from edgepipe.gateway.turns import Turns
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, RequestId
-from edgepipe.model.template import KNOWN_KEYWORDS
+from edgepipe.model.template_defaults import GIVEN_KEYWORDS
 from edgepipe.model.user_turns import UserTurns
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.bounds import ModelBounds
@@ -42,7 +44,6 @@ _DECODED_IDS = 2048  # converted to text at once: 2 to 4 ms
 _LONG_CHARS = 128 << 10  # another process tokenises texts longer than this
 _MAX_THREADS = 4  # that tokenise; others read tokenizers
 _MAX_TEXTS = 512  # of one user that wait for a thread: one per connection
-_OWN_KEYWORDS = frozenset({"tools", "documents"})  # keywords of templates; requests have a field for ``tools``
 
 
 def _new_threads() -> UserTurns:
@@ -95,13 +96,14 @@ class CompletionService:
         assets = await entry.assets()
         form = answer_form(body)
         choice = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        text = await render_chat(assets, body, choice.tools, owner=owner)
+        text = await render_chat(assets, body, choice.tools, owner=owner, defaults=entry.served.template_keywords)
         chat = assets.traits.chat
         plan = await plan_output(
             form=form,
             choice=choice,
             chat=chat,
             in_reasoning=chat.opens_reasoning(text),
+            most_thoughts=reasoning_wish(body).most_tokens,
             compiler=self.compiler,
             owner=owner,
         )
@@ -229,17 +231,24 @@ class CompletionService:
         top: int,
         prompt_logprobs: bool = False,
     ) -> SamplingParams:
-        """Take sampling parameters from the request, else from the model, else OpenAI's defaults."""
-        own = assets.sampling
+        """Take sampling parameters from the request, else from the model, else edgepipe's defaults."""
+        own = sampling_defaults(
+            assets.sampling,
+            temperature=body.temperature,
+            top_k=body.top_k,
+            top_p=body.top_p,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+        )
         return SamplingParams(
-            temperature=_or(body.temperature, own.get("temperature", 1.0)),
+            temperature=own["temperature"],
             seed=(body.seed if body.seed is not None else self.new_seed()) % (1 << 64),
-            top_k=max(0, int(_or(body.top_k, own.get("top_k", 0)))),
-            top_p=_or(body.top_p, own.get("top_p", 1.0)),
-            min_p=_or(body.min_p, own.get("min_p", 0.0)),
+            top_k=max(0, int(own["top_k"])),
+            top_p=own["top_p"],
+            min_p=own["min_p"],
             frequency_penalty=_or(body.frequency_penalty, 0.0),
             presence_penalty=_or(body.presence_penalty, 0.0),
-            repetition_penalty=_or(body.repetition_penalty, own.get("repetition_penalty", 1.0)),
+            repetition_penalty=own["repetition_penalty"],
             logit_bias=tuple(sorted((body.logit_bias or {}).items())),
             logprobs=logprobs,
             top_logprobs=top,
@@ -294,17 +303,30 @@ class CompletionService:
         return Completion(model=entry.served.name, requests=requests, stops=tuple(body.stop or ()), answer=plan.answer)
 
 
-async def render_chat(assets: Assets, body: ChatBody, tools: Sequence[Mapping[str, Any]], *, owner: str) -> str:
-    """Render the prompt of a conversation. Raises TemplateFailed, QueueFull, HttpProblem for reserved keywords."""
-    switch = {} if body.enable_thinking is None else {"enable_thinking": body.enable_thinking}
+async def render_chat(
+    assets: Assets,
+    body: ChatBody,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    owner: str,
+    defaults: Mapping[str, Any],
+) -> str:
+    """Render the prompt of a conversation. Raises TemplateFailed, QueueFull, HttpProblem for reserved keywords.
+
+    ``defaults``: the served model's keywords, where the request does not say.
+    """
+    wish = reasoning_wish(body)
+    switch = {} if wish.enabled is None else {"enable_thinking": wish.enabled}
     given = switch | (body.chat_template_kwargs or {})
     for name in given:
-        if name not in KNOWN_KEYWORDS - _OWN_KEYWORDS:
+        if name not in GIVEN_KEYWORDS:
             raise bad_request(
                 f"'{name[:64]}' is no keyword for chat templates", param=f"chat_template_kwargs.{name[:64]}"
             )
     traits = assets.traits
-    keywords = template_keywords(given, body.reasoning_effort, traits)
+    own = {name: value for name, value in defaults.items() if name != "reasoning_effort"}
+    keywords = template_keywords(own, defaults.get("reasoning_effort"), traits)
+    keywords |= template_keywords(given, wish.effort, traits)
     if tools and traits.knows_tools and not traits.tools_in_system:
         keywords["tools"] = list(tools)
     return await assets.render(template_turns(body.messages, tools=tools, traits=traits), owner=owner, **keywords)

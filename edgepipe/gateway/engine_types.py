@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, PipelineId
+from edgepipe.model.template_defaults import keywords_in
 from edgepipe.units import format_duration_s
 from edgepipe.wire import nodes
 
@@ -32,6 +35,7 @@ class ServedModel:
     num_steps: int = 1  # that the ring computes at a time
     message: str = ""
     error: EdgepipeError | None = None
+    template_keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])  # where a request does not say
     starts_at_us: int = 0  # its engine pauses after crashes until then, by the wall clock of its node; 0: it does not
 
     @property
@@ -78,4 +82,5 @@ def _served(entry: nodes.ServedModel) -> ServedModel:
         message=engine.message,
         error=engine.error,
         starts_at_us=engine.starts_at_us,
+        template_keywords=keywords_in(engine.template_keywords),
     )

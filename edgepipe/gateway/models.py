@@ -13,6 +13,7 @@ from edgepipe.errors import CapacityError, ModelUnknown
 from edgepipe.gateway.conversation import TemplateTraits
 from edgepipe.gateway.engine_link import EngineLink
 from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.model_facts import ModelFacts, read_facts
 from edgepipe.gateway.text import Detokenizer
 from edgepipe.model.names import canonical_name
 
@@ -103,6 +104,7 @@ class ModelEntry:
         self.link = link
         self._load = load
         self._assets: Assets | None = None
+        self._facts: ModelFacts | None = None
         self._loading = asyncio.Lock()
 
     async def assets(self) -> Assets:
@@ -111,6 +113,12 @@ class ModelEntry:
             if self._assets is None:
                 self._assets = await asyncio.to_thread(self._load, Path(self.served.model_path))
             return self._assets
+
+    async def facts(self) -> ModelFacts:
+        """Return the facts about the model's files, read once."""
+        if self._facts is None:
+            self._facts = await asyncio.to_thread(read_facts, Path(self.served.model_path))
+        return self._facts
 
     async def close(self) -> None:
         """Free the assets."""
@@ -149,6 +157,11 @@ class ModelTable:
     def served(self) -> list[ServedModel]:
         """Served models, by name."""
         return [self._entries[name].served for name in sorted(self._entries)]
+
+    @property
+    def entries(self) -> list[ModelEntry]:
+        """Entries of the served models, by name."""
+        return [self._entries[name] for name in sorted(self._entries)]
 
     def get(self, name: str | None) -> ModelEntry:
         """Return the entry of a model; without a name, of the only served model.

@@ -23,7 +23,17 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
-from edgepipe.gateway.other_fields import CHAT, COMPLETION, GENERATION, MESSAGE, TOKENIZE, RefusedFields
+from edgepipe.gateway.misspelt import misspelt
+from edgepipe.gateway.other_fields import (
+    CHAT,
+    COMPLETION,
+    GENERATION,
+    MESSAGE,
+    NO_EFFECT,
+    REASONING,
+    TOKENIZE,
+    RefusedFields,
+)
 from edgepipe.gateway.problems import HttpProblem, bad_request
 
 MAX_CHOICES = 8
@@ -64,8 +74,9 @@ def _joined_text(value: object) -> object:
     texts: list[str] = []
     for part in cast("list[object]", value):
         fields = cast("dict[str, object]", part) if isinstance(part, dict) else dict[str, object]()
-        text = fields.get("text")
-        if fields.get("type") != "text" or not isinstance(text, str):
+        kind = fields.get("type")
+        text = fields.get(kind) if kind in ("text", "refusal") else None
+        if not isinstance(text, str):
             raise ValueError("only parts like {'type': 'text', 'text': '...'} are supported")
         texts.append(text)
     return "".join(texts)
@@ -134,11 +145,12 @@ def misfit(field: str, message: str, *, kind: Literal["misfit", "unsupported"] =
 class Checked(BaseModel):
     """Base of bodies, without conversion of types. Refuses other servers' fields that would change the answer.
 
-    Ignores unknown fields, as OpenAI's clients expect.
+    Ignores unknown fields, as OpenAI's clients expect; ``spelt``: but no misspelt ones.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
     refused: ClassVar[RefusedFields] = {}
+    spelt: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -147,6 +159,10 @@ class Checked(BaseModel):
         for name, refused in cls.refused.items():
             if not refused.takes(given.get(name)):
                 raise misfit(name, refused.message(name), kind=_UNSUPPORTED)
+        known = {*cls.model_fields, *cls.refused, *NO_EFFECT} if cls.spelt else ()
+        named = [name for name, value in given.items() if value is not None]
+        if cls.spelt and (found := misspelt(named, known)) is not None:
+            raise misfit(found[0], f"'{found[0]}' is unknown; send {found[1]}", kind=_UNSUPPORTED)
         return cast("object", raw)
 
 
@@ -168,7 +184,14 @@ class TextPart(Checked):
     text: LongText
 
 
-_Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+class RefusalPart(Checked):
+    """A part of an assistant's earlier answer, which counts as its text."""
+
+    type: Literal["refusal"]
+    refusal: LongText
+
+
+_Parts = Annotated[list[TextPart | RefusalPart], Field(max_length=MAX_PARTS)]
 Content = Annotated[LongText | None, BeforeValidator(_joined_text, json_schema_input_type=LongText | _Parts | None)]
 
 
@@ -279,6 +302,7 @@ class RequestBody(Checked):
     """Fields of both endpoints."""
 
     refused: ClassVar[RefusedFields] = GENERATION
+    spelt: ClassVar[bool] = True
 
     model: Text | None = None
     stream: bool | None = None
@@ -356,7 +380,7 @@ class Message(Checked):
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and self.role in ("system", "developer", "user"):
+        if self.content is None and self.role != "assistant":
             raise misfit("content", f"content is required for role '{self.role}'")
         return self
 
@@ -381,6 +405,26 @@ Keywords = Annotated[dict[str, Any], Field(max_length=32), JsonSize(_MAX_KEYWORD
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_bounded)]
 
 
+Effort = Annotated[str, Field(max_length=32)]
+
+
+class Thinking(WithoutNulls):
+    """The field ``thinking`` of Anthropic's and GLM's clients."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: TokenLimitFromZero | None = None
+
+
+class ReasoningOptions(WithoutNulls):
+    """The field ``reasoning`` of OpenRouter's clients."""
+
+    refused: ClassVar[RefusedFields] = REASONING
+
+    enabled: bool | None = None
+    effort: Effort | None = None
+    max_tokens: TokenLimitFromZero | None = None
+
+
 class ChatBody(RequestBody):
     """``POST /v1/chat/completions``."""
 
@@ -393,8 +437,11 @@ class ChatBody(RequestBody):
     tools: RawTools | None = None
     tool_choice: RawToolChoice = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None  # as in chat_template_kwargs
+    thinking: Thinking | None = None  # the same in others' form, like the next field
+    reasoning: ReasoningOptions | None = None
+    thinking_token_budget: TokenLimitFromZero | None = None  # of reasoning, which is closed then
     chat_template_kwargs: Keywords | None = None
 
     @model_validator(mode="after")

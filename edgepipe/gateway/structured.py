@@ -23,8 +23,9 @@ from edgepipe.gateway.problems import HttpProblem, bad_request, from_error
 from edgepipe.gateway.schema import MAX_TOOLS
 from edgepipe.gateway.schema_keywords import expressible
 from edgepipe.sampling import GrammarSpec
-from edgepipe.sampling.grammar import json_grammar, lark_grammar, rule_of
+from edgepipe.sampling.grammar import json_grammar, lark_grammar, rule_of, with_budget
 from edgepipe.sampling.grammar_trial import GrammarTooHard
+from edgepipe.sampling.thought_budget import ThoughtBudget
 
 MAX_CACHED_GRAMMARS = 64
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -95,18 +96,23 @@ async def plan_output(
     choice: ToolChoice = NO_TOOLS,
     chat: ChatFormat | None = None,
     in_reasoning: bool = False,
+    most_thoughts: int | None = None,
     compiler: GrammarCompiler,
     owner: str = "",
 ) -> OutputPlan:
     """Plan the output of a request. Raises HttpProblem (400) with the invalid field.
 
-    chat          format of a conversation's answer; None for a text that continues a prompt
-    in_reasoning  the prompt has opened the reasoning
-    owner         user whose grammar it is: those of several users are compiled in turns
+    chat           format of a conversation's answer; None for a text that continues a prompt
+    in_reasoning   the prompt has opened the reasoning
+    most_thoughts  tokens of reasoning, which is closed then; None: as many as the model likes
+    owner          user whose grammar it is: those of several users are compiled in turns
     """
     if choice.form.forced:
         form = None  # the answer is a call
-    grammar = _grammar(form, choice, chat, in_reasoning=in_reasoning)
+    budget = _budget(chat, most_thoughts, in_reasoning=in_reasoning)
+    grammar = _grammar(form, choice, chat, in_reasoning=in_reasoning, bounds_thoughts=budget is not None)
+    if grammar is not None and budget is not None:
+        grammar = with_budget(grammar, budget)
     if grammar is not None:
         await _check(grammar, form, choice, compiler, owner)
     answer: AnswerFormat | None = None
@@ -248,14 +254,35 @@ def _function_name(value: object) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def _budget(chat: ChatFormat | None, most_tokens: int | None, *, in_reasoning: bool) -> ThoughtBudget | None:
+    """Return the budget of an answer's reasoning. Raises HttpProblem if the model's form has none."""
+    if chat is None or most_tokens is None or not chat.reasons:
+        return None
+    if chat.reasoning is None:
+        raise bad_request(
+            "thinking_token_budget cannot bound reasoning in channels; send reasoning_effort",
+            param="thinking_token_budget",
+            code="unsupported_parameter",
+        )
+    opening = "" if in_reasoning else chat.reasoning.opening
+    return ThoughtBudget(most_tokens=most_tokens, opening=opening, closing=chat.reasoning.closing)
+
+
 def _grammar(
-    form: AnswerForm | None, choice: ToolChoice, chat: ChatFormat | None, *, in_reasoning: bool
+    form: AnswerForm | None,
+    choice: ToolChoice,
+    chat: ChatFormat | None,
+    *,
+    in_reasoning: bool,
+    bounds_thoughts: bool = False,
 ) -> GrammarSpec | None:
-    """Return the grammar of an answer: bound to a form, or with calls in it."""
-    if chat is None or (form is None and not choice.functions):
+    """Return the grammar of an answer: bound to a form, or with calls in it, or free after bounded reasoning."""
+    if chat is None or (form is None and not choice.functions and not bounds_thoughts):
         return form.grammar if form is not None else None
     try:
-        if form is None:
+        if form is None and not choice.functions:
+            rules = ["answer: PLAIN"]
+        elif form is None:
             rules = chat.call_rules(choice.functions, choice.form)
         elif not choice.functions and not chat.reasons:
             return form.grammar

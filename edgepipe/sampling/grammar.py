@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from edgepipe.errors import GrammarNotReady, RequestInvalid, StepFailed
 from edgepipe.sampling.params import GrammarSpec
+from edgepipe.sampling.thought_budget import ThoughtBudget, ThoughtMeter, split_budget
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 Bitmask = npt.NDArray[np.int32]
 """``[ceil(V / 32)]``: bit ``i`` of word ``w`` tells whether token ``32 * w + i`` is allowed."""
 
-WHITESPACE = r"[ ]?|\n[ ]{0,16}"
-"""Whitespace allowed between JSON's parts. It is bounded: otherwise a model might emit spaces without end."""
+WHITESPACE = r"[ ]?"
+"""Whitespace allowed between JSON's parts. A space is mostly a part of the next token; lines with indents would cost
+half as many tokens again. Without a bound a model might emit spaces without end."""
 
 
 def json_grammar(schema: Mapping[str, Any]) -> GrammarSpec:
@@ -57,6 +59,11 @@ _SLASHED = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
 def lark_grammar(text: str) -> GrammarSpec:
     """Make a grammar from text in llguidance's Lark dialect, unchecked. Raises RequestInvalid if it is too large."""
     return GrammarSpec("%llguidance {}\n" + text)
+
+
+def with_budget(spec: GrammarSpec, budget: ThoughtBudget) -> GrammarSpec:
+    """Return the grammar with a budget of reasoning. Raises RequestInvalid if it is too large."""
+    return GrammarSpec(budget.header() + spec.text, spec.user)
 
 
 def rule_of(spec: GrammarSpec, name: str) -> str:
@@ -110,10 +117,19 @@ def _matcher(library: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
     """Build a grammar's matcher. Raises RequestInvalid with the fault."""
     from llguidance import LLMatcher
 
-    matcher = LLMatcher(library, spec.text, log_level=0, limits=parser_limits())
+    _, text = _split(spec)
+    matcher = LLMatcher(library, text, log_level=0, limits=parser_limits())
     if matcher.is_error():
         raise unusable_schema(_reason(matcher.get_error()))
     return matcher
+
+
+def _split(spec: GrammarSpec) -> tuple[ThoughtBudget | None, str]:
+    """Return the budget of a grammar, and its text for the library. Raises RequestInvalid."""
+    try:
+        return split_budget(spec.text)
+    except (ValueError, RecursionError) as exc:
+        raise unusable_schema(str(exc)[:100]) from exc
 
 
 def unusable_schema(fact: str) -> RequestInvalid:
@@ -150,6 +166,8 @@ class GrammarTokenizer:
         """
         from llguidance import LLTokenizer, TokenizerWrapper
 
+        self.tokens = tokens
+        self.encode = encode
         vocabulary = _Vocabulary(tokens, encode=encode, end_ids=end_ids, special_ids=special_ids)
         self.library: LLTokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=list(end_ids))
         self.num_words = -(-len(tokens) // 32)
@@ -168,11 +186,15 @@ class BuiltGrammar:
         self.used = False  # an output has grown since it was compiled
         self.spent = False  # a state has failed: build the text again for further sequences
         self._matcher = _matcher(tokenizer.library, spec)
-        self._num_words = tokenizer.num_words
+        self._tokenizer = tokenizer
+        self._budget, _ = _split(spec)
 
     def state(self, tokens: Sequence[int] = ()) -> GrammarState:
         """Return the state after these tokens. Raises StepFailed, GrammarNotReady like the state."""
-        return GrammarState(self, self._matcher.deep_copy(), self._num_words, tokens)
+        meter = None
+        if self._budget is not None:
+            meter = ThoughtMeter(self._budget, token_bytes=self._tokenizer.tokens, encode=self._tokenizer.encode)
+        return GrammarState(self, self._matcher.deep_copy(), self._tokenizer.num_words, tokens, meter)
 
 
 class GrammarState:
@@ -182,11 +204,19 @@ class GrammarState:
     built grammar may still follow the output.
     """
 
-    def __init__(self, built: BuiltGrammar, matcher: LLMatcher, num_words: int, tokens: Sequence[int]) -> None:
-        """Take the known tokens."""
+    def __init__(
+        self,
+        built: BuiltGrammar,
+        matcher: LLMatcher,
+        num_words: int,
+        tokens: Sequence[int],
+        meter: ThoughtMeter | None = None,
+    ) -> None:
+        """Take the known tokens. ``meter``: of an output with a budget of reasoning."""
         self._built = built  # alive, and counted, as long as one of its states
         self._matcher = matcher
         self._num_words = num_words
+        self._meter = meter
         self._mask: Bitmask | None = None  # at the current state
         for token in tokens:
             self._consume(token)
@@ -200,6 +230,8 @@ class GrammarState:
         if self._matcher.is_stopped() and not self._matcher.is_error():
             return  # complete: tokens after an ignored end are unconstrained
         self._mask = None
+        if self._meter is not None:
+            self._meter.take(token)
         self._matcher.consume_token(token)
         self._check()
 
@@ -208,8 +240,17 @@ class GrammarState:
         if self._mask is None:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
             self._check()
-            self._mask = bits[: self._num_words]
+            self._mask = self._bound(bits[: self._num_words])
         return self._mask
+
+    def _bound(self, mask: Bitmask) -> Bitmask:
+        """Return the mask with the one token that must come, unless the grammar forbids it within a character."""
+        token = self._meter.must_come() if self._meter is not None else None
+        if token is None or not mask[token >> 5] >> (token & 31) & 1:
+            return mask
+        only = np.zeros_like(mask)
+        only[token >> 5] = np.array(1 << (token & 31), np.uint32).view(np.int32)
+        return only
 
     def _check(self) -> None:
         if not self._matcher.is_error():

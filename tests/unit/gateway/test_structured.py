@@ -110,7 +110,8 @@ async def test_json_object_and_schema(vocabulary: GrammarTokenizer) -> None:
         await plan(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
     ).grammar
     assert takes(vocabulary, bound, '{"n": 12}') == "ends"
-    assert takes(vocabulary, bound, '{\n  "n": 12\n}') == "ends"
+    assert takes(vocabulary, bound, '{"n":12}') == "ends"
+    assert takes(vocabulary, bound, '{\n  "n": 12\n}') == "refuses", "lines and indents cost half as many tokens again"
     assert takes(vocabulary, bound, '{"n": "') == "refuses"
     assert takes(vocabulary, bound, "{}") == "refuses"
 
