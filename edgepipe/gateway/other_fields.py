@@ -137,7 +137,6 @@ CHAT: RefusedFields = {
     "suffix": Refused(("",)),
     "max_thinking_tokens": Refused((), "thinking_token_budget"),
     "think": Refused((), "enable_thinking"),
-    "thinking_budget": Refused((), "thinking_token_budget"),
     "thinking_forced_open": Refused((False,)),
 }
 
@@ -150,6 +149,7 @@ COMPLETION: RefusedFields = {
     "reasoning_effort": Refused((), _CHAT_ONLY),
     "think": Refused((), _CHAT_ONLY),
     "thinking": Refused((), _CHAT_ONLY),
+    "thinking_budget": Refused((), _CHAT_ONLY),
     "thinking_token_budget": Refused((), _CHAT_ONLY),
     "prompt_embeds": Refused(),
     "suffix": Refused(("",)),

@@ -35,6 +35,7 @@ def reasoning_wish(body: ChatBody) -> ReasoningWish:
         ),
         most_tokens=_one(
             ("thinking_token_budget", body.thinking_token_budget),
+            ("thinking_budget", body.thinking_budget),
             ("thinking", None if thinking is None else thinking.budget_tokens),
             ("reasoning", None if reasoning is None else reasoning.max_tokens),
         ),

@@ -442,6 +442,7 @@ class ChatBody(RequestBody):
     thinking: Thinking | None = None  # the same in others' form, like the next field
     reasoning: ReasoningOptions | None = None
     thinking_token_budget: TokenLimitFromZero | None = None  # of reasoning, which is closed then
+    thinking_budget: TokenLimitFromZero | None = None  # Qwen's name of it
     chat_template_kwargs: Keywords | None = None
 
     @model_validator(mode="after")

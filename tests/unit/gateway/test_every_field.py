@@ -80,6 +80,7 @@ CHAT = SHARED | {
     "thinking": {"type": "disabled"},
     "reasoning": {"effort": "low"},
     "thinking_token_budget": 5,
+    "thinking_budget": 5,
 }
 COMPLETION = SHARED | {"prompt": "ho", "echo": True, "logprobs": 2, "add_special_tokens": False}
 GENERATE: dict[str, Any] = {

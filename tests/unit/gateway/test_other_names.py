@@ -67,6 +67,7 @@ async def test_switches_of_other_servers_turn_reasoning_on_and_off(
     "fields",
     [
         {"thinking_token_budget": 7},
+        {"thinking_budget": 7, "enable_thinking": True},
         {"thinking": {"type": "enabled", "budget_tokens": 7}},
         {"reasoning": {"max_tokens": 7}},
     ],
