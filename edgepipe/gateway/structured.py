@@ -23,7 +23,7 @@ from edgepipe.gateway.problems import HttpProblem, bad_request, from_error
 from edgepipe.gateway.schema import MAX_TOOLS
 from edgepipe.gateway.schema_keywords import expressible
 from edgepipe.sampling import GrammarSpec
-from edgepipe.sampling.grammar import json_grammar, lark_grammar, rule_of, with_budget
+from edgepipe.sampling.grammar import json_grammar, lark_grammar, rule_of, with_budget, with_unique_keys
 from edgepipe.sampling.grammar_trial import GrammarTooHard
 from edgepipe.sampling.thought_budget import ThoughtBudget
 
@@ -113,6 +113,8 @@ async def plan_output(
     grammar = _grammar(form, choice, chat, in_reasoning=in_reasoning, bounds_thoughts=budget is not None)
     if grammar is not None and budget is not None:
         grammar = with_budget(grammar, budget)
+    if grammar is not None and form is not None and form.has_free_keys and not choice.functions:
+        grammar = _with_unique_keys(grammar, chat, in_reasoning=in_reasoning)
     if grammar is not None:
         await _check(grammar, form, choice, compiler, owner)
     answer: AnswerFormat | None = None
@@ -252,6 +254,16 @@ def _function_name(value: object) -> str | None:
     function = fields.get("function") if fields.get("type") == "function" else None
     name = cast("Mapping[str, Any]", function).get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
+
+
+def _with_unique_keys(grammar: GrammarSpec, chat: ChatFormat | None, *, in_reasoning: bool) -> GrammarSpec:
+    """Return the grammar of a JSON answer whose objects have no key twice; unchanged if marks are around the JSON."""
+    if chat is not None and (chat.has_channels or chat.frames_content):
+        return grammar
+    if chat is None or chat.reasoning is None:
+        return with_unique_keys(grammar, opening="", closing="")
+    opening = "" if in_reasoning else chat.reasoning.opening
+    return with_unique_keys(grammar, opening=opening, closing=chat.reasoning.closing)
 
 
 def _budget(chat: ChatFormat | None, most_tokens: int | None, *, in_reasoning: bool) -> ThoughtBudget | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from edgepipe.errors import GrammarNotReady, RequestInvalid, StepFailed
 from edgepipe.sampling.params import GrammarSpec
 from edgepipe.sampling.thought_budget import ThoughtBudget, ThoughtMeter, split_budget
+from edgepipe.sampling.unique_keys import KeyMeter, QuotedTokens, keys_header, split_keys
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -64,6 +66,14 @@ def lark_grammar(text: str) -> GrammarSpec:
 def with_budget(spec: GrammarSpec, budget: ThoughtBudget) -> GrammarSpec:
     """Return the grammar with a budget of reasoning. Raises RequestInvalid if it is too large."""
     return GrammarSpec(budget.header() + spec.text, spec.user)
+
+
+def with_unique_keys(spec: GrammarSpec, *, opening: str, closing: str) -> GrammarSpec:
+    """Return the grammar of a JSON text whose objects have no key twice; the marks are around reasoning before it.
+
+    Raises RequestInvalid if it is too large.
+    """
+    return GrammarSpec(keys_header(opening=opening, closing=closing) + spec.text, spec.user)
 
 
 def rule_of(spec: GrammarSpec, name: str) -> str:
@@ -117,17 +127,28 @@ def _matcher(library: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
     """Build a grammar's matcher. Raises RequestInvalid with the fault."""
     from llguidance import LLMatcher
 
-    _, text = _split(spec)
+    text = _split(spec).text
     matcher = LLMatcher(library, text, log_level=0, limits=parser_limits())
     if matcher.is_error():
         raise unusable_schema(_reason(matcher.get_error()))
     return matcher
 
 
-def _split(spec: GrammarSpec) -> tuple[ThoughtBudget | None, str]:
-    """Return the budget of a grammar, and its text for the library. Raises RequestInvalid."""
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A grammar's text for the library, and what else binds its outputs."""
+
+    text: str
+    marks: tuple[str, str] | None  # around reasoning, if the JSON after it has no key twice
+    budget: ThoughtBudget | None
+
+
+def _split(spec: GrammarSpec) -> _Parts:
+    """Return the parts of a grammar. Raises RequestInvalid."""
     try:
-        return split_budget(spec.text)
+        marks, rest = split_keys(spec.text)
+        budget, text = split_budget(rest)
+        return _Parts(text, marks, budget)
     except (ValueError, RecursionError) as exc:
         raise unusable_schema(str(exc)[:100]) from exc
 
@@ -172,6 +193,11 @@ class GrammarTokenizer:
         self.library: LLTokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=list(end_ids))
         self.num_words = -(-len(tokens) // 32)
 
+    @cached_property
+    def quoted(self) -> QuotedTokens:
+        """Tokens that can end a key. Made by the first grammar that needs them, in 0.1 s for 150,000 tokens."""
+        return QuotedTokens(self.tokens)
+
 
 class BuiltGrammar:
     """A compiled grammar, which the states of all its outputs share.
@@ -187,14 +213,14 @@ class BuiltGrammar:
         self.spent = False  # a state has failed: build the text again for further sequences
         self._matcher = _matcher(tokenizer.library, spec)
         self._tokenizer = tokenizer
-        self._budget, _ = _split(spec)
+        self._parts = _split(spec)
 
     def state(self, tokens: Sequence[int] = ()) -> GrammarState:
         """Return the state after these tokens. Raises StepFailed, GrammarNotReady like the state."""
-        meter = None
-        if self._budget is not None:
-            meter = ThoughtMeter(self._budget, token_bytes=self._tokenizer.tokens, encode=self._tokenizer.encode)
-        return GrammarState(self, self._matcher.deep_copy(), self._tokenizer.num_words, tokens, meter)
+        state = GrammarState(self, self._matcher.deep_copy(), self._tokenizer, self._parts)
+        for token in tokens:
+            state.follow(token)
+        return state
 
 
 class GrammarState:
@@ -204,34 +230,31 @@ class GrammarState:
     built grammar may still follow the output.
     """
 
-    def __init__(
-        self,
-        built: BuiltGrammar,
-        matcher: LLMatcher,
-        num_words: int,
-        tokens: Sequence[int],
-        meter: ThoughtMeter | None = None,
-    ) -> None:
-        """Take the known tokens. ``meter``: of an output with a budget of reasoning."""
+    def __init__(self, built: BuiltGrammar, matcher: LLMatcher, tokenizer: GrammarTokenizer, parts: _Parts) -> None:
         self._built = built  # alive, and counted, as long as one of its states
         self._matcher = matcher
-        self._num_words = num_words
-        self._meter = meter
+        self._num_words = tokenizer.num_words
+        self._budget, self._keys = None, None
+        if parts.budget is not None:
+            self._budget = ThoughtMeter(parts.budget, token_bytes=tokenizer.tokens, encode=tokenizer.encode)
+        if parts.marks is not None:
+            opening, closing = parts.marks
+            self._keys = KeyMeter(tokenizer.quoted, opening=opening, closing=closing)
         self._mask: Bitmask | None = None  # at the current state
-        for token in tokens:
-            self._consume(token)
 
     def take(self, token: int) -> None:
         """Append ``token`` to the output."""
-        self._consume(token)
+        self.follow(token)
         self._built.used = True
 
-    def _consume(self, token: int) -> None:
+    def follow(self, token: int) -> None:
+        """Append a token that the output has already."""
         if self._matcher.is_stopped() and not self._matcher.is_error():
             return  # complete: tokens after an ignored end are unconstrained
         self._mask = None
-        if self._meter is not None:
-            self._meter.take(token)
+        for meter in (self._budget, self._keys):
+            if meter is not None:
+                meter.take(token)
         self._matcher.consume_token(token)
         self._check()
 
@@ -244,13 +267,22 @@ class GrammarState:
         return self._mask
 
     def _bound(self, mask: Bitmask) -> Bitmask:
-        """Return the mask with the one token that must come, unless the grammar forbids it within a character."""
-        token = self._meter.must_come() if self._meter is not None else None
-        if token is None or not mask[token >> 5] >> (token & 31) & 1:
+        """Return the mask without keys that an object has, or with only the token that must come.
+
+        A token that must come waits for the end of a character; a mask without any token stays as it was.
+        """
+        token = self._budget.must_come() if self._budget is not None else None
+        if token is not None and mask[token >> 5] >> (token & 31) & 1:
+            only = np.zeros_like(mask)
+            only[token >> 5] = _bit(token)
+            return only
+        vetoed = [*self._keys.vetoed()] if self._keys is not None else []
+        if not vetoed:
             return mask
-        only = np.zeros_like(mask)
-        only[token >> 5] = np.array(1 << (token & 31), np.uint32).view(np.int32)
-        return only
+        left = mask.copy()
+        for token in vetoed:
+            left[token >> 5] &= ~_bit(token)
+        return left if left.any() else mask
 
     def _check(self) -> None:
         if not self._matcher.is_error():
@@ -263,6 +295,11 @@ class GrammarState:
             fact=" ".join(self._matcher.get_error().split())[:300],
             next_step="send the request with a simpler schema",
         )
+
+
+def _bit(token: int) -> np.int32:
+    """Return the bit of a token within its word."""
+    return np.array(1 << (token & 31), np.uint32).view(np.int32)[()]
 
 
 class _Vocabulary:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+from edgepipe.sampling.thoughts import Thoughts
+
 _HEADER = "%reasoning "
 _MAX_MARK_CHARS = 64
 
@@ -54,47 +56,18 @@ class ThoughtMeter:
         encode       the model's tokenizer
         """
         self._left = budget.most_tokens
-        self._opening = budget.opening.encode()
-        self._closing = budget.closing.encode()
+        self._thoughts = Thoughts(opening=budget.opening, closing=budget.closing)
         self._token_bytes = token_bytes
         self._encode = encode
-        self._tail = b""  # the end of the output that may be a part of a mark
-        self._inside = not self._opening
-        self._over = False
 
     def take(self, token: int) -> None:
         """Append a token to the output."""
-        if self._over:
-            return
-        self._tail += self._token_bytes[token]
-        if not self._inside:
-            self._look_for_opening()
-            return
-        self._left -= 1
-        self._look_for_closing()
+        if not self._thoughts.over:
+            self._left -= self._thoughts.inside
+            self._thoughts.take(self._token_bytes[token])
 
     def must_come(self) -> int | None:
         """Return the token that begins what is left of the closing mark, if the budget is used up."""
-        if self._over or not self._inside or self._left > 0:
+        if self._thoughts.over or not self._thoughts.inside or self._left > 0:
             return None
-        rest = self._closing[self._overlap() :].decode("utf-8", "replace")
-        return next(iter(self._encode(rest)), None)
-
-    def _look_for_opening(self) -> None:
-        text = self._tail.lstrip()
-        if text.startswith(self._opening):
-            self._inside, self._tail = True, text[len(self._opening) :]
-            self._look_for_closing()
-        elif text and not self._opening.startswith(text):
-            self._over = True  # the answer begins without reasoning
-        else:
-            self._tail = text
-
-    def _look_for_closing(self) -> None:
-        self._over = self._closing in self._tail
-        self._tail = self._tail[max(0, len(self._tail) - len(self._closing) + 1) :]
-
-    def _overlap(self) -> int:
-        """Return how many bytes of the closing mark the output ends with."""
-        sizes = range(min(len(self._tail), len(self._closing) - 1), 0, -1)
-        return next((size for size in sizes if self._tail.endswith(self._closing[:size])), 0)
+        return next(iter(self._encode(self._thoughts.left_to_close())), None)
