@@ -126,7 +126,7 @@ class Turn(WithoutNulls):
 
     @model_validator(mode="after")
     def _has_result(self) -> Turn:
-        if self.role == "tool" and "content" not in self.model_fields_set:
+        if self.role == "tool" and not {"content", "tool_name", "tool_call_id"} & self.model_fields_set:
             raise misfit("content", "content is required for role 'tool'")
         return self
 

@@ -380,7 +380,8 @@ class Message(Checked):
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and self.role != "assistant":
+        is_result = self.tool_call_id is not None or self.name is not None  # which may be empty
+        if self.content is None and self.role != "assistant" and not (is_result and self.role in ("tool", "function")):
             raise misfit("content", f"content is required for role '{self.role}'")
         return self
 

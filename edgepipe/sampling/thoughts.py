@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Thoughts:
-    """Follows one output. Reasoning stands at its beginning between two marks, or there is none."""
+    """Follows one output. It may begin with reasoning, between two marks."""
 
     def __init__(self, *, opening: str, closing: str) -> None:
         """``opening``: empty if the output begins within reasoning. ``closing``: empty if it has no reasoning."""

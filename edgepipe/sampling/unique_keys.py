@@ -158,8 +158,9 @@ class KeyMeter:
         """Yield the tokens after which an object would have a key twice."""
         objects = [each for each in self._json.stack if each is not None]
         begun = self._json.begun_key
-        for key in objects[-1].keys if objects and begun is not None else ():
-            if key.startswith(begun):
-                yield from self._tokens.ending(key[len(begun) :])
+        if objects and begun is not None:
+            for key in objects[-1].keys:
+                if key.startswith(begun):
+                    yield from self._tokens.ending(key[len(begun) :])
         wholes = {token for each in objects for key in each.keys for token in self._tokens.holding(key)}
         yield from (token for token in wholes if self._json.would_repeat(self._tokens.tokens[token]))

@@ -160,7 +160,7 @@ async def test_a_refusal_in_the_history_is_the_text_of_its_turn(served: Served) 
 
 
 @pytest.mark.parametrize("turn", [{"role": "tool"}, {"role": "function"}, {"role": "tool", "content": None}])
-async def test_a_turn_of_a_tool_without_its_result_is_refused(served: Served, turn: dict[str, Any]) -> None:
+async def test_a_turn_of_a_tool_that_says_nothing_is_refused(served: Served, turn: dict[str, Any]) -> None:
     response = await served.http.post("/v1/chat/completions", json={"messages": [*USER, turn]})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "messages.1.content"

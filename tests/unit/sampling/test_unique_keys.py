@@ -16,6 +16,7 @@ from edgepipe.sampling.grammar import (
     GrammarTokenizer,
     check_grammar,
     json_grammar,
+    json_rule,
     lark_grammar,
     with_unique_keys,
 )
@@ -39,7 +40,7 @@ WORDS = [
 ]
 TOKENS = [*(bytes([byte]) for byte in range(256)), b"", *(word.encode() for word in WORDS)]
 VOCABULARY = GrammarTokenizer(TOKENS, encode=lambda text: list(text.encode()), end_ids=[END], special_ids=[END])
-ANY = json_grammar({"type": "object"})
+ANY = lark_grammar(f"start: {json_rule({'type': 'object'})}\n")
 OBJECTS = json_grammar({"type": "object", "additionalProperties": {"type": "object"}})
 
 
