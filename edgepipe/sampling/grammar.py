@@ -306,7 +306,8 @@ class GrammarState:
 
 def _bit(token: int) -> np.int32:
     """Return the bit of a token within its word."""
-    return np.array(1 << (token & 31), np.uint32).view(np.int32)[()]
+    place = token & 31
+    return np.int32(1 << place if place < 31 else -(1 << 31))
 
 
 class _Vocabulary:
