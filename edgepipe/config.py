@@ -62,6 +62,7 @@ class Config:
     http_port: int = HTTP_PORT  # port of the gateway; 0: any free port
     http_host: str = "127.0.0.1"  # address for HTTP besides loopback; 0.0.0.0: all. Other than loopback needs a key
     http_names: tuple[str, ...] = ()  # host names accepted in HTTP requests, besides the machine's own
+    http_origins: tuple[str, ...] = ()  # web origins that may use the API, such as app://obsidian.md; *: all
     api_key: tuple[str, ...] = field(default=(), repr=False)  # keys for HTTP, also required on this computer
     local_key: str = "auto"  # whether HTTP requires a key from this computer's clients; auto: if it has several users
     peers: tuple[str, ...] = ()  # HOST:PORT of nodes that discovery does not find
@@ -387,6 +388,20 @@ def _host_names(value: Any, name: str) -> tuple[str, ...]:
     return found
 
 
+def _origins(value: Any, name: str) -> tuple[str, ...]:
+    for word in (found := _words(value, name)):
+        if not _ORIGIN.fullmatch(word):
+            wanted = "origins such as app://obsidian.md or http://localhost:3000; * for any: http://localhost:*"
+            raise _wrong(name, word, wanted)
+    return found
+
+
+_ORIGIN = re.compile(
+    r"\*|null|[a-z][a-z0-9+.-]{0,31}://(\*|(\*\.)?[a-z0-9_.-]{0,253}|\[[0-9a-f:]{2,45}\])(:([0-9]{1,5}|\*))?",
+    re.IGNORECASE,
+)
+
+
 def _keys(value: Any, name: str) -> tuple[str, ...]:
     for key in (found := _words(value, name)):
         if not re.fullmatch(r"[!-+\--~]{8,256}", key):
@@ -414,6 +429,7 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "http_port": _number(0, 65535),
     "http_host": _ip_address,
     "http_names": _host_names,
+    "http_origins": _origins,
     "api_key": _keys,
     "local_key": _one_of(_LOCAL_KEY),
     "peers": _addresses,

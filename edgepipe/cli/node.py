@@ -73,6 +73,12 @@ def start(
         list[str] | None,
         typer.Option("--http-name", metavar="NAME", help="Host name that clients may use for the API; repeatable."),
     ] = None,
+    http_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--http-origin", metavar="ORIGIN", help="Web origin that may use the API: app://obsidian.md; repeatable."
+        ),
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option("--api-key", metavar="KEY", help="Key of the API, better set in EDGEPIPE_API_KEY; repeatable."),
@@ -143,6 +149,7 @@ def start(
             "http_port": http_port,
             "http_host": http_host,
             "http_names": http_name or None,
+            "http_origins": http_origin or None,
             "api_key": api_key or None,
             "local_key": local_key,
             "peers": peer or None,

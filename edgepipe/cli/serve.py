@@ -87,6 +87,15 @@ def serve(
     dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
     kv: KVForm = "auto",
     experts_in_ram: ExpertsInRam = "none",
+    template_keywords: Annotated[
+        str,
+        typer.Option(
+            "--template-keywords",
+            metavar="JSON",
+            help="Keywords of the chat template where a request names none: '{\"enable_thinking\": false}'.",
+            show_default=False,
+        ),
+    ] = "",
     activations: Annotated[
         str, typer.Option("--activations", metavar="TYPE", help="Type of activations between stages: bf16 or float32.")
     ] = "bf16",
@@ -132,6 +141,7 @@ def serve(
             kv=kv,
             experts_in_ram=experts_in_ram,
             activations=activations,
+            template_keywords=template_keywords,
         ),
         exclude=tuple(name.strip() for name in exclude.split(",") if name.strip()),
         first=first,
@@ -167,11 +177,13 @@ def serve_request(
     kv: str = "auto",
     experts_in_ram: str = "none",
     activations: str = "bf16",
+    template_keywords: str = "",
 ) -> ServeRequest:
     """Build the request from the flags. Raises ConfigInvalid."""
     from edgepipe.backend.types import ActivationType
     from edgepipe.model.expert_places import checked_choice
     from edgepipe.model.further_names import checked_names
+    from edgepipe.model.template_defaults import checked_keywords
     from edgepipe.scheduler.policy import make_policy
     from edgepipe.wire.engines import ServeSpec
     from edgepipe.wire.serving import ServeRequest
@@ -190,6 +202,7 @@ def serve_request(
         experts_in_ram=checked_choice(experts_in_ram),
         activation_type=ActivationType(activations),
         names=checked_names(names),
+        template_keywords=checked_keywords(template_keywords),
     )
     return ServeRequest(model=model, num_nodes=nodes, plan=plan, options=options)
 

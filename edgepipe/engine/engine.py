@@ -193,6 +193,7 @@ class Engine:
             context_length=spec.context_length or config.context_length,
             address=address,
             manifest_hash=spec.manifest_hash,
+            template_keywords=spec.template_keywords,
         )
         self._status = EngineStatus(base, on_state)
 

@@ -6,19 +6,24 @@ import hashlib
 import hmac
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from edgepipe.gateway.origins import Origins, cors_headers, is_own, is_preflight, preflight_headers, shown
 from edgepipe.gateway.problems import HttpProblem, problem_response
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 OPEN_PATHS = frozenset({"/health", "/ready"})  # polled by supervisors; their answers hold no private data
 _BEARER = b"bearer "
-_LOCALHOST = (
-    ".localhost"  # always this machine (RFC 6761, 6.3); programs made with Tauri have the Origin tauri.localhost
+_CONTAINER_NAMES = frozenset({"host.docker.internal", "host.containers.internal"})  # of the machine, in its containers
+_PAGES = frozenset({"/", "/docs"})  # that people open in a browser
+_WHERE_KEY = (
+    "On the node's machine, the key is in the file api-key of the node's data directory, which "
+    "'edgepipe config show' names, or in EDGEPIPE_API_KEY"
 )
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")  # of a host, as ``--http-name`` takes it
 
@@ -33,26 +38,33 @@ class AccessRules:
     keys: tuple[str, ...] = ()
     key_on_loopback: bool = False
     host_names: frozenset[str] = field(default_factory=frozenset[str])  # besides loopback names and the reached address
+    origins: Origins = field(default_factory=Origins)  # of web pages, besides the node's own
 
     @classmethod
     def of(
-        cls, *, keys: Iterable[str] = (), key_on_loopback: bool = False, host_names: Iterable[str] = ()
+        cls,
+        *,
+        keys: Iterable[str] = (),
+        key_on_loopback: bool = False,
+        host_names: Iterable[str] = (),
+        origins: Iterable[str] = (),
     ) -> AccessRules:
         """Build rules from settings; names in any case."""
         names = frozenset(name.lower() for name in host_names)
-        return cls(keys=tuple(keys), key_on_loopback=key_on_loopback, host_names=names)
+        return cls(keys=tuple(keys), key_on_loopback=key_on_loopback, host_names=names, origins=Origins(origins))
 
 
 class Guard:
     """Guard that refuses requests of foreign web pages, ambiguous body lengths and clients without a required key.
 
-    Host and Origin must always name this machine. ``scope["state"]["owner"]`` becomes the fingerprint of the client's
-    key, or its address if it sent no valid key and needs none.
+    Host must name this machine, and Origin this node or an allowed origin. ``scope["state"]["owner"]`` becomes the
+    fingerprint of the client's key, or its address if it sent no valid key and needs none.
     """
 
     def __init__(self, app: ASGIApp, *, rules: AccessRules) -> None:
         self._app = app
         self._names = LOOPBACK_NAMES | rules.host_names
+        self._origins = rules.origins
         self._keys = [(key.encode(), _fingerprint(key)) for key in rules.keys]
         self._key_on_loopback = rules.key_on_loopback
 
@@ -61,10 +73,17 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
         try:
+            origin = self._allowed_origin(headers, self._checked_host(headers, scope))
+            if origin:
+                send = _with_headers(send, cors_headers(origin))
+            if origin and is_preflight(scope["method"], headers):
+                await Response(status_code=204, headers=preflight_headers(headers))(scope, receive, send)
+                return
             owner = self._owner_of(scope)
         except HttpProblem as problem:
-            await problem_response(problem)(scope, receive, send)
+            await _refusal(problem, scope)(scope, receive, send)
             return
         state = scope.setdefault("state", {})
         state["owner"] = owner
@@ -74,7 +93,6 @@ class Guard:
 
     def _owner_of(self, scope: Scope) -> str:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        self._check_names(headers, scope)
         names = [name for name, _ in headers]
         if b"transfer-encoding" in names and b"content-length" in names:
             raise HttpProblem(status=400, message="the request has two body lengths", code="invalid_http")
@@ -83,25 +101,34 @@ class Guard:
             return owner
         if scope["path"] in OPEN_PATHS or (is_local(scope) and not self._key_on_loopback):
             return address_of(scope.get("client"))
+        text = "the key is wrong" if given else "the request needs a key: send 'Authorization: Bearer KEY'"
         raise HttpProblem(
             status=401,
-            message="the key is wrong" if given else "the request needs a key: send 'Authorization: Bearer KEY'",
+            message=f"{text}. {_WHERE_KEY}",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
 
-    def _check_names(self, headers: list[tuple[bytes, bytes]], scope: Scope) -> None:
+    def _checked_host(self, headers: list[tuple[bytes, bytes]], scope: Scope) -> str:
+        """Return the header Host. Raises HttpProblem if it names another machine: DNS rebinding needs such a name."""
         hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
-        allowed = self._names | _own_address(scope)
-        if len(hosts) != 1 or host_name(hosts[0]) not in allowed:
-            raise HttpProblem(status=421, message=_foreign_host(hosts), code="misdirected_request")
-        origins = [
-            host_name(value.decode("latin-1").partition("://")[2]) for name, value in headers if name == b"origin"
-        ]
-        if not all(name in allowed or (name or "").endswith(_LOCALHOST) for name in origins):
-            raise HttpProblem(
-                status=403, message="this server refuses requests from that Origin", code="origin_not_allowed"
-            )
+        name = (host_name(hosts[0]) or "").removesuffix(".") if len(hosts) == 1 else ""
+        if name in self._names | _own_address(scope) or (is_local(scope) and _is_this_machine(name)):
+            return hosts[0]
+        raise HttpProblem(status=421, message=_foreign_host(hosts), code="misdirected_request")
+
+    def _allowed_origin(self, headers: list[tuple[bytes, bytes]], host: str) -> str:
+        """Return the allowed origin of a web page, empty for the node's own pages and for programs without an origin.
+
+        A page under a container's name for this machine is never the node's own: a network may resolve such a name as
+        it likes. Raises HttpProblem for other origins.
+        """
+        given = [value.decode("latin-1") for name, value in headers if name == b"origin"]
+        if not given or (len(given) == 1 and is_own(given[0], host=host) and host_name(host) not in _CONTAINER_NAMES):
+            return ""
+        if len(given) == 1 and self._origins.allow(given[0]):
+            return given[0]
+        raise HttpProblem(status=403, message=_foreign_origin(given), code="origin_not_allowed")
 
     def _owner_by_key(self, given: bytes) -> str:
         """Return the fingerprint of a valid key, else an empty string."""
@@ -133,6 +160,55 @@ def _foreign_host(hosts: list[str]) -> str:
     if not name or not _NAME.fullmatch(name):
         return "this server does not serve that Host"
     return f"this server does not serve the Host '{name}'. To allow it: edgepipe node start --http-name {name}"
+
+
+def _foreign_origin(origins: list[str]) -> str:
+    """Return the message to a web page that may not ask."""
+    origin = shown(origins[0]) if len(origins) == 1 else ""
+    if not origin:
+        return "this server refuses requests from that Origin"
+    return f"this server refuses requests from the Origin '{origin}'. To allow it: {_allow(origin)}"
+
+
+def _allow(origin: str) -> str:
+    return f"edgepipe node start --http-origin {origin}"
+
+
+def _is_this_machine(name: str) -> bool:
+    """Return whether a client on this machine may call it so: by any loopback address, or from a container.
+
+    An address is safe, see ``_own_address``. ``0.0.0.0`` reaches this machine, too; clients that share a server's
+    setting send it.
+    """
+    if name in _CONTAINER_NAMES:
+        return True
+    try:
+        address = ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified
+
+
+def _refusal(problem: HttpProblem, scope: Scope) -> Response:
+    """Build the answer: text for a person without a key who opens a page, else JSON."""
+    if problem.status != 401 or scope["path"] not in _PAGES or scope["method"] not in ("GET", "HEAD"):
+        return problem_response(problem, path=scope["path"])
+    host = next(value.decode("latin-1") for name, value in scope["headers"] if name == b"host")
+    example = f"curl -H 'Authorization: Bearer KEY' http://{host}{scope['path']}"
+    text = f"edgepipe: {problem.message}.\n\n{example}\n"
+    return PlainTextResponse(text, status_code=problem.status, headers=dict(problem.headers))
+
+
+def _with_headers(send: Send, more: Mapping[str, str]) -> Send:
+    """Return a ``send`` that adds headers to the answer."""
+    added = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in more.items()]
+
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *added]}
+        await send(message)
+
+    return send_with_headers
 
 
 def is_local(scope: Scope) -> bool:

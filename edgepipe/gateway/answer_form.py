@@ -7,12 +7,13 @@ invalid field is a 400 that names it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from edgepipe.errors import RequestInvalid
 from edgepipe.gateway.body import parse_json_object
 from edgepipe.gateway.checked_schema import checked_schema, invalid_schema
+from edgepipe.gateway.free_keys import has_free_keys
 from edgepipe.gateway.problems import bad_request
 from edgepipe.gateway.schema import MAX_REGEX_CHARS, RequestBody
 from edgepipe.gateway.schema_repair import known_types
@@ -28,6 +29,7 @@ class AnswerForm:
 
     grammar: GrammarSpec
     param: str  # the request's field
+    has_free_keys: bool = False  # it is JSON with an object whose keys the schema does not list
 
     @property
     def field(self) -> str:
@@ -83,7 +85,7 @@ def _json(value: object, param: str) -> AnswerForm:
     if not isinstance(schema, Mapping):
         raise bad_request(f"{param} must be an object", param=param)
     checked = checked_schema(known_types(cast("Mapping[str, Any]", schema)), param=param)
-    return _form(json_grammar, checked, param)
+    return replace(_form(json_grammar, checked, param), has_free_keys=has_free_keys(checked))
 
 
 def _choice(value: object, param: str) -> AnswerForm:

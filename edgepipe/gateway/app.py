@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -78,10 +79,11 @@ def make_app(
         exception_handlers={
             HttpProblem: _show_problem,
             EdgepipeError: _show_error,
-            HTTPException: _show_http,
+            HTTPException: _show_http([route.path for route in routes]),
             Exception: _show_bug,
         },
     )
+    app.router.redirect_slashes = False  # many clients do not follow, and a body would be sent twice
     return RequestScope(app, ids=service.ids)
 
 
@@ -282,42 +284,37 @@ def _ollama(handlers: OpenAIHandlers) -> list[Endpoint]:
     ]
 
 
-def _response(request: Request, problem: HttpProblem) -> Response:
-    """Build the response of a problem in OpenAI's shape, or in Ollama's, which has a message only."""
-    if request.url.path.startswith("/api/"):
-        return JSONResponse({"error": _one_line(problem)}, status_code=problem.status, headers=dict(problem.headers))
-    return problem_response(problem)
-
-
-def _one_line(problem: HttpProblem) -> str:
-    """Add the name of the invalid field to the message: Ollama's errors have no field for it."""
-    param = problem.param or ""
-    name = "format" if param.startswith("response_format") else param
-    return problem.message if name in problem.message else f"{name}: {problem.message}"
-
-
 async def _show_problem(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HttpProblem)
-    return _response(request, exc)
+    return problem_response(exc, path=request.url.path)
 
 
 async def _show_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, EdgepipeError)
-    return _response(request, from_error(exc, param="model" if isinstance(exc, ModelUnknown) else None))
+    problem = from_error(exc, param="model" if isinstance(exc, ModelUnknown) else None)
+    return problem_response(problem, path=request.url.path)
 
 
-async def _show_http(request: Request, exc: Exception) -> Response:
-    assert isinstance(exc, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "http_error")
-    text = f"{request.method} {request.url.path[:200]}: {exc.detail}"
-    if exc.status_code == 404:
-        text += ". OpenAI's API is under /v1, Ollama's under /api; /docs lists them"
-    problem = HttpProblem(status=exc.status_code, message=text, code=code, headers=exc.headers or {})
-    return _response(request, problem)
+def _show_http(paths: Sequence[str]) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Return the handler of requests without a route. ``paths``: of the routes."""
+
+    async def show(request: Request, exc: Exception) -> Response:
+        assert isinstance(exc, HTTPException)
+        path = request.url.path
+        code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "http_error")
+        text = f"{request.method} {path[:200]}: {exc.detail}"
+        if exc.status_code == 404:
+            text += ". OpenAI's API is under /v1, Ollama's under /api; /docs lists them"
+            if near := difflib.get_close_matches(f"/{path[:100].strip('/')}", paths, n=1, cutoff=0.7):
+                text += f". Did you mean {near[0]}?"
+        problem = HttpProblem(status=exc.status_code, message=text, code=code, headers=exc.headers or {})
+        return problem_response(problem, path=path)
+
+    return show
 
 
 async def _show_bug(request: Request, exc: Exception) -> Response:
     problem = HttpProblem(
         status=500, message="internal error of edgepipe; its log has the details", code="internal_error"
     )
-    return _response(request, problem)
+    return problem_response(problem, path=request.url.path)

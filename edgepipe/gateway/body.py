@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NoReturn, cast
 
 from starlette.requests import ClientDisconnect, Request
@@ -23,11 +23,12 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def read_body(request: Request, *, memory: Holding, within_s: float, of_any_type: bool = False) -> bytes:
-    """Read the whole body. Raises HttpProblem: 415 not JSON, 413 too large, 408 too slow, 400 incomplete, 429.
+    """Read the whole body. Raises HttpProblem: 415 not plain JSON, 413 too large, 408 too slow, 400 incomplete, 429.
 
     memory       counts the body before it arrives, or while it arrives if its length is not declared
     of_any_type  accept any Content-Type
     """
+    _check_encoding(request.headers.getlist("content-encoding"))
     if not of_any_type:
         _check_content_type(request.headers.get("content-type", ""))
     try:
@@ -98,6 +99,17 @@ def parse_json_object(body: bytes, *, name: str = "the body", param: str | None 
     if not isinstance(value, dict):
         raise bad_request(f"{name} must be a JSON object", param=param, code="invalid_json")
     return cast("dict[str, Any]", value)
+
+
+def _check_encoding(values: Sequence[str]) -> None:
+    given = [word.strip().lower() for value in values for word in value.split(",")]
+    if packed := next((word for word in given if word not in ("", "identity")), ""):
+        raise HttpProblem(
+            status=415,
+            message=f"the body has Content-Encoding: {packed[:40]}; send it uncompressed",
+            code="unsupported_encoding",
+            headers={"Accept-Encoding": "identity", **_CLOSE},
+        )
 
 
 def _check_content_type(value: str) -> None:

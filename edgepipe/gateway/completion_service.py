@@ -21,6 +21,8 @@ from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.metrics import RequestMeter, RequestMetrics
 from edgepipe.gateway.models import Assets, ModelEntry, ModelTable, News
 from edgepipe.gateway.problems import bad_request, from_error
+from edgepipe.gateway.reasoning_wish import reasoning_wish
+from edgepipe.gateway.sampling_choice import sampling_defaults
 from edgepipe.gateway.schema import ChatBody, CompletionBody, RequestBody
 from edgepipe.gateway.shares import Holding
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output
@@ -97,13 +99,14 @@ class CompletionService:
         choice = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         if assets.traits.choose(tools=bool(choice.tools)).one_call:
             choice = choice.with_one_call()
-        text = await render_chat(assets, body, choice, owner=owner)
+        text = await render_chat(assets, body, choice, owner=owner, defaults=entry.served.template_keywords)
         chat = assets.chat
         plan = await plan_output(
             form=form,
             choice=choice,
             chat=chat,
             in_reasoning=chat.opens_reasoning(text),
+            most_thoughts=reasoning_wish(body).most_tokens,
             compiler=self.compiler,
             owner=owner,
         )
@@ -232,17 +235,24 @@ class CompletionService:
         top: int,
         prompt_logprobs: bool = False,
     ) -> SamplingParams:
-        """Take sampling parameters from the request, else from the model, else OpenAI's defaults."""
-        own = assets.sampling
+        """Take sampling parameters from the request, else from the model, else edgepipe's defaults."""
+        own = sampling_defaults(
+            assets.sampling,
+            temperature=body.temperature,
+            top_k=body.top_k,
+            top_p=body.top_p,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+        )
         return SamplingParams(
-            temperature=_or(body.temperature, own.get("temperature", 1.0)),
+            temperature=own["temperature"],
             seed=(body.seed if body.seed is not None else self.new_seed()) % (1 << 64),
-            top_k=max(0, int(_or(body.top_k, own.get("top_k", 0)))),
-            top_p=_or(body.top_p, own.get("top_p", 1.0)),
-            min_p=_or(body.min_p, own.get("min_p", 0.0)),
+            top_k=max(0, int(own["top_k"])),
+            top_p=own["top_p"],
+            min_p=own["min_p"],
             frequency_penalty=_or(body.frequency_penalty, 0.0),
             presence_penalty=_or(body.presence_penalty, 0.0),
-            repetition_penalty=_or(body.repetition_penalty, own.get("repetition_penalty", 1.0)),
+            repetition_penalty=own["repetition_penalty"],
             logit_bias=tuple(sorted((body.logit_bias or {}).items())),
             logprobs=logprobs,
             top_logprobs=top,

@@ -24,6 +24,7 @@ MAX_HEADER_BYTES = 16 << 10
 SEND_BUFFER_BYTES = 128 << 10  # in the kernel, per connection: data that a slow client has not read yet
 _MAX_LINGERING = 64  # connections refused beyond ``max_connections`` that linger; more are closed at once
 _FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 5.0  # between probes for clients that have left
+_EVERY_ANSWER = b"HTTP/1.1 "  # begins so
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class LimitedProtocol(H11Protocol):
         self._header_deadline: asyncio.TimerHandle | None = None
         self.owner = ""  # user of the last request, the client's address before the first header
         self._holds_body = False  # the client waits for "100 Continue" before it sends its body
-        self._half_closed = False  # the client sends no more: it waits for its answer, or has left
+        self.half_closed = asyncio.Event()  # the client sends no more: it waits for its answer, or has left
 
     @property
     def idle(self) -> bool:
@@ -173,12 +174,12 @@ class LimitedProtocol(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Handle that the client sends no more. It waits for its answer, or has left; the event does not show which.
 
-        So keep computing the answer, and probe whether the client has left.
+        So keep computing the answer, and probe whether the client has left. A streamed answer that has begun probes by
+        its own comments (``EventStream``).
         """
-        waits = self.conn.their_state is h11.DONE and self.scope["http_version"] == "1.1"
-        if self.idle or self.cycle.response_started or not waits:
+        if self.idle or self.conn.their_state not in (h11.DONE, h11.MUST_CLOSE):
             return False
-        self._half_closed = True
+        self.half_closed.set()
         self._find_leaver(_FIRST_PROBE_S)
         return True
 
@@ -196,7 +197,7 @@ class LimitedProtocol(H11Protocol):
         self.registry.touch(self)
         self.cycle.body.clear()  # the part that the handler did not read
         super().on_response_complete()
-        if self.idle and self._half_closed:
+        if self.idle and self.half_closed.is_set():
             self.transport.close()
         if self.idle and self.conn.trailing_data[0] and self._header_deadline is None:
             self._expect_header()
@@ -227,14 +228,18 @@ class LimitedProtocol(H11Protocol):
         return self.conn.their_state is h11.SEND_BODY and not self._holds_body
 
     def _find_leaver(self, next_s: float) -> None:
-        """Send "102 Processing" until the answer begins, to detect a client that has left.
+        """Send something until the answer begins, to detect a client that has left.
 
-        The client's system then refuses the data, and the next write closes the connection.
+        The client's system then refuses the data, and the next write closes the connection. HTTP/1.1 has "102
+        Processing" for that. HTTP/1.0 has no such answers, so its client gets the answer's first bytes one by one.
         """
         if self.transport.is_closing() or self.idle or self.cycle.response_started:
             return
-        processing = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
-        self.transport.write(self.conn.send(processing) or b"")
+        if self.scope["http_version"] == "1.1":
+            processing = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
+            self.transport.write(self.conn.send(processing) or b"")
+        elif not self._lingering.write_ahead(_EVERY_ANSWER):
+            return
         self.loop.call_later(next_s, self._find_leaver, min(2 * next_s, _LAST_PROBE_S))
 
     def _expect_header(self) -> None:

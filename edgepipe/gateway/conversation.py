@@ -16,6 +16,7 @@ from edgepipe.gateway.formats.chat_format import ChatFormat
 from edgepipe.gateway.formats.hermes import HERMES
 from edgepipe.gateway.models import Assets
 from edgepipe.gateway.problems import bad_request
+from edgepipe.gateway.reasoning_wish import reasoning_wish
 from edgepipe.gateway.schema import ChatBody, Message
 from edgepipe.gateway.shown_tools import complete_tool
 from edgepipe.gateway.tool_calls import Call
@@ -24,28 +25,35 @@ from edgepipe.model.conversations.efforts import keywords_of
 from edgepipe.model.conversations.fitting import Tools, Wording, fit
 from edgepipe.model.conversations.roles import Turn
 from edgepipe.model.conversations.traits import CAREFUL, TemplateTraits
-from edgepipe.model.template import KNOWN_KEYWORDS
+from edgepipe.model.template_defaults import GIVEN_KEYWORDS
 
 logger = logging.getLogger(__name__)
 
-_OWN_KEYWORDS = frozenset({"tools", "documents"})  # keywords of templates; requests have a field for ``tools``
 
-
-async def render_chat(assets: Assets, body: ChatBody, choice: ToolChoice, *, owner: str) -> str:
+async def render_chat(
+    assets: Assets, body: ChatBody, choice: ToolChoice, *, owner: str, defaults: Mapping[str, Any]
+) -> str:
     """Render the prompt of a conversation. Raises TemplateFailed, QueueFull, HttpProblem for reserved keywords.
+
+    ``defaults``: the served model's keywords, where the request does not say.
 
     If the template refuses it nevertheless, tools are given whole, with all that some templates take for granted; then
     turns become plain text that alternates. If it refuses these too, the error names the first turn that it refuses.
     """
-    switch = {} if body.enable_thinking is None else {"enable_thinking": body.enable_thinking}
+    wish = reasoning_wish(body)
+    switch = {} if wish.enabled is None else {"enable_thinking": wish.enabled}
     given = switch | (body.chat_template_kwargs or {})
     for name in given:
-        if name not in KNOWN_KEYWORDS - _OWN_KEYWORDS:
+        if name not in GIVEN_KEYWORDS:
             raise bad_request(
                 f"'{name[:64]}' is no keyword for chat templates", param=f"chat_template_kwargs.{name[:64]}"
             )
     traits = assets.traits.choose(tools=bool(choice.tools))
-    keywords = keywords_of(given, body.reasoning_effort, traits)
+    unsaid = {name: value for name, value in defaults.items() if name != "reasoning_effort"}
+    keywords = {
+        **keywords_of(unsaid, defaults.get("reasoning_effort"), traits),
+        **keywords_of(given, wish.effort, traits),
+    }
     prompt = _Prompt(assets, choice.tools, keywords, owner)
     turns = client_turns([message.renamed(choice.names.for_model) for message in body.messages])
     refusals: list[TemplateFailed] = []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, PipelineId
+from edgepipe.model.template_defaults import keywords_in
 from edgepipe.units import format_duration_s
 from edgepipe.wire import nodes
 
@@ -33,6 +36,7 @@ class ServedModel:
     message: str = ""
     error: EdgepipeError | None = None
     names: tuple[str, ...] = ()  # further names by which requests may ask for it
+    template_keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])  # where a request does not say
     starts_at_us: int = 0  # its engine pauses after crashes until then, by the wall clock of its node; 0: it does not
 
     @property
@@ -80,4 +84,5 @@ def _served(entry: nodes.ServedModel) -> ServedModel:
         error=engine.error,
         names=engine.names,
         starts_at_us=engine.starts_at_us,
+        template_keywords=keywords_in(engine.template_keywords),
     )

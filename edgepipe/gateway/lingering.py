@@ -25,6 +25,7 @@ class LingeringTransport(asyncio.Transport):
         self._linger_s = linger_s
         self._linger_bytes = linger_bytes
         self._left_bytes = linger_bytes
+        self._num_ahead = 0  # bytes of the next write that are sent already
         self._deadline: asyncio.TimerHandle | None = None
 
     @property
@@ -76,9 +77,18 @@ class LingeringTransport(asyncio.Transport):
         return self.lingers or self._transport.is_closing()
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        """Write data, unless the transport lingers."""
+        """Write data, less what was written ahead, unless the transport lingers."""
         if not self.lingers:
-            self._transport.write(data)
+            ahead, self._num_ahead = self._num_ahead, 0
+            self._transport.write(memoryview(data)[ahead:] if ahead else data)
+
+    def write_ahead(self, data: bytes) -> bool:
+        """Send the next byte of how the next write begins. Return whether a byte was left of ``data``."""
+        byte = data[self._num_ahead : self._num_ahead + 1]
+        if not self.is_closing():
+            self._transport.write(byte)
+            self._num_ahead += len(byte)
+        return bool(byte)
 
     def write_eof(self) -> None:
         """Send the end; the client may still send."""

@@ -13,6 +13,7 @@ from edgepipe.errors import CapacityError, ModelUnknown
 from edgepipe.gateway.engine_link import EngineLink
 from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.formats.chat_format import ChatFormat
+from edgepipe.gateway.model_facts import ModelFacts, read_facts
 from edgepipe.gateway.text import Detokenizer
 from edgepipe.model.conversations.traits import ModelTraits
 from edgepipe.model.names import canonical_name
@@ -110,6 +111,7 @@ class ModelEntry:
         self.link = link
         self._load = load
         self._assets: Assets | None = None
+        self._facts: ModelFacts | None = None
         self._loading = asyncio.Lock()
 
     async def assets(self) -> Assets:
@@ -118,6 +120,12 @@ class ModelEntry:
             if self._assets is None:
                 self._assets = await asyncio.to_thread(self._load, Path(self.served.model_path))
             return self._assets
+
+    async def facts(self) -> ModelFacts:
+        """Return the facts about the model's files, read once."""
+        if self._facts is None:
+            self._facts = await asyncio.to_thread(read_facts, Path(self.served.model_path))
+        return self._facts
 
     async def close(self) -> None:
         """Free the assets."""
@@ -158,9 +166,18 @@ class ModelTable:
         return [self._entries[name].served for name in sorted(self._entries)]
 
     @property
-    def listed(self) -> list[ServedModel]:
-        """Served models, by name, and each once more by each of its further names."""
-        return [replace(served, name=name) for served in self.served for name in (served.name, *served.names)]
+    def entries(self) -> list[ModelEntry]:
+        """Entries of the served models, by name."""
+        return [self._entries[name] for name in sorted(self._entries)]
+
+    @property
+    def listed(self) -> list[tuple[ServedModel, ModelEntry]]:
+        """Served models, by name, each with its entry, and once more by each of its further names."""
+        return [
+            (replace(entry.served, name=name), entry)
+            for entry in self.entries
+            for name in (entry.served.name, *entry.served.names)
+        ]
 
     def get(self, name: str | None) -> ModelEntry:
         """Return the entry of a model; without a name, of the only served model.

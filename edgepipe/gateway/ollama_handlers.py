@@ -23,6 +23,7 @@ from edgepipe.gateway.completion_service import CompletionService, PreparedCompl
 from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.json_pieces import Piece, TextParts, json_parts, json_pieces, pieces
 from edgepipe.gateway.logprobs import Scored, chat_logprobs
+from edgepipe.gateway.model_facts import ModelFacts
 from edgepipe.gateway.models import Assets
 from edgepipe.gateway.openai_handlers import OpenAIHandlers
 from edgepipe.gateway.other_fields import OLLAMA, SAMPLING, RefusedFields
@@ -58,7 +59,7 @@ _MOST_KEPT_S = 1e15
 _MOST_LEFT_S = 1e9  # a longer time means for ever
 _OLLAMA_VERSION = "0.12.11"  # whose API this is (the first with log-probabilities); some clients refuse older servers
 _MAX_NESTING = 100  # of a call's arguments
-_FOREVER = "0001-01-01T00:00:00Z"  # for models that stay until a user stops them
+_FOREVER = "2200-01-01T00:00:00Z"  # for models that stay until a user stops them: Ollama's list says "Forever"
 
 
 Clamped = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
@@ -71,6 +72,7 @@ class Options(WithoutNulls):
     """
 
     refused: ClassVar[RefusedFields] = SAMPLING
+    spelt: ClassVar[bool] = True
 
     temperature: Clamped | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None  # 0 and -1: all
@@ -122,6 +124,12 @@ class Turn(WithoutNulls):
     tool_call_id: Text | None = None
     thinking: LongText | None = None
 
+    @model_validator(mode="after")
+    def _has_result(self) -> Turn:
+        if self.role == "tool" and not {"content", "tool_name", "tool_call_id"} & self.model_fields_set:
+            raise misfit("content", "content is required for role 'tool'")
+        return self
+
     def fields(self, index: int) -> dict[str, Any]:
         """Return the fields of OpenAI's message."""
         fields: dict[str, Any] = {"role": self.role, "content": self.content, "name": self.tool_name}
@@ -141,6 +149,7 @@ class OllamaBody(WithoutNulls):
     """Fields of both endpoints."""
 
     refused: ClassVar[RefusedFields] = OLLAMA
+    spelt: ClassVar[bool] = True
 
     model: Text
     logprobs: bool = False
@@ -335,18 +344,16 @@ class OllamaHandlers:
 
     async def tags(self, request: Request) -> Response:
         """``GET /api/tags``."""
-        created = _time_text(self.service.clock.wall_s())
-        return self.handlers.answers.json(
-            {"models": [_card(served) | {"modified_at": created} for served in self.service.models.listed]}
-        )
+        cards = [_card(served, await entry.facts()) for served, entry in self.service.models.listed]
+        return self.handlers.answers.json({"models": cards})
 
     async def ps(self, request: Request) -> Response:
         """``GET /api/ps``."""
         running = [
-            _card(served)
-            | {"size_vram": served.weight_bytes, "context_length": served.context_length}
-            | {"expires_at": self._expiry_text(served)}
-            for served in self.service.models.served
+            _card(entry.served, await entry.facts())
+            | {"size_vram": entry.served.weight_bytes, "context_length": entry.served.context_length}
+            | {"expires_at": self._expiry_text(entry.served)}
+            for entry in self.service.models.entries
         ]
         return self.handlers.answers.json({"models": running})
 
@@ -354,13 +361,14 @@ class OllamaHandlers:
         """``POST /api/show``."""
         body = await self._read(request, ShowBody)
         entry = self.service.models.get(body.model or body.name or "")
-        assets = await entry.assets()
+        assets, card = await entry.assets(), _card(entry.served, await entry.facts())
         return self.handlers.answers.json(
             {
                 "modelfile": "",
                 "parameters": "",
                 "template": assets.info().get("chat_template") or "",
-                "details": _card(entry.served)["details"],
+                "details": card["details"],
+                "modified_at": card["modified_at"],
                 "model_info": {
                     "general.architecture": "edgepipe",
                     "general.basename": entry.served.name,
@@ -419,7 +427,7 @@ class OllamaHandlers:
 
     def _expiry_text(self, served: ServedModel) -> str:
         left_s = self.service.keep_alives.left_s(served)
-        return _time_text(self.service.clock.wall_s() + left_s) if left_s < _MOST_LEFT_S else _FOREVER
+        return _time_text(round(self.service.clock.wall_s() + left_s)) if left_s < _MOST_LEFT_S else _FOREVER
 
     def _empty(self, body: OllamaBody, reason: str, *, chat: bool) -> Response:
         line: dict[str, Any] = {"model": body.model, "created_at": _time_text(self.service.clock.wall_s())}
@@ -433,19 +441,20 @@ class OllamaHandlers:
         return OllamaShape(prepared, self.service.clock, chat=chat)
 
 
-def _card(served: ServedModel) -> dict[str, Any]:
+def _card(served: ServedModel, facts: ModelFacts) -> dict[str, Any]:
     return {
         "name": served.name,
         "model": served.name,
         "size": served.weight_bytes,
         "digest": served.manifest_hash,
+        "modified_at": _time_text(int(facts.modified_s)),
         "details": {
             "parent_model": "",
-            "format": "safetensors",
-            "family": "edgepipe",
-            "families": ["edgepipe"],
-            "parameter_size": "",
-            "quantization_level": "",
+            "format": facts.format,
+            "family": facts.family,
+            "families": [facts.family],
+            "parameter_size": facts.parameters,
+            "quantization_level": facts.quantisation,
         },
     }
 

@@ -1,7 +1,8 @@
 """Fields of other servers' APIs that edgepipe does not use.
 
 The gateway refuses a field that would change the answer, unless its value has no effect. Other fields have no effect;
-``docs/reference.md`` lists them. The gateway ignores unknown fields, as OpenAI's clients expect.
+``docs/reference.md`` lists them. The gateway ignores unknown fields, as OpenAI's clients expect, but refuses those that
+are misspelt (``misspelt``).
 """
 
 from __future__ import annotations
@@ -42,8 +43,23 @@ SAMPLING: RefusedFields = {
 }
 """Sampling fields of llama.cpp, and of Ollama's options."""
 
+_CHAT_ONLY = "a conversation to /v1/chat/completions"
+
 GENERATION: RefusedFields = {
     **SAMPLING,
+    # other names of OpenAI's fields: Anthropic, Ollama, Transformers, the Responses API
+    "do_sample": Refused((True,), "temperature: 0"),
+    "format": Refused(("",), "response_format"),
+    "input": Refused((), "messages to /v1/chat/completions, or prompt to /v1/completions"),
+    "instructions": Refused(("",), "a turn of the role 'system' in messages"),
+    "max_length": Refused((), "max_tokens"),
+    "max_new_tokens": Refused((), "max_tokens"),
+    "max_output_tokens": Refused((), "max_tokens"),
+    "num_predict": Refused((), "max_tokens"),
+    "options": Refused(({},), "its fields beside messages, such as temperature and max_tokens"),
+    "raw": Refused((False,), "a prompt to /v1/completions"),
+    "stop_sequences": Refused(([],), "stop"),
+    "system": Refused(("",), "a turn of the role 'system' in messages"),
     # vLLM
     "allowed_token_ids": Refused(([],), "logit_bias"),
     "bad_words": Refused(([],), "logit_bias"),
@@ -59,7 +75,6 @@ GENERATION: RefusedFields = {
     "return_tokens_as_token_ids": Refused((False,), "return_token_ids"),
     "skip_special_tokens": Refused((True,)),
     "structural_tag": Refused(),
-    "thinking_token_budget": Refused(),
     "truncate_prompt_tokens": Refused(),
     "use_beam_search": Refused((False,)),
     "vllm_xargs": Refused(({},)),
@@ -111,7 +126,7 @@ CHAT: RefusedFields = {
     "functions": Refused(([],), "tools"),
     "modalities": Refused((["text"],)),
     "moderation": Refused(),
-    "verbosity": Refused(("medium",)),
+    "verbosity": Refused(("low", "medium", "high")),
     "web_search_options": Refused(),
     # vLLM, llama.cpp and others
     "echo": Refused((False,)),
@@ -120,12 +135,22 @@ CHAT: RefusedFields = {
     "prompt": Refused((), "messages"),
     "reasoning_format": Refused(("auto", "deepseek")),
     "suffix": Refused(("",)),
+    "max_thinking_tokens": Refused((), "thinking_token_budget"),
+    "think": Refused((), "enable_thinking"),
     "thinking_forced_open": Refused((False,)),
 }
 
 COMPLETION: RefusedFields = {
     **GENERATION,
-    "messages": Refused((), "a conversation to /v1/chat/completions"),
+    "chat_template_kwargs": Refused(({},), _CHAT_ONLY),
+    "enable_thinking": Refused((), _CHAT_ONLY),
+    "messages": Refused((), _CHAT_ONLY),
+    "reasoning": Refused((), _CHAT_ONLY),
+    "reasoning_effort": Refused((), _CHAT_ONLY),
+    "think": Refused((), _CHAT_ONLY),
+    "thinking": Refused((), _CHAT_ONLY),
+    "thinking_budget": Refused((), _CHAT_ONLY),
+    "thinking_token_budget": Refused((), _CHAT_ONLY),
     "prompt_embeds": Refused(),
     "suffix": Refused(("",)),
     "tool_choice": Refused(("none", "auto")),
@@ -134,8 +159,12 @@ COMPLETION: RefusedFields = {
 
 MESSAGE: RefusedFields = {
     "audio": Refused(),
+    "images": Refused(([],)),  # Ollama's name; models here read text only
     "prefix": Refused((False,)),  # the start of an answer, written by the client
 }
+
+REASONING: RefusedFields = {"exclude": Refused((False,))}
+"""In ``reasoning``."""
 
 OLLAMA: RefusedFields = {
     "context": Refused(([],), "messages to /api/chat"),
@@ -171,6 +200,7 @@ NO_EFFECT: Mapping[str, str] = {
     "safety_identifier": "edgepipe sends no reports about users",
     "shift": "edgepipe refuses a prompt that is too long and never cuts it",
     "spaces_between_special_tokens": "answers contain no special tokens",
+    "summary": "in reasoning: answers have the reasoning itself",
     "store": "edgepipe stores no requests",
     "strict": "in json_schema: schemas always bind answers",
     "timings_per_token": "/metrics has times",

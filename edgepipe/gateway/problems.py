@@ -39,9 +39,17 @@ class HttpProblem(Exception):
         return f"{self.status} {self.code}: {self.message}"
 
 
-def problem_response(problem: HttpProblem) -> JSONResponse:
-    """Build the response of a problem."""
-    return JSONResponse(problem.body(), status_code=problem.status, headers=dict(problem.headers))
+def problem_response(problem: HttpProblem, *, path: str) -> JSONResponse:
+    """Build the response of a problem in OpenAI's shape, or under ``/api/`` in Ollama's, which has a message only."""
+    body = {"error": _one_line(problem)} if path.startswith("/api/") else problem.body()
+    return JSONResponse(body, status_code=problem.status, headers=dict(problem.headers))
+
+
+def _one_line(problem: HttpProblem) -> str:
+    """Add the name of the invalid field to the message: Ollama's errors have no field for it."""
+    param = problem.param or ""
+    name = "format" if param.startswith("response_format") else param
+    return problem.message if name in problem.message else f"{name}: {problem.message}"
 
 
 def bad_request(message: str, *, param: str | None = None, code: str = "invalid_value") -> HttpProblem:

@@ -34,7 +34,7 @@ class RequestShare:
             except QueueFull as exc:
                 problem = from_error(exc)
                 problem.headers = {**problem.headers, "Connection": "close"}
-                await problem_response(problem)(scope, receive, send)
+                await problem_response(problem, path=scope["path"])(scope, receive, send)
                 return
             scope["state"]["memory"] = memory
             await self._app(scope, receive, send)

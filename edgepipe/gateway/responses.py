@@ -26,6 +26,7 @@ from edgepipe.gateway.json_pieces import (
     pieces,
 )
 from edgepipe.gateway.logprobs import Scored, TextLogprobs, chat_logprobs
+from edgepipe.gateway.model_facts import ModelFacts
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import RequestBody
 from edgepipe.gateway.text import Delta
@@ -51,12 +52,12 @@ def usage(prepared: PreparedCompletion) -> dict[str, Any]:
     }
 
 
-def model_card(served: ServedModel, *, created_s: int) -> dict[str, Any]:
+def model_card(served: ServedModel, facts: ModelFacts) -> dict[str, Any]:
     """Describe a model for ``/v1/models``."""
     return {
         "id": served.name,
         "object": "model",
-        "created": created_s,
+        "created": int(facts.modified_s),
         "owned_by": "edgepipe",
         "max_model_len": served.context_length,
     }

@@ -24,7 +24,17 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
 from edgepipe.gateway.content_parts import Content, LongText, with_reasoning
-from edgepipe.gateway.other_fields import CHAT, COMPLETION, GENERATION, MESSAGE, TOKENIZE, RefusedFields
+from edgepipe.gateway.misspelt import misspelt
+from edgepipe.gateway.other_fields import (
+    CHAT,
+    COMPLETION,
+    GENERATION,
+    MESSAGE,
+    NO_EFFECT,
+    REASONING,
+    TOKENIZE,
+    RefusedFields,
+)
 from edgepipe.gateway.problems import HttpProblem, bad_request
 
 MAX_CHOICES = 8
@@ -120,11 +130,12 @@ def misfit(field: str, message: str, *, kind: Literal["misfit", "unsupported"] =
 class Checked(BaseModel):
     """Base of bodies, without conversion of types. Refuses other servers' fields that would change the answer.
 
-    Ignores unknown fields, as OpenAI's clients expect.
+    Ignores unknown fields, as OpenAI's clients expect; ``spelt``: but no misspelt ones.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
     refused: ClassVar[RefusedFields] = {}
+    spelt: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -133,6 +144,10 @@ class Checked(BaseModel):
         for name, refused in cls.refused.items():
             if not refused.takes(given.get(name)):
                 raise misfit(name, refused.message(name), kind=_UNSUPPORTED)
+        known = {*cls.model_fields, *cls.refused, *NO_EFFECT} if cls.spelt else ()
+        named = [name for name, value in given.items() if value is not None]
+        if cls.spelt and (found := misspelt(named, known)) is not None:
+            raise misfit(found[0], f"'{found[0]}' is unknown; send {found[1]}", kind=_UNSUPPORTED)
         return cast("object", raw)
 
 
@@ -254,6 +269,7 @@ class RequestBody(Checked):
     """Fields of both endpoints."""
 
     refused: ClassVar[RefusedFields] = GENERATION
+    spelt: ClassVar[bool] = True
 
     model: Text | None = None
     stream: bool | None = None
@@ -342,7 +358,8 @@ class Message(Checked):
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and self.role in ("system", "developer", "user"):
+        is_result = self.tool_call_id is not None or self.name is not None  # which may be empty
+        if self.content is None and self.role != "assistant" and not (is_result and self.role in ("tool", "function")):
             raise misfit("content", f"content is required for role '{self.role}'")
         return self
 
@@ -379,6 +396,26 @@ Keywords = Annotated[dict[str, Any], Field(max_length=32), JsonSize(_MAX_KEYWORD
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_bounded)]
 
 
+Effort = Annotated[str, Field(max_length=32)]
+
+
+class Thinking(WithoutNulls):
+    """The field ``thinking`` of Anthropic's and GLM's clients."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: TokenLimitFromZero | None = None
+
+
+class ReasoningOptions(WithoutNulls):
+    """The field ``reasoning`` of OpenRouter's clients."""
+
+    refused: ClassVar[RefusedFields] = REASONING
+
+    enabled: bool | None = None
+    effort: Effort | None = None
+    max_tokens: TokenLimitFromZero | None = None
+
+
 class ChatBody(RequestBody):
     """``POST /v1/chat/completions``."""
 
@@ -391,8 +428,12 @@ class ChatBody(RequestBody):
     tools: RawTools | None = None
     tool_choice: RawToolChoice = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None  # as in chat_template_kwargs
+    thinking: Thinking | None = None  # the same in others' form, like the next field
+    reasoning: ReasoningOptions | None = None
+    thinking_token_budget: TokenLimitFromZero | None = None  # of reasoning, which is closed then
+    thinking_budget: TokenLimitFromZero | None = None  # Qwen's name of it
     chat_template_kwargs: Keywords | None = None
 
     @model_validator(mode="after")

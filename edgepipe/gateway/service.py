@@ -105,9 +105,7 @@ class Gateway:
             compiler=GrammarCompiler(self._grammar_trial.check),
             turns=answers.turns,
         )
-        status_handlers = StatusHandlers(
-            models=self._models, clock=clock, metrics=metrics, answers=answers, threads=service.threads
-        )
+        status_handlers = StatusHandlers(models=self._models, metrics=metrics, answers=answers, threads=service.threads)
         self._bodies = BodyReader(models=self._models, body_s=self._connections.limits.body_s)
         self.app: ASGIApp = make_app(
             service=service,

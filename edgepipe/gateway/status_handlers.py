@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from edgepipe import PROTOCOL_VERSION, __version__
-from edgepipe.clock import Clock
 from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.metrics import CONTENT_TYPE, Metrics
 from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.responses import model_card
+from edgepipe.gateway.sampling_choice import with_unsaid
 from edgepipe.model.user_turns import UserTurns
 
 
@@ -24,25 +25,24 @@ class StatusHandlers:
     """Handlers of the status endpoints."""
 
     models: ModelTable
-    clock: Clock
     metrics: Metrics
     answers: PiecedAnswers
     threads: UserTurns  # that write metrics
 
     async def list_models(self, request: Request) -> Response:
         """``GET /v1/models``."""
-        created_s = int(self.clock.wall_s())
-        return self.answers.json(
-            {"object": "list", "data": [model_card(served, created_s=created_s) for served in self.models.listed]}
-        )
+        cards = [model_card(served, await entry.facts()) for served, entry in self.models.listed]
+        return self.answers.json({"object": "list", "data": cards})
 
     async def one_model(self, request: Request) -> Response:
-        """``GET /v1/models/{id}``, with the model's default sampling parameters."""
+        """``GET /v1/models/{id}``, with what holds where a request does not say."""
+        if not request.path_params["id"]:
+            raise HTTPException(404)
         entry = self.models.get(request.path_params["id"])
-        sampling = (await entry.assets()).sampling
-        return JSONResponse(
-            {**model_card(entry.served, created_s=int(self.clock.wall_s())), "sampling": dict(sampling)}
-        )
+        sampling = with_unsaid((await entry.assets()).sampling)
+        keywords = dict(entry.served.template_keywords)
+        card = model_card(entry.served, await entry.facts())
+        return JSONResponse({**card, "sampling": sampling, "template_keywords": keywords})
 
     async def health(self, request: Request) -> Response:
         """``GET /health``: this process runs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, aclosing
@@ -19,6 +20,7 @@ from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.turns import Turns
 from edgepipe.safe_text import one_line
 
+_PROBE_S = 0.05  # from a client's end to the first comment that shows whether it has left; later ones come slower
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -75,24 +77,26 @@ class EventStream(Response):
         """Send events until they end or the client leaves. Raises an error that occurs before the first byte."""
         with self._place:
             async with aclosing(self._events):
-                await send_to_client(self._send_all(send), scope, receive, timeouts=self._timeouts)
+                half_closed: asyncio.Event = scope["state"]["connection"].half_closed
+                await send_to_client(self._send_all(send, half_closed), scope, receive, timeouts=self._timeouts)
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, half_closed: asyncio.Event) -> None:
         first = asyncio.ensure_future(anext(self._events, b""))
         try:
-            await asyncio.wait({first}, timeout=self._timeouts.hold_s)
+            # Without comments nothing shows whether a client has left, so such an answer begins with its first event.
+            await asyncio.wait({first}, timeout=self._timeouts.hold_s if self._heartbeat else None)
             if first.done():
                 first.result()  # raises its error
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send_parts(send, first)
+            await self._send_parts(send, first, half_closed)
         finally:
             if not first.done():
                 first.cancel()
                 await asyncio.wait({first})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_parts(self, send: Send, first: asyncio.Future[bytes]) -> None:
-        beating = asyncio.create_task(self._beat(send), name="heartbeat")
+    async def _send_parts(self, send: Send, first: asyncio.Future[bytes], half_closed: asyncio.Event) -> None:
+        beating = asyncio.create_task(self._beat(send, half_closed), name="heartbeat")
         try:
             for part in self._opening:
                 await self._send(send, part)
@@ -115,12 +119,17 @@ class EventStream(Response):
         await send_part(send, part, timeouts=self._timeouts)
         self._in_event = not ends
 
-    async def _beat(self, send: Send) -> None:
-        """Send comments while no other part was sent for a while."""
+    async def _beat(self, send: Send, half_closed: asyncio.Event) -> None:
+        """Send comments while no other part was sent for a while, and sooner to a client that may have left."""
         sent, silent_s, recovering, reading = self._sent, 0.0, False, ""
-        every_s = min(self._timeouts.recovering_s, self._timeouts.heartbeat_s)
+        every_s, probe_s = min(self._timeouts.recovering_s, self._timeouts.heartbeat_s), _PROBE_S
         while self._heartbeat:
-            await asyncio.sleep(every_s)
+            if half_closed.is_set():
+                await asyncio.sleep(min(probe_s, every_s))
+                probe_s *= 2
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(half_closed.wait(), every_s)
             news, silent_s = self._news(), silent_s + every_s if sent == self._sent else 0.0
             comment = b""
             if self._in_event:
@@ -131,7 +140,7 @@ class EventStream(Response):
                 comment = _comment(news.text)
             elif news.reading != reading and news.reading:
                 comment = _comment(f"reading {news.reading}")
-            elif silent_s >= self._timeouts.heartbeat_s:
+            elif silent_s >= self._timeouts.heartbeat_s or (half_closed.is_set() and silent_s):
                 comment = self._heartbeat
             recovering, reading, silent_s = news.recovering, news.reading, 0.0 if comment else silent_s
             try:

@@ -21,8 +21,15 @@ from edgepipe.gateway.leniency import Note
 from edgepipe.gateway.problems import HttpProblem, bad_request, from_error
 from edgepipe.gateway.tool_choice import NO_TOOLS, Tool, ToolChoice
 from edgepipe.sampling import GrammarSpec
-from edgepipe.sampling.grammar import lark_grammar, rule_of, unusable_schema
+from edgepipe.sampling.grammar import (
+    lark_grammar,
+    rule_of,
+    unusable_schema,
+    with_budget,
+    with_unique_keys,
+)
 from edgepipe.sampling.grammar_trial import GrammarTooHard
+from edgepipe.sampling.thought_budget import ThoughtBudget
 
 MAX_CACHED_GRAMMARS = 512  # known by their digests: all tools of several requests
 
@@ -69,21 +76,33 @@ async def plan_output(
     choice: ToolChoice = NO_TOOLS,
     chat: ChatFormat | None = None,
     in_reasoning: bool = False,
+    most_thoughts: int | None = None,
     compiler: GrammarCompiler,
     owner: str = "",
 ) -> OutputPlan:
     """Plan the output of a request. Raises HttpProblem (400) with the invalid field.
 
-    chat          format of a conversation's answer; None for a text that continues a prompt
-    in_reasoning  the prompt has opened the reasoning
-    owner         user whose grammar it is: those of several users are compiled in turns
+    chat           format of a conversation's answer; None for a text that continues a prompt
+    in_reasoning   the prompt has opened the reasoning
+    most_thoughts  tokens of reasoning, which is closed then; None: as many as the model likes
+    owner          user whose grammar it is: those of several users are compiled in turns
     """
     if choice.form.forced:
         form = None  # the answer is a call
-    grammar = _grammar(form, choice, chat, in_reasoning=in_reasoning)
+    budget = _budget(chat, most_thoughts, in_reasoning=in_reasoning)
+
+    def bound(choice: ToolChoice) -> GrammarSpec | None:
+        grammar = _grammar(form, choice, chat, in_reasoning=in_reasoning, bounds_thoughts=budget is not None)
+        if grammar is not None and budget is not None:
+            grammar = with_budget(grammar, budget)
+        if grammar is not None and form is not None and form.has_free_keys and not choice.functions:
+            grammar = _with_unique_keys(grammar, chat, in_reasoning=in_reasoning)
+        return grammar
+
+    grammar = bound(choice)
     if grammar is not None and (bad := await _bad_tools(grammar, form, choice, chat, compiler, owner)):
         choice = choice.opened(bad)
-        grammar = _grammar(form, choice, chat, in_reasoning=in_reasoning)
+        grammar = bound(choice)
         if grammar is not None:
             await _bad_tools(grammar, form, replace(choice, all_tools={}), chat, compiler, owner)
     answer: AnswerFormat | None = None
@@ -141,14 +160,45 @@ def _too_hard(error: GrammarTooHard, param: str) -> HttpProblem:
     return bad_request(text, param=param, code="invalid_schema")
 
 
+def _with_unique_keys(grammar: GrammarSpec, chat: ChatFormat | None, *, in_reasoning: bool) -> GrammarSpec:
+    """Return the grammar of a JSON answer whose objects have no key twice; unchanged if marks are around the JSON."""
+    if chat is not None and (chat.has_channels or chat.frames_content):
+        return grammar
+    if chat is None or chat.reasoning is None:
+        return with_unique_keys(grammar, opening="", closing="")
+    opening = "" if in_reasoning else chat.reasoning.opening
+    return with_unique_keys(grammar, opening=opening, closing=chat.reasoning.closing)
+
+
+def _budget(chat: ChatFormat | None, most_tokens: int | None, *, in_reasoning: bool) -> ThoughtBudget | None:
+    """Return the budget of an answer's reasoning. Raises HttpProblem if the model's form has none."""
+    if chat is None or most_tokens is None or not chat.reasons:
+        return None
+    if chat.reasoning is None:
+        raise bad_request(
+            "thinking_token_budget cannot bound reasoning in channels; send reasoning_effort",
+            param="thinking_token_budget",
+            code="unsupported_parameter",
+        )
+    opening = "" if in_reasoning else chat.reasoning.opening
+    return ThoughtBudget(most_tokens=most_tokens, opening=opening, closing=chat.reasoning.closing)
+
+
 def _grammar(
-    form: AnswerForm | None, choice: ToolChoice, chat: ChatFormat | None, *, in_reasoning: bool
+    form: AnswerForm | None,
+    choice: ToolChoice,
+    chat: ChatFormat | None,
+    *,
+    in_reasoning: bool,
+    bounds_thoughts: bool = False,
 ) -> GrammarSpec | None:
-    """Return the grammar of an answer: bound to a form, or with calls in it."""
-    if chat is None or (form is None and not choice.functions):
+    """Return the grammar of an answer: bound to a form, or with calls in it, or free after bounded reasoning."""
+    if chat is None or (form is None and not choice.functions and not bounds_thoughts):
         return form.grammar if form is not None else None
     try:
-        if form is None:
+        if form is None and not choice.functions:
+            rules = ["answer: PLAIN"]
+        elif form is None:
             rules = chat.call_rules(choice.functions, choice.form)
         elif not choice.functions and not chat.reasons:
             return form.grammar

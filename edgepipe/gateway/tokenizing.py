@@ -44,7 +44,8 @@ class TokenHandlers:
             ids = await self._encode(assets, body.prompt, special_tokens=special, param="prompt", owner=owner)
         else:
             chat = ChatBody(messages=body.messages or [], chat_template_kwargs=body.chat_template_kwargs)
-            text = await render_chat(assets, chat, choose_tools(body.tools), owner=owner)
+            choice, defaults = choose_tools(body.tools), entry.served.template_keywords
+            text = await render_chat(assets, chat, choice, owner=owner, defaults=defaults)
             special = bool(body.add_special_tokens)
             ids = await self._encode(assets, text, special_tokens=special, param="messages", owner=owner)
         texts = _token_texts(assets, ids[:MAX_TOKEN_STRINGS]) if body.return_token_strs else None

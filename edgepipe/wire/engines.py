@@ -46,6 +46,7 @@ class ServeSpec:
     block_size: int = default_if_empty(DEFAULT_BLOCK_SIZE)  # tokens per KV block, for as long as the model is served
     on_request: bool = False  # a request loaded it, and a request's keep_alive may stop it
     names: tuple[str, ...] = ()  # further names by which requests may ask for the model
+    template_keywords: str = ""  # JSON: of the chat template, where a request does not say; empty: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +123,7 @@ class EngineState:
     context_length: int = 0  # tokens, prompt and output
     address: str = ""  # HOST:PORT for gateways
     manifest_hash: str = ""
+    template_keywords: str = ""  # see ServeSpec
     message: str = ""  # current activity, for people
     progress: float = 0.0  # 0..1 while loading
     why: str = ""  # reason for this M, for people

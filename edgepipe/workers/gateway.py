@@ -32,7 +32,10 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
         ids=RandomIds(),
         new_seed=lambda: secrets.randbits(64),
         rules=AccessRules.of(
-            keys=settings.api_keys, key_on_loopback=settings.key_on_loopback, host_names=_names(settings)
+            keys=settings.api_keys,
+            key_on_loopback=settings.key_on_loopback,
+            host_names=_names(settings),
+            origins=settings.http_origins,
         ),
     )
     async with asyncio.TaskGroup() as links, asyncio.TaskGroup() as tasks:  # answers end before the links they come by

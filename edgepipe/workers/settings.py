@@ -33,6 +33,7 @@ class ChildSettings:
     link: str = ""  # stages and engines: the network to emulate; empty: the real one
     http_host: str = "127.0.0.1"  # gateways: address to listen on besides loopback
     http_names: tuple[str, ...] = ()  # gateways: more host names that clients may use
+    http_origins: tuple[str, ...] = ()  # gateways: web origins that may ask, see ``Origins``
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     key_on_loopback: bool = False
     backend: str = ""  # stages
@@ -52,7 +53,7 @@ class ChildSettings:
         """Decode the line of ``to_line``. Raises LocalProtocolError when a person started the module by hand."""
         try:
             values: dict[str, Any] = json.loads(line)
-            for name in ("ports", "http_names", "api_keys"):
+            for name in ("ports", "http_names", "http_origins", "api_keys"):
                 values[name] = tuple(values.get(name, ()))
             if profile := values.get("device_profile"):
                 for name in ("block_sizes", "kv_forms"):

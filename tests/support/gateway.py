@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from edgepipe.gateway.engine_link import LinkLimits
 from edgepipe.gateway.models import AssetLoader
 from edgepipe.gateway.service import Gateway, listen
 from edgepipe.security.mutual_tls import Plaintext
+from edgepipe.wire.nodes import ClusterView
 from tests.support.fake_engine import ByteAssets, FakeEngine, start_engine, view_of
 
 
@@ -83,9 +84,10 @@ async def serving(
     names: tuple[str, ...] = ("tiny",),
     load: AssetLoader = lambda path: ByteAssets(),
     clock: Clock | None = None,
+    change: Callable[[ClusterView], ClusterView] = lambda view: view,
     **more: Any,
 ) -> AsyncIterator[Served]:
-    """A gateway over ``engine``, asked through real HTTP on a free port."""
+    """A gateway over ``engine``, asked through real HTTP on a free port. ``change``: of what its daemon tells it."""
     server, address = await start_engine(engine)
     gateway = Gateway(
         node_id="node-1",
@@ -101,7 +103,7 @@ async def serving(
     sock = listen(host="127.0.0.1", port=0)
     base = f"http://127.0.0.1:{sock.getsockname()[1]}"
     tasks = [asyncio.create_task(gateway.run()), asyncio.create_task(gateway.serve(sock))]
-    gateway.update(view_of(*[address] * len(names), names=names))
+    gateway.update(change(view_of(*[address] * len(names), names=names)))
     try:
         async with httpx.AsyncClient(base_url=base, timeout=20, trust_env=False) as http:
             yield Served(http=http, engine=engine, gateway=gateway, address=address, server=server, answering=tasks[1])

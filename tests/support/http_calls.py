@@ -313,6 +313,10 @@ CHAT: Fields = {
     "parallel_tool_calls": _field(_SWITCH),
     "reasoning_effort": _field(_one_of("low", "high", "", None), "x" * 33),
     "enable_thinking": _field(_SWITCH),
+    "thinking": _field(_seldom({"type": "adaptive"}, {"type": "enabled", "budget_tokens": 3}), {"type": "x"}, True),
+    "reasoning": _field(_seldom({}, {"effort": "low"}, {"max_tokens": 3}), {"exclude": True}, {"enabled": 1}, "x"),
+    "thinking_budget": _field(_seldom(3, 0, -1), -2, "x"),
+    "thinking_token_budget": _field(_COUNT | _one_of(None, -1, 0), -2, *HUGE),
     "chat_template_kwargs": _field(
         _one_of(None, {}, {"enable_thinking": False}), {"messages": []}, {"x" * 70: 1}, {"tools": 1}
     ),

@@ -56,6 +56,7 @@ class ChildSettingsMaker:
             node_id=self._hello.node_id,
             http_host=config.http_host,
             http_names=config.http_names,
+            http_origins=config.http_origins,
             api_keys=self._http_keys.keys,
             key_on_loopback=self._http_keys.on_loopback,
             node_name=config.name,

@@ -127,6 +127,7 @@ class EngineHost:
             pipeline_id=request.pipeline_id,
             epoch=Epoch(0, EngineId("")),
             manifest_hash=request.spec.manifest_hash,
+            template_keywords=request.spec.template_keywords,
             state="recovering" if resuming else "starting",
             message="starting the engine",
         )

@@ -544,6 +544,7 @@ def _other_setting(request: ServeRequest, spec: ServeSpec) -> str:
         "--dtype": (asked.dtype, spec.dtype),
         "--kv": (asked.kv, spec.kv),
         "--experts-in-ram": (asked.experts_in_ram, spec.experts_in_ram or "none"),
+        "--template-keywords": (asked.template_keywords, spec.template_keywords or "none"),
         "--concurrency": (request.concurrency, spec.concurrency),
     }
     other = next(((flag, now) for flag, (wanted, now) in flags.items() if wanted not in (0, "", "auto", now)), None)

@@ -654,6 +654,7 @@ class ServeSpec(_message.Message):
     KV_FIELD_NUMBER: _builtins.int
     EXPERTS_IN_RAM_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
+    TEMPLATE_KEYWORDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     manifest_hash: _builtins.str
     micro_batches: _builtins.int
@@ -686,6 +687,8 @@ class ServeSpec(_message.Message):
     """form of the KV (edgepipe.model.facts); empty: the compute dtype"""
     experts_in_ram: _builtins.str
     """"auto", or a share such as "40%" (edgepipe.model.expert_places); empty: none"""
+    template_keywords: _builtins.str
+    """JSON: of the chat template, where a request does not say; empty: none"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePlacement]: ...
     @_builtins.property
@@ -720,10 +723,11 @@ class ServeSpec(_message.Message):
         kv: _builtins.str = ...,
         experts_in_ram: _builtins.str = ...,
         names: _abc.Iterable[_builtins.str] | None = ...,
+        template_keywords: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "concurrency", b"concurrency", "context_length", b"context_length", "dtype", b"dtype", "exclude", b"exclude", "experts_in_ram", b"experts_in_ram", "first", b"first", "fixed", b"fixed", "kv", b"kv", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "names", b"names", "num_nodes", b"num_nodes", "on_request", b"on_request", "policy", b"policy", "stages", b"stages", "throughput", b"throughput"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "concurrency", b"concurrency", "context_length", b"context_length", "dtype", b"dtype", "exclude", b"exclude", "experts_in_ram", b"experts_in_ram", "first", b"first", "fixed", b"fixed", "kv", b"kv", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "names", b"names", "num_nodes", b"num_nodes", "on_request", b"on_request", "policy", b"policy", "stages", b"stages", "template_keywords", b"template_keywords", "throughput", b"throughput"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -164,12 +164,43 @@ async def test_another_machine_needs_a_key_and_this_one_does_not() -> None:
         ("evil.example", 421),
         ("studio.local:80:80", 421),
         ("192.168.1.20:x", 421),
+        ("studio.local.", 200),
+        ("host.docker.internal", 421),
+        ("127.0.0.2", 421),
+        ("0.0.0.0", 421),
     ],
 )
 async def test_hosts_beyond_loopback(host: str, status: int) -> None:
     rules = AccessRules.of(keys=(KEY,), host_names=("Studio.local",))
     given = await _status(rules, client="192.168.1.30", host=host, authorization=f"Bearer {KEY}")
     assert given == status
+
+
+async def test_a_page_under_a_container_s_name_is_not_the_node_s_own() -> None:
+    """A network may resolve that name to an attacker's page first, and to this machine afterwards."""
+    host = "host.docker.internal:8117"
+    assert await _status(AccessRules(), client="127.0.0.1", host=host) == 200
+    assert await _status(AccessRules(), client="127.0.0.1", host=host, origin=f"http://{host}") == 403
+    allowed = AccessRules.of(origins=(f"http://{host}",))
+    assert await _status(allowed, client="127.0.0.1", host=host, origin=f"http://{host}") == 200
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("accept", ["text/html,*/*;q=0.8", "*/*"])
+@pytest.mark.parametrize("path", ["/docs", "/"])
+async def test_a_person_without_a_key_reads_where_it_is(locked: Served, path: str, accept: str) -> None:
+    page = await locked.http.get(path, headers={"accept": accept})
+    assert page.status_code == 401
+    assert page.headers["content-type"].startswith("text/plain")
+    assert "is in the file api-key of the node's data directory" in page.text
+    assert f"Authorization: Bearer KEY' http://127.0.0.1:{locked.port}{path}" in page.text
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_ollama_s_clients_read_a_refusal_in_their_form(locked: Served) -> None:
+    error = (await locked.http.post("/api/chat", json={})).json()["error"]
+    assert error.startswith("the request needs a key")
+    assert "api-key" in error
 
 
 async def test_a_header_cannot_claim_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

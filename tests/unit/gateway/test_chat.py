@@ -43,10 +43,9 @@ async def test_the_engine_gets_what_was_asked_for(served: Served) -> None:
     assert (list(submit.stop_token_ids), submit.ignore_eos) == ([9], True)
 
 
-async def test_a_request_without_a_seed_gets_one_and_openai_s_default_temperature(served: Served) -> None:
+async def test_a_request_without_a_seed_gets_one(served: Served) -> None:
     await served.chat()
     assert served.engine.submits[0].sampling.seed == 7
-    assert served.engine.submits[0].sampling.temperature == 1.0
 
 
 async def test_without_max_tokens_a_chat_may_fill_the_context(served: Served) -> None:

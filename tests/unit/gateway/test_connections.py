@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 
 import pytest
 
@@ -121,32 +122,76 @@ async def test_http_1_0_and_pipelined_requests_are_answered_in_order(served: Ser
     assert answer.endswith(b'{"status":"ok"}')
 
 
+def _post(text: bytes, *, head: bytes = HEAD) -> bytes:
+    return head + b"Content-Length: %d\r\n\r\n" % len(text) + text
+
+
+OLD_HEAD = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0")
+HEADS = {"1.1": HEAD, "close": HEAD + b"Connection: close\r\n", "1.0": OLD_HEAD}
+
+
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("stream", [b"true", b"false"])
-async def test_a_client_that_closes_its_half_gets_its_answer(stream: bytes) -> None:
+async def test_a_client_that_closes_its_half_gets_its_answer(head: str, stream: bytes) -> None:
     engine = FakeEngine(hold_after=0)
     async with serving(engine) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        text = b'{"prompt": "x", "stream": ' + stream + b"}"
-        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(text) + text)
+        writer.write(_post(b'{"prompt": "x", "stream": ' + stream + b"}", head=HEADS[head]))
         writer.write_eof()
         async with asyncio.timeout(10):
-            assert await reader.readline() == b"HTTP/1.1 102 Processing\r\n"
+            begun = await reader.readexactly(3 if head == "1.0" else 27)
+            assert begun == (b"HTT" if head == "1.0" else b"HTTP/1.1 102 Processing\r\n\r\n")
             engine.release.set()
-            answer = await reader.read()
+            answer = begun + await reader.read()
         writer.close()
-        assert b"HTTP/1.1 200 OK" in answer
+        assert answer.count(b"HTTP/1.1 200 OK\r\n") == 1
         assert b'"finish_reason":"length"' in answer
         assert not engine.cancels
 
 
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/api/chat"])
+async def test_a_client_that_closes_its_half_within_its_answer_gets_the_rest(path: bytes) -> None:
+    engine = FakeEngine(hold_after=4)
+    async with serving(engine) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        text = b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": true}'
+        writer.write(_post(text, head=HEAD.replace(b"/v1/completions", path)))
+        async with asyncio.timeout(10):
+            await reader.readuntil(b'"content":"T"')
+            writer.write_eof()
+            if path != b"/api/chat":
+                await reader.readuntil(b": still working\n")
+            engine.release.set()
+            rest = await reader.read()
+        writer.close()
+        assert rest.endswith(b"0\r\n\r\n")
+        assert not engine.cancels
+
+
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("sent", [b'{"prompt": "x"}', b'{"prompt": "x", "stream": true}'])
-async def test_a_client_that_leaves_before_its_answer_begins_ends_its_request(sent: bytes) -> None:
+async def test_a_client_that_leaves_before_its_answer_begins_ends_its_request(head: str, sent: bytes) -> None:
     engine = FakeEngine(hold_after=0)
     async with serving(engine) as served:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(sent) + sent)
+        writer.write(_post(sent, head=HEADS[head]))
         async with asyncio.timeout(10):
             await engine.submitted.wait()
+            writer.close()
+            await engine.cancelled.wait()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+async def test_a_client_that_leaves_within_its_answer_ends_its_request(reset: bool) -> None:
+    engine = FakeEngine(hold_after=4)
+    async with serving(engine) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(_post(b'{"prompt": "x", "stream": true}'))
+        async with asyncio.timeout(10):
+            await reader.readuntil(b'"text":"T"')
+            if reset:
+                linger = struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.close()
             await engine.cancelled.wait()
 

@@ -13,6 +13,7 @@ import pytest_asyncio
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from edgepipe.gateway.conversation import template_traits
 from edgepipe.gateway.ollama_handlers import OllamaChatBody, OllamaGenerateBody, Options, ShowBody, Turn
 from edgepipe.gateway.other_fields import NO_EFFECT
 from edgepipe.gateway.problems import HttpProblem
@@ -76,6 +77,10 @@ CHAT = SHARED | {
     "reasoning_effort": "low",
     "enable_thinking": False,
     "chat_template_kwargs": {"enable_thinking": False},
+    "thinking": {"type": "disabled"},
+    "reasoning": {"effort": "low"},
+    "thinking_token_budget": 5,
+    "thinking_budget": 5,
 }
 COMPLETION = SHARED | {"prompt": "ho", "echo": True, "logprobs": 2, "add_special_tokens": False}
 GENERATE: dict[str, Any] = {
@@ -249,7 +254,9 @@ DOCS = (Path(__file__).resolve().parents[3] / "docs" / "reference.md").read_text
 
 
 class TellingAssets(ByteAssets):
-    """Shows all that a template is given, and special tokens."""
+    """Shows all that a template is given, and special tokens; its model reasons."""
+
+    traits = template_traits("<think></think>")
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         return [*super().encode(text, special_tokens=False), *([END] if special_tokens else [])]

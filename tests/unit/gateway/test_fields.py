@@ -49,8 +49,32 @@ async def test_defaults_change_nothing(served: Served) -> None:
     )
     await served.chat(top_k=-1, user="somebody", metadata={"a": "b"}, store=False, **nothing)
     sampling = served.engine.submits[0].sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.logprobs) == (1.0, 0, 1.0, False)
+    assert (sampling.top_k, sampling.top_p, sampling.logprobs) == (0, 1.0, False)
     assert not sampling.grammar
+
+
+@pytest.mark.parametrize(
+    ("fields", "temperature", "min_p"),
+    [
+        ({}, 0.8, 0.05),
+        ({"top_p": 1, "top_k": 0}, 0.8, 0.05),
+        ({"min_p": 0}, 0.8, 0),
+        ({"temperature": 1}, 1, 0),
+        ({"temperature": 0}, 0, 0),
+        ({"top_p": 0.9}, 1, 0),
+        ({"top_k": 40}, 1, 0),
+        ({"min_p": 0.1}, 1, 0.1),
+    ],
+)
+async def test_the_least_likely_tokens_are_not_drawn_where_nobody_says_how(
+    served: Served, fields: dict[str, float], temperature: float, min_p: float
+) -> None:
+    for ask in (served.chat, served.complete):
+        await ask(**fields)
+        sampling = served.engine.submits[-1].sampling
+        assert (sampling.temperature, sampling.min_p) == (pytest.approx(temperature), pytest.approx(min_p))
+    shown = (await served.http.get("/v1/models/tiny")).json()["sampling"]
+    assert shown == {"temperature": 0.8, "min_p": 0.05}
 
 
 class Opinionated(ByteAssets):

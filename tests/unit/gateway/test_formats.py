@@ -588,11 +588,17 @@ def vocabulary() -> GrammarTokenizer:
 
 
 def takes(vocabulary: GrammarTokenizer, grammar: GrammarSpec | None, text: str) -> str:
-    """``ends``: the whole text and then the end; ``goes on``: the text, but no end yet; else where it is refused."""
+    """``ends``: the whole text and then the end; ``goes on``: the text, but no end yet; else where it is refused.
+
+    Spaces after commas and colons may be left out.
+    """
     assert grammar is not None
-    state = BuiltGrammar(vocabulary, grammar).state()
-    for place, byte in enumerate(text.encode()):
-        if not np.unpackbits(state.mask().view(np.uint8), bitorder="little")[byte]:
+    state, data = BuiltGrammar(vocabulary, grammar).state(), text.encode()
+    for place, byte in enumerate(data):
+        allowed = np.unpackbits(state.mask().view(np.uint8), bitorder="little")[byte]
+        if not allowed and data[max(0, place - 1) : place + 1] in (b", ", b": "):
+            continue
+        if not allowed:
             return f"refused after {text.encode()[:place].decode(errors='replace')!r}"
         state.take(byte)
     return "ends" if np.unpackbits(state.mask().view(np.uint8), bitorder="little")[EOS_TOKEN_ID] else "goes on"

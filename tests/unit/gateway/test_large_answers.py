@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import MutableMapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,7 +88,8 @@ async def _answer(served: Served, path: str, body: dict[str, Any], *, leaves_aft
 
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
-    scope |= {"headers": headers, "query_string": b"", "client": ("127.0.0.1", 1), "http_version": "1.1", "state": {}}
+    scope |= {"headers": headers, "query_string": b"", "client": ("127.0.0.1", 1), "http_version": "1.1"}
+    scope["state"] = {"connection": SimpleNamespace(half_closed=asyncio.Event())}
     async with asyncio.timeout(60):
         await served.gateway.app(scope, receive, send)
     return parts

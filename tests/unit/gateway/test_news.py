@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, MutableMapping
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 from edgepipe.cli.sse import ChatClient
@@ -51,7 +52,9 @@ async def sent_while(news: list[News], *, until: bytes) -> list[bytes]:
         news=lambda: news.pop(0) if len(news) > 1 else news[0],
     )
     async with asyncio.timeout(10):
-        await stream({"type": "http", "state": {}}, receive, send)
+        await stream(
+            {"type": "http", "state": {"connection": SimpleNamespace(half_closed=asyncio.Event())}}, receive, send
+        )
     return bodies
 
 

@@ -62,11 +62,17 @@ def vocabulary() -> GrammarTokenizer:
     )
 
 
-def takes(vocabulary: GrammarTokenizer, grammar: GrammarSpec | None, text: str) -> str:
-    """``ends``: the whole text and then the end; ``goes on``: the text, but no end yet; ``refuses`` otherwise."""
+def takes(vocabulary: GrammarTokenizer, grammar: GrammarSpec | None, text: str, *, exactly: bool = False) -> str:
+    """``ends``: the whole text and then the end; ``goes on``: the text, but no end yet; ``refuses`` otherwise.
+
+    Spaces after commas and colons may be left out, unless it is to take the text ``exactly``.
+    """
     assert grammar is not None
-    state = BuiltGrammar(vocabulary, grammar).state()
+    state, before = BuiltGrammar(vocabulary, grammar).state(), 0
     for byte in text.encode():
+        before, last = byte, before
+        if not exactly and byte == ord(" ") and last in b",:" and not _allowed(state)[byte]:
+            continue
         if not _allowed(state)[byte]:
             return "refuses"
         state.take(byte)
@@ -111,7 +117,9 @@ async def test_json_object_and_schema(vocabulary: GrammarTokenizer) -> None:
         await plan(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
     ).grammar
     assert takes(vocabulary, bound, '{"n": 12}') == "ends"
-    assert takes(vocabulary, bound, '{\n  "n": 12\n}') == "ends"
+    assert takes(vocabulary, bound, '{"n":12}', exactly=True) == "ends"
+    for spaced in ('{"n": 12}', '{ "n":12}', '{\n  "n":12\n}'):
+        assert takes(vocabulary, bound, spaced, exactly=True) == "refuses", "spaces and lines cost tokens"
     assert takes(vocabulary, bound, '{"n": "') == "refuses"
     assert takes(vocabulary, bound, "{}") == "refuses"
 
