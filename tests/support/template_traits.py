@@ -8,6 +8,8 @@ from edgepipe.model.conversations.learning_child import Renderer, learned
 from edgepipe.model.conversations.traits import ModelTraits
 from edgepipe.model.template_child import make_environment
 
+TURNS = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+"""The rest of a template that takes any conversation."""
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from edgepipe.gateway.conversation import template_traits
+from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.ollama_handlers import OllamaChatBody, OllamaGenerateBody, Options, ShowBody, Turn
 from edgepipe.gateway.other_fields import NO_EFFECT
 from edgepipe.gateway.problems import HttpProblem
@@ -29,6 +29,7 @@ from edgepipe.gateway.schema import (
 )
 from tests.support.fake_engine import END, ByteAssets, FakeEngine
 from tests.support.gateway import Served, serving
+from tests.support.template_traits import TURNS, traits_of
 
 USER = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": {"type": "string"}}}}}
@@ -256,7 +257,8 @@ DOCS = (Path(__file__).resolve().parents[3] / "docs" / "reference.md").read_text
 class TellingAssets(ByteAssets):
     """Shows all that a template is given, and special tokens; its model reasons."""
 
-    traits = template_traits("<think></think>")
+    traits = traits_of("<think></think>" + TURNS)
+    chat = detect_format("<think></think>")
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         return [*super().encode(text, special_tokens=False), *([END] if special_tokens else [])]

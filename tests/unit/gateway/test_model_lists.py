@@ -12,7 +12,7 @@ import pytest
 
 from edgepipe.cli.serve import serve_request
 from edgepipe.errors import ConfigInvalid
-from edgepipe.gateway.conversation import template_traits
+from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.model_facts import ModelFacts, read_facts
 from edgepipe.model.config import hf_config
 from edgepipe.model.store import ModelStore
@@ -24,6 +24,7 @@ from edgepipe.wire.v1 import engine_pb2, node_pb2
 from tests.support.fake_engine import ByteAssets, FakeEngine, view_of
 from tests.support.gateway import serving
 from tests.support.model_files import TOKENS, hf_values, random_tensors, source_folder, write_gguf
+from tests.support.template_traits import TURNS, traits_of
 
 PULLED_S = 1_700_000_123
 
@@ -86,7 +87,8 @@ def test_facts_of_a_folder_and_of_nothing(tmp_path: Path) -> None:
 class ThinkingAssets(ByteAssets):
     """A template that knows a switch of reasoning, and an effort."""
 
-    traits = template_traits("{{ enable_thinking }}{{ reasoning_effort }}")
+    traits = traits_of("{{ enable_thinking }}{{ reasoning_effort }}" + TURNS)
+    chat = detect_format("{{ enable_thinking }}{{ reasoning_effort }}")
 
 
 async def test_a_served_model_s_keywords_hold_where_a_request_does_not_say() -> None:
@@ -99,7 +101,7 @@ async def test_a_served_model_s_keywords_hold_where_a_request_does_not_say() -> 
 
         assert await prompt() == "[enable_thinking=False][reasoning_effort=low]"
         assert await prompt(enable_thinking=True) == "[enable_thinking=True][reasoning_effort=low]"
-        assert await prompt(reasoning={"effort": "high"}) == "[enable_thinking=False][reasoning_effort=high]"
+        assert await prompt(reasoning={"effort": "high"}) == "[enable_thinking=True][reasoning_effort=high]"
         assert (await served.http.get("/v1/models/tiny")).json()["template_keywords"] == {
             "enable_thinking": False,
             "reasoning_effort": "low",

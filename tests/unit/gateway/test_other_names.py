@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from edgepipe.gateway.conversation import template_traits
+from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.misspelt import misspelt
 from edgepipe.gateway.ollama_handlers import OllamaChatBody
 from edgepipe.gateway.problems import HttpProblem
@@ -16,6 +16,7 @@ from edgepipe.gateway.schema import ChatBody, CompletionBody, validate
 from edgepipe.sampling.thought_budget import split_budget
 from tests.support.fake_engine import ByteAssets, FakeEngine
 from tests.support.gateway import Served, serving
+from tests.support.template_traits import TURNS, traits_of
 
 USER = [{"role": "user", "content": "hi"}]
 THINKS = "{% if enable_thinking %}<think>{% endif %}</think>{{ reasoning_effort }}"
@@ -24,7 +25,8 @@ THINKS = "{% if enable_thinking %}<think>{% endif %}</think>{{ reasoning_effort 
 class ThinkingAssets(ByteAssets):
     """A template that knows a switch of reasoning."""
 
-    traits = template_traits(THINKS)
+    traits = traits_of(THINKS + TURNS)
+    chat = detect_format(THINKS)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

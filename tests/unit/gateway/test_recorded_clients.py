@@ -9,9 +9,10 @@ import pytest
 import pytest_asyncio
 
 from edgepipe.gateway.access import AccessRules
-from edgepipe.gateway.conversation import template_traits
+from edgepipe.gateway.formats.detect import detect_format
 from tests.support.fake_engine import ByteAssets, FakeEngine
 from tests.support.gateway import Served, serving
+from tests.support.template_traits import TURNS, traits_of
 
 USER: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 SYSTEM: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}]
@@ -119,7 +120,8 @@ REQUESTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
 class ThinkingAssets(ByteAssets):
     """A model that reasons."""
 
-    traits = template_traits("{% if enable_thinking %}<think>{% endif %}</think>{{ tools }}")
+    traits = traits_of("{% if enable_thinking %}<think>{% endif %}</think>{{ tools }}" + TURNS)
+    chat = detect_format("{% if enable_thinking %}<think>{% endif %}</think>{{ tools }}")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -212,7 +212,7 @@ async def test_whatever_a_client_sends_becomes_a_prompt_with_its_texts(
     assets = FamilyAssets(STRICT_TEMPLATES[name])
     fields = {"messages": turns, "reasoning_effort": effort}
     prompt = await render_chat(
-        assets, ChatBody.model_validate(fields), choose_tools([LOOK] if with_tools else []), owner=""
+        assets, ChatBody.model_validate(fields), choose_tools([LOOK] if with_tools else []), owner="", defaults={}
     )
     for turn in turns:
         text = turn["content"]

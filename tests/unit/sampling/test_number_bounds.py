@@ -98,7 +98,7 @@ def test_numbers_within_free_objects_end(vocabulary: GrammarTokenizer) -> None:
     form = answer_form(CompletionBody(prompt=["a"], response_format={"type": "json_object"}))
     assert form is not None
     state = BuiltGrammar(vocabulary, form.grammar).state()
-    for byte in b'{"a":[true,{"b": 12':
+    for byte in b'{"a":[true,{"b":12':
         state.take(byte)
     digits = 2
     while may_take(state, ord("5")) and digits < 100:
@@ -119,7 +119,7 @@ LONG = "12345678901234567890123456789"
         (bound_to({"type": "string", "pattern": "^[0-9]+$"}), f'"{LONG}"'),
         (bound_to({"type": "string", "pattern": "^[0-9]{29}$"}), f'"{LONG}"'),
         (bound_to({"type": "string", "pattern": "^[0-9]+,[0-9]+$"}), f'"{LONG},{LONG}"'),
-        (bound_to({"type": "object", "additionalProperties": {"type": "null"}}), f'{{"{LONG}": null}}'),
+        (bound_to({"type": "object", "additionalProperties": {"type": "null"}}), f'{{"{LONG}":null}}'),
         (regex_grammar("[0-9]+"), LONG),
     ],
 )
