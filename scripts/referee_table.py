@@ -34,7 +34,8 @@ class Line:
 
     family: str
     form: str
-    llama: Difference | None = None  # F32: of llama.cpp to transformers; else to its own result on the file's values
+    llama: Difference | None = None  # F32: of llama.cpp to transformers; else to its own result on the file's values;
+    # None: it is not asked, or cannot compute the file
     sides: Mapping[str, Difference] = field(default_factory=dict[str, Difference])
     refused: str = ""
 
@@ -46,7 +47,7 @@ class Line:
     def _keeps(self, side: Difference) -> bool:
         if self.form in FLOAT_FORMS:
             return side.largest <= FLOAT_BAR and side.other_tokens == 0
-        return self.llama is not None and side.kl <= max(self.llama.kl, _KL_NOISE)
+        return self.llama is None or side.kl <= max(self.llama.kl, _KL_NOISE)
 
     def text(self) -> str:
         """One line for people who wait."""
@@ -56,7 +57,8 @@ class Line:
         """The cells of the table."""
         if self.refused:
             return [self.family, self.form, self.refused.replace("\n", " ")[:160], "", "", "", "missed"]
-        shown = [self.llama.text() if self.llama else "", *(side.text() for side in self.sides.values())]
+        unable = "" if self.form == "folder" else "cannot compute it"
+        shown = [self.llama.text() if self.llama else unable, *(side.text() for side in self.sides.values())]
         return [self.family, self.form, *shown, "" if self.met else "missed"]
 
 
@@ -99,7 +101,7 @@ files of it. edgepipe computes the logits of 60 positions in float32 on a CPU: w
 two stages, one of torch and one of MLX.
 
 A cell has the largest difference relative to the largest logit, the mean KL divergence in nats, and how many of the
-60 positions have another most likely token, if any.
+60 positions have another most likely token, if any. llama.cpp stops with an error on some files: "cannot compute it".
 
 | form | compared with | bar |
 |---|---|---|
@@ -110,8 +112,12 @@ A cell has the largest difference relative to the largest logit, the mean KL div
 
 llama.cpp keeps its keys and values in float32 here, and computes GELU in float32: its table in float16 moves Gemma's
 logits by 1e-3. It rounds the bounds of YaRN, which gpt-oss's class in transformers does not; edgepipe computes what
-transformers computes. So the gpt-oss of this table has plain rotary positions. Weights are random in float32, those of
+transformers computes. So gpt-oss in this table has plain rotary positions. Weights are random in float32, those of
 the second table are exact in bf16.
+
+MLX has no groups of 16 weights, so Q6_K becomes 8 bits in groups of 32 there, also for the embedding of other forms.
+Its error is about that of llama.cpp's 8-bit activations, and may be the larger one where it moves a token to another
+expert.
 
 {table}
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from edgepipe.model.weights import open_weights
 EXACT = 1e-4  # of the largest logit
 ROUNDED = {"llama-q4_k_m": 0.03}  # a group's scale and offset are rounded once; llama.cpp's own products differ by 0.06
 NUM_TOKENS = 24
+Maker = Callable[[BackendOptions], Backend]
 _OPTIONS = BackendOptions(device="cpu", dtype="float32", activation_type=ActivationType.FLOAT32, threads=1)
 
 
@@ -31,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("llama_cpp")
 
 
-def ring(file: LlamaCppFile, *backends: type[Backend]) -> Pipeline:
+def ring(file: LlamaCppFile, *backends: Maker) -> Pipeline:
     return Pipeline.build([kind(_OPTIONS) for kind in backends], open_weights(file.path), num_blocks=8)
 
 
@@ -41,7 +43,7 @@ def logits_of(pipeline: Pipeline, file: LlamaCppFile) -> Logits:
 
 @pytest.mark.parametrize("backend", [TorchBackend, MlxBackend])
 @pytest.mark.parametrize("name", NAMES)
-def test_all_positions_are_as_llama_cpp_computes_them(folder: Path, name: str, backend: type[Backend]) -> None:
+def test_all_positions_are_as_llama_cpp_computes_them(folder: Path, name: str, backend: Maker) -> None:
     file = llama_cpp_file(name, folder)
     pipeline = ring(file, backend)
     found = logits_of(pipeline, file)
