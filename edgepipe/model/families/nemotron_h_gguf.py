@@ -7,7 +7,7 @@ from math import inf
 
 from edgepipe.model.families.reading import Decoder, GgufShape, unsupported
 from edgepipe.model.families.recurrent import gguf_attention, gguf_mamba2, layers_with, own_layers
-from edgepipe.model.layer_spec import Dense, Experts, LayerSpec
+from edgepipe.model.layer_spec import Dense, Experts, LayerSpec, Norm
 from edgepipe.model.shape_limits import MAX_INTERMEDIATE
 
 LEAST_STEP = 0.001
@@ -30,7 +30,17 @@ def from_gguf(shape: GgufShape) -> Decoder:
         raise shape.fields.fail(
             f"{shape.arch}.block_count", f"layer {kinds.index('')} has no tensor that says its kind"
         )
-    return Decoder(layers=tuple(specs[kind] for kind in kinds), norm=shape.norm(), tied_embeddings=shape.tied)
+    return Decoder(layers=tuple(specs[kind] for kind in kinds), norm=_norm(shape), tied_embeddings=shape.tied)
+
+
+def _norm(shape: GgufShape) -> Norm:
+    """Return the RMSNorm. Its epsilon has the other norm's key where ``config.json`` has only ``layer_norm_epsilon``.
+
+    llama.cpp reads both keys too. Raises ModelInvalid.
+    """
+    keys = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+    key = next((key for key in keys if shape.fields.has(f"{shape.arch}.{key}")), keys[0])
+    return Norm(eps=shape.number(key, low=0.0, high=0.1))
 
 
 def _gguf_dense(shape: GgufShape) -> Dense:
