@@ -29,7 +29,7 @@ from edgepipe.cluster.trust_keeper import MAX_PIECE_STATEMENTS
 from edgepipe.config import Timeouts
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, PairingRejected, PeerClosed, RemoteProtocolError
 from edgepipe.ids import NodeId
-from edgepipe.link.channels import make_channel, translated
+from edgepipe.link.channels import make_channel, translated, was_refused
 from edgepipe.security.mutual_tls import Context, Credentials, Security
 from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.codec import from_wire, to_wire
@@ -238,7 +238,7 @@ class Heartbeats:
             try:
                 await self._converse(address)
             except ConnectTimeout as error:
-                if "refused" in error.fact:
+                if was_refused(error):
                     self._perform(self._membership.on_refused(address, now=self._clock.monotonic_s()))
                 logger.debug("dial failed address=%s: %s", address, error)
             except PeerClosed as error:

@@ -34,6 +34,7 @@ from edgepipe.wire.common import Hello, check_hello, epoch_from_wire, hello_from
 from edgepipe.wire.nodes import ClusterStatus
 from edgepipe.wire.serving import (
     KeepCopyRequest,
+    ProfileLinksReply,
     RebalanceRequest,
     ServeRecord,
     ServeRequest,
@@ -254,10 +255,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Measure the links from here to other nodes."""
         self._admit(request)
         wanted = list(request.node_ids)
-        links = (
-            self._links.known(wanted) if request.known_only else await self._links.measure(wanted, fresh=request.fresh)
-        )
-        return pb.ProfileLinksReply(links=[to_wire(link, pb.LinkProfile) for link in links])
+        if request.known_only:
+            return to_wire(ProfileLinksReply(links=tuple(self._links.known(wanted))), pb.ProfileLinksReply)
+        return to_wire(await self._links.measure(wanted, fresh=request.fresh), pb.ProfileLinksReply)
 
     def _other(self, hello: common_pb2.Hello) -> str:
         """Return the caller's node for ``Models.adopt``: empty for this one."""

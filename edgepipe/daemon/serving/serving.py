@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing
 from dataclasses import replace
@@ -117,14 +117,14 @@ class Serving:
         if waited_for := self._starting():
             yield ServeEvent(message=f"waiting for the device of {', '.join(waited_for)}")
             await self._devices_started()
-        shut: dict[str, ConnectTimeout] = {}  # the reason by id, for nodes that cannot be used
+        shut: dict[str, EdgepipeError] = {}  # the reason by id, for nodes that cannot be used
         while True:
             try:
                 async with aclosing(self._serve_anew(request, model, context, shut)) as events:
                     async for event in events:
                         yield event
                 return
-            except ConnectTimeout as error:
+            except (ConnectTimeout, NodeUnreachable) as error:
                 node = self._named(error.node)
                 if request.plan or node is None or node.node_id in shut:
                     raise
@@ -141,19 +141,23 @@ class Serving:
             await self._peers.start_engine(node.node_id, request)
 
     async def _serve_anew(
-        self, request: ServeRequest, model: LocalModel, context: int, shut: Mapping[str, ConnectTimeout]
+        self, request: ServeRequest, model: LocalModel, context: int, shut: dict[str, EdgepipeError]
     ) -> AsyncGenerator[ServeEvent]:
-        """Serve on nodes outside ``shut``. Raises the first error of ``shut`` if the others allow no placement."""
+        """Serve on nodes outside ``shut``, and add nodes that others do not reach.
+
+        Raises the first error of ``shut`` if the others allow no placement.
+        """
         pipeline_id, engine_node = PipelineId(self._ids.new("pipeline")), ""
         ready = False
         try:
             if not request.plan:
                 yield ServeEvent(message="measuring devices and links")
             try:
-                spec, engine_node = await self._spec(request, model, context, exclude=tuple(shut))
+                told = len(shut)
+                spec, engine_node = await self._spec(request, model, context, shut)
             except (NoFeasiblePlacement, PlanInvalid) as error:
                 raise next(iter(shut.values()), error) from None
-            newest = [_left_out(error) for error in shut.values()][-1:]
+            newest = [_left_out(error) for error in list(shut.values())[max(0, told - 1) :]]
             lacking = [f"{reason}: it is left out" for reason in self._lacking(model, spec.kv)]
             yield ServeEvent(message=f"{model.name}: {self._describe(spec)}", note="\n".join([*lacking, *newest]))
             record = self._book.ask(pipeline_id, spec, engine_node=engine_node)
@@ -293,9 +297,9 @@ class Serving:
                         return
 
     async def _spec(
-        self, request: ServeRequest, model: LocalModel, context: int, *, exclude: tuple[str, ...] = ()
+        self, request: ServeRequest, model: LocalModel, context: int, shut: dict[str, EdgepipeError]
     ) -> tuple[ServeSpec, str]:
-        """Choose what to serve and the engine's node, without the node ids in ``exclude``."""
+        """Choose what to serve and the engine's node, without the nodes in ``shut``."""
         options = request.options
         check_has_experts(options.experts_in_ram, model.config)
         nodes = self._peers.nodes()
@@ -307,7 +311,7 @@ class Serving:
                 placed = place_with_shares(need, rooms, request.plan, options.experts_in_ram)
                 engine_node = placed[0].node_id
             else:
-                found = await self._planned(request, model, context, exclude)
+                found = await self._planned(request, model, context, shut)
                 placed, engine_node = found.placed, found.engine
         except (NoFeasiblePlacement, PlanInvalid) as error:
             error.fact = "; ".join([error.fact, *self._lacking(model, options.kv)])
@@ -340,10 +344,19 @@ class Serving:
         )
         return spec, engine_node
 
-    async def _planned(self, request: ServeRequest, model: LocalModel, context: int, exclude: tuple[str, ...]) -> Plan:
-        """Find the best placement that the request allows. Raises like ``plan``."""
+    async def _planned(
+        self, request: ServeRequest, model: LocalModel, context: int, shut: dict[str, EdgepipeError]
+    ) -> Plan:
+        """Find the best placement that the request allows; add nodes that others do not reach to ``shut``.
+
+        Raises like ``plan``.
+        """
         kv = request.options.kv
-        cluster = cluster_of(await self._surveyor.survey(model, request.options.dtype, kv=kv), kv=kv)
+        survey = await self._surveyor.survey(model, request.options.dtype, kv=kv)
+        for machine in survey.machines:
+            if machine.obstacle is not None:
+                shut.setdefault(machine.node_id, machine.obstacle)
+        cluster = cluster_of(survey, kv=kv)
         asked = ServeSpec(
             model=model.name,
             context_length=context,
@@ -354,7 +367,7 @@ class Serving:
         demand = demand_of(model.config, asked, weights=model.weights, must_keep_tokens=must_keep_tokens)
         constraints = Constraints(
             num_nodes=request.num_nodes,
-            exclude=(*request.exclude, *exclude),
+            exclude=(*request.exclude, *shut),
             first=request.first,
             experts_in_ram=request.options.experts_in_ram,
         )
@@ -408,7 +421,7 @@ class Serving:
             logger.info("not stopped pipeline=%s: %s", pipeline_id, error)
 
 
-def _left_out(error: ConnectTimeout) -> str:
+def _left_out(error: EdgepipeError) -> str:
     return f"{error.node} is left out: {error.what} ({error.fact}). {error.next_step}"
 
 

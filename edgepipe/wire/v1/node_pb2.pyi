@@ -2740,16 +2740,22 @@ class ProfileLinksReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LINKS_FIELD_NUMBER: _builtins.int
+    UNREACHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkProfile]: ...
+    @_builtins.property
+    def unreached(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """node ids of receivers to which no new connection could be made"""
+
     def __init__(
         self,
         *,
         links: _abc.Iterable[Global___LinkProfile] | None = ...,
+        unreached: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "unreached", b"unreached"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2845,6 +2851,7 @@ class SurveyedMachine(_message.Message):
     SHARES_HOST_MEMORY_FIELD_NUMBER: _builtins.int
     LAYER_FIELD_NUMBER: _builtins.int
     RAM_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    OBSTACLE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     name: _builtins.str
     free_bytes: _builtins.int
@@ -2862,6 +2869,10 @@ class SurveyedMachine(_message.Message):
     def layer(self) -> Global___LayerProfile:
         """absent: not measured"""
 
+    @_builtins.property
+    def obstacle(self) -> _common_pb2.Error:
+        """why other nodes do not reach it; absent: they do"""
+
     def __init__(
         self,
         *,
@@ -2874,10 +2885,11 @@ class SurveyedMachine(_message.Message):
         shares_host_memory: _builtins.bool = ...,
         layer: Global___LayerProfile | None = ...,
         ram_free_bytes: _builtins.int = ...,
+        obstacle: _common_pb2.Error | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "layer", b"layer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "layer", b"layer", "obstacle", b"obstacle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "free_bytes", b"free_bytes", "layer", b"layer", "name", b"name", "node_id", b"node_id", "ram_free_bytes", b"ram_free_bytes", "shares_host_memory", b"shares_host_memory", "taken_bytes", b"taken_bytes", "value_bytes", b"value_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "free_bytes", b"free_bytes", "layer", b"layer", "name", b"name", "node_id", b"node_id", "obstacle", b"obstacle", "ram_free_bytes", b"ram_free_bytes", "shares_host_memory", b"shares_host_memory", "taken_bytes", b"taken_bytes", "value_bytes", b"value_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
