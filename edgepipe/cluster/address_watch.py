@@ -1,4 +1,4 @@
-"""Detects that the machine no longer has the address that its node listens on. PURE."""
+"""Detects that the address that a node listens on no longer leads to other machines. PURE."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ class AddressWatch:
         self._away = 0
 
     def moved(self, *, wanted: str, available: set[str]) -> bool:
-        """Return whether to listen on ``wanted`` instead: the own address is gone, or the node started without network.
+        """Return whether to listen on ``wanted`` instead: the own address is gone or its cable is out, or the node
+        started without a network, or with IPv6 only and ``wanted`` is IPv4.
 
-        Without a network there is nowhere to move to: the node then stays and waits for one.
+        ``available``: the addresses of this machine that have a cable or a radio network. Without a network there is
+        nowhere to move to: the node then stays and waits for one.
         """
-        stale = self._host not in available or ipaddress.ip_address(self._host).is_loopback
-        useful = wanted != self._host and not ipaddress.ip_address(wanted).is_loopback
+        own, other = ipaddress.ip_address(self._host), ipaddress.ip_address(wanted)
+        stale = self._host not in available or own.is_loopback or own.version > other.version
+        useful = wanted != self._host and not other.is_loopback
         self._away = self._away + 1 if stale and useful else 0
         return self._away >= _LOOKS

@@ -201,7 +201,8 @@ class NodeDaemon:
                 wanted = self._wanted_address(available)
             except (ConfigInvalid, OSError):
                 continue  # the named interface is away, or the system cannot tell now
-            if watch.moved(wanted=wanted, available={interface.address for interface in available}):
+            live = {interface.address for interface in available if interface.carrier}
+            if watch.moved(wanted=wanted, available=live):
                 logger.warning("this machine's address is now %s, no longer %s: the node moves", wanted, host)
                 self._begin_anew()
                 return

@@ -35,3 +35,18 @@ def test_a_node_that_began_without_a_network_moves_to_the_first_one() -> None:
 def test_a_node_that_was_told_to_keep_to_loopback_does() -> None:
     watch = AddressWatch(LOOPBACK)
     assert not any(watch.moved(wanted=LOOPBACK, available={LOOPBACK, NEW}) for _ in range(3))
+
+
+def test_a_cable_that_is_out_moves_a_node_to_the_other_network() -> None:
+    """The address is still there, but it is not among those with a link."""
+    watch = AddressWatch(OLD)
+    assert not watch.moved(wanted="10.91.0.1", available={"10.91.0.1", LOOPBACK})
+    assert watch.moved(wanted="10.91.0.1", available={"10.91.0.1", LOOPBACK})
+
+
+def test_a_node_that_began_with_ipv6_only_moves_to_ipv4_and_never_back() -> None:
+    watch = AddressWatch("fd00:77::11")
+    assert not watch.moved(wanted=NEW, available={"fd00:77::11", NEW})
+    assert watch.moved(wanted=NEW, available={"fd00:77::11", NEW})
+    watch = AddressWatch(OLD)
+    assert not any(watch.moved(wanted="fd00:77::11", available={OLD, "fd00:77::11"}) for _ in range(3))
