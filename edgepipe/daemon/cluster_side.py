@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from edgepipe.cluster.address_watch import MemberContact
 from edgepipe.cluster.discovery import Announcement, Discovery
 from edgepipe.cluster.heartbeats import Heartbeats
 from edgepipe.cluster.membership import MemberChanged, Membership, MembershipLimits, MemberStatus
@@ -128,6 +129,21 @@ class NodePresence:
     def known_addresses(self) -> dict[str, str]:
         """Return the members' present or last addresses, by node id."""
         return {**self._remembered.all(), self._basis.node_id: self._basis.address}
+
+    def contacts(self) -> list[MemberContact]:
+        """Return the members that answer, with where, and whether they reach this node."""
+        return [
+            MemberContact(
+                host=member.node.address.rpartition(":")[0].strip("[]"),
+                reaches_us=self.heartbeats.is_called_by(member.node.node_id),
+            )
+            for member in self.membership.reachable()
+        ]
+
+    async def listen_on(self, addresses: list[str]) -> None:
+        """Also hear nodes that announce themselves in the networks of these addresses of this machine."""
+        if self._discovery is not None:
+            await self._discovery.listen_on(addresses)
 
     def discovery_problem(self) -> str:
         """Return why mDNS finds no node; empty if it works."""
