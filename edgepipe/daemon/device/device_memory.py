@@ -109,7 +109,8 @@ class DeviceMemory:
         The running stage's reservation then lasts until ``release_before``. Otherwise nothing changes.
         """
         pipeline_id, ledger = request.pipeline_id, self._ledger
-        in_ram = request.ram_percent or (self._ram is not None and pipeline_id in self._ram.held)
+        held = self._ram.held.get(pipeline_id) if self._ram is not None else None
+        in_ram = request.ram_percent or (held is not None and held.num_bytes)
         if ledger is None or in_ram or pipeline_id not in ledger.held or _before(pipeline_id) in ledger.held:
             return False
         ledger.rename(pipeline_id, _before(pipeline_id))
