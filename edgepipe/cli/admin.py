@@ -135,10 +135,10 @@ class Admin:
             async for event in self._stub.Replicate(request, timeout=_COPY_S):
                 yield from_wire(event, ReplicateEvent)
 
-    async def shut_down(self) -> None:
-        """Ask the node to stop; the node answers first."""
+    async def shut_down(self) -> str:
+        """Ask the node to stop; the node answers first. Return what becomes of its work; empty if it has none."""
         with translated(_PEER):
-            await self._stub.Shutdown(pb.ShutdownRequest(hello=self._hello), timeout=_RPC_S)
+            return (await self._stub.Shutdown(pb.ShutdownRequest(hello=self._hello), timeout=_RPC_S)).note
 
     async def invite(self, commands: AsyncIterator[InviteCommand]) -> AsyncIterator[InviteEvent]:
         """Open a pairing window; it lasts until the caller stops reading. Raises the error that ends it early."""

@@ -96,7 +96,7 @@ class NodeDaemon:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._build(tasks)
-                servers.register(self._presence, self._hosting, shut_down=self.stop, begin_anew=self._begin_anew)
+                servers.register(self._presence, self._hosting, shut_down=self._shut_down, begin_anew=self._begin_anew)
                 try:
                     await self._work(tasks, servers)
                 finally:
@@ -111,6 +111,12 @@ class NodeDaemon:
             self._leaving.stop()
         else:
             self.stopping.set()
+
+    async def _shut_down(self) -> str:
+        """Begin to stop. Return what becomes of this node's work, for the person who stops it."""
+        note = await self._leaving.outlook() if self._leaving is not None else ""
+        self.stop()
+        return note
 
     def will_sleep(self) -> None:
         """Prepare for sleep: the system announces that the machine is about to sleep."""
@@ -186,7 +192,9 @@ class NodeDaemon:
         self._presence.introductions.greet(child)
 
     def _tell_leaving(self, state: NodeState) -> NodeState:
-        return replace(state, sleeps_soon=self._leaving is not None and self._leaving.sleeps_soon)
+        if self._leaving is None:
+            return state
+        return replace(state, sleeps_soon=self._leaving.sleeps_soon, leaving=self._leaving.winding_down)
 
     async def _follow_networks(self) -> None:
         presence = self._presence

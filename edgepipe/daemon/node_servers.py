@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from edgepipe.cluster.reported_states import MAX_BEAT_BYTES  # no other message to a daemon is larger
 from edgepipe.daemon.cluster_side import NodePresence
@@ -37,7 +37,7 @@ class NodeServers:
         presence: NodePresence,
         hosting: NodeHosting,
         *,
-        shut_down: Callable[[], None],
+        shut_down: Callable[[], Awaitable[str]],
         begin_anew: Callable[[], None],
     ) -> None:
         """Connect services with the node's parts. ``shut_down`` ends the node, ``begin_anew`` restarts it."""

@@ -339,14 +339,16 @@ class AdminService(node_pb2_grpc.AdminServicer):
         serving: Serving,
         status: Callable[[], ClusterStatus],
         logs: LogTail,
-        shut_down: Callable[[], None],
+        shut_down: Callable[[], Awaitable[str]],
         refresh_models: Callable[[], Awaitable[None]],
         guests: Guests,
         drain: Drain,
         replication: Replication,
         spread: Callable[[], Awaitable[None]],
     ) -> None:
-        """``spread`` returns when the other nodes know this node's newest state, or after a short limit."""
+        """``shut_down`` begins to stop the node and returns what becomes of its work.
+
+        ``spread`` returns when the other nodes know this node's newest state, or after a short limit."""
         self._serving = serving
         self._status = status
         self._logs = logs
@@ -396,8 +398,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
     async def Shutdown(self, request: pb.ShutdownRequest, context: Any) -> pb.ShutdownReply:
         """Stop this node in order; the answer comes before. Accept any version: after an upgrade the new command line
         stops the old node."""
-        self._shut_down()
-        return pb.ShutdownReply()
+        return pb.ShutdownReply(note=await self._shut_down())
 
     async def Logs(self, request: pb.LogsRequest, context: Any) -> AsyncIterator[pb.LogLine]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield lines of the node's log."""
