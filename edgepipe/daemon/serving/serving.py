@@ -16,8 +16,9 @@ from edgepipe.daemon.device.memory import modest_kv_bytes
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.serving.capacity import cannot_keep, placement_need, rooms_of, stages_of
-from edgepipe.daemon.serving.replanning import DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCES, demand_of
+from edgepipe.daemon.serving.replanning import DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCES
 from edgepipe.daemon.serving.serve_book import ServeBook
+from edgepipe.daemon.serving.serve_planner import ServePlanner
 from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import (
     AccessDenied,
@@ -38,7 +39,6 @@ from edgepipe.model.names import matching_names
 from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.expert_shares import place_with_shares, rooms_as_placed
 from edgepipe.planner.placement import NodeRoom, Placed
-from edgepipe.planner.plan import Constraints, Plan, plan
 from edgepipe.wire.engines import EngineState, ServeSpec
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import (
@@ -51,7 +51,6 @@ from edgepipe.wire.serving import (
     StartEngineRequest,
     SurveyReply,
 )
-from edgepipe.wire.surveys import cluster_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +84,7 @@ class Serving:
         self._refused = refused
         self._surveyor = surveyor
         self._tasks = tasks
+        self._planner = ServePlanner(surveyor)
 
     def engines(self) -> list[tuple[NodeState, EngineState]]:
         """Return every engine of the cluster with its node."""
@@ -154,12 +154,15 @@ class Serving:
                 yield ServeEvent(message="measuring devices and links")
             try:
                 told = len(shut)
-                spec, engine_node = await self._spec(request, model, context, shut)
+                changes: list[str] = []
+                spec, engine_node = await self._spec(request, model, context, shut, changes)
             except (NoFeasiblePlacement, PlanInvalid) as error:
                 raise next(iter(shut.values()), error) from None
             newest = [_left_out(error) for error in list(shut.values())[max(0, told - 1) :]]
             lacking = [f"{reason}: it is left out" for reason in self._lacking(model, spec.kv)]
-            yield ServeEvent(message=f"{model.name}: {self._describe(spec)}", note="\n".join([*lacking, *newest]))
+            yield ServeEvent(
+                message=f"{model.name}: {self._describe(spec)}", note="\n".join([*lacking, *newest, *changes])
+            )
             record = self._book.ask(pipeline_id, spec, engine_node=engine_node)
             await self._peers.start_engine(engine_node, self._start_request(pipeline_id, spec, record))
             async for event in self._follow(engine_node, pipeline_id):
@@ -206,7 +209,7 @@ class Serving:
         model = await self._models.resolve(name)
         if self._starting():
             await self._devices_started()
-        return await self._surveyor.survey(model, dtype, kv=kv, fresh=fresh)
+        return await self._planner.survey(model, dtype, kv, fresh=fresh)
 
     async def measure_links(self) -> list[LinkProfile]:
         """Measure every directed link between nodes. Raises LinkNotMeasured."""
@@ -297,9 +300,17 @@ class Serving:
                         return
 
     async def _spec(
-        self, request: ServeRequest, model: LocalModel, context: int, shut: dict[str, EdgepipeError]
+        self,
+        request: ServeRequest,
+        model: LocalModel,
+        context: int,
+        shut: dict[str, EdgepipeError],
+        changes: list[str],
     ) -> tuple[ServeSpec, str]:
-        """Choose what to serve and the engine's node, without the nodes in ``shut``."""
+        """Choose what to serve and the engine's node, without the nodes in ``shut``.
+
+        ``changes`` gets a sentence if a plan of the last minutes no longer holds.
+        """
         options = request.options
         check_has_experts(options.experts_in_ram, model.config)
         nodes = self._peers.nodes()
@@ -311,7 +322,7 @@ class Serving:
                 placed = place_with_shares(need, rooms, request.plan, options.experts_in_ram)
                 engine_node = placed[0].node_id
             else:
-                found = await self._planned(request, model, context, shut)
+                found = await self._planner.plan(request, model, context, shut, changes)
                 placed, engine_node = found.placed, found.engine
         except (NoFeasiblePlacement, PlanInvalid) as error:
             error.fact = "; ".join([error.fact, *self._lacking(model, options.kv)])
@@ -343,35 +354,6 @@ class Serving:
             block_size=common_block_size(profile for profile in profiles if profile is not None),
         )
         return spec, engine_node
-
-    async def _planned(
-        self, request: ServeRequest, model: LocalModel, context: int, shut: dict[str, EdgepipeError]
-    ) -> Plan:
-        """Find the best placement that the request allows; add nodes that others do not reach to ``shut``.
-
-        Raises like ``plan``.
-        """
-        kv = request.options.kv
-        survey = await self._surveyor.survey(model, request.options.dtype, kv=kv)
-        for machine in survey.machines:
-            if machine.obstacle is not None:
-                shut.setdefault(machine.node_id, machine.obstacle)
-        cluster = cluster_of(survey, kv=kv)
-        asked = ServeSpec(
-            model=model.name,
-            context_length=context,
-            throughput=request.throughput,
-            concurrency=request.concurrency,
-        )
-        must_keep_tokens = context if request.must_keep_context else 0
-        demand = demand_of(model.config, asked, weights=model.weights, must_keep_tokens=must_keep_tokens)
-        constraints = Constraints(
-            num_nodes=request.num_nodes,
-            exclude=(*request.exclude, *shut),
-            first=request.first,
-            experts_in_ram=request.options.experts_in_ram,
-        )
-        return await asyncio.to_thread(plan, demand, cluster.machines, cluster.links, constraints, explain=False)
 
     def _describe(self, spec: ServeSpec) -> str:
         """Describe a placement: ``layers 0-14 on gamer, 15-29 on mac``."""

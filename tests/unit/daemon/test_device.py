@@ -349,6 +349,9 @@ async def test_what_was_measured_beside_other_work_is_measured_again_and_the_sho
         assert first.measured_ms
         for child in host.processes.started:
             child.layer_factor = 3.0
+        same = await host.host.profile_layer(UNLESS_KNOWN)
+        assert same == first, "what is served a moment after a plan has the plan's figures"
+        monkeypatch.setattr(layer_measuring, "_SAME_S", -1.0)  # a minute later
         again = await host.host.profile_layer(UNLESS_KNOWN)
         assert (again.busy, again.decode) == (True, first.decode), "other programs make steps longer only"
         quiet = await host.host.profile_layer(UNLESS_KNOWN)
