@@ -61,7 +61,7 @@ class Interface:
     name: str
     address: str
     prefix: int = 24  # bits of its network
-    members: tuple[BridgeMember, ...] | None = None  # of a bridge; None: it is none
+    members: tuple[BridgeMember, ...] | None = None  # of a bridge; None: no bridge
     carrier: bool = True  # False: the cable is out, or no radio network is joined
 
     @property

@@ -122,7 +122,7 @@ class LayerMeasuring:
 def _age_s(profile: LayerProfile) -> float:
     """Return the seconds since a measurement; infinite for one in the future, after the clock was set."""
     age_s = time.time() - profile.measured_ms / 1e3
-    return age_s if age_s >= 0 else float("inf")
+    return max(0.0, age_s) if age_s > -1.0 else float("inf")  # the time is kept in whole milliseconds
 
 
 def _step_s(profile: LayerProfile) -> float:
