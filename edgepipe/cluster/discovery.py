@@ -15,6 +15,7 @@ from zeroconf import IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from edgepipe import PROTOCOL_VERSION, __version__
+from edgepipe.addresses import with_port
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Announcement:
     @property
     def address(self) -> str:
         """HOST:PORT of its daemon."""
-        return f"{self.host}:{self.port}"
+        return with_port(self.host, self.port)
 
 
 class Discovery:
@@ -175,7 +176,7 @@ class Discovery:
 
 def read_announcement(info: AsyncServiceInfo) -> Announcement | None:
     """Parse the announcement in a DNS-SD record; None unless every field is well-formed."""
-    hosts = info.parsed_addresses(IPVersion.V4Only)
+    hosts = info.parsed_addresses(IPVersion.V4Only) or info.parsed_addresses(IPVersion.V6Only)
     texts = read_texts(info.properties)
     if not hosts or not info.port or texts is None:
         return None

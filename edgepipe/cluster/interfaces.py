@@ -142,6 +142,13 @@ def link_local6(name: str) -> LinkLocal | None:
     return None
 
 
+def link_locals6() -> list[str]:
+    """Return this machine's link-local addresses of IPv6 on networks to other machines."""
+    adapters = [adapter for adapter in ifaddr.get_adapters() if not adapter.nice_name.startswith(_SKIPPED)]
+    found = [str(ip.ip[0]) for adapter in adapters for ip in adapter.ips if not ip.is_IPv4]
+    return [address for address in found if address.startswith("fe80")]
+
+
 def choose_address(*, interface: str, available: list[Interface], routed: str) -> str:
     """Return the address to listen on: the named interface's, else the routed one, else loopback.
 

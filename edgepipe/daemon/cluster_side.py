@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from edgepipe.addresses import host_and_port
 from edgepipe.cluster.address_watch import MemberContact
 from edgepipe.cluster.discovery import Announcement, Discovery
 from edgepipe.cluster.heartbeats import Heartbeats
@@ -134,7 +135,7 @@ class NodePresence:
         """Return the members that answer, with where, and whether they reach this node."""
         return [
             MemberContact(
-                host=member.node.address.rpartition(":")[0].strip("[]"),
+                host=host_and_port(member.node.address)[0],
                 reaches_us=self.heartbeats.is_called_by(member.node.node_id),
             )
             for member in self.membership.reachable()
@@ -160,7 +161,7 @@ class NodePresence:
         await asyncio.gather(*(child.knows_peers() for child in self._basis.children.running("engine")))
 
     def _announcement(self) -> Announcement:
-        host, _, port = self._basis.address.rpartition(":")
+        host, port = host_and_port(self._basis.address)
         return Announcement(
             cluster_id=self._basis.hello.cluster_id,
             cluster_name=self._basis.hello.cluster_name,

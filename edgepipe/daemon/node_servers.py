@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from edgepipe.addresses import with_port
 from edgepipe.cluster.reported_states import MAX_BEAT_BYTES  # no other message to a daemon is larger
 from edgepipe.daemon.cluster_side import NodePresence
 from edgepipe.daemon.context import NodeBasis
@@ -30,7 +31,7 @@ class NodeServers:
         self._unix_server = make_unix_server(str(basis.data_dir.socket), keepalive=keepalive)
         self._logs = LogTail()
         port = bind(self._server, basis.security, host=basis.host, port=basis.config.port)
-        self.address = f"{basis.host}:{port}"
+        self.address = with_port(basis.host, port)
 
     def register(
         self,

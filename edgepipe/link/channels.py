@@ -12,6 +12,7 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 
+from edgepipe.addresses import with_port
 from edgepipe.errors import (
     AccessDenied,
     CapacityError,
@@ -115,7 +116,7 @@ def make_server(
 def bind(server: grpc.aio.Server, security: Security, *, host: str, port: int) -> int:
     """Listen on a TCP port (0: any free one) and return it. Raises PortInUse."""
     credentials = security.server_credentials()
-    address = f"{host}:{port}"
+    address = with_port(host, port)
     try:
         if credentials is None:
             bound = server.add_insecure_port(address)

@@ -68,6 +68,7 @@ class NetworkFacts:
     speed_bits_per_s: float  # of the interface; 0: unknown
     mtu_bytes: int  # 0: unknown
     ignored: tuple[str, ...] = ()  # interfaces of containers and tunnels
+    link_local: str = ""  # an address of IPv6 that needs a scope, on a machine that has no other; empty: none
     dead: tuple[str, ...] = ()  # names and addresses of interfaces without a cable or a radio network
     wsl: bool = False
     mac: bool = False
@@ -97,6 +98,16 @@ def firewall_remedy(firewall: str, address: str, ports: Ports) -> str:
 
 def network_findings(facts: NetworkFacts, ports: Ports) -> list[Finding]:
     """Check the interface, WSL2, the MTU and this machine's firewall."""
+    if not facts.address and facts.link_local:
+        return [
+            Finding(
+                id="network.interface",
+                level=Level.PROBLEM,
+                what="this machine has no address that other machines can use",
+                fact=f"only {facts.link_local}, which is valid on one link; edgepipe needs IPv4, or IPv6 from a router",
+                remedy="switch on DHCP in the router; or give this network addresses of IPv6 that begin with fd",
+            )
+        ]
     if not facts.address:
         return [
             Finding(

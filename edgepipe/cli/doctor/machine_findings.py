@@ -114,7 +114,7 @@ def _has_nvrtc(torch: ModuleSpec) -> bool:
 
 def network_facts(config: Config) -> NetworkFacts:
     """Read this machine's network facts from its operating system."""
-    from edgepipe.cluster.interfaces import interfaces, is_wireless, lan_interfaces, routed_address
+    from edgepipe.cluster.interfaces import interfaces, is_wireless, lan_interfaces, link_locals6, routed_address
 
     available = interfaces()
     usable = lan_interfaces(available, routed=routed_address())
@@ -131,6 +131,7 @@ def network_facts(config: Config) -> NetworkFacts:
         speed_bits_per_s=max(0, _number(Path(f"/sys/class/net/{name}/speed"))) * 1e6 if name else 0,
         mtu_bytes=max(0, _number(Path(f"/sys/class/net/{name}/mtu"))) if name else 0,
         ignored=ignored,
+        link_local="" if chosen else next(iter(link_locals6()), ""),
         dead=tuple(f"{interface.name} {interface.address}" for interface in usable if not interface.carrier),
         wsl="microsoft" in release and bool(chosen) and chosen.address.startswith("172."),
         mac=sys.platform == "darwin",

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
+from edgepipe.addresses import with_port
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.config import Timeouts
 from edgepipe.daemon.device.device_memory import DeviceMemory, as_loaded
@@ -419,7 +420,7 @@ class DeviceHost:
             wanted=-(-request.kv_tokens // block_size),
         )
         return Prepared(
-            address=f"{child.settings.host}:{child.port}",
+            address=with_port(child.settings.host, child.port),
             max_blocks=most_blocks or 1,
             kv_block_bytes=loaded.kv_block_bytes,
             window_block_bytes=loaded.window_block_bytes,

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
+from edgepipe.addresses import host_and_port
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile
 from edgepipe.daemon.device.memory import modest_kv_bytes
 from edgepipe.daemon.files.models import LocalModel, Models
@@ -178,7 +179,7 @@ class Serving:
 
     async def _no_way_to(self, engine: EngineState, node_id: str) -> ConnectTimeout | None:
         """Return why this node's gateway cannot send requests to a ready engine; None if it can."""
-        host, _, port = engine.address.rpartition(":")
+        host, port = host_and_port(engine.address)
         try:
             async with asyncio.timeout(_CONNECT_S):
                 _, writer = await asyncio.open_connection(host, int(port))
