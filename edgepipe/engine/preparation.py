@@ -190,7 +190,7 @@ class Preparation:
         name, address = self._nodes.name(node_id), self._nodes.address(node_id)
         error = from_rpc_error(exc, peer=f"node {name}")
         if isinstance(error, ConnectTimeout) and not was_refused(error):
-            source = self._nodes.name(self._hello.node_id)
+            source = self._nodes.name(NodeId(self._hello.node_id))
             return shut_port(source, name, address=address, node_address=address)
         if isinstance(error, LinkError):
             error = NodeUnreachable(

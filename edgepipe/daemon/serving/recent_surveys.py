@@ -62,7 +62,7 @@ def _changes(before: SurveyReply, now: SurveyReply) -> Iterator[str]:
         else:
             yield from _machine_changes(machine, other)
     rates = {(link.sender, link.receiver): link.bytes_per_s for link in now.links}
-    names = {machine.node_id: machine.name for machine in now.machines}
+    names: dict[str, str] = {machine.node_id: machine.name for machine in now.machines}
     for link in before.links:
         rate = rates.get((link.sender, link.receiver), 0.0)
         if rate and link.bytes_per_s > _MUCH * rate and link.sender in names and link.receiver in names:

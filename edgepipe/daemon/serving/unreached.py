@@ -17,7 +17,7 @@ def left_out(unreached: Collection[Way], *, own: NodeId) -> dict[NodeId, Way]:
     the others, those with the most failed ways go first, and of these those that others do not reach.
     """
     chosen: dict[NodeId, Way] = {}
-    rest = sorted(set(unreached))
+    rest: list[Way] = sorted(set(unreached))
     while rest:
         touching = Counter(node for way in rest for node in set(way))
         missed = Counter(receiver for _, receiver in rest)

@@ -175,11 +175,11 @@ class Host:
             while not wanted():  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
-    async def beside(self, **request: int) -> asyncio.Task[Prepared]:
+    async def beside(self, *, weight_bytes: int = 0) -> asyncio.Task[Prepared]:
         """Begin to load other layers of the pipeline in the spare, which does not finish."""
         await self.until(lambda: len(self.spares()) == 1)
         self.spares()[0].loads = False
-        preparing = asyncio.create_task(self.prepare(counter=2, num_layers=1, **request))
+        preparing = asyncio.create_task(self.prepare(counter=2, num_layers=1, weight_bytes=weight_bytes))
         await self.until(lambda: self.state() == "loading")
         return preparing
 
