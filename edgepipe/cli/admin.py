@@ -97,7 +97,7 @@ class Admin:
     async def survey(self, model: str, *, dtype: str, kv: str = "", fresh: bool = False) -> SurveyReply:
         """Return a model's shape, devices and links for a plan. The nodes measure what they have not measured yet.
 
-        Raises ModelUnknown, LinkNotMeasured.
+        Raises ModelUnknown.
         """
         request = pb.SurveyRequest(hello=self._hello, model=model, dtype=dtype, fresh=fresh, kv=kv)
         with translated(_PEER):
@@ -105,7 +105,7 @@ class Admin:
         return from_wire(reply, SurveyReply)
 
     async def measure_links(self) -> list[LinkProfile]:
-        """Measure every directed link between nodes; takes some seconds. Raises LinkNotMeasured."""
+        """Measure every directed link between nodes; takes some seconds."""
         with translated(_PEER):
             reply = await self._stub.MeasureLinks(pb.MeasureLinksRequest(hello=self._hello), timeout=_SURVEY_S)
         return [from_wire(link, LinkProfile) for link in reply.links]

@@ -14,7 +14,7 @@ from edgepipe_emulated import emulated_model_config
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.store import ModelStore
 from tests.support.lan import Finished, LanHost, LanLab
-from tests.support.nodes import Nodes, idle
+from tests.support.nodes import Node, Nodes, idle
 
 pytestmark = [
     pytest.mark.lan,
@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("nft") is None, reason="nft makes the firewall"),
 ]
 PORT = 7117
+REMEDY = f"let TCP ports {PORT}-{PORT + 16} through the firewall of attic"
 
 
 @pytest.fixture
@@ -52,7 +53,8 @@ async def edgepipe(host: LanHost, *args: str) -> Finished:
     return await host.run([sys.executable, "-P", "-m", "edgepipe.cli", *args], timeout_s=60)
 
 
-async def test_a_member_behind_a_firewall_is_left_out_while_its_old_connection_lives(nodes: Nodes, lan: LanLab) -> None:
+async def behind_a_firewall(nodes: Nodes, lan: LanLab, *, planned_before: bool = False) -> Node:
+    """The node of a machine that has the whole model, beside one that takes no new connections any more."""
     source = nodes.folder / "tiny"
     write_model_folder(source, emulated_model_config(num_layers=6))
     ModelStore(nodes.folder / "gamer" / "models").pull(str(source))
@@ -60,19 +62,37 @@ async def test_a_member_behind_a_firewall_is_left_out_while_its_old_connection_l
         *(nodes.start(host.name, host=host, port=PORT, backend_options="time_factor=1") for host in lan.hosts)
     )
     await asyncio.gather(*(node.until(lambda status: idle(status, 2)) for node in (gamer, attic)))
+    if planned_before:
+        async with gamer.admin() as admin:
+            assert len((await admin.survey("tiny", dtype="auto")).links) == 4, "two links and two hosts"
     await refuse_new_connections(lan.host("attic"))
-    data_dir = str(gamer.data_dir)
-    served = await edgepipe(lan.host("gamer"), "serve", "tiny", "--data-dir", data_dir)
+    return gamer
+
+
+async def test_a_member_behind_a_firewall_is_left_out_while_its_old_connection_lives(nodes: Nodes, lan: LanLab) -> None:
+    gamer = await behind_a_firewall(nodes, lan)
+    served = await edgepipe(lan.host("gamer"), "serve", "tiny", "--data-dir", str(gamer.data_dir))
     assert served.exit_code == 0, served
     assert "tiny is ready: layers 0-5 on gamer" in served.stdout
     assert "attic is left out: gamer does not reach attic" in served.stderr
-    assert f"let TCP ports {PORT}-{PORT + 16} through the firewall of attic" in served.stderr
-    await gamer.stop_model()
-    await gamer.until(lambda status: idle(status, 2))
-    planned = await edgepipe(lan.host("gamer"), "plan", "tiny", "--data-dir", data_dir)
-    assert planned.exit_code == 0, planned
-    assert f"let TCP ports {PORT}-{PORT + 16} through the firewall of attic" in " ".join(planned.stdout.split())
-    named = await edgepipe(lan.host("gamer"), "serve", "tiny", "--plan", "gamer:0-2,attic:3-5", "--data-dir", data_dir)
-    assert named.exit_code == 3, named
-    assert f"let TCP ports {PORT}-{PORT + 16} through the firewall of attic" in named.stderr
-    assert "ipv4:" not in named.stderr, "words of gRPC"
+    assert REMEDY in served.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("planned_before", [True, False])
+async def test_plans_and_a_placement_by_hand_name_the_ports_of_the_member_behind_a_firewall(
+    nodes: Nodes, lan: LanLab, planned_before: bool
+) -> None:
+    """Also when the link was measured before the firewall was shut."""
+    gamer = await behind_a_firewall(nodes, lan, planned_before=planned_before)
+    folder = ("--data-dir", str(gamer.data_dir))
+    if not planned_before:
+        planned = await edgepipe(lan.host("gamer"), "plan", "tiny", *folder)
+        assert planned.exit_code == 0, planned
+        assert REMEDY in " ".join(planned.stdout.split())
+    for wish in (("--plan", "gamer:0-2,attic:3-5"), ("--nodes", "2")):
+        named = await edgepipe(lan.host("gamer"), "serve", "tiny", *wish, *folder)
+        assert named.exit_code == 3, named
+        assert REMEDY in named.stderr
+        assert "ipv4:" not in named.stderr, "words of gRPC"
+        await gamer.until(lambda status: idle(status, 2))

@@ -206,14 +206,14 @@ class Serving:
         return next((node for node in self._peers.nodes() if name and node.name == name), None)
 
     async def survey(self, name: str, dtype: str, *, kv: str = "", fresh: bool = False) -> SurveyReply:
-        """Measure the inputs of a model's plan. Raises ModelUnknown, LinkNotMeasured."""
+        """Measure the inputs of a model's plan. Raises ModelUnknown."""
         model = await self._models.resolve(name)
         if self._starting():
             await self._devices_started()
         return await self._planner.survey(model, dtype, kv, fresh=fresh)
 
     async def measure_links(self) -> list[LinkProfile]:
-        """Measure every directed link between nodes. Raises LinkNotMeasured."""
+        """Measure every directed link between nodes; leave out links that carry nothing."""
         return await self._surveyor.links()
 
     async def _rebalance(self, node_id: str, engine: EngineState, request: ServeRequest) -> AsyncGenerator[ServeEvent]:
