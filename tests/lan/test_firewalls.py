@@ -90,9 +90,9 @@ async def test_plans_and_a_placement_by_hand_name_the_ports_of_the_member_behind
         planned = await edgepipe(lan.host("gamer"), "plan", "tiny", *folder)
         assert planned.exit_code == 0, planned
         assert REMEDY in " ".join(planned.stdout.split())
-    for wish in (("--plan", "gamer:0-2,attic:3-5"), ("--nodes", "2")):
+    for wish in (("--plan", "gamer:0-2,attic:3-5"), ("--nodes", "2", "--first", "gamer")):
         named = await edgepipe(lan.host("gamer"), "serve", "tiny", *wish, *folder)
         assert named.exit_code == 3, named
-        assert REMEDY in named.stderr
+        assert REMEDY in named.stderr, named
         assert "ipv4:" not in named.stderr, "words of gRPC"
         await gamer.until(lambda status: idle(status, 2))
