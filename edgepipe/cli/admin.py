@@ -97,7 +97,7 @@ class Admin:
     async def survey(self, model: str, *, dtype: str, kv: str = "", fresh: bool = False) -> SurveyReply:
         """Return a model's shape, devices and links for a plan. The nodes measure what they have not measured yet.
 
-        Raises ModelUnknown, LinkNotMeasured.
+        Raises ModelUnknown.
         """
         request = pb.SurveyRequest(hello=self._hello, model=model, dtype=dtype, fresh=fresh, kv=kv)
         with translated(_PEER):
@@ -105,7 +105,7 @@ class Admin:
         return from_wire(reply, SurveyReply)
 
     async def measure_links(self) -> list[LinkProfile]:
-        """Measure every directed link between nodes; takes some seconds. Raises LinkNotMeasured."""
+        """Measure every directed link between nodes; takes some seconds."""
         with translated(_PEER):
             reply = await self._stub.MeasureLinks(pb.MeasureLinksRequest(hello=self._hello), timeout=_SURVEY_S)
         return [from_wire(link, LinkProfile) for link in reply.links]
@@ -135,10 +135,10 @@ class Admin:
             async for event in self._stub.Replicate(request, timeout=_COPY_S):
                 yield from_wire(event, ReplicateEvent)
 
-    async def shut_down(self) -> None:
-        """Ask the node to stop; the node answers first."""
+    async def shut_down(self) -> str:
+        """Ask the node to stop; the node answers first. Return what becomes of its work; empty if it has none."""
         with translated(_PEER):
-            await self._stub.Shutdown(pb.ShutdownRequest(hello=self._hello), timeout=_RPC_S)
+            return (await self._stub.Shutdown(pb.ShutdownRequest(hello=self._hello), timeout=_RPC_S)).note
 
     async def invite(self, commands: AsyncIterator[InviteCommand]) -> AsyncIterator[InviteEvent]:
         """Open a pairing window; it lasts until the caller stops reading. Raises the error that ends it early."""

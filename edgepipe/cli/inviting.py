@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 
+from edgepipe.addresses import host_and_port
 from edgepipe.cli.admin import connect
 from edgepipe.cli.output import as_dict, print_json, say
 from edgepipe.errors import ConfigInvalid
@@ -76,12 +77,12 @@ def show(event: InviteEvent, start: InviteStart) -> None:
 
 
 def _show_code(opened: InviteOpened, *, long_string: bool) -> None:
-    host, _, port = opened.address.rpartition(":")
+    host, _ = host_and_port(opened.address)
     valid = f"{opened.valid_s // 60}:{opened.valid_s % 60:02}"
     if long_string:
         print(f"join string, valid {valid}, for one machine:\n\n  edgepipe node join {opened.code}\n", flush=True)
     else:
-        where = host if opened.usual_port else f"{host}:{port}"
+        where = host if opened.usual_port else opened.address
         print(f"pairing code:  {opened.code}        valid {valid}, for one machine", flush=True)
         print(f"  on the other machine:   edgepipe node join {opened.code}", flush=True)
         print(f"  not found there?        edgepipe node join --host {where} {opened.code}", flush=True)

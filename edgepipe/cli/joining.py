@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgepipe.addresses import host_maybe_port, with_port
 from edgepipe.cli.admin import connect, no_node, status_if_running
 from edgepipe.cli.output import say
 from edgepipe.daemon.machine.data_dir import DataDir
@@ -65,7 +66,8 @@ async def find_inviting(listen_s: float) -> tuple[str, int]:
         raise ConfigInvalid(
             f"{len(inviting)} nodes are inviting",
             fact=_found_text(inviting),
-            next_step=f"name one: edgepipe node join --host {inviting[0].host}:{inviting[0].pairing_port} CODE",
+            next_step="name one: edgepipe node join --host "
+            f"{with_port(inviting[0].host, inviting[0].pairing_port)} CODE",
         )
     if found:
         raise NoPeersFound(
@@ -144,8 +146,8 @@ def _say_waiting(host_name: str) -> None:
 
 def split_host(host: str) -> tuple[str, int]:
     """Split ``HOST`` or ``HOST:PORT``; port 0: the default port. Raises ConfigInvalid."""
-    name, colon, port = host.partition(":")
-    if not colon:
+    name, port = host_maybe_port(host)
+    if not port and not host.endswith(":"):
         return name, 0
     if not (name and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigInvalid(

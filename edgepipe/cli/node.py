@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ import typer
 from edgepipe.cli.node_process import start_in_background
 from edgepipe.cli.options import DataDir, ModelsDir, data_dir_of, given_flags
 from edgepipe.cli.output import print_json
-from edgepipe.errors import ClusterError, EdgepipeError
+from edgepipe.errors import ClusterError, EdgepipeError, NodeUnreachable
 from edgepipe.telemetry.log import show_held_lines
 
 if TYPE_CHECKING:
@@ -267,10 +268,17 @@ def join(
 
 @app.command()
 def stop(data_dir: DataDir = None) -> None:
-    """Stop this machine's node. Others take over its work if they can; a second 'node stop' does not wait."""
+    """Stop this machine's node. Others take over its work if they can; a second 'node stop' or ^C does not wait."""
     folder = data_dir_of(data_dir)
-    asyncio.run(_shut_down(folder))
-    _wait_until_gone(folder)
+    if note := asyncio.run(_shut_down(folder)):
+        print(f"the node is leaving: {note}", flush=True)
+    try:
+        _wait_until_gone(folder)
+    except KeyboardInterrupt:
+        print("it stops at once", flush=True)
+        with contextlib.suppress(NodeUnreachable):  # it has just stopped
+            asyncio.run(_shut_down(folder))
+        _wait_until_gone(folder)
     print("the node has stopped")
 
 
@@ -309,11 +317,11 @@ async def _drain(data_dir: Path, *, undo: bool, wait_s: float) -> None:
             ) from None
 
 
-async def _shut_down(data_dir: Path) -> None:
+async def _shut_down(data_dir: Path) -> str:
     from edgepipe.cli.admin import connect
 
     async with connect(data_dir) as admin:
-        await admin.shut_down()
+        return await admin.shut_down()
 
 
 def _wait_until_gone(data_dir: Path) -> None:

@@ -10,6 +10,7 @@ from zeroconf import IPVersion, ServiceStateChange
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from edgepipe.cluster.discovery import SERVICE_TYPE, Announcement, read_announcement
+from edgepipe.cluster.interfaces import interfaces, lan_interfaces
 
 _LOOKUP_MS = 1000
 _MOST_LOOKUPS = 64  # at a time; a home has a few dozen machines
@@ -23,7 +24,7 @@ async def browse(*, listen_s: float, until: Callable[[Announcement], bool] = lam
     Proves no node's identity.
     """
     try:
-        zeroconf = AsyncZeroconf(ip_version=IPVersion.V4Only)
+        zeroconf = AsyncZeroconf(ip_version=_version())
     except OSError:  # no interface takes multicast
         return []
     search = _Search(zeroconf, until)
@@ -38,6 +39,12 @@ async def browse(*, listen_s: float, until: Callable[[Announcement], bool] = lam
         await search.end()
         await zeroconf.async_close()
     return list(search.found.values())
+
+
+def _version() -> IPVersion:
+    """Return IPv6 for a machine that has no IPv4 on any network, as nodes choose it, too."""
+    usable = lan_interfaces(interfaces())
+    return IPVersion.V6Only if usable and ":" in usable[0].address else IPVersion.V4Only
 
 
 class _Search:

@@ -17,9 +17,10 @@ from edgepipe.ids import NodeId
 CODE_DIGITS = 8
 SECRET_BYTES = 16
 _PREFIX = "EP1-"
-_CHECK_BYTES = 6  # 60 bytes in all: base32 without padding
+_CHECK_BYTES = 6  # 60 bytes in all with IPv4: base32 without padding
 _NODE_BYTES = 32  # SHA-256 of a public key
-_LENGTH = 4 + 2 + _NODE_BYTES + SECRET_BYTES
+_REST_BYTES = 2 + _NODE_BYTES + SECRET_BYTES  # after the host's address
+_ADDRESS_BYTES = (4, 16)  # IPv4, IPv6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ def read_code(text: str) -> JoinCode:
 
 def show_string(*, host: str, port: int, node_id: NodeId, secret: bytes) -> str:
     """Make a long string: the host's address, its node id, and a secret that cannot be guessed."""
-    packed = ipaddress.IPv4Address(host).packed + port.to_bytes(2, "big") + _unpack_id(node_id) + secret
+    packed = ipaddress.ip_address(host).packed + port.to_bytes(2, "big") + _unpack_id(node_id) + secret
     return _PREFIX + base64.b32encode(packed + _check(packed)).decode().rstrip("=")
 
 
@@ -62,14 +63,16 @@ def _read_string(text: str) -> JoinCode:
         packed = base64.b32decode(text + "=" * (-len(text) % 8))
     except ValueError as exc:
         raise _mistyped() from exc
-    body, check = packed[:_LENGTH], packed[_LENGTH:]
-    if len(body) != _LENGTH or check != _check(body):
+    body, check = packed[:-_CHECK_BYTES], packed[-_CHECK_BYTES:]
+    length = len(body) - _REST_BYTES
+    if length not in _ADDRESS_BYTES or check != _check(body):
         raise _mistyped()
+    address, rest = body[:length], body[length:]
     return JoinCode(
-        host=str(ipaddress.IPv4Address(body[:4])),
-        port=int.from_bytes(body[4:6], "big"),
-        node_id=base64.b32encode(body[6 : 6 + _NODE_BYTES]).decode().rstrip("=").lower(),
-        secret=body[6 + _NODE_BYTES :],
+        host=str(ipaddress.ip_address(address)),
+        port=int.from_bytes(rest[:2], "big"),
+        node_id=base64.b32encode(rest[2 : 2 + _NODE_BYTES]).decode().rstrip("=").lower(),
+        secret=rest[2 + _NODE_BYTES :],
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +15,7 @@ from zeroconf import IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from edgepipe import PROTOCOL_VERSION, __version__
+from edgepipe.addresses import with_port
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +46,14 @@ class Announcement:
     @property
     def address(self) -> str:
         """HOST:PORT of its daemon."""
-        return f"{self.host}:{self.port}"
+        return with_port(self.host, self.port)
 
 
 class Discovery:
-    """Announces this node on one interface, and passes other nodes of any cluster to ``on_found``."""
+    """Announces this node on one interface, and passes other nodes of any cluster to ``on_found``.
+
+    It only listens on the machine's other interfaces: this node cannot be reached there.
+    """
 
     def __init__(self, own: Announcement, on_found: Callable[[Announcement], None]) -> None:
         self.problem = ""  # why no node can be found; empty: it works, as far as this machine knows
@@ -57,6 +61,8 @@ class Discovery:
         self._on_found = on_found
         self._zeroconf: AsyncZeroconf | None = None
         self._browser: AsyncServiceBrowser | None = None
+        self._listeners: dict[str, tuple[AsyncZeroconf, AsyncServiceBrowser]] = {}  # by own address
+        self._others: list[str] = []  # own addresses to listen on, beside the announced one
         self._lookups: set[asyncio.Task[None]] = set()
         self._info = _service_info(own)
         self._announced: Any = None  # zeroconf's task that repeats the announcement; kept against garbage collection
@@ -86,6 +92,14 @@ class Discovery:
                 update: Any = self._zeroconf.async_update_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
                 self._announced = await update(self._info)
 
+    async def listen_on(self, addresses: Sequence[str]) -> None:
+        """Hear announcements in the networks of these addresses of this machine, and of no others but the own one."""
+        async with self._changing:
+            self._others = list(addresses)
+            await self._stop_listening()
+            if not self._stopped:
+                await self._listen()
+
     async def stop(self) -> None:
         """Say goodbye and close the sockets."""
         self._stopped = True
@@ -95,7 +109,7 @@ class Discovery:
     async def _open(self) -> None:
         problem = ""
         try:
-            self._zeroconf = AsyncZeroconf(interfaces=[self._own.host], ip_version=IPVersion.V4Only)
+            self._zeroconf = AsyncZeroconf(interfaces=[self._own.host], ip_version=_version(self._own.host))
             # Name: node id and incarnation. No other node has it, so the probing wait of 0.75 s can be left out.
             register: Any = self._zeroconf.async_register_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
             self._announced = await register(self._info, cooperating_responders=True)
@@ -103,15 +117,34 @@ class Discovery:
         except (OSError, ZeroconfError) as exc:
             problem = f"multicast DNS does not work on {self._own.host}: {exc or type(exc).__name__}"
             await self._close()
+        await self._listen()
         if problem and problem != self.problem:
             logger.warning("%s; peers are found by remembered addresses and --peer", problem)
         elif self.problem and not problem:
             logger.info("multicast DNS works on %s", self._own.host)
         self.problem = problem
 
-    async def _close(self) -> None:
+    async def _listen(self) -> None:
+        for address in self._others:
+            try:
+                zeroconf = AsyncZeroconf(interfaces=[address], ip_version=_version(address))
+            except (OSError, ZeroconfError) as exc:
+                logger.info("no multicast DNS on %s: %s", address, exc or type(exc).__name__)
+                continue
+            browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[self._changed])
+            self._listeners[address] = zeroconf, browser
+
+    async def _stop_listening(self) -> None:
         for lookup in self._lookups:
             lookup.cancel()
+        listeners, self._listeners = self._listeners, {}
+        for zeroconf, browser in listeners.values():
+            await browser.async_cancel()
+            with suppress(OSError, ZeroconfError):
+                await zeroconf.async_close()
+
+    async def _close(self) -> None:
+        await self._stop_listening()
         if self._browser is not None:
             await self._browser.async_cancel()
             self._browser = None
@@ -143,7 +176,7 @@ class Discovery:
 
 def read_announcement(info: AsyncServiceInfo) -> Announcement | None:
     """Parse the announcement in a DNS-SD record; None unless every field is well-formed."""
-    hosts = info.parsed_addresses(IPVersion.V4Only)
+    hosts = info.parsed_addresses(IPVersion.V4Only) or info.parsed_addresses(IPVersion.V6Only)
     texts = read_texts(info.properties)
     if not hosts or not info.port or texts is None:
         return None
@@ -172,6 +205,11 @@ def read_texts(properties: Mapping[bytes, bytes | None]) -> dict[str, str] | Non
     except UnicodeDecodeError:
         return None
     return texts if all(text.isprintable() for pair in texts.items() for text in pair) else None
+
+
+def _version(address: str) -> IPVersion:
+    """Return the kind of network that an address of this machine belongs to."""
+    return IPVersion.V6Only if ":" in address else IPVersion.V4Only
 
 
 def _number(text: str) -> int:

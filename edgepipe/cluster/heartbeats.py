@@ -29,7 +29,7 @@ from edgepipe.cluster.trust_keeper import MAX_PIECE_STATEMENTS
 from edgepipe.config import Timeouts
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, PairingRejected, PeerClosed, RemoteProtocolError
 from edgepipe.ids import NodeId
-from edgepipe.link.channels import make_channel, translated
+from edgepipe.link.channels import make_channel, translated, was_refused
 from edgepipe.security.mutual_tls import Context, Credentials, Security
 from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.codec import from_wire, to_wire
@@ -77,6 +77,7 @@ class Heartbeats:
         self._on_identity_taken = on_identity_taken
         self._doubtful: set[str] = set()  # dialled addresses where no node has proved its identity yet
         self._known_versions: dict[NodeId, int] = {}  # newest version of this node's state that a member confirmed
+        self._called_s: dict[NodeId, float] = {}  # last beat of members over connections that they opened
         self._confirmed_more = asyncio.Event()  # set, and replaced, when a member confirms more
         self._converted: tuple[NodeState, pb.NodeState] | None = None  # this node's newest state, and its message
         self._dials: dict[str, asyncio.Task[None]] = {}
@@ -108,6 +109,11 @@ class Heartbeats:
             return
         commands = self._membership.on_address(address, node_id=node_id, manual=manual, answered=remembered)
         self._perform(commands)
+
+    def is_called_by(self, node_id: NodeId) -> bool:
+        """Return whether a member has opened a connection to this node and still sends beats over it."""
+        called_s = self._called_s.get(node_id, float("-inf"))
+        return self._clock.monotonic_s() - called_s < self._timeouts.dead_max_s
 
     def announce(self) -> None:
         """Send this node's changed state to all members now."""
@@ -157,6 +163,7 @@ class Heartbeats:
                 yield self._message(self._speaker.farewell(conversation))
                 raise PairingRejected(f"{node_id} was removed from the cluster")
             self._hear(conversation, beat, NodeId(node_id), dialled="")
+            self._called_s[NodeId(node_id)] = self._clock.monotonic_s()
             yield self._message(self._speaker.beat(conversation))
             await self._pause(NodeId(node_id))
 
@@ -238,7 +245,7 @@ class Heartbeats:
             try:
                 await self._converse(address)
             except ConnectTimeout as error:
-                if "refused" in error.fact:
+                if was_refused(error):
                     self._perform(self._membership.on_refused(address, now=self._clock.monotonic_s()))
                 logger.debug("dial failed address=%s: %s", address, error)
             except PeerClosed as error:

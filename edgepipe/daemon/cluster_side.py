@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from edgepipe.addresses import host_and_port
+from edgepipe.cluster.address_watch import MemberContact
 from edgepipe.cluster.discovery import Announcement, Discovery
 from edgepipe.cluster.heartbeats import Heartbeats
 from edgepipe.cluster.membership import MemberChanged, Membership, MembershipLimits, MemberStatus
@@ -129,6 +131,21 @@ class NodePresence:
         """Return the members' present or last addresses, by node id."""
         return {**self._remembered.all(), self._basis.node_id: self._basis.address}
 
+    def contacts(self) -> list[MemberContact]:
+        """Return the members that answer, with where, and whether they reach this node."""
+        return [
+            MemberContact(
+                host=host_and_port(member.node.address)[0],
+                reaches_us=self.heartbeats.is_called_by(member.node.node_id),
+            )
+            for member in self.membership.reachable()
+        ]
+
+    async def listen_on(self, addresses: list[str]) -> None:
+        """Also hear nodes that announce themselves in the networks of these addresses of this machine."""
+        if self._discovery is not None:
+            await self._discovery.listen_on(addresses)
+
     def discovery_problem(self) -> str:
         """Return why mDNS finds no node; empty if it works."""
         return self._discovery.problem if self._discovery else "it is switched off"
@@ -144,7 +161,7 @@ class NodePresence:
         await asyncio.gather(*(child.knows_peers() for child in self._basis.children.running("engine")))
 
     def _announcement(self) -> Announcement:
-        host, _, port = self._basis.address.rpartition(":")
+        host, port = host_and_port(self._basis.address)
         return Announcement(
             cluster_id=self._basis.hello.cluster_id,
             cluster_name=self._basis.hello.cluster_name,

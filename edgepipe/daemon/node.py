@@ -70,7 +70,7 @@ async def _run_until_stopped(
 ) -> None:
     """Run nodes until one was stopped. A new node replaces the present one when another node has its identity, after it
     joined another cluster, and after the machine's address changed."""
-    clock, cluster, running = SystemClock(), config.cluster, False
+    clock, cluster, running, moves_to = SystemClock(), config.cluster, False, ""
     while True:
         with writable(data_dir.path):
             trust = open_trust(data_dir.path, cluster=cluster, node_name=config.name, clock=clock)
@@ -82,7 +82,7 @@ async def _run_until_stopped(
             data_dir=data_dir,
             trust=trust,
             incarnation=data_dir.next_incarnation(clock),
-            host=await _host(config, waits=running),
+            host=moves_to or await _host(config, waits=running),
             wanted_address=lambda available: _address(config, available),
             on_ready=on_ready,
             encrypted=encrypted,
@@ -95,9 +95,10 @@ async def _run_until_stopped(
             if not running:
                 raise
             logger.warning("the node cannot listen on its new address and tries again: %s", error)
+            moves_to = ""
             await asyncio.sleep(_AGAIN_S)
             continue
-        running, cluster = True, ""  # the name was meant for the first cluster
+        running, cluster, moves_to = True, "", node.moves_to  # the name was meant for the first cluster
         if node.identity_taken:
             trust.audit.record(AuditKind.IDENTITY_COPIED, who=trust.node_id)
             begin_anew(data_dir.path)

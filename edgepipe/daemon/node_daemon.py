@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgepipe.cluster.address_watch import AddressWatch
-from edgepipe.cluster.interfaces import Interface, interfaces
+from edgepipe.cluster.interfaces import Interface
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.config import Config, Watching
 from edgepipe.daemon.cluster_side import NodePresence
@@ -20,15 +19,13 @@ from edgepipe.daemon.machine.http_keys import key_file
 from edgepipe.daemon.machine.sleep_guard import SleepGuard
 from edgepipe.daemon.machine.tidying import keep_tidy
 from edgepipe.daemon.model_side import NodeHosting
+from edgepipe.daemon.network.own_address import follow_networks
 from edgepipe.daemon.node_servers import NodeServers
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.daemon.serving.leaving import Leaving
-from edgepipe.errors import ConfigInvalid
 from edgepipe.wire.nodes import NodeState
 
 logger = logging.getLogger(__name__)
-
-_ADDRESS_S = 2.0  # between two checks of the machine's addresses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +69,7 @@ class NodeDaemon:
         self.stopping = asyncio.Event()
         self.identity_taken = False
         self.begins_anew = False
+        self.moves_to = ""  # the address that the next node listens on; empty: as the settings say
         self._wanted_address = wanted_address
         self._on_ready = on_ready
         self._leaving: Leaving | None = None  # once it runs
@@ -98,7 +96,7 @@ class NodeDaemon:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._build(tasks)
-                servers.register(self._presence, self._hosting, shut_down=self.stop, begin_anew=self._begin_anew)
+                servers.register(self._presence, self._hosting, shut_down=self._shut_down, begin_anew=self._begin_anew)
                 try:
                     await self._work(tasks, servers)
                 finally:
@@ -113,6 +111,12 @@ class NodeDaemon:
             self._leaving.stop()
         else:
             self.stopping.set()
+
+    async def _shut_down(self) -> str:
+        """Begin to stop. Return what becomes of this node's work, for the person who stops it."""
+        note = await self._leaving.outlook() if self._leaving is not None else ""
+        self.stop()
+        return note
 
     def will_sleep(self) -> None:
         """Prepare for sleep: the system announces that the machine is about to sleep."""
@@ -146,7 +150,7 @@ class NodeDaemon:
             ("trust-file", basis.trust.run()),
             ("handshakes", basis.handshakes.run()),
             ("hangs", basis.children.watch_hangs()),
-            ("own-address", self._follow_address()),
+            ("networks", self._follow_networks()),
             ("awake", keep_awake(hosting, local.changes.watch, awake_command())),
             ("sleep", self._sleep.run()),
             ("tidying", keep_tidy()),
@@ -188,23 +192,24 @@ class NodeDaemon:
         self._presence.introductions.greet(child)
 
     def _tell_leaving(self, state: NodeState) -> NodeState:
-        return replace(state, sleeps_soon=self._leaving is not None and self._leaving.sleeps_soon)
+        if self._leaving is None:
+            return state
+        return replace(state, sleeps_soon=self._leaving.sleeps_soon, leaving=self._leaving.winding_down)
 
-    async def _follow_address(self) -> None:
-        """Start the node anew when the machine's address changes. Polls, as systems have no common notification."""
-        host = self._basis.host
-        watch = AddressWatch(host)
-        while True:
-            await asyncio.sleep(_ADDRESS_S)
-            try:
-                available = await asyncio.to_thread(interfaces)
-                wanted = self._wanted_address(available)
-            except (ConfigInvalid, OSError):
-                continue  # the named interface is away, or the system cannot tell now
-            if watch.moved(wanted=wanted, available={interface.address for interface in available}):
-                logger.warning("this machine's address is now %s, no longer %s: the node moves", wanted, host)
-                self._begin_anew()
-                return
+    async def _follow_networks(self) -> None:
+        presence = self._presence
+        await follow_networks(
+            self._basis.host,
+            named=bool(self._basis.config.interface),
+            wanted_address=self._wanted_address,
+            contacts=presence.contacts,
+            listen_on=presence.listen_on,
+            move=self._move,
+        )
+
+    def _move(self, host: str) -> None:
+        self.moves_to = host
+        self._begin_anew()
 
     def _begin_anew(self) -> None:
         """End this node so that ``node.run`` starts it again: with another identity, cluster or address."""

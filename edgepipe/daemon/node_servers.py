@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
+from edgepipe.addresses import with_port
 from edgepipe.cluster.reported_states import MAX_BEAT_BYTES  # no other message to a daemon is larger
 from edgepipe.daemon.cluster_side import NodePresence
 from edgepipe.daemon.context import NodeBasis
@@ -30,14 +31,14 @@ class NodeServers:
         self._unix_server = make_unix_server(str(basis.data_dir.socket), keepalive=keepalive)
         self._logs = LogTail()
         port = bind(self._server, basis.security, host=basis.host, port=basis.config.port)
-        self.address = f"{basis.host}:{port}"
+        self.address = with_port(basis.host, port)
 
     def register(
         self,
         presence: NodePresence,
         hosting: NodeHosting,
         *,
-        shut_down: Callable[[], None],
+        shut_down: Callable[[], Awaitable[str]],
         begin_anew: Callable[[], None],
     ) -> None:
         """Connect services with the node's parts. ``shut_down`` ends the node, ``begin_anew`` restarts it."""

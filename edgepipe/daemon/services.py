@@ -34,6 +34,7 @@ from edgepipe.wire.common import Hello, check_hello, epoch_from_wire, hello_from
 from edgepipe.wire.nodes import ClusterStatus
 from edgepipe.wire.serving import (
     KeepCopyRequest,
+    ProfileLinksReply,
     RebalanceRequest,
     ServeRecord,
     ServeRequest,
@@ -254,10 +255,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Measure the links from here to other nodes."""
         self._admit(request)
         wanted = list(request.node_ids)
-        links = (
-            self._links.known(wanted) if request.known_only else await self._links.measure(wanted, fresh=request.fresh)
-        )
-        return pb.ProfileLinksReply(links=[to_wire(link, pb.LinkProfile) for link in links])
+        if request.known_only:
+            return to_wire(ProfileLinksReply(links=tuple(self._links.known(wanted))), pb.ProfileLinksReply)
+        return to_wire(await self._links.measure(wanted, fresh=request.fresh), pb.ProfileLinksReply)
 
     def _other(self, hello: common_pb2.Hello) -> str:
         """Return the caller's node for ``Models.adopt``: empty for this one."""
@@ -339,14 +339,16 @@ class AdminService(node_pb2_grpc.AdminServicer):
         serving: Serving,
         status: Callable[[], ClusterStatus],
         logs: LogTail,
-        shut_down: Callable[[], None],
+        shut_down: Callable[[], Awaitable[str]],
         refresh_models: Callable[[], Awaitable[None]],
         guests: Guests,
         drain: Drain,
         replication: Replication,
         spread: Callable[[], Awaitable[None]],
     ) -> None:
-        """``spread`` returns when the other nodes know this node's newest state, or after a short limit."""
+        """``shut_down`` begins to stop the node and returns what becomes of its work.
+
+        ``spread`` returns when the other nodes know this node's newest state, or after a short limit."""
         self._serving = serving
         self._status = status
         self._logs = logs
@@ -396,8 +398,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
     async def Shutdown(self, request: pb.ShutdownRequest, context: Any) -> pb.ShutdownReply:
         """Stop this node in order; the answer comes before. Accept any version: after an upgrade the new command line
         stops the old node."""
-        self._shut_down()
-        return pb.ShutdownReply()
+        return pb.ShutdownReply(note=await self._shut_down())
 
     async def Logs(self, request: pb.LogsRequest, context: Any) -> AsyncIterator[pb.LogLine]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield lines of the node's log."""

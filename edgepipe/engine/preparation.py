@@ -12,9 +12,17 @@ from edgepipe.engine.groups import first_error
 from edgepipe.engine.placing import Nodes
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.sites import StageSite
-from edgepipe.errors import EdgepipeError, LinkError, NodeUnreachable, RemoteProtocolError, VersionMismatch
+from edgepipe.errors import (
+    ConnectTimeout,
+    EdgepipeError,
+    LinkError,
+    NodeUnreachable,
+    RemoteProtocolError,
+    VersionMismatch,
+)
 from edgepipe.ids import Epoch, NodeId, PipelineId, StepId
-from edgepipe.link.channels import from_rpc_error, make_channel
+from edgepipe.link.channels import from_rpc_error, make_channel, was_refused
+from edgepipe.link.shut_ports import shut_port
 from edgepipe.model.expert_places import split_kind
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.longrope import depends_on_context
@@ -109,7 +117,7 @@ class Preparation:
             ) from exc
         except grpc.aio.AioRpcError as exc:
             self.failed = self.failed or placement.node_id
-            raise _named(exc, name) from exc
+            raise self._failed(exc, placement.node_id) from exc
         if prepared is None:
             raise RemoteProtocolError(f"node {name} ended the preparation without a stage", node=name)
         self._check_context(placement.node_id, prepared)
@@ -204,12 +212,15 @@ class Preparation:
             return False
         return True
 
-
-def _named(exc: grpc.aio.AioRpcError, name: str) -> EdgepipeError:
-    error = from_rpc_error(exc, peer=f"node {name}")
-    if isinstance(error, LinkError):
-        error = NodeUnreachable(
-            f"node {name} does not answer", fact=error.fact, next_step="see which nodes are up: edgepipe status"
-        )
-    error.node = error.node or name
-    return error
+    def _failed(self, exc: grpc.aio.AioRpcError, node_id: NodeId) -> EdgepipeError:
+        """Return the error of a call to a node: its own, or why it does not answer."""
+        name, address = self._nodes.name(node_id), self._nodes.address(node_id)
+        error = from_rpc_error(exc, peer=f"node {name}")
+        if isinstance(error, ConnectTimeout) and not was_refused(error):
+            source = self._nodes.name(NodeId(self._hello.node_id))
+            return shut_port(source, name, address=address, node_address=address)
+        if isinstance(error, LinkError):
+            error = NodeUnreachable(
+                f"node {name} does not answer", fact=error.fact, next_step="see which nodes are up: edgepipe status"
+            )
+        return error.on_node(name)

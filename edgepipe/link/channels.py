@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 
+from edgepipe.addresses import with_port
 from edgepipe.errors import (
     AccessDenied,
     CapacityError,
@@ -34,6 +36,8 @@ MAX_STREAMS = 32  # of one connection, which carries a few at a time; further ca
 _MAX_METADATA_BYTES = 16 << 10
 _MAX_RECEIVED = "grpc.max_receive_message_length"
 _ERROR_KEY = "edgepipe-error-bin"
+_REFUSED = "refused"
+_TRIED = re.compile(r"ipv[46]:(\[[^\]]+\]:\d+|[0-9.]+:\d+)")  # the last address that gRPC tried
 ATTEMPT_S = 3.0
 """Limit of one attempt to connect: a lost SYN is sent again after 1 s, a handshake is a few round trips."""
 
@@ -112,7 +116,7 @@ def make_server(
 def bind(server: grpc.aio.Server, security: Security, *, host: str, port: int) -> int:
     """Listen on a TCP port (0: any free one) and return it. Raises PortInUse."""
     credentials = security.server_credentials()
-    address = f"{host}:{port}"
+    address = with_port(host, port)
     try:
         if credentials is None:
             bound = server.add_insecure_port(address)
@@ -162,11 +166,27 @@ def from_rpc_error(exc: grpc.aio.AioRpcError, *, peer: str) -> EdgepipeError:
     if exc.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return SendTimeout(f"{peer} did not answer in time", fact=details)
     if exc.code() == grpc.StatusCode.UNAVAILABLE:
-        kind = ConnectTimeout if "failed to connect" in details else PeerClosed
-        return kind(
-            f"{peer} cannot be reached" if kind is ConnectTimeout else f"{peer} closed the connection", fact=details
-        )
+        if "failed to connect" in details:
+            return ConnectTimeout(f"{peer} cannot be reached", fact=_why_not_connected(details))
+        return PeerClosed(f"{peer} closed the connection", fact=details)
     return LinkError(f"the call to {peer} failed", fact=f"{exc.code().name}: {details}")
+
+
+def was_refused(error: ConnectTimeout) -> bool:
+    """Return whether the machine answered that no program listens there; else nothing came back."""
+    return _REFUSED in error.fact
+
+
+def _why_not_connected(details: str) -> str:
+    """Return the cause of gRPC's failed attempt without its own words."""
+    found = _TRIED.search(details)
+    where = found.group(1) if found else "the address"
+    lowered = details.lower()
+    if "connection refused" in lowered:
+        return f"{where} {_REFUSED} the connection: no node runs there"
+    if "unreachable" in lowered or "no route" in lowered:
+        return f"there is no route to {where}"
+    return f"no answer from {where}"
 
 
 def _port_in_use(host: str, port: int) -> PortInUse:

@@ -151,6 +151,8 @@ def _best_plan(
     found = search.best()
     if found is None:
         error = too_small(demand, able, num_nodes=constraints.num_nodes)
+        obstacles = [unused.machine.obstacle for unused in excluded if unused.machine.obstacle]
+        error.fact = "; ".join([error.fact, *obstacles])
         if demand.must_keep_tokens and (most := _most_context(demand, able, links, constraints)):
             error.next_step = f"give --context {most} or less; or {error.next_step}"
         raise error
@@ -229,13 +231,24 @@ def choose_machines(machines: Sequence[Machine], constraints: Constraints) -> tu
         raise PlanInvalid(
             f"{constraints.first} cannot be first and be left out", next_step="change --first or --exclude"
         )
+    _check_reachable(machines, constraints)
     ordered = sorted(machines, key=lambda machine: (-machine.room.free_bytes, machine.name, machine.node_id))
-    able = [machine for machine in ordered if machine.node_id not in unwanted]
+    able = [machine for machine in ordered if machine.node_id not in unwanted and not machine.obstacle]
     if unwanted and not able:
         raise PlanInvalid("--exclude leaves out every node that can compute", next_step="leave out fewer")
     return able, [
-        LeftOut(machine=machine, reason="excluded by --exclude") for machine in ordered if machine.node_id in unwanted
+        LeftOut(machine=machine, reason=machine.obstacle or "excluded by --exclude")
+        for machine in ordered
+        if machine not in able
     ]
+
+
+def _check_reachable(machines: Sequence[Machine], constraints: Constraints) -> None:
+    """Raise PlanInvalid if the user asks for layers on a machine that others do not reach."""
+    asked = {part.strip().rpartition(":")[0] for part in constraints.layers.split(",")} | {constraints.first}
+    for machine in machines:
+        if machine.obstacle and asked & {machine.name, machine.node_id}:
+            raise PlanInvalid(f"{machine.name} can get no layers now", fact=machine.obstacle)
 
 
 def _named(machines: Sequence[Machine], name: str) -> Machine:

@@ -276,6 +276,7 @@ class Machine:
     speed: Speed
     total_bytes: int = 0  # the device's memory; 0: not known
     taken_bytes: int = 0  # memory used by other programs, as far as known
+    obstacle: str = ""  # why other nodes do not reach it: it gets no layers; empty: they do
 
     @property
     def node_id(self) -> NodeId:

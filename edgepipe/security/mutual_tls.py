@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
+from edgepipe.addresses import host_and_port
 from edgepipe.errors import (
     AccessDenied,
     CertificateInvalid,
@@ -369,7 +370,7 @@ async def who_answers(address: str, *, timeout_s: float) -> Fingerprint:
 
     Raises ConnectTimeout without an answer, PairingRejected if no edgepipe node answers.
     """
-    host, _, port = address.rpartition(":")
+    host, port = host_and_port(address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])

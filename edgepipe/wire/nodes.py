@@ -80,6 +80,7 @@ class NodeState:
     draining: bool = False  # it takes no new work, and its work moves away
     silent: tuple[str, ...] = ()  # ids of known nodes that it does not hear
     sleeps_soon: bool = False  # its machine is about to sleep: silence from now on is sleep, not death
+    leaving: bool = False  # it stops as soon as its work has moved, or a time is over
     disk_free_bytes: int = 0  # free bytes on the disk of models
 
     @property

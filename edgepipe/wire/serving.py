@@ -164,6 +164,14 @@ class LinkProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileLinksReply:
+    """One node's links to others."""
+
+    links: tuple[LinkProfile, ...] = ()
+    unreached: tuple[str, ...] = ()  # ids of nodes to which no new connection could be made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BrokenLink:
     """Two nodes that the asked node hears and that do not hear each other.
 
@@ -187,6 +195,7 @@ class SurveyedMachine:
     shares_host_memory: bool = False
     layer: LayerProfile | None = None  # None: not measured
     ram_free_bytes: int = 0  # host memory for experts
+    obstacle: EdgepipeError | None = None  # why other nodes do not reach it; None: they do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

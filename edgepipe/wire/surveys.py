@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from edgepipe.errors import RemoteProtocolError
+from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import NodeId
 from edgepipe.model.config_json import config_from_json
 from edgepipe.model.facts import ModelConfig
@@ -67,4 +67,11 @@ def _machine(surveyed: SurveyedMachine, config: ModelConfig, weights: WeightTabl
         speed=speed,
         total_bytes=device.memory_total_bytes,
         taken_bytes=surveyed.taken_bytes,
+        obstacle=_in_one_line(surveyed.obstacle) if surveyed.obstacle is not None else "",
     )
+
+
+def _in_one_line(error: EdgepipeError) -> str:
+    """Return what is in the way, with the fact and the remedy."""
+    what = f"{error.what} ({error.fact})" if error.fact else error.what
+    return f"{what}: {error.next_step}" if error.next_step else what

@@ -6,6 +6,7 @@ import asyncio
 
 import grpc.aio
 
+from edgepipe.addresses import with_port
 from edgepipe.clock import Clock
 from edgepipe.engine import Engine, Reachable
 from edgepipe.ids import NodeId
@@ -53,7 +54,7 @@ async def _serve(
         if not isinstance(command, RunEngine):
             continue
         planner = DaemonPlanner(link)
-        address = f"{settings.host}:{port}"
+        address = with_port(settings.host, port)
         engine = _engine(settings, link, command, address=address, clock=clock, network=network, planner=planner)
         engine.add_to(server)
         await server.start()

@@ -110,3 +110,22 @@ async def test_streams_outlive_a_node_that_is_stopped(nodes: Nodes) -> None:
     assert places(await b.status()) == ["b"]
     await b.stop_model("tiny")
     await b.until(lambda status: idle(status, 1))
+
+
+async def test_a_node_that_leaves_ends_its_stage_after_its_layers_are_loaded_elsewhere(nodes: Nodes) -> None:
+    """The machine that stays loads all layers beside its own, so a stream pauses for the change alone."""
+    a, b = await slow_cluster(nodes, "a", "b")
+    await a.serve("tiny", plan="a:0-2,b:3-5")
+    await answers(a)
+    stream = Stream(PROMPT, LONG)
+    async with asyncio.TaskGroup() as tasks:
+        asking = tasks.create_task(stream.run(a.http_port))
+        await stream.has(20)
+        async with b.admin() as admin:
+            assert "moves to other machines first" in await admin.shut_down()
+        await a.until(lambda status: places(status) == ["a"])
+        await stream.goes_on()
+        asking.cancel()
+    log = (nodes.folder / "a" / "node.log").read_text()
+    assert "ended: stages move to other nodes" in log
+    assert "was lost" not in log

@@ -179,6 +179,18 @@ class LanLab:
         for link in self._links.values():
             link.change(**changes)
 
+    async def cable(self, name: str, other: str, *, device: str, addresses: tuple[str, str]) -> None:
+        """Join two hosts by a cable of their own, beside the switch: ``device`` at both ends, an address for each."""
+        ends = list(zip((self._hosts[name], self._hosts[other]), addresses, strict=True))
+        (first, _), (second, _) = ends
+        commands = [(first, f"link add {device} type veth peer name {device} netns {second.namespace}")]
+        for host, address in ends:
+            commands += [(host, f"addr add {address} dev {device} nodad"), (host, f"link set {device} up")]
+        for host, command in commands:
+            done = await host.run(["ip", *command.split()])
+            if done.exit_code != 0:
+                raise RuntimeError(f"ip {command}: {done.stderr.strip()}")
+
     def cut(self, name: str, other: str | None = None) -> None:
         """Let nothing pass between two hosts, or between one and everybody."""
         self._set_cut(name, other, cut=True)

@@ -52,7 +52,7 @@ from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire, hello_to
 from edgepipe.wire.engines import EngineState, ServeSpec, StagePlacement
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.plans import OpenRing, PipelineSpec, Registrations, command_from_wire, spec_from_wire
-from edgepipe.wire.serving import LinkProfile, ServeRecord, StartEngineRequest
+from edgepipe.wire.serving import ProfileLinksReply, ServeRecord, StartEngineRequest
 from edgepipe.wire.trust import TrustSet
 from edgepipe.wire.v1 import common_pb2, engine_pb2, stage_pb2, trust_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
@@ -217,9 +217,9 @@ class World:
             raise NodeUnreachable(f"node {node_id} is not in the cluster now")
         return self.own
 
-    async def _no_links(self, *_: Any, **__: Any) -> list[LinkProfile]:
+    async def _no_links(self, *_: Any, **__: Any) -> ProfileLinksReply:
         """As a node answers that measures nothing."""
-        return []
+        return ProfileLinksReply()
 
     async def _nothing(self, *_: Any, **__: Any) -> bool:
         return False

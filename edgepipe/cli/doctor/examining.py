@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from edgepipe.addresses import host_and_port, host_maybe_port, with_port
 from edgepipe.cli.doctor.findings import (
     Finding,
     Level,
@@ -123,7 +124,7 @@ async def _handshake(peer: Peer, facts: NetworkFacts) -> Finding:
         seen = peek_fingerprint(shown.certificate_pem) if shown.certificate_pem else ""
     except EdgepipeError:
         seen = ""
-    where = f"{peer.host}:{peer.port}"
+    where = with_port(peer.host, peer.port)
     return handshake_finding(shown, peer.name, facts, where=where, seen=seen, expected=peer.node_id)
 
 
@@ -144,6 +145,8 @@ async def _multicast(config: Config, facts: NetworkFacts, known_peers: int) -> l
     """Probe multicast over IPv4 and IPv6 concurrently. No findings without a network."""
     if not facts.address:
         return []
+    if ":" in facts.address:
+        return [await _multicast6(config, facts)]
     four, six = await asyncio.gather(check_multicast(facts, listen_s=config.listen_s), _multicast6(config, facts))
     return [multicast_findings(four, facts, known_peers=known_peers, family="IPv4"), six]
 
@@ -161,8 +164,8 @@ async def _multicast6(config: Config, facts: NetworkFacts) -> Finding:
 
 
 def _named_peer(text: str, ports: Ports) -> Peer:
-    host, colon, port = text.partition(":")
-    if not host or (colon and not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536)):
+    host, port = host_maybe_port(text)
+    if not host or text.endswith(":") or (port and not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536)):
         raise ConfigInvalid(
             f"--peer cannot be '{text}'",
             fact="it is no member's name, and no HOST or HOST:PORT",
@@ -175,7 +178,7 @@ def _known_peers(status: ClusterStatus | None, named: Sequence[Peer]) -> list[Pe
     """Return the other members, except those whose address the user named."""
     found: list[Peer] = []
     for member in status.members if status is not None else ():
-        host, _, port = member.node.address.rpartition(":")
+        host, port = host_and_port(member.node.address)
         if (
             member.self
             or not port.isdecimal()

@@ -63,19 +63,21 @@ class NetworkFacts:
     """Facts about this machine's network interface."""
 
     interface: str
-    address: str  # IPv4; empty: none
+    address: str  # IPv4, or IPv6 on a network without IPv4; empty: none
     wireless: bool
     speed_bits_per_s: float  # of the interface; 0: unknown
     mtu_bytes: int  # 0: unknown
     ignored: tuple[str, ...] = ()  # interfaces of containers and tunnels
+    link_local: str = ""  # an address of IPv6 that needs a scope, on a machine that has no other; empty: none
+    dead: tuple[str, ...] = ()  # names and addresses of interfaces without a cable or a radio network
     wsl: bool = False
     mac: bool = False
     firewall: str = ""  # "ufw", "firewalld", ...; empty: none seen
 
 
 def subnet_of(address: str) -> str:
-    """Return an address's /24 network, the usual size of home networks, in the notation of firewalls."""
-    return str(ipaddress.ip_network(f"{address}/24", strict=False))
+    """Return an address's network of the size that homes usually have, in the notation of firewalls."""
+    return str(ipaddress.ip_network(f"{address}/{64 if ':' in address else 24}", strict=False))
 
 
 def firewall_remedy(firewall: str, address: str, ports: Ports) -> str:
@@ -96,6 +98,16 @@ def firewall_remedy(firewall: str, address: str, ports: Ports) -> str:
 
 def network_findings(facts: NetworkFacts, ports: Ports) -> list[Finding]:
     """Check the interface, WSL2, the MTU and this machine's firewall."""
+    if not facts.address and facts.link_local:
+        return [
+            Finding(
+                id="network.interface",
+                level=Level.PROBLEM,
+                what="this machine has no address that other machines can use",
+                fact=f"only {facts.link_local}, which is valid on one link; edgepipe needs IPv4, or IPv6 from a router",
+                remedy="switch on DHCP in the router; or give this network addresses of IPv6 that begin with fd",
+            )
+        ]
     if not facts.address:
         return [
             Finding(
@@ -117,6 +129,7 @@ def network_findings(facts: NetworkFacts, ports: Ports) -> list[Finding]:
             fact=ignored,
         )
     ]
+    found += [_dead_link(dead, facts) for dead in facts.dead]
     if facts.wsl:
         found.append(
             Finding(
@@ -147,6 +160,20 @@ def network_findings(facts: NetworkFacts, ports: Ports) -> list[Finding]:
             )
         )
     return found
+
+
+def _dead_link(dead: str, facts: NetworkFacts) -> Finding:
+    """Name an interface that has an address and leads nowhere."""
+    name, _, address = dead.partition(" ")
+    only = name == facts.interface
+    return Finding(
+        id=f"network.link.{name}",
+        level=Level.PROBLEM if only else Level.WARNING,
+        what=f"{name} keeps its address {address}, but its link is dead",
+        fact="no cable is plugged in, no radio network is joined, or it is switched off"
+        + ("" if only else f"; the node uses {facts.interface}"),
+        remedy=f"plug in the cable of {name} at both ends, or join its network again",
+    )
 
 
 def multicast_findings(probe: MulticastProbe, facts: NetworkFacts, *, known_peers: int, family: str) -> Finding:
@@ -388,7 +415,7 @@ def rights_finding(path: str, *, mode: int) -> Finding:
 
 def _same_subnet(address: str, other: str) -> bool:
     try:
-        return ipaddress.ip_address(address) in ipaddress.ip_network(f"{other}/24", strict=False)
+        return ipaddress.ip_address(address) in ipaddress.ip_network(subnet_of(other))
     except ValueError:
         return True  # a host name: unknown
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from edgepipe.cluster.probes import MulticastProbe
     from edgepipe.config import Config
 
+_LOOPBACKS = ("127.0.0.1", "::1")
 _SLOWER = "packed weights compute with torch's slower operations"
 _GAINS = {
     "CUDA": "without them each step widens all weights but those in 4 bits",
@@ -113,23 +114,14 @@ def _has_nvrtc(torch: ModuleSpec) -> bool:
 
 def network_facts(config: Config) -> NetworkFacts:
     """Read this machine's network facts from its operating system."""
-    from edgepipe.cluster.interfaces import interfaces, is_wireless, lan_interfaces, routed_address
+    from edgepipe.cluster.interfaces import interfaces, is_wireless, lan_interfaces, link_locals6, routed_address
 
     available = interfaces()
-    usable = lan_interfaces(available)
-    routed = routed_address()
-    chosen = next(
-        (interface for interface in usable if config.interface in (interface.name, interface.address)), None
-    ) or next((interface for interface in usable if interface.address == routed), usable[0] if usable else None)
-    ignored = tuple(
-        sorted(
-            {
-                interface.name
-                for interface in available
-                if interface not in usable and not interface.address.startswith("127.")
-            }
-        )
-    )
+    usable = lan_interfaces(available, routed=routed_address())
+    named = [interface for interface in usable if config.interface in (interface.name, interface.address)]
+    chosen = next(iter([*named, *usable]), None)
+    others = {interface.name for interface in available if interface.address not in _LOOPBACKS}
+    ignored = tuple(sorted(others - {interface.name for interface in usable}))
     name = chosen.name if chosen else ""
     release = platform.release().lower()
     return NetworkFacts(
@@ -139,6 +131,8 @@ def network_facts(config: Config) -> NetworkFacts:
         speed_bits_per_s=max(0, _number(Path(f"/sys/class/net/{name}/speed"))) * 1e6 if name else 0,
         mtu_bytes=max(0, _number(Path(f"/sys/class/net/{name}/mtu"))) if name else 0,
         ignored=ignored,
+        link_local="" if chosen else next(iter(link_locals6()), ""),
+        dead=tuple(f"{interface.name} {interface.address}" for interface in usable if not interface.carrier),
         wsl="microsoft" in release and bool(chosen) and chosen.address.startswith("172."),
         mac=sys.platform == "darwin",
         firewall=_firewall(),

@@ -104,11 +104,14 @@ def _headline(status: ClusterStatus) -> Text:
     line = Text()
     line.append(status.cluster_name or status.cluster_id, style="bold")
     line.append(" · ")
-    drained = [member for member in status.members if member.node.draining]
+    leaving = [member.node.name for member in status.members if member.node.leaving and member.state == "alive"]
+    drained = [member for member in status.members if member.node.draining and member.node.name not in leaving]
     line.append("healthy" if healthy else "degraded", style="green" if healthy else "yellow")
     line.append(f" · {alive} of {total} nodes" if alive != total else f" · {total} node{'s' * (total != 1)}")
     if drained:
         line.append(f", {len(drained)} drained")
+    if leaving:
+        line.append(f", {' and '.join(leaving)} {'is' if len(leaving) == 1 else 'are'} leaving", style="yellow")
     rate = sum(engine.tokens_per_s for engine in status.engines)
     if rate:
         line.append(f" · {rate:.1f} tok/s")
@@ -130,6 +133,8 @@ def render_nodes(status: ClusterStatus) -> Table:
             device_name, memory = _device(device)
             if away := _away(member):
                 memory = away
+            elif member.node.leaving:
+                memory = Text("leaving: its work moves" if device.reserved_bytes else "leaving", "yellow")
             elif member.node.draining:
                 memory = Text("being drained" if device.reserved_bytes else "drained, takes no work", "yellow")
             table.add_row(first, device_name, memory, rtt)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from edgepipe.addresses import with_port
 from edgepipe.cli.admin import connect, no_node, run_async, status_if_running
 from edgepipe.cli.doctor.findings import Finding, Level, Ports, multicast_findings, network_findings
 from edgepipe.cli.doctor.machine_findings import check_multicast, machine_findings, network_facts
@@ -394,7 +395,7 @@ def _pairing_place(found: Sequence[Announcement], address: str) -> str:
     """Return HOST or HOST:PORT of a machine that invites into the cluster at ``address``, else of that machine."""
     chosen = next(node for node in found if node.address == address)
     inviting = next((node for node in found if node.cluster_id == chosen.cluster_id and node.pairing_port), None)
-    return f"{inviting.host}:{inviting.pairing_port}" if inviting else chosen.host
+    return with_port(inviting.host, inviting.pairing_port) if inviting else chosen.host
 
 
 def _status(setup: Setup) -> ClusterStatus | None:

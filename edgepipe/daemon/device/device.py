@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
+from edgepipe.addresses import with_port
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.config import Timeouts
 from edgepipe.daemon.device.device_memory import DeviceMemory, as_loaded
@@ -52,7 +53,13 @@ class _Hold:
     ready: bool = False
     load: LoadShard | None = None  # the command that the stage got
     prepared: Prepared | None = None  # once ready
+    before: _Hold | None = None  # the serving stage that this one replaces once it is loaded
     reports: asyncio.Queue[Report | None] = field(default_factory=asyncio.Queue[Report | None])
+
+    @property
+    def serves(self) -> bool:
+        """Whether its stage is loaded and alive."""
+        return self.ready and self.child is not None and not self.child.exited.is_set()
 
 
 class DeviceHost:
@@ -82,6 +89,7 @@ class DeviceHost:
         ``settled_s``: pause before another spare starts. ``ask_again_s``: first pause between questions to an engine.
         """
         self._ask_again_s = ask_again_s
+        self._settled_s = settled_s
         self._node_name = node_name
         self._backend = backend
         self._children = children
@@ -143,7 +151,8 @@ class DeviceHost:
     ) -> AsyncGenerator[PrepareEvent]:
         """Reserve memory and load a stage; yield progress, then ``Prepared``. On failure release everything.
 
-        A living stage that holds the same shard stays as it is, with its weights and KV. The stage takes plans only
+        A living stage that holds the same shard stays as it is, with its weights and KV. One that holds another shard
+        goes on serving until the new stage is loaded, if memory holds both. The stage takes plans only
         from ``engine`` (None: from any engine, where nothing is encrypted), which runs on ``engine_node``. Raises
         StaleEpoch, NoFeasiblePlacement, BackendUnavailable and the errors of loading.
         """
@@ -152,9 +161,10 @@ class DeviceHost:
             await self._give_engine(self._holds[request.pipeline_id], engine)
             yield PrepareEvent(event=kept)
             return
-        hold = await self._admit(request, engine_node)
+        hold = await self._admit(request, engine_node, config, weights)
         try:
-            self._memory.reserve(request, config, weights)
+            if hold.before is None:
+                self._memory.reserve(request, config, weights)
             hold.load = load
             child = hold.child = await self._spare.take()
             self._tasks.create_task(self._mourn(request.pipeline_id, hold, child), name=f"stage:{request.pipeline_id}")
@@ -169,6 +179,7 @@ class DeviceHost:
                     hold.ready = True
                     held = self._memory.loaded(request.pipeline_id, weight_bytes=report.weight_bytes)
                     hold.prepared = self._prepared(child, report, request, config, held.kv_bytes)
+                    self._retire_soon(request.pipeline_id, hold)
                     self._holds_changed()
                     yield PrepareEvent(event=self._with_crash(request.pipeline_id, hold.prepared))
                     return
@@ -293,8 +304,20 @@ class DeviceHost:
             )
         return known
 
-    async def _admit(self, request: PrepareRequest, engine_node: str) -> _Hold:
-        if (known := self._known(request, engine_node)) is not None:
+    async def _admit(
+        self, request: PrepareRequest, engine_node: str, config: ModelConfig, weights: WeightTable
+    ) -> _Hold:
+        known = self._known(request, engine_node)
+        if known is not None and not known.ready:
+            await self._give_up(request.pipeline_id, known)
+            known = self._known(request, engine_node)
+        if known is not None and known.serves and not request.fresh and known.before is None:
+            if self._memory.reserve_beside(request, config, weights):
+                hold = _Hold(epoch=request.epoch, engine_node=engine_node, before=known)
+                self._holds[request.pipeline_id] = hold
+                self._holds_changed()
+                return hold
+        if known is not None:
             await self._end(request.pipeline_id, known)
         if not self._memory.is_known:
             raise self._spare.error or BackendUnavailable(
@@ -335,19 +358,53 @@ class DeviceHost:
             self._memory.note_death(child)
             logger.error("stage lost pipeline=%s: %s", pipeline_id, child.error().on_node(self._node_name))
         if self._holds.get(pipeline_id) is hold:
-            await self._end(pipeline_id, hold)
+            await self._give_up(pipeline_id, hold)
 
     async def _end(self, pipeline_id: str, hold: _Hold) -> None:
         if self._holds.get(pipeline_id) is hold:
             del self._holds[pipeline_id]
+        await self._retire(pipeline_id, hold)
         if hold.child is not None and not hold.child.exited.is_set():
             await self._children.stop(hold.child)
         if pipeline_id not in self._holds:
             self._memory.release(pipeline_id)
         self._holds_changed()
 
+    def _retire_soon(self, pipeline_id: str, hold: _Hold) -> None:
+        """End the replaced stage a little later: its epoch goes on until all new stages of the pipeline are loaded."""
+        if hold.before is not None:
+            self._tasks.create_task(self._retire_later(pipeline_id, hold), name=f"retire:{pipeline_id}")
+
+    async def _retire_later(self, pipeline_id: str, hold: _Hold) -> None:
+        await asyncio.sleep(self._settled_s)
+        await self._retire(pipeline_id, hold)
+        self._holds_changed()
+
+    async def _retire(self, pipeline_id: str, hold: _Hold) -> None:
+        """End the stage that ``hold`` has replaced."""
+        before, hold.before = hold.before, None
+        if before is None:
+            return
+        if before.child is not None and not before.child.exited.is_set():
+            await self._children.stop(before.child)
+        self._memory.release_before(pipeline_id)
+
+    async def _give_up(self, pipeline_id: str, hold: _Hold) -> None:
+        """End a stage that was not loaded. The running stage that it should have replaced stays."""
+        before, hold.before = hold.before, None
+        if before is None or not before.serves or self._holds.get(pipeline_id) is not hold:
+            hold.before = before
+            await self._end(pipeline_id, hold)
+            return
+        before.epoch = hold.epoch
+        self._holds[pipeline_id] = before
+        self._memory.keep_before(pipeline_id)
+        if hold.child is not None and not hold.child.exited.is_set():
+            await self._children.stop(hold.child)
+        self._holds_changed()
+
     def _release_soon(self, pipeline_id: str, hold: _Hold) -> None:
-        self._tasks.create_task(self._end(pipeline_id, hold), name=f"release:{pipeline_id}")
+        self._tasks.create_task(self._give_up(pipeline_id, hold), name=f"release:{pipeline_id}")
 
     def _prepared(
         self, child: Child, loaded: ShardLoaded, request: PrepareRequest, config: ModelConfig, kv_bytes: int
@@ -363,7 +420,7 @@ class DeviceHost:
             wanted=-(-request.kv_tokens // block_size),
         )
         return Prepared(
-            address=f"{child.settings.host}:{child.port}",
+            address=with_port(child.settings.host, child.port),
             max_blocks=most_blocks or 1,
             kv_block_bytes=loaded.kv_block_bytes,
             window_block_bytes=loaded.window_block_bytes,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.device.memory import PRESSURE_CUT, MemoryLedger, MemoryPressure, Reservation, uses_host_memory
 from edgepipe.daemon.processes.children import Child
-from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
+from edgepipe.errors import EdgepipeError, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import PipelineId
 from edgepipe.model.expert_places import split_kind, with_ram_percent
 from edgepipe.model.facts import ModelConfig
@@ -24,6 +24,7 @@ from edgepipe.wire.nodes import DeviceState, Reserved
 
 logger = logging.getLogger(__name__)
 
+_BEFORE = " before"  # no pipeline id has a space
 _SPARE_BYTES = 1 << 30  # an imported torch takes 0.3 GB of the host, a CUDA context 0.5 GB of the device
 
 
@@ -68,8 +69,11 @@ class DeviceMemory:
             self._ledger.cut(self._pressure.share)
             self._ram = _ram_ledger(self._node_name, profile)
 
-    def reserve(self, request: PrepareRequest, config: ModelConfig, weights: WeightTable = FLOATS) -> None:
-        """Set memory aside for a stage's weights and KV. Raises NoFeasiblePlacement, PlanInvalid."""
+    def reserve(self, request: PrepareRequest, config: ModelConfig, weights: WeightTable = FLOATS) -> bool:
+        """Set memory aside for a stage's weights and KV. Return whether all wanted KV fits.
+
+        Raises NoFeasiblePlacement, PlanInvalid.
+        """
         assert self._ledger is not None
         if request.kv and request.kv not in self._kv_forms:
             raise NoFeasiblePlacement(
@@ -88,14 +92,47 @@ class DeviceMemory:
         weight_bytes = sum(sizes.of_slice(part) for part in request.slices)
         in_ram = sum(sum(sizes.in_ram[part.layers.start : part.layers.end]) for part in request.slices)
         self._check_ram(request.pipeline_id, in_ram)
-        self._ledger.reserve(
+        kv_token_bytes = -(-stage_kv // max(1, request.kv_tokens))  # windows keep fewer: a mean
+        held = self._ledger.reserve(
             request.pipeline_id,
             weight_bytes=max(request.weight_bytes, weight_bytes),
-            kv_token_bytes=-(-stage_kv // max(1, request.kv_tokens)),  # windows keep fewer: a mean
+            kv_token_bytes=kv_token_bytes,
             kv_tokens=request.kv_tokens,
         )
         if self._ram is not None:
             self._ram.reserve(request.pipeline_id, weight_bytes=in_ram, kv_token_bytes=0, kv_tokens=0)
+        return held.kv_bytes >= kv_token_bytes * request.kv_tokens
+
+    def reserve_beside(self, request: PrepareRequest, config: ModelConfig, weights: WeightTable = FLOATS) -> bool:
+        """Set memory aside beside the reservation of the pipeline's running stage. Return whether both fit in full.
+
+        The running stage's reservation then lasts until ``release_before``. Otherwise nothing changes.
+        """
+        pipeline_id, ledger = request.pipeline_id, self._ledger
+        held = self._ram.held.get(pipeline_id) if self._ram is not None else None
+        in_ram = request.ram_percent or (held is not None and held.num_bytes)
+        if ledger is None or in_ram or pipeline_id not in ledger.held or _before(pipeline_id) in ledger.held:
+            return False
+        ledger.rename(pipeline_id, _before(pipeline_id))
+        try:
+            fits = self.reserve(request, config, weights)
+        except EdgepipeError:
+            fits = False
+        if not fits:
+            ledger.release(pipeline_id)
+            ledger.rename(_before(pipeline_id), pipeline_id)
+        return fits
+
+    def keep_before(self, pipeline_id: str) -> None:
+        """Drop the reservation made beside the running stage, which stays."""
+        if self._ledger is not None and _before(pipeline_id) in self._ledger.held:
+            self._ledger.release(pipeline_id)
+            self._ledger.rename(_before(pipeline_id), pipeline_id)
+
+    def release_before(self, pipeline_id: str) -> None:
+        """Release the reservation of the stage that another one has replaced."""
+        if self._ledger is not None:
+            self._ledger.release(_before(pipeline_id))
 
     def _packing_of(self, request: PrepareRequest) -> str:
         """Return the packing of a stage's weights. Raises NoFeasiblePlacement if the node keeps no experts in RAM."""
@@ -142,6 +179,14 @@ class DeviceMemory:
                 100 * self._pressure.share,
             )
 
+    def _bytes_by_pipeline(self) -> dict[str, int]:
+        """Return the reserved bytes; for a pipeline whose stage is being replaced, those of both stages."""
+        found: dict[str, int] = {}
+        for holder, held in self._ledger.held.items() if self._ledger is not None else ():
+            pipeline_id = holder.removesuffix(_BEFORE)
+            found[pipeline_id] = found.get(pipeline_id, 0) + held.num_bytes
+        return found
+
     def in_state(self, state: DeviceState) -> DeviceState:
         """Return a device's state with reserved and free memory."""
         if self._ledger is None:
@@ -153,14 +198,15 @@ class DeviceMemory:
             reserved_bytes=self._ledger.reserved_bytes,
             free_bytes=self._ledger.free_bytes,
             reserved=tuple(
-                Reserved(
-                    pipeline_id=PipelineId(pipeline_id),
-                    num_bytes=held.num_bytes,
-                    ram_bytes=beside.get(pipeline_id, 0),
-                )
-                for pipeline_id, held in self._ledger.held.items()
+                Reserved(pipeline_id=PipelineId(pipeline_id), num_bytes=num_bytes, ram_bytes=beside.get(pipeline_id, 0))
+                for pipeline_id, num_bytes in self._bytes_by_pipeline().items()
             ),
         )
+
+
+def _before(pipeline_id: str) -> str:
+    """Return the holder of the reservation of a stage that is being replaced."""
+    return pipeline_id + _BEFORE
 
 
 def as_loaded(profile: DeviceProfile, ram_percent: int) -> DeviceProfile:

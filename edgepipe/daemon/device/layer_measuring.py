@@ -17,6 +17,7 @@ from edgepipe.wire.children import ProfileLayerRequest
 from edgepipe.workers.settings import ChildSettings
 
 _PROFILE_S = 30.0  # to make up a large layer, copy it to the device and run it
+_SAME_S = 60.0  # from a plan to serving by it
 _SPARE_S = 15.0  # for a new process after a stage has ended: import the backend, measure the device
 
 
@@ -43,14 +44,15 @@ class LayerMeasuring:
     async def measure(self, request: ProfileLayerRequest) -> LayerProfile:
         """Return a layer's times: known ones, or measured now.
 
-        Times that were measured while the machine was busy are measured again, and with ``fresh`` all are. Of two busy
+        Times that were measured while the machine was busy are measured again after a minute, and with ``fresh`` all
+        are: a plan that a person has just seen has the same figures as what is served then. Of two busy
         measurements the shorter counts, since other programs only make steps longer. Measuring needs a device that
         holds nothing: while it serves, return the known times. Raises BackendUnavailable if none are known, or if the
         shape cannot be measured.
         """
         key = self._key(request)
         known = self._profiles.get(key) if key else None
-        again = request.fresh or (known is not None and known.busy)
+        again = request.fresh or (known is not None and known.busy and _age_s(known) > _SAME_S)
         if known is not None and (request.known_only or not again):
             return known
         if request.known_only:
@@ -115,6 +117,12 @@ class LayerMeasuring:
             model_config=request.model_config,
             model_weights=request.model_weights,
         )
+
+
+def _age_s(profile: LayerProfile) -> float:
+    """Return the seconds since a measurement; infinite for one in the future, after the clock was set."""
+    age_s = time.time() - profile.measured_ms / 1e3
+    return max(0.0, age_s) if age_s > -1.0 else float("inf")  # the time is kept in whole milliseconds
 
 
 def _step_s(profile: LayerProfile) -> float:

@@ -121,6 +121,10 @@ class MemoryLedger:
             self._held[holder] = held
         return held
 
+    def rename(self, holder: str, other: str) -> None:
+        """Give a reservation to another holder."""
+        self._held[other] = self._held.pop(holder)
+
     def cut(self, share: float) -> None:
         """Reduce the usable memory to this share; reservations stay."""
         self._usable_bytes = int(self._usable_bytes * share)

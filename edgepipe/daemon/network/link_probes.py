@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import statistics
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,15 @@ from typing import Any
 from edgepipe.clock import Clock
 from edgepipe.config import Timeouts
 from edgepipe.daemon.network.peers import Peers
-from edgepipe.errors import SendTimeout
+from edgepipe.errors import LinkError, NodeUnreachable, SendTimeout
 from edgepipe.link.channels import make_channel, translated
 from edgepipe.link.shaped import Network, PlainLine, delayed_replies
 from edgepipe.wire.nodes import NodeState
-from edgepipe.wire.serving import LinkProfile
+from edgepipe.wire.serving import LinkProfile, ProfileLinksReply
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc
+
+logger = logging.getLogger(__name__)
 
 _SMALL_BYTES = 2 << 10  # one token's activations of a small model
 _LARGE_BYTES = 256 << 10  # a frame
@@ -56,13 +59,21 @@ class LinkProbes:
         wanted = {*node_ids, self._peers.own_id}
         return [measured.link for node_id, measured in self._known.items() if node_id in wanted]
 
-    async def measure(self, node_ids: Sequence[str], *, fresh: bool = False) -> list[LinkProfile]:
+    async def measure(self, node_ids: Sequence[str], *, fresh: bool = False) -> ProfileLinksReply:
         """Measure one link after the other, this node's host first; ``fresh``: results older than 10 s, too.
 
-        Raises NodeUnreachable, LinkError.
+        Nodes that do not answer on a new connection are reported as unreached.
         """
-        ids = [self._peers.own_id, *node_ids]
-        return [await self._one(self._peers.node(node_id), fresh=fresh) for node_id in ids]
+        links: list[LinkProfile] = []
+        unreached: list[str] = []
+        for node_id in [self._peers.own_id, *node_ids]:
+            try:
+                links.append(await self._one(self._peers.node(node_id), fresh=fresh))
+            except (LinkError, NodeUnreachable) as error:
+                logger.info("link not measured node=%s: %s", node_id, error)
+                self._known.pop(node_id, None)
+                unreached.append(node_id)
+        return ProfileLinksReply(links=tuple(links), unreached=tuple(unreached))
 
     async def _one(self, node: NodeState, *, fresh: bool) -> LinkProfile:
         async with self._busy:

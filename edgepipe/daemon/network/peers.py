@@ -25,8 +25,8 @@ from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import (
     KeepCopyRequest,
-    LinkProfile,
     Moves,
+    ProfileLinksReply,
     RebalanceRequest,
     ServeRecord,
     StartEngineRequest,
@@ -209,13 +209,13 @@ class Peers:
 
     async def profile_links(
         self, node_id: str, others: Iterable[str], *, known_only: bool = False, fresh: bool = False
-    ) -> list[LinkProfile]:
+    ) -> ProfileLinksReply:
         """Call ``Node.ProfileLinks`` for the links to ``others``. Raises its errors and LinkError."""
         request = pb.ProfileLinksRequest(hello=self._hello, node_ids=others, known_only=known_only, fresh=fresh)
         timeout_s = _KNOWN_S if known_only else _PROFILE_S
         with translated(self.node(node_id).name):
             reply = await self._stub(node_id).ProfileLinks(request, timeout=timeout_s)
-            return [from_wire(link, LinkProfile) for link in reply.links]
+            return from_wire(reply, ProfileLinksReply)
 
     async def keep_copy(self, node_id: str, request: KeepCopyRequest) -> AsyncGenerator[PrepareProgress]:
         """Call ``Node.KeepCopy``. Raises its errors and LinkError; a lost node ends the call by its channel."""

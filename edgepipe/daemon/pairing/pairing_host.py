@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 
+from edgepipe.addresses import with_port
 from edgepipe.clock import Clock
 from edgepipe.cluster.codes import CODE_DIGITS, SECRET_BYTES, host_pake, show_code, show_string
 from edgepipe.cluster.pairing import NONCE_BYTES, Greeting, HostPairing, Party
@@ -142,7 +143,7 @@ class _Invitation:
             code = show_string(host=host, port=port, node_id=self._trust.node_id, secret=self._secret)
         opened = InviteOpened(
             code=code,
-            address=f"{host}:{port}",
+            address=with_port(host, port),
             valid_s=self._valid_s,
             cluster_name=self._hello.cluster_name,
             usual_port=usual_port,

@@ -83,6 +83,21 @@ class Drain:
             else:
                 logger.info("nothing is moved away: %s", error.what)  # all nodes are stopping
 
+    async def outlook(self) -> str:
+        """Accept no more work, and return why a model cannot continue without this node; empty if all can."""
+        self.active = True
+        self._on_change()
+        try:
+            lack = await self._lack()
+        except EdgepipeError as error:
+            lack = error
+        if lack is None:
+            return ""
+        if coming := self._coming():
+            return f"waits for the devices of {', '.join(coming)}, at most {DEVICE_S:.0f} s: {lack.what}"
+        fact = f" ({lack.fact})" if lack.fact else ""
+        return f"no other machine can hold its work, so it ends here: {lack.what}{fact}"
+
     def undo(self) -> None:
         """Take work again."""
         self.active = False

@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
+from edgepipe.addresses import with_port
 from edgepipe.clock import Clock
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.processes.children import Child, Children, Report
@@ -268,7 +269,7 @@ class EngineHost:
         if report.state == "failed" and isinstance(report.error, StaleEpoch):
             return  # its requests continue with another engine or with its own next process
         before = (run.state.state, run.state.message)
-        own_address = f"{child.settings.host}:{child.port}" if child.port else ""
+        own_address = with_port(child.settings.host, child.port) if child.port else ""
         run.state = replace(
             report,
             pipeline_id=report.pipeline_id or run.state.pipeline_id,

@@ -11,6 +11,7 @@ from edgepipe.daemon.serving.drain import Drain
 logger = logging.getLogger(__name__)
 
 _STOP_S = 30.0  # service managers kill after 90 s (systemd), and people wait
+_OUTLOOK_S = 3.0  # to find out whether others have room, before the answer to 'node stop'
 _SLEEP_S = 4.0  # operating systems delay sleep by at most 5 s, if at all
 
 
@@ -41,8 +42,26 @@ class Leaving:
             self._stopping.set()
             return
         self.winding_down = True
+        self._on_change()
         logger.info("stages and engines move to other nodes first, for at most %.0f s", _STOP_S)
         self._tasks.create_task(self._wind_down(), name="wind-down")
+
+    async def outlook(self) -> str:
+        """Return what becomes of this node's work when it stops now; empty without work that others could take.
+
+        The node takes no new work from then on.
+        """
+        if self.winding_down or not self._drain.is_needed:
+            return ""
+        try:
+            async with asyncio.timeout(_OUTLOOK_S):
+                ends = await self._drain.outlook()
+        except TimeoutError:
+            ends = ""
+        return ends or (
+            f"its work moves to other machines first, for at most {_STOP_S:.0f} s; "
+            "a second 'edgepipe node stop' does not wait"
+        )
 
     def sleep(self) -> None:
         """Drain, then announce sleep: the machine is about to sleep."""

@@ -121,8 +121,8 @@ class Replication:
         )
         bytes_per_s = 0.0
         if request.paced and not self._peers.is_self(request.source):
-            links = await self._peers.profile_links(request.source, [self._peers.own_id])
-            rates = [link.bytes_per_s for link in links if link.receiver == self._peers.own_id]
+            answer = await self._peers.profile_links(request.source, [self._peers.own_id])
+            rates = [link.bytes_per_s for link in answer.links if link.receiver == self._peers.own_id]
             if not rates:
                 raise RemoteProtocolError("the copy's source does not say how fast the link is")
             bytes_per_s = _LINK_SHARE * min(rates)

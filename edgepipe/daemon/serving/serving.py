@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
+from edgepipe.addresses import host_and_port
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile
 from edgepipe.daemon.device.memory import modest_kv_bytes
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.serving.capacity import cannot_keep, placement_need, rooms_of, stages_of
-from edgepipe.daemon.serving.replanning import DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCES, demand_of
+from edgepipe.daemon.serving.replanning import DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCES
 from edgepipe.daemon.serving.serve_book import ServeBook
+from edgepipe.daemon.serving.serve_planner import ServePlanner
 from edgepipe.daemon.serving.survey import PlannedModel, Surveyor, known_shape
 from edgepipe.errors import (
     AccessDenied,
@@ -41,7 +43,6 @@ from edgepipe.model.typed_names import meant_names, understood
 from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.expert_shares import place_with_shares, rooms_as_placed
 from edgepipe.planner.placement import NodeRoom, Placed
-from edgepipe.planner.plan import Constraints, Plan, plan
 from edgepipe.wire.engines import EngineState, ServeSpec
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import (
@@ -54,7 +55,6 @@ from edgepipe.wire.serving import (
     StartEngineRequest,
     SurveyReply,
 )
-from edgepipe.wire.surveys import cluster_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ class Serving:
         self._refused = refused
         self._surveyor = surveyor
         self._tasks = tasks
+        self._planner = ServePlanner(surveyor)
 
     def engines(self) -> list[tuple[NodeState, EngineState]]:
         """Return every engine of the cluster with its node."""
@@ -123,14 +124,14 @@ class Serving:
         if waited_for := self._starting():
             yield ServeEvent(message=f"waiting for the device of {', '.join(waited_for)}")
             await self._devices_started()
-        shut: dict[str, ConnectTimeout] = {}  # the reason by id, for nodes that cannot be used
+        shut: dict[str, EdgepipeError] = {}  # the reason by id, for nodes that cannot be used
         while True:
             try:
                 async with aclosing(self._serve_anew(request, model, context, shut)) as events:
                     async for event in events:
                         yield event
                 return
-            except ConnectTimeout as error:
+            except (ConnectTimeout, NodeUnreachable) as error:
                 node = self._named(error.node)
                 if request.plan or node is None or node.node_id in shut:
                     raise
@@ -147,22 +148,27 @@ class Serving:
             await self._peers.start_engine(node.node_id, request)
 
     async def _serve_anew(
-        self, request: ServeRequest, model: LocalModel, context: int, shut: Mapping[str, ConnectTimeout]
+        self, request: ServeRequest, model: LocalModel, context: int, shut: dict[str, EdgepipeError]
     ) -> AsyncGenerator[ServeEvent]:
-        """Serve on nodes outside ``shut``. Raises the first error of ``shut`` if the others allow no placement."""
+        """Serve on nodes outside ``shut``, and add nodes that others do not reach.
+
+        Raises the first error of ``shut`` if the others allow no placement.
+        """
         pipeline_id, engine_node = PipelineId(self._ids.new("pipeline")), ""
         ready = False
         try:
             if not request.plan:
                 yield ServeEvent(message="measuring devices and links")
             try:
-                spec, engine_node = await self._spec(request, model, context, exclude=tuple(shut))
+                told = len(shut)
+                changes: list[str] = []
+                spec, engine_node = await self._spec(request, model, context, shut, changes)
             except (NoFeasiblePlacement, PlanInvalid) as error:
                 raise next(iter(shut.values()), error) from None
-            newest = [_left_out(error) for error in shut.values()][-1:]
+            newest = [_left_out(error) for error in list(shut.values())[max(0, told - 1) :]]
             lacking = [f"{reason}: it is left out" for reason in self._lacking(model, spec.kv)]
             factors = [found for found in [factors_in_words(model.config, context)] if found]
-            notes = "\n".join([*lacking, *newest, *factors])
+            notes = "\n".join([*lacking, *newest, *changes, *factors])
             yield ServeEvent(message=f"{model.name}: {self._describe(spec)}", note=notes)
             record = self._book.ask(pipeline_id, spec, engine_node=engine_node)
             await self._peers.start_engine(engine_node, self._start_request(pipeline_id, spec, record))
@@ -179,7 +185,7 @@ class Serving:
 
     async def _no_way_to(self, engine: EngineState, node_id: str) -> ConnectTimeout | None:
         """Return why this node's gateway cannot send requests to a ready engine; None if it can."""
-        host, _, port = engine.address.rpartition(":")
+        host, port = host_and_port(engine.address)
         try:
             async with asyncio.timeout(_CONNECT_S):
                 _, writer = await asyncio.open_connection(host, int(port))
@@ -217,8 +223,7 @@ class Serving:
         return next((node for node in self._peers.nodes() if name and node.name == name), None)
 
     async def survey(self, name: str, dtype: str, *, kv: str = "", fresh: bool = False) -> SurveyReply:
-        """Measure the inputs of a model's plan: of the cluster's, else of a known shape. Raises ModelUnknown,
-        LinkNotMeasured."""
+        """Measure the inputs of a model's plan: of the cluster's, else of a known shape. Raises ModelUnknown."""
         try:
             model: PlannedModel = await self._models.resolve(name)
         except ModelUnknown:
@@ -229,10 +234,10 @@ class Serving:
             model = await asyncio.to_thread(known_shape, meant.planned)
         if self._starting():
             await self._devices_started()
-        return await self._surveyor.survey(model, dtype, kv=kv, fresh=fresh)
+        return await self._planner.survey(model, dtype, kv, fresh=fresh)
 
     async def measure_links(self) -> list[LinkProfile]:
-        """Measure every directed link between nodes. Raises LinkNotMeasured."""
+        """Measure every directed link between nodes; leave out links that carry nothing."""
         return await self._surveyor.links()
 
     async def _rebalance(self, node_id: str, engine: EngineState, request: ServeRequest) -> AsyncGenerator[ServeEvent]:
@@ -325,9 +330,17 @@ class Serving:
                         return
 
     async def _spec(
-        self, request: ServeRequest, model: LocalModel, context: int, *, exclude: tuple[str, ...] = ()
+        self,
+        request: ServeRequest,
+        model: LocalModel,
+        context: int,
+        shut: dict[str, EdgepipeError],
+        changes: list[str],
     ) -> tuple[ServeSpec, str]:
-        """Choose what to serve and the engine's node, without the node ids in ``exclude``."""
+        """Choose what to serve and the engine's node, without the nodes in ``shut``.
+
+        ``changes`` gets a sentence if a plan of the last minutes no longer holds.
+        """
         options = request.options
         check_has_experts(options.experts_in_ram, model.config)
         nodes = self._peers.nodes()
@@ -339,7 +352,7 @@ class Serving:
                 placed = place_with_shares(need, rooms, request.plan, options.experts_in_ram)
                 engine_node = placed[0].node_id
             else:
-                found = await self._planned(request, model, context, exclude)
+                found = await self._planner.plan(request, model, context, shut, changes)
                 placed, engine_node = found.placed, found.engine
         except (NoFeasiblePlacement, PlanInvalid) as error:
             error.fact = "; ".join([error.fact, *self._lacking(model, options.kv)])
@@ -371,26 +384,6 @@ class Serving:
             block_size=common_block_size(profile for profile in profiles if profile is not None),
         )
         return spec, engine_node
-
-    async def _planned(self, request: ServeRequest, model: LocalModel, context: int, exclude: tuple[str, ...]) -> Plan:
-        """Find the best placement that the request allows. Raises like ``plan``."""
-        kv = request.options.kv
-        cluster = cluster_of(await self._surveyor.survey(model, request.options.dtype, kv=kv), kv=kv)
-        asked = ServeSpec(
-            model=model.name,
-            context_length=context,
-            throughput=request.throughput,
-            concurrency=request.concurrency,
-        )
-        must_keep_tokens = context if request.must_keep_context else 0
-        demand = demand_of(model.config, asked, weights=model.weights, must_keep_tokens=must_keep_tokens)
-        constraints = Constraints(
-            num_nodes=request.num_nodes,
-            exclude=(*request.exclude, *exclude),
-            first=request.first,
-            experts_in_ram=request.options.experts_in_ram,
-        )
-        return await asyncio.to_thread(plan, demand, cluster.machines, cluster.links, constraints, explain=False)
 
     def _describe(self, spec: ServeSpec) -> str:
         """Describe a placement: ``layers 0-14 on gamer, 15-29 on mac``."""
@@ -440,7 +433,7 @@ class Serving:
             logger.info("not stopped pipeline=%s: %s", pipeline_id, error)
 
 
-def _left_out(error: ConnectTimeout) -> str:
+def _left_out(error: EdgepipeError) -> str:
     return f"{error.node} is left out: {error.what} ({error.fact}). {error.next_step}"
 
 

@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Protocol
 
 from edgepipe.daemon.device.memory import headroom_bytes, uses_host_memory
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.serving.capacity import cannot_keep, rooms_of, usable_device
-from edgepipe.errors import EdgepipeError, LinkNotMeasured
+from edgepipe.daemon.serving.unreached import Way, left_out
+from edgepipe.errors import ConnectTimeout, EdgepipeError
 from edgepipe.ids import NodeId
+from edgepipe.link.channels import was_refused
+from edgepipe.link.shut_ports import shut_port
 from edgepipe.model.config_json import config_to_json
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.mixes import named_model
 from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.wire.children import ProfileLayerRequest
 from edgepipe.wire.nodes import NodeState
-from edgepipe.wire.serving import BrokenLink, LinkProfile, SurveyedMachine, SurveyReply
+from edgepipe.wire.serving import BrokenLink, LinkProfile, ProfileLinksReply, SurveyedMachine, SurveyReply
 
 logger = logging.getLogger(__name__)
 
@@ -78,15 +81,16 @@ class Surveyor:
         self._peers = peers
 
     async def survey(self, model: PlannedModel, dtype: str, *, kv: str = "", fresh: bool = False) -> SurveyReply:
-        """Collect a plan's inputs; ``fresh`` measures known values again. Raises LinkNotMeasured when a node goes.
+        """Collect a plan's inputs; ``fresh`` measures known values again.
 
-        Nodes that cannot keep KV in the form ``kv`` are unusable.
+        Nodes that cannot keep KV in the form ``kv`` are unusable. A node that others do not reach, or that goes
+        meanwhile, has an obstacle.
         """
         reply, usable = self._machines(model, dtype, kv)
         hosts = [list(nodes) for _, nodes in groupby(sorted(usable, key=_host), key=_host)]
         layers = await asyncio.gather(*(self._profile_all(nodes, reply, dtype, kv, fresh=fresh) for nodes in hosts))
-        links = await self._links(usable, fresh=fresh) if len(usable) > 1 else []
-        return _with(reply, chain.from_iterable(layers), links)
+        measured = await self._links(usable, fresh=fresh) if len(usable) > 1 else _Links()
+        return _with(reply, chain.from_iterable(layers), measured.links, measured.obstacles)
 
     async def known(
         self, model: PlannedModel, dtype: str, *, kv: str = "", own: str = "", measure: Collection[str] = ()
@@ -126,15 +130,15 @@ class Surveyor:
 
     async def _links_from(self, node: NodeState, ids: Sequence[str], *, known_only: bool) -> list[LinkProfile]:
         try:
-            return await self._peers.profile_links(node.node_id, ids, known_only=known_only)
+            return list((await self._peers.profile_links(node.node_id, ids, known_only=known_only)).links)
         except EdgepipeError as error:
             logger.info("links not known node=%s: %s", node.name, error)
             return []
 
     async def links(self) -> list[LinkProfile]:
-        """Measure every directed link between nodes. Raises LinkNotMeasured when a node goes meanwhile."""
+        """Measure every directed link between nodes; leave out links that carry nothing."""
         nodes = list(self._peers.nodes())
-        return await self._links(nodes) if len(nodes) > 1 else []
+        return list((await self._links(nodes)).links) if len(nodes) > 1 else []
 
     async def _profile_all(
         self, nodes: Sequence[NodeState], reply: SurveyReply, dtype: str, kv: str, *, fresh: bool
@@ -166,32 +170,67 @@ class Surveyor:
             logger.info("not measured node=%s: %s", node.name, error)
             return node.node_id, None
 
-    async def _links(self, nodes: Sequence[NodeState], *, fresh: bool = False) -> list[LinkProfile]:
+    async def _links(self, nodes: Sequence[NodeState], *, fresh: bool = False) -> _Links:
         """Measure all working directed links. Each node begins with its successor, so that few meet at one node."""
-        ids, broken = [node.node_id for node in nodes], self._peers.broken_links()
+        by_id, broken = {node.node_id: node for node in nodes}, self._peers.broken_links()
+        ids = list(by_id)
 
-        async def ask(index: int) -> list[LinkProfile]:
+        async def ask(index: int) -> ProfileLinksReply | EdgepipeError:
             others = [node_id for node_id in (*ids[index + 1 :], *ids[:index]) if (ids[index], node_id) not in broken]
-            return await self._peers.profile_links(ids[index], others, fresh=fresh)
+            try:
+                return await self._peers.profile_links(ids[index], others, fresh=fresh)
+            except EdgepipeError as error:
+                return error
 
-        found: list[LinkProfile] = []
-        for answer in await asyncio.gather(*(ask(index) for index in range(len(ids))), return_exceptions=True):
-            if isinstance(answer, EdgepipeError):
-                raise LinkNotMeasured(
-                    "a node went away while links were measured", fact=answer.what, next_step="try again"
-                ) from answer
-            if isinstance(answer, BaseException):
-                raise answer
-            found += answer
-        return found
+        answers = dict(zip(ids, await asyncio.gather(*(ask(index) for index in range(len(ids)))), strict=True))
+        missed: list[Way] = []
+        gone: dict[NodeId, EdgepipeError] = {}
+        for node_id, answer in answers.items():
+            if isinstance(answer, ProfileLinksReply):
+                missed += [(node_id, NodeId(target)) for target in answer.unreached if target in ids]
+            elif isinstance(answer, ConnectTimeout) and not was_refused(answer):
+                missed.append((self._peers.own_id, node_id))
+            else:
+                gone[node_id] = answer.on_node(by_id[node_id].name)
+        chosen = left_out([way for way in missed if way[1] not in gone], own=self._peers.own_id)
+        return _Links(
+            links=tuple(
+                link for reply in answers.values() if isinstance(reply, ProfileLinksReply) for link in reply.links
+            ),
+            obstacles={**gone, **{node_id: _obstacle(node_id, way, by_id) for node_id, way in chosen.items()}},
+        )
 
 
-def _with(reply: SurveyReply, layers: Iterable[_Layer], links: Iterable[LinkProfile]) -> SurveyReply:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Links:
+    """Measured links, and why some nodes cannot be used."""
+
+    links: tuple[LinkProfile, ...] = ()
+    obstacles: Mapping[NodeId, EdgepipeError] = field(default_factory=dict[NodeId, EdgepipeError])
+
+
+def _obstacle(node_id: NodeId, way: Way, nodes: Mapping[NodeId, NodeState]) -> ConnectTimeout:
+    """Return why a node is left out: one node does not reach the other."""
+    source, target = nodes[way[0]], nodes[way[1]]
+    error = shut_port(source.name, target.name, address=target.address, node_address=target.address)
+    error.node = nodes[node_id].name
+    return error
+
+
+def _with(
+    reply: SurveyReply,
+    layers: Iterable[_Layer],
+    links: Iterable[LinkProfile],
+    obstacles: Mapping[NodeId, EdgepipeError] | None = None,
+) -> SurveyReply:
     """Return the survey with measurements."""
-    measured = dict(layers)
+    measured, obstacles = dict(layers), obstacles or {}
     return replace(
         reply,
-        machines=tuple(replace(machine, layer=measured[machine.node_id]) for machine in reply.machines),
+        machines=tuple(
+            replace(machine, layer=measured[machine.node_id], obstacle=obstacles.get(machine.node_id))
+            for machine in reply.machines
+        ),
         links=tuple(links),
     )
 

@@ -136,7 +136,7 @@ _CALLS: Tables = {
     },
     "ProfileLinksRequest": {"node_ids": NAMES},
     "LinkProfile": {"one_way_s": SECONDS, "bytes_per_s": RATE},
-    "ProfileLinksReply": {"links": BY_SIZE},
+    "ProfileLinksReply": {"links": BY_SIZE, "unreached": NAMES},
     "EchoFrame": {},
 }
 

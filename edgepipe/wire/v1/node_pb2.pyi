@@ -161,6 +161,7 @@ class NodeState(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     SILENT_FIELD_NUMBER: _builtins.int
     SLEEPS_SOON_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     DISK_FREE_BYTES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     name: _builtins.str
@@ -177,6 +178,8 @@ class NodeState(_message.Message):
     """it takes no new work, and its work moves away"""
     sleeps_soon: _builtins.bool
     """its machine announced it: a silence that follows is sleep, not death"""
+    leaving: _builtins.bool
+    """it stops as soon as its work has moved, or a time is over"""
     disk_free_bytes: _builtins.int
     """of the models' disk, for copies"""
     @_builtins.property
@@ -219,11 +222,12 @@ class NodeState(_message.Message):
         draining: _builtins.bool = ...,
         silent: _abc.Iterable[_builtins.str] | None = ...,
         sleeps_soon: _builtins.bool = ...,
+        leaving: _builtins.bool = ...,
         disk_free_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "devices", b"devices", "disk_free_bytes", b"disk_free_bytes", "draining", b"draining", "edgepipe_version", b"edgepipe_version", "engines", b"engines", "gateways", b"gateways", "http_port", b"http_port", "incarnation", b"incarnation", "models", b"models", "name", b"name", "node_id", b"node_id", "platform", b"platform", "serves", b"serves", "silent", b"silent", "sleeps_soon", b"sleeps_soon", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "devices", b"devices", "disk_free_bytes", b"disk_free_bytes", "draining", b"draining", "edgepipe_version", b"edgepipe_version", "engines", b"engines", "gateways", b"gateways", "http_port", b"http_port", "incarnation", b"incarnation", "leaving", b"leaving", "models", b"models", "name", b"name", "node_id", b"node_id", "platform", b"platform", "serves", b"serves", "silent", b"silent", "sleeps_soon", b"sleeps_soon", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2766,16 +2770,22 @@ class ProfileLinksReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LINKS_FIELD_NUMBER: _builtins.int
+    UNREACHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkProfile]: ...
+    @_builtins.property
+    def unreached(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """node ids of receivers to which no new connection could be made"""
+
     def __init__(
         self,
         *,
         links: _abc.Iterable[Global___LinkProfile] | None = ...,
+        unreached: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "unreached", b"unreached"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2871,6 +2881,7 @@ class SurveyedMachine(_message.Message):
     SHARES_HOST_MEMORY_FIELD_NUMBER: _builtins.int
     LAYER_FIELD_NUMBER: _builtins.int
     RAM_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    OBSTACLE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     name: _builtins.str
     free_bytes: _builtins.int
@@ -2888,6 +2899,10 @@ class SurveyedMachine(_message.Message):
     def layer(self) -> Global___LayerProfile:
         """absent: not measured"""
 
+    @_builtins.property
+    def obstacle(self) -> _common_pb2.Error:
+        """why other nodes do not reach it; absent: they do"""
+
     def __init__(
         self,
         *,
@@ -2900,10 +2915,11 @@ class SurveyedMachine(_message.Message):
         shares_host_memory: _builtins.bool = ...,
         layer: Global___LayerProfile | None = ...,
         ram_free_bytes: _builtins.int = ...,
+        obstacle: _common_pb2.Error | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "layer", b"layer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "layer", b"layer", "obstacle", b"obstacle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "free_bytes", b"free_bytes", "layer", b"layer", "name", b"name", "node_id", b"node_id", "ram_free_bytes", b"ram_free_bytes", "shares_host_memory", b"shares_host_memory", "taken_bytes", b"taken_bytes", "value_bytes", b"value_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "free_bytes", b"free_bytes", "layer", b"layer", "name", b"name", "node_id", b"node_id", "obstacle", b"obstacle", "ram_free_bytes", b"ram_free_bytes", "shares_host_memory", b"shares_host_memory", "taken_bytes", b"taken_bytes", "value_bytes", b"value_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3056,12 +3072,17 @@ Global___ShutdownRequest: _TypeAlias = ShutdownRequest  # noqa: Y015
 class ShutdownReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    NOTE_FIELD_NUMBER: _builtins.int
+    note: _builtins.str
+    """what becomes of its work; empty: it has none"""
     def __init__(
         self,
+        *,
+        note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["note", b"note"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

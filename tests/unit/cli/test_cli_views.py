@@ -106,6 +106,9 @@ def test_a_drained_node_is_shown_as_one() -> None:
     assert "2 of 3 nodes, 1 drained" in lines[0]
     assert [line for line in lines if "drained, takes no work" in line and "studio" in line]
     assert any("being drained" in line for line in drained(1))
+    stops = replace(studio, node=replace(studio.node, draining=True, leaving=True))
+    lines = picture(replace(status, members=(gamer, stops, laptop)))
+    assert "2 of 3 nodes, studio is leaving" in lines[0]
 
 
 def test_a_faster_layout_is_told_in_a_sentence() -> None:

@@ -10,7 +10,7 @@ import pytest
 from edgepipe.cli.output import make_console
 from edgepipe.cli.plan import make_demand
 from edgepipe.cli.views.plan_view import render_preview
-from edgepipe.errors import LinkNotMeasured
+from edgepipe.errors import NodeUnreachable
 from edgepipe.model.config import hf_config
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.plan import Constraints
@@ -148,14 +148,14 @@ def test_a_link_without_devices_and_no_node_are_told_apart(run: Run) -> None:
     assert run("plan", "qwen2.5-32b").code == 3
 
 
-def test_a_node_that_goes_while_links_are_measured_ends_with_three(run: Run, tmp_path: Path) -> None:
-    vanishing = LinkNotMeasured("a node went away while links were measured", next_step="try again")
+def test_an_error_of_the_survey_ends_with_its_own_exit_code(run: Run, tmp_path: Path) -> None:
+    vanishing = NodeUnreachable("node studio is not in the cluster now", next_step="see 'edgepipe status'")
     with answering(tmp_path / "data", FakeNode(survey=vanishing)):
         gone = run("plan", "qwen2.5-32b")
     assert gone.code == 3
     assert gone.err.strip().splitlines() == [
-        "error: a node went away while links were measured",
-        "   try: try again",
+        "error: node studio is not in the cluster now",
+        "   try: see 'edgepipe status'",
     ]
 
 

@@ -67,7 +67,7 @@ def test_an_interrupted_pull_says_what_is_kept(run: Run, tmp_path: Path, monkeyp
     assert done.err == "3.0 MB are kept; the same command goes on from there\n"
 
 
-@pytest.mark.parametrize("peer", ["10.0.0.2:99999", "10.0.0.2:", ":7117", "10.0.0.2:٧", "fe80::1"])
+@pytest.mark.parametrize("peer", ["10.0.0.2:99999", "10.0.0.2:", ":7117", "10.0.0.2:٧", "[fd00::1]:x"])
 def test_doctor_refuses_an_address_that_cannot_be_one(run: Run, peer: str) -> None:
     done = run("doctor", "--peer", peer)
     assert (done.code, done.out) == (2, "")

@@ -269,3 +269,8 @@ def test_damaged_exchanges_end_in_an_error_of_ours(quick: PairingLab, count: int
         ends[end] = ends.get(end, 0) + 1
     assert ends["joined"] < count / 2
     assert ends.keys() <= {"joined", "stuck", *(cls.code for cls in all_errors())}
+
+
+def test_a_long_string_carries_an_address_of_ipv6_too() -> None:
+    text = show_string(host="fd00:77::11", port=7133, node_id=NodeId("a" * 51 + "q"), secret=bytes(16))
+    assert read_code(text).host == "fd00:77::11"

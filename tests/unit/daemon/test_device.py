@@ -58,6 +58,7 @@ class Process:
         self.settings = settings
         self.exited = asyncio.Event()
         self.alive, self.stopping, self.port, self.certificate, self.hang = True, False, 1, b"", ""
+        self.loads = True
         self.is_dying = False  # it hangs up before its end is told
         self.process = SimpleNamespace(returncode=None)
         self.pid = os.getpid()
@@ -75,7 +76,7 @@ class Process:
         return self.alive
 
     def send(self, command: Command) -> None:
-        if isinstance(command, LoadShard):
+        if isinstance(command, LoadShard) and self.loads:
             self.on_report(
                 ShardLoaded(weight_bytes=1, kv_block_bytes=16, products=PRODUCTS, context_length=command.context_length)
             )
@@ -151,9 +152,17 @@ class Host:
             ask_again_s=0.001,
         )
 
-    async def prepare(self, *, counter: int = 1, fresh: bool = False, context: int = 64) -> Prepared:
+    async def prepare(
+        self,
+        *,
+        counter: int = 1,
+        fresh: bool = False,
+        context: int = 64,
+        num_layers: int = 2,
+        weight_bytes: int = 0,
+    ) -> Prepared:
         """As an engine does; returns the stage when it is ready."""
-        part = Slice(index=0, layers=LayerRange(0, 2), embedding=True, head=True)
+        part = Slice(index=0, layers=LayerRange(0, num_layers), embedding=True, head=True)
         request = PrepareRequest(
             pipeline_id=PipelineId("p"),
             epoch=Epoch(counter, EngineId("engine-1")),
@@ -162,6 +171,7 @@ class Host:
             block_size=16,
             fresh=fresh,
             context_length=context,
+            weight_bytes=weight_bytes,
         )
         preparing = self.host.prepare(request, engine_node="node-b", path="", config=CONFIG, engine=None)
         *_, last = [event.event async for event in preparing]
@@ -173,6 +183,18 @@ class Host:
         async with asyncio.timeout(5):
             while not wanted():  # noqa: ASYNC110
                 await asyncio.sleep(0)
+
+    async def beside(self, *, weight_bytes: int = 0) -> asyncio.Task[Prepared]:
+        """Begin to load other layers of the pipeline in the spare, which does not finish."""
+        await self.until(lambda: len(self.spares()) == 1)
+        self.spares()[0].loads = False
+        preparing = asyncio.create_task(self.prepare(counter=2, num_layers=1, weight_bytes=weight_bytes))
+        await self.until(lambda: self.state() == "loading")
+        return preparing
+
+    def reserved_bytes(self) -> int:
+        (reserved,) = self.host.state()[0].reserved
+        return reserved.num_bytes
 
     def spares(self) -> list[Process]:
         """Living processes that serve nothing."""
@@ -247,6 +269,47 @@ async def test_a_stage_for_another_context_is_built_anew(tmp_path: Path) -> None
         assert other is not stage
 
 
+async def test_a_stage_serves_until_its_pipeline_s_other_layers_are_loaded(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        first = host.processes.started[0]
+        await host.prepare()
+        before = host.reserved_bytes()
+        preparing = await host.beside()
+        [loading] = host._serving()
+        assert first.alive
+        assert host.reserved_bytes() > before, "both stages count"
+        loading.on_report(ShardLoaded(weight_bytes=1, kv_block_bytes=16))
+        await preparing
+        await host.until(lambda: not first.alive)
+        assert loading.alive
+        await host.until(lambda: host.reserved_bytes() < before)
+
+
+async def test_a_stage_ends_first_where_memory_does_not_hold_the_other_layers_beside_it(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        first = host.processes.started[0]
+        await host.prepare(weight_bytes=10 * GB)
+        preparing = await host.beside(weight_bytes=10 * GB)
+        assert not first.alive
+        preparing.cancel()
+
+
+async def test_a_stage_goes_on_when_the_other_layers_cannot_be_loaded(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+        first = host.processes.started[0]
+        await host.prepare()
+        before = host.reserved_bytes()
+        preparing = await host.beside()
+        [loading] = host._serving()
+        loading.die()
+        with pytest.raises(StageLost):
+            await preparing
+        await host.until(lambda: host.state() == "serving")
+        assert (first.alive, host.reserved_bytes()) == (True, before)
+        await host.prepare(counter=3)
+        assert first.alive, "it is still the stage with these layers"
+
+
 async def test_a_stage_that_woke_before_its_network_goes_on_once_its_engine_answers(tmp_path: Path) -> None:
     answers = iter([None, None, Epoch(1, EngineId("engine-1"))])
 
@@ -304,6 +367,9 @@ async def test_what_was_measured_beside_other_work_is_measured_again_and_the_sho
         assert first.measured_ms
         for child in host.processes.started:
             child.layer_factor = 3.0
+        same = await host.host.profile_layer(UNLESS_KNOWN)
+        assert same == first, "what is served a moment after a plan has the plan's figures"
+        monkeypatch.setattr(layer_measuring, "_SAME_S", -1.0)  # a minute later
         again = await host.host.profile_layer(UNLESS_KNOWN)
         assert (again.busy, again.decode) == (True, first.decode), "other programs make steps longer only"
         quiet = await host.host.profile_layer(UNLESS_KNOWN)

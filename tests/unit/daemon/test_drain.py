@@ -211,3 +211,13 @@ def test_a_machine_that_sleeps_soon_does_not_wait_longer_than_it_may() -> None:
 def test_which_devices_may_have_room_within_seconds(device: DeviceState | None, draining: bool, coming: bool) -> None:
     node = NodeState(node_id=NodeId("b"), devices=(device,) if device else (), draining=draining)
     assert device_is_coming(node) == coming
+
+
+async def test_before_a_stop_the_lack_of_room_is_told() -> None:
+    world = World(b=SMALL)
+    assert await world.drain.outlook() == (
+        "no other machine can hold its work, so it ends here: no node can compute (nodes with a backend: none)"
+    )
+    assert world.drain.active, "it takes no more work"
+    assert await World(b=IDLE).drain.outlook() == ""
+    assert (await World(b=STARTING).drain.outlook()).startswith("waits for the devices of b, at most 15 s")

@@ -18,10 +18,14 @@ class Work:
         self.may_go = asyncio.Event()
         self.limits: list[float] = []
         self.undone = 0
+        self.lack = ""
 
     async def run_within(self, seconds: float) -> None:
         self.limits.append(seconds)
         await self.may_go.wait()
+
+    async def outlook(self) -> str:
+        return self.lack
 
     def undo(self) -> None:
         self.undone += 1
@@ -71,6 +75,17 @@ async def test_who_asks_twice_does_not_wait() -> None:
         busy.leaving.stop()
         busy.leaving.stop()
         assert busy.stopping.is_set()
+
+
+async def test_who_stops_a_node_is_told_what_becomes_of_its_work() -> None:
+    async with node(is_needed=True) as busy:
+        assert "moves to other machines first, for at most 30 s" in await busy.leaving.outlook()
+        busy.work.lack = "no other machine can hold its work, so it ends here: tiny needs 2 GB"
+        assert await busy.leaving.outlook() == busy.work.lack
+        busy.leaving.stop()
+        assert await busy.leaving.outlook() == "", "the second stop does not wait"
+    async with node(is_needed=False) as idle:
+        assert await idle.leaving.outlook() == ""
 
 
 async def test_sleep_is_announced_once_the_work_is_away_and_over_when_the_machine_wakes() -> None:

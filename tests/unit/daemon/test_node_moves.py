@@ -32,6 +32,7 @@ class Lives:
 
 class _Node:
     identity_taken = False
+    moves_to = ""
 
     def __init__(self, live: Callable[[], bool]) -> None:
         self._live = live

@@ -29,7 +29,7 @@ from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.children import ProfileLayerRequest
 from edgepipe.wire.engines import EngineState, LeftOut, ServeSpec, StagePlacement, StageState
 from edgepipe.wire.nodes import DeviceState, NodeState
-from edgepipe.wire.serving import LinkProfile, PlanMade, PlanWanted, StartEngineRequest
+from edgepipe.wire.serving import PlanMade, PlanWanted, ProfileLinksReply, StartEngineRequest
 from edgepipe.workers.planning import DaemonPlanner
 
 SHAPE = named_shape("qwen2.5-7b")
@@ -71,8 +71,8 @@ class FakePeers:
     async def profile_layer(self, node_id: str, request: ProfileLayerRequest) -> LayerProfile:
         raise BackendUnavailable("nothing was measured")
 
-    async def profile_links(self, node_id: str, others: Iterable[str], *, known_only: bool) -> list[LinkProfile]:
-        return []
+    async def profile_links(self, node_id: str, others: Iterable[str], *, known_only: bool) -> ProfileLinksReply:
+        return ProfileLinksReply()
 
 
 class OneModel:

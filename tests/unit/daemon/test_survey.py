@@ -13,14 +13,14 @@ from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.network.link_probes import LinkProbes
 from edgepipe.daemon.serving.serving import Serving
 from edgepipe.daemon.serving.survey import Surveyor
-from edgepipe.errors import BackendUnavailable, LinkNotMeasured, ModelUnknown, NodeUnreachable
+from edgepipe.errors import BackendUnavailable, ConnectTimeout, ModelUnknown, NodeUnreachable
 from edgepipe.ids import NodeId
 from edgepipe.model.mixes import named_model
 from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.children import ProfileLayerRequest
 from edgepipe.wire.nodes import DeviceState, NodeState
-from edgepipe.wire.serving import LinkProfile
+from edgepipe.wire.serving import LinkProfile, ProfileLinksReply
 from edgepipe.wire.surveys import cluster_of
 
 LAYER = LayerProfile(
@@ -54,6 +54,8 @@ class FakePeers:
         self.own_id = "a"
         self.gone: set[str] = set()
         self.unknown: set[str] = set()
+        self.silent: set[str] = set()  # they take no new connection
+        self.shut: set[tuple[str, str]] = set()  # ways that take no new connection
         self.swapped: dict[str, str] = {}  # node to the node whose address it has now
         self.forms: dict[str, tuple[str, ...]] = {}  # of KV, by node
         self.layers: list[tuple[str, bool, bool]] = []
@@ -89,11 +91,17 @@ class FakePeers:
 
     async def profile_links(
         self, node_id: str, others: Iterable[str], *, known_only: bool = False, fresh: bool = False
-    ) -> list[LinkProfile]:
+    ) -> ProfileLinksReply:
         self.links.append((node_id, tuple(others), known_only))
         if node_id in self.gone:
             raise NodeUnreachable(f"node {node_id} is not in the cluster now")
-        return [LinkProfile(sender=node_id, receiver=other, one_way_s=0.001) for other in others]
+        if node_id in self.silent:
+            raise ConnectTimeout(f"{node_id} cannot be reached", fact="no answer")
+        open_ways = [other for other in others if (node_id, other) not in self.shut]
+        return ProfileLinksReply(
+            links=tuple(LinkProfile(sender=node_id, receiver=other, one_way_s=0.001) for other in open_ways),
+            unreached=tuple(other for other in others if other not in open_ways),
+        )
 
 
 def surveyor(peers: FakePeers) -> Surveyor:
@@ -126,12 +134,25 @@ async def test_what_is_known_is_measured_again_when_asked() -> None:
     assert all(fresh for _, _, fresh in peers.layers)
 
 
-async def test_a_node_that_goes_while_links_are_measured_ends_the_survey() -> None:
+async def test_a_node_that_goes_while_links_are_measured_gets_no_layers() -> None:
     peers = FakePeers()
     peers.gone.add("b")
-    with pytest.raises(LinkNotMeasured) as error:
-        await surveyor(peers).survey(MODEL, "auto")
-    assert error.value.exit_code == 3
+    told = await surveyor(peers).survey(MODEL, "auto")
+    obstacles = {one.node_id: one.obstacle.what if one.obstacle else "" for one in told.machines}
+    assert obstacles == {"a": "", "b": "node b is not in the cluster now", "c": ""}
+
+
+@pytest.mark.parametrize("asked_before", [True, False])
+async def test_a_node_that_takes_no_new_connections_gets_no_layers_and_its_ports_are_named(asked_before: bool) -> None:
+    """It answers on a connection that is open since before, or not at all."""
+    peers = FakePeers()
+    peers.shut = {("a", "b"), ("c", "b")}
+    peers.silent = set() if asked_before else {"b"}
+    told = await surveyor(peers).survey(MODEL, "auto")
+    (error,) = (one.obstacle for one in told.machines if one.obstacle is not None)
+    assert (error.node, error.what) == ("b", "a does not reach b")
+    assert "let TCP ports 7117-7133 through the firewall of b" in error.next_step
+    assert not any("b" in (link.sender, link.receiver) and link.receiver == "b" for link in told.links)
 
 
 async def test_what_is_known_is_told_without_measuring_and_the_rest_is_left_out() -> None:
@@ -155,9 +176,12 @@ class CountingProbes(LinkProbes):
     """Wires are imagined; this node's own calls are counted by the peers."""
 
     measured = 0
+    dropped: frozenset[str] = frozenset()
 
     async def _measure(self, node: NodeState) -> LinkProfile:
         self.measured += 1
+        if node.node_id in self.dropped:
+            raise ConnectTimeout(f"node {node.name} cannot be reached")
         return LinkProfile(sender="a", receiver=node.node_id, one_way_s=0.002, bytes_per_s=1e8)
 
 
@@ -166,7 +190,7 @@ async def test_the_link_of_a_node_is_not_taken_for_that_of_another_at_its_former
     probes = CountingProbes(peers=cast("Any", peers), clock=FakeClock(), timeouts=cast("Any", None), network=None)
     await probes.measure(["b", "c"])
     peers.swapped = {"b": "c", "c": "b"}
-    assert [link.receiver for link in await probes.measure(["b", "c"])] == ["a", "b", "c"]
+    assert [link.receiver for link in (await probes.measure(["b", "c"])).links] == ["a", "b", "c"]
     assert probes.measured == 4, "after its address changed, a node may be behind another link"
 
 
@@ -175,7 +199,7 @@ async def test_links_are_kept_a_while_and_told_with_what_the_host_takes() -> Non
     probes = CountingProbes(peers=cast("Any", peers), clock=clock, timeouts=cast("Any", None), network=None)
     assert probes.known(["b"]) == []
     found = await probes.measure(["b"])
-    assert [one.receiver for one in found] == ["a", "b"]
+    assert [one.receiver for one in found.links] == ["a", "b"]
     await probes.measure(["b"])
     assert probes.measured == 1
     await probes.measure(["b"], fresh=True)
@@ -203,3 +227,12 @@ async def test_a_known_model_is_planned_before_any_machine_has_it() -> None:
     for name in ("gpt-9", "org/unheard-of"):
         with pytest.raises(ModelUnknown, match="is in the cluster"):
             await serving.survey(name, "auto")
+
+
+async def test_a_link_that_takes_no_connection_is_told_beside_the_others() -> None:
+    peers = FakePeers()
+    probes = CountingProbes(peers=cast("Any", peers), clock=FakeClock(), timeouts=cast("Any", None), network=None)
+    probes.dropped = frozenset("b")
+    found = await probes.measure(["b", "c"])
+    assert found.unreached == ("b",)
+    assert [one.receiver for one in found.links] == ["a", "c"]

@@ -1,0 +1,95 @@
+"""The plan of a model that a person serves: by fresh figures, and no worse than a recent plan without a reason."""
+
+from __future__ import annotations
+
+import asyncio
+
+from edgepipe.daemon.files.models import LocalModel
+from edgepipe.daemon.serving.recent_surveys import RecentSurveys, change_note, is_worse
+from edgepipe.daemon.serving.replanning import demand_of
+from edgepipe.daemon.serving.survey import PlannedModel, Surveyor
+from edgepipe.errors import EdgepipeError
+from edgepipe.planner.plan import Constraints, Plan, plan
+from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.serving import ServeRequest, SurveyReply
+from edgepipe.wire.surveys import cluster_of
+
+
+class ServePlanner:
+    """Measures the cluster and plans."""
+
+    def __init__(self, surveyor: Surveyor) -> None:
+        self._surveyor = surveyor
+        self._recent = RecentSurveys()
+
+    async def survey(self, model: PlannedModel, dtype: str, kv: str, *, fresh: bool = False) -> SurveyReply:
+        """Measure the inputs of a model's plan, and keep them for comparison."""
+        survey = await self._surveyor.survey(model, dtype, kv=kv, fresh=fresh)
+        self._recent.keep((model.manifest_hash, dtype, kv), survey, now_s=_now_s())
+        return survey
+
+    async def plan(
+        self,
+        request: ServeRequest,
+        model: LocalModel,
+        context: int,
+        shut: dict[str, EdgepipeError],
+        changes: list[str],
+    ) -> Plan:
+        """Find the best placement that the request allows. Measure again before accepting a slower placement than the
+        figures of the last minutes give.
+
+        context  tokens per conversation
+        shut     why nodes cannot be used, by id; gets the nodes that others do not reach
+        changes  gets a sentence if a plan of the last minutes no longer holds
+
+        Raises like ``edgepipe.planner.plan.plan``.
+        """
+        dtype, kv = request.options.dtype, request.options.kv
+        recent = self._recent.get((model.manifest_hash, dtype, kv), now_s=_now_s())
+        survey = await self.survey(model, dtype, kv)
+        found = await _best(request, model, context, survey, shut)
+        if recent is None:
+            return found
+        age_s, before = recent
+        try:
+            earlier = await _best(request, model, context, before, dict(shut))
+        except EdgepipeError:
+            return found  # nodes that were there then do not fit this request
+        if is_worse(found, earlier):
+            survey = await self.survey(model, dtype, kv, fresh=True)
+            found = await _best(request, model, context, survey, shut)
+            if is_worse(found, earlier):
+                changes.append(change_note(earlier, age_s=age_s, before=before, now=survey))
+        return found
+
+
+async def _best(
+    request: ServeRequest, model: LocalModel, context: int, survey: SurveyReply, shut: dict[str, EdgepipeError]
+) -> Plan:
+    """Find the best placement by a survey's figures. See ``ServePlanner.plan``."""
+    for machine in survey.machines:
+        if machine.obstacle is not None:
+            shut.setdefault(machine.node_id, machine.obstacle)
+    present = {machine.node_id for machine in survey.machines}
+    cluster = cluster_of(survey, kv=request.options.kv)
+    asked = ServeSpec(
+        model=model.name,
+        context_length=context,
+        throughput=request.throughput,
+        concurrency=request.concurrency,
+    )
+    must_keep_tokens = context if request.must_keep_context else 0
+    demand = demand_of(model.config, asked, weights=model.weights, must_keep_tokens=must_keep_tokens)
+    constraints = Constraints(
+        num_nodes=request.num_nodes,
+        exclude=(*request.exclude, *(node_id for node_id in shut if node_id in present)),
+        first=request.first,
+        experts_in_ram=request.options.experts_in_ram,
+    )
+    return await asyncio.to_thread(plan, demand, cluster.machines, cluster.links, constraints, explain=False)
+
+
+def _now_s() -> float:
+    """Return the running loop's time."""
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,90 @@
+"""Machines with a Thunderbolt cable alone, and machines with two networks of which one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from edgepipe.errors import EdgepipeError
+from edgepipe.wire.nodes import ClusterStatus
+from tests.support.lan import Finished, LanHost, LanLab
+from tests.support.nodes import LOOK_S, Node, Nodes
+
+pytestmark = [pytest.mark.lan, pytest.mark.timeout(240)]
+
+
+@pytest.fixture
+async def lan() -> AsyncIterator[LanLab]:
+    async with LanLab(hosts=["studio", "attic"]) as lab:
+        yield lab
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
+    made = Nodes(folder=tmp_path, cluster="lan-test")
+    yield made
+    await made.end()
+
+
+async def ip(host: LanHost, command: str) -> None:
+    done = await host.run(["ip", *command.split()])
+    assert done.exit_code == 0, done
+
+
+async def start_both(nodes: Nodes, lan: LanLab) -> list[Node]:
+    return list(await asyncio.gather(*(nodes.start(host.name, host=host, backend="none") for host in lan.hosts)))
+
+
+def hosts(status: ClusterStatus) -> set[str]:
+    """Where the nodes listen that answer."""
+    return {one.node.address.rpartition(":")[0] for one in status.members if one.state == "alive"}
+
+
+async def listens_again(node: Node, wanted: set[str]) -> None:
+    """Until a node that may be moving sees these addresses: it answers no command while it begins anew."""
+    async with asyncio.timeout(100):
+        while True:
+            with contextlib.suppress(EdgepipeError):
+                await node.until(lambda status: hosts(status) == wanted)
+                return
+            await asyncio.sleep(LOOK_S)
+
+
+async def doctor(host: LanHost, node: Node) -> Finished:
+    settings = {"EDGEPIPE_LISTEN_S": "0.1", "HOME": str(host.folder), "XDG_CONFIG_HOME": str(host.folder)}
+    command = [sys.executable, "-P", "-m", "edgepipe.cli", "doctor", "--json", "--data-dir", str(node.data_dir)]
+    return await host.run(command, timeout_s=60, env={**os.environ, **settings})
+
+
+async def test_two_machines_that_only_a_thunderbolt_cable_joins_meet(nodes: Nodes, lan: LanLab) -> None:
+    await lan.cable("studio", "attic", device="bridge0", addresses=("10.25.0.1/24", "10.25.0.2/24"))
+    for host in lan.hosts:
+        await ip(host, "link del lan0")
+    both = await start_both(nodes, lan)
+    for node in both:
+        await node.until(lambda status: hosts(status) == {"10.25.0.1", "10.25.0.2"}, timeout_s=30)
+    findings = json.loads((await doctor(lan.host("studio"), both[0])).stdout)["findings"]
+    found = {finding["id"]: finding["what"] for finding in findings}
+    assert found["network.interface"].startswith("network: bridge0 10.25.0.1")
+
+
+@pytest.mark.long
+async def test_after_a_cable_broke_two_machines_meet_in_their_other_network(nodes: Nodes, lan: LanLab) -> None:
+    """The broken cable's address stays. At the other machine that cable leads to a switch, so nothing shows there."""
+    await lan.cable("studio", "attic", device="eth1", addresses=("10.91.0.1/24", "10.91.0.2/24"))
+    studio, attic = await start_both(nodes, lan)
+    for node in (studio, attic):
+        await node.until(lambda status: hosts(status) == {"10.77.0.1", "10.77.0.2"}, timeout_s=30)
+    await ip(lan.host("studio"), "link set lan0 down")
+    for node in (studio, attic):
+        await listens_again(node, {"10.91.0.1", "10.91.0.2"})
+    findings = json.loads((await doctor(lan.host("studio"), studio)).stdout)["findings"]
+    (dead,) = (finding for finding in findings if finding["id"] == "network.link.lan0")
+    assert dead["what"] == "lan0 keeps its address 10.77.0.1, but its link is dead"
