@@ -146,7 +146,10 @@ def check(
     models_dir: ModelsDir = None,
     as_json: Json = False,
 ) -> None:
-    """Show what the model's chat template accepts, how edgepipe repairs the rest, and what transformers makes of it."""
+    """Show what a model's chat template accepts.
+
+    The rest is repaired, in the way that is shown. Where transformers is installed, its prompts are compared.
+    """
     from edgepipe.cli.template_check import check_model
 
     check_model(models_dir_of(data_dir, models_dir), model, as_json=as_json)

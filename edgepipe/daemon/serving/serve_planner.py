@@ -23,9 +23,10 @@ class ServePlanner:
         self._recent = RecentSurveys()
 
     async def survey(self, model: PlannedModel, dtype: str, kv: str, *, fresh: bool = False) -> SurveyReply:
-        """Measure the inputs of a model's plan, and keep them for comparison."""
+        """Measure the inputs of a model's plan, and keep those of a stored model for comparison."""
         survey = await self._surveyor.survey(model, dtype, kv=kv, fresh=fresh)
-        self._recent.keep((model.manifest_hash, dtype, kv), survey, now_s=_now_s())
+        if model.manifest_hash:
+            self._recent.keep((model.manifest_hash, dtype, kv), survey, now_s=_now_s())
         return survey
 
     async def plan(

@@ -52,6 +52,11 @@ class PlannedModel(Protocol):
         """The forms of its weights, as an engine takes them."""
         ...
 
+    @property
+    def manifest_hash(self) -> str:
+        """Hash of its content; empty if no machine has it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownShape:
@@ -61,6 +66,7 @@ class KnownShape:
     config: ModelConfig
     config_json: str
     weights_json: str
+    manifest_hash: str = ""  # there is no model yet
 
 
 def known_shape(name: str) -> KnownShape:

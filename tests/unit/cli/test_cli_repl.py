@@ -195,8 +195,8 @@ async def test_words_are_drawn_unless_somebody_asks_for_the_likeliest(
         keys.send_text("one\r/set\r/set temperature 0\rtwo\r/set temperature default\rthree\r/bye\r")
         await task
         temperatures = [submit.sampling.temperature for submit in served.engine.submits]
-    assert temperatures == pytest.approx([0.7, 0.0, 0.7])
-    assert "temperature 0.7 (default)" in capsys.readouterr().err
+    assert temperatures == pytest.approx([0.8, 0.0, 0.8])
+    assert "temperature 0.8 (default)" in capsys.readouterr().err
 
 
 async def test_an_interrupt_stops_the_answer_and_not_the_conversation(

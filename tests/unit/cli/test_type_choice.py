@@ -180,6 +180,7 @@ def test_a_person_is_asked(monkeypatch: pytest.MonkeyPatch, run: Run, hub: FakeH
         return SimpleNamespace(model_id=model, already_here=False, path=root)
 
     monkeypatch.setattr(models, "pull_model", pull)
+    monkeypatch.setattr(models, "_template_note", lambda path: "")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     monkeypatch.setattr(asking, "Terminal", lambda: Noting(back=back))
     for stream in ("stdin", "stdout"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
