@@ -257,11 +257,11 @@ class Loading:
             self._meanwhile()
 
         await asyncio.to_thread(work)
-        return SimpleNamespace(weight_bytes=1, kv_block_bytes=1, window_block_bytes=(), products=())
+        return SimpleNamespace(weight_bytes=1, kv_block_bytes=1, window_block_bytes=(), products=(), context_length=64)
 
 
 async def load(path: Path, link: Link, meanwhile: Callable[[], None]) -> None:
-    command: Any = SimpleNamespace(slices=(), path=str(path), block_size=16, kv="")
+    command: Any = SimpleNamespace(slices=(), path=str(path), block_size=16, kv="", context_length=64)
     clock: Clock = SystemClock()
     stage: Any = Loading(meanwhile)
     await stage_worker._load(stage, link, command, None, clock)  # type: ignore[arg-type]
