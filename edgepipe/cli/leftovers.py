@@ -1,4 +1,4 @@
-"""What edgepipe keeps on this machine: which files it made, and which lie beside them and belong to somebody else.
+"""What edgepipe keeps on this machine: which files it made, and which lie beside them and are the user's.
 
 ``--data-dir`` and ``--models-dir`` may name any folder, also one with a user's own files. So nothing is edgepipe's
 because of where it lies: in a data directory only names that a node or the command line writes count, and only where

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
+from edgepipe.errors import EdgepipeError, LinkError, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model.demo import DEMO, DEMO_SOURCE, demo_files, fetch_demo, is_demo_wheel, take_gguf
 from edgepipe.model.disk import check_room, disk_errors
 from edgepipe.model.folders import folder_size, hide_folder, remove_folder, sync_folder
 from edgepipe.model.gguf_file import open_gguf
 from edgepipe.model.gguf_split import GGUF_FILE, names_in_store, part_name, part_paths
-from edgepipe.model.hub import HubSource, fetch_hub, parse_hub_source, pinned_text, plan_hub
+from edgepipe.model.hub import HubSource, parse_hub_source, pinned_text, plan_hub
 from edgepipe.model.hub_check import check_hub
+from edgepipe.model.hub_fetch import fetch_hub
+from edgepipe.model.hub_part import PART_SUFFIX, RECORD_SUFFIX
+from edgepipe.model.hub_patience import Pauses
 from edgepipe.model.install import METADATA_NAMES, check_metadata_size, install
 from edgepipe.model.linked_files import check_stamps, check_unchanged, counted
 from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE
@@ -66,9 +69,10 @@ class _Job:
 class Puller:
     """Pulls models into one store's folder."""
 
-    def __init__(self, root: Path, *, endpoint: str | None = None) -> None:
+    def __init__(self, root: Path, *, endpoint: str | None = None, pauses: Pauses | None = None) -> None:
         self._root = root
         self._endpoint = endpoint
+        self._pauses = pauses
 
     def pull(self, source: str, on_progress: OnProgress, *, dry_run: bool) -> PullResult:
         """Pull a model. See ``ModelStore.pull``."""
@@ -114,11 +118,10 @@ class Puller:
                     job.fetch(staging, on_progress)
                     install(staging, model_id=job.model_id, source=job.source, on_progress=on_progress)
                     check_stamps(staging)
-                    shutil.rmtree(staging / ".cache", ignore_errors=True)  # the hub library's records of partial files
                     sync_folder(staging)
                     staging.rename(target)
             except BaseException as exc:
-                refused = isinstance(exc, EdgepipeError) and not isinstance(exc, ModelDownloadFailed)
+                refused = isinstance(exc, EdgepipeError) and not isinstance(exc, (ModelDownloadFailed, LinkError))
                 if refused or not job.resumable:  # otherwise keep partial files for the next pull
                     shutil.rmtree(staging, ignore_errors=True)
                 raise
@@ -163,8 +166,9 @@ class Puller:
         plan = plan_hub(source, endpoint=self._endpoint)
 
         def fetch(folder: Path, on_progress: OnProgress) -> None:
-            check = partial(check_hub, plan, endpoint=self._endpoint)
-            fetch_hub(plan, folder, on_progress, check=check, endpoint=self._endpoint)
+            endpoint, pauses = self._endpoint, self._pauses
+            check = partial(check_hub, plan, on_progress=on_progress, endpoint=endpoint, pauses=pauses)
+            fetch_hub(plan, folder, on_progress, check=check, endpoint=endpoint, pauses=pauses)
 
         return _Job(
             model_id=plan.model_id,
@@ -195,7 +199,8 @@ def staging_folder(target: Path) -> Path:
 
 def _remove_strangers(staging: Path, job: _Job) -> None:
     """Remove files that an earlier pull of another revision or format left."""
-    wanted = {Path(file.name).parts[0] for file in job.files} | {".cache", *job.renamed}
+    names = job.renamed or tuple(file.name for file in job.files)
+    wanted = {f"{name}{suffix}" for name in names for suffix in ("", PART_SUFFIX, RECORD_SUFFIX)}
     for path in staging.iterdir():
         if path.name in wanted:
             continue
