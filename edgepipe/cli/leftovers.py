@@ -25,7 +25,7 @@ _DATA = re.compile(
     r"|(audit\.log|node\.log)(\.\d+)?|start\.log|service\.err|chat_history|daemon\.(lock|sock)"
     r"|(incarnation|addresses\.json|layers\.json|keep_alive\.json|served\.bin|api-key)(\.part)?)"
 )
-_UNFINISHED = re.compile(r"\.(pulling|adopting|removing)-.+")
+_UNFINISHED = re.compile(r"\.(pulling|quantising|adopting|removing)-.+")
 _IN_EVERY_MODEL = frozenset(
     {CARD_FILE, MANIFEST_FILE, TOKENIZER_FILE, LINKS_FILE, ADOPTED_FOR_FILE, TENSOR_FOLDER, REPACKED_FOLDER}
 )

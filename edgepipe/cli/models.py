@@ -85,6 +85,7 @@ def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
     from edgepipe.units import format_bytes
 
     store = ModelStore(root)
+    store.tidy()
     try:
         with file_progress(model) as on_progress:
             return store.pull(model, on_progress=on_progress, dry_run=dry_run)
@@ -103,7 +104,9 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
 
     root = models_dir_of(data_dir, models_dir)
     members = members_of(data_dir_of(data_dir))
-    rows = model_rows(ModelStore(root).list(), members)
+    store = ModelStore(root)
+    store.tidy()
+    rows = model_rows(store.list(), members, store.unended())
     if as_json:
         print_json(rows)
         return
@@ -116,13 +119,17 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
     shared = ("WHERE", "COPIES", "FITS") if members else ("STATE",)
     table = make_table("MODEL", "SIZE", "LAYERS", "CONTEXT", *shared, right=("SIZE", "LAYERS", "CONTEXT"))
     for row in rows:
-        state = "whole" if row["whole"] else "in part"
-        where = ", ".join(holder["node"] + " (part)" * (not holder["whole"]) for holder in row["nodes"])
+        pull = f"pull {row['pull']}" if row["pull"] else ""
+        state = pull or ("whole" if row["whole"] else "in part")
+        where = pull or ", ".join(holder["node"] + " (part)" * (not holder["whole"]) for holder in row["nodes"])
         last = (where, copies_text(row["copies"]), row["fits"] or "-") if members else (state,)
         name = f"{row['model']} @{row['content'][:8]}" if row["ambiguous"] else row["model"]
         sizes = (format_bytes(row["size_bytes"]), str(row["layers"] or "-"), str(row["context"] or "-"))
         table.add_row(one_line(name), *sizes, *map(one_line, last))
     make_console().print(table)
+    if begun := [row["model"] for row in rows if row["pull"] == "interrupted"]:
+        name = one_line(begun[0])
+        print(f"an interrupted pull goes on with: edgepipe models pull {name}; edgepipe models rm {name} deletes it")
 
 
 @app.command()
@@ -140,6 +147,7 @@ def rm(
     from edgepipe.units import format_bytes
 
     folder, store = data_dir_of(data_dir), ModelStore(models_dir_of(data_dir, models_dir))
+    store.tidy()
     meant = matching_names(model, (stored.id for stored in store.list()))
     on_this_disk = len(meant) == 1
     model = meant[0] if on_this_disk else model

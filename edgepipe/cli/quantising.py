@@ -25,8 +25,10 @@ def quantise_model(root: Path, model: str, target: str, *, as_json: bool) -> Non
 
     if target not in quantise.TARGETS:
         raise ConfigInvalid(f"--to cannot be '{target}'", next_step=f"give {' or '.join(quantise.TARGETS)}")
+    store = ModelStore(root)
+    store.tidy()
     with file_progress(model) as on_progress:
-        made = quantise.quantise_model(ModelStore(root), model, target, on_progress)
+        made = quantise.quantise_model(store, model, target, on_progress)
     if not as_json:
         _print_sizes(made)
     measured: Divergence | None = None

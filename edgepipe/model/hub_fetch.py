@@ -11,7 +11,7 @@ from pathlib import Path
 from edgepipe.errors import EdgepipeError, ModelInvalid
 from edgepipe.model.hub import HubPlan
 from edgepipe.model.hub_files import HubFiles
-from edgepipe.model.hub_part import PartFile, hash_fits
+from edgepipe.model.hub_part import PartFile, hash_fits, part_bytes
 from edgepipe.model.hub_patience import Pauses, persist
 from edgepipe.model.install import METADATA_NAMES
 from edgepipe.model.progress import OnProgress, PlannedFile, ProgressCounter
@@ -39,6 +39,20 @@ def fetch_hub(
     asyncio.run(fetching.files([file for file in plan.files if file.name in METADATA_NAMES]))
     check(folder)
     asyncio.run(fetching.files([file for file in plan.files if file.name not in METADATA_NAMES]))
+
+
+def kept_bytes(plan: HubPlan, folder: Path) -> int:
+    """Return how many bytes of a plan's files an interrupted pull left in ``folder``, by sizes and records alone."""
+    return sum(
+        file.num_bytes
+        if _size_fits(file, folder / plan.stored.get(file.name, file.name))
+        else part_bytes(folder, plan.stored.get(file.name, file.name), file, commit=plan.commit)
+        for file in plan.files
+    )
+
+
+def _size_fits(file: PlannedFile, path: Path) -> bool:
+    return path.is_file() and not path.is_symlink() and path.stat().st_size == file.num_bytes
 
 
 class _Fetching:
@@ -71,10 +85,10 @@ class _Fetching:
         """Fetch a file under its name in the store. A whole one of an earlier pull is not fetched again."""
         name = self._plan.stored.get(file.name, file.name)
         target = self._folder / name
-        if target.is_file() and not target.is_symlink() and target.stat().st_size == file.num_bytes:
-            if hash_fits(file, target):
-                self._counter.add(file.name, file.num_bytes)
-                return
+        if _size_fits(file, target) and hash_fits(file, target):
+            self._counter.add(file.name, file.num_bytes)
+            return
+        target.unlink(missing_ok=True)
         with closing(PartFile(self._folder, name, file, commit=self._plan.commit)) as part:
             resumed = self._resume(file, part)
             await self._complete(hub, file, part)

@@ -188,9 +188,9 @@ class HubFiles:
 
 def _etag_of(response: Any) -> str:
     """Return the entity tag of a file; empty without one. The hub's own counts more than that of a server of files."""
-    answers = [*response.history, response]
-    linked = (answer.headers.get("X-Linked-Etag", "") for answer in answers)
-    return (next(filter(None, linked), "") or response.headers.get("ETag", "")).removeprefix("W/")[:200]
+    linked = [str(answer.headers.get("X-Linked-Etag", "")) for answer in (*response.history, response)]
+    etag = next(filter(None, linked), "") or str(response.headers.get("ETag", ""))
+    return etag.removeprefix("W/")[:200]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

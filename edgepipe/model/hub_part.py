@@ -23,7 +23,7 @@ _MAX_RECORD_BYTES = 4096
 
 
 class _Digest(Protocol):
-    def update(self, data: bytes, /) -> None: ...
+    def update(self, data: bytes | memoryview, /) -> None: ...
 
     def hexdigest(self) -> str: ...
 
@@ -33,13 +33,12 @@ class PartFile:
 
     def __init__(self, folder: Path, name: str, file: PlannedFile, *, commit: str) -> None:
         """Open ``NAME.part``. A part of another file or commit is emptied. Raises OSError."""
-        self._file = file
+        self._file, self._identity = file, _identity_of(file, commit)
         self._path, self._record = folder / f"{name}{PART_SUFFIX}", folder / f"{name}{RECORD_SUFFIX}"
-        self._identity = file.sha256 or file.git_sha1 or f"{commit}:{file.num_bytes}"
-        self.etag = self._recorded_etag()
-        if self.etag is None or self._path.is_symlink() or self._size() > file.num_bytes:
+        self.num_bytes = part_bytes(folder, name, file, commit=commit)  # arrived
+        self.etag = _recorded_etag(self._record, self._identity)  # None without a record of this file
+        if not self.num_bytes:
             self._path.unlink(missing_ok=True)
-        self.num_bytes = self._size()  # arrived
         self._digest = _digest_of(file)
         self._stream: BinaryIO = self._path.open("ab", buffering=0)  # a killed process loses nothing that it counted
 
@@ -79,20 +78,27 @@ class PartFile:
         """Close the file. The part stays."""
         self._stream.close()
 
-    def _size(self) -> int:
-        try:
-            return self._path.stat().st_size
-        except FileNotFoundError:
-            return 0
 
-    def _recorded_etag(self) -> str | None:
-        """Return the recorded entity tag; None without a record of this file."""
-        with suppress(OSError, ModelInvalid):
-            with self._record.open("rb") as stream:
-                record: dict[str, Any] = parse_json_object(stream.read(_MAX_RECORD_BYTES), what="the part's record")
-            if record.get("file") == self._identity:
-                return str(record.get("etag", ""))
-        return None
+def part_bytes(folder: Path, name: str, file: PlannedFile, *, commit: str) -> int:
+    """Return how many bytes of a file an earlier process left in ``NAME.part``; 0 for another file's."""
+    path = folder / f"{name}{PART_SUFFIX}"
+    if _recorded_etag(folder / f"{name}{RECORD_SUFFIX}", _identity_of(file, commit)) is None or path.is_symlink():
+        return 0
+    num_bytes = path.stat().st_size if path.is_file() else 0
+    return num_bytes if num_bytes <= file.num_bytes else 0
+
+
+def _identity_of(file: PlannedFile, commit: str) -> str:
+    return file.sha256 or file.git_sha1 or f"{commit}:{file.num_bytes}"
+
+
+def _recorded_etag(path: Path, identity: str) -> str | None:
+    """Return the recorded entity tag of a part; None without a record of this file."""
+    with suppress(OSError, ModelInvalid), path.open("rb") as stream:
+        record: dict[str, Any] = parse_json_object(stream.read(_MAX_RECORD_BYTES), what="the part's record")
+        if record.get("file") == identity:
+            return str(record.get("etag", ""))
+    return None
 
 
 def hash_fits(file: PlannedFile, path: Path) -> bool:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import re
 import shutil
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,7 @@ from edgepipe.model.gguf_file import open_gguf
 from edgepipe.model.gguf_split import GGUF_FILE, names_in_store, part_name, part_paths
 from edgepipe.model.hub import HubSource, parse_hub_source, pinned_text, plan_hub
 from edgepipe.model.hub_check import check_hub
-from edgepipe.model.hub_fetch import fetch_hub
+from edgepipe.model.hub_fetch import fetch_hub, kept_bytes
 from edgepipe.model.hub_part import PART_SUFFIX, RECORD_SUFFIX
 from edgepipe.model.hub_patience import Pauses
 from edgepipe.model.install import METADATA_NAMES, check_metadata_size, install
@@ -32,6 +30,7 @@ from edgepipe.model.progress import OnProgress, PlannedFile
 from edgepipe.model.safe_path import member_path
 from edgepipe.model.safetensors_file import shard_names
 from edgepipe.model.taking import Taking
+from edgepipe.model.unfinished import exclusive_staging, staging_folder
 from edgepipe.model.weights import is_emulated
 
 logger = logging.getLogger(__name__)
@@ -63,6 +62,7 @@ class _Job:
     fetch: Callable[[Path, OnProgress], None]
     renamed: tuple[str, ...] = ()  # names in the store of fetched files that get another one
     resumable: bool = False  # the next pull can use partial files of an interrupted one
+    kept_bytes: Callable[[Path], int] = lambda _: 0  # how much of ``files`` an interrupted pull left in a folder
     copies: bool = True  # ``files`` take room on the disk; else ``fetch`` checks the room for those that do
 
 
@@ -177,10 +177,11 @@ class Puller:
             fetch=fetch,
             renamed=tuple(plan.stored.values()),
             resumable=True,
+            kept_bytes=partial(kept_bytes, plan),
         )
 
     def _check_room(self, job: _Job, staging: Path) -> None:
-        needed = sum(file.num_bytes for file in job.files) - folder_size(staging)
+        needed = sum(file.num_bytes for file in job.files) - job.kept_bytes(staging)
         check_room(job.model_id, self._root, needed)
 
 
@@ -190,11 +191,6 @@ def hub_source(source: str) -> HubSource | None:
         return None
     hub = parse_hub_source(source)
     return hub if hub is not None and "--" not in hub.repo and ".." not in hub.repo else None
-
-
-def staging_folder(target: Path) -> Path:
-    """Return the folder for a model's files until it is whole. An interrupted pull leaves partial files in it."""
-    return target.with_name(f".pulling-{target.name}")
 
 
 def _remove_strangers(staging: Path, job: _Job) -> None:
@@ -265,25 +261,3 @@ def _local_id(name: str) -> str:
     if not model_id or model_id == DEMO:
         raise ModelInvalid(f"'{name[:80]}' cannot be a model's name", fact="rename the folder or file first")
     return model_id
-
-
-@contextmanager
-def exclusive_staging(staging: Path, model_id: str) -> Generator[None]:
-    """Make a model's staging folder and lock it for one process. Raises ModelDownloadFailed if another one holds it.
-
-    The lock is on the folder itself, so it leaves nothing to clean up.
-    """
-    staging.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(staging, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            raise ModelDownloadFailed(
-                f"'{model_id}' is being pulled already",
-                fact="another edgepipe process holds its folder",
-                next_step="wait until it ends, then: edgepipe models list",
-            ) from exc
-        yield
-    finally:
-        os.close(descriptor)

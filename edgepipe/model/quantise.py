@@ -28,10 +28,10 @@ from edgepipe.model.linked_files import counted
 from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE, TOKENIZER_FILE, FileEntry, Manifest, TensorEntry
 from edgepipe.model.names import folder_name
 from edgepipe.model.progress import OnProgress, ProgressCounter
-from edgepipe.model.pull import exclusive_staging, staging_folder
 from edgepipe.model.store import ModelStore, StoredModel
 from edgepipe.model.tensor_folder import TENSOR_FOLDER, tensor_path
 from edgepipe.model.tensors import TensorInfo
+from edgepipe.model.unfinished import exclusive_staging, quantising_folder
 from edgepipe.model.weights import Weights
 
 REFERENCE_TEXT = (Path(__file__).parent / "reference_text.txt").read_text(encoding="utf-8")
@@ -86,7 +86,7 @@ def quantise_model(
     original.check_unchanged(counted(on_progress))
     tensors = weights.tensors(whole_slice(weights.config))
     planned = _planned(weights.config, tensors, target)
-    staging = staging_folder(folder)
+    staging = quantising_folder(folder)
     with exclusive_staging(staging, new_id):
         made = folder.exists()  # by another process in the meantime
         try:

@@ -172,7 +172,7 @@ def test_a_full_disk_leaves_nothing(store: ModelStore, monkeypatch: pytest.Monke
 
 
 def test_the_rest_of_a_killed_process_is_removed(store: ModelStore) -> None:
-    staging = store.root / ".pulling-tiny-q4"
+    staging = store.root / ".quantising-tiny-q4"
     (staging / "tensors").mkdir(parents=True)
     (staging / "tensors" / "old.bin").write_bytes(b"x")
     copy = quantise_model(store, "tiny", "q4").copy
