@@ -28,6 +28,7 @@ from edgepipe.model.facts import LayerRange
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.admin_server import FakeNode, answering
 from tests.support.command_line import Run, make_engine, make_member
+from tests.support.node_files import make_node
 
 VERBS = ("demo", "node", "models", "serve", "chat", "ps", "stop", "status", "logs", "simulate", "config", "version")
 NODE_FLAGS = ("--name --cluster --device --backend --dtype --interface --port --http-port --peer --data-dir").split()
@@ -313,13 +314,11 @@ class Typed(io.StringIO):
 def test_a_question_answered_with_no_is_no_mistake(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, typed: str, code: int
 ) -> None:
-    kept = tmp_path / "data" / "key"
-    kept.parent.mkdir()
-    kept.touch()
+    make_node(tmp_path / "data")
     monkeypatch.setattr(sys, "stdin", Typed(typed))
     done = run("uninstall")
     assert (done.code, done.err.strip()) == (code, "nothing was changed")
-    assert kept.exists()
+    assert (tmp_path / "data" / "identity").exists()
 
 
 def test_nothing_is_removed_below_a_node_that_does_not_stop(
