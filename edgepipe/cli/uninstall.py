@@ -6,16 +6,18 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgepipe.cli.leftovers import Found, Leftover, data_leftovers, emptied_folders, file_leftover, model_leftovers
 from edgepipe.cli.options import DataDir, ModelsDir
 from edgepipe.cli.service_plan import ServicePlan, starts_node_of
 from edgepipe.errors import ConfigInvalid
 from edgepipe.safe_text import one_line
 from edgepipe.units import format_bytes
+
+if TYPE_CHECKING:
+    from edgepipe.cli.leftovers import Found, Leftover
 
 _MOST_SHOWN = 10  # of files that stay because edgepipe did not make them
 
@@ -74,6 +76,7 @@ def find_leftovers(
     commands without ``--data-dir`` mean, which alone has settings and kernels. ``shared_models``: the settings name one
     folder of models for all nodes, so it goes only with the main one.
     """
+    from edgepipe.cli.leftovers import Found, data_leftovers, file_leftover, model_leftovers
     from edgepipe.config import default_config_file, kernel_dir
 
     leftovers: list[Leftover] = []
@@ -143,6 +146,8 @@ def _stop_node(data_dir: Path) -> None:
 
 def _remove(leftover: Leftover, *, data_dir: Path) -> None:
     """Remove files and folders, and the folders around them that are empty now. Raises ConfigInvalid."""
+    from edgepipe.cli.leftovers import emptied_folders
+
     path = leftover.place
     top = data_dir if path.is_relative_to(data_dir) else path
     try:

@@ -325,14 +325,13 @@ def test_nothing_is_removed_below_a_node_that_does_not_stop(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(edgepipe.cli.node, "_STOP_S", 0.0)  # no flag leads to it
-    (tmp_path / "data").mkdir()
-    for name in ("daemon.lock", "key"):
-        (tmp_path / "data" / name).touch()
+    make_node(tmp_path / "data")
+    (tmp_path / "data" / "daemon.lock").touch()
     with answering(tmp_path / "data", FakeNode()):
         done = run("uninstall", "--yes")
     assert done.code == 3
     assert "the node has not stopped yet" in done.err
-    assert (tmp_path / "data" / "key").exists()
+    assert (tmp_path / "data" / "identity").exists()
 
 
 def test_an_interrupt_exits_with_130(run: Run) -> None:
