@@ -273,7 +273,10 @@ class ModelStore:
         return freed + sum(self.drop(model) for model in list(self._models()) if model.id == model_id)
 
     def drop(self, model: StoredModel) -> int:
-        """Delete one folder of a model. Return the freed bytes."""
+        """Delete one folder of a model. Return the freed bytes. A link goes alone; the user placed its files."""
+        if model.path.is_symlink():
+            model.path.unlink()
+            return 0
         gone = hide_folder(model.path)
         freed = folder_size(gone)
         remove_folder(gone)

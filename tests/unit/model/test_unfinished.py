@@ -63,3 +63,13 @@ def test_a_killed_copy_is_removed_by_the_next_start(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == [".quantising-tiny-q8"], "another process fills it"
     store.tidy()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_whose_folder_is_a_link_loses_the_link_alone(tmp_path: Path) -> None:
+    store = ModelStore(tmp_path / "models")
+    store.pull(str(write_hf_folder(tmp_path / "sources" / "tiny")))
+    (store.root / "tiny").rename(tmp_path / "elsewhere")
+    (store.root / "tiny").symlink_to(tmp_path / "elsewhere")
+    assert store.rm("tiny") == 0
+    assert list(store.root.iterdir()) == []
+    assert (tmp_path / "elsewhere" / "edgepipe.json").is_file()
