@@ -16,6 +16,7 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
+    from edgepipe.model.progress import PullProgress
     from edgepipe.model.pull import PullResult
 
 app = typer.Typer(help="Models on this machine's disk.")
@@ -57,6 +58,7 @@ def with_type(root: Path, data_dir: Path, model: str, *, as_json: bool) -> str:
 
     Raises ConfigInvalid after printing the types if there is no terminal, and the errors of ``hub_types``.
     """
+    from edgepipe.cli.waiting import HUB_IS_SLOW, line_if_slow
     from edgepipe.cli.wizard.asking import Back, Quit, Terminal
     from edgepipe.cli.wizard.type_choice import ask_type, memory_at_hand, refuse_without_type
     from edgepipe.model.hub import hub_types
@@ -66,7 +68,8 @@ def with_type(root: Path, data_dir: Path, model: str, *, as_json: bool) -> str:
     source = hub_source(model)
     if source is None or source.type or any(one.id == source.repo and one.whole for one in ModelStore(root).list()):
         return model
-    types = hub_types(source)
+    with line_if_slow(HUB_IS_SLOW):
+        types = hub_types(source)
     if not types:
         return model
     memory = memory_at_hand(data_dir)
@@ -81,13 +84,19 @@ def with_type(root: Path, data_dir: Path, model: str, *, as_json: bool) -> str:
 def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
     """Pull with a progress bar on stderr; after ^C, say how much is kept. Raises the errors of ModelStore.pull."""
     from edgepipe.cli.views.progress_bar import file_progress
+    from edgepipe.cli.waiting import HUB_IS_SLOW, line_if_slow
     from edgepipe.model.store import ModelStore
     from edgepipe.units import format_bytes
 
     store = ModelStore(root)
     store.tidy()
     try:
-        with file_progress(model) as on_progress:
+        with file_progress(model) as show, line_if_slow(HUB_IS_SLOW) as answered:
+
+            def on_progress(now: PullProgress) -> None:
+                answered()
+                show(now)
+
             return store.pull(model, on_progress=on_progress, dry_run=dry_run)
     except KeyboardInterrupt:
         if kept := store.interrupted_bytes(model):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgepipe.cli.admin import connect, run_async
+from edgepipe.cli.waiting import HUB_IS_SLOW, line_if_slow
 from edgepipe.cli.wizard.asking import Asking, Choice, filled, say
 from edgepipe.cli.wizard.fits import best_fit, fitting_models
 from edgepipe.cli.wizard.type_choice import ask_type, memory_at_hand
@@ -52,8 +53,11 @@ def _typed(asking: Asking, model: str, data_dir: Path) -> str:
 
     source = hub_source(model)
     with suppress(EdgepipeError):  # the pull reports it
-        if source is not None and (types := hub_types(source)):
-            return ask_type(asking, source, types, memory_at_hand(data_dir))
+        if source is not None:
+            with line_if_slow(HUB_IS_SLOW):
+                types = hub_types(source)
+            if types:
+                return ask_type(asking, source, types, memory_at_hand(data_dir))
     return model
 
 
