@@ -45,6 +45,7 @@ _SOURCE = re.compile(
     re.ASCII,
 )
 _QUANTISED = re.compile(r"base_model:quantized:(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})", re.ASCII)
+_LOGIN_REQUIRED = 511  # of networks with a login page (RFC 6585, section 6)
 _RATE_LIMIT = re.compile(r"\bt=(\d{1,9})\b")  # seconds until the hub answers again
 _PINNED = re.compile(
     r"hub:(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})@(?P<commit>[0-9a-f]{40})", re.ASCII
@@ -243,7 +244,18 @@ def may_pass(error: EdgepipeError) -> bool:
     status = _status_of(error)
     if not isinstance(error, ModelDownloadFailed):
         return False
+    if status == _LOGIN_REQUIRED:
+        return False
     return status >= 500 or status in (408, 429) if status else error.next_step == _NETWORK_STEP
+
+
+def failure_text(error: EdgepipeError) -> str:
+    """Say in a few words why a request is sent again."""
+    if status := _status_of(error):
+        return (
+            f"the hub is busy (status {status})" if status in (408, 429) else f"the hub has a fault (status {status})"
+        )
+    return "the hub is silent" if isinstance(error, SendTimeout) else "no connection to the hub, or it broke"
 
 
 def _status_of(error: BaseException | None) -> int:
@@ -322,6 +334,8 @@ def hub_errors(source: HubSource) -> Generator[None]:
 
 
 def _unreachable(source: HubSource, exc: BaseException) -> ModelDownloadFailed:
+    if _status_of(exc) == _LOGIN_REQUIRED:
+        return no_hub_answer(source, f"status {_LOGIN_REQUIRED}")
     error = ModelDownloadFailed(
         f"'{source.repo}' could not be fetched from the hub",
         fact=_first_line(exc),

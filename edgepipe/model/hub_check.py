@@ -14,7 +14,7 @@ from edgepipe.model.gguf_file import JoinedGguf, expected_rope_factors
 from edgepipe.model.gguf_header import MAX_HEADER_BYTES as MAX_GGUF_HEADER_BYTES
 from edgepipe.model.gguf_header import parse_gguf_header
 from edgepipe.model.gguf_tokenizer import check_tokenizer_kind
-from edgepipe.model.hub import HubPlan, suggesting_alternative
+from edgepipe.model.hub import HubPlan, failure_text, suggesting_alternative
 from edgepipe.model.hub_files import METADATA_WAITS, HeaderParser, HubFiles
 from edgepipe.model.hub_patience import Pauses, persist
 from edgepipe.model.install import METADATA_NAMES
@@ -104,7 +104,7 @@ async def _headers(
 
     async def header(file: PlannedFile) -> _T:
         def waits(error: EdgepipeError, pause_s: float) -> None:
-            asking.counter.waits(file.name, error, pause_s=pause_s)
+            asking.counter.waits(file.name, failure_text(error), pause_s=pause_s)
 
         async with turns:
             return await persist(lambda: read(file), pauses=asking.pauses, on_wait=waits)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from edgepipe.errors import EdgepipeError, ModelInvalid
-from edgepipe.model.hub import HubPlan
+from edgepipe.model.hub import HubPlan, failure_text
 from edgepipe.model.hub_files import HubFiles
 from edgepipe.model.hub_part import PartFile, hash_fits, part_bytes
 from edgepipe.model.hub_patience import Pauses, persist
@@ -114,7 +114,7 @@ class _Fetching:
         """Fetch until all bytes of a file are here. Raises the failures that do not pass."""
 
         def waits(error: EdgepipeError, pause_s: float) -> None:
-            self._counter.waits(file.name, error, pause_s=pause_s)
+            self._counter.waits(file.name, failure_text(error), pause_s=pause_s)
 
         while part.num_bytes < file.num_bytes:
             await persist(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from edgepipe.errors import EdgepipeError
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullProgress:
@@ -52,9 +50,8 @@ class ProgressCounter:
         """Report a sentence about a file."""
         self._report(self._phase, file, note)
 
-    def waits(self, file: str, error: EdgepipeError, *, pause_s: float) -> None:
+    def waits(self, file: str, reason: str, *, pause_s: float) -> None:
         """Report that a file is asked for again after a pause. The reason is sent once until bytes arrive."""
-        reason = error.fact or error.what
         note = "" if reason == self._waits_for else f"{file}: {reason}; asking again in {pause_s:.0f} s"
         self._waits_for = reason
         self._report("waiting", file, note)

@@ -60,7 +60,7 @@ def test_ten_cut_connections_cost_no_byte_twice(hub: FakeHub, tmp_path: Path) ->
     assert fetched_twice(hub) == 0
     assert told[-1].done_bytes == told[-1].total_bytes == len(DATA)
     assert [one for one in told if one.phase == "waiting"]
-    assert any("asking again in 2 s" in note for note in notes(told))
+    assert f"{NAME}: no connection to the hub, or it broke; asking again in 2 s" in notes(told)
 
 
 class Stops:
@@ -184,6 +184,17 @@ def test_a_login_page_in_the_middle_of_a_pull_costs_nothing(hub: FakeHub, tmp_pa
     fetch(hub, tmp_path / "x", lambda _: None)
     assert is_whole(tmp_path / "x")
     assert fetched_twice(hub) == 0
+
+
+def test_a_proxy_of_the_environment_is_used(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", hub.endpoint)
+    beyond = FakeHub(repo=REPO, files={}, endpoint="http://hub.invalid")
+    hub.cuts = {NAME: [3_000_000]}
+    fetch(beyond, tmp_path / "x", lambda _: None)
+    assert is_whole(tmp_path / "x")
+    assert set(hub.tokens) == {"hub.invalid"}
 
 
 def test_the_token_stays_with_the_hub(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

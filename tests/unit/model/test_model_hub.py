@@ -205,7 +205,8 @@ def test_one_failure_while_headers_are_checked_does_not_end_a_pull(
     pull(hub, tmp_path / "store", told=told, pauses=virtual_pauses(paused))
     assert ModelStore(tmp_path / "store").resolve(REPO).whole
     assert sorted(paused) == [2.0, 2.0, 4.0]
-    assert any("asking again in 2 s" in one.note for one in told)
+    reason = {503: "the hub has a fault (status 503)", 429: "the hub is busy (status 429)"}.get(fault, "it broke")
+    assert any(f"{reason}; asking again in 2 s" in one.note for one in told)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +254,7 @@ def test_a_login_page_instead_of_the_hub_is_named(hub: FakeHub, tmp_path: Path, 
         (403, {}, "hf auth whoami"),
         (429, {"RateLimit": '"api";r=0;t=55'}, "wait five minutes"),
         (503, {}, "the hub has a fault"),
+        (511, {}, "open any web page in a browser"),
     ],
 )
 def test_a_refusal_of_the_hub_says_what_helps(
