@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Generator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -49,14 +50,30 @@ def _change(file: Path, changes: Mapping[str, str | int | float | bool | list[st
 
 @contextmanager
 def _locked(folder: Path) -> Generator[None]:
-    """Lock a folder for one command. Raises TimeoutError. The lock is on the folder itself: nothing to clean up."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Lock a folder for one command. Raises OSError. The lock is on the folder itself: nothing to clean up."""
+    descriptor, taken = os.open(folder, os.O_RDONLY), Future[None]()
+    Thread(target=_take, args=(descriptor, taken), daemon=True).start()
     try:
-        waiting = Thread(target=fcntl.flock, args=(descriptor, fcntl.LOCK_EX), daemon=True)
-        waiting.start()
-        waiting.join(_LOCK_S)
-        if waiting.is_alive():
-            raise TimeoutError(f"another edgepipe command has been changing it for {_LOCK_S:.0f} s")
+        taken.result(_LOCK_S)
+    except TimeoutError as exc:
+        if taken.cancel():  # the thread closes the descriptor when it has the lock
+            raise TimeoutError(f"another edgepipe command has been changing it for {_LOCK_S:.0f} s") from exc
+        taken.result()  # the lock came in this moment
+    try:
         yield
     finally:
         os.close(descriptor)
+
+
+def _take(descriptor: int, taken: Future[None]) -> None:
+    """Wait for the lock of an open folder."""
+    problem: OSError | None = None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as exc:
+        problem = exc
+    wanted = taken.set_running_or_notify_cancel()
+    if problem is not None or not wanted:
+        os.close(descriptor)
+    if wanted:
+        taken.set_result(None) if problem is None else taken.set_exception(problem)
