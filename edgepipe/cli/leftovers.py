@@ -1,4 +1,4 @@
-"""What edgepipe keeps on this machine: which files it made, and which others lie beside them.
+"""What edgepipe keeps on this machine: which files it made, and which lie beside them and are the user's.
 
 ``--data-dir`` and ``--models-dir`` may name any folder, also one with a user's own files. So nothing is edgepipe's
 because of where it lies: in a data directory only names that a node or the command line writes count, and only where
@@ -25,7 +25,7 @@ _DATA = re.compile(
     r"|(audit\.log|node\.log)(\.\d+)?|start\.log|service\.err|chat_history|daemon\.(lock|sock)"
     r"|(incarnation|addresses\.json|layers\.json|keep_alive\.json|served\.bin|api-key)(\.part)?)"
 )
-_UNFINISHED = re.compile(r"\.(pulling|adopting|removing)-.+")
+_UNFINISHED = re.compile(r"\.(pulling|quantising|adopting|removing)-.+")
 _IN_EVERY_MODEL = frozenset(
     {CARD_FILE, MANIFEST_FILE, TOKENIZER_FILE, LINKS_FILE, ADOPTED_FOR_FILE, TENSOR_FOLDER, REPACKED_FOLDER}
 )

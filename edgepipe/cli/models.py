@@ -16,6 +16,7 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
+    from edgepipe.model.progress import PullProgress
     from edgepipe.model.pull import PullResult
 
 app = typer.Typer(help="Models on this machine's disk.")
@@ -71,6 +72,7 @@ def with_type(root: Path, data_dir: Path, model: str, *, as_json: bool) -> str:
 
     Raises ConfigInvalid after printing the types if there is no terminal, and the errors of ``hub_types``.
     """
+    from edgepipe.cli.waiting import HUB_IS_SLOW, line_if_slow
     from edgepipe.cli.wizard.asking import Back, Quit, Terminal
     from edgepipe.cli.wizard.type_choice import ask_type, memory_at_hand, refuse_without_type
     from edgepipe.model.hub import hub_types
@@ -80,7 +82,8 @@ def with_type(root: Path, data_dir: Path, model: str, *, as_json: bool) -> str:
     source = hub_source(model)
     if source is None or source.type or any(one.id == source.repo and one.whole for one in ModelStore(root).list()):
         return model
-    types = hub_types(source)
+    with line_if_slow(HUB_IS_SLOW):
+        types = hub_types(source)
     if not types:
         return model
     memory = memory_at_hand(data_dir)
@@ -95,12 +98,19 @@ def with_type(root: Path, data_dir: Path, model: str, *, as_json: bool) -> str:
 def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
     """Pull with a progress bar on stderr; after ^C, say how much is kept. Raises the errors of ModelStore.pull."""
     from edgepipe.cli.views.progress_bar import file_progress
+    from edgepipe.cli.waiting import HUB_IS_SLOW, line_if_slow
     from edgepipe.model.store import ModelStore
     from edgepipe.units import format_bytes
 
     store = ModelStore(root)
+    store.tidy()
     try:
-        with file_progress(model) as on_progress:
+        with file_progress(model) as show, line_if_slow(HUB_IS_SLOW) as answered:
+
+            def on_progress(now: PullProgress) -> None:
+                answered()
+                show(now)
+
             return store.pull(model, on_progress=on_progress, dry_run=dry_run)
     except KeyboardInterrupt:
         if kept := store.interrupted_bytes(model):
@@ -117,7 +127,9 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
 
     root = models_dir_of(data_dir, models_dir)
     members = members_of(data_dir_of(data_dir))
-    rows = model_rows(ModelStore(root).list(), members)
+    store = ModelStore(root)
+    store.tidy()
+    rows = model_rows(store.list(), members, store.unended())
     if as_json:
         print_json(rows)
         return
@@ -130,13 +142,17 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
     shared = ("WHERE", "COPIES", "FITS") if members else ("STATE",)
     table = make_table("MODEL", "SIZE", "LAYERS", "CONTEXT", *shared, right=("SIZE", "LAYERS", "CONTEXT"))
     for row in rows:
-        state = "whole" if row["whole"] else "in part"
-        where = ", ".join(holder["node"] + " (part)" * (not holder["whole"]) for holder in row["nodes"])
+        pull = f"pull {row['pull']}" if row["pull"] else ""
+        state = pull or ("whole" if row["whole"] else "in part")
+        where = pull or ", ".join(holder["node"] + " (part)" * (not holder["whole"]) for holder in row["nodes"])
         last = (where, copies_text(row["copies"]), row["fits"] or "-") if members else (state,)
         name = f"{row['model']} @{row['content'][:8]}" if row["ambiguous"] else row["model"]
         sizes = (format_bytes(row["size_bytes"]), str(row["layers"] or "-"), str(row["context"] or "-"))
         table.add_row(one_line(name), *sizes, *map(one_line, last))
     make_console().print(table)
+    if begun := [row["model"] for row in rows if row["pull"] == "interrupted"]:
+        name = one_line(begun[0])
+        print(f"an interrupted pull goes on with: edgepipe models pull {name}; edgepipe models rm {name} deletes it")
 
 
 @app.command()
@@ -170,6 +186,7 @@ def rm(
     from edgepipe.units import format_bytes
 
     folder, store = data_dir_of(data_dir), ModelStore(models_dir_of(data_dir, models_dir))
+    store.tidy()
     meant = meant_names(model, (stored.id for stored in store.list()))
     on_this_disk = len(meant) == 1
     model = meant[0] if on_this_disk else model

@@ -25,8 +25,10 @@ def quantise_model(root: Path, model: str, target: str, *, as_json: bool) -> Non
 
     if target not in quantise.TARGETS:
         raise ConfigInvalid(f"--to cannot be '{target}'", next_step=f"give {' or '.join(quantise.TARGETS)}")
+    store = ModelStore(root)
+    store.tidy()
     with file_progress(model) as on_progress:
-        made = quantise.quantise_model(ModelStore(root), model, target, on_progress)
+        made = quantise.quantise_model(store, model, target, on_progress)
     if not as_json:
         _print_sizes(made)
     measured: Divergence | None = None
@@ -49,10 +51,13 @@ def quantise_model(root: Path, model: str, target: str, *, as_json: bool) -> Non
 
 
 def _print_sizes(made: PackedCopy) -> None:
+    from edgepipe.model.quantise import unpacked_text
     from edgepipe.units import format_bytes
 
     sizes = f"{format_bytes(made.copy.size_bytes)}, {one_line(made.original.id)} has {_size(made.original)}"
     print(f"{one_line(made.copy.id)} is {'already ' * made.already_here}here: {made.copy.path} ({sizes})")
+    if made.unpacked:
+        print(f"not packed, but stored as in the original: {unpacked_text(made.unpacked)}")
 
 
 def _size(model: StoredModel) -> str:
@@ -83,6 +88,7 @@ def _row(made: PackedCopy, backend: str, measured: Divergence | None, reason: Ed
         "original": made.original.id,
         "already_here": made.already_here,
         "size_bytes": made.copy.size_bytes,
+        "unpacked": [info.name for info in made.unpacked],
         "original_bytes": made.original.size_bytes,
         "backend": backend,
         "kl": None if measured is None else measured.kl,

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from edgepipe.clock import Clock
+from edgepipe.cluster.private_files import os_reason
 from edgepipe.cluster.statements import Statement, key_of
 from edgepipe.cluster.trust import (
     TrustStore,
@@ -72,6 +73,7 @@ class TrustKeeper:
         self._clock = clock
         self._written = loaded.store if not loaded.damage else None
         self._dirty = asyncio.Event()
+        self.unwritten = ""  # why the last write failed; empty: the disk has all statements
         self._writing = asyncio.Lock()
         self._listeners: set[asyncio.Event] = set()
         self._merging = asyncio.Lock()
@@ -249,8 +251,10 @@ class TrustKeeper:
                 self._dirty.clear()
                 try:
                     await self._write()
+                    self.unwritten = ""
                 except (OSError, ConfigInvalid) as exc:
                     logger.error("the trust store cannot be written: %s", exc)
+                    self.unwritten = os_reason(exc) if isinstance(exc, OSError) else exc.fact or exc.what
                     asyncio.get_running_loop().call_later(self._write_again_s, self._dirty.set)
 
     async def _check_heard(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,8 +131,16 @@ class ClusterViews:
             discovery_problem=self._discovery_problem(),
             removed=not self._trust.belongs,
             trust_damage=self._trust.damage,
+            unwritten=tuple(self._unwritten()),
             num_tasks=len(asyncio.all_tasks()),
         )
+
+    def _unwritten(self) -> Iterator[str]:
+        """Describe what is not on the disk, since the last write failed."""
+        if self._book.unwritten:
+            yield f"the record of what is served: {self._book.unwritten}"
+        if self._trust.unwritten:
+            yield f"the trust store: {self._trust.unwritten}"
 
     def _members(self) -> tuple[MemberState, ...]:
         """Return this node first, then every reachable member."""

@@ -1,41 +1,47 @@
-"""Models from the Hugging Face Hub: list files and sizes, fetch resumably, check each file against its hash.
+"""Models on the Hugging Face Hub: list files and sizes, choose what a pull fetches, translate the hub's errors.
 
-``huggingface_hub`` is imported only when a pull begins. Its partial files stay in the folder, so that the next pull
-continues where this one stopped.
+``huggingface_hub`` is imported only when a pull begins. It opens connections and reads the token, the endpoint and the
+proxy's settings. ``hub_fetch`` fetches the files.
 """
 
 from __future__ import annotations
 
 import errno
 import fnmatch
-import hashlib
-import io
+import json
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from time import monotonic, sleep
-from typing import Any, cast
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
 
-from edgepipe.errors import ArchitectureUnsupported, EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
+from edgepipe.errors import (
+    ArchitectureUnsupported,
+    EdgepipeError,
+    ModelDownloadFailed,
+    ModelInvalid,
+    ModelUnknown,
+    SendTimeout,
+)
 from edgepipe.model.disk import disk_errors
 from edgepipe.model.gguf_names import GgufChoice, choose_type, gguf_choices, recommended_label, stored_name
 from edgepipe.model.gguf_split import names_in_store
-from edgepipe.model.install import METADATA_NAMES, check_metadata_size, file_chunks, hash_file
+from edgepipe.model.install import METADATA_NAMES, check_metadata_size
 from edgepipe.model.manifest import TOKENIZER_FILE
-from edgepipe.model.progress import OnProgress, PlannedFile, ProgressCounter
+from edgepipe.model.progress import PlannedFile
 from edgepipe.model.safe_path import check_member_name
 from edgepipe.model.safetensors_file import INDEX_FILE, SINGLE_FILE
 
 SHARDS = "model*-of-*.safetensors"  # also model.safetensors-00001-of-00004.safetensors, as of Qwen3.5
 CONTACT_TIMEOUT_S = 10.0  # for the hub's first answer
-_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0  # before a file is asked for again, doubling
-_PATIENCE_S = 600.0  # without a byte, once a pull has begun: a router starts anew, the hub's limits last five minutes
 _STRANGE_TOKENIZERS = ("tekken.json", "tiktoken.model", "tokenizer.model")  # of Mistral, of Kimi, SentencePiece
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")  # PyTorch's own formats
 
 _QUANTISED = re.compile(r"base_model:quantized:(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})", re.ASCII)
+_LOGIN_REQUIRED = 511  # of networks with a login page (RFC 6585, section 6)
+_RATE_LIMIT = re.compile(r"\bt=(\d{1,9})\b")  # seconds until the hub answers again
 _PINNED = re.compile(
     r"hub:(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})@(?P<commit>[0-9a-f]{40})", re.ASCII
 )
@@ -116,38 +122,20 @@ def list_hub(source: HubSource, *, endpoint: str | None = None) -> HubListing:
 
     with hub_errors(source):
         api = HfApi(endpoint=endpoint)
-        info = api.model_info(source.repo, revision=source.revision, files_metadata=True, timeout=CONTACT_TIMEOUT_S)
-    listed = [_planned(file) for file in info.siblings or ()]
-    quantised = (_QUANTISED.fullmatch(tag) for tag in info.tags or ())
+        try:
+            info = api.model_info(source.repo, revision=source.revision, files_metadata=True, timeout=CONTACT_TIMEOUT_S)
+            siblings, tags = list(info.siblings or ()), list(info.tags or ())
+        except json.JSONDecodeError as exc:
+            raise no_hub_answer(source, "no JSON") from exc
+        except (TypeError, KeyError, AttributeError) as exc:  # JSON, but not a model's description
+            raise no_hub_answer(source, "not the description of a model") from exc
+    listed = [_planned(file) for file in siblings]
+    quantised = (_QUANTISED.fullmatch(tag) for tag in tags)
     return HubListing(
         commit=str(info.sha),
         files=tuple(file for file in listed if file),
         original=next((match["repo"] for match in quantised if match), ""),
     )
-
-
-def fetch_hub(
-    plan: HubPlan,
-    folder: Path,
-    on_progress: OnProgress,
-    *,
-    check: Callable[[Path], None],
-    endpoint: str | None = None,
-) -> None:
-    """Fetch a plan's files into ``folder``, metadata first.
-
-    ``check`` gets the folder before any weights are fetched, and raises for an unusable model. Raises its errors,
-    ModelDownloadFailed (partial files stay), ModelInvalid (a file with a wrong hash is deleted).
-    """
-    total = sum(file.num_bytes for file in plan.files)
-    counter = ProgressCounter(on_progress, "download", total)
-    metadata = [file for file in plan.files if file.name in METADATA_NAMES]
-    weights = [file for file in plan.files if file.name not in METADATA_NAMES]
-    for file in metadata:
-        _fetch(plan, file, folder, counter, endpoint)
-    check(folder)
-    for file in weights:
-        _fetch(plan, file, folder, counter, endpoint, stored=plan.stored.get(file.name, ""))
 
 
 @contextmanager
@@ -238,136 +226,51 @@ def _has_safetensors(files: Sequence[PlannedFile]) -> bool:
     return any(file.name in (INDEX_FILE, SINGLE_FILE) for file in files)
 
 
-def _fetch(
-    plan: HubPlan, file: PlannedFile, folder: Path, counter: ProgressCounter, endpoint: str | None, *, stored: str = ""
-) -> None:
-    """Fetch a file under the name ``stored``; empty: its own. A whole one of an earlier pull is not fetched again."""
-    path, target = folder / file.name, folder / (stored or file.name)
-    if target.is_file() and target.stat().st_size == file.num_bytes and _hash_fits(file, target):
-        counter.add(file.name, file.num_bytes)
-        return
-    import huggingface_hub
-
-    download = cast("Any", huggingface_hub).hf_hub_download  # its overloads leave types open
-    counted = _Counted(counter, file)
-
-    def attempt() -> None:
-        with hub_errors(plan.source):
-            download(
-                plan.source.repo,
-                file.name,
-                revision=plan.commit,
-                local_dir=folder,
-                etag_timeout=CONTACT_TIMEOUT_S,
-                endpoint=endpoint,
-                tqdm_class=counted.bar_class(),
-            )
-
-    _persist(attempt, counter, file)
-    _verify(file, path)
-    counted.finish()
-    if path != target:
-        path.replace(target)
-        for parent in path.relative_to(folder).parents[:-1]:
-            with suppress(OSError):  # other parts may still be in it
-                (folder / parent).rmdir()
-
-
-def _persist(attempt: Callable[[], None], counter: ProgressCounter, file: PlannedFile) -> None:
-    """Repeat an attempt, which resumes, while its failures may pass and the pull has begun. Raises the last failure."""
-    heard_s, pause_s = monotonic(), _PAUSE_S
-    while True:
-        before_bytes = counter.done_bytes
-        try:
-            attempt()
-            return
-        except ModelDownloadFailed as error:
-            if counter.done_bytes > before_bytes:
-                heard_s, pause_s = monotonic(), _PAUSE_S
-            if not counter.done_bytes or not _may_pass(error) or monotonic() - heard_s >= _PATIENCE_S:
-                raise
-        counter.waits(file.name)
-        sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-def _may_pass(error: ModelDownloadFailed) -> bool:
+def may_pass(error: EdgepipeError) -> bool:
     """Return whether the same request may succeed later: the network failed, or the hub is busy or has a fault."""
+    if isinstance(error, SendTimeout):
+        return True
     status = _status_of(error)
+    if not isinstance(error, ModelDownloadFailed):
+        return False
+    if status == _LOGIN_REQUIRED:
+        return False
     return status >= 500 or status in (408, 429) if status else error.next_step == _NETWORK_STEP
+
+
+def failure_text(error: EdgepipeError) -> str:
+    """Say in a few words why a request is sent again."""
+    if status := _status_of(error):
+        return (
+            f"the hub is busy (status {status})" if status in (408, 429) else f"the hub has a fault (status {status})"
+        )
+    return "the hub is silent" if isinstance(error, SendTimeout) else "no connection to the hub, or it broke"
 
 
 def _status_of(error: BaseException | None) -> int:
     """Return the HTTP status that caused an error; 0 without one."""
+    return int(getattr(_response_of(error), "status_code", 0))
+
+
+def _response_of(error: BaseException | None) -> Any:
+    """Return the HTTP response that caused an error; None without one."""
     while error is not None:
-        if status := getattr(getattr(error, "response", None), "status_code", 0):
-            return int(status)
+        if (response := getattr(error, "response", None)) is not None:
+            return response
         error = error.__cause__
-    return 0
+    return None
 
 
-def _verify(file: PlannedFile, path: Path) -> None:
-    size = path.stat().st_size
-    if size == file.num_bytes and not path.is_symlink() and _hash_fits(file, path):
-        return
-    path.unlink(missing_ok=True)
-    raise ModelInvalid(
-        f"'{file.name}' arrived damaged and was deleted",
-        fact=f"{size} bytes arrived, {file.num_bytes} and another hash were announced",
-        next_step="pull again; if it happens again, do not trust this source",
-    )
-
-
-def _hash_fits(file: PlannedFile, path: Path) -> bool:
-    if file.sha256:
-        return hash_file(path) == file.sha256
-    if file.git_sha1:
-        digest = hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)  # git's blob id
-        for chunk in file_chunks(path):
-            digest.update(chunk)
-        return digest.hexdigest() == file.git_sha1
-    return True
-
-
-class _Counted:
-    """Forwards the library's progress bar to the counter; never reports more bytes than the file has."""
-
-    def __init__(self, counter: ProgressCounter, file: PlannedFile) -> None:
-        self._counter = counter
-        self._file = file
-        self._left = file.num_bytes
-
-    def add(self, num_bytes: float) -> None:
-        step = max(0, min(int(num_bytes), self._left))
-        self._left -= step
-        if step:
-            self._counter.add(self._file.name, step)
-
-    def finish(self) -> None:
-        self.add(self._left)
-
-    def bar_class(self) -> Any:
-        from tqdm import tqdm
-
-        report = self.add
-
-        class Bar(tqdm):  # pyright: ignore[reportMissingTypeArgument]: takes none while running
-            """Progress bar that only counts: draws nothing and starts no monitor thread."""
-
-            monitor_interval = 0
-
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                quiet = kwargs | {"file": io.StringIO()}  # it writes an empty line at its end
-                cast("Any", super()).__init__(*args, **quiet)
-
-            def display(self, *args: Any, **kwargs: Any) -> None:
-                """Draw nothing."""
-
-            def update(self, n: float | None = 1) -> bool | None:
-                report(n or 0)
-                return super().update(n)
-
-        return Bar
+def _asked_pause_s(error: BaseException) -> float:
+    """Return the pause that the hub asks for in ``Retry-After`` or ``RateLimit``; 0 without one."""
+    headers = getattr(_response_of(error), "headers", {})
+    asked = headers.get("Retry-After", "").strip()
+    if asked.isascii() and asked.isdigit():
+        return float(asked[:9])
+    with suppress(ValueError, TypeError):
+        return max(0.0, (parsedate_to_datetime(asked) - datetime.now(UTC)).total_seconds())
+    limit = _RATE_LIMIT.search(headers.get("RateLimit", ""))
+    return float(limit[1]) if limit else 0.0
 
 
 @contextmanager
@@ -420,10 +323,23 @@ def hub_errors(source: HubSource) -> Generator[None]:
 
 
 def _unreachable(source: HubSource, exc: BaseException) -> ModelDownloadFailed:
-    return ModelDownloadFailed(
+    if _status_of(exc) == _LOGIN_REQUIRED:
+        return no_hub_answer(source, f"status {_LOGIN_REQUIRED}")
+    error = ModelDownloadFailed(
         f"'{source.repo}' could not be fetched from the hub",
         fact=_first_line(exc),
         next_step=_STEPS.get(_status_of(exc), _HUB_STEP if _status_of(exc) >= 500 else _NETWORK_STEP),
+    )
+    error.retry_after_s = _asked_pause_s(exc)
+    return error
+
+
+def no_hub_answer(source: HubSource, what: str) -> ModelDownloadFailed:
+    """Return the error for an answer that the hub cannot have given, such as a page instead of data."""
+    return ModelDownloadFailed(
+        f"'{source.repo}' could not be fetched from the hub",
+        fact=f"the hub's answer is {what}: is there a login page on this network?",
+        next_step="open any web page in a browser and log in, then pull again (the pull resumes)",
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 from edgepipe.errors import ModelInvalid, RemoteProtocolError, SendTimeout
-from edgepipe.model.hub import CONTACT_TIMEOUT_S, HubSource, hub_errors
+from edgepipe.model.hub import CONTACT_TIMEOUT_S, HubSource, hub_errors, no_hub_answer
 
 METADATA_WAITS = 6  # time limit for an index or a header, in multiples of ``idle_s``
 _FIRST_BYTES = 64 << 10  # holds most safetensors headers; a GGUF header with a vocabulary takes some megabytes
@@ -98,6 +98,29 @@ class HubFiles:
         if left:
             raise RemoteProtocolError(f"the hub sent too little of '{file.name}'", fact=f"{left} bytes are missing")
 
+    async def rest(self, file: SizedFile, begin: int) -> AsyncGenerator[HubPiece]:
+        """Yield the bytes of a file from ``begin`` to its end, all of them or an error.
+
+        A hub without ranges answers from byte 0.
+        Raises as ``chunks``; a connection that ends early is a ModelDownloadFailed, too.
+        """
+        if self._session is None:
+            self._session = await asyncio.to_thread(_open_session)
+        with hub_errors(self._source):
+            async with self._opened(file.name, {"Range": f"bytes={begin}-"} if begin else {}) as response:
+                whole = response.status_code == 200
+                begin = 0 if whole else begin
+                self._check_answer(response, file, begin, file.num_bytes, whole=whole)
+                etag = _etag_of(response)
+                async with aclosing(response.aiter_raw()) as chunks:
+                    while (chunk := await self._next(chunks)) is not None:
+                        if begin + len(chunk) > file.num_bytes:
+                            raise RemoteProtocolError(f"the hub sent more of '{file.name}' than requested")
+                        yield HubPiece(offset=begin, etag=etag, data=chunk)
+                        begin += len(chunk)
+                if begin < file.num_bytes:
+                    raise ConnectionError(f"the hub sent {begin} of {file.num_bytes} bytes of '{file.name}'")
+
     @asynccontextmanager
     async def patience(self, *, waits: float = 1.0) -> AsyncGenerator[None]:
         """Limit the time of the body to ``waits`` times ``idle_s``. Raises SendTimeout."""
@@ -134,6 +157,8 @@ class HubFiles:
         size = (
             content_range[2] if content_range else headers.get("Content-Length", "") if status == 200 and plain else ""
         )
+        if status in (200, 206) and headers.get("Content-Type", "").startswith("text/html"):
+            raise no_hub_answer(self._source, "a web page")
         if size and size != str(file.num_bytes):
             raise self.changed(f"'{file.name}' has {size[:20]} bytes, {file.num_bytes} were promised")
         hf_raise_for_status(response)
@@ -159,6 +184,22 @@ class HubFiles:
                 fact=f"silent for {seconds:.0f} s",
                 next_step="check this machine's internet connection and try again: the download resumes",
             ) from exc
+
+
+def _etag_of(response: Any) -> str:
+    """Return the entity tag of a file; empty without one. The hub's own counts more than that of a server of files."""
+    linked = [str(answer.headers.get("X-Linked-Etag", "")) for answer in (*response.history, response)]
+    etag = next(filter(None, linked), "") or str(response.headers.get("ETag", ""))
+    return etag.removeprefix("W/")[:200]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubPiece:
+    """Bytes of a file."""
+
+    offset: int  # of the first byte within the file
+    etag: str  # of the file; empty if the hub gives none
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

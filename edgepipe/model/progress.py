@@ -14,6 +14,7 @@ class PullProgress:
     file: str
     done_bytes: int  # of all files in this phase
     total_bytes: int  # of all files in this phase; 0: unknown
+    note: str = ""  # a sentence that a person should read, sent once
 
 
 OnProgress = Callable[[PullProgress], None]
@@ -37,17 +38,24 @@ class ProgressCounter:
         self._phase = phase
         self._total_bytes = total_bytes
         self.done_bytes = 0
+        self._waits_for = ""  # the failure after which a file is asked for again
 
     def add(self, file: str, num_bytes: int) -> None:
-        """Count bytes of a file and report the progress."""
+        """Count bytes of a file, negative ones if they were dropped, and report the progress."""
         self.done_bytes += num_bytes
+        self._waits_for = ""
         self._report(self._phase, file)
 
-    def waits(self, file: str) -> None:
-        """Report that a file is asked for again after a pause."""
-        self._report("waiting", file)
+    def say(self, file: str, note: str) -> None:
+        """Report a sentence about a file."""
+        self._report(self._phase, file, note)
 
-    def _report(self, phase: str, file: str) -> None:
-        self._on_progress(
-            PullProgress(phase=phase, file=file, done_bytes=self.done_bytes, total_bytes=self._total_bytes)
-        )
+    def waits(self, file: str, reason: str, *, pause_s: float) -> None:
+        """Report that a file is asked for again after a pause. The reason is sent once until bytes arrive."""
+        note = "" if reason == self._waits_for else f"{file}: {reason}; asking again in {pause_s:.0f} s"
+        self._waits_for = reason
+        self._report("waiting", file, note)
+
+    def _report(self, phase: str, file: str, note: str = "") -> None:
+        done, total = self.done_bytes, self._total_bytes
+        self._on_progress(PullProgress(phase=phase, file=file, done_bytes=done, total_bytes=total, note=note))

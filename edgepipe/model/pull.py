@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
+from edgepipe.errors import EdgepipeError, LinkError, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.model.demo import DEMO, DEMO_SOURCE, demo_files, fetch_demo, is_demo_wheel, take_gguf
 from edgepipe.model.disk import check_room, disk_errors
 from edgepipe.model.folders import folder_size, hide_folder, remove_folder, sync_folder
 from edgepipe.model.gguf_file import open_gguf
 from edgepipe.model.gguf_header import is_gguf
 from edgepipe.model.gguf_split import GGUF_FILE, names_in_store, part_paths
-from edgepipe.model.hub import HubSource, fetch_hub, pinned_text, plan_hub
+from edgepipe.model.hub import HubSource, pinned_text, plan_hub
 from edgepipe.model.hub_check import check_hub
+from edgepipe.model.hub_fetch import fetch_hub, kept_bytes
+from edgepipe.model.hub_part import PART_SUFFIX, RECORD_SUFFIX
+from edgepipe.model.hub_patience import Pauses
 from edgepipe.model.install import METADATA_NAMES, check_metadata_size, install
 from edgepipe.model.linked_files import check_stamps, check_unchanged, counted
 from edgepipe.model.local_gguf import folder_advice, gguf_title
@@ -32,6 +34,7 @@ from edgepipe.model.safe_path import member_path
 from edgepipe.model.safetensors_file import shard_names
 from edgepipe.model.taking import Taking
 from edgepipe.model.typed_names import Meant, understand, understood
+from edgepipe.model.unfinished import exclusive_staging, staging_folder
 from edgepipe.model.weights import is_emulated
 
 logger = logging.getLogger(__name__)
@@ -63,15 +66,17 @@ class _Job:
     fetch: Callable[[Path, OnProgress], None]
     renamed: tuple[str, ...] = ()  # names in the store of fetched files that get another one
     resumable: bool = False  # the next pull can use partial files of an interrupted one
+    kept_bytes: Callable[[Path], int] = lambda _: 0  # how much of ``files`` an interrupted pull left in a folder
     copies: bool = True  # ``files`` take room on the disk; else ``fetch`` checks the room for those that do
 
 
 class Puller:
     """Pulls models into one store's folder."""
 
-    def __init__(self, root: Path, *, endpoint: str | None = None) -> None:
+    def __init__(self, root: Path, *, endpoint: str | None = None, pauses: Pauses | None = None) -> None:
         self._root = root
         self._endpoint = endpoint
+        self._pauses = pauses
 
     def pull(self, source: str, on_progress: OnProgress, *, dry_run: bool) -> PullResult:
         """Pull a model. See ``ModelStore.pull``."""
@@ -117,11 +122,10 @@ class Puller:
                     job.fetch(staging, on_progress)
                     install(staging, model_id=job.model_id, source=job.source, on_progress=on_progress)
                     check_stamps(staging)
-                    shutil.rmtree(staging / ".cache", ignore_errors=True)  # the hub library's records of partial files
                     sync_folder(staging)
                     staging.rename(target)
             except BaseException as exc:
-                refused = isinstance(exc, EdgepipeError) and not isinstance(exc, ModelDownloadFailed)
+                refused = isinstance(exc, EdgepipeError) and not isinstance(exc, (ModelDownloadFailed, LinkError))
                 if refused or not job.resumable:  # otherwise keep partial files for the next pull
                     shutil.rmtree(staging, ignore_errors=True)
                 raise
@@ -161,8 +165,9 @@ class Puller:
         plan = plan_hub(source, endpoint=self._endpoint)
 
         def fetch(folder: Path, on_progress: OnProgress) -> None:
-            check = partial(check_hub, plan, endpoint=self._endpoint)
-            fetch_hub(plan, folder, on_progress, check=check, endpoint=self._endpoint)
+            endpoint, pauses = self._endpoint, self._pauses
+            check = partial(check_hub, plan, on_progress=on_progress, endpoint=endpoint, pauses=pauses)
+            fetch_hub(plan, folder, on_progress, check=check, endpoint=endpoint, pauses=pauses)
 
         return _Job(
             model_id=plan.model_id,
@@ -171,10 +176,11 @@ class Puller:
             fetch=fetch,
             renamed=tuple(plan.stored.values()),
             resumable=True,
+            kept_bytes=partial(kept_bytes, plan),
         )
 
     def _check_room(self, job: _Job, staging: Path) -> None:
-        needed = sum(file.num_bytes for file in job.files) - folder_size(staging)
+        needed = sum(file.num_bytes for file in job.files) - job.kept_bytes(staging)
         check_room(job.model_id, self._root, needed)
 
 
@@ -214,14 +220,10 @@ def _no_model_at(source: str) -> ModelUnknown:
     return ModelUnknown(f"'{source[:120]}' is not a model source", fact=fact, next_step=step)
 
 
-def staging_folder(target: Path) -> Path:
-    """Return the folder for a model's files until it is whole. An interrupted pull leaves partial files in it."""
-    return target.with_name(f".pulling-{target.name}")
-
-
 def _remove_strangers(staging: Path, job: _Job) -> None:
     """Remove files that an earlier pull of another revision or format left."""
-    wanted = {Path(file.name).parts[0] for file in job.files} | {".cache", *job.renamed}
+    names = job.renamed or tuple(file.name for file in job.files)
+    wanted = {f"{name}{suffix}" for name in names for suffix in ("", PART_SUFFIX, RECORD_SUFFIX)}
     for path in staging.iterdir():
         if path.name in wanted:
             continue
@@ -286,25 +288,3 @@ def _local_id(name: str) -> str:
     if not model_id or model_id == DEMO:
         raise ModelInvalid(f"'{name[:80]}' cannot be a model's name", fact="rename the folder or file first")
     return model_id
-
-
-@contextmanager
-def exclusive_staging(staging: Path, model_id: str) -> Generator[None]:
-    """Make a model's staging folder and lock it for one process. Raises ModelDownloadFailed if another one holds it.
-
-    The lock is on the folder itself, so it leaves nothing to clean up.
-    """
-    staging.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(staging, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            raise ModelDownloadFailed(
-                f"'{model_id}' is being pulled already",
-                fact="another edgepipe process holds its folder",
-                next_step="wait until it ends, then: edgepipe models list",
-            ) from exc
-        yield
-    finally:
-        os.close(descriptor)

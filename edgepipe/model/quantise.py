@@ -28,10 +28,10 @@ from edgepipe.model.linked_files import counted
 from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE, TOKENIZER_FILE, FileEntry, Manifest, TensorEntry
 from edgepipe.model.names import folder_name
 from edgepipe.model.progress import OnProgress, ProgressCounter
-from edgepipe.model.pull import exclusive_staging, staging_folder
 from edgepipe.model.store import ModelStore, StoredModel
 from edgepipe.model.tensor_folder import TENSOR_FOLDER, tensor_path
 from edgepipe.model.tensors import TensorInfo
+from edgepipe.model.unfinished import exclusive_staging, quantising_folder
 from edgepipe.model.weights import Weights
 
 REFERENCE_TEXT = (Path(__file__).parent / "reference_text.txt").read_text(encoding="utf-8")
@@ -56,6 +56,7 @@ class PackedCopy:
     copy: StoredModel
     original: StoredModel
     already_here: bool  # an earlier call made it
+    unpacked: tuple[TensorInfo, ...] = ()  # matrices that stay as stored, since blocks do not divide their rows
 
 
 def whole_slice(config: ModelConfig) -> Slice:
@@ -73,7 +74,8 @@ def quantise_model(
 ) -> PackedCopy:
     """Write a packed copy of a stored model. An existing copy is kept.
 
-    Raises ModelUnknown, ConfigInvalid for a model that is packed, incomplete or without weights, ModelInvalid for
+    Raises ModelUnknown, ConfigInvalid for a model that is packed, incomplete, without weights or with rows that no
+    block divides, ModelInvalid for
     values that are no numbers and for files that changed, and ModelDownloadFailed if the disk is full. An error leaves
     no files.
     """
@@ -81,12 +83,18 @@ def quantise_model(
     weights = _float_weights(original)
     new_id = copy_id(original.id, target)
     folder = store.root / folder_name(new_id)
+    tensors = list(weights.tensors(whole_slice(weights.config)))
+    planned, unpacked = _planned(weights.config, tensors, target)
     if folder.exists():
-        return PackedCopy(copy=StoredModel(new_id, folder), original=original, already_here=True)
+        return PackedCopy(copy=StoredModel(new_id, folder), original=original, already_here=True, unpacked=unpacked)
+    if planned == tensors:
+        raise ConfigInvalid(
+            f"'{original.id}' cannot be quantised",
+            fact=f"it has no matrix to pack: {unpacked_text(unpacked)}",
+            next_step="use it as it is",
+        )
     original.check_unchanged(counted(on_progress))
-    tensors = weights.tensors(whole_slice(weights.config))
-    planned = _planned(weights.config, tensors, target)
-    staging = staging_folder(folder)
+    staging = quantising_folder(folder)
     with exclusive_staging(staging, new_id):
         made = folder.exists()  # by another process in the meantime
         try:
@@ -101,7 +109,7 @@ def quantise_model(
                     staging.rename(folder)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-    return PackedCopy(copy=StoredModel(new_id, folder), original=original, already_here=made)
+    return PackedCopy(copy=StoredModel(new_id, folder), original=original, already_here=made, unpacked=unpacked)
 
 
 def _float_weights(model: StoredModel) -> Weights:
@@ -130,10 +138,23 @@ def _float_weights(model: StoredModel) -> Weights:
     return weights
 
 
-def _planned(config: ModelConfig, tensors: Sequence[TensorInfo], target: str) -> list[TensorInfo]:
-    """Describe the tensors of the copy. Those of all experts are [experts, out, in]."""
+def unpacked_text(unpacked: Sequence[TensorInfo]) -> str:
+    """Say why matrices stay as they are stored."""
+    widths = sorted({info.shape[-1] for info in unpacked})
+    return (
+        f"the rows of {len(unpacked)} matrices have {', '.join(map(str, widths[:3]))} values, no multiple of {_BLOCK}"
+    )
+
+
+def _planned(
+    config: ModelConfig, tensors: Sequence[TensorInfo], target: str
+) -> tuple[list[TensorInfo], tuple[TensorInfo, ...]]:
+    """Describe the tensors of the copy, and the matrices among them that no block divides.
+
+    Tensors of all experts are [experts, out, in].
+    """
     tables = stored_names(config, [EMBEDDING] if config.tied_embeddings else [EMBEDDING, HEAD])
-    matrices = {
+    stacks = {
         name
         for weight in model_tensors(config)
         if is_expert(weight)
@@ -141,18 +162,20 @@ def _planned(config: ModelConfig, tensors: Sequence[TensorInfo], target: str) ->
         if not share.transposed
         for name in share.parts
     }
-    return [
-        _packed(info, _TABLE_SCHEME if info.name in tables else TARGETS[target])
-        if len(info.shape) == 2 or (len(info.shape) == 3 and info.name in matrices)
-        else info
-        for info in tensors
-    ]
+    planned: list[TensorInfo] = []
+    unpacked: list[TensorInfo] = []
+    for info in tensors:
+        is_matrix = len(info.shape) == 2 or (len(info.shape) == 3 and info.name in stacks)
+        divides = info.shape[-1] % _BLOCK == 0
+        if is_matrix and not divides:
+            unpacked.append(info)
+        scheme = _TABLE_SCHEME if info.name in tables else TARGETS[target]
+        planned.append(_packed(info, scheme) if is_matrix and divides else info)
+    return planned, tuple(unpacked)
 
 
 def _packed(info: TensorInfo, scheme: str) -> TensorInfo:
-    """Describe a tensor in a packed scheme, or as it is if blocks do not divide its rows."""
-    if info.shape[-1] % _BLOCK:
-        return info
+    """Describe a tensor in a packed scheme."""
     num_bytes = prod(info.shape) // _BLOCK * BLOCKS_BY_NAME[scheme].block_bytes
     return replace(info, scheme=scheme, num_bytes=num_bytes, rounded=True)
 

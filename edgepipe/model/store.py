@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,12 +29,13 @@ from edgepipe.model.linked_files import OnBytes, Stamp, check_unchanged, touched
 from edgepipe.model.manifest import TOKENIZER_FILE, FileEntry, Manifest
 from edgepipe.model.names import canonical_name, folder_name, is_name, name_of_folder
 from edgepipe.model.progress import OnProgress
-from edgepipe.model.pull import Puller, PullResult, is_local, staging_folder
+from edgepipe.model.pull import Puller, PullResult, is_local
 from edgepipe.model.repacked import REPACKED_FOLDER
 from edgepipe.model.template import TemplateRenderer
 from edgepipe.model.tensor_folder import TENSOR_FOLDER, MissingTensor, ShardWriter, complete_names, is_complete
 from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.model.typed_names import meant_names, understood
+from edgepipe.model.unfinished import UnendedPull, remove_dead_copies, staging_folder, unended_pulls
 from edgepipe.model.weight_table import WeightTable, read_table
 from edgepipe.model.weights import Weights, open_weights
 
@@ -259,24 +260,40 @@ class ModelStore:
         return self.resolve(name).id
 
     def rm(self, name: str) -> int:
-        """Delete a model and partial copies of it. Return the freed bytes. Raises ModelUnknown."""
+        """Delete a model, partial copies of it, and what interrupted pulls of it left. Return the freed bytes.
+
+        Raises ModelUnknown, ModelDownloadFailed if a process is pulling it.
+        """
+        begun = self.unended()
         try:
             model_id = self.meant(name)
         except ModelUnknown as error:
-            error.next_step = "edgepipe models list"
-            raise
-        return sum(self.drop(model) for model in list(self._models()) if model.id == model_id)
+            names = meant_names(name, (pull.id for pull in begun))
+            if len(names) != 1:
+                error.next_step = "edgepipe models list"
+                raise
+            model_id = names[0]
+        freed = sum(pull.remove() for pull in begun if pull.id == model_id)
+        return freed + sum(self.drop(model) for model in list(self._models()) if model.id == model_id)
 
     def drop(self, model: StoredModel) -> int:
-        """Delete one folder of a model. Return the freed bytes."""
+        """Delete one folder of a model. Return the freed bytes. A link goes alone; the user placed its files."""
+        if model.path.is_symlink():
+            model.path.unlink()
+            return 0
         gone = hide_folder(model.path)
         freed = folder_size(gone)
         remove_folder(gone)
         return freed
 
     def tidy(self) -> None:
-        """Delete the rest of models whose deletion was interrupted."""
+        """Delete the rest of models whose deletion was interrupted, and packed copies that a killed process left."""
         remove_hidden(self.root)
+        remove_dead_copies(self.root)
+
+    def unended(self) -> Sequence[UnendedPull]:
+        """Return the pulls that have not ended, interrupted or not, by model."""
+        return unended_pulls(self.root)
 
     def adoption(self, manifest: Manifest, *, adopted_for: str = "") -> Adoption:
         """Start adopting a peer's model without its tensors. ``adopted_for``: see ``Adoption``. Raises ModelInvalid."""

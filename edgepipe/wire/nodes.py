@@ -162,6 +162,7 @@ class ClusterStatus:
     discovery_problem: str = ""  # empty: multicast seems to work
     removed: bool = False  # this node was removed from its cluster
     trust_damage: str = ""  # empty: the trust store is intact
+    unwritten: tuple[str, ...] = ()  # what this node cannot write to its disk, and why
     num_tasks: int = 0  # tasks of the daemon's event loop; grows with served models, not with time
 
 

@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
+from edgepipe.model.hub_patience import Pauses
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -24,11 +26,17 @@ class FakeHub:
     lfs_from: int = 10_000
     endpoint: str = ""
     cut_after: dict[str, int] = field(default_factory=dict[str, int])  # bytes sent before the connection breaks, once
+    cuts: dict[str, list[int]] = field(default_factory=dict[str, list[int]])  # bytes of the next answers' bodies
+    sent_bytes: dict[str, int] = field(default_factory=dict[str, int])  # of files, in all
+    etags: dict[str, list[str]] = field(default_factory=dict[str, list[str]])  # of the next answers; empty: none
+    portal: set[str] = field(default_factory=set[str])  # answered with a login page; "": the API
+    page: bytes = b"<html>Log in</html>"
     damaged: set[str] = field(default_factory=set[str])  # sent with another end than announced
     refused: dict[str, int] = field(default_factory=dict[str, int])  # answered with 403 after so many GETs
     failing: dict[str, list[int]] = field(
         default_factory=dict[str, list[int]]
     )  # statuses of the next requests; "": API
+    failing_after: int = 1  # GETs of the file, so that its header is read before
     refusal: dict[str, str] = field(default_factory=dict[str, str])  # headers of these answers
     silent: set[str] = field(default_factory=set[str])  # half of what was asked for is sent, then nothing more
     cdn: bool = False  # files are told to be at another origin
@@ -57,6 +65,15 @@ class FakeHub:
         if len(data) >= self.lfs_from:
             value["lfs"] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "pointerSize": 130}
         return value
+
+
+def virtual_pauses(paused: list[float]) -> Pauses:
+    """A clock that a pull's pauses move and nothing else. ``paused`` gets them, in seconds."""
+
+    async def sleep(seconds: float) -> None:
+        paused.append(seconds)
+
+    return Pauses(now_s=lambda: sum(paused), sleep=sleep)
 
 
 class _Server(ThreadingHTTPServer):
@@ -98,7 +115,9 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             path = urlsplit(self.path).path
             resolve = f"/{hub.repo}/resolve/{COMMIT}/"
             hub.tokens.setdefault(self.headers["Host"], set()).add(self.headers.get("Authorization", ""))
-            if path.startswith("/api/") and hub.failing.get(""):
+            if "" in hub.portal and path.startswith("/api/"):
+                self._send(hub.page, {"Content-Type": "text/html"}, body=body)
+            elif path.startswith("/api/") and hub.failing.get(""):
                 self._send(b"{}", hub.refusal, status=hub.failing[""].pop(0), body=body)
             elif path.startswith(f"/api/models/{hub.repo}"):
                 self._send(json.dumps(hub.listing()).encode(), {"Content-Type": "application/json"}, body=body)
@@ -118,8 +137,11 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             if hub.refused.get(name, 1 << 30) <= [asked for asked, _ in hub.asked].count(name):
                 self._send(b"{}", {}, status=403, body=body)
                 return
-            if hub.failing.get(name) and any(asked == name for asked, _ in hub.asked):  # once its header was read
+            if hub.failing.get(name) and [asked for asked, _ in hub.asked].count(name) >= hub.failing_after:
                 self._send(b"{}", hub.refusal, status=hub.failing[name].pop(0), body=body)
+                return
+            if name in hub.portal and any(asked == name for asked, _ in hub.asked):
+                self._send(hub.page, {"Content-Type": "text/html"}, body=body)
                 return
             asked = self.headers.get("Range", "")
             if body:
@@ -127,15 +149,21 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             if name in hub.damaged:
                 data = data[:-8] + bytes(8)
             headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            if hub.etags.get(name):
+                headers["ETag"] = hub.etags[name].pop(0)
+            headers = {key: value for key, value in headers.items() if value}
             part = data
             if asked and hub.ranges:
                 first, last = asked.removeprefix("bytes=").split("-")
                 part = data[int(first) : int(last) + 1 if last else None]
                 headers["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}"
             cut = hub.cut_after.pop(name, None) if body else None
+            if body and hub.cuts.get(name):
+                cut = hub.cuts[name].pop(0)
             silent = body and name in hub.silent
             if silent:
                 cut = len(part) // 2
+            hub.sent_bytes[name] = hub.sent_bytes.get(name, 0) + (len(part) if cut is None else cut) * body
             self._send(part, headers, status=206 if "Content-Range" in headers else 200, body=body, cut=cut)
             if silent:
                 self.wfile.flush()

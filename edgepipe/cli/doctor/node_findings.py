@@ -105,6 +105,14 @@ def node_findings(status: ClusterStatus | None) -> Iterator[Finding]:
         if device.state == "failed":
             yield _device_finding(own.name, device)
     yield from engine_findings(own)
+    for record in status.unwritten:
+        yield Finding(
+            id="node.disk",
+            level=Level.PROBLEM,
+            what="the node cannot write to its disk",
+            fact=record,
+            remedy=f"make room on the disk of {status.data_dir}",
+        )
     if status.discovery_problem:
         yield Finding(
             id="node.discovery",

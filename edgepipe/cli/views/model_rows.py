@@ -10,13 +10,17 @@ from edgepipe.errors import ModelInvalid
 
 if TYPE_CHECKING:
     from edgepipe.model.store import StoredModel
+    from edgepipe.model.unfinished import UnendedPull
     from edgepipe.wire.nodes import MemberState, ModelOnDisk
 
 
-def model_rows(stored: Sequence[StoredModel], members: Sequence[MemberState]) -> list[dict[str, Any]]:
+def model_rows(
+    stored: Sequence[StoredModel], members: Sequence[MemberState], begun: Sequence[UnendedPull] = ()
+) -> list[dict[str, Any]]:
     """Return rows of this machine's models and of models that ``members`` report, ordered by name.
 
     Models with the same name but different content get a row each; the first characters of their hashes differ.
+    Pulls that have not ended (``begun``) come last.
     """
     own: dict[Key, list[StoredModel]] = {}
     for model in stored:
@@ -40,9 +44,15 @@ def model_rows(stored: Sequence[StoredModel], members: Sequence[MemberState]) ->
                 "fits": _fits(own.get((name, content), []), members),
                 "copies": found and {"fewest": found.fewest, "nodes": list(found.nodes)},
                 "ambiguous": name in twins,
+                "pull": "",
             }
         )
-    return rows
+    return rows + [_begun_row(pull) for pull in begun]
+
+
+def _begun_row(pull: UnendedPull) -> dict[str, Any]:
+    about = {"size_bytes": pull.num_bytes, "path": str(pull.path), "pull": "goes on" if pull.goes_on else "interrupted"}
+    return {"model": pull.id, "content": "", **_row((), ()), "fits": None, "copies": None, "ambiguous": False, **about}
 
 
 def _row(stored: Sequence[StoredModel], reported: Sequence[tuple[MemberState, ModelOnDisk]]) -> dict[str, Any]:
@@ -51,7 +61,7 @@ def _row(stored: Sequence[StoredModel], reported: Sequence[tuple[MemberState, Mo
     shown = whole or (stored[0] if stored else None)
     sizes = [sum(model.size_bytes for model in stored)] if stored else [model.num_bytes for _, model in reported]
     return {
-        "size_bytes": max(sizes),
+        "size_bytes": max(sizes, default=0),
         "layers": config.num_layers if config is not None else 0,
         "context": config.context_length if config is not None else 0,
         "architecture": config.architecture if config is not None else "",

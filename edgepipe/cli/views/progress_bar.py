@@ -26,6 +26,8 @@ def file_progress(label: str) -> Generator[OnProgress]:
         task = progress.add_task(one_line(label), total=None)
 
         def show(now: PullProgress) -> None:
+            if now.note:
+                console.print(one_line(now.note), markup=False, highlight=False)
             progress.update(
                 task, description=f"{now.phase:<8}", completed=now.done_bytes, total=now.total_bytes or None
             )

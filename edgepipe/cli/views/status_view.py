@@ -57,6 +57,8 @@ def render_status(status: ClusterStatus) -> Iterator[RenderableType]:
     if transfers:
         yield Text()
         yield _downloads(transfers, {member.node.node_id: member.node.name for member in status.members})
+    for record in status.unwritten:
+        yield Text(f"this node cannot write {record}; it tries again until the disk has room", style="yellow")
     for text in trust_notes(status):
         yield Text(text, style="yellow")
     for refused in status.refused:
@@ -93,7 +95,7 @@ def is_healthy(status: ClusterStatus) -> bool:
         all(member.state == "alive" for member in status.members)
         and all(part.state not in ("failed", "waiting") for part in (*status.engines, *devices))
         and not any(engine.left_out for engine in status.engines)
-        and not (status.absent or status.broken_links or status.removed or status.trust_damage)
+        and not (status.absent or status.broken_links or status.removed or status.trust_damage or status.unwritten)
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgepipe.cli.admin import connect, run_async
+from edgepipe.cli.waiting import HUB_IS_SLOW, line_if_slow
 from edgepipe.cli.wizard.asking import Asking, Choice, say, warn
 from edgepipe.cli.wizard.fits import HEADING, best_fit, fitting_models
 from edgepipe.cli.wizard.type_choice import ask_type, memory_at_hand
@@ -60,14 +61,15 @@ def _typed(asking: Asking, data_dir: Path) -> str:
         model = asking.text("Model:", check=check_source)
         try:
             source = hub_source(model)
-            if source is not None and (types := hub_types(source)):
-                return ask_type(asking, source, types, memory_at_hand(data_dir))
+            if source is None:
+                return model
+            with line_if_slow(HUB_IS_SLOW):
+                types = hub_types(source)
+            return ask_type(asking, source, types, memory_at_hand(data_dir)) if types else model
         except ModelUnknown as error:
             warn(f"{error.what}: {error.fact}", remedy=error.next_step)
         except EdgepipeError:
             return model  # the pull reports it
-        else:
-            return model
 
 
 def check_source(text: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from edgepipe.clock import Clock
-from edgepipe.cluster.private_files import read_private, write_private
+from edgepipe.cluster.private_files import os_reason, read_private, write_private
 from edgepipe.cluster.trust_keeper import WRITE_AGAIN_S
 from edgepipe.daemon.changes import Changes
 from edgepipe.daemon.serving.serve_rules import MAX_BODY_BYTES, Facts, is_far_ahead, order, refusal, same_engine
@@ -102,6 +102,7 @@ class ServeBook:
         self._checks: dict[str, _Checks] = {}  # by the node that sends the records
         self._settled_at_s: dict[str, float] = {}  # by model
         self._changed = asyncio.Event()
+        self.unwritten = ""  # why the last write failed; empty: the disk has all records
         self._changes = Changes()
         self._load()
 
@@ -312,8 +313,10 @@ class ServeBook:
             data = serve_records_to_bytes(self.records())
             try:
                 await asyncio.to_thread(write_private, self._path, data)
+                self.unwritten = ""
             except OSError as exc:
                 logger.error("the records of served models were not written: %s", exc)
+                self.unwritten = os_reason(exc)
                 asyncio.get_running_loop().call_later(self._write_again_s, self._changed.set)
 
     @property

@@ -206,6 +206,7 @@ _ADMIN: Tables = {
         "absent": NAMES,
         "broken_links": BY_SIZE,
         "neighbours": NAMES,
+        "unwritten": NAMES,
         "num_tasks": COUNT,
     },
     "Neighbour": {"protocol_version": SHOWN, "pairing_port": PORT},

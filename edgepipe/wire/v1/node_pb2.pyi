@@ -2302,6 +2302,7 @@ class ClusterStatus(_message.Message):
     DISCOVERY_PROBLEM_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
     TRUST_DAMAGE_FIELD_NUMBER: _builtins.int
+    UNWRITTEN_FIELD_NUMBER: _builtins.int
     NUM_TASKS_FIELD_NUMBER: _builtins.int
     cluster_id: _builtins.str
     cluster_name: _builtins.str
@@ -2332,6 +2333,10 @@ class ClusterStatus(_message.Message):
     def broken_links(self) -> _containers.RepeatedCompositeFieldContainer[Global___BrokenLink]: ...
     @_builtins.property
     def neighbours(self) -> _containers.RepeatedCompositeFieldContainer[Global___Neighbour]: ...
+    @_builtins.property
+    def unwritten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what this node cannot write to its disk, and why"""
+
     def __init__(
         self,
         *,
@@ -2351,11 +2356,12 @@ class ClusterStatus(_message.Message):
         discovery_problem: _builtins.str = ...,
         removed: _builtins.bool = ...,
         trust_damage: _builtins.str = ...,
+        unwritten: _abc.Iterable[_builtins.str] | None = ...,
         num_tasks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "broken_links", b"broken_links", "children", b"children", "cluster_id", b"cluster_id", "cluster_name", b"cluster_name", "data_dir", b"data_dir", "discovery_problem", b"discovery_problem", "engines", b"engines", "members", b"members", "neighbours", b"neighbours", "node_id", b"node_id", "num_tasks", b"num_tasks", "refused", b"refused", "refused_handshakes", b"refused_handshakes", "removed", b"removed", "trust_damage", b"trust_damage", "uptime_ms", b"uptime_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "broken_links", b"broken_links", "children", b"children", "cluster_id", b"cluster_id", "cluster_name", b"cluster_name", "data_dir", b"data_dir", "discovery_problem", b"discovery_problem", "engines", b"engines", "members", b"members", "neighbours", b"neighbours", "node_id", b"node_id", "num_tasks", b"num_tasks", "refused", b"refused", "refused_handshakes", b"refused_handshakes", "removed", b"removed", "trust_damage", b"trust_damage", "unwritten", b"unwritten", "uptime_ms", b"uptime_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

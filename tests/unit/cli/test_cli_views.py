@@ -16,7 +16,7 @@ from rich.console import Console
 from edgepipe.backend.types import PackedProducts
 from edgepipe.cli.chat.conversation import Answer
 from edgepipe.cli.doctor.findings import Level
-from edgepipe.cli.doctor.node_findings import engine_findings
+from edgepipe.cli.doctor.node_findings import engine_findings, node_findings
 from edgepipe.cli.output import as_dict, bar, print_error, wrapped
 from edgepipe.cli.sse import Piece, error_from_body, piece_from_event
 from edgepipe.cli.views.status_view import layout_text, render_status
@@ -117,6 +117,17 @@ def test_a_faster_layout_is_told_in_a_sentence() -> None:
     assert "A faster layout exists (+23 %): all layers on studio." in text
     assert "studio joined. Switching pauses answers for 1.4 s:" in text
     assert layout_text("a:0-14,b:15-29") == "layers 0-14 on a, 15-29 on b"
+
+
+def test_a_record_that_could_not_be_written_is_in_the_status_and_in_doctor() -> None:
+    record = "the record of what is served: No space left on device"
+    status = replace(make_status(), unwritten=(record,))
+    text = " ".join(" ".join(picture(status)).split())
+    assert f"this node cannot write {record}; it tries again" in text
+    assert "degraded" in text
+    (finding,) = [finding for finding in node_findings(status) if finding.id == "node.disk"]
+    assert finding.fact == record
+    assert "make room" in finding.remedy
 
 
 def test_a_slow_link_is_named_by_its_ends() -> None:

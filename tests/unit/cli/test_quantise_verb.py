@@ -73,3 +73,12 @@ def test_errors_name_the_next_step(run: Run, models: Path, monkeypatch: pytest.M
     run("models", "quantise", "tiny", "--to", "q8")
     packed = run("models", "quantise", "tiny-q8", "--to", "q4")
     assert (packed.code, "is packed already" in packed.err) == (2, True)
+
+
+def test_matrices_that_cannot_be_packed_are_said(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_backends(monkeypatch)
+    source = write_hf_folder(tmp_path / "narrow", hf_values(intermediate_size=48))
+    ModelStore(tmp_path / "data" / "models").pull(str(source))
+    said = run("models", "quantise", "narrow", "--to", "q4").out
+    assert "not packed, but stored as in the original: the rows of 3 matrices have 48 values" in said
+    assert len(json.loads(run("models", "quantise", "narrow", "--to", "q4", "--json").out)["unpacked"]) == 3

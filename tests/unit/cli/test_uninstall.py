@@ -129,3 +129,15 @@ def test_a_trial_node_takes_only_its_own(run: Run, home: Path, monkeypatch: pyte
     assert not any(str(path) in shown for path in (settings, kernels, home / "data", home / "models"))
     assert not (home / "trial").exists()
     assert all(path.exists() for path in (settings, kernels, home / "data" / "node.log", home / "models" / "org--a"))
+
+
+def test_a_folder_of_models_that_is_a_link_is_counted_right(run: Run, home: Path) -> None:
+    data, elsewhere = home / "data", home / "disk2"
+    make_node(data)
+    elsewhere.mkdir()
+    (data / "models").symlink_to(elsewhere)
+    _make_model(data / "models" / "org--a")
+    listed = run("uninstall", "--dry-run", "--purge-models").out
+    assert " -" not in "".join(line for line in listed.splitlines() if " B " in line or "KB" in line)
+    assert run("uninstall", "--yes", "--purge-models").code == 0
+    assert list(elsewhere.iterdir()) == []

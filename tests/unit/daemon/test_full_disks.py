@@ -69,6 +69,7 @@ async def test_a_trust_store_that_cannot_be_written_works_on_and_is_written_when
         b.hear(a.node_id, digest=a.digest, statements=[statement.signed for statement in a.held().values()])
         await until(lambda: refused >= 2)
         assert not keeper.done(), "the node goes on"
+        await until(lambda: bool(b.unwritten))
     assert _on_disk(tmp_path / "b") != b.digest
     await until(lambda: _on_disk(tmp_path / "b") == b.digest, timeout_s=5)
     keeper.cancel()
@@ -91,8 +92,10 @@ async def test_what_is_served_is_known_though_it_cannot_be_written(
     await until(lambda: "were not written" in caplog.text, timeout_s=5)
     assert [record.spec.model for record in book.served()] == ["tiny"]
     assert not keeper.done()
+    assert book.unwritten == "No space left on device"
     monkeypatch.undo()  # the disk has room again, and nothing else changes
     await until(lambda: [record.spec.model for record in lone_book(tmp_path).served()] == ["tiny"], timeout_s=30)
+    await until(lambda: book.unwritten == "", timeout_s=5)
     keeper.cancel()
 
 

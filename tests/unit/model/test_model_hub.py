@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from edgepipe.model.progress import PullProgress
 from edgepipe.model.pull import Puller, PullResult, hub_source
 from edgepipe.model.store import ModelStore
 from edgepipe.model.weights import open_weights
-from tests.support.fake_hub import COMMIT, FakeHub, running
+from tests.support.fake_hub import COMMIT, FakeHub, running, virtual_pauses
 from tests.support.family_files import write_family_gguf
 from tests.support.model_files import (
     TOKENS,
@@ -54,7 +53,8 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
 
 def pull(hub: FakeHub, root: Path, source: str = REPO, **options: Any) -> PullResult:
     told = options.pop("told", [])
-    return Puller(root, endpoint=hub.endpoint).pull(source, told.append, dry_run=options.pop("dry_run", False))
+    puller = Puller(root, endpoint=hub.endpoint, pauses=options.pop("pauses", virtual_pauses([])))
+    return puller.pull(source, told.append, dry_run=options.pop("dry_run", False))
 
 
 def test_a_repository_is_pulled_without_what_is_no_data(hub: FakeHub, tmp_path: Path) -> None:
@@ -173,20 +173,11 @@ def test_what_came_before_a_failure_is_not_fetched_again(hub: FakeHub, tmp_path:
     assert [name for name, _ in hub.asked] == [FIRST, BIG, BIG], "both headers, then one file"
 
 
-def without_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Sleep no more; the pauses of the pull itself, in seconds."""
-    paused: list[float] = []
-    monkeypatch.setattr(time, "sleep", lambda _: None)  # of the hub's library
-    monkeypatch.setattr("edgepipe.model.hub.sleep", paused.append)
-    monkeypatch.setattr("edgepipe.model.hub.monotonic", lambda: sum(paused))
-    return paused
-
-
-def test_a_pull_outlives_an_outage_of_the_hub(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pull_outlives_an_outage_of_the_hub(hub: FakeHub, tmp_path: Path) -> None:
     """A large model downloads overnight, so the pull must resume without a person."""
-    paused = without_pauses(monkeypatch)
+    paused: list[float] = []
     hub.failing, told = {BIG: [503, 502, 429, 503] * 4}, list[PullProgress]()
-    pull(hub, tmp_path / "store", told=told)
+    pull(hub, tmp_path / "store", told=told, pauses=virtual_pauses(paused))
     assert ModelStore(tmp_path / "store").resolve(REPO)
     assert paused[:2] == [2.0, 4.0]
     assert [one for one in told if one.phase == "waiting"]
@@ -194,15 +185,73 @@ def test_a_pull_outlives_an_outage_of_the_hub(hub: FakeHub, tmp_path: Path, monk
     assert downloads[-1].done_bytes == downloads[-1].total_bytes
 
 
-def test_a_pull_gives_up_after_ten_minutes_without_a_byte(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paused = without_pauses(monkeypatch)
+def test_a_pull_gives_up_after_ten_minutes_without_a_byte(hub: FakeHub, tmp_path: Path) -> None:
+    paused: list[float] = []
     hub.failing = {BIG: [503] * 1000}
     with pytest.raises(ModelDownloadFailed, match="could not be fetched") as caught:
-        pull(hub, tmp_path / "store")
+        pull(hub, tmp_path / "store", pauses=virtual_pauses(paused))
     assert "the hub has a fault" in caught.value.next_step
     assert 600 <= sum(paused) <= 700
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (503, "the hub has a fault (status 503)"),
+        (429, "the hub is busy (status 429)"),
+        (0, "no connection to the hub, or it broke"),
+    ],
+)
+def test_one_failure_while_headers_are_checked_does_not_end_a_pull(
+    hub: FakeHub, tmp_path: Path, fault: int, reason: str
+) -> None:
+    paused, told = list[float](), list[PullProgress]()
+    if fault:
+        hub.failing, hub.failing_after = {FIRST: [fault], BIG: [fault, fault]}, 0
+    else:
+        hub.cuts = {FIRST: [10], BIG: [100, 0]}
+    pull(hub, tmp_path / "store", told=told, pauses=virtual_pauses(paused))
+    assert ModelStore(tmp_path / "store").resolve(REPO).whole
+    assert sorted(paused) == [2.0, 2.0, 4.0]
+    assert any(f"{reason}; asking again in 2 s" in one.note for one in told)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "pause_s"),
+    [
+        (429, {"Retry-After": "55"}, 55.0),
+        (503, {"Retry-After": "999999999999"}, 300.0),
+        (429, {"RateLimit": '"resolvers";r=0;t=120'}, 120.0),
+        (503, {"Retry-After": "Thu, 01 Jan 1970 00:00:00 GMT"}, 2.0),
+        (503, {"Retry-After": "soon"}, 2.0),
+    ],
+)
+def test_the_hub_says_when_it_wants_to_be_asked_again(
+    hub: FakeHub, tmp_path: Path, status: int, headers: dict[str, str], pause_s: float
+) -> None:
+    paused: list[float] = []
+    hub.failing, hub.refusal = {BIG: [status]}, headers
+    pull(hub, tmp_path / "store", pauses=virtual_pauses(paused))
+    assert paused == [pause_s]
+
+
+@pytest.mark.parametrize(
+    ("answer", "fact"),
+    [
+        (b"<html>Log in</html>", "the hub's answer is no JSON: is there a login page on this network?"),
+        (b"[]", "is there a login page on this network?"),
+        (b'{"siblings": [{}]}', "is there a login page on this network?"),
+        (b'{"error": "log in"}', "is there a login page on this network?"),
+        (b"\xff\xfe", "the hub's answer is no JSON"),
+    ],
+)
+def test_a_login_page_instead_of_the_hub_is_named(hub: FakeHub, tmp_path: Path, answer: bytes, fact: str) -> None:
+    hub.portal, hub.page = {""}, answer
+    with pytest.raises(ModelDownloadFailed) as caught:
+        pull(hub, tmp_path / "store")
+    assert fact in caught.value.fact
+    assert "open any web page in a browser" in caught.value.next_step
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize(
@@ -212,6 +261,7 @@ def test_a_pull_gives_up_after_ten_minutes_without_a_byte(
         (403, {}, "hf auth whoami"),
         (429, {"RateLimit": '"api";r=0;t=55'}, "wait five minutes"),
         (503, {}, "the hub has a fault"),
+        (511, {}, "open any web page in a browser"),
     ],
 )
 def test_a_refusal_of_the_hub_says_what_helps(
@@ -231,7 +281,7 @@ def test_a_disk_that_fills_up_in_a_pull_is_not_taken_for_the_network(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", full)  # no test can fill a disk
+    monkeypatch.setattr("edgepipe.model.hub_part.PartFile.add", full)  # no test can fill a disk
     with pytest.raises(ModelDownloadFailed) as caught:
         pull(hub, tmp_path / "store")
     assert caught.value.fact == "the disk is full"

@@ -172,7 +172,7 @@ def test_a_full_disk_leaves_nothing(store: ModelStore, monkeypatch: pytest.Monke
 
 
 def test_the_rest_of_a_killed_process_is_removed(store: ModelStore) -> None:
-    staging = store.root / ".pulling-tiny-q4"
+    staging = store.root / ".quantising-tiny-q4"
     (staging / "tensors").mkdir(parents=True)
     (staging / "tensors" / "old.bin").write_bytes(b"x")
     copy = quantise_model(store, "tiny", "q4").copy
@@ -205,3 +205,31 @@ def test_groups_of_one_value_are_exact() -> None:
     values = np.repeat(np.array([[0.0], [0.5], [-2.0]], np.float32), 32, axis=1)
     assert np.array_equal(block_values("Q4_1", quantise_q4_1(values)).reshape(values.shape), values)
     assert not block_values("Q8_0", quantise_q8_0(values[:1])).any()
+
+
+def narrow_model(folder: Path, **changes: int) -> ModelStore:
+    """A store with the model ``narrow``, some of whose matrices have rows that no block divides."""
+    source = write_hf_folder(folder / "sources" / "narrow", hf_values(**changes))
+    store = ModelStore(folder / "models")
+    store.pull(str(source))
+    return store
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_copy_says_which_matrices_stay_as_they_are(tmp_path: Path, again: bool) -> None:
+    store = narrow_model(tmp_path, intermediate_size=48)
+    if again:
+        quantise_model(store, "narrow", "q4")
+    made = quantise_model(store, "narrow", "q4")
+    assert {info.name.split(".")[-2] for info in made.unpacked} == {"down_proj"}
+    assert quantise.unpacked_text(made.unpacked) == "the rows of 3 matrices have 48 values, no multiple of 32"
+    stored = made.copy.open_weights().infos
+    assert {stored[info.name].scheme for info in made.unpacked} == {"F32"}
+
+
+def test_a_model_without_a_width_that_can_be_packed_is_refused(tmp_path: Path) -> None:
+    store = narrow_model(tmp_path, hidden_size=48, intermediate_size=80, head_dim=12)
+    with pytest.raises(ConfigInvalid, match="cannot be quantised") as caught:
+        quantise_model(store, "narrow", "q4")
+    assert "no multiple of 32" in caught.value.fact
+    assert names(store.root) == {"narrow"}
