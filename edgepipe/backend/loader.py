@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from edgepipe.backend.protocol import Backend, BackendFactory
 from edgepipe.backend.types import BackendOptions
 from edgepipe.errors import BackendUnavailable
+from edgepipe.plain_words import plain
 
 GROUP = "edgepipe.backends"
 
@@ -28,7 +29,7 @@ def create_backend(name: str, options: BackendOptions) -> Backend:
     except ImportError as exc:
         raise BackendUnavailable(
             f"the {name} backend cannot be imported",
-            fact=str(exc),
+            fact=plain(exc),
             next_step=f"pip install 'edgepipe[{name}]'",
         ) from exc
     return factory(options)

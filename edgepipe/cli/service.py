@@ -17,6 +17,7 @@ from edgepipe.cli.output import print_json
 from edgepipe.cli.service_plan import Machine, Manager, ServicePlan, make_plan
 from edgepipe.config import asking_user
 from edgepipe.errors import ConfigInvalid, EdgepipeError, FeatureMissing, NodeUnreachable
+from edgepipe.plain_words import plain
 from edgepipe.safe_text import one_line, visible
 
 app = typer.Typer(help="Run the node at boot, also while no user is logged in.")
@@ -162,7 +163,7 @@ def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as exc:
-        raise FeatureMissing(f"'{shlex.join(command)}' cannot be run", fact=str(exc), next_step=step) from exc
+        raise FeatureMissing(f"'{shlex.join(command)}' cannot be run", fact=plain(exc), next_step=step) from exc
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise FeatureMissing(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from edgepipe.errors import ConfigInvalid
+from edgepipe.plain_words import plain
 
 
 def write_settings(path: Path, changes: Mapping[str, str | int | float | bool | list[str]]) -> None:
@@ -27,5 +28,5 @@ def write_settings(path: Path, changes: Mapping[str, str | int | float | bool | 
         part.replace(path)
     except (OSError, TOMLKitError) as exc:
         raise ConfigInvalid(
-            f"the settings file {path} cannot be changed", fact=str(exc), next_step="repair it, or move it away"
+            f"the settings file {path} cannot be changed", fact=plain(exc), next_step="repair it, or move it away"
         ) from exc

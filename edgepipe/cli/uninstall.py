@@ -13,6 +13,7 @@ import typer
 
 from edgepipe.cli.options import DataDir, ModelsDir
 from edgepipe.errors import ConfigInvalid
+from edgepipe.plain_words import plain
 from edgepipe.safe_text import one_line
 from edgepipe.units import format_bytes
 
@@ -145,7 +146,7 @@ def _remove(path: Path, *, spare: Path | None) -> None:
     except OSError as exc:
         raise ConfigInvalid(
             f"{path} cannot be removed",
-            fact=exc.strerror or "",
+            fact=plain(exc),
             next_step="check its permissions, then: edgepipe uninstall",
         ) from exc
 

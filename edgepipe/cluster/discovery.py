@@ -15,6 +15,7 @@ from zeroconf import IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from edgepipe import PROTOCOL_VERSION, __version__
+from edgepipe.plain_words import plain
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Discovery:
             self._announced = await register(self._info, cooperating_responders=True)
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE_TYPE, handlers=[self._changed])
         except (OSError, ZeroconfError) as exc:
-            problem = f"multicast DNS does not work on {self._own.host}: {exc or type(exc).__name__}"
+            problem = f"multicast DNS does not work on {self._own.host}: {plain(exc)}"
             await self._close()
         if problem and problem != self.problem:
             logger.warning("%s; peers are found by remembered addresses and --peer", problem)

@@ -20,6 +20,7 @@ from edgepipe.cluster.trust import (
 from edgepipe.cluster.trust_file import LoadedTrust, TrustFile
 from edgepipe.errors import ConfigInvalid, TrustInvalid
 from edgepipe.ids import NodeId
+from edgepipe.plain_words import plain
 from edgepipe.security.certificates import Certificate, KeyPair
 from edgepipe.security.trust_view import Role, TrustedPeer
 from edgepipe.telemetry.audit import AuditKind, AuditLog
@@ -305,7 +306,7 @@ class TrustKeeper:
         try:
             await self._write()
         except (OSError, ConfigInvalid) as exc:
-            raise TrustInvalid("the trust store cannot be written", fact=str(exc)) from exc
+            raise TrustInvalid("the trust store cannot be written", fact=plain(exc)) from exc
 
     def _take(self, store: TrustStore) -> None:
         before = self._store

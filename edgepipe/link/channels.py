@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -23,10 +24,13 @@ from edgepipe.errors import (
     SendTimeout,
     UserError,
 )
+from edgepipe.plain_words import plain_call
 from edgepipe.safe_text import one_line
 from edgepipe.security.mutual_tls import Context, Credentials, Plaintext, Security, cutter
 from edgepipe.wire.errors import error_from_wire, error_to_wire
 from edgepipe.wire.v1 import common_pb2
+
+logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 4 << 20  # frames are at most 512 KB, a prompt of 128 k ids about 400 KB
 _MAX_CALLS = 512  # under way in one server: a home has a few streams per pair of processes
@@ -159,14 +163,23 @@ def from_rpc_error(exc: grpc.aio.AioRpcError, *, peer: str) -> EdgepipeError:
     if (sent := sent_error(exc)) is not None:
         return sent
     details = one_line(exc.details() or "")
+    fact = plain_call(exc.code().name, details)
+    logger.debug("a call failed peer=%s status=%s: %s", peer, exc.code().name, details)
     if exc.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return SendTimeout(f"{peer} did not answer in time", fact=details)
+        return SendTimeout(f"{peer} did not answer in time", fact=fact)
     if exc.code() == grpc.StatusCode.UNAVAILABLE:
-        kind = ConnectTimeout if "failed to connect" in details else PeerClosed
-        return kind(
-            f"{peer} cannot be reached" if kind is ConnectTimeout else f"{peer} closed the connection", fact=details
-        )
-    return LinkError(f"the call to {peer} failed", fact=f"{exc.code().name}: {details}")
+        if "failed to connect" in details:
+            return ConnectTimeout(f"{peer} cannot be reached", fact=fact)
+        return PeerClosed(f"{peer} closed the connection", fact=fact)
+    return LinkError(f"the call to {peer} failed", fact=fact)
+
+
+def is_refused(exc: BaseException | None) -> bool:
+    """Return whether a call, or the cause of our error for it, failed because no process listens there."""
+    if isinstance(exc, EdgepipeError):
+        exc = exc.__cause__
+    refused_call = isinstance(exc, grpc.aio.AioRpcError) and "refused" in (exc.details() or "")
+    return refused_call or isinstance(exc, ConnectionRefusedError)
 
 
 def _port_in_use(host: str, port: int) -> PortInUse:
