@@ -135,9 +135,9 @@ def _list(data_dir: DataDir, as_json: bool) -> None:
 
 
 def strangers_text(entry: AuditEntry) -> str:
-    """Format an entry: ``1 connection from an unknown machine was refused``."""
-    single = entry.detail == "1 connection"
-    return f"{entry.detail} from {'an unknown machine was' if single else 'unknown machines were'} refused"
+    """Format an entry: ``1 connection ended before it said who it is``."""
+    theirs = "it said who it is" if entry.detail == "1 connection" else "they said who they are"
+    return f"{entry.detail} ended before {theirs}"
 
 
 def _event(entry: AuditEntry, times: str) -> str:

@@ -12,7 +12,7 @@ from edgepipe.cli.output import bar, indented, make_table
 from edgepipe.cli.serve import layers_of
 from edgepipe.cli.views.copies_view import ModelCopies, copies_of
 from edgepipe.cli.views.left_out import left_out_text
-from edgepipe.cluster.absence import absence_text, continuing_text, joined
+from edgepipe.cluster.absence import absence_text, continuing_text, joined, missed, since_text, stopped
 from edgepipe.units import format_bytes, format_duration_s
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def render_status(status: ClusterStatus) -> Iterator[RenderableType]:
     yield _headline(status)
     yield Text()
     yield render_nodes(status)
+    for node in stopped(status.absent):
+        yield Text(f"○ {_short(node.name)} {since_text(node, now_s=time.time())}", style="dim")
     if news := news_of(status):
         yield Text(f"\n{news}", style="yellow")
     names = {member.node.node_id: member.node.name for member in status.members}
@@ -80,10 +82,10 @@ def trust_notes(status: ClusterStatus) -> Iterator[str]:
 
 
 def news_of(status: ClusterStatus) -> str:
-    """Describe absent nodes: ``macbook asleep since 21:14; continuing on 2 machines``; empty if no node is absent."""
-    if not status.absent:
+    """Describe absent nodes: ``macbook asleep since 21:14; continuing on 2 machines``; empty if no node is missed."""
+    if not (gone := missed(status.absent)):
         return ""
-    return joined(absence_text(status.absent, now_s=time.time()), *map(continuing_text, status.engines))
+    return joined(absence_text(gone, now_s=time.time()), *map(continuing_text, status.engines))
 
 
 def is_healthy(status: ClusterStatus) -> bool:
@@ -93,7 +95,7 @@ def is_healthy(status: ClusterStatus) -> bool:
         all(member.state == "alive" for member in status.members)
         and all(part.state not in ("failed", "waiting") for part in (*status.engines, *devices))
         and not any(engine.left_out for engine in status.engines)
-        and not (status.absent or status.broken_links or status.removed or status.trust_damage)
+        and not (missed(status.absent) or status.broken_links or status.removed or status.trust_damage)
     )
 
 
@@ -109,6 +111,8 @@ def _headline(status: ClusterStatus) -> Text:
     line.append(f" · {alive} of {total} nodes" if alive != total else f" · {total} node{'s' * (total != 1)}")
     if drained:
         line.append(f", {len(drained)} drained")
+    if away := len(stopped(status.absent)):
+        line.append(f", {away} stopped")
     rate = sum(engine.tokens_per_s for engine in status.engines)
     if rate:
         line.append(f" · {rate:.1f} tok/s")

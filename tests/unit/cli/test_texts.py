@@ -167,8 +167,8 @@ def test_a_missing_pairing_code_is_told_with_its_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("count", "shown"),
     [
-        ("1 connection", "1 connection from an unknown machine was refused"),
-        ("3 connections", "3 connections from unknown machines were refused"),
+        ("1 connection", "1 connection ended before it said who it is"),
+        ("30 connections", "30 connections ended before they said who they are"),
     ],
 )
 def test_refused_handshakes_read_as_a_sentence(run: Run, tmp_path: Path, count: str, shown: str) -> None:
@@ -176,5 +176,5 @@ def test_refused_handshakes_read_as_a_sentence(run: Run, tmp_path: Path, count: 
     path.parent.mkdir(parents=True)
     AuditLog(path, time.time).record(AuditKind.HANDSHAKE_REFUSED, who="strangers", detail=count)
     assert run("peers", "log").out.strip().endswith(shown)
-    [finding] = trust_findings(load_config({"data_dir": tmp_path / "data"}).values, None)
-    assert finding.fact == f"the last: {shown}"
+    findings = list(trust_findings(load_config({"data_dir": tmp_path / "data"}).values, None))
+    assert [finding.fact for finding in findings] == ([f"the last: {shown}"] if count.startswith("30") else [])
