@@ -255,11 +255,15 @@ def _paused(pause_ms: int) -> str:
 def _advice(model: str, advice: Advice) -> Iterator[Padding]:
     """Describe a better placement: its gain, the reason and the pause that switching costs."""
     for line in (
-        f"A faster layout exists (+{advice.gain * 100:.0f} %): {layout_text(advice.plan)}.",
+        f"A faster layout exists ({_gain(advice.gain)}): {layout_text(advice.plan)}.",
         f"{advice.why}. Switching pauses answers for {format_duration_s(advice.pause_s)}:",
         f"edgepipe serve {model} --rebalance",
     ):
         yield indented(Text(line, style="yellow"))
+
+
+def _gain(gain: float) -> str:
+    return f"+{gain * 100:.0f} %" if gain < 1 else f"about {1 + gain:.0f} times as fast"
 
 
 def layout_text(plan: str) -> str:
