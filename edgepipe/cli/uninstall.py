@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from edgepipe.cli.confirming import confirm
 from edgepipe.cli.options import DataDir, ModelsDir
 from edgepipe.errors import ConfigInvalid
 from edgepipe.plain_words import plain
@@ -55,7 +55,7 @@ def uninstall(
         return
     if not any(not leftover.kept for leftover in leftovers):
         return
-    _confirm(yes=yes)
+    confirm("Remove all of it?", yes=yes, command="edgepipe uninstall --yes")
     for plan in plans:
         uninstall_service(plan)
     if socket_path(config.data_dir).exists():
@@ -111,15 +111,6 @@ def _print(leftovers: Sequence[Leftover], *, dry_run: bool) -> None:
     for leftover in leftovers:
         kept = "    stays; --purge-models removes it" if leftover.kept else ""
         print(one_line(f"  {format_bytes(leftover.num_bytes):>9}  {leftover.what}: {leftover.path}{kept}"))
-
-
-def _confirm(*, yes: bool) -> None:
-    """Ask for confirmation. Raises ConfigInvalid without a terminal, typer.Abort if the answer is no."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise ConfigInvalid("there is no terminal to confirm at", next_step="edgepipe uninstall --yes")
-    typer.confirm("Remove all of it?", abort=True)
 
 
 def _stop_node(data_dir: Path) -> None:

@@ -147,7 +147,7 @@ def test_no_command_prints_what_a_member_sent_as_it_is(
     for words in (
         ("ps",),
         ("peers",),
-        ("peers", "remove", "y"),
+        ("peers", "remove", "y", "--yes"),
         ("peers", "log"),
         ("logs",),
         ("stop", "y"),
