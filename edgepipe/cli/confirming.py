@@ -12,7 +12,7 @@ from edgepipe.errors import ConfigInvalid
 def confirm(question: str, *, yes: bool, command: str) -> None:
     """Ask unless ``yes``. Raises ConfigInvalid without a terminal, typer.Abort if the answer is no.
 
-    ``command``: what to type where nobody can answer.
+    ``command``: what to type where no person can answer.
     """
     if yes:
         return

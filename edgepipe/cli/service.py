@@ -28,6 +28,7 @@ System = Annotated[
 ]
 
 _COMMAND_S = 60.0
+_SYSTEMD = Path("/run/systemd/system")  # exists where systemd has started the machine
 
 Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 
@@ -105,6 +106,11 @@ def service_plan(data_dir: Path, *, system: bool) -> ServicePlan:
     home = Path(f"~{asked_by}").expanduser() if asked_by else Path.home()
     python = Path(sys.executable).absolute()
     return make_plan(manager, Machine(user=user, home=home, python=python, data_dir=data_dir))
+
+
+def manager_runs() -> bool:
+    """Return whether systemd or launchd runs this machine; containers and WSL may have neither."""
+    return sys.platform == "darwin" or _SYSTEMD.is_dir()
 
 
 def install_service(plan: ServicePlan, run: Run | None = None) -> None:
