@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from edgepipe.cli import inviting, node
-from edgepipe.cli.doctor.findings import NetworkFacts, Ports, network_findings
-from edgepipe.cli.doctor.machine_findings import backend_finding
+from edgepipe.cli.doctor.findings import NetworkFacts, Ports, clock_finding, firewall_remedy, network_findings
+from edgepipe.cli.doctor.machine_findings import backend_finding, nft_drops
 from edgepipe.cli.doctor.node_findings import trust_findings
 from edgepipe.cli.wizard import steps
 from edgepipe.cli.wizard.asking import Choice, Defaults, Quit
@@ -19,6 +19,7 @@ from edgepipe.cli.wizard.state import Given, Setup
 from edgepipe.cluster.discovery import Announcement
 from edgepipe.cluster.founding import TrustFolders
 from edgepipe.config import load_config
+from edgepipe.daemon.machine.backends import check_device
 from edgepipe.errors import ConfigInvalid, NoPeersFound
 from edgepipe.ids import NodeId
 from edgepipe.model.store import ModelStore
@@ -178,3 +179,49 @@ def test_refused_handshakes_read_as_a_sentence(run: Run, tmp_path: Path, count: 
     assert run("peers", "log").out.strip().endswith(shown)
     findings = list(trust_findings(load_config({"data_dir": tmp_path / "data"}).values, None))
     assert [finding.fact for finding in findings] == ([f"the last: {shown}"] if count.startswith("30") else [])
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"), [("10.0.0.2:7117", "http://10.0.0.2:8117/v1"), ("[fd00::5]:7117", "http://[fd00::5]:8117/v1")]
+)
+def test_a_node_that_listens_everywhere_names_an_address_that_others_reach(
+    capsys: pytest.CaptureFixture[str], address: str, shown: str
+) -> None:
+    ready = {"name": "a", "cluster": "home", "address": address, "http_host": "0.0.0.0", "http_port": 8117}
+    node._show_ready({**ready, "key_file": "", "key_on_loopback": False})  # pyright: ignore[reportPrivateUsage]
+    assert f"  API     {shown}\n" in capsys.readouterr().out
+
+
+def test_clocks_that_differ_by_days_are_told_in_days() -> None:
+    assert clock_finding("studio", skew_ms=864e6).fact.startswith("by 10 d 0 h; ")
+
+
+@pytest.mark.parametrize(
+    ("rules", "drops"),
+    [
+        ("", False),
+        ("table inet f {\n\tchain input {\n\t\ttype filter hook input priority 0; policy drop;\n\t}\n}", True),
+        ("table inet f {\n\tchain in {\n\t\ttype filter hook input priority 0; policy accept;\n\t}\n}", False),
+        (
+            "table ip f {\n chain in {\n  type filter hook input priority 0; policy accept;\n"
+            "  tcp dport 7117-7133 reject\n }\n}",
+            True,
+        ),
+        (
+            "table ip f {\n chain in {\n  type filter hook input priority 0; policy accept;\n  ct state invalid drop\n"
+            " }\n chain fwd {\n  type filter hook forward priority 0; policy drop;\n }\n}",
+            False,
+        ),
+    ],
+)
+def test_rules_of_nftables_that_drop_what_comes_in_are_a_firewall(rules: str, drops: bool) -> None:
+    assert nft_drops(rules) is drops
+    assert "tcp dport 7117-7133 accept" in firewall_remedy("nftables", "10.0.0.2", Ports(node=7117, http=8117))
+
+
+def test_a_cuda_device_without_a_driver_is_refused_before_the_node_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    with pytest.raises(ConfigInvalid, match="no device 'cuda:0'"):
+        check_device("cuda:0", exists=lambda path: False)
+    check_device("cuda:0", exists=lambda path: path == "/dev/nvidia0")
+    check_device("cpu", exists=lambda path: False)
