@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib.util
-import os
 import platform
 import resource
 import shutil
@@ -186,7 +185,7 @@ def nft_drops(rules: str) -> bool:
 
 def _nft_rules() -> str:
     """Return the active rules of nftables, which root alone may read; else those that are loaded at boot."""
-    nft = shutil.which("nft", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    nft = shutil.which("nft") or shutil.which("nft", path="/usr/sbin:/sbin")
     if nft is None:
         return ""
     with suppress(OSError, subprocess.TimeoutExpired):
