@@ -207,7 +207,7 @@ def _copies(copies: ModelCopies | None, num_nodes: int) -> str:
     if copies is None or num_nodes < 2:
         return ""
     if copies.fewest > 1:
-        return f"on disk: every layer {copies.fewest} times"
+        return f"on disk: {copies.fewest} copies of every layer"
     return f"on disk: some layers only once, on {' or '.join(_short(name) for name in copies.nodes)}"
 
 
@@ -271,7 +271,13 @@ def layout_text(plan: str) -> str:
     parts = [part.rpartition(":") for part in plan.split(",")]
     if len(parts) == 1:
         return f"all layers on {parts[0][0]}"
-    return "layers " + ", ".join(f"{layers} on {name}" for name, _, layers in parts)
+    return "layers " + ", ".join(f"{_range(layers)} on {name}" for name, _, layers in parts)
+
+
+def _range(layers: str) -> str:
+    """Shorten the range of a single layer: ``29-29`` to ``29``."""
+    first, _, last = layers.partition("-")
+    return first if first == last else layers
 
 
 def _place(engine: EngineState) -> str:

@@ -13,6 +13,8 @@ from edgepipe.cli import inviting, node
 from edgepipe.cli.doctor.findings import NetworkFacts, Ports, clock_finding, firewall_remedy, network_findings
 from edgepipe.cli.doctor.machine_findings import backend_finding, nft_drops
 from edgepipe.cli.doctor.node_findings import trust_findings
+from edgepipe.cli.views.report_view import TERMS
+from edgepipe.cli.views.status_view import layout_text
 from edgepipe.cli.wizard import steps
 from edgepipe.cli.wizard.asking import Choice, Defaults, Quit
 from edgepipe.cli.wizard.state import Given, Setup
@@ -22,6 +24,7 @@ from edgepipe.config import load_config
 from edgepipe.daemon.machine.backends import check_device
 from edgepipe.errors import ConfigInvalid, NoPeersFound
 from edgepipe.ids import NodeId
+from edgepipe.model.facts import LayerRange
 from edgepipe.model.store import ModelStore
 from edgepipe.telemetry.audit import AuditKind, AuditLog
 from edgepipe.wire.trust import InviteEvent, InviteJoined, InviteStart
@@ -225,3 +228,15 @@ def test_a_cuda_device_without_a_driver_is_refused_before_the_node_is_ready(monk
         check_device("cuda:0", exists=lambda path: False)
     check_device("cuda:0", exists=lambda path: path == "/dev/nvidia0")
     check_device("cpu", exists=lambda path: False)
+
+
+def test_every_abbreviation_of_a_report_is_explained_under_its_table() -> None:
+    explained = " ".join(TERMS)
+    for term in ("TTFT", "ITL", "TPOT", "bubble", "busy", "M:", "p95", "prefix hits"):
+        assert term in explained
+
+
+def test_a_single_layer_is_one_number() -> None:
+    assert LayerRange(29, 30).shown == "29"
+    assert LayerRange(0, 29).shown == "0-28"
+    assert layout_text("a:0-28,b:29-29") == "layers 0-28 on a, 29 on b"
