@@ -48,7 +48,9 @@ hours = 12.42
 def _status(_monkeypatch: pytest.MonkeyPatch, _tmp_path: Path) -> None:
     status = make_status()
     stopped = AbsentNode(node_id=NodeId("n7"), name="attic", state="left", since_us=int((NOON_S - 3600) * 1e6))
-    advice = Advice(why="stage studio takes 62.0 ms instead of 31.0 ms", plan="gamer:0-78,studio:79-79", gain=0.21, pause_s=4.0)
+    advice = Advice(
+        why="stage studio takes 62.0 ms instead of 31.0 ms", plan="gamer:0-78,studio:79-79", gain=0.21, pause_s=4.0
+    )
     engines = (replace(status.engines[0], advice=advice), *status.engines[1:])
     console = make_console()
     for part in render_status(replace(status, absent=(stopped,), engines=engines)):
@@ -59,7 +61,11 @@ def _chat(_monkeypatch: pytest.MonkeyPatch, _tmp_path: Path) -> None:
     with MarkdownView(make_console()) as view:
         view.thought(4.0)
         view.show(ANSWER)
-    asyncio.run(COMMANDS["/help"].run(cast("Any", None), ""))
+
+    async def ask_for_help() -> None:
+        await COMMANDS["/help"].run(cast("Any", None), "")
+
+    asyncio.run(ask_for_help())
 
 
 def _setup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
