@@ -82,7 +82,7 @@ _HTTP: dict[str, str] = {
     "UnsupportedProtocol": "the address does not begin with http:// or https://",
     "InvalidURL": "it is no address",
 }
-_HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "requests", "h11")
+_HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "h11")
 
 # What gRPC's details say of a broken or refused connection, in the order in which they are tried.
 _CONNECTION: tuple[tuple[str, str], ...] = (
@@ -193,7 +193,7 @@ def _words(error: BaseException) -> str:
     if status := _http_status(error):
         return status
     if type(error).__module__.split(".")[0] in _HTTP_LIBRARIES:
-        return _HTTP.get(type(error).__name__, "")
+        return _of_http(error)
     return _of_python(error)
 
 
@@ -207,6 +207,17 @@ def _of_system(error: OSError) -> str:
         return ""
     words = _SYSTEM.get(error.errno, os.strerror(error.errno).lower())
     return f"{words}: {error.filename}" if isinstance(error.filename, str) else words
+
+
+def _of_http(error: BaseException) -> str:
+    """Translate an HTTP library's error; some keep the system's number in their text only."""
+    text = str(error)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return _UNTRUSTED
+    if number := re.search(r"\[Errno (-?\d+)\]", text):
+        code = int(number.group(1))
+        return _NO_NAMES if code < 0 or "servname" in text else _SYSTEM.get(code, _HTTP.get(type(error).__name__, ""))
+    return _HTTP.get(type(error).__name__, "")
 
 
 def _http_status(error: BaseException) -> str:

@@ -122,6 +122,12 @@ _NO_NAME = socket.gaierror(-3, "Temporary failure in name resolution")
 _CASES: dict[str, tuple[Callable[[], BaseException], str]] = {
     "no DNS": (lambda: _NO_NAME, "no internet: the host's name cannot be looked up"),
     "no DNS, through httpx": (lambda: _http_error(httpx.ConnectError, _NO_NAME), "no internet"),
+    "no DNS, in httpx's text": (lambda: httpx.ConnectError("[Errno -2] Name or service not known"), "no internet"),
+    "refused, in httpx's text": (lambda: httpx.ConnectError("[Errno 111] Connection refused"), "no program listens"),
+    "certificate, in httpx's text": (
+        lambda: httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed (_ssl.c:1000)"),
+        "its certificate is not trusted",
+    ),
     "refused": (lambda: ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), "no program listens there"),
     "reset": (lambda: ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), "closed the connection"),
     "no route": (lambda: OSError(errno.EHOSTUNREACH, "No route to host"), "no way leads there"),
