@@ -21,6 +21,7 @@ from typing import Any
 import platformdirs
 
 from edgepipe.errors import ConfigInvalid
+from edgepipe.plain_words import plain
 from edgepipe.units import parse_bytes, parse_link
 
 ENV_PREFIX = "EDGEPIPE_"
@@ -242,7 +243,7 @@ def _from_file(path: Path, *, required: bool) -> dict[str, tuple[Any, str]]:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
         raise ConfigInvalid(
-            f"the settings file {path} cannot be read", fact=str(exc), next_step="repair it, or move it away"
+            f"the settings file {path} cannot be read", fact=plain(exc), next_step="repair it, or move it away"
         ) from exc
     return {_known(key, f"file {path}"): (value, f"file {path}") for key, value in document.items()}
 

@@ -31,6 +31,7 @@ from edgepipe.model.layer_spec import LayerSpec
 from edgepipe.model.memory_classes import stage_classes
 from edgepipe.model.resident import WIDE
 from edgepipe.model.tensors import WeightInfo, WeightSource
+from edgepipe.plain_words import plain
 from edgepipe.units import format_bytes
 from edgepipe_mlx.attention import LayerStep, StepArrays
 from edgepipe_mlx.device import (
@@ -404,7 +405,7 @@ class MlxBackend:
             if "alloc" not in str(exc):
                 raise
             raise DeviceOutOfMemory(
-                f"{what} did not fit into memory", fact=str(exc), next_step="give this node fewer layers"
+                f"{what} did not fit into memory", fact=plain(exc), next_step="give this node fewer layers"
             ) from exc
 
 

@@ -12,6 +12,7 @@ import psutil
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, StageError
 from edgepipe.model.layer_spec import Attention
+from edgepipe.plain_words import plain
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 BLOCK_SIZES = (16, 256)  # any size works; these suit other devices
@@ -128,7 +129,7 @@ def check_device(device: mx.Device, dtype: mx.Dtype) -> None:
         product = mx.matmul(ones, ones, stream=device)
         lowest, highest = mx.min(product).item(), mx.max(product).item()
     except RuntimeError as exc:
-        raise StageError("MLX's device does not compute", fact=str(exc).splitlines()[0]) from exc
+        raise StageError("MLX's device does not compute", fact=plain(exc)) from exc
     if lowest != _CHECK_SIZE or highest != _CHECK_SIZE:
         raise StageError(
             "MLX's device computes wrong numbers", fact=f"{lowest} to {highest} instead of {_CHECK_SIZE} everywhere"

@@ -13,6 +13,7 @@ import torch
 
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, StageError
+from edgepipe.plain_words import plain
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MEASURE_S = 0.4  # per figure
@@ -88,7 +89,7 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
         ones = torch.ones(_CHECK_SIZE, _CHECK_SIZE, device=device, dtype=dtype)
         lowest, highest = (float(value) for value in torch.aminmax(torch.mm(ones, ones)))
     except RuntimeError as exc:  # after a GPU fault, every call of the process fails so
-        raise StageError(f"{device} does not compute", fact=str(exc).splitlines()[0]) from exc
+        raise StageError(f"{device} does not compute", fact=plain(exc)) from exc
     if lowest != _CHECK_SIZE or highest != _CHECK_SIZE:
         raise StageError(
             f"{device} computes wrong numbers", fact=f"{lowest} to {highest} instead of {_CHECK_SIZE} everywhere"

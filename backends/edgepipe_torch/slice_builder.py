@@ -146,7 +146,7 @@ class SliceBuilder:
             if lacks_memory(exc) or "CUDA error" in str(exc):  # the device's fault, not the tensor's
                 raise
             raise ModelInvalid(
-                f"tensor '{name}' does not fit the config", fact=f"its shape is {list(shape_of(tensor))}: {exc}"
+                f"tensor '{name}' does not fit the config", fact=f"its shape is {list(shape_of(tensor))}"
             ) from exc
         self._finish(name)
 

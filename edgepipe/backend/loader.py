@@ -6,6 +6,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from edgepipe.errors import BackendUnavailable
+from edgepipe.plain_words import plain
 
 if TYPE_CHECKING:
     from edgepipe.backend.protocol import Backend, BackendFactory
@@ -31,7 +32,7 @@ def create_backend(name: str, options: BackendOptions) -> Backend:
     except ImportError as exc:
         raise BackendUnavailable(
             f"the {name} backend cannot be imported",
-            fact=str(exc),
+            fact=plain(exc),
             next_step=f"pip install 'edgepipe[{name}]'",
         ) from exc
     return factory(options)

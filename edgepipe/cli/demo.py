@@ -267,7 +267,7 @@ class _Demo:
 
         self._say(f"\nready at http://127.0.0.1:{node.http_port}/v1 · model '{self._model}' · ^C stops it")
         if read_key(node.data_dir):
-            self._say(f"      key     in {key_file(node.data_dir)}: this computer has several users")
+            self._say(f"      key     in {key_file(node.data_dir)}: other programs on this computer need it")
         self._say(f"      chat    edgepipe chat --data-dir {node.data_dir}")
         self._say(f"      look    edgepipe status --data-dir {node.data_dir}\n")
         await asyncio.Event().wait()

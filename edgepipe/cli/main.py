@@ -38,6 +38,7 @@ from edgepipe.cli.output import print_bug, print_error
 from edgepipe.cli.usage import bad_usage
 from edgepipe.config import forget_exported_size
 from edgepipe.errors import ConfigInvalid, EdgepipeError
+from edgepipe.plain_words import plain
 from edgepipe.safe_text import one_line, visible
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -147,7 +148,7 @@ def _unusable_file(error: Exception) -> ConfigInvalid | None:
     """Turn a refused file access or a full disk into ConfigInvalid; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in (_UNUSABLE if error.filename else _FULL):
         return None
-    fact = error.strerror or ""
+    fact = plain(OSError(error.errno, ""))  # without the file, which the error names
     if not error.filename:
         return ConfigInvalid("the output cannot be written", fact=fact, next_step="make room on its disk")
     return ConfigInvalid(

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -340,7 +339,8 @@ def _wait_until_gone(data_dir: Path) -> None:
 def _show_ready(ready: Mapping[str, Any]) -> None:
     """Print for people that a node is ready: this process, or one in the background, which has a ``pid``."""
     print(f"node '{ready['name']}' of cluster '{ready['cluster']}' is ready at {ready['address']}")
-    host = ready["http_host"] if ready["http_host"] not in ("0.0.0.0", "::") else socket.gethostname()
+    everywhere = ready["http_host"] in ("0.0.0.0", "::")  # the name of this machine may not resolve elsewhere
+    host = ready["address"].rpartition(":")[0].strip("[]") if everywhere else ready["http_host"]
     print(f"  API     http://{f'[{host}]' if ':' in host else host}:{ready['http_port']}/v1")
     if ready["key_file"]:
         where = ", needed also on this computer" if ready["key_on_loopback"] else ""

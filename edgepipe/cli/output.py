@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast, get_args, get_type_hints
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import NodeId
+from edgepipe.plain_words import plain
 from edgepipe.safe_text import json_text, one_line
 
 if TYPE_CHECKING:
@@ -38,13 +39,9 @@ def print_error(error: EdgepipeError) -> None:
 
 
 def print_bug(error: BaseException) -> None:
-    """Print one line for a bug of edgepipe."""
-    kind = type(error).__name__
-    print(
-        f"error: edgepipe made a mistake ({kind}: {one_line(str(error), most_chars=200)}); "
-        "details: 'edgepipe --debug ...' and 'edgepipe logs'",
-        file=sys.stderr,
-    )
+    """Print one line for an error that edgepipe did not foresee."""
+    fact = f": {one_line(plain(error), most_chars=200)}" if isinstance(error, OSError) else ""
+    print(f"error: edgepipe made a mistake{fact}; details: 'edgepipe --debug ...', 'edgepipe logs'", file=sys.stderr)
 
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from datetime import datetime
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from edgepipe.cli.confirming import confirm
 from edgepipe.cli.options import DataDir, Json, data_dir_of
-from edgepipe.cli.output import as_dict, columns, make_console, make_table, print_json
+from edgepipe.cli.output import as_dict, columns, make_console, make_table, print_json, say
 from edgepipe.safe_text import one_line
 from edgepipe.telemetry.audit import AuditEntry, AuditKind
 
@@ -47,6 +49,7 @@ def remove(
             "--keep-added/--drop-added", help="Keep or drop nodes that only this peer let in.", show_default=False
         ),
     ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     data_dir: DataDir = None,
 ) -> None:
     """Remove a peer for ever: the cluster never accepts its key again."""
@@ -54,9 +57,16 @@ def remove(
 
     others = {None: "", True: "keep", False: "drop"}[keep_added]
 
+    async def known() -> ListPeersReply:
+        async with connect(data_dir_of(data_dir)) as admin:
+            return await admin.peers()
+
     async def work() -> RemovePeerReply:
         async with connect(data_dir_of(data_dir)) as admin:
             return await admin.remove_peer(peer, others=others)
+
+    if not yes:
+        _ask_to_remove(run_async(known()), peer)
 
     removed = run_async(work())
     print(f"'{removed.name}' is removed; its connections are cut")
@@ -134,10 +144,22 @@ def _list(data_dir: DataDir, as_json: bool) -> None:
         console.print("this machine was removed from it; to join again: edgepipe node join CODE")
 
 
+def _ask_to_remove(members: ListPeersReply, peer: str) -> None:
+    """Ask about the peer that was named. An unknown or ambiguous name is left to the node, which refuses it."""
+    found = [each for each in members.peers if each.name == peer or each.node_id.startswith(peer)]
+    if len(found) != 1:
+        return
+    name = one_line(found[0].name)
+    role = f"{found[0].role}, {found[0].state or 'away'}"
+    say(f"'{name}' ({role}) loses its connections, and its key is never accepted again.")
+    say(f"It can come back as a new machine: edgepipe node join --new-identity CODE, on '{name}'.")
+    confirm(f"Remove '{name}'?", yes=False, command=f"edgepipe peers remove {shlex.quote(peer)} --yes")
+
+
 def strangers_text(entry: AuditEntry) -> str:
-    """Format an entry: ``1 connection from an unknown machine was refused``."""
-    single = entry.detail == "1 connection"
-    return f"{entry.detail} from {'an unknown machine was' if single else 'unknown machines were'} refused"
+    """Format an entry: ``1 connection ended before it said who it is``."""
+    theirs = "it said who it is" if entry.detail == "1 connection" else "they said who they are"
+    return f"{entry.detail} ended before {theirs}"
 
 
 def _event(entry: AuditEntry, times: str) -> str:

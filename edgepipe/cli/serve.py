@@ -242,7 +242,7 @@ def describe_stages(engine: EngineState) -> str:
 
 def layers_of(stage: StageState) -> str:
     """Format a stage's layers, both ends included: ``0-14``."""
-    return ",".join(str(part.layers) for part in stage.slices)
+    return ",".join(part.layers.shown for part in stage.slices)
 
 
 def _micro_batches(text: str) -> int:

@@ -17,6 +17,7 @@ from edgepipe.cli.output import print_json
 from edgepipe.cli.service_plan import Machine, Manager, ServicePlan, make_plan
 from edgepipe.config import asking_user
 from edgepipe.errors import ConfigInvalid, EdgepipeError, FeatureMissing, NodeUnreachable
+from edgepipe.plain_words import plain
 from edgepipe.safe_text import one_line, visible
 
 app = typer.Typer(help="Run the node at boot, also while no user is logged in.")
@@ -27,6 +28,7 @@ System = Annotated[
 ]
 
 _COMMAND_S = 60.0
+_SYSTEMD = Path("/run/systemd/system")  # exists where systemd has started the machine
 
 Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 
@@ -106,6 +108,11 @@ def service_plan(data_dir: Path, *, system: bool) -> ServicePlan:
     return make_plan(manager, Machine(user=user, home=home, python=python, data_dir=data_dir))
 
 
+def manager_runs() -> bool:
+    """Return whether systemd or launchd runs this machine; containers and WSL may have neither."""
+    return sys.platform == "darwin" or _SYSTEMD.is_dir()
+
+
 def install_service(plan: ServicePlan, run: Run | None = None) -> None:
     """Write the file and start the service; may be repeated. Raises ConfigInvalid, FeatureMissing, and undoes all."""
     run = run or run_command
@@ -162,7 +169,7 @@ def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as exc:
-        raise FeatureMissing(f"'{shlex.join(command)}' cannot be run", fact=str(exc), next_step=step) from exc
+        raise FeatureMissing(f"'{shlex.join(command)}' cannot be run", fact=plain(exc), next_step=step) from exc
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise FeatureMissing(

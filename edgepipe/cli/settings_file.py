@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Thread
 
 from edgepipe.errors import ConfigInvalid
+from edgepipe.plain_words import plain
 
 _LOCK_S = 10.0  # another command holds the lock for milliseconds
 
@@ -29,7 +30,7 @@ def write_settings(path: Path, changes: Mapping[str, str | int | float | bool | 
             _change(file, changes)
     except (OSError, RuntimeError, TOMLKitError) as exc:  # RuntimeError: links in a circle, before Python 3.13
         raise ConfigInvalid(
-            f"the settings file {path} cannot be changed", fact=str(exc), next_step="repair it, or move it away"
+            f"the settings file {path} cannot be changed", fact=plain(exc), next_step="repair it, or move it away"
         ) from exc
 
 

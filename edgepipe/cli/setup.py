@@ -33,7 +33,7 @@ def setup(
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
 ) -> None:
-    """Make this machine a node of your cluster. Asks at most six questions; may be repeated."""
+    """Make this machine a node of your cluster. Six steps, each with a default; may be repeated."""
     from edgepipe.cli.wizard.asking import Defaults, Terminal
     from edgepipe.cli.wizard.run import run_setup
     from edgepipe.cli.wizard.state import Given, Setup

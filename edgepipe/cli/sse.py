@@ -18,6 +18,7 @@ from edgepipe.errors import (
     RequestInvalid,
     error_class,
 )
+from edgepipe.plain_words import plain
 
 _CONNECT_S = 5.0
 _SILENCE_S = 600.0  # the first word of a long prompt on a slow machine
@@ -103,7 +104,7 @@ class ChatClient:
             )
         return NodeUnreachable(
             "the gateway does not answer",
-            fact=f"{self._base_url}: {type(exc).__name__}",
+            fact=f"{self._base_url}: {plain(exc)}",
             next_step="edgepipe status    (or: edgepipe logs)",
         )
 

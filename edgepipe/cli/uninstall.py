@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from edgepipe.cli.confirming import confirm
 from edgepipe.cli.options import DataDir, ModelsDir
 from edgepipe.errors import ConfigInvalid
+from edgepipe.plain_words import plain
 from edgepipe.safe_text import one_line
 from edgepipe.units import format_bytes
 
@@ -49,7 +50,7 @@ def uninstall(
     to_remove = [leftover for leftover in found.leftovers if not leftover.stays]
     if dry_run or not to_remove:
         return
-    _confirm(yes=yes)
+    confirm("Remove all of it?", yes=yes, command="edgepipe uninstall --yes")
     for plan, mine in services:
         if mine:
             uninstall_service(plan)
@@ -126,15 +127,6 @@ def _print(found: Found, *, dry_run: bool) -> None:
             print(f"             and {len(found.foreign) - _MOST_SHOWN} more")
 
 
-def _confirm(*, yes: bool) -> None:
-    """Ask for confirmation. Raises ConfigInvalid without a terminal, typer.Abort if the answer is no."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise ConfigInvalid("there is no terminal to confirm at", next_step="edgepipe uninstall --yes")
-    typer.confirm("Remove all of it?", abort=True)
-
-
 def _stop_node(data_dir: Path) -> None:
     from edgepipe.cli.node import stop
     from edgepipe.errors import NodeUnreachable
@@ -163,6 +155,6 @@ def _remove(leftover: Leftover, *, data_dir: Path) -> None:
     except OSError as exc:
         raise ConfigInvalid(
             f"{path} cannot be removed",
-            fact=exc.strerror or "",
+            fact=plain(exc),
             next_step="check its permissions, then: edgepipe uninstall",
         ) from exc

@@ -12,6 +12,7 @@ import typer
 
 from edgepipe.cli.options import checked_kv
 from edgepipe.errors import ConfigInvalid
+from edgepipe.plain_words import plain
 
 if TYPE_CHECKING:
     from edgepipe.simulation.imagined import ImaginedCluster
@@ -239,11 +240,7 @@ def _trace(path: Path, settings: Mapping[str, str], seed: int) -> Workload:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigInvalid(
             f"'{path}' is no workload",
-            fact=f"it is not {', '.join(WORKLOADS)}, and not a readable file: {_reason(error)}",
+            fact=f"it is not {', '.join(WORKLOADS)}, and not a readable file: {plain(error)}",
             next_step="name one of them, or a file of lines arrival_s,prompt_tokens,output_tokens",
         ) from error
     return read_trace(text.splitlines(), name=path.name, seed=seed)
-
-
-def _reason(error: OSError | UnicodeDecodeError) -> str:
-    return error.strerror or "unreadable" if isinstance(error, OSError) else "it is not text"

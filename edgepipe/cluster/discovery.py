@@ -16,6 +16,7 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 
 from edgepipe import PROTOCOL_VERSION, __version__
 from edgepipe.addresses import with_port
+from edgepipe.plain_words import plain
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class Discovery:
             self._announced = await register(self._info, cooperating_responders=True)
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE_TYPE, handlers=[self._changed])
         except (OSError, ZeroconfError) as exc:
-            problem = f"multicast DNS does not work on {self._own.host}: {exc or type(exc).__name__}"
+            problem = f"multicast DNS does not work on {self._own.host}: {plain(exc)}"
             await self._close()
         await self._listen()
         if problem and problem != self.problem:

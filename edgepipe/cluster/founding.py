@@ -15,6 +15,7 @@ from edgepipe.cluster.trust import TrustStore, add_statement, found_cluster, mer
 from edgepipe.cluster.trust_file import LoadedTrust, TrustFile
 from edgepipe.cluster.trust_keeper import WRITE_AGAIN_S, TrustKeeper
 from edgepipe.errors import ConfigInvalid
+from edgepipe.plain_words import plain
 from edgepipe.security.certificates import KeyPair, make_key_pair
 from edgepipe.security.trust_view import Role
 from edgepipe.telemetry.audit import AuditKind, AuditLog
@@ -170,6 +171,6 @@ def _save(file: TrustFile, store: TrustStore) -> None:
     except OSError as exc:
         raise ConfigInvalid(
             f"the trust store {file.path} cannot be written",
-            fact=str(exc),
+            fact=plain(exc),
             next_step="check its permissions and free space, or choose another folder: --data-dir",
         ) from exc

@@ -29,7 +29,8 @@ from edgepipe.cluster.trust_keeper import MAX_PIECE_STATEMENTS
 from edgepipe.config import Timeouts
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, PairingRejected, PeerClosed, RemoteProtocolError
 from edgepipe.ids import NodeId
-from edgepipe.link.channels import make_channel, translated, was_refused
+from edgepipe.link.channels import is_refused, make_channel, translated
+from edgepipe.plain_words import plain_call
 from edgepipe.security.mutual_tls import Context, Credentials, Security
 from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.codec import from_wire, to_wire
@@ -245,7 +246,7 @@ class Heartbeats:
             try:
                 await self._converse(address)
             except ConnectTimeout as error:
-                if was_refused(error):
+                if is_refused(error):
                     self._perform(self._membership.on_refused(address, now=self._clock.monotonic_s()))
                 logger.debug("dial failed address=%s: %s", address, error)
             except PeerClosed as error:
@@ -286,7 +287,8 @@ class Heartbeats:
                         pass  # the call's code is read below
                     sender.cancel()
                 if await call.code() is not grpc.StatusCode.OK:
-                    raise PeerClosed(f"{address} closed the connection", fact=await call.details() or "")
+                    fact = plain_call((await call.code()).name, await call.details() or "")
+                    raise PeerClosed(f"{address} closed the connection", fact=fact)
 
     async def _credentials(self, address: str) -> Credentials:
         """Return credentials for the expected node; after a failure, for any member at that address."""

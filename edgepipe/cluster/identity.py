@@ -9,6 +9,7 @@ from pathlib import Path
 
 from edgepipe.cluster.private_files import make_private_folder, read_private, write_private
 from edgepipe.errors import CertificateInvalid, ConfigInvalid
+from edgepipe.plain_words import plain
 from edgepipe.security.certificates import KeyPair, make_key_pair, read_key_pair
 
 _KEY = "key.pem"
@@ -32,7 +33,7 @@ def load_identity(folder: Path) -> KeyPair:
     except (FileNotFoundError, CertificateInvalid) as exc:
         raise ConfigInvalid(
             f"the identity of this node in {folder} is damaged",
-            fact=str(exc),
+            fact=plain(exc),
             next_step=f"restore the folder, or begin as a new node: mv '{folder}' '{folder}.damaged'",
         ) from exc
 
@@ -47,6 +48,6 @@ def replace_identity(folder: Path, pair: KeyPair) -> None:
     except OSError as exc:
         raise ConfigInvalid(
             f"the identity of this node cannot be written to {folder}",
-            fact=str(exc),
+            fact=plain(exc),
             next_step="check its permissions and free space, or choose another folder: --data-dir",
         ) from exc

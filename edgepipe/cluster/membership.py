@@ -154,6 +154,10 @@ class Membership:
         gone = (MemberStatus.DEAD, MemberStatus.ASLEEP)
         return [self._members[key] for key in sorted(self._members) if self._members[key].status in gone]
 
+    def stopped(self) -> list[Member]:
+        """Return the members that said goodbye, by node id."""
+        return [self._members[key] for key in sorted(self._members) if self._members[key].status is MemberStatus.LEFT]
+
     def broken_links(self) -> list[tuple[NodeId, NodeId]]:
         """Return pairs of reachable members of which at least one does not hear the other. Neither is dead."""
         known = {member.node.node_id for member in self.reachable()}

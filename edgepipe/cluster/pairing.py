@@ -37,6 +37,7 @@ from google.protobuf.message import DecodeError, Message
 from edgepipe.cluster.trust import TrustStore, read_store
 from edgepipe.errors import EdgepipeError, PairingRejected, RemoteProtocolError
 from edgepipe.ids import NodeId
+from edgepipe.plain_words import plain
 from edgepipe.security.certificates import Certificate, KeyPair, read_certificate
 from edgepipe.security.trust_view import Role
 from edgepipe.wire.codec import from_wire, to_wire
@@ -371,7 +372,7 @@ def _parse(into: M, data: bytes) -> M:
     try:
         into.ParseFromString(data)
     except DecodeError as exc:
-        raise RemoteProtocolError("a message of the pairing cannot be read", fact=str(exc)) from exc
+        raise RemoteProtocolError("a message of the pairing cannot be read", fact=plain(exc)) from exc
     return into
 
 

@@ -30,6 +30,7 @@ from edgepipe.errors import (
     RemoteProtocolError,
     SendTimeout,
 )
+from edgepipe.plain_words import plain
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class PairingWindow:
         except OSError as exc:
             raise PortInUse(
                 f"the pairing port {port} on {host} cannot be used",
-                fact=str(exc),
+                fact=plain(exc),
                 next_step="stop the other program, or start the node with another --port",
             ) from exc
         return int(self._server.sockets[0].getsockname()[1])
@@ -148,7 +149,7 @@ class PairingWindow:
             await self._prove(pairing, reader, writer)
             silent = await self._welcome(pairing, reader, writer, address)
         except (EdgepipeError, OSError) as exc:
-            error = exc if isinstance(exc, EdgepipeError) else PeerClosed("the connection broke off", fact=str(exc))
+            error = exc if isinstance(exc, EdgepipeError) else PeerClosed("the connection broke off", fact=plain(exc))
             self._failed(pairing, address, error)
             with suppress(OSError):
                 await _send(writer, refusal(error))
@@ -254,7 +255,7 @@ async def join(
         raise SendTimeout(f"{host}:{port} stopped answering in the middle of the pairing", next_step=_AGAIN) from exc
     except OSError as exc:
         raise PeerClosed(
-            f"{host}:{port} closed the connection in the middle of the pairing", fact=str(exc), next_step=_AGAIN
+            f"{host}:{port} closed the connection in the middle of the pairing", fact=plain(exc), next_step=_AGAIN
         ) from exc
     finally:
         await _end(writer)
@@ -286,7 +287,7 @@ async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.
     except OSError as exc:
         raise ConnectTimeout(
             f"no machine invites at {host}:{port}",
-            fact=exc.strerror or str(exc),
+            fact=plain(exc),
             next_step="on that machine: edgepipe node invite",
         ) from exc
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from edgepipe.errors import ConfigInvalid
+from edgepipe.plain_words import plain
 
 _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
@@ -24,13 +25,8 @@ def make_private_folder(path: Path) -> None:
             raise ConfigInvalid(f"{path} belongs to another user", next_step="choose a folder with --data-dir")
         path.chmod(_FOLDER_MODE)
     except OSError as exc:
-        reason = os_reason(exc)
+        reason = plain(exc)
         raise ConfigInvalid(f"{path} cannot be used", fact=reason, next_step="choose a folder with --data-dir") from exc
-
-
-def os_reason(error: OSError) -> str:
-    """Return why the operating system refused, without numbers and paths: ``No space left on device``."""
-    return os.strerror(error.errno or errno.EIO)
 
 
 @contextmanager
@@ -39,7 +35,7 @@ def writable(path: Path) -> Generator[None]:
     try:
         yield
     except OSError as exc:
-        reason = os_reason(exc)
+        reason = plain(exc)
         raise ConfigInvalid(
             f"{path} cannot be written", fact=reason, next_step="make room, or choose a folder with --data-dir"
         ) from exc
@@ -67,7 +63,7 @@ def read_private(path: Path, *, most_bytes: int) -> bytes:
     except OSError as exc:
         if exc.errno == errno.ENOENT:
             raise
-        reason = "it is a symbolic link" if exc.errno == errno.ELOOP else os_reason(exc)
+        reason = "it is a symbolic link" if exc.errno == errno.ELOOP else plain(exc)
         raise ConfigInvalid(f"{path} cannot be used", fact=reason, next_step="put the file itself there") from exc
     try:
         _check(path, os.fstat(file))

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from edgepipe.plain_words import plain
+
 _MDNS_PORT = 5353
 _GROUP4, _GROUP6 = "224.0.0.251", "ff02::fb"
 _QUERY = (  # RFC 6762 section 5 and RFC 6763 section 9: asks all machines which services they offer
@@ -75,14 +77,14 @@ async def probe_tcp(host: str, port: int, *, timeout_s: float) -> TcpProbe:
     """Connect and hang up. Failures of the network raise nothing."""
     began = time.monotonic()
 
-    def result(reach: Reach, error: OSError | None = None, path_mtu_bytes: int = 0) -> TcpProbe:
+    def result(reach: Reach, error: OSError | UnicodeError | None = None, path_mtu_bytes: int = 0) -> TcpProbe:
         return TcpProbe(
             host=host,
             port=port,
             reach=reach,
             took_ms=(time.monotonic() - began) * 1e3,
-            error=(error.strerror or str(error)) if error else "",
-            errno=(error.errno or 0) if error else 0,
+            error=plain(error) if error else "",
+            errno=(error.errno or 0) if isinstance(error, OSError) else 0,
             path_mtu_bytes=path_mtu_bytes,
         )
 
@@ -92,7 +94,7 @@ async def probe_tcp(host: str, port: int, *, timeout_s: float) -> TcpProbe:
     except TimeoutError:
         return result(Reach.TIMEOUT)
     except (socket.gaierror, UnicodeError) as exc:
-        return result(Reach.NO_NAME, OSError(0, str(exc.args[-1])))
+        return result(Reach.NO_NAME, exc)
     except OSError as exc:
         return result(reach_of(exc.errno or 0), exc)
     mtu = _path_mtu(writer.get_extra_info("socket"))
@@ -132,7 +134,7 @@ async def probe_tls(host: str, port: int, *, timeout_s: float) -> TlsProbe:
     except TimeoutError:
         return TlsProbe(silent=True, error=f"no answer within {timeout_s:g} s")
     except OSError as exc:  # ssl.SSLError is one
-        return TlsProbe(error=str(exc))
+        return TlsProbe(error=plain(exc))
     der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
     writer.transport.abort()
     return TlsProbe(certificate_pem=ssl.DER_cert_to_PEM_cert(der).encode() if der else b"")
@@ -181,7 +183,7 @@ async def _probe_multicast(
     try:
         sock = open_socket()
     except OSError as exc:
-        return MulticastProbe(address=address, sent=False, error=exc.strerror or str(exc), errno=exc.errno or 0)
+        return MulticastProbe(address=address, sent=False, error=plain(exc), errno=exc.errno or 0)
     heard: dict[str, None] = {}
     failure: OSError | None = None
     with sock:
@@ -201,7 +203,7 @@ async def _probe_multicast(
     return MulticastProbe(
         address=address,
         sent=failure is None,
-        error=(failure.strerror or str(failure)) if failure else "",
+        error=plain(failure) if failure else "",
         errno=(failure.errno or 0) if failure else 0,
         others=tuple(heard),
         waited_s=time.monotonic() - began,

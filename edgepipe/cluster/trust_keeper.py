@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from edgepipe.clock import Clock
-from edgepipe.cluster.private_files import os_reason
 from edgepipe.cluster.statements import Statement, key_of
 from edgepipe.cluster.trust import (
     TrustStore,
@@ -21,6 +20,7 @@ from edgepipe.cluster.trust import (
 from edgepipe.cluster.trust_file import LoadedTrust, TrustFile
 from edgepipe.errors import ConfigInvalid, TrustInvalid
 from edgepipe.ids import NodeId
+from edgepipe.plain_words import plain
 from edgepipe.security.certificates import Certificate, KeyPair
 from edgepipe.security.trust_view import Role, TrustedPeer
 from edgepipe.telemetry.audit import AuditKind, AuditLog
@@ -254,7 +254,7 @@ class TrustKeeper:
                     self.unwritten = ""
                 except (OSError, ConfigInvalid) as exc:
                     logger.error("the trust store cannot be written: %s", exc)
-                    self.unwritten = os_reason(exc) if isinstance(exc, OSError) else exc.fact or exc.what
+                    self.unwritten = plain(exc) if isinstance(exc, OSError) else exc.fact or exc.what
                     asyncio.get_running_loop().call_later(self._write_again_s, self._dirty.set)
 
     async def _check_heard(self) -> None:
@@ -309,7 +309,7 @@ class TrustKeeper:
         try:
             await self._write()
         except (OSError, ConfigInvalid) as exc:
-            raise TrustInvalid("the trust store cannot be written", fact=str(exc)) from exc
+            raise TrustInvalid("the trust store cannot be written", fact=plain(exc)) from exc
 
     def _take(self, store: TrustStore) -> None:
         before = self._store

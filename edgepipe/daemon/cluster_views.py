@@ -10,7 +10,7 @@ from pathlib import Path
 
 from edgepipe.clock import Clock
 from edgepipe.cluster.heartbeats import Heartbeats
-from edgepipe.cluster.membership import Membership
+from edgepipe.cluster.membership import Member, Membership
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.daemon.files.models import Models
 from edgepipe.daemon.network.handshakes import RefusedHandshakes
@@ -123,7 +123,7 @@ class ClusterViews:
             data_dir=str(self._data_dir),
             refused=tuple(RefusedPeer(peer=peer, error=error) for peer, error in self._heartbeats.refusals.items()),
             refused_handshakes=self._handshakes.count(),
-            absent=self._absent(),
+            absent=(*self._absent(), *self._stopped()),
             broken_links=tuple(
                 BrokenLink(node_id=node_id, other_id=other) for node_id, other in self._membership.broken_links()
             ),
@@ -160,16 +160,27 @@ class ClusterViews:
 
     def _absent(self) -> tuple[AbsentNode, ...]:
         """Return the nodes that went without a goodbye, with the time by this machine's wall clock."""
-        now_s, wall_s = self._clock.monotonic_s(), self._clock.wall_s()
-        return tuple(
-            AbsentNode(
-                node_id=member.node.node_id,
-                name=member.node.name,
-                state=member.status,
-                since_us=int((wall_s - (now_s - member.status_since_s)) * 1e6),
-            )
-            for member in self._membership.absent()
+        return tuple(self._away(member) for member in self._membership.absent())
+
+    def _stopped(self) -> Iterator[AbsentNode]:
+        """Yield the nodes that said goodbye, then members of the cluster that this node has not heard yet."""
+        yield from (self._away(member) for member in self._membership.stopped())
+        started_us = self._wall_us(self._started_s)
+        for node_id, peer in sorted(self._trust.store.peers.items()):
+            if node_id != self._trust.node_id and self._membership.member(node_id) is None:
+                yield AbsentNode(node_id=node_id, name=peer.name, state="unseen", since_us=started_us)
+
+    def _away(self, member: Member) -> AbsentNode:
+        return AbsentNode(
+            node_id=member.node.node_id,
+            name=member.node.name,
+            state=member.status,
+            since_us=self._wall_us(member.status_since_s),
         )
+
+    def _wall_us(self, at_s: float) -> int:
+        """Return the wall clock's time of a monotonic time."""
+        return int((self._clock.wall_s() - (self._clock.monotonic_s() - at_s)) * 1e6)
 
 
 def engines_away(wanted: Iterable[ServeBody], engines: Iterable[EngineState]) -> list[EngineState]:

@@ -17,7 +17,7 @@ from edgepipe.cluster.founding import begin_anew, open_trust
 from edgepipe.cluster.interfaces import Interface, choose_address, interfaces, routed_address
 from edgepipe.cluster.private_files import writable
 from edgepipe.config import Config, Watching
-from edgepipe.daemon.machine.backends import choose_backend
+from edgepipe.daemon.machine.backends import check_device, choose_backend
 from edgepipe.daemon.machine.data_dir import DataDir, log_path
 from edgepipe.daemon.node_daemon import NodeDaemon, NodeReady, OnReady
 from edgepipe.errors import ConfigInvalid, EdgepipeError, PortInUse
@@ -43,6 +43,7 @@ def run(
     ``encrypted`` and ``watching`` are for measuring the cost of encryption and of watching; no setting leads to them.
     Raises ConfigInvalid (settings, or a second node on the data directory), FeatureMissing and PortInUse.
     """
+    check_device(config.device)
     choose_backend(config.backend)  # before anything is created: a wrong backend leaves nothing behind
     _address(config, interfaces())  # the same for a missing address
     raise_descriptor_limit()

@@ -13,7 +13,7 @@ import grpc.aio
 from edgepipe.engine.sites import StageSite
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LinkError, RemoteProtocolError, StageLost, StepFailed
 from edgepipe.ids import Epoch, StepId
-from edgepipe.link.channels import from_rpc_error, make_channel, was_refused
+from edgepipe.link.channels import from_rpc_error, is_refused, make_channel
 from edgepipe.link.shaped import Network, ShapedLine
 from edgepipe.scheduler import ScheduledStep
 from edgepipe.security.mutual_tls import Security
@@ -188,7 +188,7 @@ class StageControl:
         cause = from_rpc_error(exc, peer=self.site.label) if exc else None
         if cause is not None and not isinstance(cause, LinkError):
             return self._named(cause)
-        self.swallowed = isinstance(cause, ConnectTimeout) and not was_refused(cause)
+        self.swallowed = isinstance(cause, ConnectTimeout) and not is_refused(exc)
         fact = f"its connection broke ({(cause.fact or str(cause)) if cause else 'it closed the stream'})"
         next_step = "serve the model again; 'edgepipe logs' on that node says more"
         return self._named(

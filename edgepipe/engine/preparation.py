@@ -21,7 +21,7 @@ from edgepipe.errors import (
     VersionMismatch,
 )
 from edgepipe.ids import Epoch, NodeId, PipelineId, StepId
-from edgepipe.link.channels import from_rpc_error, make_channel, was_refused
+from edgepipe.link.channels import from_rpc_error, is_refused, make_channel
 from edgepipe.link.shut_ports import shut_port
 from edgepipe.model.expert_places import split_kind
 from edgepipe.model.facts import ModelConfig
@@ -216,7 +216,7 @@ class Preparation:
         """Return the error of a call to a node: its own, or why it does not answer."""
         name, address = self._nodes.name(node_id), self._nodes.address(node_id)
         error = from_rpc_error(exc, peer=f"node {name}")
-        if isinstance(error, ConnectTimeout) and not was_refused(error):
+        if isinstance(error, ConnectTimeout) and not is_refused(error):
             source = self._nodes.name(NodeId(self._hello.node_id))
             return shut_port(source, name, address=address, node_address=address)
         if isinstance(error, LinkError):

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from edgepipe.errors import QueueFull
 from edgepipe.gateway.problems import HttpProblem, bad_request, from_error
 from edgepipe.gateway.shares import Holding
+from edgepipe.plain_words import plain
 
 MAX_BODY_BYTES = 8 << 20  # a prompt of 1 M tokens as text or as ids
 MAX_DEPTH = 32  # message parts nest 5 levels, tool schemas about 20
@@ -67,6 +68,10 @@ async def _gather(chunks: AsyncIterator[bytes], declared_bytes: int, memory: Hol
         raise
 
 
+class _Refused(ValueError):
+    """JSON that the API does not take; the text says why."""
+
+
 def _count(memory: Holding, num_bytes: int) -> None:
     """Count bytes of a body. Raises HttpProblem 429."""
     try:
@@ -95,7 +100,7 @@ def parse_json_object(body: bytes, *, name: str = "the body", param: str | None 
     except UnicodeError as exc:
         raise bad_request(f"{name} is not valid UTF-8 text", param=param, code="invalid_json") from exc
     except ValueError as exc:
-        raise bad_request(f"{name} is not valid JSON: {str(exc)[:200]}", param=param, code="invalid_json") from exc
+        raise bad_request(f"{name} is not valid JSON: {plain(exc)}", param=param, code="invalid_json") from exc
     if not isinstance(value, dict):
         raise bad_request(f"{name} must be a JSON object", param=param, code="invalid_json")
     return cast("dict[str, Any]", value)
@@ -132,18 +137,18 @@ def _too_large() -> HttpProblem:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise ValueError("a key occurs twice")
+        raise _Refused("a key occurs twice")
     return value
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
+    raise _Refused(f"{name} is no number")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is too large")
+        raise _Refused(f"{text[:20]} is too large")
     return value
 
 
@@ -155,7 +160,7 @@ def _check_depth(value: object, left: int) -> None:
     else:
         return
     if left == 0:
-        raise ValueError(f"it has more than {MAX_DEPTH} levels of nesting")
+        raise _Refused(f"it has more than {MAX_DEPTH} levels of nesting")
     for item in items:
         if isinstance(item, (dict, list)):
             _check_depth(cast("object", item), left - 1)

@@ -31,6 +31,6 @@ def prompt_too_long(num_prompt_tokens: int, context_length: int) -> PromptTooLon
     """Build the error of a prompt that leaves no room for an answer. Clients search for its first words."""
     return PromptTooLong(
         f"This model's maximum context length is {context_length} tokens",
-        fact=f"the prompt has {num_prompt_tokens}, and the answer needs at least one",
+        fact=f"the prompt has {num_prompt_tokens} tokens; context {context_length}, one of them for the answer",
         next_step=f"shorten the prompt by {num_prompt_tokens + 1 - context_length} tokens",
     )

@@ -37,6 +37,7 @@ from edgepipe.gateway.structured import GrammarCompiler
 from edgepipe.gateway.turns import Turns
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, PipelineId
+from edgepipe.plain_words import plain
 from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.children import KeptModels, LoadQueue
 from edgepipe.wire.common import Hello
@@ -303,7 +304,7 @@ def listen(*, host: str, port: int) -> socket.socket:
         sock.close()
         raise PortInUse(
             f"port {port} on {host} cannot be used for HTTP",
-            fact=exc.strerror or str(exc),
+            fact=plain(exc),
             next_step="choose another port with --http-port (0: any free port), or stop the other program",
         ) from exc
     return sock

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
+import logging
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -25,10 +25,13 @@ from edgepipe.errors import (
     SendTimeout,
     UserError,
 )
+from edgepipe.plain_words import plain_call
 from edgepipe.safe_text import one_line
 from edgepipe.security.mutual_tls import Context, Credentials, Plaintext, Security, cutter
 from edgepipe.wire.errors import error_from_wire, error_to_wire
 from edgepipe.wire.v1 import common_pb2
+
+logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 4 << 20  # frames are at most 512 KB, a prompt of 128 k ids about 400 KB
 _MAX_CALLS = 512  # under way in one server: a home has a few streams per pair of processes
@@ -36,8 +39,6 @@ MAX_STREAMS = 32  # of one connection, which carries a few at a time; further ca
 _MAX_METADATA_BYTES = 16 << 10
 _MAX_RECEIVED = "grpc.max_receive_message_length"
 _ERROR_KEY = "edgepipe-error-bin"
-_REFUSED = "refused"
-_TRIED = re.compile(r"ipv[46]:(\[[^\]]+\]:\d+|[0-9.]+:\d+)")  # the last address that gRPC tried
 ATTEMPT_S = 3.0
 """Limit of one attempt to connect: a lost SYN is sent again after 1 s, a handshake is a few round trips."""
 
@@ -163,30 +164,25 @@ def from_rpc_error(exc: grpc.aio.AioRpcError, *, peer: str) -> EdgepipeError:
     if (sent := sent_error(exc)) is not None:
         return sent
     details = one_line(exc.details() or "")
+    fact = plain_call(exc.code().name, details)
+    logger.debug("a call failed peer=%s status=%s: %s", peer, exc.code().name, details)
     if exc.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return SendTimeout(f"{peer} did not answer in time", fact=details)
+        return SendTimeout(f"{peer} did not answer in time", fact=fact)
     if exc.code() == grpc.StatusCode.UNAVAILABLE:
         if "failed to connect" in details:
-            return ConnectTimeout(f"{peer} cannot be reached", fact=_why_not_connected(details))
-        return PeerClosed(f"{peer} closed the connection", fact=details)
-    return LinkError(f"the call to {peer} failed", fact=f"{exc.code().name}: {details}")
+            error = ConnectTimeout(f"{peer} cannot be reached", fact=fact)
+            error.__cause__ = exc  # which ``is_refused`` reads, also before anybody raises the error
+            return error
+        return PeerClosed(f"{peer} closed the connection", fact=fact)
+    return LinkError(f"the call to {peer} failed", fact=fact)
 
 
-def was_refused(error: ConnectTimeout) -> bool:
-    """Return whether the machine answered that no program listens there; else nothing came back."""
-    return _REFUSED in error.fact
-
-
-def _why_not_connected(details: str) -> str:
-    """Return the cause of gRPC's failed attempt without its own words."""
-    found = _TRIED.search(details)
-    where = found.group(1) if found else "the address"
-    lowered = details.lower()
-    if "connection refused" in lowered:
-        return f"{where} {_REFUSED} the connection: no node runs there"
-    if "unreachable" in lowered or "no route" in lowered:
-        return f"there is no route to {where}"
-    return f"no answer from {where}"
+def is_refused(exc: BaseException | None) -> bool:
+    """Return whether a call, or the cause of our error for it, failed because no process listens there."""
+    if isinstance(exc, EdgepipeError):
+        exc = exc.__cause__
+    refused_call = isinstance(exc, grpc.aio.AioRpcError) and "refused" in (exc.details() or "")
+    return refused_call or isinstance(exc, ConnectionRefusedError)
 
 
 def _port_in_use(host: str, port: int) -> PortInUse:

@@ -20,6 +20,7 @@ from edgepipe.link.deadline import Deadline
 from edgepipe.link.outbox import Outbox, Parcel
 from edgepipe.link.protocol import OnSample, RingTarget, SendStats
 from edgepipe.link.shaped import Line, Network, PlainLine
+from edgepipe.plain_words import plain_call
 from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.codec import to_wire
 from edgepipe.wire.common import Hello, epoch_to_wire, hello_to_wire
@@ -232,7 +233,9 @@ class RingSender:
     async def _why_ended(self, call: RingCall) -> EdgepipeError:
         """Return the reason of a stream's end, which a failed write does not give."""
         code, details = await call.code(), await call.details()
-        return PeerClosed(f"the stage at {self._target.address} ended the link", fact=f"{code.name}: {details}")
+        return PeerClosed(
+            f"the stage at {self._target.address} ended the link", fact=plain_call(code.name, details or "")
+        )
 
     async def _watch(self) -> None:
         await self._expired.wait()

@@ -16,6 +16,7 @@ from typing import cast
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.strict_json import parse_json_object
+from edgepipe.plain_words import plain
 
 _MAX_TOKENIZER_VALUES = 4_000_000  # 262,144 tokens with 514,906 merges have 1.9 million
 
@@ -36,9 +37,9 @@ def tokenizer_digest(path: Path) -> str:
         values = parse_json_object(path.read_bytes(), what=label, max_values=_MAX_TOKENIZER_VALUES)
         return value_digest([_large_parts(values.get("model")), _without_nulls(values)])
     except OSError as exc:
-        raise ModelInvalid(f"{label} cannot be read", fact=str(exc)) from exc
+        raise ModelInvalid(f"{label} cannot be read", fact=plain(exc)) from exc
     except (ValueError, RecursionError) as exc:
-        raise ModelInvalid(f"{label} is not a usable tokenizer", fact=str(exc)[:200]) from exc
+        raise ModelInvalid(f"{label} is not a usable tokenizer", fact=plain(exc)) from exc
 
 
 def _large_parts(model: object) -> dict[str, object]:

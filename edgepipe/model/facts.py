@@ -47,6 +47,11 @@ class LayerRange:
     def __str__(self) -> str:
         return f"{self.start}-{self.end - 1}"
 
+    @property
+    def shown(self) -> str:
+        """The range for people: ``0-14``, and ``29`` for a single layer."""
+        return str(self) if self.end - self.start > 1 else str(self.start)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
+from edgepipe.plain_words import plain
 
 _CALL_BYTES = 1 << 30  # one system call reads less than 2 GiB
 
@@ -23,7 +24,7 @@ def read_at(path: Path, offset: int, num_bytes: int, *, what: str) -> npt.NDArra
             _fill(file.fileno(), data.data, offset, path, what)
             return data
     except OSError as exc:
-        raise ModelInvalid(f"'{path.name}' cannot be read", fact=str(exc)) from exc
+        raise ModelInvalid(f"'{path.name}' cannot be read", fact=plain(exc)) from exc
 
 
 def _fill(descriptor: int, target: memoryview, offset: int, path: Path, what: str) -> None:

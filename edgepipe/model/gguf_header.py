@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.gguf_types import GGUF_TYPES, BlockType
+from edgepipe.plain_words import plain
 
 _MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 64 << 20  # a vocabulary of 262,144 tokens with its merges and scores takes about 20 MB
@@ -101,7 +102,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         with path.open("rb", buffering=1 << 20) as file:
             return parse_gguf_header(file, size=os.fstat(file.fileno()).st_size, name=path.name)
     except OSError as exc:
-        raise ModelInvalid(f"'{path.name}' cannot be read", fact=str(exc)) from exc
+        raise ModelInvalid(f"'{path.name}' cannot be read", fact=plain(exc)) from exc
 
 
 def parse_gguf_header(file: BinaryIO, *, size: int, name: str) -> GgufHeader:
@@ -141,11 +142,14 @@ class _Reader:
 
     def take(self, num_bytes: int, what: str) -> bytes:
         if num_bytes > self._end - self.position:
-            has = f"the file has {self.size}" if self._end == self.size else f"a header has at most {self._end}"
-            raise self.fail(f"{what} needs {num_bytes} bytes at {self.position}, {has}")
+            if self._end == self.size:
+                raise self.fail(
+                    f"the file ends early: {what} needs {num_bytes} bytes at {self.position} of {self.size}"
+                )
+            raise self.fail(f"{what} needs {num_bytes} bytes at {self.position}, a header has at most {self._end}")
         data = self._file.read(num_bytes)
         if len(data) != num_bytes:
-            raise self.fail(f"the file ended at {self.position + len(data)} while {what} was read")
+            raise self.fail(f"the file ends early: it ended at {self.position + len(data)} while {what} was read")
         self.position += num_bytes
         return data
 
@@ -179,7 +183,7 @@ def _parse(reader: _Reader) -> GgufHeader:
 def _check_magic(reader: _Reader) -> int:
     magic = reader.take(4, "the magic")
     if magic != _MAGIC:
-        raise reader.fail(f"it begins with {magic!r} instead of {_MAGIC!r}")
+        raise reader.fail("it does not begin with 'GGUF': another kind of file, or a damaged download")
     version = reader.number("<I", "the version")
     if version in (0x02000000, 0x03000000):
         raise reader.fail("it is big-endian; only little-endian files are read")
@@ -289,9 +293,8 @@ def _check_place(
     if offset % alignment:
         raise reader.fail(f"tensor '{name}' begins at {offset}, which is not aligned to {alignment}")
     if offset + num_bytes > reader.size - data_start:
-        raise reader.fail(
-            f"tensor '{name}' needs {num_bytes} bytes at {data_start + offset}, the file has {reader.size}"
-        )
+        needs = f"tensor '{name}' needs {num_bytes} bytes at {data_start + offset}, it has {reader.size}"
+        raise reader.fail(f"the file ends early: {needs}")
     return GgufTensor(name=name, shape=shape, block=block, offset=data_start + offset, num_bytes=num_bytes)
 
 

@@ -16,6 +16,7 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.model.fields import Fields
 from edgepipe.model.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from edgepipe.model.token_marks import TOOL_MARKS, TURN_MARKS
+from edgepipe.plain_words import plain
 from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
@@ -222,4 +223,4 @@ def _guarded(build: Callable[[], models.BPE]) -> models.BPE:
     try:
         return build()
     except Exception as exc:
-        raise ModelInvalid("the GGUF file's tokenizer cannot be used", fact=str(exc)[:200]) from exc
+        raise ModelInvalid("the GGUF file's tokenizer cannot be used", fact=plain(exc)) from exc

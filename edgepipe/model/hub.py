@@ -33,6 +33,7 @@ from edgepipe.model.manifest import TOKENIZER_FILE
 from edgepipe.model.progress import PlannedFile
 from edgepipe.model.safe_path import check_member_name
 from edgepipe.model.safetensors_file import INDEX_FILE, SINGLE_FILE
+from edgepipe.plain_words import plain
 
 SHARDS = "model*-of-*.safetensors"  # also model.safetensors-00001-of-00004.safetensors, as of Qwen3.5
 CONTACT_TIMEOUT_S = 10.0  # for the hub's first answer
@@ -300,7 +301,7 @@ def hub_errors(source: HubSource) -> Generator[None]:
     except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError, HFValidationError) as exc:
         raise ModelUnknown(
             f"the hub has no model '{source.repo}' (revision {source.revision})",
-            fact=_first_line(exc),
+            fact=plain(exc),
             next_step="check the spelling; private models need: hf auth login",
         ) from exc
     except EdgepipeError:
@@ -327,7 +328,7 @@ def _unreachable(source: HubSource, exc: BaseException) -> ModelDownloadFailed:
         return no_hub_answer(source, f"status {_LOGIN_REQUIRED}")
     error = ModelDownloadFailed(
         f"'{source.repo}' could not be fetched from the hub",
-        fact=_first_line(exc),
+        fact=plain(exc),
         next_step=_STEPS.get(_status_of(exc), _HUB_STEP if _status_of(exc) >= 500 else _NETWORK_STEP),
     )
     error.retry_after_s = _asked_pause_s(exc)
@@ -350,7 +351,3 @@ _STEPS = {
     403: "check what this machine's token may read (hf auth whoami), then pull again (the pull resumes)",
     429: "wait five minutes, then pull again (the pull resumes); with a token the hub allows more: hf auth login",
 }
-
-
-def _first_line(exc: BaseException) -> str:
-    return (str(exc).strip() or type(exc).__name__).splitlines()[0][:200]

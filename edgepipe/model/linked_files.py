@@ -27,6 +27,7 @@ from edgepipe.model.progress import OnProgress, PullProgress
 from edgepipe.model.repacked import REPACKED_FOLDER
 from edgepipe.model.strict_json import parse_json_object
 from edgepipe.model.tensor_folder import TENSOR_FOLDER
+from edgepipe.plain_words import plain
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def touched_files(folder: Path) -> dict[str, Stamp]:
                 if now != stamps.get(name):
                     found[name] = now
     except OSError as exc:
-        raise ModelInvalid(f"the files of '{folder.name}' cannot be read", fact=str(exc)) from exc
+        raise ModelInvalid(f"the files of '{folder.name}' cannot be read", fact=plain(exc)) from exc
     return found
 
 
@@ -171,7 +172,7 @@ def _now(folder: Path, names: Mapping[str, object]) -> dict[str, Stamp]:
     try:
         return {name: Stamp.of(folder / name) for name in names}
     except OSError as exc:
-        raise ModelInvalid(f"the files of '{folder.name}' cannot be read", fact=str(exc)) from exc
+        raise ModelInvalid(f"the files of '{folder.name}' cannot be read", fact=plain(exc)) from exc
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -124,7 +124,10 @@ def _joined(parts: Sequence[Packed]) -> Packed:
     try:
         return concatenate(parts)
     except ValueError as exc:
-        raise ModelInvalid(f"the experts of '{parts[0].name}' cannot be joined", fact=str(exc)) from exc
+        raise ModelInvalid(
+            f"the experts of '{parts[0].name}' cannot be joined",
+            fact="they are stored in different forms, or in different orders of columns",
+        ) from exc
 
 
 class OneTensorPerWeight(Protocol):

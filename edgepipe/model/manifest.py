@@ -22,6 +22,7 @@ from edgepipe.model.safe_path import check_member_name
 from edgepipe.model.stored_types import FLOAT_TYPES, stored_bytes
 from edgepipe.model.strict_json import parse_json_object
 from edgepipe.model.tensors import TensorInfo
+from edgepipe.plain_words import plain
 
 CARD_FILE = "edgepipe.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -138,7 +139,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ModelInvalid(f"'{path.name}' is too large", fact=f"{path.stat().st_size} bytes")
         return Manifest.from_json(path.read_bytes())
     except OSError as exc:
-        raise ModelInvalid(f"'{path.name}' cannot be read", fact=str(exc)) from exc
+        raise ModelInvalid(f"'{path.name}' cannot be read", fact=plain(exc)) from exc
 
 
 def _objects(fields: Fields, key: str, *, most: int) -> list[Fields]:

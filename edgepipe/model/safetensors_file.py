@@ -19,6 +19,7 @@ from edgepipe.model.safe_path import member_path
 from edgepipe.model.stored_types import CODE_TYPES, FLOAT_TYPES
 from edgepipe.model.strict_json import parse_json_object, read_json_object
 from edgepipe.model.tensors import TensorInfo, TensorPlace
+from edgepipe.plain_words import plain
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_TENSORS = 200_000  # the largest mixture-of-experts models have about 100,000
@@ -126,7 +127,7 @@ def _read_places(path: Path) -> dict[str, TensorPlace]:
         with path.open("rb") as file:
             return parse_safetensors(file, size=os.fstat(file.fileno()).st_size, name=path.name)
     except OSError as exc:
-        raise ModelInvalid(f"'{path.name}' cannot be read", fact=str(exc)) from exc
+        raise ModelInvalid(f"'{path.name}' cannot be read", fact=plain(exc)) from exc
 
 
 def _take(file: BinaryIO, num_bytes: int, name: str) -> bytes:

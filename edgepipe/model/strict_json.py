@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from edgepipe.errors import ModelInvalid
+from edgepipe.plain_words import plain
 from edgepipe.units import format_bytes
 
 MAX_VALUES = 2_000_000
@@ -35,7 +36,7 @@ def parse_json_object(
             data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_infinity if infinite else _no_constant
         )
     except (ValueError, RecursionError) as exc:
-        raise ModelInvalid(f"{what} is not valid JSON", fact=_reason(exc)) from exc
+        raise ModelInvalid(f"{what} is not valid JSON", fact=plain(exc)) from exc
     if not isinstance(value, dict):
         raise ModelInvalid(f"{what} is not a JSON object", fact=f"its top level is a {type(value).__name__}")
     return cast("dict[str, Any]", value)
@@ -51,7 +52,7 @@ def read_json_object(path: Path, *, max_bytes: int = 4 << 20, infinite: bool = F
             )
         return parse_json_object(path.read_bytes(), what=f"'{path.name}'", infinite=infinite)
     except OSError as exc:
-        raise ModelInvalid(f"'{path.name}' cannot be read", fact=str(exc)) from exc
+        raise ModelInvalid(f"'{path.name}' cannot be read", fact=plain(exc)) from exc
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -71,9 +72,3 @@ def _infinity(name: str) -> float:
 
 def _no_constant(name: str) -> NoReturn:
     raise _Refused(f"it contains {name}, which is not a JSON number")
-
-
-def _reason(exc: Exception) -> str:
-    if isinstance(exc, RecursionError):
-        return "it is nested too deeply"
-    return "it is not UTF-8" if isinstance(exc, UnicodeDecodeError) else str(exc)

@@ -12,6 +12,7 @@ from typing import Any, cast
 from edgepipe.errors import ModelInvalid, TemplateFailed
 from edgepipe.model.strict_json import read_json_object
 from edgepipe.model.warm_child import ChildEnded, WarmChild
+from edgepipe.plain_words import plain
 
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use has about 20 KB
 _MAX_ANSWER_BYTES = 25 << 20  # the child's 4 M characters, which JSON writes in at most six bytes each
@@ -212,7 +213,7 @@ def _frame(request: dict[str, Any]) -> bytes:
     try:
         return json.dumps(request, ensure_ascii=False).encode(errors="backslashreplace")
     except (TypeError, ValueError, RecursionError) as exc:
-        raise TemplateFailed("the messages cannot be passed to the chat template", fact=str(exc)[:200]) from exc
+        raise TemplateFailed("the messages cannot be passed to the chat template", fact=plain(exc)) from exc
 
 
 def _death(end: ChildEnded) -> tuple[str, str]:

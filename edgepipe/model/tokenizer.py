@@ -14,6 +14,7 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.model.detokenizer import Detokenizer, token_bytes
 from edgepipe.model.token_marks import CHAT_ENDS, TOOL_MARKS
 from edgepipe.model.tokenizer_child import TOLD_BYTES
+from edgepipe.plain_words import plain
 from edgepipe.units import format_bytes
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _panics_translated() -> Generator[None]:
     except BaseException as exc:
         if type(exc).__name__ != "PanicException":
             raise
-        raise ModelInvalid("the model's tokenizer gave up on the text", fact=str(exc)[:200]) from exc
+        raise ModelInvalid("the model's tokenizer gave up on the text", fact=plain(exc)) from exc
 
 
 def check_tokenizer(path: Path, *, vocab_size: int) -> str:
@@ -170,14 +171,14 @@ def _load(path: Path) -> _Library:
     try:
         return Library.from_file(str(path))
     except Exception as exc:  # the library raises bare Exceptions
-        raise _unusable(path, str(exc)[:200]) from exc
+        raise _unusable(path, plain(exc)) from exc
 
 
 def _check_size(path: Path) -> None:
     try:
         size = path.stat().st_size
     except OSError as exc:
-        raise ModelInvalid("the model has no tokenizer", fact=f"{path.name}: {exc.strerror}") from exc
+        raise ModelInvalid("the model has no tokenizer", fact=f"{path.name}: {plain(exc)}") from exc
     if size > MAX_TOKENIZER_BYTES:
         raise ModelInvalid(
             f"'{path.name}' is too large",

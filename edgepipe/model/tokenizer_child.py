@@ -13,6 +13,7 @@ from pathlib import Path
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.canonical import tokenizer_digest
+from edgepipe.plain_words import plain
 
 CPU_S = 10
 MEMORY_BYTES = 3 << 30  # address space; a tokenizer of 262,144 tokens takes about 0.4 GB while it loads
@@ -51,7 +52,7 @@ def main() -> None:
     except ModelInvalid as exc:
         problem = exc.fact or exc.what
     except Exception as exc:  # the library raises bare Exceptions
-        problem = str(exc)[:200] or type(exc).__name__
+        problem = plain(exc)
     sys.stderr.write(f"\n{problem}")
     sys.exit(1 if problem else 0)
 

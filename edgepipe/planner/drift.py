@@ -35,6 +35,7 @@ class Departure:
     place: str  # "stage 1", "link 0-1", counted from 0
     planned_s: float
     seen_s: float
+    quantity: str = "step"  # "step", "upload" or "latency"
 
     @property
     def ratio(self) -> float:
@@ -56,9 +57,10 @@ def departures(planned: Forecast, seen: Seen) -> list[Departure]:
     ]
     for index, hop in enumerate(planned.hops):
         place = f"link {index}-{index + 1}"
-        for a, b in ((hop.upload_s, seen.upload_s[index]), (hop.latency_s, seen.one_way_s[index])):
+        pairs = ((hop.upload_s, seen.upload_s[index], "upload"), (hop.latency_s, seen.one_way_s[index], "latency"))
+        for a, b, quantity in pairs:
             if b and abs(a - b) > _LEAST_S:
-                found.append(Departure(place=place, planned_s=a, seen_s=b))
+                found.append(Departure(place=place, planned_s=a, seen_s=b, quantity=quantity))
     left = [departure for departure in found if departure.size > DRIFT]
     return sorted(left, key=lambda departure: -departure.size)
 

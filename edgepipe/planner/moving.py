@@ -11,7 +11,7 @@ from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.expert_shares import rooms_as_placed
 from edgepipe.planner.placement import Need, NodeRoom, Placed, ram_stage_bytes, stage_weight_bytes
 
-LEAST_GAIN = 0.05
+LEAST_GAIN = 0.10
 """Smallest gain worth reporting: forecasts are not more accurate."""
 _MOVING_GAIN = 0.10
 _HORIZON_S = 600.0  # a move must pay off within this time

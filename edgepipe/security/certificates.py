@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from edgepipe.errors import CertificateInvalid
+from edgepipe.plain_words import plain
 
 Fingerprint = NewType("Fingerprint", str)
 """SHA-256 of a public key (DER SubjectPublicKeyInfo), base32, lower case, no padding: 52 characters, one DNS label."""
@@ -114,7 +115,7 @@ def read_certificate(pem: bytes) -> Certificate:
     except CertificateInvalid:
         raise
     except Exception as exc:  # the parser reads foreign bytes and refuses them with many kinds of errors
-        raise CertificateInvalid(fact=f"it cannot be read: {type(exc).__name__}") from exc
+        raise CertificateInvalid(fact=f"it cannot be read: {plain(exc)}") from exc
     if wrong:
         raise CertificateInvalid(fact=wrong)
     return Certificate(pem=_pem(certificate), fingerprint=fingerprint)  # encoded anew, without trailing data

@@ -30,6 +30,7 @@ from edgepipe.errors import (
     QueueFull,
 )
 from edgepipe.ids import NodeId
+from edgepipe.plain_words import plain
 from edgepipe.security.access import Kind, allowed
 from edgepipe.security.certificates import Certificate, Fingerprint, KeyPair, peek_fingerprint, read_certificate
 
@@ -379,9 +380,8 @@ async def who_answers(address: str, *, timeout_s: float) -> Fingerprint:
             _, writer = await asyncio.open_connection(host, int(port), ssl=context)
     except (TimeoutError, ConnectionError, OSError, ValueError) as exc:
         if isinstance(exc, ssl.SSLError):
-            raise PairingRejected(f"no edgepipe node answers at {address}", fact=str(exc)) from exc
-        fact = "connection refused" if isinstance(exc, ConnectionRefusedError) else str(exc) or f"{timeout_s:g} s"
-        raise ConnectTimeout(f"{address} cannot be reached", fact=fact) from exc
+            raise PairingRejected(f"no edgepipe node answers at {address}", fact=plain(exc)) from exc
+        raise ConnectTimeout(f"{address} cannot be reached", fact=plain(exc)) from exc
     try:
         shown: bytes | None = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
         return peek_fingerprint(ssl.DER_cert_to_PEM_cert(shown or b"").encode())

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 from edgepipe.errors import EdgepipeError, GrammarNotReady, RequestInvalid, StepFailed
 from edgepipe.model.forked_job import JobCost
 from edgepipe.model.user_turns import UserTurns
+from edgepipe.plain_words import plain
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import BuiltGrammar, GrammarState, GrammarTokenizer
 from edgepipe.sampling.grammar_trial import GrammarTooHard
@@ -100,7 +101,7 @@ class GrammarBuilds:
             pending.fail(exc)
         except Exception as exc:
             logger.exception("a grammar could not be compiled")
-            pending.fail(StepFailed("the answer's grammar could not be compiled", fact=type(exc).__name__))
+            pending.fail(StepFailed("the answer's grammar could not be compiled", fact=plain(exc)))
         else:
             pending.ready(built, tokens, state)
 

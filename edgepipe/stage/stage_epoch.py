@@ -22,6 +22,7 @@ from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
 from edgepipe.model.facts import Slice
 from edgepipe.model.memory_classes import WindowPool
+from edgepipe.plain_words import plain
 from edgepipe.sampling import SequenceSampler
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.stage.compute import ComputeThread
@@ -469,4 +470,4 @@ def _as_fault(error: Exception, summary: str) -> EdgepipeError:
     if isinstance(error, EdgepipeError):
         return error
     logger.error("%s", summary, exc_info=error)
-    return StepFailed(summary, fact=f"{type(error).__name__}: {error}")
+    return StepFailed(summary, fact=plain(error))

@@ -103,11 +103,11 @@ class MemberState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbsentNode:
-    """A node that was here and left without a farewell."""
+    """A member of the cluster that does not run, or that this node cannot hear."""
 
     node_id: NodeId
     name: str = ""
-    state: str = ""  # "dead" | "asleep"
+    state: str = ""  # "dead" | "asleep" | "left": it said goodbye | "unseen": not heard since the asked node started
     since_us: int = 0  # wall clock of the asked node
 
 

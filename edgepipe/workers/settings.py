@@ -8,6 +8,7 @@ from typing import Any
 
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import LocalProtocolError
+from edgepipe.plain_words import plain
 
 KINDS = ("stage", "engine", "gateway")
 
@@ -63,6 +64,6 @@ class ChildSettings:
         except (ValueError, TypeError, KeyError) as exc:
             raise LocalProtocolError(
                 "a child process needs its settings as one line of JSON on standard input",
-                fact=str(exc),
+                fact=plain(exc),
                 next_step="start a node with 'edgepipe node start'; it starts its children itself",
             ) from exc

@@ -128,7 +128,7 @@ def test_two_machines_pair_as_the_host_s_person_says_and_one_is_removed(tmp_path
                 assert {member["node"]["name"] for member in seen["members"]} == {"studio", "studio-2"}
             listed = host.run("peers").stdout
             assert re.search(r"studio-2 +owner +alive", listed), listed
-            removed = host.run("peers", "remove", "studio-2")
+            removed = host.run("peers", "remove", "studio-2", "--yes")
             assert removed.returncode == 0, removed.stderr
             other.until(lambda status: status["removed"] and len(status["members"]) == 1)
         told = host.run("peers", "log").stdout
@@ -145,7 +145,7 @@ def test_a_removed_machine_comes_back_with_a_new_key_and_a_long_string(tmp_path:
                 joined = other.run("node", "join", string, "--name", "studio", *(["--new-identity"] if key > 1 else []))
                 assert joined.returncode == 0, joined.stderr
                 assert "'studio' joined" in finish(process).stdout
-            assert host.run("peers", "remove", "studio").returncode == 0
+            assert host.run("peers", "remove", "studio", "--yes").returncode == 0
     assert host.run("peers", "log").stdout.count("removed") == 2
 
 

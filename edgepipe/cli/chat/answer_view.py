@@ -241,9 +241,10 @@ class MarkdownView:
 
     def _draw(self) -> None:
         from rich.console import Group
-        from rich.live import Live
         from rich.spinner import Spinner
         from rich.text import Text
+
+        from edgepipe.cli.chat.resized_live import ResizedLive
 
         parts = list(self._unfinished())
         if self._waits:
@@ -251,7 +252,7 @@ class MarkdownView:
             parts.append(Spinner(self._spinner(), line, style="dim"))
         picture = Group(*parts)
         if self._live is None:
-            self._live = Live(
+            self._live = ResizedLive(
                 picture, console=self._console, auto_refresh=bool(self._waits), refresh_per_second=_SPINS_PER_S,
                 transient=True, redirect_stdout=False, redirect_stderr=False,
             )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 from edgepipe.cli.chat.answer_view import THINKING, Thinking
 from edgepipe.cli.chat.conversation import Answer, ChatSettings, with_advice
 from edgepipe.errors import RequestInvalid
+from edgepipe.plain_words import plain
 from edgepipe.units import format_bytes
 
 Message = dict[str, str]
@@ -187,7 +188,7 @@ class Dialogue:
             path.write_text(text, encoding="utf-8")
         except OSError as exc:
             raise RequestInvalid(
-                f"cannot write {path}", fact=exc.strerror or "", next_step="/save NAME    (in edgepipe's own folder)"
+                f"cannot write {path}", fact=plain(exc), next_step="/save NAME    (in edgepipe's own folder)"
             ) from exc
 
     def load(self, path: Path) -> str:
@@ -203,7 +204,7 @@ class Dialogue:
             options = {name: saved["options"][name] for name in OPTIONS if name in saved["options"]}
             system, model = str(saved["system"]), str(saved["model"])
         except OSError as exc:
-            raise RequestInvalid(f"cannot read {path}", fact=exc.strerror or "", next_step=_OTHER_FILE) from exc
+            raise RequestInvalid(f"cannot read {path}", fact=plain(exc), next_step=_OTHER_FILE) from exc
         except (ValueError, KeyError, TypeError) as exc:
             raise RequestInvalid(f"{path} is no conversation saved by /save", next_step=_OTHER_FILE) from exc
         self.clear()

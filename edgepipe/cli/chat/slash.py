@@ -81,9 +81,12 @@ async def _help(talk: Talk, argument: str) -> None:
         ("^D", "end"),
     )
     rows = [*keys, *((f"{command.name} {command.argument}".strip(), command.help) for command in COMMANDS.values())]
-    width = max(len(left) for left, _ in rows)
+    left_width, width = max(len(left) for left, _ in rows), _console().width
     for left, right in rows:
-        _say(wrapped(right, first=f"  {left.ljust(width)}  ", width=_console().width))
+        if width < 2 * left_width:  # too narrow for two columns
+            _say(f"  {left}\n{wrapped(right, first='      ', width=width)}")
+        else:
+            _say(wrapped(right, first=f"  {left.ljust(left_width)}  ", width=width))
 
 
 async def _model(talk: Talk, argument: str) -> None:

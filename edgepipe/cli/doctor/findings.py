@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe, TlsProbe
 from edgepipe.config import PAIRING_OFFSET
-from edgepipe.units import format_bytes, format_rate
+from edgepipe.units import format_bytes, format_duration_s, format_rate
 
 _MDNS = "UDP 5353"
 _LITTLE_DISK_BYTES = 10e9
@@ -88,6 +88,12 @@ def firewall_remedy(firewall: str, address: str, ports: Ports) -> str:
             "&& sudo firewall-cmd --reload"
         )
     subnet = subnet_of(address) if address else "192.168.0.0/16"
+    if firewall == "nftables":
+        rule = f"ip saddr {subnet}"
+        return (
+            f"accept these in its input chain (sudo nft list ruleset): {rule} tcp dport {ports.node}-{ports.last} "
+            f"accept; {rule} udp dport 5353 accept"
+        )
     if firewall == "macos":
         return "System Settings > Network > Firewall > Options: allow incoming connections for python"
     return (
@@ -368,7 +374,7 @@ def clock_finding(name: str, *, skew_ms: float) -> Finding:
         id=f"peer.{name}.clock",
         level=Level.WARNING,
         what=f"{name}: its clock differs from this machine's",
-        fact=f"by {abs(skew_ms) / 1e3:.0f} s; the cluster works, but times in logs mislead",
+        fact=f"by {format_duration_s(abs(skew_ms) / 1e3)}; the cluster works, but times in logs mislead",
         remedy="switch on automatic time on both    (Linux: sudo timedatectl set-ntp true)",
     )
 

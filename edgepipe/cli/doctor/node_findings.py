@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _AUDIT_LINES = 200
 _RECENT_S = 24 * 3600.0
+_MANY_PROBES = 20  # connections without an identity within that time; fewer are no news
 
 
 def member_findings(name: str, member: MemberState) -> Iterator[Finding]:
@@ -168,6 +169,11 @@ def trust_findings(config: Config, status: ClusterStatus | None) -> Iterator[Fin
         for entry in read_audit(TrustFolders(config.data_dir).audit, last=_AUDIT_LINES)
         if entry.kind in bad and entry.at_s >= since_s
     ]
+    probes = [entry for entry in recent if entry.kind == AuditKind.HANDSHAKE_REFUSED]
+    if (
+        sum(entry.times * int(entry.detail.split()[0]) for entry in probes) < _MANY_PROBES
+    ):  # a scan of the LAN, 'doctor' on another machine
+        recent = [entry for entry in recent if entry not in probes]
     if recent:
         count, last = sum(entry.times for entry in recent), recent[-1]
         strangers = last.kind == AuditKind.HANDSHAKE_REFUSED

@@ -95,10 +95,12 @@ def _headline(shown: Preview) -> Text:
     total = len(found.stages) + len(found.left_out)
     aim = "one chat" if found.demand.objective is Objective.LATENCY else f"{found.demand.concurrency} chats"
     line = Text(shown.model, style="bold")
-    machines = (
-        f"{_count(len(found.stages), 'slice')} on {len({stage.machine.node_id for stage in found.stages})} of {total}"
-    )
-    line.append(f" · {machines} machines · best for {aim}", style="not bold")
+    used, pieces = len({stage.machine.node_id for stage in found.stages}), len(found.stages)
+    if used == 1:
+        where = "whole on one machine" if total == 1 else f"whole on one of {total} machines"
+    else:
+        where = f"split{f' in {pieces} parts' * (pieces != used)} over {used} of {total} machines"
+    line.append(f" · {where} · best for {aim}", style="not bold")
     return line
 
 
@@ -112,7 +114,7 @@ def _machines(found: Plan) -> Table:
         name.append(f" {_device(stage.machine.device)}", style="dim")
         table.add_row(
             name,
-            str(stage.part.layers),
+            stage.part.layers.shown,
             Text(f"{room} {used / 1e9:.1f} of {free / 1e9:.1f} GB", style=style),
             f"{stage.alone_s * 1e3:.1f} ms",
             f"{busy_fraction(found, index):.0%}",
@@ -133,7 +135,7 @@ def _ring(found: Plan) -> Iterator[Padding]:
     """Render a token's path from top to bottom, with the bottleneck."""
     for index, stage in enumerate(found.stages):
         line = Text()
-        line.append(f"{_short(stage.machine.name)} {stage.part.layers}", style=_COLOURS[index % len(_COLOURS)])
+        line.append(f"{_short(stage.machine.name)} {stage.part.layers.shown}", style=_COLOURS[index % len(_COLOURS)])
         if stage.machine.node_id == found.engine and index == 0:
             line.append("  engine", style="dim")
         yield indented(_marked(line, found, f"stage {index}"))

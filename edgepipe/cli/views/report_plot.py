@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgepipe.errors import ConfigInvalid, FeatureMissing
+from edgepipe.plain_words import plain
 
 if TYPE_CHECKING:
     from edgepipe.simulation.report import RunReport, StepRecord
@@ -63,7 +64,7 @@ def save_figure(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        raise ConfigInvalid(f"'{path}' cannot be written", fact=str(error), next_step=_EXAMPLE) from error
+        raise ConfigInvalid(f"'{path}' cannot be written", fact=plain(error), next_step=_EXAMPLE) from error
 
 
 def _draw_timeline(axes: Any, report: RunReport) -> None:

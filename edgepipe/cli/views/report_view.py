@@ -20,11 +20,23 @@ if TYPE_CHECKING:
 Row = tuple[str, Callable[["RunReport"], str]]
 
 
+TERMS = (
+    "TTFT: time to an answer's first token. ITL: time between two tokens. TPOT: an answer's mean time per token.",
+    "p50, p95, p99: half, 95 % and 99 % of the requests or tokens are at least as fast.",
+    "busy: share of time in which a machine computes, and the time of a step. bubble: share in which machines wait.",
+    "micro-batches M: groups of requests that are in the pipeline at the same time, each on another machine.",
+    "prefix hits: share of the prompts' tokens that were kept from earlier requests.",
+)
+"""A line for each term of the table."""
+
+
 def render_reports(reports: Sequence[RunReport]) -> Iterator[RenderableType]:
     """Render the common settings, then a table of all figures, a column per run."""
     yield Text(" · ".join(_common(reports)), style="dim")
     yield Text()
     yield _table(reports)
+    for line in TERMS:
+        yield Text(line, "dim")
     for report in reports:
         if report.num_failed:
             first = next((record.error for record in report.requests if record.error), "not recorded")

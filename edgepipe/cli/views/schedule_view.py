@@ -42,6 +42,11 @@ def render_schedules(runs: Sequence[ScheduleRun], sizes: Sizes, *, width: int) -
 
 
 def _notes(runs: Sequence[ScheduleRun]) -> Iterator[str]:
+    yield "BUBBLE: share of time in which machines wait, by the formula. RUN IDLE: the same, counted in the run."
+    if any(run.peak_published is not None for run in runs):
+        yield "ACTIVATIONS, RUN PEAK: most micro-batches that a machine keeps at once, by the formula and in the run."
+    if any(run.length is not None for run in runs):
+        yield "LENGTH: of the run; 1 is the time of one micro-batch on one machine."
     if any(run.name.startswith(("interleaved", "dualpipe")) for run in runs):
         yield "BUBBLE of interleaved and dualpipe is over busy time, RUN IDLE over the whole."
     if any(run.rate is not None for run in runs):

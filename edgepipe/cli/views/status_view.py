@@ -12,7 +12,7 @@ from edgepipe.cli.output import bar, indented, make_table
 from edgepipe.cli.serve import layers_of
 from edgepipe.cli.views.copies_view import ModelCopies, copies_of
 from edgepipe.cli.views.left_out import left_out_text
-from edgepipe.cluster.absence import absence_text, continuing_text, joined
+from edgepipe.cluster.absence import absence_text, continuing_text, joined, missed, since_text, stopped
 from edgepipe.units import format_bytes, format_duration_s
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def render_status(status: ClusterStatus) -> Iterator[RenderableType]:
     yield _headline(status)
     yield Text()
     yield render_nodes(status)
+    for node in stopped(status.absent):
+        yield Text(f"○ {_short(node.name)} {since_text(node, now_s=time.time())}", style="dim")
     if news := news_of(status):
         yield Text(f"\n{news}", style="yellow")
     names = {member.node.node_id: member.node.name for member in status.members}
@@ -82,10 +84,10 @@ def trust_notes(status: ClusterStatus) -> Iterator[str]:
 
 
 def news_of(status: ClusterStatus) -> str:
-    """Describe absent nodes: ``macbook asleep since 21:14; continuing on 2 machines``; empty if no node is absent."""
-    if not status.absent:
+    """Describe absent nodes: ``macbook asleep since 21:14; continuing on 2 machines``; empty if no node is missed."""
+    if not (gone := missed(status.absent)):
         return ""
-    return joined(absence_text(status.absent, now_s=time.time()), *map(continuing_text, status.engines))
+    return joined(absence_text(gone, now_s=time.time()), *map(continuing_text, status.engines))
 
 
 def is_healthy(status: ClusterStatus) -> bool:
@@ -95,7 +97,9 @@ def is_healthy(status: ClusterStatus) -> bool:
         all(member.state == "alive" for member in status.members)
         and all(part.state not in ("failed", "waiting") for part in (*status.engines, *devices))
         and not any(engine.left_out for engine in status.engines)
-        and not (status.absent or status.broken_links or status.removed or status.trust_damage or status.unwritten)
+        and not (
+            missed(status.absent) or status.broken_links or status.removed or status.trust_damage or status.unwritten
+        )
     )
 
 
@@ -114,6 +118,8 @@ def _headline(status: ClusterStatus) -> Text:
         line.append(f", {len(drained)} drained")
     if leaving:
         line.append(f", {' and '.join(leaving)} {'is' if len(leaving) == 1 else 'are'} leaving", style="yellow")
+    if away := len(stopped(status.absent)):
+        line.append(f", {away} stopped")
     rate = sum(engine.tokens_per_s for engine in status.engines)
     if rate:
         line.append(f" · {rate:.1f} tok/s")
@@ -212,7 +218,7 @@ def _copies(copies: ModelCopies | None, num_nodes: int) -> str:
     if copies is None or num_nodes < 2:
         return ""
     if copies.fewest > 1:
-        return f"on disk: every layer {copies.fewest} times"
+        return f"on disk: {copies.fewest} copies of every layer"
     return f"on disk: some layers only once, on {' or '.join(_short(name) for name in copies.nodes)}"
 
 
@@ -260,11 +266,15 @@ def _paused(pause_ms: int) -> str:
 def _advice(model: str, advice: Advice) -> Iterator[Padding]:
     """Describe a better placement: its gain, the reason and the pause that switching costs."""
     for line in (
-        f"A faster layout exists (+{advice.gain * 100:.0f} %): {layout_text(advice.plan)}.",
+        f"A faster layout exists ({_gain(advice.gain)}): {layout_text(advice.plan)}.",
         f"{advice.why}. Switching pauses answers for {format_duration_s(advice.pause_s)}:",
         f"edgepipe serve {model} --rebalance",
     ):
         yield indented(Text(line, style="yellow"))
+
+
+def _gain(gain: float) -> str:
+    return f"+{gain * 100:.0f} %" if gain < 1 else f"about {1 + gain:.0f} times as fast"
 
 
 def layout_text(plan: str) -> str:
@@ -272,7 +282,13 @@ def layout_text(plan: str) -> str:
     parts = [part.rpartition(":") for part in plan.split(",")]
     if len(parts) == 1:
         return f"all layers on {parts[0][0]}"
-    return "layers " + ", ".join(f"{layers} on {name}" for name, _, layers in parts)
+    return "layers " + ", ".join(f"{_range(layers)} on {name}" for name, _, layers in parts)
+
+
+def _range(layers: str) -> str:
+    """Shorten the range of a single layer: ``29-29`` to ``29``."""
+    first, _, last = layers.partition("-")
+    return first if first == last else layers
 
 
 def _place(engine: EngineState) -> str:

@@ -1,1 +1,1 @@
-"""``edgepipe setup``: from a bare machine to a private cluster that answers, in at most six questions."""
+"""``edgepipe setup``: from a bare machine to a private cluster that answers, in six steps."""

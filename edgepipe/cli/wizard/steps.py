@@ -14,7 +14,7 @@ from edgepipe.cli.doctor.findings import Finding, Level, Ports, multicast_findin
 from edgepipe.cli.doctor.machine_findings import check_multicast, machine_findings, network_facts
 from edgepipe.cli.node_process import start_in_background
 from edgepipe.cli.settings_file import write_settings
-from edgepipe.cli.wizard.asking import Choice, Quit, done, filled, note, say, warn
+from edgepipe.cli.wizard.asking import Back, Choice, Quit, done, filled, note, say, warn
 from edgepipe.cli.wizard.links import Link, link_meaning, links_of
 from edgepipe.cli.wizard.model_choice import SKIP, choose_model, on_disk
 from edgepipe.cli.wizard.state import Setup
@@ -55,7 +55,7 @@ def machine(setup: Setup) -> None:
     settings = {"models_dir": str(setup.config.models_dir.absolute())} if setup.given.models_dir else {}
     if status is None:
         default = setup.name or setup.config.name
-        setup.name = setup.given.name or setup.asking.text("Name of this machine:", default=default, check=_name)
+        setup.name = setup.given.name or _ask_name(setup, default)
         write_settings(setup.settings_file, {"name": setup.name, **settings})
         return
     setup.name = next(member.node.name for member in status.members if member.self)
@@ -66,6 +66,15 @@ def machine(setup: Setup) -> None:
         write_settings(setup.settings_file, settings)
         changed = " and ".join(sorted(settings))
         note(f"it reads its new {changed} at its next start: edgepipe node stop, then edgepipe node start")
+
+
+def _ask_name(setup: Setup, default: str) -> str:
+    """Ask the first question, which has no step before it."""
+    while True:
+        try:
+            return setup.asking.text("Name of this machine:", default=default, check=_name)
+        except Back:
+            note("this is the first question; ^C stops the setup")
 
 
 def cluster(setup: Setup) -> None:
@@ -145,8 +154,12 @@ def model(setup: Setup) -> None:
 def service(setup: Setup) -> None:
     """Ask whether to start the node at boot; install the service."""
     say("\n6/6  At boot", style="bold")
-    from edgepipe.cli.service import install_service, read_state, run_command, service_plan
+    from edgepipe.cli.service import install_service, manager_runs, read_state, run_command, service_plan
 
+    if not manager_runs() and not setup.given.service:
+        note("this system has neither systemd nor launchd, so no service can start the node")
+        say("     after each boot: edgepipe node start --background", style="dim")
+        return
     plan = service_plan(setup.data_dir, system=False)
     if read_state(plan, run_command)["state"] == "active":
         done(f"the service runs: {plan.path}")
@@ -310,6 +323,7 @@ def _start(setup: Setup, *flags: str) -> None:
     """Start this machine's node unless it runs."""
     if _status(setup) is not None:
         return
+    say("     starting the node, about 10 s ...", style="dim")
     ready = start_in_background(setup.data_dir, flags, name=setup.name)
     setup.node_pid = ready["pid"]
     done(f"the node runs at {ready['address']}")

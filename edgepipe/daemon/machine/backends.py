@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from edgepipe.backend.loader import backend_names
 from edgepipe.errors import ConfigInvalid, FeatureMissing
 
 NONE = "none"  # the node offers gateway, chat and status, and computes nothing
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")  # also Jetson, WSL2, AMD
 _LIBRARIES = ("torch", "mlx")  # backends named after the package that they need
 
 
@@ -24,6 +26,17 @@ def choose_backend(wanted: str) -> str:
     apple = platform.system() == "Darwin" and platform.machine() == "arm64"
     order = ("mlx", "torch") if apple else ("torch", "mlx")
     return next((name for name in order if find_spec(name) is not None), NONE)
+
+
+def check_device(device: str, *, exists: Callable[[str], bool] = os.path.exists) -> None:
+    """Raise ConfigInvalid for a CUDA device on a Linux machine without a GPU driver: no stage could start there."""
+    if not device.startswith("cuda") or platform.system() != "Linux" or any(exists(path) for path in _GPU_DRIVERS):
+        return
+    raise ConfigInvalid(
+        f"this machine has no device '{device}'",
+        fact="no driver of an NVIDIA or AMD GPU is loaded here",
+        next_step="leave --device out, or install the driver; then: edgepipe doctor",
+    )
 
 
 def installed_backends(

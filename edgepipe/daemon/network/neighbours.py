@@ -26,20 +26,21 @@ class Neighbours:
 
     def found(self, announcement: Announcement) -> None:
         """Take an announcement. It may be false: TLS checks the node's identity."""
-        trusted = any(peer.node_id == announcement.node_id for peer in self._trust.outbound())
-        if trusted:
+        earlier = [key for key, other in self._others.items() if other.address == announcement.address]
+        for key in (*earlier, announcement.node_id):  # the machine came back under another key, or was let in
+            self._others.pop(key, None)
+        if self._is_trusted(announcement):
             self._dial(announcement.address, announcement.node_id)
-        if trusted and announcement.protocol_version == PROTOCOL_VERSION:
-            self._others.pop(announcement.node_id, None)
+        if self._belongs(announcement):
             return
         self._others[announcement.node_id] = announcement
-        self._others.move_to_end(announcement.node_id)
         if len(self._others) > _MOST:
             self._others.popitem(last=False)
 
     def others(self) -> Iterator[Neighbour]:
         """Yield the nodes that are no members, or that speak another version."""
-        for announcement in self._others.values():
+        strange = [other for other in self._others.values() if not self._belongs(other)]  # trust may be newer
+        for announcement in strange:
             yield Neighbour(
                 node_id=NodeId(announcement.node_id),
                 name=announcement.node_name,
@@ -50,3 +51,10 @@ class Neighbours:
                 protocol_version=announcement.protocol_version,
                 pairing_port=announcement.pairing_port,
             )
+
+    def _is_trusted(self, announcement: Announcement) -> bool:
+        return any(peer.node_id == announcement.node_id for peer in self._trust.outbound())
+
+    def _belongs(self, announcement: Announcement) -> bool:
+        """Return whether this is a member that speaks this version."""
+        return self._is_trusted(announcement) and announcement.protocol_version == PROTOCOL_VERSION

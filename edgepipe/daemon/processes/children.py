@@ -18,6 +18,7 @@ from edgepipe.config import Timeouts, child_environment
 from edgepipe.daemon.processes.hang_watch import HangWatch
 from edgepipe.errors import EdgepipeError, PairingRejected, StageLost
 from edgepipe.ids import StepId
+from edgepipe.plain_words import plain
 from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.security.mutual_tls import Peer
 from edgepipe.stage.step_mark import StepMark
@@ -270,7 +271,7 @@ class Children:
             return await self._exec(settings)
         except OSError as exc:  # no memory or no descriptors are left: that may pass
             raise StageLost(
-                f"the {settings.kind} process cannot be started", fact=exc.strerror or str(exc), stage=settings.kind
+                f"the {settings.kind} process cannot be started", fact=plain(exc), stage=settings.kind
             ) from exc
 
     async def _exec(self, settings: ChildSettings) -> asyncio.subprocess.Process:

@@ -15,19 +15,20 @@ from edgepipe.clock import Clock
 from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.daemon.serving.replanning import Known, Replanner, placed_of, seen_experts
 from edgepipe.errors import EdgepipeError
-from edgepipe.planner.drift import Departure, Seen, corrected, departures
+from edgepipe.planner.drift import Departure, Seen, corrected
 from edgepipe.planner.forecast import Ring
 from edgepipe.planner.moving import LEAST_GAIN, MoveCost, move_cost, worth_moving
 from edgepipe.planner.placement import Placed
 from edgepipe.planner.plan import Plan, describe
 from edgepipe.planner.preview import plan_text
+from edgepipe.planner.steadiness import Steadiness
 from edgepipe.units import format_duration_s
 from edgepipe.wire.engines import Advice, EngineState, ServeSpec, StagePlacement
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # between two checks of one ring's times
-_AWHILE_S = 30.0  # how long times must differ before the search runs again
+_AWHILE_S = 30.0  # between two tries to learn the cluster's speeds
 _SETTLED_S = 10.0  # after an epoch began, until times belong to that epoch
 _REST_S = 300.0  # between two moves of one model
 
@@ -41,9 +42,9 @@ class _Watched:
     usable: frozenset[str]  # nodes that were usable at the placement or at the last check
     looked_s: float = float("-inf")
     known: Known | None = None  # the cluster's speeds, corrected by the ring's times
-    off_since_s: float | None = None
+    steadiness: Steadiness = field(default_factory=Steadiness)
     task: asyncio.Task[None] | None = None  # learns the speeds, or searches
-    left: list[Departure] = field(default_factory=list[Departure])
+    left: tuple[Departure, ...] = ()
 
 
 class ReplanWatch:
@@ -107,21 +108,18 @@ class ReplanWatch:
             self._compare(pipeline_id, watched, spec, now_s)
 
     def _compare(self, pipeline_id: str, watched: _Watched, spec: ServeSpec, now_s: float) -> None:
-        """Start a search once the ring's times have differed from the plan for ``_AWHILE_S``."""
+        """Start a search once the ring's times have differed from the plan steadily."""
         placed = placed_of(spec)
         seen = _seen(self._engines.state_of(pipeline_id), placed)
         watched.known = self._with_experts(pipeline_id, watched.known)
         ring = _ring(watched.known, placed)
         if seen is None or ring is None:
             return  # an idle ring shows no times; earlier differences stay valid
-        watched.left = departures(ring.of(seen.micro_batches, seen.sequences), seen)
-        if not watched.left:
-            watched.off_since_s = None
-        elif watched.off_since_s is None:
-            watched.off_since_s = now_s
-        elif now_s - watched.off_since_s >= _AWHILE_S:
-            watched.off_since_s = None
-            self._start(pipeline_id, watched, self._search(watched, pipeline_id, spec, seen=seen))
+        planned = ring.of(seen.micro_batches, seen.sequences)
+        lasting = watched.steadiness.add(planned, seen, now_s=now_s)
+        if lasting is not None:
+            watched.left = lasting.departures
+            self._start(pipeline_id, watched, self._search(watched, pipeline_id, spec, seen=lasting.seen))
 
     def _start(self, pipeline_id: str, watched: _Watched, work: Coroutine[None, None, None]) -> None:
         watched.task = self._tasks.create_task(work, name=f"replan:{pipeline_id}")
@@ -156,7 +154,7 @@ class ReplanWatch:
                 self._engines.advise(pipeline_id, None)
                 return
             cost = self._cost(known, pipeline_id, placed, better, now)
-            why = self._why(joined, watched.left if seen is not None else [], now)
+            why = self._why(joined, watched.left if seen is not None else (), now)
             self._tell(pipeline_id, spec, found, better, gain=gain, cost=cost, why=why)
         except EdgepipeError as error:
             logger.info("not planned again model=%s: %s", spec.model, error)

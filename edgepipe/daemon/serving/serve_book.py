@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Protocol
 
 from edgepipe.clock import Clock
-from edgepipe.cluster.private_files import os_reason, read_private, write_private
+from edgepipe.cluster.private_files import read_private, write_private
 from edgepipe.cluster.trust_keeper import WRITE_AGAIN_S
 from edgepipe.daemon.changes import Changes
 from edgepipe.daemon.serving.serve_rules import MAX_BODY_BYTES, Facts, is_far_ahead, order, refusal, same_engine
 from edgepipe.errors import AccessDenied, ConfigInvalid, PlanInvalid, RemoteProtocolError
 from edgepipe.ids import PipelineId
 from edgepipe.model.further_names import allowed_names
+from edgepipe.plain_words import plain
 from edgepipe.security.certificates import KeyPair
 from edgepipe.security.trust_view import Role, TrustedPeer
 from edgepipe.telemetry.log import Once
@@ -316,7 +317,7 @@ class ServeBook:
                 self.unwritten = ""
             except OSError as exc:
                 logger.error("the records of served models were not written: %s", exc)
-                self.unwritten = os_reason(exc)
+                self.unwritten = plain(exc)
                 asyncio.get_running_loop().call_later(self._write_again_s, self._changed.set)
 
     @property

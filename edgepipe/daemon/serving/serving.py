@@ -388,7 +388,7 @@ class Serving:
     def _describe(self, spec: ServeSpec) -> str:
         """Describe a placement: ``layers 0-14 on gamer, 15-29 on mac``."""
         parts = [
-            f"{part.layers} on {self._peers.node(stage.node_id).name}{in_words(stage.ram_percent)}"
+            f"{part.layers.shown} on {self._peers.node(stage.node_id).name}{in_words(stage.ram_percent)}"
             for stage in spec.stages
             for part in stage.slices
         ]

@@ -16,7 +16,7 @@ from edgepipe.daemon.serving.capacity import cannot_keep, rooms_of, usable_devic
 from edgepipe.daemon.serving.unreached import Way, left_out
 from edgepipe.errors import ConnectTimeout, EdgepipeError
 from edgepipe.ids import NodeId
-from edgepipe.link.channels import was_refused
+from edgepipe.link.channels import is_refused
 from edgepipe.link.shut_ports import shut_port
 from edgepipe.model.config_json import config_to_json
 from edgepipe.model.facts import ModelConfig
@@ -194,7 +194,7 @@ class Surveyor:
         for node_id, answer in answers.items():
             if isinstance(answer, ProfileLinksReply):
                 missed += [(node_id, NodeId(target)) for target in answer.unreached if target in ids]
-            elif isinstance(answer, ConnectTimeout) and not was_refused(answer):
+            elif isinstance(answer, ConnectTimeout) and not is_refused(answer):
                 missed.append((self._peers.own_id, node_id))
             else:
                 gone[node_id] = answer.on_node(by_id[node_id].name)

@@ -259,9 +259,9 @@ def test_a_mistake_of_our_own_is_one_line_and_a_traceback_only_with_debug(
     [
         (
             PermissionError(errno.EACCES, "Permission denied", "/there/x"),
-            "/there/x cannot be used\n       Permission den",
+            "/there/x cannot be used\n       this user has no permission",
         ),
-        (OSError(errno.ENOSPC, "No space left on device"), "the output cannot be written\n       No space left"),
+        (OSError(errno.ENOSPC, "No space left on device"), "the output cannot be written\n       the disk is full"),
     ],
 )
 def test_what_the_system_refuses_is_no_mistake_of_ours(run: Run, error: OSError, shown: str) -> None:

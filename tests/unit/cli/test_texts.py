@@ -10,17 +10,21 @@ from pathlib import Path
 import pytest
 
 from edgepipe.cli import inviting, node
-from edgepipe.cli.doctor.findings import NetworkFacts, Ports, network_findings
-from edgepipe.cli.doctor.machine_findings import backend_finding
+from edgepipe.cli.doctor.findings import NetworkFacts, Ports, clock_finding, firewall_remedy, network_findings
+from edgepipe.cli.doctor.machine_findings import backend_finding, nft_drops
 from edgepipe.cli.doctor.node_findings import trust_findings
+from edgepipe.cli.views.report_view import TERMS
+from edgepipe.cli.views.status_view import layout_text
 from edgepipe.cli.wizard import steps
 from edgepipe.cli.wizard.asking import Choice, Defaults, Quit
 from edgepipe.cli.wizard.state import Given, Setup
 from edgepipe.cluster.discovery import Announcement
 from edgepipe.cluster.founding import TrustFolders
 from edgepipe.config import load_config
+from edgepipe.daemon.machine.backends import check_device
 from edgepipe.errors import ConfigInvalid, NoPeersFound
 from edgepipe.ids import NodeId
+from edgepipe.model.facts import LayerRange
 from edgepipe.model.store import ModelStore
 from edgepipe.telemetry.audit import AuditKind, AuditLog
 from edgepipe.wire.trust import InviteEvent, InviteJoined, InviteStart
@@ -171,8 +175,8 @@ def test_a_missing_pairing_code_is_told_with_its_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("count", "shown"),
     [
-        ("1 connection", "1 connection from an unknown machine was refused"),
-        ("3 connections", "3 connections from unknown machines were refused"),
+        ("1 connection", "1 connection ended before it said who it is"),
+        ("30 connections", "30 connections ended before they said who they are"),
     ],
 )
 def test_refused_handshakes_read_as_a_sentence(run: Run, tmp_path: Path, count: str, shown: str) -> None:
@@ -180,5 +184,63 @@ def test_refused_handshakes_read_as_a_sentence(run: Run, tmp_path: Path, count: 
     path.parent.mkdir(parents=True)
     AuditLog(path, time.time).record(AuditKind.HANDSHAKE_REFUSED, who="strangers", detail=count)
     assert run("peers", "log").out.strip().endswith(shown)
-    [finding] = trust_findings(load_config({"data_dir": tmp_path / "data"}).values, None)
-    assert finding.fact == f"the last: {shown}"
+    findings = list(trust_findings(load_config({"data_dir": tmp_path / "data"}).values, None))
+    assert [finding.fact for finding in findings] == ([f"the last: {shown}"] if count.startswith("30") else [])
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"), [("10.0.0.2:7117", "http://10.0.0.2:8117/v1"), ("[fd00::5]:7117", "http://[fd00::5]:8117/v1")]
+)
+def test_a_node_that_listens_everywhere_names_an_address_that_others_reach(
+    capsys: pytest.CaptureFixture[str], address: str, shown: str
+) -> None:
+    ready = {"name": "a", "cluster": "home", "address": address, "http_host": "0.0.0.0", "http_port": 8117}
+    node._show_ready({**ready, "key_file": "", "key_on_loopback": False})  # pyright: ignore[reportPrivateUsage]
+    assert f"  API     {shown}\n" in capsys.readouterr().out
+
+
+def test_clocks_that_differ_by_days_are_told_in_days() -> None:
+    assert clock_finding("studio", skew_ms=864e6).fact.startswith("by 10 d 0 h; ")
+
+
+@pytest.mark.parametrize(
+    ("rules", "drops"),
+    [
+        ("", False),
+        ("table inet f {\n\tchain input {\n\t\ttype filter hook input priority 0; policy drop;\n\t}\n}", True),
+        ("table inet f {\n\tchain in {\n\t\ttype filter hook input priority 0; policy accept;\n\t}\n}", False),
+        (
+            "table ip f {\n chain in {\n  type filter hook input priority 0; policy accept;\n"
+            "  tcp dport 7117-7133 reject\n }\n}",
+            True,
+        ),
+        (
+            "table ip f {\n chain in {\n  type filter hook input priority 0; policy accept;\n  ct state invalid drop\n"
+            " }\n chain fwd {\n  type filter hook forward priority 0; policy drop;\n }\n}",
+            False,
+        ),
+    ],
+)
+def test_rules_of_nftables_that_drop_what_comes_in_are_a_firewall(rules: str, drops: bool) -> None:
+    assert nft_drops(rules) is drops
+    assert "tcp dport 7117-7133 accept" in firewall_remedy("nftables", "10.0.0.2", Ports(node=7117, http=8117))
+
+
+def test_a_cuda_device_without_a_driver_is_refused_before_the_node_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    with pytest.raises(ConfigInvalid, match="no device 'cuda:0'"):
+        check_device("cuda:0", exists=lambda path: False)
+    check_device("cuda:0", exists=lambda path: path == "/dev/nvidia0")
+    check_device("cpu", exists=lambda path: False)
+
+
+def test_every_abbreviation_of_a_report_is_explained_under_its_table() -> None:
+    explained = " ".join(TERMS)
+    for term in ("TTFT", "ITL", "TPOT", "bubble", "busy", "M:", "p95", "prefix hits"):
+        assert term in explained
+
+
+def test_a_single_layer_is_one_number() -> None:
+    assert LayerRange(29, 30).shown == "29"
+    assert LayerRange(0, 29).shown == "0-28"
+    assert layout_text("a:0-28,b:29-29") == "layers 0-28 on a, 29 on b"

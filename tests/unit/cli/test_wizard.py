@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from edgepipe_emulated import emulated_model_config
@@ -14,7 +15,7 @@ from edgepipe_emulated import emulated_model_config
 from edgepipe.cli import models
 from edgepipe.cli.settings_file import write_settings
 from edgepipe.cli.wizard import model_choice, run, steps
-from edgepipe.cli.wizard.asking import Choice, Defaults
+from edgepipe.cli.wizard.asking import Back, Choice, Defaults
 from edgepipe.cli.wizard.fits import HEADING, Fit, best_fit, fitting_models
 from edgepipe.cli.wizard.links import Link, link_meaning, links_of
 from edgepipe.cli.wizard.state import Given, Setup
@@ -171,6 +172,62 @@ def test_long_choices_are_broken_between_words(columns: int) -> None:
     assert " ".join([first, *rest]).split()[1:] == ["3.4", "GB", "workstation", "~120", "tok/s", "begun"]
     assert all(line.startswith("     ") for line in rest if line.strip())
     assert bool("".join(rest).strip()) == (columns < 120)
+
+
+class _Typed(Defaults):
+    """Types ``<`` a number of times before it takes the default."""
+
+    def __init__(self, times: int) -> None:
+        self.left, self.asked = times, 0
+
+    def text(
+        self, question: str, *, default: str = "", check: Callable[[str], str] = lambda _: "", flags: str = ""
+    ) -> str:
+        """Go back, then take the default."""
+        self.asked += 1
+        if self.left:
+            self.left -= 1
+            raise Back
+        return default
+
+
+def test_going_back_from_the_first_question_shows_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(steps, "_status", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    typed = _Typed(2)
+    steps.machine(replace(make_setup(tmp_path), asking=typed))
+    shown = capsys.readouterr().out
+    assert typed.asked == 3
+    assert shown.count("This machine") == 1
+    assert shown.count("this is the first question; ^C stops the setup") == 2
+
+
+def test_no_service_is_offered_where_nothing_could_start_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("edgepipe.cli.service.manager_runs", lambda: False)
+    asked: list[str] = []
+    setup = make_setup(tmp_path)
+    monkeypatch.setattr(setup.asking, "confirm", lambda question, default: asked.append(question))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    steps.service(setup)
+    assert asked == []
+    assert "edgepipe node start --background" in capsys.readouterr().out
+
+
+def test_the_start_of_the_node_says_how_long_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+
+    def start(data_dir: Path, flags: tuple[str, ...], *, name: str) -> dict[str, Any]:
+        shown.append(capsys.readouterr().out)
+        return {"pid": 1, "address": "10.0.0.1:7117"}
+
+    monkeypatch.setattr(steps, "_status", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(steps, "start_in_background", start)
+    steps.cluster(make_setup(tmp_path, Given(cluster="den")))
+    assert "starting the node, about 10 s" in shown[0]
 
 
 def test_a_failed_download_does_not_end_the_setup(

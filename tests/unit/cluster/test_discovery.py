@@ -155,7 +155,7 @@ async def test_a_node_that_starts_before_its_network_is_found_later(multicast: M
     multicast.away = True
     discovery = Discovery(OWN, lambda _: None)
     await discovery.start()
-    assert "No such device" in discovery.problem
+    assert "no such device" in discovery.problem
     running = asyncio.ensure_future(discovery.run(renew_s=60, again_s=0.01))
     await asyncio.sleep(0.05)
     assert discovery.problem

@@ -14,6 +14,7 @@ import pytest
 from edgepipe.config import Timeouts
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.errors import StageLost
+from edgepipe.plain_words import plain
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.children import Introduced, IntroducedPeers
 from tests.support.stage_settings import STAGE_SETTINGS
@@ -79,5 +80,5 @@ async def test_a_process_that_the_system_cannot_start_is_a_failure_of_that_proce
     async with asyncio.TaskGroup() as tasks:
         with pytest.raises(StageLost, match="cannot be started") as caught:
             await children.start(STAGE_SETTINGS, tasks)
-    assert caught.value.fact == os.strerror(number)
+    assert caught.value.fact == plain(OSError(number, ""))
     assert children.running() == []

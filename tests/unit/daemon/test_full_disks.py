@@ -30,7 +30,7 @@ def refusing(number: int) -> Any:
     return refuse
 
 
-@pytest.mark.parametrize(("number", "reason"), [(errno.ENOSPC, "No space"), (errno.EROFS, "Read-only")])
+@pytest.mark.parametrize(("number", "reason"), [(errno.ENOSPC, "disk is full"), (errno.EROFS, "read-only")])
 def test_a_start_on_such_a_disk_is_refused_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
 ) -> None:

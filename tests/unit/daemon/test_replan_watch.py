@@ -214,6 +214,15 @@ async def test_a_node_that_is_drained_is_never_advised() -> None:
         assert world.advice is None or "a:" not in world.advice.plan
 
 
+async def test_times_that_waver_while_other_programs_run_get_no_advice() -> None:
+    async with World(15, 13) as world:
+        for round_ in range(60):
+            world.slower = (2.0, 70.0, 5.0, 33.0)[round_ % 4]
+            await world.after(5)
+        assert world.advice is None
+        assert world.searches == 0
+
+
 async def test_a_short_disturbance_is_nobodys_business() -> None:
     async with World(15, 13) as world:
         for _ in range(6):

@@ -29,7 +29,7 @@ from edgepipe.errors import (
     PeerClosed,
     SendTimeout,
 )
-from edgepipe.link.channels import MAX_MESSAGE_BYTES, MAX_STREAMS, make_channel
+from edgepipe.link.channels import MAX_MESSAGE_BYTES, MAX_STREAMS, is_refused, make_channel
 from edgepipe.security.access import Kind, allowed
 from edgepipe.security.certificates import Certificate, KeyPair, make_key_pair
 from edgepipe.security.mutual_tls import MAX_CALLS_PER_CALLER, Credentials, MutualTls, who_answers
@@ -451,7 +451,8 @@ async def test_an_address_tells_whose_it_is_and_only_members_are_dialled() -> No
 async def test_an_address_of_nobody_or_of_another_program() -> None:
     with pytest.raises(ConnectTimeout) as nobody:
         await who_answers(f"127.0.0.1:{free_port('127.0.0.1')}", timeout_s=5)
-    assert "refused" in nobody.value.fact
+    assert nobody.value.fact == "no program listens there"
+    assert is_refused(nobody.value)
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 mail\r\n")

@@ -247,7 +247,7 @@ def test_the_demo_comes_out_of_a_wheel(store: ModelStore, tmp_path: Path, monkey
     assert store.resolve("demo").config.num_layers == 3
 
 
-def test_the_demo_without_network_says_what_pip_said(store: ModelStore, tmp_path: Path) -> None:
+def test_the_demo_without_network_says_so(store: ModelStore, tmp_path: Path) -> None:
     """A stand-in for the interpreter, so that the test needs neither pip nor a network."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'Progress 5 of 10'\necho 'ERROR: No matching distribution found'\nexit 1\n")
@@ -255,7 +255,7 @@ def test_the_demo_without_network_says_what_pip_said(store: ModelStore, tmp_path
     told: list[PullProgress] = []
     with pytest.raises(ModelDownloadFailed) as caught:
         demo.fetch_demo(tmp_path, told.append, python=str(python))
-    assert "No matching distribution" in caught.value.fact
+    assert caught.value.fact.startswith("no internet")
     assert len(caught.value.lines()) == 3
     assert (told[-1].done_bytes, told[-1].total_bytes) == (5, 10)
     assert [path for path in tmp_path.iterdir() if path.name.startswith("wheel-")] == []
