@@ -51,14 +51,18 @@ def _change(file: Path, changes: Mapping[str, str | int | float | bool | list[st
 
 @contextmanager
 def _locked(folder: Path) -> Generator[None]:
-    """Lock a folder for one command. Raises OSError. The lock is on the folder itself: nothing to clean up."""
+    """Lock a folder itself for one command, so that nothing is left to clean up. Raises OSError, ConfigInvalid."""
     descriptor, taken = os.open(folder, os.O_RDONLY), Future[None]()
     Thread(target=_take, args=(descriptor, taken), daemon=True).start()
     try:
         taken.result(_LOCK_S)
     except TimeoutError as exc:
         if taken.cancel():  # the thread closes the descriptor when it has the lock
-            raise TimeoutError(f"another edgepipe command has been changing it for {_LOCK_S:.0f} s") from exc
+            raise ConfigInvalid(
+                f"the settings in {folder} cannot be changed",
+                fact=f"another edgepipe command has been changing them for {_LOCK_S:.0f} s",
+                next_step="end that command, then type this one again",
+            ) from exc
         taken.result()  # the lock came in this moment
     try:
         yield

@@ -144,7 +144,7 @@ async def test_a_request_whose_steps_fail_also_alone_is_refused_with_the_stage_n
         guilty = await gateway.ended("guilty")
         assert isinstance(guilty.error, StepFailed)
         assert guilty.error.stage == "stage 1"
-        assert "fell off the bus" in guilty.error.fact
+        assert "edgepipe logs" in guilty.error.fact
         assert guilty.ids == oracle_tokens(PROMPT, len(guilty.ids))
         assert (await gateway.ended("short")).ids == oracle_tokens(PROMPT[:3], 12)
         gateway.send(submission("c", PROMPT, 3))

@@ -158,7 +158,7 @@ async def test_a_backend_that_breaks_ends_the_epoch_not_the_process(at: int) -> 
             error = await fault_of(driver)
             assert isinstance(error, StepFailed)
             assert (error.stage, error.node) == (f"stage {at}", f"node{at}")
-            assert "perch" in error.fact
+            assert "edgepipe logs" in error.fact
         backends[at].breaks_at = None
         await assert_serves(local, 2)
 

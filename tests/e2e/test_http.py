@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import stat
 from collections.abc import AsyncIterator
@@ -39,7 +40,7 @@ async def _status_of(url: str, key: str = "") -> int:
 
 
 def _lan_address() -> str:
-    found = [one.address for one in interfaces() if not one.address.startswith("127.")]
+    found = [one.address for one in interfaces() if not ipaddress.ip_address(one.address).is_loopback]
     if not found:
         pytest.skip("this machine has no address but loopback")
     return found[0]

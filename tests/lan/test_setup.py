@@ -116,7 +116,7 @@ def test_two_machines_become_a_cluster(lan: LanLab) -> None:
             terminal.send("\r")
             terminal.until("of a 32B model")
             terminal.until("Which model?")
-            terminal.until("Qwen/Qwen3-8B")
+            terminal.until("qwen3.6-27b")
             take_choice(terminal.until("go back"), "no model now", terminal)
             if manager_runs():
                 terminal.until("Start edgepipe at boot?")

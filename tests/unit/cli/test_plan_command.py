@@ -183,7 +183,7 @@ def test_rebalance_may_stand_alone(run: Run, flags: tuple[str, ...], code: int) 
 def test_a_name_without_a_type_is_planned_in_q4_k_m(run: Run) -> None:
     told = json.loads(run("plan", "qwen3.6", "--emulate", "rtx4090", "--json").out)
     assert told["model"] == "qwen3.6-35b-a3b:q4_k_m"
-    assert "qwen3.8-27b:q4_k_m · 1 slice" in run("plan", "Qwen3.8 27B", "--emulate", "rtx4090").out
+    assert "qwen3.8-27b:q4_k_m · whole on one machine" in run("plan", "Qwen3.8 27B", "--emulate", "rtx4090").out
     wide = run("plan", "Qwen/Qwen3.6-35B-A3B", "--emulate", "rtx4090")
     assert (wide.code, "qwen3.6-35b-a3b:bf16 does not fit: needs 69." in wide.out) == (6, True)
 

@@ -400,7 +400,7 @@ async def test_r8_a_disk_that_cannot_be_written_is_said(here: Models, monkeypatc
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(ModelDownloadFailed, match="could not be written") as caught:
         await here.adopt("tiny")
-    assert "Read-only" in caught.value.fact
+    assert "read-only" in caught.value.fact
 
 
 async def test_copies_at_impossible_paces_do_not_hold_up_the_others(here: Models) -> None:

@@ -67,7 +67,7 @@ async def test_defaults_change_nothing(served: Served) -> None:
     ],
 )
 async def test_the_least_likely_tokens_are_not_drawn_where_nobody_says_how(
-    served: Served, fields: dict[str, float], temperature: float, min_p: float
+    served: Served, fields: dict[str, Any], temperature: float, min_p: float
 ) -> None:
     for ask in (served.chat, served.complete):
         await ask(**fields)

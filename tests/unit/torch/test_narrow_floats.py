@@ -39,5 +39,6 @@ def test_float32_biases_leave_weights_in_two_bytes(tmp_path: Path) -> None:
     )
     assert "model.layers.0.self_attn.q_proj.bias" in {info.name for info in source.weights(loaded.part)}
     assert all(isinstance(layer.qkv, HalfLinear) for layer in loaded.layers)
-    assert isinstance(loaded.embedding, torch.Tensor)
-    assert loaded.embedding.dtype == torch.float16
+    embedding = loaded.embedding
+    assert isinstance(embedding, torch.Tensor)
+    assert embedding.dtype == torch.float16
