@@ -9,7 +9,7 @@ weight                                          here                            
 4, 5, 6 or 8 bits, groups of 32 and more        affine, its bits, groups up to 128    the file's
 IQ4 in groups of 32 and more                    affine 8: its levels are integers     the file's
 MXFP4, MXFP8, NVFP4                             mxfp4, mxfp8, nvfp4                   the file's
-groups of 16 (Q6_K), NF4, FP8                   affine 8, groups of 32                rounded to 255 steps a group
+groups of 16 (Q6_K), NF4, FP8                   affine 8, groups of 32                rounded, 255 steps at most
 inputs that are no multiple of 32               floats of the compute dtype           as floats are
 ==============================================  ====================================  ==========================
 
@@ -189,19 +189,58 @@ def _words(part: Packed, form: MlxForm) -> Words:
 
 
 def _requantised(part: Packed, form: MlxForm, *, narrow: bool) -> tuple[Words, Floats, Floats]:
-    """Round the values to evenly spaced levels from the group's smallest value, or zero, to its largest.
+    """Round the values of each group to evenly spaced levels: over its range, or in parts of a step of its own.
+
+    Steps of its own keep one of the two groups of 16 (Q6_K) exactly. Each group takes what loses less.
 
     Narrow scales and biases are rounded before the values, outwards, so that no value lies beyond the levels.
     """
     values = replace(part, order=None).float32().reshape(part.shape[0], -1, form.group)
+    ways = [_over_range(values, form, narrow=narrow)]
+    if not part.form.codebook and part.offset is None and form.group % part.form.group == 0:
+        own = np.abs(part.scale.float32()).reshape(*values.shape[:2], -1).max(axis=2)
+        ways.append(_in_own_steps(values, own, form, narrow=narrow))
+    codes, scale, bias, lost = ways[0]
+    for other in ways[1:]:
+        better = other[3] < lost
+        codes = np.where(better[:, :, None], other[0], codes)
+        scale, bias = np.where(better, other[1], scale), np.where(better, other[2], bias)
+    return pack_bits(codes.reshape(part.shape), form.bits), scale, bias
+
+
+_Levels = tuple[Codes, Floats, Floats, Floats]
+"""Codes [R, G, group], scales and biases [R, G], and the squared errors [R, G]."""
+
+
+def _over_range(values: Floats, form: MlxForm, *, narrow: bool) -> _Levels:
+    """Space levels from the group's smallest value, or zero, to its largest."""
     bias = np.minimum(values.min(axis=2), np.float32(0))
     bias = _outwards(bias) if narrow else bias
     scale = np.maximum(values.max(axis=2) - bias, np.float32(0)) / np.float32((1 << form.bits) - 1)
+    return _levels(values, _outwards(scale) if narrow else scale, bias, form)
+
+
+def _in_own_steps(values: Floats, own: Floats, form: MlxForm, *, narrow: bool) -> _Levels:
+    """Space levels by a whole part of ``own`` [R, G], the largest step of the group's values, with zero on a level."""
+    own = np.where(own > 0, own, np.float32(1))
+    below = np.floor(np.minimum(values.min(axis=2), np.float32(0)) / own)
+    above = np.ceil(np.maximum(values.max(axis=2), np.float32(0)) / own)
+    parts = np.maximum(np.floor(((1 << form.bits) - 1) / np.maximum(above - below, 1)), 1).astype(np.float32)
+    scale = own / parts
     scale = _outwards(scale) if narrow else scale
-    steps = np.where(scale > 0, scale, np.float32(1))
-    levels = np.rint((values - bias[:, :, None]) / steps[:, :, None])
-    codes = np.clip(levels, 0, (1 << form.bits) - 1).astype(np.uint8)
-    return pack_bits(codes.reshape(part.shape), form.bits), scale, bias
+    bias = scale * parts * below
+    return _levels(values, scale, _outwards(bias) if narrow else bias, form)
+
+
+def _levels(values: Floats, scale: Floats, bias: Floats, form: MlxForm) -> _Levels:
+    levels = values - bias[:, :, None]
+    levels /= np.where(scale > 0, scale, np.float32(1))[:, :, None]
+    np.clip(np.rint(levels, out=levels), 0, (1 << form.bits) - 1, out=levels)
+    codes = levels.astype(np.uint8)
+    levels *= scale[:, :, None]
+    levels += bias[:, :, None]
+    levels -= values
+    return codes, scale, bias, np.einsum("rgi,rgi->rg", levels, levels)
 
 
 def _outwards(values: Floats) -> Floats:

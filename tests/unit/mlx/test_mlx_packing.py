@@ -60,6 +60,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "Q5_0": (0, 0),
     "Q5_1": (0, 0),
     "Q5_K": (0, 2**-9),
+    "Q3_K": (0.0055, 0.0055),  # half a third of the largest step: parts of it keep one group of 16 exactly
+    "Q6_K": (0.0055, 0.0055),
     "Q8_0": (0, 0),
     "IQ4_NL": (0, 0),
     "IQ4_XS": (0, 2**-11),
@@ -124,6 +126,19 @@ def _by_hand(kind: PackedForm, shape: tuple[int, int], rng: np.random.Generator)
         zero={"zero": middle, "zeros": zeros}.get(kind.offset),
         order=rng.permutation(shape[1]).astype(np.int32) if kind.ordered else None,
     )
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_groups_of_16_lose_less_than_evenly_spaced_levels_would(narrow: bool) -> None:
+    packed = made("Q6_K", (64, 2048))
+    wanted = mlx_form(packed.form, 2048)
+    assert wanted is not None
+    weight = PackedMatrix(lay_out(packed, wanted, narrow=narrow), dtype=mx.float32, in_float32=True)
+    values, exact = np.array(weight.rows(mx.arange(64))), packed.float32()
+    groups = exact.reshape(64, -1, 32)
+    step = (groups.max(axis=2) - groups.min(axis=2)) / 255
+    evenly = np.sqrt((step**2 / 12).mean())  # errors of rounding to evenly spaced levels
+    assert np.sqrt(np.square(values - exact).mean()) <= 0.85 * evenly
 
 
 @pytest.fixture(autouse=True)
