@@ -32,6 +32,7 @@ from figures import Row, at_least, at_most, below, print_rows
 from one_users_worst import worst
 from time_to_heal import healed
 
+from edgepipe.cluster.absence import missed
 from edgepipe.errors import EdgepipeError
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.chaos.cluster import ChaosCluster, chaos_cluster
@@ -174,7 +175,7 @@ async def silent(times: int, rows: list[Row]) -> None:
             for _ in range(times):
                 await cluster.until_ready()
                 lab.cut("c")
-                seen.append(await until(cluster.first, lambda status: bool(status.absent), limit_s=10.0))
+                seen.append(await until(cluster.first, lambda status: bool(missed(status.absent)), limit_s=10.0))
                 lab.heal("c")
             rows.append(below("seen, silent node, p99", percentile(seen, 0.99), "s", 2.5))
 
@@ -218,7 +219,7 @@ async def _deaths(nodes: Sequence[Node], seconds: float) -> int:
     while time.monotonic() < until_s:
         for node in nodes:
             with contextlib.suppress(TimeoutError):
-                now = {one.name for one in (await node.status()).absent}
+                now = {one.name for one in missed((await node.status()).absent)}
                 deaths += len(now - missed[node.node_id])
                 missed[node.node_id] = now
         await asyncio.sleep(0.25)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from edgepipe.cluster.absence import missed
 from tests.support.chaos.cluster import chaos_cluster
 from tests.support.chaos.run import ChaosRun
 from tests.support.fault_streams import PROMPT, Stream
@@ -95,7 +96,7 @@ async def test_two_sides_of_a_partition_serve_and_one_engine_is_left_when_they_m
             asking.create_task(keep_asking(name), name=f"asks:{name}")
             await serves(name)
         lab.cut(engine_node)
-        await cluster.running[far].until(lambda status: bool(status.absent))
+        await cluster.running[far].until(lambda status: bool(missed(status.absent)))
         for name in served:
             await serves(name)
         statuses = [await cluster.running[name].status() for name in served]

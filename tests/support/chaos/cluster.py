@@ -16,6 +16,7 @@ import psutil
 from edgepipe_emulated import emulated_model_config  # pyright: ignore[reportMissingTypeStubs] - typed, but no room
 from edgepipe_emulated.faults import BROKEN, FULL  # pyright: ignore[reportMissingTypeStubs]
 
+from edgepipe.cluster.absence import missed
 from edgepipe.model.emulated_folder import write_model_folder
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.store import ModelStore
@@ -119,7 +120,11 @@ class ChaosCluster:
 
         def ready(status: ClusterStatus) -> bool:
             alive = sum(member.state == "alive" for member in status.members)
-            return alive == wanted and not status.absent and [engine.state for engine in status.engines] == ["ready"]
+            return (
+                alive == wanted
+                and not missed(status.absent)
+                and [engine.state for engine in status.engines] == ["ready"]
+            )
 
         return await self.first.until(ready, timeout_s=WHOLE_S)
 
