@@ -203,7 +203,11 @@ class GrammarTokenizer:
         self.library: LLTokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=list(end_ids))
         self.num_words = -(-len(tokens) // 32)
         self.tokens = vocabulary.tokens
-        self.number_bounds = NumberBounds(tokens)
+
+    @cached_property
+    def number_bounds(self) -> NumberBounds:
+        """Tokens that continue numbers. Made by the first grammar with JSON, in 0.06 s for 150,000 tokens."""
+        return NumberBounds(self.tokens)
 
     @cached_property
     def quoted(self) -> QuotedTokens:
@@ -225,7 +229,7 @@ class BuiltGrammar:
         self.spent = False  # a state has failed: build the text again for further sequences
         self._matcher = _matcher(tokenizer.library, spec)
         self.tokenizer = tokenizer
-        self.has_json = _JSON in spec.text
+        self.number_bounds = tokenizer.number_bounds if _JSON in spec.text else None
         self._parts = _split(spec)
 
     def state(self, tokens: Sequence[int] = ()) -> GrammarState:
@@ -271,7 +275,7 @@ class GrammarState:
                 meter.take(token)
         self._matcher.consume_token(token)
         self._check()
-        if self._built.has_json:
+        if self._built.number_bounds is not None:
             self._tail = (self._tail + self._built.tokenizer.tokens[token])[-TAIL_BYTES:]
 
     def mask(self) -> Bitmask:
@@ -279,9 +283,8 @@ class GrammarState:
         if self._mask is None:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
             self._check()
-            tokenizer = self._built.tokenizer
-            numbers = tokenizer.number_bounds
-            self._mask = self._bound(numbers.bounded(bits[: tokenizer.num_words], self._tail))
+            mask, numbers = bits[: self._built.tokenizer.num_words], self._built.number_bounds
+            self._mask = self._bound(mask if numbers is None else numbers.bounded(mask, self._tail))
         return self._mask
 
     def _bound(self, mask: Bitmask) -> Bitmask:
