@@ -108,6 +108,7 @@ _CALLS: dict[str, str] = {
     "UNAUTHENTICATED": "it does not admit this machine",
     "RESOURCE_EXHAUSTED": "it has too much to do, or the message is too large",
 }
+_ENDED_FIRST = "the call had ended before its message was written, and why was not told"
 _FAILED_THERE = "the process there failed; 'edgepipe logs' on that machine says more"
 
 # Exceptions by the name of their class; a bare Exception comes from the library 'tokenizers'.
@@ -166,6 +167,8 @@ def plain_call(status: str, details: str) -> str:
     """Say what a failed gRPC call means, from its status (``UNAVAILABLE``) and its details."""
     if status == "UNAVAILABLE":
         return _first(_CONNECTION, details) or _CUT
+    if status == "INTERNAL" and details == "Internal error from Core":  # of gRPC in this process, not of the far side
+        return _ENDED_FIRST
     return _CALLS.get(status, _FAILED_THERE)
 
 

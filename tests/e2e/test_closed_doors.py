@@ -35,7 +35,7 @@ async def call(address: str, credentials: Credentials, method: str) -> None:
                         pass
         except LinkError as exc:
             # A call that is refused before its request is written tells gRPC's failure to write, not the refusal.
-            if attempt == 2 or "Internal error from Core" not in exc.fact:
+            if attempt == 2 or "had ended before its message" not in exc.fact:
                 raise
         else:
             return

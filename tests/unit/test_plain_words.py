@@ -175,6 +175,7 @@ _CALLS = {
     ("UNAVAILABLE", "FD Shutdown"): "the other side closed the connection",
     ("DEADLINE_EXCEEDED", "Deadline Exceeded"): "no answer came in time",
     ("UNKNOWN", "Unexpected <class 'KeyError'>: 'x'"): "the process there failed",
+    ("INTERNAL", "Internal error from Core"): "the call had ended before its message was written",
     ("INTERNAL", "Received RST_STREAM with error code 2"): "the process there failed",
     ("UNIMPLEMENTED", "Method not found!"): "another version of edgepipe",
     ("RESOURCE_EXHAUSTED", "CLIENT: Received message larger than max (5 vs. 4)"): "too large",

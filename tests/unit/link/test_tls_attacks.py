@@ -138,7 +138,7 @@ async def test_a_call_whose_deadline_has_passed_is_not_run() -> None:
 
         process.echo.service = busy  # type: ignore[method-assign]
         with pytest.raises(SendTimeout):
-            await process.say(member, "Node/Heartbeat", timeout=late_s)
+            await process.say(member, "Node/Heartbeat", data=b"", timeout=late_s)
         process.echo.service = find_handler  # type: ignore[method-assign]
         assert await process.say(member, "Node/Heartbeat") == b"x"
         assert process.echo.calls == ["Node/Heartbeat"]
