@@ -105,7 +105,7 @@ def load_assets(path: Path) -> ModelAssets:
     return ModelAssets(
         model.tokenizer(),
         model.template(),
-        LongTextEncoder(path),
+        LongTextEncoder(model.tokenizer_path),
         sampling=model.card.sampling,
         traits=model_traits(path, model.card.template),
     )

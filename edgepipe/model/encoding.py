@@ -15,10 +15,10 @@ _ANSWER_BYTES = 8 << 10  # overhead around the ids, or an error
 
 
 class LongTextEncoder:
-    """Encodes with one model's tokenizer. The first text starts the child, which stays."""
+    """Encodes with the tokenizer of a ``tokenizer.json``. The first text starts the child, which stays."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, tokenizer_path: Path) -> None:
+        self._path = tokenizer_path
         self._child = WarmChild("edgepipe.model.encoding_child", start_s=_START_S)
 
     async def encode(self, text: str, *, add_special: bool, at_most: int, owner: str = "") -> tuple[int, list[int]]:
@@ -27,7 +27,7 @@ class LongTextEncoder:
         Texts of several owners are encoded in turns. Raises QueueFull if too many of the owner's texts wait,
         CapacityError if the machine lacks time or memory, and ModelInvalid.
         """
-        asked = json.dumps({"folder": str(self._folder), "add_special": add_special, "at_most": at_most}).encode()
+        asked = json.dumps({"tokenizer": str(self._path), "add_special": add_special, "at_most": at_most}).encode()
         most_bytes = _ANSWER_BYTES + HEAD.size * at_most
         try:
             answer = await self._child.ask(

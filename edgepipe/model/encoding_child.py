@@ -1,7 +1,7 @@
 """The child process that encodes long texts: ``python -m edgepipe.model.encoding_child``.
 
 The tokenizers library holds the interpreter's lock for 50 ms and more to return a million tokens, also in a thread. A
-request (``edgepipe.model.frames``) is a line of JSON, ``{"folder", "add_special", "at_most"}``, followed by the text.
+request (``edgepipe.model.frames``) is a line of JSON, ``{"tokenizer", "add_special", "at_most"}``, followed by the text.
 The answer is ``+``, the number of tokens and their ``pack_ids`` (empty if there are more than ``at_most``), or ``-``
 and an error.
 """
@@ -14,16 +14,14 @@ from pathlib import Path
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.model.frames import HEAD, answer_frames, pack_ids
-from edgepipe.model.store import StoredModel
 from edgepipe.model.tokenizer import Tokenizer
 
 _MAX_ERROR_BYTES = 1000
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(folder: str) -> Tokenizer:
-    path = Path(folder)
-    return StoredModel(path.name, path).tokenizer()
+def _tokenizer(path: str) -> Tokenizer:
+    return Tokenizer.from_file(Path(path))
 
 
 def answer(question: bytes) -> bytes:
@@ -31,7 +29,7 @@ def answer(question: bytes) -> bytes:
     head, _, text = question.partition(b"\n")
     asked = json.loads(head)
     try:
-        ids = _tokenizer(asked["folder"]).encode(text.decode(), add_special=asked["add_special"])
+        ids = _tokenizer(asked["tokenizer"]).encode(text.decode(), add_special=asked["add_special"])
     except EdgepipeError as exc:
         return b"-" + " ".join(exc.lines()).encode(errors="replace")[:_MAX_ERROR_BYTES]
     sent = ids if len(ids) <= asked["at_most"] else []

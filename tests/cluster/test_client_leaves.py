@@ -56,7 +56,7 @@ async def door(lab: EngineLab) -> AsyncGenerator[httpx.AsyncClient]:
 
 def _load(path: Path) -> ModelAssets:
     tokenizer = Tokenizer(byte_level_tokenizer(CONFIG.vocab_size))
-    return ModelAssets(tokenizer, TemplateRenderer(ChatTemplate(sources={})), LongTextEncoder(path))
+    return ModelAssets(tokenizer, TemplateRenderer(ChatTemplate(sources={})), LongTextEncoder(path / "tokenizer.json"))
 
 
 @asynccontextmanager

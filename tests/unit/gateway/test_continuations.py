@@ -32,7 +32,7 @@ def sentence_piece_assets(path: Path) -> ModelAssets:
         "tokenizer.ggml.bos_token_id": BOS,
     }
     renderer = TemplateRenderer(ChatTemplate(sources={"default": TEMPLATE}))
-    return ModelAssets(Tokenizer.from_gguf(metadata), renderer, LongTextEncoder(path))
+    return ModelAssets(Tokenizer.from_gguf(metadata), renderer, LongTextEncoder(path / "tokenizer.json"))
 
 
 @pytest_asyncio.fixture

@@ -158,7 +158,7 @@ async def test_an_answer_beyond_its_bound_ends_the_child_unread() -> None:
 
 async def test_long_texts_have_the_same_tokens_in_another_process(demo_model: StoredModel) -> None:
     text = "The quick brown fox, größer als 東京. " * 50
-    encoder = LongTextEncoder(demo_model.path)
+    encoder = LongTextEncoder(demo_model.tokenizer_path)
     try:
         ids = demo_model.tokenizer().encode(text, add_special=False)
         assert await encoder.encode(text, add_special=False, at_most=len(ids)) == (len(ids), ids)
@@ -168,7 +168,7 @@ async def test_long_texts_have_the_same_tokens_in_another_process(demo_model: St
 
 
 async def test_a_tokenizer_that_cannot_be_read_is_told(tmp_path: Path) -> None:
-    encoder = LongTextEncoder(tmp_path)
+    encoder = LongTextEncoder(tmp_path / "tokenizer.json")
     try:
         with pytest.raises(ModelInvalid):
             await encoder.encode("x", add_special=False, at_most=9)
