@@ -33,9 +33,9 @@ from edgepipe.backend.types import (
 )
 from edgepipe.ids import PipelineId, SequenceId, StepId
 from edgepipe.link.channels import bind, make_channel, make_server
-from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.sampling import SamplingParams
 from edgepipe.security.mutual_tls import Credentials, Plaintext
+from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.stage.stage import Stage
 from edgepipe.system import SystemClock
 from edgepipe.wire.common import Hello

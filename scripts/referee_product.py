@@ -10,7 +10,7 @@ from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.weights import open_weights
+from edgepipe.weights.weights import open_weights
 from tests.support.numerics_harness import Logits, Pipeline
 
 SIDES: dict[str, tuple[Callable[[BackendOptions], Backend], ...]] = {

@@ -20,9 +20,9 @@ from local_nodes import Node, complete, running_nodes
 from transformers import PretrainedConfig
 
 from edgepipe.backend.types import BackendOptions
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.store import ModelStore
-from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.store.store import ModelStore
+from edgepipe.text.tokenizer import Tokenizer
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.chaos.cluster import ChaosCluster, chaos_cluster

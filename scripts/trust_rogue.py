@@ -17,8 +17,8 @@ from edgepipe_emulated import emulated_model_config
 from figures import Row, below
 
 from edgepipe.cli.admin import connect
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
 from tests.support.nodes import Node, Nodes, idle
 from tests.support.rogue.attacks import ATTACKS, MODEL
 from tests.support.rogue.process import Watch, start_rogue

@@ -15,7 +15,7 @@ import time
 from edgepipe_emulated import emulated_model_config
 from figures import Row, print_rows
 
-from edgepipe.model.facts import ModelConfig
+from edgepipe.spec.facts import ModelConfig
 from tests.support.engine_lab import CONFIG
 from tests.support.engine_load import run_load
 

@@ -10,13 +10,13 @@ import pytest
 from edgepipe_emulated import oracle
 from llguidance import LLParserLimits
 
+from edgepipe.children.forked_job import JobCost
 from edgepipe.errors import StepFailed
-from edgepipe.model.emulated_folder import EOS_TOKEN_ID
-from edgepipe.model.forked_job import JobCost
 from edgepipe.sampling import GrammarSpec, SamplingParams, grammar
 from edgepipe.sampling.grammar import check_grammar, json_grammar, regex_grammar
 from edgepipe.sampling.grammar_trial import GrammarTooHard
 from edgepipe.stage.grammar_trial import StageTrial
+from edgepipe.weights.emulated_folder import EOS_TOKEN_ID
 from tests.support.costly_schemas import multiples_in_a_range
 from tests.support.engine_lab import CONFIG, FakeGateway, break_stage, engine_lab, submission
 

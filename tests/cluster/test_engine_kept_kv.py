@@ -10,7 +10,7 @@ from edgepipe_emulated import emulated_model_config
 
 from edgepipe.engine import EngineLimits, EngineTimeouts
 from edgepipe.errors import StepFailed
-from edgepipe.model.facts import ModelConfig
+from edgepipe.spec.facts import ModelConfig
 from tests.support.engine_lab import CONFIG, EngineLab, break_stage, engine_lab, lose_kv, oracle_tokens, submission
 
 LIMITS = EngineLimits(max_prefill_tokens=64)

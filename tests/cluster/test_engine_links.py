@@ -16,7 +16,7 @@ from edgepipe.engine.placing import EpochPlacement, Nodes, Planner, SamePlan
 from edgepipe.errors import ConnectTimeout, LinkError, PeerClosed
 from edgepipe.ids import NodeId
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
-from edgepipe.model.facts import LayerRange, Slice, make_slices
+from edgepipe.spec.facts import LayerRange, Slice, make_slices
 from edgepipe.stage.stage import Stage
 from edgepipe.wire.engines import ServeSpec
 from tests.support.engine_lab import CONFIG, EngineLab, engine_lab, oracle_tokens, submission

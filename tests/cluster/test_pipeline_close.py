@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from edgepipe.errors import PeerClosed, StageError
-from edgepipe.model.tensors import WeightSource
+from edgepipe.spec.tensors import WeightSource
 from tests.support.pipeline import epoch
 from tests.support.pipeline_engine import HeldBackend, SmallEngine, emulated, stages
 

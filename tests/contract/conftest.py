@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from edgepipe.model.facts import ModelConfig
+from edgepipe.spec.facts import ModelConfig
 from tests.support.backend_maker import CONFIGS, Maker
 
 BACKENDS = [

@@ -12,7 +12,7 @@ import pytest
 from edgepipe.backend.protocol import Backend, Ticket
 from edgepipe.backend.types import ActivationType, LoadProgress, ScoreRows, StepRow
 from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
-from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config
 from tests.support.backend_maker import Maker, cut
 from tests.support.steps import make_step, result_of, run_step, step_row, token_ids

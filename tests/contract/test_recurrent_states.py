@@ -10,7 +10,7 @@ import pytest
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import RowState, StateWrite, StepRow
-from edgepipe.model.facts import ModelConfig
+from edgepipe.spec.facts import ModelConfig
 from tests.support.backend_maker import NUM_BLOCKS, Maker
 from tests.support.recurrent_layers import MODELS
 from tests.support.steps import make_step, run_step, step_row, token_ids

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.model.store import StoredModel
+from edgepipe.store.store import StoredModel
 from tests.e2e.test_node_commands import NODE
 from tests.support.bad_input import Shell
 from tests.support.fake_hub import FakeHub, running

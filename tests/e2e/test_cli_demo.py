@@ -22,8 +22,8 @@ import pytest
 from edgepipe_emulated import emulated_model_config
 from edgepipe_emulated.oracle import Oracle
 
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
 from tests.support.terminal import Terminal
 
 LAYERS, CONTEXT = 6, 256

@@ -13,10 +13,10 @@ from edgepipe_emulated import emulated_model_config
 
 from edgepipe.errors import AccessDenied, LinkError
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
 from edgepipe.security.mutual_tls import Credentials
+from edgepipe.store.store import ModelStore
 from edgepipe.telemetry.audit import AuditKind, read_audit
+from edgepipe.weights.emulated_folder import write_model_folder
 from tests.support.members import stranger_to
 from tests.support.nodes import Nodes, idle
 

@@ -24,8 +24,8 @@ from edgepipe.errors import (
 )
 from edgepipe.gateway.unloading import GRACE_S
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.model.store import ModelStore
 from edgepipe.security.mutual_tls import MutualTls
+from edgepipe.store.store import ModelStore
 from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import ClusterStatus

@@ -14,8 +14,8 @@ import pytest
 from edgepipe.cli.admin import connect
 from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, local_cluster, wait_until_joined
 from edgepipe.cli.serve import serve_request
-from edgepipe.model.store import ModelStore
-from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.store.store import ModelStore
+from edgepipe.text.tokenizer import Tokenizer
 from tests.support.family_files import tiny_values, write_family_folder
 from tests.support.model_files import gguf_text
 from tests.support.nodes import until_answers

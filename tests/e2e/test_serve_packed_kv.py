@@ -11,7 +11,7 @@ import pytest
 from edgepipe.cli.admin import connect
 from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, local_cluster, wait_until_joined
 from edgepipe.cli.serve import serve_request, serve_with_progress
-from edgepipe.model.store import StoredModel
+from edgepipe.store.store import StoredModel
 from tests.support.nodes import until_answers
 
 pytestmark = [

@@ -14,9 +14,9 @@ import pytest
 from edgepipe.cli.admin import connect
 from edgepipe.errors import EdgepipeError
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
 from edgepipe.security.mutual_tls import MutualTls
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
 from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc

@@ -13,8 +13,8 @@ from edgepipe_emulated import emulated_model_config
 
 from edgepipe.config import CHILD_PORTS
 from edgepipe.errors import ConnectTimeout
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.lan import Finished, LanHost, LanLab

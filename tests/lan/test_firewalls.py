@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from edgepipe_emulated import emulated_model_config
 
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
 from tests.support.lan import Finished, LanHost, LanLab
 from tests.support.nodes import Node, Nodes, idle
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgepipe.model.store import StoredModel
+from edgepipe.store.store import StoredModel
 from tests.support.numerics_harness import BF16Weights
 
 

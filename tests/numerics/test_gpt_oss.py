@@ -16,9 +16,9 @@ pytest.importorskip("transformers")
 from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.packed import Packed
-from edgepipe.model.weights import open_weights
+from edgepipe.spec.facts import LayerRange, Slice
+from edgepipe.spec.packed import Packed
+from edgepipe.weights.weights import open_weights
 from tests.support.gpt_oss_files import EXPERTS, random_tensors, write_gguf, write_hugging_face, write_mlx
 from tests.support.gpt_oss_reference import reference_logits, widened
 

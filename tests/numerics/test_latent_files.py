@@ -14,11 +14,11 @@ from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.dequantise import as_float32
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.packed import Packed
-from edgepipe.model.tensors import WeightSource
-from edgepipe.model.weights import Weights, open_weights
+from edgepipe.spec.facts import LayerRange, Slice
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.tensors import WeightSource
+from edgepipe.weights.dequantise import as_float32
+from edgepipe.weights.weights import Weights, open_weights
 from tests.support.family_files import write_family_gguf
 from tests.support.numerics_harness import Logits, Pipeline
 from tests.support.spec_reference import reference_logits

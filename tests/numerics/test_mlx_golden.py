@@ -14,7 +14,7 @@ pytest.importorskip("mlx.core", reason="MLX is not installed")
 
 from edgepipe.backend.loader import create_backend
 from edgepipe.backend.types import BackendOptions
-from edgepipe.model.tensors import WeightSource
+from edgepipe.spec.tensors import WeightSource
 from tests.support.golden_ids import Item, assert_forced, assert_greedy, items
 from tests.support.numerics_harness import Logits, Pipeline
 

@@ -15,7 +15,7 @@ from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import ActivationType, BackendOptions, RowState, StateWrite, StepRow
-from edgepipe.model.weights import open_weights
+from edgepipe.weights.weights import open_weights
 from tests.support.numerics_harness import Pipeline, Track
 from tests.support.recurrent_checkpoints import CONFIGS, TOKENS, save_checkpoint
 from tests.support.recurrent_forms import MIXERS, compare_forms

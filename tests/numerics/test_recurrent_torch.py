@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.weights import Weights, open_weights
+from edgepipe.weights.weights import Weights, open_weights
 from tests.support.numerics_harness import Pipeline
 from tests.support.recurrent_checkpoints import CONFIGS, TOKENS, save_checkpoint
 

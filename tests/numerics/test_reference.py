@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from edgepipe.model.store import StoredModel
+from edgepipe.store.store import StoredModel
 from tests.support.prompt_reference import prompt_logprobs, reference_model, scored_texts
 
 

@@ -21,7 +21,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from edgepipe.backend.protocol import BackendFactory
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.weights import Weights, open_weights
+from edgepipe.weights.weights import Weights, open_weights
 from tests.support.family_files import tiny_values, write_family_folder, write_family_gguf
 
 TRAINED = 64  # tokens, of the tiny model; its whole context has 256

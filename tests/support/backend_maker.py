@@ -13,7 +13,7 @@ from edgepipe.backend.loader import create_backend
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import ActivationType, BackendOptions
 from edgepipe.errors import BackendUnavailable
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config
 
 NUM_BLOCKS = 12

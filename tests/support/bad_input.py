@@ -19,9 +19,9 @@ import psutil
 
 from edgepipe.cli.admin import connect
 from edgepipe.cli.output import as_dict
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.store import ModelStore
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
 
 WAIT_S = 60.0  # a busy machine starts Python slowly
 LOOK_S = 0.05

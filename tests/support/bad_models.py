@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from edgepipe.model.config import hf_config
-from edgepipe.model.emulated_folder import byte_level_tokenizer
-from edgepipe.model.layout import model_tensors
+from edgepipe.spec.config import hf_config
+from edgepipe.spec.layout import model_tensors
+from edgepipe.weights.emulated_folder import byte_level_tokenizer
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

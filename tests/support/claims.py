@@ -27,10 +27,10 @@ from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.generation import Generation
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId, RequestId, SequenceId, StepId
 from edgepipe.link.outbox import Outbox
-from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.scheduler import Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy, TokenSampled
+from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.stage.sequences import SequenceTable
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.common import epoch_to_wire

@@ -9,7 +9,7 @@ from typing import Any
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import BackendUnavailable
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
-from edgepipe.model.facts import LayerRange, Slice
+from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.wire.engines import EngineState, StageState
 from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, NodeState, Transfer
 

@@ -20,13 +20,13 @@ from edgepipe.errors import EdgepipeError, PeerClosed
 from edgepipe.ids import NodeId, PipelineId, RequestId
 from edgepipe.link.channels import bind, make_channel, make_server
 from edgepipe.link.shaped import make_network
-from edgepipe.model.emulated_folder import byte_level_tokenizer
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
-from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import SamplingParams
 from edgepipe.security.mutual_tls import Credentials, Plaintext
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.stage.grammar_builds import Trial
 from edgepipe.system import RandomIds, SystemClock
+from edgepipe.text.tokenizer import Tokenizer
+from edgepipe.weights.emulated_folder import byte_level_tokenizer
 from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.engines import EngineState, ServeSpec, StagePlacement

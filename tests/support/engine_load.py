@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass, field
 
 from edgepipe.engine import EngineLimits
-from edgepipe.model.facts import ModelConfig
 from edgepipe.scheduler import SchedulerStats
+from edgepipe.spec.facts import ModelConfig
 from tests.support.engine_lab import (
     CONFIG,
     EngineLab,

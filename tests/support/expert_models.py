@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from edgepipe.model.config import hf_config
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.layout import is_expert, model_tensors, stored_shapes
-from edgepipe.model.logical import load_weight, weight_info
-from edgepipe.model.tensors import RawTensor, TensorInfo
+from edgepipe.spec.config import hf_config
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.layout import is_expert, model_tensors, stored_shapes
+from edgepipe.spec.tensors import RawTensor, TensorInfo
+from edgepipe.weights.logical import load_weight, weight_info
 
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -13,8 +13,8 @@ from edgepipe.gateway.formats.chat_format import ChatFormat
 from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.link.channels import bind, make_server
-from edgepipe.model.conversations.traits import ModelTraits, TemplateTraits
 from edgepipe.security.mutual_tls import Plaintext
+from edgepipe.text.conversations.traits import ModelTraits, TemplateTraits
 from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.errors import error_to_wire

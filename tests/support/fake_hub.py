@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from edgepipe.model.hub_patience import Pauses
+from edgepipe.store.hub_patience import Pauses
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -10,8 +10,8 @@ from jinja2 import Template
 
 from edgepipe.errors import TemplateFailed
 from edgepipe.gateway.formats.detect import detect_format
-from edgepipe.model.conversations.traits import ModelTraits
-from edgepipe.model.template_child import make_environment, render
+from edgepipe.text.conversations.traits import ModelTraits
+from edgepipe.text.template_child import make_environment, render
 from tests.support.fake_engine import ByteAssets
 from tests.support.template_traits import TOKENS, traits_of
 

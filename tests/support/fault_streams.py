@@ -14,8 +14,8 @@ from edgepipe_emulated import emulated_model_config
 from edgepipe_emulated.oracle import Oracle
 
 from edgepipe.cli.sse import event_lines
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.nodes import Node, Nodes, children_of, idle
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from edgepipe.model.gguf_types import BLOCKS_BY_NAME, GGUF_TYPES
+from edgepipe.spec.gguf_types import BLOCKS_BY_NAME, GGUF_TYPES
 
 _IDS = {block.name: number for number, block in GGUF_TYPES.items()}
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from edgepipe.model.config import hf_config
-from edgepipe.model.layout import stored_shapes
+from edgepipe.spec.config import hf_config
+from edgepipe.spec.layout import stored_shapes
 
 Arrays = dict[str, npt.NDArray[Any]]
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from edgepipe.gateway.ollama_handlers import OllamaChatBody, OllamaGenerateBody, Options
 from edgepipe.gateway.schema import ChatBody, CompletionBody
-from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB
+from edgepipe.weights.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB
 
 Values = SearchStrategy[Any]
 Fields = Mapping[str, tuple[Values, Values]]  # that usually work, and that usually do not

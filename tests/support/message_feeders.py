@@ -36,16 +36,16 @@ from edgepipe.engine.table import RequestTable
 from edgepipe.errors import EdgepipeError, NodeUnreachable
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId, StepId
 from edgepipe.link.receiver import RingReceiver
-from edgepipe.model.config_json import config_to_json
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.store import ModelStore
 from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.sampling import SequenceSampler
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.security.mutual_tls import Plaintext
+from edgepipe.spec.config_json import config_to_json
+from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.stage.sequences import SequenceTable
+from edgepipe.store.store import ModelStore
 from edgepipe.testing.clock import FakeClock
+from edgepipe.weights.emulated_folder import write_model_folder
 from edgepipe.wire.children import PrepareEvent, PrepareProgress, PrepareRequest, ProfileLayerRequest
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire, hello_to_wire

@@ -11,12 +11,12 @@ from edgepipe_mlx import MlxBackend
 
 from edgepipe.backend.types import ActivationType, BackendOptions, BlockCopy, BlockRun, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
-from edgepipe.model.layer_spec import Rope
-from edgepipe.model.layout import model_tensors
-from edgepipe.model.logical import OneTensorPerWeight
-from edgepipe.model.tensors import RawTensor, TensorInfo, WeightSource
-from edgepipe.model.uniform import UniformShape
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.layer_spec import Rope
+from edgepipe.spec.layout import model_tensors
+from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightSource
+from edgepipe.spec.uniform import UniformShape
+from edgepipe.weights.logical import OneTensorPerWeight
 
 Float32s = npt.NDArray[np.float32]
 BLOCK_SIZE = 16

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from edgepipe.model.config import hf_config
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.layout import model_tensors
-from edgepipe.model.manifest import Manifest
-from edgepipe.model.store import ModelStore, StoredModel
-from edgepipe.model.tensor_folder import ShardWriter
-from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.spec.config import hf_config
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.layout import model_tensors
+from edgepipe.store.store import ModelStore, StoredModel
+from edgepipe.text.tokenizer import Tokenizer
+from edgepipe.weights.manifest import Manifest
+from edgepipe.weights.tensor_folder import ShardWriter
 from tests.support.shapes import flat
 
 DATA = Path(__file__).parents[1] / "data"

@@ -24,11 +24,11 @@ from edgepipe.gateway.schema import Message
 from edgepipe.gateway.structured import GrammarCompiler, plan_output
 from edgepipe.gateway.tool_calls import Call, joined_calls
 from edgepipe.gateway.tool_choice import ToolChoice, choose_tools
-from edgepipe.model.conversations.efforts import keywords_of
-from edgepipe.model.conversations.fitting import fit
-from edgepipe.model.template_child import make_environment
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import GrammarTokenizer
+from edgepipe.text.conversations.efforts import keywords_of
+from edgepipe.text.conversations.fitting import fit
+from edgepipe.text.template_child import make_environment
 from tests.support.grammar_walks import Walk
 from tests.support.template_traits import traits_of
 

@@ -9,11 +9,11 @@ import numpy as np
 from edgepipe_emulated import emulated_model_config
 from safetensors.numpy import save_file
 
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.layout import model_tensors
-from edgepipe.model.store import ModelStore, StoredModel
-from edgepipe.model.weights import EMULATED_KEY
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.layout import model_tensors
+from edgepipe.store.store import ModelStore, StoredModel
+from edgepipe.weights.emulated_folder import write_model_folder
+from edgepipe.weights.weights import EMULATED_KEY
 
 CONFIG = emulated_model_config(num_layers=6, tied_embeddings=False)
 

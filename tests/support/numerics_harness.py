@@ -24,10 +24,10 @@ import numpy.typing as npt
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import BlockCopy, BlockRun, RowState, StateWrite, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.dequantise import as_bf16_bits
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
-from edgepipe.model.logical import OneTensorPerWeight
-from edgepipe.model.tensors import RawTensor, TensorInfo, WeightSource
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightSource
+from edgepipe.weights.dequantise import as_bf16_bits
+from edgepipe.weights.logical import OneTensorPerWeight
 
 STATE_SLOTS = 16
 """Sequences at a time, of a model with recurrent layers."""

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.model.dequantise import block_values
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.gguf_blocks import LAYOUTS
-from edgepipe.model.gguf_packing import gguf_form, pack_gguf
-from edgepipe.model.gguf_types import BLOCKS_BY_NAME
-from edgepipe.model.layout import model_tensors, slice_weights
-from edgepipe.model.packed import Packed
-from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
+from edgepipe.spec.layout import model_tensors, slice_weights
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightInfo
+from edgepipe.weights.dequantise import block_values
+from edgepipe.weights.gguf_blocks import LAYOUTS
+from edgepipe.weights.gguf_packing import gguf_form, pack_gguf
 
 SPREAD = 0.02  # standard deviation of the values
 FLOATS = ("F32", "F16", "BF16")

@@ -17,10 +17,10 @@ from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.link.channels import bind, make_channel, make_server, translated
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
 from edgepipe.link.shaped import Network
-from edgepipe.model.facts import Slice
-from edgepipe.model.tensors import WeightSource
 from edgepipe.sampling import sample
 from edgepipe.security.mutual_tls import Credentials, Plaintext
+from edgepipe.spec.facts import Slice
+from edgepipe.spec.tensors import WeightSource
 from edgepipe.stage.grammar_builds import Trial
 from edgepipe.stage.grammars import OpenTokenizer
 from edgepipe.stage.sampler import Sampler

@@ -14,8 +14,8 @@ from edgepipe_emulated import EmulatedBackend, EmulatedWeights, emulated_model_c
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import Activations, BackendOptions, BlockRun, Step, StepOutput, TokenIds
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.sampling import SamplingParams
+from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.system import SystemClock
 from edgepipe.wire.plans import PlanRow, Registration, StepDone, StepPlan
 from tests.support.pipeline import BLOCK_SIZE, Driver, LocalStages, local_stages

@@ -10,11 +10,11 @@ import numpy as np
 from edgepipe.backend.cost import CostModel
 from edgepipe.backend.devices import named_device, parse_devices
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import ModelConfig
 from edgepipe.planner.partition import PartitionProblem, UnequalLayers
 from edgepipe.planner.partition_unequal import earliest_within
 from edgepipe.planner.placement import NodeRoom
 from edgepipe.planner.profiles import Machine, TableSpeed
+from edgepipe.spec.facts import ModelConfig
 
 GB = 10**9
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgepipe.model.dequantise import as_float32
-from edgepipe.model.packed import Packed
-from edgepipe.model.store import ModelStore, StoredModel
-from edgepipe.model.tensors import RawTensor
-from edgepipe.model.weights import Weights
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.tensors import RawTensor
+from edgepipe.store.store import ModelStore, StoredModel
+from edgepipe.weights.dequantise import as_float32
+from edgepipe.weights.weights import Weights
 from tests.support.shapes import flat
 
 if TYPE_CHECKING:

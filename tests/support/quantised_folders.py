@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.model.config import hf_config
-from edgepipe.model.layout import model_tensors
+from edgepipe.spec.config import hf_config
+from edgepipe.spec.layout import model_tensors
 from tests.support.model_files import hf_values, safetensors_bytes
 from tests.support.quantised_weights import RECIPES, Recipe, Tensor
 

@@ -8,7 +8,7 @@ from edgepipe_torch.mixer_steps import StepKernels
 from edgepipe_torch.recurrent import Mixer, StepKernel
 from torch import Tensor
 
-from edgepipe.model.layer_spec import DeltaNet
+from edgepipe.spec.layer_spec import DeltaNet
 from tests.support.host_kernels import HostModule
 from tests.support.recurrent_layers import CONV, DELTA, MAMBA
 

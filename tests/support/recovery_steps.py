@@ -22,7 +22,7 @@ from edgepipe.engine.recovery_types import (
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.errors import EdgepipeError, StepFailed
 from edgepipe.ids import EngineId, Epoch, NodeId, RequestId, RequestKey, SequenceId
-from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.wire.engines import ServeSpec, StagePlacement
 
 NODES = Nodes(addresses={NodeId(name): f"{name}:1" for name in "abcd"}, names={})

@@ -62,7 +62,7 @@ from edgepipe.errors import (
     StepFailed,
 )
 from edgepipe.ids import EngineId, Epoch, NodeId, RequestId, RequestKey, SequenceId
-from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.wire.engines import ServeSpec, StagePlacement
 from tests.support.recovery_pauses import PauseCheck
 from tests.support.recovery_requests import TOKENS, Asked, Requests

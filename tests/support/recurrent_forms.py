@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from edgepipe.backend.protocol import Backend
-from edgepipe.model.tensors import WeightSource
+from edgepipe.spec.tensors import WeightSource
 from tests.support.numerics_harness import Pipeline
 from tests.support.recurrent_checkpoints import DELTA, GRANITE, LFM2, made
 

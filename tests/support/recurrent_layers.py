@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
 from edgepipe.testing.tiny_model import tiny_config
 
 DELTA = DeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=96, taps=4)

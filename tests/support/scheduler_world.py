@@ -11,7 +11,6 @@ from typing import Any
 from edgepipe.backend.step_layout import check_states
 from edgepipe.backend.types import StepRow
 from edgepipe.ids import SequenceId
-from edgepipe.model.memory_classes import StatePool, WindowPool
 from edgepipe.scheduler import (
     EndReason,
     Event,
@@ -24,6 +23,7 @@ from edgepipe.scheduler import (
     ThrottledPolicy,
     TokenSampled,
 )
+from edgepipe.spec.memory_classes import StatePool, WindowPool
 
 VOCAB = 97
 NUM_SLICES = 3

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.uniform import UniformShape, uniform_shape
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.uniform import UniformShape, uniform_shape
 
 
 def flat(config: ModelConfig) -> UniformShape:

@@ -23,11 +23,11 @@ from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.table import RequestTable
 from edgepipe.errors import StaleEpoch
 from edgepipe.ids import EngineId, Epoch, SequenceId
-from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
-from edgepipe.model.layer_spec import Rope
-from edgepipe.model.memory_classes import StatePool
-from edgepipe.model.uniform import UniformShape
 from edgepipe.scheduler import Event, Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy
+from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.spec.layer_spec import Rope
+from edgepipe.spec.memory_classes import StatePool
+from edgepipe.spec.uniform import UniformShape
 from tests.support.simulated_gateway import SimulatedGateway
 from tests.support.simulated_stage import BLOCK, VOCAB, SimulatedStage
 from tests.support.simulated_wires import Message, SimulatedWires

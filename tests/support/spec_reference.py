@@ -11,12 +11,12 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.model.dequantise import as_float32
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.layer_spec import Attention, Experts, Latent, LayerSpec, Norm, Router
-from edgepipe.model.packed import Packed
-from edgepipe.model.rope import rotary_frequencies
-from edgepipe.model.tensors import WeightSource
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.layer_spec import Attention, Experts, Latent, LayerSpec, Norm, Router
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.rope import rotary_frequencies
+from edgepipe.spec.tensors import WeightSource
+from edgepipe.weights.dequantise import as_float32
 from tests.support.recurrent_reference import mixed
 
 Array = npt.NDArray[np.float64]

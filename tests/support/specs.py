@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgepipe.model.layer_spec import Attention, LayerSpec
+from edgepipe.spec.layer_spec import Attention, LayerSpec
 
 
 def attention_of(layer: LayerSpec) -> Attention:

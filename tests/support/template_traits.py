@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from edgepipe.model.conversations.learning_child import Renderer, learned
-from edgepipe.model.conversations.traits import ModelTraits
-from edgepipe.model.template_child import make_environment
+from edgepipe.text.conversations.learning_child import Renderer, learned
+from edgepipe.text.conversations.traits import ModelTraits
+from edgepipe.text.template_child import make_environment
 
 TURNS = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 """The rest of a template that takes any conversation."""

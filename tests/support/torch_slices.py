@@ -15,8 +15,8 @@ from edgepipe_torch.loading import load_slices
 from edgepipe_torch.rope import Rotations
 from edgepipe_torch.shard_cache import ShardCache
 
-from edgepipe.model.facts import LayerRange, Slice, make_slices
-from edgepipe.model.tensors import WeightSource
+from edgepipe.spec.facts import LayerRange, Slice, make_slices
+from edgepipe.spec.tensors import WeightSource
 
 _CPU = torch.device("cpu")
 

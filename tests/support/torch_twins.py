@@ -22,7 +22,7 @@ from edgepipe_torch.mixer_steps import StepKernels
 from edgepipe_torch.paging import PagedDecode
 
 from edgepipe.backend.types import ActivationType, BackendOptions, RowState, StateWrite, Step, StepRow
-from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config
 from tests.support.decode_reference import reference_decode
 from tests.support.graph_recorder import CpuGraph, CpuRecorder

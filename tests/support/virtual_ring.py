@@ -16,9 +16,9 @@ from edgepipe.engine.pump import Pump, StepNews
 from edgepipe.engine.settings import EngineTimeouts
 from edgepipe.engine.sites import StageSite
 from edgepipe.ids import EngineId, Epoch, NodeId, SequenceId, StepId
-from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.sampling import SamplingParams
 from edgepipe.scheduler import Scheduler, SchedulerLimits, SequenceEnded, SequenceSpec, ThrottledPolicy, TokenSampled
+from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.stage.step_times import StepTimes
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.children import ChildProgress

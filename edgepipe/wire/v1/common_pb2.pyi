@@ -223,7 +223,7 @@ class DeviceProfile(_message.Message):
     flops: _builtins.float
     contiguous_kv: _builtins.bool
     packing: _builtins.str
-    """how it keeps packed weights (edgepipe.model.resident); empty: widened"""
+    """how it keeps packed weights (edgepipe.weights.resident); empty: widened"""
     ram_total_bytes: _builtins.int
     """host memory beside the device for experts; 0: none"""
     ram_free_bytes: _builtins.int

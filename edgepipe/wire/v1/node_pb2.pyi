@@ -688,9 +688,9 @@ class ServeSpec(_message.Message):
     on_request: _builtins.bool
     """a request loaded it, and a request's keep_alive may stop it"""
     kv: _builtins.str
-    """form of the KV (edgepipe.model.facts); empty: the compute dtype"""
+    """form of the KV (edgepipe.spec.facts); empty: the compute dtype"""
     experts_in_ram: _builtins.str
-    """"auto", or a share such as "40%" (edgepipe.model.expert_places); empty: none"""
+    """"auto", or a share such as "40%" (edgepipe.spec.expert_places); empty: none"""
     template_keywords: _builtins.str
     """JSON: of the chat template, where a request does not say; empty: none"""
     @_builtins.property
@@ -1128,7 +1128,7 @@ class ManifestReply(_message.Message):
 
     MANIFEST_FIELD_NUMBER: _builtins.int
     manifest: _builtins.bytes
-    """the next part of JSON of edgepipe.model.manifest"""
+    """the next part of JSON of edgepipe.weights.manifest"""
     def __init__(
         self,
         *,
@@ -1960,13 +1960,13 @@ class RunEngine(_message.Message):
     MODEL_WEIGHTS_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     model_config: _builtins.str
-    """JSON of edgepipe.model.facts.ModelConfig"""
+    """JSON of edgepipe.spec.facts.ModelConfig"""
     epoch_counter: _builtins.int
     """1 + the pipeline's highest known counter"""
     resuming: _builtins.bool
     """another engine served it before: requests wait while stages are placed and prepared"""
     model_weights: _builtins.str
-    """JSON of edgepipe.model.weight_table.WeightTable; empty: floats"""
+    """JSON of edgepipe.weights.weight_table.WeightTable; empty: floats"""
     @_builtins.property
     def spec(self) -> Global___ServeSpec: ...
     @_builtins.property
@@ -2596,7 +2596,7 @@ class ProfileLayerRequest(_message.Message):
     MODEL_WEIGHTS_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
     model_config: _builtins.str
-    """JSON of edgepipe.model.facts.ModelConfig"""
+    """JSON of edgepipe.spec.facts.ModelConfig"""
     dtype: _builtins.str
     """empty: the node's own"""
     known_only: _builtins.bool
@@ -2604,7 +2604,7 @@ class ProfileLayerRequest(_message.Message):
     fresh: _builtins.bool
     """measured again where that can be done"""
     model_weights: _builtins.str
-    """JSON of edgepipe.model.weight_table.WeightTable; empty: floats"""
+    """JSON of edgepipe.weights.weight_table.WeightTable; empty: floats"""
     kv: _builtins.str
     """form of the KV; empty: the compute dtype"""
     @_builtins.property
@@ -2945,7 +2945,7 @@ class SurveyReply(_message.Message):
     model: _builtins.str
     model_config: _builtins.str
     model_weights: _builtins.str
-    """JSON of edgepipe.model.weight_table.WeightTable; empty: floats"""
+    """JSON of edgepipe.weights.weight_table.WeightTable; empty: floats"""
     @_builtins.property
     def machines(self) -> _containers.RepeatedCompositeFieldContainer[Global___SurveyedMachine]: ...
     @_builtins.property

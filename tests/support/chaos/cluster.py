@@ -17,9 +17,9 @@ from edgepipe_emulated import emulated_model_config  # pyright: ignore[reportMis
 from edgepipe_emulated.faults import BROKEN, FULL  # pyright: ignore[reportMissingTypeStubs]
 
 from edgepipe.cluster.absence import missed
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.store import ModelStore
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.chaos.sleepy_node import note_sleep

@@ -18,8 +18,8 @@ from edgepipe_emulated import emulated_model_config  # pyright: ignore[reportMis
 
 from edgepipe.cluster.absence import missed
 from edgepipe.errors import EdgepipeError
-from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.layout import slice_parameters
+from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.spec.layout import slice_parameters
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.chaos.clients import HEAL_S, Clients

@@ -22,11 +22,11 @@ from edgepipe.config import Timeouts
 from edgepipe.daemon.files.transfer import WeightsClient
 from edgepipe.errors import AccessDenied, RequestInvalid
 from edgepipe.link.channels import make_channel
-from edgepipe.model.manifest import METADATA_LIMITS, TOKENIZER_FILE, FileEntry, Manifest
 from edgepipe.security.access import Kind
 from edgepipe.security.certificates import make_key_pair
 from edgepipe.security.mutual_tls import MutualTls, Peer
 from edgepipe.security.trust_view import Role
+from edgepipe.weights.manifest import METADATA_LIMITS, TOKENIZER_FILE, FileEntry, Manifest
 from edgepipe.wire.codec import from_wire
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.v1 import common_pb2, engine_pb2, node_pb2_grpc, trust_pb2

@@ -22,7 +22,7 @@ from edgepipe.cli.chat.answer_view import PlainView
 from edgepipe.cli.chat.conversation import ChatSettings
 from edgepipe.cli.chat.repl import converse
 from edgepipe.gateway.formats.detect import detect_format
-from edgepipe.model.conversations.traits import ModelTraits, TemplateTraits
+from edgepipe.text.conversations.traits import ModelTraits, TemplateTraits
 from edgepipe.wire.nodes import ClusterStatus
 from edgepipe.wire.v1 import node_pb2 as pb
 from tests.support.admin_server import FakeNode, answering

@@ -24,7 +24,7 @@ from edgepipe.cli.serve import serve_request
 from edgepipe.daemon.machine.backends import installed_backends
 from edgepipe.errors import ConfigInvalid, ModelUnknown, PlanInvalid
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import LayerRange
+from edgepipe.spec.facts import LayerRange
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.admin_server import FakeNode, answering
 from tests.support.command_line import Run, make_engine, make_member

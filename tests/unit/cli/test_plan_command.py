@@ -11,10 +11,10 @@ from edgepipe.cli.output import make_console
 from edgepipe.cli.plan import make_demand
 from edgepipe.cli.views.plan_view import render_preview
 from edgepipe.errors import NodeUnreachable
-from edgepipe.model.config import hf_config
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.plan import Constraints
 from edgepipe.planner.preview import preview
+from edgepipe.spec.config import hf_config
 from edgepipe.units import parse_link
 from tests.support.admin_server import FakeNode, answering
 from tests.support.command_line import Run

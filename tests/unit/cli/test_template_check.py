@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgepipe.cli import template_check
-from edgepipe.model.emulated_folder import byte_level_tokenizer
+from edgepipe.weights.emulated_folder import byte_level_tokenizer
 from tests.support.command_line import Run
 from tests.support.model_files import hf_values, write_hf_folder
 from tests.support.strict_templates import NEEDS_USER

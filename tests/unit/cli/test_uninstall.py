@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.model.manifest import FileEntry, Manifest
+from edgepipe.weights.manifest import FileEntry, Manifest
 from tests.support.command_line import Run
 from tests.support.node_files import make_node
 

@@ -25,8 +25,8 @@ from edgepipe.daemon.device.spare import SpareStage
 from edgepipe.daemon.processes.children import Children
 from edgepipe.errors import BackendUnavailable, EdgepipeError, StageLost
 from edgepipe.ids import EngineId, Epoch, PipelineId
-from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.planner.layer_profile import LayerProfile, Point
+from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.wire.children import (
     ChildProgress,
     ChildStarted,

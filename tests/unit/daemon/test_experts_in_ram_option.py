@@ -15,10 +15,10 @@ from edgepipe.daemon.serving.capacity import rooms_of, stages_of
 from edgepipe.daemon.serving.replanning import placed_of
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
-from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.mixes import named_model
-from edgepipe.model.resident import resident_sizes
 from edgepipe.planner.placement import Placed
+from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.weights.mixes import named_model
+from edgepipe.weights.resident import resident_sizes
 from edgepipe.wire.children import LoadShard, PrepareRequest
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.engines import ServeSpec

@@ -16,9 +16,9 @@ from edgepipe.daemon.device.device import _load_command
 from edgepipe.daemon.device.device_memory import DeviceMemory
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 from edgepipe.ids import EngineId, Epoch, PipelineId
-from edgepipe.model.config_json import config_to_json
-from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.planner.layer_profile import LayerProfile
+from edgepipe.spec.config_json import config_to_json
+from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.system import SystemClock
 from edgepipe.testing.tiny_model import tiny_config

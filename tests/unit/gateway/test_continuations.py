@@ -10,9 +10,9 @@ from typing import Any
 import pytest_asyncio
 
 from edgepipe.gateway.assets import ModelAssets
-from edgepipe.model.encoding import LongTextEncoder
-from edgepipe.model.template import ChatTemplate, TemplateRenderer
-from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.text.encoding import LongTextEncoder
+from edgepipe.text.template import ChatTemplate, TemplateRenderer
+from edgepipe.text.tokenizer import Tokenizer
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateway import Served, events_of, serving
 

@@ -14,9 +14,9 @@ from edgepipe.cli.serve import serve_request
 from edgepipe.errors import ConfigInvalid
 from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.model_facts import ModelFacts, read_facts
-from edgepipe.model.config import hf_config
-from edgepipe.model.store import ModelStore
-from edgepipe.model.template_defaults import keywords_in
+from edgepipe.spec.config import hf_config
+from edgepipe.store.store import ModelStore
+from edgepipe.text.template_defaults import keywords_in
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.engines import EngineState, ServeSpec
 from edgepipe.wire.nodes import ClusterView

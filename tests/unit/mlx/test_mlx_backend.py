@@ -20,7 +20,7 @@ from edgepipe.backend.loader import create_backend
 from edgepipe.backend.types import ActivationType, BackendOptions, Step
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, DeviceOutOfMemory, ShardMismatch
 from edgepipe.ids import StepId
-from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.spec.facts import LayerRange, make_slices
 from tests.support.mlx_models import Chain, MemorySource, cpu_options, random_weights, row, tiny_config
 
 CONFIG = tiny_config()

@@ -28,13 +28,13 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from edgepipe.model.dequantise import as_float32
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.layer_spec import Experts, Router
-from edgepipe.model.layout import is_expert, model_tensors, shares
-from edgepipe.model.packed import Packed
-from edgepipe.model.tensors import WeightSource
-from edgepipe.model.weights import open_weights
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.layer_spec import Experts, Router
+from edgepipe.spec.layout import is_expert, model_tensors, shares
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.tensors import WeightSource
+from edgepipe.weights.dequantise import as_float32
+from edgepipe.weights.weights import open_weights
 from tests.support.expert_models import (
     QWEN3_MOE,
     expert_config,

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.weights import Weights, open_weights
+from edgepipe.weights.weights import Weights, open_weights
 from tests.support.mlx_models import Chain, cpu_options, row
 from tests.support.numerics_harness import Logits, Pipeline
 

@@ -15,7 +15,7 @@ from edgepipe_mlx import MlxBackend
 from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.weights import open_weights
+from edgepipe.weights.weights import open_weights
 from tests.support.gpt_oss_files import random_tensors, write_gguf, write_hugging_face, write_mlx
 from tests.support.gpt_oss_reference import reference_logits
 from tests.support.mlx_models import cpu_options

@@ -9,7 +9,7 @@ pytest.importorskip("mlx.core", reason="MLX is not installed")
 from edgepipe_mlx import MlxBackend
 
 from edgepipe.backend.types import PackedProducts
-from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.spec.facts import LayerRange, make_slices
 from tests.support.mlx_models import cpu_options, tiny_config
 from tests.support.packed_models import PackedTinyModel
 

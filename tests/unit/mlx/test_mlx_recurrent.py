@@ -17,7 +17,7 @@ from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.weights import Weights, open_weights
+from edgepipe.weights.weights import Weights, open_weights
 from tests.support.numerics_harness import Pipeline
 from tests.support.recurrent_checkpoints import CONFIGS, TOKENS, save_checkpoint
 from tests.support.recurrent_files import TINY, write_recurrent_gguf

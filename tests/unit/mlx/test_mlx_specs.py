@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("mlx.core", reason="MLX is not installed")
 
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.layer_spec import Dense, Experts, Latent, LayerSpec, Norm, Rope, Router
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.layer_spec import Dense, Experts, Latent, LayerSpec, Norm, Rope, Router
 from tests.support.mlx_models import Chain, MemorySource, cpu_options, random_weights, row, tiny_config
 from tests.support.spec_reference import reference_logits
 

@@ -16,8 +16,8 @@ from edgepipe_mlx import MlxBackend
 from edgepipe_mlx.states import LayerStates
 
 from edgepipe.backend.types import RowState, StateWrite
-from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.layer_spec import Dense, ShortConv
+from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.spec.layer_spec import Dense, ShortConv
 from edgepipe.testing.tiny_model import TinyWeights
 from tests.support.mlx_models import cpu_options
 from tests.support.recurrent_layers import recurrent_model

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Iterable
 import numpy as np
 import pytest
 
+from edgepipe.children.warm_child import WarmChild
 from edgepipe.errors import GrammarNotReady, RequestInvalid, StepFailed
-from edgepipe.model.warm_child import WarmChild
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import BuiltGrammar, GrammarState, GrammarTokenizer
 from edgepipe.sampling.grammar_trial import (

@@ -11,9 +11,9 @@ from edgepipe_torch import TorchBackend
 from edgepipe.backend.cost import StepWork
 from edgepipe.backend.loader import create_backend
 from edgepipe.backend.types import BackendOptions, DeviceProfile, LoadProgress, PackedProducts, Step, StepOutput
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.tensors import WeightSource
 from edgepipe.planner.profiles import measured_speed
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.tensors import WeightSource
 from edgepipe.stage.probe import probe_layer
 from edgepipe.testing.clock import FakeClock
 from edgepipe.testing.tiny_model import tiny_config

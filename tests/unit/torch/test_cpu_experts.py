@@ -19,8 +19,8 @@ from edgepipe_torch.linear import Workspace  # noqa: E402
 from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
 from torch import Tensor, dtype  # noqa: E402
 
-from edgepipe.model.layer_spec import Activation  # noqa: E402
-from edgepipe.model.weights import open_weights  # noqa: E402
+from edgepipe.spec.layer_spec import Activation  # noqa: E402
+from edgepipe.weights.weights import open_weights  # noqa: E402
 from tests.support.expert_models import write_expert_folder  # noqa: E402
 from tests.support.model_files import write_hf_folder  # noqa: E402
 from tests.support.packed_models import random_packed  # noqa: E402

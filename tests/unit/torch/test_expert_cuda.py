@@ -37,8 +37,8 @@ from edgepipe_torch.feed_forward import choose  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from edgepipe.backend.types import PackedProducts  # noqa: E402
-from edgepipe.model.layer_spec import Activation, Router  # noqa: E402
-from edgepipe.model.packed import Packed  # noqa: E402
+from edgepipe.spec.layer_spec import Activation, Router  # noqa: E402
+from edgepipe.spec.packed import Packed  # noqa: E402
 from tests.support.kernel_forms import FORMS  # noqa: E402
 from tests.support.nvrtc import nvrtc_for  # noqa: E402
 

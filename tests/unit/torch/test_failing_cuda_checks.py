@@ -28,7 +28,7 @@ from edgepipe_torch.packed_cuda import PackedCudaLinear  # noqa: E402
 
 from edgepipe.backend.types import PackedProducts, RowState, StateWrite  # noqa: E402
 from edgepipe.errors import DeviceOutOfMemory, StageError  # noqa: E402
-from edgepipe.model.facts import ModelConfig  # noqa: E402
+from edgepipe.spec.facts import ModelConfig  # noqa: E402
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
 from tests.support.host_kernels import COMPILER, ROUTING, SOURCES, Part, compile_for_host  # noqa: E402
 from tests.support.kernel_forms import FORMS  # noqa: E402

@@ -27,8 +27,8 @@ from edgepipe_torch.step_ops import CompiledOps  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, StepRow  # noqa: E402
-from edgepipe.model.facts import ModelConfig  # noqa: E402
-from edgepipe.model.tensors import WeightSource  # noqa: E402
+from edgepipe.spec.facts import ModelConfig  # noqa: E402
+from edgepipe.spec.tensors import WeightSource  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
 from tests.support.numerics_harness import Pipeline  # noqa: E402
 from tests.support.packed_models import PackedTinyModel  # noqa: E402

@@ -20,8 +20,8 @@ from edgepipe_torch.packed_cuda import PackedCudaLinear  # noqa: E402
 from edgepipe_torch.packed_tiles import TiledWeight  # noqa: E402
 
 from edgepipe.backend.types import PackedProducts  # noqa: E402
-from edgepipe.model.packed import Packed  # noqa: E402
-from edgepipe.model.resident import resident_bytes  # noqa: E402
+from edgepipe.spec.packed import Packed  # noqa: E402
+from edgepipe.weights.resident import resident_bytes  # noqa: E402
 from tests.support.kernel_forms import FORMS  # noqa: E402
 
 if TYPE_CHECKING:

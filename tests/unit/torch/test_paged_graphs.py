@@ -22,8 +22,8 @@ from edgepipe_torch.linear import Workspace  # noqa: E402
 
 from edgepipe.backend.step_layout import StepLayout, lay_out_step  # noqa: E402
 from edgepipe.backend.types import ActivationType, BackendOptions, LogitEdits, ScoreRows, StepRow  # noqa: E402
-from edgepipe.model.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
-from edgepipe.model.layer_spec import Latent  # noqa: E402
+from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
+from edgepipe.spec.layer_spec import Latent  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights  # noqa: E402
 from tests.support.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
 from tests.support.graph_recorder import CpuGraph, CpuRecorder  # noqa: E402

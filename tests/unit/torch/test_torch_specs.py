@@ -21,9 +21,9 @@ from edgepipe_torch.head_shape import LayerHeads  # noqa: E402
 from edgepipe_torch.paging import PagedDecode  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
-from edgepipe.model.facts import ModelConfig  # noqa: E402
-from edgepipe.model.layer_spec import LayerSpec  # noqa: E402
-from edgepipe.model.layout import model_tensors  # noqa: E402
+from edgepipe.spec.facts import ModelConfig  # noqa: E402
+from edgepipe.spec.layer_spec import LayerSpec  # noqa: E402
+from edgepipe.spec.layout import model_tensors  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
 from tests.support.decode_reference import reference_decode  # noqa: E402
 from tests.support.numerics_harness import Logits, Pipeline  # noqa: E402

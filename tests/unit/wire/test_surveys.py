@@ -9,11 +9,11 @@ import pytest
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import ConfigInvalid, ModelInvalid
 from edgepipe.ids import NodeId
-from edgepipe.model.config_json import config_to_json
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.layout import slice_parameters
-from edgepipe.model.mixes import named_model
-from edgepipe.model.weight_table import FLOATS
+from edgepipe.spec.config_json import config_to_json
+from edgepipe.spec.facts import LayerRange, Slice
+from edgepipe.spec.layout import slice_parameters
+from edgepipe.weights.mixes import named_model
+from edgepipe.weights.weight_table import FLOATS
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.serving import SurveyedMachine, SurveyReply
 from edgepipe.wire.surveys import cluster_of
