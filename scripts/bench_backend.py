@@ -26,7 +26,7 @@ from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.spec.tensors import WeightSource
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.weights import open_weights
-from tests.support.shapes import flat
+from tests.support.models.shapes import flat
 
 THREADS = 2
 ROUNDS = 3

@@ -43,7 +43,7 @@ from edgepipe.stage.made_up import MadeUpWeights
 from edgepipe.weights.mixes import named_model
 from edgepipe.weights.resident import resident_sizes
 from edgepipe.weights.weight_table import WeightTable
-from tests.support.kernel_forms import FORMS
+from tests.support.backends.kernel_forms import FORMS
 
 LARGE = "llama-3.1-8b"
 WIDE, PACKED = "bf16", "q4_k_m"

@@ -40,7 +40,7 @@ from edgepipe.stage.stage import Stage
 from edgepipe.system import SystemClock
 from edgepipe.wire.common import Hello
 from edgepipe.wire.plans import PipelineSpec, PlanRow, Registration, StepPlan, spec_to_wire
-from tests.support.pipeline import Control, Driver, epoch
+from tests.support.engine.pipeline import Control, Driver, epoch
 
 TOKENS = 16
 WARM_UP_STEPS = 100

@@ -33,9 +33,9 @@ from edgepipe.spec.tensors import RawTensor, TensorInfo
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.gguf_packing import gguf_form, pack_gguf
 from edgepipe.weights.weights import open_weights
-from tests.support.packed_models import random_blocks
-from tests.support.quantised_folders import write_quantised_folder
-from tests.support.quantised_weights import RECIPES
+from tests.support.models.packed import random_blocks
+from tests.support.models.quantised_folders import write_quantised_folder
+from tests.support.models.quantised_weights import RECIPES
 
 LLAMA_CONTEXT = 1024
 ROUNDS = 4

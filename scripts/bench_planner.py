@@ -49,7 +49,7 @@ from edgepipe.simulation.simulator import Run, simulate
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.units import parse_link
 from edgepipe.wire.surveys import cluster_of
-from tests.support.brute_force import brute_force
+from tests.support.worlds.brute_force import brute_force
 
 _CHATS = 8  # of the real model
 SEQUENCES, PROMPT, OUTPUT = 24, 48, 96

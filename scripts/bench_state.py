@@ -38,9 +38,9 @@ from truth import lossy_rows
 from edgepipe.backend.types import ActivationType, BackendOptions
 from edgepipe.weights.mixes import named_model
 from edgepipe.weights.weights import open_weights
-from tests.support.recurrent_checkpoints import TOKENS as PROMPT
-from tests.support.recurrent_checkpoints import save_checkpoint
-from tests.support.recurrent_forms import LEAST_GAP, MIXERS, compare_forms
+from tests.support.models.recurrent_checkpoints import TOKENS as PROMPT
+from tests.support.models.recurrent_checkpoints import save_checkpoint
+from tests.support.numerics.recurrent_forms import LEAST_GAP, MIXERS, compare_forms
 
 MODEL = "qwen3.6-35b-a3b:q4_k_m"
 EMULATED = "rtx4090, m4max"

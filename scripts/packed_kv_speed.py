@@ -10,7 +10,7 @@ from figures import Row, at_least
 
 from edgepipe.backend.types import BackendOptions
 from edgepipe.weights.weights import open_weights
-from tests.support.numerics_harness import Pipeline, Track
+from tests.support.numerics.harness import Pipeline, Track
 
 CONTEXTS = {200: 0.95, 2048: 1.0, 8000: 1.0}  # tokens: least ratio
 NEW_TOKENS = 8

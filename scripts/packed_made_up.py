@@ -28,7 +28,7 @@ from edgepipe.weights.manifest import CARD_FILE
 from edgepipe.weights.repacked import REPACKED_FOLDER
 from edgepipe.weights.resident import resident_bytes
 from edgepipe.weights.weights import open_gguf_weights, open_weights
-from tests.support.packed_models import random_blocks
+from tests.support.models.packed import random_blocks
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

@@ -40,8 +40,8 @@ from edgepipe.text.tokenizer import Tokenizer
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.logical import OneTensorPerWeight
 from edgepipe.weights.weights import open_weights
-from tests.support import ggml
-from tests.support.numerics_harness import Pipeline
+from tests.support.models import ggml
+from tests.support.numerics.harness import Pipeline
 
 TOKENS, MLX_TOKENS = 4096, 256
 WINDOW = 256

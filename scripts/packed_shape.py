@@ -27,7 +27,7 @@ from edgepipe.ids import SequenceId, StepId
 from edgepipe.model.shapes import named_shape
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
 from edgepipe.spec.layout import layer_tensors
-from tests.support.packed_models import PackedTinyModel, random_raw
+from tests.support.models.packed import PackedTinyModel, random_raw
 
 ROUNDS = 6
 ROWS = (1, 5, 16)

@@ -23,7 +23,7 @@ from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.spec.tensors import WeightSource
 from edgepipe.weights.resident import resident_bytes
 from edgepipe.weights.weights import open_weights
-from tests.support.shapes import flat
+from tests.support.models.shapes import flat
 
 ROUNDS = 5
 SEQUENCES = (1, 16)

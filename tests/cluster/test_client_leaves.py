@@ -21,7 +21,7 @@ from edgepipe.text.template import ChatTemplate, TemplateRenderer
 from edgepipe.text.tokenizer import Tokenizer
 from edgepipe.weights.emulated_folder import byte_level_tokenizer
 from edgepipe.wire.nodes import ClusterView, ServedModel
-from tests.support.engine_lab import CONFIG, EngineLab, engine_lab
+from tests.support.engine.lab import CONFIG, EngineLab, engine_lab
 
 SLOW: dict[str, Any] = {"device": "m4", "time_factor": "20"}
 FREED_S = 2.0  # what is promised

@@ -27,8 +27,8 @@ from edgepipe.wire.common import Hello, epoch_to_wire, hello_to_wire
 from edgepipe.wire.plans import PipelineSpec, spec_to_wire
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
-from tests.support.pipeline import Control, LocalStages, epoch
-from tests.support.pipeline_engine import CONFIG, SmallEngine, stages
+from tests.support.engine.pipeline import Control, LocalStages, epoch
+from tests.support.engine.pipeline_engine import CONFIG, SmallEngine, stages
 
 PROMPT = [1, 2, 3]
 

@@ -22,8 +22,8 @@ from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import ServeSpec, StagePlacement
 from edgepipe.wire.v1 import node_pb2, node_pb2_grpc
-from tests.support.engine_lab import FakeNode
-from tests.support.family_files import tiny_values
+from tests.support.engine.lab import FakeNode
+from tests.support.models.family_files import tiny_values
 
 CONFIG = emulated_model_config(num_layers=4)
 NODE = NodeId("node0")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from edgepipe.spec.facts import ModelConfig
-from tests.support.backend_maker import CONFIGS, Maker
+from tests.support.backends.maker import CONFIGS, Maker
 
 BACKENDS = [
     pytest.param({"name": "emulated", "device": "auto"}, id="emulated"),

@@ -24,7 +24,7 @@ from edgepipe_emulated.oracle import Oracle
 
 from edgepipe.store.store import ModelStore
 from edgepipe.weights.emulated_folder import write_model_folder
-from tests.support.terminal import Terminal
+from tests.support.processes.terminal import Terminal
 
 LAYERS, CONTEXT = 6, 256
 CONFIG = emulated_model_config(num_layers=LAYERS, context_length=CONTEXT)

@@ -31,8 +31,8 @@ from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import ClusterStatus
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc
-from tests.support.node_models import CONFIG, pull_emulated, pull_with_weights
-from tests.support.nodes import Node, Nodes, idle
+from tests.support.models.for_nodes import CONFIG, pull_emulated, pull_with_weights
+from tests.support.processes.nodes import Node, Nodes, idle
 
 PROMPT = [104, 101, 108, 108, 111]
 MAX_RSS_BYTES = 250 << 20

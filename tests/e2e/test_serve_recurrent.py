@@ -24,11 +24,11 @@ from edgepipe.store.store import ModelStore
 from edgepipe.text.tokenizer import Tokenizer
 from edgepipe.weights.weights import open_weights
 from edgepipe.wire.nodes import ClusterStatus
-from tests.support.fault_streams import Stream, serving_stage
-from tests.support.model_files import gguf_text
-from tests.support.nodes import until_answers
-from tests.support.recurrent_files import tiny_values, write_recurrent_folder
-from tests.support.spec_reference import float_weights, reference_logits
+from tests.support.models.files import gguf_text
+from tests.support.models.recurrent_files import tiny_values, write_recurrent_folder
+from tests.support.numerics.spec_reference import float_weights, reference_logits
+from tests.support.processes.nodes import until_answers
+from tests.support.processes.streams import Stream, serving_stage
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

@@ -19,9 +19,9 @@ from edgepipe.spec.packed import Packed
 from edgepipe.spec.tensors import WeightSource
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.weights import Weights, open_weights
-from tests.support.family_files import write_family_gguf
-from tests.support.numerics_harness import Logits, Pipeline
-from tests.support.spec_reference import reference_logits
+from tests.support.models.family_files import write_family_gguf
+from tests.support.numerics.harness import Logits, Pipeline
+from tests.support.numerics.spec_reference import reference_logits
 
 TOKENS = np.random.default_rng(3).integers(0, 64, 60).tolist()
 CHUNKS = (13, 1, 27, 1)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.llama_cpp_files import NAMES, RECURRENT, LlamaCppFile, llama_cpp_file
-from tests.support.numerics_harness import Logits, Pipeline
+from tests.support.models.llama_cpp_files import NAMES, RECURRENT, LlamaCppFile, llama_cpp_file
+from tests.support.numerics.harness import Logits, Pipeline
 
 pytest.importorskip("torch")
 pytest.importorskip("mlx.core")

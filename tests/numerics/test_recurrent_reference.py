@@ -16,10 +16,10 @@ pytest.importorskip("transformers")
 
 from edgepipe.spec.tensors import WeightSource
 from edgepipe.weights.weights import open_weights
-from tests.support.recurrent_checkpoints import CONFIGS, TOKENS, save_checkpoint
-from tests.support.recurrent_files import TINY as GGUF_TINY
-from tests.support.recurrent_files import write_recurrent_folder, write_recurrent_gguf
-from tests.support.spec_reference import float_weights, reference_logits
+from tests.support.models.recurrent_checkpoints import CONFIGS, TOKENS, save_checkpoint
+from tests.support.models.recurrent_files import TINY as GGUF_TINY
+from tests.support.models.recurrent_files import write_recurrent_folder, write_recurrent_gguf
+from tests.support.numerics.spec_reference import float_weights, reference_logits
 
 
 def logits_of(source: WeightSource) -> np.ndarray:

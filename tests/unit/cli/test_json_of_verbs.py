@@ -14,8 +14,8 @@ from edgepipe.weights.emulated_folder import write_model_folder
 from edgepipe.wire.codec import to_wire
 from edgepipe.wire.serving import ServeEvent
 from edgepipe.wire.v1 import node_pb2 as pb
-from tests.support.admin_server import FakeNode, answering
-from tests.support.command_line import Run, make_engine, make_status
+from tests.support.daemon.admin_server import FakeNode, answering
+from tests.support.processes.command_line import Run, make_engine, make_status
 
 
 class ServingNode(FakeNode):

@@ -17,8 +17,8 @@ from edgepipe.cli.wizard.asking import Choice, Defaults, Quit
 from edgepipe.ids import NodeId
 from edgepipe.store.pull import PullResult
 from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, ModelOnDisk, NodeState
-from tests.support.admin_server import FakeNode, answering
-from tests.support.command_line import make_status, with_devices
+from tests.support.daemon.admin_server import FakeNode, answering
+from tests.support.processes.command_line import make_status, with_devices
 
 
 def roomy(device: DeviceState) -> DeviceState:

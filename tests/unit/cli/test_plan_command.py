@@ -16,9 +16,9 @@ from edgepipe.planner.plan import Constraints
 from edgepipe.planner.preview import preview
 from edgepipe.spec.config import hf_config
 from edgepipe.units import parse_link
-from tests.support.admin_server import FakeNode, answering
-from tests.support.command_line import Run
-from tests.support.family_files import tiny_values
+from tests.support.daemon.admin_server import FakeNode, answering
+from tests.support.models.family_files import tiny_values
+from tests.support.processes.command_line import Run
 
 IMAGINED = ("plan", "qwen2.5-32b:bf16", "--emulate", "4x rtx4090", "--link", "1gbit,0.3ms")
 

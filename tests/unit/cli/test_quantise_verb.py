@@ -13,8 +13,8 @@ from edgepipe.backend.types import BackendOptions
 from edgepipe.errors import BackendUnavailable
 from edgepipe.store.store import ModelStore
 from edgepipe.weights.emulated_folder import byte_level_tokenizer
-from tests.support.command_line import Run
-from tests.support.model_files import hf_values, write_hf_folder
+from tests.support.models.files import hf_values, write_hf_folder
+from tests.support.processes.command_line import Run
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,8 @@ from edgepipe.spec.facts import LayerRange
 from edgepipe.store.store import ModelStore
 from edgepipe.telemetry.audit import AuditKind, AuditLog
 from edgepipe.wire.trust import InviteEvent, InviteJoined, InviteStart
-from tests.support.admin_server import FakeNode, answering
-from tests.support.command_line import Run
+from tests.support.daemon.admin_server import FakeNode, answering
+from tests.support.processes.command_line import Run
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from edgepipe.errors import ModelUnknown
 from edgepipe.files.progress import PlannedFile
 from edgepipe.store.gguf_names import GgufChoice, gguf_choices
 from edgepipe.store.hub import HubSource
-from tests.support.command_line import Run, make_status
-from tests.support.fake_hub import FakeHub, running
+from tests.support.models.fake_hub import FakeHub, running
+from tests.support.processes.command_line import Run, make_status
 
 GB = 1_000_000_000
 REPO = "org/Big-GGUF"

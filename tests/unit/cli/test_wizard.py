@@ -28,8 +28,8 @@ from edgepipe.weights.emulated_folder import write_model_folder
 from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, NodeState
 from edgepipe.wire.serving import LinkProfile
 from edgepipe.wire.trust import PeerState
-from tests.support.command_line import Run, make_status, with_devices
-from tests.support.terminal import Terminal as TerminalOf
+from tests.support.processes.command_line import Run, make_status, with_devices
+from tests.support.processes.terminal import Terminal as TerminalOf
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc
-from tests.support.node_models import CONFIG
-from tests.support.waiting import until
+from tests.support.models.for_nodes import CONFIG
+from tests.support.processes.waiting import until
 
 NODES = ("n1", "n2", "n3")
 KEYS = [ModelKey(f"m{i}", "h") for i in range(12)]

@@ -40,8 +40,8 @@ from edgepipe.wire.children import (
     ShardLoaded,
 )
 from edgepipe.workers.settings import ChildSettings
-from tests.support.stage_settings import STAGE_SETTINGS
-from tests.support.waiting import until
+from tests.support.daemon.stage_settings import STAGE_SETTINGS
+from tests.support.processes.waiting import until
 
 GB = 10**9
 CONFIG = emulated_model_config(num_layers=2)

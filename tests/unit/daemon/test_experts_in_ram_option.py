@@ -25,7 +25,7 @@ from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import DeviceState, NodeState
 from edgepipe.wire.v1 import node_pb2
 from edgepipe.workers.stage import _options
-from tests.support.stage_settings import STAGE_SETTINGS
+from tests.support.daemon.stage_settings import STAGE_SETTINGS
 
 CONFIG, WEIGHTS = named_model("qwen3-30b-a3b:q8_0")
 SLICES = make_slices([LayerRange(0, 48)], 48)

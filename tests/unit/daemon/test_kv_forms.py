@@ -28,7 +28,7 @@ from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.v1 import node_pb2
 from edgepipe.workers import stage as stage_worker
 from edgepipe.workers.stage import _options
-from tests.support.stage_settings import STAGE_SETTINGS
+from tests.support.daemon.stage_settings import STAGE_SETTINGS
 
 CONFIG = tiny_config(num_kv_heads=2, head_dim=64)
 PROFILE = LayerProfile(base_s=0.0, decode=(), prefill=(), head=(), kv_token_s=0.0, decode_context=64)

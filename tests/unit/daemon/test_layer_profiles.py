@@ -16,7 +16,7 @@ from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.spec.config_json import config_to_json
 from edgepipe.testing.tiny_model import tiny_config
 from edgepipe.weights.mixes import mix_table
-from tests.support.waiting import until
+from tests.support.processes.waiting import until
 
 PROFILE = LayerProfile(
     base_s=0.5, decode=(Point(1, 2),), prefill=(), head=(), kv_token_s=0.0, decode_context=64, measured_ms=5

@@ -32,8 +32,8 @@ from edgepipe.wire.children import PrepareProgress
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import NodeState
-from tests.support.node_models import CONFIG, pull_with_weights
-from tests.support.waiting import until
+from tests.support.models.for_nodes import CONFIG, pull_with_weights
+from tests.support.processes.waiting import until
 
 ALL = frozenset(range(CONFIG.num_layers + 2))
 

@@ -21,7 +21,7 @@ from edgepipe.ids import SequenceId, StepId
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.spec.layout import slice_parameters
 from edgepipe.spec.uniform import UniformShape
-from tests.support.shapes import flat
+from tests.support.models.shapes import flat
 
 CONFIG = emulated_model_config(num_layers=4)
 LLAMA_8B = UniformShape(

@@ -13,8 +13,8 @@ from edgepipe.gateway.assets import ModelAssets
 from edgepipe.text.encoding import LongTextEncoder
 from edgepipe.text.template import ChatTemplate, TemplateRenderer
 from edgepipe.text.tokenizer import Tokenizer
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import Served, events_of, serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import Served, events_of, serving
 
 TOKENS = ["<unk>", "<s>", "</s>", "<0xC3>", "<0xA9>", "▁", "i", "s", "is", "▁is", "▁Pa", "ris", "."]
 BOS, E_BEGIN, E_END, IS, PA, RIS = 1, 3, 4, 9, 10, 11

@@ -17,10 +17,10 @@ from edgepipe.text.conversations.fitting import fit
 from edgepipe.text.template import KNOWN_KEYWORDS, MAX_TEMPLATE_BYTES
 from edgepipe.text.template_child import make_environment
 from edgepipe.text.tokenizer import Tokenizer
-from tests.support.fake_engine import FakeEngine
-from tests.support.family_assets import FamilyAssets
-from tests.support.gateway import events_of, serving
-from tests.support.template_traits import TOKENS, traits_of
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.family_assets import FamilyAssets
+from tests.support.gateways.server import events_of, serving
+from tests.support.gateways.template_traits import TOKENS, traits_of
 
 GPT_OSS = """<|start|>system<|message|>Reasoning: {{ reasoning_effort|default('medium') }}<|end|>
 {%- for message in messages %}

@@ -20,8 +20,8 @@ from edgepipe.gateway.schema import ChatBody, Checked, CompletionBody, Detokeniz
 from edgepipe.gateway.shares import memory_shares
 from edgepipe.store.store import StoredModel
 from edgepipe.text.encoding import LongTextEncoder
-from tests.support.fake_engine import CONTEXT
-from tests.support.gateway import Served
+from tests.support.gateways.fake_engine import CONTEXT
+from tests.support.gateways.server import Served
 
 WIDE = 200 << 10  # characters: more than is parsed on the loop
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}

@@ -32,8 +32,8 @@ from edgepipe.gateway.schema import CompletionBody
 from edgepipe.gateway.shares import Holding, memory_shares
 from edgepipe.gateway.structured import GrammarCompiler
 from edgepipe.sampling.grammar_trial import pack_verdict
-from tests.support.fake_engine import ByteAssets, FakeEngine
-from tests.support.gateway import Served, serving
+from tests.support.gateways.fake_engine import ByteAssets, FakeEngine
+from tests.support.gateways.server import Served, serving
 
 FLOOD, OTHER = "the-key-of-a-flood", "the-key-of-another"
 RULES = AccessRules.of(keys=(FLOOD, OTHER), key_on_loopback=True)

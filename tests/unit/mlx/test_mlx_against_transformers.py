@@ -19,7 +19,7 @@ from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.layer_spec import Rope
 from edgepipe.spec.layout import model_tensors
 from edgepipe.spec.uniform import uniform_shape
-from tests.support.mlx_models import Chain, Float32s, MemorySource, cpu_options, row, tiny_config
+from tests.support.backends.mlx_models import Chain, Float32s, MemorySource, cpu_options, row, tiny_config
 
 NUM_TOKENS = 40
 LLAMA3 = Rope(

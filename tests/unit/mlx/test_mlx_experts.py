@@ -35,7 +35,8 @@ from edgepipe.spec.packed import Packed
 from edgepipe.spec.tensors import WeightSource
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.weights import open_weights
-from tests.support.expert_models import (
+from tests.support.backends.mlx_models import Chain, Float32s, cpu_options, row
+from tests.support.models.experts import (
     QWEN3_MOE,
     expert_config,
     stored_tensors,
@@ -43,10 +44,9 @@ from tests.support.expert_models import (
     write_expert_folder,
     write_expert_gguf,
 )
-from tests.support.mlx_models import Chain, Float32s, cpu_options, row
-from tests.support.packed_models import PackedTinyModel, exact_float32, random_packed
-from tests.support.quantised_folders import write_folder
-from tests.support.quantised_weights import RECIPES, Tensor
+from tests.support.models.packed import PackedTinyModel, exact_float32, random_packed
+from tests.support.models.quantised_folders import write_folder
+from tests.support.models.quantised_weights import RECIPES, Tensor
 
 TOKENS = np.random.default_rng(1).integers(0, 96, 40).tolist()
 COUNT, ROWS, INPUTS = 5, 48, 256  # experts, and the shape of each matrix

@@ -16,7 +16,15 @@ from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.spec.layer_spec import Rope
 from edgepipe.spec.layout import slice_parameters
-from tests.support.mlx_models import Chain, Float32s, MemorySource, cpu_options, random_weights, row, tiny_config
+from tests.support.backends.mlx_models import (
+    Chain,
+    Float32s,
+    MemorySource,
+    cpu_options,
+    random_weights,
+    row,
+    tiny_config,
+)
 
 CONFIG = tiny_config()
 

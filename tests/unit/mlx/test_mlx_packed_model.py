@@ -27,10 +27,18 @@ from edgepipe.store.store import StoredModel
 from edgepipe.weights.dequantise import as_bf16_bits, widen_bf16
 from edgepipe.weights.resident import WIDE, slice_bytes
 from edgepipe.weights.weight_table import table_of
-from tests.support.golden_ids import items
-from tests.support.mlx_models import Chain, Float32s, MemorySource, cpu_options, random_weights, row, tiny_config
-from tests.support.numerics_harness import Pipeline
-from tests.support.packed_models import PackedTinyModel, random_packed
+from tests.support.backends.mlx_models import (
+    Chain,
+    Float32s,
+    MemorySource,
+    cpu_options,
+    random_weights,
+    row,
+    tiny_config,
+)
+from tests.support.models.packed import PackedTinyModel, random_packed
+from tests.support.numerics.golden_ids import items
+from tests.support.numerics.harness import Pipeline
 
 HIDDEN = 256
 RING_STEPS = 5

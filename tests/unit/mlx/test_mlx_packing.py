@@ -22,7 +22,7 @@ from edgepipe.spec.packed import GroupValues, Packed, split_planes
 from edgepipe.spec.packed_form import CODEBOOKS, MXFP8_FORM, NVFP4_FORM, PackedForm
 from edgepipe.weights.dequantise import as_bf16_bits, round_to_bf16, widen_bf16
 from edgepipe.weights.resident import resident_bytes
-from tests.support.packed_models import EXACT, QUANTISED, random_packed, random_raw
+from tests.support.models.packed import EXACT, QUANTISED, random_packed, random_raw
 
 Values = npt.NDArray[np.float32]
 ROWS, INPUTS = 48, 512

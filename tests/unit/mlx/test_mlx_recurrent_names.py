@@ -22,9 +22,9 @@ from edgepipe.spec.packed import Packed
 from edgepipe.spec.tensors import WeightSource
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.weights import open_weights
-from tests.support.quantised_folders import write_folder
-from tests.support.quantised_weights import Tensor
-from tests.support.recurrent_files import TINY, random_stored, tiny_values, write_recurrent_folder
+from tests.support.models.quantised_folders import write_folder
+from tests.support.models.quantised_weights import Tensor
+from tests.support.models.recurrent_files import TINY, random_stored, tiny_values, write_recurrent_folder
 
 
 def sanitized(family: str, weights: dict[str, Any]) -> Mapping[str, Any]:

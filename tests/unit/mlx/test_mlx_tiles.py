@@ -21,7 +21,7 @@ from edgepipe.backend.types import BlockCopy, Step, StepRow
 from edgepipe.errors import StepFailed
 from edgepipe.ids import StepId
 from edgepipe.spec.layer_spec import Attention
-from tests.support.mlx_models import row
+from tests.support.backends.mlx_models import row
 
 NUM_BLOCKS = 40  # 640 tokens
 

@@ -16,7 +16,7 @@ from edgepipe.planner.plan import plan
 from edgepipe.planner.profiles import Links
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.units import parse_link
-from tests.support.planner_world import GB, machine
+from tests.support.worlds.planner import GB, machine
 
 SHAPE = named_shape("qwen2.5-7b")
 CLUSTER = Cluster(  # one machine alone does not hold the model

@@ -32,7 +32,7 @@ from edgepipe.spec.memory_classes import memory_classes
 from edgepipe.units import parse_link
 from edgepipe.weights.mixes import mix_names, mix_table, named_model
 from edgepipe.weights.resident import dtype_of
-from tests.support.shapes import flat
+from tests.support.models.shapes import flat
 
 GB = 10**9
 names = st.sampled_from(sorted(model_shapes()))

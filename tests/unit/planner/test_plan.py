@@ -21,7 +21,7 @@ from edgepipe.units import parse_link
 from edgepipe.weights.mixes import named_model
 from edgepipe.wire.serving import BrokenLink, SurveyReply
 from edgepipe.wire.surveys import cluster_of
-from tests.support.planner_world import GB, machine, machines
+from tests.support.worlds.planner import GB, machine, machines
 
 BIG, SMALL = named_shape("qwen2.5-32b"), named_shape("qwen2.5-7b")
 LAN = Links(assumed=parse_link("1gbit,0.3ms"))

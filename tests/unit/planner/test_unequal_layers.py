@@ -24,8 +24,8 @@ from edgepipe.spec.layer_spec import Dense, Experts, Router
 from edgepipe.units import parse_link
 from edgepipe.weights.mixes import named_model
 from edgepipe.weights.weight_table import FLOATS
-from tests.support.brute_force import brute_force
-from tests.support.planner_world import GB, machines, random_instance, unequal_instance
+from tests.support.worlds.brute_force import brute_force
+from tests.support.worlds.planner import GB, machines, random_instance, unequal_instance
 
 LAN = Links(assumed=parse_link("1gbit,0.3ms"))
 

@@ -22,7 +22,7 @@ from edgepipe.sampling.grammar_trial import (
     pack_question,
     read_verdict,
 )
-from tests.support.costly_schemas import costly_grammar, wide_vocabulary
+from tests.support.gateways.costly_schemas import costly_grammar, wide_vocabulary
 
 NUM_TOKENS = 12
 

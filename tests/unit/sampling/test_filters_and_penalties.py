@@ -29,7 +29,7 @@ from edgepipe.sampling.device import sample_picked
 from edgepipe.sampling.grammar import BuiltGrammar, GrammarState, GrammarTokenizer, json_grammar, regex_grammar
 from edgepipe.text.tokenizer import Tokenizer
 from edgepipe.weights.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
-from tests.support.sampling_columns import ColumnSampler
+from tests.support.gateways.sampling_columns import ColumnSampler
 
 V = 61
 PARAMS = st.builds(

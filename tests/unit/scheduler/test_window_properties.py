@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from edgepipe.scheduler import Policy, SarathiPolicy, SchedulerLimits, ThrottledPolicy
 from edgepipe.spec.memory_classes import StatePool
-from tests.support.scheduler_world import World, check_shared_replay, spec, windowed
+from tests.support.worlds.scheduler import World, check_shared_replay, spec, windowed
 from tests.unit.scheduler.test_scheduler_properties import Action, actions, play, policies
 
 sizes = st.tuples(st.integers(1, 24), st.integers(1, 24))  # window, slack

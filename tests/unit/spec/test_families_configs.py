@@ -23,7 +23,7 @@ from edgepipe.spec.families import FAMILIES
 from edgepipe.spec.layer_spec import DeltaNet, Mamba2, ShortConv, Temperature
 from edgepipe.spec.layout import model_tensors, stored_shapes
 from edgepipe.spec.naming import NAMINGS, settled_naming
-from tests.support.specs import attention_of
+from tests.support.models.specs import attention_of
 
 FOLDER = Path(__file__).parents[2] / "data" / "configs"
 SOURCES: dict[str, dict[str, str]] = json.loads((FOLDER / "sources.json").read_text())

@@ -25,9 +25,9 @@ from edgepipe.spec.tensors import WeightSource
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.gguf_file import JoinedGguf, gguf_names, hugging_face_name, open_gguf
 from edgepipe.weights.weights import open_weights
-from tests.support.family_files import ARCHS, TINY, arch_of, tiny_values, write_family_folder, write_family_gguf
-from tests.support.recurrent_files import TINY as RECURRENT
-from tests.support.specs import attention_of
+from tests.support.models.family_files import ARCHS, TINY, arch_of, tiny_values, write_family_folder, write_family_gguf
+from tests.support.models.recurrent_files import TINY as RECURRENT
+from tests.support.models.specs import attention_of
 
 UNREAD = {
     *("rope_freqs", "rope_factors_long", "rope_factors_short"),  # read as a part of the config

@@ -10,8 +10,8 @@ from edgepipe.spec.config import hf_config
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.longrope import depends_on_context, factors_in_words, served_config
 from edgepipe.spec.rope import rotary_frequencies
-from tests.support.family_files import tiny_values
-from tests.support.specs import attention_of
+from tests.support.models.family_files import tiny_values
+from tests.support.models.specs import attention_of
 
 PHI = hf_config(tiny_values("phi3"))  # trained on 64 tokens, stretched to 256
 SHORT, LONG = (1.0, 1.25, 1.5), (1.5, 2.0, 4.0)

@@ -15,8 +15,8 @@ from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
 from edgepipe.spec.config import gguf_config, hf_config, read_hf_config
 from edgepipe.spec.config_json import config_from_json, config_to_json
 from edgepipe.weights.gguf_header import read_gguf_header
-from tests.support.model_files import hf_values, smollm2_gguf
-from tests.support.shapes import flat
+from tests.support.models.files import hf_values, smollm2_gguf
+from tests.support.models.shapes import flat
 
 QWEN2 = ["Qwen2ForCausalLM"]
 QWEN3 = ["Qwen3ForCausalLM"]

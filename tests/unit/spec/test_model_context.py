@@ -13,8 +13,8 @@ from edgepipe.spec.config import gguf_config, hf_config
 from edgepipe.spec.shape_limits import MAX_CONTEXT
 from edgepipe.text.template import ChatTemplate
 from edgepipe.weights.card import ModelCard
-from tests.support.model_files import hf_values
-from tests.support.shapes import flat
+from tests.support.models.files import hf_values
+from tests.support.models.shapes import flat
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "data" / "published_ropes.json").read_text())
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 
 from edgepipe.spec.packed import GroupValues, Packed, concatenate, join_planes, requantise, split_planes
 from edgepipe.spec.packed_form import CODEBOOKS, PackedForm
-from tests.support.packed_models import EXACT, random_packed
+from tests.support.models.packed import EXACT, random_packed
 
 OFFSETS: tuple[Literal["none", "zero", "zeros", "added"], ...] = ("none", "zero", "zeros", "added")
 

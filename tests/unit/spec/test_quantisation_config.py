@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from edgepipe.errors import ModelInvalid
 from edgepipe.spec.quantisation import Quantisation, WeightFormat
 from edgepipe.spec.quantisation_config import check_quantisation
-from tests.support.quantised_weights import RECIPES
+from tests.support.models.quantised_weights import RECIPES
 
 
 def read(config: Mapping[str, Any], key: str = "quantization_config") -> Quantisation:

@@ -19,7 +19,17 @@ from edgepipe.spec.packed_form import MXFP8_FORM
 from edgepipe.spec.quantisation import Quantisation, WeightFormat, quantisation_from_json, quantisation_to_json
 from edgepipe.spec.quantisation_config import check_quantisation, settle_quantisation
 from edgepipe.spec.tensors import RawTensor, TensorInfo
-from tests.support.quantised_weights import E2M1, RECIPES, Quantised, Recipe, Tensor, awq, compressed, fp8_block, gptq
+from tests.support.models.quantised_weights import (
+    E2M1,
+    RECIPES,
+    Quantised,
+    Recipe,
+    Tensor,
+    awq,
+    compressed,
+    fp8_block,
+    gptq,
+)
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 MODULE = "model.layers.0.mlp.up_proj"

@@ -10,7 +10,7 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.spec.config import hf_config
 from edgepipe.spec.sampling_defaults import checked_sampling, gguf_sampling, hf_sampling
 from edgepipe.store.store import ModelStore
-from tests.support.model_files import TOKENS, hf_values, random_tensors, write_gguf
+from tests.support.models.files import TOKENS, hf_values, random_tensors, write_gguf
 
 
 def test_values_that_can_be_used_are_read(tmp_path: Path) -> None:

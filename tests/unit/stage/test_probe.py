@@ -17,8 +17,8 @@ from edgepipe.spec.tensors import WeightSource
 from edgepipe.stage.probe import probe_layer
 from edgepipe.testing.clock import FakeClock
 from edgepipe.testing.tiny_model import tiny_config
-from tests.support.expert_models import expert_config
-from tests.support.recurrent_layers import MODELS
+from tests.support.models.experts import expert_config
+from tests.support.models.recurrent_layers import MODELS
 
 DEVICE = DeviceProfile(
     backend="torch",

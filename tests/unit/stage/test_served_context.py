@@ -16,7 +16,7 @@ from edgepipe.system import SystemClock
 from edgepipe.weights.weights import Weights, open_weights
 from edgepipe.wire.children import LoadShard, ShardLoaded
 from edgepipe.workers.stage import _load  # pyright: ignore[reportPrivateUsage]
-from tests.support.family_files import write_family_folder
+from tests.support.models.family_files import write_family_folder
 
 
 class Opening:

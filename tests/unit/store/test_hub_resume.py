@@ -17,7 +17,7 @@ from edgepipe.errors import ModelDownloadFailed
 from edgepipe.files.progress import OnProgress, PlannedFile, PullProgress
 from edgepipe.store.hub import HubPlan, HubSource
 from edgepipe.store.hub_fetch import fetch_hub
-from tests.support.fake_hub import COMMIT, FakeHub, running, virtual_pauses
+from tests.support.models.fake_hub import COMMIT, FakeHub, running, virtual_pauses
 
 REPO, NAME = "org/large", "model.safetensors"
 DATA = random.Random(1).randbytes(12_000_000)
@@ -93,7 +93,7 @@ def test_ten_stops_by_a_person_cost_at_most_a_megabyte_each(hub: FakeHub, tmp_pa
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.support.fake_hub import FakeHub
+from tests.support.models.fake_hub import FakeHub
 from tests.unit.store.test_hub_resume import fetch
 def kill(now):
     if now.done_bytes > 5_000_000:

@@ -26,7 +26,7 @@ from edgepipe.store.store import ModelStore, StoredModel
 from edgepipe.system import SystemClock
 from edgepipe.wire.children import PrepareProgress
 from edgepipe.workers import stage as stage_worker
-from tests.support.model_files import TOKENS, hf_values, names, random_tensors, source_folder, write_gguf
+from tests.support.models.files import TOKENS, hf_values, names, random_tensors, source_folder, write_gguf
 
 
 @pytest.fixture

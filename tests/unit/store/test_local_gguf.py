@@ -13,7 +13,7 @@ from edgepipe.spec.config import hf_config
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.store.store import ModelStore
 from edgepipe.weights.weights import open_weights
-from tests.support.model_files import TOKENS, hf_values, random_tensors, write_gguf, write_split_gguf
+from tests.support.models.files import TOKENS, hf_values, random_tensors, write_gguf, write_split_gguf
 
 ALL_TOKENS = TOKENS + [f"t{index}" for index in range(300 - len(TOKENS))]
 BLOB = "sha256-6a0746a1ec1aef3e7ec53868f220ff6e389f6f8ef87a01d77c96807de94ca2aa"

@@ -25,8 +25,8 @@ from edgepipe.text.tokenizer import Tokenizer
 from edgepipe.weights import manifest as manifest_module
 from edgepipe.weights.card import ModelCard, read_card
 from edgepipe.weights.manifest import CARD_FILE, TOKENIZER_FILE, FileEntry, Manifest
-from tests.support.model_files import TOKENS, adopt, gguf_text, metadata_of, names, source_folder
-from tests.support.shapes import flat
+from tests.support.models.files import TOKENS, adopt, gguf_text, metadata_of, names, source_folder
+from tests.support.models.shapes import flat
 
 Values = dict[str, Any]
 

@@ -23,8 +23,8 @@ from edgepipe.store.store import ModelStore, StoredModel, tensor_names
 from edgepipe.weights.manifest import Manifest
 from edgepipe.wire.common import Hello
 from edgepipe.wire.nodes import NodeState
-from tests.support.fake_hub import COMMIT, FakeHub, running
-from tests.support.model_files import (
+from tests.support.models.fake_hub import COMMIT, FakeHub, running
+from tests.support.models.files import (
     adopt,
     hf_values,
     metadata_of,
@@ -34,7 +34,7 @@ from tests.support.model_files import (
     write_split_gguf,
     write_tensor,
 )
-from tests.support.shapes import flat
+from tests.support.models.shapes import flat
 
 REPO = "org/tiny"
 MIDDLE = Slice(index=1, layers=LayerRange(1, 2), embedding=False, head=False)

@@ -20,9 +20,9 @@ from edgepipe.store.pull import Puller, PullResult, hub_source
 from edgepipe.store.store import ModelStore
 from edgepipe.text.conversations.known_traits import TRAITS_FILE
 from edgepipe.weights.weights import open_weights
-from tests.support.fake_hub import COMMIT, FakeHub, running, virtual_pauses
-from tests.support.family_files import write_family_gguf
-from tests.support.model_files import (
+from tests.support.models.fake_hub import COMMIT, FakeHub, running, virtual_pauses
+from tests.support.models.family_files import write_family_gguf
+from tests.support.models.files import (
     TOKENS,
     gguf_bytes,
     gguf_row,
@@ -32,7 +32,7 @@ from tests.support.model_files import (
     write_hf_folder,
     write_split_gguf,
 )
-from tests.support.quantised_folders import write_quantised_folder
+from tests.support.models.quantised_folders import write_quantised_folder
 
 REPO = "org/tiny"
 FIRST, BIG = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -16,7 +16,7 @@ from edgepipe.spec.config import hf_config
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.store.store import ModelStore, StoredModel, tensor_names
 from edgepipe.weights.manifest import Manifest
-from tests.support.model_files import (
+from tests.support.models.files import (
     TOKENS,
     adopt,
     hf_values,

@@ -19,7 +19,7 @@ from edgepipe.store.folders import folder_size
 from edgepipe.store.store import ModelStore
 from edgepipe.text.conversations.known_traits import TRAITS_FILE
 from edgepipe.weights.manifest import Manifest
-from tests.support.model_files import (
+from tests.support.models.files import (
     TOKENS,
     adopt,
     hf_values,

@@ -20,8 +20,8 @@ from edgepipe.store import quantise
 from edgepipe.store.quantise import quantise_model, quantise_q4_1, quantise_q8_0, whole_slice
 from edgepipe.store.store import ModelStore
 from edgepipe.weights.dequantise import as_float32, block_values
-from tests.support.model_files import hf_values, names, random_tensors, source_folder, write_gguf, write_hf_folder
-from tests.support.recurrent_files import write_recurrent_folder
+from tests.support.models.files import hf_values, names, random_tensors, source_folder, write_gguf, write_hf_folder
+from tests.support.models.recurrent_files import write_recurrent_folder
 
 
 @pytest.fixture(scope="module")

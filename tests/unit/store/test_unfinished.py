@@ -11,9 +11,9 @@ from edgepipe.errors import ModelDownloadFailed
 from edgepipe.store.pull import Puller
 from edgepipe.store.store import ModelStore
 from edgepipe.store.unfinished import exclusive_staging
-from tests.support.fake_hub import FakeHub, running, virtual_pauses
-from tests.support.killed_pulls import old_library_files
-from tests.support.model_files import write_hf_folder
+from tests.support.models.fake_hub import FakeHub, running, virtual_pauses
+from tests.support.models.files import write_hf_folder
+from tests.support.models.killed_pulls import old_library_files
 
 REPO = "org/tiny"
 FIRST = "model-00001-of-00002.safetensors"

@@ -15,7 +15,7 @@ from edgepipe.errors import ModelInvalid, TemplateFailed
 from edgepipe.text.gguf_tokenizer import special_tokens
 from edgepipe.text.template import ChatTemplate, TemplateRenderer, TemplateTimeouts, gguf_template, hf_template
 from edgepipe.weights.gguf_header import read_gguf_header
-from tests.support.model_files import GOLDEN, smollm2_gguf
+from tests.support.models.files import GOLDEN, smollm2_gguf
 
 CHATS = [item for item in json.loads(GOLDEN.read_text())["items"] if item["messages"]]
 USER = [{"role": "user", "content": "<b>é"}]

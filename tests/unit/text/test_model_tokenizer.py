@@ -20,7 +20,7 @@ from edgepipe.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from edgepipe.text.gguf_tokenizer import check_tokenizer_kind, special_tokens
 from edgepipe.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, check_tokenizer
 from edgepipe.weights.gguf_header import read_gguf_header
-from tests.support.model_files import GOLDEN, smollm2_gguf
+from tests.support.models.files import GOLDEN, smollm2_gguf
 
 ITEMS = json.loads(GOLDEN.read_text())["items"]
 

@@ -14,8 +14,7 @@ from edgepipe.text.conversations.traits import CAREFUL, CHOICES, TRAITS_VERSION,
 from edgepipe.text.template import ChatTemplate, TemplateRenderer, hf_template
 from edgepipe.weights.card import read_card
 from edgepipe.weights.manifest import read_manifest
-from tests.support.model_files import source_folder
-from tests.support.strict_templates import (
+from tests.support.gateways.strict_templates import (
     ALTERNATES,
     NEEDS_USER,
     NULL_CONTENT,
@@ -24,7 +23,8 @@ from tests.support.strict_templates import (
     PARTS,
     SHORT_IDS,
 )
-from tests.support.template_traits import traits_of
+from tests.support.gateways.template_traits import traits_of
+from tests.support.models.files import source_folder
 
 LINES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 

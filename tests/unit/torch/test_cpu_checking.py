@@ -31,8 +31,8 @@ from edgepipe.spec.facts import ModelConfig  # noqa: E402
 from edgepipe.spec.layer_spec import DeltaNet  # noqa: E402
 from edgepipe.spec.packed import Packed  # noqa: E402
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
-from tests.support.numerics_harness import Pipeline  # noqa: E402
-from tests.support.packed_models import PackedTinyModel, random_packed  # noqa: E402
+from tests.support.models.packed import PackedTinyModel, random_packed  # noqa: E402
+from tests.support.numerics.harness import Pipeline  # noqa: E402
 
 pytestmark = pytest.mark.skipif(isinstance(cpu_kernels(), KernelsUnavailable), reason="no kernels for this CPU")
 

@@ -31,17 +31,17 @@ from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
 from edgepipe.weights.resident import WIDE, resident_sizes  # noqa: E402
 from edgepipe.weights.weight_table import table_from_json, table_of  # noqa: E402
 from edgepipe.weights.weights import open_weights  # noqa: E402
-from tests.support.expert_models import (  # noqa: E402
+from tests.support.backends.steps import make_step, run_step, step_row  # noqa: E402
+from tests.support.backends.torch_paging import cpu_paging  # noqa: E402
+from tests.support.models.experts import (  # noqa: E402
     expert_config,
     stored_tensors,
     whole_weights,
     write_expert_folder,
     write_expert_gguf,
 )
-from tests.support.family_files import write_family_folder, write_family_gguf  # noqa: E402
-from tests.support.packed_models import PackedTinyModel  # noqa: E402
-from tests.support.steps import make_step, run_step, step_row  # noqa: E402
-from tests.support.torch_paging import cpu_paging  # noqa: E402
+from tests.support.models.family_files import write_family_folder, write_family_gguf  # noqa: E402
+from tests.support.models.packed import PackedTinyModel  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

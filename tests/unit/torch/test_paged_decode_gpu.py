@@ -20,7 +20,7 @@ from edgepipe.backend.types import BackendOptions  # noqa: E402
 from edgepipe.spec.facts import LayerRange, make_slices  # noqa: E402
 from edgepipe.spec.layer_spec import Latent  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
-from tests.support.steps import make_step, run_step, step_row  # noqa: E402
+from tests.support.backends.steps import make_step, run_step, step_row  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor, device

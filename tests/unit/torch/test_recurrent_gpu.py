@@ -20,8 +20,8 @@ from edgepipe.backend.types import BackendOptions, RowState, StateWrite  # noqa:
 from edgepipe.spec.facts import LayerRange, make_slices  # noqa: E402
 from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights  # noqa: E402
-from tests.support.recurrent_layers import MODELS  # noqa: E402
-from tests.support.steps import make_step, run_step, step_row  # noqa: E402
+from tests.support.backends.steps import make_step, run_step, step_row  # noqa: E402
+from tests.support.models.recurrent_layers import MODELS  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

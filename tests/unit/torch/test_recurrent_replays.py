@@ -20,8 +20,8 @@ from edgepipe.backend.types import ActivationType, BackendOptions, RowState, Sta
 from edgepipe.spec.facts import ModelConfig  # noqa: E402
 from edgepipe.spec.layer_spec import DeltaNet, LayerSpec, Mamba2, Recurrent, ShortConv  # noqa: E402
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
-from tests.support.numerics_harness import Logits, Pipeline, Track  # noqa: E402
-from tests.support.packed_models import PackedTinyModel  # noqa: E402
+from tests.support.models.packed import PackedTinyModel  # noqa: E402
+from tests.support.numerics.harness import Logits, Pipeline, Track  # noqa: E402
 
 pytestmark = pytest.mark.skipif(isinstance(cpu_kernels(), KernelsUnavailable), reason="no kernels for this CPU")
 

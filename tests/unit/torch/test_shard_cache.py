@@ -39,10 +39,10 @@ from edgepipe.text.template import ChatTemplate  # noqa: E402
 from edgepipe.weights.card import ModelCard  # noqa: E402
 from edgepipe.weights.repacked import REPACKED_FOLDER, RepackedPlace  # noqa: E402
 from edgepipe.weights.weights import Weights, open_weights  # noqa: E402
-from tests.support.model_files import TOKENS, adopt, hf_values, metadata_of, random_tensors, write_gguf  # noqa: E402
-from tests.support.packed_models import QUANTISED, random_packed  # noqa: E402
-from tests.support.quantised_folders import write_quantised_folder  # noqa: E402
-from tests.support.torch_slices import loaded_slice  # noqa: E402
+from tests.support.backends.torch_slices import loaded_slice  # noqa: E402
+from tests.support.models.files import TOKENS, adopt, hf_values, metadata_of, random_tensors, write_gguf  # noqa: E402
+from tests.support.models.packed import QUANTISED, random_packed  # noqa: E402
+from tests.support.models.quantised_folders import write_quantised_folder  # noqa: E402
 
 CPU = torch.device("cpu")
 ROOM_BYTES = 10_000_000

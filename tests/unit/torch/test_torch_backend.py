@@ -27,8 +27,8 @@ from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices  # n
 from edgepipe.spec.layout import slice_parameters  # noqa: E402
 from edgepipe.spec.tensors import RawTensor, TensorInfo  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
-from tests.support.steps import make_step, run_step, step_row, token_ids  # noqa: E402
-from tests.support.torch_slices import loaded_slice  # noqa: E402
+from tests.support.backends.steps import make_step, run_step, step_row, token_ids  # noqa: E402
+from tests.support.backends.torch_slices import loaded_slice  # noqa: E402
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.spec.packed import Packed
 from edgepipe.spec.tensors import RawTensor
 from edgepipe.weights.weights import open_weights
-from tests.support.expert_models import (
+from tests.support.models.experts import (
     QWEN3_MOE,
     expert_config,
     stored_tensors,

@@ -15,8 +15,8 @@ from edgepipe.spec.tensors import RawTensor, TensorInfo
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.gguf_blocks import LAYOUTS
 from edgepipe.weights.gguf_packing import gguf_form, pack_gguf
-from tests.support import ggml
-from tests.support.packed_models import EXACT, FLOATS, QUANTISED, random_blocks, random_raw
+from tests.support.models import ggml
+from tests.support.models.packed import EXACT, FLOATS, QUANTISED, random_blocks, random_raw
 
 REQUANTISED = tuple(scheme for scheme in QUANTISED if scheme not in EXACT)
 

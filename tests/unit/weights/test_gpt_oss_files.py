@@ -18,7 +18,7 @@ from edgepipe.spec.packed import Packed
 from edgepipe.spec.packed_form import MXFP4_FORM
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.weights import Weights, open_weights
-from tests.support.gpt_oss_files import (
+from tests.support.models.gpt_oss_files import (
     EXPERTS,
     VALUES,
     Arrays,

@@ -26,7 +26,7 @@ from edgepipe.weights.card import ModelCard
 from edgepipe.weights.gguf_file import open_gguf, read_rope_factors
 from edgepipe.weights.gguf_header import MAX_HEADER_BYTES, parse_gguf_header, read_gguf_header
 from edgepipe.weights.safetensors_file import parse_safetensors
-from tests.support.model_files import (
+from tests.support.models.files import (
     entry,
     gguf_bytes,
     gguf_entry,

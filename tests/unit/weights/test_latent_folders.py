@@ -17,10 +17,10 @@ from edgepipe.spec.packed import Packed
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.settling import settled_latent
 from edgepipe.weights.weights import open_weights
-from tests.support.family_files import tiny_values
-from tests.support.quantised_folders import write_folder
-from tests.support.quantised_weights import Recipe, Tensor, fp8_block, mlx
-from tests.support.specs import attention_of
+from tests.support.models.family_files import tiny_values
+from tests.support.models.quantised_folders import write_folder
+from tests.support.models.quantised_weights import Recipe, Tensor, fp8_block, mlx
+from tests.support.models.specs import attention_of
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "v_head_dim": 16}
 MTP = {"eh_proj.weight": (64, 128), "enorm.weight": (64,), "self_attn.kv_b_proj.weight": (192, 32)}

@@ -18,7 +18,7 @@ from edgepipe.weights.gguf_file import open_gguf
 from edgepipe.weights.gguf_header import read_gguf_header
 from edgepipe.weights.permuted_rows import PermutedRows, unpermute_rows
 from edgepipe.weights.weights import open_weights
-from tests.support.model_files import (
+from tests.support.models.files import (
     gguf_bytes,
     gguf_entry,
     gguf_row,
@@ -29,7 +29,7 @@ from tests.support.model_files import (
     smollm2_gguf,
     write_gguf,
 )
-from tests.support.shapes import flat
+from tests.support.models.shapes import flat
 
 U32, STRING, ARRAY = 4, 8, 9
 HUGE = 1 << 63

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from edgepipe.errors import ModelInvalid
 from edgepipe.spec.config import hf_config
 from edgepipe.weights.safetensors_file import open_safetensors
-from tests.support.model_files import entry, hf_values, random_tensors, safetensors_bytes, write_hf_folder
+from tests.support.models.files import entry, hf_values, random_tensors, safetensors_bytes, write_hf_folder
 
 A16 = entry(0, 16)
 

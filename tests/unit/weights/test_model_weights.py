@@ -16,7 +16,7 @@ from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.spec.layout import layer_parameters
 from edgepipe.weights.dequantise import as_bf16_bits, as_float32
 from edgepipe.weights.weights import Weights, open_weights
-from tests.support.model_files import hf_values, random_tensors, write_gguf, write_hf_folder
+from tests.support.models.files import hf_values, random_tensors, write_gguf, write_hf_folder
 
 SLICES = make_slices([LayerRange(0, 1), LayerRange(1, 2), LayerRange(2, 3)], 3)
 

@@ -29,9 +29,14 @@ from edgepipe.weights.dequantise import as_bf16_bits, as_float32
 from edgepipe.weights.manifest import CARD_FILE, MANIFEST_FILE, Manifest
 from edgepipe.weights.tensor_folder import TENSOR_FOLDER, ShardWriter
 from edgepipe.weights.weights import open_weights
-from tests.support.model_files import hf_values
-from tests.support.quantised_folders import quantised_config, quantised_tensors, write_folder, write_quantised_folder
-from tests.support.quantised_weights import RECIPES, Tensor, mlx
+from tests.support.models.files import hf_values
+from tests.support.models.quantised_folders import (
+    quantised_config,
+    quantised_tensors,
+    write_folder,
+    write_quantised_folder,
+)
+from tests.support.models.quantised_weights import RECIPES, Tensor, mlx
 
 SLICES = make_slices([LayerRange(0, 1), LayerRange(1, 2)], 2)
 UP = "model.layers.0.mlp.up_proj"

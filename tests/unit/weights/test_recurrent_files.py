@@ -24,9 +24,9 @@ from edgepipe.spec.tensors import WeightSource
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.gguf_file import JoinedGguf, gguf_names, open_gguf
 from edgepipe.weights.weights import open_weights
-from tests.support.quantised_folders import write_folder
-from tests.support.quantised_weights import RECIPES, Tensor
-from tests.support.recurrent_files import (
+from tests.support.models.quantised_folders import write_folder
+from tests.support.models.quantised_weights import RECIPES, Tensor
+from tests.support.models.recurrent_files import (
     TINY,
     random_stored,
     tiled,
@@ -258,7 +258,7 @@ def test_quantised_qwen3_5_with_pictures_is_read_in_every_format(recipe: str, na
 
 
 def test_decays_that_are_not_below_zero_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.recurrent_files.np.exp", np.zeros_like)
+    monkeypatch.setattr("tests.support.models.recurrent_files.np.exp", np.zeros_like)
     source = open_weights(write_recurrent_gguf(tmp_path / "m.gguf", "qwen35"))
     with pytest.raises(ModelInvalid, match="A_log"):
         source.load(f"{GATED}A_log")

@@ -16,7 +16,7 @@ from edgepipe.store.store import ModelStore
 from edgepipe.weights.gguf_file import open_gguf
 from edgepipe.weights.gguf_split import gguf_in, part_name, stored_gguf
 from edgepipe.weights.weights import open_weights
-from tests.support.model_files import (
+from tests.support.models.files import (
     TOKENS,
     gguf_bytes,
     gguf_entry,

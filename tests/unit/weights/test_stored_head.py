@@ -18,8 +18,8 @@ from edgepipe.spec.tensors import RawTensor
 from edgepipe.store.install import install
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.weights import Weights, open_weights
-from tests.support.changed_gguf import Arrays, write_changed
-from tests.support.family_files import tiny_values, write_family_folder, write_family_gguf
+from tests.support.models.changed_gguf import Arrays, write_changed
+from tests.support.models.family_files import tiny_values, write_family_folder, write_family_gguf
 
 WARNING = "the stored lm_head differs from the embedding"
 

@@ -18,7 +18,7 @@ from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.serving import SurveyedMachine, SurveyReply
 from edgepipe.wire.surveys import cluster_of
 from edgepipe.wire.v1 import node_pb2
-from tests.support.shapes import flat
+from tests.support.models.shapes import flat
 
 CONFIG, WEIGHTS = named_model("qwen3-8b:q4_k_m")
 WHOLE = Slice(index=0, layers=LayerRange(0, 36), embedding=True, head=True)
