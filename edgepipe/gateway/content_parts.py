@@ -47,17 +47,23 @@ def with_reasoning(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _text(part: object) -> str:
     fields = _fields(part)
-    kind = fields.get("type")
+    kind = _kind(fields)
     if kind in _REASONING_KEYS:
         return ""
-    text = fields.get(_TEXT_KEYS.get(kind, "")) if isinstance(kind, str) else None
+    text = fields.get(_TEXT_KEYS.get(kind, ""))
     if not isinstance(text, str):
         raise ValueError("only parts like {'type': 'text', 'text': '...'} are supported" + _named(kind))
     return text
 
 
-def _named(kind: object) -> str:
-    return f", not '{kind[:32]}'" if isinstance(kind, str) and kind not in _TEXT_KEYS else ""
+def _kind(fields: dict[str, Any]) -> str:
+    """Return a part's type; clients may send anything there, also what no dictionary takes as a key."""
+    kind = fields.get("type")
+    return kind if isinstance(kind, str) else ""
+
+
+def _named(kind: str) -> str:
+    return f", not '{kind[:32]}'" if kind and kind not in _TEXT_KEYS else ""
 
 
 def _reasoning(part: object) -> str:
