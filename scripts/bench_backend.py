@@ -22,11 +22,11 @@ from transformers.utils import logging as transformers_logging
 
 from edgepipe.backend.types import BackendOptions, BlockRun, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.dequantise import as_float32
-from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
-from edgepipe.model.tensors import WeightSource
-from edgepipe.model.weights import open_weights
-from tests.support.shapes import flat
+from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.spec.tensors import WeightSource
+from edgepipe.weights.dequantise import as_float32
+from edgepipe.weights.weights import open_weights
+from tests.support.models.shapes import flat
 
 THREADS = 2
 ROUNDS = 3

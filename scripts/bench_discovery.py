@@ -18,7 +18,7 @@ from figures import Row, below, print_rows
 from edgepipe.cli.admin import Admin, connect
 from edgepipe.cluster.founding import found_local_cluster
 from edgepipe.wire.nodes import ClusterStatus
-from tests.support.lan import LanHost, LanLab, lan_available
+from tests.support.network.lan import LanHost, LanLab, lan_available
 
 ROUNDS = 20
 LOOK_S = 0.02

@@ -25,13 +25,13 @@ from edgepipe.cli.bench.cluster import emulated_cluster
 from edgepipe.cli.bench.run import bench_emulated
 from edgepipe.cli.bench.verb import emulated_run
 from edgepipe.cli.workload_options import make_workload_of
-from edgepipe.model.mixes import named_model
 from edgepipe.scheduler import make_policy
 from edgepipe.simulation.imagined import Imagined, ImaginedCluster, imagine
 from edgepipe.simulation.report import RunReport
 from edgepipe.simulation.simulator import Run, simulate
 from edgepipe.simulation.workload import Arrivals, LognormalLengths, Workload, WorkloadSpec, make_workload
 from edgepipe.units import parse_link
+from edgepipe.weights.mixes import named_model
 
 Settings = Mapping[str, str]
 

@@ -27,17 +27,17 @@ from truth import lossy_rows
 from edgepipe.backend.cost import CostModel, SliceCost, StepWork
 from edgepipe.backend.devices import named_device, parse_devices
 from edgepipe.backend.types import BackendOptions
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.memory_classes import memory_classes
-from edgepipe.model.mixes import named_model
-from edgepipe.model.weight_table import WeightTable
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand, decode_work
 from edgepipe.planner.plan import Constraints, plan
 from edgepipe.planner.profiles import measured_speed
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.memory_classes import memory_classes
 from edgepipe.stage.probe import probe_layer
 from edgepipe.system import SystemClock
 from edgepipe.units import parse_link
+from edgepipe.weights.mixes import named_model
+from edgepipe.weights.weight_table import WeightTable
 
 MODEL = "qwen3-30b-a3b:q4_k_m"
 ROWS = (1, 4, 16, 64)

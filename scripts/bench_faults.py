@@ -35,10 +35,10 @@ from time_to_heal import healed
 from edgepipe.cluster.absence import missed
 from edgepipe.errors import EdgepipeError
 from edgepipe.wire.nodes import ClusterStatus
-from tests.support.chaos.cluster import ChaosCluster, chaos_cluster
-from tests.support.chaos.run import ChaosRun
-from tests.support.lan import LanLab, lan_available
-from tests.support.nodes import Node, Nodes, children_of
+from tests.support.faults.chaos.cluster import ChaosCluster, chaos_cluster
+from tests.support.faults.chaos.run import ChaosRun
+from tests.support.network.lan import LanLab, lan_available
+from tests.support.processes.nodes import Node, Nodes, children_of
 
 LOOK_S = 0.004
 _SOAK_FAULTS = ("kill stage", "crash stage", "kill two stages", "blink node", "kill engine")

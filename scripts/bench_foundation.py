@@ -15,9 +15,9 @@ from figures import Row, at_least, at_most, below, print_rows
 from local_nodes import Node, complete, decode_rate, median_gap_s, running_nodes
 
 from edgepipe.errors import EdgepipeError
-from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.layout import slice_parameters
-from edgepipe.model.store import ModelStore, StoredModel
+from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.spec.layout import slice_parameters
+from edgepipe.store.store import ModelStore, StoredModel
 
 ROUNDS = 3
 HALVES = "n0:0-14,n1:15-29"

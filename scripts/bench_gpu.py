@@ -34,16 +34,16 @@ from gpu_recurrent import recurrent_exact_rows, recurrent_layer_rows
 from edgepipe.backend.types import BackendOptions, BlockRun, LogitEdits, Step, StepOutput, StepRow
 from edgepipe.config import kernel_dir
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
-from edgepipe.model.layout import slice_parameters
-from edgepipe.model.mixes import named_model
-from edgepipe.model.packed import Packed
-from edgepipe.model.packed_form import PackedForm
-from edgepipe.model.resident import resident_sizes
-from edgepipe.model.tensors import RawTensor
-from edgepipe.model.weight_table import WeightTable
+from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.spec.layout import slice_parameters
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.packed_form import PackedForm
+from edgepipe.spec.tensors import RawTensor
 from edgepipe.stage.made_up import MadeUpWeights
-from tests.support.kernel_forms import FORMS
+from edgepipe.weights.mixes import named_model
+from edgepipe.weights.resident import resident_sizes
+from edgepipe.weights.weight_table import WeightTable
+from tests.support.backends.kernel_forms import FORMS
 
 LARGE = "llama-3.1-8b"
 WIDE, PACKED = "bf16", "q4_k_m"

@@ -33,14 +33,14 @@ from edgepipe.backend.types import (
 )
 from edgepipe.ids import PipelineId, SequenceId, StepId
 from edgepipe.link.channels import bind, make_channel, make_server
-from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.sampling import SamplingParams
 from edgepipe.security.mutual_tls import Credentials, Plaintext
+from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.stage.stage import Stage
 from edgepipe.system import SystemClock
 from edgepipe.wire.common import Hello
 from edgepipe.wire.plans import PipelineSpec, PlanRow, Registration, StepPlan, spec_to_wire
-from tests.support.pipeline import Control, Driver, epoch
+from tests.support.engine.pipeline import Control, Driver, epoch
 
 TOKENS = 16
 WARM_UP_STEPS = 100

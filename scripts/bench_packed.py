@@ -27,15 +27,15 @@ from packed_shape import shape_rows
 from packed_step import resident_rows, split_rows
 from parts import Part, run_parts
 
-from edgepipe.model.dequantise import as_float32
-from edgepipe.model.gguf_packing import gguf_form, pack_gguf
-from edgepipe.model.gguf_types import BLOCKS_BY_NAME
-from edgepipe.model.packed import Packed
-from edgepipe.model.tensors import RawTensor, TensorInfo
-from edgepipe.model.weights import open_weights
-from tests.support.packed_models import random_blocks
-from tests.support.quantised_folders import write_quantised_folder
-from tests.support.quantised_weights import RECIPES
+from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.tensors import RawTensor, TensorInfo
+from edgepipe.weights.dequantise import as_float32
+from edgepipe.weights.gguf_packing import gguf_form, pack_gguf
+from edgepipe.weights.weights import open_weights
+from tests.support.models.packed import random_blocks
+from tests.support.models.quantised_folders import write_quantised_folder
+from tests.support.models.quantised_weights import RECIPES
 
 LLAMA_CONTEXT = 1024
 ROUNDS = 4

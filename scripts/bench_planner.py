@@ -33,7 +33,6 @@ from edgepipe.cli.bench.run import EmulatedRun, bench_emulated, runs_on
 from edgepipe.cli.bench.verb import emulated_run
 from edgepipe.cli.workload_options import make_workload_of
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.demand import Demand, Objective
@@ -47,9 +46,10 @@ from edgepipe.simulation.imagined import ImaginedCluster, imagine
 from edgepipe.simulation.report import RunReport
 from edgepipe.simulation.schedules import published, run_schedule
 from edgepipe.simulation.simulator import Run, simulate
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.units import parse_link
 from edgepipe.wire.surveys import cluster_of
-from tests.support.brute_force import brute_force
+from tests.support.worlds.brute_force import brute_force
 
 _CHATS = 8  # of the real model
 SEQUENCES, PROMPT, OUTPUT = 24, 48, 96

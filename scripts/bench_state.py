@@ -36,11 +36,11 @@ from state_stall import virtual_stall_rows
 from truth import lossy_rows
 
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.mixes import named_model
-from edgepipe.model.weights import open_weights
-from tests.support.recurrent_checkpoints import TOKENS as PROMPT
-from tests.support.recurrent_checkpoints import save_checkpoint
-from tests.support.recurrent_forms import LEAST_GAP, MIXERS, compare_forms
+from edgepipe.weights.mixes import named_model
+from edgepipe.weights.weights import open_weights
+from tests.support.models.recurrent_checkpoints import TOKENS as PROMPT
+from tests.support.models.recurrent_checkpoints import save_checkpoint
+from tests.support.numerics.recurrent_forms import LEAST_GAP, MIXERS, compare_forms
 
 MODEL = "qwen3.6-35b-a3b:q4_k_m"
 EMULATED = "rtx4090, m4max"

@@ -41,7 +41,7 @@ from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.trust import TrustStatement
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1 import trust_pb2 as pb
-from tests.support.pairing import PairingLab, damaged, fuzz_exchange
+from tests.support.cluster.pairing import PairingLab, damaged, fuzz_exchange
 
 INPUTS = 100_000
 SOCKETS = 500

@@ -1,6 +1,6 @@
 """Compare edgepipe's prompts with transformers' for a folder of chat templates: ``scripts/templates FOLDER``.
 
-Each ``*.jinja`` renders the standard conversations (``edgepipe/model/conversations/probes.py``) as edgepipe serves them
+Each ``*.jinja`` renders the standard conversations (``edgepipe/text/conversations/probes.py``) as edgepipe serves them
 and as transformers renders them unchanged. Prints tables of Markdown, per reason and per template, for
 ``docs/chat-templates.md``. A name with ``tool_use`` marks a template for requests with tools only. Run only templates
 that you trust: no limits.
@@ -20,12 +20,12 @@ from typing import Any
 
 from edgepipe.gateway.conversation import wording
 from edgepipe.gateway.formats.detect import detect_format
-from edgepipe.model.conversations.checking import Verdict, check
-from edgepipe.model.conversations.learning import Ask, Rendering
-from edgepipe.model.conversations.learning_child import Renderer, learned
-from edgepipe.model.conversations.probes import PROBES
-from edgepipe.model.conversations.traits import ModelTraits
-from edgepipe.model.template_child import make_environment
+from edgepipe.text.conversations.checking import Verdict, check
+from edgepipe.text.conversations.learning import Ask, Rendering
+from edgepipe.text.conversations.learning_child import Renderer, learned
+from edgepipe.text.conversations.probes import PROBES
+from edgepipe.text.conversations.traits import ModelTraits
+from edgepipe.text.template_child import make_environment
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 KINDS = {

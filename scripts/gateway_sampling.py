@@ -25,7 +25,7 @@ from edgepipe.sampling import SampleRow, SamplingParams, SequenceSampler, sample
 from edgepipe.sampling.grammar import check_grammar, json_grammar
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.serving import ServeRequest
-from tests.support.sampling_columns import ColumnSampler
+from tests.support.gateways.sampling_columns import ColumnSampler
 
 V = 152_064  # Qwen2.5's vocabulary
 BATCH = 64

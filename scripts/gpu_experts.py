@@ -13,7 +13,7 @@ from figures import Row, at_most, below
 from gpu_layers import MOST_ROWS, Layers
 
 from edgepipe.config import kernel_dir
-from tests.support.kernel_forms import FORMS
+from tests.support.backends.kernel_forms import FORMS
 
 MIXTURE, DENSE = "qwen3-30b-a3b:q4_k_m", "llama-3.1-8b:q4_k_m"
 FEW, MANY = 2, 12  # layers: the difference of their steps has no share of the host

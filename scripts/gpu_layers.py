@@ -13,13 +13,13 @@ from layer_steps import counted_experts
 
 from edgepipe.backend.types import BackendOptions, BlockRun, RowState, StateWrite, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.layer_spec import LayerSpec
-from edgepipe.model.mixes import named_model
-from edgepipe.model.resident import resident_sizes
-from edgepipe.model.weight_table import make_table
+from edgepipe.spec.facts import LayerRange, Slice
+from edgepipe.spec.layer_spec import LayerSpec
 from edgepipe.stage.made_up import MadeUpWeights, spread
 from edgepipe.stage.probe import probe_rows
+from edgepipe.weights.mixes import named_model
+from edgepipe.weights.resident import resident_sizes
+from edgepipe.weights.weight_table import make_table
 
 MOST_ROWS = 64
 _PAGE = 256  # tokens

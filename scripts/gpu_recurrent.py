@@ -13,7 +13,7 @@ from figures import Row, at_least, at_most, below
 from gpu_layers import Layers
 
 from edgepipe.config import kernel_dir
-from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
+from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
 
 MODEL = "qwen3.6-35b-a3b:q4_k_m"
 PROMPT = 2048  # tokens

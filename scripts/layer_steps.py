@@ -16,13 +16,13 @@ from parts import counted
 
 from edgepipe.backend.types import BackendOptions, BlockRun, RowState, StateWrite, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.expert_places import SETTING
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.layout import multiplied_parameters
-from edgepipe.model.resident import resident_sizes
-from edgepipe.model.weight_table import WeightTable
+from edgepipe.spec.expert_places import SETTING
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.layout import multiplied_parameters
 from edgepipe.stage.made_up import MadeUpWeights, spread
 from edgepipe.stage.probe import probe_rows
+from edgepipe.weights.resident import resident_sizes
+from edgepipe.weights.weight_table import WeightTable
 
 LAYERS = 4  # more bytes than any cache holds
 MOST_ROWS = 64

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
-from tests.support.grammar_walks import byte_vocabulary
-from tests.support.model_outputs import FAILURES, TURNS, Family, Tally, tally
+from tests.support.gateways.grammar_walks import byte_vocabulary
+from tests.support.gateways.model_outputs import FAILURES, TURNS, Family, Tally, tally
 
 NO_FAMILY = (
     *("Apertus", "Apriel", "unsloth-Apriel", "CohereForAI-c4ai-command-r-plus", "GigaChat", "Kimi-K3", "MiniMax-M1"),

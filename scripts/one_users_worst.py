@@ -28,9 +28,9 @@ from typing import Any
 
 from figures import ROOT, Row, at_most, below, print_lines
 
-from tests.support.hostile.bystander import Waits
-from tests.support.hostile.cases import HOSTILE_CASES, HostileCase
-from tests.support.hostile.cluster import HOSTILE_KEY, SharedCluster, memory_bytes, shared_cluster
+from tests.support.faults.hostile.bystander import Waits
+from tests.support.faults.hostile.cases import HOSTILE_CASES, HostileCase
+from tests.support.faults.hostile.cluster import HOSTILE_KEY, SharedCluster, memory_bytes, shared_cluster
 
 _ALONE_S = 3.0
 _CALM_S = 15.0
@@ -118,7 +118,7 @@ async def _measured(cluster: SharedCluster, case: HostileCase) -> Measured:
 async def _hostile(port: int, case: HostileCase) -> AsyncIterator[asyncio.subprocess.Process]:
     """The hostile user's process, ready to ask."""
     pipe = asyncio.subprocess.PIPE
-    command = (sys.executable, "-P", "-m", "tests.support.hostile", str(port), HOSTILE_KEY, case.name)
+    command = (sys.executable, "-P", "-m", "tests.support.faults.hostile", str(port), HOSTILE_KEY, case.name)
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 26, cwd=ROOT)
     assert process.stdout is not None
     await process.stdout.readline()

@@ -9,8 +9,8 @@ from edgepipe_torch import TorchBackend
 from figures import Row, at_least
 
 from edgepipe.backend.types import BackendOptions
-from edgepipe.model.weights import open_weights
-from tests.support.numerics_harness import Pipeline, Track
+from edgepipe.weights.weights import open_weights
+from tests.support.numerics.harness import Pipeline, Track
 
 CONTEXTS = {200: 0.95, 2048: 1.0, 8000: 1.0}  # tokens: least ratio
 NEW_TOKENS = 8

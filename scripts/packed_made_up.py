@@ -19,16 +19,16 @@ from edgepipe_torch import TorchBackend
 from figures import Row, below
 
 from edgepipe.backend.types import BackendOptions
-from edgepipe.model.card import ModelCard
-from edgepipe.model.facts import LayerRange, Slice, make_slices
-from edgepipe.model.gguf_split import GGUF_FILE
-from edgepipe.model.manifest import CARD_FILE
-from edgepipe.model.repacked import REPACKED_FOLDER
-from edgepipe.model.resident import resident_bytes
-from edgepipe.model.template import ChatTemplate
-from edgepipe.model.tensors import WeightSource
-from edgepipe.model.weights import open_gguf_weights, open_weights
-from tests.support.packed_models import random_blocks
+from edgepipe.spec.facts import LayerRange, Slice, make_slices
+from edgepipe.spec.tensors import WeightSource
+from edgepipe.text.template import ChatTemplate
+from edgepipe.weights.card import ModelCard
+from edgepipe.weights.gguf_split import GGUF_FILE
+from edgepipe.weights.manifest import CARD_FILE
+from edgepipe.weights.repacked import REPACKED_FOLDER
+from edgepipe.weights.resident import resident_bytes
+from edgepipe.weights.weights import open_gguf_weights, open_weights
+from tests.support.models.packed import random_blocks
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

@@ -18,16 +18,16 @@ from figures import Row
 from edgepipe.backend.cost import StepWork
 from edgepipe.backend.types import BackendOptions, BlockRun, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
-from edgepipe.model.mixes import named_model
-from edgepipe.model.tensors import WeightSource
-from edgepipe.model.weight_table import WeightTable, read_table
-from edgepipe.model.weights import open_weights
 from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.planner.profiles import measured_speed
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.tensors import WeightSource
 from edgepipe.stage.made_up import MadeUpWeights
 from edgepipe.stage.probe import probe_layer
 from edgepipe.system import SystemClock
+from edgepipe.weights.mixes import named_model
+from edgepipe.weights.weight_table import WeightTable, read_table
+from edgepipe.weights.weights import open_weights
 
 ALLOWED = 0.10
 LARGE, LARGE_LAYERS = "llama-3.1-8b:q4_k_m", 4

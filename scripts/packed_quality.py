@@ -31,17 +31,17 @@ from gguf import GGUFReader
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import BackendOptions, LoadProgress
-from edgepipe.model.dequantise import as_float32
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.layout import layer_tensors
-from edgepipe.model.logical import OneTensorPerWeight
-from edgepipe.model.packed import Packed
-from edgepipe.model.quantise import REFERENCE_TEXT
-from edgepipe.model.tensors import RawTensor, TensorInfo, WeightSource
-from edgepipe.model.tokenizer import Tokenizer
-from edgepipe.model.weights import open_weights
-from tests.support import ggml
-from tests.support.numerics_harness import Pipeline
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.layout import layer_tensors
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightSource
+from edgepipe.store.quantise import REFERENCE_TEXT
+from edgepipe.text.tokenizer import Tokenizer
+from edgepipe.weights.dequantise import as_float32
+from edgepipe.weights.logical import OneTensorPerWeight
+from edgepipe.weights.weights import open_weights
+from tests.support.models import ggml
+from tests.support.numerics.harness import Pipeline
 
 TOKENS, MLX_TOKENS = 4096, 256
 WINDOW = 256

@@ -24,10 +24,10 @@ from packed_made_up import add_llama_shape
 
 from edgepipe.backend.types import BackendOptions, BlockRun, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.layout import layer_tensors
 from edgepipe.model.shapes import named_shape
-from tests.support.packed_models import PackedTinyModel, random_raw
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.layout import layer_tensors
+from tests.support.models.packed import PackedTinyModel, random_raw
 
 ROUNDS = 6
 ROWS = (1, 5, 16)

@@ -19,11 +19,11 @@ from edgepipe_torch.rope import Rotations
 from figures import Row, below
 
 from edgepipe.backend.types import BackendOptions
-from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.resident import resident_bytes
-from edgepipe.model.tensors import WeightSource
-from edgepipe.model.weights import open_weights
-from tests.support.shapes import flat
+from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.spec.tensors import WeightSource
+from edgepipe.weights.resident import resident_bytes
+from edgepipe.weights.weights import open_weights
+from tests.support.models.shapes import flat
 
 ROUNDS = 5
 SEQUENCES = (1, 16)

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from figures import Row
 
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.mixes import named_model
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.plan import plan
+from edgepipe.spec.facts import ModelConfig
 from edgepipe.units import parse_link
+from edgepipe.weights.mixes import named_model
 
 _LINK = "1gbit,0.5ms"
 _NEAR_EXPERTS, _NEAR_HYBRIDS = 0.25, 0.20  # the constants were fixed on dense models before

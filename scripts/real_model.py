@@ -8,7 +8,7 @@ from typing import NamedTuple
 from figures import Row, at_most
 from local_nodes import Answer, Node, complete, decode_rate, running_nodes, steps_of
 
-from edgepipe.model.store import StoredModel
+from edgepipe.store.store import StoredModel
 
 _ROUNDS = 4
 _HALVES = "n0:0-15,n1:16-29"  # the head costs as much as two layers

@@ -10,8 +10,8 @@ from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.weights import open_weights
-from tests.support.numerics_harness import Logits, Pipeline
+from edgepipe.weights.weights import open_weights
+from tests.support.numerics.harness import Logits, Pipeline
 
 SIDES: dict[str, tuple[Callable[[BackendOptions], Backend], ...]] = {
     "torch": (TorchBackend,),

@@ -25,8 +25,8 @@ from referee_product import SIDES, greedy_ids
 from referee_table import FLOAT_BAR, log_softmax
 
 from edgepipe.cli.demo import even_layers
-from edgepipe.model.store import ModelStore
-from edgepipe.model.weights import open_weights
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.weights import open_weights
 
 NUM_TOKENS = 24
 _HTTP_S = 120

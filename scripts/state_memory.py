@@ -19,13 +19,13 @@ from figures import Row
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import BackendOptions
-from edgepipe.model.config import hf_config
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.layer_spec import Dense, LayerSpec
-from edgepipe.model.memory_classes import kv_bytes, state_slots
 from edgepipe.model.shapes import named_shape
+from edgepipe.spec.config import hf_config
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.layer_spec import Dense, LayerSpec
+from edgepipe.spec.memory_classes import kv_bytes, state_slots
 from edgepipe.stage.made_up import MadeUpWeights
-from tests.support.recurrent_checkpoints import LFM2, made
+from tests.support.models.recurrent_checkpoints import LFM2, made
 
 NAMED = ("qwen3.6-35b-a3b", "qwen3.5-9b", "qwen3-coder-next", "nemotron-3-nano", "granite-4.0-h-tiny")
 SEQUENCES = 8

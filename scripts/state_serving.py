@@ -20,18 +20,18 @@ from local_nodes import Node, complete, running_nodes
 from transformers import PretrainedConfig
 
 from edgepipe.backend.types import BackendOptions
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.store import ModelStore
-from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.store.store import ModelStore
+from edgepipe.text.tokenizer import Tokenizer
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import ClusterStatus
-from tests.support.chaos.cluster import ChaosCluster, chaos_cluster
-from tests.support.engine_lab import engine_lab, oracle_tokens, submission
-from tests.support.fault_streams import Stream
-from tests.support.model_files import gguf_text
-from tests.support.nodes import kv_is_free, until_answers
-from tests.support.recurrent_checkpoints import DELTA, made, save_checkpoint
-from tests.support.recurrent_forms import MIXERS
+from tests.support.engine.lab import engine_lab, oracle_tokens, submission
+from tests.support.faults.chaos.cluster import ChaosCluster, chaos_cluster
+from tests.support.models.files import gguf_text
+from tests.support.models.recurrent_checkpoints import DELTA, made, save_checkpoint
+from tests.support.numerics.recurrent_forms import MIXERS
+from tests.support.processes.nodes import kv_is_free, until_answers
+from tests.support.processes.streams import Stream
 
 PREFIX = 4000  # tokens, whole blocks
 REUSE_TARGET, STALL_TARGET = 0.3, 1.75

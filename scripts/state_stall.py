@@ -14,8 +14,6 @@ from figures import Row, at_most
 
 from edgepipe.backend.cost import StepWork
 from edgepipe.ids import SequenceId
-from edgepipe.model.memory_classes import MemoryClasses, StatePool
-from edgepipe.model.mixes import named_model
 from edgepipe.scheduler import (
     ScheduledStep,
     Scheduler,
@@ -27,7 +25,9 @@ from edgepipe.scheduler import (
 )
 from edgepipe.simulation.imagined import ImaginedCluster, imagine
 from edgepipe.simulation.ring import RingStage
+from edgepipe.spec.memory_classes import MemoryClasses, StatePool
 from edgepipe.units import LinkShape
+from edgepipe.weights.mixes import named_model
 
 MOST = 1.75  # times the dense model's stall
 MODEL, DEVICE = "qwen3-8b:q4_k_m", "m4max"  # whose step times all models have

@@ -17,9 +17,9 @@ import psutil
 from figures import Row, below
 
 from edgepipe.errors import EdgepipeError
-from tests.support.chaos.catalogue import LASTING_FAULTS, LastingFault
-from tests.support.chaos.clients import HEAL_S, Clients
-from tests.support.lan import lan_available
+from tests.support.faults.chaos.catalogue import LASTING_FAULTS, LastingFault
+from tests.support.faults.chaos.clients import HEAL_S, Clients
+from tests.support.network.lan import lan_available
 
 
 async def healed(full: bool) -> list[Row]:

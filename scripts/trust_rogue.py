@@ -17,11 +17,11 @@ from edgepipe_emulated import emulated_model_config
 from figures import Row, below
 
 from edgepipe.cli.admin import connect
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
-from tests.support.nodes import Node, Nodes, idle
-from tests.support.rogue.attacks import ATTACKS, MODEL
-from tests.support.rogue.process import Watch, start_rogue
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
+from tests.support.faults.rogue.attacks import ATTACKS, MODEL
+from tests.support.faults.rogue.process import Watch, start_rogue
+from tests.support.processes.nodes import Node, Nodes, idle
 
 QUIET_S = 10.0  # measured without an attack, for comparison
 PAUSE_S = 0.1

@@ -15,9 +15,9 @@ import time
 from edgepipe_emulated import emulated_model_config
 from figures import Row, print_rows
 
-from edgepipe.model.facts import ModelConfig
-from tests.support.engine_lab import CONFIG
-from tests.support.engine_load import run_load
+from edgepipe.spec.facts import ModelConfig
+from tests.support.engine.lab import CONFIG
+from tests.support.engine.load import run_load
 
 MODELS = {
     "experts": emulated_model_config(num_layers=6, context_length=512, experts=(16, 4)),

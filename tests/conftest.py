@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from edgepipe.config import prepare_environment
 from edgepipe.errors import EdgepipeError
-from edgepipe.model.store import ModelStore, StoredModel
+from edgepipe.store.store import ModelStore, StoredModel
 
 # gRPC reads its settings when it is imported: links within a test's process are those of nodes.
 prepare_environment()

@@ -26,12 +26,12 @@ from edgepipe.backend.types import (
     TokenScores,
 )
 from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
-from edgepipe.model.facts import KV_8BIT, ModelConfig, Slice
-from edgepipe.model.layer_spec import LayerSpec
-from edgepipe.model.memory_classes import stage_classes
-from edgepipe.model.tensors import WeightSource
-from edgepipe.model.weight_table import FLOATS, WeightTable, table_of
+from edgepipe.spec.facts import KV_8BIT, ModelConfig, Slice
+from edgepipe.spec.layer_spec import LayerSpec
+from edgepipe.spec.memory_classes import stage_classes
+from edgepipe.spec.tensors import WeightSource
 from edgepipe.units import format_bytes
+from edgepipe.weights.weight_table import FLOATS, WeightTable, table_of
 from edgepipe_emulated import arithmetic
 from edgepipe_emulated.arithmetic import Words
 from edgepipe_emulated.device_queue import DeviceQueue

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.layer_spec import LayerSpec
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.layer_spec import LayerSpec
 from edgepipe_emulated import arithmetic
 from edgepipe_emulated.arithmetic import Words
 

@@ -10,12 +10,12 @@ from typing import TypeVar
 from edgepipe.backend.devices import DeviceModel, adjustable, adjusted, named_device, number_setting
 from edgepipe.backend.kv_setting import chosen_kv
 from edgepipe.errors import ConfigInvalid
-from edgepipe.model.expert_places import SETTING, chosen_share, with_ram_percent
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.mixes import named_model
-from edgepipe.model.resident import WIDE
-from edgepipe.model.weight_table import WeightTable
+from edgepipe.spec.expert_places import SETTING, chosen_share, with_ram_percent
+from edgepipe.spec.facts import ModelConfig
 from edgepipe.units import parse_bytes
+from edgepipe.weights.mixes import named_model
+from edgepipe.weights.resident import WIDE
+from edgepipe.weights.weight_table import WeightTable
 
 T = TypeVar("T")
 

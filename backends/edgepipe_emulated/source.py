@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
-from edgepipe.model.emulated_folder import BOS_TOKEN_ID, EOS_TOKEN_ID, SMALLEST_VOCAB
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.layer_spec import DeltaNet, Experts, Rope, Router
-from edgepipe.model.mixes import mix_weights
-from edgepipe.model.packed import Packed
-from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo
-from edgepipe.model.uniform import UniformShape
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.layer_spec import DeltaNet, Experts, Rope, Router
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightInfo
+from edgepipe.spec.uniform import UniformShape
+from edgepipe.weights.emulated_folder import BOS_TOKEN_ID, EOS_TOKEN_ID, SMALLEST_VOCAB
+from edgepipe.weights.mixes import mix_weights
 
 
 def emulated_model_config(
@@ -77,7 +77,7 @@ class EmulatedWeights:
     """A ``WeightSource`` for a config without tensors."""
 
     def __init__(self, config: ModelConfig, *, mix: str = "") -> None:
-        """``mix``: types of the imagined weights (``edgepipe.model.mixes``); empty: bf16."""
+        """``mix``: types of the imagined weights (``edgepipe.weights.mixes``); empty: bf16."""
         self._config = config
         self._mix = mix
 

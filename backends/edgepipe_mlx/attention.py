@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from edgepipe.backend.step_layout import RowLayout, StepLayout
-from edgepipe.model.layer_spec import Attention, Temperature
-from edgepipe.model.rope import temperatures
+from edgepipe.spec.layer_spec import Attention, Temperature
+from edgepipe.spec.rope import temperatures
 from edgepipe_mlx.kv import KVPool
 from edgepipe_mlx.tiles import tile_rows
 

@@ -26,13 +26,13 @@ from edgepipe.backend.types import (
     TokenScores,
 )
 from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
-from edgepipe.model.facts import KV_8BIT, ModelConfig, Slice
-from edgepipe.model.layer_spec import LayerSpec
-from edgepipe.model.memory_classes import stage_classes
-from edgepipe.model.resident import WIDE
-from edgepipe.model.tensors import WeightInfo, WeightSource
 from edgepipe.plain_words import plain
+from edgepipe.spec.facts import KV_8BIT, ModelConfig, Slice
+from edgepipe.spec.layer_spec import LayerSpec
+from edgepipe.spec.memory_classes import stage_classes
+from edgepipe.spec.tensors import WeightInfo, WeightSource
 from edgepipe.units import format_bytes
+from edgepipe.weights.resident import WIDE
 from edgepipe_mlx.attention import LayerStep, StepArrays
 from edgepipe_mlx.device import (
     BLOCK_SIZES,

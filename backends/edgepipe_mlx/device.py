@@ -11,8 +11,8 @@ import psutil
 
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, StageError
-from edgepipe.model.layer_spec import Attention
 from edgepipe.plain_words import plain
+from edgepipe.spec.layer_spec import Attention
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 BLOCK_SIZES = (16, 256)  # any size works; these suit other devices

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from edgepipe.backend.expert_reads import CountedSteps
-from edgepipe.model.layer_spec import Experts
+from edgepipe.spec.layer_spec import Experts
 from edgepipe_mlx.experts import Mixture
 
 

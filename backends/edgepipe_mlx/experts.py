@@ -9,7 +9,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from edgepipe.model.layer_spec import Experts, Router
+from edgepipe.spec.layer_spec import Experts, Router
 from edgepipe_mlx.feed_forward import FeedForward, Product
 from edgepipe_mlx.matrices import Linear, Matrix, PackedMatrix
 from edgepipe_mlx.packing import Planes

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from edgepipe.model import layer_spec
-from edgepipe.model.layer_spec import Latent
-from edgepipe.model.layout import K_B, KV_B, V_B
+from edgepipe.spec import layer_spec
+from edgepipe.spec.layer_spec import Latent
+from edgepipe.spec.layout import K_B, KV_B, V_B
 from edgepipe_mlx.attention import LayerStep
 from edgepipe_mlx.layer_weights import LayerWeights, Norm
 from edgepipe_mlx.rope import RotaryEmbedding

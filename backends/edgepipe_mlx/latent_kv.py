@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from edgepipe.backend.step_layout import RowLayout
 from edgepipe.backend.types import BlockCopy
-from edgepipe.model.layer_spec import Attention
+from edgepipe.spec.layer_spec import Attention
 from edgepipe_mlx.kv import KVPool, copied_slots, head_rows, independent, read_tokens
 from edgepipe_mlx.packed_kv import decoded, encode
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
-from edgepipe.model import layer_spec
+from edgepipe.spec import layer_spec
 from edgepipe_mlx.experts import ExpertLinear, PackedStack, WideStack
 from edgepipe_mlx.matrices import Linear, PackedMatrix, WideMatrix
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from edgepipe.model import layer_spec
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.layer_spec import Activation, Experts, LayerSpec
-from edgepipe.model.layout import LAYER_SCALE, OWN_NORMS, norm_names
+from edgepipe.spec import layer_spec
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.layer_spec import Activation, Experts, LayerSpec
+from edgepipe.spec.layout import LAYER_SCALE, OWN_NORMS, norm_names
 from edgepipe_mlx.attention import LayerStep
 from edgepipe_mlx.experts import Mixture, RouterWeights, SharedExpert
 from edgepipe_mlx.feed_forward import ACTIVATIONS, FeedForward, Gated, Sum

@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from edgepipe.backend.types import LoadProgress
 from edgepipe.errors import ModelInvalid
-from edgepipe.model.dequantise import as_bf16_bits, as_float32
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.layout import (
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.layout import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
@@ -28,8 +27,9 @@ from edgepipe.model.layout import (
     slice_weights,
     weight_shape,
 )
-from edgepipe.model.packed import Packed
-from edgepipe.model.tensors import WeightInfo, WeightSource
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.tensors import WeightInfo, WeightSource
+from edgepipe.weights.dequantise import as_bf16_bits, as_float32
 from edgepipe_mlx.experts import PackedStack, WideStack
 from edgepipe_mlx.layer_weights import LayerWeights, Norm, Weight
 from edgepipe_mlx.layers import DecoderLayer, build_layer

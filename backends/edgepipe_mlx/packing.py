@@ -27,9 +27,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.model.dequantise import round_to_bf16, widen_bf16
-from edgepipe.model.packed import Codes, Floats, Packed
-from edgepipe.model.packed_form import CODEBOOKS, MXFP4_FORM, MXFP8_FORM, NVFP4_FORM, PackedForm
+from edgepipe.spec.packed import Codes, Floats, Packed
+from edgepipe.spec.packed_form import CODEBOOKS, MXFP4_FORM, MXFP8_FORM, NVFP4_FORM, PackedForm
+from edgepipe.weights.dequantise import round_to_bf16, widen_bf16
 
 Words = npt.NDArray[np.uint32]
 

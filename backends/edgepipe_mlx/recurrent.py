@@ -12,7 +12,7 @@ from itertools import accumulate
 import mlx.core as mx
 import mlx.nn as nn
 
-from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
+from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
 from edgepipe_mlx.layer_weights import LayerWeights
 from edgepipe_mlx.recurrent_chunks import delta_tokens, scan_tokens
 from edgepipe_mlx.states import LongRow, State, StateStep

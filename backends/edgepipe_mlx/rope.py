@@ -9,8 +9,8 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from edgepipe.model.layer_spec import Attention
-from edgepipe.model.rope import Floats, rotary_frequencies
+from edgepipe.spec.layer_spec import Attention
+from edgepipe.spec.rope import Floats, rotary_frequencies
 
 
 class RotaryEmbedding:

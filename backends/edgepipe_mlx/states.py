@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from edgepipe.backend.step_layout import StepLayout
 from edgepipe.backend.types import RowState
-from edgepipe.model.layer_spec import Recurrent
+from edgepipe.spec.layer_spec import Recurrent
 
 State = tuple[mx.array, ...]
 

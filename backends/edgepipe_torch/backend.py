@@ -30,15 +30,15 @@ from edgepipe.backend.types import (
     TokenIds,
 )
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory, ShardMismatch
-from edgepipe.model.expert_places import SETTING, chosen_share, with_ram_percent
-from edgepipe.model.facts import KV_8BIT, ModelConfig, Slice
-from edgepipe.model.layout import is_expert
-from edgepipe.model.memory_classes import memory_classes, stage_classes
-from edgepipe.model.repacked import KeepsRepacked
-from edgepipe.model.resident import WIDE, expert_bytes, weight_bytes
-from edgepipe.model.tensors import WeightInfo, WeightSource
-from edgepipe.model.weight_table import WeightTable, table_of
+from edgepipe.spec.expert_places import SETTING, chosen_share, with_ram_percent
+from edgepipe.spec.facts import KV_8BIT, ModelConfig, Slice
+from edgepipe.spec.layout import is_expert
+from edgepipe.spec.memory_classes import memory_classes, stage_classes
+from edgepipe.spec.tensors import WeightInfo, WeightSource
 from edgepipe.units import format_bytes
+from edgepipe.weights.repacked import KeepsRepacked
+from edgepipe.weights.resident import WIDE, expert_bytes, weight_bytes
+from edgepipe.weights.weight_table import WeightTable, table_of
 from edgepipe_torch.attention import CausalMasks, SequenceAttention, StepAttention
 from edgepipe_torch.candidates import Picked, Scored, pick, score
 from edgepipe_torch.compiled_code import KernelsUnavailable

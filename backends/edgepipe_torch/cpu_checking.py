@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from edgepipe.model.packed_form import CODEBOOKS
+from edgepipe.spec.packed_form import CODEBOOKS
 from edgepipe_torch.cpu_code import CHUNK_ROWS, PANEL_INPUTS
 from edgepipe_torch.cpu_frame import SEGMENT
 from edgepipe_torch.cpu_kinds import (

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from edgepipe.model.layer_spec import Activation
+from edgepipe.spec.layer_spec import Activation
 from edgepipe_torch.cpu_kernels import CpuKernels
 from edgepipe_torch.feed_forward import ACTIVATIONS, EachExpert
 from edgepipe_torch.linear import Linear, Workspace

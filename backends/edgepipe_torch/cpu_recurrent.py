@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
+from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
 from edgepipe_torch.cpu_recurrent_phase import STEP_JOB
 from edgepipe_torch.ir_text import float_bits
 from edgepipe_torch.linear import Workspace

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
+from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
 from edgepipe_torch.cpu_recurrent import CompiledStep
 from edgepipe_torch.cpu_recurrent_code import StepForm
 from edgepipe_torch.linear import PlainLinear, Workspace

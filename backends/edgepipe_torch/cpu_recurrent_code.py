@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
+from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
 from edgepipe_torch.cpu_recurrent_phase import Phase, read_job
 from edgepipe_torch.cpu_step_code import float_field, step_declarations
 from edgepipe_torch.ir_text import Function

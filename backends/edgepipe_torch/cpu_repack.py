@@ -16,13 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from edgepipe.model.gguf_blocks import LAYOUTS
-from edgepipe.model.gguf_packing import checked_row_bytes, pack_gguf, unusable_scale
-from edgepipe.model.gguf_types import BLOCKS_BY_NAME
-from edgepipe.model.packed import Floats, Packed
-from edgepipe.model.packed_form import CODEBOOKS, PackedForm
-from edgepipe.model.resident import cpu_group
-from edgepipe.model.tensors import RawTensor, TensorInfo
+from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
+from edgepipe.spec.packed import Floats, Packed
+from edgepipe.spec.packed_form import CODEBOOKS, PackedForm
+from edgepipe.spec.tensors import RawTensor, TensorInfo
+from edgepipe.weights.gguf_blocks import LAYOUTS
+from edgepipe.weights.gguf_packing import checked_row_bytes, pack_gguf, unusable_scale
+from edgepipe.weights.resident import cpu_group
 from edgepipe_torch.cpu_kinds import E2M1_ZERO, TILE, Kind
 from edgepipe_torch.cpu_layout import planes_of
 from edgepipe_torch.packed_weight import PackedWeight, on_threads

@@ -1,7 +1,7 @@
 """LLVM code that turns blocks of GGUF's common types into the tiles of ``cpu_kinds``, without anything in between.
 
 A function reads 16 rows side by side, one block of each, so that the words it writes stay in the L1 cache. Codes are
-handled 32 at a time, as four words of eight bytes with a code in each. Struct layouts: ``edgepipe.model.gguf_blocks``.
+handled 32 at a time, as four words of eight bytes with a code in each. Struct layouts: ``edgepipe.weights.gguf_blocks``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from edgepipe.model.gguf_blocks import LAYOUTS
-from edgepipe.model.gguf_types import BLOCKS_BY_NAME
+from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
+from edgepipe.weights.gguf_blocks import LAYOUTS
 from edgepipe_torch.cpu_frame import ATTRIBUTES
 from edgepipe_torch.cpu_kinds import TILE, Kind, part_place
 from edgepipe_torch.cpu_layout import joining_steps

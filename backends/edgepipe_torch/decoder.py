@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.layer_spec import LayerSpec, Recurrent
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.layer_spec import LayerSpec, Recurrent
 from edgepipe_torch.attention import StepAttention
 from edgepipe_torch.feed_forward import CountsExperts, FeedForward
 from edgepipe_torch.head_shape import LayerHeads, layer_heads

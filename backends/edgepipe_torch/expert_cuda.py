@@ -19,9 +19,9 @@ from torch import Tensor
 
 from edgepipe.backend.types import PackedProducts
 from edgepipe.config import kernel_dir
-from edgepipe.model.layer_spec import Activation
-from edgepipe.model.packed import Packed
-from edgepipe.model.packed_form import PackedForm
+from edgepipe.spec.layer_spec import Activation
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.packed_form import PackedForm
 from edgepipe_torch.compiled_code import KernelsUnavailable
 from edgepipe_torch.cuda_kernels.experts import ExpertKernels, Runs
 from edgepipe_torch.cuda_kernels.forms import TILE_ROWS, WIDE_FORM, kernel_form, supports, zeros_fit

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from edgepipe.model.packed import Packed
+from edgepipe.spec.packed import Packed
 from edgepipe_torch.cpu_repack import StoredBlocks
 from edgepipe_torch.host_weights import HostWeight, Sink, StoredWeight, floats_of, shape_of
 from edgepipe_torch.linear import Linear, PackedLinear

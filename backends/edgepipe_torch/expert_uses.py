@@ -16,7 +16,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.model.repacked import RepackedPlace
+from edgepipe.weights.repacked import RepackedPlace
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from edgepipe.model.layer_spec import Activation, Experts, Router
+from edgepipe.spec.layer_spec import Activation, Experts, Router
 from edgepipe_torch.linear import HeldWeight, Linear
 
 if TYPE_CHECKING:

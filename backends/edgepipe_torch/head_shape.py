@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.layer_spec import Attention
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.layer_spec import Attention
 
 
 class _Kind(NamedTuple):

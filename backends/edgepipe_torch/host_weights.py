@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edgepipe.model.dequantise import as_bf16_bits, as_float32
-from edgepipe.model.gguf_packing import pack_gguf
-from edgepipe.model.packed import Packed
-from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightInfo
+from edgepipe.weights.dequantise import as_bf16_bits, as_float32
+from edgepipe.weights.gguf_packing import pack_gguf
 from edgepipe_torch.cpu_repack import StoredBlocks
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from edgepipe.model.layer_spec import Attention
+from edgepipe.spec.layer_spec import Attention
 from edgepipe_torch.linear import Linear, Workspace
 from edgepipe_torch.step_ops import rotate
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgepipe.backend.types import PackedProducts
-from edgepipe.model.packed import Packed
+from edgepipe.spec.packed import Packed
 
 _BEST_WIDTH = 48  # measured: 48 beats 32, 64, 96 and 192 at 1 to 16 rows with one and two threads
 _MIN_WIDTH, _MAX_WIDTH = 16, 128

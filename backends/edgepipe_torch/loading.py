@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from edgepipe.backend.types import LoadProgress
-from edgepipe.model.dequantise import round_to_bf16
-from edgepipe.model.facts import Slice
-from edgepipe.model.packed import Packed
-from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo, WeightSource
+from edgepipe.spec.facts import Slice
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightInfo, WeightSource
+from edgepipe.weights.dequantise import round_to_bf16
 from edgepipe_torch.compiled_code import KernelsUnavailable
 from edgepipe_torch.cpu_kernels import CpuKernels
 from edgepipe_torch.cpu_repack import StoredBlocks
@@ -52,7 +52,7 @@ def load_slices(
     packed       weights stay packed where the device can compute so
     kernels      of a CPU; None for this process's
     cache        of a CPU's repacked weights, which are read from it or noted there
-    ram_percent  of each layer's experts, which stay in host memory (``edgepipe.model.expert_places``)
+    ram_percent  of each layer's experts, which stay in host memory (``edgepipe.spec.expert_places``)
     uses         of experts before, which decide which experts these are; counts them from now on
 
     Raises ModelInvalid, ArchitectureUnsupported, and torch's memory errors.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from edgepipe.model.layer_spec import Recurrent
+from edgepipe.spec.layer_spec import Recurrent
 from edgepipe_torch.compiled_code import KernelsUnavailable
 from edgepipe_torch.recurrent import Mixer, StepKernel
 

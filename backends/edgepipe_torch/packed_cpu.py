@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgepipe.backend.types import PackedProducts
-from edgepipe.model.gguf_packing import pack_gguf
-from edgepipe.model.packed import Packed
+from edgepipe.spec.packed import Packed
+from edgepipe.weights.gguf_packing import pack_gguf
 from edgepipe_torch.compiled_code import KernelsUnavailable
 from edgepipe_torch.cpu_frame import SEGMENT
 from edgepipe_torch.cpu_kernels import CpuKernels, Native, Product, cpu_kernels

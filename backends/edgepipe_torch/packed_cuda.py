@@ -24,8 +24,8 @@ from torch import Tensor
 
 from edgepipe.backend.types import PackedProducts
 from edgepipe.config import kernel_dir
-from edgepipe.model.packed import Packed
-from edgepipe.model.packed_form import PackedForm
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.packed_form import PackedForm
 from edgepipe_torch.compiled_code import KernelsUnavailable
 from edgepipe_torch.cuda_kernels.forms import TILE_ROWS, kernel_form, supports, zeros_fit
 from edgepipe_torch.cuda_kernels.library import KernelLibrary, cuda_library

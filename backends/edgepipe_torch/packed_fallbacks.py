@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from edgepipe.model.packed import GroupValues, Packed
-from edgepipe.model.packed_form import CODEBOOKS
+from edgepipe.spec.packed import GroupValues, Packed
+from edgepipe.spec.packed_form import CODEBOOKS
 from edgepipe_torch.packed_tiles import torch_type, upload
 
 _SCRATCH_BYTES = 32 << 20  # of widened out features: stays in the cache of large devices

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from edgepipe.model.packed import GroupValues, Packed
+from edgepipe.spec.packed import GroupValues, Packed
 from edgepipe_torch.cuda_kernels.forms import TILE_INPUTS, TILE_ROWS, KernelForm, kernel_form
 
 _VALUES_AT_ONCE = 1 << 23  # about 10 bytes each while the planes are rearranged

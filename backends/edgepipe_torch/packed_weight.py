@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from edgepipe.model.resident import cpu_group
+from edgepipe.weights.resident import cpu_group
 from edgepipe_torch.cpu_frame import SEGMENT
 from edgepipe_torch.cpu_kinds import (
     NUM_FACTORS,

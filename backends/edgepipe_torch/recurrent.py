@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
+from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
 from edgepipe_torch.linear import Linear
 from edgepipe_torch.recurrent_chunks import delta_tokens, scan_tokens
 from edgepipe_torch.states import LongRow, StepStates

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.layer_spec import Rope, Temperature
-from edgepipe.model.rope import rotary_frequencies, temperatures
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.layer_spec import Rope, Temperature
+from edgepipe.spec.rope import rotary_frequencies, temperatures
 
 RotaryKind = tuple[Rope | None, int] | Temperature
 """A rotary embedding and the dimensions of a head that it rotates; or a factor on queries, with one pair."""

@@ -31,9 +31,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edgepipe.model.repacked import RepackedPlace
-from edgepipe.model.tensors import TensorInfo, WeightInfo
 from edgepipe.own_files import refusal
+from edgepipe.spec.tensors import TensorInfo, WeightInfo
+from edgepipe.weights.repacked import RepackedPlace
 from edgepipe_torch.cpu_code import PANEL_INPUTS
 from edgepipe_torch.cpu_kinds import Kind
 from edgepipe_torch.cpu_layout import LAYOUT_VERSION

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from edgepipe.errors import ModelInvalid
-from edgepipe.model.expert_places import numbers_in_ram
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.layer_spec import Activation, Attention, DeltaNet, Experts, LayerSpec, Mamba2, ShortConv
-from edgepipe.model.layout import EMBEDDING, FINAL_NORM, HEAD, LAYER_SCALE, OWN_NORMS, norm_names
-from edgepipe.model.packed import Packed
-from edgepipe.model.tensors import WeightInfo
+from edgepipe.spec.expert_places import numbers_in_ram
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.layer_spec import Activation, Attention, DeltaNet, Experts, LayerSpec, Mamba2, ShortConv
+from edgepipe.spec.layout import EMBEDDING, FINAL_NORM, HEAD, LAYER_SCALE, OWN_NORMS, norm_names
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.tensors import WeightInfo
 from edgepipe_torch.compiled_code import KernelsUnavailable
 from edgepipe_torch.cpu_experts import CpuExperts
 from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from edgepipe.backend.step_layout import RowLayout, StepLayout
 from edgepipe.backend.types import RowState
-from edgepipe.model.layer_spec import Recurrent
+from edgepipe.spec.layer_spec import Recurrent
 from edgepipe_torch.transfer import Transfer
 
 

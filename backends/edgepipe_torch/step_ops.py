@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from edgepipe.model.facts import ModelConfig
+from edgepipe.spec.facts import ModelConfig
 from edgepipe_torch.compiled_code import KernelsUnavailable
 from edgepipe_torch.cpu_kernels import CpuKernels, HeadKernels
 from edgepipe_torch.cpu_recurrent import CompiledStep

@@ -16,12 +16,12 @@ from edgepipe.backend.devices import DeviceModel
 from edgepipe.backend.expert_reads import ExpertShare, distinct_share, skewed_shares
 from edgepipe.backend.expert_wait import mean_wait_s
 from edgepipe.backend.types import Step
-from edgepipe.model.expert_places import num_in_ram, split_kind, with_ram_percent
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.layer_spec import LayerSpec
-from edgepipe.model.layout import multiplied_parameters, used_expert_parameters
-from edgepipe.model.resident import WIDE, resident_sizes
-from edgepipe.model.weight_table import FLOATS, WeightTable
+from edgepipe.spec.expert_places import num_in_ram, split_kind, with_ram_percent
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.layer_spec import LayerSpec
+from edgepipe.spec.layout import multiplied_parameters, used_expert_parameters
+from edgepipe.weights.resident import WIDE, resident_sizes
+from edgepipe.weights.weight_table import FLOATS, WeightTable
 
 _DRAWS_AT_ONCE = 256
 RAM_BYTES_PER_S = 40e9
@@ -33,7 +33,7 @@ _CROSSING_S = 30e-6
 _STATE_VALUE_BYTES = 4
 _STATE_FLOPS = 8  # of a value and token: it decays, is read twice, and takes a product
 
-# Rows above which a backend widens packed weights before it multiplies, by kind (``edgepipe.model.resident``). Others
+# Rows above which a backend widens packed weights before it multiplies, by kind (``edgepipe.weights.resident``). Others
 # multiply packed weights at any size.
 _WIDENS_ABOVE_ROWS = {"torch-cuda": 64, "emulated": 64}
 

@@ -15,8 +15,8 @@ from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, ActivationType, BackendOptions, BlockRun, Step, StepRow
 from edgepipe.errors import BackendUnavailable
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
-from edgepipe.model.tensors import WeightSource
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.tensors import WeightSource
 
 WINDOW_TOKENS = 256  # each window of the text is a sequence of its own
 _SLICE_BYTES = 1 << 30  # of stored weights loaded at once, or one layer

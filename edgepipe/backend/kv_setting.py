@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from edgepipe.errors import ConfigInvalid
-from edgepipe.model.facts import KV_8BIT
+from edgepipe.spec.facts import KV_8BIT
 
 
 def chosen_kv(settings: Mapping[str, str]) -> str:

@@ -16,8 +16,8 @@ from edgepipe.backend.types import (
     StepOutput,
     TokenIds,
 )
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.tensors import WeightSource
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.tensors import WeightSource
 
 Prepared = Any  # the backend's own type, from prepare to submit
 Ticket = Any  # the backend's own type, from submit to collect

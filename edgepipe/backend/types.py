@@ -58,7 +58,7 @@ class DeviceProfile:
     flops: float  # dense matrix rate in compute_dtype, FLOP/s
     block_sizes: tuple[int, ...] = (DEFAULT_BLOCK_SIZE,)  # efficient KV block sizes, tokens, ascending
     contiguous_kv: bool = True  # attends over runs as views, so prefix hits become planned copies
-    packing: str = ""  # how it keeps packed weights: a kind of ``edgepipe.model.resident``; empty: widened
+    packing: str = ""  # how it keeps packed weights: a kind of ``edgepipe.weights.resident``; empty: widened
     kv_forms: tuple[str, ...] = ()  # forms of KV besides the compute dtype, which the setting "kv" selects
     keeps_states: bool = False  # it computes recurrent layers; a node of an earlier version does not say so
     # Host memory beside the device, where the setting "experts_in_ram" keeps experts:

@@ -122,7 +122,7 @@ def even_layers(num_layers: int, names: Sequence[str]) -> str:
 
     Raises PlanInvalid for fewer layers than nodes.
     """
-    from edgepipe.model.facts import LayerRange
+    from edgepipe.spec.facts import LayerRange
 
     if num_layers < len(names):
         raise PlanInvalid(
@@ -140,7 +140,7 @@ def _installed() -> list[str]:
 def _fetch(models_dir: Path, model: str) -> str:
     """Pull the model unless this disk has it; return its name there."""
     from edgepipe.cli.models import pull_model
-    from edgepipe.model.store import ModelStore
+    from edgepipe.store.store import ModelStore
 
     try:
         return ModelStore(models_dir).meant(model)
@@ -231,7 +231,7 @@ class _Demo:
 
     async def _serve(self, admin: Admin) -> EngineState:
         from edgepipe.cli.serve import describe_stages, serve_request, serve_with_progress
-        from edgepipe.model.store import ModelStore
+        from edgepipe.store.store import ModelStore
 
         num_layers = ModelStore(self._plan.models_dir).resolve(self._model).config.num_layers
         plan = even_layers(num_layers, [node.name for node in self._plan.nodes])

@@ -14,7 +14,7 @@ from edgepipe.config import HTTP_PORT, load_config
 from edgepipe.daemon.machine.data_dir import socket_path
 from edgepipe.daemon.machine.http_keys import read_key
 from edgepipe.errors import EdgepipeError, ModelUnknown, NodeUnreachable, NoPeersFound
-from edgepipe.model.typed_names import meant_names
+from edgepipe.store.typed_names import meant_names
 
 if TYPE_CHECKING:
     from edgepipe.cluster.discovery import Announcement

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgepipe.errors import ModelInvalid
-from edgepipe.model.adoption import ADOPTED_FOR_FILE, is_model_folder
-from edgepipe.model.linked_files import LINKS_FILE
-from edgepipe.model.manifest import CARD_FILE, MANIFEST_FILE, TOKENIZER_FILE, read_manifest
-from edgepipe.model.repacked import REPACKED_FOLDER
-from edgepipe.model.tensor_folder import TENSOR_FOLDER
+from edgepipe.store.adoption import ADOPTED_FOR_FILE, is_model_folder
+from edgepipe.store.linked_files import LINKS_FILE
+from edgepipe.weights.manifest import CARD_FILE, MANIFEST_FILE, TOKENIZER_FILE, read_manifest
+from edgepipe.weights.repacked import REPACKED_FOLDER
+from edgepipe.weights.tensor_folder import TENSOR_FOLDER
 
 _DATA = re.compile(
     r"(identity|trust|chats"

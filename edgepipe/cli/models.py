@@ -16,8 +16,8 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
-    from edgepipe.model.progress import PullProgress
-    from edgepipe.model.pull import PullResult
+    from edgepipe.files.progress import PullProgress
+    from edgepipe.store.pull import PullResult
 
 app = typer.Typer(help="Models on this machine's disk.")
 
@@ -61,8 +61,8 @@ def pull(
 
 def _template_note(path: Path) -> str:
     """Return what a person should know about the model's chat template; usually nothing."""
-    from edgepipe.model.card import read_card
-    from edgepipe.model.conversations.known_traits import model_traits
+    from edgepipe.text.conversations.known_traits import model_traits
+    from edgepipe.weights.card import read_card
 
     return model_traits(path, read_card(path).template).note
 
@@ -75,9 +75,9 @@ def with_type(root: Path, data_dir: Path, model: str, *, as_json: bool) -> str:
     from edgepipe.cli.waiting import HUB_IS_SLOW, line_if_slow
     from edgepipe.cli.wizard.asking import Back, Quit, Terminal
     from edgepipe.cli.wizard.type_choice import ask_type, memory_at_hand, refuse_without_type
-    from edgepipe.model.hub import hub_types
-    from edgepipe.model.pull import hub_source
-    from edgepipe.model.store import ModelStore
+    from edgepipe.store.hub import hub_types
+    from edgepipe.store.pull import hub_source
+    from edgepipe.store.store import ModelStore
 
     source = hub_source(model)
     if source is None or source.type or any(one.id == source.repo and one.whole for one in ModelStore(root).list()):
@@ -99,7 +99,7 @@ def pull_model(root: Path, model: str, *, dry_run: bool = False) -> PullResult:
     """Pull with a progress bar on stderr; after ^C, say how much is kept. Raises the errors of ModelStore.pull."""
     from edgepipe.cli.views.progress_bar import file_progress
     from edgepipe.cli.waiting import HUB_IS_SLOW, line_if_slow
-    from edgepipe.model.store import ModelStore
+    from edgepipe.store.store import ModelStore
     from edgepipe.units import format_bytes
 
     store = ModelStore(root)
@@ -123,7 +123,7 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
     """List the models on the cluster's disks. Without a running node: this machine's models."""
     from edgepipe.cli.views.copies_view import copies_text, members_of
     from edgepipe.cli.views.model_rows import model_rows
-    from edgepipe.model.store import ModelStore
+    from edgepipe.store.store import ModelStore
 
     root = models_dir_of(data_dir, models_dir)
     members = members_of(data_dir_of(data_dir))
@@ -181,8 +181,8 @@ def rm(
 ) -> None:
     """Delete a model from this machine's disk. A served model is stopped first."""
     from edgepipe.cli.views.copies_view import members_of, served_by
-    from edgepipe.model.store import ModelStore
-    from edgepipe.model.typed_names import meant_names
+    from edgepipe.store.store import ModelStore
+    from edgepipe.store.typed_names import meant_names
     from edgepipe.units import format_bytes
 
     folder, store = data_dir_of(data_dir), ModelStore(models_dir_of(data_dir, models_dir))

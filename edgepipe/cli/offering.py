@@ -13,11 +13,11 @@ from edgepipe.cli.admin import run_async, status_if_running
 from edgepipe.cli.models import pull_model, tell_node
 from edgepipe.cli.wizard.asking import Asking, Back, Quit, Terminal, say
 from edgepipe.cli.wizard.model_choice import SKIP, choose_model
-from edgepipe.model.typed_names import meant_names
 from edgepipe.safe_text import one_line
+from edgepipe.store.typed_names import meant_names
 
 if TYPE_CHECKING:
-    from edgepipe.model.pull import PullResult
+    from edgepipe.store.pull import PullResult
     from edgepipe.wire.nodes import ClusterStatus
 
 _INTERRUPTED = 130

@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from edgepipe.errors import ConfigInvalid
-from edgepipe.model.facts import KV_8BIT
+from edgepipe.spec.facts import KV_8BIT
 
 DEGRADED_EXIT = 8
 """Exit code of a verb that shows warnings or problems of the cluster."""
@@ -94,7 +94,7 @@ def given_flags(context: typer.Context, *, without: Sequence[str] = ()) -> list[
 def complete_model(incomplete: str) -> list[str]:
     """Complete the name of a model on this machine's disk in a shell. Return no names on any error."""
     from edgepipe.errors import EdgepipeError
-    from edgepipe.model.store import ModelStore
+    from edgepipe.store.store import ModelStore
 
     try:
         names = [model.id for model in ModelStore(models_dir_of(None, None)).list()]

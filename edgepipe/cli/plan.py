@@ -82,8 +82,8 @@ def plan(
     data_dir: DataDir = None,
 ) -> None:
     """Show where layers would go, and the predicted speed."""
-    from edgepipe.model.expert_places import check_has_experts, checked_choice
     from edgepipe.planner.plan import Constraints
+    from edgepipe.spec.expert_places import check_has_experts, checked_choice
 
     if link and not emulate:
         raise ConfigInvalid(
@@ -145,10 +145,10 @@ def make_demand(cluster: Cluster, *, objective: str, context: int, concurrency: 
 
 def _imagined(model: str, devices: str, link: str, kv: str) -> Cluster:
     from edgepipe.backend.devices import parse_devices
-    from edgepipe.model.mixes import named_model
-    from edgepipe.model.typed_names import planned_name
     from edgepipe.planner.cluster import known_cluster
+    from edgepipe.store.typed_names import planned_name
     from edgepipe.units import parse_link
+    from edgepipe.weights.mixes import named_model
 
     model = planned_name(model)
     config, weights = named_model(model)
@@ -170,8 +170,8 @@ def _surveyed(model: str, dtype: str, kv: str, data_dir: Path | None, *, fresh: 
 
 def _tell_of_known_shape(model: str, *, on_no_disk: bool) -> None:
     """Say on stderr what differs from a plan of files: the sizes of some types, and that no machine has the model."""
-    from edgepipe.model.known_models import known_models
-    from edgepipe.model.mixes import stand_in
+    from edgepipe.store.known_models import known_models
+    from edgepipe.weights.mixes import stand_in
 
     name, _, kind = model.partition(":")
     if not kind or name not in (known.name for known in known_models()):

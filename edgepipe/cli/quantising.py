@@ -12,16 +12,16 @@ from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
     from edgepipe.backend.divergence import Divergence
-    from edgepipe.model.quantise import PackedCopy
-    from edgepipe.model.store import StoredModel
+    from edgepipe.store.quantise import PackedCopy
+    from edgepipe.store.store import StoredModel
 
 _TOKENS = 512  # of the text: two windows
 
 
 def quantise_model(root: Path, model: str, target: str, *, as_json: bool) -> None:
     """Make a packed copy in the store and print its size and divergence. Raises the errors of ``model.quantise``."""
-    from edgepipe.model import quantise
-    from edgepipe.model.store import ModelStore
+    from edgepipe.store import quantise
+    from edgepipe.store.store import ModelStore
 
     if target not in quantise.TARGETS:
         raise ConfigInvalid(f"--to cannot be '{target}'", next_step=f"give {' or '.join(quantise.TARGETS)}")
@@ -51,7 +51,7 @@ def quantise_model(root: Path, model: str, target: str, *, as_json: bool) -> Non
 
 
 def _print_sizes(made: PackedCopy) -> None:
-    from edgepipe.model.quantise import unpacked_text
+    from edgepipe.store.quantise import unpacked_text
     from edgepipe.units import format_bytes
 
     sizes = f"{format_bytes(made.copy.size_bytes)}, {one_line(made.original.id)} has {_size(made.original)}"
@@ -69,7 +69,7 @@ def _size(model: StoredModel) -> str:
 def _measure(made: PackedCopy) -> tuple[str, Divergence]:
     """Return the backend's name and the divergence. Raises EdgepipeError if it cannot be measured."""
     from edgepipe.backend.divergence import computing_backend, divergence
-    from edgepipe.model.quantise import REFERENCE_TEXT
+    from edgepipe.store.quantise import REFERENCE_TEXT
 
     tokens = made.original.tokenizer().encode(REFERENCE_TEXT)[:_TOKENS]
     name, backend = computing_backend()

@@ -181,10 +181,10 @@ def serve_request(
 ) -> ServeRequest:
     """Build the request from the flags. Raises ConfigInvalid."""
     from edgepipe.backend.types import ActivationType
-    from edgepipe.model.expert_places import checked_choice
-    from edgepipe.model.further_names import checked_names
-    from edgepipe.model.template_defaults import checked_keywords
     from edgepipe.scheduler.policy import make_policy
+    from edgepipe.spec.expert_places import checked_choice
+    from edgepipe.store.further_names import checked_names
+    from edgepipe.text.template_defaults import checked_keywords
     from edgepipe.wire.engines import ServeSpec
     from edgepipe.wire.serving import ServeRequest
 
@@ -231,7 +231,7 @@ async def serve_with_progress(admin: Admin, request: ServeRequest) -> EngineStat
 
 def describe_stages(engine: EngineState) -> str:
     """Describe the placement: ``layers 0-14 on a (torch), 15-29 on b (mlx)``."""
-    from edgepipe.model.expert_places import in_words
+    from edgepipe.spec.expert_places import in_words
 
     parts = [
         f"{layers_of(stage)} on {stage.node_name} ({stage.backend}){in_words(stage.ram_percent)}"

@@ -12,16 +12,16 @@ from edgepipe.cli.output import make_console, make_table, print_json, say
 from edgepipe.errors import TemplateFailed
 from edgepipe.gateway.conversation import wording
 from edgepipe.gateway.formats.detect import detect_format
-from edgepipe.model.conversations.checking import Verdict, check
-from edgepipe.model.conversations.known_traits import model_traits
-from edgepipe.model.conversations.learning import Ask, Rendering
-from edgepipe.model.conversations.traits import ModelTraits, TemplateTraits
-from edgepipe.model.store import ModelStore
-from edgepipe.model.template import ChatTemplate, TemplateRenderer, TemplateTimeouts
-from edgepipe.model.template_reference import is_installed
 from edgepipe.safe_text import one_line
+from edgepipe.store.store import ModelStore
+from edgepipe.text.conversations.checking import Verdict, check
+from edgepipe.text.conversations.known_traits import model_traits
+from edgepipe.text.conversations.learning import Ask, Rendering
+from edgepipe.text.conversations.traits import ModelTraits, TemplateTraits
+from edgepipe.text.template import ChatTemplate, TemplateRenderer, TemplateTimeouts
+from edgepipe.text.template_reference import is_installed
 
-_REFERENCE = "edgepipe.model.template_reference"
+_REFERENCE = "edgepipe.text.template_reference"
 _REFERENCE_TIMES = TemplateTimeouts(start_s=120.0)  # it imports transformers
 
 

@@ -120,10 +120,10 @@ def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
 def imagined_cluster(settings: Mapping[str, str], *, devices: str) -> ImaginedCluster:
     """Build the cluster that settings over ``CLUSTER_DEFAULTS`` describe. Raises ConfigInvalid, ModelUnknown."""
     from edgepipe.backend.devices import parse_devices
-    from edgepipe.model.mixes import named_model
-    from edgepipe.model.typed_names import planned_name
     from edgepipe.simulation.imagined import ImaginedCluster
+    from edgepipe.store.typed_names import planned_name
     from edgepipe.units import parse_link
+    from edgepipe.weights.mixes import named_model
 
     config, weights = named_model(planned_name(settings["as-model"]))
     return ImaginedCluster(

@@ -68,10 +68,10 @@ from edgepipe.errors import (
 )
 from edgepipe.ids import EngineId, Epoch, IdSource, NodeId, PipelineId, SequenceId, StepId
 from edgepipe.link.shaped import Network
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.scheduler import Policy, ThrottledPolicy, make_policy
 from edgepipe.security.mutual_tls import Security
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import EngineState, EngineTrace, ServeSpec
 

@@ -18,11 +18,11 @@ from edgepipe.engine.sites import StageSite
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement
 from edgepipe.ids import Epoch, NodeId, PipelineId, SequenceId
 from edgepipe.link.shaped import Network
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.memory_classes import memory_classes
-from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.scheduler import Policy, Scheduler, SchedulerLimits
 from edgepipe.security.mutual_tls import Security
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.memory_classes import memory_classes
+from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.plans import Neighbour, PipelineSpec

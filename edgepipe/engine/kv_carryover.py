@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from edgepipe.ids import Epoch
-from edgepipe.model.facts import Slice
 from edgepipe.scheduler import KeptPools, SchedulerLimits
+from edgepipe.spec.facts import Slice
 
 _WORTH = 1.25  # times the kept number of blocks: more room than that justifies recomputing everything
 

@@ -23,13 +23,13 @@ from edgepipe.errors import (
 from edgepipe.ids import Epoch, NodeId, PipelineId, StepId
 from edgepipe.link.channels import from_rpc_error, is_refused, make_channel
 from edgepipe.link.shut_ports import shut_port
-from edgepipe.model.expert_places import split_kind
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.longrope import depends_on_context
-from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.profiles import slice_costs
 from edgepipe.security.mutual_tls import Security
+from edgepipe.spec.expert_places import split_kind
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.longrope import depends_on_context
 from edgepipe.units import format_bytes
+from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.children import Prepared, PrepareEvent, PrepareProgress, PrepareRequest
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, epoch_to_wire, hello_to_wire

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from edgepipe.backend.cost import SliceCost
 from edgepipe.backend.types import PackedProducts
 from edgepipe.ids import NodeId, StepId
-from edgepipe.model.facts import Slice
-from edgepipe.model.memory_classes import pool_bytes
 from edgepipe.scheduler import SchedulerLimits
+from edgepipe.spec.facts import Slice
+from edgepipe.spec.memory_classes import pool_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

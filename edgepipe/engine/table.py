@@ -24,10 +24,10 @@ from edgepipe.errors import (
     RequestInvalid,
 )
 from edgepipe.ids import RequestId, RequestKey, SequenceId
-from edgepipe.model.facts import ModelConfig
 from edgepipe.sampling import SamplingParams, TokenLogprobs
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.scheduler import Event, SequenceSpec, TokenSampled
+from edgepipe.spec.facts import ModelConfig
 from edgepipe.wire.intake import MAX_CHOICES, check_submission
 from edgepipe.wire.plans import Registration, registration_bytes
 from edgepipe.wire.requests import Cancellation, Ending, Resumption, Submission

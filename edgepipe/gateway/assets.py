@@ -9,12 +9,12 @@ from typing import Any
 from edgepipe.gateway.formats.chat_format import ChatFormat
 from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.text import Detokenizer
-from edgepipe.model.conversations.known_traits import model_traits
-from edgepipe.model.conversations.traits import ModelTraits
-from edgepipe.model.encoding import LongTextEncoder
-from edgepipe.model.store import StoredModel
-from edgepipe.model.template import TemplateRenderer
-from edgepipe.model.tokenizer import Tokenizer
+from edgepipe.store.store import StoredModel
+from edgepipe.text.conversations.known_traits import model_traits
+from edgepipe.text.conversations.traits import ModelTraits
+from edgepipe.text.encoding import LongTextEncoder
+from edgepipe.text.template import TemplateRenderer
+from edgepipe.text.tokenizer import Tokenizer
 
 
 class ModelAssets:

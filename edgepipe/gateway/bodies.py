@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from starlette.requests import Request
 
+from edgepipe.children.user_turns import UserTurns
+from edgepipe.children.warm_child import ChildEnded, WarmChild
 from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.body import MAX_BODY_BYTES, parse_json_object, read_body
 from edgepipe.gateway.body_child import GOOD, id_lists, kind_name, unpack
@@ -16,8 +18,6 @@ from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.problems import HttpProblem, busy
 from edgepipe.gateway.request_share import memory_of
 from edgepipe.gateway.schema import BodyT, validate
-from edgepipe.model.user_turns import UserTurns
-from edgepipe.model.warm_child import ChildEnded, WarmChild
 
 _INLINE_BYTES = 128 << 10  # 3-4 ms of parsing; a child process reads larger bodies
 _SMALL_BYTES = 8 << 10  # 0.3 ms: larger bodies are parsed in turns

@@ -1,7 +1,7 @@
 """Child process that reads large bodies: ``python -m edgepipe.gateway.body_child``.
 
 Python's parsers hold the interpreter's lock: in the gateway process, 8 MB of JSON would block every stream for a fifth
-of a second, also in a thread. A question (``edgepipe.model.frames``) is a line of JSON, ``{"kind", "context"}``, and
+of a second, also in a thread. A question (``edgepipe.children.frames``) is a line of JSON, ``{"kind", "context"}``, and
 the body. The answer is a byte, then the checked body from ``pack``, or its problem as JSON.
 """
 
@@ -12,11 +12,11 @@ import json
 from collections.abc import Sequence
 from typing import Any, cast
 
+from edgepipe.children.frames import HEAD, answer_frames, pack_ids, unpack_ids
 from edgepipe.gateway.body import parse_json_object
 from edgepipe.gateway.context import check_length
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import BodyT, Checked, CompletionBody, DetokenizeBody, validate
-from edgepipe.model.frames import HEAD, answer_frames, pack_ids, unpack_ids
 
 GOOD, BAD = b"+", b"-"
 

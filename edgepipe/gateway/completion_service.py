@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+from edgepipe.children.user_turns import UserTurns
 from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.admission import Admission, Line, Part, Ticket
@@ -31,7 +32,6 @@ from edgepipe.gateway.tool_choice import choose_tools
 from edgepipe.gateway.turns import Turns
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import IdSource, RequestId
-from edgepipe.model.user_turns import UserTurns
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.sampling.params import MAX_COUNT

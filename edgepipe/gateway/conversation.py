@@ -1,6 +1,6 @@
 """Renders a client's conversation as the prompt of a model, in the form that the model's chat template takes.
 
-``edgepipe.model.conversations`` has the traits of templates and the repairs that they name.
+``edgepipe.text.conversations`` has the traits of templates and the repairs that they name.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from edgepipe.gateway.schema import ChatBody, Message
 from edgepipe.gateway.shown_tools import complete_tool
 from edgepipe.gateway.tool_calls import Call
 from edgepipe.gateway.tool_choice import ToolChoice
-from edgepipe.model.conversations.efforts import keywords_of
-from edgepipe.model.conversations.fitting import Tools, Wording, fit
-from edgepipe.model.conversations.roles import Turn
-from edgepipe.model.conversations.traits import CAREFUL, TemplateTraits
-from edgepipe.model.template_defaults import GIVEN_KEYWORDS
+from edgepipe.text.conversations.efforts import keywords_of
+from edgepipe.text.conversations.fitting import Tools, Wording, fit
+from edgepipe.text.conversations.roles import Turn
+from edgepipe.text.conversations.traits import CAREFUL, TemplateTraits
+from edgepipe.text.template_defaults import GIVEN_KEYWORDS
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, PipelineId
-from edgepipe.model.template_defaults import keywords_in
+from edgepipe.text.template_defaults import keywords_in
 from edgepipe.units import format_duration_s
 from edgepipe.wire import nodes
 

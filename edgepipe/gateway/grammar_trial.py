@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from edgepipe.children.warm_child import ChildEnded, WarmChild
 from edgepipe.gateway.problems import busy
-from edgepipe.model.warm_child import ChildEnded, WarmChild
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar_trial import (
     CHILD_MODULE,

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgepipe.errors import ModelInvalid
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.gguf_split import gguf_in
-from edgepipe.model.layout import slice_parameters
-from edgepipe.model.manifest import CARD_FILE, Manifest
-from edgepipe.model.store import StoredModel
-from edgepipe.model.stored_types import CODE_TYPES, FLOAT_TYPES
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.layout import slice_parameters
+from edgepipe.spec.stored_types import CODE_TYPES, FLOAT_TYPES
+from edgepipe.store.store import StoredModel
+from edgepipe.weights.gguf_split import gguf_in
+from edgepipe.weights.manifest import CARD_FILE, Manifest
 
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 

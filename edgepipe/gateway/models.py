@@ -15,9 +15,9 @@ from edgepipe.gateway.engine_types import ServedModel
 from edgepipe.gateway.formats.chat_format import ChatFormat
 from edgepipe.gateway.model_facts import ModelFacts, read_facts
 from edgepipe.gateway.text import Detokenizer
-from edgepipe.model.conversations.traits import ModelTraits
-from edgepipe.model.names import canonical_name
-from edgepipe.model.typed_names import meant_names
+from edgepipe.spec.names import canonical_name
+from edgepipe.store.typed_names import meant_names
+from edgepipe.text.conversations.traits import ModelTraits
 
 
 class Assets(Protocol):

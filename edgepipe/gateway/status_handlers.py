@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from edgepipe import PROTOCOL_VERSION, __version__
+from edgepipe.children.user_turns import UserTurns
 from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.metrics import CONTENT_TYPE, Metrics
 from edgepipe.gateway.models import ModelTable
@@ -17,7 +18,6 @@ from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.responses import model_card
 from edgepipe.gateway.sampling_choice import with_unsaid
-from edgepipe.model.user_turns import UserTurns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

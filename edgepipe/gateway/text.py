@@ -14,7 +14,7 @@ MAX_PART_CHARS = 16 << 10  # of each text of a delta that ``parts_of`` yields
 
 
 class Detokenizer(Protocol):
-    """Turns one choice's ids into text as they arrive. ``edgepipe.model.detokenizer`` implements it."""
+    """Turns one choice's ids into text as they arrive. ``edgepipe.text.detokenizer`` implements it."""
 
     def add(self, token: int) -> str:
         """Add a token. Return the text that it completes; empty within a character."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
+from edgepipe.children.user_turns import UserTurns
 from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.bodies import BodyReader
 from edgepipe.gateway.completion_service import TooManyTokens, decoded, encode
@@ -17,7 +18,6 @@ from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.problems import bad_request
 from edgepipe.gateway.schema import ChatBody, DetokenizeBody, TokenizeBody
 from edgepipe.gateway.tool_choice import choose_tools
-from edgepipe.model.user_turns import UserTurns
 
 MAX_TOKENS = 1 << 18  # tokens of one text
 MAX_TOKEN_STRINGS = 1 << 16

@@ -9,11 +9,11 @@ from functools import cache
 from typing import Any
 
 from edgepipe.errors import ModelUnknown
-from edgepipe.model.config import hf_config
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.layer_spec import Experts, Rope, Router
 from edgepipe.model.shapes_recurrent import PUBLISHED
-from edgepipe.model.uniform import UniformShape
+from edgepipe.spec.config import hf_config
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.layer_spec import Experts, Rope, Router
+from edgepipe.spec.uniform import UniformShape
 
 
 def named_shape(name: str) -> ModelConfig:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from edgepipe.backend.cost import CostModel
 from edgepipe.backend.devices import DeviceModel, adjusted, named_device
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.placement import NodeRoom
 from edgepipe.planner.profiles import Links, Machine, TableSpeed
+from edgepipe.spec.facts import ModelConfig
 from edgepipe.units import LinkShape
+from edgepipe.weights.weight_table import FLOATS, WeightTable
 
 _BYTES_PER_VALUE = 2  # bf16, of weights that are not packed, and of KV
 _PACKING = "emulated"

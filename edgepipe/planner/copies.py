@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import Slice
+from edgepipe.spec.facts import Slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

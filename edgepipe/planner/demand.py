@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from edgepipe.backend.cost import StepWork
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.memory_classes import state_slots
-from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.profiles import Speed, StepParts
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.memory_classes import state_slots
+from edgepipe.weights.weight_table import FLOATS, WeightTable
 
 _LEAST_KV_TOKENS = 512  # enough for one ordinary question
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.ids import NodeId
-from edgepipe.model.expert_places import AUTO, SETTING, chosen_share
-from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.placement import Need, NodeRoom, Placed, place_by_plan, ram_stage_bytes, stage_bytes
 from edgepipe.planner.shortage import IN_RAM, least_share, share_bytes, shortage_of
+from edgepipe.spec.expert_places import AUTO, SETTING, chosen_share
+from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.units import format_bytes
 
 if TYPE_CHECKING:

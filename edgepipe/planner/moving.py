@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.expert_shares import rooms_as_placed
 from edgepipe.planner.placement import Need, NodeRoom, Placed, ram_stage_bytes, stage_weight_bytes
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.weights.weight_table import FLOATS, WeightTable
 
 LEAST_GAIN = 0.10
 """Smallest gain worth reporting: forecasts are not more accurate."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
-from edgepipe.model.expert_places import split_kind, with_ram_percent
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
-from edgepipe.model.memory_classes import kv_bytes
-from edgepipe.model.resident import WIDE, ResidentSizes, dtype_of, resident_sizes
-from edgepipe.model.weight_table import FLOATS, WeightTable
+from edgepipe.spec.expert_places import split_kind, with_ram_percent
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.memory_classes import kv_bytes
 from edgepipe.units import format_bytes
+from edgepipe.weights.resident import WIDE, ResidentSizes, dtype_of, resident_sizes
+from edgepipe.weights.weight_table import FLOATS, WeightTable
 
 _PLAN_PART = re.compile(r"(?P<node>[^:,\s]+):(?P<first>\d{1,6})-(?P<last>\d{1,6})")
 

@@ -14,9 +14,6 @@ import numpy as np
 from edgepipe.backend.cost import layer_kinds
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import LayerRange, Slice, make_slices
-from edgepipe.model.memory_classes import most_within
-from edgepipe.model.resident import ResidentSizes
 from edgepipe.planner.demand import Demand, Objective, batch_parts
 from edgepipe.planner.expert_shares import Without, place_with_shares, plan_with_shares
 from edgepipe.planner.forecast import Forecast, Ring
@@ -28,7 +25,10 @@ from edgepipe.planner.placement import Need, NodeRoom, Placed, ram_stage_bytes, 
 from edgepipe.planner.profiles import Links, Machine, Speed, StepParts
 from edgepipe.planner.shortage import too_small
 from edgepipe.scheduler.sizing import most_micro_batches
+from edgepipe.spec.facts import LayerRange, Slice, make_slices
+from edgepipe.spec.memory_classes import most_within
 from edgepipe.units import format_bytes, format_duration_s
+from edgepipe.weights.resident import ResidentSizes
 
 _SLACK = 0.003  # share of the objective to give up for a more even spread of work
 _MUCH_LONGER = 4.0  # factor of the cycle, limit for a first search

@@ -7,12 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgepipe.errors import NoFeasiblePlacement
-from edgepipe.model.expert_places import AUTO
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.layout import slice_parameters
-from edgepipe.model.memory_classes import state_slots
-from edgepipe.model.mixes import named_model
-from edgepipe.model.resident import WIDE, slice_bytes
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.forecast import Hop
@@ -20,7 +14,13 @@ from edgepipe.planner.plan import Constraints, Plan, PlannedStage, plan
 from edgepipe.planner.profiles import ESTIMATED, MEASURED, Links, Machine
 from edgepipe.planner.shortage import Shortage
 from edgepipe.planner.what_if import Alternative, alternatives, helps
+from edgepipe.spec.expert_places import AUTO
+from edgepipe.spec.facts import LayerRange, Slice
+from edgepipe.spec.layout import slice_parameters
+from edgepipe.spec.memory_classes import state_slots
 from edgepipe.units import format_bytes
+from edgepipe.weights.mixes import named_model
+from edgepipe.weights.resident import WIDE, slice_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

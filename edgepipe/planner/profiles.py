@@ -15,12 +15,12 @@ from edgepipe.backend.expert_reads import ExpertShare, cleaned
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import LinkNotMeasured
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.hosts import HOST_S
 from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.planner.placement import NodeRoom
+from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.units import LinkShape
+from edgepipe.weights.weight_table import FLOATS, WeightTable
 
 Floats = npt.NDArray[np.float64]
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import Slice
 from edgepipe.planner.placement import Need, NodeRoom, Placed, stage_bytes
+from edgepipe.spec.facts import Slice
 
 
 def replace_lost(

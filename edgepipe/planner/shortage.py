@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from edgepipe.errors import NoFeasiblePlacement
-from edgepipe.model.facts import KV_8BIT, LayerRange, Slice
-from edgepipe.model.mixes import mix_table
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.placement import Need, NodeRoom, ram_stage_bytes, stage_bytes, stage_weight_bytes
 from edgepipe.planner.profiles import Machine
+from edgepipe.spec.facts import KV_8BIT, LayerRange, Slice
 from edgepipe.units import format_bytes
+from edgepipe.weights.mixes import mix_table
 
 _SIZES_GB = (8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 512)  # common memory sizes
 _HEADROOM = 1.06  # total memory over usable memory

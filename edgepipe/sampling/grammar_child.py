@@ -4,16 +4,16 @@ llguidance counts most of its work, but not its work on patterns that must match
 within a range): a schema of a few lines can take hours and all memory. So each grammar is compiled in a fork of this
 process, which the kernel limits and ends within a long operation. The fork's end also gives what the grammar took.
 
-Questions and answers (``edgepipe.model.frames``) are those of ``grammar_trial``.
+Questions and answers (``edgepipe.children.frames``) are those of ``grammar_trial``.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
+from edgepipe.children.forked_job import run_forked
+from edgepipe.children.frames import answer_frames
 from edgepipe.errors import RequestInvalid
-from edgepipe.model.forked_job import run_forked
-from edgepipe.model.frames import answer_frames
 from edgepipe.sampling.grammar import check_grammar, json_grammar
 from edgepipe.sampling.grammar_trial import TRIAL_BYTES, pack_verdict, unpack_question
 from edgepipe.sampling.params import GrammarSpec

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 
-from edgepipe.model.forked_job import JobCost
+from edgepipe.children.forked_job import JobCost
 from edgepipe.sampling.grammar import unusable_schema
 from edgepipe.sampling.params import GrammarSpec
 

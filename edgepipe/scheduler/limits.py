@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgepipe.model.memory_classes import StatePool, WindowPool
+from edgepipe.spec.memory_classes import StatePool, WindowPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

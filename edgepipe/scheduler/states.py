@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from edgepipe.backend.types import RowState, StateWrite
 from edgepipe.ids import SequenceId
-from edgepipe.model.memory_classes import StatePool
 from edgepipe.scheduler.kv import Key, KeyWatch
+from edgepipe.spec.memory_classes import StatePool
 
 if TYPE_CHECKING:
     from edgepipe.scheduler.sequence import Sequence

@@ -19,8 +19,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from edgepipe.backend.types import BlockRun
-from edgepipe.model.memory_classes import WindowPool
 from edgepipe.scheduler.kv import Key, KVPool, as_runs
+from edgepipe.spec.memory_classes import WindowPool
 
 
 @dataclass(slots=True)

@@ -8,9 +8,6 @@ from dataclasses import dataclass, field, replace
 from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import DeviceModel, adjusted, named_device
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.memory_classes import MOST_TOKENS, memory_classes
-from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.hosts import HOST_S
@@ -18,7 +15,10 @@ from edgepipe.planner.placement import Placed
 from edgepipe.planner.plan import Constraints, plan
 from edgepipe.scheduler import SchedulerLimits
 from edgepipe.simulation.ring import RingModel, RingStage
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.memory_classes import MOST_TOKENS, memory_classes
 from edgepipe.units import LinkShape, format_bytes
+from edgepipe.weights.weight_table import FLOATS, WeightTable
 
 _BYTES_PER_VALUE = 2  # bf16, on links
 _KV_SHARE = 0.9  # of the memory that the weights leave free

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol, TypeVar
 
+from edgepipe.children.forked_job import JobCost
+from edgepipe.children.user_turns import UserTurns
 from edgepipe.errors import EdgepipeError, GrammarNotReady, RequestInvalid, StepFailed
-from edgepipe.model.forked_job import JobCost
-from edgepipe.model.user_turns import UserTurns
 from edgepipe.plain_words import plain
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import BuiltGrammar, GrammarState, GrammarTokenizer

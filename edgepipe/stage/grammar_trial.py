@@ -7,9 +7,9 @@ of a text that is used for the first time: 1 to 20 ms for ordinary schemas.
 
 from __future__ import annotations
 
+from edgepipe.children.forked_job import JobCost
+from edgepipe.children.warm_child import ChildEnded, WarmChild
 from edgepipe.errors import StepFailed
-from edgepipe.model.forked_job import JobCost
-from edgepipe.model.warm_child import ChildEnded, WarmChild
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar_trial import (
     CHILD_MODULE,

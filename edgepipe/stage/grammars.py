@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 
 from edgepipe.errors import FeatureMissing
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling.grammar import GrammarTokenizer
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.text.tokenizer import Tokenizer
 
 OpenTokenizer = Callable[[], Tokenizer]
 """Opens the served model's tokenizer. Blocks for some 100 ms. Raises ModelInvalid."""

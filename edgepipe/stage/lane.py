@@ -13,7 +13,7 @@ from edgepipe.ids import StepId
 from edgepipe.link.deadline import Deadline
 from edgepipe.link.protocol import Outgoing, StepBytes
 from edgepipe.link.receiver import RingReceiver
-from edgepipe.model.facts import Slice
+from edgepipe.spec.facts import Slice
 from edgepipe.stage.step_work import StepWork
 
 Inputs: TypeAlias = "TokenIds | Activations"

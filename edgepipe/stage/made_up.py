@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.layer_spec import LayerSpec
-from edgepipe.model.layout import model_tensors, slice_weights
-from edgepipe.model.packed import GroupValues, Packed
-from edgepipe.model.packed_form import CODEBOOKS, PackedForm
-from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo
-from edgepipe.model.weight_table import FLOATS, LayerForms, WeightTable, make_table
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.layer_spec import LayerSpec
+from edgepipe.spec.layout import model_tensors, slice_weights
+from edgepipe.spec.packed import GroupValues, Packed
+from edgepipe.spec.packed_form import CODEBOOKS, PackedForm
+from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightInfo
+from edgepipe.weights.weight_table import FLOATS, LayerForms, WeightTable, make_table
 
 _DEVIATION = 0.02  # of the values: about that of trained weights
 _FINITE_CODES = 0x77  # every fp8 code but not a number, by its bits

@@ -15,11 +15,11 @@ from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import BlockRun, RowState, StateWrite, Step, StepRow
 from edgepipe.clock import Clock
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.resident import WIDE, dtype_of, resident_sizes
-from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.layer_profile import LayerProfile, Point
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
 from edgepipe.stage.made_up import MadeUpWeights, spread
+from edgepipe.weights.resident import WIDE, dtype_of, resident_sizes
+from edgepipe.weights.weight_table import FLOATS, WeightTable
 
 _ROWS = (1, 2, 4, 8, 16, 32)
 _EXPERT_ROWS = (1, 4, 16, 64)  # experts are read as rows use them, so more rows read more

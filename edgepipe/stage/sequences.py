@@ -10,9 +10,9 @@ import numpy as np
 from edgepipe.backend.types import BlockRun, ScoreRows, StepRow, WindowRuns
 from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import SequenceId
-from edgepipe.model.memory_classes import WindowPool
 from edgepipe.sampling import SampleRow, SequenceSampler
 from edgepipe.sampling.bounds import ModelBounds
+from edgepipe.spec.memory_classes import WindowPool
 from edgepipe.wire.intake import registration_fault
 from edgepipe.wire.plans import NewWindow, PlanRow, Registration, StepPlan
 

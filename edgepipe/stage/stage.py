@@ -27,17 +27,15 @@ from edgepipe.link.protocol import RingTarget
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
 from edgepipe.link.shaped import Network, delayed_replies
-from edgepipe.model.facts import Slice
-from edgepipe.model.memory_classes import MemoryClasses, WindowPool, memory_classes
-from edgepipe.model.resident import dtype_of, resident_sizes
-from edgepipe.model.tensors import WeightSource
-from edgepipe.model.weight_table import table_of
 from edgepipe.planner.profiles import slice_costs
 from edgepipe.sampling import sample
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.security.access import Kind
 from edgepipe.security.certificates import read_certificate
 from edgepipe.security.mutual_tls import Peer, Security
+from edgepipe.spec.facts import Slice
+from edgepipe.spec.memory_classes import MemoryClasses, WindowPool, memory_classes
+from edgepipe.spec.tensors import WeightSource
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.dialling import grpc_dial
 from edgepipe.stage.grammar_builds import GrammarBuilds, Trial
@@ -47,6 +45,8 @@ from edgepipe.stage.sampler import Sampler, SamplerPool, default_threads
 from edgepipe.stage.service import Commands, Frames, add_service
 from edgepipe.stage.stage_epoch import Counters, Dial, StageEpoch, Tools
 from edgepipe.stage.trace import TraceEntry, new_trace
+from edgepipe.weights.resident import dtype_of, resident_sizes
+from edgepipe.weights.weight_table import table_of
 from edgepipe.wire.common import Hello
 from edgepipe.wire.plans import OpenRing, PipelineSpec
 

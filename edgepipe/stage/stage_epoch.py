@@ -20,11 +20,11 @@ from edgepipe.link.channels import ATTEMPT_S
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
-from edgepipe.model.facts import Slice
-from edgepipe.model.memory_classes import WindowPool
 from edgepipe.plain_words import plain
 from edgepipe.sampling import SequenceSampler
 from edgepipe.sampling.bounds import ModelBounds
+from edgepipe.spec.facts import Slice
+from edgepipe.spec.memory_classes import WindowPool
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.grammar_builds import GrammarBuilds, PendingGrammar
 from edgepipe.stage.lane import Lane

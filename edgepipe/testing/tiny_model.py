@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.layer_spec import Rope
-from edgepipe.model.layout import model_tensors, slice_tensors
-from edgepipe.model.logical import OneTensorPerWeight
-from edgepipe.model.tensors import RawTensor, TensorInfo
-from edgepipe.model.uniform import UniformShape
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.layer_spec import Rope
+from edgepipe.spec.layout import model_tensors, slice_tensors
+from edgepipe.spec.tensors import RawTensor, TensorInfo
+from edgepipe.spec.uniform import UniformShape
+from edgepipe.weights.logical import OneTensorPerWeight
 
 
 def tiny_config(

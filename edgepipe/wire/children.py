@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from edgepipe.backend.types import ActivationType, DeviceProfile, PackedProducts
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, NodeId, PipelineId
-from edgepipe.model.facts import Slice
 from edgepipe.planner.layer_profile import LayerProfile
+from edgepipe.spec.facts import Slice
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import ClusterView
 from edgepipe.wire.serving import PlanMade, PlanWanted, Reachable, RunEngine
@@ -72,8 +72,8 @@ class PrepareEvent:
 class ProfileLayerRequest:
     """Asks a node to measure one layer of a model's shape."""
 
-    model_config: str = ""  # JSON of edgepipe.model.facts.ModelConfig
-    model_weights: str = ""  # JSON of edgepipe.model.weight_table.WeightTable; empty: floats
+    model_config: str = ""  # JSON of edgepipe.spec.facts.ModelConfig
+    model_weights: str = ""  # JSON of edgepipe.weights.weight_table.WeightTable; empty: floats
     dtype: str = ""  # empty: the node's own
     known_only: bool = False  # return known values, measure nothing
     fresh: bool = False  # measure again if possible

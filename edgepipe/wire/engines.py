@@ -8,7 +8,7 @@ from edgepipe.backend.expert_reads import ExpertShare
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, ActivationType, PackedProducts
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, NodeId, PipelineId
-from edgepipe.model.facts import Slice
+from edgepipe.spec.facts import Slice
 from edgepipe.wire.codec import default_if_empty
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import NodeId, PipelineId
-from edgepipe.model.facts import LayerRange
+from edgepipe.spec.facts import LayerRange
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.serving import BrokenLink, Introduction, ServeRecord

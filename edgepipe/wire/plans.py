@@ -12,8 +12,8 @@ from itertools import accumulate, pairwise
 from edgepipe.backend.types import ActivationType, BlockCopy, BlockRun, RowState, StateWrite
 from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import Epoch, NodeId, PipelineId, SequenceId, StepId
-from edgepipe.model.facts import Slice
 from edgepipe.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
+from edgepipe.spec.facts import Slice
 from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire, hello_to_wire

@@ -101,8 +101,8 @@ class RunEngine:
     pipeline_id: PipelineId
     spec: ServeSpec
     nodes: tuple[Introduction, ...] = ()
-    model_config: str = ""  # JSON of edgepipe.model.facts.ModelConfig
-    model_weights: str = ""  # JSON of edgepipe.model.weight_table.WeightTable; empty: floats
+    model_config: str = ""  # JSON of edgepipe.spec.facts.ModelConfig
+    model_weights: str = ""  # JSON of edgepipe.weights.weight_table.WeightTable; empty: floats
     epoch_counter: int = 0  # 1 + the pipeline's highest known counter
     resuming: bool = False  # after another engine: requests wait while stages are placed and prepared
 
@@ -204,7 +204,7 @@ class SurveyReply:
 
     model: str = ""
     model_config: str = ""
-    model_weights: str = ""  # JSON of edgepipe.model.weight_table.WeightTable; empty: floats
+    model_weights: str = ""  # JSON of edgepipe.weights.weight_table.WeightTable; empty: floats
     machines: tuple[SurveyedMachine, ...] = ()
     links: tuple[LinkProfile, ...] = ()
     unusable: tuple[str, ...] = ()  # nodes that cannot compute, each with the reason

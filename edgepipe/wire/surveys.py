@@ -6,14 +6,14 @@ import json
 
 from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import NodeId
-from edgepipe.model.config_json import config_from_json
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.resident import dtype_of
-from edgepipe.model.weight_table import WeightTable, table_from_json
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.placement import NodeRoom
 from edgepipe.planner.profiles import Links, Machine, estimated_speed, measured_speed
+from edgepipe.spec.config_json import config_from_json
+from edgepipe.spec.facts import ModelConfig
 from edgepipe.units import LinkShape
+from edgepipe.weights.resident import dtype_of
+from edgepipe.weights.weight_table import WeightTable, table_from_json
 from edgepipe.wire.serving import SurveyedMachine, SurveyReply
 
 

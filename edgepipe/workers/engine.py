@@ -9,13 +9,13 @@ import grpc.aio
 from edgepipe.addresses import with_port
 from edgepipe.clock import Clock
 from edgepipe.engine import Engine, Reachable
+from edgepipe.files.strict_json import parse_json_object
 from edgepipe.ids import NodeId
 from edgepipe.link.channels import make_server
 from edgepipe.link.shaped import Network, make_network
-from edgepipe.model.config_json import config_from_json
-from edgepipe.model.strict_json import parse_json_object
-from edgepipe.model.weight_table import table_from_json
+from edgepipe.spec.config_json import config_from_json
 from edgepipe.system import RandomIds, SystemClock
+from edgepipe.weights.weight_table import table_from_json
 from edgepipe.wire import serving
 from edgepipe.wire.children import ChildProgress
 from edgepipe.wire.common import Hello

@@ -12,22 +12,22 @@ from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import BackendOptions, DeviceProfile, LoadProgress
 from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError
+from edgepipe.files.strict_json import parse_json_object
 from edgepipe.link.channels import make_server
 from edgepipe.link.shaped import make_network
-from edgepipe.model.config_json import config_from_json
-from edgepipe.model.expert_places import SETTING, as_setting
-from edgepipe.model.linked_files import check_unchanged
-from edgepipe.model.store import StoredModel
-from edgepipe.model.strict_json import parse_json_object
-from edgepipe.model.tokenizer import Tokenizer
-from edgepipe.model.weight_table import table_from_json
-from edgepipe.model.weights import Weights, open_weights
 from edgepipe.planner.layer_profile import LayerProfile
+from edgepipe.spec.config_json import config_from_json
+from edgepipe.spec.expert_places import SETTING, as_setting
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.stage.probe import probe_layer
 from edgepipe.stage.stage import Stage
 from edgepipe.stage.step_mark import StepMark
+from edgepipe.store.linked_files import check_unchanged
+from edgepipe.store.store import StoredModel
 from edgepipe.system import SystemClock
+from edgepipe.text.tokenizer import Tokenizer
+from edgepipe.weights.weight_table import table_from_json
+from edgepipe.weights.weights import Weights, open_weights
 from edgepipe.wire.children import (
     ChildProgress,
     LoadShard,

@@ -25,8 +25,8 @@ from edgepipe.backend.types import (
     StepOutput,
     TokenIds,
 )
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.tensors import WeightSource
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.tensors import WeightSource
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from edgepipe.cli.bench.client import Measured, connected
 from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.simulation.workload import Arrivals, FixedLengths, WorkloadSpec, make_workload
 from edgepipe.wire.common import Hello
-from tests.support.engine_lab import EngineLab, engine_lab
+from tests.support.engine.lab import EngineLab, engine_lab
 
 WORKLOAD = make_workload(
     WorkloadSpec(

@@ -14,14 +14,14 @@ import httpx
 from edgepipe.errors import PeerClosed
 from edgepipe.gateway.assets import ModelAssets
 from edgepipe.gateway.service import Gateway, listen
-from edgepipe.model.emulated_folder import byte_level_tokenizer
-from edgepipe.model.encoding import LongTextEncoder
-from edgepipe.model.template import ChatTemplate, TemplateRenderer
-from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.system import RandomIds, SystemClock
+from edgepipe.text.encoding import LongTextEncoder
+from edgepipe.text.template import ChatTemplate, TemplateRenderer
+from edgepipe.text.tokenizer import Tokenizer
+from edgepipe.weights.emulated_folder import byte_level_tokenizer
 from edgepipe.wire.nodes import ClusterView, ServedModel
-from tests.support.engine_lab import CONFIG, EngineLab, engine_lab
+from tests.support.engine.lab import CONFIG, EngineLab, engine_lab
 
 SLOW: dict[str, Any] = {"device": "m4", "time_factor": "20"}
 FREED_S = 2.0  # what is promised

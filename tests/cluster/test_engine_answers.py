@@ -6,7 +6,7 @@ import pytest
 
 from edgepipe.engine import EngineLimits
 from edgepipe.sampling import SamplingParams
-from tests.support.engine_lab import CONFIG, engine_lab, oracle_tokens, submission
+from tests.support.engine.lab import CONFIG, engine_lab, oracle_tokens, submission
 
 
 def prompt_of(index: int, length: int) -> list[int]:

@@ -32,7 +32,7 @@ from edgepipe.link.channels import make_channel, translated
 from edgepipe.security.mutual_tls import Credentials
 from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.v1 import engine_pb2, engine_pb2_grpc
-from tests.support.engine_lab import EngineLab, engine_lab, oracle_tokens, submission
+from tests.support.engine.lab import EngineLab, engine_lab, oracle_tokens, submission
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SLOW: dict[str, Any] = {"device": "m4", "time_factor": "20"}

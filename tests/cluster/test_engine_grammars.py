@@ -10,15 +10,15 @@ import pytest
 from edgepipe_emulated import oracle
 from llguidance import LLParserLimits
 
+from edgepipe.children.forked_job import JobCost
 from edgepipe.errors import StepFailed
-from edgepipe.model.emulated_folder import EOS_TOKEN_ID
-from edgepipe.model.forked_job import JobCost
 from edgepipe.sampling import GrammarSpec, SamplingParams, grammar
 from edgepipe.sampling.grammar import check_grammar, json_grammar, regex_grammar
 from edgepipe.sampling.grammar_trial import GrammarTooHard
 from edgepipe.stage.grammar_trial import StageTrial
-from tests.support.costly_schemas import multiples_in_a_range
-from tests.support.engine_lab import CONFIG, FakeGateway, break_stage, engine_lab, submission
+from edgepipe.weights.emulated_folder import EOS_TOKEN_ID
+from tests.support.engine.lab import CONFIG, FakeGateway, break_stage, engine_lab, submission
+from tests.support.gateways.costly_schemas import multiples_in_a_range
 
 WORDS = json_grammar({"type": "array", "items": {"enum": ["yes", "no", "maybe"]}, "minItems": 2, "maxItems": 4})
 BOUND = SamplingParams(temperature=1.0, seed=9, grammar=WORDS)

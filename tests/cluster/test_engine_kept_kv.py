@@ -10,8 +10,8 @@ from edgepipe_emulated import emulated_model_config
 
 from edgepipe.engine import EngineLimits, EngineTimeouts
 from edgepipe.errors import StepFailed
-from edgepipe.model.facts import ModelConfig
-from tests.support.engine_lab import CONFIG, EngineLab, break_stage, engine_lab, lose_kv, oracle_tokens, submission
+from edgepipe.spec.facts import ModelConfig
+from tests.support.engine.lab import CONFIG, EngineLab, break_stage, engine_lab, lose_kv, oracle_tokens, submission
 
 LIMITS = EngineLimits(max_prefill_tokens=64)
 SHARED = [7, 3, 9, 1, 4, 4, 8, 2] * 12  # six blocks that all prompts begin with

@@ -10,7 +10,7 @@ from edgepipe.engine.control import StageControl
 from edgepipe.errors import PeerClosed
 from edgepipe.sampling import GrammarSpec, SamplingParams
 from edgepipe.wire.sizes import PACKED_BYTES
-from tests.support.engine_lab import EngineLab, engine_lab, submission
+from tests.support.engine.lab import EngineLab, engine_lab, submission
 
 LARGE = GrammarSpec("%llguidance {}\nstart: /(.|\\n)*/\n// " + "x" * 80_000)
 

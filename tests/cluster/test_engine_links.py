@@ -16,13 +16,13 @@ from edgepipe.engine.placing import EpochPlacement, Nodes, Planner, SamePlan
 from edgepipe.errors import ConnectTimeout, LinkError, PeerClosed
 from edgepipe.ids import NodeId
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
-from edgepipe.model.facts import LayerRange, Slice, make_slices
+from edgepipe.spec.facts import LayerRange, Slice, make_slices
 from edgepipe.stage.stage import Stage
 from edgepipe.wire.engines import ServeSpec
-from tests.support.engine_lab import CONFIG, EngineLab, engine_lab, oracle_tokens, submission
-from tests.support.pipeline import BLOCK_SIZE
-from tests.support.ports import free_port
-from tests.support.tcp_proxy import TcpProxy, tcp_proxy
+from tests.support.engine.lab import CONFIG, EngineLab, engine_lab, oracle_tokens, submission
+from tests.support.engine.pipeline import BLOCK_SIZE
+from tests.support.network.ports import free_port
+from tests.support.network.tcp_proxy import TcpProxy, tcp_proxy
 
 PROMPT = [3, 1, 4, 1, 5]
 THERE = NodeId("node0"), NodeId("node1")

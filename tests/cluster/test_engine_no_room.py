@@ -8,7 +8,7 @@ from edgepipe.engine.placing import EpochPlacement, Nodes, Reachable
 from edgepipe.errors import NoFeasiblePlacement, PeerClosed
 from edgepipe.ids import NodeId
 from edgepipe.wire.engines import ServeSpec
-from tests.support.engine_lab import engine_lab, oracle_tokens, submission
+from tests.support.engine.lab import engine_lab, oracle_tokens, submission
 
 PROMPT = [3, 1, 4, 1, 5]
 

@@ -22,8 +22,8 @@ from edgepipe.sampling import SamplingParams
 from edgepipe.security.mutual_tls import Credentials
 from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.v1 import common_pb2, engine_pb2, engine_pb2_grpc
-from tests.support.engine_lab import CONFIG, GREEDY, FakeGateway, engine_lab, oracle_tokens, submission
-from tests.support.waiting import until
+from tests.support.engine.lab import CONFIG, GREEDY, FakeGateway, engine_lab, oracle_tokens, submission
+from tests.support.processes.waiting import until
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SLOW: dict[str, Any] = {"device": "m4", "time_factor": "20"}  # about 10 ms a step: time to do something meanwhile

@@ -10,10 +10,10 @@ import pytest
 from edgepipe_emulated import oracle
 
 from edgepipe.errors import StepFailed
-from edgepipe.model.emulated_folder import EOS_TOKEN_ID
 from edgepipe.sampling import GrammarSpec, SampleRow, SamplingParams, SequenceSampler, sample
 from edgepipe.sampling.grammar import json_grammar
-from tests.support.engine_lab import CONFIG, engine_lab, submission
+from edgepipe.weights.emulated_folder import EOS_TOKEN_ID
+from tests.support.engine.lab import CONFIG, engine_lab, submission
 
 FULL = SamplingParams(
     temperature=0.9,

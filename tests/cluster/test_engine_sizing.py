@@ -8,7 +8,7 @@ from typing import Any
 from edgepipe_emulated import EmulatedBackend
 
 from edgepipe.backend.types import BackendOptions
-from tests.support.engine_lab import engine_lab, oracle_tokens, submission
+from tests.support.engine.lab import engine_lab, oracle_tokens, submission
 
 READ_S, ROW_S = 0.002, 0.001  # a step's time, and what each row adds
 MAX_TOKENS = 150

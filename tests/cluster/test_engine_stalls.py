@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from edgepipe.engine import EngineLimits, EngineTimeouts
 from edgepipe.errors import PeerClosed, StepFailed
-from tests.support.engine_lab import EngineLab, break_stage, engine_lab, lose_kv, oracle_tokens, submission
-from tests.support.waiting import until
+from tests.support.engine.lab import EngineLab, break_stage, engine_lab, lose_kv, oracle_tokens, submission
+from tests.support.processes.waiting import until
 
 LONG = [1 + number % 200 for number in range(480)]  # 30 steps
 SHORT = [3, 1, 4, 1, 5, 9, 2, 6]

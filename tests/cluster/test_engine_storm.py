@@ -9,7 +9,7 @@ import pytest
 
 from edgepipe.engine import EngineLimits
 from edgepipe.errors import PeerClosed
-from tests.support.engine_lab import EngineLab, FakeGateway, engine_lab, oracle_tokens, submission
+from tests.support.engine.lab import EngineLab, FakeGateway, engine_lab, oracle_tokens, submission
 
 PATIENCE_S = 100.0  # a seed computes for up to 6 s; a machine with other work gives it a small share
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from edgepipe_emulated import emulated_model_config
 
-from edgepipe.model.memory_classes import memory_classes
-from tests.support.engine_load import run_load
+from edgepipe.spec.memory_classes import memory_classes
+from tests.support.engine.load import run_load
 
 WINDOWS = emulated_model_config(num_layers=6, context_length=512, windows=(16, 24, None))
 STATES = emulated_model_config(num_layers=6, context_length=512, attention_every=3)

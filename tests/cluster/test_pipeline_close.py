@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from edgepipe.errors import PeerClosed, StageError
-from edgepipe.model.tensors import WeightSource
-from tests.support.pipeline import epoch
-from tests.support.pipeline_engine import HeldBackend, SmallEngine, emulated, stages
+from edgepipe.spec.tensors import WeightSource
+from tests.support.engine.pipeline import epoch
+from tests.support.engine.pipeline_engine import HeldBackend, SmallEngine, emulated, stages
 
 PROMPT = [1, 2, 3]
 

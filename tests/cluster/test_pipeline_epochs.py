@@ -21,14 +21,14 @@ from edgepipe.errors import (
 )
 from edgepipe.ids import PipelineId
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.security.mutual_tls import Credentials
+from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.wire.common import Hello, epoch_to_wire, hello_to_wire
 from edgepipe.wire.plans import PipelineSpec, spec_to_wire
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
-from tests.support.pipeline import Control, LocalStages, epoch
-from tests.support.pipeline_engine import CONFIG, SmallEngine, stages
+from tests.support.engine.pipeline import Control, LocalStages, epoch
+from tests.support.engine.pipeline_engine import CONFIG, SmallEngine, stages
 
 PROMPT = [1, 2, 3]
 

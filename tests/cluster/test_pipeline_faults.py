@@ -21,9 +21,9 @@ from edgepipe.wire.common import Hello, epoch_to_wire, hello_to_wire
 from edgepipe.wire.plans import PlanRow, StepPlan
 from edgepipe.wire.v1 import common_pb2, stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
-from tests.support.pipeline import Driver, LocalStages, epoch
-from tests.support.pipeline_engine import CONFIG, HeldBackend, SmallEngine, emulated, stages
-from tests.support.wire_plans import plan_to_wire
+from tests.support.engine.pipeline import Driver, LocalStages, epoch
+from tests.support.engine.pipeline_engine import CONFIG, HeldBackend, SmallEngine, emulated, stages
+from tests.support.engine.wire_plans import plan_to_wire
 
 PROMPT = [1, 2, 3]
 UNKNOWN_FIELD = b"\xfa\x3f\x05later"  # number 1023, five bytes

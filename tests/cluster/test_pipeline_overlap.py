@@ -8,9 +8,9 @@ import threading
 import pytest
 from edgepipe_emulated import oracle
 
-from tests.support.pipeline import epoch
-from tests.support.pipeline_engine import CONFIG, HeldBackend, SmallEngine, emulated, stages
-from tests.support.tcp_proxy import tcp_proxy
+from tests.support.engine.pipeline import epoch
+from tests.support.engine.pipeline_engine import CONFIG, HeldBackend, SmallEngine, emulated, stages
+from tests.support.network.tcp_proxy import tcp_proxy
 
 PROMPTS = [[10 * i + j for j in range(5)] for i in range(4)]
 

@@ -13,8 +13,8 @@ from edgepipe.backend.types import BlockCopy, BlockRun
 from edgepipe.ids import Epoch, SequenceId, StepId
 from edgepipe.sampling import SampleRow, SamplingParams, SequenceSampler, sample
 from edgepipe.wire.plans import PlanRow, Registration, StepPlan
-from tests.support.pipeline import epoch
-from tests.support.pipeline_engine import CONFIG, SmallEngine, stages
+from tests.support.engine.pipeline import epoch
+from tests.support.engine.pipeline_engine import CONFIG, SmallEngine, stages
 
 PROMPTS = [[(7 * i + j) % 256 for j in range(3 + 9 * i)] for i in range(6)]
 

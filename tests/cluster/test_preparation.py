@@ -16,14 +16,14 @@ from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.errors import NodeUnreachable, VersionMismatch
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.link.channels import bind, make_server
-from edgepipe.model.config import hf_config
-from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.security.mutual_tls import Plaintext
+from edgepipe.spec.config import hf_config
+from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import ServeSpec, StagePlacement
 from edgepipe.wire.v1 import node_pb2, node_pb2_grpc
-from tests.support.engine_lab import FakeNode
-from tests.support.family_files import tiny_values
+from tests.support.engine.lab import FakeNode
+from tests.support.models.family_files import tiny_values
 
 CONFIG = emulated_model_config(num_layers=4)
 NODE = NodeId("node0")

@@ -11,10 +11,10 @@ from edgepipe.engine.kv_carryover import KeptKV
 from edgepipe.scheduler import ScheduledStep
 from edgepipe.scheduler.states import StateClass
 from edgepipe.scheduler.tables import KeptPools
-from tests.support.member_simulation import MemberSimulation
-from tests.support.simulated_stage import SimulatedStage
-from tests.support.simulated_wires import Message
-from tests.support.simulation import Simulation, simulate
+from tests.support.cluster.member_simulation import MemberSimulation
+from tests.support.engine.simulated_stage import SimulatedStage
+from tests.support.engine.simulated_wires import Message
+from tests.support.engine.simulation import Simulation, simulate
 
 SCHEDULES = 1_600
 LONG_SCHEDULES = 40_000

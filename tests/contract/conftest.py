@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from edgepipe.model.facts import ModelConfig
-from tests.support.backend_maker import CONFIGS, Maker
+from edgepipe.spec.facts import ModelConfig
+from tests.support.backends.maker import CONFIGS, Maker
 
 BACKENDS = [
     pytest.param({"name": "emulated", "device": "auto"}, id="emulated"),

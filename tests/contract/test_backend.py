@@ -12,10 +12,10 @@ import pytest
 from edgepipe.backend.protocol import Backend, Ticket
 from edgepipe.backend.types import ActivationType, LoadProgress, ScoreRows, StepRow
 from edgepipe.errors import DeviceOutOfMemory, ShardMismatch
-from edgepipe.model.facts import ModelConfig, Slice
+from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config
-from tests.support.backend_maker import Maker, cut
-from tests.support.steps import make_step, result_of, run_step, step_row, token_ids
+from tests.support.backends.maker import Maker, cut
+from tests.support.backends.steps import make_step, result_of, run_step, step_row, token_ids
 
 LLAMA = tiny_config()
 PROMPT = np.random.default_rng(5).integers(0, LLAMA.vocab_size, 640).tolist()

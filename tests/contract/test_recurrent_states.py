@@ -10,10 +10,10 @@ import pytest
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import RowState, StateWrite, StepRow
-from edgepipe.model.facts import ModelConfig
-from tests.support.backend_maker import NUM_BLOCKS, Maker
-from tests.support.recurrent_layers import MODELS
-from tests.support.steps import make_step, run_step, step_row, token_ids
+from edgepipe.spec.facts import ModelConfig
+from tests.support.backends.maker import NUM_BLOCKS, Maker
+from tests.support.backends.steps import make_step, run_step, step_row, token_ids
+from tests.support.models.recurrent_layers import MODELS
 
 SLOTS = 7
 TOKENS = [np.random.default_rng(seed).integers(1, 31, 24).tolist() for seed in range(3)]

@@ -10,10 +10,10 @@ import pytest
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import BlockRun, StepRow, WindowRuns
 from edgepipe.errors import StepFailed
-from edgepipe.model.facts import ModelConfig
+from edgepipe.spec.facts import ModelConfig
 from edgepipe.testing.tiny_model import tiny_config
-from tests.support.backend_maker import Maker
-from tests.support.steps import make_step, run_step, step_row, token_ids
+from tests.support.backends.maker import Maker
+from tests.support.backends.steps import make_step, run_step, step_row, token_ids
 
 WINDOW = 40
 TOKENS = np.random.default_rng(7).integers(0, 97, 192).tolist()

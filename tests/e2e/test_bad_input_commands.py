@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgepipe.cli.main import main
-from tests.support.bad_input import Done, Shell, error_of, finish
+from tests.support.processes.bad_input import Done, Shell, error_of, finish
 
 USAGE = {
     "nosuch": ("no such command 'nosuch'", "edgepipe --help"),

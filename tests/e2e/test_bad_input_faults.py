@@ -10,8 +10,8 @@ import psutil
 import pytest
 from edgepipe_emulated import emulated_model_config
 
-from tests.support.bad_input import WAIT_S, Node, Shell, emulated_model, error_of, finish, until
-from tests.support.bad_models import large_folder
+from tests.support.models.bad import large_folder
+from tests.support.processes.bad_input import WAIT_S, Node, Shell, emulated_model, error_of, finish, until
 
 SLOW = ("--backend", "emulated", "--backend-option", "time_factor=100")  # about a hundred tokens a second
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.bad_input import Shell, error_of
-from tests.support.bad_models import BAD_MODELS, good_folder
+from tests.support.models.bad import BAD_MODELS, good_folder
+from tests.support.processes.bad_input import Shell, error_of
 
 _FAMILIES = {case.split()[0]: case for case in reversed(BAD_MODELS)}  # the first case of each
 _CASES = [

@@ -15,7 +15,7 @@ from edgepipe import PROTOCOL_VERSION
 from edgepipe.cluster.founding import found_local_cluster
 from edgepipe.cluster.identity import load_identity
 from edgepipe.daemon.machine.data_dir import socket_path
-from tests.support.bad_input import Node, Shell, emulated_model, error_of
+from tests.support.processes.bad_input import Node, Shell, emulated_model, error_of
 
 CONTEXT = 256
 CONFIG = emulated_model_config(num_layers=6, context_length=CONTEXT)

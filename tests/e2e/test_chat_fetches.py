@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.model.store import StoredModel
+from edgepipe.store.store import StoredModel
 from tests.e2e.test_node_commands import NODE
-from tests.support.bad_input import Shell
-from tests.support.fake_hub import FakeHub, running
-from tests.support.terminal import Terminal
+from tests.support.models.fake_hub import FakeHub, running
+from tests.support.processes.bad_input import Shell
+from tests.support.processes.terminal import Terminal
 
 
 @pytest.mark.long  # about 30 s; short forms: tests/unit/cli/test_type_choice.py, test_offering.py

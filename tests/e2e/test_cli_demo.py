@@ -22,9 +22,9 @@ import pytest
 from edgepipe_emulated import emulated_model_config
 from edgepipe_emulated.oracle import Oracle
 
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
-from tests.support.terminal import Terminal
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
+from tests.support.processes.terminal import Terminal
 
 LAYERS, CONTEXT = 6, 256
 CONFIG = emulated_model_config(num_layers=LAYERS, context_length=CONTEXT)

@@ -13,12 +13,12 @@ from edgepipe_emulated import emulated_model_config
 
 from edgepipe.errors import AccessDenied, LinkError
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
 from edgepipe.security.mutual_tls import Credentials
+from edgepipe.store.store import ModelStore
 from edgepipe.telemetry.audit import AuditKind, read_audit
-from tests.support.members import stranger_to
-from tests.support.nodes import Nodes, idle
+from edgepipe.weights.emulated_folder import write_model_folder
+from tests.support.cluster.members import stranger_to
+from tests.support.processes.nodes import Nodes, idle
 
 STAGE_METHODS = ("Stage/Control", "Stage/Ring")
 ALL_METHODS = ("Node/Heartbeat", "Node/Prepare", "Weights/GetManifest", "Engine/Generate", *STAGE_METHODS)

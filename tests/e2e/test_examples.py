@@ -23,8 +23,8 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from edgepipe.cli.main import make_app
-from tests.support.bad_input import Node, Shell, emulated_model
-from tests.support.node_models import CONFIG
+from tests.support.models.for_nodes import CONFIG
+from tests.support.processes.bad_input import Node, Shell, emulated_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPT = [104, 101, 108, 108, 111]

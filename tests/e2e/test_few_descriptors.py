@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.support.nodes import Nodes
+from tests.support.processes.nodes import Nodes
 
 
 async def health(port: int) -> int:

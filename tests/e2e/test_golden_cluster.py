@@ -22,12 +22,12 @@ from edgepipe.cli.demo import even_layers
 from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, StartedNode, local_cluster, wait_until_joined
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.daemon.machine.data_dir import log_path
-from edgepipe.model.store import StoredModel
+from edgepipe.store.store import StoredModel
 from edgepipe.wire.nodes import ClusterStatus
-from tests.support.fault_streams import Stream, serving_stage
-from tests.support.golden_ids import Item, assert_greedy, items
-from tests.support.nodes import until_answers
-from tests.support.prompt_reference import ScoredText, scored_texts
+from tests.support.numerics.golden_ids import Item, assert_greedy, items
+from tests.support.numerics.prompt_reference import ScoredText, scored_texts
+from tests.support.processes.nodes import until_answers
+from tests.support.processes.streams import Stream, serving_stage
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

@@ -15,8 +15,8 @@ import pytest
 from edgepipe.cli.find import find_target
 from edgepipe.cluster.interfaces import interfaces
 from edgepipe.wire.nodes import ClusterStatus
-from tests.support.node_models import pull_emulated
-from tests.support.nodes import Node, Nodes, idle
+from tests.support.models.for_nodes import pull_emulated
+from tests.support.processes.nodes import Node, Nodes, idle
 
 KEY = "a-key-of-my-own"
 STREAM = {"model": "tiny", "prompt": [104, 105], "stream": True, "ignore_eos": True, "temperature": 0}

@@ -17,9 +17,9 @@ from typing import cast
 import pytest
 
 from edgepipe.wire.engines import EngineState, ServeSpec
-from tests.support.http_calls import BODIES, Call, drawn_calls, named_field, smaller
-from tests.support.node_models import pull_emulated
-from tests.support.nodes import Node, Nodes, idle
+from tests.support.gateways.http_calls import BODIES, Call, drawn_calls, named_field, smaller
+from tests.support.models.for_nodes import pull_emulated
+from tests.support.processes.nodes import Node, Nodes, idle
 
 AT_ONCE = 24
 BATCH = 500  # calls between two checks of the engine

@@ -7,8 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-from tests.support.bad_input import Shell
-from tests.support.terminal import Terminal
+from tests.support.processes.bad_input import Shell
+from tests.support.processes.terminal import Terminal
 
 NODE = ("--port", "0", "--http-port", "0", "--backend", "none", "--no-discovery", "--name", "studio")
 

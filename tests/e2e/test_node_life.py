@@ -27,9 +27,9 @@ from edgepipe.security.certificates import make_key_pair
 from edgepipe.security.mutual_tls import MutualTls
 from edgepipe.telemetry.audit import read_audit
 from edgepipe.wire.nodes import ClusterStatus
-from tests.support.node_models import pull_emulated
-from tests.support.nodes import Node, Nodes, children_of, idle
-from tests.support.waiting import until
+from tests.support.models.for_nodes import pull_emulated
+from tests.support.processes.nodes import Node, Nodes, children_of, idle
+from tests.support.processes.waiting import until
 
 _LEFT = ["identity", "incarnation", "node.log", "trust"]
 

@@ -24,15 +24,15 @@ from edgepipe.errors import (
 )
 from edgepipe.gateway.unloading import GRACE_S
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.model.store import ModelStore
 from edgepipe.security.mutual_tls import MutualTls
+from edgepipe.store.store import ModelStore
 from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import ClusterStatus
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc
-from tests.support.node_models import CONFIG, pull_emulated, pull_with_weights
-from tests.support.nodes import Node, Nodes, idle
+from tests.support.models.for_nodes import CONFIG, pull_emulated, pull_with_weights
+from tests.support.processes.nodes import Node, Nodes, idle
 
 PROMPT = [104, 101, 108, 108, 111]
 MAX_RSS_BYTES = 250 << 20

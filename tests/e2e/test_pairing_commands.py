@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from edgepipe.errors import EdgepipeError
-from tests.support.bad_input import Shell, error_of, finish, until
-from tests.support.terminal import Terminal
+from tests.support.processes.bad_input import Shell, error_of, finish, until
+from tests.support.processes.terminal import Terminal
 
 NODE = ("--backend", "none", "--port", "0", "--http-port", "0", "--no-discovery")
 

@@ -11,12 +11,12 @@ import pytest
 from edgepipe_emulated.oracle import next_token
 
 from edgepipe.errors import NoFeasiblePlacement
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
-from edgepipe.model.weights import EMULATED_KEY
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
+from edgepipe.weights.weights import EMULATED_KEY
 from edgepipe.wire.engines import ServeSpec
-from tests.support.expert_models import QWEN3_MOE, expert_config
-from tests.support.nodes import Nodes, idle
+from tests.support.models.experts import QWEN3_MOE, expert_config
+from tests.support.processes.nodes import Nodes, idle
 
 SHAPE = {
     "hidden_size": 256,

@@ -14,11 +14,11 @@ import pytest
 from edgepipe.cli.admin import connect
 from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, local_cluster, wait_until_joined
 from edgepipe.cli.serve import serve_request
-from edgepipe.model.store import ModelStore
-from edgepipe.model.tokenizer import Tokenizer
-from tests.support.family_files import tiny_values, write_family_folder
-from tests.support.model_files import gguf_text
-from tests.support.nodes import until_answers
+from edgepipe.store.store import ModelStore
+from edgepipe.text.tokenizer import Tokenizer
+from tests.support.models.family_files import tiny_values, write_family_folder
+from tests.support.models.files import gguf_text
+from tests.support.processes.nodes import until_answers
 
 pytestmark = [
     pytest.mark.long,  # the shortened forms: numerics/test_served_context.py, unit/stage/test_served_context.py

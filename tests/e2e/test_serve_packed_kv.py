@@ -11,8 +11,8 @@ import pytest
 from edgepipe.cli.admin import connect
 from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, local_cluster, wait_until_joined
 from edgepipe.cli.serve import serve_request, serve_with_progress
-from edgepipe.model.store import StoredModel
-from tests.support.nodes import until_answers
+from edgepipe.store.store import StoredModel
+from tests.support.processes.nodes import until_answers
 
 pytestmark = [
     pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed"),

@@ -19,16 +19,16 @@ import pytest_asyncio
 from edgepipe.cli.admin import connect
 from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, StartedNode, local_cluster, wait_until_joined
 from edgepipe.cli.serve import serve_request, serve_with_progress
-from edgepipe.model.config import hf_config
-from edgepipe.model.store import ModelStore
-from edgepipe.model.tokenizer import Tokenizer
-from edgepipe.model.weights import open_weights
+from edgepipe.spec.config import hf_config
+from edgepipe.store.store import ModelStore
+from edgepipe.text.tokenizer import Tokenizer
+from edgepipe.weights.weights import open_weights
 from edgepipe.wire.nodes import ClusterStatus
-from tests.support.fault_streams import Stream, serving_stage
-from tests.support.model_files import gguf_text
-from tests.support.nodes import until_answers
-from tests.support.recurrent_files import tiny_values, write_recurrent_folder
-from tests.support.spec_reference import float_weights, reference_logits
+from tests.support.models.files import gguf_text
+from tests.support.models.recurrent_files import tiny_values, write_recurrent_folder
+from tests.support.numerics.spec_reference import float_weights, reference_logits
+from tests.support.processes.nodes import until_answers
+from tests.support.processes.streams import Stream, serving_stage
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

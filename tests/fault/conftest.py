@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.nodes import Nodes
+from tests.support.processes.nodes import Nodes
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.support.chaos.cluster import chaos_cluster
-from tests.support.chaos.run import ChaosRun
+from tests.support.faults.chaos.cluster import chaos_cluster
+from tests.support.faults.chaos.run import ChaosRun
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

@@ -9,12 +9,12 @@ import pytest
 import pytest_asyncio
 
 from edgepipe.cluster.absence import missed
-from tests.support.chaos.cluster import chaos_cluster
-from tests.support.chaos.run import ChaosRun
-from tests.support.fault_streams import PROMPT, Stream
-from tests.support.lan import LanLab, lan_available
-from tests.support.relay import relay
-from tests.support.waiting import LOOK_S, until
+from tests.support.faults.chaos.cluster import chaos_cluster
+from tests.support.faults.chaos.run import ChaosRun
+from tests.support.network.lan import LanLab, lan_available
+from tests.support.network.relay import relay
+from tests.support.processes.streams import PROMPT, Stream
+from tests.support.processes.waiting import LOOK_S, until
 
 pytestmark = [pytest.mark.lan, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

@@ -9,8 +9,8 @@ import pytest_asyncio
 from edgepipe_emulated import emulated_model_config
 
 from tests.fault.test_chaos import CASES, SEED, SLOW_CASES, VERY_SLOW_CASES
-from tests.support.chaos.cluster import chaos_cluster
-from tests.support.chaos.run import ChaosRun
+from tests.support.faults.chaos.cluster import chaos_cluster
+from tests.support.faults.chaos.run import ChaosRun
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

@@ -8,14 +8,14 @@ import pytest
 
 from edgepipe.cli.views.copies_view import copies_of
 from edgepipe.errors import PlanInvalid
-from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.pull import Puller
-from edgepipe.model.store import tensor_names
+from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.store.pull import Puller
+from edgepipe.store.store import tensor_names
 from edgepipe.wire.serving import ReplicateEvent
-from tests.support.fake_hub import FakeHub, running
-from tests.support.fault_streams import PROMPT, Stream, answers, cut_power
-from tests.support.node_models import CONFIG, pull_with_weights, write_with_weights
-from tests.support.nodes import Node, Nodes, idle
+from tests.support.models.fake_hub import FakeHub, running
+from tests.support.models.for_nodes import CONFIG, pull_with_weights, write_with_weights
+from tests.support.processes.nodes import Node, Nodes, idle
+from tests.support.processes.streams import PROMPT, Stream, answers, cut_power
 
 
 async def replicate(node: Node, *, copies: int) -> ReplicateEvent:

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.support.hostile.cases import HOSTILE_CASES, HostileCase
-from tests.support.hostile.cluster import HOSTILE_KEY, SharedCluster, shared_cluster
-from tests.support.hostile.user import User
+from tests.support.faults.hostile.cases import HOSTILE_CASES, HostileCase
+from tests.support.faults.hostile.cluster import HOSTILE_KEY, SharedCluster, shared_cluster
+from tests.support.faults.hostile.user import User
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(90)]
 

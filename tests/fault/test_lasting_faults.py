@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.support.chaos import hang_ups, large_messages, lasting_faults
-from tests.support.chaos.clients import Clients
-from tests.support.lan import lan_available
+from tests.support.faults.chaos import hang_ups, large_messages, lasting_faults
+from tests.support.faults.chaos.clients import Clients
+from tests.support.network.lan import lan_available
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

@@ -7,8 +7,8 @@ import asyncio
 import httpx
 import pytest
 
-from tests.support.fault_streams import PROMPT, Stream, answers, children, cut_power, slow_cluster
-from tests.support.nodes import Node, Nodes, idle, kv_is_free
+from tests.support.processes.nodes import Node, Nodes, idle, kv_is_free
+from tests.support.processes.streams import PROMPT, Stream, answers, children, cut_power, slow_cluster
 
 
 async def test_an_engine_that_crashed_is_started_again_and_streams_go_on(nodes: Nodes) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.support.fault_streams import PROMPT, Stream, answers, cut_power, slow_cluster
-from tests.support.nodes import Nodes, kv_is_free
+from tests.support.processes.nodes import Nodes, kv_is_free
+from tests.support.processes.streams import PROMPT, Stream, answers, cut_power, slow_cluster
 
 
 async def test_layers_of_a_lost_node_move_to_an_idle_one(nodes: Nodes) -> None:

@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from edgepipe.wire.nodes import ClusterStatus
-from tests.support.fault_streams import PROMPT, Stream, answers, expected, serving_stage, slow_cluster
-from tests.support.nodes import Nodes, kv_is_free
+from tests.support.processes.nodes import Nodes, kv_is_free
+from tests.support.processes.streams import PROMPT, Stream, answers, expected, serving_stage, slow_cluster
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])

@@ -8,8 +8,8 @@ import pytest
 
 from edgepipe.wire.nodes import ClusterStatus
 from edgepipe.wire.serving import Moves
-from tests.support.fault_streams import PROMPT, SLOW, Stream, answers, serving_stage, slow_cluster
-from tests.support.nodes import Nodes, idle
+from tests.support.processes.nodes import Nodes, idle
+from tests.support.processes.streams import PROMPT, SLOW, Stream, answers, serving_stage, slow_cluster
 
 LONG = 3000  # tokens: more than any of these tests waits for
 

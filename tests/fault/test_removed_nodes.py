@@ -6,8 +6,8 @@ import asyncio
 
 from edgepipe.cli.admin import connect
 from edgepipe.telemetry.audit import AuditKind, read_audit
-from tests.support.fault_streams import PROMPT, Stream, answers, slow_cluster
-from tests.support.nodes import Nodes, kv_is_free
+from tests.support.processes.nodes import Nodes, kv_is_free
+from tests.support.processes.streams import PROMPT, Stream, answers, slow_cluster
 
 
 async def test_a_removed_node_computes_nothing_more_and_streams_go_on_without_it(nodes: Nodes) -> None:

@@ -14,18 +14,18 @@ import pytest
 from edgepipe.cli.admin import connect
 from edgepipe.errors import EdgepipeError
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
 from edgepipe.security.mutual_tls import MutualTls
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
 from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc
-from tests.support.fault_streams import CONFIG, PROMPT, SLOW, Stream, answers
-from tests.support.members import member_of
-from tests.support.nodes import Node, Nodes, idle
-from tests.support.rogue.attacks import ATTACKS, MODEL
-from tests.support.rogue.process import RogueProcess, Watch, start_rogue
-from tests.support.waiting import until
+from tests.support.cluster.members import member_of
+from tests.support.faults.rogue.attacks import ATTACKS, MODEL
+from tests.support.faults.rogue.process import RogueProcess, Watch, start_rogue
+from tests.support.processes.nodes import Node, Nodes, idle
+from tests.support.processes.streams import CONFIG, PROMPT, SLOW, Stream, answers
+from tests.support.processes.waiting import until
 
 GROWTH_BYTES = 50 << 20  # that all attacks together may cost a process
 PAUSE_S = 3.0  # generous: other tests run beside this one; ``scripts/bench trust rogue`` has the real bound

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import stubborn_faults
+from tests.support.faults.chaos import stubborn_faults
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 

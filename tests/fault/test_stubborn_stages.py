@@ -8,8 +8,8 @@ import pytest
 
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import ClusterStatus
-from tests.support.fault_streams import PROMPT, Stream, answers, serving_stage, slow_cluster
-from tests.support.nodes import Node, Nodes
+from tests.support.processes.nodes import Node, Nodes
+from tests.support.processes.streams import PROMPT, Stream, answers, serving_stage, slow_cluster
 
 _LONG = tuple(1 + number % 200 for number in range(1500))
 _MOST_KILLS = 12

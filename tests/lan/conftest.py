@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.support.lan import LanAvailability, lan_available
+from tests.support.network.lan import LanAvailability, lan_available
 
 
 @pytest.fixture(scope="session")

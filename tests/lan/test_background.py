@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from tests.support.lan import LanHost, LanLab
-from tests.support.nodes import LOOK_S
+from tests.support.network.lan import LanHost, LanLab
+from tests.support.processes.nodes import LOOK_S
 
 pytestmark = [pytest.mark.lan, pytest.mark.long, pytest.mark.timeout(240)]
 _STEP_S = 60.0  # for one command, and for a node to begin anew

@@ -13,12 +13,12 @@ from edgepipe_emulated import emulated_model_config
 
 from edgepipe.config import CHILD_PORTS
 from edgepipe.errors import ConnectTimeout
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import ClusterStatus
-from tests.support.lan import Finished, LanHost, LanLab
-from tests.support.nodes import Node, Nodes, idle
+from tests.support.network.lan import Finished, LanHost, LanLab
+from tests.support.processes.nodes import Node, Nodes, idle
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(120)]
 PORT = 7117

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.lan import LanHost, LanLab
+from tests.support.network.lan import LanHost, LanLab
 
 pytestmark = pytest.mark.lan
 

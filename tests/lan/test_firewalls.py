@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from edgepipe_emulated import emulated_model_config
 
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
-from tests.support.lan import Finished, LanHost, LanLab
-from tests.support.nodes import Node, Nodes, idle
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
+from tests.support.network.lan import Finished, LanHost, LanLab
+from tests.support.processes.nodes import Node, Nodes, idle
 
 pytestmark = [
     pytest.mark.lan,

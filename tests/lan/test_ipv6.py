@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from edgepipe_emulated import emulated_model_config
 
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
-from tests.support.lan import LanLab
-from tests.support.nodes import Nodes, idle
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
+from tests.support.network.lan import LanLab
+from tests.support.processes.nodes import Nodes, idle
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(180)]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.lan import LanHost, LanLab
-from tests.support.lan_namespace import remove_stale
+from tests.support.network.lan import LanHost, LanLab
+from tests.support.network.lan_namespace import remove_stale
 
 pytestmark = pytest.mark.lan
 

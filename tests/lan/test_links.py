@@ -14,8 +14,8 @@ import pytest
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.wire.nodes import ClusterStatus
-from tests.support.lan import Finished, LanHost, LanLab
-from tests.support.nodes import LOOK_S, Node, Nodes
+from tests.support.network.lan import Finished, LanHost, LanLab
+from tests.support.processes.nodes import LOOK_S, Node, Nodes
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(240)]
 

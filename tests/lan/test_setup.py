@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from edgepipe.cli.service import manager_runs
-from tests.support.lan import LanHost, LanLab
-from tests.support.terminal import Terminal
+from tests.support.network.lan import LanHost, LanLab
+from tests.support.processes.terminal import Terminal
 
 pytestmark = pytest.mark.lan
 

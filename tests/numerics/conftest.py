@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from edgepipe.model.store import StoredModel
-from tests.support.numerics_harness import BF16Weights
+from edgepipe.store.store import StoredModel
+from tests.support.numerics.harness import BF16Weights
 
 
 @pytest.fixture(scope="session")

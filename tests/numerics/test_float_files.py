@@ -20,11 +20,11 @@ from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from edgepipe.backend.protocol import BackendFactory
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.gguf_file import hugging_face_name
-from edgepipe.model.weights import open_weights
-from tests.support.changed_gguf import Arrays, write_changed
-from tests.support.family_files import tiny_values, write_family_folder, write_family_gguf
-from tests.support.numerics_harness import Logits, Pipeline
+from edgepipe.weights.gguf_file import hugging_face_name
+from edgepipe.weights.weights import open_weights
+from tests.support.models.changed_gguf import Arrays, write_changed
+from tests.support.models.family_files import tiny_values, write_family_folder, write_family_gguf
+from tests.support.numerics.harness import Logits, Pipeline
 
 TOKENS = np.random.default_rng(5).integers(3, 64, 60).tolist()
 OPTIONS = BackendOptions(device="cpu", dtype="float32", activation_type=ActivationType.FLOAT32, threads=1)

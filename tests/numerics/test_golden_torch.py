@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.golden_ids import assert_forced, assert_greedy, items
-from tests.support.numerics_harness import BF16Weights, Pipeline
+from tests.support.numerics.golden_ids import assert_forced, assert_greedy, items
+from tests.support.numerics.harness import BF16Weights, Pipeline
 
 torch = pytest.importorskip("torch")
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.numerics_harness import Logits, Pipeline
+from tests.support.numerics.harness import Logits, Pipeline
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -16,11 +16,11 @@ pytest.importorskip("transformers")
 from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.packed import Packed
-from edgepipe.model.weights import open_weights
-from tests.support.gpt_oss_files import EXPERTS, random_tensors, write_gguf, write_hugging_face, write_mlx
-from tests.support.gpt_oss_reference import reference_logits, widened
+from edgepipe.spec.facts import LayerRange, Slice
+from edgepipe.spec.packed import Packed
+from edgepipe.weights.weights import open_weights
+from tests.support.models.gpt_oss_files import EXPERTS, random_tensors, write_gguf, write_hugging_face, write_mlx
+from tests.support.numerics.gpt_oss_reference import reference_logits, widened
 
 TOKENS = np.random.default_rng(3).integers(0, 96, 40).tolist()
 WHOLE = Slice(index=0, layers=LayerRange(0, 2), embedding=True, head=True)

@@ -14,14 +14,14 @@ from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.dequantise import as_float32
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.packed import Packed
-from edgepipe.model.tensors import WeightSource
-from edgepipe.model.weights import Weights, open_weights
-from tests.support.family_files import write_family_gguf
-from tests.support.numerics_harness import Logits, Pipeline
-from tests.support.spec_reference import reference_logits
+from edgepipe.spec.facts import LayerRange, Slice
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.tensors import WeightSource
+from edgepipe.weights.dequantise import as_float32
+from edgepipe.weights.weights import Weights, open_weights
+from tests.support.models.family_files import write_family_gguf
+from tests.support.numerics.harness import Logits, Pipeline
+from tests.support.numerics.spec_reference import reference_logits
 
 TOKENS = np.random.default_rng(3).integers(0, 64, 60).tolist()
 CHUNKS = (13, 1, 27, 1)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.llama_cpp_files import NAMES, RECURRENT, LlamaCppFile, llama_cpp_file
-from tests.support.numerics_harness import Logits, Pipeline
+from tests.support.models.llama_cpp_files import NAMES, RECURRENT, LlamaCppFile, llama_cpp_file
+from tests.support.numerics.harness import Logits, Pipeline
 
 pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
@@ -19,7 +19,7 @@ from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.weights import open_weights
+from edgepipe.weights.weights import open_weights
 
 EXACT = 1e-4  # of the largest logit
 ROUNDED = {"llama-q4_k_m": 0.03}  # a group's scale and offset are rounded once; llama.cpp's own products differ by 0.06

@@ -14,9 +14,9 @@ pytest.importorskip("mlx.core", reason="MLX is not installed")
 
 from edgepipe.backend.loader import create_backend
 from edgepipe.backend.types import BackendOptions
-from edgepipe.model.tensors import WeightSource
-from tests.support.golden_ids import Item, assert_forced, assert_greedy, items
-from tests.support.numerics_harness import Logits, Pipeline
+from edgepipe.spec.tensors import WeightSource
+from tests.support.numerics.golden_ids import Item, assert_forced, assert_greedy, items
+from tests.support.numerics.harness import Logits, Pipeline
 
 MAX_PROMPT_TOKENS = 64
 USUAL_STEPS = 16

@@ -22,8 +22,8 @@ from mlx_lm.models import gemma4_text
 
 from edgepipe.backend.protocol import BackendFactory
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.weights import open_weights
-from tests.support.numerics_harness import Logits, Pipeline
+from edgepipe.weights.weights import open_weights
+from tests.support.numerics.harness import Logits, Pipeline
 
 TOKENS = np.random.default_rng(5).integers(3, 128, 40).tolist()
 OPTIONS = BackendOptions(device="cpu", dtype="float32", activation_type=ActivationType.FLOAT32, threads=1)

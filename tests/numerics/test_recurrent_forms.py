@@ -15,10 +15,10 @@ from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import ActivationType, BackendOptions, RowState, StateWrite, StepRow
-from edgepipe.model.weights import open_weights
-from tests.support.numerics_harness import Pipeline, Track
-from tests.support.recurrent_checkpoints import CONFIGS, TOKENS, save_checkpoint
-from tests.support.recurrent_forms import MIXERS, compare_forms
+from edgepipe.weights.weights import open_weights
+from tests.support.models.recurrent_checkpoints import CONFIGS, TOKENS, save_checkpoint
+from tests.support.numerics.harness import Pipeline, Track
+from tests.support.numerics.recurrent_forms import MIXERS, compare_forms
 
 BOUND = 1e-3  # of the largest logit, chunked against step form
 TOLERANCE = 1e-4  # of the largest logit, against transformers

@@ -14,12 +14,12 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 
-from edgepipe.model.tensors import WeightSource
-from edgepipe.model.weights import open_weights
-from tests.support.recurrent_checkpoints import CONFIGS, TOKENS, save_checkpoint
-from tests.support.recurrent_files import TINY as GGUF_TINY
-from tests.support.recurrent_files import write_recurrent_folder, write_recurrent_gguf
-from tests.support.spec_reference import float_weights, reference_logits
+from edgepipe.spec.tensors import WeightSource
+from edgepipe.weights.weights import open_weights
+from tests.support.models.recurrent_checkpoints import CONFIGS, TOKENS, save_checkpoint
+from tests.support.models.recurrent_files import TINY as GGUF_TINY
+from tests.support.models.recurrent_files import write_recurrent_folder, write_recurrent_gguf
+from tests.support.numerics.spec_reference import float_weights, reference_logits
 
 
 def logits_of(source: WeightSource) -> np.ndarray:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from edgepipe.model.store import StoredModel
-from tests.support.prompt_reference import prompt_logprobs, reference_model, scored_texts
+from edgepipe.store.store import StoredModel
+from tests.support.numerics.prompt_reference import prompt_logprobs, reference_model, scored_texts
 
 
 @pytest.fixture

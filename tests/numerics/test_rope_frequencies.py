@@ -15,10 +15,10 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from edgepipe.model.config import hf_config
-from edgepipe.model.longrope import served_config
-from edgepipe.model.rope import rotary_frequencies
-from tests.support.shapes import flat
+from edgepipe.spec.config import hf_config
+from edgepipe.spec.longrope import served_config
+from edgepipe.spec.rope import rotary_frequencies
+from tests.support.models.shapes import flat
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_ropes.json").read_text())
 SCALED = [one for one in PUBLISHED if "rope_scaling" in one["values"]]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.numerics_harness import Logits, Pipeline
+from tests.support.numerics.harness import Logits, Pipeline
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -21,8 +21,8 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from edgepipe.backend.protocol import BackendFactory
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.weights import Weights, open_weights
-from tests.support.family_files import tiny_values, write_family_folder, write_family_gguf
+from edgepipe.weights.weights import Weights, open_weights
+from tests.support.models.family_files import tiny_values, write_family_folder, write_family_gguf
 
 TRAINED = 64  # tokens, of the tiny model; its whole context has 256
 PROMPT = np.random.default_rng(5).integers(3, 64, 40).tolist()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.numerics_harness import Logits, Pipeline
+from tests.support.numerics.harness import Logits, Pipeline
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -46,7 +46,7 @@ from transformers import (
 )
 
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.weights import Weights, open_weights
+from edgepipe.weights.weights import Weights, open_weights
 
 TOLERANCE = 1e-4  # of the largest logit
 TOKENS = np.random.default_rng(3).integers(0, 131, 100).tolist()

@@ -12,7 +12,7 @@ from edgepipe.security.mutual_tls import Credentials, Plaintext
 from edgepipe.wire.common import Hello, check_hello
 from edgepipe.wire.errors import error_from_wire, error_to_wire
 from edgepipe.wire.v1 import node_pb2, node_pb2_grpc
-from tests.support.ports import free_port
+from tests.support.network.ports import free_port
 
 CLASSES = list(dict.fromkeys(errors.all_errors()))
 

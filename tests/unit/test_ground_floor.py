@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from edgepipe import units
 from edgepipe.errors import ConfigInvalid, PlanInvalid
 from edgepipe.ids import EngineId, Epoch
-from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.spec.facts import LayerRange, make_slices
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from edgepipe.cli.output import print_bug
 from edgepipe.errors import ModelInvalid, all_errors
 from edgepipe.gateway.context import prompt_too_long
 from edgepipe.link.channels import from_rpc_error
-from edgepipe.model.gguf_header import read_gguf_header
 from edgepipe.plain_words import plain, plain_fetch
+from edgepipe.weights.gguf_header import read_gguf_header
 
 _PACKAGE = Path(edgepipe.__file__).parent
 _SOURCES = (_PACKAGE, _PACKAGE.parent / "backends")

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edgepipe.model.packed import GroupValues, Packed, split_planes
-from edgepipe.model.packed_form import CODEBOOKS, PackedForm
+from edgepipe.spec.packed import GroupValues, Packed, split_planes
+from edgepipe.spec.packed_form import CODEBOOKS, PackedForm
 from edgepipe_torch.cuda_kernels.experts import ExpertKernels, RoutingKernels
 from edgepipe_torch.cuda_kernels.forms import TILE_INPUTS, WIDE_FORM, FloatKind, KernelForm
 from edgepipe_torch.cuda_kernels.products import Products, WeightStruct, weight_struct, wide_struct

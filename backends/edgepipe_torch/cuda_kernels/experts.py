@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edgepipe.model.layer_spec import Activation, Router
+from edgepipe.spec.layer_spec import Activation, Router
 from edgepipe_torch.cuda_kernels.driver import SHARED_BYTES, THREADS, Module
 from edgepipe_torch.cuda_kernels.forms import KernelForm
 from edgepipe_torch.cuda_kernels.products import (

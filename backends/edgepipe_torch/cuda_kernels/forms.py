@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.model.packed import GroupValues, Packed
-from edgepipe.model.packed_form import CODEBOOKS, PackedForm
+from edgepipe.spec.packed import GroupValues, Packed
+from edgepipe.spec.packed_form import CODEBOOKS, PackedForm
 
 TILE_ROWS, TILE_INPUTS = 16, 128
 FUNCTIONS = ("affine_mm_1", "affine_mm_2", "affine_mm_4", "affine_mm_8", "dequantise")

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
+from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
 from edgepipe_torch.cuda_kernels.recurrent_step import MixerStep, StepForm
 from edgepipe_torch.linear import Linear
 from edgepipe_torch.recurrent import Convolution, DeltaNetMixer, Mamba2Mixer, Mixer, ShortConvMixer

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
+from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
 from edgepipe_torch.compiled_code import KernelsUnavailable
 from edgepipe_torch.cuda_kernels.driver import SHARED_BYTES, THREADS, Module
 from edgepipe_torch.cuda_kernels.products import WARPS

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from edgepipe.model.layer_spec import Router
+from edgepipe.spec.layer_spec import Router
 from edgepipe_torch.cuda_kernels.experts import RoutingKernels
 from edgepipe_torch.feed_forward import choose
 

@@ -17,7 +17,7 @@ from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, local_cluster, wai
 from edgepipe.errors import NoPeersFound
 
 if TYPE_CHECKING:
-    from edgepipe.model.facts import ModelConfig
+    from edgepipe.spec.facts import ModelConfig
 
 _JOIN_S = 60.0
 
@@ -31,7 +31,7 @@ class EmulatedCluster:
     config: ModelConfig  # from the table of shapes
     link: str = ""  # of every node, such as 1gbit,0.3ms; empty: this machine's loopback
     settings: Mapping[str, str] = field(default_factory=dict[str, str])  # of all devices: {"jitter": "0.05"}
-    mix: str = ""  # types of the weights (edgepipe.model.mixes); empty: bf16
+    mix: str = ""  # types of the weights (edgepipe.weights.mixes); empty: bf16
     vocab_size: int | None = None  # None: the smallest, because logits of 150,000 tokens cost host time
 
     @property
@@ -62,8 +62,8 @@ async def emulated_cluster(cluster: EmulatedCluster) -> AsyncGenerator[Admin]:
 
 
 def _store_model(models_dir: Path, source: Path, cluster: EmulatedCluster) -> None:
-    from edgepipe.model.emulated_folder import SMALLEST_VOCAB, write_model_folder
-    from edgepipe.model.store import ModelStore
+    from edgepipe.store.store import ModelStore
+    from edgepipe.weights.emulated_folder import SMALLEST_VOCAB, write_model_folder
 
     config = replace(cluster.config, vocab_size=cluster.vocab_size or SMALLEST_VOCAB)
     write_model_folder(source, config, mix=cluster.mix)

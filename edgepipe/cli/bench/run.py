@@ -13,9 +13,9 @@ from edgepipe.cli.bench.client import connected
 from edgepipe.cli.bench.cluster import EmulatedCluster, emulated_cluster, node_names
 from edgepipe.cli.serve import layers_of
 from edgepipe.errors import ModelUnknown, PeerClosed
-from edgepipe.model.typed_names import meant_names
 from edgepipe.simulation.report import RunFacts, RunReport, make_report
 from edgepipe.simulation.workload import FixedLengths, Workload, WorkloadSpec, make_workload
+from edgepipe.store.typed_names import meant_names
 from edgepipe.wire.common import Hello
 
 if TYPE_CHECKING:

@@ -109,9 +109,9 @@ def emulated_run(given: Mapping[str, str], label: str = "") -> EmulatedRun:
     from edgepipe.cli.bench.cluster import EmulatedCluster
     from edgepipe.cli.bench.run import BenchRun, EmulatedRun
     from edgepipe.cli.serve import serve_request
-    from edgepipe.model.mixes import split_mix
-    from edgepipe.model.typed_names import planned_name
     from edgepipe.simulation.imagined import imagine
+    from edgepipe.store.typed_names import planned_name
+    from edgepipe.weights.mixes import split_mix
 
     settings = {**options.CLUSTER_DEFAULTS, **given}
     settings["as-model"] = planned_name(settings["as-model"])

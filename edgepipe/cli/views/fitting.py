@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from edgepipe.daemon.serving.capacity import rooms_of
 from edgepipe.errors import NoFeasiblePlacement
-from edgepipe.model.resident import dtype_of
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.plan import Plan, plan
 from edgepipe.planner.profiles import Links, Machine, estimated_speed
 from edgepipe.units import LinkShape
+from edgepipe.weights.resident import dtype_of
 
 if TYPE_CHECKING:
-    from edgepipe.model.facts import ModelConfig
-    from edgepipe.model.weight_table import WeightTable
+    from edgepipe.spec.facts import ModelConfig
+    from edgepipe.weights.weight_table import WeightTable
     from edgepipe.wire.nodes import MemberState
 
 _UNMEASURED = LinkShape(bytes_per_s=1e9 / 8, one_way_s=0.0005)  # a home network with cables

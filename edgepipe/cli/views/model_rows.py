@@ -9,8 +9,8 @@ from edgepipe.cli.views.copies_view import Key, copies_of
 from edgepipe.errors import ModelInvalid
 
 if TYPE_CHECKING:
-    from edgepipe.model.store import StoredModel
-    from edgepipe.model.unfinished import UnendedPull
+    from edgepipe.store.store import StoredModel
+    from edgepipe.store.unfinished import UnendedPull
     from edgepipe.wire.nodes import MemberState, ModelOnDisk
 
 

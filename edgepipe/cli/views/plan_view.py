@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from edgepipe.cli.output import bar, indented, make_table
-from edgepipe.model.facts import KV_8BIT
-from edgepipe.model.longrope import factors_in_words
-from edgepipe.model.memory_classes import state_slots
 from edgepipe.planner.demand import Objective
 from edgepipe.planner.plan import Plan
 from edgepipe.planner.preview import Preview, busy_fraction, experts_text, plan_text
 from edgepipe.planner.profiles import MEASURED
+from edgepipe.spec.facts import KV_8BIT
+from edgepipe.spec.longrope import factors_in_words
+from edgepipe.spec.memory_classes import state_slots
 from edgepipe.units import format_bytes, format_duration_s, format_rate
 
 if TYPE_CHECKING:

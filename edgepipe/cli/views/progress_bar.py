@@ -10,7 +10,7 @@ from edgepipe.cli.output import make_console
 from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
-    from edgepipe.model.progress import OnProgress, PullProgress
+    from edgepipe.files.progress import OnProgress, PullProgress
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from edgepipe.cli.views.fitting import links_of, machines_of, rate_text, where_text
-from edgepipe.model.known_models import DEMO, known_models
-from edgepipe.model.mixes import named_model
-from edgepipe.model.typed_names import understand
 from edgepipe.planner.preview import ModelFit, which_fit
+from edgepipe.store.known_models import DEMO, known_models
+from edgepipe.store.typed_names import understand
 from edgepipe.units import format_bytes
+from edgepipe.weights.mixes import named_model
 
 if TYPE_CHECKING:
     from edgepipe.wire.nodes import ClusterStatus

@@ -54,8 +54,8 @@ def choose_model(asking: Asking, *, data_dir: Path, models_dir: Path) -> str:
 def _typed(asking: Asking, data_dir: Path) -> str:
     """Ask for a model until there is one, and for its type if its repository has several. Return its name for
     ``models pull``. Raises Back and Quit."""
-    from edgepipe.model.hub import hub_types
-    from edgepipe.model.pull import hub_source
+    from edgepipe.store.hub import hub_types
+    from edgepipe.store.pull import hub_source
 
     while True:
         model = asking.text("Model:", check=check_source)
@@ -74,7 +74,7 @@ def _typed(asking: Asking, data_dir: Path) -> str:
 
 def check_source(text: str) -> str:
     """Describe what is wrong with a model that a person types; a ``check`` for ``Asking.text``."""
-    from edgepipe.model.pull import hub_source
+    from edgepipe.store.pull import hub_source
 
     try:
         hub_source(text)
@@ -85,8 +85,8 @@ def check_source(text: str) -> str:
 
 def on_disk(models_dir: Path, sources: Sequence[str]) -> tuple[set[str], set[str]]:
     """Return the models on this disk, and the models with a part from an interrupted pull."""
-    from edgepipe.model.store import ModelStore
-    from edgepipe.model.typed_names import meant_names
+    from edgepipe.store.store import ModelStore
+    from edgepipe.store.typed_names import meant_names
 
     store = ModelStore(models_dir)
     present = {model.id for model in store.list() if model.whole}

@@ -10,11 +10,11 @@ from typing import Any
 from edgepipe.cli.output import make_console, make_table, print_json
 from edgepipe.cli.wizard.asking import Asking, Choice, say
 from edgepipe.errors import ConfigInvalid
-from edgepipe.model.gguf_names import GgufChoice, main_scheme
-from edgepipe.model.hub import HubSource
-from edgepipe.model.known_models import USUAL_TYPE
-from edgepipe.model.names import plain_type
 from edgepipe.safe_text import one_line
+from edgepipe.spec.names import plain_type
+from edgepipe.store.gguf_names import GgufChoice, main_scheme
+from edgepipe.store.hub import HubSource
+from edgepipe.store.known_models import USUAL_TYPE
 from edgepipe.units import format_bytes
 
 _NOTHING = "nothing"
@@ -28,7 +28,7 @@ class Room:
     """Free memory of one machine."""
 
     free_bytes: int
-    packing: str  # how its backend keeps packed weights: a kind of ``edgepipe.model.resident``
+    packing: str  # how its backend keeps packed weights: a kind of ``edgepipe.weights.resident``
     dtype: str = "bfloat16"
 
 
@@ -83,9 +83,9 @@ def ask_to_fetch(asking: Asking, model: str, data_dir: Path) -> str:
     Return its name for ``models pull``; empty: the person does not want it. Raises Back and Quit, ModelUnknown, and the
     errors of listing a repository.
     """
-    from edgepipe.model.hub import hub_types, plan_hub
-    from edgepipe.model.pull import hub_source
-    from edgepipe.model.typed_names import understood
+    from edgepipe.store.hub import hub_types, plan_hub
+    from edgepipe.store.pull import hub_source
+    from edgepipe.store.typed_names import understood
 
     source, meant = hub_source(model), understood(model)
     if source is None or meant is None:
@@ -153,16 +153,16 @@ def _own_memory() -> Memory:
 
 def _growth(kind: str, room: Room) -> float:
     """Return the bytes in memory per byte of a file: of a model of 8B in a known mix, else of most weights."""
-    from edgepipe.model.mixes import mix_names
+    from edgepipe.weights.mixes import mix_names
 
     mix = plain_type(kind)
     return _growth_of_mix(mix, room) if mix in mix_names() else _growth_of_scheme(main_scheme(kind), room)
 
 
 def _growth_of_mix(mix: str, room: Room) -> float:
-    from edgepipe.model.facts import LayerRange, Slice
-    from edgepipe.model.mixes import mix_weights, named_model
-    from edgepipe.model.resident import resident_sizes
+    from edgepipe.spec.facts import LayerRange, Slice
+    from edgepipe.weights.mixes import mix_weights, named_model
+    from edgepipe.weights.resident import resident_sizes
 
     config, table = named_model(f"{_TYPICAL_MODEL}:{mix}")
     whole = Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)
@@ -171,9 +171,9 @@ def _growth_of_mix(mix: str, room: Room) -> float:
 
 
 def _growth_of_scheme(scheme: str, room: Room) -> float:
-    from edgepipe.model.gguf_packing import gguf_form
-    from edgepipe.model.gguf_types import BLOCKS_BY_NAME
-    from edgepipe.model.resident import resident_bytes
+    from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
+    from edgepipe.weights.gguf_packing import gguf_form
+    from edgepipe.weights.resident import resident_bytes
 
     block = BLOCKS_BY_NAME.get(scheme)
     if block is None:

@@ -18,12 +18,12 @@ from edgepipe.daemon.machine.backends import NONE
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.errors import BackendUnavailable, EdgepipeError, RequestInvalid, SendTimeout, StaleEpoch
 from edgepipe.ids import MAX_EPOCH_STEP, Epoch, StepId
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.memory_classes import memory_classes
-from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.security.mutual_tls import Peer
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.memory_classes import memory_classes
 from edgepipe.system import num_memory_kills
+from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.children import (
     LoadShard,
     PauseStage,

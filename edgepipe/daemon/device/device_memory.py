@@ -13,12 +13,12 @@ from edgepipe.daemon.device.memory import PRESSURE_CUT, MemoryLedger, MemoryPres
 from edgepipe.daemon.processes.children import Child
 from edgepipe.errors import EdgepipeError, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import PipelineId
-from edgepipe.model.expert_places import split_kind, with_ram_percent
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.memory_classes import kv_bytes
-from edgepipe.model.resident import WIDE, resident_sizes
-from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.placement import lacks_ram
+from edgepipe.spec.expert_places import split_kind, with_ram_percent
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.memory_classes import kv_bytes
+from edgepipe.weights.resident import WIDE, resident_sizes
+from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.children import PrepareRequest
 from edgepipe.wire.nodes import DeviceState, Reserved
 

@@ -15,7 +15,7 @@ from typing import Any
 from edgepipe import __version__
 from edgepipe.cluster.private_files import read_private, write_private
 from edgepipe.errors import ConfigInvalid
-from edgepipe.model.strict_json import parse_json_object
+from edgepipe.files.strict_json import parse_json_object
 from edgepipe.planner.layer_profile import LayerProfile, Point
 
 logger = logging.getLogger(__name__)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.layout import EMBEDDING, FINAL_NORM, HEAD, layer_tensors, stored_names
-from edgepipe.model.manifest import Manifest
-from edgepipe.model.store import StoredModel
 from edgepipe.planner.copies import ModelParts
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.layout import EMBEDDING, FINAL_NORM, HEAD, layer_tensors, stored_names
+from edgepipe.store.store import StoredModel
+from edgepipe.weights.manifest import Manifest
 from edgepipe.wire.nodes import NodeState
 
 

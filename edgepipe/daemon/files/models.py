@@ -21,16 +21,16 @@ from edgepipe.daemon.files.precedence import Precedence, in_thread
 from edgepipe.daemon.files.transfer import Transfers, WeightsClient
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
-from edgepipe.model.config_json import config_to_json
-from edgepipe.model.disk import COPY_HEADROOM_BYTES, check_room, disk_errors, free_bytes
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.hub_tensors import hub_tensors
-from edgepipe.model.manifest import Manifest
-from edgepipe.model.names import canonical_name, is_name
-from edgepipe.model.store import ModelStore, StoredModel, tensor_names
-from edgepipe.model.tensor_folder import ShardWriter
-from edgepipe.model.typed_names import meant_names, nearest, understood
-from edgepipe.model.weight_table import WeightTable
+from edgepipe.files.disk import COPY_HEADROOM_BYTES, check_room, disk_errors, free_bytes
+from edgepipe.spec.config_json import config_to_json
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.names import canonical_name, is_name
+from edgepipe.store.hub_tensors import hub_tensors
+from edgepipe.store.store import ModelStore, StoredModel, tensor_names
+from edgepipe.store.typed_names import meant_names, nearest, understood
+from edgepipe.weights.manifest import Manifest
+from edgepipe.weights.tensor_folder import ShardWriter
+from edgepipe.weights.weight_table import WeightTable
 from edgepipe.wire.children import PrepareProgress
 from edgepipe.wire.nodes import ModelOnDisk, NodeState, Transfer
 

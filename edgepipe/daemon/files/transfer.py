@@ -24,12 +24,12 @@ from edgepipe.errors import (
     RemoteProtocolError,
     SendTimeout,
 )
+from edgepipe.files.disk import disk_errors
 from edgepipe.link.channels import make_channel, translated
-from edgepipe.model.disk import disk_errors
-from edgepipe.model.hub_tensors import HubTensors
-from edgepipe.model.manifest import MAX_MANIFEST_BYTES, Manifest
-from edgepipe.model.tensor_folder import MissingTensor, ShardWriter
 from edgepipe.security.mutual_tls import Security
+from edgepipe.store.hub_tensors import HubTensors
+from edgepipe.weights.manifest import MAX_MANIFEST_BYTES, Manifest
+from edgepipe.weights.tensor_folder import MissingTensor, ShardWriter
 from edgepipe.wire.children import PrepareProgress
 from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.nodes import NodeState

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from edgepipe.daemon.device.memory import uses_host_memory
 from edgepipe.errors import BackendUnavailable
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.placement import Need, NodeRoom, Placed
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.engines import StagePlacement
 from edgepipe.wire.nodes import DeviceState, NodeState
 

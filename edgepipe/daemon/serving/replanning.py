@@ -14,15 +14,15 @@ from edgepipe.daemon.serving.capacity import placement_need, rooms_of, stages_of
 from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.drift import with_expert_shares
 from edgepipe.planner.placement import Placed
 from edgepipe.planner.plan import Constraints, plan
 from edgepipe.planner.replacement import replace_lost
+from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.units import LinkShape
+from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.engines import LeftOut, ServeSpec
 from edgepipe.wire.serving import PlanMade, PlanWanted, Reachable
 from edgepipe.wire.surveys import cluster_of

@@ -19,10 +19,10 @@ from edgepipe.daemon.changes import Changes
 from edgepipe.daemon.serving.serve_rules import MAX_BODY_BYTES, Facts, is_far_ahead, order, refusal, same_engine
 from edgepipe.errors import AccessDenied, ConfigInvalid, PlanInvalid, RemoteProtocolError
 from edgepipe.ids import PipelineId
-from edgepipe.model.further_names import allowed_names
 from edgepipe.plain_words import plain
 from edgepipe.security.certificates import KeyPair
 from edgepipe.security.trust_view import Role, TrustedPeer
+from edgepipe.store.further_names import allowed_names
 from edgepipe.telemetry.log import Once
 from edgepipe.wire.engines import EngineState, ServeSpec
 from edgepipe.wire.serving import ServeBody, ServeRecord

@@ -34,15 +34,15 @@ from edgepipe.errors import (
 )
 from edgepipe.ids import Epoch, IdSource, PipelineId
 from edgepipe.link.shut_ports import shut_port
-from edgepipe.model.expert_places import check_has_experts, in_words
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.further_names import checked_names
-from edgepipe.model.longrope import factors_in_words
-from edgepipe.model.memory_classes import most_within
-from edgepipe.model.typed_names import meant_names, understood
-from edgepipe.model.weight_table import FLOATS, WeightTable
 from edgepipe.planner.expert_shares import place_with_shares, rooms_as_placed
 from edgepipe.planner.placement import NodeRoom, Placed
+from edgepipe.spec.expert_places import check_has_experts, in_words
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.longrope import factors_in_words
+from edgepipe.spec.memory_classes import most_within
+from edgepipe.store.further_names import checked_names
+from edgepipe.store.typed_names import meant_names, understood
+from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.engines import EngineState, ServeSpec
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import (

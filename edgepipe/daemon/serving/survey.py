@@ -18,10 +18,10 @@ from edgepipe.errors import ConnectTimeout, EdgepipeError
 from edgepipe.ids import NodeId
 from edgepipe.link.channels import is_refused
 from edgepipe.link.shut_ports import shut_port
-from edgepipe.model.config_json import config_to_json
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.mixes import named_model
 from edgepipe.planner.layer_profile import LayerProfile
+from edgepipe.spec.config_json import config_to_json
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.weights.mixes import named_model
 from edgepipe.wire.children import ProfileLayerRequest
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import BrokenLink, LinkProfile, ProfileLinksReply, SurveyedMachine, SurveyReply

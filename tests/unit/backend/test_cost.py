@@ -5,9 +5,9 @@ import pytest
 from edgepipe.backend.cost import CostModel, Jitter, StepWork
 from edgepipe.backend.devices import adjusted, device_models, named_device, parse_devices
 from edgepipe.errors import ConfigInvalid, ModelUnknown
-from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.layout import slice_parameters
 from edgepipe.model.shapes import model_shapes, named_shape
+from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.spec.layout import slice_parameters
 from edgepipe.units import parse_link
 
 

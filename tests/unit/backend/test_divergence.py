@@ -14,11 +14,11 @@ from edgepipe.backend import divergence as module
 from edgepipe.backend.divergence import computing_backend, divergence, kl_divergence
 from edgepipe.backend.types import ActivationType, BackendOptions
 from edgepipe.errors import BackendUnavailable
-from edgepipe.model.config import hf_config
-from edgepipe.model.facts import ModelConfig
-from tests.support.model_files import hf_values
-from tests.support.numerics_harness import Pipeline
-from tests.support.packed_models import PackedTinyModel
+from edgepipe.spec.config import hf_config
+from edgepipe.spec.facts import ModelConfig
+from tests.support.models.files import hf_values
+from tests.support.models.packed import PackedTinyModel
+from tests.support.numerics.harness import Pipeline
 
 torch = pytest.importorskip("torch", reason="the torch backend computes")
 

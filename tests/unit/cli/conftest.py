@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from edgepipe.cli.main import main
-from tests.support.command_line import Result, Run
+from tests.support.processes.command_line import Result, Run
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from edgepipe.cli.bench.client import clock_offsets_s
 from edgepipe.cli.bench.verb import emulated_run
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 from edgepipe.wire.engines import DeviceSpan
-from tests.support.command_line import Run
+from tests.support.processes.command_line import Run
 
 RING = {"emulate": "2x rtx4090, m4max", "as-model": "qwen2.5-7b", "requests": "8"}
 

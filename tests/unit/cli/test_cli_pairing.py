@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.command_line import Run
+from tests.support.processes.command_line import Run
 
 
 @pytest.mark.parametrize(

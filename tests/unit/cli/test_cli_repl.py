@@ -22,13 +22,13 @@ from edgepipe.cli.chat.answer_view import PlainView
 from edgepipe.cli.chat.conversation import ChatSettings
 from edgepipe.cli.chat.repl import converse
 from edgepipe.gateway.formats.detect import detect_format
-from edgepipe.model.conversations.traits import ModelTraits, TemplateTraits
+from edgepipe.text.conversations.traits import ModelTraits, TemplateTraits
 from edgepipe.wire.nodes import ClusterStatus
 from edgepipe.wire.v1 import node_pb2 as pb
-from tests.support.admin_server import FakeNode, answering
-from tests.support.command_line import make_engine, make_member, make_status
-from tests.support.fake_engine import CONTEXT, ByteAssets, FakeEngine
-from tests.support.gateway import Served, serving
+from tests.support.daemon.admin_server import FakeNode, answering
+from tests.support.gateways.fake_engine import CONTEXT, ByteAssets, FakeEngine
+from tests.support.gateways.server import Served, serving
+from tests.support.processes.command_line import make_engine, make_member, make_status
 
 PASTE_BEGINS, PASTE_ENDS = "\x1b[200~", "\x1b[201~"
 CTRL_C, CTRL_D, ALT_ENTER = "\x03", "\x04", "\x1b\r"

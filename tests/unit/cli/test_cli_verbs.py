@@ -24,11 +24,11 @@ from edgepipe.cli.serve import serve_request
 from edgepipe.daemon.machine.backends import installed_backends
 from edgepipe.errors import ConfigInvalid, ModelUnknown, PlanInvalid
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import LayerRange
+from edgepipe.spec.facts import LayerRange
 from edgepipe.wire.nodes import ClusterStatus
-from tests.support.admin_server import FakeNode, answering
-from tests.support.command_line import Run, make_engine, make_member
-from tests.support.node_files import make_node
+from tests.support.daemon.admin_server import FakeNode, answering
+from tests.support.daemon.node_files import make_node
+from tests.support.processes.command_line import Run, make_engine, make_member
 
 VERBS = ("demo", "node", "models", "serve", "chat", "ps", "stop", "status", "logs", "simulate", "config", "version")
 NODE_FLAGS = ("--name --cluster --device --backend --dtype --interface --port --http-port --peer --data-dir").split()

@@ -25,7 +25,7 @@ from edgepipe.gateway.problems import from_error
 from edgepipe.ids import NodeId
 from edgepipe.wire.engines import Advice, LeftOut
 from edgepipe.wire.nodes import ClusterStatus, MemberState, NodeState
-from tests.support.command_line import make_engine, make_status, with_engine
+from tests.support.processes.command_line import make_engine, make_status, with_engine
 
 
 def picture(status: ClusterStatus, *, width: int = 80) -> list[str]:

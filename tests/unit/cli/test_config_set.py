@@ -13,7 +13,7 @@ import pytest
 from edgepipe.cli import settings_file
 from edgepipe.cli.settings_file import write_settings
 from edgepipe.errors import ConfigInvalid
-from tests.support.command_line import Run
+from tests.support.processes.command_line import Run
 
 
 def test_settings_that_are_written_at_once_are_all_kept(tmp_path: Path) -> None:

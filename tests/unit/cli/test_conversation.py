@@ -8,8 +8,8 @@ from edgepipe.cli.chat.answer_view import NoView
 from edgepipe.cli.chat.conversation import Incoming, stream_answer
 from edgepipe.cli.find import Target
 from edgepipe.cli.sse import ChatClient, Piece
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import serving
 
 
 class Watched(NoView):

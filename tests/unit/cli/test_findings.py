@@ -31,7 +31,7 @@ from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe, TlsProbe, n
 from edgepipe.config import load_config
 from edgepipe.ids import NodeId
 from edgepipe.wire.nodes import ClusterStatus, MemberState, NodeState
-from tests.support.admin_server import FakeNode, answering
+from tests.support.daemon.admin_server import FakeNode, answering
 
 PORTS = Ports(node=7117, http=8117)
 FACTS = NetworkFacts(interface="enp5s0", address="192.168.1.20", wireless=False, speed_bits_per_s=1e9, mtu_bytes=1500)

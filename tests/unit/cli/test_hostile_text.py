@@ -26,8 +26,8 @@ from edgepipe.wire.codec import to_wire
 from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.v1 import common_pb2, trust_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
-from tests.support.admin_server import answering
-from tests.support.command_line import Run, make_status
+from tests.support.daemon.admin_server import answering
+from tests.support.processes.command_line import Run, make_status
 
 FORGED = "2026-01-01 00:00:00,000 ERROR   this line was never logged"
 HOSTILE = f"x\n{FORGED}\r\x1b[2J\x1b]0;title\x07\x9b31m\x85{FORGED}\u2028\u202e\u2066[red]y[/z][link=http://a]b[/link]"

@@ -9,13 +9,13 @@ from typing import Any
 
 from edgepipe_emulated import emulated_model_config
 
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import write_model_folder
 from edgepipe.wire.codec import to_wire
 from edgepipe.wire.serving import ServeEvent
 from edgepipe.wire.v1 import node_pb2 as pb
-from tests.support.admin_server import FakeNode, answering
-from tests.support.command_line import Run, make_engine, make_status
+from tests.support.daemon.admin_server import FakeNode, answering
+from tests.support.processes.command_line import Run, make_engine, make_status
 
 
 class ServingNode(FakeNode):

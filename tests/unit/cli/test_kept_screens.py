@@ -28,7 +28,7 @@ from edgepipe.config import load_config
 from edgepipe.ids import NodeId
 from edgepipe.wire.engines import Advice
 from edgepipe.wire.nodes import AbsentNode
-from tests.support.command_line import make_status
+from tests.support.processes.command_line import make_status
 
 KEPT = Path(__file__).parents[2] / "data" / "screens"
 NOON_S = time.mktime((2026, 3, 4, 12, 7, 0, 0, 0, -1))

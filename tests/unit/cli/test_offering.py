@@ -15,10 +15,10 @@ from edgepipe.cli import offering
 from edgepipe.cli.wizard import type_choice
 from edgepipe.cli.wizard.asking import Choice, Defaults, Quit
 from edgepipe.ids import NodeId
-from edgepipe.model.pull import PullResult
+from edgepipe.store.pull import PullResult
 from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, ModelOnDisk, NodeState
-from tests.support.admin_server import FakeNode, answering
-from tests.support.command_line import make_status, with_devices
+from tests.support.daemon.admin_server import FakeNode, answering
+from tests.support.processes.command_line import make_status, with_devices
 
 
 def roomy(device: DeviceState) -> DeviceState:

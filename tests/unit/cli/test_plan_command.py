@@ -11,14 +11,14 @@ from edgepipe.cli.output import make_console
 from edgepipe.cli.plan import make_demand
 from edgepipe.cli.views.plan_view import render_preview
 from edgepipe.errors import NodeUnreachable
-from edgepipe.model.config import hf_config
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.plan import Constraints
 from edgepipe.planner.preview import preview
+from edgepipe.spec.config import hf_config
 from edgepipe.units import parse_link
-from tests.support.admin_server import FakeNode, answering
-from tests.support.command_line import Run
-from tests.support.family_files import tiny_values
+from tests.support.daemon.admin_server import FakeNode, answering
+from tests.support.models.family_files import tiny_values
+from tests.support.processes.command_line import Run
 
 IMAGINED = ("plan", "qwen2.5-32b:bf16", "--emulate", "4x rtx4090", "--link", "1gbit,0.3ms")
 

@@ -11,10 +11,10 @@ import pytest
 from edgepipe.backend import divergence
 from edgepipe.backend.types import BackendOptions
 from edgepipe.errors import BackendUnavailable
-from edgepipe.model.emulated_folder import byte_level_tokenizer
-from edgepipe.model.store import ModelStore
-from tests.support.command_line import Run
-from tests.support.model_files import hf_values, write_hf_folder
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.emulated_folder import byte_level_tokenizer
+from tests.support.models.files import hf_values, write_hf_folder
+from tests.support.processes.command_line import Run
 
 
 @pytest.fixture(scope="module")

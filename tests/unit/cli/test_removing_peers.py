@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from edgepipe.wire.v1 import trust_pb2
-from tests.support.admin_server import answering
-from tests.support.command_line import Run
+from tests.support.daemon.admin_server import answering
+from tests.support.processes.command_line import Run
 
 
 class _Node:

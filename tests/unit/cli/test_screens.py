@@ -21,8 +21,8 @@ from edgepipe.cli.wizard.asking import Choice, Quit, Terminal
 from edgepipe.errors import PairingRejected
 from edgepipe.ids import NodeId
 from edgepipe.wire.trust import InviteEvent, InviteFailed, InviteStart, ListPeersReply, PeerState
-from tests.support.admin_server import FakeNode, answering
-from tests.support.command_line import Run
+from tests.support.daemon.admin_server import FakeNode, answering
+from tests.support.processes.command_line import Run
 
 PLAN = ("plan", "qwen2.5-7b", "--emulate", "2x rtx4090", "--link", "1gbit,1ms")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from edgepipe.cli.service_plan import Machine, Manager, make_plan, starts_node_of
-from tests.support.command_line import Run
-from tests.support.node_files import make_node
+from tests.support.daemon.node_files import make_node
+from tests.support.processes.command_line import Run
 
 MACHINE = Machine(
     user="ada",

@@ -10,7 +10,7 @@ import pytest
 
 from edgepipe.cli.views.comparing import read_comparisons
 from edgepipe.errors import ConfigInvalid
-from tests.support.command_line import Run
+from tests.support.processes.command_line import Run
 
 SMALL = (
     "simulate",

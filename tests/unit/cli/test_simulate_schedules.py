@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command_line import Run
+from tests.support.processes.command_line import Run
 
 
 def test_all_schedules_stand_in_80_columns(run: Run) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from edgepipe.cli import waiting
-from tests.support.command_line import Run
-from tests.support.fake_hub import FakeHub, running
-from tests.support.model_files import write_hf_folder
+from tests.support.models.fake_hub import FakeHub, running
+from tests.support.models.files import write_hf_folder
+from tests.support.processes.command_line import Run
 
 REPO = "org/tiny"
 

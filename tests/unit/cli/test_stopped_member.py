@@ -15,7 +15,7 @@ from edgepipe.config import load_config
 from edgepipe.daemon.machine.data_dir import socket_path
 from edgepipe.ids import NodeId
 from edgepipe.wire.nodes import ClusterStatus, MemberState, NodeState
-from tests.support.command_line import Run
+from tests.support.processes.command_line import Run
 
 
 @pytest.fixture

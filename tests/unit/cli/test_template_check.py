@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from edgepipe.cli import template_check
-from edgepipe.model.emulated_folder import byte_level_tokenizer
-from tests.support.command_line import Run
-from tests.support.model_files import hf_values, write_hf_folder
-from tests.support.strict_templates import NEEDS_USER
+from edgepipe.weights.emulated_folder import byte_level_tokenizer
+from tests.support.gateways.strict_templates import NEEDS_USER
+from tests.support.models.files import hf_values, write_hf_folder
+from tests.support.processes.command_line import Run
 
 
 @pytest.fixture

@@ -24,12 +24,12 @@ from edgepipe.config import load_config
 from edgepipe.daemon.machine.backends import check_device
 from edgepipe.errors import ConfigInvalid, NoPeersFound
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import LayerRange
-from edgepipe.model.store import ModelStore
+from edgepipe.spec.facts import LayerRange
+from edgepipe.store.store import ModelStore
 from edgepipe.telemetry.audit import AuditKind, AuditLog
 from edgepipe.wire.trust import InviteEvent, InviteJoined, InviteStart
-from tests.support.admin_server import FakeNode, answering
-from tests.support.command_line import Run
+from tests.support.daemon.admin_server import FakeNode, answering
+from tests.support.processes.command_line import Run
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from edgepipe.cli.wizard.asking import Back, Choice, Defaults
 from edgepipe.cli.wizard.model_choice import choose_model
 from edgepipe.cli.wizard.type_choice import Memory, Room, ask_to_fetch, ask_type, memory_at_hand, recommended
 from edgepipe.errors import ModelUnknown
-from edgepipe.model.gguf_names import GgufChoice, gguf_choices
-from edgepipe.model.hub import HubSource
-from edgepipe.model.progress import PlannedFile
-from tests.support.command_line import Run, make_status
-from tests.support.fake_hub import FakeHub, running
+from edgepipe.files.progress import PlannedFile
+from edgepipe.store.gguf_names import GgufChoice, gguf_choices
+from edgepipe.store.hub import HubSource
+from tests.support.models.fake_hub import FakeHub, running
+from tests.support.processes.command_line import Run, make_status
 
 GB = 1_000_000_000
 REPO = "org/Big-GGUF"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.support.command_line import Run
-from tests.support.killed_pulls import old_library_files
+from tests.support.models.killed_pulls import old_library_files
+from tests.support.processes.command_line import Run
 
 
 def test_interrupted_pulls_are_listed_and_removed(run: Run, tmp_path: Path) -> None:

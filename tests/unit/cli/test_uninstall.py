@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.model.manifest import FileEntry, Manifest
-from tests.support.command_line import Run
-from tests.support.node_files import make_node
+from edgepipe.weights.manifest import FileEntry, Manifest
+from tests.support.daemon.node_files import make_node
+from tests.support.processes.command_line import Run
 
 
 @pytest.fixture(autouse=True)

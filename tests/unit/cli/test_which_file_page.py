@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.mixes import mix_weights, named_model
-from edgepipe.model.resident import resident_sizes
+from edgepipe.spec.facts import LayerRange, Slice
+from edgepipe.weights.mixes import mix_weights, named_model
+from edgepipe.weights.resident import resident_sizes
 
 PAGE = Path(__file__).parents[3] / "docs" / "which-file.md"
 MODELS = ("llama-3.1-8b", "qwen2.5-14b", "qwen3-32b", "llama-3.3-70b")

@@ -22,14 +22,14 @@ from edgepipe.cli.wizard.state import Given, Setup
 from edgepipe.config import load_config
 from edgepipe.errors import ConfigInvalid, ModelDownloadFailed
 from edgepipe.ids import NodeId
-from edgepipe.model.emulated_folder import write_model_folder
-from edgepipe.model.store import ModelStore
-from edgepipe.model.typed_names import understood
+from edgepipe.store.store import ModelStore
+from edgepipe.store.typed_names import understood
+from edgepipe.weights.emulated_folder import write_model_folder
 from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, NodeState
 from edgepipe.wire.serving import LinkProfile
 from edgepipe.wire.trust import PeerState
-from tests.support.command_line import Run, make_status, with_devices
-from tests.support.terminal import Terminal as TerminalOf
+from tests.support.processes.command_line import Run, make_status, with_devices
+from tests.support.processes.terminal import Terminal as TerminalOf
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from edgepipe.cluster.discovery import (
     read_announcement,
     read_texts,
 )
-from tests.support.waiting import until
+from tests.support.processes.waiting import until
 
 OWN = Announcement(
     cluster_id="c" * 26,

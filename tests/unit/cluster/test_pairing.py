@@ -22,7 +22,7 @@ from edgepipe.errors import (
 from edgepipe.ids import NodeId
 from edgepipe.security.certificates import make_key_pair
 from edgepipe.wire.v1 import trust_pb2 as pb
-from tests.support.pairing import CODE, PairingLab, fuzz_exchange
+from tests.support.cluster.pairing import CODE, PairingLab, fuzz_exchange
 
 
 @pytest.fixture

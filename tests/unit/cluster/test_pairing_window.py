@@ -22,7 +22,7 @@ from edgepipe.errors import (
     QueueFull,
     SendTimeout,
 )
-from tests.support.pairing import PairingLab
+from tests.support.cluster.pairing import PairingLab
 
 
 class Host:

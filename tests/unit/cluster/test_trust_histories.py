@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from edgepipe.cluster import standing
 from edgepipe.security.trust_view import Role
-from tests.support.trust_world import EVERYBODY, HONEST, TURNED, TrustWorld, play
+from tests.support.cluster.trust_world import EVERYBODY, HONEST, TURNED, TrustWorld, play
 
 ROLES = st.sampled_from(tuple(Role))
 

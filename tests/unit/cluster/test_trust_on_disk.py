@@ -21,7 +21,7 @@ from edgepipe.security.trust_view import Role
 from edgepipe.telemetry.audit import AuditKind, AuditLog, read_audit
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.trust import TrustStatement
-from tests.support.waiting import until
+from tests.support.processes.waiting import until
 
 
 def keeper(data_dir: Path, *, cluster: str = "", name: str = "") -> TrustKeeper:

@@ -19,7 +19,7 @@ from edgepipe.wire.common import Hello
 from edgepipe.wire.nodes import Beat, NodeState
 from edgepipe.wire.trust import TrustStatement
 from edgepipe.wire.v1 import node_pb2 as pb
-from tests.support.member_simulation import LIMITS
+from tests.support.cluster.member_simulation import LIMITS
 
 BEAT_S = 0.25
 

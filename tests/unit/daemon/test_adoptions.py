@@ -29,18 +29,18 @@ from edgepipe.daemon.services import MAX_READS_PER_NODE, WeightsService
 from edgepipe.errors import LinkError, ModelDownloadFailed, ModelInvalid, ModelUnknown, QueueFull, RemoteProtocolError
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.link.channels import bind, make_server
-from edgepipe.model.adoption import MetadataSink
-from edgepipe.model.emulated_folder import config_json
-from edgepipe.model.manifest import Manifest
-from edgepipe.model.store import ModelStore, StoredModel
 from edgepipe.security.mutual_tls import Plaintext
+from edgepipe.store.adoption import MetadataSink
+from edgepipe.store.store import ModelStore, StoredModel
+from edgepipe.weights.emulated_folder import config_json
+from edgepipe.weights.manifest import Manifest
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc
-from tests.support.node_models import CONFIG
-from tests.support.waiting import until
+from tests.support.models.for_nodes import CONFIG
+from tests.support.processes.waiting import until
 
 NODES = ("n1", "n2", "n3")
 KEYS = [ModelKey(f"m{i}", "h") for i in range(12)]
@@ -236,7 +236,7 @@ class Members:
 @pytest.fixture
 def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Members:
     made = Members(tmp_path)
-    monkeypatch.setattr("edgepipe.model.disk.HEADROOM_BYTES", 0)  # the disk of the tests may be nearly full
+    monkeypatch.setattr("edgepipe.files.disk.HEADROOM_BYTES", 0)  # the disk of the tests may be nearly full
     return made
 
 

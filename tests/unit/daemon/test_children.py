@@ -17,7 +17,7 @@ from edgepipe.errors import StageLost
 from edgepipe.plain_words import plain
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.children import Introduced, IntroducedPeers
-from tests.support.stage_settings import STAGE_SETTINGS
+from tests.support.daemon.stage_settings import STAGE_SETTINGS
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from edgepipe.daemon.device.spare import SpareStage
 from edgepipe.daemon.processes.children import Children
 from edgepipe.errors import BackendUnavailable, EdgepipeError, StageLost
 from edgepipe.ids import EngineId, Epoch, PipelineId
-from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.planner.layer_profile import LayerProfile, Point
+from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.wire.children import (
     ChildProgress,
     ChildStarted,
@@ -40,8 +40,8 @@ from edgepipe.wire.children import (
     ShardLoaded,
 )
 from edgepipe.workers.settings import ChildSettings
-from tests.support.stage_settings import STAGE_SETTINGS
-from tests.support.waiting import until
+from tests.support.daemon.stage_settings import STAGE_SETTINGS
+from tests.support.processes.waiting import until
 
 GB = 10**9
 CONFIG = emulated_model_config(num_layers=2)

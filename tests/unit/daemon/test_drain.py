@@ -19,7 +19,7 @@ from edgepipe.ids import NodeId, PipelineId
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import DeviceState, NodeState
 from edgepipe.wire.serving import PlanMade, PlanWanted, ServeBody
-from tests.support.virtual_ring import in_virtual_time
+from tests.support.engine.virtual_ring import in_virtual_time
 
 SPEC = ServeSpec(model="m")
 NEEDED = 10**9  # bytes

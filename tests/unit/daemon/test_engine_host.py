@@ -20,8 +20,8 @@ from edgepipe.system import SystemClock
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import ServeBody, StartEngineRequest
-from tests.support.engine_hosts import REQUEST, SlowChild, engine_host
-from tests.support.waiting import until
+from tests.support.daemon.engine_hosts import REQUEST, SlowChild, engine_host
+from tests.support.processes.waiting import until
 
 
 @pytest.mark.parametrize("end", ["end_superseded", "stop"])

@@ -12,8 +12,8 @@ from edgepipe.errors import AccessDenied, StageLost
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.wire.engines import EngineState, StagePlacement, StageState
 from edgepipe.wire.nodes import NodeState
-from tests.support.engine_hosts import REQUEST, SlowChild, engine_host
-from tests.support.virtual_ring import LoopClock, in_virtual_time
+from tests.support.daemon.engine_hosts import REQUEST, SlowChild, engine_host
+from tests.support.engine.virtual_ring import LoopClock, in_virtual_time
 
 RING = ("a", "b")
 SPEC = replace(REQUEST.spec, stages=tuple(StagePlacement(node_id=NodeId(name), slices=()) for name in RING))

@@ -8,8 +8,8 @@ import pytest
 
 from edgepipe.daemon.serving.takeover import DUTY_S, IDLE_S, PROVEN_S, VETO_S
 from edgepipe.wire.serving import VouchReply
-from tests.support.keeper_fleet import Fleet, P
-from tests.support.virtual_ring import in_virtual_time
+from tests.support.daemon.keeper_fleet import Fleet, P
+from tests.support.engine.virtual_ring import in_virtual_time
 
 SLACK_S = 4.0  # a look a second
 

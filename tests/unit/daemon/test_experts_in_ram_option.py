@@ -15,17 +15,17 @@ from edgepipe.daemon.serving.capacity import rooms_of, stages_of
 from edgepipe.daemon.serving.replanning import placed_of
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
-from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.mixes import named_model
-from edgepipe.model.resident import resident_sizes
 from edgepipe.planner.placement import Placed
+from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.weights.mixes import named_model
+from edgepipe.weights.resident import resident_sizes
 from edgepipe.wire.children import LoadShard, PrepareRequest
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import DeviceState, NodeState
 from edgepipe.wire.v1 import node_pb2
 from edgepipe.workers.stage import _options
-from tests.support.stage_settings import STAGE_SETTINGS
+from tests.support.daemon.stage_settings import STAGE_SETTINGS
 
 CONFIG, WEIGHTS = named_model("qwen3-30b-a3b:q8_0")
 SLICES = make_slices([LayerRange(0, 48)], 48)

@@ -19,8 +19,8 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.ids import PipelineId
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.engines import ServeSpec
-from tests.support.serve_books import lone_book
-from tests.support.waiting import until
+from tests.support.daemon.serve_books import lone_book
+from tests.support.processes.waiting import until
 
 
 def refusing(number: int) -> Any:

@@ -15,8 +15,8 @@ from edgepipe.config import Config, load_config
 from edgepipe.daemon.machine.accounts import several_people, shared_by_file
 from edgepipe.daemon.machine.http_keys import key_file, keys_in_force, read_key
 from edgepipe.errors import ConfigInvalid, NodeUnreachable
-from tests.support.admin_server import FakeNode, answering
-from tests.support.command_line import make_status
+from tests.support.daemon.admin_server import FakeNode, answering
+from tests.support.processes.command_line import make_status
 
 SHELL, NONE = "/bin/bash", "/usr/sbin/nologin"
 GIVEN = "a-key-of-my-own"

@@ -15,8 +15,8 @@ from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.children import KeptModel, KeptModels
-from tests.support.gateway_children import GatewayChild, gateway_keeper, settled
-from tests.support.waiting import until
+from tests.support.daemon.gateway_children import GatewayChild, gateway_keeper, settled
+from tests.support.processes.waiting import until
 
 MODEL = ServedModel(
     name="big",

@@ -16,9 +16,9 @@ from edgepipe.daemon.device.device import _load_command
 from edgepipe.daemon.device.device_memory import DeviceMemory
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 from edgepipe.ids import EngineId, Epoch, PipelineId
-from edgepipe.model.config_json import config_to_json
-from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.planner.layer_profile import LayerProfile
+from edgepipe.spec.config_json import config_to_json
+from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.system import SystemClock
 from edgepipe.testing.tiny_model import tiny_config
@@ -28,7 +28,7 @@ from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.v1 import node_pb2
 from edgepipe.workers import stage as stage_worker
 from edgepipe.workers.stage import _options
-from tests.support.stage_settings import STAGE_SETTINGS
+from tests.support.daemon.stage_settings import STAGE_SETTINGS
 
 CONFIG = tiny_config(num_kv_heads=2, head_dim=64)
 PROFILE = LayerProfile(base_s=0.0, decode=(), prefill=(), head=(), kv_token_s=0.0, decode_context=64)

@@ -12,11 +12,11 @@ import pytest
 from edgepipe.cluster.private_files import write_private
 from edgepipe.daemon.device.layer_profiles import LayerProfiles, profile_key
 from edgepipe.errors import ModelInvalid
-from edgepipe.model.config_json import config_to_json
-from edgepipe.model.mixes import mix_table
 from edgepipe.planner.layer_profile import LayerProfile, Point
+from edgepipe.spec.config_json import config_to_json
 from edgepipe.testing.tiny_model import tiny_config
-from tests.support.waiting import until
+from edgepipe.weights.mixes import mix_table
+from tests.support.processes.waiting import until
 
 PROFILE = LayerProfile(
     base_s=0.5, decode=(Point(1, 2),), prefill=(), head=(), kv_token_s=0.0, decode_context=64, measured_ms=5

@@ -13,7 +13,7 @@ from edgepipe.errors import CapacityError, NoFeasiblePlacement
 from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.models import ModelTable
 from edgepipe.wire.children import LoadFailed, LoadQueue, LoadWanted
-from tests.support.gateway_children import GatewayChild, gateway_keeper, settled
+from tests.support.daemon.gateway_children import GatewayChild, gateway_keeper, settled
 
 
 async def _want(child: GatewayChild, *models: str, owner: str = "") -> None:

@@ -23,17 +23,17 @@ from edgepipe.daemon.files.pace import Pace, chunk_bytes
 from edgepipe.daemon.serving.replication import Replication
 from edgepipe.errors import ModelDownloadFailed, ModelInvalid, ModelUnknown, PeerClosed
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.manifest import Manifest
-from edgepipe.model.store import ModelStore
-from edgepipe.model.tensor_folder import TensorSink
 from edgepipe.planner.copies import ModelParts
+from edgepipe.spec.facts import LayerRange, Slice
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.manifest import Manifest
+from edgepipe.weights.tensor_folder import TensorSink
 from edgepipe.wire.children import PrepareProgress
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import NodeState
-from tests.support.node_models import CONFIG, pull_with_weights
-from tests.support.waiting import until
+from tests.support.models.for_nodes import CONFIG, pull_with_weights
+from tests.support.processes.waiting import until
 
 ALL = frozenset(range(CONFIG.num_layers + 2))
 
@@ -91,7 +91,7 @@ async def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Models:
         asyncio.Event(),
     )
     NearClient.gate.set()
-    monkeypatch.setattr("edgepipe.model.disk.HEADROOM_BYTES", 0)  # the disk of the tests may be nearly full
+    monkeypatch.setattr("edgepipe.files.disk.HEADROOM_BYTES", 0)  # the disk of the tests may be nearly full
     there = NodeState(node_id=NodeId("there"), name="there", models=tuple(NearClient.source.on_disk()))
     return await make_models(tmp_path / "here", [there])
 
@@ -275,7 +275,7 @@ async def test_a_model_that_was_pulled_anew_is_not_read_for_the_one_before(tmp_p
 async def test_bytes_that_another_program_wrote_are_not_sent(tmp_path: Path) -> None:
     """The user's file is the store's, too, where the disk clones no files."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("edgepipe.model.taking.clone", lambda _path, _place: False, raising=False)
+        patch.setattr("edgepipe.store.taking.clone", lambda _path, _place: False, raising=False)
         manifest = pull_with_weights(tmp_path / "there", tmp_path / "tiny").manifest
     models, refused = await make_models(tmp_path / "there", []), 0
     with (tmp_path / "tiny" / "model.safetensors").open("r+b") as file:

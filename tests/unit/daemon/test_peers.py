@@ -19,7 +19,7 @@ from edgepipe.security.mutual_tls import MutualTls
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.common import Hello
 from edgepipe.wire.nodes import NodeState
-from tests.support.tls_ends import Echo, Party
+from tests.support.network.tls_ends import Echo, Party
 
 
 class Home:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from edgepipe.wire.children import ChildProgress
 from edgepipe.workers.daemon_link import DaemonLink
 from edgepipe.workers.progress import report_progress
-from tests.support.stage_settings import STAGE_SETTINGS
+from tests.support.daemon.stage_settings import STAGE_SETTINGS
 
 
 class Noting(DaemonLink):

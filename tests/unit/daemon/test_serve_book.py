@@ -20,8 +20,8 @@ from edgepipe.security.trust_view import Role
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.serving import ServeBody, ServeRecord
 from edgepipe.wire.signed import serve_body_to_bytes, serve_records_to_bytes
-from tests.support.serve_books import BookNode, NodeTrust, all_hear, node, nodes, shared, spec
-from tests.support.waiting import until
+from tests.support.daemon.serve_books import BookNode, NodeTrust, all_hear, node, nodes, shared, spec
+from tests.support.processes.waiting import until
 
 P = PipelineId("p")
 

@@ -13,9 +13,9 @@ from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.serving.recent_surveys import RecentSurveys
 from edgepipe.daemon.serving.serve_planner import ServePlanner
 from edgepipe.ids import NodeId
-from edgepipe.model.config_json import config_to_json
-from edgepipe.model.weight_table import FLOATS
 from edgepipe.planner.profiles import LayerProfile, Point
+from edgepipe.spec.config_json import config_to_json
+from edgepipe.weights.weight_table import FLOATS
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.serving import LinkProfile, ServeRequest, SurveyedMachine, SurveyReply
 

@@ -7,9 +7,9 @@ import pytest
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.serving.serving import Serving, common_block_size, default_kv_tokens
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
-from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
-from edgepipe.model.layout import slice_parameters
 from edgepipe.planner.placement import NodeRoom, Placed
+from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.spec.layout import slice_parameters
 from edgepipe.testing.tiny_model import tiny_config
 from edgepipe.wire.engines import EngineState
 

@@ -14,7 +14,7 @@ from edgepipe.errors import SendTimeout
 from edgepipe.ids import NodeId
 from edgepipe.wire.children import PrepareProgress
 from edgepipe.wire.serving import CopyProgress, KeepCopyRequest
-from tests.support.virtual_ring import in_virtual_time
+from tests.support.engine.virtual_ring import in_virtual_time
 
 NODE = NodeId("b")
 

@@ -15,9 +15,9 @@ from edgepipe.daemon.serving.serving import Serving
 from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import BackendUnavailable, ConnectTimeout, ModelUnknown, NodeUnreachable
 from edgepipe.ids import NodeId
-from edgepipe.model.mixes import named_model
 from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.testing.clock import FakeClock
+from edgepipe.weights.mixes import named_model
 from edgepipe.wire.children import ProfileLayerRequest
 from edgepipe.wire.nodes import DeviceState, NodeState
 from edgepipe.wire.serving import LinkProfile, ProfileLinksReply

@@ -13,7 +13,7 @@ from edgepipe.daemon.services import NodeService
 from edgepipe.daemon.serving.alive_proof import AliveProofs
 from edgepipe.errors import AccessDenied
 from edgepipe.wire.v1 import node_pb2 as pb
-from tests.support.serve_books import BookNode, NodeTrust, Shared, all_hear, nodes, spec
+from tests.support.daemon.serve_books import BookNode, NodeTrust, Shared, all_hear, nodes, spec
 
 CHALLENGE = bytes(range(32))
 

@@ -18,10 +18,10 @@ from edgepipe.backend.loader import backend_names, create_backend
 from edgepipe.backend.types import BackendOptions, BlockRun, LoadProgress, Step, StepRow
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory, ModelInvalid, ShardMismatch, StepFailed
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
-from edgepipe.model.layout import slice_parameters
-from edgepipe.model.uniform import UniformShape
-from tests.support.shapes import flat
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.layout import slice_parameters
+from edgepipe.spec.uniform import UniformShape
+from tests.support.models.shapes import flat
 
 CONFIG = emulated_model_config(num_layers=4)
 LLAMA_8B = UniformShape(

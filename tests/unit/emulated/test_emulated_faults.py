@@ -12,7 +12,7 @@ from edgepipe_emulated.faults import BROKEN, FULL
 from edgepipe.backend.types import BackendOptions, BlockRun, Step, StepRow
 from edgepipe.errors import DeviceOutOfMemory, StageError, StepFailed
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.spec.facts import LayerRange, make_slices
 
 CONFIG = emulated_model_config(num_layers=2)
 

@@ -12,13 +12,13 @@ from tokenizers import Tokenizer
 
 from edgepipe.backend.types import BackendOptions
 from edgepipe.errors import ModelInvalid
-from edgepipe.model.card import ModelCard
-from edgepipe.model.emulated_folder import byte_level_tokenizer, write_model_folder
-from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.mixes import mix_table
-from edgepipe.model.store import ModelStore
-from edgepipe.model.weight_table import FLOATS
-from edgepipe.model.weights import EMULATED_KEY
+from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.store.store import ModelStore
+from edgepipe.weights.card import ModelCard
+from edgepipe.weights.emulated_folder import byte_level_tokenizer, write_model_folder
+from edgepipe.weights.mixes import mix_table
+from edgepipe.weights.weight_table import FLOATS
+from edgepipe.weights.weights import EMULATED_KEY
 
 
 def test_the_folder_holds_config_tokenizer_and_template(tmp_path: Path) -> None:

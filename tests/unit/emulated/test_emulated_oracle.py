@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from edgepipe.backend.types import ActivationType, BackendOptions, BlockRun, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
 
 CONFIG = emulated_model_config(num_layers=6)
 PROMPT = list(b"what is a pipeline?")

@@ -10,7 +10,7 @@ from edgepipe_emulated.oracle import generate
 from edgepipe.backend.types import BackendOptions, BlockRun, RowState, StateWrite, Step, StepRow
 from edgepipe.errors import StepFailed
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.facts import LayerRange, Slice
+from edgepipe.spec.facts import LayerRange, Slice
 
 CONFIG = emulated_model_config(num_layers=5, context_length=256, attention_every=3)
 WHOLE = Slice(index=0, layers=LayerRange(0, 5), embedding=True, head=True)

@@ -12,8 +12,8 @@ from edgepipe_emulated.oracle import generate
 from edgepipe.backend.types import BackendOptions, BlockRun, Step, StepRow, WindowRuns
 from edgepipe.errors import StepFailed
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.memory_classes import memory_classes
+from edgepipe.spec.facts import LayerRange, Slice
+from edgepipe.spec.memory_classes import memory_classes
 
 CONFIG = emulated_model_config(num_layers=6, context_length=256, windows=(12, 12, None, 20))
 WHOLE = Slice(index=0, layers=LayerRange(0, 6), embedding=True, head=True)

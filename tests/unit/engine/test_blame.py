@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgepipe.engine.blame import Blame
-from tests.support.recovery_steps import crash
+from tests.support.worlds.recovery_steps import crash
 
 
 def test_the_first_broken_step_counts_against_its_requests() -> None:

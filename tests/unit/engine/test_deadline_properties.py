@@ -21,7 +21,7 @@ from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler import ScheduledStep
 from edgepipe.stage.step_times import StepTimes
 from edgepipe.wire.plans import StepTiming
-from tests.support.virtual_ring import in_virtual_time
+from tests.support.engine.virtual_ring import in_virtual_time
 
 JITTER = (0.7, 1.5)  # of a step's time
 DATA_SHEET = (1 / 8, 8.0)  # how much a device differs from its data sheet in each of its parts

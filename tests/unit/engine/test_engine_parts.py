@@ -20,7 +20,7 @@ from edgepipe.wire.engines import StageState
 from edgepipe.wire.plans import Registration, StepTiming, registrations_to_wire
 from edgepipe.wire.requests import Ending, Submission
 from edgepipe.wire.steps import step_to_wire
-from tests.support.waiting import until
+from tests.support.processes.waiting import until
 
 EPOCH = Epoch(1, EngineId("engine-0123456789abcdef"))
 

@@ -10,10 +10,10 @@ from edgepipe.backend.cost import CostModel, SliceCost, StepWork
 from edgepipe.backend.devices import named_device
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.ids import StepId
-from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.mixes import named_model
+from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.weights.mixes import named_model
 from edgepipe.wire.plans import StageTimings, StepTiming, timings_from_wire, timings_to_wire
-from tests.support.ring_model import ROW_BYTES, RingModel
+from tests.support.engine.ring_model import ROW_BYTES, RingModel
 
 SEQUENCES, ONE_WAY_MS, SKEW = 32, 10.0, 1.5
 

@@ -11,7 +11,7 @@ from edgepipe.engine.turns import TurnLedger
 from edgepipe.ids import StepId
 from edgepipe.scheduler.sizing import most_micro_batches
 from edgepipe.wire.plans import LinkSample, StepTiming
-from tests.support.ring_model import ROW_BYTES, RingModel, scheduled
+from tests.support.engine.ring_model import ROW_BYTES, RingModel, scheduled
 
 
 def model(*reads_ms: float, fixed: int = 0, **more: float) -> RingModel:

@@ -8,7 +8,7 @@ from edgepipe.engine.placing import Nodes
 from edgepipe.engine.quarantine import Missed, Quarantine
 from edgepipe.engine.sites import StageSite
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.wire.engines import ServeSpec, StagePlacement
 
 SLICES = make_slices([LayerRange(0, 2), LayerRange(2, 4)], 4)

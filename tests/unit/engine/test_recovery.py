@@ -43,7 +43,7 @@ from edgepipe.errors import (
     StepFailed,
 )
 from edgepipe.ids import NodeId, RequestId, RequestKey
-from tests.support.recovery_steps import Steps, crash, placed, reachable
+from tests.support.worlds.recovery_steps import Steps, crash, placed, reachable
 
 
 def key(name: str) -> RequestKey:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.recovery_world import World
+from tests.support.worlds.recovery import World
 
 
 def live(seeds: range) -> None:

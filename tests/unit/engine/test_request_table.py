@@ -30,7 +30,7 @@ from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.requests import Resumption, Submission, command_to_wire, submission_from_wire
 from edgepipe.wire.sizes import PACKED_BYTES
 from edgepipe.wire.v1 import engine_pb2
-from tests.support.claims import bounded_work
+from tests.support.cluster.claims import bounded_work
 
 CONFIG = replace(emulated_model_config(num_layers=2, context_length=131_072), vocab_size=150_000)
 GREEDY = SamplingParams(temperature=0.0)

@@ -15,8 +15,8 @@ from edgepipe.engine.sites import StageSite
 from edgepipe.errors import ConnectTimeout, DeviceOutOfMemory, EdgepipeError, StageLost
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.link.channels import bind, make_server
-from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.security.mutual_tls import Plaintext
+from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.wire.common import Hello
 from edgepipe.wire.errors import error_to_wire
 from edgepipe.wire.plans import PipelineSpec

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import Served, serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import Served, serving
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 from edgepipe.cluster.interfaces import interfaces, lan_interfaces
 from edgepipe.gateway.access import OPEN_PATHS, AccessRules, Guard
 from edgepipe.gateway.service import listen
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import Served, serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import Served, serving
 
 KEY, OTHER = "ep-a-long-enough-key", "ep-another-long-key"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")

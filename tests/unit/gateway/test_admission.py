@@ -9,8 +9,8 @@ import pytest
 from edgepipe.errors import QueueFull
 from edgepipe.gateway.access import AccessRules
 from edgepipe.gateway.admission import Admission, AdmissionLimits, Line, Part
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import events_of, serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import events_of, serving
 
 ONE, TWO = Line(owner="one"), Line(owner="two")
 

@@ -11,8 +11,8 @@ from edgepipe.gateway.answer_reader import AnswerFormat
 from edgepipe.gateway.answer_stops import answer_stops
 from edgepipe.gateway.formats.chat_format import ChatFormat, Reasoning
 from edgepipe.gateway.formats.detect import FORMATS
-from tests.support.fake_engine import ByteAssets, FakeEngine
-from tests.support.gateway import events_of, serving
+from tests.support.gateways.fake_engine import ByteAssets, FakeEngine
+from tests.support.gateways.server import events_of, serving
 
 BY_NAME = {known.name: known for known in FORMATS}
 THINKING = replace(BY_NAME["hermes"], reasoning=Reasoning("<think>", "</think>"))

@@ -20,8 +20,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.support.fake_engine import CONTEXT, FakeEngine, view_of
-from tests.support.gateway import Served, serving
+from tests.support.gateways.fake_engine import CONTEXT, FakeEngine, view_of
+from tests.support.gateways.server import Served, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

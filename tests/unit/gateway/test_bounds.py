@@ -14,8 +14,8 @@ from edgepipe.gateway.schema import JSON_SIZE, ChatBody, Checked, CompletionBody
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.params import MAX_COUNT
 from edgepipe.wire.intake import MAX_SCORES
-from tests.support.fake_engine import ByteAssets
-from tests.support.gateway import Served
+from tests.support.gateways.fake_engine import ByteAssets
+from tests.support.gateways.server import Served
 
 BODIES = [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, OllamaChatBody, OllamaGenerateBody, ShowBody]
 

@@ -10,8 +10,8 @@ import pytest
 from edgepipe.errors import StageLost
 from edgepipe.gateway.connections import ConnectionLimits
 from edgepipe.gateway.engine_link import LinkLimits
-from tests.support.fake_engine import CONTEXT, END, FakeEngine, start_engine, view_of
-from tests.support.gateway import Served, events_of, serving
+from tests.support.gateways.fake_engine import CONTEXT, END, FakeEngine, start_engine, view_of
+from tests.support.gateways.server import Served, events_of, serving
 
 ANSWER = FakeEngine().answer.decode()
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}

@@ -15,8 +15,8 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from tests.support.fake_engine import CONTEXT, FakeEngine
-from tests.support.gateway import Served, serving
+from tests.support.gateways.fake_engine import CONTEXT, FakeEngine
+from tests.support.gateways.server import Served, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # their warnings are not ours
 USER: list[Any] = [{"role": "user", "content": "where?"}]

@@ -10,8 +10,8 @@ import pytest
 
 from edgepipe.gateway.connections import ConnectionLimits, LimitedProtocol
 from edgepipe.gateway.streams import StreamTimeouts
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import Served, events_of, serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import Served, events_of, serving
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_engine import ByteAssets, FakeEngine
-from tests.support.gateway import Served, serving
+from tests.support.gateways.fake_engine import ByteAssets, FakeEngine
+from tests.support.gateways.server import Served, serving
 
 
 @pytest.mark.parametrize(

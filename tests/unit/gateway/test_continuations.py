@@ -10,11 +10,11 @@ from typing import Any
 import pytest_asyncio
 
 from edgepipe.gateway.assets import ModelAssets
-from edgepipe.model.encoding import LongTextEncoder
-from edgepipe.model.template import ChatTemplate, TemplateRenderer
-from edgepipe.model.tokenizer import Tokenizer
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import Served, events_of, serving
+from edgepipe.text.encoding import LongTextEncoder
+from edgepipe.text.template import ChatTemplate, TemplateRenderer
+from edgepipe.text.tokenizer import Tokenizer
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import Served, events_of, serving
 
 TOKENS = ["<unk>", "<s>", "</s>", "<0xC3>", "<0xA9>", "▁", "i", "s", "is", "▁is", "▁Pa", "ris", "."]
 BOS, E_BEGIN, E_END, IS, PA, RIS = 1, 3, 4, 9, 10, 11

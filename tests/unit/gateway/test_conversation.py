@@ -12,15 +12,15 @@ import pytest
 from edgepipe.gateway.conversation import client_turns, wording
 from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.schema import Message
-from edgepipe.model.conversations.efforts import keywords_of
-from edgepipe.model.conversations.fitting import fit
-from edgepipe.model.template import KNOWN_KEYWORDS, MAX_TEMPLATE_BYTES
-from edgepipe.model.template_child import make_environment
-from edgepipe.model.tokenizer import Tokenizer
-from tests.support.fake_engine import FakeEngine
-from tests.support.family_assets import FamilyAssets
-from tests.support.gateway import events_of, serving
-from tests.support.template_traits import TOKENS, traits_of
+from edgepipe.text.conversations.efforts import keywords_of
+from edgepipe.text.conversations.fitting import fit
+from edgepipe.text.template import KNOWN_KEYWORDS, MAX_TEMPLATE_BYTES
+from edgepipe.text.template_child import make_environment
+from edgepipe.text.tokenizer import Tokenizer
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.family_assets import FamilyAssets
+from tests.support.gateways.server import events_of, serving
+from tests.support.gateways.template_traits import TOKENS, traits_of
 
 GPT_OSS = """<|start|>system<|message|>Reasoning: {{ reasoning_effort|default('medium') }}<|end|>
 {%- for message in messages %}

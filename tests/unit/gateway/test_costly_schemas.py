@@ -16,7 +16,7 @@ from edgepipe.gateway.schema import CompletionBody
 from edgepipe.gateway.structured import GrammarCompiler, plan_output
 from edgepipe.gateway.tool_choice import choose_tools
 from edgepipe.sampling.grammar import json_grammar
-from tests.support.costly_schemas import multiples_in_a_range
+from tests.support.gateways.costly_schemas import multiples_in_a_range
 
 COSTLY = multiples_in_a_range(20, 900_000)
 

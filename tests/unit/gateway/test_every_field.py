@@ -27,9 +27,9 @@ from edgepipe.gateway.schema import (
     TokenizeBody,
     validate,
 )
-from tests.support.fake_engine import END, ByteAssets, FakeEngine
-from tests.support.gateway import Served, serving
-from tests.support.template_traits import TURNS, traits_of
+from tests.support.gateways.fake_engine import END, ByteAssets, FakeEngine
+from tests.support.gateways.server import Served, serving
+from tests.support.gateways.template_traits import TURNS, traits_of
 
 USER = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": {"type": "string"}}}}}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_engine import ByteAssets, FakeEngine
-from tests.support.gateway import Served, events_of, serving
+from tests.support.gateways.fake_engine import ByteAssets, FakeEngine
+from tests.support.gateways.server import Served, events_of, serving
 
 ANSWER = FakeEngine().answer.decode()
 LOOK = {

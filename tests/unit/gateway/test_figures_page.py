@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.gateway import Served
+from tests.support.gateways.server import Served
 
 PAGE = Path(__file__).parents[3] / "docs" / "usage.md"
 LABELS = {"kind", "weights", "kv", "other", "free", "version"}  # of metrics, and their values

@@ -18,11 +18,11 @@ from edgepipe.gateway.schema import CompletionBody
 from edgepipe.gateway.structured import GrammarCompiler, plan_output
 from edgepipe.gateway.tool_calls import Call, Scanned, joined_calls
 from edgepipe.gateway.tool_choice import choose_tools
-from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
-from edgepipe.model.token_marks import TOOL_MARKS
-from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import BuiltGrammar, GrammarTokenizer, check_grammar
+from edgepipe.text.token_marks import TOOL_MARKS
+from edgepipe.text.tokenizer import Tokenizer
+from edgepipe.weights.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
 
 BY_NAME = {known.name: known for known in FORMATS}
 THINK = Reasoning("<think>", "</think>")

@@ -19,8 +19,8 @@ from edgepipe.gateway.text import MAX_PART_CHARS, Delta, parts_of
 from edgepipe.gateway.tool_calls import CallDelta
 from edgepipe.sampling import SamplingParams
 from edgepipe.wire.intake import MAX_SCORES
-from tests.support.fake_engine import ByteAssets, FakeEngine
-from tests.support.gateway import Served, serving
+from tests.support.gateways.fake_engine import ByteAssets, FakeEngine
+from tests.support.gateways.server import Served, serving
 
 NUM_TOKENS = 3000
 TOKENS = [97 + place % 26 for place in range(NUM_TOKENS)]

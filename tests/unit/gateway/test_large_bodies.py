@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from edgepipe.children.warm_child import ChildEnded, WarmChild
 from edgepipe.errors import ModelInvalid
 from edgepipe.gateway.bodies import BodyReader
 from edgepipe.gateway.body_child import BAD, GOOD, answer, kind_name, pack, unpack
@@ -17,11 +18,10 @@ from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import ChatBody, Checked, CompletionBody, DetokenizeBody, TokenizeBody, validate
 from edgepipe.gateway.shares import memory_shares
-from edgepipe.model.encoding import LongTextEncoder
-from edgepipe.model.store import StoredModel
-from edgepipe.model.warm_child import ChildEnded, WarmChild
-from tests.support.fake_engine import CONTEXT
-from tests.support.gateway import Served
+from edgepipe.store.store import StoredModel
+from edgepipe.text.encoding import LongTextEncoder
+from tests.support.gateways.fake_engine import CONTEXT
+from tests.support.gateways.server import Served
 
 WIDE = 200 << 10  # characters: more than is parsed on the loop
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}

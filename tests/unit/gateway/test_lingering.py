@@ -16,8 +16,8 @@ from edgepipe.gateway import connections
 from edgepipe.gateway.access import AccessRules
 from edgepipe.gateway.admission import AdmissionLimits
 from edgepipe.gateway.connections import ConnectionLimits, LimitedProtocol
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import Served, serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import Served, serving
 
 SIZE = 8 << 20
 MOST_IN_KERNEL = 32 << 20  # what the kernel may take of a client whose data nobody reads

@@ -15,9 +15,9 @@ from edgepipe.ids import PipelineId
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import ServedModel
 from edgepipe.wire.serving import ServeBody
-from tests.support.fake_engine import FakeEngine, view_of
-from tests.support.gateway import serving
-from tests.support.waiting import until
+from tests.support.gateways.fake_engine import FakeEngine, view_of
+from tests.support.gateways.server import serving
+from tests.support.processes.waiting import until
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/api/chat", "/api/generate"]
 

@@ -14,17 +14,17 @@ from edgepipe.cli.serve import serve_request
 from edgepipe.errors import ConfigInvalid
 from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.model_facts import ModelFacts, read_facts
-from edgepipe.model.config import hf_config
-from edgepipe.model.store import ModelStore
-from edgepipe.model.template_defaults import keywords_in
+from edgepipe.spec.config import hf_config
+from edgepipe.store.store import ModelStore
+from edgepipe.text.template_defaults import keywords_in
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.engines import EngineState, ServeSpec
 from edgepipe.wire.nodes import ClusterView
 from edgepipe.wire.v1 import engine_pb2, node_pb2
-from tests.support.fake_engine import ByteAssets, FakeEngine, view_of
-from tests.support.gateway import serving
-from tests.support.model_files import TOKENS, hf_values, random_tensors, source_folder, write_gguf
-from tests.support.template_traits import TURNS, traits_of
+from tests.support.gateways.fake_engine import ByteAssets, FakeEngine, view_of
+from tests.support.gateways.server import serving
+from tests.support.gateways.template_traits import TURNS, traits_of
+from tests.support.models.files import TOKENS, hf_values, random_tensors, source_folder, write_gguf
 
 PULLED_S = 1_700_000_123
 

@@ -13,8 +13,8 @@ from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.models import News
 from edgepipe.gateway.streams import EventStream, StreamTimeouts
 from edgepipe.gateway.turns import Turns
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import serving
 
 AWAY = "macbook asleep since 21:14"
 

@@ -16,8 +16,8 @@ from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output
 from edgepipe.gateway.tool_choice import choose_tools
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import check_grammar
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import serving
 
 GOOD: dict[str, Any] = {
     "type": "function",

@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 
 from edgepipe.gateway.ollama_handlers import Turn
-from tests.support.fake_engine import CONTEXT, FakeEngine
-from tests.support.gateway import Served, serving
+from tests.support.gateways.fake_engine import CONTEXT, FakeEngine
+from tests.support.gateways.server import Served, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 
 from edgepipe.gateway.access import AccessRules
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import Served, serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import Served, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 USER = [{"role": "user", "content": "hi"}]

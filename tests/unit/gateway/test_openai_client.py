@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 from edgepipe.gateway.access import AccessRules
 from edgepipe.gateway.admission import AdmissionLimits
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import Served, serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import Served, serving
 
 ANSWER = FakeEngine().answer.decode()
 KEY = "ep-a-long-enough-key"

@@ -10,8 +10,8 @@ from edgepipe.config import load_config
 from edgepipe.errors import ConfigInvalid
 from edgepipe.gateway.access import AccessRules
 from edgepipe.gateway.origins import Origins
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import Served, serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import Served, serving
 
 CHAT = "/v1/chat/completions"
 DESKTOP = (

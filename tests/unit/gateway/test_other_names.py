@@ -14,9 +14,9 @@ from edgepipe.gateway.ollama_handlers import OllamaChatBody
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import ChatBody, CompletionBody, validate
 from edgepipe.sampling.thought_budget import split_budget
-from tests.support.fake_engine import ByteAssets, FakeEngine
-from tests.support.gateway import Served, serving
-from tests.support.template_traits import TURNS, traits_of
+from tests.support.gateways.fake_engine import ByteAssets, FakeEngine
+from tests.support.gateways.server import Served, serving
+from tests.support.gateways.template_traits import TURNS, traits_of
 
 USER = [{"role": "user", "content": "hi"}]
 THINKS = "{% if enable_thinking %}<think>{% endif %}</think>{{ reasoning_effort }}"

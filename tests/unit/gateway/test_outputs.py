@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from tests.support.grammar_walks import byte_vocabulary
-from tests.support.model_outputs import TURNS, Family, Output, Turn, tally
+from tests.support.gateways.grammar_walks import byte_vocabulary
+from tests.support.gateways.model_outputs import TURNS, Family, Output, Turn, tally
 
 BEGIN = """{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}
 {%- if m.role != 'assistant' %}<|im_start|>{{ m.role }}

@@ -15,8 +15,8 @@ from edgepipe.backend.expert_reads import ExpertShare
 from edgepipe.ids import NodeId
 from edgepipe.wire.engines import EngineState, StageState
 from edgepipe.wire.nodes import DeviceState, MemberState, NodeState
-from tests.support.fake_engine import CONTEXT, FakeEngine, view_of
-from tests.support.gateway import Served, serving
+from tests.support.gateways.fake_engine import CONTEXT, FakeEngine, view_of
+from tests.support.gateways.server import Served, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

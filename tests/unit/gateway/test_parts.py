@@ -16,8 +16,8 @@ from edgepipe.errors import StageLost
 from edgepipe.gateway.access import AccessRules
 from edgepipe.gateway.admission import Admission, AdmissionLimits, Line, Part, Ticket
 from edgepipe.wire.intake import MAX_CHOICES
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import Served, events_of, serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import Served, events_of, serving
 
 MANY, OTHER = "the-key-of-many-prompts", "the-key-of-another"
 RULES = AccessRules.of(keys=(MANY, OTHER), key_on_loopback=True)

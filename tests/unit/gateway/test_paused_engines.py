@@ -8,8 +8,8 @@ import pytest
 
 from edgepipe.errors import StageLost
 from edgepipe.wire.nodes import ClusterView
-from tests.support.fake_engine import FakeEngine, view_of
-from tests.support.gateway import FixedClock, Served, serving
+from tests.support.gateways.fake_engine import FakeEngine, view_of
+from tests.support.gateways.server import FixedClock, Served, serving
 
 CRASH = StageLost(
     "the engine of 'tiny' ended again and again",

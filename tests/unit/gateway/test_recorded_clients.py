@@ -10,9 +10,9 @@ import pytest_asyncio
 
 from edgepipe.gateway.access import AccessRules
 from edgepipe.gateway.formats.detect import detect_format
-from tests.support.fake_engine import ByteAssets, FakeEngine
-from tests.support.gateway import Served, serving
-from tests.support.template_traits import TURNS, traits_of
+from tests.support.gateways.fake_engine import ByteAssets, FakeEngine
+from tests.support.gateways.server import Served, serving
+from tests.support.gateways.template_traits import TURNS, traits_of
 
 USER: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 SYSTEM: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}]

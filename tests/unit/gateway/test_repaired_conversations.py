@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from edgepipe.gateway.conversation import render_chat
 from edgepipe.gateway.schema import ChatBody
 from edgepipe.gateway.tool_choice import choose_tools
-from tests.support.fake_engine import FakeEngine
-from tests.support.family_assets import FamilyAssets
-from tests.support.gateway import serving
-from tests.support.strict_templates import (
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.family_assets import FamilyAssets
+from tests.support.gateways.server import serving
+from tests.support.gateways.strict_templates import (
     ALTERNATES,
     NEEDS_USER,
     NULL_CONTENT,

@@ -7,9 +7,9 @@ import pytest
 from edgepipe.gateway.conversation import client_turns, wording
 from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.schema import Message
-from edgepipe.model.conversations.fitting import fit
-from edgepipe.model.template_child import make_environment
-from tests.support.template_traits import traits_of
+from edgepipe.text.conversations.fitting import fit
+from edgepipe.text.template_child import make_environment
+from tests.support.gateways.template_traits import traits_of
 
 KIMI = """{% for m in messages %}<|im_{{ m.role }}|>{% if m.role == 'tool' %}of {{ m.tool_call_id }}: {% endif %}
 {{- m.content or '' }}{% if m.tool_calls %}<|tool_calls_section_begin|>{% for call in m.tool_calls %}

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from edgepipe.wire.v1 import common_pb2, engine_pb2
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import serving
 
 
 @dataclass(slots=True)

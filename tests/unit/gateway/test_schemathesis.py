@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import serving
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 

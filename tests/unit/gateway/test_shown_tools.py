@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_engine import FakeEngine
-from tests.support.family_assets import FamilyAssets
-from tests.support.gateway import Served, serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.family_assets import FamilyAssets
+from tests.support.gateways.server import Served, serving
 
 # Joins texts without asking whether they are there, as templates of several families do.
 DEMANDING = (

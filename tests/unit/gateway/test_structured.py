@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgepipe.children.forked_job import JobCost
 from edgepipe.errors import RequestInvalid
 from edgepipe.gateway.answer_form import answer_form
 from edgepipe.gateway.closed_schema import closed_schema
@@ -19,12 +20,11 @@ from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import CompletionBody
 from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output
 from edgepipe.gateway.tool_choice import choose_tools
-from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
-from edgepipe.model.forked_job import JobCost
-from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import BuiltGrammar, GrammarState, GrammarTokenizer, check_grammar
 from edgepipe.sampling.grammar_trial import GrammarTooHard
+from edgepipe.text.tokenizer import Tokenizer
+from edgepipe.weights.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
 
 CITY = {"$ref": "#/$defs/city"}
 TOOLS: list[dict[str, Any]] = [

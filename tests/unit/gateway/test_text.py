@@ -12,7 +12,7 @@ from edgepipe.errors import RemoteProtocolError
 from edgepipe.gateway.log import RequestLog
 from edgepipe.gateway.text import ChoiceText, StopMatcher
 from edgepipe.sampling import SamplingParams, TokenLogprobs
-from tests.support.fake_engine import ByteDetokenizer
+from tests.support.gateways.fake_engine import ByteDetokenizer
 
 ALPHABET = st.sampled_from("ab€")
 TEXTS = st.text(ALPHABET, max_size=24)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgepipe.gateway.tool_names import is_safe, tool_names
-from tests.support.fake_engine import FakeEngine
-from tests.support.gateway import Served, events_of, serving
+from tests.support.gateways.fake_engine import FakeEngine
+from tests.support.gateways.server import Served, events_of, serving
 
 NAME = "github/issues.create: für alle"
 MAPPED = "github_issues_create__fur_alle"

@@ -19,8 +19,8 @@ from edgepipe.gateway.unloading import GRACE_S, KeepAlives, keep_s
 from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.nodes import ClusterView
-from tests.support.fake_engine import FakeEngine, view_of
-from tests.support.gateway import FixedClock, Served, serving
+from tests.support.gateways.fake_engine import FakeEngine, view_of
+from tests.support.gateways.server import FixedClock, Served, serving
 
 USER = [{"role": "user", "content": "hi"}]
 

@@ -15,6 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
+from edgepipe.children import warm_child
+from edgepipe.children.forked_job import JobCost
+from edgepipe.children.user_turns import UserTurns
+from edgepipe.children.warm_child import WarmChild
 from edgepipe.errors import QueueFull
 from edgepipe.gateway import bodies
 from edgepipe.gateway.access import AccessRules
@@ -27,13 +31,9 @@ from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.schema import CompletionBody
 from edgepipe.gateway.shares import Holding, memory_shares
 from edgepipe.gateway.structured import GrammarCompiler
-from edgepipe.model import warm_child
-from edgepipe.model.forked_job import JobCost
-from edgepipe.model.user_turns import UserTurns
-from edgepipe.model.warm_child import WarmChild
 from edgepipe.sampling.grammar_trial import pack_verdict
-from tests.support.fake_engine import ByteAssets, FakeEngine
-from tests.support.gateway import Served, serving
+from tests.support.gateways.fake_engine import ByteAssets, FakeEngine
+from tests.support.gateways.server import Served, serving
 
 FLOOD, OTHER = "the-key-of-a-flood", "the-key-of-another"
 RULES = AccessRules.of(keys=(FLOOD, OTHER), key_on_loopback=True)

@@ -13,7 +13,7 @@ from edgepipe.link.serving import RingStream
 from edgepipe.system import SystemClock
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.v1 import stage_pb2
-from tests.support.ring_ends import EPOCH
+from tests.support.network.ring_ends import EPOCH
 
 _BYTES = 8
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.support.ring_ends import open_hop
+from tests.support.network.ring_ends import open_hop
 
 OVER = pytest.mark.parametrize("over", ["grpc", "shaped", "memory"])
 

@@ -18,8 +18,8 @@ from edgepipe.system import SystemClock
 from edgepipe.wire.common import Hello, epoch_to_wire
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
-from tests.support.ports import free_port
-from tests.support.ring_ends import (
+from tests.support.network.ports import free_port
+from tests.support.network.ring_ends import (
     EPOCH,
     Hop,
     activations,
@@ -30,7 +30,7 @@ from tests.support.ring_ends import (
     send_and_fail,
     target,
 )
-from tests.support.tcp_proxy import tcp_proxy
+from tests.support.network.tcp_proxy import tcp_proxy
 
 STEPS = 40
 

@@ -15,7 +15,7 @@ from edgepipe.system import SystemClock
 from edgepipe.testing.clock import FakeClock
 from edgepipe.units import LinkShape, parse_link
 from edgepipe.wire.v1 import stage_pb2
-from tests.support.ring_ends import Hop, grpc_sender, grpc_service, running
+from tests.support.network.ring_ends import Hop, grpc_sender, grpc_service, running
 
 GIGABIT = parse_link("1gbit,1ms")
 

@@ -33,9 +33,9 @@ from edgepipe.link.channels import MAX_MESSAGE_BYTES, MAX_STREAMS, is_refused, m
 from edgepipe.security.access import Kind, allowed
 from edgepipe.security.certificates import Certificate, KeyPair, make_key_pair
 from edgepipe.security.mutual_tls import MAX_CALLS_PER_CALLER, Credentials, MutualTls, who_answers
-from tests.support.ports import free_port
-from tests.support.tcp_proxy import tcp_proxy
-from tests.support.tls_ends import PREFIX, Party, listening, until_closed
+from tests.support.network.ports import free_port
+from tests.support.network.tcp_proxy import tcp_proxy
+from tests.support.network.tls_ends import PREFIX, Party, listening, until_closed
 
 ONE_OF_EACH = {
     Kind.NODE: "Node/Heartbeat",

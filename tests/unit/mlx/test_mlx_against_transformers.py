@@ -15,11 +15,11 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import torch
 import transformers
 
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.layer_spec import Rope
-from edgepipe.model.layout import model_tensors
-from edgepipe.model.uniform import uniform_shape
-from tests.support.mlx_models import Chain, Float32s, MemorySource, cpu_options, row, tiny_config
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.layer_spec import Rope
+from edgepipe.spec.layout import model_tensors
+from edgepipe.spec.uniform import uniform_shape
+from tests.support.backends.mlx_models import Chain, Float32s, MemorySource, cpu_options, row, tiny_config
 
 NUM_TOKENS = 40
 LLAMA3 = Rope(

@@ -20,8 +20,8 @@ from edgepipe.backend.loader import create_backend
 from edgepipe.backend.types import ActivationType, BackendOptions, Step
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, DeviceOutOfMemory, ShardMismatch
 from edgepipe.ids import StepId
-from edgepipe.model.facts import LayerRange, make_slices
-from tests.support.mlx_models import Chain, MemorySource, cpu_options, random_weights, row, tiny_config
+from edgepipe.spec.facts import LayerRange, make_slices
+from tests.support.backends.mlx_models import Chain, MemorySource, cpu_options, random_weights, row, tiny_config
 
 CONFIG = tiny_config()
 SOURCE = MemorySource(CONFIG, random_weights(CONFIG))
@@ -156,7 +156,7 @@ import psutil
 from edgepipe.backend.loader import create_backend
 from edgepipe.backend.types import BackendOptions
 create_backend("mlx", BackendOptions(device="cpu")).profile()
-from tests.support.mlx_models import Chain, MemorySource, random_weights, row, tiny_config
+from tests.support.backends.mlx_models import Chain, MemorySource, random_weights, row, tiny_config
 config = tiny_config()
 Chain(MemorySource(config, random_weights(config))).run([1, 2], [row(0, 2, (0, 1))])
 heavy = {"torch", "transformers", "mlx_lm"} & set(sys.modules)

@@ -16,12 +16,12 @@ from edgepipe_mlx import experts as mlx_experts
 from edgepipe_mlx.experts import RouterWeights
 
 from edgepipe.backend.types import StepOutput
-from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.layer_spec import Experts
-from edgepipe.model.weights import open_weights
-from tests.support.expert_models import write_expert_folder
-from tests.support.mlx_models import cpu_options
-from tests.support.steps import make_step, step_row, token_ids
+from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.spec.layer_spec import Experts
+from edgepipe.weights.weights import open_weights
+from tests.support.backends.mlx_models import cpu_options
+from tests.support.backends.steps import make_step, step_row, token_ids
+from tests.support.models.experts import write_expert_folder
 
 
 def loaded(folder: Path, *, num_experts: int = 16) -> MlxBackend:

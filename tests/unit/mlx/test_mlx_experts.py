@@ -28,14 +28,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from edgepipe.model.dequantise import as_float32
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.layer_spec import Experts, Router
-from edgepipe.model.layout import is_expert, model_tensors, shares
-from edgepipe.model.packed import Packed
-from edgepipe.model.tensors import WeightSource
-from edgepipe.model.weights import open_weights
-from tests.support.expert_models import (
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.layer_spec import Experts, Router
+from edgepipe.spec.layout import is_expert, model_tensors, shares
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.tensors import WeightSource
+from edgepipe.weights.dequantise import as_float32
+from edgepipe.weights.weights import open_weights
+from tests.support.backends.mlx_models import Chain, Float32s, cpu_options, row
+from tests.support.models.experts import (
     QWEN3_MOE,
     expert_config,
     stored_tensors,
@@ -43,10 +44,9 @@ from tests.support.expert_models import (
     write_expert_folder,
     write_expert_gguf,
 )
-from tests.support.mlx_models import Chain, Float32s, cpu_options, row
-from tests.support.packed_models import PackedTinyModel, exact_float32, random_packed
-from tests.support.quantised_folders import write_folder
-from tests.support.quantised_weights import RECIPES, Tensor
+from tests.support.models.packed import PackedTinyModel, exact_float32, random_packed
+from tests.support.models.quantised_folders import write_folder
+from tests.support.models.quantised_weights import RECIPES, Tensor
 
 TOKENS = np.random.default_rng(1).integers(0, 96, 40).tolist()
 COUNT, ROWS, INPUTS = 5, 48, 256  # experts, and the shape of each matrix

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.weights import Weights, open_weights
-from tests.support.mlx_models import Chain, cpu_options, row
-from tests.support.numerics_harness import Logits, Pipeline
+from edgepipe.weights.weights import Weights, open_weights
+from tests.support.backends.mlx_models import Chain, cpu_options, row
+from tests.support.numerics.harness import Logits, Pipeline
 
 NUM_TOKENS = 40
 PIECES = [(0, 13), (13, 20), (33, 1), (34, 1), (35, 5)]  # first token, tokens

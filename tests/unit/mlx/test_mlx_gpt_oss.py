@@ -15,11 +15,11 @@ from edgepipe_mlx import MlxBackend
 from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.weights import open_weights
-from tests.support.gpt_oss_files import random_tensors, write_gguf, write_hugging_face, write_mlx
-from tests.support.gpt_oss_reference import reference_logits
-from tests.support.mlx_models import cpu_options
-from tests.support.numerics_harness import Logits, Pipeline
+from edgepipe.weights.weights import open_weights
+from tests.support.backends.mlx_models import cpu_options
+from tests.support.models.gpt_oss_files import random_tensors, write_gguf, write_hugging_face, write_mlx
+from tests.support.numerics.gpt_oss_reference import reference_logits
+from tests.support.numerics.harness import Logits, Pipeline
 
 TOKENS = np.random.default_rng(3).integers(0, 96, 40).tolist()
 TORCH = BackendOptions(device="cpu", dtype="float32", activation_type=ActivationType.FLOAT32, threads=1)

@@ -13,10 +13,18 @@ from edgepipe_mlx import MlxBackend
 
 from edgepipe.backend.types import LoadProgress
 from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
-from edgepipe.model.layer_spec import Rope
-from edgepipe.model.layout import slice_parameters
-from tests.support.mlx_models import Chain, Float32s, MemorySource, cpu_options, random_weights, row, tiny_config
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.layer_spec import Rope
+from edgepipe.spec.layout import slice_parameters
+from tests.support.backends.mlx_models import (
+    Chain,
+    Float32s,
+    MemorySource,
+    cpu_options,
+    random_weights,
+    row,
+    tiny_config,
+)
 
 CONFIG = tiny_config()
 

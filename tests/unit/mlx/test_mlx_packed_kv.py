@@ -16,8 +16,8 @@ from edgepipe_mlx.device import configure  # noqa: E402
 from edgepipe_mlx.packed_kv import PackedKVStorage, encode  # noqa: E402
 
 from edgepipe.backend.step_layout import lay_out_step  # noqa: E402
-from tests.support.mlx_models import Chain, MemorySource, cpu_options, random_weights, row, tiny_config  # noqa: E402
-from tests.support.steps import make_step, step_row  # noqa: E402
+from tests.support.backends.mlx_models import Chain, MemorySource, cpu_options, random_weights, row, tiny_config  # noqa: E402
+from tests.support.backends.steps import make_step, step_row  # noqa: E402
 
 HEADS = arrays.arrays(np.float32, (2, 3, 8), elements=st.floats(-6e4, 6e4, width=32))
 

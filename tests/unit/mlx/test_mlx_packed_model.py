@@ -19,18 +19,26 @@ from edgepipe_mlx.packing import lay_out, mlx_form
 from edgepipe.backend.loader import create_backend
 from edgepipe.backend.types import BackendOptions
 from edgepipe.errors import ConfigInvalid
-from edgepipe.model.dequantise import as_bf16_bits, widen_bf16
-from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
-from edgepipe.model.layer_spec import Experts, Router
-from edgepipe.model.packed import Packed
-from edgepipe.model.resident import WIDE, slice_bytes
-from edgepipe.model.store import StoredModel
-from edgepipe.model.tensors import RawTensor, WeightSource
-from edgepipe.model.weight_table import table_of
-from tests.support.golden_ids import items
-from tests.support.mlx_models import Chain, Float32s, MemorySource, cpu_options, random_weights, row, tiny_config
-from tests.support.numerics_harness import Pipeline
-from tests.support.packed_models import PackedTinyModel, random_packed
+from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
+from edgepipe.spec.layer_spec import Experts, Router
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.tensors import RawTensor, WeightSource
+from edgepipe.store.store import StoredModel
+from edgepipe.weights.dequantise import as_bf16_bits, widen_bf16
+from edgepipe.weights.resident import WIDE, slice_bytes
+from edgepipe.weights.weight_table import table_of
+from tests.support.backends.mlx_models import (
+    Chain,
+    Float32s,
+    MemorySource,
+    cpu_options,
+    random_weights,
+    row,
+    tiny_config,
+)
+from tests.support.models.packed import PackedTinyModel, random_packed
+from tests.support.numerics.golden_ids import items
+from tests.support.numerics.harness import Pipeline
 
 HIDDEN = 256
 RING_STEPS = 5

@@ -9,9 +9,9 @@ pytest.importorskip("mlx.core", reason="MLX is not installed")
 from edgepipe_mlx import MlxBackend
 
 from edgepipe.backend.types import PackedProducts
-from edgepipe.model.facts import LayerRange, make_slices
-from tests.support.mlx_models import cpu_options, tiny_config
-from tests.support.packed_models import PackedTinyModel
+from edgepipe.spec.facts import LayerRange, make_slices
+from tests.support.backends.mlx_models import cpu_options, tiny_config
+from tests.support.models.packed import PackedTinyModel
 
 MLX = PackedProducts(by="MLX")
 REASON = "MLX multiplies no packed weights of 48 inputs"

@@ -18,11 +18,11 @@ from edgepipe_mlx.packing import lay_out, mlx_form, pack_bits, widened_bf16
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgepipe.model.dequantise import as_bf16_bits, round_to_bf16, widen_bf16
-from edgepipe.model.packed import GroupValues, Packed, split_planes
-from edgepipe.model.packed_form import CODEBOOKS, MXFP8_FORM, NVFP4_FORM, PackedForm
-from edgepipe.model.resident import resident_bytes
-from tests.support.packed_models import EXACT, QUANTISED, random_packed, random_raw
+from edgepipe.spec.packed import GroupValues, Packed, split_planes
+from edgepipe.spec.packed_form import CODEBOOKS, MXFP8_FORM, NVFP4_FORM, PackedForm
+from edgepipe.weights.dequantise import as_bf16_bits, round_to_bf16, widen_bf16
+from edgepipe.weights.resident import resident_bytes
+from tests.support.models.packed import EXACT, QUANTISED, random_packed, random_raw
 
 Values = npt.NDArray[np.float32]
 ROWS, INPUTS = 48, 512

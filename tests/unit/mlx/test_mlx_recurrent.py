@@ -17,11 +17,11 @@ from edgepipe_torch import TorchBackend
 
 from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import ActivationType, BackendOptions
-from edgepipe.model.weights import Weights, open_weights
-from tests.support.numerics_harness import Pipeline
-from tests.support.recurrent_checkpoints import CONFIGS, TOKENS, save_checkpoint
-from tests.support.recurrent_files import TINY, write_recurrent_gguf
-from tests.support.spec_reference import float_weights, reference_logits
+from edgepipe.weights.weights import Weights, open_weights
+from tests.support.models.recurrent_checkpoints import CONFIGS, TOKENS, save_checkpoint
+from tests.support.models.recurrent_files import TINY, write_recurrent_gguf
+from tests.support.numerics.harness import Pipeline
+from tests.support.numerics.spec_reference import float_weights, reference_logits
 
 TOLERANCE = 1e-4  # of the largest logit
 CHUNKS = (13, 1, 30, 1, 1)  # of 70 tokens; the rest comes last

@@ -16,15 +16,15 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 import mlx.core as mx
 from mlx_lm.models import granitemoehybrid, lfm2, lfm2_moe, nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
 
-from edgepipe.model.dequantise import as_float32
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.layout import is_norm, is_plain_norm
-from edgepipe.model.packed import Packed
-from edgepipe.model.tensors import WeightSource
-from edgepipe.model.weights import open_weights
-from tests.support.quantised_folders import write_folder
-from tests.support.quantised_weights import Tensor
-from tests.support.recurrent_files import TINY, random_stored, tiny_values, write_recurrent_folder
+from edgepipe.spec.facts import LayerRange, Slice
+from edgepipe.spec.layout import is_norm, is_plain_norm
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.tensors import WeightSource
+from edgepipe.weights.dequantise import as_float32
+from edgepipe.weights.weights import open_weights
+from tests.support.models.quantised_folders import write_folder
+from tests.support.models.quantised_weights import Tensor
+from tests.support.models.recurrent_files import TINY, random_stored, tiny_values, write_recurrent_folder
 
 
 def sanitized(family: str, weights: dict[str, Any]) -> Mapping[str, Any]:

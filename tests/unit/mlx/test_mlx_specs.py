@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("mlx.core", reason="MLX is not installed")
 
-from edgepipe.model.facts import ModelConfig
-from edgepipe.model.layer_spec import Dense, Experts, Latent, LayerSpec, Norm, Rope, Router
-from tests.support.mlx_models import Chain, MemorySource, cpu_options, random_weights, row, tiny_config
-from tests.support.spec_reference import reference_logits
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.layer_spec import Dense, Experts, Latent, LayerSpec, Norm, Rope, Router
+from tests.support.backends.mlx_models import Chain, MemorySource, cpu_options, random_weights, row, tiny_config
+from tests.support.numerics.spec_reference import reference_logits
 
 NUM_TOKENS = 40  # with 4 experts each, rows are sorted by expert; those of a few tokens are not
 PIECES = [(0, 13), (13, 20), (33, 1), (34, 1), (35, 5)]  # first token, tokens

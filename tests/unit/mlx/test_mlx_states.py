@@ -16,12 +16,12 @@ from edgepipe_mlx import MlxBackend
 from edgepipe_mlx.states import LayerStates
 
 from edgepipe.backend.types import RowState, StateWrite
-from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.layer_spec import Dense, ShortConv
+from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.spec.layer_spec import Dense, ShortConv
 from edgepipe.testing.tiny_model import TinyWeights
-from tests.support.mlx_models import cpu_options
-from tests.support.recurrent_layers import recurrent_model
-from tests.support.steps import make_step, run_step, step_row, token_ids
+from tests.support.backends.mlx_models import cpu_options
+from tests.support.backends.steps import make_step, run_step, step_row, token_ids
+from tests.support.models.recurrent_layers import recurrent_model
 
 SLOTS = 6
 WIDE = 4096  # channels, so that small allocations beside the states do not count

@@ -20,8 +20,8 @@ from edgepipe.backend.step_layout import StepLayout, lay_out_step
 from edgepipe.backend.types import BlockCopy, Step, StepRow
 from edgepipe.errors import StepFailed
 from edgepipe.ids import StepId
-from edgepipe.model.layer_spec import Attention
-from tests.support.mlx_models import row
+from edgepipe.spec.layer_spec import Attention
+from tests.support.backends.mlx_models import row
 
 NUM_BLOCKS = 40  # 640 tokens
 

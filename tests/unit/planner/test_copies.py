@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.planner.copies import Disk, ModelParts, plan_copies
+from edgepipe.spec.facts import LayerRange, Slice
 
 PARTS = ModelParts(sizes=(5, 10, 10, 10, 10, 6))
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")

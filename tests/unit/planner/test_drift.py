@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.demand import Demand, Objective
@@ -15,8 +14,9 @@ from edgepipe.planner.moving import MoveCost, move_cost, worth_moving
 from edgepipe.planner.placement import Placed
 from edgepipe.planner.plan import plan
 from edgepipe.planner.profiles import Links
+from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.units import parse_link
-from tests.support.planner_world import GB, machine
+from tests.support.worlds.planner import GB, machine
 
 SHAPE = named_shape("qwen2.5-7b")
 CLUSTER = Cluster(  # one machine alone does not hold the model

@@ -6,7 +6,6 @@ import pytest
 
 from edgepipe.backend.devices import parse_devices
 from edgepipe.cli.workload_options import make_workload_of
-from edgepipe.model.mixes import named_model
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.plan import Constraints, plan
@@ -14,6 +13,7 @@ from edgepipe.scheduler import make_policy
 from edgepipe.simulation.imagined import Imagined, ImaginedCluster, imagine
 from edgepipe.simulation.simulator import Run, simulate
 from edgepipe.units import parse_link
+from edgepipe.weights.mixes import named_model
 
 LINK = "1gbit,0.3ms"
 PROMPT, OUTPUT = 64, 300

@@ -14,9 +14,6 @@ from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import named_device, parse_devices
 from edgepipe.backend.expert_wait import mean_wait_s
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
-from edgepipe.model.expert_places import AUTO, check_has_experts, with_ram_percent
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.mixes import named_model
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.expert_shares import place_with_shares
@@ -25,7 +22,10 @@ from edgepipe.planner.placement import Need
 from edgepipe.planner.plan import Constraints, Plan, plan
 from edgepipe.planner.preview import experts_text, preview
 from edgepipe.planner.profiles import MeasuredSpeed, TableSpeed
+from edgepipe.spec.expert_places import AUTO, check_has_experts, with_ram_percent
+from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.units import parse_link
+from edgepipe.weights.mixes import named_model
 
 MODEL = "qwen3-30b-a3b:q8_0"  # 32 GB
 

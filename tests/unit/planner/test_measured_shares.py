@@ -10,13 +10,13 @@ from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import named_device
 from edgepipe.backend.expert_reads import ExpertShare, skewed_shares
 from edgepipe.ids import NodeId
-from edgepipe.model.mixes import named_model
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.drift import ScaledSpeed, with_expert_shares
 from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.planner.placement import NodeRoom
 from edgepipe.planner.profiles import Links, Machine, MeasuredSpeed, TableSpeed
 from edgepipe.units import parse_link
+from edgepipe.weights.mixes import named_model
 
 CONFIG, WEIGHTS = named_model("qwen3-30b-a3b:q4_k_m")
 COST = CostModel(CONFIG, named_device("m4max"), weights=WEIGHTS)

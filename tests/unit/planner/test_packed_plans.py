@@ -16,11 +16,6 @@ from edgepipe.backend.devices import named_device, parse_devices
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
-from edgepipe.model.layout import is_exact, layer_parameters, slice_parameters, spec_tensors
-from edgepipe.model.memory_classes import memory_classes
-from edgepipe.model.mixes import mix_names, mix_table, named_model
-from edgepipe.model.resident import dtype_of
 from edgepipe.model.shapes import model_shapes, named_shape
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.demand import Demand, Objective, decode_work
@@ -31,8 +26,13 @@ from edgepipe.planner.profiles import Links, estimated_speed, slice_costs
 from edgepipe.planner.shortage import shortage_of
 from edgepipe.planner.what_if import changed
 from edgepipe.simulation.imagined import ImaginedCluster, imagine
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.layout import is_exact, layer_parameters, slice_parameters, spec_tensors
+from edgepipe.spec.memory_classes import memory_classes
 from edgepipe.units import parse_link
-from tests.support.shapes import flat
+from edgepipe.weights.mixes import mix_names, mix_table, named_model
+from edgepipe.weights.resident import dtype_of
+from tests.support.models.shapes import flat
 
 GB = 10**9
 names = st.sampled_from(sorted(model_shapes()))

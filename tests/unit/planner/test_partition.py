@@ -7,8 +7,8 @@ import pytest
 
 from edgepipe.planner.partition import ExactSearch, Partition, evaluate
 from edgepipe.planner.partition_many import ManySearch
-from tests.support.brute_force import brute_force
-from tests.support.planner_world import random_instance
+from tests.support.worlds.brute_force import brute_force
+from tests.support.worlds.planner import random_instance
 
 
 def cycle_s(partition: Partition | None) -> float:

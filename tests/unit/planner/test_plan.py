@@ -9,8 +9,6 @@ import pytest
 
 from edgepipe.errors import LinkNotMeasured, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
-from edgepipe.model.config_json import config_to_json
-from edgepipe.model.mixes import named_model
 from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand, Objective
@@ -18,10 +16,12 @@ from edgepipe.planner.placement import Placed, place_by_plan
 from edgepipe.planner.plan import Constraints, Plan, describe, plan
 from edgepipe.planner.profiles import Links
 from edgepipe.planner.shortage import shortage_of
+from edgepipe.spec.config_json import config_to_json
 from edgepipe.units import parse_link
+from edgepipe.weights.mixes import named_model
 from edgepipe.wire.serving import BrokenLink, SurveyReply
 from edgepipe.wire.surveys import cluster_of
-from tests.support.planner_world import GB, machine, machines
+from tests.support.worlds.planner import GB, machine, machines
 
 BIG, SMALL = named_shape("qwen2.5-32b"), named_shape("qwen2.5-7b")
 LAN = Links(assumed=parse_link("1gbit,0.3ms"))

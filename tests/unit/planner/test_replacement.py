@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from edgepipe_emulated import emulated_model_config
 
 from edgepipe.ids import NodeId
-from edgepipe.model.facts import LayerRange, Slice, make_slices
 from edgepipe.planner.placement import Need, NodeRoom, Placed, stage_bytes
 from edgepipe.planner.replacement import replace_lost
+from edgepipe.spec.facts import LayerRange, Slice, make_slices
 
 CONFIG = emulated_model_config(num_layers=6)
 NEED = Need(config=CONFIG, kv_tokens=64)

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from edgepipe.backend.cost import CostModel, StepWork, layer_kinds
 from edgepipe.backend.devices import named_device
 from edgepipe.backend.types import DeviceProfile
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.layer_spec import Dense, Experts, Router
-from edgepipe.model.mixes import named_model
 from edgepipe.model.shapes import named_shape
-from edgepipe.model.weight_table import FLOATS
 from edgepipe.planner.demand import Demand, Objective, decode_work
 from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.planner.partition import ExactSearch, Partition, UnequalLayers, evaluate
 from edgepipe.planner.partition_unequal import ManyUnequalSearch, UnequalSearch, earliest_within
 from edgepipe.planner.plan import plan
 from edgepipe.planner.profiles import Links, TableSpeed, measured_speed
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.layer_spec import Dense, Experts, Router
 from edgepipe.units import parse_link
-from tests.support.brute_force import brute_force
-from tests.support.planner_world import GB, machines, random_instance, unequal_instance
+from edgepipe.weights.mixes import named_model
+from edgepipe.weights.weight_table import FLOATS
+from tests.support.worlds.brute_force import brute_force
+from tests.support.worlds.planner import GB, machines, random_instance, unequal_instance
 
 LAN = Links(assumed=parse_link("1gbit,0.3ms"))
 

@@ -9,14 +9,14 @@ import pytest
 
 from edgepipe.backend.devices import parse_devices
 from edgepipe.errors import NoFeasiblePlacement
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.mixes import mix_weights, named_model, split_mix
 from edgepipe.model.shapes import named_shape
-from edgepipe.model.typed_names import understand
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.plan import Plan, plan
+from edgepipe.spec.facts import LayerRange, Slice
+from edgepipe.store.typed_names import understand
 from edgepipe.units import parse_link
+from edgepipe.weights.mixes import mix_weights, named_model, split_mix
 
 USAGE = Path(__file__).parents[3] / "docs" / "usage.md"
 TABLE = USAGE.read_text(encoding="utf-8").partition("### Twelve models")[2].partition("\n## ")[0]

@@ -18,7 +18,7 @@ from edgepipe.planner.preview import plan_as_dict, plan_text, preview, preview_a
 from edgepipe.planner.shortage import shortage_of
 from edgepipe.planner.what_if import alternatives, changed, helps
 from edgepipe.units import parse_link
-from tests.support.planner_world import GB
+from tests.support.worlds.planner import GB
 
 BIG = named_shape("qwen2.5-32b")
 

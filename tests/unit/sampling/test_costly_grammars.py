@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Iterable
 import numpy as np
 import pytest
 
+from edgepipe.children.warm_child import WarmChild
 from edgepipe.errors import GrammarNotReady, RequestInvalid, StepFailed
-from edgepipe.model.warm_child import WarmChild
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import BuiltGrammar, GrammarState, GrammarTokenizer
 from edgepipe.sampling.grammar_trial import (
@@ -22,7 +22,7 @@ from edgepipe.sampling.grammar_trial import (
     pack_question,
     read_verdict,
 )
-from tests.support.costly_schemas import costly_grammar, wide_vocabulary
+from tests.support.gateways.costly_schemas import costly_grammar, wide_vocabulary
 
 NUM_TOKENS = 12
 

@@ -14,8 +14,6 @@ from llguidance import LLParserLimits
 
 from edgepipe.backend.types import LogitEdits, PickedCandidates
 from edgepipe.errors import GrammarNotReady, RequestInvalid, StepFailed
-from edgepipe.model.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
-from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import (
     GrammarSpec,
     SampleRow,
@@ -29,7 +27,9 @@ from edgepipe.sampling import (
 )
 from edgepipe.sampling.device import sample_picked
 from edgepipe.sampling.grammar import BuiltGrammar, GrammarState, GrammarTokenizer, json_grammar, regex_grammar
-from tests.support.sampling_columns import ColumnSampler
+from edgepipe.text.tokenizer import Tokenizer
+from edgepipe.weights.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
+from tests.support.gateways.sampling_columns import ColumnSampler
 
 V = 61
 PARAMS = st.builds(

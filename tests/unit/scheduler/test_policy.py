@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from edgepipe.errors import ConfigInvalid
 from edgepipe.scheduler import POLICIES, Load, SarathiPolicy, StepBudget, ThrottledPolicy, make_policy
-from tests.support.scheduler_world import World, limits, spec
+from tests.support.worlds.scheduler import World, limits, spec
 
 BUSY = Load(
     micro_batches=4,

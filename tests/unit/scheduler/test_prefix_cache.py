@@ -13,7 +13,7 @@ from edgepipe.ids import SequenceId
 from edgepipe.scheduler import KVPool, SarathiPolicy
 from edgepipe.scheduler.kv import as_runs, next_key
 from edgepipe.scheduler.tables import KeptPools
-from tests.support.scheduler_world import World, limits, spec
+from tests.support.worlds.scheduler import World, limits, spec
 
 PROMPT = tuple(range(40))  # ten blocks of four
 

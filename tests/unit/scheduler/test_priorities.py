@@ -7,7 +7,7 @@ import pytest
 from edgepipe.errors import RequestInvalid
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler import POLICIES, Priority, SarathiPolicy, SchedulerLimits, make_policy
-from tests.support.scheduler_world import World, limits, spec, stateful, windowed
+from tests.support.worlds.scheduler import World, limits, spec, stateful, windowed
 
 FULL = {
     "blocks": limits(num_blocks=104),

@@ -6,7 +6,7 @@ import pytest
 
 from edgepipe.errors import PromptTooLong, QueueFull, RequestInvalid
 from edgepipe.scheduler import EndReason, SarathiPolicy
-from tests.support.scheduler_world import World, limits, next_token, reference, spec
+from tests.support.worlds.scheduler import World, limits, next_token, reference, spec
 
 
 def test_one_sequence_gets_the_oracles_tokens() -> None:

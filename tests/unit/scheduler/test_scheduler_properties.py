@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from edgepipe.errors import PromptTooLong, QueueFull
 from edgepipe.scheduler import POLICIES, Policy, SarathiPolicy, SchedulerLimits, ThrottledPolicy, make_policy
-from tests.support.scheduler_world import VOCAB, World, limits, spec
+from tests.support.worlds.scheduler import VOCAB, World, limits, spec
 
 Action = tuple[str, int, int, int]
 

@@ -10,8 +10,8 @@ from edgepipe.ids import SequenceId
 from edgepipe.scheduler import EndReason, Priority, SarathiPolicy
 from edgepipe.scheduler.prompts import MAX_SIDE_BY_SIDE, MIN_CHUNK_TOKENS, Prompts
 from edgepipe.scheduler.sequence import Sequence
-from tests.support.scheduler_ring import Ring
-from tests.support.scheduler_world import World, limits, spec
+from tests.support.worlds.scheduler import World, limits, spec
+from tests.support.worlds.scheduler_ring import Ring
 
 LONG = 131_072
 

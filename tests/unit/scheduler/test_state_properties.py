@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgepipe.model.memory_classes import StatePool
 from edgepipe.scheduler import Policy, SarathiPolicy, SchedulerLimits, ThrottledPolicy
-from tests.support.scheduler_world import World, check_shared_replay, limits, spec, stateful, windowed
+from edgepipe.spec.memory_classes import StatePool
+from tests.support.worlds.scheduler import World, check_shared_replay, limits, spec, stateful, windowed
 from tests.unit.scheduler.test_scheduler_properties import Action, actions, play, policies
 
 pipelines = st.builds(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from edgepipe.backend.cost import AttentionCost, SliceCost, StepWork
 from edgepipe.scheduler import ThrottledPolicy
 from edgepipe.scheduler.step_time import PrefillCap, SliceTimes
-from tests.support.scheduler_world import World, limits, spec
+from tests.support.worlds.scheduler import World, limits, spec
 
 FACTOR = 8.0  # of every deadline
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from edgepipe.scheduler import Priority, SarathiPolicy
-from tests.support.scheduler_ring import Ring
-from tests.support.scheduler_world import World, limits, spec
+from tests.support.worlds.scheduler import World, limits, spec
+from tests.support.worlds.scheduler_ring import Ring
 
 SUSPECT = 1000
 

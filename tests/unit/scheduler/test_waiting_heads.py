@@ -11,7 +11,7 @@ import pytest
 
 from edgepipe.scheduler import KVPool, SarathiPolicy, ScheduledStep, Scheduler, SchedulerLimits
 from edgepipe.scheduler.tables import BlockTables
-from tests.support.scheduler_world import World, limits, reference, spec, stateful, windowed
+from tests.support.worlds.scheduler import World, limits, reference, spec, stateful, windowed
 
 CONTEXT = 50  # tokens
 PIPELINES = ("shared blocks", "copied blocks", "windows", "states")

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgepipe.scheduler import Policy, SarathiPolicy, SchedulerLimits, ThrottledPolicy
-from tests.support.scheduler_world import World, spec, windowed
+from tests.support.worlds.scheduler import World, spec, windowed
 
 BLOCK_SIZE = 2  # tokens
 CONTEXT = 120  # tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from edgepipe.model.forked_job import JobCost
+from edgepipe.children.forked_job import JobCost
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import GrammarTokenizer, json_grammar
 from edgepipe.stage.grammar_builds import GrammarBuilds, PendingGrammar

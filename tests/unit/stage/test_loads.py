@@ -5,8 +5,8 @@ from __future__ import annotations
 from edgepipe_emulated import EmulatedBackend, EmulatedWeights
 
 from edgepipe.backend.types import BackendOptions, DeviceProfile
-from tests.support.pipeline import BLOCK_SIZE
-from tests.support.pipeline_engine import CONFIG, stages
+from tests.support.engine.pipeline import BLOCK_SIZE
+from tests.support.engine.pipeline_engine import CONFIG, stages
 
 
 class Small(EmulatedBackend):

@@ -10,12 +10,12 @@ from edgepipe_emulated import emulated_model_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.mixes import mix_names, mix_table, named_model
-from edgepipe.model.packed import Packed
-from edgepipe.model.packed_form import CODEBOOKS, PackedForm
-from edgepipe.model.weight_table import WeightTable, make_table
+from edgepipe.spec.facts import LayerRange, Slice
+from edgepipe.spec.packed import Packed
+from edgepipe.spec.packed_form import CODEBOOKS, PackedForm
 from edgepipe.stage.made_up import MadeUpWeights, spread
+from edgepipe.weights.mixes import mix_names, mix_table, named_model
+from edgepipe.weights.weight_table import WeightTable, make_table
 
 CONFIG = emulated_model_config(num_layers=2, hidden_size=256, intermediate_size=512)
 UP = "mlp.up_proj.weight"

@@ -11,14 +11,14 @@ from edgepipe_torch import TorchBackend
 from edgepipe.backend.cost import StepWork
 from edgepipe.backend.loader import create_backend
 from edgepipe.backend.types import BackendOptions, DeviceProfile, LoadProgress, PackedProducts, Step, StepOutput
-from edgepipe.model.facts import ModelConfig, Slice
-from edgepipe.model.tensors import WeightSource
 from edgepipe.planner.profiles import measured_speed
+from edgepipe.spec.facts import ModelConfig, Slice
+from edgepipe.spec.tensors import WeightSource
 from edgepipe.stage.probe import probe_layer
 from edgepipe.testing.clock import FakeClock
 from edgepipe.testing.tiny_model import tiny_config
-from tests.support.expert_models import expert_config
-from tests.support.recurrent_layers import MODELS
+from tests.support.models.experts import expert_config
+from tests.support.models.recurrent_layers import MODELS
 
 DEVICE = DeviceProfile(
     backend="torch",

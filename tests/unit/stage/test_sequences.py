@@ -22,7 +22,7 @@ from edgepipe.wire.plans import (
     registrations_from_wire,
     registrations_to_wire,
 )
-from tests.support.wire_plans import plan_to_wire
+from tests.support.engine.wire_plans import plan_to_wire
 
 NUM_BLOCKS = 64
 BLOCK_SIZE = 4

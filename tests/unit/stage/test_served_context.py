@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 
 from edgepipe.ids import EngineId, Epoch, PipelineId
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice
-from edgepipe.model.longrope import served_config
-from edgepipe.model.weights import Weights, open_weights
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+from edgepipe.spec.longrope import served_config
 from edgepipe.system import SystemClock
+from edgepipe.weights.weights import Weights, open_weights
 from edgepipe.wire.children import LoadShard, ShardLoaded
 from edgepipe.workers.stage import _load  # pyright: ignore[reportPrivateUsage]
-from tests.support.family_files import write_family_folder
+from tests.support.models.family_files import write_family_folder
 
 
 class Opening:

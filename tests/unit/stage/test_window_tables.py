@@ -7,10 +7,10 @@ import pytest
 from edgepipe.backend.types import BlockRun, WindowRuns
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import EngineId, Epoch, SequenceId, StepId
-from edgepipe.model.memory_classes import WindowPool
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.bounds import ModelBounds
 from edgepipe.scheduler import ScheduledStep, WindowBlocks
+from edgepipe.spec.memory_classes import WindowPool
 from edgepipe.stage.sequences import SequenceTable
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.plans import NewWindow, PlanRow, Registration, StepPlan, plan_from_wire

@@ -6,7 +6,18 @@ import random
 
 import pytest
 
-from tests.support.history import Answer, Asked, Counted, Ended, Event, Given, History, Struck, assert_holds, check
+from tests.support.faults.history import (
+    Answer,
+    Asked,
+    Counted,
+    Ended,
+    Event,
+    Given,
+    History,
+    Struck,
+    assert_holds,
+    check,
+)
 
 IDS = tuple(random.Random(1).sample(range(10_000), 40))
 EXPECTED = {"s1": Answer(ids=(IDS,), texts=("".join(map(str, IDS)),), reasons=("length",), prompt_tokens=3)}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.lan_switch import CableShape, DirectedLink
+from tests.support.network.lan_switch import CableShape, DirectedLink
 
 
 def test_an_ideal_link_delivers_at_once() -> None:

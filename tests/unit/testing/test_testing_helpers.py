@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edgepipe.errors import ModelInvalid
-from edgepipe.model.facts import LayerRange, make_slices
+from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.testing.clock import FakeClock
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from edgepipe_torch.cuda_kernels.forms import KernelForm
     from edgepipe_torch.cuda_kernels.recurrent_step import StepForm
 
-    from tests.support.host_kernels import HostModule, Part
+    from tests.support.backends.host_kernels import HostModule, Part
 
 Form = TypeVar("Form")
 
@@ -18,8 +18,8 @@ Form = TypeVar("Form")
 @pytest.fixture(scope="session")
 def host_modules(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelForm, HostModule]:
     """Kernels of all tested forms, compiled for the CPU."""
-    from tests.support.host_kernels import products_part
-    from tests.support.kernel_forms import FORMS
+    from tests.support.backends.host_kernels import products_part
+    from tests.support.backends.kernel_forms import FORMS
 
     return _compiled({form: products_part(form) for form in FORMS.values()}, tmp_path_factory)
 
@@ -27,15 +27,15 @@ def host_modules(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelForm, H
 @pytest.fixture(scope="session")
 def step_modules(tmp_path_factory: pytest.TempPathFactory) -> dict[StepForm, HostModule]:
     """Step kernels of recurrent layers, compiled for the CPU."""
-    from tests.support.host_kernels import step_part
-    from tests.support.recorded_steps import STEP_FORMS
+    from tests.support.backends.host_kernels import step_part
+    from tests.support.backends.recorded_steps import STEP_FORMS
 
     return _compiled({form: step_part(form) for form in STEP_FORMS.values()}, tmp_path_factory)
 
 
 def _compiled(parts: dict[Form, Part], folders: pytest.TempPathFactory) -> dict[Form, HostModule]:
     """Return the compiled kernels of each form. Skip the test without a compiler."""
-    from tests.support.host_kernels import COMPILER, compile_for_host
+    from tests.support.backends.host_kernels import COMPILER, compile_for_host
 
     if COMPILER is None:
         pytest.skip("g++ is not installed")

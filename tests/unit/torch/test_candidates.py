@@ -13,10 +13,10 @@ from edgepipe_torch.transfer import HostTransfer
 
 from edgepipe.backend.types import BackendOptions
 from edgepipe.errors import ConfigInvalid
-from edgepipe.model.emulated_folder import EOS_TOKEN_ID, byte_level_tokenizer
-from edgepipe.model.tokenizer import Tokenizer
 from edgepipe.sampling import SampleRow, SamplingParams, SequenceSampler, logit_edits, sample, sample_picked
 from edgepipe.sampling.grammar import BuiltGrammar, GrammarTokenizer, json_grammar
+from edgepipe.text.tokenizer import Tokenizer
+from edgepipe.weights.emulated_folder import EOS_TOKEN_ID, byte_level_tokenizer
 
 V = 3 * NUM_CANDIDATES
 FULL = SamplingParams(

@@ -27,12 +27,12 @@ from edgepipe_torch.packed_weight import NUMBERS  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, PackedProducts  # noqa: E402
 from edgepipe.config import kernel_dir  # noqa: E402
-from edgepipe.model.facts import ModelConfig  # noqa: E402
-from edgepipe.model.layer_spec import DeltaNet  # noqa: E402
-from edgepipe.model.packed import Packed  # noqa: E402
+from edgepipe.spec.facts import ModelConfig  # noqa: E402
+from edgepipe.spec.layer_spec import DeltaNet  # noqa: E402
+from edgepipe.spec.packed import Packed  # noqa: E402
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
-from tests.support.numerics_harness import Pipeline  # noqa: E402
-from tests.support.packed_models import PackedTinyModel, random_packed  # noqa: E402
+from tests.support.models.packed import PackedTinyModel, random_packed  # noqa: E402
+from tests.support.numerics.harness import Pipeline  # noqa: E402
 
 pytestmark = pytest.mark.skipif(isinstance(cpu_kernels(), KernelsUnavailable), reason="no kernels for this CPU")
 

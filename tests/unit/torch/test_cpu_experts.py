@@ -19,12 +19,12 @@ from edgepipe_torch.linear import Workspace  # noqa: E402
 from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
 from torch import Tensor, dtype  # noqa: E402
 
-from edgepipe.model.layer_spec import Activation  # noqa: E402
-from edgepipe.model.weights import open_weights  # noqa: E402
-from tests.support.expert_models import write_expert_folder  # noqa: E402
-from tests.support.model_files import write_hf_folder  # noqa: E402
-from tests.support.packed_models import random_packed  # noqa: E402
-from tests.support.torch_slices import compiled_kernels, loaded_slice  # noqa: E402
+from edgepipe.spec.layer_spec import Activation  # noqa: E402
+from edgepipe.weights.weights import open_weights  # noqa: E402
+from tests.support.backends.torch_slices import compiled_kernels, loaded_slice  # noqa: E402
+from tests.support.models.experts import write_expert_folder  # noqa: E402
+from tests.support.models.files import write_hf_folder  # noqa: E402
+from tests.support.models.packed import random_packed  # noqa: E402
 
 HIDDEN, INNER, COUNT, USED = 256, 256, 6, 2
 NEAR = {"rtol": 2e-5, "atol": 2e-5}

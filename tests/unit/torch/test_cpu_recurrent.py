@@ -18,8 +18,8 @@ from edgepipe_torch.linear import Workspace  # noqa: E402
 from edgepipe_torch.recurrent import MixerWeights  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv  # noqa: E402
-from tests.support.recurrent_reference import mixed  # noqa: E402
+from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv  # noqa: E402
+from tests.support.numerics.recurrent_reference import mixed  # noqa: E402
 
 pytestmark = pytest.mark.skipif(isinstance(cpu_kernels(), KernelsUnavailable), reason="no kernels for this CPU")
 

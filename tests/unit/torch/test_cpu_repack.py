@@ -23,14 +23,14 @@ from edgepipe_torch.linear import Workspace  # noqa: E402
 from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
 
 from edgepipe.errors import ModelInvalid  # noqa: E402
-from edgepipe.model.config import hf_config  # noqa: E402
-from edgepipe.model.gguf_packing import pack_gguf  # noqa: E402
-from edgepipe.model.gguf_types import BLOCKS_BY_NAME  # noqa: E402
-from edgepipe.model.tensors import RawTensor, WeightSource  # noqa: E402
-from edgepipe.model.weights import Weights, open_weights  # noqa: E402
-from tests.support.model_files import hf_values, random_tensors, write_gguf  # noqa: E402
-from tests.support.packed_models import random_raw  # noqa: E402
-from tests.support.torch_slices import loaded_slice  # noqa: E402
+from edgepipe.spec.config import hf_config  # noqa: E402
+from edgepipe.spec.gguf_types import BLOCKS_BY_NAME  # noqa: E402
+from edgepipe.spec.tensors import RawTensor, WeightSource  # noqa: E402
+from edgepipe.weights.gguf_packing import pack_gguf  # noqa: E402
+from edgepipe.weights.weights import Weights, open_weights  # noqa: E402
+from tests.support.backends.torch_slices import loaded_slice  # noqa: E402
+from tests.support.models.files import hf_values, random_tensors, write_gguf  # noqa: E402
+from tests.support.models.packed import random_raw  # noqa: E402
 
 CPU = torch.device("cpu")
 NO_KERNELS = KernelsUnavailable("for a test")

@@ -15,9 +15,9 @@ from edgepipe_torch import TorchBackend  # noqa: E402
 from edgepipe_torch.paging import PAGE_TOKENS  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, LogitEdits, StepRow  # noqa: E402
-from edgepipe.model.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
+from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
-from tests.support.steps import make_step, result_of, run_step, step_row, token_ids  # noqa: E402
+from tests.support.backends.steps import make_step, result_of, run_step, step_row, token_ids  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,17 +15,17 @@ from edgepipe_torch.feed_forward import RouterWeights  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, StepOutput  # noqa: E402
-from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
-from edgepipe.model.layer_spec import Experts  # noqa: E402
-from edgepipe.model.weights import open_weights  # noqa: E402
-from tests.support.expert_models import (  # noqa: E402
+from edgepipe.spec.facts import LayerRange, make_slices  # noqa: E402
+from edgepipe.spec.layer_spec import Experts  # noqa: E402
+from edgepipe.weights.weights import open_weights  # noqa: E402
+from tests.support.backends.steps import make_step, step_row, token_ids  # noqa: E402
+from tests.support.models.experts import (  # noqa: E402
     expert_config,
     stored_tensors,
     whole_weights,
     write_expert_folder,
     write_expert_gguf,
 )
-from tests.support.steps import make_step, step_row, token_ids  # noqa: E402
 
 
 def floats(folder: Path) -> Path:

@@ -37,15 +37,15 @@ from edgepipe_torch.feed_forward import choose  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from edgepipe.backend.types import PackedProducts  # noqa: E402
-from edgepipe.model.layer_spec import Activation, Router  # noqa: E402
-from edgepipe.model.packed import Packed  # noqa: E402
-from tests.support.kernel_forms import FORMS  # noqa: E402
-from tests.support.nvrtc import nvrtc_for  # noqa: E402
+from edgepipe.spec.layer_spec import Activation, Router  # noqa: E402
+from edgepipe.spec.packed import Packed  # noqa: E402
+from tests.support.backends.kernel_forms import FORMS  # noqa: E402
+from tests.support.backends.nvrtc import nvrtc_for  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tests.support.host_kernels import HostModule
+    from tests.support.backends.host_kernels import HostModule
 
 CPU = torch.device("cpu")
 KINDS = {"Q4_K": FORMS["Q4_K"], "MXFP4": FORMS["MXFP4"], "bf16": WIDE_FORM}
@@ -74,7 +74,7 @@ class HostExperts:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> HostExperts:
-    from tests.support.host_kernels import COMPILER, ROUTING, compile_for_host, experts_part
+    from tests.support.backends.host_kernels import COMPILER, ROUTING, compile_for_host, experts_part
 
     if COMPILER is None:
         pytest.skip("g++ is not installed")

@@ -18,12 +18,12 @@ from edgepipe_torch.expert_cuda import CudaExperts, ExpertMatrix  # noqa: E402
 from edgepipe_torch.paging import PAGE_TOKENS  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions  # noqa: E402
-from edgepipe.model.expert_places import SETTING  # noqa: E402
-from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
-from edgepipe.model.weights import open_hf_weights  # noqa: E402
-from tests.support.expert_models import write_expert_folder  # noqa: E402
-from tests.support.kernel_forms import FORMS  # noqa: E402
-from tests.support.steps import make_step, run_step, step_row  # noqa: E402
+from edgepipe.spec.expert_places import SETTING  # noqa: E402
+from edgepipe.spec.facts import LayerRange, make_slices  # noqa: E402
+from edgepipe.weights.weights import open_hf_weights  # noqa: E402
+from tests.support.backends.kernel_forms import FORMS  # noqa: E402
+from tests.support.backends.steps import make_step, run_step, step_row  # noqa: E402
+from tests.support.models.experts import write_expert_folder  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import device

@@ -23,30 +23,30 @@ from edgepipe_torch.rope import Rotations  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory  # noqa: E402
-from edgepipe.model.expert_places import SETTING, num_in_ram, numbers_in_ram, with_ram_percent  # noqa: E402
-from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
-from edgepipe.model.layer_spec import Experts, Router  # noqa: E402
-from edgepipe.model.resident import WIDE, resident_sizes  # noqa: E402
-from edgepipe.model.tensors import WeightSource  # noqa: E402
-from edgepipe.model.weight_table import table_from_json, table_of  # noqa: E402
-from edgepipe.model.weights import open_weights  # noqa: E402
+from edgepipe.spec.expert_places import SETTING, num_in_ram, numbers_in_ram, with_ram_percent  # noqa: E402
+from edgepipe.spec.facts import LayerRange, make_slices  # noqa: E402
+from edgepipe.spec.layer_spec import Experts, Router  # noqa: E402
+from edgepipe.spec.tensors import WeightSource  # noqa: E402
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
-from tests.support.expert_models import (  # noqa: E402
+from edgepipe.weights.resident import WIDE, resident_sizes  # noqa: E402
+from edgepipe.weights.weight_table import table_from_json, table_of  # noqa: E402
+from edgepipe.weights.weights import open_weights  # noqa: E402
+from tests.support.backends.steps import make_step, run_step, step_row  # noqa: E402
+from tests.support.backends.torch_paging import cpu_paging  # noqa: E402
+from tests.support.models.experts import (  # noqa: E402
     expert_config,
     stored_tensors,
     whole_weights,
     write_expert_folder,
     write_expert_gguf,
 )
-from tests.support.family_files import write_family_folder, write_family_gguf  # noqa: E402
-from tests.support.packed_models import PackedTinyModel  # noqa: E402
-from tests.support.steps import make_step, run_step, step_row  # noqa: E402
-from tests.support.torch_paging import cpu_paging  # noqa: E402
+from tests.support.models.family_files import write_family_folder, write_family_gguf  # noqa: E402
+from tests.support.models.packed import PackedTinyModel  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-    from edgepipe.model.facts import Slice
+    from edgepipe.spec.facts import Slice
 
 CPU = torch.device("cpu")
 EXPERT_TENSORS = ("ffn_gate_exps.weight", "ffn_up_exps.weight")

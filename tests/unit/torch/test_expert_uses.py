@@ -16,12 +16,12 @@ from edgepipe_torch.feed_forward import Mixture  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions  # noqa: E402
-from edgepipe.model.expert_places import SETTING, numbers_in_ram  # noqa: E402
-from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
-from edgepipe.model.repacked import RepackedPlace  # noqa: E402
-from edgepipe.model.weights import Weights, open_weights  # noqa: E402
-from tests.support.expert_models import write_expert_folder  # noqa: E402
-from tests.support.steps import make_step, step_row  # noqa: E402
+from edgepipe.spec.expert_places import SETTING, numbers_in_ram  # noqa: E402
+from edgepipe.spec.facts import LayerRange, make_slices  # noqa: E402
+from edgepipe.weights.repacked import RepackedPlace  # noqa: E402
+from edgepipe.weights.weights import Weights, open_weights  # noqa: E402
+from tests.support.backends.steps import make_step, step_row  # noqa: E402
+from tests.support.models.experts import write_expert_folder  # noqa: E402
 
 COUNT = 16
 

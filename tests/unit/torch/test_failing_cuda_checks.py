@@ -28,14 +28,14 @@ from edgepipe_torch.packed_cuda import PackedCudaLinear  # noqa: E402
 
 from edgepipe.backend.types import PackedProducts, RowState, StateWrite  # noqa: E402
 from edgepipe.errors import DeviceOutOfMemory, StageError  # noqa: E402
-from edgepipe.model.facts import ModelConfig  # noqa: E402
+from edgepipe.spec.facts import ModelConfig  # noqa: E402
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
-from tests.support.host_kernels import COMPILER, ROUTING, SOURCES, Part, compile_for_host  # noqa: E402
-from tests.support.kernel_forms import FORMS  # noqa: E402
-from tests.support.recorded_steps import STEP_FORMS  # noqa: E402
-from tests.support.recurrent_layers import MODELS  # noqa: E402
-from tests.support.steps import step_row  # noqa: E402
-from tests.support.torch_twins import Twins  # noqa: E402
+from tests.support.backends.host_kernels import COMPILER, ROUTING, SOURCES, Part, compile_for_host  # noqa: E402
+from tests.support.backends.kernel_forms import FORMS  # noqa: E402
+from tests.support.backends.recorded_steps import STEP_FORMS  # noqa: E402
+from tests.support.backends.steps import step_row  # noqa: E402
+from tests.support.backends.torch_twins import Twins  # noqa: E402
+from tests.support.models.recurrent_layers import MODELS  # noqa: E402
 
 CPU = torch.device("cpu")
 REFUSED = "was not launched: too many resources requested"

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
-from tests.support.graph_recorder import CpuRecorder  # noqa: E402
+from tests.support.backends.graph_recorder import CpuRecorder  # noqa: E402
 
 
 def test_recording_changes_nothing_and_a_replay_everything() -> None:

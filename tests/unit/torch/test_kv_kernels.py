@@ -27,13 +27,13 @@ from edgepipe_torch.step_ops import CompiledOps  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, StepRow  # noqa: E402
-from edgepipe.model.facts import ModelConfig  # noqa: E402
-from edgepipe.model.tensors import WeightSource  # noqa: E402
+from edgepipe.spec.facts import ModelConfig  # noqa: E402
+from edgepipe.spec.tensors import WeightSource  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
-from tests.support.numerics_harness import Pipeline  # noqa: E402
-from tests.support.packed_models import PackedTinyModel  # noqa: E402
-from tests.support.shapes import flat  # noqa: E402
-from tests.support.steps import make_step, step_row  # noqa: E402
+from tests.support.backends.steps import make_step, step_row  # noqa: E402
+from tests.support.models.packed import PackedTinyModel  # noqa: E402
+from tests.support.models.shapes import flat  # noqa: E402
+from tests.support.numerics.harness import Pipeline  # noqa: E402
 
 pytestmark = pytest.mark.skipif(isinstance(cpu_kernels(), KernelsUnavailable), reason="no kernels for this CPU")
 

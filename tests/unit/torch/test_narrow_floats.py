@@ -14,10 +14,10 @@ from edgepipe_torch.linear import HalfLinear, Workspace, half_works  # noqa: E40
 from edgepipe_torch.loading import load_slices  # noqa: E402
 from edgepipe_torch.rope import Rotations  # noqa: E402
 
-from edgepipe.model.facts import LayerRange, Slice  # noqa: E402
-from edgepipe.model.weights import open_weights  # noqa: E402
-from tests.support.changed_gguf import Arrays, write_changed  # noqa: E402
-from tests.support.family_files import write_family_gguf  # noqa: E402
+from edgepipe.spec.facts import LayerRange, Slice  # noqa: E402
+from edgepipe.weights.weights import open_weights  # noqa: E402
+from tests.support.models.changed_gguf import Arrays, write_changed  # noqa: E402
+from tests.support.models.family_files import write_family_gguf  # noqa: E402
 
 
 def narrow(tensors: Arrays) -> Arrays:

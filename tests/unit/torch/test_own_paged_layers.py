@@ -19,15 +19,15 @@ from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.cuda_kernels.paged_decode import PagedDecode, PagedForm, paged_form  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions  # noqa: E402
-from edgepipe.model.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
-from edgepipe.model.layer_spec import Latent  # noqa: E402
+from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
+from edgepipe.spec.layer_spec import Latent  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
-from tests.support.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
-from tests.support.decode_reference import reference_decode  # noqa: E402
-from tests.support.host_kernels import COMPILER, HostModule, compile_for_host, paged_part  # noqa: E402
-from tests.support.steps import make_step, run_step, step_row  # noqa: E402
-from tests.support.torch_paging import cpu_paging  # noqa: E402
-from tests.support.torch_twins import Crowd, Twins  # noqa: E402
+from tests.support.backends.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
+from tests.support.backends.host_kernels import COMPILER, HostModule, compile_for_host, paged_part  # noqa: E402
+from tests.support.backends.steps import make_step, run_step, step_row  # noqa: E402
+from tests.support.backends.torch_paging import cpu_paging  # noqa: E402
+from tests.support.backends.torch_twins import Crowd, Twins  # noqa: E402
+from tests.support.numerics.decode_reference import reference_decode  # noqa: E402
 
 if TYPE_CHECKING:
     from edgepipe_torch.head_shape import LayerHeads

@@ -21,17 +21,17 @@ from torch import Tensor  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions  # noqa: E402
 from edgepipe.errors import ConfigInvalid  # noqa: E402
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices  # noqa: E402
-from edgepipe.model.logical import OneTensorPerWeight  # noqa: E402
-from edgepipe.model.packed import GroupValues, Packed, split_planes  # noqa: E402
-from edgepipe.model.packed_form import PackedForm  # noqa: E402
-from edgepipe.model.resident import resident_bytes  # noqa: E402
-from edgepipe.model.tensors import RawTensor, TensorInfo, WeightSource  # noqa: E402
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices  # noqa: E402
+from edgepipe.spec.packed import GroupValues, Packed, split_planes  # noqa: E402
+from edgepipe.spec.packed_form import PackedForm  # noqa: E402
+from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightSource  # noqa: E402
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
-from tests.support.numerics_harness import Pipeline  # noqa: E402
-from tests.support.packed_models import PackedTinyModel, exact_float32, random_packed  # noqa: E402
-from tests.support.shapes import flat  # noqa: E402
-from tests.support.torch_slices import loaded_slice  # noqa: E402
+from edgepipe.weights.logical import OneTensorPerWeight  # noqa: E402
+from edgepipe.weights.resident import resident_bytes  # noqa: E402
+from tests.support.backends.torch_slices import loaded_slice  # noqa: E402
+from tests.support.models.packed import PackedTinyModel, exact_float32, random_packed  # noqa: E402
+from tests.support.models.shapes import flat  # noqa: E402
+from tests.support.numerics.harness import Pipeline  # noqa: E402
 
 CPU = torch.device("cpu")
 ROUNDED = 1.5e-6  # of float32 sums: at worst 256 * 2**-24 = 1.5e-5

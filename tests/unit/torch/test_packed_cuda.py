@@ -20,14 +20,14 @@ from edgepipe_torch.packed_cuda import PackedCudaLinear  # noqa: E402
 from edgepipe_torch.packed_tiles import TiledWeight  # noqa: E402
 
 from edgepipe.backend.types import PackedProducts  # noqa: E402
-from edgepipe.model.packed import Packed  # noqa: E402
-from edgepipe.model.resident import resident_bytes  # noqa: E402
-from tests.support.kernel_forms import FORMS  # noqa: E402
+from edgepipe.spec.packed import Packed  # noqa: E402
+from edgepipe.weights.resident import resident_bytes  # noqa: E402
+from tests.support.backends.kernel_forms import FORMS  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-    from tests.support.host_kernels import HostModule
+    from tests.support.backends.host_kernels import HostModule
 
     Modules = dict[KernelForm, HostModule]
 

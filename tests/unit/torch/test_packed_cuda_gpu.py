@@ -15,7 +15,7 @@ from edgepipe_torch.cuda_kernels.library import CudaLibrary  # noqa: E402
 from edgepipe_torch.packed_cuda import PackedCudaLinear  # noqa: E402
 from edgepipe_torch.packed_fallbacks import Int4Weights  # noqa: E402
 
-from tests.support.kernel_forms import FORMS  # noqa: E402
+from tests.support.backends.kernel_forms import FORMS  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import device

@@ -27,9 +27,9 @@ from edgepipe_torch.cuda_kernels.products import (  # noqa: E402
 )
 from edgepipe_torch.packed_tiles import TiledWeight  # noqa: E402
 
-from tests.support.host_kernels import HostModule  # noqa: E402
-from tests.support.kernel_forms import FORMS  # noqa: E402
-from tests.support.nvrtc import nvrtc_for  # noqa: E402
+from tests.support.backends.host_kernels import HostModule  # noqa: E402
+from tests.support.backends.kernel_forms import FORMS  # noqa: E402
+from tests.support.backends.nvrtc import nvrtc_for  # noqa: E402
 
 CPU = torch.device("cpu")
 ARCHITECTURES = (80, 86, 89, 90, 120)

@@ -19,11 +19,11 @@ from edgepipe_torch.packed_kv import PackedKVStorage, encode  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, BlockCopy  # noqa: E402
 from edgepipe.errors import ConfigInvalid  # noqa: E402
-from edgepipe.model.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
-from edgepipe.model.tensors import RawTensor  # noqa: E402
+from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
+from edgepipe.spec.tensors import RawTensor  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
-from tests.support.shapes import flat  # noqa: E402
-from tests.support.steps import make_step, run_step, step_row, token_ids  # noqa: E402
+from tests.support.backends.steps import make_step, run_step, step_row, token_ids  # noqa: E402
+from tests.support.models.shapes import flat  # noqa: E402
 
 Floats = npt.NDArray[np.float32]
 LLAMA = tiny_config()

@@ -25,8 +25,8 @@ from edgepipe_torch.cuda_kernels.paged_decode import (  # noqa: E402
     part_count,
 )
 
-from tests.support.host_kernels import COMPILER, SOURCES, HostModule, Part, compile_for_host, paged_part  # noqa: E402
-from tests.support.nvrtc import nvrtc_for  # noqa: E402
+from tests.support.backends.host_kernels import COMPILER, SOURCES, HostModule, Part, compile_for_host, paged_part  # noqa: E402
+from tests.support.backends.nvrtc import nvrtc_for  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,10 +17,10 @@ from edgepipe_torch.cuda_kernels.paged_decode import PagedForm  # noqa: E402
 from edgepipe_torch.paging import PAGE_TOKENS  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions  # noqa: E402
-from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
-from edgepipe.model.layer_spec import Latent  # noqa: E402
+from edgepipe.spec.facts import LayerRange, make_slices  # noqa: E402
+from edgepipe.spec.layer_spec import Latent  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
-from tests.support.steps import make_step, run_step, step_row  # noqa: E402
+from tests.support.backends.steps import make_step, run_step, step_row  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor, device

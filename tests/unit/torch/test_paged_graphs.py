@@ -22,14 +22,14 @@ from edgepipe_torch.linear import Workspace  # noqa: E402
 
 from edgepipe.backend.step_layout import StepLayout, lay_out_step  # noqa: E402
 from edgepipe.backend.types import ActivationType, BackendOptions, LogitEdits, ScoreRows, StepRow  # noqa: E402
-from edgepipe.model.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
-from edgepipe.model.layer_spec import Latent  # noqa: E402
+from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
+from edgepipe.spec.layer_spec import Latent  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights  # noqa: E402
-from tests.support.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
-from tests.support.graph_recorder import CpuGraph, CpuRecorder  # noqa: E402
-from tests.support.steps import make_step, result_of, run_step, step_row, token_ids  # noqa: E402
-from tests.support.torch_paging import cpu_paging  # noqa: E402
-from tests.support.torch_twins import TINY, UNGROUPED, WINDOW, Crowd, Twins  # noqa: E402
+from tests.support.backends.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
+from tests.support.backends.graph_recorder import CpuGraph, CpuRecorder  # noqa: E402
+from tests.support.backends.steps import make_step, result_of, run_step, step_row, token_ids  # noqa: E402
+from tests.support.backends.torch_paging import cpu_paging  # noqa: E402
+from tests.support.backends.torch_twins import TINY, UNGROUPED, WINDOW, Crowd, Twins  # noqa: E402
 
 RANKS = Latent(query_rank=8, kv_rank=24, nope_dim=16, rope_dim=8, value_dim=16)
 LATENT = replace(

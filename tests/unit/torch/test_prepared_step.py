@@ -14,7 +14,7 @@ from edgepipe_torch.rope import Rotations
 
 from edgepipe.errors import StepFailed
 from edgepipe.testing.tiny_model import tiny_config
-from tests.support.steps import make_step, step_row
+from tests.support.backends.steps import make_step, step_row
 
 ROTATIONS = Rotations(tiny_config())
 

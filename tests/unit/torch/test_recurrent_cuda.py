@@ -28,14 +28,14 @@ from edgepipe_torch.cuda_kernels.recurrent_checking import (  # noqa: E402
 from edgepipe_torch.cuda_kernels.recurrent_step import MixerStep, StepForm, step_form  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, RowState, StateWrite, StepRow  # noqa: E402
-from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
-from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv  # noqa: E402
+from edgepipe.spec.facts import LayerRange, make_slices  # noqa: E402
+from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights  # noqa: E402
-from tests.support.host_kernels import COMPILER, SOURCES, HostModule, Part, compile_for_host  # noqa: E402
-from tests.support.nvrtc import nvrtc_for  # noqa: E402
-from tests.support.recorded_steps import QWEN, STEP_FORMS, recorded_steps  # noqa: E402
-from tests.support.recurrent_layers import CONV, DELTA, MAMBA, MODELS  # noqa: E402
-from tests.support.steps import make_step, run_step, step_row  # noqa: E402
+from tests.support.backends.host_kernels import COMPILER, SOURCES, HostModule, Part, compile_for_host  # noqa: E402
+from tests.support.backends.nvrtc import nvrtc_for  # noqa: E402
+from tests.support.backends.recorded_steps import QWEN, STEP_FORMS, recorded_steps  # noqa: E402
+from tests.support.backends.steps import make_step, run_step, step_row  # noqa: E402
+from tests.support.models.recurrent_layers import CONV, DELTA, MAMBA, MODELS  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path

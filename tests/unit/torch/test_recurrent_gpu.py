@@ -17,11 +17,11 @@ from edgepipe_torch.cuda_kernels.recurrent_step import step_form  # noqa: E402
 from edgepipe_torch.paging import PAGE_TOKENS  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, RowState, StateWrite  # noqa: E402
-from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
-from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv  # noqa: E402
+from edgepipe.spec.facts import LayerRange, make_slices  # noqa: E402
+from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights  # noqa: E402
-from tests.support.recurrent_layers import MODELS  # noqa: E402
-from tests.support.steps import make_step, run_step, step_row  # noqa: E402
+from tests.support.backends.steps import make_step, run_step, step_row  # noqa: E402
+from tests.support.models.recurrent_layers import MODELS  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,18 +17,18 @@ torch = pytest.importorskip("torch")
 from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
 
 from edgepipe.backend.types import RowState, StateWrite, StepRow  # noqa: E402
-from tests.support.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
-from tests.support.recorded_steps import recorded_steps  # noqa: E402
-from tests.support.recurrent_layers import MODELS  # noqa: E402
-from tests.support.steps import step_row  # noqa: E402
-from tests.support.torch_twins import Twins, states_of  # noqa: E402
+from tests.support.backends.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
+from tests.support.backends.recorded_steps import recorded_steps  # noqa: E402
+from tests.support.backends.steps import step_row  # noqa: E402
+from tests.support.backends.torch_twins import Twins, states_of  # noqa: E402
+from tests.support.models.recurrent_layers import MODELS  # noqa: E402
 
 if TYPE_CHECKING:
     from edgepipe_torch.cuda_kernels.recurrent_step import StepForm
     from edgepipe_torch.mixer_steps import StepKernels
     from edgepipe_torch.recurrent import Mixer
 
-    from tests.support.host_kernels import HostModule
+    from tests.support.backends.host_kernels import HostModule
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from edgepipe_torch.cpu_kernels import cpu_kernels  # noqa: E402
 from edgepipe_torch.cpu_replay import DecodeReplays  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
-from edgepipe.model.facts import ModelConfig  # noqa: E402
-from edgepipe.model.layer_spec import Dense, Experts, Latent, Router, Temperature  # noqa: E402
+from edgepipe.spec.facts import ModelConfig  # noqa: E402
+from edgepipe.spec.layer_spec import Dense, Experts, Latent, Router, Temperature  # noqa: E402
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
-from tests.support.numerics_harness import Logits, Pipeline  # noqa: E402
-from tests.support.packed_models import PackedTinyModel  # noqa: E402
+from tests.support.models.packed import PackedTinyModel  # noqa: E402
+from tests.support.numerics.harness import Logits, Pipeline  # noqa: E402
 
 pytestmark = pytest.mark.skipif(isinstance(cpu_kernels(), KernelsUnavailable), reason="no kernels for this CPU")
 

@@ -18,12 +18,12 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from edgepipe.model.layer_spec import Experts, Router  # noqa: E402
-from edgepipe.model.resident import weight_bytes  # noqa: E402
-from edgepipe.model.weights import open_weights  # noqa: E402
-from tests.support import gpt_oss_files  # noqa: E402
-from tests.support.expert_models import write_expert_folder  # noqa: E402
-from tests.support.torch_slices import compiled_kernels, loaded_slice  # noqa: E402
+from edgepipe.spec.layer_spec import Experts, Router  # noqa: E402
+from edgepipe.weights.resident import weight_bytes  # noqa: E402
+from edgepipe.weights.weights import open_weights  # noqa: E402
+from tests.support.backends.torch_slices import compiled_kernels, loaded_slice  # noqa: E402
+from tests.support.models import gpt_oss_files  # noqa: E402
+from tests.support.models.experts import write_expert_folder  # noqa: E402
 
 HIDDEN = 1032  # no multiple of 16, and enough terms that torch's order of them changes with the rows
 MOST_ROWS = 64

@@ -29,20 +29,20 @@ from edgepipe_torch.shard_cache import ShardCache  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions  # noqa: E402
 from edgepipe.errors import ModelInvalid  # noqa: E402
-from edgepipe.model.card import ModelCard  # noqa: E402
-from edgepipe.model.config import hf_config  # noqa: E402
-from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
-from edgepipe.model.gguf_types import BLOCKS_BY_NAME  # noqa: E402
-from edgepipe.model.packed import Packed  # noqa: E402
-from edgepipe.model.repacked import REPACKED_FOLDER, RepackedPlace  # noqa: E402
-from edgepipe.model.store import ModelStore  # noqa: E402
-from edgepipe.model.template import ChatTemplate  # noqa: E402
-from edgepipe.model.tensors import RawTensor, TensorInfo  # noqa: E402
-from edgepipe.model.weights import Weights, open_weights  # noqa: E402
-from tests.support.model_files import TOKENS, adopt, hf_values, metadata_of, random_tensors, write_gguf  # noqa: E402
-from tests.support.packed_models import QUANTISED, random_packed  # noqa: E402
-from tests.support.quantised_folders import write_quantised_folder  # noqa: E402
-from tests.support.torch_slices import loaded_slice  # noqa: E402
+from edgepipe.spec.config import hf_config  # noqa: E402
+from edgepipe.spec.facts import LayerRange, make_slices  # noqa: E402
+from edgepipe.spec.gguf_types import BLOCKS_BY_NAME  # noqa: E402
+from edgepipe.spec.packed import Packed  # noqa: E402
+from edgepipe.spec.tensors import RawTensor, TensorInfo  # noqa: E402
+from edgepipe.store.store import ModelStore  # noqa: E402
+from edgepipe.text.template import ChatTemplate  # noqa: E402
+from edgepipe.weights.card import ModelCard  # noqa: E402
+from edgepipe.weights.repacked import REPACKED_FOLDER, RepackedPlace  # noqa: E402
+from edgepipe.weights.weights import Weights, open_weights  # noqa: E402
+from tests.support.backends.torch_slices import loaded_slice  # noqa: E402
+from tests.support.models.files import TOKENS, adopt, hf_values, metadata_of, random_tensors, write_gguf  # noqa: E402
+from tests.support.models.packed import QUANTISED, random_packed  # noqa: E402
+from tests.support.models.quantised_folders import write_quantised_folder  # noqa: E402
 
 CPU = torch.device("cpu")
 ROOM_BYTES = 10_000_000

@@ -23,12 +23,12 @@ from edgepipe_torch.slice_builder import SliceBuilder  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, LoadProgress  # noqa: E402
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, DeviceOutOfMemory, ModelInvalid  # noqa: E402
-from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices  # noqa: E402
-from edgepipe.model.layout import slice_parameters  # noqa: E402
-from edgepipe.model.tensors import RawTensor, TensorInfo  # noqa: E402
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices  # noqa: E402
+from edgepipe.spec.layout import slice_parameters  # noqa: E402
+from edgepipe.spec.tensors import RawTensor, TensorInfo  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
-from tests.support.steps import make_step, run_step, step_row, token_ids  # noqa: E402
-from tests.support.torch_slices import loaded_slice  # noqa: E402
+from tests.support.backends.steps import make_step, run_step, step_row, token_ids  # noqa: E402
+from tests.support.backends.torch_slices import loaded_slice  # noqa: E402
 
 CPU = torch.device("cpu")
 

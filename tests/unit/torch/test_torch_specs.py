@@ -21,15 +21,15 @@ from edgepipe_torch.head_shape import LayerHeads  # noqa: E402
 from edgepipe_torch.paging import PagedDecode  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
-from edgepipe.model.facts import ModelConfig  # noqa: E402
-from edgepipe.model.layer_spec import LayerSpec  # noqa: E402
-from edgepipe.model.layout import model_tensors  # noqa: E402
+from edgepipe.spec.facts import ModelConfig  # noqa: E402
+from edgepipe.spec.layer_spec import LayerSpec  # noqa: E402
+from edgepipe.spec.layout import model_tensors  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
-from tests.support.decode_reference import reference_decode  # noqa: E402
-from tests.support.numerics_harness import Logits, Pipeline  # noqa: E402
-from tests.support.packed_models import PackedTinyModel, exact_float32  # noqa: E402
-from tests.support.spec_reference import reference_logits  # noqa: E402
-from tests.support.torch_paging import cpu_paging  # noqa: E402
+from tests.support.backends.torch_paging import cpu_paging  # noqa: E402
+from tests.support.models.packed import PackedTinyModel, exact_float32  # noqa: E402
+from tests.support.numerics.decode_reference import reference_decode  # noqa: E402
+from tests.support.numerics.harness import Logits, Pipeline  # noqa: E402
+from tests.support.numerics.spec_reference import reference_logits  # noqa: E402
 
 PLAIN = tiny_config(num_layers=3, hidden_size=64, vocab_size=96)
 TOKENS: list[int] = np.random.default_rng(1).integers(0, 96, 90).tolist()

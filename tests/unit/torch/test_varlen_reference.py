@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from edgepipe_torch.paging import VarlenAttention  # noqa: E402
 
-from tests.support.varlen_reference import varlen_attention  # noqa: E402
+from tests.support.numerics.varlen_reference import varlen_attention  # noqa: E402
 
 
 def test_its_signature_is_that_of_torchs_kernel() -> None:

@@ -14,8 +14,8 @@ from edgepipe.engine.pump import Pump
 from edgepipe.engine.requests import GatewayStream
 from edgepipe.errors import EdgepipeError
 from edgepipe.gateway.log import RequestLog
-from tests.support.claims import RECEIVERS, Receiver, bounded_work
-from tests.support.fuzz_messages import MessageFuzzer
+from tests.support.cluster.claims import RECEIVERS, Receiver, bounded_work
+from tests.support.cluster.fuzz_messages import MessageFuzzer
 
 Unchecked = Callable[[pytest.MonkeyPatch], None]
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from edgepipe.backend.types import ActivationType
 from edgepipe.errors import EdgepipeError, NodeUnreachable, RemoteProtocolError
-from edgepipe.model.facts import LayerRange
 from edgepipe.planner import profiles
 from edgepipe.sampling.bounds import Within
+from edgepipe.spec.facts import LayerRange
 from edgepipe.wire import children, common, engines, nodes, plans, serving, trust
 from edgepipe.wire.bounds import MESSAGE_BOUNDS
 from edgepipe.wire.bounds.rules import Most, Rule

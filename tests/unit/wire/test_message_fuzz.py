@@ -22,8 +22,8 @@ from edgepipe.sampling.bounds import Within
 from edgepipe.security.access import ALLOWED
 from edgepipe.wire.bounds import MESSAGE_BOUNDS
 from edgepipe.wire.bounds.rules import Checked
-from tests.support.fuzz_messages import MessageFuzzer, fields_of, methods
-from tests.support.message_feeders import FEW, Feeder, Folders, feeders
+from tests.support.cluster.fuzz_messages import MessageFuzzer, fields_of, methods
+from tests.support.cluster.message_feeders import FEW, Feeder, Folders, feeders
 
 MAX_INPUT_S = 2.0  # of the processor, for one message
 MAX_GROWTH_BYTES = 32 << 20

@@ -9,16 +9,16 @@ import pytest
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import ConfigInvalid, ModelInvalid
 from edgepipe.ids import NodeId
-from edgepipe.model.config_json import config_to_json
-from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.layout import slice_parameters
-from edgepipe.model.mixes import named_model
-from edgepipe.model.weight_table import FLOATS
+from edgepipe.spec.config_json import config_to_json
+from edgepipe.spec.facts import LayerRange, Slice
+from edgepipe.spec.layout import slice_parameters
+from edgepipe.weights.mixes import named_model
+from edgepipe.weights.weight_table import FLOATS
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.serving import SurveyedMachine, SurveyReply
 from edgepipe.wire.surveys import cluster_of
 from edgepipe.wire.v1 import node_pb2
-from tests.support.shapes import flat
+from tests.support.models.shapes import flat
 
 CONFIG, WEIGHTS = named_model("qwen3-8b:q4_k_m")
 WHOLE = Slice(index=0, layers=LayerRange(0, 36), embedding=True, head=True)

@@ -1,0 +1,86 @@
+"""Qwen3.5 and 3.6, dense and with experts: as Qwen3-Next, with projections of its own for queries, keys and values.
+
+Pictures and the prediction of several tokens are skipped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgepipe.spec.families.qwen3_next import GGUF_PARTS, gguf_experts, gguf_layers, hf_experts, hf_mixers
+from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape
+from edgepipe.spec.families.recurrent import every_nth, with_mixers
+from edgepipe.spec.layer_spec import Dense, LayerSpec, Router
+
+_CONTEXT = 32_768
+_DENSE = "Qwen3.6-27B, Qwen3.5-9B"
+_EXPERTS = "Qwen3.6-35B-A3B, Qwen3.5-122B-A10B"
+
+
+def _hf_dense(shape: HfShape) -> Decoder:
+    return _decoder(shape, LayerSpec(dense=Dense(inner=shape.inner(default=12_288))), kv_heads=4)
+
+
+def _hf_experts(shape: HfShape) -> Decoder:
+    return _decoder(shape, LayerSpec(experts=hf_experts(shape, 256, 8, Router())), kv_heads=2)
+
+
+def _decoder(shape: HfShape, feed: LayerSpec, *, kv_heads: int) -> Decoder:
+    layers = with_mixers(every_nth(shape), hf_mixers(shape, kv_heads), [feed] * shape.num_layers)
+    return Decoder(layers=layers, norm=replace(shape.norm(), plus_one=True), tied_embeddings=shape.tied())
+
+
+def _gguf_dense(shape: GgufShape) -> Decoder:
+    layers = gguf_layers(shape, LayerSpec(dense=Dense(inner=shape.inner())), tiled=True)
+    return Decoder(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
+
+
+def _gguf_experts(shape: GgufShape) -> Decoder:
+    layers = gguf_layers(shape, gguf_experts(shape), tiled=True)
+    return Decoder(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
+
+
+QWEN3_5 = Family(
+    name="qwen3_5_text",
+    hf_class="Qwen3_5ForCausalLM",
+    models=f"{_DENSE} in GGUF files, text-only Qwen3.5",
+    from_hf=_hf_dense,
+    naming="qwen3_5",
+    default_context=_CONTEXT,
+    gguf="qwen35",
+    gguf_naming="qwen3_5, GGUF",
+    from_gguf=_gguf_dense,
+    gguf_parts=GGUF_PARTS,
+)
+QWEN3_5_MOE = Family(
+    name="qwen3_5_moe_text",
+    hf_class="Qwen3_5MoeForCausalLM",
+    models=f"{_EXPERTS} in GGUF files, text-only Qwen3.5 with experts",
+    from_hf=_hf_experts,
+    naming="qwen3_5",
+    default_context=_CONTEXT,
+    gguf="qwen35moe",
+    gguf_naming="qwen3_5, GGUF",
+    from_gguf=_gguf_experts,
+    gguf_parts=GGUF_PARTS,
+    with_experts=True,
+)
+QWEN3_5_VISION = Family(
+    name="qwen3_5",
+    hf_class="Qwen3_5ForConditionalGeneration",
+    models=_DENSE,
+    from_hf=_hf_dense,
+    naming="qwen3_5 of several",
+    default_context=_CONTEXT,
+    text_key="text_config",
+)
+QWEN3_5_MOE_VISION = Family(
+    name="qwen3_5_moe",
+    hf_class="Qwen3_5MoeForConditionalGeneration",
+    models=_EXPERTS,
+    from_hf=_hf_experts,
+    naming="qwen3_5 of several",
+    default_context=_CONTEXT,
+    text_key="text_config",
+    with_experts=True,
+)

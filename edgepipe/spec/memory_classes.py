@@ -1,0 +1,226 @@
+"""What a model's layers keep of a sequence: the keys and values of its whole context, or of a window, or a state.
+
+Every node derives the same classes from the config, in one order: first the layers that keep the context, then one
+class per window, ascending. A model without layers of the first kind keeps the context in the layers of its widest
+window. Recurrent layers keep a state in slots of their own. See ``docs/adr/memory-classes.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
+
+SLACK_TOKENS = 2048
+"""Tokens of a prompt that may be in flight beyond a window: some steps' prefill."""
+
+MOST_TOKENS = 1 << 40
+"""More tokens of KV than any machine holds."""
+
+_BLOCK_SIZE = 16  # tokens of a KV block where none is named: of most devices
+_SLACK_PARTS = 8  # of a context, of which the slack is at most one
+_POOL_PARTS = 8  # of the context's blocks, of which a window's pool has at least one
+_LEAST_SLOTS = 4  # of two sequences, and a snapshot of each
+_SLOT_SHARE = 2  # bytes of slots for each byte of the KV beside them,
+_MOST_SLOT_TOKENS, _LEAST_SLOT_TOKENS = 2048, 64  # within these bounds: tokens of KV for which there is one more slot
+_LEAST_GAP, _MOST_GAP = 256, 4096  # tokens between a prompt's snapshots
+_COUNTED_FORM = "bfloat16"  # of the KV whose bytes the gap compares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPool:
+    """The blocks of one windowed class on every stage."""
+
+    window: int  # tokens that a query sees, including itself
+    slack: int  # tokens that may be in flight beyond the window
+    num_blocks: int
+    block_size: int  # tokens
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that a sequence holds at most."""
+        return -(-(self.window + self.slack) // self.block_size) + 1
+
+    def first_block(self, position: int) -> int:
+        """Return the place in a sequence of the first block that the token at ``position`` or a later one sees."""
+        return max(0, position - self.window + 1) // self.block_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePool:
+    """The slots for states of recurrent layers, numbered alike on every stage."""
+
+    num_slots: int
+    gap: int  # tokens between the snapshots of a long prompt, whole blocks
+
+    @property
+    def kept_slots(self) -> int:
+        """The slots that a stage allocates: one more, of zeros, with which sequences begin."""
+        return self.num_slots + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryClasses:
+    """The classes of a model. Class 0 keeps the context; class n > 0 keeps ``windows[n - 1]``."""
+
+    windows: tuple[int, ...]  # tokens
+    of_layer: tuple[int, ...]  # class of each layer of the model
+    context_length: int  # tokens
+    slack: int  # tokens
+    state_bytes: int = 0  # of one sequence in all layers; 0: none is recurrent
+    kv_token_bytes: int = 0  # of one token in all layers, in bf16
+
+    def pools(self, *, num_blocks: int, block_size: int) -> tuple[WindowPool, ...]:
+        """Return the windows' pools beside ``num_blocks`` blocks of the context.
+
+        Empty if no window would keep less than the context: all layers then belong to class 0.
+        """
+        contexts = -(-num_blocks * block_size // self.context_length)
+        pools: list[WindowPool] = []
+        for window in self.windows:
+            pool = WindowPool(window=window, slack=self.slack, num_blocks=num_blocks, block_size=block_size)
+            blocks = max(num_blocks // _POOL_PARTS, contexts * pool.most_blocks)
+            pools.append(replace(pool, num_blocks=min(num_blocks, blocks)))
+        return tuple(pools) if any(pool.num_blocks < num_blocks for pool in pools) else ()
+
+    def states(self, *, num_blocks: int, block_size: int) -> StatePool | None:
+        """Return the slots beside ``num_blocks`` blocks of the context; None for a model without recurrent layers.
+
+        A snapshot takes as many bytes as the KV of ``gap`` tokens, within bounds. So snapshots of a long prompt double
+        its memory. All slots take twice the bytes of the KV, within bounds: a short chat needs a slot, too.
+        """
+        if not self.state_bytes:
+            return None
+        alike = self.state_bytes // self.kv_token_bytes if self.kv_token_bytes else _MOST_GAP  # tokens of KV
+        gap = max(_LEAST_GAP, min(_MOST_GAP, alike))
+        slot_tokens = max(_LEAST_SLOT_TOKENS, min(_MOST_SLOT_TOKENS, alike // _SLOT_SHARE))
+        slots = max(_LEAST_SLOTS, -(-num_blocks * block_size // slot_tokens))
+        return StatePool(num_slots=slots, gap=-(-gap // block_size) * block_size)
+
+    def opened(self, window_blocks: Sequence[int], *, block_size: int) -> tuple[WindowPool, ...]:
+        """Return the pools that an epoch was opened with. Raises ValueError for another number of classes."""
+        if window_blocks and len(window_blocks) != len(self.windows):
+            raise ValueError(f"{len(window_blocks)} windows, not {len(self.windows)}")
+        return tuple(
+            WindowPool(window=window, slack=self.slack, num_blocks=blocks, block_size=block_size)
+            for window, blocks in zip(self.windows, window_blocks, strict=False)
+        )
+
+    def kept_tokens(self, num_tokens: int, *, block_size: int) -> tuple[int, ...]:
+        """Return for each layer the tokens that its pool holds, where class 0 holds ``num_tokens``."""
+        pools = self.pools(num_blocks=-(-num_tokens // block_size), block_size=block_size)
+        if not pools:
+            return (num_tokens,) * len(self.of_layer)
+        kept = [num_tokens, *(min(num_tokens, pool.num_blocks * block_size) for pool in pools)]
+        return tuple(kept[each] for each in self.of_layer)
+
+    def most_blocks(
+        self,
+        block_bytes: int,
+        window_bytes: Sequence[int],
+        *,
+        state_bytes: int,
+        block_size: int,
+        room_bytes: float,
+        wanted: int,
+    ) -> int:
+        """Return the most blocks of class 0, at most ``wanted``, whose pools fit into the room; 0 if none do.
+
+        block_bytes   of one block in all layers of a stage
+        window_bytes  of these, the bytes of each windowed class
+        state_bytes   of one slot in all layers of the stage
+        """
+
+        def num_bytes(num_blocks: int) -> int:
+            pools = self.pools(num_blocks=num_blocks, block_size=block_size)
+            states = self.states(num_blocks=num_blocks, block_size=block_size)
+            kv = pool_bytes(block_bytes, window_bytes, num_blocks, [pool.num_blocks for pool in pools])
+            return kv + state_bytes * (states.kept_slots if states else 0)
+
+        return most_within(room_bytes, num_bytes, at_most=wanted)
+
+    def layers(self, number: int, slices: Iterable[Slice]) -> tuple[Slice, ...]:
+        """Return the slices' layers of one class, each as a slice."""
+        return tuple(
+            Slice(index=part.index, layers=LayerRange(layer, layer + 1), embedding=False, head=False)
+            for part in slices
+            for layer in part.layers
+            if self.of_layer[layer] == number
+        )
+
+
+def stage_classes(
+    config: ModelConfig, slices: Sequence[Slice], *, num_blocks: int, window_blocks: Sequence[int]
+) -> list[tuple[int, tuple[Slice, ...]]]:
+    """Return for each class that an epoch was opened with: its blocks, and the slices' layers of it."""
+    if not window_blocks:
+        return [(num_blocks, tuple(slices))]
+    classes = memory_classes(config)
+    return [(count, classes.layers(number, slices)) for number, count in enumerate((num_blocks, *window_blocks))]
+
+
+def memory_classes(config: ModelConfig) -> MemoryClasses:
+    """Derive a model's classes from its layers."""
+    slack = max(1, min(SLACK_TOKENS, config.context_length // _SLACK_PARTS))
+    windows_of = [layer.attention.window if layer.attention else None for layer in config.layers]
+    kept = [_kept(window, slack, config.context_length) for window in windows_of]
+    if all(window is not None for window, layer in zip(kept, config.layers, strict=True) if layer.attention):
+        widest = max((window for window in kept if window is not None), default=0)
+        kept = [None if window == widest else window for window in kept]
+    windows = tuple(sorted({window for window in kept if window is not None}))
+    return MemoryClasses(
+        windows=windows,
+        of_layer=tuple(0 if window is None else 1 + windows.index(window) for window in kept),
+        context_length=config.context_length,
+        slack=slack,
+        state_bytes=config.state_bytes(),
+        kv_token_bytes=config.kv_bytes_per_token(form=_COUNTED_FORM),
+    )
+
+
+def pool_bytes(block_bytes: int, window_bytes: Sequence[int], num_blocks: int, window_blocks: Sequence[int]) -> int:
+    """Return the bytes of a stage's pools. Without ``window_blocks`` every layer has ``num_blocks``.
+
+    The other arguments: see ``MemoryClasses.most_blocks``.
+    """
+    saved = sum(size * (num_blocks - count) for size, count in zip(window_bytes, window_blocks, strict=False))
+    return block_bytes * num_blocks - saved
+
+
+def state_slots(config: ModelConfig, num_tokens: int) -> int:
+    """Return the slots of states beside a KV cache of ``num_tokens``; 0 for a model without recurrent layers."""
+    states = _states(config, num_tokens)
+    return states.num_slots if states is not None else 0
+
+
+def kv_bytes(config: ModelConfig, num_tokens: int, *, form: str) -> tuple[int, ...]:
+    """Return the bytes of each layer's KV and states where the layers that keep the context hold ``num_tokens``.
+
+    ``form``: see ``ModelConfig.kv_bytes_per_token``.
+    """
+    kept = memory_classes(config).kept_tokens(num_tokens, block_size=_BLOCK_SIZE)
+    states = _states(config, num_tokens)
+    slots = states.kept_slots if states is not None else 0
+    return tuple(
+        config.kv_bytes_per_token((layer,), form=form) * count + config.state_bytes((layer,)) * slots
+        for layer, count in enumerate(kept)
+    )
+
+
+def _states(config: ModelConfig, num_tokens: int) -> StatePool | None:
+    return memory_classes(config).states(num_blocks=-(-num_tokens // _BLOCK_SIZE), block_size=_BLOCK_SIZE)
+
+
+def most_within(room_bytes: float, bytes_of: Callable[[int], int], *, at_most: int = MOST_TOKENS) -> int:
+    """Return the largest count for which ``bytes_of``, which never falls, fits into the room; 0 if none does."""
+    low, high = 0, at_most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if bytes_of(middle) <= room_bytes else (low, middle - 1)
+    return low
+
+
+def _kept(window: int | None, slack: int, context_length: int) -> int | None:
+    """Return the window, or None if a sequence would hold the context with it."""
+    return None if window is None or window + slack >= context_length else window

@@ -1,0 +1,144 @@
+"""Tiny random models in memory, and the few lines that drive one backend through a chain of slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from edgepipe_mlx import MlxBackend
+
+from edgepipe.backend.types import ActivationType, BackendOptions, BlockCopy, BlockRun, Step, StepRow
+from edgepipe.ids import SequenceId, StepId
+from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
+from edgepipe.spec.layer_spec import Rope
+from edgepipe.spec.layout import model_tensors
+from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightSource
+from edgepipe.spec.uniform import UniformShape
+from edgepipe.weights.logical import OneTensorPerWeight
+
+Float32s = npt.NDArray[np.float32]
+BLOCK_SIZE = 16
+
+
+def tiny_config(**changes: object) -> ModelConfig:
+    """Three Llama layers with grouped queries and a head size that is not hidden / heads; see ``UniformShape``."""
+    facts: dict[str, object] = {
+        "architecture": "llama",
+        "num_layers": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 12,
+        "vocab_size": 97,
+        "context_length": 256,
+        "rms_norm_eps": 1e-5,
+        "rope": Rope(theta=10_000.0),
+    }
+    return UniformShape(**(facts | changes)).config()  # type: ignore[arg-type] - a dict of the class's fields
+
+
+def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Float32s]:
+    """Weights large enough for attention and activations to matter; norms around one."""
+    random = np.random.default_rng(seed)
+    return {
+        name: (random.standard_normal(shape) * 0.3 + ("norm" in name)).astype(np.float32)
+        for name, shape in model_tensors(config).items()
+    }
+
+
+@dataclass(slots=True)
+class MemorySource(OneTensorPerWeight):
+    """A WeightSource over arrays; counts what is read."""
+
+    config: ModelConfig
+    arrays: dict[str, Float32s]
+    names_read: list[str] = field(default_factory=list[str])
+    bytes_read: int = 0
+
+    def tensors(self, part: Slice) -> Sequence[TensorInfo]:
+        head = {"model.norm.weight", "model.embed_tokens.weight" if self.config.tied_embeddings else "lm_head.weight"}
+
+        def wanted(name: str) -> bool:
+            if name.startswith("model.layers."):
+                return int(name.split(".")[2]) in part.layers
+            return (part.embedding and name == "model.embed_tokens.weight") or (part.head and name in head)
+
+        return [
+            TensorInfo(name=name, shape=array.shape, scheme="F32", num_bytes=array.nbytes)
+            for name, array in self.arrays.items()
+            if wanted(name)
+        ]
+
+    def read(self, name: str) -> RawTensor:
+        array = self.arrays[name]
+        self.names_read.append(name)
+        self.bytes_read += array.nbytes
+        info = TensorInfo(name=name, shape=array.shape, scheme="F32", num_bytes=array.nbytes)
+        return RawTensor(info=info, data=array.reshape(-1).view(np.uint8))
+
+
+def cpu_options(
+    *,
+    dtype: str = "float32",
+    activation_type: ActivationType = ActivationType.FLOAT32,
+    weights: str = "auto",
+    kv: str = "auto",
+) -> BackendOptions:
+    """The CPU device, so that figures and rounding are the same on every machine."""
+    settings = {"weights": weights, "kv": kv}
+    return BackendOptions(device="cpu", dtype=dtype, activation_type=activation_type, settings=settings)
+
+
+class Chain:
+    """One backend that holds all slices and runs each step through them, as a pipeline would."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        ranges: Sequence[tuple[int, int]] | None = None,
+        options: BackendOptions | None = None,
+        num_blocks: int = 32,
+    ) -> None:
+        config = source.config
+        parts = [LayerRange(*pair) for pair in ranges or [(0, config.num_layers)]]
+        self.slices = make_slices(parts, config.num_layers)
+        self.backend = MlxBackend(options or cpu_options())
+        self.backend.load(self.slices, source, lambda _: None)
+        self.backend.allocate_kv(num_blocks=num_blocks, block_size=BLOCK_SIZE)
+
+    def run(
+        self,
+        tokens: Sequence[int],
+        rows: Sequence[StepRow],
+        *,
+        logit_rows: Sequence[int] | None = None,
+        copies: tuple[BlockCopy, ...] = (),
+    ) -> Float32s:
+        """One step through all slices; logits of ``logit_rows``, all rows if None."""
+        wanted = range(len(tokens)) if logit_rows is None else logit_rows
+        data: npt.NDArray[np.generic] = np.array(tokens, np.int32)
+        for part in self.slices:
+            step = Step(
+                step=StepId(1),
+                slice_index=part.index,
+                rows=tuple(rows),
+                logit_rows=np.array(list(wanted), np.int32),
+                copies=copies if part.index == 0 else (),
+            )
+            output = self.backend.collect(self.backend.submit(self.backend.prepare(step), data))  # type: ignore[arg-type]
+            data = output.logits if output.activations is None else output.activations  # type: ignore[assignment]
+        return data  # type: ignore[return-value]
+
+
+def row(position: int, num_tokens: int, *runs: tuple[int, int], sequence: int = 1) -> StepRow:
+    """A StepRow from plain numbers; each run is (first block, count)."""
+    return StepRow(
+        sequence=SequenceId(sequence),
+        position=position,
+        num_tokens=num_tokens,
+        runs=tuple(BlockRun(*run) for run in runs),
+    )

@@ -1,0 +1,426 @@
+"""A pipeline reduced to what the scheduler can get wrong: block tables from deltas, KV slots, an oracle for tokens."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any
+
+from edgepipe.backend.step_layout import check_states
+from edgepipe.backend.types import StepRow
+from edgepipe.ids import SequenceId
+from edgepipe.scheduler import (
+    EndReason,
+    Event,
+    Policy,
+    ScheduledStep,
+    Scheduler,
+    SchedulerLimits,
+    SequenceEnded,
+    SequenceSpec,
+    ThrottledPolicy,
+    TokenSampled,
+)
+from edgepipe.spec.memory_classes import StatePool, WindowPool
+
+VOCAB = 97
+NUM_SLICES = 3
+_UNKNOWN = (-1, -1)
+
+
+def fold(value: int, token: int) -> int:
+    """What a token's KV holds, given that of the token before it."""
+    return (value * 31 + token + 1) % 1_000_003
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The oracle: depends on every token and on their order."""
+    value = 7
+    for token in tokens:
+        value = fold(value, token)
+    return value % VOCAB
+
+
+def reference(spec: SequenceSpec, *, context: int) -> list[int]:
+    """All output tokens that the sequence shall have, those generated before included."""
+    output = list(spec.generated)
+    limit = context - len(spec.prompt) if spec.max_tokens is None else spec.max_tokens
+    while len(output) < limit and len(spec.prompt) + len(output) < context:
+        if output and output[-1] in spec.stop_ids:
+            break
+        output.append(next_token([*spec.prompt, *output]))
+    return output
+
+
+@dataclass
+class Memory:
+    """What a slice keeps."""
+
+    # block * block_size + offset -> token, and all up to it folded
+    slots: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    # slot -> tokens before the state, and these folded
+    states: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    # by windowed class: block * block_size + offset -> position and token
+    windows: defaultdict[int, dict[int, tuple[int, int]]] = field(default_factory=lambda: defaultdict(dict))
+
+
+@dataclass
+class World:
+    """Drives a scheduler and computes its steps the way stages would: in order, from tables and slots."""
+
+    limits: SchedulerLimits
+    policy: Policy = field(default_factory=ThrottledPolicy)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.limits, self.policy)
+        self.specs: dict[SequenceId, SequenceSpec] = {}
+        self.output: dict[SequenceId, list[int]] = {}
+        self.ended: dict[SequenceId, SequenceEnded] = {}
+        self.in_flight: deque[ScheduledStep] = deque()
+        self.tables: dict[SequenceId, list[int]] = {}  # what a stage knows
+        # By windowed class: what a stage knows, by sequence and place.
+        self.windows: list[dict[SequenceId, dict[int, int]]] = [{} for _ in self.limits.windows]
+        self.slices = [Memory() for _ in range(NUM_SLICES)]
+        self.computed: Counter[int] = Counter()  # tokens, by slice, in this epoch
+        self.steps: list[ScheduledStep] = []
+        self.suspected: set[SequenceId] = set()  # until a step of its own has sampled a token
+
+    def submit(self, *specs: SequenceSpec) -> None:
+        events = self.scheduler.submit(specs)
+        for spec in specs:
+            self.specs[spec.sequence] = spec
+            self.output[spec.sequence] = list(spec.generated)
+        self.suspected |= {spec.sequence for spec in specs if spec.alone}
+        self.note(events)
+
+    def next_epoch(self, *, lost: Collection[int] = ()) -> None:
+        """All steps in flight are lost; what has retired is still there, but on the slices ``lost``."""
+        pool = self.scheduler.hand_over()
+        self.scheduler = Scheduler(self.limits, self.policy)
+        for step in self.in_flight:  # some stages may have computed them
+            self._damage(step)
+        for index in lost:
+            self.slices[index] = Memory()
+        if lost and max(lost) == NUM_SLICES - 1:
+            self.slices = [Memory() for _ in self.slices]
+        else:
+            if lost:
+                pool.lose(max(lost))
+            self.scheduler.take_over(pool)
+        self.in_flight.clear()
+        self.tables, self.steps = {}, []
+        self.computed.clear()
+        self._reads.clear()
+        self._snapshot.clear()
+        self._window_snapshot.clear()
+        self.windows = [{} for _ in self.limits.windows]
+        self._due.clear()
+        self.suspected = {sequence for sequence, spec in self.specs.items() if spec.alone}
+        going_on = [
+            replace(spec, generated=tuple(self.output[sequence]))
+            for sequence, spec in self.specs.items()
+            if sequence not in self.ended
+        ]
+        self.note(self.scheduler.submit(going_on, accepted=True))
+
+    def cancel(self, sequence: int, *, at_position: int = 0) -> None:
+        self.note(self.scheduler.cancel(SequenceId(sequence), at_position=at_position))
+
+    def fill(self) -> int:
+        """Send steps until the scheduler has none."""
+        count = 0
+        while (step := self.scheduler.next_step()) is not None:
+            self._check_new(step)
+            self.in_flight.append(step)
+            self.steps.append(step)
+            self._check_turns(step)
+            count += 1
+        return count
+
+    def retire(self) -> None:
+        step = self.in_flight.popleft()
+        self.note(self.scheduler.retire(step.step, self._compute(step)))
+
+    def go(self, steps: int) -> None:
+        """Retire so many steps; each time send all that the scheduler has."""
+        for _ in range(steps):
+            self.fill()
+            self.retire()
+
+    def run(self, *, max_turns: int = 100_000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(max_turns):
+            self.fill()
+            if not self.in_flight:
+                return
+            self.retire()
+        raise AssertionError("the work does not end")
+
+    def note(self, events: Sequence[Event]) -> None:
+        for event in events:
+            assert event.sequence not in self.ended, "something follows the ending"
+            if isinstance(event, TokenSampled):
+                assert event.position == len(self.output[event.sequence])
+                self.output[event.sequence].append(event.token_id)
+                self.suspected.discard(event.sequence)
+            else:
+                assert event.num_tokens == len(self.output[event.sequence])
+                self.ended[event.sequence] = event
+
+    def check_outputs(self) -> None:
+        """Exactly the oracle's tokens for who ran to the end, a prefix of them for who was cancelled."""
+        context = self.limits.max_tokens
+        for sequence, spec in self.specs.items():
+            wanted, got = reference(spec, context=context), self.output[sequence]
+            reason = self.ended[sequence].reason
+            if reason is EndReason.CANCELLED:
+                assert got == wanted[: len(got)]
+            else:
+                assert got == wanted
+                assert reason is (EndReason.STOP if got[-1] in spec.stop_ids else EndReason.LENGTH)
+
+    def assert_invariants(self) -> None:
+        """Nothing in flight, nothing queued, every block free."""
+        stats = self.scheduler.stats()
+        assert (stats.in_flight, stats.running, stats.waiting) == (0, 0, 0)
+        assert stats.free_blocks == stats.num_blocks
+        assert set(self.ended) == set(self.specs)
+        assert self.scheduler._tables.draining_blocks == 0  # pyright: ignore[reportPrivateUsage]
+        for each in self.scheduler._tables._windows:  # pyright: ignore[reportPrivateUsage]
+            assert (each.kv.free_blocks, each.draining_blocks) == (each.kv.num_blocks, 0)
+        if (states := self.scheduler._tables.states) is not None:  # pyright: ignore[reportPrivateUsage]
+            assert states.free_slots == states.num_slots
+        assert not self.scheduler._tables._kv._coming, "somebody would be waited for in vain"  # pyright: ignore[reportPrivateUsage]
+        assert self.scheduler._unscheduled_prefill == 0  # pyright: ignore[reportPrivateUsage]
+        assert self.scheduler._num_decodes == 0  # pyright: ignore[reportPrivateUsage]
+
+    def _check_new(self, step: ScheduledStep) -> None:
+        """No block is written while somebody else's table or step in flight holds it. Tables advance as at a stage."""
+        size = self.limits.block_size
+        for sequence in step.frees:
+            del self.tables[sequence]
+        for sequence in step.registers:
+            assert sequence not in self.tables
+            self.tables[sequence] = []
+        new: set[int] = set()
+        for row, start, count in zip(step.block_rows, step.block_starts, step.block_counts, strict=True):
+            assert 0 <= start < start + count <= self.limits.num_blocks
+            self.tables[step.sequences[row]] += range(start, start + count)
+            new |= set(range(start, start + count))
+        assert {copy.target for copy in step.copies} <= new, "a copy goes into a table that has been told"
+        in_flight = set().union(*self._reads.values()) | {
+            copy.source for sent in self.in_flight for copy in sent.copies
+        }
+        written = {copy.target for copy in step.copies}
+        assert not written & in_flight, "a copy goes over a block in use"
+        for sequence, position in zip(step.sequences, step.positions, strict=True):
+            others = {block for other, table in self.tables.items() if other != sequence for block in table}
+            begun = {block for sent in self.in_flight if sequence in sent.sequences for block in self.tables[sequence]}
+            mine = set(self.tables[sequence][position // size :])
+            written |= mine
+            assert not mine & others, "a block is written that somebody else holds"
+            assert not (mine - begun) & in_flight, "a block is written that a step in flight uses"
+        assert not written & {copy.source for copy in step.copies}, "a copy reads what its step writes"
+        assert len(set(step.sequences)) == step.num_rows
+        sampling = {
+            s for sent in self.in_flight for s, samples in zip(sent.sequences, sent.samples, strict=True) if samples
+        }
+        assert not sampling & set(step.sequences), "a sequence has two steps while one samples"
+        self._check_windows(step)
+        self._check_states(step)
+        self._reads[step.step] = {block for sequence in step.sequences for block in self.tables[sequence]}
+        self._snapshot[step.step] = {sequence: list(self.tables[sequence]) for sequence in step.sequences}
+
+    def _check_windows(self, step: ScheduledStep) -> None:
+        """A window's blocks follow one another, and no sequence holds more than the window and the slack."""
+        for tables in self.windows:
+            for sequence in step.frees:
+                del tables[sequence]
+            tables.update({sequence: {} for sequence in step.registers})
+        for tables, pool, new in zip(self.windows, self.limits.windows, step.windows, strict=False):
+            for row, place, start, count in zip(*new, strict=True):
+                table = tables[step.sequences[row]]
+                assert 0 <= start < start + count <= pool.num_blocks
+                assert not table or place == max(table) + 1
+                table.update({place + index: start + index for index in range(count)})
+        for sequence, position, num_tokens in zip(step.sequences, step.positions, step.num_tokens, strict=True):
+            for tables, pool in zip(self.windows, self.limits.windows, strict=True):
+                assert max(tables[sequence]) >= (position + num_tokens - 1) // pool.block_size
+        for each, pool in zip(self.scheduler._tables._windows, self.limits.windows, strict=True):  # pyright: ignore[reportPrivateUsage]
+            number = self.scheduler._tables._windows.index(each)  # pyright: ignore[reportPrivateUsage]
+            for one in self.scheduler._running.values():  # pyright: ignore[reportPrivateUsage]
+                assert len(one.windows[number].blocks) <= pool.most_blocks
+        self._window_snapshot[step.step] = [
+            {sequence: dict(tables[sequence]) for sequence in step.sequences} for tables in self.windows
+        ]
+
+    def _check_states(self, step: ScheduledStep) -> None:
+        """The rows name slots as backends require it."""
+        pool = self.limits.states
+        assert len(step.states) == (step.num_rows if pool is not None else 0)
+        if pool is not None:
+            columns = zip(step.sequences, step.positions, step.num_tokens, step.states, strict=True)
+            rows = [
+                StepRow(sequence=sequence, position=position, num_tokens=count, runs=(), state=state)
+                for sequence, position, count, state in columns
+            ]
+            check_states(rows, pool.num_slots)
+
+    def _damage(self, step: ScheduledStep) -> None:
+        """Make unknown what a step writes."""
+        size, tables = self.limits.block_size, self._snapshot[step.step]
+        blocks = [copy.target for copy in step.copies]
+        slots = {block * size + offset for block in blocks for offset in range(size)}
+        for sequence, position, count in zip(step.sequences, step.positions, step.num_tokens, strict=True):
+            slots |= {tables[sequence][p // size] * size + p % size for p in range(position, position + count)}
+        for memory in self._memories(step):
+            for number, tables in enumerate(self._window_snapshot[step.step]):
+                for sequence, position, count in zip(step.sequences, step.positions, step.num_tokens, strict=True):
+                    places = [tables[sequence][p // size] * size + p % size for p in range(position, position + count)]
+                    memory.windows[number].update(dict.fromkeys(places, _UNKNOWN))
+            memory.slots.update(dict.fromkeys(slots, _UNKNOWN))
+            memory.states.update({write.slot: _UNKNOWN for state in step.states for write in state.writes})
+
+    def _memories(self, step: ScheduledStep) -> list[Memory]:
+        """Return those of the slices that compute a step."""
+        return self.slices[: None if step.last_slice is None else step.last_slice + 1]
+
+    def _write_states(self, step: ScheduledStep, states: dict[int, tuple[int, int]]) -> None:
+        """Write the states that the step keeps. Each row must find the state of exactly the tokens before it."""
+        kept: dict[int, tuple[int, int]] = {}
+        for sequence, position, state in zip(step.sequences, step.positions, step.states, strict=False):
+            known = [*self.specs[sequence].prompt, *self.output[sequence]]
+            before = (0, 7) if state.read is None else states[state.read]
+            assert before == (position, reduce(fold, known[:position], 7)), "a row reads another state"
+            for write in state.writes:
+                end = position + write.after
+                kept[write.slot] = (end, reduce(fold, known[position:end], before[1]))
+        states.update(kept)
+
+    def _write_windows(
+        self,
+        step: ScheduledStep,
+        snapshots: list[dict[SequenceId, dict[int, int]]],
+        windows: defaultdict[int, dict[int, tuple[int, int]]],
+    ) -> None:
+        """Write the step's tokens to every window. All tokens that they see must be there, after those of the step."""
+        held = [(row, *at) for row, at in enumerate(zip(step.sequences, step.positions, step.num_tokens, strict=True))]
+        for number, snapshot in enumerate(snapshots):
+            pool, slots, size = self.limits.windows[number], windows[number], self.limits.block_size
+            for row, sequence, position, num_tokens in held:
+                known, table = [*self.specs[sequence].prompt, *self.output[sequence]], snapshot[sequence]
+                assert step.positions[row] == position
+                for p in range(position, position + num_tokens):
+                    slots[table[p // size] * size + p % size] = (p, known[p])
+            for _, sequence, position, num_tokens in held:
+                known, table = [*self.specs[sequence].prompt, *self.output[sequence]], snapshot[sequence]
+                for p in range(max(0, position - pool.window + 1), position + num_tokens):
+                    held_there = slots.get(table[p // size] * size + p % size)
+                    assert held_there == (p, known[p]), "a window lacks what a token sees"
+
+    def _check_turns(self, step: ScheduledStep) -> None:
+        """A suspected sequence shares no step. Of k of them each that has blocks has one of the next 2k steps."""
+        assert step.num_rows == 1 or not self.suspected & set(step.sequences), "a step holds a suspected sequence"
+        suspected = self.scheduler._prompts._suspected  # pyright: ignore[reportPrivateUsage]
+        waiting = [one for one in suspected if one.next_tokens > 0 or one.sequence in step.sequences]
+        latest = len(self.steps) + 2 * len(suspected)
+        turns = {one.sequence: self._due.get(one.sequence, latest) for one in waiting}
+        turns |= {one: latest for one in step.sequences if one in turns}
+        assert all(due >= len(self.steps) for due in turns.values()), "a suspected sequence waits for its turn"
+        self._due = turns
+
+    def _compute(self, step: ScheduledStep) -> list[int]:
+        assert step.last_slice is None or not step.copies, "copies are made by all slices"
+        tables, windows = self._snapshot.pop(step.step), self._window_snapshot.pop(step.step)
+        del self._reads[step.step]
+        found: list[int] = []
+        for index, memory in enumerate(self._memories(step)):
+            self._write_windows(step, windows, memory.windows)
+            self._write_states(step, memory.states)
+            found = self._compute_slice(step, tables, memory.slots)
+            self.computed[index] += len(step.token_ids)
+        return found
+
+    def _compute_slice(
+        self, step: ScheduledStep, tables: dict[SequenceId, list[int]], slots: dict[int, tuple[int, int]]
+    ) -> list[int]:
+        ids: list[int] = []
+        tokens, size = iter(step.token_ids), self.limits.block_size
+        for copy in step.copies:
+            for offset in range(size):
+                slots[copy.target * size + offset] = slots[copy.source * size + offset]
+        rows = zip(step.sequences, step.positions, step.num_tokens, step.samples, strict=True)
+        for sequence, position, num_tokens, samples in rows:
+            table = tables[sequence]
+            assert position + num_tokens <= len(table) * size
+            slot = [table[p // size] * size + p % size for p in range(position + num_tokens)]
+            for p in range(position, position + num_tokens):
+                token = next(tokens)
+                slots[slot[p]] = (token, fold(slots[slot[p - 1]][1] if p else 7, token))
+            ids += [self._read(sequence, slot, slots)] if samples else []
+        assert next(tokens, None) is None
+        return ids
+
+    def _read(self, sequence: SequenceId, slot: list[int], slots: dict[int, tuple[int, int]]) -> int:
+        """The next token from the KV, every slot of which must hold what belongs there."""
+        spec, value = self.specs[sequence], 7
+        known = [*spec.prompt, *self.output[sequence]]
+        for place, token in zip(slot, known[: len(slot)], strict=True):
+            value = fold(value, token)
+            assert slots[place] == (token, value), "a slot holds another sequence's token"
+        return value % VOCAB
+
+    _reads: dict[int, set[int]] = field(default_factory=dict)
+    _due: dict[SequenceId, int] = field(default_factory=dict)
+    _snapshot: dict[int, dict[SequenceId, list[int]]] = field(default_factory=dict)
+    _window_snapshot: dict[int, list[dict[SequenceId, dict[int, int]]]] = field(default_factory=dict)
+
+
+def spec(sequence: int, prompt: int | Sequence[int] = 4, **more: object) -> SequenceSpec:
+    """A sequence with a prompt of that length (or these tokens)."""
+    tokens = tuple((sequence * 13 + i * 5) % VOCAB for i in range(prompt)) if isinstance(prompt, int) else tuple(prompt)
+    return SequenceSpec(sequence=SequenceId(sequence), prompt=tokens, **more)  # type: ignore[arg-type]
+
+
+def check_shared_replay(pipeline: SchedulerLimits) -> None:
+    """Lose a slice while three sequences with the same beginning run. The slices up to it compute that once again."""
+    world = World(pipeline)
+    system = [each % 90 for each in range(100)]
+    for number in (1, 2, 3):
+        world.submit(spec(number, [*system, *([number] * 30)], max_tokens=40))
+    world.go(30)
+    world.next_epoch(lost=(1,))
+    world.run()
+    world.check_outputs()
+    world.assert_invariants()
+    assert world.computed[0] == world.computed[1] == 100 + 3 * (30 + 40 - 1)
+    assert world.computed[2] < 3 * 40
+
+
+def limits(**changes: Any) -> SchedulerLimits:
+    """A small pipeline."""
+    defaults: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "context_length": 200, "micro_batches": 2}
+    return SchedulerLimits(**{**defaults, **changes})
+
+
+def windowed(*windows: tuple[int, int], share: int = 4, **changes: Any) -> SchedulerLimits:
+    """A small pipeline with windowed classes: window and slack of each. A pool has a share of the context's blocks."""
+    whole = limits(**changes)
+    pools = [
+        WindowPool(window=window, slack=slack, num_blocks=whole.num_blocks, block_size=whole.block_size)
+        for window, slack in windows
+    ]
+    return replace(
+        whole,
+        windows=tuple(
+            replace(pool, num_blocks=min(whole.num_blocks, max(whole.num_blocks // share, pool.most_blocks)))
+            for pool in pools
+        ),
+    )
+
+
+def stateful(*, num_slots: int = 12, gap: int = 32, **changes: Any) -> SchedulerLimits:
+    """A small pipeline with recurrent layers."""
+    return replace(limits(**changes), states=StatePool(num_slots=num_slots, gap=gap))
