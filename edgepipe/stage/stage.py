@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 
 from edgepipe.backend.protocol import Backend
-from edgepipe.backend.types import DeviceProfile, LoadProgress, PackedProducts
+from edgepipe.backend.types import DeviceProfile, LoadProgress, PackedProducts, StageSettings
 from edgepipe.clock import Clock
 from edgepipe.errors import (
     ConnectTimeout,
@@ -149,13 +149,12 @@ class Stage:
         slices: Sequence[Slice],
         open_weights: Callable[[], WeightSource],
         progress: Callable[[LoadProgress], None],
-        block_size: int,
-        kv: str = "",
+        settings: StageSettings,
     ) -> LoadedShard:
         """Replace the loaded slices. Calls ``progress`` on the loop, once per tensor.
 
-        ``kv``: form of the backend's KV, for the expected times of steps; empty: the compute dtype. Raises StageError
-        while a pipeline is open, and the errors of ``Backend.load``.
+        ``settings``: those of the backend. Raises StageError while a pipeline is open, and the errors of
+        ``Backend.load``.
         """
         if self._current is not None:
             raise StageError("the stage serves a pipeline and cannot load other layers")
@@ -165,7 +164,7 @@ class Stage:
             loop.call_soon_threadsafe(progress, done)
 
         self._shard, self._kv = None, ()
-        self._shard = await self._compute.call(lambda: self._load(tuple(slices), open_weights, tell, block_size, kv))
+        self._shard = await self._compute.call(lambda: self._load(tuple(slices), open_weights, tell, settings))
         return self._shard
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -405,8 +404,7 @@ class Stage:
         slices: tuple[Slice, ...],
         open_weights: Callable[[], WeightSource],
         tell: Callable[[LoadProgress], None],
-        block_size: int,
-        kv: str,
+        settings: StageSettings,
     ) -> LoadedShard:
         """Load layers, on the compute thread."""
         weights = open_weights()
@@ -417,16 +415,16 @@ class Stage:
         config = weights.config
         self._grammars.use(config)
         table = table_of(weight for part in slices for weight in weights.weights(part))
-        self._compute.expect(slice_costs(profile, config, slices, weights=table, kv=kv))
+        self._compute.expect(slice_costs(profile, config, slices, weights=table, kv=settings.kv))
         dtype = dtype_of(4 if profile.compute_dtype == "float32" else 2)
         sizes = resident_sizes(config, table, kind=profile.packing, dtype=dtype)
         classes = memory_classes(config)
         return LoadedShard(
             slices=slices,
             weight_bytes=sum(sizes.of_slice(part) for part in slices),
-            kv_block_bytes=self._backend.kv_block_bytes(config, slices, block_size),
+            kv_block_bytes=self._backend.kv_block_bytes(config, slices, settings.block_size),
             window_block_bytes=tuple(
-                self._backend.kv_block_bytes(config, classes.layers(number, slices), block_size)
+                self._backend.kv_block_bytes(config, classes.layers(number, slices), settings.block_size)
                 for number in range(1, 1 + len(classes.windows))
             ),
             classes=classes,
