@@ -66,6 +66,10 @@ class StageSettings:
         and ``allocate_kv`` names the block size."""
         return replace(self, context_length=0, block_size=DEFAULT_BLOCK_SIZE)
 
+    def of_layer(self) -> StageSettings:
+        """Return the settings of a measurement of one layer, whose activations are bf16."""
+        return replace(self.of_backend(), activation_type=ActivationType.BF16)
+
 
 DEFAULT_SETTINGS = StageSettings()
 """Every stage as its node is set."""

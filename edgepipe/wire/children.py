@@ -67,7 +67,7 @@ class ProfileLayerRequest:
 
     model_config: str = ""  # JSON of edgepipe.model.facts.ModelConfig
     model_weights: str = ""  # JSON of edgepipe.model.weight_table.WeightTable; empty: floats
-    settings: StageSettings = DEFAULT_SETTINGS  # see ``StageSettings.of_backend``
+    settings: StageSettings = DEFAULT_SETTINGS  # see ``StageSettings.of_layer``
     known_only: bool = False  # return known values, measure nothing
     fresh: bool = False  # measure again if possible
 

@@ -209,7 +209,7 @@ class SurveyReply:
     links: tuple[LinkProfile, ...] = ()
     unusable: tuple[str, ...] = ()  # nodes that cannot compute, each with the reason
     broken: tuple[BrokenLink, ...] = ()  # directed links that carry nothing, from the first to the other
-    settings: StageSettings = DEFAULT_SETTINGS  # see ``StageSettings.of_backend``
+    settings: StageSettings = DEFAULT_SETTINGS  # see ``StageSettings.of_layer``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

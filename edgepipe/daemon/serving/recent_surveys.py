@@ -16,7 +16,7 @@ _MOST = 8  # models; a home serves a few
 _NOISE = 0.05  # of a plan's speed: differences below it decide nothing
 _MUCH = 1.25  # factor by which a figure must differ to be a reason
 
-Key = tuple[str, StageSettings]  # a model's content, and its settings of backends
+Key = tuple[str, StageSettings]  # a model's content, and the settings of its layers
 
 
 class RecentSurveys:

@@ -28,7 +28,7 @@ class ServePlanner:
         """Measure the inputs of a model's plan, and keep those of a stored model for comparison."""
         survey = await self._surveyor.survey(model, settings, fresh=fresh)
         if model.manifest_hash:
-            self._recent.keep((model.manifest_hash, settings.of_backend()), survey, now_s=_now_s())
+            self._recent.keep((model.manifest_hash, settings.of_layer()), survey, now_s=_now_s())
         return survey
 
     async def plan(
@@ -49,7 +49,7 @@ class ServePlanner:
         Raises like ``edgepipe.planner.plan.plan``.
         """
         settings = request.options.settings
-        recent = self._recent.get((model.manifest_hash, settings.of_backend()), now_s=_now_s())
+        recent = self._recent.get((model.manifest_hash, settings.of_layer()), now_s=_now_s())
         survey = await self.survey(model, settings)
         found = await _best(request, model, context, survey, shut)
         if recent is None:

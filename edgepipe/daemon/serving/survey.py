@@ -132,7 +132,7 @@ class Surveyor:
             machines=tuple(machine for _, machine in looked_at if machine is not None),
             unusable=tuple(_why_not(node, settings, states=states) for node, machine in looked_at if machine is None),
             broken=tuple(BrokenLink(node_id=node_id, other_id=other) for node_id, other in broken),
-            settings=settings.of_backend(),
+            settings=settings.of_layer(),
         )
         return reply, [node for node, machine in looked_at if machine is not None]
 

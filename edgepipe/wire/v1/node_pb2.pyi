@@ -2558,7 +2558,7 @@ class ProfileLayerRequest(_message.Message):
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
     def settings(self) -> _common_pb2.StageSettings:
-        """of backends alone"""
+        """of layers alone"""
 
     def __init__(
         self,
@@ -2908,7 +2908,7 @@ class SurveyReply(_message.Message):
 
     @_builtins.property
     def settings(self) -> _common_pb2.StageSettings:
-        """of backends alone"""
+        """of layers alone"""
 
     def __init__(
         self,
