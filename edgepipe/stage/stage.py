@@ -23,7 +23,6 @@ from edgepipe.errors import (
     StaleEpoch,
 )
 from edgepipe.ids import EngineId, Epoch, PipelineId
-from edgepipe.link.protocol import RingTarget
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
 from edgepipe.link.shaped import Network, delayed_replies
@@ -229,20 +228,7 @@ class Stage:
     async def ring(self, opening: OpenRing, frames: Frames, *, peer: Hello) -> None:
         """Serve a predecessor's Ring stream. Raises StaleEpoch, StageLost, RemoteProtocolError; the stage goes on."""
         with self._handled():
-            receiver = await self.find_receiver(
-                RingTarget(
-                    address="",
-                    pipeline_id=opening.pipeline_id,
-                    epoch=opening.epoch,
-                    slice_index=opening.slice,
-                    hidden_size=opening.hidden_size,
-                    activation_type=opening.activation_type,
-                    max_queued=0,
-                    reach_s=self._open_s,
-                    connect_s=self._open_s,
-                    deadline_s=self._open_s,
-                )
-            )
+            receiver = await self.find_receiver(opening)
             current = self._current
             try:
                 await frames.feed(receiver, self._network_to(peer))
@@ -268,44 +254,46 @@ class Stage:
         """Return the emulated network between this stage and a peer; None within a node."""
         return self._network if peer.node_id != self._node_id else None
 
-    async def find_receiver(self, target: RingTarget) -> RingReceiver:
-        """Wait until the epoch of ``target`` is open, then return the receiver of its link.
+    async def find_receiver(self, opening: OpenRing) -> RingReceiver:
+        """Wait until the epoch of ``opening`` is open, then return the receiver of its link.
 
         Raises StaleEpoch, StageLost, ConnectTimeout, and RemoteProtocolError if the two ends disagree.
         """
         try:
             async with asyncio.timeout(self._open_s):
-                while not self._stands(target):
+                while not self._stands(opening):
                     await self._changed.wait()
         except TimeoutError as exc:
             raise ConnectTimeout(
-                f"epoch {target.epoch} was not opened on this stage", fact=f"waited {self._open_s:g} s"
+                f"epoch {opening.epoch} was not opened on this stage", fact=f"waited {self._open_s:g} s"
             ) from exc
         current = self._current
-        receiver = current.receiver(target.slice_index) if current is not None else None
+        receiver = current.receiver(opening.slice) if current is not None else None
         if current is None or receiver is None:
-            raise RemoteProtocolError(f"no other stage feeds slice {target.slice_index} of this stage")
+            raise RemoteProtocolError(f"no other stage feeds slice {opening.slice} of this stage")
         spec = current.spec
-        if (target.hidden_size, target.activation_type) != (spec.hidden_size, spec.activation_type):
+        if (opening.hidden_size, opening.activation_type) != (spec.hidden_size, spec.activation_type):
             raise RemoteProtocolError(
                 "the two ends of the link disagree on activations",
-                fact=f"{target.activation_type.value} of {target.hidden_size} against "
+                fact=f"{opening.activation_type.value} of {opening.hidden_size} against "
                 f"{spec.activation_type.value} of {spec.hidden_size}",
             )
         return receiver
 
-    def _stands(self, target: RingTarget) -> bool:
-        """Return whether the target's epoch is open.
+    def _stands(self, opening: OpenRing) -> bool:
+        """Return whether the stream's epoch is open.
 
         Raises StaleEpoch if a later epoch has replaced it, and StageLost if it has ended without a successor.
         """
-        if target.pipeline_id != self._pipeline or self._promised is None or target.epoch > self._promised:
+        if opening.pipeline_id != self._pipeline or self._promised is None or opening.epoch > self._promised:
             return False
-        if target.epoch < self._promised:
-            raise _stale(target.epoch, self._promised)
-        if self._ended == target.epoch:
-            raise StageLost(f"epoch {target.epoch} has ended on this stage", fact="its engine hung up or a step failed")
-        return self._current is not None and self._current.spec.epoch == target.epoch
+        if opening.epoch < self._promised:
+            raise _stale(opening.epoch, self._promised)
+        if self._ended == opening.epoch:
+            raise StageLost(
+                f"epoch {opening.epoch} has ended on this stage", fact="its engine hung up or a step failed"
+            )
+        return self._current is not None and self._current.spec.epoch == opening.epoch
 
     async def _open(self, spec: PipelineSpec) -> StageEpoch:
         shard = self._check(spec)
