@@ -14,7 +14,7 @@ from edgepipe.engine.grammar_waits import GrammarWaits
 from edgepipe.engine.progress import EpochProgress
 from edgepipe.engine.pump import StepNews
 from edgepipe.engine.requests import Choice, GatewayStream, Request, known_bytes, submission_bytes
-from edgepipe.engine.settings import EngineLimits, EngineTimeouts
+from edgepipe.engine.settings import MOST_CRASHES, SUSPECTED_CRASHES, EngineLimits, EngineTimeouts
 from edgepipe.errors import (
     EdgepipeError,
     GrammarNotReady,
@@ -35,7 +35,6 @@ from edgepipe.wire.requests import Cancellation, Ending, Resumption, Submission
 logger = logging.getLogger(__name__)
 
 _NO_LOGPROBS: Mapping[SequenceId, TokenLogprobs] = MappingProxyType({})
-_SUSPECTED, _MOST_CRASHES = 2, 3  # crashed steps of a sequence after which it runs alone, or is refused
 
 
 class Queue(Protocol):
@@ -141,7 +140,7 @@ class RequestTable:
 
     def is_guilty(self, sequences: Sequence[SequenceId]) -> bool:
         """Return whether a crash of a step with these sequences proves guilt: one sequence, at its third crash."""
-        return len(sequences) == 1 and any(choice.crashes + 1 >= _MOST_CRASHES for choice in self._running(sequences))
+        return len(sequences) == 1 and any(choice.crashes + 1 >= MOST_CRASHES for choice in self._running(sequences))
 
     def accuse(self, sequences: Sequence[SequenceId], error: EdgepipeError) -> None:
         """Count a crashed step against its sequences.
@@ -271,7 +270,7 @@ class RequestTable:
                     continue
                 choice.add(event.token_id, scores)
                 self._sampled = True
-                if choice.crashes >= _SUSPECTED:
+                if choice.crashes >= SUSPECTED_CRASHES:
                     choice.crashes = 0  # it was alone in this step, which retired
                 choice.grammar_waits = 0
                 self._hold(choice.request, choice.request.token_bytes)
@@ -454,7 +453,7 @@ class RequestTable:
             stop_ids=self._stop_ids(submission),
             priority=submission.priority,
             reuse_prefix=not choice.sampling.prompt_logprobs,
-            alone=choice.crashes >= _SUSPECTED,
+            alone=choice.crashes >= SUSPECTED_CRASHES,
             registration_base_bytes=base_bytes,
             registration_token_bytes=token_bytes,
         )
