@@ -440,6 +440,7 @@ def admit_command_line(request: Any) -> None:
     try:
         check_hello(hello_from_wire(request.hello), own_name="the running node")
     except VersionMismatch as error:
-        error.what = "the command line and the running node speak different versions of the protocol"
-        error.next_step = "edgepipe node stop, then edgepipe node start"
-        raise
+        raise error.changed(
+            what="the command line and the running node speak different versions of the protocol",
+            next_step="edgepipe node stop, then edgepipe node start",
+        ) from error

@@ -85,11 +85,9 @@ class Missed:
             source = item.node_name
         else:
             source, site = engine, self.sites[0]
-        error = shut_port(
+        return shut_port(
             source, site.node_name, address=site.address, node_address=nodes.address(site.node_id), beside=engine
-        )
-        error.stage = site.label
-        return error
+        ).changed(stage=site.label)
 
 
 class Quarantine:

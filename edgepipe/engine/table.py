@@ -335,12 +335,12 @@ class RequestTable:
         try:
             check_submission(request.submission, self._bounds)
             if self._refusal is not None:
-                raise _copy(self._refusal)
+                raise self._refusal.changed()
             specs = [self._spec(choice) for choice in request.choices]
             self._make_room(request)
             events = self._queue.submit(specs) if self._queue is not None else self._keep(specs)
         except EdgepipeError as error:
-            error.request_id = error.request_id or request.key.request_id
+            error = error.changed(request_id=error.request_id or request.key.request_id)
             del self._requests[request.key]
             if request.stream is not None:
                 self.refuse(request.stream, request.key.request_id, request.attempt, len(request.choices), error)
@@ -549,11 +549,6 @@ def _claims_too_much(request: Request, have: Sequence[int]) -> str:
         if count > len(choice.log):
             return f"its gateway has {count} tokens of choice {choice.index}, this engine has {len(choice.log)}"
     return ""
-
-
-def _copy(error: EdgepipeError) -> EdgepipeError:
-    """Copy an error for another request, whose id it will carry."""
-    return type(error)(error.what, fact=error.fact, next_step=error.next_step, node=error.node, stage=error.stage)
 
 
 def _forgotten(resume_s: float) -> PeerClosed:

@@ -233,9 +233,10 @@ class Stage:
             try:
                 await frames.feed(receiver, self._network_to(peer))
             except RemoteProtocolError as exc:
+                error = exc.on_node(self._tools.node, stage=self._tools.stage)
                 if current is not None:
-                    current.fault(exc)  # the sender may miss the reason if it is writing, and would dial again
-                raise
+                    current.fault(error)  # the sender may miss the reason if it is writing, and would dial again
+                raise error from exc
             finally:
                 self._counters.strays += frames.strays
 

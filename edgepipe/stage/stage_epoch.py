@@ -177,8 +177,7 @@ class StageEpoch:
         """
         if self.over:
             return
-        error.node = error.node or self._tools.node
-        error.stage = error.stage or self._tools.stage
+        error = error.on_node(self._tools.node, stage=self._tools.stage)
         quiet = asked or isinstance(error, StaleEpoch | StageLost)  # another process ended it: not this stage's fault
         logger.log(
             logging.INFO if quiet else logging.WARNING, "epoch %s ends on this stage: %s", self.spec.epoch, error

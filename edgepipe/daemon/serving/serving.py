@@ -358,14 +358,13 @@ class Serving:
                 found = await self._planner.plan(request, model, context, shut, changes)
                 placed, engine_node = found.placed, found.engine
         except (NoFeasiblePlacement, PlanInvalid) as error:
-            error.fact = "; ".join([error.fact, *self._lacking(model, options.settings)])
+            lacking = self._lacking(model, options.settings)
             if isinstance(error, PlanInvalid):
-                raise
+                raise error.changed(fact="; ".join([error.fact, *lacking])) from error
             mismatch = next((refusal for refusal in self._refused() if isinstance(refusal, VersionMismatch)), None)
             if mismatch is not None and request.num_nodes > len(rooms):
                 raise VersionMismatch(error.what, fact=mismatch.fact, next_step=mismatch.next_step) from error
-            error.fact = "; ".join([error.fact, *self._failed_devices()])
-            raise
+            raise error.changed(fact="; ".join([error.fact, *lacking, *self._failed_devices()])) from error
         rooms = rooms_as_placed(rooms, placed)
         _check_kv_room(model.config, options.kv_tokens, placed, rooms, weights=model.weights)
         profiles = [device.profile for node in nodes for device in node.devices]

@@ -211,8 +211,7 @@ def _obstacle(node_id: NodeId, way: Way, nodes: Mapping[NodeId, NodeState]) -> C
     """Return why a node is left out: one node does not reach the other."""
     source, target = nodes[way[0]], nodes[way[1]]
     error = shut_port(source.name, target.name, address=target.address, node_address=target.address)
-    error.node = nodes[node_id].name
-    return error
+    return error.changed(node=nodes[node_id].name)
 
 
 def _with(
