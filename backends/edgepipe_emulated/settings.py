@@ -67,7 +67,7 @@ def read_settings(options: BackendOptions) -> EmulationSettings:
         as_kv_bytes_per_token=_maybe(settings, "as_kv_bytes_per_token", parse_bytes),
         seed=int(number_setting(settings.get("seed", "0"))),
         contiguous_kv=bool(number_setting(settings.get("contiguous_kv", "0"))),
-        packing=with_ram_percent(_packing(options.weights or settings.get("weights", "auto")), chosen_share(settings)),
+        packing=with_ram_percent(_packing(settings.get("weights", "auto")), chosen_share(settings)),
         expert_skew=number_setting(settings.get("expert_skew", "0")),
         kv=checked_kv(options.kv),
         faults=_maybe(settings, "faults", Path),

@@ -56,7 +56,6 @@ class StageSettings:
     activation_type: ActivationType = ActivationType.BF16
     context_length: int = 0  # tokens per sequence; 0: the model's
     block_size: int = DEFAULT_BLOCK_SIZE  # tokens per KV block, for as long as the model is served
-    weights: str = ""  # "wide": packed weights are widened at loading; empty: as the node is set
 
     def dtype_on(self, own: str) -> str:
         """Return the dtype on a node or device with the dtype ``own``."""

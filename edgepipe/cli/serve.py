@@ -86,9 +86,6 @@ def serve(
     ] = 0,
     dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")] = "auto",
     kv: KVForm = "auto",
-    weights: Annotated[
-        str, typer.Option("--weights", metavar="FORM", help="wide: widen packed weights.", show_default=False)
-    ] = "",
     experts_in_ram: ExpertsInRam = "none",
     template_keywords: Annotated[
         str,
@@ -142,7 +139,6 @@ def serve(
             kv_tokens=kv_tokens,
             dtype=dtype,
             kv=kv,
-            weights=weights,
             experts_in_ram=experts_in_ram,
             activations=activations,
             template_keywords=template_keywords,
@@ -179,7 +175,6 @@ def serve_request(
     kv_tokens: int = 0,
     dtype: str = "auto",
     kv: str = "auto",
-    weights: str = "",
     experts_in_ram: str = "none",
     activations: str = "bf16",
     template_keywords: str = "",
@@ -205,7 +200,6 @@ def serve_request(
             kv=checked_kv(kv),
             activation_type=ActivationType(activations),
             context_length=context,
-            weights=weights,
         ),
         kv_tokens=kv_tokens,
         experts_in_ram=checked_choice(experts_in_ram),

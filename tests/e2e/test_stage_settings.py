@@ -27,7 +27,6 @@ SETTINGS = StageSettings(
     activation_type=ActivationType.FLOAT32,
     context_length=64,  # the short factors of a model whose own context has the long ones
     block_size=BLOCK_SIZE,  # chosen by the nodes
-    weights="wide",
 )
 
 

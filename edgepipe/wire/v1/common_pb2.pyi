@@ -305,7 +305,6 @@ class StageSettings(_message.Message):
     ACTIVATION_TYPE_FIELD_NUMBER: _builtins.int
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
-    WEIGHTS_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """"float32" | "bfloat16" | "auto": as the node is set"""
     kv: _builtins.str
@@ -315,8 +314,6 @@ class StageSettings(_message.Message):
     """tokens per sequence; 0: the model's"""
     block_size: _builtins.int
     """tokens per KV block"""
-    weights: _builtins.str
-    """"wide": packed weights are widened at loading; empty: as the node is set"""
     def __init__(
         self,
         *,
@@ -325,11 +322,10 @@ class StageSettings(_message.Message):
         activation_type: Global___ActivationType.ValueType = ...,
         context_length: _builtins.int = ...,
         block_size: _builtins.int = ...,
-        weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "context_length", b"context_length", "dtype", b"dtype", "kv", b"kv", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "context_length", b"context_length", "dtype", b"dtype", "kv", b"kv"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
