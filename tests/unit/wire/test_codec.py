@@ -29,7 +29,7 @@ VALUES = [
     for module in (children, common, engines, nodes, serving, trust)
     for kind in vars(module).values()
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind.__module__ == module.__name__
-] + [plans.OpenRing, plans.PipelineSpec]
+] + [plans.OpenRing, plans.PipelineSpec, StageSettings]
 NAMES: dict[type[Any], str] = {  # where the message has another
     plans.PipelineSpec: "OpenPipeline",
     plans.Neighbour: "RingNeighbour",
