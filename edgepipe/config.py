@@ -274,7 +274,7 @@ def _parsed(name: str, value: object, origin: str) -> object:
         return _PARSERS[name](value, name)
     except ConfigInvalid as error:
         if origin != "flag":  # the user sees a flag in the command, but not the other origins
-            error.fact = f"it comes from {_where(origin, name)}"
+            raise error.changed(fact=f"it comes from {_where(origin, name)}") from error
         raise
 
 

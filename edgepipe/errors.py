@@ -53,6 +53,7 @@ type. The command line prints these three lines.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from enum import Enum
 from typing import ClassVar, Self
 
@@ -100,10 +101,18 @@ class EdgepipeError(Exception):
         """Return the first line of the class's docstring, the default text of the error."""
         return (cls.__doc__ or cls.__name__).strip().splitlines()[0]
 
-    def on_node(self, name: str) -> Self:
-        """Set the node of the error unless it has one. Return the error."""
-        self.node = self.node or name
-        return self
+    def changed(self, **parts: str) -> Self:
+        """Return a copy with other texts: ``what``, ``fact``, ``next_step``, ``node``, ``stage``, ``request_id``."""
+        assert parts.keys() <= vars(self).keys(), "these are texts of errors"
+        made = copy(self)
+        for name, text in parts.items():
+            setattr(made, name, text)
+        made.args, made.__cause__ = (made.what,), self.__cause__
+        return made
+
+    def on_node(self, name: str, *, stage: str = "") -> Self:
+        """Return the error with this node and stage, unless it names others."""
+        return self.changed(node=self.node or name, stage=self.stage or stage)
 
     def lines(self) -> list[str]:
         """Return what failed, the measured fact and the next step, without empty parts, each safe to show on a line."""
@@ -122,7 +131,7 @@ class EdgepipeError(Exception):
         return isinstance(other, EdgepipeError) and self._parts() == other._parts()
 
     def __hash__(self) -> int:
-        return hash((type(self), self.what))  # ``node`` may be set later
+        return hash(self._parts())
 
     def _parts(self) -> tuple[object, ...]:
         return (type(self), self.what, self.fact, self.next_step, self.node, self.stage, self.request_id)

@@ -22,6 +22,7 @@ from edgepipe_emulated import EmulatedWeights, emulated_model_config
 from figures import Row, print_rows
 
 from edgepipe.backend.types import (
+    DEFAULT_SETTINGS,
     Activations,
     ActivationType,
     BlockRun,
@@ -111,7 +112,10 @@ async def _serve_stage(pipe: Connection, index: int, hidden_size: int) -> None:
     )
     config = emulated_model_config(num_layers=2, hidden_size=hidden_size)
     await stage.load(
-        slices=[SLICES[index]], open_weights=lambda: EmulatedWeights(config), progress=lambda _: None, block_size=16
+        slices=[SLICES[index]],
+        open_weights=lambda: EmulatedWeights(config),
+        progress=lambda _: None,
+        settings=DEFAULT_SETTINGS,
     )
     server = make_server(Plaintext())
     stage.add_to(server)

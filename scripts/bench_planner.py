@@ -27,6 +27,7 @@ from local_nodes import await_idle, complete, decode_rate, running_nodes
 from published_rates import ATTENTION, HYBRIDS, published_rows
 
 from edgepipe.backend.devices import named_device, parse_devices
+from edgepipe.backend.types import DEFAULT_SETTINGS
 from edgepipe.cli.admin import Admin
 from edgepipe.cli.bench.cluster import emulated_cluster
 from edgepipe.cli.bench.run import EmulatedRun, bench_emulated, runs_on
@@ -340,7 +341,7 @@ async def _emulated_predictions(full: bool) -> list[Prediction]:
         for link in (LINK, SLOW_LINK):
             run = emulated_run(_settings(devices, _splits(devices)[0].text, link))
             async with emulated_cluster(run.cluster) as admin:
-                survey = cluster_of(await admin.survey(MODEL, dtype="auto"))
+                survey = cluster_of(await admin.survey(MODEL, DEFAULT_SETTINGS))
                 # Nodes hold a small vocabulary, since logits would cost host time; memory is the true model's.
                 cluster = replace(survey, config=named_shape(MODEL))
                 found += await _predictions_on(admin, cluster, run, f"{devices}, {link}")

@@ -23,7 +23,7 @@ def kv_speed_rows(model: Path) -> list[Row]:
     """Measure decode of one sequence, both forms in turns."""
     rows: list[Row] = []
     for threads in (1, 2):
-        chats = [_Chat(model, kv, threads) for kv in ("8bit", "auto")]
+        chats = [_Chat(model, kv, threads) for kv in ("8bit", "")]
         for context, target in CONTEXTS.items():
             taken = [[chat.step_s(context) for chat in chats] for _ in range(ROUNDS + 1)][1:]
             packed_s, float_s = (min(times) for times in zip(*taken, strict=True))
@@ -40,7 +40,7 @@ class _Chat:
     def __init__(self, model: Path, kv: str, threads: int) -> None:
         most = max(CONTEXTS) + NEW_TOKENS
         blocks = -(-most // BLOCK_TOKENS)
-        backend = TorchBackend(BackendOptions(device="cpu", threads=threads, settings={"kv": kv}))
+        backend = TorchBackend(BackendOptions(device="cpu", threads=threads, kv=kv))
         self._pipeline = Pipeline.build([backend], open_weights(model), num_blocks=blocks, block_size=BLOCK_TOKENS)
         self._sequence: Track = self._pipeline.add(most)
         self._pipeline.step([(self._sequence, [1000 + index for index in range(_FILLED_BLOCKS * BLOCK_TOKENS)])])

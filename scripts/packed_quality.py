@@ -259,8 +259,8 @@ def _save_mlx_logits(model: Path, tokens: Sequence[int], ring: bool, path: Path)
     return path
 
 
-def _torch(dtype: str, kv: str = "auto", threads: int = 2) -> MakeBackend:
-    return lambda: TorchBackend(BackendOptions(device="cpu", dtype=dtype, threads=threads, settings={"kv": kv}))
+def _torch(dtype: str, kv: str = "", threads: int = 2) -> MakeBackend:
+    return lambda: TorchBackend(BackendOptions(device="cpu", dtype=dtype, threads=threads, kv=kv))
 
 
 def _exact_torch(dtype: str) -> MakeBackend:
@@ -277,5 +277,5 @@ class _FloatProductsBackend(TorchBackend):
             super().load(slices, weights, progress)
 
 
-def _mlx(dtype: str, kv: str = "auto") -> MakeBackend:
-    return lambda: MlxBackend(BackendOptions(device="cpu", dtype=dtype, settings={"kv": kv}))
+def _mlx(dtype: str, kv: str = "") -> MakeBackend:
+    return lambda: MlxBackend(BackendOptions(device="cpu", dtype=dtype, kv=kv))

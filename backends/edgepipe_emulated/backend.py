@@ -71,7 +71,7 @@ class EmulatedBackend:
     picks_candidates = False
 
     def __init__(self, options: BackendOptions) -> None:
-        self._settings = read_settings(options.device, options.settings)
+        self._settings = read_settings(options)
         self._faults = DeviceFaults(self._settings.faults)
         self._device = options.device if options.device != "auto" else "rtx4090"
         self._kind = options.activation_type

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from edgepipe.backend.devices import DeviceModel, adjustable, adjusted, named_device, number_setting
-from edgepipe.backend.kv_setting import chosen_kv
+from edgepipe.backend.kv_setting import checked_kv
+from edgepipe.backend.types import BackendOptions
 from edgepipe.errors import ConfigInvalid
 from edgepipe.spec.expert_places import SETTING, chosen_share, with_ram_percent
 from edgepipe.spec.facts import ModelConfig
@@ -29,7 +30,6 @@ _OWN = (
     "faults",
     "expert_skew",
     "weights",
-    "kv",
     SETTING,
 )
 _WEIGHTS = ("auto", "wide")
@@ -52,14 +52,15 @@ class EmulationSettings:
     faults: Path | None  # folder of the device's fault files (``edgepipe_emulated.faults``); None: no faults
 
 
-def read_settings(device: str, settings: dict[str, str]) -> EmulationSettings:
-    """Read the settings for a named device (``auto``: RTX 4090). Raises ConfigInvalid, ModelUnknown."""
+def read_settings(options: BackendOptions) -> EmulationSettings:
+    """Read the settings of a named device (``auto``: RTX 4090). Raises ConfigInvalid, ModelUnknown."""
+    settings = options.settings
     known = (*adjustable(), *_OWN)
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise ConfigInvalid(f"the emulated backend has no setting '{unknown[0]}'", fact=f"it has {', '.join(known)}")
     return EmulationSettings(
-        device=adjusted(named_device(device), settings),
+        device=adjusted(named_device(options.device), settings),
         time_factor=number_setting(settings.get("time_factor", "1")),
         as_model=_maybe(settings, "as_model", named_model),
         as_model_bytes=_maybe(settings, "as_model_bytes", parse_bytes),
@@ -68,7 +69,7 @@ def read_settings(device: str, settings: dict[str, str]) -> EmulationSettings:
         contiguous_kv=bool(number_setting(settings.get("contiguous_kv", "0"))),
         packing=with_ram_percent(_packing(settings.get("weights", "auto")), chosen_share(settings)),
         expert_skew=number_setting(settings.get("expert_skew", "0")),
-        kv=chosen_kv(settings),
+        kv=checked_kv(options.kv),
         faults=_maybe(settings, "faults", Path),
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
-from edgepipe.backend.kv_setting import chosen_kv
+from edgepipe.backend.kv_setting import checked_kv
 from edgepipe.backend.step_layout import StepLayout, lay_out_step
 from edgepipe.backend.types import (
     Activations,
@@ -94,7 +94,7 @@ class MlxBackend:
         self._device = choose_device(options.device)
         self._dtype_name, self._dtype = choose_dtype(options.dtype, self._device)
         self._packed = choose_packing(options.settings.get("weights", "auto"))
-        self._kv = chosen_kv(options.settings)
+        self._kv = checked_kv(options.kv)
         self._shard: Shard | None = None
         self._products: tuple[PackedProducts, ...] = ()
         self._pools: dict[int, list[KVPool | LayerStates | None]] = {}  # by slice index, one per layer with a mixer

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from edgepipe.backend.kv_setting import chosen_kv
+from edgepipe.backend.kv_setting import checked_kv
 from edgepipe.backend.step_layout import StepLayout
 from edgepipe.backend.types import (
     DEFAULT_BLOCK_SIZE,
@@ -113,7 +113,7 @@ class TorchBackend:
         self._packed = _keeps_packed(options)
         self._ram_percent = chosen_share(options.settings)  # of each layer's experts, which stay in host memory
         self._kernels = kernels
-        self._kv = chosen_kv(options.settings)
+        self._kv = checked_kv(options.kv)
         self._step_kernels = step_kernels or find_step_kernels(self._device)
         self._paging = paging or find_paging(self._device, self._dtype)
         if self._kv and self._paging is not None:

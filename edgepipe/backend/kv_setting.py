@@ -1,16 +1,13 @@
-"""The setting ``kv``, which all backends read alike."""
+"""The setting ``kv``, which all backends obey alike."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from edgepipe.errors import ConfigInvalid
 from edgepipe.spec.facts import KV_8BIT
 
 
-def chosen_kv(settings: Mapping[str, str]) -> str:
-    """Return the form of KV that a backend's settings select; empty: the compute dtype. Raises ConfigInvalid."""
-    wanted = settings.get("kv", "auto")
-    if wanted not in ("auto", KV_8BIT):
-        raise ConfigInvalid(f"kv cannot be '{wanted}'", fact=f"it is auto or {KV_8BIT}")
-    return "" if wanted == "auto" else wanted
+def checked_kv(form: str) -> str:
+    """Return a form of KV that all backends know; empty: the compute dtype. Raises ConfigInvalid for another one."""
+    if form not in ("", KV_8BIT):
+        raise ConfigInvalid(f"kv cannot be '{form}'", fact=f"it is empty or {KV_8BIT}")
+    return form

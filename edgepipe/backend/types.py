@@ -6,7 +6,7 @@ Shape letters: T packed tokens of a step, H hidden, V vocabulary, R rows that ne
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -45,6 +45,37 @@ class ActivationType(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageSettings:
+    """Settings of a served model that every stage obeys.
+
+    They travel as this one value from the command line to the backend of each stage.
+    """
+
+    dtype: str = "auto"  # "float32" | "bfloat16" | "auto": as the node is set
+    kv: str = ""  # form of the KV, see ``ModelConfig.kv_bytes_per_token``; empty: the compute dtype
+    activation_type: ActivationType = ActivationType.BF16
+    context_length: int = 0  # tokens per sequence; 0: the model's
+    block_size: int = DEFAULT_BLOCK_SIZE  # tokens per KV block, for as long as the model is served
+
+    def dtype_on(self, own: str) -> str:
+        """Return the dtype on a node or device with the dtype ``own``."""
+        return own if self.dtype == "auto" else self.dtype
+
+    def of_backend(self) -> StageSettings:
+        """Return the settings without those that a backend finds in its calls: the context decides the weights' config,
+        and ``allocate_kv`` names the block size."""
+        return replace(self, context_length=0, block_size=DEFAULT_BLOCK_SIZE)
+
+    def of_layer(self) -> StageSettings:
+        """Return the settings of a measurement of one layer, whose activations are bf16."""
+        return replace(self.of_backend(), activation_type=ActivationType.BF16)
+
+
+DEFAULT_SETTINGS = StageSettings()
+"""Every stage as its node is set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
     """Properties and measured rates of one device (for the emulated backend: configured rates)."""
 
@@ -77,12 +108,13 @@ class PackedProducts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackendOptions:
-    """Options of a stage process for its backend."""
+class BackendOptions(StageSettings):
+    """Options of a stage process for its backend: the served model's settings, and those of the node.
+
+    A ``dtype`` of "auto" means float32 on CPUs, bf16 elsewhere.
+    """
 
     device: str = "auto"
-    dtype: str = "auto"  # "float32" | "bfloat16" | "auto": float32 on CPUs, bf16 elsewhere
-    activation_type: ActivationType = ActivationType.BF16
     threads: int | None = None  # CPU threads for computing; None: all physical cores
     settings: dict[str, str] = field(default_factory=dict[str, str])  # backend-specific, e.g. {"time_factor": "0"}
 

@@ -12,6 +12,7 @@ import grpc.aio
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from edgepipe.backend.types import StageSettings
 from edgepipe.daemon.machine.data_dir import socket_path
 from edgepipe.errors import ConfigInvalid, ConnectTimeout, EdgepipeError, NodeUnreachable, PeerClosed
 from edgepipe.link.channels import make_unix_channel, sent_error, translated
@@ -23,8 +24,8 @@ from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.nodes import ClusterStatus, LogLine
 from edgepipe.wire.serving import DrainEvent, LinkProfile, ReplicateEvent, ServeEvent, ServeRequest, SurveyReply
 from edgepipe.wire.trust import InviteCommand, InviteEvent, JoinEvent, JoinRequest, ListPeersReply, RemovePeerReply
+from edgepipe.wire.v1 import common_pb2, node_pb2_grpc, trust_pb2, trust_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
-from edgepipe.wire.v1 import node_pb2_grpc, trust_pb2, trust_pb2_grpc
 
 _PEER = "this machine's node"
 _RPC_S = 5.0
@@ -94,12 +95,13 @@ class Admin:
             async for event in self._stub.Serve(message, timeout=_SERVE_S):
                 yield from_wire(event, ServeEvent)
 
-    async def survey(self, model: str, *, dtype: str, kv: str = "", fresh: bool = False) -> SurveyReply:
+    async def survey(self, model: str, settings: StageSettings, *, fresh: bool = False) -> SurveyReply:
         """Return a model's shape, devices and links for a plan. The nodes measure what they have not measured yet.
 
         Raises ModelUnknown.
         """
-        request = pb.SurveyRequest(hello=self._hello, model=model, dtype=dtype, fresh=fresh, kv=kv)
+        wanted = to_wire(settings, common_pb2.StageSettings)
+        request = pb.SurveyRequest(hello=self._hello, model=model, settings=wanted, fresh=fresh)
         with translated(_PEER):
             reply = await self._stub.Survey(request, timeout=_SURVEY_S)
         return from_wire(reply, SurveyReply)

@@ -49,10 +49,10 @@ First = Annotated[
 
 
 def checked_dtype(dtype: str) -> str:
-    """Check the value of ``--dtype``. Return it, empty for auto. Raises ConfigInvalid."""
+    """Check the value of ``--dtype``. Return it. Raises ConfigInvalid."""
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ConfigInvalid(f"--dtype cannot be '{dtype}'", next_step="give auto, float32 or bfloat16")
-    return "" if dtype == "auto" else dtype
+    return dtype
 
 
 def checked_kv(kv: str) -> str:

@@ -25,6 +25,7 @@ from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from edgepipe.backend.types import StageSettings
     from edgepipe.planner.cluster import Cluster
     from edgepipe.planner.demand import Demand
     from edgepipe.planner.plan import Constraints
@@ -82,6 +83,7 @@ def plan(
     data_dir: DataDir = None,
 ) -> None:
     """Show where layers would go, and the predicted speed."""
+    from edgepipe.backend.types import StageSettings
     from edgepipe.planner.plan import Constraints
     from edgepipe.spec.expert_places import check_has_experts, checked_choice
 
@@ -99,7 +101,7 @@ def plan(
         )
     if emulate and data_dir is not None:
         raise ConfigInvalid("--emulate and --data-dir contradict each other", next_step="give one of them")
-    dtype, kv = checked_dtype(dtype), checked_kv(kv)
+    settings = StageSettings(dtype=checked_dtype(dtype), kv=checked_kv(kv))
     if emulate and dtype == "float32":
         raise ConfigInvalid(
             "--emulate plans in bfloat16",
@@ -114,9 +116,9 @@ def plan(
         experts_in_ram=checked_choice(experts_in_ram),
     )
     if emulate:
-        cluster = _imagined(model, emulate, link or "1gbit,0.3ms", kv)
+        cluster = _imagined(model, emulate, link or "1gbit,0.3ms", settings.kv)
     else:
-        cluster = _surveyed(model, dtype, kv, data_dir, fresh=measure)
+        cluster = _surveyed(model, settings, data_dir, fresh=measure)
     _tell_of_known_shape(cluster.model, on_no_disk=not emulate)
     check_has_experts(constraints.experts_in_ram, cluster.config)
     demand = make_demand(cluster, objective=objective, context=context, concurrency=concurrency)
@@ -155,14 +157,14 @@ def _imagined(model: str, devices: str, link: str, kv: str) -> Cluster:
     return known_cluster(parse_devices(devices), config, link=parse_link(link), model=model, weights=weights, kv=kv)
 
 
-def _surveyed(model: str, dtype: str, kv: str, data_dir: Path | None, *, fresh: bool) -> Cluster:
+def _surveyed(model: str, settings: StageSettings, data_dir: Path | None, *, fresh: bool) -> Cluster:
     """Return the cluster of this machine's node; nodes first measure unknown devices and links."""
     from edgepipe.cli.admin import connect, run_async
     from edgepipe.wire.surveys import cluster_of
 
     async def work(folder: Path) -> Cluster:
         async with connect(folder) as admin:
-            return cluster_of(await admin.survey(model, dtype=dtype, kv=kv, fresh=fresh), kv=kv)
+            return cluster_of(await admin.survey(model, settings, fresh=fresh))
 
     with make_console(stderr=True).status("measuring devices and links"):
         return run_async(work(data_dir_of(data_dir)))

@@ -180,7 +180,7 @@ def serve_request(
     template_keywords: str = "",
 ) -> ServeRequest:
     """Build the request from the flags. Raises ConfigInvalid."""
-    from edgepipe.backend.types import ActivationType
+    from edgepipe.backend.types import ActivationType, StageSettings
     from edgepipe.scheduler.policy import make_policy
     from edgepipe.spec.expert_places import checked_choice
     from edgepipe.store.further_names import checked_names
@@ -195,12 +195,14 @@ def serve_request(
         model=model,
         micro_batches=_micro_batches(micro_batches),
         policy=policy if policy != "throttled" else "",
-        context_length=context,
+        settings=StageSettings(
+            dtype=checked_dtype(dtype),
+            kv=checked_kv(kv),
+            activation_type=ActivationType(activations),
+            context_length=context,
+        ),
         kv_tokens=kv_tokens,
-        dtype=checked_dtype(dtype),
-        kv=checked_kv(kv),
         experts_in_ram=checked_choice(experts_in_ram),
-        activation_type=ActivationType(activations),
         names=checked_names(names),
         template_keywords=checked_keywords(template_keywords),
     )

@@ -149,8 +149,7 @@ def _make_variant(settings: Mapping[str, str], variant: Variant) -> list[Run]:
     try:
         return _make_runs({**settings, **variant.changes}, variant.label)
     except EdgepipeError as error:
-        error.what = f"{variant.label}: {error.what}" if variant.label else error.what
-        raise
+        raise error.changed(what=f"{variant.label}: {error.what}" if variant.label else error.what) from error
 
 
 def _timed(runs: Sequence[Run]) -> RunReport:

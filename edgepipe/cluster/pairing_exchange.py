@@ -150,7 +150,7 @@ class PairingWindow:
             silent = await self._welcome(pairing, reader, writer, address)
         except (EdgepipeError, OSError) as exc:
             error = exc if isinstance(exc, EdgepipeError) else PeerClosed("the connection broke off", fact=plain(exc))
-            self._failed(pairing, address, error)
+            error = self._failed(pairing, address, error)
             with suppress(OSError):
                 await _send(writer, refusal(error))
             return
@@ -198,13 +198,15 @@ class PairingWindow:
             logger.warning("%s was admitted and did not confirm that it has joined: %s", pairing.other.name, exc)
         return not pairing.done
 
-    def _failed(self, pairing: HostPairing, address: str, error: EdgepipeError) -> None:
+    def _failed(self, pairing: HostPairing, address: str, error: EdgepipeError) -> EdgepipeError:
+        """Count a failed attempt. Return the error with what that means for further attempts."""
         wrong_code = pairing.guessed and isinstance(error, PairingRejected)
         note = self.tries.failed(address, wrong_code=wrong_code, now_s=_now_s())
-        error.fact = "; ".join(filter(None, (note, error.fact)))
+        error = error.changed(fact="; ".join(filter(None, (note, error.fact))))
         self._on_attempt(self._attempt(pairing, address, error=error))
         if self.tries.used_up:
             self._over.set()
+        return error
 
     def _attempt(
         self, pairing: HostPairing, address: str, *, error: EdgepipeError | None = None, silent: bool = False

@@ -9,6 +9,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from edgepipe.backend.types import StageSettings
 from edgepipe.cluster.admission import cluster_label
 from edgepipe.cluster.heartbeats import Heartbeats
 from edgepipe.daemon.device.device import DeviceHost
@@ -124,7 +125,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
             first_source=wanted.weights_node,
             wanted_by=self._other(request.hello),
         )
-        fetching = self._models.fetch(model, wanted.slices, first_source=wanted.weights_node)
+        fetching = self._models.fetch(model, wanted.placement.slices, first_source=wanted.weights_node)
         async with aclosing(fetching):
             async for progress in fetching:
                 yield pb.PrepareEvent(progress=to_wire(progress, pb.PrepareProgress))
@@ -375,7 +376,9 @@ class AdminService(node_pb2_grpc.AdminServicer):
         """Measure the inputs of a model's plan."""
         admit_command_line(request)
         await self._refresh_models()
-        survey = await self._serving.survey(request.model, request.dtype, kv=request.kv, fresh=request.fresh)
+        survey = await self._serving.survey(
+            request.model, from_wire(request.settings, StageSettings), fresh=request.fresh
+        )
         return to_wire(survey, pb.SurveyReply)
 
     async def MeasureLinks(self, request: pb.MeasureLinksRequest, context: Any) -> pb.ProfileLinksReply:
@@ -437,6 +440,7 @@ def admit_command_line(request: Any) -> None:
     try:
         check_hello(hello_from_wire(request.hello), own_name="the running node")
     except VersionMismatch as error:
-        error.what = "the command line and the running node speak different versions of the protocol"
-        error.next_step = "edgepipe node stop, then edgepipe node start"
-        raise
+        raise error.changed(
+            what="the command line and the running node speak different versions of the protocol",
+            next_step="edgepipe node stop, then edgepipe node start",
+        ) from error

@@ -11,12 +11,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from edgepipe.engine.settings import CRASHES_COMPARED, FLAWED_CRASHES, FLAWED_WITHIN_S
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import NodeId, RequestKey, SequenceId
-
-_MOST_IN_A_ROW = 8  # crashes of one stage to compare; the third refuses the request
-# This many crashes of different requests within this time, even if steps succeed between them.
-_FLAWED, _FLAWED_WITHIN_S = 3, 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +43,13 @@ class Verdict:
 class _Record:
     """Crashes of one node."""
 
-    in_a_row: deque[frozenset[RequestKey]] = field(default_factory=lambda: deque(maxlen=_MOST_IN_A_ROW))
-    lately: deque[tuple[float, frozenset[RequestKey]]] = field(default_factory=lambda: deque(maxlen=_FLAWED))
+    in_a_row: deque[frozenset[RequestKey]] = field(default_factory=lambda: deque(maxlen=CRASHES_COMPARED))
+    lately: deque[tuple[float, frozenset[RequestKey]]] = field(default_factory=lambda: deque(maxlen=FLAWED_CRASHES))
     replaced: bool = False  # its process was replaced since a sequence last got further
 
     def is_flawed(self, now_s: float) -> bool:
         """Return whether the newest crashes came close together and have no common request."""
-        full = len(self.lately) == _FLAWED and now_s - self.lately[0][0] <= _FLAWED_WITHIN_S
+        full = len(self.lately) == FLAWED_CRASHES and now_s - self.lately[0][0] <= FLAWED_WITHIN_S
         return full and not _common(requests for _, requests in self.lately)
 
     def requests(self) -> frozenset[RequestKey]:

@@ -196,10 +196,8 @@ class StageControl:
         )
 
     def _named(self, error: EdgepipeError) -> EdgepipeError:
-        error.node = error.node or self.site.node_name
-        error.stage = error.stage or self.site.label
-        self.raised = error
-        return error
+        self.raised = error.on_node(self.site.node_name, stage=self.site.label)
+        return self.raised
 
 
 class StepWriter:

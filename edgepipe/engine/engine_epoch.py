@@ -74,7 +74,7 @@ class EngineEpoch:
         self.limits = self._scheduler_limits()
         micro_batches = MicroBatches(
             slices=[[part.index for part in site.slices] for site in sites],
-            row_bytes=context.config.hidden_size * spec.activation_type.num_bytes,
+            row_bytes=context.config.hidden_size * spec.settings.activation_type.num_bytes,
             fixed=spec.micro_batches,
             costs={index: cost for site in sites for index, cost in site.costs.items()},
         )
@@ -216,31 +216,31 @@ class EngineEpoch:
 
     def _scheduler_limits(self) -> SchedulerLimits:
         """Use the smallest stage's number of blocks of each memory class for all stages. Raises NoFeasiblePlacement."""
-        limits, spec = self._context.limits, self._spec
+        limits, spec, settings = self._context.limits, self._spec, self._spec.settings
         smallest = min(self.sites, key=lambda site: site.max_blocks)
         num_blocks = smallest.max_blocks
         if spec.kv_tokens:
-            num_blocks = min(num_blocks, -(-spec.kv_tokens // spec.block_size))
+            num_blocks = min(num_blocks, -(-spec.kv_tokens // settings.block_size))
         if self._kept is not None and self._kept.is_worth(num_blocks):
             num_blocks = min(num_blocks, self._kept.pools.context.num_blocks)
         if num_blocks < 1:
             raise NoFeasiblePlacement(
                 f"node {smallest.node_name} has no room for a KV cache",
-                fact=f"one block of {spec.block_size} tokens takes {smallest.kv_block_bytes} bytes there",
+                fact=f"one block of {settings.block_size} tokens takes {smallest.kv_block_bytes} bytes there",
                 next_step="add a node or choose a smaller model",
                 node=smallest.node_name,
             )
         classes = memory_classes(self._context.config)
         return SchedulerLimits(
             num_blocks=num_blocks,
-            block_size=spec.block_size,
-            context_length=spec.context_length or self._context.config.context_length,
+            block_size=settings.block_size,
+            context_length=settings.context_length or self._context.config.context_length,
             micro_batches=spec.micro_batches or len(self.sites),
             max_running=limits.max_running,
             max_waiting=limits.max_waiting,
             contiguous_kv=any(site.contiguous_kv for site in self.sites),
-            windows=classes.pools(num_blocks=num_blocks, block_size=spec.block_size),
-            states=classes.states(num_blocks=num_blocks, block_size=spec.block_size),
+            windows=classes.pools(num_blocks=num_blocks, block_size=settings.block_size),
+            states=classes.states(num_blocks=num_blocks, block_size=settings.block_size),
         )
 
     def _pipeline_spec(self, site: StageSite) -> PipelineSpec:
@@ -251,7 +251,7 @@ class EngineEpoch:
             slices=site.slices,
             num_slices=self._num_slices,
             hidden_size=self._context.config.hidden_size,
-            activation_type=self._spec.activation_type,
+            activation_type=self._spec.settings.activation_type,
             num_blocks=self.limits.num_blocks,
             block_size=self.limits.block_size,
             window_blocks=tuple(pool.num_blocks for pool in self.limits.windows),

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from edgepipe.engine.settings import WORTH_EMPTYING
 from edgepipe.ids import Epoch
 from edgepipe.scheduler import KeptPools, SchedulerLimits
 from edgepipe.spec.facts import Slice
-
-_WORTH = 1.25  # times the kept number of blocks: more room than that justifies recomputing everything
 
 KVSince = Mapping[tuple[Slice, ...], Epoch | None]
 """By a stage's slices: the epoch since which its KV holds all that this engine's steps wrote; None: not reported."""
@@ -29,7 +28,7 @@ class KeptKV:
         Another number empties the KV of all stages. A little more room does not justify that. Much more does: a pool
         that once shrank would otherwise refuse long prompts for ever.
         """
-        return bool(self.pools.cached_blocks) and num_blocks <= _WORTH * self.pools.context.num_blocks
+        return bool(self.pools.cached_blocks) and num_blocks <= WORTH_EMPTYING * self.pools.context.num_blocks
 
     def lost_by(self, since: KVSince) -> list[tuple[Slice, ...]]:
         """Return the next epoch's stages without the last epoch's KV: other processes or other layers."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from edgepipe.engine.settings import EngineTimeouts
+from edgepipe.engine.settings import FREE_ENDS, EngineTimeouts
 from edgepipe.ids import NodeId
-
-_FREE_ENDS = 3  # epochs with progress that a node may end before pauses begin
 
 
 @dataclass(slots=True)
@@ -40,7 +38,7 @@ class Pauses:
         ends.barren = 0 if further else 1 if long_ago else ends.barren + 1
         ends.last_s = now_s
         barren_s = growing(ends.barren - 1, times.barren_min_s, times.barren_max_s)
-        broken_s = growing(ends.in_a_row - _FREE_ENDS, times.broken_min_s, times.broken_max_s)
+        broken_s = growing(ends.in_a_row - FREE_ENDS, times.broken_min_s, times.broken_max_s)
         ends.until_s = now_s + max(barren_s, broken_s)
 
     def worked(self) -> None:

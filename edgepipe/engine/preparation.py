@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, replace
 
 import grpc.aio
 
@@ -27,7 +28,6 @@ from edgepipe.planner.profiles import slice_costs
 from edgepipe.security.mutual_tls import Security
 from edgepipe.spec.expert_places import split_kind
 from edgepipe.spec.facts import ModelConfig
-from edgepipe.spec.longrope import depends_on_context
 from edgepipe.units import format_bytes
 from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.children import Prepared, PrepareEvent, PrepareProgress, PrepareRequest
@@ -65,6 +65,7 @@ class Preparation:
         self._config = config
         self._weights = weights
         self._spec = spec
+        self._settings = replace(spec.settings, context_length=spec.settings.context_length or config.context_length)
         self._nodes = nodes
         self._pipeline_id = pipeline_id
         self._epoch = epoch
@@ -120,22 +121,20 @@ class Preparation:
             raise self._failed(exc, placement.node_id) from exc
         if prepared is None:
             raise RemoteProtocolError(f"node {name} ended the preparation without a stage", node=name)
-        self._check_context(placement.node_id, prepared)
+        self._check_settings(placement.node_id, prepared)
         return self._site(index, placement, prepared)
 
-    def _check_context(self, node_id: NodeId, prepared: Prepared) -> None:
-        """Refuse a stage whose rotary factors may be other ones than those of the served context.
-
-        Raises VersionMismatch: nodes of earlier versions report no context, and always use the long factors.
-        """
-        wanted = self._context_length()
-        if prepared.context_length == wanted or not depends_on_context(self._config):
+    def _check_settings(self, node_id: NodeId, prepared: Prepared) -> None:
+        """Refuse a stage that is built with other settings: a node of an earlier version drops those that it does not
+        know. Raises VersionMismatch."""
+        if prepared.settings == self._settings:
             return
         self.failed = self.failed or node_id
-        name = self._nodes.name(node_id)
+        name, wanted = self._nodes.name(node_id), asdict(self._settings)
+        other = next(key for key, value in asdict(prepared.settings).items() if value != wanted[key])
         raise VersionMismatch(
-            f"node {name} cannot choose the rotary factors of a context of {wanted} tokens",
-            fact=f"its stage is built for {prepared.context_length or 'an unknown number of'} tokens",
+            f"node {name} does not obey a setting of this model",
+            fact=f"{other} is {getattr(prepared.settings, other)!r} there, {wanted[other]!r} was asked for",
             next_step=f"upgrade edgepipe on {name}: pip install --upgrade edgepipe",
             node=name,
         )
@@ -149,23 +148,15 @@ class Preparation:
             epoch=self._epoch,
             model=self._spec.model,
             manifest_hash=self._spec.manifest_hash,
-            slices=placement.slices,
-            kv_tokens=self._spec.kv_tokens or self._limits.default_contexts * self._context_length(),
-            block_size=self._spec.block_size,
+            placement=placement,
+            settings=self._settings,
+            kv_tokens=self._spec.kv_tokens or self._limits.default_contexts * self._settings.context_length,
             weights_node=self._hello.node_id,
-            dtype=self._spec.dtype,
-            kv=self._spec.kv,
-            ram_percent=placement.ram_percent,
-            activation_type=self._spec.activation_type,
-            context_length=self._context_length(),
             fresh=placement.node_id in self._fresh,
         )
         message = to_wire(request, node_pb2.PrepareRequest)
         message.hello.CopyFrom(hello_to_wire(self._hello))
         return message
-
-    def _context_length(self) -> int:
-        return self._spec.context_length or self._config.context_length
 
     def _note_progress(self, index: int, name: str, progress: PrepareProgress) -> None:
         self._bytes[index] = (progress.bytes_done, max(progress.bytes_total, 1))
@@ -194,7 +185,7 @@ class Preparation:
             contiguous_kv=prepared.profile.contiguous_kv,
             certificate=prepared.certificate,
             costs=slice_costs(
-                prepared.profile, self._config, placement.slices, weights=self._weights, kv=self._spec.kv
+                prepared.profile, self._config, placement.slices, weights=self._weights, kv=self._settings.kv
             ),
             crashed_in=(prepared.crashed_epoch, StepId(prepared.crashed_step)) if prepared.crashed_step else None,
         )

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from edgepipe.engine.settings import MOST_STALLS, SUSPECTED_STALLS
 from edgepipe.ids import NodeId, RequestId, RequestKey
-
-SUSPECTED = 2  # epochs in a row that ended before a request got further; then those that stalled are tried one by one
-MOST_STALLS = 4  # then the request is refused; a node is left out earlier, so that another node is tried first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,5 +68,5 @@ class Stalls:
 
     def _suspects(self) -> frozenset[RequestKey]:
         """Return all that stalled, once one of them did so often: a trial beside another of them proves nothing."""
-        often = any(len(nodes) >= SUSPECTED for nodes in self._ended_by.values())
+        often = any(len(nodes) >= SUSPECTED_STALLS for nodes in self._ended_by.values())
         return frozenset(self._ended_by) if often else frozenset()

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Generic, TypeVar
 
 from edgepipe.engine.placing import Nodes
+from edgepipe.engine.settings import FLAPS, FLAPS_WITHIN_S, LONGEST_QUARANTINE_S, QUARANTINE_S
 from edgepipe.engine.sites import StageSite
 from edgepipe.errors import ConnectTimeout
 from edgepipe.ids import NodeId
@@ -17,21 +18,16 @@ from edgepipe.wire.engines import LeftOut, ServeSpec, StagePlacement
 
 K = TypeVar("K", bound=Hashable)
 
-_FIRST_S, _LONGEST_S = 30.0, 600.0  # quarantine after a failure, doubling
-# This many losses within this time count as flapping: a machine that restarts takes a minute or two, a step that is
-# late up to a minute.
-_FLAPS, _FLAPS_WITHIN_S = 3, 300.0
-
 
 @dataclass(slots=True)
 class _Times:
     last_s: float = 0.0  # length of the last quarantine; 0: none yet
     until_s: float = 0.0
-    losses: deque[float] = field(default_factory=lambda: deque[float](maxlen=_FLAPS))
+    losses: deque[float] = field(default_factory=lambda: deque[float](maxlen=FLAPS))
 
     def is_on_probation(self, now_s: float) -> bool:
         """Return whether its last quarantine has not ended, or ended at most ten minutes ago."""
-        return self.last_s > 0 and now_s <= self.until_s + _LONGEST_S
+        return self.last_s > 0 and now_s <= self.until_s + LONGEST_QUARANTINE_S
 
 
 class QuarantineTimes(Generic[K]):
@@ -43,7 +39,7 @@ class QuarantineTimes(Generic[K]):
     def failed(self, item: K, now_s: float) -> None:
         """Quarantine an item for 30 s, doubling (up to 600 s) if it fails again soon after."""
         record = self._times.setdefault(item, _Times())
-        record.last_s = min(2 * record.last_s, _LONGEST_S) if record.is_on_probation(now_s) else _FIRST_S
+        record.last_s = min(2 * record.last_s, LONGEST_QUARANTINE_S) if record.is_on_probation(now_s) else QUARANTINE_S
         record.until_s = now_s + record.last_s
 
     def lost(self, item: K, now_s: float) -> bool:
@@ -53,7 +49,7 @@ class QuarantineTimes(Generic[K]):
         """
         record = self._times.setdefault(item, _Times())
         record.losses.append(now_s)
-        full = len(record.losses) == _FLAPS and now_s - record.losses[0] <= _FLAPS_WITHIN_S
+        full = len(record.losses) == FLAPS and now_s - record.losses[0] <= FLAPS_WITHIN_S
         flaps = full or record.is_on_probation(now_s)
         if flaps:
             record.losses.clear()
@@ -89,11 +85,9 @@ class Missed:
             source = item.node_name
         else:
             source, site = engine, self.sites[0]
-        error = shut_port(
+        return shut_port(
             source, site.node_name, address=site.address, node_address=nodes.address(site.node_id), beside=engine
-        )
-        error.stage = site.label
-        return error
+        ).changed(stage=site.label)
 
 
 class Quarantine:

@@ -1,8 +1,22 @@
-"""Deadlines and limits of an engine."""
+"""Deadlines and limits of an engine, and the numbers of its recovery."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+# When the recovery avoids a node, a link or a request.
+QUARANTINE_S, LONGEST_QUARANTINE_S = 30.0, 600.0  # of a node or a link after a failure, doubling
+# This many losses within this time count as flapping: a machine that restarts takes a minute or two, a step that is
+# late up to a minute.
+FLAPS, FLAPS_WITHIN_S = 3, 300.0
+# This many crashes of different requests within this time show a flawed device, even if steps succeed between them.
+FLAWED_CRASHES, FLAWED_WITHIN_S = 3, 60.0
+CRASHES_COMPARED = 8  # of one stage
+SUSPECTED_CRASHES, MOST_CRASHES = 2, 3  # crashed steps of a sequence after which it runs alone, or is refused
+SUSPECTED_STALLS = 2  # epochs in a row that ended before a request got further; then stalled ones are tried one by one
+MOST_STALLS = 4  # then the request is refused; a node is left out earlier, so that another node is tried first
+FREE_ENDS = 3  # epochs with progress that a node may end before pauses begin
+WORTH_EMPTYING = 1.25  # times the kept number of KV blocks: more room than that justifies recomputing everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

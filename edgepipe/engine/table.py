@@ -14,7 +14,7 @@ from edgepipe.engine.grammar_waits import GrammarWaits
 from edgepipe.engine.progress import EpochProgress
 from edgepipe.engine.pump import StepNews
 from edgepipe.engine.requests import Choice, GatewayStream, Request, known_bytes, submission_bytes
-from edgepipe.engine.settings import EngineLimits, EngineTimeouts
+from edgepipe.engine.settings import MOST_CRASHES, SUSPECTED_CRASHES, EngineLimits, EngineTimeouts
 from edgepipe.errors import (
     EdgepipeError,
     GrammarNotReady,
@@ -35,7 +35,6 @@ from edgepipe.wire.requests import Cancellation, Ending, Resumption, Submission
 logger = logging.getLogger(__name__)
 
 _NO_LOGPROBS: Mapping[SequenceId, TokenLogprobs] = MappingProxyType({})
-_SUSPECTED, _MOST_CRASHES = 2, 3  # crashed steps of a sequence after which it runs alone, or is refused
 
 
 class Queue(Protocol):
@@ -141,7 +140,7 @@ class RequestTable:
 
     def is_guilty(self, sequences: Sequence[SequenceId]) -> bool:
         """Return whether a crash of a step with these sequences proves guilt: one sequence, at its third crash."""
-        return len(sequences) == 1 and any(choice.crashes + 1 >= _MOST_CRASHES for choice in self._running(sequences))
+        return len(sequences) == 1 and any(choice.crashes + 1 >= MOST_CRASHES for choice in self._running(sequences))
 
     def accuse(self, sequences: Sequence[SequenceId], error: EdgepipeError) -> None:
         """Count a crashed step against its sequences.
@@ -271,7 +270,7 @@ class RequestTable:
                     continue
                 choice.add(event.token_id, scores)
                 self._sampled = True
-                if choice.crashes >= _SUSPECTED:
+                if choice.crashes >= SUSPECTED_CRASHES:
                     choice.crashes = 0  # it was alone in this step, which retired
                 choice.grammar_waits = 0
                 self._hold(choice.request, choice.request.token_bytes)
@@ -336,12 +335,12 @@ class RequestTable:
         try:
             check_submission(request.submission, self._bounds)
             if self._refusal is not None:
-                raise _copy(self._refusal)
+                raise self._refusal.changed()
             specs = [self._spec(choice) for choice in request.choices]
             self._make_room(request)
             events = self._queue.submit(specs) if self._queue is not None else self._keep(specs)
         except EdgepipeError as error:
-            error.request_id = error.request_id or request.key.request_id
+            error = error.changed(request_id=error.request_id or request.key.request_id)
             del self._requests[request.key]
             if request.stream is not None:
                 self.refuse(request.stream, request.key.request_id, request.attempt, len(request.choices), error)
@@ -454,7 +453,7 @@ class RequestTable:
             stop_ids=self._stop_ids(submission),
             priority=submission.priority,
             reuse_prefix=not choice.sampling.prompt_logprobs,
-            alone=choice.crashes >= _SUSPECTED,
+            alone=choice.crashes >= SUSPECTED_CRASHES,
             registration_base_bytes=base_bytes,
             registration_token_bytes=token_bytes,
         )
@@ -550,11 +549,6 @@ def _claims_too_much(request: Request, have: Sequence[int]) -> str:
         if count > len(choice.log):
             return f"its gateway has {count} tokens of choice {choice.index}, this engine has {len(choice.log)}"
     return ""
-
-
-def _copy(error: EdgepipeError) -> EdgepipeError:
-    """Copy an error for another request, whose id it will carry."""
-    return type(error)(error.what, fact=error.fact, next_step=error.next_step, node=error.node, stage=error.stage)
 
 
 def _forgotten(resume_s: float) -> PeerClosed:

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from edgepipe.clock import Clock
 from edgepipe.telemetry import HOP_LATENCY_S
 from edgepipe.wire.engines import EngineState, StageState
-from edgepipe.wire.nodes import ClusterView, NodeState
+from edgepipe.wire.nodes import ClusterView, MemberState, NodeState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -217,6 +217,24 @@ _STAGE_GAUGES: tuple[tuple[str, str, Callable[[StageState], float]], ...] = (
     ("stage_weight_bytes", "Weights that the stage holds.", lambda s: s.weight_bytes),
     ("stage_kv_bytes", "KV cache that the stage holds.", lambda s: s.kv_bytes),
 )
+_NODE_GAUGES: tuple[tuple[str, str, Callable[[MemberState], float]], ...] = (
+    ("node_up", "Whether the node answers.", lambda m: m.state == "alive"),
+)
+_NODE_COUNTERS: tuple[tuple[str, str, Callable[[MemberState], float]], ...] = (
+    (
+        "fenced_messages",
+        "Dropped plans and frames of replaced epochs.",
+        lambda m: sum(device.fenced_messages for device in m.node.devices),
+    ),
+)
+_PEER_GAUGES: tuple[tuple[str, str, Callable[[MemberState], float]], ...] = (  # of the way from this node to another
+    ("link_rtt_seconds", "Round trip from this node.", lambda m: m.rtt_ms / 1e3),
+    (
+        "heartbeat_gap_p99_seconds",
+        "99th percentile of the time between heartbeats, over two minutes.",
+        lambda m: m.gap_ms / 1e3,
+    ),
+)
 
 
 def _used(engine: EngineState) -> float:
@@ -303,28 +321,30 @@ def _kv_families(engines: list[EngineState]) -> Iterator[Metric]:
 
 
 def _node_families(view: ClusterView, engines: list[EngineState]) -> Iterator[Metric]:
-    up = GaugeMetricFamily("edgepipe_node_up", "Whether the node answers.", labels=("node",))
-    rtt = GaugeMetricFamily("edgepipe_link_rtt_seconds", "Round trip from this node.", labels=("src", "dst"))
-    gap = GaugeMetricFamily(
-        "edgepipe_heartbeat_gap_p99_seconds",
-        "99th percentile of the time between heartbeats, over two minutes.",
-        labels=("src", "dst"),
-    )
-    memory = GaugeMetricFamily("edgepipe_node_memory_bytes", "Device memory.", labels=("node", "kind"))
-    fenced = CounterMetricFamily(
-        "edgepipe_fenced_messages", "Dropped plans and frames of replaced epochs.", labels=("node",)
-    )
+    for name, description, read in _NODE_GAUGES:
+        yield _of_nodes(GaugeMetricFamily(f"edgepipe_{name}", description, labels=("node",)), view, read)
+    for name, description, read in _NODE_COUNTERS:
+        yield _of_nodes(CounterMetricFamily(f"edgepipe_{name}", description, labels=("node",)), view, read)
     own = next((member.node.name for member in view.members if member.self), "")
+    for name, description, read in _PEER_GAUGES:
+        gauge = GaugeMetricFamily(f"edgepipe_{name}", description, labels=("src", "dst"))
+        for member in view.members:
+            if not member.self and member.rtt_ms:
+                gauge.add_metric((own, member.node.name), read(member))
+        yield gauge
+    memory = GaugeMetricFamily("edgepipe_node_memory_bytes", "Device memory.", labels=("node", "kind"))
     for member in view.members:
-        node = member.node
-        up.add_metric((node.name,), float(member.state == "alive"))
-        if not member.self and member.rtt_ms:
-            rtt.add_metric((own, node.name), member.rtt_ms / 1e3)
-            gap.add_metric((own, node.name), member.gap_ms / 1e3)
-        for kind, num_bytes in _memory(node, engines).items():
-            memory.add_metric((node.name, kind), num_bytes)
-        fenced.add_metric((node.name,), sum(device.fenced_messages for device in node.devices))
-    yield from (up, rtt, gap, memory, fenced)
+        for kind, num_bytes in _memory(member.node, engines).items():
+            memory.add_metric((member.node.name, kind), num_bytes)
+    yield memory
+
+
+def _of_nodes(
+    family: GaugeMetricFamily | CounterMetricFamily, view: ClusterView, read: Callable[[MemberState], float]
+) -> Metric:
+    for member in view.members:
+        family.add_metric((member.node.name,), read(member))
+    return family
 
 
 def _memory(node: NodeState, engines: list[EngineState]) -> dict[str, int]:

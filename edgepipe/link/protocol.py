@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.backend.types import Activations, ActivationType
-from edgepipe.ids import Epoch, PipelineId, StepId
-from edgepipe.wire.plans import LinkSample
+from edgepipe.backend.types import Activations
+from edgepipe.ids import StepId
+from edgepipe.wire.plans import LinkSample, OpenRing
 
 StepBytes = npt.NDArray[np.uint8]
 """One step's activations as they travelled: ``[T * H * bytes per value]``, writable."""
@@ -29,11 +29,7 @@ class RingTarget:
     """The slice that a link feeds, and the constants of that link."""
 
     address: str  # HOST:PORT of the stage with that slice
-    pipeline_id: PipelineId
-    epoch: Epoch
-    slice_index: int
-    hidden_size: int
-    activation_type: ActivationType
+    opening: OpenRing
     max_queued: int  # steps given to send() and not yet acknowledged; more is a bug of the caller
     reach_s: float  # until there is a connection, the first time
     connect_s: float  # from then on until the other side has opened its end

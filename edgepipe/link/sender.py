@@ -24,7 +24,7 @@ from edgepipe.plain_words import plain_call
 from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.codec import to_wire
 from edgepipe.wire.common import Hello, epoch_to_wire, hello_to_wire
-from edgepipe.wire.plans import OpenRing, sample_from_wire
+from edgepipe.wire.plans import sample_from_wire
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
 
@@ -61,7 +61,7 @@ class RingSender:
         self._chunk_bytes = chunk_bytes
         self._network = network
         self._wire = network.wire() if network is not None else None
-        self._epoch = epoch_to_wire(target.epoch)
+        self._epoch, self._slice = epoch_to_wire(target.opening.epoch), target.opening.slice
         self._outbox = Outbox(max_queued=target.max_queued)
         self._wake = asyncio.Event()  # something may be written
         self._connected = asyncio.Event()
@@ -155,14 +155,7 @@ class RingSender:
         limit_s = target.deadline_s if self._connected.is_set() else target.connect_s
         try:
             async with asyncio.timeout(limit_s):
-                opening = OpenRing(
-                    pipeline_id=target.pipeline_id,
-                    epoch=target.epoch,
-                    slice=target.slice_index,
-                    hidden_size=target.hidden_size,
-                    activation_type=target.activation_type,
-                )
-                message = stage_pb2.RingMessage(open=to_wire(opening, stage_pb2.OpenRing))
+                message = stage_pb2.RingMessage(open=to_wire(target.opening, stage_pb2.OpenRing))
                 message.open.hello.CopyFrom(self._hello)
                 await call.write(message)
                 self._take_credit(await anext(credits, None))
@@ -224,7 +217,7 @@ class RingSender:
         frame = message.frame  # filled in place: handing a Frame to RingMessage(frame=...) would copy it twice
         frame.epoch.CopyFrom(self._epoch)
         frame.step = step
-        frame.slice = self._target.slice_index
+        frame.slice = self._slice
         frame.chunk = chunk
         frame.data = data
         frame.sent_us = int(sent_s * 1e6)

@@ -152,10 +152,10 @@ def _best_plan(
     if found is None:
         error = too_small(demand, able, num_nodes=constraints.num_nodes)
         obstacles = [unused.machine.obstacle for unused in excluded if unused.machine.obstacle]
-        error.fact = "; ".join([error.fact, *obstacles])
+        fact, next_step = "; ".join([error.fact, *obstacles]), error.next_step
         if demand.must_keep_tokens and (most := _most_context(demand, able, links, constraints)):
-            error.next_step = f"give --context {most} or less; or {error.next_step}"
-        raise error
+            next_step = f"give --context {most} or less; or {next_step}"
+        raise error.changed(fact=fact, next_step=next_step)
     partition, kv_tokens = found
     result = describe(demand, search.placed(partition), able, links)
     _check_reached(result, links)

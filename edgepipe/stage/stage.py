@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 
 from edgepipe.backend.protocol import Backend
-from edgepipe.backend.types import DeviceProfile, LoadProgress, PackedProducts
+from edgepipe.backend.types import DeviceProfile, LoadProgress, PackedProducts, StageSettings
 from edgepipe.clock import Clock
 from edgepipe.errors import (
     ConnectTimeout,
@@ -23,7 +23,6 @@ from edgepipe.errors import (
     StaleEpoch,
 )
 from edgepipe.ids import EngineId, Epoch, PipelineId
-from edgepipe.link.protocol import RingTarget
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
 from edgepipe.link.shaped import Network, delayed_replies
@@ -149,13 +148,12 @@ class Stage:
         slices: Sequence[Slice],
         open_weights: Callable[[], WeightSource],
         progress: Callable[[LoadProgress], None],
-        block_size: int,
-        kv: str = "",
+        settings: StageSettings,
     ) -> LoadedShard:
         """Replace the loaded slices. Calls ``progress`` on the loop, once per tensor.
 
-        ``kv``: form of the backend's KV, for the expected times of steps; empty: the compute dtype. Raises StageError
-        while a pipeline is open, and the errors of ``Backend.load``.
+        ``settings``: those of the backend. Raises StageError while a pipeline is open, and the errors of
+        ``Backend.load``.
         """
         if self._current is not None:
             raise StageError("the stage serves a pipeline and cannot load other layers")
@@ -165,7 +163,7 @@ class Stage:
             loop.call_soon_threadsafe(progress, done)
 
         self._shard, self._kv = None, ()
-        self._shard = await self._compute.call(lambda: self._load(tuple(slices), open_weights, tell, block_size, kv))
+        self._shard = await self._compute.call(lambda: self._load(tuple(slices), open_weights, tell, settings))
         return self._shard
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -230,27 +228,15 @@ class Stage:
     async def ring(self, opening: OpenRing, frames: Frames, *, peer: Hello) -> None:
         """Serve a predecessor's Ring stream. Raises StaleEpoch, StageLost, RemoteProtocolError; the stage goes on."""
         with self._handled():
-            receiver = await self.find_receiver(
-                RingTarget(
-                    address="",
-                    pipeline_id=opening.pipeline_id,
-                    epoch=opening.epoch,
-                    slice_index=opening.slice,
-                    hidden_size=opening.hidden_size,
-                    activation_type=opening.activation_type,
-                    max_queued=0,
-                    reach_s=self._open_s,
-                    connect_s=self._open_s,
-                    deadline_s=self._open_s,
-                )
-            )
+            receiver = await self.find_receiver(opening)
             current = self._current
             try:
                 await frames.feed(receiver, self._network_to(peer))
             except RemoteProtocolError as exc:
+                error = exc.on_node(self._tools.node, stage=self._tools.stage)
                 if current is not None:
-                    current.fault(exc)  # the sender may miss the reason if it is writing, and would dial again
-                raise
+                    current.fault(error)  # the sender may miss the reason if it is writing, and would dial again
+                raise error from exc
             finally:
                 self._counters.strays += frames.strays
 
@@ -269,44 +255,46 @@ class Stage:
         """Return the emulated network between this stage and a peer; None within a node."""
         return self._network if peer.node_id != self._node_id else None
 
-    async def find_receiver(self, target: RingTarget) -> RingReceiver:
-        """Wait until the epoch of ``target`` is open, then return the receiver of its link.
+    async def find_receiver(self, opening: OpenRing) -> RingReceiver:
+        """Wait until the epoch of ``opening`` is open, then return the receiver of its link.
 
         Raises StaleEpoch, StageLost, ConnectTimeout, and RemoteProtocolError if the two ends disagree.
         """
         try:
             async with asyncio.timeout(self._open_s):
-                while not self._stands(target):
+                while not self._stands(opening):
                     await self._changed.wait()
         except TimeoutError as exc:
             raise ConnectTimeout(
-                f"epoch {target.epoch} was not opened on this stage", fact=f"waited {self._open_s:g} s"
+                f"epoch {opening.epoch} was not opened on this stage", fact=f"waited {self._open_s:g} s"
             ) from exc
         current = self._current
-        receiver = current.receiver(target.slice_index) if current is not None else None
+        receiver = current.receiver(opening.slice) if current is not None else None
         if current is None or receiver is None:
-            raise RemoteProtocolError(f"no other stage feeds slice {target.slice_index} of this stage")
+            raise RemoteProtocolError(f"no other stage feeds slice {opening.slice} of this stage")
         spec = current.spec
-        if (target.hidden_size, target.activation_type) != (spec.hidden_size, spec.activation_type):
+        if (opening.hidden_size, opening.activation_type) != (spec.hidden_size, spec.activation_type):
             raise RemoteProtocolError(
                 "the two ends of the link disagree on activations",
-                fact=f"{target.activation_type.value} of {target.hidden_size} against "
+                fact=f"{opening.activation_type.value} of {opening.hidden_size} against "
                 f"{spec.activation_type.value} of {spec.hidden_size}",
             )
         return receiver
 
-    def _stands(self, target: RingTarget) -> bool:
-        """Return whether the target's epoch is open.
+    def _stands(self, opening: OpenRing) -> bool:
+        """Return whether the stream's epoch is open.
 
         Raises StaleEpoch if a later epoch has replaced it, and StageLost if it has ended without a successor.
         """
-        if target.pipeline_id != self._pipeline or self._promised is None or target.epoch > self._promised:
+        if opening.pipeline_id != self._pipeline or self._promised is None or opening.epoch > self._promised:
             return False
-        if target.epoch < self._promised:
-            raise _stale(target.epoch, self._promised)
-        if self._ended == target.epoch:
-            raise StageLost(f"epoch {target.epoch} has ended on this stage", fact="its engine hung up or a step failed")
-        return self._current is not None and self._current.spec.epoch == target.epoch
+        if opening.epoch < self._promised:
+            raise _stale(opening.epoch, self._promised)
+        if self._ended == opening.epoch:
+            raise StageLost(
+                f"epoch {opening.epoch} has ended on this stage", fact="its engine hung up or a step failed"
+            )
+        return self._current is not None and self._current.spec.epoch == opening.epoch
 
     async def _open(self, spec: PipelineSpec) -> StageEpoch:
         shard = self._check(spec)
@@ -405,8 +393,7 @@ class Stage:
         slices: tuple[Slice, ...],
         open_weights: Callable[[], WeightSource],
         tell: Callable[[LoadProgress], None],
-        block_size: int,
-        kv: str,
+        settings: StageSettings,
     ) -> LoadedShard:
         """Load layers, on the compute thread."""
         weights = open_weights()
@@ -417,16 +404,16 @@ class Stage:
         config = weights.config
         self._grammars.use(config)
         table = table_of(weight for part in slices for weight in weights.weights(part))
-        self._compute.expect(slice_costs(profile, config, slices, weights=table, kv=kv))
+        self._compute.expect(slice_costs(profile, config, slices, weights=table, kv=settings.kv))
         dtype = dtype_of(4 if profile.compute_dtype == "float32" else 2)
         sizes = resident_sizes(config, table, kind=profile.packing, dtype=dtype)
         classes = memory_classes(config)
         return LoadedShard(
             slices=slices,
             weight_bytes=sum(sizes.of_slice(part) for part in slices),
-            kv_block_bytes=self._backend.kv_block_bytes(config, slices, block_size),
+            kv_block_bytes=self._backend.kv_block_bytes(config, slices, settings.block_size),
             window_block_bytes=tuple(
-                self._backend.kv_block_bytes(config, classes.layers(number, slices), block_size)
+                self._backend.kv_block_bytes(config, classes.layers(number, slices), settings.block_size)
                 for number in range(1, 1 + len(classes.windows))
             ),
             classes=classes,

@@ -35,7 +35,7 @@ from edgepipe.stage.sequences import PlannedRows, SequenceTable, packed_indices
 from edgepipe.stage.service import Commands
 from edgepipe.stage.step_work import StepWork
 from edgepipe.stage.trace import Trace, TraceEntry
-from edgepipe.wire.plans import PipelineSpec, Registration, Registrations, StepPlan
+from edgepipe.wire.plans import OpenRing, PipelineSpec, Registration, Registrations, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -177,8 +177,7 @@ class StageEpoch:
         """
         if self.over:
             return
-        error.node = error.node or self._tools.node
-        error.stage = error.stage or self._tools.stage
+        error = error.on_node(self._tools.node, stage=self._tools.stage)
         quiet = asked or isinstance(error, StaleEpoch | StageLost)  # another process ended it: not this stage's fault
         logger.log(
             logging.INFO if quiet else logging.WARNING, "epoch %s ends on this stage: %s", self.spec.epoch, error
@@ -277,11 +276,13 @@ class StageEpoch:
         spec = self.spec
         return RingTarget(
             address=spec.next_address,
-            pipeline_id=spec.pipeline_id,
-            epoch=spec.epoch,
-            slice_index=slice_index,
-            hidden_size=spec.hidden_size,
-            activation_type=spec.activation_type,
+            opening=OpenRing(
+                pipeline_id=spec.pipeline_id,
+                epoch=spec.epoch,
+                slice=slice_index,
+                hidden_size=spec.hidden_size,
+                activation_type=spec.activation_type,
+            ),
             # A step may retire before its credit returns, so the engine's next step may find it still queued.
             max_queued=2 * _window(spec) + 2,
             reach_s=_REACH_S,

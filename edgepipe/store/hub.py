@@ -148,7 +148,7 @@ def suggesting_alternative(plan: HubPlan) -> Generator[None]:
         raise  # the alternative has the same architecture
     except ModelInvalid as error:
         if plan.alternative:
-            error.next_step = f"edgepipe models pull {plan.alternative}"
+            raise error.changed(next_step=f"edgepipe models pull {plan.alternative}") from error
         raise
 
 

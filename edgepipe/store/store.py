@@ -270,8 +270,7 @@ class ModelStore:
         except ModelUnknown as error:
             names = meant_names(name, (pull.id for pull in begun))
             if len(names) != 1:
-                error.next_step = "edgepipe models list"
-                raise
+                raise error.changed(next_step="edgepipe models list") from error
             model_id = names[0]
         freed = sum(pull.remove() for pull in begun if pull.id == model_id)
         return freed + sum(self.drop(model) for model in list(self._models()) if model.id == model_id)

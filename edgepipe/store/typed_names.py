@@ -107,9 +107,9 @@ def planned_name(text: str) -> str:
     """Return the shape and the type with which to plan a model: ``qwen3-8b:q4_k_m``. Raises ModelUnknown."""
     meant = _meant(text)
     if meant is None:
-        error = unknown(text)
-        error.next_step = f"name one of them, such as {nearest(text)[0]}, or ORG/NAME of one of them on the hub"
-        raise error
+        raise unknown(text).changed(
+            next_step=f"name one of them, such as {nearest(text)[0]}, or ORG/NAME of one of them on the hub"
+        )
     if meant.planned:
         return meant.planned
     raise ModelUnknown(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgepipe.backend.types import ActivationType, DeviceProfile, PackedProducts
+from edgepipe.backend.types import DEFAULT_SETTINGS, DeviceProfile, PackedProducts, StageSettings
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, NodeId, PipelineId
 from edgepipe.planner.layer_profile import LayerProfile
-from edgepipe.spec.facts import Slice
-from edgepipe.wire.engines import EngineState
+from edgepipe.wire.engines import EngineState, StagePlacement
 from edgepipe.wire.nodes import ClusterView
 from edgepipe.wire.serving import PlanMade, PlanWanted, Reachable, RunEngine
 
@@ -22,16 +21,10 @@ class PrepareRequest:
     epoch: Epoch
     model: str = ""
     manifest_hash: str = ""
-    slices: tuple[Slice, ...] = ()
-    weight_bytes: int = 0  # from engines of earlier versions; the node counts them itself
+    placement: StagePlacement
+    settings: StageSettings
     kv_tokens: int = 0  # requested; fewer if memory is short
-    block_size: int = 0
     weights_node: str = ""  # id of a node with all tensors
-    dtype: str = ""
-    kv: str = ""  # as in ``ServeSpec``
-    ram_percent: int = 0  # as in ``StagePlacement``
-    activation_type: ActivationType = ActivationType.BF16
-    context_length: int = 0  # tokens per sequence; 0: the model's (engines of earlier versions)
     fresh: bool = False  # start a new process, even if the present one holds exactly this
 
 
@@ -55,7 +48,7 @@ class Prepared:
     weight_bytes: int = 0
     profile: DeviceProfile
     products: tuple[PackedProducts, ...] = ()
-    context_length: int = 0  # tokens that its layers are built for; 0: its node is of an earlier version
+    settings: StageSettings  # that its layers are built with
     certificate: bytes = b""  # of the stage
     crashed_epoch: int = 0  # counter of the epoch whose step crashed or hung the previous stage; 0: no such step
     crashed_step: int = 0
@@ -74,10 +67,9 @@ class ProfileLayerRequest:
 
     model_config: str = ""  # JSON of edgepipe.spec.facts.ModelConfig
     model_weights: str = ""  # JSON of edgepipe.weights.weight_table.WeightTable; empty: floats
-    dtype: str = ""  # empty: the node's own
+    settings: StageSettings = DEFAULT_SETTINGS  # see ``StageSettings.of_layer``
     known_only: bool = False  # return known values, measure nothing
     fresh: bool = False  # measure again if possible
-    kv: str = ""  # form of the KV, see ``ModelConfig.kv_bytes_per_token``; empty: the compute dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +79,8 @@ class LoadShard:
     pipeline_id: PipelineId
     epoch: Epoch
     path: str = ""  # folder or file that open_weights takes
-    slices: tuple[Slice, ...] = ()
-    block_size: int = 0
-    dtype: str = ""
-    kv: str = ""  # as in ``ServeSpec``
-    ram_percent: int = 0  # as in ``StagePlacement``
-    activation_type: ActivationType = ActivationType.BF16
-    context_length: int = 0  # as in ``PrepareRequest``
+    placement: StagePlacement
+    settings: StageSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +92,7 @@ class ShardLoaded:
     window_block_bytes: tuple[int, ...] = ()  # of one block of each windowed memory class, in its layers
     memory_free_bytes: int = 0  # on the device, after loading
     products: tuple[PackedProducts, ...] = ()
-    context_length: int = 0  # tokens that its layers are built for
+    settings: StageSettings  # that its layers are built with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

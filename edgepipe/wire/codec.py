@@ -10,9 +10,8 @@ A field of a dataclass is converted by its annotation:
 - ``X | None``: None where the message has no such field, or an empty value of a field without presence;
 - ``A | B`` of dataclasses, in a field with the name of a oneof: the member whose message has the dataclass's name.
 
-A value that the sender left out (0, empty, an enumerator without a member) becomes the default of a field that is
-declared with ``default_if_empty``. Fields of a message without a field in the dataclass are left out. Numbers and lists
-are checked against ``edgepipe.wire.bounds`` first; other conditions are checked where a value is used.
+Fields of a message without a field in the dataclass are left out. Numbers and lists are checked against
+``edgepipe.wire.bounds`` first; other conditions are checked where a value is used.
 """
 
 from __future__ import annotations
@@ -40,12 +39,6 @@ M = TypeVar("M", bound=Message)
 _Read = Callable[[Message], Any]  # a field's value in a message
 _Write = Callable[[Message, Any], None]  # set a field of a message
 _Convert = Callable[[Any], Any]
-_DEFAULT_IF_EMPTY = "default if empty"
-
-
-def default_if_empty(default: V) -> V:
-    """Declare a field whose empty value on the wire means the default."""
-    return dataclasses.field(default=default, metadata={_DEFAULT_IF_EMPTY: True})
 
 
 def from_wire(message: Message, kind: type[V]) -> V:
@@ -75,11 +68,10 @@ def to_wire(value: object, kind: type[M]) -> M:
 def _plan(kind: type[Any], descriptor: Descriptor) -> dict[str, tuple[_Read, _Write]]:
     """Return how each field is read and written. Raises TypeError if the two do not fit together."""
     hints = typing.get_type_hints(kind)
-    return {field.name: _field(field, hints[field.name], descriptor) for field in dataclasses.fields(kind)}
+    return {field.name: _field(field.name, hints[field.name], descriptor) for field in dataclasses.fields(kind)}
 
 
-def _field(field: dataclasses.Field[Any], hint: Any, descriptor: Descriptor) -> tuple[_Read, _Write]:
-    name = field.name
+def _field(name: str, hint: Any, descriptor: Descriptor) -> tuple[_Read, _Write]:
     if name in descriptor.oneofs_by_name:
         return _oneof(name, hint, descriptor)
     wire = descriptor.fields_by_name.get(name)
@@ -94,8 +86,6 @@ def _field(field: dataclasses.Field[Any], hint: Any, descriptor: Descriptor) -> 
 
     def read_field(message: Message) -> Any:
         value = read(getattr(message, name))
-        if not value and _DEFAULT_IF_EMPTY in field.metadata:
-            return field.default
         if value is None:
             raise RemoteProtocolError(f"the other side uses an unknown {name.replace('_', ' ')}")
         return value

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edgepipe.backend.expert_reads import ExpertShare
-from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, ActivationType, PackedProducts
+from edgepipe.backend.types import DEFAULT_SETTINGS, PackedProducts, StageSettings
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, NodeId, PipelineId
 from edgepipe.spec.facts import Slice
-from edgepipe.wire.codec import default_if_empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +27,10 @@ class ServeSpec:
     model: str
     manifest_hash: str = ""
     stages: tuple[StagePlacement, ...] = ()  # in the order that a token passes them
+    settings: StageSettings = DEFAULT_SETTINGS
     micro_batches: int = 0  # M; 0: sized by measurements
-    context_length: int = 0  # tokens per sequence; 0: the model's
     kv_tokens: int = 0  # requested KV pool; 0: by free memory
-    dtype: str = default_if_empty("auto")
-    kv: str = ""  # form of the KV on every node, see ``ModelConfig.kv_bytes_per_token``; empty: the compute dtype
     experts_in_ram: str = ""  # "auto" or a share such as "40%", see ``expert_places``; empty: as nodes are set
-    activation_type: ActivationType = default_if_empty(ActivationType.BF16)
     policy: str = ""  # scheduling policy; empty: the default
     throughput: bool = False  # placed for many chats instead of one
     concurrency: int = 0  # number of chats; 0: the default
@@ -43,7 +39,6 @@ class ServeSpec:
     exclude: tuple[str, ...] = ()  # names or ids of excluded nodes
     first: str = ""  # node of the first layers
     fixed: bool = False  # the user gave the placement: start there or fail
-    block_size: int = default_if_empty(DEFAULT_BLOCK_SIZE)  # tokens per KV block, for as long as the model is served
     on_request: bool = False  # a request loaded it, and a request's keep_alive may stop it
     names: tuple[str, ...] = ()  # further names by which requests may ask for the model
     template_keywords: str = ""  # JSON: of the chat template, where a request does not say; empty: none

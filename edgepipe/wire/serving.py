@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from edgepipe.backend.types import DeviceProfile
+from edgepipe.backend.types import DEFAULT_SETTINGS, DeviceProfile, StageSettings
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, NodeId, PipelineId
 from edgepipe.planner.layer_profile import LayerProfile
@@ -209,6 +209,7 @@ class SurveyReply:
     links: tuple[LinkProfile, ...] = ()
     unusable: tuple[str, ...] = ()  # nodes that cannot compute, each with the reason
     broken: tuple[BrokenLink, ...] = ()  # directed links that carry nothing, from the first to the other
+    settings: StageSettings = DEFAULT_SETTINGS  # see ``StageSettings.of_layer``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

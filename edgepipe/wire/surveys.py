@@ -17,8 +17,8 @@ from edgepipe.weights.weight_table import WeightTable, table_from_json
 from edgepipe.wire.serving import SurveyedMachine, SurveyReply
 
 
-def cluster_of(survey: SurveyReply, *, kv: str = "") -> Cluster:
-    """Return a survey as the planner's cluster, with KV in the form ``kv`` (empty: each device's compute dtype).
+def cluster_of(survey: SurveyReply) -> Cluster:
+    """Return a survey as the planner's cluster.
 
     Raises RemoteProtocolError for a profile without times.
     """
@@ -34,8 +34,8 @@ def cluster_of(survey: SurveyReply, *, kv: str = "") -> Cluster:
         model=survey.model,
         config=config,
         weights=weights,
-        kv=kv,
-        machines=tuple(_machine(machine, config, weights, kv) for machine in survey.machines),
+        kv=survey.settings.kv,
+        machines=tuple(_machine(machine, config, weights, survey.settings.kv) for machine in survey.machines),
         links=Links(
             measured=links,
             broken=frozenset((NodeId(link.node_id), NodeId(link.other_id)) for link in survey.broken),

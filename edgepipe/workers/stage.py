@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
 from edgepipe.backend.loader import create_backend
 from edgepipe.backend.protocol import Backend
-from edgepipe.backend.types import BackendOptions, DeviceProfile, LoadProgress
+from edgepipe.backend.types import DEFAULT_SETTINGS, BackendOptions, DeviceProfile, LoadProgress, StageSettings
 from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError
 from edgepipe.files.strict_json import parse_json_object
@@ -55,7 +56,7 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
     mark = StepMark(settings.mark) if settings.mark >= 0 else None
     compute = ComputeThread(clock=clock, mark=mark)
     server = make_server(link.security, keepalive=settings.keepalive)
-    options = _options(settings)
+    options = _options(settings, DEFAULT_SETTINGS)
     backend = await compute.call(lambda: create_backend(settings.backend, options))
     profile = settings.device_profile or await compute.call(backend.profile)
     port = bind_one_of(server, link.security, settings)
@@ -73,7 +74,7 @@ async def run(settings: ChildSettings, link: DaemonLink) -> None:
                 await _profile(compute, backend, link, settings, command, profile, clock)
             if not isinstance(command, LoadShard) or stage is not None:
                 continue
-            if (wanted := _options(settings, command)) != options:
+            if (wanted := _options(settings, command.settings, command.placement.ram_percent)) != options:
                 await compute.call(backend.close)
                 backend = await compute.call(partial(create_backend, settings.backend, wanted))
             hello = Hello(
@@ -118,8 +119,8 @@ async def _profile(
     try:
         config = config_from_json(parse_json_object(wanted.model_config.encode(), what="the model's shape"))
         weights = table_from_json(wanted.model_weights, config)
-        if wanted.kv:
-            backend = await compute.call(partial(create_backend, settings.backend, _options(settings, wanted)))
+        if (options := _options(settings, wanted.settings)) != _options(settings, DEFAULT_SETTINGS):
+            backend = await compute.call(partial(create_backend, settings.backend, options))
         found = await compute.call(
             partial(probe_layer, backend, config, clock, value_bytes=size, weights=weights, packing=device.packing)
         )
@@ -146,14 +147,13 @@ async def _load(stage: Stage, link: DaemonLink, load: LoadShard, profile: Device
 
     def open_unchanged() -> Weights:
         check_unchanged(path, compared)
-        return open_weights(path).in_context(load.context_length)
+        return open_weights(path).in_context(load.settings.context_length)
 
     shard = await stage.load(
-        slices=load.slices,
+        slices=load.placement.slices,
         open_weights=open_unchanged,
         progress=tell,
-        block_size=load.block_size,
-        kv=load.kv,
+        settings=load.settings,
     )
     await asyncio.to_thread(check_unchanged, path, compared)  # while they were read
     link.report(
@@ -162,7 +162,7 @@ async def _load(stage: Stage, link: DaemonLink, load: LoadShard, profile: Device
             kv_block_bytes=shard.kv_block_bytes,
             window_block_bytes=shard.window_block_bytes,
             products=shard.products,
-            context_length=load.context_length,
+            settings=load.settings,
         )
     )
 
@@ -185,26 +185,12 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     return StoredModel(path.name, path).tokenizer()
 
 
-def _options(settings: ChildSettings, command: LoadShard | ProfileLayerRequest | None = None) -> BackendOptions:
-    """Return the node's options, with the overrides of a pipeline or of a measurement."""
-    kv = command.kv if command is not None else ""
-    share = command.ram_percent if isinstance(command, LoadShard) else 0
-    options = BackendOptions(
-        device=settings.device,
-        dtype=settings.dtype,
-        threads=settings.threads or None,
-        settings={
-            **settings.backend_options,
-            **({"kv": kv} if kv else {}),
-            **({SETTING: as_setting(share)} if share else {}),
-        },
-    )
-    if not isinstance(command, LoadShard):
-        return options
+def _options(settings: ChildSettings, wanted: StageSettings, ram_percent: int = 0) -> BackendOptions:
+    """Return the backend's options for a served model, or for a measurement."""
+    chosen = replace(wanted.of_backend(), dtype=wanted.dtype_on(settings.dtype))
     return BackendOptions(
         device=settings.device,
-        dtype=command.dtype if command.dtype not in ("", "auto") else settings.dtype,
-        activation_type=command.activation_type,
-        threads=options.threads,
-        settings=options.settings,
+        threads=settings.threads or None,
+        settings=settings.backend_options | ({SETTING: as_setting(ram_percent)} if ram_percent else {}),
+        **{each.name: getattr(chosen, each.name) for each in fields(StageSettings)},
     )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from edgepipe_emulated import EmulatedWeights
 
+from edgepipe.backend.types import StageSettings
 from edgepipe.engine.placing import EpochPlacement, Nodes, Planner, SamePlan
 from edgepipe.errors import ConnectTimeout, LinkError, PeerClosed
 from edgepipe.ids import NodeId
@@ -59,7 +60,7 @@ async def load(stage: Stage, asked: tuple[Slice, ...]) -> None:
         slices=asked,
         open_weights=lambda: EmulatedWeights(CONFIG),
         progress=lambda _: None,
-        block_size=BLOCK_SIZE,
+        settings=StageSettings(block_size=BLOCK_SIZE),
     )
 
 

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from edgepipe.backend.types import DEFAULT_SETTINGS
 from edgepipe.errors import PeerClosed, StageError
 from edgepipe.spec.tensors import WeightSource
 from tests.support.engine.pipeline import epoch
@@ -64,7 +65,9 @@ async def test_an_engine_that_is_cancelled_ends_its_epoch() -> None:
 async def test_a_stage_that_serves_does_not_load() -> None:
     async with stages(1) as local, local.open(epoch(1)):
         with pytest.raises(StageError, match="cannot load"):
-            await local.stages[0].load(slices=local.slices, open_weights=_never, progress=lambda _: None, block_size=16)
+            await local.stages[0].load(
+                slices=local.slices, open_weights=_never, progress=lambda _: None, settings=DEFAULT_SETTINGS
+            )
 
 
 def _never() -> WeightSource:

@@ -1,4 +1,4 @@
-"""How an engine prepares its stages: how long it waits for nodes, and the context that all stages are built for."""
+"""How an engine prepares its stages: how long it waits for nodes, and the settings that all stages are built with."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from edgepipe_emulated import emulated_model_config
 
+from edgepipe.backend.types import DEFAULT_SETTINGS, StageSettings
 from edgepipe.engine.placing import Nodes
 from edgepipe.engine.preparation import Preparation
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
@@ -53,7 +54,7 @@ def slow_node(*, reports: int, every_s: float) -> SlowNode:
 
 @asynccontextmanager
 async def preparation_on(
-    node: FakeNode, *, prepare_s: float = 5.0, config: ModelConfig = CONFIG, context: int = 0
+    node: FakeNode, *, prepare_s: float = 5.0, config: ModelConfig = CONFIG, settings: StageSettings = DEFAULT_SETTINGS
 ) -> AsyncIterator[Preparation]:
     server = make_server(Plaintext())
     node_pb2_grpc.add_NodeServicer_to_server(node, server)  # pyright: ignore[reportArgumentType]
@@ -64,7 +65,7 @@ async def preparation_on(
     try:
         yield Preparation(
             config=config,
-            spec=ServeSpec(model="m", stages=stages, context_length=context),
+            spec=ServeSpec(model="m", stages=stages, settings=settings),
             nodes=Nodes(addresses={NODE: f"127.0.0.1:{port}"}, names={NODE: "atlas"}),
             pipeline_id=PipelineId("p"),
             epoch=Epoch(1, EngineId("e")),
@@ -93,11 +94,11 @@ async def test_a_node_that_reports_nothing_any_more_is_left() -> None:
 
 
 class OlderNode(FakeNode):
-    """Knows nothing of a served context."""
+    """Knows nothing of 8-bit KV."""
 
     async def Prepare(self, request: node_pb2.PrepareRequest, context: Any) -> AsyncGenerator[node_pb2.PrepareEvent]:
-        """Load, and report no context."""
-        request.ClearField("context_length")
+        """Load without that setting."""
+        request.settings.ClearField("kv")
         async for event in super().Prepare(request, context):
             yield event
 
@@ -105,21 +106,15 @@ class OlderNode(FakeNode):
 @pytest.mark.parametrize(("served", "told"), [(64, 64), (0, LONGROPE.context_length)])
 async def test_a_stage_is_told_the_served_context(served: int, told: int) -> None:
     node = FakeNode("127.0.0.1:1", max_blocks=8)  # pyright: ignore[reportAbstractUsage] - the rest is unused
-    async with preparation_on(node, config=LONGROPE, context=served) as preparation:
+    async with preparation_on(node, config=LONGROPE, settings=StageSettings(context_length=served)) as preparation:
         await preparation.prepare()
-    assert [request.context_length for request in node.prepared] == [told]
+    assert [request.settings.context_length for request in node.prepared] == [told]
 
 
-async def test_a_node_that_cannot_choose_the_rotary_factors_is_left() -> None:
-    """Its stage would use long factors beside others with short ones."""
+async def test_a_node_whose_stage_does_not_obey_a_setting_is_left() -> None:
     node = OlderNode("127.0.0.1:1", max_blocks=8)  # pyright: ignore[reportAbstractUsage] - the rest is unused
-    async with preparation_on(node, config=LONGROPE, context=64) as preparation:
-        with pytest.raises(VersionMismatch, match="atlas cannot choose the rotary factors of a context of 64 tokens"):
+    async with preparation_on(node, settings=StageSettings(kv="8bit")) as preparation:
+        with pytest.raises(VersionMismatch, match="atlas does not obey a setting of this model") as told:
             await preparation.prepare()
+    assert told.value.fact == "kv is '' there, '8bit' was asked for"
     assert preparation.failed == NODE
-
-
-async def test_other_models_also_use_nodes_of_earlier_versions() -> None:
-    node = OlderNode("127.0.0.1:1", max_blocks=8)  # pyright: ignore[reportAbstractUsage] - the rest is unused
-    async with preparation_on(node, context=64) as preparation:
-        assert len(await preparation.prepare()) == 1

@@ -16,6 +16,7 @@ from typing import cast
 
 import pytest
 
+from edgepipe.backend.types import StageSettings
 from edgepipe.wire.engines import EngineState, ServeSpec
 from tests.support.gateways.http_calls import BODIES, Call, drawn_calls, named_field, smaller
 from tests.support.models.for_nodes import pull_emulated
@@ -36,7 +37,9 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
     pull_emulated(tmp_path / "a" / "models", tmp_path / "tiny")
     started = await nodes.start("a", discovery=False)
     await started.until(lambda status: idle(status, 1))
-    await started.serve("tiny", options=ServeSpec(model="tiny", context_length=CONTEXT, kv_tokens=4 * CONTEXT))
+    await started.serve(
+        "tiny", options=ServeSpec(model="tiny", settings=StageSettings(context_length=CONTEXT), kv_tokens=4 * CONTEXT)
+    )
     async with asyncio.timeout(20):
         while (await exchange(started, Call("/v1/completions", {"prompt": "hi"}))).status != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

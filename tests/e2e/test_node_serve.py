@@ -14,6 +14,7 @@ import pytest
 from edgepipe_emulated.oracle import next_token
 
 from edgepipe import PROTOCOL_VERSION
+from edgepipe.backend.types import StageSettings
 from edgepipe.errors import (
     ConfigInvalid,
     EdgepipeError,
@@ -139,7 +140,7 @@ async def test_what_cannot_be_served_is_refused(nodes: Nodes) -> None:
         ({"plan": "a:0-2"}, PlanInvalid),
         ({"plan": "a:0-2,z:3-5"}, PlanInvalid),
         ({"num_nodes": 2}, NoFeasiblePlacement),
-        ({"options": ServeSpec(model="tiny", context_length=999_999)}, ConfigInvalid),
+        ({"options": ServeSpec(model="tiny", settings=StageSettings(context_length=999_999))}, ConfigInvalid),
         ({"exclude": ("nobody",)}, PlanInvalid),
         ({"first": "nobody"}, PlanInvalid),
     ]
@@ -155,10 +156,22 @@ async def test_what_cannot_be_served_is_refused(nodes: Nodes) -> None:
     first = (await a.serve("tiny")).pipeline_id
     assert (await a.serve("tiny")).pipeline_id == first  # one that runs is found, not doubled
     others: list[tuple[dict[str, Any], type[EdgepipeError], str]] = [
-        ({"options": ServeSpec(model="tiny", context_length=128)}, PlanInvalid, "it is served with --context "),
+        (
+            {"options": ServeSpec(model="tiny", settings=StageSettings(context_length=128))},
+            PlanInvalid,
+            "it is served with --context ",
+        ),
         ({"options": ServeSpec(model="tiny", kv_tokens=640)}, PlanInvalid, "it is served with --kv-tokens "),
-        ({"options": ServeSpec(model="tiny", dtype="bfloat16")}, PlanInvalid, "it is served with --dtype auto"),
-        ({"options": ServeSpec(model="tiny", context_length=999_999)}, ConfigInvalid, "it supports "),
+        (
+            {"options": ServeSpec(model="tiny", settings=StageSettings(dtype="bfloat16"))},
+            PlanInvalid,
+            "it is served with --dtype auto",
+        ),
+        (
+            {"options": ServeSpec(model="tiny", settings=StageSettings(context_length=999_999))},
+            ConfigInvalid,
+            "it supports ",
+        ),
         ({"exclude": ("nobody",)}, PlanInvalid, "nodes: a"),
         ({"exclude": ("a",)}, PlanInvalid, "it is served as a:0-5"),
     ]

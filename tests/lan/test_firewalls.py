@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from edgepipe_emulated import emulated_model_config
 
+from edgepipe.backend.types import DEFAULT_SETTINGS
 from edgepipe.store.store import ModelStore
 from edgepipe.weights.emulated_folder import write_model_folder
 from tests.support.network.lan import Finished, LanHost, LanLab
@@ -64,7 +65,7 @@ async def behind_a_firewall(nodes: Nodes, lan: LanLab, *, planned_before: bool =
     await asyncio.gather(*(node.until(lambda status: idle(status, 2)) for node in (gamer, attic)))
     if planned_before:
         async with gamer.admin() as admin:
-            assert len((await admin.survey("tiny", dtype="auto")).links) == 4, "two links and two hosts"
+            assert len((await admin.survey("tiny", DEFAULT_SETTINGS)).links) == 4, "two links and two hosts"
     await refuse_new_connections(lan.host("attic"))
     return gamer
 

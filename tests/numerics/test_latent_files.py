@@ -28,18 +28,17 @@ CHUNKS = (13, 1, 27, 1)
 KINDS = ("joined", "split")
 
 
+def options(kv: str) -> BackendOptions:
+    return BackendOptions(device="cpu", dtype="float32", kv=kv, activation_type=ActivationType.FLOAT32, threads=1)
+
+
 def torch_backend(kv: str) -> Backend:
-    options = BackendOptions(device="cpu", dtype="float32", activation_type=ActivationType.FLOAT32, threads=1)
-    options.settings["kv"] = kv
-    return TorchBackend(options)
+    return TorchBackend(options(kv))
 
 
 def mlx_backend(kv: str) -> Backend:
     backend = pytest.importorskip("edgepipe_mlx", reason="MLX is not installed").MlxBackend
-    settings = {"kv": kv}
-    return backend(
-        BackendOptions(device="cpu", dtype="float32", activation_type=ActivationType.FLOAT32, settings=settings)
-    )
+    return backend(options(kv))
 
 
 BACKENDS: Mapping[str, Callable[[str], Backend]] = {"torch": torch_backend, "mlx": mlx_backend}
@@ -55,7 +54,7 @@ def values(source: WeightSource) -> dict[str, np.ndarray]:
     }
 
 
-def logits_of(weights: Weights, name: str, kv: str = "auto") -> Logits:
+def logits_of(weights: Weights, name: str, kv: str = "") -> Logits:
     """Logits of a pipeline of two stages."""
     pipeline = Pipeline.build([BACKENDS[name](kv) for _ in range(2)], weights, num_blocks=16, scattered=True)
     return pipeline.forced(TOKENS[:1], [*TOKENS[1:], 0], chunks=CHUNKS)

@@ -128,3 +128,14 @@ def _tree(cls: type[errors.EdgepipeError], lead: str = "", branch: str = "") -> 
     lead += {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
     for child in below:
         yield from _tree(child, lead, "└─ " if child is below[-1] else "├─ ")
+
+
+def test_an_error_with_other_texts_is_a_copy() -> None:
+    cause = ConnectionRefusedError()
+    error = errors.ConnectTimeout("it does not answer", fact="3 s", stage="stage 1")
+    error.__cause__, error.retry_after_s = cause, 2.0
+    other = error.on_node("a", stage="stage 2").changed(what="a does not answer", fact="4 s")
+    assert other == errors.ConnectTimeout("a does not answer", fact="4 s", node="a", stage="stage 1")
+    assert (other.__cause__, other.retry_after_s, other.args) == (cause, 2.0, ("a does not answer",))
+    assert error == errors.ConnectTimeout("it does not answer", fact="3 s", stage="stage 1"), "it stays as it was"
+    assert other.on_node("b").node == "a"

@@ -410,11 +410,11 @@ class DeviceHost:
         self, child: Child, loaded: ShardLoaded, request: PrepareRequest, config: ModelConfig, kv_bytes: int
     ) -> Prepared:
         assert self._spare.profile is not None  # each stage reports one at its start
-        block_size = max(1, request.block_size)
+        block_size = request.settings.block_size
         most_blocks = memory_classes(config).most_blocks(
             max(1, loaded.kv_block_bytes),
             loaded.window_block_bytes,
-            state_bytes=config.state_bytes(layer for part in request.slices for layer in part.layers),
+            state_bytes=config.state_bytes(layer for part in request.placement.slices for layer in part.layers),
             block_size=block_size,
             room_bytes=kv_bytes,
             wanted=-(-request.kv_tokens // block_size),
@@ -426,8 +426,8 @@ class DeviceHost:
             window_block_bytes=loaded.window_block_bytes,
             weight_bytes=loaded.weight_bytes,
             products=loaded.products,
-            context_length=loaded.context_length,
-            profile=as_loaded(self._spare.profile, request.ram_percent),
+            settings=loaded.settings,
+            profile=as_loaded(self._spare.profile, request.placement.ram_percent),
             certificate=child.certificate,
         )
 
@@ -469,11 +469,6 @@ def _load_command(request: PrepareRequest, path: str) -> LoadShard:
         pipeline_id=request.pipeline_id,
         epoch=request.epoch,
         path=path,
-        slices=request.slices,
-        block_size=request.block_size,
-        dtype=request.dtype,
-        kv=request.kv,
-        ram_percent=request.ram_percent,
-        activation_type=request.activation_type,
-        context_length=request.context_length,
+        placement=request.placement,
+        settings=request.settings,
     )

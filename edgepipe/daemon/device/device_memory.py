@@ -75,27 +75,27 @@ class DeviceMemory:
         Raises NoFeasiblePlacement, PlanInvalid.
         """
         assert self._ledger is not None
-        if request.kv and request.kv not in self._kv_forms:
+        settings, slices = request.settings, request.placement.slices
+        if settings.kv and settings.kv not in self._kv_forms:
             raise NoFeasiblePlacement(
-                f"node {self._node_name} cannot keep KV as {request.kv}", next_step="serve without --kv"
+                f"node {self._node_name} cannot keep KV as {settings.kv}", next_step="serve without --kv"
             )
-        wanted = self._compute_dtype if request.dtype in ("", "auto") else request.dtype
-        dtype = "float32" if wanted == "float32" else "bfloat16"
-        beyond = next((part.layers for part in request.slices if part.layers.end > config.num_layers), None)
+        dtype = "float32" if settings.dtype_on(self._compute_dtype) == "float32" else "bfloat16"
+        beyond = next((part.layers for part in slices if part.layers.end > config.num_layers), None)
         if beyond is not None:
             raise PlanInvalid(
                 f"layers {beyond} are not all in the model", fact=f"it has layers 0-{config.num_layers - 1}"
             )
-        kv = kv_bytes(config, request.kv_tokens, form=request.kv or dtype)
-        stage_kv = sum(kv[layer] for part in request.slices for layer in part.layers)
+        kv = kv_bytes(config, request.kv_tokens, form=settings.kv or dtype)
+        stage_kv = sum(kv[layer] for part in slices for layer in part.layers)
         sizes = resident_sizes(config, weights, kind=self._packing_of(request), dtype=dtype)
-        weight_bytes = sum(sizes.of_slice(part) for part in request.slices)
-        in_ram = sum(sum(sizes.in_ram[part.layers.start : part.layers.end]) for part in request.slices)
+        weight_bytes = sum(sizes.of_slice(part) for part in slices)
+        in_ram = sum(sum(sizes.in_ram[part.layers.start : part.layers.end]) for part in slices)
         self._check_ram(request.pipeline_id, in_ram)
         kv_token_bytes = -(-stage_kv // max(1, request.kv_tokens))  # windows keep fewer: a mean
         held = self._ledger.reserve(
             request.pipeline_id,
-            weight_bytes=max(request.weight_bytes, weight_bytes),
+            weight_bytes=weight_bytes,
             kv_token_bytes=kv_token_bytes,
             kv_tokens=request.kv_tokens,
         )
@@ -110,7 +110,7 @@ class DeviceMemory:
         """
         pipeline_id, ledger = request.pipeline_id, self._ledger
         held = self._ram.held.get(pipeline_id) if self._ram is not None else None
-        in_ram = request.ram_percent or (held is not None and held.num_bytes)
+        in_ram = request.placement.ram_percent or (held is not None and held.num_bytes)
         if ledger is None or in_ram or pipeline_id not in ledger.held or _before(pipeline_id) in ledger.held:
             return False
         ledger.rename(pipeline_id, _before(pipeline_id))
@@ -136,7 +136,8 @@ class DeviceMemory:
 
     def _packing_of(self, request: PrepareRequest) -> str:
         """Return the packing of a stage's weights. Raises NoFeasiblePlacement if the node keeps no experts in RAM."""
-        if not request.ram_percent:
+        percent = request.placement.ram_percent
+        if not percent:
             return self._packing
         if self._ram is None:
             raise NoFeasiblePlacement(
@@ -144,7 +145,7 @@ class DeviceMemory:
                 fact="its backend or device does not compute with weights beside the device",
                 next_step="serve without --experts-in-ram",
             )
-        return with_ram_percent(split_kind(self._packing)[0], request.ram_percent)
+        return with_ram_percent(split_kind(self._packing)[0], percent)
 
     def _check_ram(self, pipeline_id: str, wanted: int) -> None:
         """Check that host memory holds a stage's experts beside those of other stages. Raises NoFeasiblePlacement."""

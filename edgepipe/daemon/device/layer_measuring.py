@@ -103,17 +103,16 @@ class LayerMeasuring:
     def _key(self, request: ProfileLayerRequest) -> str:
         """Return a key of all that a layer's times depend on; empty while the device is unknown."""
         profile = self._spare.profile
-        if profile is None or request.dtype not in ("", profile.compute_dtype):
+        if profile is None or request.settings.dtype_on(profile.compute_dtype) != profile.compute_dtype:
             return ""
-        settings = self._new_settings()
+        node = self._new_settings()
         return profile_key(
             profile.backend,
             profile.device,
             profile.name,
-            request.dtype or profile.compute_dtype,
-            *([request.kv] if request.kv else []),
-            settings.threads,
-            settings.backend_options,
+            replace(request.settings, dtype=profile.compute_dtype),
+            node.threads,
+            node.backend_options,
             model_config=request.model_config,
             model_weights=request.model_weights,
         )

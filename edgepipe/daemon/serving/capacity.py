@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from edgepipe.backend.types import DEFAULT_SETTINGS, StageSettings
 from edgepipe.daemon.device.memory import uses_host_memory
 from edgepipe.errors import BackendUnavailable
 from edgepipe.ids import NodeId
@@ -36,8 +37,8 @@ def device_is_coming(node: NodeState) -> bool:
     )
 
 
-def rooms_of(node: NodeState, dtype: str, *, kv: str = "", states: bool = False, own: str = "") -> Sequence[NodeRoom]:
-    """Return the room on a node's device; empty while the device cannot compute, or not with this form of KV.
+def rooms_of(node: NodeState, settings: StageSettings, *, states: bool = False, own: str = "") -> Sequence[NodeRoom]:
+    """Return the room on a node's device; empty while the device cannot compute, or not with these settings.
 
     ``states``: it must keep states of recurrent layers.
     ``own`` names a running pipeline that is placed again: its reservations count as free, and a device in the state
@@ -46,12 +47,11 @@ def rooms_of(node: NodeState, dtype: str, *, kv: str = "", states: bool = False,
     device = usable_device(node, own=own)
     if node.draining or device is None or device.profile is None:
         return []
-    if kv and kv not in device.profile.kv_forms:  # a node of an earlier version names no form
+    if settings.kv and settings.kv not in device.profile.kv_forms:
         return []
     if states and not device.profile.keeps_states:
         return []
-    compute = dtype if dtype not in ("", "auto") else device.profile.compute_dtype
-    size = 4 if compute == "float32" else 2
+    size = 4 if settings.dtype_on(device.profile.compute_dtype) == "float32" else 2
     ours = [reservation for reservation in device.reserved if own and reservation.pipeline_id == own]
     held, beside = (sum(each) for each in ((r.num_bytes for r in ours), (r.ram_bytes for r in ours)))
     if not device.free_bytes + held:
@@ -63,19 +63,19 @@ def rooms_of(node: NodeState, dtype: str, *, kv: str = "", states: bool = False,
         bytes_per_weight=size,
         shares_host_memory=uses_host_memory(device.profile),
         packing=device.profile.packing,
-        kv=kv,
+        kv=settings.kv,
         ram_bytes=device.ram_free_bytes + beside,
     )
     return [room]
 
 
-def cannot_keep(node: NodeState, *, kv: str, states: bool) -> str:
+def cannot_keep(node: NodeState, settings: StageSettings, *, states: bool) -> str:
     """Return what a node that can compute cannot keep, as a clause; empty if it can keep all, or cannot compute."""
-    if not rooms_of(node, ""):
+    if not rooms_of(node, DEFAULT_SETTINGS):
         return ""
-    if not rooms_of(node, "", kv=kv):
-        return f"cannot keep KV as {kv}"
-    if not rooms_of(node, "", states=states):
+    if not rooms_of(node, settings):
+        return f"cannot keep KV as {settings.kv}"
+    if not rooms_of(node, settings, states=states):
         return "cannot keep states of recurrent layers: its edgepipe is older; update it"
     return ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from edgepipe.backend.types import StageSettings
 from edgepipe.planner.plan import Plan
 from edgepipe.planner.profiles import LayerProfile
 from edgepipe.units import format_bytes
@@ -15,7 +16,7 @@ _MOST = 8  # models; a home serves a few
 _NOISE = 0.05  # of a plan's speed: differences below it decide nothing
 _MUCH = 1.25  # factor by which a figure must differ to be a reason
 
-Key = tuple[str, str, str]  # a model's content, its compute type and the form of its KV
+Key = tuple[str, StageSettings]  # a model's content, and the settings of its layers
 
 
 class RecentSurveys:

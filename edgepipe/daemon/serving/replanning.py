@@ -39,7 +39,7 @@ def demand_of(
     config: ModelConfig, spec: ServeSpec, *, weights: WeightTable = FLOATS, must_keep_tokens: int = 0
 ) -> Demand:
     """Return the demand implied by a serve spec."""
-    context = min(spec.context_length or config.context_length, config.context_length)
+    context = min(spec.settings.context_length or config.context_length, config.context_length)
     conversation = min(context, DEFAULT_SEQUENCE_TOKENS)
     return Demand(
         config=config,
@@ -134,9 +134,7 @@ class Replanner:
 
     def usable(self, spec: ServeSpec, *, own: str) -> frozenset[str]:
         """Return the nodes that could hold stages of a running pipeline."""
-        return frozenset(
-            node.node_id for node in self._peers.nodes() if rooms_of(node, spec.dtype, kv=spec.kv, own=own)
-        )
+        return frozenset(node.node_id for node in self._peers.nodes() if rooms_of(node, spec.settings, own=own))
 
     def name(self, node_id: str) -> str:
         """Return a node's name for people. Raises NodeUnreachable."""
@@ -190,8 +188,8 @@ class Replanner:
         Raises ModelUnknown.
         """
         model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
-        survey = await self._surveyor.known(model, spec.dtype, kv=spec.kv, own=pipeline_id, measure=measure)
-        cluster = cluster_of(survey, kv=spec.kv)
+        survey = await self._surveyor.known(model, spec.settings, own=pipeline_id, measure=measure)
+        cluster = cluster_of(survey)
         links = replace(cluster.links, assumed=_UNMEASURED)
         demand = demand_of(model.config, spec, weights=model.weights)
         return Known(model=model, demand=demand, cluster=replace(cluster, links=links))
@@ -228,7 +226,7 @@ class Replanner:
         """Place lost stages elsewhere and keep the others; None if they do not fit."""
         nodes = [node for node in self._peers.nodes() if node.node_id not in avoided.nodes]
         states = bool(model.config.state_bytes())
-        rooms = [room for node in nodes for room in rooms_of(node, spec.dtype, kv=spec.kv, states=states, own=own)]
-        need = placement_need(model.config, spec.context_length, model.weights)
+        rooms = [room for node in nodes for room in rooms_of(node, spec.settings, states=states, own=own)]
+        need = placement_need(model.config, spec.settings.context_length, model.weights)
         broken = self._peers.broken_links().union(avoided.links)
         return replace_lost(need, placed_of(spec), rooms, fetch_bytes=self.fetch_bytes(model), broken=broken)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
+from edgepipe.backend.types import StageSettings
 from edgepipe.daemon.files.models import LocalModel
 from edgepipe.daemon.serving.recent_surveys import RecentSurveys, change_note, is_worse
 from edgepipe.daemon.serving.replanning import demand_of
@@ -22,11 +24,11 @@ class ServePlanner:
         self._surveyor = surveyor
         self._recent = RecentSurveys()
 
-    async def survey(self, model: PlannedModel, dtype: str, kv: str, *, fresh: bool = False) -> SurveyReply:
+    async def survey(self, model: PlannedModel, settings: StageSettings, *, fresh: bool = False) -> SurveyReply:
         """Measure the inputs of a model's plan, and keep those of a stored model for comparison."""
-        survey = await self._surveyor.survey(model, dtype, kv=kv, fresh=fresh)
+        survey = await self._surveyor.survey(model, settings, fresh=fresh)
         if model.manifest_hash:
-            self._recent.keep((model.manifest_hash, dtype, kv), survey, now_s=_now_s())
+            self._recent.keep((model.manifest_hash, settings.of_layer()), survey, now_s=_now_s())
         return survey
 
     async def plan(
@@ -46,9 +48,9 @@ class ServePlanner:
 
         Raises like ``edgepipe.planner.plan.plan``.
         """
-        dtype, kv = request.options.dtype, request.options.kv
-        recent = self._recent.get((model.manifest_hash, dtype, kv), now_s=_now_s())
-        survey = await self.survey(model, dtype, kv)
+        settings = request.options.settings
+        recent = self._recent.get((model.manifest_hash, settings.of_layer()), now_s=_now_s())
+        survey = await self.survey(model, settings)
         found = await _best(request, model, context, survey, shut)
         if recent is None:
             return found
@@ -58,7 +60,7 @@ class ServePlanner:
         except EdgepipeError:
             return found  # nodes that were there then do not fit this request
         if is_worse(found, earlier):
-            survey = await self.survey(model, dtype, kv, fresh=True)
+            survey = await self.survey(model, settings, fresh=True)
             found = await _best(request, model, context, survey, shut)
             if is_worse(found, earlier):
                 changes.append(change_note(earlier, age_s=age_s, before=before, now=survey))
@@ -73,10 +75,10 @@ async def _best(
         if machine.obstacle is not None:
             shut.setdefault(machine.node_id, machine.obstacle)
     present = {machine.node_id for machine in survey.machines}
-    cluster = cluster_of(survey, kv=request.options.kv)
+    cluster = cluster_of(survey)
     asked = ServeSpec(
         model=model.name,
-        context_length=context,
+        settings=replace(request.options.settings, context_length=context),
         throughput=request.throughput,
         concurrency=request.concurrency,
     )

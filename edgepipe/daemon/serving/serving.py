@@ -8,11 +8,13 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
+from enum import Enum
 from functools import partial
+from typing import Any
 
 from edgepipe.addresses import host_and_port
-from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile
+from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DEFAULT_SETTINGS, DeviceProfile, StageSettings
 from edgepipe.daemon.device.memory import modest_kv_bytes
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.network.peers import Peers
@@ -60,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 _DEVICES_S = 30.0  # importing torch and measuring takes 2-10 s; a device that takes longer is left out
 _CONNECT_S = 3.0  # to an engine that is ready
+_FLAGS = {"context_length": "--context", "activation_type": "--activations"}  # of settings with another name
 _GATEWAY_S = 2.0  # for this node's gateway to get a model's tokenizer from a peer
 
 
@@ -103,7 +106,7 @@ class Serving:
         self._check_names([*request.exclude, *filter(None, [request.first])])
         yield ServeEvent(message=f"looking for {request.model}")
         model = await self._models.resolve(request.model)
-        context = model.config.context_for(request.options.context_length)
+        context = model.config.context_for(request.options.settings.context_length)
         self._check_further_names(request.options.names, model.name)
         if running := self._running(model.name):
             node, engine = running
@@ -166,7 +169,7 @@ class Serving:
             except (NoFeasiblePlacement, PlanInvalid) as error:
                 raise next(iter(shut.values()), error) from None
             newest = [_left_out(error) for error in list(shut.values())[max(0, told - 1) :]]
-            lacking = [f"{reason}: it is left out" for reason in self._lacking(model, spec.kv)]
+            lacking = [f"{reason}: it is left out" for reason in self._lacking(model, spec.settings)]
             factors = [found for found in [factors_in_words(model.config, context)] if found]
             notes = "\n".join([*lacking, *newest, *changes, *factors])
             yield ServeEvent(message=f"{model.name}: {self._describe(spec)}", note=notes)
@@ -222,7 +225,7 @@ class Serving:
     def _named(self, name: str) -> NodeState | None:
         return next((node for node in self._peers.nodes() if name and node.name == name), None)
 
-    async def survey(self, name: str, dtype: str, *, kv: str = "", fresh: bool = False) -> SurveyReply:
+    async def survey(self, name: str, settings: StageSettings, *, fresh: bool = False) -> SurveyReply:
         """Measure the inputs of a model's plan: of the cluster's, else of a known shape. Raises ModelUnknown."""
         try:
             model: PlannedModel = await self._models.resolve(name)
@@ -234,7 +237,7 @@ class Serving:
             model = await asyncio.to_thread(known_shape, meant.planned)
         if self._starting():
             await self._devices_started()
-        return await self._planner.survey(model, dtype, kv, fresh=fresh)
+        return await self._planner.survey(model, settings, fresh=fresh)
 
     async def measure_links(self) -> list[LinkProfile]:
         """Measure every directed link between nodes; leave out links that carry nothing."""
@@ -315,10 +318,10 @@ class Serving:
             if device.state == "failed" and device.error is not None
         ]
 
-    def _lacking(self, model: LocalModel, kv: str) -> list[str]:
+    def _lacking(self, model: LocalModel, settings: StageSettings) -> list[str]:
         """Describe each node that could compute, but cannot keep what the model needs."""
         states = bool(model.config.state_bytes())
-        lacks = [(node.name, cannot_keep(node, kv=kv, states=states)) for node in self._peers.nodes()]
+        lacks = [(node.name, cannot_keep(node, settings, states=states)) for node in self._peers.nodes()]
         return [f"{name} {lack}" for name, lack in lacks if lack]
 
     async def _devices_started(self) -> None:
@@ -345,7 +348,7 @@ class Serving:
         check_has_experts(options.experts_in_ram, model.config)
         nodes = self._peers.nodes()
         states = bool(model.config.state_bytes())
-        rooms = [room for node in nodes for room in rooms_of(node, options.dtype, kv=options.kv, states=states)]
+        rooms = [room for node in nodes for room in rooms_of(node, options.settings, states=states)]
         try:
             if request.plan:
                 need = placement_need(model.config, context, model.weights)
@@ -355,14 +358,13 @@ class Serving:
                 found = await self._planner.plan(request, model, context, shut, changes)
                 placed, engine_node = found.placed, found.engine
         except (NoFeasiblePlacement, PlanInvalid) as error:
-            error.fact = "; ".join([error.fact, *self._lacking(model, options.kv)])
+            lacking = self._lacking(model, options.settings)
             if isinstance(error, PlanInvalid):
-                raise
+                raise error.changed(fact="; ".join([error.fact, *lacking])) from error
             mismatch = next((refusal for refusal in self._refused() if isinstance(refusal, VersionMismatch)), None)
             if mismatch is not None and request.num_nodes > len(rooms):
                 raise VersionMismatch(error.what, fact=mismatch.fact, next_step=mismatch.next_step) from error
-            error.fact = "; ".join([error.fact, *self._failed_devices()])
-            raise
+            raise error.changed(fact="; ".join([error.fact, *lacking, *self._failed_devices()])) from error
         rooms = rooms_as_placed(rooms, placed)
         _check_kv_room(model.config, options.kv_tokens, placed, rooms, weights=model.weights)
         profiles = [device.profile for node in nodes for device in node.devices]
@@ -371,7 +373,11 @@ class Serving:
             model=model.name,
             manifest_hash=model.manifest_hash,
             stages=stages_of(placed),
-            context_length=context,
+            settings=replace(
+                options.settings,
+                context_length=context,
+                block_size=common_block_size(profile for profile in profiles if profile is not None),
+            ),
             kv_tokens=options.kv_tokens
             or default_kv_tokens(model.config, context, placed, rooms, weights=model.weights),
             throughput=request.throughput,
@@ -381,7 +387,6 @@ class Serving:
             exclude=(*options.exclude, *request.exclude),
             first=request.first,
             fixed=bool(request.plan),
-            block_size=common_block_size(profile for profile in profiles if profile is not None),
         )
         return spec, engine_node
 
@@ -530,15 +535,25 @@ def _other_setting(request: ServeRequest, spec: ServeSpec) -> str:
     """Name a setting that a flag asked for and the served model lacks; empty if all agree."""
     asked = request.options
     flags = {
-        "--context": (asked.context_length, spec.context_length),
         "--kv-tokens": (asked.kv_tokens, spec.kv_tokens),
         "--micro-batches": (asked.micro_batches, spec.micro_batches),
         "--policy": (asked.policy, spec.policy or "throttled"),
-        "--dtype": (asked.dtype, spec.dtype),
-        "--kv": (asked.kv, spec.kv),
         "--experts-in-ram": (asked.experts_in_ram, spec.experts_in_ram or "none"),
         "--template-keywords": (asked.template_keywords, spec.template_keywords or "none"),
         "--concurrency": (request.concurrency, spec.concurrency),
+        **_stage_flags(asked.settings, spec.settings),
     }
     other = next(((flag, now) for flag, (wanted, now) in flags.items() if wanted not in (0, "", "auto", now)), None)
     return f"it is served with {other[0]} {other[1] or 'auto'}" if other is not None else ""
+
+
+def _stage_flags(asked: StageSettings, now: StageSettings) -> dict[str, tuple[Any, Any]]:
+    """Return the flag of each setting with the value that the user gave (empty: none) and the served model's value."""
+    unset, current = asdict(DEFAULT_SETTINGS), asdict(now)
+    return {
+        _FLAGS.get(name, f"--{name.replace('_', '-')}"): (
+            value if value != unset[name] else "",
+            current[name].value if isinstance(current[name], Enum) else current[name],
+        )
+        for name, value in asdict(asked).items()
+    }

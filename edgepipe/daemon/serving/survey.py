@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Protocol
 
+from edgepipe.backend.types import StageSettings
 from edgepipe.daemon.device.memory import headroom_bytes, uses_host_memory
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.serving.capacity import cannot_keep, rooms_of, usable_device
@@ -86,29 +87,29 @@ class Surveyor:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
-    async def survey(self, model: PlannedModel, dtype: str, *, kv: str = "", fresh: bool = False) -> SurveyReply:
+    async def survey(self, model: PlannedModel, settings: StageSettings, *, fresh: bool = False) -> SurveyReply:
         """Collect a plan's inputs; ``fresh`` measures known values again.
 
-        Nodes that cannot keep KV in the form ``kv`` are unusable. A node that others do not reach, or that goes
+        Nodes that cannot keep KV as the settings ask are unusable. A node that others do not reach, or that goes
         meanwhile, has an obstacle.
         """
-        reply, usable = self._machines(model, dtype, kv)
+        reply, usable = self._machines(model, settings)
         hosts = [list(nodes) for _, nodes in groupby(sorted(usable, key=_host), key=_host)]
-        layers = await asyncio.gather(*(self._profile_all(nodes, reply, dtype, kv, fresh=fresh) for nodes in hosts))
+        layers = await asyncio.gather(*(self._profile_all(nodes, reply, fresh=fresh) for nodes in hosts))
         measured = await self._links(usable, fresh=fresh) if len(usable) > 1 else _Links()
         return _with(reply, chain.from_iterable(layers), measured.links, measured.obstacles)
 
     async def known(
-        self, model: PlannedModel, dtype: str, *, kv: str = "", own: str = "", measure: Collection[str] = ()
+        self, model: PlannedModel, settings: StageSettings, *, own: str = "", measure: Collection[str] = ()
     ) -> SurveyReply:
         """Collect earlier measurements without waiting; leave unknown values out.
 
         own      a running pipeline that is placed again: its reservations count as free
         measure  idle nodes: they are measured now, with the links from and to them
         """
-        reply, usable = self._machines(model, dtype, kv, own=own)
+        reply, usable = self._machines(model, settings, own=own)
         new = frozenset(measure)
-        profiling = [self._profile(node, reply, dtype, kv, known_only=node.node_id not in new) for node in usable]
+        profiling = [self._profile(node, reply, known_only=node.node_id not in new) for node in usable]
         asking = [
             self._links_from(node, ids, known_only=known_only)
             for node in usable
@@ -118,19 +119,20 @@ class Surveyor:
         return _with(reply, layers, chain.from_iterable(links))
 
     def _machines(
-        self, model: PlannedModel, dtype: str, kv: str, *, own: str = ""
+        self, model: PlannedModel, settings: StageSettings, *, own: str = ""
     ) -> tuple[SurveyReply, list[NodeState]]:
         """Return a survey of every node that can compute, and those nodes."""
         states = bool(model.config.state_bytes())
-        looked_at = [(node, _machine(node, dtype, kv, states=states, own=own)) for node in self._peers.nodes()]
+        looked_at = [(node, _machine(node, settings, states=states, own=own)) for node in self._peers.nodes()]
         broken = self._peers.broken_links()
         reply = SurveyReply(
             model=model.name,
             model_config=model.config_json,
             model_weights=model.weights_json,
             machines=tuple(machine for _, machine in looked_at if machine is not None),
-            unusable=tuple(_why_not(node, kv, states=states) for node, machine in looked_at if machine is None),
+            unusable=tuple(_why_not(node, settings, states=states) for node, machine in looked_at if machine is None),
             broken=tuple(BrokenLink(node_id=node_id, other_id=other) for node_id, other in broken),
+            settings=settings.of_layer(),
         )
         return reply, [node for node, machine in looked_at if machine is not None]
 
@@ -146,29 +148,19 @@ class Surveyor:
         nodes = list(self._peers.nodes())
         return list((await self._links(nodes)).links) if len(nodes) > 1 else []
 
-    async def _profile_all(
-        self, nodes: Sequence[NodeState], reply: SurveyReply, dtype: str, kv: str, *, fresh: bool
-    ) -> list[_Layer]:
+    async def _profile_all(self, nodes: Sequence[NodeState], reply: SurveyReply, *, fresh: bool) -> list[_Layer]:
         """Profile nodes of one machine in turn: at the same time they would slow each other."""
-        return [await self._profile(node, reply, dtype, kv, fresh=fresh) for node in nodes]
+        return [await self._profile(node, reply, fresh=fresh) for node in nodes]
 
     async def _profile(
-        self,
-        node: NodeState,
-        reply: SurveyReply,
-        dtype: str,
-        kv: str,
-        *,
-        known_only: bool = False,
-        fresh: bool = False,
+        self, node: NodeState, reply: SurveyReply, *, known_only: bool = False, fresh: bool = False
     ) -> _Layer:
         request = ProfileLayerRequest(
             model_config=reply.model_config,
             model_weights=reply.model_weights,
-            dtype="" if dtype == "auto" else dtype,
+            settings=reply.settings,
             known_only=known_only,
             fresh=fresh,
-            kv=kv,
         )
         try:
             return node.node_id, await self._peers.profile_layer(node.node_id, request)
@@ -219,8 +211,7 @@ def _obstacle(node_id: NodeId, way: Way, nodes: Mapping[NodeId, NodeState]) -> C
     """Return why a node is left out: one node does not reach the other."""
     source, target = nodes[way[0]], nodes[way[1]]
     error = shut_port(source.name, target.name, address=target.address, node_address=target.address)
-    error.node = nodes[node_id].name
-    return error
+    return error.changed(node=nodes[node_id].name)
 
 
 def _with(
@@ -256,9 +247,9 @@ def _links_to_ask(
     return [(known_only, ids) for known_only, ids in ((True, known), (False, measured)) if ids]
 
 
-def _machine(node: NodeState, dtype: str, kv: str, *, states: bool, own: str = "") -> SurveyedMachine | None:
+def _machine(node: NodeState, settings: StageSettings, *, states: bool, own: str = "") -> SurveyedMachine | None:
     """Return a node's entry in a survey; None while it cannot compute."""
-    room = next(iter(rooms_of(node, dtype, kv=kv, states=states, own=own)), None)
+    room = next(iter(rooms_of(node, settings, states=states, own=own)), None)
     device = usable_device(node, own=own)
     if room is None or device is None or device.profile is None:
         return None
@@ -278,8 +269,8 @@ def _machine(node: NodeState, dtype: str, kv: str, *, states: bool, own: str = "
     )
 
 
-def _why_not(node: NodeState, kv: str, *, states: bool) -> str:
-    if lack := cannot_keep(node, kv=kv, states=states):
+def _why_not(node: NodeState, settings: StageSettings, *, states: bool) -> str:
+    if lack := cannot_keep(node, settings, states=states):
         return f"{node.name}: it {lack}"
     errors = [device.error for device in node.devices if device.state == "failed"]
     failed = next((error.what for error in errors if error is not None), "")

@@ -37,6 +37,10 @@ COMMON: Tables = {
         "ram_bytes_per_s": RATE,
     },
     "PackedProducts": {},
+    "StageSettings": {
+        "context_length": COUNT,  # the node compares it with the model, and says what is possible
+        "block_size": Within(1, 1 << 16),  # tokens
+    },
     "SamplingParams": dict[str, Checked](
         temperature=_SAMPLING,
         seed=_SAMPLING,

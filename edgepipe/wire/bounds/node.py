@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from edgepipe.sampling.bounds import Within
 from edgepipe.wire.bounds.rules import (
-    BLOCK,
     BLOCKS,
     BY_SIZE,
     BYTES,
     CHATS,
     COUNT,
-    EQUAL,
     FEW,
     LAYERS,
     MEASURED,
@@ -24,7 +22,6 @@ from edgepipe.wire.bounds.rules import (
     SHOWN,
     TOKENS,
     Checked,
-    Harmless,
     Most,
     Tables,
 )
@@ -71,12 +68,7 @@ _BEATS: Tables = {
 
 _CALLS: Tables = {
     "PrepareRequest": {
-        "slices": FEW,
-        "weight_bytes": Harmless("the node counts them itself"),
         "kv_tokens": Within(0, 1 << 53),
-        "block_size": BLOCK,
-        "ram_percent": PERCENT,
-        "context_length": TOKENS,
     },
     "PrepareEvent": {},
     "PrepareProgress": {"bytes_done": BYTES, "bytes_total": BYTES},
@@ -86,7 +78,6 @@ _CALLS: Tables = {
         "weight_bytes": BYTES,
         "products": FEW,
         "window_block_bytes": Most(64, BYTES),
-        "context_length": EQUAL,
         "crashed_epoch": COUNT,
         "crashed_step": COUNT,
     },
@@ -96,12 +87,10 @@ _CALLS: Tables = {
     "ServeSpec": {
         "stages": FEW,
         "micro_batches": Within(0, 1 << 16),
-        "context_length": COUNT,  # the node compares both with the model and its memory, and says what is possible
-        "kv_tokens": COUNT,
+        "kv_tokens": COUNT,  # the node compares them with its memory, and says what is possible
         "concurrency": CHATS,
         "num_nodes": NODES,
         "exclude": NAMES,
-        "block_size": BLOCK,
         "names": FEW,
     },
     "StartEngineRequest": {"nodes": NAMES},
@@ -168,10 +157,9 @@ _CHILDREN: Tables = {
         "memory_free_bytes": BYTES,
         "products": FEW,
         "window_block_bytes": Most(64, BYTES),
-        "context_length": EQUAL,
     },
     "ChildCommand": {},
-    "LoadShard": {"slices": FEW, "block_size": BLOCK, "ram_percent": PERCENT, "context_length": TOKENS},
+    "LoadShard": {},
     "RunEngine": {"nodes": NAMES, "epoch_counter": COUNT},
     "IntroducedPeers": {"version": COUNT, "peers": BY_SIZE},
     "IntroducedPeer": {},

@@ -295,6 +295,43 @@ class PackedProducts(_message.Message):
 Global___PackedProducts: _TypeAlias = PackedProducts  # noqa: Y015
 
 @_typing.final
+class StageSettings(_message.Message):
+    """Settings of a served model that every stage obeys. Every message about stages has them as this one field."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DTYPE_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
+    ACTIVATION_TYPE_FIELD_NUMBER: _builtins.int
+    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    dtype: _builtins.str
+    """"float32" | "bfloat16" | "auto": as the node is set"""
+    kv: _builtins.str
+    """form of the KV (edgepipe.spec.facts); empty: the compute dtype"""
+    activation_type: Global___ActivationType.ValueType
+    context_length: _builtins.int
+    """tokens per sequence; 0: the model's"""
+    block_size: _builtins.int
+    """tokens per KV block"""
+    def __init__(
+        self,
+        *,
+        dtype: _builtins.str = ...,
+        kv: _builtins.str = ...,
+        activation_type: Global___ActivationType.ValueType = ...,
+        context_length: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "context_length", b"context_length", "dtype", b"dtype", "kv", b"kv"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageSettings: _TypeAlias = StageSettings  # noqa: Y015
+
+@_typing.final
 class SamplingParams(_message.Message):
     """How tokens are chosen. The draw is a function of (seed, choice, output position). Unset top_p and
     repetition_penalty mean 1.

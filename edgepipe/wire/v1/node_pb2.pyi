@@ -384,43 +384,28 @@ class PrepareRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     MANIFEST_HASH_FIELD_NUMBER: _builtins.int
-    SLICES_FIELD_NUMBER: _builtins.int
-    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     KV_TOKENS_FIELD_NUMBER: _builtins.int
-    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     WEIGHTS_NODE_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    ACTIVATION_TYPE_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
-    KV_FIELD_NUMBER: _builtins.int
-    RAM_PERCENT_FIELD_NUMBER: _builtins.int
-    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     model: _builtins.str
     manifest_hash: _builtins.str
-    weight_bytes: _builtins.int
-    """from engines of earlier versions; the node counts them itself"""
     kv_tokens: _builtins.int
     """requested; fewer where memory is short"""
-    block_size: _builtins.int
     weights_node: _builtins.str
     """node id that surely has the tensors"""
-    dtype: _builtins.str
-    activation_type: _common_pb2.ActivationType.ValueType
     fresh: _builtins.bool
     """in a new process, even if the present one holds exactly this"""
-    kv: _builtins.str
-    """form of the KV, as in ServeSpec"""
-    ram_percent: _builtins.int
-    """of each layer's experts, in host memory; 0: as the node is set"""
-    context_length: _builtins.int
-    """tokens per sequence: it decides which rotary factors some models have"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
-    def slices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Slice]: ...
+    def placement(self) -> Global___StagePlacement: ...
+    @_builtins.property
+    def settings(self) -> _common_pb2.StageSettings: ...
     def __init__(
         self,
         *,
@@ -429,21 +414,15 @@ class PrepareRequest(_message.Message):
         epoch: _common_pb2.Epoch | None = ...,
         model: _builtins.str = ...,
         manifest_hash: _builtins.str = ...,
-        slices: _abc.Iterable[_common_pb2.Slice] | None = ...,
-        weight_bytes: _builtins.int = ...,
+        placement: Global___StagePlacement | None = ...,
+        settings: _common_pb2.StageSettings | None = ...,
         kv_tokens: _builtins.int = ...,
-        block_size: _builtins.int = ...,
         weights_node: _builtins.str = ...,
-        dtype: _builtins.str = ...,
-        activation_type: _common_pb2.ActivationType.ValueType = ...,
         fresh: _builtins.bool = ...,
-        kv: _builtins.str = ...,
-        ram_percent: _builtins.int = ...,
-        context_length: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hello", b"hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hello", b"hello", "placement", b"placement", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "context_length", b"context_length", "dtype", b"dtype", "epoch", b"epoch", "fresh", b"fresh", "hello", b"hello", "kv", b"kv", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "model", b"model", "pipeline_id", b"pipeline_id", "ram_percent", b"ram_percent", "slices", b"slices", "weight_bytes", b"weight_bytes", "weights_node", b"weights_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fresh", b"fresh", "hello", b"hello", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "model", b"model", "pipeline_id", b"pipeline_id", "placement", b"placement", "settings", b"settings", "weights_node", b"weights_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -512,7 +491,7 @@ class Prepared(_message.Message):
     PROFILE_FIELD_NUMBER: _builtins.int
     PRODUCTS_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
-    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     CRASHED_EPOCH_FIELD_NUMBER: _builtins.int
     CRASHED_STEP_FIELD_NUMBER: _builtins.int
@@ -522,8 +501,6 @@ class Prepared(_message.Message):
     """KV blocks that fit into the reservation"""
     kv_block_bytes: _builtins.int
     weight_bytes: _builtins.int
-    context_length: _builtins.int
-    """tokens that its layers are built for"""
     certificate: _builtins.bytes
     """of the stage"""
     crashed_epoch: _builtins.int
@@ -539,6 +516,10 @@ class Prepared(_message.Message):
     def window_block_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of kv_block_bytes: of each windowed memory class"""
 
+    @_builtins.property
+    def settings(self) -> _common_pb2.StageSettings:
+        """that its layers are built with"""
+
     def __init__(
         self,
         *,
@@ -549,14 +530,14 @@ class Prepared(_message.Message):
         profile: _common_pb2.DeviceProfile | None = ...,
         products: _abc.Iterable[_common_pb2.PackedProducts] | None = ...,
         window_block_bytes: _abc.Iterable[_builtins.int] | None = ...,
-        context_length: _builtins.int = ...,
+        settings: _common_pb2.StageSettings | None = ...,
         certificate: _builtins.bytes = ...,
         crashed_epoch: _builtins.int = ...,
         crashed_step: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certificate", b"certificate", "context_length", b"context_length", "crashed_epoch", b"crashed_epoch", "crashed_step", b"crashed_step", "kv_block_bytes", b"kv_block_bytes", "max_blocks", b"max_blocks", "products", b"products", "profile", b"profile", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certificate", b"certificate", "crashed_epoch", b"crashed_epoch", "crashed_step", b"crashed_step", "kv_block_bytes", b"kv_block_bytes", "max_blocks", b"max_blocks", "products", b"products", "profile", b"profile", "settings", b"settings", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -613,7 +594,7 @@ class StagePlacement(_message.Message):
     RAM_PERCENT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     ram_percent: _builtins.int
-    """of each layer's experts, in host memory"""
+    """of each layer's experts, in host memory; 0: as the node is set"""
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Slice]: ...
     def __init__(
@@ -640,11 +621,9 @@ class ServeSpec(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     MANIFEST_HASH_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     MICRO_BATCHES_FIELD_NUMBER: _builtins.int
-    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     KV_TOKENS_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    ACTIVATION_TYPE_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     THROUGHPUT_FIELD_NUMBER: _builtins.int
     CONCURRENCY_FIELD_NUMBER: _builtins.int
@@ -653,9 +632,7 @@ class ServeSpec(_message.Message):
     EXCLUDE_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     FIXED_FIELD_NUMBER: _builtins.int
-    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     ON_REQUEST_FIELD_NUMBER: _builtins.int
-    KV_FIELD_NUMBER: _builtins.int
     EXPERTS_IN_RAM_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
     TEMPLATE_KEYWORDS_FIELD_NUMBER: _builtins.int
@@ -663,12 +640,8 @@ class ServeSpec(_message.Message):
     manifest_hash: _builtins.str
     micro_batches: _builtins.int
     """0: sized by measurements"""
-    context_length: _builtins.int
-    """tokens per sequence; 0: the model's"""
     kv_tokens: _builtins.int
     """requested KV pool; 0: by free memory"""
-    dtype: _builtins.str
-    activation_type: _common_pb2.ActivationType.ValueType
     policy: _builtins.str
     """of the scheduler; empty: the default"""
     throughput: _builtins.bool
@@ -683,18 +656,16 @@ class ServeSpec(_message.Message):
     """the node that holds the first layers"""
     fixed: _builtins.bool
     """the user gave the placement: start there or fail"""
-    block_size: _builtins.int
-    """tokens per KV block; 0: 16"""
     on_request: _builtins.bool
     """a request loaded it, and a request's keep_alive may stop it"""
-    kv: _builtins.str
-    """form of the KV (edgepipe.spec.facts); empty: the compute dtype"""
     experts_in_ram: _builtins.str
     """"auto", or a share such as "40%" (edgepipe.spec.expert_places); empty: none"""
     template_keywords: _builtins.str
     """JSON: of the chat template, where a request does not say; empty: none"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePlacement]: ...
+    @_builtins.property
+    def settings(self) -> _common_pb2.StageSettings: ...
     @_builtins.property
     def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """names or ids of nodes to leave out"""
@@ -709,11 +680,9 @@ class ServeSpec(_message.Message):
         model: _builtins.str = ...,
         manifest_hash: _builtins.str = ...,
         stages: _abc.Iterable[Global___StagePlacement] | None = ...,
+        settings: _common_pb2.StageSettings | None = ...,
         micro_batches: _builtins.int = ...,
-        context_length: _builtins.int = ...,
         kv_tokens: _builtins.int = ...,
-        dtype: _builtins.str = ...,
-        activation_type: _common_pb2.ActivationType.ValueType = ...,
         policy: _builtins.str = ...,
         throughput: _builtins.bool = ...,
         concurrency: _builtins.int = ...,
@@ -722,16 +691,14 @@ class ServeSpec(_message.Message):
         exclude: _abc.Iterable[_builtins.str] | None = ...,
         first: _builtins.str = ...,
         fixed: _builtins.bool = ...,
-        block_size: _builtins.int = ...,
         on_request: _builtins.bool = ...,
-        kv: _builtins.str = ...,
         experts_in_ram: _builtins.str = ...,
         names: _abc.Iterable[_builtins.str] | None = ...,
         template_keywords: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "concurrency", b"concurrency", "context_length", b"context_length", "dtype", b"dtype", "exclude", b"exclude", "experts_in_ram", b"experts_in_ram", "first", b"first", "fixed", b"fixed", "kv", b"kv", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "names", b"names", "num_nodes", b"num_nodes", "on_request", b"on_request", "policy", b"policy", "stages", b"stages", "template_keywords", b"template_keywords", "throughput", b"throughput"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "exclude", b"exclude", "experts_in_ram", b"experts_in_ram", "first", b"first", "fixed", b"fixed", "kv_tokens", b"kv_tokens", "manifest_hash", b"manifest_hash", "micro_batches", b"micro_batches", "model", b"model", "moves", b"moves", "names", b"names", "num_nodes", b"num_nodes", "on_request", b"on_request", "policy", b"policy", "settings", b"settings", "stages", b"stages", "template_keywords", b"template_keywords", "throughput", b"throughput"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1776,18 +1743,20 @@ class ShardLoaded(_message.Message):
     MEMORY_FREE_BYTES_FIELD_NUMBER: _builtins.int
     PRODUCTS_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
-    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     weight_bytes: _builtins.int
     kv_block_bytes: _builtins.int
     memory_free_bytes: _builtins.int
     """on the device, after loading"""
-    context_length: _builtins.int
-    """tokens that its layers are built for"""
     @_builtins.property
     def products(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PackedProducts]: ...
     @_builtins.property
     def window_block_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of kv_block_bytes: of each windowed memory class"""
+
+    @_builtins.property
+    def settings(self) -> _common_pb2.StageSettings:
+        """that its layers are built with"""
 
     def __init__(
         self,
@@ -1797,11 +1766,11 @@ class ShardLoaded(_message.Message):
         memory_free_bytes: _builtins.int = ...,
         products: _abc.Iterable[_common_pb2.PackedProducts] | None = ...,
         window_block_bytes: _abc.Iterable[_builtins.int] | None = ...,
-        context_length: _builtins.int = ...,
+        settings: _common_pb2.StageSettings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "kv_block_bytes", b"kv_block_bytes", "memory_free_bytes", b"memory_free_bytes", "products", b"products", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_block_bytes", b"kv_block_bytes", "memory_free_bytes", b"memory_free_bytes", "products", b"products", "settings", b"settings", "weight_bytes", b"weight_bytes", "window_block_bytes", b"window_block_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1902,46 +1871,29 @@ class LoadShard(_message.Message):
     PIPELINE_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
-    SLICES_FIELD_NUMBER: _builtins.int
-    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    ACTIVATION_TYPE_FIELD_NUMBER: _builtins.int
-    KV_FIELD_NUMBER: _builtins.int
-    RAM_PERCENT_FIELD_NUMBER: _builtins.int
-    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     pipeline_id: _builtins.str
     path: _builtins.str
     """folder or file that open_weights takes"""
-    block_size: _builtins.int
-    dtype: _builtins.str
-    activation_type: _common_pb2.ActivationType.ValueType
-    kv: _builtins.str
-    """form of the KV, as in ServeSpec"""
-    ram_percent: _builtins.int
-    """as in PrepareRequest"""
-    context_length: _builtins.int
-    """as in PrepareRequest"""
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
-    def slices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Slice]: ...
+    def placement(self) -> Global___StagePlacement: ...
+    @_builtins.property
+    def settings(self) -> _common_pb2.StageSettings: ...
     def __init__(
         self,
         *,
         pipeline_id: _builtins.str = ...,
         epoch: _common_pb2.Epoch | None = ...,
         path: _builtins.str = ...,
-        slices: _abc.Iterable[_common_pb2.Slice] | None = ...,
-        block_size: _builtins.int = ...,
-        dtype: _builtins.str = ...,
-        activation_type: _common_pb2.ActivationType.ValueType = ...,
-        kv: _builtins.str = ...,
-        ram_percent: _builtins.int = ...,
-        context_length: _builtins.int = ...,
+        placement: Global___StagePlacement | None = ...,
+        settings: _common_pb2.StageSettings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "placement", b"placement", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_type", b"activation_type", "block_size", b"block_size", "context_length", b"context_length", "dtype", b"dtype", "epoch", b"epoch", "kv", b"kv", "path", b"path", "pipeline_id", b"pipeline_id", "ram_percent", b"ram_percent", "slices", b"slices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "path", b"path", "pipeline_id", b"pipeline_id", "placement", b"placement", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2590,39 +2542,37 @@ class ProfileLayerRequest(_message.Message):
 
     HELLO_FIELD_NUMBER: _builtins.int
     MODEL_CONFIG_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     KNOWN_ONLY_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
     MODEL_WEIGHTS_FIELD_NUMBER: _builtins.int
-    KV_FIELD_NUMBER: _builtins.int
     model_config: _builtins.str
     """JSON of edgepipe.spec.facts.ModelConfig"""
-    dtype: _builtins.str
-    """empty: the node's own"""
     known_only: _builtins.bool
     """nothing is measured now"""
     fresh: _builtins.bool
     """measured again where that can be done"""
     model_weights: _builtins.str
     """JSON of edgepipe.weights.weight_table.WeightTable; empty: floats"""
-    kv: _builtins.str
-    """form of the KV; empty: the compute dtype"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
+    @_builtins.property
+    def settings(self) -> _common_pb2.StageSettings:
+        """of layers alone"""
+
     def __init__(
         self,
         *,
         hello: _common_pb2.Hello | None = ...,
         model_config: _builtins.str = ...,
-        dtype: _builtins.str = ...,
+        settings: _common_pb2.StageSettings | None = ...,
         known_only: _builtins.bool = ...,
         fresh: _builtins.bool = ...,
         model_weights: _builtins.str = ...,
-        kv: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fresh", b"fresh", "hello", b"hello", "known_only", b"known_only", "kv", b"kv", "model_config", b"model_config", "model_weights", b"model_weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fresh", b"fresh", "hello", b"hello", "known_only", b"known_only", "model_config", b"model_config", "model_weights", b"model_weights", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2846,29 +2796,26 @@ class SurveyRequest(_message.Message):
 
     HELLO_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
-    KV_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    dtype: _builtins.str
     fresh: _builtins.bool
     """devices and links are measured again"""
-    kv: _builtins.str
-    """form of the KV; empty: each device's compute dtype"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
+    @_builtins.property
+    def settings(self) -> _common_pb2.StageSettings: ...
     def __init__(
         self,
         *,
         hello: _common_pb2.Hello | None = ...,
         model: _builtins.str = ...,
-        dtype: _builtins.str = ...,
+        settings: _common_pb2.StageSettings | None = ...,
         fresh: _builtins.bool = ...,
-        kv: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fresh", b"fresh", "hello", b"hello", "kv", b"kv", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fresh", b"fresh", "hello", b"hello", "model", b"model", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2942,6 +2889,7 @@ class SurveyReply(_message.Message):
     UNUSABLE_FIELD_NUMBER: _builtins.int
     BROKEN_FIELD_NUMBER: _builtins.int
     MODEL_WEIGHTS_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     model_config: _builtins.str
     model_weights: _builtins.str
@@ -2958,6 +2906,10 @@ class SurveyReply(_message.Message):
     def broken(self) -> _containers.RepeatedCompositeFieldContainer[Global___BrokenLink]:
         """directed links that carry nothing, from the first to the other"""
 
+    @_builtins.property
+    def settings(self) -> _common_pb2.StageSettings:
+        """of layers alone"""
+
     def __init__(
         self,
         *,
@@ -2968,10 +2920,11 @@ class SurveyReply(_message.Message):
         unusable: _abc.Iterable[_builtins.str] | None = ...,
         broken: _abc.Iterable[Global___BrokenLink] | None = ...,
         model_weights: _builtins.str = ...,
+        settings: _common_pb2.StageSettings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broken", b"broken", "links", b"links", "machines", b"machines", "model", b"model", "model_config", b"model_config", "model_weights", b"model_weights", "unusable", b"unusable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broken", b"broken", "links", b"links", "machines", b"machines", "model", b"model", "model_config", b"model_config", "model_weights", b"model_weights", "settings", b"settings", "unusable", b"unusable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

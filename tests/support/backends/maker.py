@@ -28,14 +28,18 @@ class Maker:
     dtype: str = "float32"
     block_size: int = 16  # tokens
     paged_on_cpu: bool = False  # torch, with the CPU as a device that has pages and graphs
-    kv: str = "auto"  # the setting of that name
+    kv: str = ""  # the setting of that name
     made: list[Backend]
 
     def bare(self, *, kind: ActivationType = ActivationType.FLOAT32) -> Backend:
         """A backend that has loaded nothing. Skips the test where its library is missing."""
-        settings = {"kv": self.kv, **({"time_factor": "0"} if self.name == "emulated" else {})}
         options = BackendOptions(
-            device=self.device, dtype=self.dtype, activation_type=kind, threads=1, settings=settings
+            device=self.device,
+            dtype=self.dtype,
+            kv=self.kv,
+            activation_type=kind,
+            threads=1,
+            settings={"time_factor": "0"} if self.name == "emulated" else {},
         )
         try:
             backend = self._paged(options) if self.paged_on_cpu else create_backend(self.name, options)

@@ -85,11 +85,11 @@ def cpu_options(
     dtype: str = "float32",
     activation_type: ActivationType = ActivationType.FLOAT32,
     weights: str = "auto",
-    kv: str = "auto",
+    kv: str = "",
 ) -> BackendOptions:
     """The CPU device, so that figures and rounding are the same on every machine."""
-    settings = {"weights": weights, "kv": kv}
-    return BackendOptions(device="cpu", dtype=dtype, activation_type=activation_type, settings=settings)
+    settings = {"weights": weights}
+    return BackendOptions(device="cpu", dtype=dtype, kv=kv, activation_type=activation_type, settings=settings)
 
 
 class Chain:

@@ -287,10 +287,11 @@ def feeders(folders: Folders) -> Mapping[str, Feeder]:
         epoch=EPOCH,
         model=world.spec.model,
         manifest_hash=world.manifest_hash,
-        slices=WHOLE,
+        placement=world.spec.stages[0],
+        settings=world.spec.settings,
         kv_tokens=100,
-        block_size=16,
     )
+    measure = ProfileLayerRequest(model_config=json.dumps(config_to_json(CONFIG)))
     start = StartEngineRequest(pipeline_id=PIPELINE, spec=world.spec, record=world.record)
     record = to_wire(world.record, pb.ServeRecord)
     weights: dict[str, Any] = {"hello": world.hello, "model": world.spec.model, "manifest_hash": world.manifest_hash}
@@ -323,7 +324,7 @@ def feeders(folders: Folders) -> Mapping[str, Feeder]:
         ),
         "Node/ProfileLayer": Feeder(
             call(node.ProfileLayer),
-            [pb.ProfileLayerRequest(hello=world.said, model_config=json.dumps(config_to_json(CONFIG)))],
+            [greeted(measure, pb.ProfileLayerRequest, world.said)],
         ),
         "Node/ProfileLinks": Feeder(
             call(node.ProfileLinks), [pb.ProfileLinksRequest(hello=world.said, node_ids=[world.own.node_id])]

@@ -13,7 +13,7 @@ import grpc.aio
 from edgepipe_emulated import EmulatedBackend, EmulatedWeights, emulated_model_config
 from edgepipe_emulated.oracle import Oracle
 
-from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, BackendOptions
+from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, BackendOptions, StageSettings
 from edgepipe.engine import Engine, EngineLimits, EngineTimeouts
 from edgepipe.engine.placing import Planner
 from edgepipe.errors import EdgepipeError, PeerClosed
@@ -86,7 +86,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         if self.refusal is not None:
             raise self.refusal
         if self.load is not None:
-            await self.load(tuple(from_wire(part, Slice) for part in request.slices))
+            await self.load(tuple(from_wire(part, Slice) for part in request.placement.slices))
         (epoch, step), self.crashed_in = self.crashed_in or (0, 0), None
         yield node_pb2.PrepareEvent(
             prepared=node_pb2.Prepared(
@@ -97,7 +97,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
                 max_blocks=self.max_blocks,
                 kv_block_bytes=128,
                 weight_bytes=1000,
-                context_length=request.context_length,
+                settings=request.settings,
             )
         )
 
@@ -364,7 +364,7 @@ async def engine_lab(
             model="emulated",
             stages=tuple(StagePlacement(node_id=NodeId(f"node{i}"), slices=(part,)) for i, part in enumerate(slices)),
             micro_batches=micro_batches,
-            block_size=block_size,
+            settings=StageSettings(block_size=block_size),
             **(constraints or {}),
         )
         server = make_server(Plaintext())

@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 
 from edgepipe.backend.protocol import Backend
-from edgepipe.backend.types import ActivationType
+from edgepipe.backend.types import ActivationType, StageSettings
 from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError, PeerClosed
 from edgepipe.ids import EngineId, Epoch, PipelineId
@@ -277,7 +277,10 @@ async def local_stages(
             )
             stack.push_async_callback(stage.close)
             await stage.load(
-                slices=[part], open_weights=lambda: weights, progress=lambda _: None, block_size=BLOCK_SIZE
+                slices=[part],
+                open_weights=lambda: weights,
+                progress=lambda _: None,
+                settings=StageSettings(block_size=BLOCK_SIZE),
             )
             by_address[f"memory:{index}"] = stage
             stages.append(stage)

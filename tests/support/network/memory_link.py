@@ -14,6 +14,7 @@ from edgepipe.link.assembly import CHUNK_BYTES, cut
 from edgepipe.link.outbox import Outbox, Parcel
 from edgepipe.link.protocol import OnSample, RingTarget, SendStats
 from edgepipe.link.receiver import RingReceiver
+from edgepipe.wire.plans import OpenRing
 
 
 class MemorySender:
@@ -23,7 +24,7 @@ class MemorySender:
         self,
         target: RingTarget,
         *,
-        find_receiver: Callable[[RingTarget], Awaitable[RingReceiver]],
+        find_receiver: Callable[[OpenRing], Awaitable[RingReceiver]],
         clock: Clock,
         on_sample: OnSample,
         chunk_bytes: int = CHUNK_BYTES,
@@ -54,7 +55,7 @@ class MemorySender:
         """See ``Outgoing.run``."""
         try:
             async with asyncio.timeout(self._target.connect_s):
-                self._receiver = await self._find_receiver(self._target)
+                self._receiver = await self._find_receiver(self._target.opening)
         except TimeoutError as exc:
             raise ConnectTimeout("the next stage did not open its end of the link") from exc
         self._receiver.attach(self)

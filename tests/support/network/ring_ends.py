@@ -22,7 +22,7 @@ from edgepipe.security.mutual_tls import Plaintext
 from edgepipe.system import SystemClock
 from edgepipe.units import parse_link
 from edgepipe.wire.common import Hello
-from edgepipe.wire.plans import LinkSample
+from edgepipe.wire.plans import LinkSample, OpenRing
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import add_StageServicer_to_server
 from tests.support.network.memory_link import MemorySender
@@ -120,11 +120,13 @@ class RingService:
 def target(address: str, *, deadline_s: float = 20.0, max_queued: int = 64) -> RingTarget:
     return RingTarget(
         address=address,
-        pipeline_id=PipelineId("pipeline"),
-        epoch=EPOCH,
-        slice_index=1,
-        hidden_size=HIDDEN,
-        activation_type=ActivationType.BF16,
+        opening=OpenRing(
+            pipeline_id=PipelineId("pipeline"),
+            epoch=EPOCH,
+            slice=1,
+            hidden_size=HIDDEN,
+            activation_type=ActivationType.BF16,
+        ),
         max_queued=max_queued,
         reach_s=20.0,
         connect_s=20.0,
@@ -196,7 +198,7 @@ async def open_hop(over: str, *, window: int = 4) -> AsyncGenerator[Hop]:
 
 
 def memory_sender(hop: Hop) -> MemorySender:
-    async def find(_: RingTarget) -> RingReceiver:
+    async def find(_: OpenRing) -> RingReceiver:
         return hop.receiver
 
     return MemorySender(target("memory"), find_receiver=find, clock=SystemClock(), on_sample=hop.sample, chunk_bytes=16)

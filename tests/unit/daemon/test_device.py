@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 from edgepipe_emulated import emulated_model_config
 
-from edgepipe.backend.types import DeviceProfile, PackedProducts
+from edgepipe.backend.types import DEFAULT_SETTINGS, DeviceProfile, PackedProducts, StageSettings
 from edgepipe.config import Timeouts
 from edgepipe.daemon.device import layer_measuring
 from edgepipe.daemon.device.device import DeviceHost
@@ -24,7 +24,7 @@ from edgepipe.daemon.device.layer_profiles import LayerProfiles
 from edgepipe.daemon.device.spare import SpareStage
 from edgepipe.daemon.processes.children import Children
 from edgepipe.errors import BackendUnavailable, EdgepipeError, StageLost
-from edgepipe.ids import EngineId, Epoch, PipelineId
+from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.wire.children import (
@@ -39,6 +39,7 @@ from edgepipe.wire.children import (
     Report,
     ShardLoaded,
 )
+from edgepipe.wire.engines import StagePlacement
 from edgepipe.workers.settings import ChildSettings
 from tests.support.daemon.stage_settings import STAGE_SETTINGS
 from tests.support.processes.waiting import until
@@ -77,9 +78,7 @@ class Process:
 
     def send(self, command: Command) -> None:
         if isinstance(command, LoadShard) and self.loads:
-            self.on_report(
-                ShardLoaded(weight_bytes=1, kv_block_bytes=16, products=PRODUCTS, context_length=command.context_length)
-            )
+            self.on_report(ShardLoaded(weight_bytes=1, kv_block_bytes=16, products=PRODUCTS, settings=command.settings))
         if isinstance(command, PauseStage):
             self.paused.append(command)
         if isinstance(command, ProfileLayerRequest):
@@ -159,19 +158,17 @@ class Host:
         fresh: bool = False,
         context: int = 64,
         num_layers: int = 2,
-        weight_bytes: int = 0,
+        kv_tokens: int = 64,
     ) -> Prepared:
         """As an engine does; returns the stage when it is ready."""
         part = Slice(index=0, layers=LayerRange(0, num_layers), embedding=True, head=True)
         request = PrepareRequest(
             pipeline_id=PipelineId("p"),
             epoch=Epoch(counter, EngineId("engine-1")),
-            slices=(part,),
-            kv_tokens=64,
-            block_size=16,
+            placement=StagePlacement(node_id=NodeId("node-a"), slices=(part,)),
+            settings=StageSettings(context_length=context),
+            kv_tokens=kv_tokens,
             fresh=fresh,
-            context_length=context,
-            weight_bytes=weight_bytes,
         )
         preparing = self.host.prepare(request, engine_node="node-b", path="", config=CONFIG, engine=None)
         *_, last = [event.event async for event in preparing]
@@ -184,11 +181,11 @@ class Host:
             while not wanted():  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
-    async def beside(self, *, weight_bytes: int = 0) -> asyncio.Task[Prepared]:
+    async def beside(self, *, kv_tokens: int = 64) -> asyncio.Task[Prepared]:
         """Begin to load other layers of the pipeline in the spare, which does not finish."""
         await self.until(lambda: len(self.spares()) == 1)
         self.spares()[0].loads = False
-        preparing = asyncio.create_task(self.prepare(counter=2, num_layers=1, weight_bytes=weight_bytes))
+        preparing = asyncio.create_task(self.prepare(counter=2, num_layers=1, kv_tokens=kv_tokens))
         await self.until(lambda: self.state() == "loading")
         return preparing
 
@@ -262,9 +259,9 @@ async def test_a_stage_that_is_to_run_in_a_new_process_is_not_kept(tmp_path: Pat
 
 async def test_a_stage_for_another_context_is_built_anew(tmp_path: Path) -> None:
     async with running(tmp_path) as host:
-        assert (await host.prepare()).context_length == 64
+        assert (await host.prepare()).settings.context_length == 64
         [stage] = host._serving()
-        assert (await host.prepare(counter=2, context=128)).context_length == 128
+        assert (await host.prepare(counter=2, context=128)).settings.context_length == 128
         [other] = host._serving()
         assert other is not stage
 
@@ -278,7 +275,7 @@ async def test_a_stage_serves_until_its_pipeline_s_other_layers_are_loaded(tmp_p
         [loading] = host._serving()
         assert first.alive
         assert host.reserved_bytes() > before, "both stages count"
-        loading.on_report(ShardLoaded(weight_bytes=1, kv_block_bytes=16))
+        loading.on_report(ShardLoaded(weight_bytes=1, kv_block_bytes=16, settings=DEFAULT_SETTINGS))
         await preparing
         await host.until(lambda: not first.alive)
         assert loading.alive
@@ -288,8 +285,9 @@ async def test_a_stage_serves_until_its_pipeline_s_other_layers_are_loaded(tmp_p
 async def test_a_stage_ends_first_where_memory_does_not_hold_the_other_layers_beside_it(tmp_path: Path) -> None:
     async with running(tmp_path) as host:
         first = host.processes.started[0]
-        await host.prepare(weight_bytes=10 * GB)
-        preparing = await host.beside(weight_bytes=10 * GB)
+        kv_tokens = 20 * GB // CONFIG.kv_bytes_per_token(form="bfloat16")
+        await host.prepare(kv_tokens=kv_tokens)
+        preparing = await host.beside(kv_tokens=kv_tokens)
         assert not first.alive
         preparing.cancel()
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from edgepipe_emulated import EmulatedBackend
 
-from edgepipe.backend.types import BackendOptions, DeviceProfile
+from edgepipe.backend.types import DEFAULT_SETTINGS, BackendOptions, DeviceProfile
 from edgepipe.cli.serve import serve_request
 from edgepipe.daemon.device.device import _load_command
 from edgepipe.daemon.device.device_memory import DeviceMemory, as_loaded
@@ -21,7 +21,7 @@ from edgepipe.weights.mixes import named_model
 from edgepipe.weights.resident import resident_sizes
 from edgepipe.wire.children import LoadShard, PrepareRequest
 from edgepipe.wire.codec import from_wire, to_wire
-from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.engines import ServeSpec, StagePlacement
 from edgepipe.wire.nodes import DeviceState, NodeState
 from edgepipe.wire.v1 import node_pb2
 from edgepipe.workers.stage import _options
@@ -36,11 +36,15 @@ def prepare(percent: int, pipeline: str = "p") -> PrepareRequest:
     request = PrepareRequest(
         pipeline_id=PipelineId(pipeline),
         epoch=Epoch(1, EngineId("e")),
-        slices=SLICES,
+        placement=StagePlacement(node_id=NodeId("a"), slices=SLICES, ram_percent=percent),
+        settings=DEFAULT_SETTINGS,
         kv_tokens=512,
-        ram_percent=percent,
     )
     return from_wire(to_wire(request, node_pb2.PrepareRequest), PrepareRequest)
+
+
+def options_of(load: LoadShard) -> BackendOptions:
+    return _options(STAGE_SETTINGS, load.settings, load.placement.ram_percent)
 
 
 def profile(**settings: str) -> DeviceProfile:
@@ -60,8 +64,8 @@ def test_the_flag_travels_to_the_planner_and_a_stage_s_share_to_its_backend() ->
     spec = from_wire(to_wire(replace(spec, stages=stages_of(placed)), node_pb2.ServeSpec), ServeSpec)
     assert placed_of(spec) == placed
     load = from_wire(to_wire(_load_command(prepare(40), "/m"), node_pb2.LoadShard), LoadShard)
-    assert _options(STAGE_SETTINGS, load).settings == {**STAGE_SETTINGS.backend_options, "experts_in_ram": "40%"}
-    assert _options(STAGE_SETTINGS, _load_command(prepare(0), "/m")).settings == STAGE_SETTINGS.backend_options
+    assert options_of(load).settings == {**STAGE_SETTINGS.backend_options, "experts_in_ram": "40%"}
+    assert options_of(_load_command(prepare(0), "/m")).settings == STAGE_SETTINGS.backend_options
     assert as_loaded(profile(), 40).packing == "emulated/40"
 
 
@@ -109,6 +113,6 @@ def test_a_room_has_the_free_ram_and_that_of_the_pipeline_placed_again() -> None
     held.reserve(prepare(40), CONFIG, WEIGHTS)
     state = held.in_state(DeviceState(profile=profile(), state="serving"))
     node = NodeState(node_id=NodeId("a"), name="a", devices=(state,))
-    (others,), (own,) = rooms_of(node, ""), rooms_of(node, "", own="p")
+    (others,), (own,) = rooms_of(node, DEFAULT_SETTINGS), rooms_of(node, DEFAULT_SETTINGS, own="p")
     assert others.ram_bytes == state.ram_free_bytes
     assert own.ram_bytes == others.ram_bytes + IN_RAM

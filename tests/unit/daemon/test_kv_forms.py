@@ -10,24 +10,22 @@ from typing import Any
 import pytest
 
 from edgepipe.backend.loader import create_backend
-from edgepipe.backend.types import BackendOptions, DeviceProfile
+from edgepipe.backend.types import BackendOptions, DeviceProfile, StageSettings
 from edgepipe.cli.serve import serve_request
-from edgepipe.daemon.device.device import _load_command
 from edgepipe.daemon.device.device_memory import DeviceMemory
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
-from edgepipe.ids import EngineId, Epoch, PipelineId
+from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.spec.config_json import config_to_json
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.stage.compute import ComputeThread
 from edgepipe.system import SystemClock
 from edgepipe.testing.tiny_model import tiny_config
-from edgepipe.wire.children import LoadShard, PrepareRequest, ProfileLayerRequest
+from edgepipe.wire.children import PrepareRequest, ProfileLayerRequest
 from edgepipe.wire.codec import from_wire, to_wire
-from edgepipe.wire.engines import ServeSpec
+from edgepipe.wire.engines import StagePlacement
 from edgepipe.wire.v1 import node_pb2
 from edgepipe.workers import stage as stage_worker
-from edgepipe.workers.stage import _options
 from tests.support.daemon.stage_settings import STAGE_SETTINGS
 
 CONFIG = tiny_config(num_kv_heads=2, head_dim=64)
@@ -37,7 +35,11 @@ SLICES = make_slices([LayerRange(0, CONFIG.num_layers)], CONFIG.num_layers)
 
 def prepare(kv: str) -> PrepareRequest:
     request = PrepareRequest(
-        pipeline_id=PipelineId("p"), epoch=Epoch(1, EngineId("e")), slices=SLICES, kv_tokens=1000, kv=kv
+        pipeline_id=PipelineId("p"),
+        epoch=Epoch(1, EngineId("e")),
+        placement=StagePlacement(node_id=NodeId("a"), slices=SLICES),
+        settings=StageSettings(kv=kv),
+        kv_tokens=1000,
     )
     return from_wire(to_wire(request, node_pb2.PrepareRequest), PrepareRequest)
 
@@ -59,17 +61,9 @@ def memory(*kv_forms: str) -> DeviceMemory:
     return made
 
 
-def test_the_flag_reaches_the_backend_s_settings() -> None:
-    spec = serve_request("m", kv="8bit").options
-    assert from_wire(to_wire(spec, node_pb2.ServeSpec), ServeSpec).kv == "8bit"
-    command = _load_command(prepare("8bit"), "/m")
-    load = from_wire(to_wire(command, node_pb2.LoadShard), LoadShard)
-    assert _options(STAGE_SETTINGS, load).settings == {**STAGE_SETTINGS.backend_options, "kv": "8bit"}
-
-
-def test_without_the_flag_nothing_changes() -> None:
-    assert serve_request("m").options.kv == ""
-    assert _options(STAGE_SETTINGS, _load_command(prepare(""), "/m")).settings == STAGE_SETTINGS.backend_options
+def test_the_flag_becomes_a_setting_of_all_stages() -> None:
+    assert serve_request("m", kv="8bit").options.settings == StageSettings(kv="8bit")
+    assert serve_request("m").options.settings == StageSettings()
 
 
 def test_another_form_is_refused() -> None:
@@ -106,7 +100,7 @@ async def test_a_layer_is_measured_with_that_kv(kv: str, measured: bool, monkeyp
     link: Any = SimpleNamespace(report=reports.append)
     compute = ComputeThread(clock=SystemClock())
     backend = create_backend("emulated", BackendOptions())
-    wanted = ProfileLayerRequest(model_config=json.dumps(config_to_json(CONFIG)), kv=kv)
+    wanted = ProfileLayerRequest(model_config=json.dumps(config_to_json(CONFIG)), settings=StageSettings(kv=kv))
     wanted = from_wire(to_wire(wanted, node_pb2.ProfileLayerRequest), ProfileLayerRequest)
     settings = replace(STAGE_SETTINGS, backend="emulated")
     await stage_worker._profile(compute, backend, link, settings, wanted, backend.profile(), SystemClock())

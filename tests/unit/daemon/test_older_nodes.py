@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from edgepipe_emulated import EmulatedBackend
 
-from edgepipe.backend.types import BackendOptions
+from edgepipe.backend.types import DEFAULT_SETTINGS, BackendOptions
 from edgepipe.daemon.serving.capacity import cannot_keep, rooms_of
 from edgepipe.ids import NodeId
 from edgepipe.wire.codec import from_wire, to_wire
@@ -22,17 +22,17 @@ def node(*, keeps_states: bool) -> NodeState:
 
 def test_a_node_that_knows_no_states_is_left_out_of_recurrent_models_only() -> None:
     older = node(keeps_states=False)
-    assert rooms_of(older, "")
-    assert not rooms_of(older, "", states=True)
-    assert cannot_keep(older, kv="", states=True).startswith("cannot keep states of recurrent layers")
-    assert cannot_keep(older, kv="", states=False) == ""
+    assert rooms_of(older, DEFAULT_SETTINGS)
+    assert not rooms_of(older, DEFAULT_SETTINGS, states=True)
+    assert cannot_keep(older, DEFAULT_SETTINGS, states=True).startswith("cannot keep states of recurrent layers")
+    assert cannot_keep(older, DEFAULT_SETTINGS, states=False) == ""
 
 
 def test_every_backend_of_this_version_keeps_states() -> None:
-    assert rooms_of(node(keeps_states=True), "", states=True)
+    assert rooms_of(node(keeps_states=True), DEFAULT_SETTINGS, states=True)
     assert EmulatedBackend(BackendOptions(device="h100")).profile().keeps_states
-    assert cannot_keep(node(keeps_states=True), kv="", states=True) == ""
+    assert cannot_keep(node(keeps_states=True), DEFAULT_SETTINGS, states=True) == ""
 
 
 def test_a_node_without_a_device_lacks_more_than_states() -> None:
-    assert cannot_keep(NodeState(node_id=NodeId("a")), kv="", states=True) == ""
+    assert cannot_keep(NodeState(node_id=NodeId("a")), DEFAULT_SETTINGS, states=True) == ""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 from edgepipe_emulated import emulated_model_config
 
-from edgepipe.backend.types import DeviceProfile
+from edgepipe.backend.types import DEFAULT_SETTINGS, DeviceProfile, StageSettings
 from edgepipe.daemon.serving.recent_surveys import RecentSurveys
 from edgepipe.daemon.serving.serve_planner import ServePlanner
 from edgepipe.ids import NodeId
@@ -68,8 +68,7 @@ class Answers:
     surveys: list[SurveyReply]
     fresh: list[bool] = field(default_factory=list[bool])
 
-    async def survey(self, _model: Any, _dtype: str, *, kv: str = "", fresh: bool = False) -> SurveyReply:
-        del kv
+    async def survey(self, _model: Any, _settings: StageSettings, *, fresh: bool = False) -> SurveyReply:
         self.fresh.append(fresh)
         return self.surveys.pop(0)
 
@@ -81,9 +80,8 @@ async def served(answers: Answers, *, planned_before: bool = True) -> tuple[list
     """The nodes of the plan that is served, and what is told; a person has asked for the plan before."""
     planner, changes = ServePlanner(cast("Any", answers)), list[str]()
     if planned_before:
-        await planner.survey(MODEL, "auto", "")
-    request = replace(REQUEST, options=replace(REQUEST.options, dtype="auto"))
-    found = await planner.plan(request, MODEL, 1024, {}, changes)
+        await planner.survey(MODEL, DEFAULT_SETTINGS)
+    found = await planner.plan(REQUEST, MODEL, 1024, {}, changes)
     return [stage.machine.name for stage in found.stages], changes
 
 
@@ -116,7 +114,7 @@ async def test_without_an_earlier_plan_the_first_figures_count() -> None:
 def test_figures_are_kept_for_ten_minutes_and_few_models() -> None:
     recent = RecentSurveys()
     for index in range(9):
-        recent.keep((str(index), "", ""), QUIET, now_s=0.0)
-    assert recent.get(("0", "", ""), now_s=1.0) is None
-    assert recent.get(("8", "", ""), now_s=600.0) == (600.0, QUIET)
-    assert recent.get(("8", "", ""), now_s=601.0) is None
+        recent.keep((str(index), DEFAULT_SETTINGS), QUIET, now_s=0.0)
+    assert recent.get(("0", DEFAULT_SETTINGS), now_s=1.0) is None
+    assert recent.get(("8", DEFAULT_SETTINGS), now_s=600.0) == (600.0, QUIET)
+    assert recent.get(("8", DEFAULT_SETTINGS), now_s=601.0) is None

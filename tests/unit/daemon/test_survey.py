@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 import pytest
 from edgepipe_emulated import emulated_model_config
 
-from edgepipe.backend.types import DeviceProfile
+from edgepipe.backend.types import DEFAULT_SETTINGS, DeviceProfile, StageSettings
 from edgepipe.daemon.network.link_probes import LinkProbes
 from edgepipe.daemon.serving.serving import Serving
 from edgepipe.daemon.serving.survey import Surveyor
@@ -41,6 +41,7 @@ DEVICE = DeviceProfile(
     bandwidth_bytes_per_s=0,
     flops=0,
 )
+KV_IN_8_BITS = StageSettings(kv="8bit")
 MODEL = cast(
     "Any",
     type("Model", (), {"name": "m", "config": emulated_model_config(), "config_json": "{}", "weights_json": ""})(),
@@ -84,7 +85,7 @@ class FakePeers:
 
     async def profile_layer(self, node_id: str, request: ProfileLayerRequest) -> LayerProfile:
         self.layers.append((node_id, request.known_only, request.fresh))
-        self.kv.append(request.kv)
+        self.kv.append(request.settings.kv)
         if node_id in self.gone or (request.known_only and node_id in self.unknown):
             raise BackendUnavailable("no")
         return LAYER
@@ -110,7 +111,7 @@ def surveyor(peers: FakePeers) -> Surveyor:
 
 async def test_every_device_and_every_directed_link_is_asked_for() -> None:
     peers = FakePeers()
-    told = await surveyor(peers).survey(MODEL, "auto")
+    told = await surveyor(peers).survey(MODEL, DEFAULT_SETTINGS)
     assert [one.node_id for one in told.machines] == ["a", "b", "c"]
     assert all(one.layer is not None for one in told.machines)
     assert {(one.sender, one.receiver) for one in told.links} == {(x, y) for x in "abc" for y in "abc" if x != y}
@@ -120,24 +121,24 @@ async def test_every_device_and_every_directed_link_is_asked_for() -> None:
 async def test_a_node_that_cannot_keep_8_bit_kv_is_left_out_with_the_reason() -> None:
     peers = FakePeers()
     peers.forms["b"] = ("8bit",)
-    told = await surveyor(peers).survey(MODEL, "auto", kv="8bit")
+    told = await surveyor(peers).survey(MODEL, KV_IN_8_BITS)
     assert [one.node_id for one in told.machines] == ["b"]
     assert told.unusable == ("a: it cannot keep KV as 8bit", "c: it cannot keep KV as 8bit")
-    known = await surveyor(peers).known(MODEL, "auto", kv="8bit")
+    known = await surveyor(peers).known(MODEL, KV_IN_8_BITS)
     assert [one.node_id for one in known.machines] == ["b"]
     assert peers.kv == ["8bit", "8bit"], "steps are measured with that KV"
 
 
 async def test_what_is_known_is_measured_again_when_asked() -> None:
     peers = FakePeers()
-    await surveyor(peers).survey(MODEL, "auto", fresh=True)
+    await surveyor(peers).survey(MODEL, DEFAULT_SETTINGS, fresh=True)
     assert all(fresh for _, _, fresh in peers.layers)
 
 
 async def test_a_node_that_goes_while_links_are_measured_gets_no_layers() -> None:
     peers = FakePeers()
     peers.gone.add("b")
-    told = await surveyor(peers).survey(MODEL, "auto")
+    told = await surveyor(peers).survey(MODEL, DEFAULT_SETTINGS)
     obstacles = {one.node_id: one.obstacle.what if one.obstacle else "" for one in told.machines}
     assert obstacles == {"a": "", "b": "node b is not in the cluster now", "c": ""}
 
@@ -148,7 +149,7 @@ async def test_a_node_that_takes_no_new_connections_gets_no_layers_and_its_ports
     peers = FakePeers()
     peers.shut = {("a", "b"), ("c", "b")}
     peers.silent = set() if asked_before else {"b"}
-    told = await surveyor(peers).survey(MODEL, "auto")
+    told = await surveyor(peers).survey(MODEL, DEFAULT_SETTINGS)
     (error,) = (one.obstacle for one in told.machines if one.obstacle is not None)
     assert (error.node, error.what) == ("b", "a does not reach b")
     assert "let TCP ports 7117-7133 through the firewall of b" in error.next_step
@@ -158,7 +159,7 @@ async def test_a_node_that_takes_no_new_connections_gets_no_layers_and_its_ports
 async def test_what_is_known_is_told_without_measuring_and_the_rest_is_left_out() -> None:
     peers = FakePeers()
     peers.unknown, peers.gone = {"b"}, {"c"}
-    told = await surveyor(peers).known(MODEL, "auto")
+    told = await surveyor(peers).known(MODEL, DEFAULT_SETTINGS)
     assert {one.node_id: one.layer is not None for one in told.machines} == {"a": True, "b": False, "c": False}
     assert {one.sender for one in told.links} == {"a", "b"}
     assert all(known_only for *_, known_only in peers.links)
@@ -166,7 +167,7 @@ async def test_what_is_known_is_told_without_measuring_and_the_rest_is_left_out(
 
 async def test_only_what_touches_a_new_node_is_measured() -> None:
     peers = FakePeers()
-    await surveyor(peers).known(MODEL, "auto", measure=["c"])
+    await surveyor(peers).known(MODEL, DEFAULT_SETTINGS, measure=["c"])
     assert {(name, known_only) for name, known_only, _ in peers.layers} == {("a", True), ("b", True), ("c", False)}
     measured = {(name, other) for name, others, known_only in peers.links if not known_only for other in others}
     assert measured == {("a", "c"), ("b", "c"), ("c", "a"), ("c", "b")}
@@ -220,13 +221,13 @@ async def test_a_known_model_is_planned_before_any_machine_has_it() -> None:
     peers = FakePeers()
     fields = dict.fromkeys(("ids", "changes", "gateway_knows", "refused", "book", "tasks"))
     serving = Serving(**cast("Any", fields | {"peers": peers, "models": NoModels(), "surveyor": surveyor(peers)}))
-    told = await serving.survey("Qwen3 4B", "auto")
+    told = await serving.survey("Qwen3 4B", DEFAULT_SETTINGS)
     assert (told.model, len(told.machines)) == ("qwen3-4b:q4_k_m", 3)
     assert all(one.layer is not None for one in told.machines)
     assert cluster_of(told).config == named_model("qwen3-4b")[0]
     for name in ("gpt-9", "org/unheard-of"):
         with pytest.raises(ModelUnknown, match="is in the cluster"):
-            await serving.survey(name, "auto")
+            await serving.survey(name, DEFAULT_SETTINGS)
 
 
 async def test_a_link_that_takes_no_connection_is_told_beside_the_others() -> None:

@@ -78,7 +78,7 @@ def test_devices_have_names(name: str) -> None:
 
 def test_settings_override_the_device() -> None:
     settings = {"memory": "12GB", "bandwidth": "100GB", "flops": "1e12", "step_overhead": "1ms", "tile_steps": "9:1.5"}
-    device = read_settings("rtx4090", settings).device
+    device = read_settings(BackendOptions(device="rtx4090", settings=settings)).device
     assert (device.memory_bytes, device.bandwidth_bytes_per_s, device.flops) == (12 * 10**9, 1e11, 1e12)
     assert (device.step_overhead_s, device.tile_steps) == (0.001, ((9, 1.5),))
 
@@ -212,7 +212,8 @@ def test_a_third_step_must_wait_for_the_first() -> None:
 
 def step_s(num_tokens: int, *, position: int = 0, rows: int = 1, device: str = "h100", **settings: str) -> float:
     work = StepWork.of_rows([position] * rows, [num_tokens // rows] * rows, logit_rows=rows)
-    return CostModel(LLAMA_8B, read_settings(device, settings).device).slice_cost(whole(LLAMA_8B)).step_s(work)
+    emulated = read_settings(BackendOptions(device=device, settings=settings)).device
+    return CostModel(LLAMA_8B, emulated).slice_cost(whole(LLAMA_8B)).step_s(work)
 
 
 def test_decode_of_an_8b_model_is_bound_by_its_weights() -> None:

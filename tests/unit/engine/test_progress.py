@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from edgepipe.engine.progress import MOST_STALLS, Stalls
+from edgepipe.engine.progress import Stalls
+from edgepipe.engine.settings import MOST_STALLS
 from edgepipe.ids import NodeId, RequestId, RequestKey
 
 B, C = NodeId("b"), NodeId("c")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from edgepipe.engine.progress import MOST_STALLS, EpochProgress
+from edgepipe.engine.progress import EpochProgress
 from edgepipe.engine.recovery_types import (
     Abandon,
     Acquit,
@@ -30,6 +30,7 @@ from edgepipe.engine.recovery_types import (
     Suspect,
     Tick,
 )
+from edgepipe.engine.settings import MOST_STALLS
 from edgepipe.errors import (
     EdgepipeError,
     NodeUnreachable,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgepipe_emulated import EmulatedBackend, EmulatedWeights
 
-from edgepipe.backend.types import BackendOptions, DeviceProfile
+from edgepipe.backend.types import BackendOptions, DeviceProfile, StageSettings
 from tests.support.engine.pipeline import BLOCK_SIZE
 from tests.support.engine.pipeline_engine import CONFIG, stages
 
@@ -24,5 +24,5 @@ async def test_a_device_is_measured_while_it_is_empty() -> None:
             slices=local.slices,
             open_weights=lambda: EmulatedWeights(CONFIG),
             progress=lambda _: None,
-            block_size=BLOCK_SIZE,
+            settings=StageSettings(block_size=BLOCK_SIZE),
         )

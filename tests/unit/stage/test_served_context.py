@@ -1,4 +1,4 @@
-"""A stage process opens its weights for the served context, and reports that context to its daemon."""
+"""A stage process opens its weights for the served context, and reports its settings to its daemon."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from typing import Any, cast
 
 import pytest
 
-from edgepipe.ids import EngineId, Epoch, PipelineId
+from edgepipe.backend.types import StageSettings
+from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
 from edgepipe.spec.longrope import served_config
 from edgepipe.system import SystemClock
 from edgepipe.weights.weights import Weights, open_weights
 from edgepipe.wire.children import LoadShard, ShardLoaded
+from edgepipe.wire.engines import StagePlacement
 from edgepipe.workers.stage import _load  # pyright: ignore[reportPrivateUsage]
 from tests.support.models.family_files import write_family_folder
+
+WHOLE = Slice(index=0, layers=LayerRange(0, 2), embedding=True, head=True)
 
 
 class Opening:
@@ -42,12 +46,11 @@ async def test_weights_are_opened_for_the_served_context(tmp_path: Path, context
         pipeline_id=PipelineId("p"),
         epoch=Epoch(1, EngineId("e")),
         path=str(folder),
-        slices=(Slice(index=0, layers=LayerRange(0, 2), embedding=True, head=True),),
-        block_size=16,
-        context_length=context,
+        placement=StagePlacement(node_id=NodeId("a"), slices=(WHOLE,)),
+        settings=StageSettings(context_length=context),
     )
     await _load(cast("Any", opening), cast("Any", opening), load, cast("Any", None), SystemClock())
     assert opening.config == served_config(open_weights(folder).config, context)
     assert opening.config != served_config(open_weights(folder).config, 64 if context != 64 else 65)
     assert isinstance(opening.reports[-1], ShardLoaded)
-    assert opening.reports[-1].context_length == context
+    assert opening.reports[-1].settings == load.settings

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from edgepipe.backend.types import StageSettings
 from edgepipe.clock import Clock
 from edgepipe.errors import ModelDownloadFailed, ModelInvalid
 from edgepipe.files.cloning import clone
@@ -257,11 +258,12 @@ class Loading:
             self._meanwhile()
 
         await asyncio.to_thread(work)
-        return SimpleNamespace(weight_bytes=1, kv_block_bytes=1, window_block_bytes=(), products=(), context_length=64)
+        return SimpleNamespace(weight_bytes=1, kv_block_bytes=1, window_block_bytes=(), products=())
 
 
 async def load(path: Path, link: Link, meanwhile: Callable[[], None]) -> None:
-    command: Any = SimpleNamespace(slices=(), path=str(path), block_size=16, kv="", context_length=64)
+    settings = StageSettings(context_length=64)
+    command: Any = SimpleNamespace(placement=SimpleNamespace(slices=()), path=str(path), settings=settings)
     clock: Clock = SystemClock()
     stage: Any = Loading(meanwhile)
     await stage_worker._load(stage, link, command, None, clock)  # type: ignore[arg-type]

@@ -171,7 +171,7 @@ def test_a_nan_reaches_its_sequence_and_no_other(head: int) -> None:
 
 
 def pipeline(source: WeightSource, *, scattered: bool = False, without: KernelsUnavailable | None = None) -> Pipeline:
-    options = BackendOptions(device="cpu", threads=1, settings={"kv": "8bit"})
+    options = BackendOptions(device="cpu", threads=1, kv="8bit")
     return Pipeline.build([TorchBackend(options, kernels=without)], source, num_blocks=40, scattered=scattered)
 
 

@@ -49,7 +49,7 @@ class OutlierWeights(TinyWeights):
 
 
 def loaded(config: ModelConfig, kv: str, weights: TinyWeights | None = None, dtype: str = "float32") -> TorchBackend:
-    backend = TorchBackend(BackendOptions(device="cpu", threads=1, dtype=dtype, settings={"kv": kv}))
+    backend = TorchBackend(BackendOptions(device="cpu", threads=1, dtype=dtype, kv=kv))
     slices = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
     backend.load(slices, weights or TinyWeights(config), lambda _progress: None)
     backend.allocate_kv(num_blocks=24, block_size=16)
@@ -113,7 +113,7 @@ def test_a_pool_takes_the_bytes_that_the_planner_counts(head_dim: int) -> None:
 
 @pytest.mark.parametrize(("weights", "allowed"), [(TinyWeights, 0.04), (OutlierWeights, 0.25)])
 def test_logits_are_near_those_of_float_kv(weights: type[TinyWeights], allowed: float) -> None:
-    exact = logits(loaded(LLAMA, "auto", weights(LLAMA)), PROMPT)
+    exact = logits(loaded(LLAMA, "", weights(LLAMA)), PROMPT)
     backend = loaded(LLAMA, "8bit", weights(LLAMA))
     found = np.concatenate([logits(backend, PROMPT[:150]), logits(backend, PROMPT[150:], position=150)])
     assert 0 < np.sqrt(((found - exact) ** 2).mean()) <= allowed * exact.std()
@@ -159,4 +159,4 @@ def test_a_nan_stays_in_its_sequence_and_block() -> None:
 
 def test_an_unknown_form_is_refused() -> None:
     with pytest.raises(ConfigInvalid, match="kv cannot be '4bit'"):
-        TorchBackend(BackendOptions(device="cpu", settings={"kv": "4bit"}))
+        TorchBackend(BackendOptions(device="cpu", kv="4bit"))

@@ -70,10 +70,8 @@ class Packed(PackedTinyModel):
         return exact_float32(self.load(name))
 
 
-def options(**settings: str) -> BackendOptions:
-    return BackendOptions(
-        device="cpu", dtype="float32", activation_type=ActivationType.FLOAT32, threads=1, settings=settings
-    )
+def options(kv: str = "") -> BackendOptions:
+    return BackendOptions(device="cpu", dtype="float32", kv=kv, activation_type=ActivationType.FLOAT32, threads=1)
 
 
 def run(backends: Sequence[TorchBackend], source: TinyWeights | PackedTinyModel, *, scattered: bool = False) -> Logits:

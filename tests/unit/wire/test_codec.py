@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgepipe.backend.types import ActivationType
+from edgepipe.backend.types import StageSettings
 from edgepipe.errors import EdgepipeError, NodeUnreachable, RemoteProtocolError
 from edgepipe.planner import profiles
 from edgepipe.sampling.bounds import Within
@@ -29,7 +29,7 @@ VALUES = [
     for module in (children, common, engines, nodes, serving, trust)
     for kind in vars(module).values()
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind.__module__ == module.__name__
-] + [plans.OpenRing, plans.PipelineSpec]
+] + [plans.OpenRing, plans.PipelineSpec, StageSettings]
 NAMES: dict[type[Any], str] = {  # where the message has another
     plans.PipelineSpec: "OpenPipeline",
     plans.Neighbour: "RingNeighbour",
@@ -95,14 +95,9 @@ def test_no_field_of_a_message_is_forgotten(kind: type[Any]) -> None:
     assert {field.name for field in descriptor.fields} - own <= {"hello"}
 
 
-def test_what_was_left_out_becomes_the_default_where_empty_means_so() -> None:
-    spec = from_wire(node_pb2.ServeSpec(model="m"), engines.ServeSpec)
-    assert (spec.dtype, spec.activation_type, spec.block_size) == ("auto", ActivationType.BF16, 16)
-
-
 def test_an_unknown_enumerator_and_an_unknown_kind_are_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="activation type"):
-        from_wire(node_pb2.LoadShard(), children.LoadShard)
+        from_wire(common_pb2.StageSettings(block_size=16), StageSettings)
     with pytest.raises(RemoteProtocolError, match="unknown kind"):
         from_wire(node_pb2.ChildReport(), children.ChildReport)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from edgepipe.backend.types import DeviceProfile
+from edgepipe.backend.types import DeviceProfile, StageSettings
 from edgepipe.errors import ConfigInvalid, ModelInvalid
 from edgepipe.ids import NodeId
 from edgepipe.spec.config_json import config_to_json
@@ -58,7 +59,9 @@ def test_each_node_is_planned_by_the_way_it_keeps_weights() -> None:
 
 
 def test_8_bit_kv_takes_a_byte_a_value_and_two_a_head() -> None:
-    (plain,), (packed,) = (cluster_of(survey("", "torch-cuda"), kv=kv).machines for kv in ("", "8bit"))
+    (plain,), (packed,) = (
+        cluster_of(replace(survey("", "torch-cuda"), settings=StageSettings(kv=kv))).machines for kv in ("", "8bit")
+    )
     values = 2 * 36 * flat(CONFIG).num_kv_heads
     assert plain.room.kv_bytes(CONFIG, WHOLE.layers, 1) == values * flat(CONFIG).head_dim * 2
     assert packed.room.kv_bytes(CONFIG, WHOLE.layers, 1) == values * (flat(CONFIG).head_dim + 2)

@@ -18,6 +18,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from edgepipe.backend.types import DEFAULT_SETTINGS
 from edgepipe.config import Timeouts
 from edgepipe.daemon.files.transfer import WeightsClient
 from edgepipe.errors import AccessDenied, RequestInvalid
@@ -27,7 +28,7 @@ from edgepipe.security.certificates import make_key_pair
 from edgepipe.security.mutual_tls import MutualTls, Peer
 from edgepipe.security.trust_view import Role
 from edgepipe.weights.manifest import METADATA_LIMITS, TOKENIZER_FILE, FileEntry, Manifest
-from edgepipe.wire.codec import from_wire
+from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.v1 import common_pb2, engine_pb2, node_pb2_grpc, trust_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
@@ -154,9 +155,9 @@ async def prepare_as_engine(rogue: Rogue) -> list[str]:
         epoch=common_pb2.Epoch(counter=_FAR, engine_id="rogue"),
         model=spec.model,
         manifest_hash=spec.manifest_hash,
-        slices=spec.stages[0].slices,
+        placement=spec.stages[0],
+        settings=spec.settings,
         kv_tokens=_FAR,
-        activation_type=common_pb2.ACTIVATION_TYPE_BF16,
     )
     codes = await asyncio.gather(
         *(rogue.refused(line, "Prepare", request, credentials=tls.to_node(line.node_id)) for line in rogue.lines)
@@ -413,7 +414,8 @@ def _announcing(rogue: Rogue, models: Mapping[str, str]) -> pb.NodeState:
     state = rogue.state()
     for model, manifest_hash in models.items():
         pipeline_id = f"rogue-{model}"
-        spec = pb.ServeSpec(model=model, manifest_hash=manifest_hash)
+        settings = to_wire(DEFAULT_SETTINGS, common_pb2.StageSettings)
+        spec = pb.ServeSpec(model=model, manifest_hash=manifest_hash, settings=settings)
         body = pb.ServeBody(
             cluster_id=rogue.store.cluster_id,
             signer=rogue.node_id,
