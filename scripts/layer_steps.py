@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from edgepipe_torch import TorchBackend, feed_forward
+from edgepipe_torch import TorchBackend
+from edgepipe_torch.layers import feed_forward
 from figures import Row, at_most
 from packed_shape import read_rate
 from parts import counted

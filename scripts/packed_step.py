@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from bench_backend import NEW_TOKENS, Ours
 from edgepipe_torch import TorchBackend
-from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels
-from edgepipe_torch.linear import Linear, Workspace
-from edgepipe_torch.loading import load_slices
-from edgepipe_torch.rope import Rotations
+from edgepipe_torch.cpu.kernels import CpuKernels, cpu_kernels
+from edgepipe_torch.layers.linear import Linear, Workspace
+from edgepipe_torch.layers.loading import load_slices
+from edgepipe_torch.layers.rope import Rotations
 from figures import Row, below
 
 from edgepipe.backend.types import BackendOptions

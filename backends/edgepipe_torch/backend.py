@@ -39,13 +39,24 @@ from edgepipe.model.resident import WIDE, expert_bytes, weight_bytes
 from edgepipe.model.tensors import WeightInfo, WeightSource
 from edgepipe.model.weight_table import WeightTable, table_of
 from edgepipe.units import format_bytes
-from edgepipe_torch.attention import CausalMasks, SequenceAttention, StepAttention
-from edgepipe_torch.candidates import Picked, Scored, pick, score
-from edgepipe_torch.compiled_code import KernelsUnavailable
-from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels
-from edgepipe_torch.cpu_replay import DecodeReplays, can_record, can_replay_decode
-from edgepipe_torch.decoder import ClassTensors, Decoder, SliceWeights, StepTensors
-from edgepipe_torch.device import (
+from edgepipe_torch.cpu.kernels import CpuKernels, cpu_kernels
+from edgepipe_torch.cpu.replay import DecodeReplays, can_record, can_replay_decode
+from edgepipe_torch.cpu.shard_cache import ShardCache
+from edgepipe_torch.cuda.graphs import ROWS, DecodeGraphs, can_replay
+from edgepipe_torch.cuda.paged import PageKernels, step_attention
+from edgepipe_torch.cuda.paging import PAGE_TOKENS, Paging, find_paging, find_step_kernels
+from edgepipe_torch.layers.attention import CausalMasks, SequenceAttention, StepAttention
+from edgepipe_torch.layers.candidates import Picked, Scored, pick, score
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable
+from edgepipe_torch.layers.decoder import ClassTensors, Decoder, SliceWeights, StepTensors
+from edgepipe_torch.layers.expert_ram import CPU
+from edgepipe_torch.layers.expert_reads import ExpertReads, ReadShare, covers
+from edgepipe_torch.layers.expert_uses import ExpertUses
+from edgepipe_torch.layers.head_shape import by_kind, kernels_fit
+from edgepipe_torch.layers.kv import KVStorage
+from edgepipe_torch.layers.linear import Workspace
+from edgepipe_torch.layers.loading import load_slices
+from edgepipe_torch.layers.measuring import (
     check_device,
     choose_device,
     choose_dtype,
@@ -56,25 +67,14 @@ from edgepipe_torch.device import (
     set_threads,
     with_ram,
 )
-from edgepipe_torch.expert_ram import CPU
-from edgepipe_torch.expert_reads import ExpertReads, ReadShare, covers
-from edgepipe_torch.expert_uses import ExpertUses
-from edgepipe_torch.graphs import ROWS, DecodeGraphs, can_replay
-from edgepipe_torch.head_shape import by_kind, kernels_fit
-from edgepipe_torch.kv import KVStorage
-from edgepipe_torch.linear import Workspace
-from edgepipe_torch.loading import load_slices
-from edgepipe_torch.mixer_steps import StepKernels, use_kernels
-from edgepipe_torch.packed_attention import PackedSequenceAttention
-from edgepipe_torch.packed_kv import PackedKVStorage
-from edgepipe_torch.paged import PageKernels, step_attention
-from edgepipe_torch.paging import PAGE_TOKENS, Paging, find_paging, find_step_kernels
-from edgepipe_torch.prepared import PreparedStep, prepare_step
-from edgepipe_torch.rope import Rotations
-from edgepipe_torch.shard_cache import ShardCache
-from edgepipe_torch.states import StatePool, StepStates, added_slots
-from edgepipe_torch.step_ops import CompiledOps
-from edgepipe_torch.transfer import Download, Transfer, make_transfer
+from edgepipe_torch.layers.mixer_steps import StepKernels, use_kernels
+from edgepipe_torch.layers.packed_attention import PackedSequenceAttention
+from edgepipe_torch.layers.packed_kv import PackedKVStorage
+from edgepipe_torch.layers.prepared import PreparedStep, prepare_step
+from edgepipe_torch.layers.rope import Rotations
+from edgepipe_torch.layers.states import StatePool, StepStates, added_slots
+from edgepipe_torch.layers.step_ops import CompiledOps
+from edgepipe_torch.layers.transfer import Download, Transfer, make_transfer
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from edgepipe_torch.head_shape import LayerHeads
-from edgepipe_torch.paging import GraphRecorder, PagedDecode, Paging
+from edgepipe_torch.cuda.paging import GraphRecorder, PagedDecode, Paging
+from edgepipe_torch.layers.head_shape import LayerHeads
 from torch import Tensor
 
 from tests.support.decode_reference import reference_decode

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from edgepipe_torch.compiled_code import KernelsUnavailable
-from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels
-from edgepipe_torch.decoder import SliceWeights
-from edgepipe_torch.linear import Workspace
-from edgepipe_torch.loading import load_slices
-from edgepipe_torch.rope import Rotations
-from edgepipe_torch.shard_cache import ShardCache
+from edgepipe_torch.cpu.kernels import CpuKernels, cpu_kernels
+from edgepipe_torch.cpu.shard_cache import ShardCache
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable
+from edgepipe_torch.layers.decoder import SliceWeights
+from edgepipe_torch.layers.linear import Workspace
+from edgepipe_torch.layers.loading import load_slices
+from edgepipe_torch.layers.rope import Rotations
 
 from edgepipe.model.facts import LayerRange, Slice, make_slices
 from edgepipe.model.tensors import WeightSource

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from edgepipe_torch import TorchBackend
-from edgepipe_torch.head_shape import LayerHeads
-from edgepipe_torch.kv import KVStorage
-from edgepipe_torch.mixer_steps import StepKernels
-from edgepipe_torch.paging import PagedDecode
+from edgepipe_torch.cuda.paging import PagedDecode
+from edgepipe_torch.layers.head_shape import LayerHeads
+from edgepipe_torch.layers.kv import KVStorage
+from edgepipe_torch.layers.mixer_steps import StepKernels
 
 from edgepipe.backend.types import ActivationType, BackendOptions, RowState, StateWrite, Step, StepRow
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices

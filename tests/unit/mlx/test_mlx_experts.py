@@ -22,7 +22,7 @@ from edgepipe_mlx import experts as mlx_experts
 from edgepipe_mlx.experts import PackedStack, WideStack
 from edgepipe_mlx.matrices import Linear, WideMatrix
 from edgepipe_mlx.packing import lay_out, mlx_form
-from edgepipe_torch import feed_forward as torch_feed_forward
+from edgepipe_torch.layers import feed_forward as torch_feed_forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file

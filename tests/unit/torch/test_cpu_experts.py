@@ -10,13 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch import slice_builder  # noqa: E402
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cpu_experts import CpuExperts  # noqa: E402
-from edgepipe_torch.cpu_kernels import CpuKernels  # noqa: E402
-from edgepipe_torch.feed_forward import EachExpert, Gated, Mixture  # noqa: E402
-from edgepipe_torch.linear import Workspace  # noqa: E402
-from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
+from edgepipe_torch.cpu.experts import CpuExperts  # noqa: E402
+from edgepipe_torch.cpu.kernels import CpuKernels  # noqa: E402
+from edgepipe_torch.cpu.packed import PackedCpuLinear  # noqa: E402
+from edgepipe_torch.layers import slice_builder  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.layers.feed_forward import EachExpert, Gated, Mixture  # noqa: E402
+from edgepipe_torch.layers.linear import Workspace  # noqa: E402
 from torch import Tensor, dtype  # noqa: E402
 
 from edgepipe.model.layer_spec import Activation  # noqa: E402

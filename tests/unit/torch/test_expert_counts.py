@@ -10,8 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch import TorchBackend, feed_forward  # noqa: E402
-from edgepipe_torch.feed_forward import RouterWeights  # noqa: E402
+from edgepipe_torch import TorchBackend  # noqa: E402
+from edgepipe_torch.layers import feed_forward  # noqa: E402
+from edgepipe_torch.layers.feed_forward import RouterWeights  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, StepOutput  # noqa: E402

@@ -11,11 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.cuda_kernels.checking import random_packed, worst_expert_error  # noqa: E402
-from edgepipe_torch.cuda_kernels.forms import WIDE_FORM  # noqa: E402
-from edgepipe_torch.cuda_kernels.library import CudaLibrary  # noqa: E402
-from edgepipe_torch.expert_cuda import CudaExperts, ExpertMatrix  # noqa: E402
-from edgepipe_torch.paging import PAGE_TOKENS  # noqa: E402
+from edgepipe_torch.cuda.experts import CudaExperts, ExpertMatrix  # noqa: E402
+from edgepipe_torch.cuda.kernels.checking import random_packed, worst_expert_error  # noqa: E402
+from edgepipe_torch.cuda.kernels.forms import WIDE_FORM  # noqa: E402
+from edgepipe_torch.cuda.kernels.library import CudaLibrary  # noqa: E402
+from edgepipe_torch.cuda.paging import PAGE_TOKENS  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions  # noqa: E402
 from edgepipe.model.expert_places import SETTING  # noqa: E402

@@ -14,12 +14,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.decoder import SliceWeights  # noqa: E402
-from edgepipe_torch.expert_ram import ExpertsInRam, Sent  # noqa: E402
-from edgepipe_torch.feed_forward import Mixture  # noqa: E402
-from edgepipe_torch.linear import Workspace  # noqa: E402
-from edgepipe_torch.loading import load_slices  # noqa: E402
-from edgepipe_torch.rope import Rotations  # noqa: E402
+from edgepipe_torch.layers.decoder import SliceWeights  # noqa: E402
+from edgepipe_torch.layers.expert_ram import ExpertsInRam, Sent  # noqa: E402
+from edgepipe_torch.layers.feed_forward import Mixture  # noqa: E402
+from edgepipe_torch.layers.linear import Workspace  # noqa: E402
+from edgepipe_torch.layers.loading import load_slices  # noqa: E402
+from edgepipe_torch.layers.rope import Rotations  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory  # noqa: E402

@@ -10,9 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch.linear import HalfLinear, Workspace, half_works  # noqa: E402
-from edgepipe_torch.loading import load_slices  # noqa: E402
-from edgepipe_torch.rope import Rotations  # noqa: E402
+from edgepipe_torch.layers.linear import HalfLinear, Workspace, half_works  # noqa: E402
+from edgepipe_torch.layers.loading import load_slices  # noqa: E402
+from edgepipe_torch.layers.rope import Rotations  # noqa: E402
 
 from edgepipe.model.facts import LayerRange, Slice  # noqa: E402
 from edgepipe.model.weights import open_weights  # noqa: E402

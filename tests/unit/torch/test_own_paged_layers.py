@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cuda_kernels.paged_decode import PagedDecode, PagedForm, paged_form  # noqa: E402
+from edgepipe_torch.cuda.kernels.paged_decode import PagedDecode, PagedForm, paged_form  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions  # noqa: E402
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
@@ -30,7 +30,7 @@ from tests.support.torch_paging import cpu_paging  # noqa: E402
 from tests.support.torch_twins import Crowd, Twins  # noqa: E402
 
 if TYPE_CHECKING:
-    from edgepipe_torch.head_shape import LayerHeads
+    from edgepipe_torch.layers.head_shape import LayerHeads
 
 PLAIN = tiny_config(num_layers=2, hidden_size=16, vocab_size=31)
 

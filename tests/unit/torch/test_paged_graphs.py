@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.graphs import can_replay  # noqa: E402
-from edgepipe_torch.linear import Workspace  # noqa: E402
+from edgepipe_torch.cuda.graphs import can_replay  # noqa: E402
+from edgepipe_torch.layers.linear import Workspace  # noqa: E402
 
 from edgepipe.backend.step_layout import StepLayout, lay_out_step  # noqa: E402
 from edgepipe.backend.types import ActivationType, BackendOptions, LogitEdits, ScoreRows, StepRow  # noqa: E402

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cuda_kernels.driver import SHARED_BYTES  # noqa: E402
-from edgepipe_torch.cuda_kernels.forms import kernel_source, options  # noqa: E402
-from edgepipe_torch.cuda_kernels.recurrent_checking import (  # noqa: E402
+from edgepipe_torch.cuda.kernels.driver import SHARED_BYTES  # noqa: E402
+from edgepipe_torch.cuda.kernels.forms import kernel_source, options  # noqa: E402
+from edgepipe_torch.cuda.kernels.recurrent_checking import (  # noqa: E402
     NUM_SLOTS,
     random_mixer,
     step_error,
     worst_step_error,
 )
-from edgepipe_torch.cuda_kernels.recurrent_step import MixerStep, StepForm, step_form  # noqa: E402
+from edgepipe_torch.cuda.kernels.recurrent_step import MixerStep, StepForm, step_form  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, RowState, StateWrite, StepRow  # noqa: E402
 from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402
@@ -40,7 +40,7 @@ from tests.support.steps import make_step, run_step, step_row  # noqa: E402
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from edgepipe_torch.recurrent import Mixer, StepKernel
+    from edgepipe_torch.layers.recurrent import Mixer, StepKernel
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

@@ -11,10 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.cuda_kernels.library import CudaLibrary  # noqa: E402
-from edgepipe_torch.cuda_kernels.recurrent_checking import random_mixer, worst_step_error  # noqa: E402
-from edgepipe_torch.cuda_kernels.recurrent_step import step_form  # noqa: E402
-from edgepipe_torch.paging import PAGE_TOKENS  # noqa: E402
+from edgepipe_torch.cuda.kernels.library import CudaLibrary  # noqa: E402
+from edgepipe_torch.cuda.kernels.recurrent_checking import random_mixer, worst_step_error  # noqa: E402
+from edgepipe_torch.cuda.kernels.recurrent_step import step_form  # noqa: E402
+from edgepipe_torch.cuda.paging import PAGE_TOKENS  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, RowState, StateWrite  # noqa: E402
 from edgepipe.model.facts import LayerRange, make_slices  # noqa: E402

@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 
 import edgepipe_torch.backend as torch_backend  # noqa: E402
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cpu_kernels import cpu_kernels  # noqa: E402
-from edgepipe_torch.cpu_replay import DecodeReplays  # noqa: E402
+from edgepipe_torch.cpu.kernels import cpu_kernels  # noqa: E402
+from edgepipe_torch.cpu.replay import DecodeReplays  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
 from edgepipe.model.facts import ModelConfig  # noqa: E402

@@ -9,11 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.feed_forward import Mixture, RouterWeights, route  # noqa: E402
-from edgepipe_torch.linear import Workspace  # noqa: E402
-from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
-from edgepipe_torch.packed_weight import tile_floats  # noqa: E402
+from edgepipe_torch.cpu.packed import PackedCpuLinear  # noqa: E402
+from edgepipe_torch.cpu.packed_weight import tile_floats  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.layers.feed_forward import Mixture, RouterWeights, route  # noqa: E402
+from edgepipe_torch.layers.linear import Workspace  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import Tensor  # noqa: E402

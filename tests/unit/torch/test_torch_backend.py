@@ -14,12 +14,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.attention import CausalMasks  # noqa: E402
-from edgepipe_torch.decoder import SliceWeights  # noqa: E402
-from edgepipe_torch.device import free_bytes  # noqa: E402
-from edgepipe_torch.kv import KVStorage  # noqa: E402
-from edgepipe_torch.linear import Linear, PlainLinear, half_works  # noqa: E402
-from edgepipe_torch.slice_builder import SliceBuilder  # noqa: E402
+from edgepipe_torch.layers.attention import CausalMasks  # noqa: E402
+from edgepipe_torch.layers.decoder import SliceWeights  # noqa: E402
+from edgepipe_torch.layers.kv import KVStorage  # noqa: E402
+from edgepipe_torch.layers.linear import Linear, PlainLinear, half_works  # noqa: E402
+from edgepipe_torch.layers.measuring import free_bytes  # noqa: E402
+from edgepipe_torch.layers.slice_builder import SliceBuilder  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, LoadProgress  # noqa: E402
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, DeviceOutOfMemory, ModelInvalid  # noqa: E402

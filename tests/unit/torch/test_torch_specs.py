@@ -13,12 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels  # noqa: E402
-from edgepipe_torch.cpu_replay import DecodeReplays  # noqa: E402
-from edgepipe_torch.graphs import DecodeGraphs  # noqa: E402
-from edgepipe_torch.head_shape import LayerHeads  # noqa: E402
-from edgepipe_torch.paging import PagedDecode  # noqa: E402
+from edgepipe_torch.cpu.kernels import CpuKernels, cpu_kernels  # noqa: E402
+from edgepipe_torch.cpu.replay import DecodeReplays  # noqa: E402
+from edgepipe_torch.cuda.graphs import DecodeGraphs  # noqa: E402
+from edgepipe_torch.cuda.paging import PagedDecode  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.layers.head_shape import LayerHeads  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
 from edgepipe.model.facts import ModelConfig  # noqa: E402

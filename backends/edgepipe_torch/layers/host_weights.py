@@ -1,0 +1,71 @@
+"""Weights as a source reads them into host memory, before they lie where products read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from edgepipe.model.dequantise import as_bf16_bits, as_float32
+from edgepipe.model.gguf_packing import pack_gguf
+from edgepipe.model.packed import Packed
+from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo
+from edgepipe_torch.cpu.repack import StoredBlocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeight:
+    """A weight with a form whose tensors are still in their files."""
+
+    info: WeightInfo
+    load: Callable[[], Packed]  # may raise ModelInvalid
+
+
+HostWeight = Tensor | Packed | StoredBlocks | StoredWeight
+Sink = Callable[[HostWeight], None]
+
+
+def host_tensor(raw: RawTensor) -> Tensor:
+    """Return the tensor in its logical shape: bf16 if exact (half the bytes), else float32."""
+    if is_bf16(raw.info):
+        bits = as_bf16_bits(raw)
+        return torch.from_numpy(bits.view("<i2") if bits.flags.writeable else bits.view("<i2").copy()).view(
+            torch.bfloat16
+        )
+    values = as_float32(raw)
+    return torch.from_numpy(values if values.flags.writeable else values.copy())
+
+
+def is_bf16(info: TensorInfo | WeightInfo) -> bool:
+    """Return whether bf16 holds the tensor's values exactly."""
+    return info.rounded or info.scheme == "BF16"
+
+
+def exact_type(info: TensorInfo | WeightInfo) -> torch.dtype:
+    """Return the narrowest type that holds the values of a tensor of floats exactly."""
+    if is_bf16(info):
+        return torch.bfloat16
+    return torch.float16 if info.scheme == "F16" else torch.float32
+
+
+def floats_of(weight: HostWeight) -> Tensor:
+    """Return a weight's values; packed ones in float32."""
+    if isinstance(weight, StoredWeight):  # such as a packed router
+        weight = weight.load()
+    if isinstance(weight, StoredBlocks):
+        weight = pack_gguf(weight.read())
+    return torch.from_numpy(weight.float32()) if isinstance(weight, Packed) else weight
+
+
+def shape_of(weight: HostWeight) -> tuple[int, ...]:
+    """Return a weight's shape without reading it."""
+    return weight.info.shape if isinstance(weight, StoredBlocks | StoredWeight) else tuple(weight.shape)
+
+
+def copy_exactly(target: Tensor, source: Tensor) -> None:
+    """Copy a tensor of the same shape; nothing is broadcast. Raises RuntimeError."""
+    if target.shape != source.shape:
+        raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
+    target.copy_(source)
