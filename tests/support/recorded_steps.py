@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from edgepipe_torch.cuda.kernels.recurrent_step import MixerStep, StepForm, step_form
-from edgepipe_torch.layers.mixer_steps import StepKernels
+from edgepipe_torch.cuda.mixer_steps import StepKernels
 from edgepipe_torch.layers.recurrent import Mixer, StepKernel
 from torch import Tensor
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from edgepipe_torch import TorchBackend
+from edgepipe_torch.cuda.mixer_steps import StepKernels
 from edgepipe_torch.cuda.paging import PagedDecode
 from edgepipe_torch.layers.head_shape import LayerHeads
 from edgepipe_torch.layers.kv import KVStorage
-from edgepipe_torch.layers.mixer_steps import StepKernels
 
 from edgepipe.backend.types import ActivationType, BackendOptions, RowState, StateWrite, Step, StepRow
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
@@ -27,7 +27,7 @@ from edgepipe.testing.tiny_model import TinyWeights, tiny_config
 from tests.support.decode_reference import reference_decode
 from tests.support.graph_recorder import CpuGraph, CpuRecorder
 from tests.support.steps import make_step, result_of, run_step, step_row
-from tests.support.torch_paging import cpu_paging
+from tests.support.torch_paging import CudaOnHost, cpu_paging
 
 TINY = tiny_config(num_layers=2, hidden_size=16, vocab_size=31)
 WINDOW = tiny_config(num_layers=2, hidden_size=16, vocab_size=31, sliding_window=6)
@@ -63,7 +63,7 @@ class Twins:
         self._waiting: list[tuple[Any, np.ndarray]] = []
         options = BackendOptions(device="cpu", dtype="float32", activation_type=kind, threads=1)
         paging = cpu_paging(page_tokens=page_tokens, new_recorder=self._new_recorder, decode=decode)
-        self.paged = TorchBackend(options, paging=paging, step_kernels=step_kernels)
+        self.paged = TorchBackend(options, device=CudaOnHost(paging=paging, step_kernels=step_kernels))
         self.plain = TorchBackend(options)
         self.load()
         self.allocate()

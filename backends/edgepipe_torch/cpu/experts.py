@@ -17,7 +17,8 @@ from torch import Tensor
 from edgepipe.model.layer_spec import Activation
 from edgepipe_torch.cpu.kernels import CpuKernels
 from edgepipe_torch.cpu.packed import Chain, PackedCpuLinear
-from edgepipe_torch.layers.feed_forward import ACTIVATIONS, EachExpert
+from edgepipe_torch.layers.experts import EachExpert, ExpertLinears
+from edgepipe_torch.layers.feed_forward import ACTIVATIONS
 from edgepipe_torch.layers.linear import Linear, Workspace
 
 
@@ -43,6 +44,11 @@ class CpuExperts:
     def linears(self) -> Sequence[Linear]:
         """See ``ExpertProducts``."""
         return self._each.linears
+
+    @property
+    def matrices(self) -> tuple[ExpertLinears, ExpertLinears]:
+        """See ``ExpertProducts``."""
+        return self._each.matrices
 
     @property
     def waits(self) -> bool:

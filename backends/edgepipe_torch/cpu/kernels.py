@@ -351,13 +351,17 @@ class CpuKernels:
             raise KernelsUnavailable(f"LLVM does not compile own kernels for this CPU: {exc}") from exc
 
 
+Kernels = CpuKernels | KernelsUnavailable
+"""A process's kernels, or the reason for their absence."""
+
+
 def most_rows(width: int) -> tuple[int, int]:
     """Return how many rows share a weight unpacked in registers, and in a panel: sums fit in 32 or 16 registers."""
     return (8, 12) if width == 16 else (5, 6)
 
 
 @cache
-def cpu_kernels() -> CpuKernels | KernelsUnavailable:
+def cpu_kernels() -> Kernels:
     """Return this process's kernels, or the reason for their absence."""
     return _result_or_reason("packed weights", lambda: CpuKernels(Compiler(_llvm(), kernel_dir())))
 

@@ -23,12 +23,14 @@ from edgepipe.backend.types import PackedProducts
 from edgepipe.model.gguf_packing import pack_gguf
 from edgepipe.model.packed import Packed
 from edgepipe_torch.cpu.frame import SEGMENT
-from edgepipe_torch.cpu.kernels import CpuKernels, Native, Product, cpu_kernels
+from edgepipe_torch.cpu.kernels import CpuKernels, Kernels, Native, Product, cpu_kernels
 from edgepipe_torch.cpu.kinds import TILE, Kind
 from edgepipe_torch.cpu.packed_weight import NUMBERS, PackedWeight, tile_floats
-from edgepipe_torch.cpu.repack import StoredBlocks, repack, repack_blocks
+from edgepipe_torch.cpu.repack import repack, repack_blocks
 from edgepipe_torch.cpu.repack_code import BLOCK_CODES
+from edgepipe_torch.cpu.shard_cache import ShardCache
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
+from edgepipe_torch.layers.host_weights import StoredBlocks, StoredWeight
 from edgepipe_torch.layers.linear import Workspace
 
 _WIDE_ROWS = 256  # widened at once without kernels
@@ -44,7 +46,7 @@ class Chain:
     pitch: int  # for all slots
 
 
-def multiplies_floats(kernels: CpuKernels | KernelsUnavailable | None) -> TypeGuard[CpuKernels]:
+def multiplies_floats(kernels: Kernels) -> TypeGuard[CpuKernels]:
     """Return whether kernels multiply with weights of float32; they are compiled and checked if they are new."""
     if not isinstance(kernels, CpuKernels):
         return False
@@ -64,13 +66,14 @@ class PackedCpuLinear:
         in_features: int,
         parts: Sequence[int],
         workspace: Workspace,
-        kernels: CpuKernels | KernelsUnavailable | None = None,
+        kernels: Kernels | None = None,
         *,
         tiled_floats: bool = False,
+        cache: ShardCache | None = None,
     ) -> None:
         """``kernels``: None for this process's. ``tiled_floats``: kernels multiply parts of floats, too, not torch.
 
-        In features are a multiple of 8.
+        ``cache``: of repacked weights. In features are a multiple of 8.
         """
         self._name = name
         self._workspace = workspace
@@ -82,6 +85,7 @@ class PackedCpuLinear:
         self._bias: dict[int, Tensor] = {}  # by part: padded to whole tiles
         self._kernels = kernels or cpu_kernels()
         self._tiled_floats = tiled_floats
+        self._cache = cache
         self._found: dict[int, Product | KernelsUnavailable] = {}  # by part
         self._segments: list[npt.NDArray[np.int64]] = []
         self._first = 0  # address of the first segment
@@ -137,13 +141,25 @@ class PackedCpuLinear:
             packed = pack_gguf(blocks.read())
             self.fill_packed(part, packed if order is None else packed.rows(order))
 
+    def fill_stored(
+        self, part: int, weight: StoredBlocks | StoredWeight, order: npt.NDArray[np.int64] | None = None
+    ) -> None:
+        """Fill a part from the cache; else repack it and keep it there. See ``StoredLinear``."""
+        kept = self._cache.read(weight.info, order) if self._cache else None
+        if kept is not None:
+            self._packed[part] = kept
+            return
+        if isinstance(weight, StoredBlocks):
+            self.fill_blocks(part, weight, order)
+        else:
+            packed = weight.load()
+            self.fill_packed(part, packed if order is None else packed.rows(order))
+        if self._cache:
+            self._cache.keep(weight.info, order, self._packed[part])
+
     def fill_repacked(self, part: int, weight: PackedWeight) -> None:
         """Take one part's weight [O, I], which was repacked before."""
         self._packed[part] = weight
-
-    def repacked(self, part: int) -> PackedWeight:
-        """Return one part's weight, as repacked."""
-        return self._packed[part]
 
     def fill(self, part: int, weight: Tensor) -> None:
         """Copy one part's weight [O, I], which is stored as floats."""
@@ -247,3 +263,11 @@ class PackedCpuLinear:
             target += product
         else:
             target.copy_(product)
+
+
+class RouterLinear(PackedCpuLinear):
+    """The product of a router: its weight stays float32."""
+
+    def fill(self, part: int, weight: Tensor) -> None:
+        """Copy one part's weight [O, I]."""
+        self.fill_repacked(part, tile_floats(weight, torch.float32))

@@ -7,8 +7,6 @@ I in features, O out features, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -26,6 +24,7 @@ from edgepipe.model.tensors import RawTensor, TensorInfo
 from edgepipe_torch.cpu.kinds import E2M1_ZERO, TILE, Kind
 from edgepipe_torch.cpu.layout import planes_of
 from edgepipe_torch.cpu.packed_weight import PackedWeight, on_threads
+from edgepipe_torch.layers.host_weights import StoredBlocks
 
 if TYPE_CHECKING:
     from edgepipe_torch.cpu.kernels import Native
@@ -64,26 +63,6 @@ def repack(weight: Packed) -> PackedWeight:
     on_threads(fill, range(0, rows, step))
     found.set_scales(scale, offset)
     return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredBlocks:
-    """A tensor [O, I] of a quantised GGUF type that is still in its file."""
-
-    info: TensorInfo
-    read: Callable[[], RawTensor]  # may raise ModelInvalid
-    read_range: Callable[[int, int], npt.NDArray[np.uint8]]  # of an offset and a number of bytes; several at once
-
-    def rows(self, first: int, end: int) -> StoredBlocks:
-        """Return the rows ``[first, end)``. Raises ModelInvalid if bytes and shape disagree."""
-        row_bytes = checked_row_bytes(self.info)
-        start, count = first * row_bytes, (end - first) * row_bytes
-        info = replace(self.info, shape=(end - first, *self.info.shape[1:]), num_bytes=count)
-        return StoredBlocks(
-            info=info,
-            read=lambda: RawTensor(info=info, data=self.read_range(start, count)),
-            read_range=lambda offset, num_bytes: self.read_range(start + offset, num_bytes),
-        )
 
 
 def repack_blocks(blocks: StoredBlocks, function: Native, order: npt.NDArray[np.int64] | None = None) -> PackedWeight:

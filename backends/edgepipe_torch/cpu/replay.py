@@ -18,13 +18,13 @@ from torch import Tensor
 from edgepipe.backend.step_layout import StepLayout
 from edgepipe_torch.cpu.kernels import CpuKernels, Recording
 from edgepipe_torch.cpu.packed import PackedCpuLinear
+from edgepipe_torch.cpu.step_ops import CompiledOps, SingleQueries
 from edgepipe_torch.layers.attention import SHORT_ROWS, single_queries
 from edgepipe_torch.layers.decoder import ClassTensors, Decoder, SliceWeights, StepTensors
 from edgepipe_torch.layers.head_shape import LayerHeads, by_kind
 from edgepipe_torch.layers.kv import KVPool
 from edgepipe_torch.layers.prepared import PreparedStep
 from edgepipe_torch.layers.states import StatePool, StepStates
-from edgepipe_torch.layers.step_ops import CompiledOps, SingleQueries
 
 _MOST_ROWS = 64  # with more, Python's share is small
 _FIRST_KEYS = 512  # room for scores, doubled when a context outgrows it

@@ -18,18 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgepipe.backend.types import PackedProducts
-from edgepipe.config import kernel_dir
 from edgepipe.model.layer_spec import Activation
 from edgepipe.model.packed import Packed
 from edgepipe.model.packed_form import PackedForm
 from edgepipe_torch.cuda.kernels.experts import ExpertKernels, Runs
 from edgepipe_torch.cuda.kernels.forms import TILE_ROWS, WIDE_FORM, kernel_form, supports, zeros_fit
-from edgepipe_torch.cuda.kernels.library import ExpertLibrary, cuda_library
+from edgepipe_torch.cuda.kernels.library import ExpertLibrary, own_library
 from edgepipe_torch.cuda.kernels.products import weight_struct, wide_struct
 from edgepipe_torch.cuda.packed import PackedCudaLinear
 from edgepipe_torch.cuda.packed_tiles import TiledWeight
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
+from edgepipe_torch.layers.experts import Taken
 from edgepipe_torch.layers.feed_forward import ACTIVATIONS
+from edgepipe_torch.layers.host_weights import HostWeight
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ _ALIGNED_INPUTS = 8  # of a row begin at a multiple of 16 bytes
 
 
 class CudaExperts:
-    """``feed_forward.ExpertProducts`` in bf16 on a CUDA device."""
+    """``ExpertProducts`` in bf16 on a CUDA device."""
 
     def __init__(
         self, gate_up: ExpertMatrix, down: ExpertMatrix, activation: Activation, library: ExpertLibrary
@@ -56,9 +57,11 @@ class CudaExperts:
         return self._found[1:]
 
     @property
-    def linears(self) -> Sequence[ExpertMatrix]:
+    def linears(self) -> tuple[ExpertMatrix, ExpertMatrix]:
         """See ``ExpertProducts``."""
         return self._gate_up, self._down
+
+    matrices = linears
 
     @property
     def waits(self) -> bool:
@@ -150,6 +153,18 @@ class ExpertMatrix:
         if self._bias is None:
             self._bias = torch.zeros(self._parts * size, dtype=torch.bfloat16, device=self.device)
         self._bias[part * size : (part + 1) * size].copy_(bias)
+
+    def fill_taken(self, part: int, weight: HostWeight, taken: Taken) -> None:
+        """See ``layers.experts.ExpertMatrix``."""
+        assert isinstance(weight, Tensor | Packed)  # a device reads no stored blocks
+        self.fill(part, taken.of_packed(weight) if isinstance(weight, Packed) else taken.of_floats(weight))
+
+    def fill_taken_bias(self, part: int, bias: Tensor, taken: Taken) -> None:
+        """See ``layers.experts.ExpertMatrix``."""
+        self.fill_bias(part, taken.of_floats(bias))
+
+    def finish(self) -> None:
+        """Do nothing; the weights are complete."""
 
     def multiply(self, x: Tensor, chosen: Tensor, runs: Runs, activation: Activation | None) -> Tensor:
         """Return each pair's product [P, O] bf16, or its activation [P, O] of gate and up.
@@ -253,10 +268,8 @@ def expert_library(device: torch.device, dtype: torch.dtype) -> ExpertLibrary | 
     """Return the device's kernels for experts; None where it has none or the dtype is another."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    found = cuda_library(device, kernel_dir())
     try:
-        if isinstance(found, KernelsUnavailable):
-            raise found
+        found = own_library(device)
         found.routing()
     except KernelsUnavailable as exc:
         _log_once(None, str(exc))

@@ -23,11 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgepipe.backend.types import PackedProducts
-from edgepipe.config import kernel_dir
 from edgepipe.model.packed import Packed
 from edgepipe.model.packed_form import PackedForm
 from edgepipe_torch.cuda.kernels.forms import TILE_ROWS, kernel_form, supports, zeros_fit
-from edgepipe_torch.cuda.kernels.library import KernelLibrary, cuda_library
+from edgepipe_torch.cuda.kernels.library import KernelLibrary, own_library
 from edgepipe_torch.cuda.kernels.products import MOST_ROWS, Products
 from edgepipe_torch.cuda.packed_fallbacks import Int4Weights, UnpackedWeights, WideWeights, multiply_wide, rows_at_once
 from edgepipe_torch.cuda.packed_tiles import TiledWeight
@@ -143,17 +142,8 @@ class PackedCudaLinear:
             raise KernelsUnavailable(f"own kernels compute in bf16, not {self._dtype}")
         if not supports(weight.form, self._in_features) or not zeros_fit(weight):
             raise KernelsUnavailable(f"own kernels have no form with groups of {weight.form.group}")
-        library = self._library or _library_of(self._device)
+        library = self._library or own_library(self._device)
         return library.products(kernel_form(weight))
-
-
-def _library_of(device: torch.device) -> KernelLibrary:
-    if device.type != "cuda":
-        raise KernelsUnavailable("own kernels need a CUDA device")
-    found = cuda_library(device, kernel_dir())
-    if isinstance(found, KernelsUnavailable):
-        raise found
-    return found
 
 
 def _runs(parts: Sequence[int], forms: Sequence[PackedForm | None]) -> Iterator[range]:

@@ -1,5 +1,4 @@
-"""What a device offers for attention over pages, for graphs of its kernels and for recurrent layers: values that a
-caller may replace.
+"""What a device offers for attention over pages and for graphs of its kernels: values that a caller may replace.
 
 CUDA's kernel is torch's variable-length FlashAttention with block tables. It needs torch 2.13, an Ampere or newer card,
 bf16, and pages with a multiple of 256 tokens, which FlashAttention-2 requires. It excludes heads of more than 256,
@@ -16,17 +15,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from edgepipe.config import kernel_dir
-from edgepipe_torch.cuda.kernels.library import cuda_library
+from edgepipe_torch.cuda.kernels.library import own_library
 from edgepipe_torch.cuda.kernels.paged_decode import paged_form
-from edgepipe_torch.cuda.kernels.recurrent_step import step_form
-from edgepipe_torch.layers.compiled_code import KernelsUnavailable
+from edgepipe_torch.cuda.transfer import CudaTransfer
+from edgepipe_torch.layers.device import PAGE_TOKENS
 from edgepipe_torch.layers.head_shape import LayerHeads
-from edgepipe_torch.layers.mixer_steps import StepKernels
-from edgepipe_torch.layers.recurrent import Mixer, StepKernel
-from edgepipe_torch.layers.transfer import CudaTransfer, GraphTransfer
+from edgepipe_torch.layers.transfer import GraphTransfer
 
-PAGE_TOKENS = 256
 _MAX_HEAD_DIM = 256  # of FlashAttention-2
 
 
@@ -166,27 +161,10 @@ def find_paging(device: torch.device, dtype: torch.dtype) -> Paging | None:
     )
 
 
-def find_step_kernels(device: torch.device) -> StepKernels | None:
-    """Return CUDA's kernels for one token of recurrent layers, or None for other devices."""
-    if device.type != "cuda":
-        return None
-
-    def find(mixer: Mixer, dtype: torch.dtype) -> StepKernel:
-        library = cuda_library(device, kernel_dir())
-        if isinstance(library, KernelsUnavailable):
-            raise library
-        return library.mixer_step(step_form(mixer.spec, dtype)).of(mixer)
-
-    return find
-
-
 def _own_kernel(device: torch.device, heads: LayerHeads) -> PagedDecode:
     """Return the own kernel for a layer's heads; compiling it may take seconds. Raises KernelsUnavailable."""
     form = paged_form(heads)
-    library = cuda_library(device, kernel_dir())
-    if isinstance(library, KernelsUnavailable):
-        raise library
-    return library.paged(form)
+    return own_library(device).paged(form)
 
 
 def _varlen_attention() -> VarlenAttention | None:

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from edgepipe.backend.step_layout import Indices, RowLayout
-from edgepipe_torch.layers.dot_attention import attend
+from edgepipe_torch.layers.dot_attention import Attend, attend
 from edgepipe_torch.layers.head_shape import LayerHeads
-from edgepipe_torch.layers.kv import KVStorage
+from edgepipe_torch.layers.kv import KVPool, KVStorage
 from edgepipe_torch.layers.prepared import PreparedStep
-from edgepipe_torch.layers.step_ops import CompiledOps, SingleQueries, SingleQuery
 
 SHORT_ROWS = 8  # a sequence's rows up to which kernels attend with each on its own
 TILE_ROWS = 64  # query rows at once, which limits masked work to 64 columns (2.1 ms instead of 2.8 ms for 512 rows)
@@ -33,12 +33,51 @@ class StepAttention(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class SingleQuery:
+    """Keys of one row of a step."""
+
+    row: int  # of queries and results
+    first: int  # slot of the first key, unless they are scattered
+    length: int
+    slots: npt.NDArray[np.int64] | None  # [length] of scattered keys
+
+
+class BoundQueries(Protocol):
+    """A ``StepAttention`` of rows with one query each."""
+
+    def fill(self, rows: Sequence[SingleQuery]) -> None:
+        """Set the rows' keys; as many rows as at the start."""
+        ...
+
+    def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
+        """Attend for the rows; leave out's other rows as they are."""
+        ...
+
+
+class QueryKernels(Protocol):
+    """A device's kernels for rows with one query each."""
+
+    def attends(self, heads: LayerHeads) -> bool:
+        """Return whether kernels compute the attention of a layer's single queries."""
+        ...
+
+    def single_queries(self, heads: LayerHeads, num_rows: int, longest: int, pool: KVPool) -> BoundQueries:
+        """Return attention for rows with at most ``longest`` keys each, in layers of one kind.
+
+        ``heads``: of any of them, which ``attends`` accepts.
+        """
+        ...
+
+
 class CausalMasks:
     """Additive masks [n, L] whose last row sees the last key: slices of one band, which grows by doubling."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, copied: bool = False) -> None:
+        """``copied``: masks are copies, because the device's kernels read aligned pieces."""
         self._dtype = dtype
         self._device = device
+        self._copied = copied
         self._bands: dict[int | None, Tensor] = {}  # by window
 
     def get(self, num_rows: int, num_keys: int, window: int | None) -> Tensor:
@@ -47,7 +86,8 @@ class CausalMasks:
         if band is None or band.shape[1] < num_keys + TILE_ROWS:
             band = self._bands[window] = self._make(2 * num_keys, window)
         first = band.shape[1] - TILE_ROWS - (num_keys - num_rows)
-        return band[:num_rows, first : first + num_keys]
+        mask = band[:num_rows, first : first + num_keys]
+        return mask.contiguous() if self._copied else mask
 
     def _make(self, num_columns: int, window: int | None) -> Tensor:
         """Make a band [64, columns + 64]: row i sees columns up to ``columns + i``."""
@@ -80,8 +120,11 @@ def _tiles(prepared: PreparedStep, window: int | None) -> Iterator[_Tile]:
 class _BoundTile:
     """A tile with its views of the KV of all layers of a kind."""
 
-    def __init__(self, tile: _Tile, pool: KVStorage, masks: CausalMasks, heads: LayerHeads) -> None:
+    def __init__(
+        self, tile: _Tile, pool: KVStorage, masks: CausalMasks, heads: LayerHeads, dot_attention: Attend
+    ) -> None:
         """``heads``: of any layer of the kind."""
+        self._attend = dot_attention
         self.start, self.end = tile.start, tile.end
         self._keys: Sequence[Tensor] = ()
         self._values: Sequence[Tensor] = ()
@@ -94,8 +137,7 @@ class _BoundTile:
             self._slots = torch.from_numpy(tile.slots[tile.low : tile.high]).to(pool.device)
         self._mask: Tensor | None = None
         if tile.end - tile.start > 1:
-            mask = masks.get(tile.end - tile.start, tile.high - tile.low, heads.window)
-            self._mask = mask.contiguous() if mask.is_cuda else mask  # CUDA kernels read aligned pieces
+            self._mask = masks.get(tile.end - tile.start, tile.high - tile.low, heads.window)
 
     def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
         """Attend for this tile; queries [T, Hkv, G, D], out [T, Hkv, G, V]."""
@@ -107,7 +149,7 @@ class _BoundTile:
             out[self.start : self.end].copy_(found)
             return
         own = queries[self.start : self.end].permute(1, 2, 0, 3)
-        found = attend(own, keys, values, self._mask, heads, heads.grouped_sinks)
+        found = self._attend(own, keys, values, self._mask, heads, heads.grouped_sinks)
         out[self.start : self.end].copy_(found.permute(2, 0, 1, 3))
 
     def _kv(self, heads: LayerHeads) -> tuple[Tensor, Tensor]:
@@ -120,14 +162,21 @@ class SequenceAttention:
     """Attention of each sequence to its own KV: views of runs, or gathered from scattered blocks. Any device."""
 
     def __init__(
-        self, prepared: PreparedStep, pool: KVStorage, masks: CausalMasks, ops: CompiledOps | None = None
+        self,
+        prepared: PreparedStep,
+        pool: KVStorage,
+        masks: CausalMasks,
+        kernels: QueryKernels | None = None,
+        *,
+        dot_attention: Attend = attend,
     ) -> None:
-        """``ops``: kernels for single queries; without, torch computes all."""
+        """``kernels``: for single queries; without, torch computes all. ``dot_attention``: torch's way."""
         self._prepared = prepared
         self._pool = pool
         self._masks = masks
-        self._ops = ops
-        self._bound: dict[int, tuple[list[_BoundTile], SingleQueries | None]] = {}  # by kind of layer
+        self._kernels = kernels
+        self._attend = dot_attention
+        self._bound: dict[int, tuple[list[_BoundTile], BoundQueries | None]] = {}  # by kind of layer
 
     def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
         """Attend for all rows. See StepAttention."""
@@ -143,16 +192,16 @@ class SequenceAttention:
             for tile in tiles:
                 tile.run(heads, queries, out)
 
-    def _bind(self, heads: LayerHeads) -> tuple[list[_BoundTile], SingleQueries | None]:
-        ops = self._ops if self._ops is not None and self._ops.attends(heads) else None
+    def _bind(self, heads: LayerHeads) -> tuple[list[_BoundTile], BoundQueries | None]:
+        kernels = self._kernels if self._kernels is not None and self._kernels.attends(heads) else None
         tiles = list(_tiles(self._prepared, heads.window))
-        short = [tile for tile in tiles if ops is not None and tile.end - tile.start <= SHORT_ROWS]
-        others = [tile for tile in tiles if ops is None or tile.end - tile.start > SHORT_ROWS]
-        bound = [_BoundTile(tile, self._pool, self._masks, heads) for tile in others]
-        if not short or ops is None:
+        short = [tile for tile in tiles if kernels is not None and tile.end - tile.start <= SHORT_ROWS]
+        others = [tile for tile in tiles if kernels is None or tile.end - tile.start > SHORT_ROWS]
+        bound = [_BoundTile(tile, self._pool, self._masks, heads, self._attend) for tile in others]
+        if not short or kernels is None:
             return bound, None
         rows = [query for tile in short for query in _single_queries(tile, heads.window)]
-        queries = ops.single_queries(heads, len(rows), max(row.length for row in rows), self._pool)
+        queries = kernels.single_queries(heads, len(rows), max(row.length for row in rows), self._pool)
         queries.fill(rows)
         return bound, queries
 

@@ -28,6 +28,7 @@ class Picked:
 
     download: Download  # [R, 3 K + 2 + 2 N] float32, ids as bits
     changed: Tensor  # [R, V], kept for fetched rows
+    transfer: Transfer
     num_candidates: int
     num_top: int
 
@@ -43,7 +44,7 @@ class Picked:
             raw_log_totals=fields.take(1)[:, 0],
             top_ids=fields.ids(n),
             top_logits=fields.take(n),
-            fetch=lambda row: _fetch(self.changed, row),
+            fetch=lambda row: self.transfer.read(self.changed[row]),
         )
 
 
@@ -78,6 +79,7 @@ def pick(logits: Tensor, edits: LogitEdits, transfer: Transfer) -> Picked:
     return Picked(
         download=transfer.download(torch.cat(fields, 1)),
         changed=changed,
+        transfer=transfer,
         num_candidates=num_candidates,
         num_top=num_top,
     )
@@ -131,11 +133,3 @@ def _change(logits: Tensor, edits: LogitEdits, transfer: Transfer) -> Tensor:
         allowed = (bits & 1).view(words.shape[0], -1)[:, : logits.shape[1]].bool()
         changed.masked_fill_(~allowed, -torch.inf)
     return changed
-
-
-def _fetch(changed: Tensor, row: int) -> npt.NDArray[np.float32]:
-    """Return a copy of a row. On CUDA it uses its own stream, because the device may compute the next step."""
-    if not changed.is_cuda:
-        return changed[row].numpy().copy()
-    with torch.cuda.stream(torch.cuda.Stream(changed.device)):  # the candidates have arrived, so the row is complete
-        return changed[row].cpu().numpy()

@@ -15,7 +15,8 @@ from torch import Tensor
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.layer_spec import LayerSpec, Recurrent
 from edgepipe_torch.layers.attention import StepAttention
-from edgepipe_torch.layers.feed_forward import CountsExperts, FeedForward
+from edgepipe_torch.layers.experts import CountsExperts
+from edgepipe_torch.layers.feed_forward import FeedForward
 from edgepipe_torch.layers.head_shape import LayerHeads, layer_heads
 from edgepipe_torch.layers.kv import KVPool
 from edgepipe_torch.layers.latent import LatentWeights

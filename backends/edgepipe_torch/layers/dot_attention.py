@@ -5,6 +5,8 @@ n rows, L visible keys, Hkv kv heads, G query heads for each of them, D head dim
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,8 +14,41 @@ from torch import Tensor
 from edgepipe_torch.layers.head_shape import LayerHeads
 
 
+class Attend(Protocol):
+    """Attention by torch, on one device."""
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        heads: LayerHeads,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See ``attend``."""
+        ...
+
+
+class FusedAttention(Protocol):
+    """Attention of [batch, heads, rows, D] by one kernel."""
+
+    def __call__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        """Return the outputs; ``sinks`` with the axes of queries up to the rows."""
+        ...
+
+
 def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, heads: LayerHeads, sinks: Tensor | None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    heads: LayerHeads,
+    sinks: Tensor | None,
+    *,
+    with_sinks: FusedAttention | None = None,
 ) -> Tensor:
     """Return the outputs [Hkv, G, n, V] of some or all of a layer's kv heads.
 
@@ -21,16 +56,19 @@ def attend(
     keys     [Hkv, L, D], same type; values [Hkv, L, V]
     mask     [n, L], added to logits; None: every row sees all keys
     sinks    [Hkv, G] float32, or None
+
+    ``with_sinks``: the device's kernel for sinks.
     """
-    if heads.softcap or (sinks is not None and (queries.device.type != "cpu" or heads.value_width)):
+    fused = without_sinks if sinks is None else with_sinks
+    if heads.softcap or fused is None or (sinks is not None and heads.value_width):
         return _by_products(queries, keys, values, mask, heads, sinks)
     if mask is None and queries.shape[2] == 1:  # the group's heads act as rows
         turned = None if sinks is None else sinks.unsqueeze(1)
         own = queries.transpose(1, 2)
-        return _fused(own, keys.unsqueeze(1), values.unsqueeze(1), None, heads.scale, turned).transpose(1, 2)
+        return fused(own, keys.unsqueeze(1), values.unsqueeze(1), None, heads.scale, turned).transpose(1, 2)
     shape = (-1, queries.shape[1], -1, -1)  # stride 0 over G
     keys, values = keys.unsqueeze(1).expand(shape), values.unsqueeze(1).expand(shape)
-    return _fused(queries, keys, values, mask, heads.scale, None if sinks is None else sinks.unsqueeze(2))
+    return fused(queries, keys, values, mask, heads.scale, None if sinks is None else sinks.unsqueeze(2))
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
@@ -54,16 +92,11 @@ def beside_sinks(total: Tensor, sinks: Tensor) -> Tensor:
     return torch.sigmoid(total - sinks)
 
 
-def _fused(
+def without_sinks(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """Attend by torch's kernels; sinks with the axes of queries up to the rows."""
-    if sinks is None:
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
-    found, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # the public function drops the total
-        queries, keys, values, attn_mask=mask, scale=scale
-    )
-    return found * beside_sinks(total, sinks).unsqueeze(-1)
+    """Attend by torch's kernel for any device; there are no sinks."""
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
 
 
 def _by_products(

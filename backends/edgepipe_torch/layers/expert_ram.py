@@ -5,7 +5,7 @@ T rows, H features that experts read, K experts used by each row, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,20 +13,19 @@ import torch
 from torch import Tensor
 
 from edgepipe_torch.layers.expert_uses import Uses
-from edgepipe_torch.layers.feed_forward import ExpertProducts
+from edgepipe_torch.layers.experts import ExpertProducts
 from edgepipe_torch.layers.linear import HeldWeight
+from edgepipe_torch.layers.transfer import Transfer
 
-CPU = torch.device("cpu")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Sent:
     """A step's rows in host memory, or on their way there."""
 
     x: Tensor  # [T, H]
     chosen: Tensor  # [T, K] int64
     weights: Tensor  # [T, K]
-    arrived: torch.cuda.Event | None  # None: they are there
+    wait: Callable[[], None]  # until they are there
 
 
 class ExpertsInRam:
@@ -36,15 +35,18 @@ class ExpertsInRam:
     which experts were chosen, so no graph holds it.
     """
 
-    def __init__(self, experts: ExpertProducts, numbers: Sequence[int], uses: Uses, *, device: torch.device) -> None:
+    def __init__(
+        self, experts: ExpertProducts, numbers: Sequence[int], uses: Uses, transfer: Transfer, device: torch.device
+    ) -> None:
         """
-        experts  on the CPU, in float32
-        numbers  theirs among the layer's experts, ascending
-        uses     [E] of each of the layer's experts; every choice is added
-        device   that computes the other experts
+        experts   on the CPU, in float32
+        numbers   theirs among the layer's experts, ascending
+        uses      [E] of each of the layer's experts; every choice is added
+        transfer  to the device that computes the other experts
         """
         self._experts = experts
         self._uses = uses
+        self._transfer = transfer
         self._device = device
         count = len(uses)
         others = sorted({*range(count)} - {*numbers})
@@ -64,15 +66,8 @@ class ExpertsInRam:
 
     def send(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Sent:
         """Begin to copy what ``ExpertProducts.add`` takes to host memory."""
-        if self._device.type == "cpu":
-            return Sent(x=x, chosen=chosen, weights=weights, arrived=None)
-        x, chosen, weights = (
-            torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True)
-            for each in (x, chosen, weights)
-        )
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return Sent(x=x, chosen=chosen, weights=weights, arrived=arrived)
+        (x, chosen, weights), wait = self._transfer.to_host((x, chosen, weights))
+        return Sent(x, chosen, weights, wait)
 
     def on_device(self, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return numbers and weights [T, K] of the device's own experts; see ``ExpertProducts.add``."""
@@ -80,15 +75,14 @@ class ExpertsInRam:
 
     def add(self, sent: Sent, total: Tensor) -> None:
         """Add the results of these experts to total [T, H]. A row's are summed in float32 before they are added."""
-        if sent.arrived is not None:
-            sent.arrived.synchronize()
+        sent.wait()
         uses = np.bincount(sent.chosen.reshape(-1).numpy(), minlength=len(self._uses))
         self._uses += uses
         self._distinct = int(np.count_nonzero(uses))
         own, weights = _own(self._here, sent.chosen, sent.weights)
         if not bool((own >= 0).any()):
             return
-        found = torch.zeros(sent.x.shape, dtype=torch.float32, pin_memory=sent.arrived is not None)
+        found = self._transfer.host_zeros(sent.x.shape)
         self._experts.add(sent.x.float(), own, weights, found)
         total.add_(found.to(self._device, non_blocking=True))
 

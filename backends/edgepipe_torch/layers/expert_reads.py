@@ -14,7 +14,7 @@ from torch import Tensor
 
 from edgepipe.backend.expert_reads import CountedSteps
 from edgepipe.backend.step_layout import StepLayout
-from edgepipe_torch.layers.feed_forward import CountsExperts
+from edgepipe_torch.layers.experts import CountsExperts
 from edgepipe_torch.layers.transfer import Download, Transfer
 
 

@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from edgepipe.model.dequantise import as_bf16_bits, as_float32
-from edgepipe.model.gguf_packing import pack_gguf
+from edgepipe.model.gguf_packing import checked_row_bytes, pack_gguf
 from edgepipe.model.packed import Packed
 from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo
-from edgepipe_torch.cpu.repack import StoredBlocks
+from edgepipe_torch.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBlocks:
+    """A tensor [O, I] of a quantised GGUF type that is still in its file."""
+
+    info: TensorInfo
+    read: Callable[[], RawTensor]  # may raise ModelInvalid
+    read_range: Callable[[int, int], npt.NDArray[np.uint8]]  # of an offset and a number of bytes; several at once
+
+    def rows(self, first: int, end: int) -> StoredBlocks:
+        """Return the rows ``[first, end)``. Raises ModelInvalid if bytes and shape disagree."""
+        row_bytes = checked_row_bytes(self.info)
+        start, count = first * row_bytes, (end - first) * row_bytes
+        info = replace(self.info, shape=(end - first, *self.info.shape[1:]), num_bytes=count)
+        return StoredBlocks(
+            info=info,
+            read=lambda: RawTensor(info=info, data=self.read_range(start, count)),
+            read_range=lambda offset, num_bytes: self.read_range(start + offset, num_bytes),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +44,17 @@ class StoredWeight:
 
     info: WeightInfo
     load: Callable[[], Packed]  # may raise ModelInvalid
+
+
+@runtime_checkable
+class StoredLinear(Linear, Protocol):
+    """A ``Linear`` that reads weights from their files itself."""
+
+    def fill_stored(
+        self, part: int, weight: StoredBlocks | StoredWeight, order: npt.NDArray[np.int64] | None = None
+    ) -> None:
+        """Read one part's weight [O, I]. ``order``: rows of the outputs [O]; None: as they are. Raises ModelInvalid."""
+        ...
 
 
 HostWeight = Tensor | Packed | StoredBlocks | StoredWeight

@@ -17,16 +17,10 @@ from edgepipe.model.dequantise import round_to_bf16
 from edgepipe.model.facts import Slice
 from edgepipe.model.packed import Packed
 from edgepipe.model.tensors import RawTensor, TensorInfo, WeightInfo, WeightSource
-from edgepipe_torch.cpu.kernels import CpuKernels
-from edgepipe_torch.cpu.repack import StoredBlocks
-from edgepipe_torch.cpu.shard_cache import ShardCache
-from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.decoder import SliceWeights
+from edgepipe_torch.layers.device import Device
 from edgepipe_torch.layers.expert_uses import ExpertUses
-from edgepipe_torch.layers.host_weights import HostWeight, StoredWeight, host_tensor
-from edgepipe_torch.layers.linear import (
-    Workspace,
-)
+from edgepipe_torch.layers.host_weights import HostWeight, StoredBlocks, StoredWeight, host_tensor
 from edgepipe_torch.layers.rope import RotaryKind
 from edgepipe_torch.layers.slice_builder import SliceBuilder
 
@@ -36,22 +30,17 @@ def load_slices(
     source: WeightSource,
     progress: Callable[[LoadProgress], None],
     *,
-    dtype: torch.dtype,
-    device: torch.device,
-    workspace: Workspace,
+    device: Device,
+    host: Device,
     rotations: Mapping[RotaryKind, int],
-    packed: bool = True,
-    kernels: CpuKernels | KernelsUnavailable | None = None,
-    cache: ShardCache | None = None,
     ram_percent: int = 0,
     uses: ExpertUses | None = None,
 ) -> list[SliceWeights]:
     """Read every slice's weights.
 
+    device       that computes the slices
+    host         that computes experts in host memory
     rotations    place of each kind of rotary embedding among those of a step
-    packed       weights stay packed where the device can compute so
-    kernels      of a CPU; None for this process's
-    cache        of a CPU's repacked weights, which are read from it or noted there
     ram_percent  of each layer's experts, which stay in host memory (``edgepipe.model.expert_places``)
     uses         of experts before, which decide which experts these are; counts them from now on
 
@@ -60,23 +49,20 @@ def load_slices(
     build = partial(
         SliceBuilder,
         source.config,
-        dtype=dtype,
         device=device,
-        workspace=workspace,
+        host=host,
         rotations=rotations,
-        packed=packed,
-        kernels=kernels,
-        cache=cache,
         ram_percent=ram_percent,
         uses=uses,
     )
-    return _load_slices(slices, source, progress, build)
+    return _load_slices(slices, source, progress, device, build)
 
 
 def _load_slices(
     slices: Sequence[Slice],
     source: WeightSource,
     progress: Callable[[LoadProgress], None],
+    device: Device,
     build: Callable[[Slice, Sequence[WeightInfo]], SliceBuilder],
 ) -> list[SliceWeights]:
     todo = [(part, info) for part in slices for info in source.weights(part)]
@@ -89,7 +75,7 @@ def _load_slices(
         builder = build(part, infos)
         try:
             for info in infos:
-                builder.take(info.name, _host_weight(source, builder, info, stored))
+                builder.take(info.name, _host_weight(source, device, info, stored))
                 done, done_bytes = done + 1, done_bytes + info.num_bytes
                 progress(
                     LoadProgress(
@@ -103,7 +89,7 @@ def _load_slices(
 
 
 def _host_weight(
-    source: WeightSource, builder: SliceBuilder, info: WeightInfo, stored: Mapping[str, TensorInfo]
+    source: WeightSource, device: Device, info: WeightInfo, stored: Mapping[str, TensorInfo]
 ) -> HostWeight:
     """Read a weight: packed if it has a form and may stay so, else as floats. ``take`` may read it later.
 
@@ -111,17 +97,17 @@ def _host_weight(
     """
     tensor = stored.get(info.name)
     if tensor is not None and (tensor.scheme, tensor.shape) == (info.scheme, info.shape):
-        if info.form is not None and builder.takes_stored:
+        if info.form is not None and device.reads_stored:
             read, read_range = partial(source.read, info.name), partial(source.read_range, info.name)
             return StoredBlocks(info=tensor, read=read, read_range=read_range)
-        if not builder.packed:
+        if not device.packed:
             return host_tensor(source.read(info.name))
-    if info.form is not None and builder.takes_stored:
+    if info.form is not None and device.reads_stored:
         return StoredWeight(info=info, load=partial(_load_packed, source, info.name))
     weight = source.load(info.name)
     if isinstance(weight, RawTensor):
         return host_tensor(weight)
-    return weight if builder.packed else _widened(weight, rounded=info.rounded)
+    return weight if device.packed else _widened(weight, rounded=info.rounded)
 
 
 def _load_packed(source: WeightSource, name: str) -> Packed:

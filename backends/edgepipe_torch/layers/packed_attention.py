@@ -11,12 +11,18 @@ import torch
 from torch import Tensor
 
 from edgepipe.backend.step_layout import RowLayout
-from edgepipe_torch.layers.attention import SHORT_ROWS, TILE_ROWS, CausalMasks, short_queries
-from edgepipe_torch.layers.dot_attention import attend, capped, shares
+from edgepipe_torch.layers.attention import (
+    SHORT_ROWS,
+    TILE_ROWS,
+    BoundQueries,
+    CausalMasks,
+    QueryKernels,
+    short_queries,
+)
+from edgepipe_torch.layers.dot_attention import Attend, attend, capped, shares
 from edgepipe_torch.layers.head_shape import LayerHeads
 from edgepipe_torch.layers.packed_kv import Codes, PackedKVStorage
 from edgepipe_torch.layers.prepared import PreparedStep
-from edgepipe_torch.layers.step_ops import CompiledOps, SingleQueries
 
 _WIDENED_BYTES = 64 << 20  # of keys and values at once; heads take turns where all need more
 
@@ -30,12 +36,15 @@ class PackedSequenceAttention:
         pool: PackedKVStorage,
         masks: CausalMasks,
         dtype: torch.dtype,
-        ops: CompiledOps | None = None,
+        kernels: QueryKernels | None = None,
+        *,
+        dot_attention: Attend = attend,
     ) -> None:
-        """``dtype``: compute dtype. ``ops``: kernels for sequences with few rows; without, torch computes all."""
+        """``dtype``: compute dtype. ``kernels``: for sequences with few rows; without, torch computes all."""
         self._prepared = prepared
-        self._ops = ops
-        self._queries: dict[int, SingleQueries | None] = {}  # by kind of layer
+        self._kernels = kernels
+        self._attend = dot_attention
+        self._queries: dict[int, BoundQueries | None] = {}  # by kind of layer
         self._pool = pool
         self._masks = masks
         self._dtype = dtype
@@ -44,15 +53,15 @@ class PackedSequenceAttention:
 
     def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
         """Attend for all rows. See StepAttention."""
-        ops = self._ops if self._ops is not None and self._ops.attends(heads) else None
+        kernels = self._kernels if self._kernels is not None and self._kernels.attends(heads) else None
         if heads.kind not in self._queries:
-            self._queries[heads.kind] = None if ops is None else self._bind(heads, ops)
+            self._queries[heads.kind] = None if kernels is None else self._bind(heads, kernels)
         if (short := self._queries[heads.kind]) is not None:
             short.run(heads, queries, out)
         queries = queries.view(queries.shape[0], heads.num_kv_heads, -1, heads.head_dim)
         out = out.view(out.shape[0], heads.num_kv_heads, -1, heads.out_dim)
         for row, slots in zip(self._prepared.layout.rows, self._slots, strict=True):
-            if ops is not None and row.num_tokens <= SHORT_ROWS:
+            if kernels is not None and row.num_tokens <= SHORT_ROWS:
                 continue
             rows = slice(row.first_row, row.first_row + row.num_tokens)
             low = 0 if heads.window is None else max(0, row.length - row.num_tokens - heads.window + 1)
@@ -62,11 +71,11 @@ class PackedSequenceAttention:
             else:
                 self._attend_tiles(heads, kv, queries[rows], out[rows])
 
-    def _bind(self, heads: LayerHeads, ops: CompiledOps) -> SingleQueries | None:
+    def _bind(self, heads: LayerHeads, kernels: QueryKernels) -> BoundQueries | None:
         rows = short_queries(self._prepared, heads.window)
         if not rows:
             return None
-        queries = ops.single_queries(heads, len(rows), max(row.length for row in rows), self._pool)
+        queries = kernels.single_queries(heads, len(rows), max(row.length for row in rows), self._pool)
         queries.fill(rows)
         return queries
 
@@ -103,17 +112,12 @@ class PackedSequenceAttention:
                 tile = slice(at, min(at + TILE_ROWS, num_rows))
                 high = num_keys - num_rows + tile.stop
                 low = 0 if heads.window is None else max(0, num_keys - num_rows + at - heads.window + 1)
-                mask = self._mask(tile.stop - at, high - low, heads.window)
+                count = tile.stop - at
+                mask = None if count == 1 else self._masks.get(count, high - low, heads.window)
                 own = queries[tile, some].permute(1, 2, 0, 3)
                 seen = (keys[:, low:high], values[:, low:high], mask)
-                found = attend(own, *seen, heads, None if sinks is None else sinks[some])
+                found = self._attend(own, *seen, heads, None if sinks is None else sinks[some])
                 out[tile, some] = found.permute(2, 0, 1, 3)
-
-    def _mask(self, num_rows: int, num_keys: int, window: int | None) -> Tensor | None:
-        if num_rows == 1:
-            return None
-        mask = self._masks.get(num_rows, num_keys, window)
-        return mask.contiguous() if mask.is_cuda else mask  # CUDA kernels read aligned pieces
 
     def _widen(self, kv: Codes, entries: slice) -> Tensor:
         """Return values [heads, L, D] of some entries in the compute dtype."""

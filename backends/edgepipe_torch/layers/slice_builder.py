@@ -6,11 +6,8 @@ Merged and tiled storage is allocated first and filled in place, so no weight is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,31 +18,17 @@ from edgepipe.model.layer_spec import Activation, Attention, DeltaNet, Experts, 
 from edgepipe.model.layout import EMBEDDING, FINAL_NORM, HEAD, LAYER_SCALE, OWN_NORMS, norm_names
 from edgepipe.model.packed import Packed
 from edgepipe.model.tensors import WeightInfo
-from edgepipe_torch.cpu.experts import CpuExperts
-from edgepipe_torch.cpu.kernels import CpuKernels, cpu_kernels
-from edgepipe_torch.cpu.packed import PackedCpuLinear, multiplies_floats
-from edgepipe_torch.cpu.packed_weight import tile_floats
-from edgepipe_torch.cpu.repack import StoredBlocks
-from edgepipe_torch.cpu.shard_cache import ShardCache
-from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.decoder import Layer, SliceWeights
-from edgepipe_torch.layers.expert_filling import Taken, each_bias, each_expert, matrix_bias_sink, matrix_sink
-from edgepipe_torch.layers.expert_ram import CPU, ExpertsInRam
+from edgepipe_torch.layers.device import Device
+from edgepipe_torch.layers.expert_ram import ExpertsInRam
 from edgepipe_torch.layers.expert_uses import ExpertUses
-from edgepipe_torch.layers.feed_forward import (
-    Apart,
-    Both,
-    CountsExperts,
-    EachExpert,
-    ExpertProducts,
-    FeedForward,
-    Gated,
-    Mixture,
-    RouterWeights,
-)
+from edgepipe_torch.layers.experts import CountsExperts, ExpertMatrix, ExpertProducts, Taken
+from edgepipe_torch.layers.feed_forward import FeedForward, Gated
 from edgepipe_torch.layers.host_weights import (
     HostWeight,
     Sink,
+    StoredBlocks,
+    StoredLinear,
     StoredWeight,
     copy_exactly,
     exact_type,
@@ -53,34 +36,12 @@ from edgepipe_torch.layers.host_weights import (
     shape_of,
 )
 from edgepipe_torch.layers.latent import LatentWeights
-from edgepipe_torch.layers.linear import (
-    HalfLinear,
-    Linear,
-    PackedLinear,
-    PlainLinear,
-    Table,
-    TiledLinear,
-    Workspace,
-    half_works,
-)
+from edgepipe_torch.layers.linear import Linear, PackedLinear, PartForms, Table
 from edgepipe_torch.layers.measuring import lacks_memory
+from edgepipe_torch.layers.mixture import Apart, Both, Mixture
 from edgepipe_torch.layers.recurrent import Convolution, DeltaNetMixer, Mamba2Mixer, Mixer, ShortConvMixer
 from edgepipe_torch.layers.rope import RotaryKind
-
-if TYPE_CHECKING:
-    from edgepipe_torch.cuda.experts import ExpertMatrix
-    from edgepipe_torch.cuda.kernels.library import ExpertLibrary
-
-_EXPERTS = "experts"  # role of their products
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where products compute."""
-
-    device: torch.device
-    dtype: torch.dtype
-    workspace: Workspace
+from edgepipe_torch.layers.routing import RouterWeights
 
 
 class SliceBuilder:
@@ -92,34 +53,30 @@ class SliceBuilder:
         part: Slice,
         infos: Sequence[WeightInfo],
         *,
-        dtype: torch.dtype,
-        device: torch.device,
-        workspace: Workspace,
+        device: Device,
+        host: Device,
         rotations: Mapping[RotaryKind, int],
-        packed: bool = True,
-        kernels: CpuKernels | KernelsUnavailable | None = None,
-        cache: ShardCache | None = None,
         ram_percent: int = 0,
         uses: ExpertUses | None = None,
     ) -> None:
-        """``infos``: the weights to load. ``packed``: those with a form stay packed. ``kernels``: of a CPU, None for
-        this process's. ``cache``: of repacked weights. ``ram_percent``: of each layer's experts, which stay in host
-        memory. ``uses``: of experts before. Raises ArchitectureUnsupported.
+        """
+        infos        the weights to load
+        device       that computes them
+        host         where some experts stay
+        ram_percent  of each layer's experts, which stay there
+        uses         of experts before
+
+        Raises ArchitectureUnsupported.
         """
         self._config = config
-        self._dtype = dtype
-        self._device = device
+        self._computing, self._host = device, host
+        self._dtype, self._device = device.dtype, device.place
         self._rotations = rotations
-        self._kernels = kernels
-        self._cache = cache
-        self._place = _Place(device=device, dtype=dtype, workspace=workspace)
-        self._ram = _Place(device=CPU, dtype=torch.float32, workspace=Workspace(torch.float32, CPU))
         self._ram_percent = ram_percent
         self._uses = uses or ExpertUses(None)
-        self._packed = packed and (device.type == "cuda" or dtype == torch.float32)
         self._infos = {info.name: info for info in infos}
         self._sinks: dict[str, list[Sink]] = {}
-        self._unfinished: list[tuple[set[str], Linear]] = []  # missing names, product
+        self._unfinished: list[tuple[set[str], Linear | ExpertMatrix]] = []  # missing names, product
         self._mixtures: list[tuple[CountsExperts, int]] = []
         layers = [self._layer(index) for index in part.layers]
         head = self._head() if part.head else None
@@ -133,7 +90,7 @@ class SliceBuilder:
         )
 
     def take(self, name: str, tensor: HostWeight) -> None:
-        """Copy a host tensor or a packed weight to its destination. ``takes_stored``: or read it from its files.
+        """Copy a host tensor or a packed weight to its destination, or read it from its files.
 
         Raises ModelInvalid for an unknown name or a wrong shape, and torch's memory errors.
         """
@@ -154,16 +111,6 @@ class SliceBuilder:
         """Forget the destinations. They refer to the builder, so the weights would stay until Python collects it."""
         self._sinks.clear()
         self._unfinished.clear()
-
-    @property
-    def packed(self) -> bool:
-        """Whether weights with a form stay packed."""
-        return self._packed
-
-    @property
-    def takes_stored(self) -> bool:
-        """Whether ``take`` reads weights with a form itself."""
-        return self._packed and self._device.type == "cpu"
 
     def _finish(self, name: str) -> None:
         """Finish the products for which this was the last tensor, before the next tensor is read."""
@@ -333,8 +280,7 @@ class SliceBuilder:
             if how.expert_scales
             else None,
         )
-        if how.groups == 1 and (library := self._expert_library()):
-            router.choose = library.routing().choose
+        router.choose = self._computing.choice(how)
         shared: Gated | None = None
         if experts.shared_inner:
             activation = "silu" if experts.gated else experts.activation
@@ -352,16 +298,15 @@ class SliceBuilder:
         The kernels give a row the same logits whichever rows are beside it, so that it always has the same experts.
         """
         shape = count, self._config.hidden_size
-        kernels = self._kernels or cpu_kernels() if self._place.device.type == "cpu" else None
-        if self._place.dtype != torch.float32 or shape[1] % 8 or not multiplies_floats(kernels):
+        linear = self._computing.router(self._config.hidden_size, count)
+        if linear is None:
             weight = self._matrix(name + ".weight", shape, torch.float32)
             return weight, self._matrix(name + ".bias", (count,), torch.float32) if biased else None
-        linear = PackedCpuLinear("router", shape[1], (count,), self._place.workspace, kernels)
 
         def fill(weight: HostWeight) -> None:
             if shape_of(weight) != shape:
                 raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
-            linear.fill_repacked(0, tile_floats(floats_of(weight), torch.float32))
+            linear.fill(0, floats_of(weight))
 
         self._send(name + ".weight", fill)
         if biased:
@@ -383,80 +328,52 @@ class SliceBuilder:
         layer, count = int(prefix.split(".")[2]), experts.count
         beside = numbers_in_ram(count, self._ram_percent, self._uses.kept(layer, count))
         own = sorted({*range(count)} - {*beside})
-        on_device = self._device_experts(experts, prefix, own) if own else None
+        on_device = self._experts(experts, prefix, self._computing, own) if own else None
         if not beside:
             return on_device, None
-        in_ram = self._experts_by_name(experts, prefix, self._ram, beside)
-        return on_device, ExpertsInRam(in_ram, beside, self._uses.counter(layer, count), device=self._device)
+        in_ram = self._experts(experts, prefix, self._host, beside)
+        uses, transfer = self._uses.counter(layer, count), self._computing.transfer
+        return on_device, ExpertsInRam(in_ram, beside, uses, transfer=transfer, device=self._device)
 
-    def _device_experts(self, experts: Experts, prefix: str, numbers: Sequence[int]) -> ExpertProducts:
-        if experts.gated and (library := self._expert_library()):
-            return self._cuda_experts(experts, prefix, library, numbers)
-        return self._experts_by_name(experts, prefix, self._place, numbers)
+    def _experts(self, experts: Experts, prefix: str, device: Device, numbers: Sequence[int]) -> ExpertProducts:
+        """Make the experts ``numbers`` of a layer on a device."""
+        width, entering = experts.latent or self._config.hidden_size, ("gate_proj", "up_proj")
+        parts = [prefix + name for name in (entering if experts.gated else entering[1:])], [prefix + "down_proj"]
+        forms = [self._forms([f"{part}.weight" for part in each]) for each in parts]
+        made = device.experts(experts, width, len(numbers), *forms)
+        sizes = (experts.inner, width), (width, experts.inner)
+        for matrix, each, (rows, in_features) in zip(made.matrices, parts, sizes, strict=True):
+            self._fill_experts(matrix, each, Taken(numbers, rows, experts.count), in_features)
+        return made
 
-    def _expert_library(self) -> ExpertLibrary | None:
-        if self._device.type != "cuda":
-            return None
-        from edgepipe_torch.cuda.experts import expert_library
+    def _fill_experts(self, matrix: ExpertMatrix, parts: Sequence[str], taken: Taken, in_features: int) -> None:
+        """Fill a matrix from parts that hold all experts' rows in turn."""
 
-        return expert_library(self._device, self._dtype)
+        def fill(part: int, weight: HostWeight) -> None:
+            if shape_of(weight) != (taken.all_rows, in_features):
+                raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
+            matrix.fill_taken(part, weight, taken)
 
-    def _experts_by_name(self, experts: Experts, prefix: str, place: _Place, numbers: Sequence[int]) -> ExpertProducts:
-        width = experts.latent or self._config.hidden_size
-        names = ("gate_proj", "up_proj") if experts.gated else ("up_proj",)
-        gate_up = self._expert_linears(prefix, names, Taken(numbers, experts.inner, experts.count), width, place)
-        down = self._expert_linears(prefix, ("down_proj",), Taken(numbers, width, experts.count), experts.inner, place)
-        each = EachExpert([Gated(one, other, experts.activation) for one, other in zip(gate_up, down, strict=True)])
-        if experts.gated and all(isinstance(linear, PackedCpuLinear) for linear in each.linears):
-            return CpuExperts(each, experts.activation, place.workspace, elsewhere=len(numbers) < experts.count)
-        return each
+        def fill_bias(part: int, bias: HostWeight) -> None:
+            if shape_of(bias) != (taken.all_rows,):
+                raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
+            matrix.fill_taken_bias(part, floats_of(bias), taken)
 
-    def _cuda_experts(
-        self, experts: Experts, prefix: str, library: ExpertLibrary, numbers: Sequence[int]
-    ) -> ExpertProducts:
-        from edgepipe_torch.cuda.experts import CudaExperts, ExpertMatrix
-
-        def matrix(names: Sequence[str], rows: int, in_features: int) -> ExpertMatrix:
-            infos = [self._infos.get(f"{prefix}{name}.weight") for name in names]
-            forms = [info.form if info is not None and self._packed else None for info in infos]
-            made = ExpertMatrix(
-                len(numbers), in_features, len(names), rows, forms, device=self._device, library=library
-            )
-            taken = Taken(numbers, rows, experts.count)
-            for part, name in enumerate(names):
-                self._send(f"{prefix}{name}.weight", matrix_sink(made, part, taken, in_features))
-                self._send(f"{prefix}{name}.bias", matrix_bias_sink(made, part, taken))
-            return made
-
-        width = experts.latent or self._config.hidden_size
-        gate_up = matrix(("gate_proj", "up_proj"), experts.inner, width)
-        return CudaExperts(gate_up, matrix(("down_proj",), width, experts.inner), experts.activation, library)
-
-    def _expert_linears(
-        self, prefix: str, matrices: Sequence[str], taken: Taken, in_features: int, place: _Place
-    ) -> list[Linear]:
-        """Make one product for each expert taken, of parts that hold each expert's rows in turn."""
-        weights = [f"{prefix}{matrix}.weight" for matrix in matrices]
-        biases = [f"{prefix}{matrix}.bias" for matrix in matrices]
-        names = {name for name in (*weights, *biases) if name in self._infos}
-        sizes = [taken.rows] * len(matrices)
-        linears = [self._new_linear(_EXPERTS, in_features, sizes, weights, place) for _ in taken.numbers]
-        for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-            self._send(weight, each_expert(linears, part, taken, in_features))
-            if bias in names:
-                self._send(bias, each_bias(linears, part, taken))
-        self._unfinished += [(set(names), linear) for linear in linears]
-        return linears
+        for part, name in enumerate(parts):
+            self._send(f"{name}.weight", partial(fill, part))
+            self._send(f"{name}.bias", partial(fill_bias, part))
+        names = {f"{name}{suffix}" for name in parts for suffix in (".weight", ".bias")}
+        self._unfinished.append((names & self._infos.keys(), matrix))
 
     def _head(self) -> Linear:
         name = EMBEDDING if self._config.tied_embeddings else HEAD
         return self._merged("head", [(name, "", self._config.vocab_size, None)], self._config.hidden_size)
 
     def _embedding(self, head: Linear | None) -> Tensor | Table:
-        if self._config.tied_embeddings and isinstance(head, TiledLinear | PlainLinear | PackedLinear):
+        if self._config.tied_embeddings and isinstance(head, Table):
             return head
         info = self._infos.get(EMBEDDING)
-        if self._packed and info is not None and info.form is not None:
+        if self._computing.packed and info is not None and info.form is not None:
             table = self._merged(
                 "embedding", [(EMBEDDING, "", self._config.vocab_size, None)], self._config.hidden_size
             )
@@ -477,40 +394,19 @@ class SliceBuilder:
     def _merged(self, role: str, parts: Sequence[tuple[str, str, int, Attention | None]], in_features: int) -> Linear:
         names = {name for weight, bias, _size, _pairs in parts for name in (weight, bias) if name in self._infos}
         sizes = [size for _weight, _bias, size, _pairs in parts]
-        linear = self._new_linear(role, in_features, sizes, [weight for weight, _bias, _size, _pairs in parts])
+        forms = self._forms([weight for weight, _bias, _size, _pairs in parts])
+        linear = self._computing.product(role, in_features, sizes, forms)
         for index, (weight, bias, size, pairs) in enumerate(parts):
             self._send(weight, self._part_sink(linear, index, (size, in_features), pairs=pairs))
             self._send(bias, self._bias_sink(linear, index, size, pairs=pairs))
         self._unfinished.append((names, linear))
         return linear
 
-    def _new_linear(
-        self,
-        role: str,
-        in_features: int,
-        sizes: Sequence[int],
-        weights: Sequence[str],
-        place: _Place | None = None,
-    ) -> Linear:
-        """Choose the class. ``weights``: of the parts, in order."""
-        place = place or self._place
-        forms = [self._infos[name].form if name in self._infos else None for name in weights]
-        if self._packed and any(forms):
-            if place.device.type == "cpu":
-                tiled = role == _EXPERTS
-                return PackedCpuLinear(role, in_features, sizes, place.workspace, self._kernels, tiled_floats=tiled)
-            from edgepipe_torch.cuda.packed import PackedCudaLinear
-
-            return PackedCudaLinear(in_features, sizes, forms, dtype=place.dtype, device=place.device)
-        if place.device.type != "cpu" or place.dtype != torch.float32:
-            return PlainLinear(in_features, sizes, dtype=place.dtype, device=place.device)
-        if role == _EXPERTS and in_features % 8 == 0:
-            kernels = self._kernels or cpu_kernels()
-            if isinstance(kernels, CpuKernels):
-                return PackedCpuLinear(role, in_features, sizes, place.workspace, kernels, tiled_floats=True)
-        exact = all(self._infos[name].fits_16_bits for name in weights if name in self._infos)  # biases are float32
-        kind = HalfLinear if exact and half_works() else TiledLinear
-        return kind(role, in_features, sizes, place.workspace)
+    def _forms(self, weights: Sequence[str]) -> PartForms:
+        """Return how weights are stored."""
+        infos = [self._infos.get(name) for name in weights]
+        forms = [info.form if info is not None and self._computing.packed else None for info in infos]
+        return PartForms(forms, fit_16_bits=all(info.fits_16_bits for info in infos if info is not None))
 
     def _part_sink(self, linear: Linear, index: int, shape: tuple[int, int], *, pairs: Attention | None) -> Sink:
         def sink(weight: HostWeight) -> None:
@@ -518,8 +414,8 @@ class SliceBuilder:
                 raise RuntimeError("another shape is needed")  # take() turns it into ModelInvalid
             order = None if pairs is None else pair_order(shape[0], pairs)
             if isinstance(weight, StoredBlocks | StoredWeight):
-                assert isinstance(linear, PackedCpuLinear)
-                self._fill_stored(linear, index, weight, None if order is None else order.numpy())
+                assert isinstance(linear, StoredLinear)
+                linear.fill_stored(index, weight, None if order is None else order.numpy())
             elif isinstance(weight, Packed):
                 assert isinstance(linear, PackedLinear)
                 linear.fill_packed(index, weight if order is None else weight.rows(order.numpy()))
@@ -527,26 +423,6 @@ class SliceBuilder:
                 linear.fill(index, weight if order is None else weight[order])
 
         return sink
-
-    def _fill_stored(
-        self,
-        linear: PackedCpuLinear,
-        index: int,
-        weight: StoredBlocks | StoredWeight,
-        order: npt.NDArray[np.int64] | None,
-    ) -> None:
-        """Fill a part from the cache; else repack it and keep it there."""
-        kept = self._cache.read(weight.info, order) if self._cache else None
-        if kept is not None:
-            linear.fill_repacked(index, kept)
-            return
-        if isinstance(weight, StoredBlocks):
-            linear.fill_blocks(index, weight, order)
-        else:
-            packed = weight.load()
-            linear.fill_packed(index, packed if order is None else packed.rows(order))
-        if self._cache:
-            self._cache.keep(weight.info, order, linear.repacked(index))
 
     def _bias_sink(self, linear: Linear, index: int, size: int, *, pairs: Attention | None) -> Sink:
         def sink(bias: HostWeight) -> None:

@@ -33,7 +33,7 @@ from edgepipe_torch.cuda.kernels.forms import (  # noqa: E402
 )
 from edgepipe_torch.cuda.kernels.products import staged_bytes, staged_unit  # noqa: E402
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.layers.feed_forward import choose  # noqa: E402
+from edgepipe_torch.layers.routing import choose  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from edgepipe.backend.types import PackedProducts  # noqa: E402

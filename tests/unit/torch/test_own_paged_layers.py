@@ -26,7 +26,7 @@ from tests.support.crowd_events import CrowdEvent, crowd_events, play_crowd  # n
 from tests.support.decode_reference import reference_decode  # noqa: E402
 from tests.support.host_kernels import COMPILER, HostModule, compile_for_host, paged_part  # noqa: E402
 from tests.support.steps import make_step, run_step, step_row  # noqa: E402
-from tests.support.torch_paging import cpu_paging  # noqa: E402
+from tests.support.torch_paging import CudaOnHost, cpu_paging  # noqa: E402
 from tests.support.torch_twins import Crowd, Twins  # noqa: E402
 
 if TYPE_CHECKING:
@@ -189,7 +189,8 @@ def test_a_backend_computes_by_the_cuda_source(name: str, host_kernels: Callable
     options = BackendOptions(device="cpu", dtype="bfloat16", threads=1)
     paging = cpu_paging(page_tokens=PAGE, new_recorder=NoMemory, decode=host_kernels)
     config = KERNEL_CASES[name]
-    backends = [TorchBackend(options, paging=paging), TorchBackend(replace(options, dtype="float32"))]
+    paged = TorchBackend(options, device=CudaOnHost("bfloat16", paging=paging))
+    backends = [paged, TorchBackend(replace(options, dtype="float32"))]
     for backend in backends:
         backend.load(make_slices([LayerRange(0, 2)], 2), TinyWeights(config), lambda _progress: None)
         backend.allocate_kv(num_blocks=8, block_size=PAGE)

@@ -36,6 +36,7 @@ from tests.support.nvrtc import nvrtc_for  # noqa: E402
 from tests.support.recorded_steps import QWEN, STEP_FORMS, recorded_steps  # noqa: E402
 from tests.support.recurrent_layers import CONV, DELTA, MAMBA, MODELS  # noqa: E402
 from tests.support.steps import make_step, run_step, step_row  # noqa: E402
+from tests.support.torch_paging import CudaOnHost  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,7 +157,10 @@ def test_a_backend_computes_by_the_cuda_source(name: str, step_modules: Modules)
         return kernel
 
     options = BackendOptions(device="cpu", dtype="bfloat16", threads=1)
-    backends = [TorchBackend(options, step_kernels=counted), TorchBackend(options)]
+    backends = [
+        TorchBackend(options, device=CudaOnHost("bfloat16", step_kernels=counted)),
+        TorchBackend(options),
+    ]
     for backend in backends:
         backend.load(make_slices([LayerRange(0, config.num_layers)], config.num_layers), TinyWeights(config), print)
         backend.allocate_kv(num_blocks=8, block_size=16, state_slots=6)

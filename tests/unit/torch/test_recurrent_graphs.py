@@ -25,7 +25,7 @@ from tests.support.torch_twins import Twins, states_of  # noqa: E402
 
 if TYPE_CHECKING:
     from edgepipe_torch.cuda.kernels.recurrent_step import StepForm
-    from edgepipe_torch.layers.mixer_steps import StepKernels
+    from edgepipe_torch.cuda.mixer_steps import StepKernels
     from edgepipe_torch.layers.recurrent import Mixer
 
     from tests.support.host_kernels import HostModule

@@ -14,11 +14,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
+from edgepipe_torch.cpu.linear import half_works  # noqa: E402
+from edgepipe_torch.cpu.transfer import HostTransfer  # noqa: E402
+from edgepipe_torch.cuda.device import CudaDevice  # noqa: E402
 from edgepipe_torch.layers.attention import CausalMasks  # noqa: E402
 from edgepipe_torch.layers.decoder import SliceWeights  # noqa: E402
 from edgepipe_torch.layers.kv import KVStorage  # noqa: E402
-from edgepipe_torch.layers.linear import Linear, PlainLinear, half_works  # noqa: E402
-from edgepipe_torch.layers.measuring import free_bytes  # noqa: E402
+from edgepipe_torch.layers.linear import Linear, PlainLinear  # noqa: E402
 from edgepipe_torch.layers.slice_builder import SliceBuilder  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, LoadProgress  # noqa: E402
@@ -276,4 +278,5 @@ class TestDevices:
         cached = [2 << 30]
         monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: ((5 << 30) - sum(cached), 24 << 30))
-        assert free_bytes(torch.device("cuda", 0)) == 5 << 30
+        device = CudaDevice(torch.device("cpu"), torch.float32, transfer=HostTransfer())
+        assert device.free_bytes() == 5 << 30

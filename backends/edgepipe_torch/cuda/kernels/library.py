@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from edgepipe.config import kernel_dir
 from edgepipe_torch.cuda.kernels.checked_library import CheckedLibrary
 from edgepipe_torch.cuda.kernels.driver import CudaModule
 from edgepipe_torch.cuda.kernels.experts import ExpertKernels, RoutingKernels
@@ -106,6 +107,16 @@ def cuda_library(device: torch.device, folder: Path) -> CudaLibrary | KernelsUna
         return CudaLibrary(device, folder)
     except KernelsUnavailable as exc:
         return exc
+
+
+def own_library(device: torch.device) -> CudaLibrary:
+    """Return the device's library with its kernels in the user's folder. Raises KernelsUnavailable."""
+    if device.type != "cuda":
+        raise KernelsUnavailable("own kernels need a CUDA device")
+    found = cuda_library(device, kernel_dir())
+    if isinstance(found, KernelsUnavailable):
+        raise found
+    return found
 
 
 def _cuda_major() -> int | None:

@@ -8,7 +8,7 @@ import torch
 
 from edgepipe.model.layer_spec import Router
 from edgepipe_torch.cuda.kernels.experts import RoutingKernels
-from edgepipe_torch.layers.feed_forward import choose
+from edgepipe_torch.layers.routing import choose
 
 _BF16_ROUNDING = 2.0**-8  # of a sum
 _FLOAT32_ROUNDING = 1e-5  # of a weight

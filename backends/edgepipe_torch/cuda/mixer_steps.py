@@ -1,4 +1,4 @@
-"""Give the mixers of recurrent layers what computes rows with one token on a device."""
+"""Give the mixers of recurrent layers the kernels that compute rows with one token."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from edgepipe.model.layer_spec import Recurrent
+from edgepipe_torch.cuda.kernels.library import own_library
+from edgepipe_torch.cuda.kernels.recurrent_step import step_form
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.recurrent import Mixer, StepKernel
 
@@ -28,3 +30,8 @@ def use_kernels(mixers: Iterable[Mixer], kernels: StepKernels, dtype: torch.dtyp
             if mixer.spec not in said:
                 logger.warning("recurrent layers compute single tokens by torch's operations: %s", exc)
             said.add(mixer.spec)
+
+
+def own_step_kernels(device: torch.device) -> StepKernels:
+    """Return the device's own kernels."""
+    return lambda mixer, dtype: own_library(device).mixer_step(step_form(mixer.spec, dtype)).of(mixer)
