@@ -73,7 +73,7 @@ def _products(weights: WeightSource, rows: int) -> tuple[Callable[[], float], Ca
     layers = [
         product
         for layer in part.layers
-        for product in zip((layer.qkv, layer.output, *layer.feed_forward.products), inputs, strict=True)
+        for product in zip((*layer.mixer.products, *layer.feed_forward.products), inputs, strict=True)
     ]
     return _timed(layers), _timed([(part.head, hidden)])
 

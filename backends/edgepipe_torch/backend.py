@@ -37,7 +37,7 @@ from edgepipe.model.weight_table import WeightTable, table_of
 from edgepipe.units import format_bytes
 from edgepipe_torch.devices import host_device, make_device
 from edgepipe_torch.layers.candidates import Picked, Scored, pick, score
-from edgepipe_torch.layers.decoder import ClassTensors, Decoder, SliceWeights, StepTensors
+from edgepipe_torch.layers.decoder import Decoder, SliceWeights
 from edgepipe_torch.layers.device import AllocatedSlice, Device, SliceSteps
 from edgepipe_torch.layers.expert_reads import ExpertReads, ReadShare, covers
 from edgepipe_torch.layers.expert_uses import ExpertUses
@@ -45,6 +45,7 @@ from edgepipe_torch.layers.head_shape import by_kind
 from edgepipe_torch.layers.kv import KVStorage
 from edgepipe_torch.layers.loading import load_slices
 from edgepipe_torch.layers.measuring import check_device, dtype_name, lacks_memory, set_threads
+from edgepipe_torch.layers.mixers import ClassTensors, StepTensors
 from edgepipe_torch.layers.packed_kv import PackedKVStorage
 from edgepipe_torch.layers.prepared import PreparedStep, prepare_step
 from edgepipe_torch.layers.rope import Rotations
@@ -113,7 +114,7 @@ class TorchBackend:
                 ram_percent=self._ram_percent,
                 uses=self._uses,
             )
-            mixers = [layer.mixer for part in loaded for layer in part.layers if layer.mixer is not None]
+            mixers = [mixer for part in loaded for mixer in part.mixers]
             has_packed = any(info.form is not None for info in infos)
             ops = device.compile_steps(weights.config, mixers, has_packed=has_packed)
         self._config = weights.config
@@ -159,7 +160,7 @@ class TorchBackend:
                 for index, decoder in self._decoders.items()
             }
             self._states = {
-                index: StatePool(own.mixers, state_slots, self._device.place, spare=spare)
+                index: StatePool([mixer.spec for mixer in own.mixers], state_slots, self._device.place, spare=spare)
                 for index, own in self._weights.items()
                 if own.mixers
             }

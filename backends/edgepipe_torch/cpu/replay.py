@@ -20,9 +20,10 @@ from edgepipe_torch.cpu.kernels import CpuKernels, Recording
 from edgepipe_torch.cpu.packed import PackedCpuLinear
 from edgepipe_torch.cpu.step_ops import CompiledOps, SingleQueries
 from edgepipe_torch.layers.attention import SHORT_ROWS, single_queries
-from edgepipe_torch.layers.decoder import ClassTensors, Decoder, SliceWeights, StepTensors
+from edgepipe_torch.layers.decoder import Decoder, SliceWeights
 from edgepipe_torch.layers.head_shape import LayerHeads, by_kind
 from edgepipe_torch.layers.kv import KVPool
+from edgepipe_torch.layers.mixers import ClassTensors, StepTensors
 from edgepipe_torch.layers.prepared import PreparedStep
 from edgepipe_torch.layers.states import StatePool, StepStates
 
@@ -36,9 +37,7 @@ def can_record(weights: SliceWeights, heads: Sequence[LayerHeads], ops: Compiled
         return False
     products: list[object] = [weights.head] if weights.head is not None else []
     for layer in weights.layers:
-        products += [each for each in (layer.qkv, layer.output) if each is not None]
-        products += [layer.mixer.input] if layer.mixer is not None else ()
-        products += layer.feed_forward.products if layer.feed_forward is not None else ()
+        products += [each for part in (layer.mixer, layer.feed_forward) if part is not None for each in part.products]
     return all(isinstance(product, PackedCpuLinear) and product.only_kernels for product in products)
 
 

@@ -21,8 +21,9 @@ from torch import Tensor
 from edgepipe.backend.step_layout import StepLayout
 from edgepipe_torch.cuda.paged import PagedAttention, PagedSequences, PageKernels, SingleRows
 from edgepipe_torch.cuda.paging import Graph, GraphRecorder, Paging
-from edgepipe_torch.layers.decoder import ClassTensors, Decoder, StepTensors
+from edgepipe_torch.layers.decoder import Decoder
 from edgepipe_torch.layers.kv import KVStorage
+from edgepipe_torch.layers.mixers import ClassTensors, StepTensors
 from edgepipe_torch.layers.prepared import PreparedStep
 from edgepipe_torch.layers.states import StatePool, StepStates, single_slots
 from edgepipe_torch.layers.transfer import GraphTransfer

@@ -6,29 +6,54 @@ head's output. D = C + R.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from edgepipe.model.layer_spec import Attention
-from edgepipe_torch.layers.linear import Linear, Workspace
+from edgepipe_torch.layers.head_shape import LayerHeads
+from edgepipe_torch.layers.linear import HeldWeight, Linear, Workspace
+from edgepipe_torch.layers.mixers import SliceStep
 from edgepipe_torch.layers.step_ops import rotate
 
 
-class LatentWeights:
-    """What latent attention multiplies with between its input products and its output product."""
+class LatentAttention:
+    """See ``LayerMixer``."""
 
-    def __init__(self, attention: Attention, query: Linear | None, *, dtype: torch.dtype, device: torch.device) -> None:
-        """``query``: the second of two query products; None: there is one."""
+    def __init__(
+        self,
+        attention: Attention,
+        heads: LayerHeads,
+        projections: Linear,
+        query: Linear | None,
+        output: Linear,
+        *,
+        rotation: int,
+        temperature: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """
+        projections            both input products
+        query                  the second of two query products; None: there is one
+        rotation, temperature  indices among the step's rotations, see ``SliceStep.attend``
+        """
         assert attention.latent is not None
+        self.heads = heads
+        self.output = output
+        self._projections = projections
+        self._rotation = rotation
+        self._temperature = temperature
         self._interleaved = attention.interleaved
         self._latent = latent = attention.latent
         self.query = query
-        heads, rank = attention.num_heads, latent.kv_rank
+        rank = latent.kv_rank
         self.query_norm = torch.empty(latent.query_rank, dtype=dtype, device=device)
         self.key_norm = torch.empty(rank, dtype=dtype, device=device)
-        self._keys = torch.empty(heads, latent.nope_dim, rank, dtype=dtype, device=device)
-        self._values = torch.empty(heads, rank, latent.value_dim, dtype=dtype, device=device)
+        self._keys = torch.empty(heads.num_heads, latent.nope_dim, rank, dtype=dtype, device=device)
+        self._values = torch.empty(heads.num_heads, rank, latent.value_dim, dtype=dtype, device=device)
 
     def fill_joined(self, weight: Tensor) -> None:
         """Copy kv_b [Hq * (N + V), C] from host memory."""
@@ -44,10 +69,24 @@ class LatentWeights:
         """Copy the values' part [Hq * V, C] from host memory."""
         self._values.copy_(weight.view(self._keys.shape[0], -1, self._latent.kv_rank).transpose(1, 2))
 
-    def parts(self, projected: Tensor, rotations: Tensor, workspace: Workspace) -> Tensor:
+    @property
+    def products(self) -> tuple[Linear, Linear]:
+        return self._projections, self.output
+
+    @property
+    def linears(self) -> Sequence[HeldWeight]:
+        return (*self.products, self.query) if self.query is not None else self.products
+
+    def rows(self, x: Tensor, step: SliceStep) -> Tensor:
+        rotations, projected = step.tensors.rotations[self._rotation], self._projections.rows(x)
+        parts = step.ops.compute(lambda: self._parts(projected, rotations, step.workspace))
+        out = step.attend(self.heads, parts, None, self._temperature)
+        return step.ops.compute(lambda: self._outputs(out))
+
+    def _parts(self, projected: Tensor, rotations: Tensor, workspace: Workspace) -> Tensor:
         """Return a step's queries and, last, its keys [T, Hq + 1, D], rotated; valid until the next layer's.
 
-        projected  [T, query features + D]: both input products
+        projected  [T, query features + D]
         rotations  [T, 1, R / 2] complex64
         workspace  the caller's own: a graph that records this must find its memory again
         """
@@ -66,7 +105,7 @@ class LatentWeights:
         rotate(parts[..., rank:], rotations)
         return parts
 
-    def outputs(self, attended: Tensor) -> Tensor:
+    def _outputs(self, attended: Tensor) -> Tensor:
         """Return the heads' outputs [T, Hq * V] for their sums of latents [T, Hq * C]."""
         sums = attended.view(attended.shape[0], -1, self._latent.kv_rank).transpose(0, 1)
         return torch.bmm(sums, self._values).transpose(0, 1).reshape(attended.shape[0], -1)

@@ -18,12 +18,13 @@ from edgepipe.model.layer_spec import Activation, Attention, DeltaNet, Experts, 
 from edgepipe.model.layout import EMBEDDING, FINAL_NORM, HEAD, LAYER_SCALE, OWN_NORMS, norm_names
 from edgepipe.model.packed import Packed
 from edgepipe.model.tensors import WeightInfo
-from edgepipe_torch.layers.decoder import Layer, SliceWeights
+from edgepipe_torch.layers.decoder import SliceWeights
 from edgepipe_torch.layers.device import Device
 from edgepipe_torch.layers.expert_ram import ExpertsInRam
 from edgepipe_torch.layers.expert_uses import ExpertUses
 from edgepipe_torch.layers.experts import CountsExperts, ExpertMatrix, ExpertProducts, Taken
 from edgepipe_torch.layers.feed_forward import FeedForward, Gated
+from edgepipe_torch.layers.head_shape import LayerHeads, layer_heads
 from edgepipe_torch.layers.host_weights import (
     HostWeight,
     Sink,
@@ -35,9 +36,11 @@ from edgepipe_torch.layers.host_weights import (
     floats_of,
     shape_of,
 )
-from edgepipe_torch.layers.latent import LatentWeights
+from edgepipe_torch.layers.latent import LatentAttention
+from edgepipe_torch.layers.layer import Layer
 from edgepipe_torch.layers.linear import Linear, PackedLinear, PartForms, Table
 from edgepipe_torch.layers.measuring import lacks_memory
+from edgepipe_torch.layers.mixers import LayerMixer, RecurrentMixer, SelfAttention
 from edgepipe_torch.layers.mixture import Apart, Both, Mixture
 from edgepipe_torch.layers.recurrent import Convolution, DeltaNetMixer, Mamba2Mixer, Mixer, ShortConvMixer
 from edgepipe_torch.layers.rope import RotaryKind
@@ -78,11 +81,17 @@ class SliceBuilder:
         self._sinks: dict[str, list[Sink]] = {}
         self._unfinished: list[tuple[set[str], Linear | ExpertMatrix]] = []  # missing names, product
         self._mixtures: list[tuple[CountsExperts, int]] = []
+        attending = [index for index in part.layers if config.layers[index].attention is not None]
+        attentions = [self._attention(index) for index in attending]
+        heads = layer_heads(attentions, [self._sinks_of(index) for index in attending])
+        self._heads = dict(zip(attending, heads, strict=True))
+        self._recurrent = [index for index in part.layers if config.layers[index].recurrent is not None]
         layers = [self._layer(index) for index in part.layers]
         head = self._head() if part.head else None
         self.weights = SliceWeights(
             part=part,
             layers=layers,
+            heads=heads,
             embedding=self._embedding(head) if part.embedding else None,
             final_norm=self._vector(FINAL_NORM, config.hidden_size) if part.head else None,
             head=head,
@@ -122,7 +131,7 @@ class SliceBuilder:
 
     def _layer(self, index: int) -> Layer:
         spec, prefix = self._config.layers[index], f"model.layers.{index}."
-        attention, hidden = spec.attention, self._config.hidden_size
+        hidden = self._config.hidden_size
         before, after = (
             [self._vector(f"{prefix}{name}.weight", hidden) for name in names] for names in norm_names(spec)
         )
@@ -134,55 +143,60 @@ class SliceBuilder:
             norms = (self._vector(f"{prefix}{name}.weight", hidden) for name in OWN_NORMS)
             feed_forward, inner_norm = Apart(feed_forward, (inner_norm, *norms), self._config.norm.eps), None
         attended_norm, added_norm = [*after, None, None][:2]
-        mixer, output = self._mixer(spec, prefix)
-        layer = Layer(
+        return Layer(
             spec=spec,
             input_norm=input_norm,
-            mixer=mixer,
-            output=output,
+            mixer=self._mixer(index, prefix),
             attended_norm=attended_norm,
             inner_norm=inner_norm,
             feed_forward=feed_forward,
             added_norm=added_norm,
             output_scale=self._matrix(prefix + LAYER_SCALE, (1,), self._dtype) if spec.output_scaled else None,
         )
-        if attention is not None:
-            self._attend(layer, attention, prefix + "self_attn.")
-        return layer
 
-    def _attend(self, layer: Layer, attention: Attention, prefix: str) -> None:
-        """Make a layer's attention."""
-        if attention.latent is not None:
-            layer.latent = self._latent(prefix, attention)
-        layer.qkv = self._qkv(prefix, attention)
-        layer.output = self._linear([(prefix + "o_proj", self._config.hidden_size, None)], attention.output_width)
-        layer.query_norm = self._qk_norm(prefix + "q_norm.weight", attention.query_width, attention)
-        layer.key_norm = self._qk_norm(prefix + "k_norm.weight", attention.kv_width, attention)
-        if attention.rope:
-            layer.rotation = self._rotations.get((attention.rope, attention.rotated))
-        if attention.temperature:
-            layer.temperature = self._rotations.get(attention.temperature)
-        if attention.value_norm:
-            layer.value_norm = self._ones(attention.head_dim)
-        if attention.values_from_keys:
-            layer.value_order = pair_order(attention.head_dim, attention).argsort().to(self._device)
-        if attention.sinks:
-            layer.sinks = self._matrix(prefix + "sinks", (attention.num_heads,), torch.float32)
-
-    def _mixer(self, spec: LayerSpec, prefix: str) -> tuple[Mixer | None, Linear | None]:
-        """Make a recurrent layer's mixer and its output product; neither without one."""
+    def _mixer(self, index: int, prefix: str) -> LayerMixer | None:
+        spec = self._config.layers[index]
+        if (attention := spec.attention) is not None:
+            make = self._self_attention if attention.latent is None else self._latent_attention
+            return make(prefix + "self_attn.", attention, self._heads[index])
         match spec.recurrent:
             case DeltaNet() as delta:
-                return self._delta_net(delta, prefix + "linear_attn.")
+                cell, output = self._delta_net(delta, prefix + "linear_attn.")
             case Mamba2() as mamba:
-                return self._mamba2(mamba, prefix + "mamba.")
+                cell, output = self._mamba2(mamba, prefix + "mamba.")
             case ShortConv() as conv:
-                name, hidden = prefix + "conv.", self._config.hidden_size
-                product = self._linear([(name + "in_proj", 3 * conv.channels, None)], hidden)
-                mixer = ShortConvMixer(conv, product, self._convolution(name + "conv", conv.channels, conv.taps))
-                return mixer, self._linear([(name + "out_proj", hidden, None)], conv.channels)
+                cell, output = self._short_conv(conv, prefix + "conv.")
             case None:
-                return None, None
+                return None
+        return RecurrentMixer(cell=cell, output=output, place=self._recurrent.index(index))
+
+    def _self_attention(self, prefix: str, attention: Attention, heads: LayerHeads) -> SelfAttention:
+        size, from_keys = attention.head_dim, attention.values_from_keys
+        key, hidden = attention.kv_width, self._config.hidden_size
+        asked = attention.query_width * (1 + attention.gated)
+        parts = [(f"{prefix}q_proj", asked, attention), (f"{prefix}k_proj", key, attention)]
+        return SelfAttention(
+            heads=heads,
+            gated=attention.gated,
+            qkv=self._linear(parts if from_keys else [*parts, (f"{prefix}v_proj", key, None)], hidden),
+            output=self._linear([(prefix + "o_proj", hidden, None)], attention.output_width),
+            query_norm=self._qk_norm(prefix + "q_norm.weight", attention.query_width, attention),
+            key_norm=self._qk_norm(prefix + "k_norm.weight", key, attention),
+            value_norm=torch.ones(size, dtype=self._dtype, device=self._device) if attention.value_norm else None,
+            value_order=pair_order(size, attention).argsort().to(self._device) if from_keys else None,
+            rotation=self._rotations.get((attention.rope, attention.rotated)),
+            temperature=self._rotations.get(attention.temperature) if attention.temperature else None,
+        )
+
+    def _attention(self, index: int) -> Attention:
+        found = self._config.layers[index].attention
+        assert found is not None
+        return found
+
+    def _sinks_of(self, index: int) -> Tensor | None:
+        attention = self._attention(index)
+        name = f"model.layers.{index}.self_attn.sinks"
+        return self._matrix(name, (attention.num_heads,), torch.float32) if attention.sinks else None
 
     def _delta_net(self, spec: DeltaNet, prefix: str) -> tuple[Mixer, Linear]:
         hidden, values = self._config.hidden_size, spec.value_heads * spec.value_dim
@@ -194,6 +208,12 @@ class SliceBuilder:
         self._exact(prefix + "A_log", mixer.rates, torch.exp)
         self._exact(prefix + "norm.weight", mixer.norm)
         return mixer, self._linear([(prefix + "out_proj", hidden, None)], values)
+
+    def _short_conv(self, spec: ShortConv, prefix: str) -> tuple[Mixer, Linear]:
+        hidden = self._config.hidden_size
+        product = self._linear([(prefix + "in_proj", 3 * spec.channels, None)], hidden)
+        cell = ShortConvMixer(spec, product, self._convolution(prefix + "conv", spec.channels, spec.taps))
+        return cell, self._linear([(prefix + "out_proj", hidden, None)], spec.channels)
 
     def _mamba2(self, spec: Mamba2, prefix: str) -> tuple[Mixer, Linear]:
         hidden, inner = self._config.hidden_size, spec.heads * spec.head_dim
@@ -220,26 +240,23 @@ class SliceBuilder:
 
         self._send(name, sink)
 
-    def _qkv(self, prefix: str, attention: Attention) -> Linear:
-        """Make the input product of a layer's attention."""
-        query, key, hidden = attention.query_width, attention.kv_width, self._config.hidden_size
-        if attention.latent is None:
-            asked = query * (1 + attention.gated)
-            own = [(f"{prefix}q_proj", asked, attention), (f"{prefix}k_proj", key, attention)]
-            values = [] if attention.values_from_keys else [(f"{prefix}v_proj", key, None)]
-            return self._linear([*own, *values], hidden)
-        latent = attention.latent
-        plain = attention.num_heads * (latent.nope_dim + latent.rope_dim)
-        asked = ("q_a_proj", latent.query_rank) if latent.query_rank else ("q_proj", plain)
-        parts = [asked, ("kv_a_proj_with_mqa", key)]
-        return self._linear([(f"{prefix}{name}", size, None) for name, size in parts], hidden)
-
-    def _latent(self, prefix: str, attention: Attention) -> LatentWeights:
-        latent = attention.latent
+    def _latent_attention(self, prefix: str, attention: Attention, heads: LayerHeads) -> LatentAttention:
+        latent, hidden = attention.latent, self._config.hidden_size
         assert latent is not None
         width = attention.num_heads * (latent.nope_dim + latent.rope_dim)
-        query = self._linear([(f"{prefix}q_b_proj", width, None)], latent.query_rank) if latent.query_rank else None
-        made = LatentWeights(attention, query, dtype=self._dtype, device=self._device)
+        asked = ("q_a_proj", latent.query_rank) if latent.query_rank else ("q_proj", width)
+        parts = [asked, ("kv_a_proj_with_mqa", attention.kv_width)]
+        made = LatentAttention(
+            attention,
+            heads,
+            self._linear([(f"{prefix}{name}", size, None) for name, size in parts], hidden),
+            self._linear([(f"{prefix}q_b_proj", width, None)], latent.query_rank) if latent.query_rank else None,
+            self._linear([(prefix + "o_proj", hidden, None)], attention.output_width),
+            rotation=self._rotations[attention.rope, attention.rotated],
+            temperature=self._rotations.get(attention.temperature) if attention.temperature else None,
+            dtype=self._dtype,
+            device=self._device,
+        )
         if latent.query_rank:
             self._send(f"{prefix}q_a_layernorm.weight", lambda weight: copy_exactly(made.query_norm, floats_of(weight)))
         self._send(f"{prefix}kv_a_layernorm.weight", lambda weight: copy_exactly(made.key_norm, floats_of(weight)))
@@ -440,9 +457,6 @@ class SliceBuilder:
         more = 1.0 if self._config.norm.plus_one else 0.0
         self._send(name, lambda tensor: copy_exactly(vector, (floats_of(tensor)[order].float() + more)))
         return vector
-
-    def _ones(self, size: int) -> Tensor:
-        return torch.ones(size, dtype=self._dtype, device=self._device)
 
     def _matrix(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         matrix = torch.empty(shape, dtype=dtype, device=self._device)

@@ -128,7 +128,7 @@ class TestLoading:
 
         def note(builder: SliceBuilder, *given: Any, **named: Any) -> None:
             build(builder, *given, **named)
-            made.append(weakref.ref(builder.weights.layers[0].qkv))
+            made.append(weakref.ref(builder.weights.layers[0].mixer.qkv))
 
         monkeypatch.setattr(SliceBuilder, "__init__", note)
         backend, config = TorchBackend(BackendOptions(device="cpu", threads=1)), tiny_config()
@@ -180,9 +180,10 @@ def held_bytes(weights: SliceWeights) -> int:
     for name in ("embedding", "final_norm", "head"):
         add(getattr(weights, name))
     for layer in weights.layers:
-        for name in layer.__slots__:
-            value = getattr(layer, name)
-            add(None if isinstance(value, int) else value)
+        for owner in (layer, layer.mixer):
+            for name in owner.__slots__:
+                value = getattr(owner, name)
+                add(None if isinstance(value, int) else value)
     return sum(held.values())
 
 
@@ -239,8 +240,8 @@ def count_rows(backend: TorchBackend) -> list[int]:
     counts: list[int] = []
     for layer in backend._decoders[0].layers:
         for owner, name in (
-            (layer, "qkv"),
-            (layer, "output"),
+            (layer.mixer, "qkv"),
+            (layer.mixer, "output"),
             (layer.feed_forward, "gate_up"),
             (layer.feed_forward, "down"),
         ):
