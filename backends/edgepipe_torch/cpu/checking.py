@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgepipe.model.packed_form import CODEBOOKS
+from edgepipe_torch.cpu.calls import HeadKernels, KernelCalls, Product
 from edgepipe_torch.cpu.frame import SEGMENT
 from edgepipe_torch.cpu.kinds import (
     E2M1_ZERO,
@@ -37,9 +38,6 @@ from edgepipe_torch.cpu.packed_weight import NUMBERS
 from edgepipe_torch.cpu.product_code import CHUNK_ROWS, PANEL_INPUTS
 from edgepipe_torch.cpu.step_code import ATTEND_JOB
 from edgepipe_torch.layers.packed_kv import encode
-
-if TYPE_CHECKING:
-    from edgepipe_torch.cpu.kernels import CpuKernels, HeadKernels, Product
 
 V = TypeVar("V", np.uint32, np.float16, np.float32)
 
@@ -131,7 +129,7 @@ def _rows(tiles: npt.NDArray[V]) -> npt.NDArray[V]:
     return tiles.transpose(0, 2, 1).reshape(-1, tiles.shape[1])[:_OUTPUTS]
 
 
-def product_error(kernels: CpuKernels, kind: Kind, product: Product) -> float:
+def product_error(kernels: KernelCalls, kind: Kind, product: Product) -> float:
     """Return the largest error of a kind's products and rows: each compiled number of rows, one thread and two."""
     rng = np.random.default_rng(5)
     counts = ROW_COUNTS
@@ -162,7 +160,7 @@ def product_error(kernels: CpuKernels, kind: Kind, product: Product) -> float:
 
 
 def _group_error(
-    kernels: CpuKernels,
+    kernels: KernelCalls,
     segment: npt.NDArray[np.int64],
     x: npt.NDArray[np.float32],
     expected: npt.NDArray[np.float64],
@@ -182,7 +180,7 @@ def _group_error(
     return np.stack(errors)
 
 
-def step_error(kernels: CpuKernels) -> float:
+def step_error(kernels: KernelCalls) -> float:
     """Return the largest error of RMSNorm, SwiGLU and joined rows, called and replayed."""
     rng = np.random.default_rng(6)
     x, weight = _normal(rng, 3, 2, 24), _normal(rng, 24)
@@ -206,7 +204,7 @@ def step_error(kernels: CpuKernels) -> float:
     return worst
 
 
-def head_error(kernels: CpuKernels, sizes: tuple[int, int], heads: HeadKernels, *, packed_kv: bool) -> float:
+def head_error(kernels: KernelCalls, sizes: tuple[int, int], heads: HeadKernels, *, packed_kv: bool) -> float:
     """Return the largest error of rotation and attention, without and with sinks: runs and scattered keys.
 
     sizes  of a head, and of the part of a key that is its value; 0: values are apart

@@ -1,4 +1,4 @@
-"""A CPU as a ``Device``: float32, or bf16 without kernels."""
+"""A CPU as a ``Device``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from edgepipe_torch.cpu.shard_cache import ShardCache
 from edgepipe_torch.cpu.step_ops import CompiledOps, compiled_ops
 from edgepipe_torch.cpu.transfer import HostTransfer
 from edgepipe_torch.layers.attention import CausalMasks, SequenceAttention, StepAttention
-from edgepipe_torch.layers.device import PAGE_TOKENS, AllocatedSlice
+from edgepipe_torch.layers.device import PAGE_TOKENS, AllocatedSlice, Device, SliceSteps
 from edgepipe_torch.layers.experts import EXPERTS, ExpertProducts, each_expert
 from edgepipe_torch.layers.head_shape import kernels_fit
 from edgepipe_torch.layers.linear import Linear, PartForms, PlainLinear, Workspace
@@ -42,8 +42,8 @@ from edgepipe_torch.layers.step_ops import StepOps, TorchOps
 from edgepipe_torch.layers.transfer import Transfer
 
 
-class CpuDevice:
-    """See ``Device``."""
+class CpuDevice(Device):
+    """Float32 by kernels, or bf16 by torch's operations."""
 
     own_memory = False
     picks_candidates = False
@@ -64,7 +64,6 @@ class CpuDevice:
         self._reset()
 
     def profile(self) -> DeviceProfile:
-        """See ``Device``."""
         total = psutil.virtual_memory().total
         return DeviceProfile(
             backend="torch",
@@ -80,15 +79,12 @@ class CpuDevice:
         )
 
     def free_bytes(self) -> int:
-        """See ``Device``."""
         return psutil.virtual_memory().available
 
     def start_load(self, kept: RepackedPlace | None) -> None:
-        """See ``Device``."""
         self.cache = ShardCache(kept) if kept is not None and self.packed else None
 
     def product(self, role: str, in_features: int, sizes: Sequence[int], parts: PartForms) -> Linear:
-        """See ``Device``."""
         is_expert = role == EXPERTS
         if any(parts.forms):
             cache = None if is_expert else self.cache
@@ -103,20 +99,17 @@ class CpuDevice:
         return kind(role, in_features, sizes, self.workspace)
 
     def router(self, in_features: int, count: int) -> Linear | None:
-        """See ``Device``."""
         kernels = self._kernels
         if self.dtype != torch.float32 or in_features % 8 or not multiplies_floats(kernels):
             return None
         return RouterLinear("router", in_features, (count,), self.workspace, kernels)
 
     def choice(self, how: Router) -> Choose:
-        """See ``Device``."""
         return choose
 
     def experts(
         self, spec: Experts, in_features: int, count: int, gate_up: PartForms, down: PartForms
     ) -> ExpertProducts:
-        """See ``Device``."""
         each = each_expert(self.product, spec, in_features, count, gate_up, down)
         if spec.gated and all(isinstance(linear, PackedCpuLinear) for linear in each.linears):
             return CpuExperts(each, spec.activation, self.workspace, elsewhere=count < spec.count)
@@ -133,25 +126,17 @@ class CpuDevice:
         return self._ops
 
     def finish_load(self) -> None:
-        """See ``Device``."""
         if self.cache is not None:
             self.cache.write_in_background()
 
-    def pads_steps(self, block_size: int) -> bool:
-        """See ``Device``."""
-        return False
-
     def slice_steps(self, allocated: AllocatedSlice) -> CpuSteps:
-        """See ``Device``."""
         return CpuSteps(allocated, self._ops, self._masks, self.dtype)
 
     def wait_until_kept(self, timeout_s: float) -> None:
-        """See ``Device``."""
         if self.cache is not None:
             self.cache.wait(timeout_s)
 
     def release(self) -> None:
-        """See ``Device``."""
         if self.cache is not None:
             self.cache.stop()
         self.cache = None
@@ -167,8 +152,8 @@ class CpuDevice:
         return self._given or cpu_kernels()
 
 
-class CpuSteps:
-    """See ``SliceSteps``."""
+class CpuSteps(SliceSteps):
+    """Steps of a slice on a CPU."""
 
     counted_rows = None
 
@@ -178,6 +163,7 @@ class CpuSteps:
         """``ops``: kernels between products; without them no step is recorded."""
         self._ends = allocated.ends
         self._decoder = decoder = allocated.decoder
+        self._head = decoder.part.head
         self._pool = pool = allocated.pool
         self._ops = ops
         self._masks = masks
@@ -187,19 +173,16 @@ class CpuSteps:
             self._replays = DecodeReplays(decoder, ops, pool, allocated.states)
 
     def attention(self, prepared: PreparedStep) -> StepAttention:
-        """See ``SliceSteps``."""
         pool = self._pool
         if isinstance(pool, PackedKVStorage):
             return PackedSequenceAttention(prepared, pool, self._masks, self._dtype, self._ops, dot_attention=attend)
         return SequenceAttention(prepared, pool, self._masks, self._ops, dot_attention=attend)
 
     def replay(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Tensor | None:
-        """See ``SliceSteps``."""
-        decoder, ends = self._decoder, self._ends
-        if self._replays is None or not can_replay_decode(prepared.layout, head=decoder.part.head):
+        if self._replays is None or not can_replay_decode(prepared.layout, head=self._head):
             return None
-        found = self._replays.run(prepared, lambda hidden: ends.fill(inputs, hidden))
-        return decoder.shaped(found.clone()) if decoder.part.head else ends.encode(found)
+        found = self._replays.run(prepared, lambda hidden: self._ends.fill(inputs, hidden))
+        return self._decoder.shaped(found.clone()) if self._head else self._ends.encode(found)
 
 
 def _cpu_name() -> str:

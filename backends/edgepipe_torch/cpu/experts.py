@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from edgepipe.model.layer_spec import Activation
-from edgepipe_torch.cpu.kernels import CpuKernels
+from edgepipe_torch.cpu.calls import KernelCalls
 from edgepipe_torch.cpu.packed import Chain, PackedCpuLinear
 from edgepipe_torch.layers.experts import EachExpert, ExpertLinears
 from edgepipe_torch.layers.feed_forward import ACTIVATIONS
@@ -76,7 +76,7 @@ class CpuExperts:
         out = down.rows(inner, sorted_by, self._workspace, spare=int(self._elsewhere))
         gate_up.kernels.join(out, sorted_by.places, weights.contiguous(), total)
 
-    def _inner(self, kernels: CpuKernels, found: Tensor) -> Tensor:
+    def _inner(self, kernels: KernelCalls, found: Tensor) -> Tensor:
         """Return the activation of gates and ups [P, 2 I] as [P, I]."""
         if self._activation == "silu":
             out = self._workspace.get("experts swiglu", found.shape[0], found.shape[1] // 2)

@@ -1,32 +1,24 @@
-"""Compile the CPU's kernels in this process with llvmlite, and call them.
+"""Compile the CPU's kernels in this process with llvmlite.
 
 Code is compiled for this machine's CPU when a weight first needs it, and kept on disk. That takes about a second for
-each kind of weight, with its check. Threads are those of torch's OpenMP pool, through ``GOMP_parallel``; without that
-symbol products run on one thread.
+each kind of weight, with its check.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
 import platform
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-from torch import Tensor
-
 from edgepipe.config import kernel_dir
+from edgepipe_torch.cpu.calls import HeadKernels, KernelCalls, Native, Product
 from edgepipe_torch.cpu.checking import head_error, product_error, step_error
-from edgepipe_torch.cpu.frame import CALL_FIELDS, frame_module
+from edgepipe_torch.cpu.frame import frame_module
 from edgepipe_torch.cpu.group_code import group_functions
-from edgepipe_torch.cpu.ir_text import float_bits
 from edgepipe_torch.cpu.kinds import Kind
 from edgepipe_torch.cpu.kv_code import packed_head_module
 from edgepipe_torch.cpu.product_code import ProductCode
@@ -43,70 +35,6 @@ T = TypeVar("T")
 
 _NEEDED = ("avx2", "fma", "f16c")  # of x86: without f16c, LLVM would call a library for float16
 _INSTALL = "pip install llvmlite"
-
-
-class Native:
-    """A compiled function with 64-bit arguments. Calls release the interpreter's lock."""
-
-    def __init__(self, engine: Any, name: str, num_arguments: int) -> None:
-        """Raises KernelsUnavailable if there is no such function."""
-        self.address: int = engine.get_function_address(name)
-        if not self.address:
-            raise KernelsUnavailable(f"the compiled code has no function {name}")
-        self.call: Callable[..., None] = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * num_arguments)(self.address)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
-    """Functions of one kind of weight; see ``product_code``."""
-
-    work: Native  # called by ``CpuKernels.multiply``, through a segment
-    take: Native  # segment, ids [T] int64, T, out [T, I] float32
-    by: str  # for people: "own kernels (AVX2)"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadKernels:
-    """Functions for heads of one size and form, with addresses as arguments; see ``step_code``, ``kv_code``."""
-
-    rotate: Native
-    attend: Native
-
-
-class Recording:
-    """Calls of kernels, to repeat with the same addresses, and torch's work between them. It owns the arrays."""
-
-    def __init__(self) -> None:
-        self.owned: list[object] = []
-        self._calls: list[tuple[int, ...]] = []  # since the last work
-        self._parts: list[npt.NDArray[np.int64] | Callable[[], None]] = []
-
-    def add(self, function: Native, arguments: tuple[int, ...]) -> None:
-        """Record a call."""
-        unused = (0,) * (CALL_FIELDS - 1 - len(arguments))
-        self._calls.append((function.address, *arguments, *unused))
-
-    def add_work(self, work: Callable[[], Tensor], result: Tensor) -> None:
-        """Record torch's work. ``result``: what it returned, where later calls read; it stays."""
-
-        def repeat() -> None:
-            found = work()
-            if found.data_ptr() != result.data_ptr():
-                result.copy_(found)
-
-        self._end_calls()
-        self.owned.append(result)
-        self._parts.append(repeat)
-
-    def parts(self) -> Sequence[npt.NDArray[np.int64] | Callable[[], None]]:
-        """Return calls [n, CALL_FIELDS] and work, in order."""
-        self._end_calls()
-        return self._parts
-
-    def _end_calls(self) -> None:
-        if self._calls:
-            self._parts.append(np.array(self._calls, np.int64))
-            self._calls = []
 
 
 class Compiler:
@@ -153,7 +81,7 @@ class Compiler:
         return self._target.create_target_machine(cpu=self._cpu, features=self._flags, opt=3, jit=True)
 
 
-class CpuKernels:
+class CpuKernels(KernelCalls):
     """The compiled functions of one process. Each is compared with float64 results when it is compiled."""
 
     def __init__(self, compiler: Compiler) -> None:
@@ -163,77 +91,8 @@ class CpuKernels:
         self._heads: dict[tuple[int, int, bool], HeadKernels | KernelsUnavailable] = {}  # by sizes, and packed KV
         self._repacks: dict[str, Native | KernelsUnavailable] = {}  # by GGUF type
         self._recurrent: dict[StepForm, Native | KernelsUnavailable] = {}
-        self._recording: Recording | None = None
-        self._calls = _openmp()
-        frame, vectors = self._compile(frame_module(group_functions())), self._compile(vector_module())
-        self._multiply, self._replay = Native(frame, "multiply", 10), Native(frame, "replay", 2)
-        self._groups, self._join = Native(frame, "multiply_groups", 10), Native(vectors, "join", 7)
-        self._normalise, self._swiglu = Native(vectors, "normalise", 8), Native(vectors, "swiglu", 4)
+        super().__init__(self._compile(frame_module(group_functions())), self._compile(vector_module()))
         _refuse_wrong("norms and SwiGLU", step_error(self))
-
-    @property
-    def parallel(self) -> bool:
-        """Whether products can run on several threads."""
-        return self._calls is not None
-
-    @property
-    def openmp(self) -> int:
-        """Address of the three functions that kernels need for several threads; 0 without."""
-        return ctypes.addressof(self._calls) if self._calls is not None else 0
-
-    @contextmanager
-    def record(self) -> Generator[Recording]:
-        """Record all calls of kernels within the context, which also run."""
-        recording = self._recording = Recording()
-        try:
-            yield recording
-        finally:
-            self._recording = None
-
-    def replay(self, recording: Recording) -> None:
-        """Repeat recorded calls and work."""
-        for part in recording.parts():
-            if callable(part):
-                part()
-            else:
-                self._replay.call(part.ctypes.data, len(part))
-
-    def compute(self, work: Callable[[], Tensor]) -> Tensor:
-        """Run torch's work, and record it as a whole, with the kernels that it calls. Return its result."""
-        recording, self._recording = self._recording, None
-        try:
-            found = work()
-        finally:
-            self._recording = recording
-        if recording is not None:
-            recording.add_work(work, found)
-        return found
-
-    def run(self, function: Native, arguments: tuple[int, ...], owned: tuple[object, ...] = ()) -> None:
-        """Call a function. ``owned``: arrays at its addresses, kept by a recording."""
-        if self._recording is not None:
-            self._recording.add(function, arguments)
-            self._recording.owned += owned
-        function.call(*arguments)
-
-    @property
-    def recording(self) -> bool:
-        """Whether calls are recorded: arrays at their addresses must stay."""
-        return self._recording is not None
-
-    def normalise(self, x: Tensor, weight: Tensor, out: Tensor, epsilon: float) -> None:
-        """Write the RMSNorm of x [T, H] or, per head, of x [T, heads, D] to out, which may be x.
-
-        The last two axes lie without gaps. The last is a multiple of 8.
-        """
-        inner = x.shape[1] if x.dim() == 3 else 1
-        shape = (x.shape[0], inner, weight.shape[0], x.stride(0))
-        arguments = (x.data_ptr(), weight.data_ptr(), out.data_ptr(), *shape, float_bits(epsilon))
-        self.run(self._normalise, arguments, (x, weight, out))
-
-    def swiglu(self, x: Tensor, out: Tensor) -> None:
-        """Write silu(x[:, :I]) * x[:, I:] of x [T, 2 I] to out [T, I]; I is a multiple of 8."""
-        self.run(self._swiglu, (x.data_ptr(), out.data_ptr(), out.shape[0], out.shape[1]), (x, out))
 
     def heads(self, head_dim: int, value_width: int = 0, *, packed_kv: bool = False) -> HeadKernels:
         """Return the kernels for heads of a size, a multiple of 8, with float32 or 8-bit KV; see ``head_module``.
@@ -264,55 +123,6 @@ class CpuKernels:
         if form not in self._recurrent:
             self._recurrent[form] = _result_or_reason(form.name, lambda: self._load_recurrent(form))
         return _or_raise(self._recurrent[form])
-
-    def multiply(
-        self,
-        segments: int,
-        x: Tensor,
-        out: Tensor,
-        scratch: Tensor,
-        *,
-        slot: int,
-        accumulate: bool,
-        threads: int,
-    ) -> None:
-        """Multiply x [T, I] with a chain of segments into out [T, O], or add to it. All float32, rows without gaps.
-
-        ``scratch``: at least T * slot floats for each slot of the segments.
-        """
-        team = threads if self._calls is not None else 1
-        rows, columns = out.shape
-        places = (segments, x.data_ptr(), rows, out.data_ptr(), columns, int(accumulate), scratch.data_ptr(), slot)
-        self.run(self._multiply, (*places, team, self.openmp), (x, out, scratch))
-
-    def multiply_groups(
-        self,
-        groups: npt.NDArray[np.int64],
-        x: Tensor,
-        out: Tensor,
-        scratch: Tensor,
-        *,
-        pitch: int,
-        slot: int,
-        threads: int,
-    ) -> None:
-        """Multiply the rows of x [P, I] into out [P, O], each group with a chain of segments of its own.
-
-        groups   [n, 3] of ``group_code.GROUP``; together they hold all rows
-        pitch    floats of a row's prepared inputs: slot floats for each slot of a chain
-        scratch  at least P * pitch floats
-        """
-        team = threads if self._calls is not None else 1
-        places = (groups.ctypes.data, len(groups), x.data_ptr(), out.data_ptr(), out.shape[1], scratch.data_ptr())
-        self.run(self._groups, (*places, pitch, slot, team, self.openmp), (groups, x, out, scratch))
-
-    def join(self, out: Tensor, places: Tensor, weights: Tensor, total: Tensor) -> None:
-        """Add to each row of total [T, H] the rows places [T, K] int64 of out [P, H] times weights [T, K], in order.
-
-        H is a multiple of 8. All lie without gaps.
-        """
-        addresses = (out.data_ptr(), places.data_ptr(), weights.data_ptr(), total.data_ptr())
-        self.run(self._join, (*addresses, *places.shape, total.shape[1]), (out, places, weights, total))
 
     def _load_product(self, kind: Kind) -> Product:
         width = self._compiler.width
@@ -400,16 +210,3 @@ def _or_raise(found: T | KernelsUnavailable) -> T:
 
 def _is_x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64")
-
-
-def _openmp() -> Any | None:
-    """Return the addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads, as an array; None without."""
-    process = ctypes.CDLL(None)
-    try:
-        found = [
-            ctypes.cast(getattr(process, name), ctypes.c_void_p).value
-            for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-        ]
-    except AttributeError:
-        return None
-    return (ctypes.c_int64 * 3)(*[address or 0 for address in found])

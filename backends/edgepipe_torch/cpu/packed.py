@@ -22,8 +22,9 @@ from torch import Tensor
 from edgepipe.backend.types import PackedProducts
 from edgepipe.model.gguf_packing import pack_gguf
 from edgepipe.model.packed import Packed
+from edgepipe_torch.cpu.calls import KernelCalls, Native, Product
 from edgepipe_torch.cpu.frame import SEGMENT
-from edgepipe_torch.cpu.kernels import CpuKernels, Kernels, Native, Product, cpu_kernels
+from edgepipe_torch.cpu.kernels import CpuKernels, Kernels, cpu_kernels
 from edgepipe_torch.cpu.kinds import TILE, Kind
 from edgepipe_torch.cpu.packed_weight import NUMBERS, PackedWeight, tile_floats
 from edgepipe_torch.cpu.repack import repack, repack_blocks
@@ -40,7 +41,7 @@ _WIDE_ROWS = 256  # widened at once without kernels
 class Chain:
     """What the kernels need of a product, beside its inputs."""
 
-    kernels: CpuKernels
+    kernels: KernelCalls
     first: int  # address of the first segment
     slot: int  # floats of a row's prepared inputs for one slot
     pitch: int  # for all slots

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from edgepipe.model.resident import cpu_group
+from edgepipe_torch.cpu.calls import Product
 from edgepipe_torch.cpu.frame import SEGMENT
 from edgepipe_torch.cpu.kinds import (
     NUM_FACTORS,
@@ -31,9 +31,6 @@ from edgepipe_torch.cpu.kinds import (
     input_factor,
 )
 from edgepipe_torch.cpu.layout import integer_levels
-
-if TYPE_CHECKING:
-    from edgepipe_torch.cpu.kernels import Product
 
 _TOP_EXPONENT = 15  # largest scale: below 2**15, so that float16 holds the largest 2**29 of range as normal numbers
 _NORMAL_EXPONENT = 126  # 2 to this power, or to its negative, is a normal float32

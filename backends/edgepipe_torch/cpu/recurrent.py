@@ -6,19 +6,16 @@ N rows with one token, C channels of the convolution, F features of the input pr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
+from edgepipe_torch.cpu.calls import KernelCalls, Native
 from edgepipe_torch.cpu.ir_text import float_bits
 from edgepipe_torch.cpu.recurrent_phase import STEP_JOB
 from edgepipe_torch.layers.linear import Workspace
 from edgepipe_torch.layers.recurrent import MixerWeights, State
-
-if TYPE_CHECKING:
-    from edgepipe_torch.cpu.kernels import CpuKernels, Native
 
 _PLACES = ("x", "into", "out_of", "z", "first", "second")  # parts of the input product
 
@@ -28,7 +25,7 @@ class CompiledStep:
 
     def __init__(
         self,
-        kernels: CpuKernels,
+        kernels: KernelCalls,
         function: Native,
         spec: Recurrent,
         weights: MixerWeights,

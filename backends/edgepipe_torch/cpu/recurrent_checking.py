@@ -6,20 +6,17 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from edgepipe.model.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv
+from edgepipe_torch.cpu.calls import KernelCalls, Native
 from edgepipe_torch.cpu.recurrent import CompiledStep
 from edgepipe_torch.cpu.recurrent_code import StepForm
 from edgepipe_torch.layers.linear import PlainLinear, Workspace
 from edgepipe_torch.layers.recurrent import Convolution, DeltaNetMixer, Mamba2Mixer, ShortConvMixer
-
-if TYPE_CHECKING:
-    from edgepipe_torch.cpu.kernels import CpuKernels, Native
 
 _BOUND = 2.0**-17  # of the largest value of a tensor
 _EPS = 1e-5
@@ -30,7 +27,7 @@ _READ, _WRITE = (4, 2, 1), (0, 2, 3)  # the second row in place
 _CPU = torch.device("cpu")
 
 
-def recurrent_error(kernels: CpuKernels, form: StepForm, function: Native) -> float:
+def recurrent_error(kernels: KernelCalls, form: StepForm, function: Native) -> float:
     """Return the largest error of a step's outputs and states, on one thread and on two, in units of the bound."""
     rng = np.random.default_rng(8)
     worst = 0.0

@@ -7,7 +7,7 @@ I in features, O out features, G groups.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +21,11 @@ from edgepipe.model.packed import Floats, Packed
 from edgepipe.model.packed_form import CODEBOOKS, PackedForm
 from edgepipe.model.resident import cpu_group
 from edgepipe.model.tensors import RawTensor, TensorInfo
+from edgepipe_torch.cpu.calls import Native
 from edgepipe_torch.cpu.kinds import E2M1_ZERO, TILE, Kind
 from edgepipe_torch.cpu.layout import planes_of
 from edgepipe_torch.cpu.packed_weight import PackedWeight, on_threads
 from edgepipe_torch.layers.host_weights import StoredBlocks
-
-if TYPE_CHECKING:
-    from edgepipe_torch.cpu.kernels import Native
 
 _CHUNK_VALUES = 1 << 18  # repacked at once by numpy
 _READ_BYTES = 1 << 20  # read and repacked at once by compiled code

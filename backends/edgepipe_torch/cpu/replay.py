@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from edgepipe.backend.step_layout import StepLayout
-from edgepipe_torch.cpu.kernels import CpuKernels, Recording
+from edgepipe_torch.cpu.calls import KernelCalls, Recording
 from edgepipe_torch.cpu.packed import PackedCpuLinear
 from edgepipe_torch.cpu.step_ops import CompiledOps, SingleQueries
 from edgepipe_torch.layers.attention import SHORT_ROWS, single_queries
@@ -97,7 +97,7 @@ class _Step:
         self.longest = longest
         self.hidden = torch.zeros(rows, config.hidden_size)
         self._decoder = decoder
-        self._kernels: CpuKernels = ops.kernels
+        self._kernels: KernelCalls = ops.kernels
         self._pool = pool
         self._states = states
         kinds = [alike[0] for alike in by_kind(decoder.heads)]

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from edgepipe.model.facts import ModelConfig
+from edgepipe_torch.cpu.calls import HeadKernels
 from edgepipe_torch.cpu.ir_text import float_bits
-from edgepipe_torch.cpu.kernels import CpuKernels, HeadKernels, Kernels, KernelsUnavailable
+from edgepipe_torch.cpu.kernels import CpuKernels, Kernels, KernelsUnavailable
 from edgepipe_torch.cpu.recurrent import CompiledStep
 from edgepipe_torch.cpu.recurrent_code import step_form
 from edgepipe_torch.cpu.step_code import ATTEND_JOB

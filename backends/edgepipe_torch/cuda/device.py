@@ -1,4 +1,4 @@
-"""A CUDA device as a ``Device``, in bf16 by default."""
+"""A CUDA device as a ``Device``."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from edgepipe_torch.cuda.paging import Paging, find_paging
 from edgepipe_torch.cuda.transfer import CudaTransfer
 from edgepipe_torch.layers.attention import CausalMasks, SequenceAttention, StepAttention
 from edgepipe_torch.layers.decoder import Decoder
-from edgepipe_torch.layers.device import PAGE_TOKENS, AllocatedSlice
-from edgepipe_torch.layers.experts import ExpertProducts, each_expert
+from edgepipe_torch.layers.device import PAGE_TOKENS, AllocatedSlice, Device, SliceSteps
+from edgepipe_torch.layers.experts import ExpertProducts
 from edgepipe_torch.layers.kv import KVStorage
 from edgepipe_torch.layers.linear import Linear, PartForms, PlainLinear, Workspace
 from edgepipe_torch.layers.measuring import CPU_MEASURED, Measured, bandwidth, dtype_name, matrix_rate
@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 _MEASURED = Measured(weights=32, shape=(8192, 4096), square=8192)  # 2.2 GB in bf16
 
 
-class CudaDevice:
-    """See ``Device``."""
+class CudaDevice(Device):
+    """A GPU, in bf16 by default."""
 
     own_memory = True
     reads_stored = False
@@ -105,36 +105,27 @@ class CudaDevice:
         return found
 
     def free_bytes(self) -> int:
-        """See ``Device``."""
         torch.cuda.empty_cache()  # CUDA counts it as used
         return torch.cuda.mem_get_info(self.place)[0]
 
     def start_load(self, kept: RepackedPlace | None) -> None:
-        """See ``Device``."""
         torch.cuda.set_device(self.place)  # for this thread: events and graphs use the current device
 
     def product(self, role: str, in_features: int, sizes: Sequence[int], parts: PartForms) -> Linear:
-        """See ``Device``."""
         if any(parts.forms):
             return PackedCudaLinear(in_features, sizes, parts.forms, dtype=self.dtype, device=self.place)
         return PlainLinear(in_features, sizes, dtype=self.dtype, device=self.place)
 
-    def router(self, in_features: int, count: int) -> Linear | None:
-        """See ``Device``."""
-        return None
-
     def choice(self, how: Router) -> Choose:
-        """See ``Device``."""
         library = expert_library(self.place, self.dtype) if how.groups == 1 else None
         return choose if library is None else library.routing().choose
 
     def experts(
         self, spec: Experts, in_features: int, count: int, gate_up: PartForms, down: PartForms
     ) -> ExpertProducts:
-        """See ``Device``."""
         library = expert_library(self.place, self.dtype) if spec.gated else None
         if library is None:
-            return each_expert(self.product, spec, in_features, count, gate_up, down)
+            return super().experts(spec, in_features, count, gate_up, down)
         first = ExpertMatrix(
             count, in_features, len(gate_up.forms), spec.inner, gate_up.forms, device=self.place, library=library
         )
@@ -142,26 +133,16 @@ class CudaDevice:
         return CudaExperts(first, last, spec.activation, library)
 
     def compile_steps(self, config: ModelConfig, mixers: Iterable[Mixer], *, has_packed: bool) -> StepOps:
-        """See ``Device``."""
         use_kernels(mixers, self._step_kernels, self.dtype)
         return TorchOps(config)
 
-    def finish_load(self) -> None:
-        """See ``Device``."""
-
     def pads_steps(self, block_size: int) -> bool:
-        """See ``Device``."""
         return self._pages(block_size) is not None
 
     def slice_steps(self, allocated: AllocatedSlice) -> CudaSteps:
-        """See ``Device``."""
         return CudaSteps(allocated, self._pages(allocated.block_size), self._masks, self.transfer, self.dtype)
 
-    def wait_until_kept(self, timeout_s: float) -> None:
-        """See ``Device``."""
-
     def release(self) -> None:
-        """See ``Device``."""
         self._reset()
         gc.collect()  # the error of a failed load may hold tensors
         torch.cuda.empty_cache()
@@ -178,8 +159,8 @@ class CudaDevice:
         torch.cuda.synchronize(self.place)
 
 
-class CudaSteps:
-    """See ``SliceSteps``."""
+class CudaSteps(SliceSteps):
+    """Steps of a slice on a GPU."""
 
     def __init__(
         self,
@@ -202,7 +183,6 @@ class CudaSteps:
         self.counted_rows = None if self.graphs is None else ROWS
 
     def attention(self, prepared: PreparedStep) -> StepAttention:
-        """See ``SliceSteps``."""
         pool = self._pool
         if isinstance(pool, PackedKVStorage):
             return PackedSequenceAttention(prepared, pool, self._masks, self._dtype)
@@ -211,7 +191,6 @@ class CudaSteps:
         return SequenceAttention(prepared, pool, self._masks)
 
     def replay(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Tensor | None:
-        """See ``SliceSteps``."""
         if self.graphs is None or not can_replay(prepared.layout, head=self._head):
             return None
         return self.graphs.run(prepared, inputs)

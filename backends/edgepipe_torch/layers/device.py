@@ -19,13 +19,13 @@ from edgepipe.model.layer_spec import Experts, Router
 from edgepipe.model.repacked import RepackedPlace
 from edgepipe_torch.layers.attention import StepAttention
 from edgepipe_torch.layers.decoder import Decoder, SliceWeights
-from edgepipe_torch.layers.experts import ExpertProducts
+from edgepipe_torch.layers.experts import ExpertProducts, each_expert
 from edgepipe_torch.layers.kv import KVStorage
 from edgepipe_torch.layers.linear import Linear, PartForms, Workspace
 from edgepipe_torch.layers.packed_kv import PackedKVStorage
 from edgepipe_torch.layers.prepared import PreparedStep
 from edgepipe_torch.layers.recurrent import Mixer
-from edgepipe_torch.layers.routing import Choose
+from edgepipe_torch.layers.routing import Choose, choose
 from edgepipe_torch.layers.slice_ends import SliceEnds
 from edgepipe_torch.layers.states import StatePool
 from edgepipe_torch.layers.step_ops import StepOps
@@ -49,10 +49,7 @@ class AllocatedSlice:
 class SliceSteps(Protocol):
     """How a device computes the steps of one slice."""
 
-    @property
-    def counted_rows(self) -> Collection[int] | None:
-        """Numbers of rows that recorded steps compute without surplus rows; None: any number."""
-        ...
+    counted_rows: Collection[int] | None  # numbers of rows that recorded steps compute without surplus rows; None: any
 
     def attention(self, prepared: PreparedStep) -> StepAttention:
         """Return the attention of a step, in the layers of one memory class."""
@@ -69,7 +66,7 @@ class SliceSteps(Protocol):
 
 
 class Device(Protocol):
-    """A CPU or a GPU."""
+    """A CPU or a GPU. Devices inherit what they do not do themselves."""
 
     place: torch.device
     dtype: torch.dtype  # that layers compute in
@@ -92,7 +89,6 @@ class Device(Protocol):
 
     def start_load(self, kept: RepackedPlace | None) -> None:
         """Prepare this thread and the cache of repacked weights. ``kept``: its place beside a model of the store."""
-        ...
 
     def product(self, role: str, in_features: int, sizes: Sequence[int], parts: PartForms) -> Linear:
         """Make an empty product of parts with these out features.
@@ -103,17 +99,17 @@ class Device(Protocol):
 
     def router(self, in_features: int, count: int) -> Linear | None:
         """Make the product of a router, whose rows have the same logits in any batch; None: there are no kernels."""
-        ...
+        return None
 
     def choice(self, how: Router) -> Choose:
         """Return what chooses experts by their logits."""
-        ...
+        return choose
 
     def experts(
         self, spec: Experts, in_features: int, count: int, gate_up: PartForms, down: PartForms
     ) -> ExpertProducts:
         """Make ``count`` empty experts of a mixture."""
-        ...
+        return each_expert(self.product, spec, in_features, count, gate_up, down)
 
     def compile_steps(self, config: ModelConfig, mixers: Iterable[Mixer], *, has_packed: bool) -> StepOps:
         """Compile what computes between products; give each mixer its kernel. ``has_packed``: some weights are packed.
@@ -124,11 +120,10 @@ class Device(Protocol):
 
     def finish_load(self) -> None:
         """Begin to keep what was repacked."""
-        ...
 
     def pads_steps(self, block_size: int) -> bool:
         """Return whether recorded steps have surplus rows, which need a spare block and a spare slot of states."""
-        ...
+        return False
 
     def slice_steps(self, allocated: AllocatedSlice) -> SliceSteps:
         """Return what computes a slice's steps. Checking kernels may take seconds."""
@@ -136,7 +131,6 @@ class Device(Protocol):
 
     def wait_until_kept(self, timeout_s: float) -> None:
         """Wait until the repacked weights are on disk. Raises TimeoutError."""
-        ...
 
     def release(self) -> None:
         """Forget buffers and what belongs to a load; return cached memory."""
