@@ -242,7 +242,8 @@ class TorchBackend:
         """Release all memory, and keep what was learnt of experts. May be called twice."""
         self._uses.save()
         self._forget()
-        self._device.release()
+        for device in (self._device, self._host):
+            device.release()
 
     def _forget(self) -> None:
         self._config: ModelConfig | None = None

@@ -43,15 +43,11 @@ class SingleQuery:
     slots: npt.NDArray[np.int64] | None  # [length] of scattered keys
 
 
-class BoundQueries(Protocol):
-    """A ``StepAttention`` of rows with one query each."""
+class BoundQueries(StepAttention, Protocol):
+    """Attention of rows with one query each; it leaves out's other rows as they are."""
 
     def fill(self, rows: Sequence[SingleQuery]) -> None:
         """Set the rows' keys; as many rows as at the start."""
-        ...
-
-    def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
-        """Attend for the rows; leave out's other rows as they are."""
         ...
 
 

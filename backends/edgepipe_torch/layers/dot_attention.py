@@ -5,7 +5,7 @@ n rows, L visible keys, Hkv kv heads, G query heads for each of them, D head dim
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -13,31 +13,11 @@ from torch import Tensor
 
 from edgepipe_torch.layers.head_shape import LayerHeads
 
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, LayerHeads, Tensor | None], Tensor]
+"""Attends as ``attend`` does, by a device's kernels."""
 
-class Attend(Protocol):
-    """Attention by torch, on one device."""
-
-    def __call__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        heads: LayerHeads,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """See ``attend``."""
-        ...
-
-
-class FusedAttention(Protocol):
-    """Attention of [batch, heads, rows, D] by one kernel."""
-
-    def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None
-    ) -> Tensor:
-        """Return the outputs; ``sinks`` with the axes of queries up to the rows."""
-        ...
+FusedAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, Tensor | None], Tensor]
+"""Attends by one kernel: queries [batch, heads, n, D], keys, values, mask, scale, sinks with the axes before D."""
 
 
 def attend(
