@@ -72,8 +72,8 @@ class SliceBuilder:
         Raises ArchitectureUnsupported.
         """
         self._config = config
-        self._computing, self._host = device, host
-        self._dtype, self._device = device.dtype, device.place
+        self._device, self._host = device, host
+        self._dtype, self._place = device.dtype, device.place
         self._rotations = rotations
         self._ram_percent = ram_percent
         self._uses = uses or ExpertUses(None)
@@ -182,8 +182,8 @@ class SliceBuilder:
             output=self._linear([(prefix + "o_proj", hidden, None)], attention.output_width),
             query_norm=self._qk_norm(prefix + "q_norm.weight", attention.query_width, attention),
             key_norm=self._qk_norm(prefix + "k_norm.weight", key, attention),
-            value_norm=torch.ones(size, dtype=self._dtype, device=self._device) if attention.value_norm else None,
-            value_order=pair_order(size, attention).argsort().to(self._device) if from_keys else None,
+            value_norm=torch.ones(size, dtype=self._dtype, device=self._place) if attention.value_norm else None,
+            value_order=pair_order(size, attention).argsort().to(self._place) if from_keys else None,
             rotation=self._rotations.get((attention.rope, attention.rotated)),
             temperature=self._rotations.get(attention.temperature) if attention.temperature else None,
         )
@@ -203,7 +203,7 @@ class SliceBuilder:
         sizes = {"qkv": spec.channels, "z": values, "b": spec.value_heads, "a": spec.value_heads}
         product = self._linear([(f"{prefix}in_proj_{name}", size, None) for name, size in sizes.items()], hidden)
         convolution = self._convolution(prefix + "conv1d", spec.channels, spec.taps)
-        mixer = DeltaNetMixer(spec, product, convolution, eps=self._config.norm.eps, device=self._device)
+        mixer = DeltaNetMixer(spec, product, convolution, eps=self._config.norm.eps, device=self._place)
         self._exact(prefix + "dt_bias", mixer.dt_bias)
         self._exact(prefix + "A_log", mixer.rates, torch.exp)
         self._exact(prefix + "norm.weight", mixer.norm)
@@ -219,7 +219,7 @@ class SliceBuilder:
         hidden, inner = self._config.hidden_size, spec.heads * spec.head_dim
         product = self._linear([(prefix + "in_proj", inner + spec.channels + spec.heads, None)], hidden)
         convolution = self._convolution(prefix + "conv1d", spec.channels, spec.taps)
-        mixer = Mamba2Mixer(spec, product, convolution, eps=self._config.norm.eps, device=self._device)
+        mixer = Mamba2Mixer(spec, product, convolution, eps=self._config.norm.eps, device=self._place)
         self._exact(prefix + "dt_bias", mixer.dt_bias)
         self._exact(prefix + "A_log", mixer.rates, torch.exp)
         self._exact(prefix + "D", mixer.skips)
@@ -255,7 +255,7 @@ class SliceBuilder:
             rotation=self._rotations[attention.rope, attention.rotated],
             temperature=self._rotations.get(attention.temperature) if attention.temperature else None,
             dtype=self._dtype,
-            device=self._device,
+            device=self._place,
         )
         if latent.query_rank:
             self._send(f"{prefix}q_a_layernorm.weight", lambda weight: copy_exactly(made.query_norm, floats_of(weight)))
@@ -297,7 +297,7 @@ class SliceBuilder:
             if how.expert_scales
             else None,
         )
-        router.choose = self._computing.choice(how)
+        router.choose = self._device.choice(how)
         shared: Gated | None = None
         if experts.shared_inner:
             activation = "silu" if experts.gated else experts.activation
@@ -315,7 +315,7 @@ class SliceBuilder:
         The kernels give a row the same logits whichever rows are beside it, so that it always has the same experts.
         """
         shape = count, self._config.hidden_size
-        linear = self._computing.router(self._config.hidden_size, count)
+        linear = self._device.router(self._config.hidden_size, count)
         if linear is None:
             weight = self._matrix(name + ".weight", shape, torch.float32)
             return weight, self._matrix(name + ".bias", (count,), torch.float32) if biased else None
@@ -345,12 +345,12 @@ class SliceBuilder:
         layer, count = int(prefix.split(".")[2]), experts.count
         beside = numbers_in_ram(count, self._ram_percent, self._uses.kept(layer, count))
         own = sorted({*range(count)} - {*beside})
-        on_device = self._experts(experts, prefix, self._computing, own) if own else None
+        on_device = self._experts(experts, prefix, self._device, own) if own else None
         if not beside:
             return on_device, None
         in_ram = self._experts(experts, prefix, self._host, beside)
-        uses, transfer = self._uses.counter(layer, count), self._computing.transfer
-        return on_device, ExpertsInRam(in_ram, beside, uses, transfer=transfer, device=self._device)
+        uses, transfer = self._uses.counter(layer, count), self._device.transfer
+        return on_device, ExpertsInRam(in_ram, beside, uses, transfer=transfer, device=self._place)
 
     def _experts(self, experts: Experts, prefix: str, device: Device, numbers: Sequence[int]) -> ExpertProducts:
         """Make the experts ``numbers`` of a layer on a device."""
@@ -390,7 +390,7 @@ class SliceBuilder:
         if self._config.tied_embeddings and isinstance(head, Table):
             return head
         info = self._infos.get(EMBEDDING)
-        if self._computing.packed and info is not None and info.form is not None:
+        if self._device.packed and info is not None and info.form is not None:
             table = self._merged(
                 "embedding", [(EMBEDDING, "", self._config.vocab_size, None)], self._config.hidden_size
             )
@@ -399,7 +399,7 @@ class SliceBuilder:
         dtype = self._dtype
         if dtype == torch.float32 and info is not None:  # the decoder widens rows
             dtype = exact_type(info)
-        rows = torch.empty(self._config.vocab_size, self._config.hidden_size, dtype=dtype, device=self._device)
+        rows = torch.empty(self._config.vocab_size, self._config.hidden_size, dtype=dtype, device=self._place)
         self._send(EMBEDDING, lambda tensor: copy_exactly(rows, floats_of(tensor)))
         return rows
 
@@ -412,7 +412,7 @@ class SliceBuilder:
         names = {name for weight, bias, _size, _pairs in parts for name in (weight, bias) if name in self._infos}
         sizes = [size for _weight, _bias, size, _pairs in parts]
         forms = self._forms([weight for weight, _bias, _size, _pairs in parts])
-        linear = self._computing.product(role, in_features, sizes, forms)
+        linear = self._device.product(role, in_features, sizes, forms)
         for index, (weight, bias, size, pairs) in enumerate(parts):
             self._send(weight, self._part_sink(linear, index, (size, in_features), pairs=pairs))
             self._send(bias, self._bias_sink(linear, index, size, pairs=pairs))
@@ -422,7 +422,7 @@ class SliceBuilder:
     def _forms(self, weights: Sequence[str]) -> PartForms:
         """Return how weights are stored."""
         infos = [self._infos.get(name) for name in weights]
-        forms = [info.form if info is not None and self._computing.packed else None for info in infos]
+        forms = [info.form if info is not None and self._device.packed else None for info in infos]
         return PartForms(forms, fit_16_bits=all(info.fits_16_bits for info in infos if info is not None))
 
     def _part_sink(self, linear: Linear, index: int, shape: tuple[int, int], *, pairs: Attention | None) -> Sink:
@@ -452,14 +452,14 @@ class SliceBuilder:
 
     def _vector(self, name: str, size: int, *, pairs: Attention | None = None) -> Tensor:
         """Make a norm's weight; the files of some families hold it minus one."""
-        vector = torch.empty(size, dtype=self._dtype, device=self._device)
+        vector = torch.empty(size, dtype=self._dtype, device=self._place)
         order = slice(None) if pairs is None else pair_order(size, pairs)
         more = 1.0 if self._config.norm.plus_one else 0.0
         self._send(name, lambda tensor: copy_exactly(vector, (floats_of(tensor)[order].float() + more)))
         return vector
 
     def _matrix(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        matrix = torch.empty(shape, dtype=dtype, device=self._device)
+        matrix = torch.empty(shape, dtype=dtype, device=self._place)
         self._send(name, lambda tensor: copy_exactly(matrix, floats_of(tensor)))
         return matrix
 
