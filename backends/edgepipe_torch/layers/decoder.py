@@ -74,11 +74,6 @@ class Decoder:
         return self._weights.part
 
     @property
-    def layers(self) -> Sequence[Layer]:
-        """The slice's layers."""
-        return self._weights.layers
-
-    @property
     def rotated_pairs(self) -> Sequence[int]:
         """Rotary pairs of each kind of rotary embedding among the model's layers."""
         return Rotations(self.config).pairs

@@ -38,5 +38,5 @@ def test_float32_biases_leave_weights_in_two_bytes(tmp_path: Path) -> None:
         rotations=Rotations(source.config).kinds,
     )
     assert "model.layers.0.self_attn.q_proj.bias" in {info.name for info in source.weights(loaded.part)}
-    assert all(isinstance(layer.mixer.products[0], HalfLinear) for layer in loaded.layers)
+    assert all(isinstance(layer.linears[0], HalfLinear) for layer in loaded.layers)
     assert cast("Any", loaded.embedding).dtype == torch.float16

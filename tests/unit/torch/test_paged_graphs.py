@@ -218,7 +218,7 @@ class TestStaleness:
         try:
             backend = middle_slice(CpuRecorder)
             sent = np.ones((2, TINY.hidden_size), np.float32)
-            held: list[weakref.ref[Any]] = [weakref.ref(backend._weights[0].layers[0].mixer.qkv)]
+            held: list[weakref.ref[Any]] = [weakref.ref(backend._weights[0].layers[0].linears[0])]
             for _ in range(2):
                 for position in range(3):
                     run_step(backend, make_step(singles(2, position)), sent)

@@ -21,6 +21,7 @@ from edgepipe_torch.layers.attention import CausalMasks  # noqa: E402
 from edgepipe_torch.layers.decoder import SliceWeights  # noqa: E402
 from edgepipe_torch.layers.kv import KVStorage  # noqa: E402
 from edgepipe_torch.layers.linear import Linear, PlainLinear  # noqa: E402
+from edgepipe_torch.layers.mixers import SelfAttention  # noqa: E402
 from edgepipe_torch.layers.slice_builder import SliceBuilder  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, LoadProgress  # noqa: E402
@@ -128,7 +129,7 @@ class TestLoading:
 
         def note(builder: SliceBuilder, *given: Any, **named: Any) -> None:
             build(builder, *given, **named)
-            made.append(weakref.ref(builder.weights.layers[0].mixer.qkv))
+            made.append(weakref.ref(builder.weights.layers[0].linears[0]))
 
         monkeypatch.setattr(SliceBuilder, "__init__", note)
         backend, config = TorchBackend(BackendOptions(device="cpu", threads=1)), tiny_config()
@@ -180,6 +181,7 @@ def held_bytes(weights: SliceWeights) -> int:
     for name in ("embedding", "final_norm", "head"):
         add(getattr(weights, name))
     for layer in weights.layers:
+        assert isinstance(layer.mixer, SelfAttention)
         for owner in (layer, layer.mixer):
             for name in owner.__slots__:
                 value = getattr(owner, name)
@@ -238,7 +240,7 @@ def pool_address(backend: TorchBackend) -> int:
 
 def count_rows(backend: TorchBackend) -> list[int]:
     counts: list[int] = []
-    for layer in backend._decoders[0].layers:
+    for layer in backend._weights[0].layers:
         for owner, name in (
             (layer.mixer, "qkv"),
             (layer.mixer, "output"),
