@@ -22,10 +22,10 @@ from bench_backend import backend_rows
 from bench_foundation import stored_demo
 from check_series import Check, Series
 from edgepipe_torch import TorchBackend
-from edgepipe_torch.compiled_code import KernelsUnavailable
-from edgepipe_torch.cuda_kernels.checking import worst_error
-from edgepipe_torch.cuda_kernels.forms import KernelForm
-from edgepipe_torch.cuda_kernels.library import cuda_library
+from edgepipe_torch.cuda.kernels.checking import worst_error
+from edgepipe_torch.cuda.kernels.forms import KernelForm
+from edgepipe_torch.cuda.kernels.library import cuda_library
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from figures import ROOT, Row, at_least, at_most, below, machine, print_rows
 from gpu_experts import expert_exact_rows, expert_rows
 from gpu_paged import paged_rows

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from edgepipe_torch.compiled_code import KernelsUnavailable
-from edgepipe_torch.cuda_kernels.checking import worst_expert_error
-from edgepipe_torch.cuda_kernels.forms import WIDE_FORM
-from edgepipe_torch.cuda_kernels.library import cuda_library
+from edgepipe_torch.cuda.kernels.checking import worst_expert_error
+from edgepipe_torch.cuda.kernels.forms import WIDE_FORM
+from edgepipe_torch.cuda.kernels.library import cuda_library
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from figures import Row, at_most, below
 from gpu_layers import MOST_ROWS, Layers
 

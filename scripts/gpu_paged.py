@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 from edgepipe_torch import TorchBackend
-from edgepipe_torch.compiled_code import KernelsUnavailable
-from edgepipe_torch.cuda_kernels.library import CudaLibrary, cuda_library
-from edgepipe_torch.cuda_kernels.paged_checking import random_heads, worst_decode_error
-from edgepipe_torch.cuda_kernels.paged_decode import PagedForm, paged_form
-from edgepipe_torch.head_shape import LayerHeads
-from edgepipe_torch.paging import PAGE_TOKENS, CudaRecorder
+from edgepipe_torch.cuda.kernels.library import CudaLibrary, cuda_library
+from edgepipe_torch.cuda.kernels.paged_checking import random_heads, worst_decode_error
+from edgepipe_torch.cuda.kernels.paged_decode import PagedForm, paged_form
+from edgepipe_torch.cuda.paging import CudaRecorder
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable
+from edgepipe_torch.layers.device import PAGE_TOKENS
+from edgepipe_torch.layers.head_shape import LayerHeads
 from figures import Row, below
 from torch import Tensor
 

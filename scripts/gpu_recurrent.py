@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from edgepipe_torch.compiled_code import KernelsUnavailable
-from edgepipe_torch.cuda_kernels.library import cuda_library
-from edgepipe_torch.cuda_kernels.recurrent_checking import worst_step_error
-from edgepipe_torch.cuda_kernels.recurrent_step import step_form
+from edgepipe_torch.cuda.kernels.library import cuda_library
+from edgepipe_torch.cuda.kernels.recurrent_checking import worst_step_error
+from edgepipe_torch.cuda.kernels.recurrent_step import step_form
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from figures import Row, at_least, at_most, below
 from gpu_layers import Layers
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from edgepipe_torch import TorchBackend, feed_forward
+from edgepipe_torch import TorchBackend
+from edgepipe_torch.layers import mixture
 from figures import Row, at_most
 from packed_shape import read_rate
 from parts import counted
@@ -137,15 +138,15 @@ def multiply_rate(threads: int) -> float:
 def counted_experts() -> Iterator[list[float]]:
     """Collect the share of experts that each layer's rows use within the context."""
     shares: list[float] = []
-    original = feed_forward.route
+    original = mixture.route
 
-    def counting(spec: feed_forward.Experts, router: feed_forward.RouterWeights, x: torch.Tensor):  # type: ignore[no-untyped-def]
+    def counting(spec: mixture.Experts, router: mixture.RouterWeights, x: torch.Tensor):  # type: ignore[no-untyped-def]
         chosen, weights = original(spec, router, x)
         shares.append(len(chosen.unique()) / spec.count)
         return chosen, weights
 
-    feed_forward.route = counting
+    mixture.route = counting
     try:
         yield shares
     finally:
-        feed_forward.route = original
+        mixture.route = original

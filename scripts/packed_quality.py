@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from edgepipe_mlx import MlxBackend
 from edgepipe_torch import TorchBackend
-from edgepipe_torch.linear import PlainLinear, Workspace
+from edgepipe_torch.layers.linear import PlainLinear, Workspace
 from figures import Row
 from gguf import GGUFReader
 
@@ -272,8 +272,8 @@ class _FloatProductsBackend(TorchBackend):
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
         """See ``Backend``."""
-        builder = "edgepipe_torch.slice_builder"
-        with patch(f"{builder}.PlainLinear", FloatProducts), patch(f"{builder}.TiledLinear", Float32Products):
+        device = "edgepipe_torch.cpu.device"
+        with patch(f"{device}.PlainLinear", FloatProducts), patch(f"{device}.TiledLinear", Float32Products):
             super().load(slices, weights, progress)
 
 

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from bench_backend import NEW_TOKENS, Ours
 from edgepipe_torch import TorchBackend
-from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels
-from edgepipe_torch.linear import Linear, Workspace
-from edgepipe_torch.loading import load_slices
-from edgepipe_torch.rope import Rotations
+from edgepipe_torch.cpu.device import CpuDevice
+from edgepipe_torch.cpu.kernels import CpuKernels, cpu_kernels
+from edgepipe_torch.layers.linear import Linear
+from edgepipe_torch.layers.loading import load_slices
+from edgepipe_torch.layers.rope import Rotations
 from figures import Row, below
 
 from edgepipe.backend.types import BackendOptions
@@ -55,14 +56,12 @@ def _products(weights: WeightSource, rows: int) -> tuple[Callable[[], float], Ca
     """Return functions that compute the layers' products and the head's, and return their seconds."""
     config, shape = weights.config, flat(weights.config)
     slices = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
-    device = torch.device("cpu")
     (part,) = load_slices(
         slices,
         weights,
         lambda _: None,
-        dtype=torch.float32,
-        device=device,
-        workspace=Workspace(torch.float32, device),
+        device=CpuDevice(torch.float32),
+        host=CpuDevice(torch.float32),
         rotations=Rotations(config).kinds,
     )
     assert part.head is not None
@@ -74,7 +73,7 @@ def _products(weights: WeightSource, rows: int) -> tuple[Callable[[], float], Ca
     layers = [
         product
         for layer in part.layers
-        for product in zip((layer.qkv, layer.output, *layer.feed_forward.products), inputs, strict=True)
+        for product in zip((*layer.mixer.products, *layer.feed_forward.products), inputs, strict=True)
     ]
     return _timed(layers), _timed([(part.head, hidden)])
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,9 +15,7 @@ from torch import Tensor
 from edgepipe.backend.kv_setting import checked_kv
 from edgepipe.backend.step_layout import StepLayout
 from edgepipe.backend.types import (
-    DEFAULT_BLOCK_SIZE,
     Activations,
-    ActivationType,
     BackendOptions,
     DeviceProfile,
     LoadProgress,
@@ -37,49 +33,28 @@ from edgepipe.spec.memory_classes import memory_classes, stage_classes
 from edgepipe.spec.tensors import WeightInfo, WeightSource
 from edgepipe.units import format_bytes
 from edgepipe.weights.repacked import KeepsRepacked
-from edgepipe.weights.resident import WIDE, expert_bytes, weight_bytes
+from edgepipe.weights.resident import expert_bytes, weight_bytes
 from edgepipe.weights.weight_table import WeightTable, table_of
-from edgepipe_torch.attention import CausalMasks, SequenceAttention, StepAttention
-from edgepipe_torch.candidates import Picked, Scored, pick, score
-from edgepipe_torch.compiled_code import KernelsUnavailable
-from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels
-from edgepipe_torch.cpu_replay import DecodeReplays, can_record, can_replay_decode
-from edgepipe_torch.decoder import ClassTensors, Decoder, SliceWeights, StepTensors
-from edgepipe_torch.device import (
-    check_device,
-    choose_device,
-    choose_dtype,
-    dtype_name,
-    free_bytes,
-    lacks_memory,
-    measure,
-    set_threads,
-    with_ram,
-)
-from edgepipe_torch.expert_ram import CPU
-from edgepipe_torch.expert_reads import ExpertReads, ReadShare, covers
-from edgepipe_torch.expert_uses import ExpertUses
-from edgepipe_torch.graphs import ROWS, DecodeGraphs, can_replay
-from edgepipe_torch.head_shape import by_kind, kernels_fit
-from edgepipe_torch.kv import KVStorage
-from edgepipe_torch.linear import Workspace
-from edgepipe_torch.loading import load_slices
-from edgepipe_torch.mixer_steps import StepKernels, use_kernels
-from edgepipe_torch.packed_attention import PackedSequenceAttention
-from edgepipe_torch.packed_kv import PackedKVStorage
-from edgepipe_torch.paged import PageKernels, step_attention
-from edgepipe_torch.paging import PAGE_TOKENS, Paging, find_paging, find_step_kernels
-from edgepipe_torch.prepared import PreparedStep, prepare_step
-from edgepipe_torch.rope import Rotations
-from edgepipe_torch.shard_cache import ShardCache
-from edgepipe_torch.states import StatePool, StepStates, added_slots
-from edgepipe_torch.step_ops import CompiledOps
-from edgepipe_torch.transfer import Download, Transfer, make_transfer
-
-logger = logging.getLogger(__name__)
+from edgepipe_torch.devices import host_device, make_device
+from edgepipe_torch.layers.candidates import Picked, Scored, pick, score
+from edgepipe_torch.layers.decoder import Decoder, SliceWeights
+from edgepipe_torch.layers.device import AllocatedSlice, Device, SliceSteps
+from edgepipe_torch.layers.expert_reads import ExpertReads, ReadShare, covers
+from edgepipe_torch.layers.expert_uses import ExpertUses
+from edgepipe_torch.layers.head_shape import by_kind
+from edgepipe_torch.layers.kv import KVStorage
+from edgepipe_torch.layers.loading import load_slices
+from edgepipe_torch.layers.measuring import check_device, dtype_name, lacks_memory, set_threads
+from edgepipe_torch.layers.mixers import ClassTensors, StepTensors
+from edgepipe_torch.layers.packed_kv import PackedKVStorage
+from edgepipe_torch.layers.prepared import PreparedStep, prepare_step
+from edgepipe_torch.layers.rope import Rotations
+from edgepipe_torch.layers.slice_ends import SliceEnds
+from edgepipe_torch.layers.states import StatePool, StepStates, added_slots
+from edgepipe_torch.layers.transfer import Download
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StepTicket:
     """A submitted step."""
 
@@ -92,46 +67,25 @@ class StepTicket:
 class TorchBackend:
     """Runs slices of a Llama-like decoder on a CPU (float32) or a CUDA device (bf16)."""
 
-    def __init__(
-        self,
-        options: BackendOptions,
-        *,
-        paging: Paging | None = None,
-        kernels: CpuKernels | KernelsUnavailable | None = None,
-        step_kernels: StepKernels | None = None,
-    ) -> None:
-        """``paging`` replaces what the device offers for attention over pages and for graphs, ``kernels`` the CPU's.
+    def __init__(self, options: BackendOptions, *, device: Device | None = None) -> None:
+        """``device`` replaces the one that options name.
 
-        step_kernels  for one token of recurrent layers, by default the device's
-
-        Raises BackendUnavailable if the device is missing, ConfigInvalid for an unknown device or dtype.
+        Raises BackendUnavailable if the device is missing, ConfigInvalid for an unknown device, dtype or setting.
         """
-        self._device = choose_device(options.device)
-        self._dtype = choose_dtype(options.dtype, self._device)
+        self._device = device or make_device(options)
+        self._host = host_device()
         self._activation_type = options.activation_type
         set_threads(options.threads)
-        self._packed = _keeps_packed(options)
         self._ram_percent = chosen_share(options.settings)  # of each layer's experts, which stay in host memory
-        self._kernels = kernels
         self._kv = checked_kv(options.kv)
-        self._step_kernels = step_kernels or find_step_kernels(self._device)
-        self._paging = paging or find_paging(self._device, self._dtype)
-        if self._kv and self._paging is not None:
-            logger.info("8-bit KV saves memory and costs speed: attention runs without pages and graphs")
-            self._paging = None
-        self._transfer: Transfer = self._paging.transfer if self._paging else make_transfer(self._device)
-        self.block_sizes: tuple[int, ...] = (
-            (self._paging.page_tokens,) if self._paging else (DEFAULT_BLOCK_SIZE, PAGE_TOKENS)
-        )
-        self.max_submitted = self._transfer.max_submitted
+        self.block_sizes = self._device.block_sizes
+        self.max_submitted = self._device.transfer.max_submitted
         self.picks_candidates = _picks_candidates(options, self._device)
         self._forget()
 
     def profile(self) -> DeviceProfile:
         """Return memory as reported by the system or CUDA, and measured bandwidth and matrix rate."""
-        found = measure(self._device, self._dtype, block_sizes=self.block_sizes)
-        if self._device.type == "cuda":
-            found = with_ram(found)
+        found = self._device.profile()
         return replace(found, packing=self._packing, kv_forms=(KV_8BIT,), keeps_states=True)
 
     def load(self, slices: Sequence[Slice], weights: WeightSource, progress: Callable[[LoadProgress], None]) -> None:
@@ -140,54 +94,38 @@ class TorchBackend:
         Raises ModelInvalid, ArchitectureUnsupported, DeviceOutOfMemory.
         """
         self.close()
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # for this thread: events and graphs use the current device
+        device, kept = self._device, weights.repacked if isinstance(weights, KeepsRepacked) else None
+        device.start_load(kept)
         infos = [info for part in slices for info in weights.weights(part)]
-        self._uses = ExpertUses(weights.repacked if isinstance(weights, KeepsRepacked) else None)
+        self._uses = ExpertUses(kept)
         table = table_of(infos)
         placed = [self._placed_bytes(info, weights.config, table) for info in infos]
         needed = sum(own for own, _ in placed)
         self._check_ram(sum(beside for _, beside in placed))
         rotations = Rotations(weights.config)
-        cache = self._cache_of(weights)
         with self._memory_errors("the layers", needed):
             loaded = load_slices(
                 slices,
                 weights,
                 progress,
-                dtype=self._dtype,
-                device=self._device,
-                workspace=self._workspace,
+                device=device,
+                host=self._host,
                 rotations=rotations.kinds,
-                packed=self._packed,
-                kernels=self._kernels,
-                cache=cache,
                 ram_percent=self._ram_percent,
                 uses=self._uses,
             )
-            if self._step_kernels is not None:
-                mixers = [layer.mixer for part in loaded for layer in part.layers if layer.mixer is not None]
-                use_kernels(mixers, self._step_kernels, self._dtype)
+            mixers = [mixer for part in loaded for mixer in part.mixers]
+            has_packed = any(info.form is not None for info in infos)
+            ops = device.compile_steps(weights.config, mixers, has_packed=has_packed)
         self._config = weights.config
         self._rotations = rotations
         self._weights = {part.part.index: part for part in loaded}
-        self._ops = self._compiled_ops(weights.config) if self._kv or _has_packed(slices, weights) else None
-        if self._ops is not None:
-            self._ops.compile_mixers([layer.mixer for part in loaded for layer in part.layers if layer.mixer])
-        self._decoders = {part.part.index: Decoder(weights.config, part, self._workspace, self._ops) for part in loaded}
-        if cache is not None:
-            self._cache = cache
-            cache.write_in_background()
-
-    def _cache_of(self, weights: WeightSource) -> ShardCache | None:
-        """Return the cache of repacked weights beside a model of the store, where a CPU computes with them."""
-        place = weights.repacked if isinstance(weights, KeepsRepacked) else None
-        return ShardCache(place) if place and self._packed and self._device.type == "cpu" else None
+        self._decoders = {part.part.index: Decoder(weights.config, part, device.workspace, ops) for part in loaded}
+        device.finish_load()
 
     def wait_until_kept(self, timeout_s: float) -> None:
         """Wait until the repacked weights of the loaded slices are on disk. Raises TimeoutError."""
-        if self._cache is not None:
-            self._cache.wait(timeout_s)
+        self._device.wait_until_kept(timeout_s)
 
     def packed_products(self) -> Sequence[PackedProducts]:
         """Return what multiplies with the loaded packed weights, each once, the fallbacks last."""
@@ -197,20 +135,20 @@ class TorchBackend:
     def kv_block_bytes(self, config: ModelConfig, slices: Sequence[Slice], block_size: int) -> int:
         """Return the bytes of one block in all layers of the slices."""
         layers = [layer for part in slices for layer in part.layers]
-        return block_size * config.kv_bytes_per_token(layers, form=self._kv or dtype_name(self._dtype))
+        return block_size * config.kv_bytes_per_token(layers, form=self._kv or dtype_name(self._device.dtype))
 
     def allocate_kv(
         self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = (), state_slots: int = 0
     ) -> None:
         """Allocate every layer's pool, replacing existing ones. Raises DeviceOutOfMemory."""
         config = self._loaded_config()
-        self._pools, self._graphs, self._replays, self._page_kernels, self._states = {}, {}, {}, {}, {}
-        self._pages = self._paging if self._paging and block_size % self._paging.page_tokens == 0 else None
+        self._pools, self._steps, self._states = {}, {}, {}
+        spare = self._device.pads_steps(block_size)
         parts = [decoder.part for decoder in self._decoders.values()]
         classes = stage_classes(config, parts, num_blocks=num_blocks, window_blocks=window_blocks)
         num_bytes = sum(self.kv_block_bytes(config, own, block_size) * count for count, own in classes)
         state_bytes = config.state_bytes(layer for part in parts for layer in part.layers)
-        num_bytes += state_bytes * (state_slots + added_slots(spare=self._pages is not None))
+        num_bytes += state_bytes * (state_slots + added_slots(spare=spare))
         class_of = memory_classes(config).of_layer if window_blocks else (0,) * config.num_layers
         for decoder in self._decoders.values():
             kinds = by_kind(decoder.heads)
@@ -218,37 +156,23 @@ class TorchBackend:
             decoder.classes = [class_of[first + decoder.attending[alike[0].layer]] for alike in kinds]
         with self._memory_errors("the KV pool", num_bytes):
             self._pools = {
-                index: self._new_pool(decoder, (num_blocks, *window_blocks), block_size)
+                index: self._new_pool(decoder, (num_blocks, *window_blocks), block_size, spare=spare)
                 for index, decoder in self._decoders.items()
             }
             self._states = {
-                index: StatePool(own.mixers, state_slots, self._device, spare=self._pages is not None)
+                index: StatePool([mixer.spec for mixer in own.mixers], state_slots, self._device.place, spare=spare)
                 for index, own in self._weights.items()
                 if own.mixers
             }
         self._state_slots = state_slots
         self._num_blocks, self._block_size, self._window_blocks = num_blocks, block_size, tuple(window_blocks)
-        if self._pages is not None:
-            with self._memory_errors("the checks of kernels", 0):
-                self._page_kernels = {
-                    index: PageKernels(self._pages, decoder.heads) for index, decoder in self._decoders.items()
-                }
-            self._graphs = {
-                index: self._new_graphs(index, self._pages, kernels)
-                for index, kernels in self._page_kernels.items()
-                if not self._weights[index].waits and kernels.whole
-            }
+        with self._memory_errors("the checks of kernels", 0):
+            self._steps = {index: self._new_steps(index) for index in self._decoders}
         self._reads = {
-            index: ExpertReads(own.mixtures, sizes=ROWS if index in self._graphs else None)
+            index: ExpertReads(own.mixtures, sizes=self._steps[index].counted_rows)
             for index, own in self._weights.items()
             if own.mixtures
         }
-        if self._ops is not None:
-            self._replays = {
-                index: DecodeReplays(decoder, self._ops, self._pools[index], self._states.get(index))
-                for index, decoder in self._decoders.items()
-                if can_record(self._weights[index], decoder.heads, self._ops)
-            }
 
     def prepare(self, step: Step) -> PreparedStep:
         """Lay out the step. Raises StepFailed if its blocks do not cover its tokens."""
@@ -275,35 +199,28 @@ class TorchBackend:
         if (reads := self._reads.get(layout.slice_index)) is None:
             return ticket
         all_rows = not self._decoders[layout.slice_index].part.head or covers(layout)
-        share = reads.start(layout.num_tokens, self._transfer, all_rows=all_rows)
+        share = reads.start(layout.num_tokens, self._device.transfer, all_rows=all_rows)
         return ticket if share is None else replace(ticket, experts=share)
 
     def _submit(self, prepared: PreparedStep, inputs: TokenIds | Activations, edits: LogitEdits | None) -> StepTicket:
         layout = prepared.layout
         decoder, pool = self._slice(layout.slice_index)
         self._check_inputs(decoder.part, layout.num_tokens, inputs)
+        transfer, steps, is_head = self._device.transfer, self._steps[layout.slice_index], decoder.part.head
+        ends = self._ends[layout.slice_index]
         with torch.inference_mode():
-            self._transfer.begin()
+            transfer.begin()
             for other in self._pools.values():
                 other.copy(layout.copies)
-            graphs = self._graphs.get(layout.slice_index)
-            if graphs is not None and can_replay(layout, head=decoder.part.head):
-                found = graphs.run(prepared, inputs)
-                if decoder.part.head:
-                    return self._sampled(found, edits)
-                return StepTicket(download=self._transfer.download(found), is_logits=False)
-            replays = self._replays.get(layout.slice_index)
-            if replays is not None and can_replay_decode(layout, head=decoder.part.head):
-                found = replays.run(prepared, lambda hidden: self._fill_hidden(decoder, inputs, hidden))
-                if decoder.part.head:
-                    return self._sampled(decoder.shaped(found.clone()), edits)
-                return StepTicket(download=self._transfer.download(self._encode(found)), is_logits=False)
-            hidden = self._workspace.get("hidden", layout.num_tokens, self._loaded_config().hidden_size)
-            self._fill_hidden(decoder, inputs, hidden)
-            tensors = self._step_tensors(decoder, prepared, pool)
+            found = steps.replay(prepared, inputs)
+            if found is not None:
+                return self._sampled(found, edits) if is_head else StepTicket(transfer.download(found), is_logits=False)
+            hidden = self._device.workspace.get("hidden", layout.num_tokens, self._loaded_config().hidden_size)
+            ends.fill(inputs, hidden)
+            tensors = self._step_tensors(steps, prepared)
             hidden = decoder.run(hidden, tensors, pool, self._states.get(layout.slice_index))
-            if not decoder.part.head:
-                return StepTicket(download=self._transfer.download(self._encode(hidden)), is_logits=False)
+            if not is_head:
+                return StepTicket(transfer.download(ends.encode(hidden)), is_logits=False)
             return self._leave(decoder, hidden, layout, edits)
 
     def collect(self, ticket: StepTicket) -> StepOutput:
@@ -319,48 +236,39 @@ class TorchBackend:
 
     def check(self) -> None:
         """Multiply two small matrices and check the result. Raises StageError."""
-        check_device(self._device, self._dtype)
+        check_device(self._device.place, self._device.dtype)
 
     def close(self) -> None:
         """Release all memory, and keep what was learnt of experts. May be called twice."""
         self._uses.save()
-        if self._cache is not None:
-            self._cache.stop()
         self._forget()
-        if self._device.type == "cuda":
-            gc.collect()  # the error of a failed load may hold tensors
-            torch.cuda.empty_cache()
+        for device in (self._device, self._host):
+            device.release()
 
     def _forget(self) -> None:
         self._config: ModelConfig | None = None
         self._rotations: Rotations | None = None
-        self._ops: CompiledOps | None = None  # for packed weights or 8-bit KV on a CPU
         self._decoders: dict[int, Decoder] = {}  # by slice index
         self._weights: dict[int, SliceWeights] = {}  # by slice index
         self._pools: dict[int, KVStorage | PackedKVStorage] = {}  # by slice index
-        self._graphs: dict[int, DecodeGraphs] = {}  # by slice index, if the device supports graphs
-        self._replays: dict[int, DecodeReplays] = {}  # by slice index, if kernels compute the whole slice
+        self._ends: dict[int, SliceEnds] = {}  # by slice index
+        self._steps: dict[int, SliceSteps] = {}  # by slice index
         self._uses = ExpertUses(None)
-        self._cache: ShardCache | None = None  # of a CPU's repacked weights, which may still be written
         self._reads: dict[int, ExpertReads] = {}  # by slice index, if it has experts
-        self._pages: Paging | None = None  # if the pool's blocks are whole pages
-        self._page_kernels: dict[int, PageKernels] = {}  # by slice index, if so
         self._num_blocks = 0
         self._block_size = 0
         self._window_blocks: tuple[int, ...] = ()
         self._state_slots = 0
         self._states: dict[int, StatePool] = {}  # by slice index, if it has recurrent layers
-        self._workspace = Workspace(self._dtype, self._device)
-        self._masks = CausalMasks(self._dtype, self._device)
 
     @property
     def _packing(self) -> str:
-        kind = f"torch-{self._device.type}" if self._packed else WIDE
-        return kind if self._device.type == "cpu" else with_ram_percent(kind, self._ram_percent)
+        device = self._device
+        return with_ram_percent(device.packing, self._ram_percent) if device.own_memory else device.packing
 
     def _placed_bytes(self, info: WeightInfo, config: ModelConfig, table: WeightTable) -> tuple[int, int]:
         """Return the bytes of a weight on the device, and beside its memory."""
-        kind, dtype = self._packing, dtype_name(self._dtype)
+        kind, dtype = self._packing, dtype_name(self._device.dtype)
         layer = int(info.name.split(".")[2]) if is_expert(info.name) else None
         experts = None if layer is None else config.layers[layer].experts
         if layer is None or experts is None:
@@ -370,7 +278,7 @@ class TorchBackend:
             info.form,
             info.shape,
             experts.count,
-            0 if self._device.type == "cpu" else self._ram_percent,
+            self._ram_percent if self._device.own_memory else 0,
             kind=kind,
             dtype=dtype,
             fit_16_bits=table.experts_fit_16_bits(layer),
@@ -378,25 +286,12 @@ class TorchBackend:
 
     def _check_ram(self, needed_bytes: int) -> None:
         """Raises DeviceOutOfMemory if experts of that size do not fit host memory."""
-        free = free_bytes(CPU)
+        free = self._host.free_bytes()
         if needed_bytes > free:
             fact = f"{format_bytes(needed_bytes)} are needed, {format_bytes(free)} are free in RAM"
             raise DeviceOutOfMemory(
                 "the experts do not fit RAM", fact=fact, next_step=f"keep fewer there: lower {SETTING}"
             )
-
-    def _compiled_ops(self, config: ModelConfig) -> CompiledOps | None:
-        """Return kernels for the operations between products, if this CPU and the model's shape allow them."""
-        wanted = (self._packed or self._kv) and self._device.type == "cpu" and self._dtype == torch.float32
-        if not wanted or not kernels_fit(config):
-            return None
-        kernels = self._kernels or cpu_kernels()
-        try:
-            if isinstance(kernels, KernelsUnavailable):
-                return None
-            return CompiledOps(kernels, config, self._workspace, packed_kv=bool(self._kv))
-        except KernelsUnavailable:  # they compute wrong values on this CPU
-            return None
 
     def _loaded_config(self) -> ModelConfig:
         if self._config is None:
@@ -408,39 +303,39 @@ class TorchBackend:
             raise ShardMismatch(f"slice {index} is not loaded here", fact=f"loaded: {sorted(self._decoders)}")
         return self._decoders[index], self._pools[index]
 
-    def _new_pool(self, decoder: Decoder, num_blocks: tuple[int, ...], block_size: int) -> KVStorage | PackedKVStorage:
+    def _new_pool(
+        self, decoder: Decoder, num_blocks: tuple[int, ...], block_size: int, *, spare: bool
+    ) -> KVStorage | PackedKVStorage:
         if self._kv:
             return PackedKVStorage(
                 decoder.heads,
                 classes=decoder.classes,
                 num_blocks=num_blocks,
                 block_size=block_size,
-                device=self._device,
+                device=self._device.place,
             )
         return KVStorage(
             decoder.heads,
             classes=decoder.classes,
             num_blocks=num_blocks,
             block_size=block_size,
-            dtype=self._dtype,
-            device=self._device,
-            spare_blocks=0 if self._pages is None else 1,  # for graphs
+            dtype=self._device.dtype,
+            device=self._device.place,
+            spare_blocks=int(spare),
         )
 
-    def _new_graphs(self, index: int, paging: Paging, kernels: PageKernels) -> DecodeGraphs:
-        pool = self._pools[index]
-        assert self._config is not None
-        assert isinstance(pool, KVStorage)
-        decoder = Decoder(self._config, self._weights[index], Workspace(self._dtype, self._device))
-        decoder.classes = self._decoders[index].classes
-        return DecodeGraphs(
-            decoder,
-            pool,
-            paging,
-            kernels,
-            states=self._states.get(index),
-            finish=decoder.logits if decoder.part.head else self._encode,
-            travels=torch.bfloat16 if self._activation_type is ActivationType.BF16 else torch.float32,
+    def _new_steps(self, index: int) -> SliceSteps:
+        decoder = self._decoders[index]
+        ends = self._ends[index] = SliceEnds(decoder, self._device.transfer, self._activation_type)
+        return self._device.slice_steps(
+            AllocatedSlice(
+                weights=self._weights[index],
+                decoder=decoder,
+                ends=ends,
+                pool=self._pools[index],
+                states=self._states.get(index),
+                block_size=self._block_size,
+            )
         )
 
     def _check_inputs(self, part: Slice, num_tokens: int, inputs: npt.NDArray[Any]) -> None:
@@ -458,62 +353,37 @@ class TorchBackend:
                 fact=f"ids {inputs.min()}-{inputs.max()}, vocabulary {config.vocab_size}",
             )
 
-    def _fill_hidden(self, decoder: Decoder, inputs: npt.NDArray[Any], hidden: Tensor) -> None:
-        """Write the input to hidden [T, H] in the compute dtype, which the layers overwrite."""
-        if decoder.part.embedding:
-            decoder.embed(self._transfer.upload(inputs.astype(np.int64)), hidden)
-        elif self._activation_type is ActivationType.BF16:
-            # A copy, since the caller's array may be read-only.
-            bits = self._transfer.upload(np.array(inputs.view(np.int16)))
-            hidden.copy_(bits.view(torch.bfloat16))
-        else:
-            hidden.copy_(self._transfer.upload(np.array(inputs)))
-
-    def _encode(self, hidden: Tensor) -> Tensor:
-        """Copy the activations to a new tensor in the link's type."""
-        if self._activation_type is ActivationType.BF16:
-            return hidden.to(torch.bfloat16, copy=True).view(torch.int16)
-        return hidden.to(torch.float32, copy=True)
-
     def _leave(self, decoder: Decoder, hidden: Tensor, layout: StepLayout, edits: LogitEdits | None) -> StepTicket:
         """hidden [R + S, H]: rows that are sampled from, then rows that are scored."""
         num_sampled = hidden.shape[0] - (len(layout.scores.rows) if layout.scores is not None else 0)
         scored = None
         if layout.scores is not None:
-            scored = score(hidden[num_sampled:], layout.scores, decoder.logits, self._transfer)
+            scored = score(hidden[num_sampled:], layout.scores, decoder.logits, self._device.transfer)
         return self._sampled(decoder.logits(hidden[:num_sampled]), edits, scored)
 
     def _sampled(self, logits: Tensor, edits: LogitEdits | None, scored: Scored | None = None) -> StepTicket:
         """Start the transfer of logits [R, V], or of their candidates, to the host."""
         if edits is not None and logits.shape[0]:
-            return StepTicket(download=pick(logits, edits, self._transfer), is_logits=True, scored=scored)
-        return StepTicket(download=self._transfer.download(logits), is_logits=True, scored=scored)
+            return StepTicket(pick(logits, edits, self._device.transfer), is_logits=True, scored=scored)
+        return StepTicket(self._device.transfer.download(logits), is_logits=True, scored=scored)
 
-    def _step_tensors(self, decoder: Decoder, prepared: PreparedStep, pool: KVStorage | PackedKVStorage) -> StepTensors:
-        states = self._states.get(decoder.part.index)
+    def _step_tensors(self, steps: SliceSteps, prepared: PreparedStep) -> StepTensors:
+        layout, upload = prepared.layout, self._device.transfer.upload
+        states = self._states.get(layout.slice_index)
         return StepTensors(
             classes=[
-                ClassTensors(self._transfer.upload(held.layout.slots), self._attention(decoder, held, pool))
-                for held in (prepared, *prepared.windows)
+                ClassTensors(upload(held.layout.slots), steps.attention(held)) for held in (prepared, *prepared.windows)
             ],
-            rotations=[self._transfer.upload(each).unsqueeze(1) for each in prepared.rotations],
-            logit_rows=self._transfer.upload(prepared.layout.logit_rows),
-            states=None if states is None else StepStates.of(prepared.layout, states.zeros, self._transfer),
+            rotations=[upload(each).unsqueeze(1) for each in prepared.rotations],
+            logit_rows=upload(layout.logit_rows),
+            states=None if states is None else StepStates.of(layout, states.zeros, self._device.transfer),
         )
-
-    def _attention(self, decoder: Decoder, prepared: PreparedStep, pool: KVStorage | PackedKVStorage) -> StepAttention:
-        if isinstance(pool, PackedKVStorage):
-            return PackedSequenceAttention(prepared, pool, self._masks, self._dtype, self._ops)
-        kernels = self._page_kernels.get(decoder.part.index)
-        if kernels is not None:
-            return step_attention(prepared, pool, kernels, masks=self._masks, transfer=self._transfer)
-        return SequenceAttention(prepared, pool, self._masks, self._ops)
 
     @contextmanager
     def _memory_errors(self, what: str, needed_bytes: int) -> Iterator[None]:
         """Check the free memory first, because a system that overcommits would later kill the process."""
-        free = free_bytes(self._device)
-        fact = f"{format_bytes(needed_bytes)} are needed, {format_bytes(free)} are free on {self._device}"
+        free = self._device.free_bytes()
+        fact = f"{format_bytes(needed_bytes)} are needed, {format_bytes(free)} are free on {self._device.place}"
         if needed_bytes > free:
             raise DeviceOutOfMemory(f"{what} do not fit", fact=fact)
         try:
@@ -525,21 +395,9 @@ class TorchBackend:
             raise DeviceOutOfMemory(f"{what} do not fit", fact=fact) from exc
 
 
-def _picks_candidates(options: BackendOptions, device: torch.device) -> bool:
+def _picks_candidates(options: BackendOptions, device: Device) -> bool:
     """Return whether to pick candidates: on CUDA, or by the setting ``sampling``. Raises ConfigInvalid."""
     wanted = options.settings.get("sampling", "auto")
     if wanted not in ("auto", "device", "host"):
         raise ConfigInvalid(f"sampling '{wanted}' is not known", next_step="choose auto, device or host")
-    return wanted == "device" or (wanted == "auto" and device.type == "cuda")
-
-
-def _keeps_packed(options: BackendOptions) -> bool:
-    """Return whether packed weights stay packed, by the setting ``weights``. Raises ConfigInvalid."""
-    wanted = options.settings.get("weights", "auto")
-    if wanted not in ("auto", "wide"):
-        raise ConfigInvalid(f"weights '{wanted}' are not known", next_step="choose auto or wide")
-    return wanted == "auto"
-
-
-def _has_packed(slices: Sequence[Slice], weights: WeightSource) -> bool:
-    return any(info.form is not None for part in slices for info in weights.weights(part))
+    return wanted == "device" or (wanted == "auto" and device.picks_candidates)

@@ -31,7 +31,7 @@ _GAINS = {
 _NFT_S = 2.0
 _NFT_FILE = Path("/etc/nftables.conf")
 _NFT_AT_BOOT = Path("/etc/systemd/system/sysinit.target.wants/nftables.service")
-_KERNEL_FLAGS = {"avx2", "fma", "f16c"}  # of x86, as in ``edgepipe_torch.cpu_kernels``
+_KERNEL_FLAGS = {"avx2", "fma", "f16c"}  # of x86, as in ``edgepipe_torch.cpu.kernels``
 
 
 def machine_findings(config: Config) -> Iterator[Finding]:
@@ -86,7 +86,7 @@ def backend_finding() -> Finding:
 def kernel_finding() -> Finding | None:
     """Check what the own kernels for packed weights need; None without torch, and on a Mac with MLX.
 
-    Looks without importing torch: for NVRTC where ``edgepipe_torch.cuda_kernels.nvrtc`` does; without an NVIDIA driver
+    Looks without importing torch: for NVRTC where ``edgepipe_torch.cuda.kernels.nvrtc`` does; without an NVIDIA driver
     for llvmlite and the CPU's instructions.
     """
     torch = importlib.util.find_spec("torch")

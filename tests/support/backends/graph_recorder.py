@@ -23,7 +23,7 @@ _ALL_ONES = 255  # NaN in every float type, -1 in every integer type
 
 
 class CpuRecorder:
-    """Records graphs of CPU operations. See ``edgepipe_torch.paging.GraphRecorder``."""
+    """Records graphs of CPU operations. See ``edgepipe_torch.cuda.paging.GraphRecorder``."""
 
     def __init__(self) -> None:
         self.graphs: list[CpuGraph] = []

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgepipe_torch.cuda_kernels import forms
-from edgepipe_torch.cuda_kernels.forms import (
+from edgepipe_torch.cuda.kernels import forms
+from edgepipe_torch.cuda.kernels.forms import (
     EXPERT_FUNCTIONS,
     EXPERT_MACROS,
     FUNCTIONS,
@@ -23,8 +23,8 @@ from edgepipe_torch.cuda_kernels.forms import (
     KernelForm,
     expert_files,
 )
-from edgepipe_torch.cuda_kernels.paged_decode import PagedForm
-from edgepipe_torch.cuda_kernels.recurrent_step import StepForm
+from edgepipe_torch.cuda.kernels.paged_decode import PagedForm
+from edgepipe_torch.cuda.kernels.recurrent_step import StepForm
 
 COMPILER = shutil.which("g++")
 
@@ -59,7 +59,7 @@ class Part:
 
 
 class HostModule:
-    """Kernels of one part; see ``edgepipe_torch.cuda_kernels.driver.Module``."""
+    """Kernels of one part; see ``edgepipe_torch.cuda.kernels.driver.Module``."""
 
     def __init__(self, library: ctypes.CDLL, index: int) -> None:
         self._library = library

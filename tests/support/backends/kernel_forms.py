@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgepipe_torch.cuda_kernels.forms import FloatKind, KernelForm
+from edgepipe_torch.cuda.kernels.forms import FloatKind, KernelForm
 
 _HALF, _BF16, _FLOAT = FloatKind(), FloatKind(base="uint16"), FloatKind(base="float32")
 _UNSIGNED, _SIGNED = FloatKind(factor="uint8"), FloatKind(factor="int8")

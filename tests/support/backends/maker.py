@@ -68,9 +68,10 @@ class Maker:
         pytest.importorskip("torch")
         from edgepipe_torch import TorchBackend
 
-        from tests.support.backends.torch_paging import cpu_paging
+        from tests.support.backends.torch_paging import CudaOnHost, cpu_paging
 
-        return TorchBackend(options, paging=cpu_paging(page_tokens=self.block_size))
+        paging = cpu_paging(page_tokens=self.block_size)
+        return TorchBackend(options, device=CudaOnHost(options.dtype, paging=paging))
 
     def assert_same(self, actual: np.ndarray, expected: np.ndarray) -> None:
         """Exactly equal for integers; where kernels round, within a small part of the largest value."""

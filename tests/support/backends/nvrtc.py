@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from edgepipe_torch.compiled_code import KernelsUnavailable
-from edgepipe_torch.cuda_kernels.nvrtc import Nvrtc, find_nvrtc
+from edgepipe_torch.cuda.kernels.nvrtc import Nvrtc, find_nvrtc
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 
 
 def nvrtc_for(architecture: int) -> Nvrtc:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from edgepipe_torch.cuda_kernels.recurrent_step import MixerStep, StepForm, step_form
-from edgepipe_torch.mixer_steps import StepKernels
-from edgepipe_torch.recurrent import Mixer, StepKernel
+from edgepipe_torch.cuda.kernels.recurrent_step import MixerStep, StepForm, step_form
+from edgepipe_torch.cuda.mixer_steps import StepKernels
+from edgepipe_torch.layers.recurrent import Mixer, StepKernel
 from torch import Tensor
 
 from edgepipe.spec.layer_spec import DeltaNet

@@ -1,18 +1,23 @@
-"""A CPU that offers what a CUDA device offers for pages and graphs, so that tests need no GPU."""
+"""The CUDA backend's device on a CPU, with pages and graphs, so that tests need no GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from edgepipe_torch.head_shape import LayerHeads
-from edgepipe_torch.paging import GraphRecorder, PagedDecode, Paging
+from edgepipe_torch.cpu.device import CpuDevice
+from edgepipe_torch.cuda.device import CudaDevice
+from edgepipe_torch.cuda.mixer_steps import StepKernels
+from edgepipe_torch.cuda.paging import GraphRecorder, PagedDecode, Paging
+from edgepipe_torch.layers.head_shape import LayerHeads
 from torch import Tensor
 
+from edgepipe.backend.types import DeviceProfile
+from edgepipe.weights.repacked import RepackedPlace
 from tests.support.backends.graph_recorder import CpuRecorder
 from tests.support.numerics.decode_reference import reference_decode
 from tests.support.numerics.varlen_reference import varlen_attention
@@ -47,6 +52,18 @@ class CopyingTransfer:
         """Copy what the submission computed."""
         return _Copy(tensor.clone())
 
+    def read(self, tensor: Tensor) -> npt.NDArray[Any]:
+        """Return a copy."""
+        return tensor.numpy().copy()
+
+    def to_host(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Callable[[], None]]:
+        """Return copies."""
+        return [each.clone() for each in tensors], lambda: None
+
+    def host_zeros(self, shape: Sequence[int]) -> Tensor:
+        """Return float32 zeros."""
+        return torch.zeros(tuple(shape))
+
 
 def cpu_paging(
     *,
@@ -62,3 +79,33 @@ def cpu_paging(
         new_recorder=new_recorder,
         transfer=CopyingTransfer(),
     )
+
+
+class CudaOnHost(CudaDevice):
+    """A CUDA device whose memory is the host's: its products, experts, attention and graphs run on a CPU."""
+
+    picks_candidates = False
+
+    def __init__(
+        self, dtype: str = "float32", *, paging: Paging | None = None, step_kernels: StepKernels | None = None
+    ) -> None:
+        """``paging``: as of ``cpu_paging``; None: neither pages nor graphs."""
+        kind = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        super().__init__(
+            torch.device("cpu"), kind, paging=paging, step_kernels=step_kernels, transfer=CopyingTransfer()
+        )
+
+    def profile(self) -> DeviceProfile:
+        """Measure the CPU."""
+        return replace(CpuDevice(self.dtype).profile(), block_sizes=self.block_sizes)
+
+    def free_bytes(self) -> int:
+        """Return the host's."""
+        return CpuDevice(self.dtype).free_bytes()
+
+    def start_load(self, kept: RepackedPlace | None) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Forget buffers."""
+        self._reset()

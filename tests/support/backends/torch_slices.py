@@ -7,18 +7,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from edgepipe_torch.compiled_code import KernelsUnavailable
-from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels
-from edgepipe_torch.decoder import SliceWeights
-from edgepipe_torch.linear import Workspace
-from edgepipe_torch.loading import load_slices
-from edgepipe_torch.rope import Rotations
-from edgepipe_torch.shard_cache import ShardCache
+from edgepipe_torch.cpu.device import CpuDevice
+from edgepipe_torch.cpu.kernels import CpuKernels, cpu_kernels
+from edgepipe_torch.cpu.shard_cache import ShardCache
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable
+from edgepipe_torch.layers.decoder import SliceWeights
+from edgepipe_torch.layers.loading import load_slices
+from edgepipe_torch.layers.rope import Rotations
 
 from edgepipe.spec.facts import LayerRange, Slice, make_slices
 from edgepipe.spec.tensors import WeightSource
-
-_CPU = torch.device("cpu")
 
 
 def loaded_slice(
@@ -31,16 +29,15 @@ def loaded_slice(
 ) -> SliceWeights:
     """Load ``part``, or the whole model; ``kernels``: None for this process's; ``cache``: of repacked weights."""
     (whole,) = make_slices([LayerRange(0, source.config.num_layers)], source.config.num_layers)
+    device = CpuDevice(dtype, kernels=kernels)
+    device.cache = cache
     (found,) = load_slices(
         [part or whole],
         source,
         lambda _progress: None,
-        dtype=dtype,
-        device=_CPU,
-        workspace=Workspace(dtype, _CPU),
+        device=device,
+        host=CpuDevice(torch.float32, kernels=kernels),
         rotations=Rotations(source.config).kinds,
-        kernels=kernels,
-        cache=cache,
     )
     return found
 

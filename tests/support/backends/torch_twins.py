@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 from edgepipe_torch import TorchBackend
-from edgepipe_torch.head_shape import LayerHeads
-from edgepipe_torch.kv import KVStorage
-from edgepipe_torch.mixer_steps import StepKernels
-from edgepipe_torch.paging import PagedDecode
+from edgepipe_torch.cuda.mixer_steps import StepKernels
+from edgepipe_torch.cuda.paging import PagedDecode
+from edgepipe_torch.layers.head_shape import LayerHeads
+from edgepipe_torch.layers.kv import KVStorage
 
 from edgepipe.backend.types import ActivationType, BackendOptions, RowState, StateWrite, Step, StepRow
 from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config
 from tests.support.backends.graph_recorder import CpuGraph, CpuRecorder
 from tests.support.backends.steps import make_step, result_of, run_step, step_row
-from tests.support.backends.torch_paging import cpu_paging
+from tests.support.backends.torch_paging import CudaOnHost, cpu_paging
 from tests.support.numerics.decode_reference import reference_decode
 
 TINY = tiny_config(num_layers=2, hidden_size=16, vocab_size=31)
@@ -63,7 +63,7 @@ class Twins:
         self._waiting: list[tuple[Any, np.ndarray]] = []
         options = BackendOptions(device="cpu", dtype="float32", activation_type=kind, threads=1)
         paging = cpu_paging(page_tokens=page_tokens, new_recorder=self._new_recorder, decode=decode)
-        self.paged = TorchBackend(options, paging=paging, step_kernels=step_kernels)
+        self.paged = TorchBackend(options, device=CudaOnHost(paging=paging, step_kernels=step_kernels))
         self.plain = TorchBackend(options)
         self.load()
         self.allocate()

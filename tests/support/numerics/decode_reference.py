@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 
 import torch
-from edgepipe_torch.head_shape import LayerHeads
-from edgepipe_torch.paging import PagedDecode
+from edgepipe_torch.cuda.paging import PagedDecode
+from edgepipe_torch.layers.head_shape import LayerHeads
 from torch import Tensor
 
 

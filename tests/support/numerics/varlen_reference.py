@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
-from edgepipe_torch.paging import AlsoReturn
+from edgepipe_torch.cuda.paging import AlsoReturn
 from torch import Tensor
 
 
@@ -29,7 +29,7 @@ def varlen_attention(
     block_table: Tensor,
     num_splits: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the heads' outputs [T, Hq, D]; ``edgepipe_torch.paging.VarlenAttention`` describes the arguments.
+    """Return the heads' outputs [T, Hq, D]; ``edgepipe_torch.cuda.paging.VarlenAttention`` describes the arguments.
 
     The whole call is one operation to torch, so that a recorder of operations sees neither loops nor lengths.
     """

@@ -22,7 +22,7 @@ from edgepipe_mlx import experts as mlx_experts
 from edgepipe_mlx.experts import PackedStack, WideStack
 from edgepipe_mlx.matrices import Linear, WideMatrix
 from edgepipe_mlx.packing import lay_out, mlx_form
-from edgepipe_torch import feed_forward as torch_feed_forward
+from edgepipe_torch.layers import routing as torch_routing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -87,9 +87,9 @@ def test_rows_choose_the_experts_that_torch_chooses(spec: Experts, seed: int, dt
         for used in (spec.router.bias, spec.router.correction)
     )
     mlx_weights = mlx_experts.RouterWeights(Linear(WideMatrix(mx.array(weight)), _mlx(bias)), _mlx(correction))
-    torch_weights = torch_feed_forward.RouterWeights(torch.from_numpy(weight), _torch(bias), _torch(correction))
+    torch_weights = torch_routing.RouterWeights(torch.from_numpy(weight), _torch(bias), _torch(correction))
     chosen, factors = mlx_experts.route(spec, mlx_weights, mx.array(x).astype(getattr(mx, dtype)))
-    wanted, shares_of = torch_feed_forward.route(spec, torch_weights, torch.from_numpy(x).to(getattr(torch, dtype)))
+    wanted, shares_of = torch_routing.route(spec, torch_weights, torch.from_numpy(x).to(getattr(torch, dtype)))
     found, expected = np.zeros((2, 7, spec.count))
     np.put_along_axis(found, np.array(chosen).astype(np.int64), np.array(factors), axis=1)
     np.put_along_axis(expected, wanted.numpy(), shares_of.numpy(), axis=1)

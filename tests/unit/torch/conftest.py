@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 
 if TYPE_CHECKING:
-    from edgepipe_torch.cuda_kernels.forms import KernelForm
-    from edgepipe_torch.cuda_kernels.recurrent_step import StepForm
+    from edgepipe_torch.cuda.kernels.forms import KernelForm
+    from edgepipe_torch.cuda.kernels.recurrent_step import StepForm
 
     from tests.support.backends.host_kernels import HostModule, Part
 

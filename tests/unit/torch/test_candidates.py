@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from edgepipe_torch import TorchBackend
-from edgepipe_torch.candidates import NUM_CANDIDATES, pick
-from edgepipe_torch.transfer import HostTransfer
+from edgepipe_torch.cpu.transfer import HostTransfer
+from edgepipe_torch.layers.candidates import NUM_CANDIDATES, pick
 
 from edgepipe.backend.types import BackendOptions
 from edgepipe.errors import ConfigInvalid

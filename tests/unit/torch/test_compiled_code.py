@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from edgepipe_torch.compiled_code import CodeCache, KernelsUnavailable
+from edgepipe_torch.layers.compiled_code import CodeCache, KernelsUnavailable
 
 
 class Uppercase:

@@ -16,14 +16,15 @@ torch = pytest.importorskip("torch")
 llvm = pytest.importorskip("llvmlite.binding")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cpu_checking import ROW_COUNTS  # noqa: E402
-from edgepipe_torch.cpu_code import CHUNK_ROWS, ProductCode, parts_of  # noqa: E402
-from edgepipe_torch.cpu_kernels import Compiler, CpuKernels, cpu_kernels, most_rows  # noqa: E402
-from edgepipe_torch.cpu_kinds import Kind  # noqa: E402
-from edgepipe_torch.linear import Workspace  # noqa: E402
-from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
-from edgepipe_torch.packed_weight import NUMBERS  # noqa: E402
+from edgepipe_torch.cpu.checking import ROW_COUNTS  # noqa: E402
+from edgepipe_torch.cpu.device import CpuDevice  # noqa: E402
+from edgepipe_torch.cpu.kernels import Compiler, CpuKernels, cpu_kernels, most_rows  # noqa: E402
+from edgepipe_torch.cpu.kinds import Kind  # noqa: E402
+from edgepipe_torch.cpu.packed import PackedCpuLinear  # noqa: E402
+from edgepipe_torch.cpu.packed_weight import NUMBERS  # noqa: E402
+from edgepipe_torch.cpu.product_code import CHUNK_ROWS, ProductCode, parts_of  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.layers.linear import Workspace  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, PackedProducts  # noqa: E402
 from edgepipe.config import kernel_dir  # noqa: E402
@@ -81,7 +82,7 @@ def linear_of(parts: list[Packed], kernels: CpuKernels | KernelsUnavailable | No
 
 
 def backend_with(kernels: CpuKernels | KernelsUnavailable | None) -> TorchBackend:
-    return TorchBackend(BackendOptions(device="cpu", threads=2), kernels=kernels)
+    return TorchBackend(BackendOptions(device="cpu", threads=2), device=CpuDevice(torch.float32, kernels=kernels))
 
 
 MODEL = tiny_config(

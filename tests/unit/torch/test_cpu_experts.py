@@ -10,13 +10,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch import slice_builder  # noqa: E402
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cpu_experts import CpuExperts  # noqa: E402
-from edgepipe_torch.cpu_kernels import CpuKernels  # noqa: E402
-from edgepipe_torch.feed_forward import EachExpert, Gated, Mixture  # noqa: E402
-from edgepipe_torch.linear import Workspace  # noqa: E402
-from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
+from edgepipe_torch.cpu import device as cpu_device  # noqa: E402
+from edgepipe_torch.cpu.experts import CpuExperts  # noqa: E402
+from edgepipe_torch.cpu.kernels import CpuKernels  # noqa: E402
+from edgepipe_torch.cpu.packed import PackedCpuLinear  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.layers.experts import EachExpert  # noqa: E402
+from edgepipe_torch.layers.feed_forward import Gated  # noqa: E402
+from edgepipe_torch.layers.linear import Workspace  # noqa: E402
+from edgepipe_torch.layers.mixture import Mixture  # noqa: E402
 from torch import Tensor, dtype  # noqa: E402
 
 from edgepipe.spec.layer_spec import Activation  # noqa: E402
@@ -163,7 +165,7 @@ def test_a_model_of_floats_without_experts_asks_for_no_kernels(tmp_path: Path, m
     def asked() -> CpuKernels:
         raise AssertionError("it asked for kernels")
 
-    monkeypatch.setattr(slice_builder, "cpu_kernels", asked)
+    monkeypatch.setattr(cpu_device, "cpu_kernels", asked)
     assert not any(isinstance(each, PackedCpuLinear) for each in loaded_slice(open_weights(tmp_path / "folder")).packed)
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from edgepipe_torch.cpu_code import parts_of
-from edgepipe_torch.cpu_kinds import Kind
-from edgepipe_torch.cpu_layout import codes_of, planes_of
+from edgepipe_torch.cpu.kinds import Kind
+from edgepipe_torch.cpu.layout import codes_of, planes_of
+from edgepipe_torch.cpu.product_code import parts_of
 
 
 @given(st.sampled_from([5, 6, 8]), st.integers(1, 20), st.integers(1, 5), st.integers(0, 1000))

@@ -10,12 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels  # noqa: E402
-from edgepipe_torch.cpu_recurrent import CompiledStep  # noqa: E402
-from edgepipe_torch.cpu_recurrent_code import step_form  # noqa: E402
-from edgepipe_torch.linear import Workspace  # noqa: E402
-from edgepipe_torch.recurrent import MixerWeights  # noqa: E402
+from edgepipe_torch.cpu.kernels import CpuKernels, cpu_kernels  # noqa: E402
+from edgepipe_torch.cpu.recurrent import CompiledStep  # noqa: E402
+from edgepipe_torch.cpu.recurrent_code import step_form  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.layers.linear import Workspace  # noqa: E402
+from edgepipe_torch.layers.recurrent import MixerWeights  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from edgepipe.spec.layer_spec import DeltaNet, Mamba2, Recurrent, ShortConv  # noqa: E402

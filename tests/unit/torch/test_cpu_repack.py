@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch import cpu_repack  # noqa: E402
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels  # noqa: E402
-from edgepipe_torch.cpu_repack import StoredBlocks, repack, repack_blocks, same_bits  # noqa: E402
-from edgepipe_torch.cpu_repack_code import BLOCK_CODES  # noqa: E402
-from edgepipe_torch.linear import Workspace  # noqa: E402
-from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
+from edgepipe_torch.cpu import repack as cpu_repack  # noqa: E402
+from edgepipe_torch.cpu.kernels import CpuKernels, cpu_kernels  # noqa: E402
+from edgepipe_torch.cpu.packed import PackedCpuLinear  # noqa: E402
+from edgepipe_torch.cpu.repack import StoredBlocks, repack, repack_blocks, same_bits  # noqa: E402
+from edgepipe_torch.cpu.repack_code import BLOCK_CODES  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.layers.linear import Workspace  # noqa: E402
 
 from edgepipe.errors import ModelInvalid  # noqa: E402
 from edgepipe.spec.config import hf_config  # noqa: E402
@@ -111,7 +111,7 @@ def test_wrong_code_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = random_weight("Q5_K", 24, 2)
     packed, found = repack(pack_gguf(raw)), kernels()
     monkeypatch.setattr(found, "_repacks", {})
-    monkeypatch.setattr("edgepipe_torch.cpu_kernels.repack_error", lambda _function, _scheme: float("inf"))
+    monkeypatch.setattr("edgepipe_torch.cpu.kernels.repack_error", lambda _function, _scheme: float("inf"))
     linear = PackedCpuLinear("test", raw.info.shape[1], [24], Workspace(torch.float32, CPU), found)
     linear.fill_blocks(0, in_file(raw))
     linear.finish()

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.paging import PAGE_TOKENS  # noqa: E402
+from edgepipe_torch.layers.device import PAGE_TOKENS  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, LogitEdits, StepRow  # noqa: E402
 from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices  # noqa: E402

@@ -10,8 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch import TorchBackend, feed_forward  # noqa: E402
-from edgepipe_torch.feed_forward import RouterWeights  # noqa: E402
+from edgepipe_torch import TorchBackend  # noqa: E402
+from edgepipe_torch.layers import mixture  # noqa: E402
+from edgepipe_torch.layers.routing import RouterWeights  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, StepOutput  # noqa: E402
@@ -56,14 +57,14 @@ def run(backend: TorchBackend, tokens: int, *, first: int = 0, logit_rows: Seque
 def choices(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The experts [T, K] that each layer's router chose so far."""
     found: list[Tensor] = []
-    route = feed_forward.route
+    route = mixture.route
 
     def noted(spec: Experts, router: RouterWeights, x: Tensor) -> tuple[Tensor, Tensor]:
         chosen, weights = route(spec, router, x)
         found.append(chosen.clone())
         return chosen, weights
 
-    monkeypatch.setattr(feed_forward, "route", noted)
+    monkeypatch.setattr(mixture, "route", noted)
     return found
 
 

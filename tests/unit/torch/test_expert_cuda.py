@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cuda_kernels.checking import random_packed, worst_expert_error  # noqa: E402
-from edgepipe_torch.cuda_kernels.driver import SHARED_BYTES  # noqa: E402
-from edgepipe_torch.cuda_kernels.experts import (  # noqa: E402
+from edgepipe_torch.cuda.experts import CudaExperts, ExpertMatrix  # noqa: E402
+from edgepipe_torch.cuda.kernels.checking import random_packed, worst_expert_error  # noqa: E402
+from edgepipe_torch.cuda.kernels.driver import SHARED_BYTES  # noqa: E402
+from edgepipe_torch.cuda.kernels.experts import (  # noqa: E402
     ExpertKernels,
     RoutingKernels,
     Runs,
@@ -22,7 +22,7 @@ from edgepipe_torch.cuda_kernels.experts import (  # noqa: E402
     expert_warps_down,
     most_runs,
 )
-from edgepipe_torch.cuda_kernels.forms import (  # noqa: E402
+from edgepipe_torch.cuda.kernels.forms import (  # noqa: E402
     EXPERT_MACROS,
     ROUTING_FILES,
     WIDE_FORM,
@@ -31,9 +31,9 @@ from edgepipe_torch.cuda_kernels.forms import (  # noqa: E402
     kernel_source,
     options,
 )
-from edgepipe_torch.cuda_kernels.products import staged_bytes, staged_unit  # noqa: E402
-from edgepipe_torch.expert_cuda import CudaExperts, ExpertMatrix  # noqa: E402
-from edgepipe_torch.feed_forward import choose  # noqa: E402
+from edgepipe_torch.cuda.kernels.products import staged_bytes, staged_unit  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.layers.routing import choose  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from edgepipe.backend.types import PackedProducts  # noqa: E402
@@ -264,7 +264,7 @@ def test_results_of_weight_0_may_be_undefined(library: HostExperts) -> None:
 
 
 def test_many_rows_are_the_sum_of_parts(library: HostExperts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgepipe_torch.expert_cuda._MOST_ROWS", 4)
+    monkeypatch.setattr("edgepipe_torch.cuda.experts._MOST_ROWS", 4)
     assert_adds(Made(library, ("bf16", "bf16", "bf16"), "silu"), 9)
 
 

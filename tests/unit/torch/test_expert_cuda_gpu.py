@@ -11,11 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.cuda_kernels.checking import random_packed, worst_expert_error  # noqa: E402
-from edgepipe_torch.cuda_kernels.forms import WIDE_FORM  # noqa: E402
-from edgepipe_torch.cuda_kernels.library import CudaLibrary  # noqa: E402
-from edgepipe_torch.expert_cuda import CudaExperts, ExpertMatrix  # noqa: E402
-from edgepipe_torch.paging import PAGE_TOKENS  # noqa: E402
+from edgepipe_torch.cuda.experts import CudaExperts, ExpertMatrix  # noqa: E402
+from edgepipe_torch.cuda.kernels.checking import random_packed, worst_expert_error  # noqa: E402
+from edgepipe_torch.cuda.kernels.forms import WIDE_FORM  # noqa: E402
+from edgepipe_torch.cuda.kernels.library import CudaLibrary  # noqa: E402
+from edgepipe_torch.layers.device import PAGE_TOKENS  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions  # noqa: E402
 from edgepipe.spec.expert_places import SETTING  # noqa: E402
@@ -107,6 +107,6 @@ def test_a_backend_decodes_as_on_the_cpu(tmp_path: Path, share: str) -> None:
         rows = [step_row(position, 1, (index, 1), sequence=index + 1) for index in range(5)]
         cpu, gpu = (run_step(backend, make_step(rows), ids) for backend in backends)
         assert float(np.abs(gpu - cpu).max()) < 0.1 * float(np.abs(cpu).max())
-    assert bool(backends[1]._graphs) == (share == "none")
+    assert bool(backends[1]._steps[0].counted_rows) == (share == "none")
     for backend in backends:
         backend.close()

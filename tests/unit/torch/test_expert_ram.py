@@ -14,12 +14,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.decoder import SliceWeights  # noqa: E402
-from edgepipe_torch.expert_ram import ExpertsInRam, Sent  # noqa: E402
-from edgepipe_torch.feed_forward import Mixture  # noqa: E402
-from edgepipe_torch.linear import Workspace  # noqa: E402
-from edgepipe_torch.loading import load_slices  # noqa: E402
-from edgepipe_torch.rope import Rotations  # noqa: E402
+from edgepipe_torch.cpu.device import CpuDevice  # noqa: E402
+from edgepipe_torch.cuda.device import CudaSteps  # noqa: E402
+from edgepipe_torch.layers.decoder import SliceWeights  # noqa: E402
+from edgepipe_torch.layers.expert_ram import ExpertsInRam, Sent  # noqa: E402
+from edgepipe_torch.layers.loading import load_slices  # noqa: E402
+from edgepipe_torch.layers.mixture import Mixture  # noqa: E402
+from edgepipe_torch.layers.rope import Rotations  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory  # noqa: E402
@@ -32,7 +33,7 @@ from edgepipe.weights.resident import WIDE, resident_sizes  # noqa: E402
 from edgepipe.weights.weight_table import table_from_json, table_of  # noqa: E402
 from edgepipe.weights.weights import open_weights  # noqa: E402
 from tests.support.backends.steps import make_step, run_step, step_row  # noqa: E402
-from tests.support.backends.torch_paging import cpu_paging  # noqa: E402
+from tests.support.backends.torch_paging import CudaOnHost, cpu_paging  # noqa: E402
 from tests.support.models.experts import (  # noqa: E402
     expert_config,
     stored_tensors,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
     from edgepipe.spec.facts import Slice
 
-CPU = torch.device("cpu")
 EXPERT_TENSORS = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
 
 
@@ -173,9 +173,8 @@ def loaded(source: WeightSource, *, dtype: dtype, ram_percent: int) -> SliceWeig
         [whole(source)],
         source,
         lambda _progress: None,
-        dtype=dtype,
-        device=CPU,
-        workspace=Workspace(dtype, CPU),
+        device=CpuDevice(dtype),
+        host=CpuDevice(torch.float32),
         rotations=Rotations(source.config).kinds,
         ram_percent=ram_percent,
     )
@@ -252,10 +251,12 @@ def test_rows_whose_experts_are_all_in_one_place(source: WeightSource) -> None:
 def test_a_stage_that_waits_records_no_graphs(tmp_path: Path) -> None:
     source = open_weights(write_expert_folder(tmp_path))
     options = BackendOptions(device="cpu", settings={SETTING: "all"})
-    backend = TorchBackend(options, paging=cpu_paging(page_tokens=16))
+    backend = TorchBackend(options, device=CudaOnHost(paging=cpu_paging(page_tokens=16)))
     backend.load([whole(source)], source, lambda _progress: None)
     backend.allocate_kv(num_blocks=4, block_size=16)
-    assert backend._graphs == {}
+    steps = backend._steps[0]
+    assert isinstance(steps, CudaSteps)
+    assert steps.graphs is None
 
 
 @pytest.mark.parametrize("weights", ["auto", "wide"])
@@ -279,7 +280,8 @@ def test_plans_and_loads_count_the_bytes_that_experts_take_in_ram(
     infos = source.weights(whole(source))
     table = table_from_json(table_of(infos).to_json(), source.config)  # as nodes send it to one another
     assert resident_sizes(source.config, table, kind=kind, dtype="bfloat16").in_ram == (held,)
-    monkeypatch.setattr(backend, "_device", torch.device("cuda"))
+    monkeypatch.setattr(backend._device, "own_memory", True)
+    monkeypatch.setattr(backend._device, "packing", "torch-cuda" if weights == "auto" else WIDE)
     assert sum(backend._placed_bytes(info, source.config, table)[1] for info in infos) == held
 
 
@@ -287,7 +289,7 @@ def test_bad_settings_and_too_little_ram(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ConfigInvalid, match="experts_in_ram"):
         TorchBackend(BackendOptions(device="cpu", settings={SETTING: "much"}))
     backend = TorchBackend(BackendOptions(device="cpu", settings={SETTING: "all"}))
-    monkeypatch.setattr("edgepipe_torch.backend.free_bytes", lambda _device: 10)
+    monkeypatch.setattr(CpuDevice, "free_bytes", lambda _device: 10)
     monkeypatch.setattr(backend, "_placed_bytes", lambda *_: (0, 1))
     source = open_weights(write_expert_folder(tmp_path))
     with pytest.raises(DeviceOutOfMemory, match="the experts do not fit RAM"):

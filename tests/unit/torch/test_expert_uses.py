@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.expert_ram import ExpertsInRam  # noqa: E402
-from edgepipe_torch.expert_uses import FILE_NAME, ExpertUses  # noqa: E402
-from edgepipe_torch.feed_forward import Mixture  # noqa: E402
+from edgepipe_torch.layers.expert_ram import ExpertsInRam  # noqa: E402
+from edgepipe_torch.layers.expert_uses import FILE_NAME, ExpertUses  # noqa: E402
+from edgepipe_torch.layers.mixture import Mixture  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions  # noqa: E402

@@ -15,16 +15,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cuda_kernels import library as cuda  # noqa: E402
-from edgepipe_torch.cuda_kernels.checking import random_packed  # noqa: E402
-from edgepipe_torch.cuda_kernels.experts import RoutingKernels  # noqa: E402
-from edgepipe_torch.cuda_kernels.forms import ROUTING_FILES, WIDE_FORM  # noqa: E402
-from edgepipe_torch.cuda_kernels.library import CudaLibrary  # noqa: E402
-from edgepipe_torch.cuda_kernels.paged_decode import paged_form  # noqa: E402
-from edgepipe_torch.cuda_kernels.routing_checking import worst_routing_error  # noqa: E402
-from edgepipe_torch.expert_cuda import ExpertMatrix  # noqa: E402
-from edgepipe_torch.packed_cuda import PackedCudaLinear  # noqa: E402
+from edgepipe_torch.cuda.experts import ExpertMatrix  # noqa: E402
+from edgepipe_torch.cuda.kernels import library as cuda  # noqa: E402
+from edgepipe_torch.cuda.kernels.checking import random_packed  # noqa: E402
+from edgepipe_torch.cuda.kernels.experts import RoutingKernels  # noqa: E402
+from edgepipe_torch.cuda.kernels.forms import ROUTING_FILES, WIDE_FORM  # noqa: E402
+from edgepipe_torch.cuda.kernels.library import CudaLibrary  # noqa: E402
+from edgepipe_torch.cuda.kernels.paged_decode import paged_form  # noqa: E402
+from edgepipe_torch.cuda.kernels.routing_checking import worst_routing_error  # noqa: E402
+from edgepipe_torch.cuda.packed import PackedCudaLinear  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 
 from edgepipe.backend.types import PackedProducts, RowState, StateWrite  # noqa: E402
 from edgepipe.errors import DeviceOutOfMemory, StageError  # noqa: E402
@@ -180,7 +180,7 @@ def test_kernels_that_stop_the_device_fail_one_load(
     library_of: Callable[[Launch], CudaLibrary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA refuses all work of a process after some faults: the next process leaves those kernels alone for a day."""
-    from edgepipe_torch.cuda_kernels import checked_library
+    from edgepipe_torch.cuda.kernels import checked_library
 
     launches = 0
 

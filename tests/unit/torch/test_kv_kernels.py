@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.attention import CausalMasks  # noqa: E402
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels  # noqa: E402
-from edgepipe_torch.cpu_replay import DecodeReplays  # noqa: E402
-from edgepipe_torch.head_shape import LayerHeads, layer_heads  # noqa: E402
-from edgepipe_torch.linear import Workspace  # noqa: E402
-from edgepipe_torch.packed_attention import PackedSequenceAttention  # noqa: E402
-from edgepipe_torch.packed_kv import PackedKVStorage, encode  # noqa: E402
-from edgepipe_torch.prepared import prepare_step  # noqa: E402
-from edgepipe_torch.rope import Rotations  # noqa: E402
-from edgepipe_torch.step_ops import CompiledOps  # noqa: E402
+from edgepipe_torch.cpu.device import CpuDevice  # noqa: E402
+from edgepipe_torch.cpu.kernels import CpuKernels, cpu_kernels  # noqa: E402
+from edgepipe_torch.cpu.replay import DecodeReplays  # noqa: E402
+from edgepipe_torch.cpu.step_ops import CompiledOps  # noqa: E402
+from edgepipe_torch.layers.attention import CausalMasks  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.layers.head_shape import LayerHeads, layer_heads  # noqa: E402
+from edgepipe_torch.layers.linear import Workspace  # noqa: E402
+from edgepipe_torch.layers.packed_attention import PackedSequenceAttention  # noqa: E402
+from edgepipe_torch.layers.packed_kv import PackedKVStorage, encode  # noqa: E402
+from edgepipe_torch.layers.prepared import prepare_step  # noqa: E402
+from edgepipe_torch.layers.rope import Rotations  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, StepRow  # noqa: E402
@@ -172,7 +173,8 @@ def test_a_nan_reaches_its_sequence_and_no_other(head: int) -> None:
 
 def pipeline(source: WeightSource, *, scattered: bool = False, without: KernelsUnavailable | None = None) -> Pipeline:
     options = BackendOptions(device="cpu", threads=1, kv="8bit")
-    return Pipeline.build([TorchBackend(options, kernels=without)], source, num_blocks=40, scattered=scattered)
+    device = CpuDevice(torch.float32, packed_kv=True, kernels=without)
+    return Pipeline.build([TorchBackend(options, device=device)], source, num_blocks=40, scattered=scattered)
 
 
 def decoded(runner: Pipeline, tokens: list[int]) -> npt.NDArray[np.float32]:

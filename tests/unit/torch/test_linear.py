@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch.linear import HalfLinear, Linear, PlainLinear, TiledLinear, Workspace, half_works, tile_width  # noqa: E402
+from edgepipe_torch.cpu.linear import HalfLinear, TiledLinear, half_works, tile_width  # noqa: E402
+from edgepipe_torch.layers.linear import Linear, PlainLinear, Workspace  # noqa: E402
 
 CPU = torch.device("cpu")
 FEATURES = st.integers(1, 300)

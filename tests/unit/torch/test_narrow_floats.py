@@ -10,9 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch.linear import HalfLinear, Workspace, half_works  # noqa: E402
-from edgepipe_torch.loading import load_slices  # noqa: E402
-from edgepipe_torch.rope import Rotations  # noqa: E402
+from edgepipe_torch.cpu.device import CpuDevice  # noqa: E402
+from edgepipe_torch.cpu.linear import HalfLinear, half_works  # noqa: E402
+from edgepipe_torch.layers.loading import load_slices  # noqa: E402
+from edgepipe_torch.layers.rope import Rotations  # noqa: E402
 
 from edgepipe.spec.facts import LayerRange, Slice  # noqa: E402
 from edgepipe.weights.weights import open_weights  # noqa: E402
@@ -28,16 +29,14 @@ def narrow(tensors: Arrays) -> Arrays:
 def test_float32_biases_leave_weights_in_two_bytes(tmp_path: Path) -> None:
     plain = write_family_gguf(tmp_path / "plain.gguf", "qwen2")
     source = open_weights(write_changed(tmp_path / "narrow.gguf", plain, narrow))
-    cpu = torch.device("cpu")
     [loaded] = load_slices(
         [Slice(index=0, layers=LayerRange(0, 2), embedding=True, head=False)],
         source,
         lambda _progress: None,
-        dtype=torch.float32,
-        device=cpu,
-        workspace=Workspace(torch.float32, cpu),
+        device=CpuDevice(torch.float32),
+        host=CpuDevice(torch.float32),
         rotations=Rotations(source.config).kinds,
     )
     assert "model.layers.0.self_attn.q_proj.bias" in {info.name for info in source.weights(loaded.part)}
-    assert all(isinstance(layer.qkv, HalfLinear) for layer in loaded.layers)
+    assert all(isinstance(layer.linears[0], HalfLinear) for layer in loaded.layers)
     assert cast("Any", loaded.embedding).dtype == torch.float16

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cuda_kernels.paged_decode import PagedDecode, PagedForm, paged_form  # noqa: E402
+from edgepipe_torch.cuda.kernels.paged_decode import PagedDecode, PagedForm, paged_form  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions  # noqa: E402
 from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
@@ -25,12 +25,12 @@ from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
 from tests.support.backends.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
 from tests.support.backends.host_kernels import COMPILER, HostModule, compile_for_host, paged_part  # noqa: E402
 from tests.support.backends.steps import make_step, run_step, step_row  # noqa: E402
-from tests.support.backends.torch_paging import cpu_paging  # noqa: E402
+from tests.support.backends.torch_paging import CudaOnHost, cpu_paging  # noqa: E402
 from tests.support.backends.torch_twins import Crowd, Twins  # noqa: E402
 from tests.support.numerics.decode_reference import reference_decode  # noqa: E402
 
 if TYPE_CHECKING:
-    from edgepipe_torch.head_shape import LayerHeads
+    from edgepipe_torch.layers.head_shape import LayerHeads
 
 PLAIN = tiny_config(num_layers=2, hidden_size=16, vocab_size=31)
 
@@ -189,7 +189,8 @@ def test_a_backend_computes_by_the_cuda_source(name: str, host_kernels: Callable
     options = BackendOptions(device="cpu", dtype="bfloat16", threads=1)
     paging = cpu_paging(page_tokens=PAGE, new_recorder=NoMemory, decode=host_kernels)
     config = KERNEL_CASES[name]
-    backends = [TorchBackend(options, paging=paging), TorchBackend(replace(options, dtype="float32"))]
+    paged = TorchBackend(options, device=CudaOnHost("bfloat16", paging=paging))
+    backends = [paged, TorchBackend(replace(options, dtype="float32"))]
     for backend in backends:
         backend.load(make_slices([LayerRange(0, 2)], 2), TinyWeights(config), lambda _progress: None)
         backend.allocate_kv(num_blocks=8, block_size=PAGE)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cuda_kernels.checking import random_packed  # noqa: E402
-from edgepipe_torch.cuda_kernels.forms import KernelForm, kernel_form  # noqa: E402
-from edgepipe_torch.cuda_kernels.products import Products  # noqa: E402
-from edgepipe_torch.packed_cuda import PackedCudaLinear  # noqa: E402
-from edgepipe_torch.packed_tiles import TiledWeight  # noqa: E402
+from edgepipe_torch.cuda.kernels.checking import random_packed  # noqa: E402
+from edgepipe_torch.cuda.kernels.forms import KernelForm, kernel_form  # noqa: E402
+from edgepipe_torch.cuda.kernels.products import Products  # noqa: E402
+from edgepipe_torch.cuda.packed import PackedCudaLinear  # noqa: E402
+from edgepipe_torch.cuda.packed_tiles import TiledWeight  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 
 from edgepipe.backend.types import PackedProducts  # noqa: E402
 from edgepipe.spec.packed import Packed  # noqa: E402

@@ -10,10 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch.cuda_kernels.checking import random_packed, worst_error  # noqa: E402
-from edgepipe_torch.cuda_kernels.library import CudaLibrary  # noqa: E402
-from edgepipe_torch.packed_cuda import PackedCudaLinear  # noqa: E402
-from edgepipe_torch.packed_fallbacks import Int4Weights  # noqa: E402
+from edgepipe_torch.cuda.kernels.checking import random_packed, worst_error  # noqa: E402
+from edgepipe_torch.cuda.kernels.library import CudaLibrary  # noqa: E402
+from edgepipe_torch.cuda.packed import PackedCudaLinear  # noqa: E402
+from edgepipe_torch.cuda.packed_fallbacks import Int4Weights  # noqa: E402
 
 from tests.support.backends.kernel_forms import FORMS  # noqa: E402
 

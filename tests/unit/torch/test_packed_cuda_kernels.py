@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cuda_kernels.checking import random_packed, worst_error  # noqa: E402
-from edgepipe_torch.cuda_kernels.driver import SHARED_BYTES  # noqa: E402
-from edgepipe_torch.cuda_kernels.forms import PRODUCT_FILES, KernelForm, kernel_form, kernel_source, options  # noqa: E402
-from edgepipe_torch.cuda_kernels.library import CompiledKernels  # noqa: E402
-from edgepipe_torch.cuda_kernels.products import (  # noqa: E402
+from edgepipe_torch.cuda.kernels.checking import random_packed, worst_error  # noqa: E402
+from edgepipe_torch.cuda.kernels.driver import SHARED_BYTES  # noqa: E402
+from edgepipe_torch.cuda.kernels.forms import PRODUCT_FILES, KernelForm, kernel_form, kernel_source, options  # noqa: E402
+from edgepipe_torch.cuda.kernels.library import CompiledKernels  # noqa: E402
+from edgepipe_torch.cuda.kernels.products import (  # noqa: E402
     MOST_ROWS,
     Products,
     column_tiles_of,
@@ -25,7 +24,8 @@ from edgepipe_torch.cuda_kernels.products import (  # noqa: E402
     staged_inputs,
     warps_down,
 )
-from edgepipe_torch.packed_tiles import TiledWeight  # noqa: E402
+from edgepipe_torch.cuda.packed_tiles import TiledWeight  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 
 from tests.support.backends.host_kernels import HostModule  # noqa: E402
 from tests.support.backends.kernel_forms import FORMS  # noqa: E402

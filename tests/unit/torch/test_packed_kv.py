@@ -13,9 +13,10 @@ from hypothesis.extra import numpy as arrays
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch import TorchBackend, packed_attention  # noqa: E402
-from edgepipe_torch.head_shape import layer_heads  # noqa: E402
-from edgepipe_torch.packed_kv import PackedKVStorage, encode  # noqa: E402
+from edgepipe_torch import TorchBackend  # noqa: E402
+from edgepipe_torch.layers import packed_attention  # noqa: E402
+from edgepipe_torch.layers.head_shape import layer_heads  # noqa: E402
+from edgepipe_torch.layers.packed_kv import PackedKVStorage, encode  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, BlockCopy  # noqa: E402
 from edgepipe.errors import ConfigInvalid  # noqa: E402

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cuda_kernels.driver import SHARED_BYTES  # noqa: E402
-from edgepipe_torch.cuda_kernels.forms import PAGED_FILES, PAGED_FUNCTIONS, kernel_source, options  # noqa: E402
-from edgepipe_torch.cuda_kernels.paged_checking import decode_error, random_heads, worst_decode_error  # noqa: E402
-from edgepipe_torch.cuda_kernels.paged_decode import (  # noqa: E402
+from edgepipe_torch.cuda.kernels.driver import SHARED_BYTES  # noqa: E402
+from edgepipe_torch.cuda.kernels.forms import PAGED_FILES, PAGED_FUNCTIONS, kernel_source, options  # noqa: E402
+from edgepipe_torch.cuda.kernels.paged_checking import decode_error, random_heads, worst_decode_error  # noqa: E402
+from edgepipe_torch.cuda.kernels.paged_decode import (  # noqa: E402
     TILE_KEYS,
     PagedDecode,
     PagedForm,
     paged_form,
     part_count,
 )
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 
 from tests.support.backends.host_kernels import COMPILER, SOURCES, HostModule, Part, compile_for_host, paged_part  # noqa: E402
 from tests.support.backends.nvrtc import nvrtc_for  # noqa: E402

@@ -11,10 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.cuda_kernels.library import CudaLibrary  # noqa: E402
-from edgepipe_torch.cuda_kernels.paged_checking import random_heads, worst_decode_error  # noqa: E402
-from edgepipe_torch.cuda_kernels.paged_decode import PagedForm  # noqa: E402
-from edgepipe_torch.paging import PAGE_TOKENS  # noqa: E402
+from edgepipe_torch.cuda.kernels.library import CudaLibrary  # noqa: E402
+from edgepipe_torch.cuda.kernels.paged_checking import random_heads, worst_decode_error  # noqa: E402
+from edgepipe_torch.cuda.kernels.paged_decode import PagedForm  # noqa: E402
+from edgepipe_torch.layers.device import PAGE_TOKENS  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions  # noqa: E402
 from edgepipe.spec.facts import LayerRange, make_slices  # noqa: E402
@@ -103,7 +103,7 @@ def test_a_backend_decodes_in_graphs_as_on_the_cpu(name: str) -> None:
         backend.load(make_slices([LayerRange(0, 2)], 2), TinyWeights(config), lambda _progress: None)
         backend.allocate_kv(num_blocks=8, block_size=PAGE_TOKENS)
         backends.append(backend)
-    assert backends[1]._graphs
+    assert backends[1]._steps[0].counted_rows
     draw, at = np.random.default_rng(1), 0
     for count in (70, 1, 1, 1, 8, 9, 1):
         rows = [step_row(at, count, (index, 1), sequence=index + 1) for index in range(3)]

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.graphs import can_replay  # noqa: E402
-from edgepipe_torch.linear import Workspace  # noqa: E402
+from edgepipe_torch.cuda.graphs import can_replay  # noqa: E402
+from edgepipe_torch.layers.linear import Workspace  # noqa: E402
 
 from edgepipe.backend.step_layout import StepLayout, lay_out_step  # noqa: E402
 from edgepipe.backend.types import ActivationType, BackendOptions, LogitEdits, ScoreRows, StepRow  # noqa: E402
@@ -28,7 +28,7 @@ from edgepipe.testing.tiny_model import TinyWeights  # noqa: E402
 from tests.support.backends.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
 from tests.support.backends.graph_recorder import CpuGraph, CpuRecorder  # noqa: E402
 from tests.support.backends.steps import make_step, result_of, run_step, step_row, token_ids  # noqa: E402
-from tests.support.backends.torch_paging import cpu_paging  # noqa: E402
+from tests.support.backends.torch_paging import CudaOnHost, cpu_paging  # noqa: E402
 from tests.support.backends.torch_twins import TINY, UNGROUPED, WINDOW, Crowd, Twins  # noqa: E402
 
 RANKS = Latent(query_rank=8, kv_rank=24, nope_dim=16, rope_dim=8, value_dim=16)
@@ -195,7 +195,7 @@ def middle_slice(new_recorder: Callable[[], Any] | None) -> TorchBackend:
     part = replace(make_slices([LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, 4)], 4)[1], index=0)
     options = BackendOptions(device="cpu", activation_type=ActivationType.FLOAT32, threads=1)
     paging = None if new_recorder is None else cpu_paging(page_tokens=4, new_recorder=new_recorder)
-    backend = TorchBackend(options, paging=paging)
+    backend = TorchBackend(options, device=None if paging is None else CudaOnHost(paging=paging))
     backend.load([part], TinyWeights(config), lambda _progress: None)
     backend.allocate_kv(num_blocks=16, block_size=4)
     return backend
@@ -218,7 +218,7 @@ class TestStaleness:
         try:
             backend = middle_slice(CpuRecorder)
             sent = np.ones((2, TINY.hidden_size), np.float32)
-            held: list[weakref.ref[Any]] = [weakref.ref(backend._weights[0].layers[0].qkv)]
+            held: list[weakref.ref[Any]] = [weakref.ref(backend._weights[0].layers[0].linears[0])]
             for _ in range(2):
                 for position in range(3):
                     run_step(backend, make_step(singles(2, position)), sent)
@@ -237,7 +237,7 @@ class TestStaleness:
         """The workspace of prompts drops old shapes, which a graph must not have recorded."""
         monkeypatch.setattr(Workspace, "_MAX_SHAPES", 4)  # few prompts fill it
         options = BackendOptions(device="cpu", dtype="bfloat16", threads=1)  # products without a workspace
-        backend = TorchBackend(options, paging=cpu_paging(page_tokens=4))
+        backend = TorchBackend(options, device=CudaOnHost("bfloat16", paging=cpu_paging(page_tokens=4)))
         backend.load(make_slices([LayerRange(0, 2)], 2), TinyWeights(config), lambda _progress: None)
         backend.allocate_kv(num_blocks=16, block_size=4)
         prompt = np.arange(20, dtype=np.int32)
@@ -251,7 +251,7 @@ class TestStaleness:
 
     def test_candidates_outlive_later_steps(self) -> None:
         options = BackendOptions(device="cpu", dtype="float32", threads=1, settings={"sampling": "device"})
-        backend = TorchBackend(options, paging=cpu_paging(page_tokens=4))
+        backend = TorchBackend(options, device=CudaOnHost(paging=cpu_paging(page_tokens=4)))
         backend.load(make_slices([LayerRange(0, 2)], 2), TinyWeights(TINY), lambda _progress: None)
         backend.allocate_kv(num_blocks=16, block_size=4)
         edits = LogitEdits(
@@ -304,7 +304,7 @@ def test_blocks_that_are_no_whole_pages_are_attended_sequence_by_sequence() -> N
     recorder = CpuRecorder()
     options = BackendOptions(device="cpu", dtype="float32", threads=1)
     paging = replace(cpu_paging(page_tokens=16, new_recorder=lambda: recorder), attend=refuse)
-    backend = TorchBackend(options, paging=paging)
+    backend = TorchBackend(options, device=CudaOnHost(paging=paging))
     backend.load(make_slices([LayerRange(0, 2)], 2), TinyWeights(TINY), lambda _progress: None)
     backend.allocate_kv(num_blocks=8, block_size=8)
     for position in range(3):

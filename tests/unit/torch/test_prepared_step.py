@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from edgepipe_torch.prepared import PreparedStep, prepare_step
-from edgepipe_torch.rope import Rotations
+from edgepipe_torch.layers.prepared import PreparedStep, prepare_step
+from edgepipe_torch.layers.rope import Rotations
 
 from edgepipe.errors import StepFailed
 from edgepipe.testing.tiny_model import tiny_config

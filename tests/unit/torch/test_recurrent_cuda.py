@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cuda_kernels.driver import SHARED_BYTES  # noqa: E402
-from edgepipe_torch.cuda_kernels.forms import kernel_source, options  # noqa: E402
-from edgepipe_torch.cuda_kernels.recurrent_checking import (  # noqa: E402
+from edgepipe_torch.cuda.kernels.driver import SHARED_BYTES  # noqa: E402
+from edgepipe_torch.cuda.kernels.forms import kernel_source, options  # noqa: E402
+from edgepipe_torch.cuda.kernels.recurrent_checking import (  # noqa: E402
     NUM_SLOTS,
     random_mixer,
     step_error,
     worst_step_error,
 )
-from edgepipe_torch.cuda_kernels.recurrent_step import MixerStep, StepForm, step_form  # noqa: E402
+from edgepipe_torch.cuda.kernels.recurrent_step import MixerStep, StepForm, step_form  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, RowState, StateWrite, StepRow  # noqa: E402
 from edgepipe.spec.facts import LayerRange, make_slices  # noqa: E402
@@ -35,12 +35,13 @@ from tests.support.backends.host_kernels import COMPILER, SOURCES, HostModule, P
 from tests.support.backends.nvrtc import nvrtc_for  # noqa: E402
 from tests.support.backends.recorded_steps import QWEN, STEP_FORMS, recorded_steps  # noqa: E402
 from tests.support.backends.steps import make_step, run_step, step_row  # noqa: E402
+from tests.support.backends.torch_paging import CudaOnHost  # noqa: E402
 from tests.support.models.recurrent_layers import CONV, DELTA, MAMBA, MODELS  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from edgepipe_torch.recurrent import Mixer, StepKernel
+    from edgepipe_torch.layers.recurrent import Mixer, StepKernel
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -156,7 +157,10 @@ def test_a_backend_computes_by_the_cuda_source(name: str, step_modules: Modules)
         return kernel
 
     options = BackendOptions(device="cpu", dtype="bfloat16", threads=1)
-    backends = [TorchBackend(options, step_kernels=counted), TorchBackend(options)]
+    backends = [
+        TorchBackend(options, device=CudaOnHost("bfloat16", step_kernels=counted)),
+        TorchBackend(options),
+    ]
     for backend in backends:
         backend.load(make_slices([LayerRange(0, config.num_layers)], config.num_layers), TinyWeights(config), print)
         backend.allocate_kv(num_blocks=8, block_size=16, state_slots=6)

@@ -11,10 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.cuda_kernels.library import CudaLibrary  # noqa: E402
-from edgepipe_torch.cuda_kernels.recurrent_checking import random_mixer, worst_step_error  # noqa: E402
-from edgepipe_torch.cuda_kernels.recurrent_step import step_form  # noqa: E402
-from edgepipe_torch.paging import PAGE_TOKENS  # noqa: E402
+from edgepipe_torch.cuda.kernels.library import CudaLibrary  # noqa: E402
+from edgepipe_torch.cuda.kernels.recurrent_checking import random_mixer, worst_step_error  # noqa: E402
+from edgepipe_torch.cuda.kernels.recurrent_step import step_form  # noqa: E402
+from edgepipe_torch.layers.device import PAGE_TOKENS  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, RowState, StateWrite  # noqa: E402
 from edgepipe.spec.facts import LayerRange, make_slices  # noqa: E402
@@ -82,7 +82,7 @@ def test_a_backend_decodes_in_graphs_as_on_the_cpu(name: str) -> None:
         backend.load(parts, TinyWeights(config), lambda _progress: None)
         backend.allocate_kv(num_blocks=8, block_size=PAGE_TOKENS, state_slots=6)
         backends.append(backend)
-    assert backends[1]._graphs
+    assert backends[1]._steps[0].counted_rows
     draw, at = np.random.default_rng(1), 0
     for count in (70, 1, 1, 1, 8, 100, 1, 1):
         rows = [

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 
 from edgepipe.backend.types import RowState, StateWrite, StepRow  # noqa: E402
 from tests.support.backends.crowd_events import CrowdEvent, crowd_events, play_crowd  # noqa: E402
@@ -24,9 +24,9 @@ from tests.support.backends.torch_twins import Twins, states_of  # noqa: E402
 from tests.support.models.recurrent_layers import MODELS  # noqa: E402
 
 if TYPE_CHECKING:
-    from edgepipe_torch.cuda_kernels.recurrent_step import StepForm
-    from edgepipe_torch.mixer_steps import StepKernels
-    from edgepipe_torch.recurrent import Mixer
+    from edgepipe_torch.cuda.kernels.recurrent_step import StepForm
+    from edgepipe_torch.cuda.mixer_steps import StepKernels
+    from edgepipe_torch.layers.recurrent import Mixer
 
     from tests.support.backends.host_kernels import HostModule
 

@@ -10,11 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import edgepipe_torch.backend as torch_backend  # noqa: E402
+import edgepipe_torch.cpu.device as cpu_device  # noqa: E402
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels  # noqa: E402
-from edgepipe_torch.cpu_replay import DecodeReplays  # noqa: E402
+from edgepipe_torch.cpu.device import CpuDevice  # noqa: E402
+from edgepipe_torch.cpu.kernels import CpuKernels, cpu_kernels  # noqa: E402
+from edgepipe_torch.cpu.replay import DecodeReplays  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions, RowState, StateWrite, StepRow  # noqa: E402
 from edgepipe.spec.facts import ModelConfig  # noqa: E402
@@ -67,7 +68,8 @@ class Placed(Track):
 def pipeline_of(config: ModelConfig, kernels: CpuKernels | KernelsUnavailable | None = None) -> Pipeline:
     """Two slices, where the model has several layers before the last."""
     options = BackendOptions(device="cpu", dtype="float32", activation_type=ActivationType.FLOAT32, threads=1)
-    backends = [TorchBackend(options, kernels=kernels) for _ in range(2 if config.num_layers > 3 else 1)]
+    devices = [CpuDevice(torch.float32, kernels=kernels) for _ in range(2 if config.num_layers > 3 else 1)]
+    backends = [TorchBackend(options, device=device) for device in devices]
     return Pipeline.build(backends, PackedTinyModel(config, SCHEMES), num_blocks=24)
 
 
@@ -103,7 +105,7 @@ def test_a_recorded_step_gives_the_same_bits_wherever_states_lie(
     pipeline = pipeline_of(config)
     found = logits_of(pipeline)
     assert len(replayed) == 10 * len(pipeline.slices), "all but the steps with several tokens of a sequence"
-    monkeypatch.setattr(torch_backend, "can_record", lambda *_: False)
+    monkeypatch.setattr(cpu_device, "can_record", lambda *_: False)
     for one, other in zip(found, logits_of(pipeline_of(config)), strict=True):
         assert np.array_equal(one, other)
     assert len(replayed) == 10 * len(pipeline.slices)

@@ -10,11 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import edgepipe_torch.backend as torch_backend  # noqa: E402
+import edgepipe_torch.cpu.device as cpu_device  # noqa: E402
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cpu_kernels import cpu_kernels  # noqa: E402
-from edgepipe_torch.cpu_replay import DecodeReplays  # noqa: E402
+from edgepipe_torch.cpu.kernels import cpu_kernels  # noqa: E402
+from edgepipe_torch.cpu.replay import DecodeReplays  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
 from edgepipe.spec.facts import ModelConfig  # noqa: E402
@@ -78,6 +78,6 @@ def test_a_recorded_step_gives_the_same_bits(config: ModelConfig, monkeypatch: p
     monkeypatch.setattr(DecodeReplays, "run", lambda *given: (replayed.append(1), run(*given))[1])
     found = logits(config)
     assert len(replayed) == len(CHUNKS)
-    monkeypatch.setattr(torch_backend, "can_record", lambda *_: False)
+    monkeypatch.setattr(cpu_device, "can_record", lambda *_: False)
     assert np.array_equal(found, logits(config))
     assert len(replayed) == len(CHUNKS)

@@ -9,11 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.feed_forward import Mixture, RouterWeights, route  # noqa: E402
-from edgepipe_torch.linear import Workspace  # noqa: E402
-from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
-from edgepipe_torch.packed_weight import tile_floats  # noqa: E402
+from edgepipe_torch.cpu.packed import PackedCpuLinear  # noqa: E402
+from edgepipe_torch.cpu.packed_weight import tile_floats  # noqa: E402
+from edgepipe_torch.cpu.routing import choose  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.layers.linear import Workspace  # noqa: E402
+from edgepipe_torch.layers.mixture import Mixture  # noqa: E402
+from edgepipe_torch.layers.routing import RouterWeights, route  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -64,7 +66,10 @@ def made(how: Router, count: int) -> tuple[RouterWeights, RouterWeights]:
     if bias is not None:
         linear.fill_bias(0, bias)
     linear.finish()
-    return RouterWeights(linear, None, *others), RouterWeights(weight, bias, *others)
+    routers = RouterWeights(linear, None, *others), RouterWeights(weight, bias, *others)
+    for router in routers:
+        router.choose = choose
+    return routers
 
 
 def check_rows(spec: Experts, router: RouterWeights, x: Tensor, batches: list[slice]) -> None:

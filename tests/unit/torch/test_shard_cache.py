@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch import TorchBackend, shard_cache  # noqa: E402
-from edgepipe_torch.cpu_layout import LAYOUT_VERSION  # noqa: E402
-from edgepipe_torch.cpu_repack import repack  # noqa: E402
-from edgepipe_torch.packed_cpu import PackedCpuLinear  # noqa: E402
-from edgepipe_torch.packed_weight import PackedWeight  # noqa: E402
-from edgepipe_torch.shard_cache import ShardCache  # noqa: E402
+from edgepipe_torch import TorchBackend  # noqa: E402
+from edgepipe_torch.cpu import shard_cache  # noqa: E402
+from edgepipe_torch.cpu.layout import LAYOUT_VERSION  # noqa: E402
+from edgepipe_torch.cpu.packed import PackedCpuLinear  # noqa: E402
+from edgepipe_torch.cpu.packed_weight import PackedWeight  # noqa: E402
+from edgepipe_torch.cpu.repack import repack  # noqa: E402
+from edgepipe_torch.cpu.shard_cache import ShardCache  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions  # noqa: E402
 from edgepipe.errors import ModelInvalid  # noqa: E402

@@ -14,12 +14,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.attention import CausalMasks  # noqa: E402
-from edgepipe_torch.decoder import SliceWeights  # noqa: E402
-from edgepipe_torch.device import free_bytes  # noqa: E402
-from edgepipe_torch.kv import KVStorage  # noqa: E402
-from edgepipe_torch.linear import Linear, PlainLinear, half_works  # noqa: E402
-from edgepipe_torch.slice_builder import SliceBuilder  # noqa: E402
+from edgepipe_torch.cpu.linear import half_works  # noqa: E402
+from edgepipe_torch.cpu.transfer import HostTransfer  # noqa: E402
+from edgepipe_torch.cuda.device import CudaDevice  # noqa: E402
+from edgepipe_torch.layers.attention import CausalMasks  # noqa: E402
+from edgepipe_torch.layers.decoder import SliceWeights  # noqa: E402
+from edgepipe_torch.layers.kv import KVStorage  # noqa: E402
+from edgepipe_torch.layers.linear import Linear, PlainLinear  # noqa: E402
+from edgepipe_torch.layers.mixers import SelfAttention  # noqa: E402
+from edgepipe_torch.layers.slice_builder import SliceBuilder  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions, LoadProgress  # noqa: E402
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, DeviceOutOfMemory, ModelInvalid  # noqa: E402
@@ -126,7 +129,7 @@ class TestLoading:
 
         def note(builder: SliceBuilder, *given: Any, **named: Any) -> None:
             build(builder, *given, **named)
-            made.append(weakref.ref(builder.weights.layers[0].qkv))
+            made.append(weakref.ref(builder.weights.layers[0].linears[0]))
 
         monkeypatch.setattr(SliceBuilder, "__init__", note)
         backend, config = TorchBackend(BackendOptions(device="cpu", threads=1)), tiny_config()
@@ -178,9 +181,11 @@ def held_bytes(weights: SliceWeights) -> int:
     for name in ("embedding", "final_norm", "head"):
         add(getattr(weights, name))
     for layer in weights.layers:
-        for name in layer.__slots__:
-            value = getattr(layer, name)
-            add(None if isinstance(value, int) else value)
+        assert isinstance(layer.mixer, SelfAttention)
+        for owner in (layer, layer.mixer):
+            for name in owner.__slots__:
+                value = getattr(owner, name)
+                add(None if isinstance(value, int) else value)
     return sum(held.values())
 
 
@@ -235,10 +240,10 @@ def pool_address(backend: TorchBackend) -> int:
 
 def count_rows(backend: TorchBackend) -> list[int]:
     counts: list[int] = []
-    for layer in backend._decoders[0].layers:
+    for layer in backend._weights[0].layers:
         for owner, name in (
-            (layer, "qkv"),
-            (layer, "output"),
+            (layer.mixer, "qkv"),
+            (layer.mixer, "output"),
             (layer.feed_forward, "gate_up"),
             (layer.feed_forward, "down"),
         ):
@@ -276,4 +281,5 @@ class TestDevices:
         cached = [2 << 30]
         monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: ((5 << 30) - sum(cached), 24 << 30))
-        assert free_bytes(torch.device("cuda", 0)) == 5 << 30
+        device = CudaDevice(torch.device("cpu"), torch.float32, transfer=HostTransfer())
+        assert device.free_bytes() == 5 << 30

@@ -13,19 +13,20 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.compiled_code import KernelsUnavailable  # noqa: E402
-from edgepipe_torch.cpu_kernels import CpuKernels, cpu_kernels  # noqa: E402
-from edgepipe_torch.cpu_replay import DecodeReplays  # noqa: E402
-from edgepipe_torch.graphs import DecodeGraphs  # noqa: E402
-from edgepipe_torch.head_shape import LayerHeads  # noqa: E402
-from edgepipe_torch.paging import PagedDecode  # noqa: E402
+from edgepipe_torch.cpu.device import CpuDevice  # noqa: E402
+from edgepipe_torch.cpu.kernels import CpuKernels, cpu_kernels  # noqa: E402
+from edgepipe_torch.cpu.replay import DecodeReplays  # noqa: E402
+from edgepipe_torch.cuda.graphs import DecodeGraphs  # noqa: E402
+from edgepipe_torch.cuda.paging import PagedDecode  # noqa: E402
+from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
+from edgepipe_torch.layers.head_shape import LayerHeads  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
 from edgepipe.spec.facts import ModelConfig  # noqa: E402
 from edgepipe.spec.layer_spec import LayerSpec  # noqa: E402
 from edgepipe.spec.layout import model_tensors  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
-from tests.support.backends.torch_paging import cpu_paging  # noqa: E402
+from tests.support.backends.torch_paging import CudaOnHost, cpu_paging  # noqa: E402
 from tests.support.models.packed import PackedTinyModel, exact_float32  # noqa: E402
 from tests.support.numerics.decode_reference import reference_decode  # noqa: E402
 from tests.support.numerics.harness import Logits, Pipeline  # noqa: E402
@@ -104,7 +105,7 @@ def test_attention_over_pages(name: str, own_kernels: bool, monkeypatch: pytest.
     monkeypatch.setattr(DecodeGraphs, "run", lambda *given: (used.append(1), run_graph(*given))[1])
     source = TinyWeights(CASES[name])
     paging = cpu_paging(page_tokens=16, decode=reference_decode if own_kernels else refuse)
-    assert_close(run([TorchBackend(options(), paging=paging)], source), expected(source))
+    assert_close(run([TorchBackend(options(), device=CudaOnHost(paging=paging))], source), expected(source))
     assert len(used) == (0 if "capped" in name and not own_kernels else CHUNKS.count(1))
 
 
@@ -137,7 +138,8 @@ def test_kernels_for_values_within_keys_are_right(packed_kv: bool) -> None:
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 def test_attention_to_codes(config: ModelConfig) -> None:
     source = Packed(config)
-    by_torch = run([TorchBackend(options(kv="8bit"), kernels=KernelsUnavailable("for a test"))], source)
+    without = CpuDevice(torch.float32, packed_kv=True, kernels=KernelsUnavailable("for a test"))
+    by_torch = run([TorchBackend(options(kv="8bit"), device=without)], source)
     assert_close(by_torch, expected(source), within=0.05)
     # A code may differ by one, where rotations round differently.
     assert_close(run([TorchBackend(options(kv="8bit"))], source), by_torch, within=3e-3)

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from edgepipe_torch.paging import VarlenAttention  # noqa: E402
+from edgepipe_torch.cuda.paging import VarlenAttention  # noqa: E402
 
 from tests.support.numerics.varlen_reference import varlen_attention  # noqa: E402
 

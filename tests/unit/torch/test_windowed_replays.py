@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch import TorchBackend  # noqa: E402
-from edgepipe_torch.cpu_kernels import KernelsUnavailable, cpu_kernels  # noqa: E402
-from edgepipe_torch.cpu_replay import DecodeReplays  # noqa: E402
+from edgepipe_torch.cpu.kernels import KernelsUnavailable, cpu_kernels  # noqa: E402
+from edgepipe_torch.cpu.replay import DecodeReplays  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions, BlockRun, WindowRuns  # noqa: E402
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402

@@ -1,0 +1,1 @@
+"""A CPU: kernels compiled in the process, weights in their layout, recorded steps."""

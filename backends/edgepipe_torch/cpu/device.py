@@ -1,0 +1,194 @@
+"""A CPU as a ``Device``."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import psutil
+import torch
+from torch import Tensor
+
+from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DeviceProfile
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.layer_spec import Experts, Router
+from edgepipe.weights.repacked import RepackedPlace
+from edgepipe.weights.resident import WIDE
+from edgepipe_torch.cpu.dot_attention import attend
+from edgepipe_torch.cpu.experts import CpuExperts
+from edgepipe_torch.cpu.kernels import CpuKernels, Kernels, cpu_kernels
+from edgepipe_torch.cpu.linear import HalfLinear, TiledLinear, half_works
+from edgepipe_torch.cpu.packed import PackedCpuLinear, RouterLinear, multiplies_floats
+from edgepipe_torch.cpu.replay import DecodeReplays, can_record, can_replay_decode
+from edgepipe_torch.cpu.routing import choose
+from edgepipe_torch.cpu.shard_cache import ShardCache
+from edgepipe_torch.cpu.step_ops import CompiledOps, compiled_ops
+from edgepipe_torch.cpu.transfer import HostTransfer
+from edgepipe_torch.layers.attention import CausalMasks, SequenceAttention, StepAttention
+from edgepipe_torch.layers.device import PAGE_TOKENS, AllocatedSlice, Device, SliceSteps
+from edgepipe_torch.layers.experts import EXPERTS, ExpertProducts, each_expert
+from edgepipe_torch.layers.head_shape import kernels_fit
+from edgepipe_torch.layers.linear import Linear, PartForms, PlainLinear, Workspace
+from edgepipe_torch.layers.measuring import CPU_MEASURED, bandwidth, dtype_name, matrix_rate
+from edgepipe_torch.layers.packed_attention import PackedSequenceAttention
+from edgepipe_torch.layers.packed_kv import PackedKVStorage
+from edgepipe_torch.layers.prepared import PreparedStep
+from edgepipe_torch.layers.recurrent import Mixer
+from edgepipe_torch.layers.routing import Choose
+from edgepipe_torch.layers.step_ops import StepOps, TorchOps
+from edgepipe_torch.layers.transfer import Transfer
+
+
+class CpuDevice(Device):
+    """Float32 by kernels, or bf16 by torch's operations."""
+
+    own_memory = False
+    picks_candidates = False
+    block_sizes: tuple[int, ...] = (DEFAULT_BLOCK_SIZE, PAGE_TOKENS)
+
+    def __init__(
+        self, dtype: torch.dtype, *, packed: bool = True, packed_kv: bool = False, kernels: Kernels | None = None
+    ) -> None:
+        """``packed``: weights with a form stay so where this type allows. ``kernels``: None for this process's."""
+        self.place = torch.device("cpu")
+        self.dtype = dtype
+        self.packed = self.reads_stored = packed and dtype == torch.float32
+        self.packing = "torch-cpu" if packed else WIDE
+        self.transfer: Transfer = HostTransfer()
+        self.cache: ShardCache | None = None  # of repacked weights, which may still be written
+        self._packed_kv = packed_kv
+        self._given = kernels
+        self._reset()
+
+    def profile(self) -> DeviceProfile:
+        total = psutil.virtual_memory().total
+        return DeviceProfile(
+            backend="torch",
+            device=str(self.place),
+            name=_cpu_name(),
+            compute_dtype=dtype_name(self.dtype),
+            memory_total_bytes=total,
+            memory_free_bytes=min(self.free_bytes(), total),
+            bandwidth_bytes_per_s=bandwidth(self.place, self.dtype, CPU_MEASURED),
+            flops=matrix_rate(self.place, self.dtype, CPU_MEASURED),
+            block_sizes=self.block_sizes,
+            contiguous_kv=True,
+        )
+
+    def free_bytes(self) -> int:
+        return psutil.virtual_memory().available
+
+    def start_load(self, kept: RepackedPlace | None) -> None:
+        self.cache = ShardCache(kept) if kept is not None and self.packed else None
+
+    def product(self, role: str, in_features: int, sizes: Sequence[int], parts: PartForms) -> Linear:
+        is_expert = role == EXPERTS
+        if any(parts.forms):
+            cache = None if is_expert else self.cache
+            return PackedCpuLinear(
+                role, in_features, sizes, self.workspace, self._given, tiled_floats=is_expert, cache=cache
+            )
+        if self.dtype != torch.float32:
+            return PlainLinear(in_features, sizes, dtype=self.dtype, device=self.place)
+        if is_expert and in_features % 8 == 0 and isinstance(kernels := self._kernels, CpuKernels):
+            return PackedCpuLinear(role, in_features, sizes, self.workspace, kernels, tiled_floats=True)
+        kind = HalfLinear if parts.fit_16_bits and half_works() else TiledLinear
+        return kind(role, in_features, sizes, self.workspace)
+
+    def router(self, in_features: int, count: int) -> Linear | None:
+        kernels = self._kernels
+        if self.dtype != torch.float32 or in_features % 8 or not multiplies_floats(kernels):
+            return None
+        return RouterLinear("router", in_features, (count,), self.workspace, kernels)
+
+    def choice(self, how: Router) -> Choose:
+        return choose
+
+    def experts(
+        self, spec: Experts, in_features: int, count: int, gate_up: PartForms, down: PartForms
+    ) -> ExpertProducts:
+        each = each_expert(self.product, spec, in_features, count, gate_up, down)
+        if spec.gated and all(isinstance(linear, PackedCpuLinear) for linear in each.linears):
+            return CpuExperts(each, spec.activation, self.workspace, elsewhere=count < spec.count)
+        return each
+
+    def compile_steps(self, config: ModelConfig, mixers: Iterable[Mixer], *, has_packed: bool) -> StepOps:
+        """See ``Device``. Kernels are for packed weights or 8-bit KV."""
+        wanted = self._packed_kv or (self.packed and has_packed)
+        if wanted and self.dtype == torch.float32 and kernels_fit(config):
+            self._ops = compiled_ops(self._kernels, config, self.workspace, packed_kv=self._packed_kv)
+        if self._ops is None:
+            return TorchOps(config)
+        self._ops.compile_mixers(mixers)
+        return self._ops
+
+    def finish_load(self) -> None:
+        if self.cache is not None:
+            self.cache.write_in_background()
+
+    def slice_steps(self, allocated: AllocatedSlice) -> CpuSteps:
+        return CpuSteps(allocated, self._ops, self._masks, self.dtype)
+
+    def wait_until_kept(self, timeout_s: float) -> None:
+        if self.cache is not None:
+            self.cache.wait(timeout_s)
+
+    def release(self) -> None:
+        if self.cache is not None:
+            self.cache.stop()
+        self.cache = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.workspace = Workspace(self.dtype, self.place)
+        self._masks = CausalMasks(self.dtype, self.place)
+        self._ops: CompiledOps | None = None
+
+    @property
+    def _kernels(self) -> Kernels:
+        return self._given or cpu_kernels()
+
+
+class CpuSteps(SliceSteps):
+    """Steps of a slice on a CPU."""
+
+    counted_rows = None
+
+    def __init__(
+        self, allocated: AllocatedSlice, ops: CompiledOps | None, masks: CausalMasks, dtype: torch.dtype
+    ) -> None:
+        """``ops``: kernels between products; without them no step is recorded."""
+        self._ends = allocated.ends
+        self._decoder = decoder = allocated.decoder
+        self._head = decoder.part.head
+        self._pool = pool = allocated.pool
+        self._ops = ops
+        self._masks = masks
+        self._dtype = dtype
+        self._replays: DecodeReplays | None = None
+        if ops is not None and can_record(allocated.weights, decoder.heads, ops):
+            self._replays = DecodeReplays(decoder, ops, pool, allocated.states)
+
+    def attention(self, prepared: PreparedStep) -> StepAttention:
+        pool = self._pool
+        if isinstance(pool, PackedKVStorage):
+            return PackedSequenceAttention(prepared, pool, self._masks, self._dtype, self._ops, dot_attention=attend)
+        return SequenceAttention(prepared, pool, self._masks, self._ops, dot_attention=attend)
+
+    def replay(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Tensor | None:
+        if self._replays is None or not can_replay_decode(prepared.layout, head=self._head):
+            return None
+        found = self._replays.run(prepared, lambda hidden: self._ends.fill(inputs, hidden))
+        return self._decoder.shaped(found.clone()) if self._head else self._ends.encode(found)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,212 @@
+"""Compile the CPU's kernels in this process with llvmlite.
+
+Code is compiled for this machine's CPU when a weight first needs it, and kept on disk. That takes about a second for
+each kind of weight, with its check.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import platform
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from edgepipe.config import kernel_dir
+from edgepipe_torch.cpu.calls import HeadKernels, KernelCalls, Native, Product
+from edgepipe_torch.cpu.checking import head_error, product_error, step_error
+from edgepipe_torch.cpu.frame import frame_module
+from edgepipe_torch.cpu.group_code import group_functions
+from edgepipe_torch.cpu.kinds import Kind
+from edgepipe_torch.cpu.kv_code import packed_head_module
+from edgepipe_torch.cpu.product_code import ProductCode
+from edgepipe_torch.cpu.recurrent_checking import recurrent_error
+from edgepipe_torch.cpu.recurrent_code import StepForm, recurrent_module
+from edgepipe_torch.cpu.repack import repack_error
+from edgepipe_torch.cpu.repack_code import REPACK_ARGUMENTS, repack_module
+from edgepipe_torch.cpu.step_code import head_module, vector_module
+from edgepipe_torch.layers.compiled_code import CodeCache, KernelsUnavailable
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_NEEDED = ("avx2", "fma", "f16c")  # of x86: without f16c, LLVM would call a library for float16
+_INSTALL = "pip install llvmlite"
+
+
+class Compiler:
+    """Compiles modules for this machine's CPU."""
+
+    def __init__(self, llvm: Any, folder: Path, *, width: int = 0) -> None:
+        """``llvm``: llvmlite's binding; ``folder`` keeps compiled code; ``width``: floats of a vector, 0: of this CPU.
+
+        Raises KernelsUnavailable if the CPU lacks instructions.
+        """
+        self._llvm = llvm
+        features = llvm.get_host_cpu_features()
+        if _is_x86() and not all(features.get(name) for name in _NEEDED):
+            raise KernelsUnavailable("this CPU has no AVX2, FMA and F16C")
+        wide = bool(features.get("avx512f"))
+        self.instructions = ("AVX-512" if wide else "AVX2") if _is_x86() else "Neon"
+        self.width = width or (16 if wide else 8 if _is_x86() else 4)
+        self._target = llvm.Target.from_default_triple()
+        self._cpu, self._flags = llvm.get_host_cpu_name(), features.flatten()
+        target = f"{llvm.llvm_version_info} {self._target.triple} {self._cpu} {self._flags}"
+        self._code = CodeCache(folder, target, suffix=".o")
+        self._engines: list[Any] = []  # own the code
+
+    def compile(self, text: str) -> Any:
+        """Return an engine with the functions of a module; it owns their code. Raises RuntimeError."""
+        llvm = self._llvm
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), self._new_machine())  # it frees the machine
+        engine.add_object_file(llvm.ObjectFileRef.from_data(self._code.get(text, self._object_code)))
+        engine.finalize_object()
+        self._engines.append(engine)
+        return engine
+
+    def _object_code(self, text: str) -> bytes:
+        llvm = self._llvm
+        module = llvm.parse_assembly(text)
+        module.verify()
+        machine = self._new_machine()
+        options = llvm.create_pipeline_tuning_options(speed_level=3)
+        builder = llvm.create_pass_builder(machine, options)
+        builder.getModulePassManager().run(module, builder)
+        return machine.emit_object(module)
+
+    def _new_machine(self) -> Any:
+        return self._target.create_target_machine(cpu=self._cpu, features=self._flags, opt=3, jit=True)
+
+
+class CpuKernels(KernelCalls):
+    """The compiled functions of one process. Each is compared with float64 results when it is compiled."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        """Raises KernelsUnavailable, also if the functions that every model needs compute wrong values here."""
+        self._compiler = compiler
+        self._kinds: dict[Kind, Product | KernelsUnavailable] = {}
+        self._heads: dict[tuple[int, int, bool], HeadKernels | KernelsUnavailable] = {}  # by sizes, and packed KV
+        self._repacks: dict[str, Native | KernelsUnavailable] = {}  # by GGUF type
+        self._recurrent: dict[StepForm, Native | KernelsUnavailable] = {}
+        super().__init__(self._compile(frame_module(group_functions())), self._compile(vector_module()))
+        _refuse_wrong("norms and SwiGLU", step_error(self))
+
+    def heads(self, head_dim: int, value_width: int = 0, *, packed_kv: bool = False) -> HeadKernels:
+        """Return the kernels for heads of a size, a multiple of 8, with float32 or 8-bit KV; see ``head_module``.
+
+        Raises KernelsUnavailable.
+        """
+        form = head_dim, value_width, packed_kv
+        if form not in self._heads:
+            name = f"heads of {head_dim}{' with 8-bit KV' if packed_kv else ''}"
+            self._heads[form] = _result_or_reason(name, lambda: self._load_heads(*form))
+        return _or_raise(self._heads[form])
+
+    def product(self, kind: Kind) -> Product:
+        """Return a kind's functions; compile and check them if they are new. Raises KernelsUnavailable."""
+        if kind not in self._kinds:
+            self._kinds[kind] = _result_or_reason(f"weights of {kind.bits} bits", lambda: self._load_product(kind))
+        return _or_raise(self._kinds[kind])
+
+    def repack(self, scheme: str) -> Native:
+        """Return the function that repacks blocks of a type of BLOCK_CODES. Raises KernelsUnavailable."""
+        if scheme not in self._repacks:
+            what = f"the layout of {scheme}"
+            self._repacks[scheme] = _result_or_reason(what, lambda: self._load_repack(scheme))
+        return _or_raise(self._repacks[scheme])
+
+    def recurrent(self, form: StepForm) -> Native:
+        """Return the function that computes one token of recurrent layers. Raises KernelsUnavailable."""
+        if form not in self._recurrent:
+            self._recurrent[form] = _result_or_reason(form.name, lambda: self._load_recurrent(form))
+        return _or_raise(self._recurrent[form])
+
+    def _load_product(self, kind: Kind) -> Product:
+        width = self._compiler.width
+        code = ProductCode(kind, width=width, most_rows=most_rows(width), shuffles=_is_x86())
+        engine = self._compile(code.module())
+        found = Product(
+            work=Native(engine, f"work_{kind.name}", 9),
+            take=Native(engine, f"take_{kind.name}", 4),
+            by=f"own kernels ({self._compiler.instructions})",
+        )
+        _refuse_wrong(f"products {kind.name}", product_error(self, kind, found))
+        return found
+
+    def _load_repack(self, scheme: str) -> Native:
+        found = Native(self._compile(repack_module(scheme)), "repack", len(REPACK_ARGUMENTS))
+        _refuse_wrong(f"layout of {scheme}", repack_error(found, scheme))
+        return found
+
+    def _load_recurrent(self, form: StepForm) -> Native:
+        found = Native(self._compile(recurrent_module(form)), "step", 1)
+        _refuse_wrong(form.name, recurrent_error(self, form, found))
+        return found
+
+    def _load_heads(self, head_dim: int, value_width: int, packed_kv: bool) -> HeadKernels:
+        make = packed_head_module if packed_kv else head_module
+        engine = self._compile(make(head_dim, value_width))
+        rotate = Native(engine, "rotate", 8 if packed_kv else 7)
+        found = HeadKernels(rotate=rotate, attend=Native(engine, "attend", 1))
+        _refuse_wrong(f"attention of {head_dim}", head_error(self, (head_dim, value_width), found, packed_kv=packed_kv))
+        return found
+
+    def _compile(self, text: str) -> Any:
+        try:
+            return self._compiler.compile(text)
+        except RuntimeError as exc:  # of llvmlite
+            raise KernelsUnavailable(f"LLVM does not compile own kernels for this CPU: {exc}") from exc
+
+
+Kernels = CpuKernels | KernelsUnavailable
+"""A process's kernels, or the reason for their absence."""
+
+
+def most_rows(width: int) -> tuple[int, int]:
+    """Return how many rows share a weight unpacked in registers, and in a panel: sums fit in 32 or 16 registers."""
+    return (8, 12) if width == 16 else (5, 6)
+
+
+@cache
+def cpu_kernels() -> Kernels:
+    """Return this process's kernels, or the reason for their absence."""
+    return _result_or_reason("packed weights", lambda: CpuKernels(Compiler(_llvm(), kernel_dir())))
+
+
+def _llvm() -> Any:
+    """Return llvmlite's binding. Raises KernelsUnavailable."""
+    try:
+        llvm = importlib.import_module("llvmlite.binding")
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+    except (ImportError, OSError, RuntimeError) as exc:
+        raise KernelsUnavailable(f"llvmlite, which compiles own kernels, is missing: {exc}", remedy=_INSTALL) from exc
+    return llvm
+
+
+def _refuse_wrong(what: str, error: float) -> None:
+    """Raise KernelsUnavailable for an error above 1, or NaN."""
+    if not error <= 1:
+        raise KernelsUnavailable(f"own kernels compute wrong values here: {what}, {error:.3g} times the rounding")
+
+
+def _result_or_reason(what: str, load: Callable[[], T]) -> T | KernelsUnavailable:
+    """Return what ``load`` returns, or why kernels are not used, which is logged."""
+    try:
+        return load()
+    except KernelsUnavailable as exc:
+        logger.warning("torch computes %s: %s", what, exc)
+        return exc
+
+
+def _or_raise(found: T | KernelsUnavailable) -> T:
+    if isinstance(found, KernelsUnavailable):
+        raise found
+    return found
+
+
+def _is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")

@@ -1,0 +1,260 @@
+"""LLVM code for 8-bit KV: rotation with the write of codes, and attention that reads them.
+
+All heads of a query that share keys attend together, so that codes are widened once for them, 8 keys at a time.
+
+T rows, Hq and Hkv heads, D head dim (a multiple of 8), L keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edgepipe_torch.cpu.ir_text import Function, float_constant
+from edgepipe_torch.cpu.ir_vectors import (
+    EIGHT,
+    INTS,
+    fma,
+    larger,
+    largest_of,
+    nearest,
+    repeated,
+    smaller,
+    sum_of,
+    sums_of,
+)
+from edgepipe_torch.cpu.step_code import (
+    attend_functions,
+    float_field,
+    job_fields,
+    pad,
+    rotate_rows,
+    sink_of,
+    softmax,
+    step_declarations,
+    whole,
+)
+from edgepipe_torch.layers.packed_kv import HIGHEST_CODE, LEAST_SCALE, SCALE_FACTOR
+
+_KEYS = 8  # at once
+_SUMS = 8  # vectors of an output that registers hold
+
+
+def packed_head_module(head_dim: int, value_width: int) -> str:
+    """Return a module with ``rotate`` and ``attend`` for heads of ``head_dim`` with 8-bit KV; see ``head_module``."""
+    parts = [_rotate(head_dim), _attend_items(head_dim, value_width), *attend_functions()]
+    ends = ["declare i64 @llvm.smax.i64(i64, i64)", "declare i64 @llvm.smin.i64(i64, i64)"]
+    return "\n".join([*parts, *ends, f"declare {EIGHT} @llvm.fabs.v8f32({EIGHT})", *step_declarations()])
+
+
+def _rotate(head_dim: int) -> str:
+    """Write ``rotate``: as for float KV, but write codes and scales; see ``packed_kv.encode``."""
+    code = Function(
+        "rotate",
+        [
+            *("ptr %qkv", "ptr noalias %rotations", "ptr noalias %slots", "ptr noalias %codes", "ptr noalias %scales"),
+            *("i64 %rows", "i64 %heads", "i64 %kv_heads"),
+        ],
+    )
+    both = code.mul("%kv_heads", 2)
+
+    def store(new: str, slot: str) -> None:
+        first = code.mul(slot, both)
+
+        def head(number: str) -> None:
+            at = code.add(first, number)
+            source = code.at("float", new, code.mul(number, head_dim))
+            scale = _scale(code, source, head_dim)
+            code.store("half", scale, code.at("half", "%scales", at), align=2)
+            wide = code.splat("float", code.value(f"fpext half {scale} to float"), 8)
+            target = code.at("i8", "%codes", code.mul(at, head_dim))
+            for place in range(0, head_dim, 8):
+                value = code.load(EIGHT, code.at("float", source, str(place)))
+                value = nearest(code, code.value(f"fdiv {EIGHT} {value}, {wide}"))
+                # Of NaNs, which have no code, this makes the lowest.
+                value = smaller(code, larger(code, value, repeated(-HIGHEST_CODE)), repeated(HIGHEST_CODE))
+                whole = code.value(f"fptosi {EIGHT} {value} to {INTS}")
+                narrow = code.value(f"trunc {INTS} {whole} to <8 x i8>")
+                code.store("<8 x i8>", narrow, code.at("i8", target, str(place)), align=1)
+
+        code.loop("0", both, head)
+
+    rotate_rows(code, head_dim, store)
+    return code.text()
+
+
+def _scale(code: Function, source: str, head_dim: int) -> str:
+    """Return the scale (half) of D values; NaN if one of them is a NaN or infinite, or too large."""
+    highest, unknown = repeated(0.0), repeated(0.0)
+    for place in range(0, head_dim, 8):
+        value = code.load(EIGHT, code.at("float", source, str(place)))
+        highest = larger(code, highest, code.value(f"call {EIGHT} @llvm.fabs.v8f32({EIGHT} {value})"))
+        unknown = fma(code, value, repeated(0.0), unknown)
+    scale = code.value(f"fmul float {largest_of(code, highest)}, {float_constant(SCALE_FACTOR)}")
+    scale = code.value(f"fadd float {scale}, {float_constant(LEAST_SCALE)}")
+    scale = code.value(f"fadd float {scale}, {sum_of(code, unknown)}")
+    scale = code.value(f"fptrunc float {scale} to half")
+    return code.value(f"fadd half {scale}, {code.value(f'fsub half {scale}, {scale}')}")
+
+
+def _attend_items(head_dim: int, value_width: int) -> str:
+    """Write ``attend_items``; the scores of the heads that share keys lie one after the other."""
+    code = Function("attend_items", ["ptr %job", "i64 %first", "i64 %end", "ptr noalias %scores"], internal=True)
+    field = job_fields(code)
+    kv_heads = code.value(f"sdiv i64 {field['heads']}, {field['shared']}")
+    out_dim = value_width or head_dim
+    scale_pitch = kv_heads if value_width else code.mul(kv_heads, 2)
+    wide = code.variable(f"[{_KEYS * head_dim} x float]")
+    weights = code.variable(EIGHT)
+    scale = code.splat("float", float_field(code, field["scale"]), 8)
+
+    def group(index: str) -> None:
+        row_index = code.value(f"sdiv i64 {index}, {kv_heads}")
+        kv_head = code.value(f"srem i64 {index}, {kv_heads}")
+        row = code.at("i64", field["rows"], code.mul(row_index, 4))
+        number, start, table, length = (code.load("i64", code.at("i64", row, str(n)), align=8) for n in range(4))
+        begin = code.mul(index, field["shared"])
+        low = code.value(f"call i64 @llvm.smax.i64(i64 %first, i64 {begin})")
+        high = code.value(f"call i64 @llvm.smin.i64(i64 %end, i64 {code.add(begin, field['shared'])})")
+        count = code.value(f"sub i64 {high}, {low}")
+        head = code.value(f"sub i64 {low}, {code.mul(row_index, field['heads'])}")
+        at = code.mul(head, head_dim)
+        query = code.at("float", field["queries"], code.add(code.mul(number, field["stride"]), at))
+        out_row = code.add(code.mul(number, field["heads"]), head)
+        out = code.at("float", field["out"], code.mul(out_row, out_dim))
+        keys = code.at("i8", field["keys"], code.mul(kv_head, head_dim))
+        values = keys if value_width else code.at("i8", keys, code.mul(kv_heads, head_dim))
+        key_scales = code.at("half", field["scales"], kv_head)
+        value_scales = key_scales if value_width else code.at("half", key_scales, kv_heads)
+        padded = whole(code, length)
+        slots = _Slots(code, start=start, table=table, length=length)
+
+        def scores_of(number: str) -> str:
+            return code.at("float", "%scores", code.mul(number, padded))
+
+        def score(key: str) -> None:
+            places = slots.of(key)
+            _widen(code, keys, [code.mul(place, field["pitch"]) for place in places], wide, head_dim)
+            factors = _scales(code, key_scales, [code.mul(place, scale_pitch) for place in places])
+            factors = code.value(f"fmul {EIGHT} {factors}, {scale}")
+
+            def head(number: str) -> None:
+                sums = _products(code, code.at("float", query, code.mul(number, head_dim)), wide, head_dim)
+                found = code.value(f"fmul {EIGHT} {sums_of(code, sums)}, {factors}")
+                code.store(EIGHT, found, code.at("float", scores_of(number), key))
+
+            code.loop("0", count, head)
+
+        def weigh(number: str) -> None:
+            scores = scores_of(number)
+            code.loop(length, padded, lambda key: pad(code, scores, key))
+            sink = sink_of(code, field, code.add(head, number))
+            share = code.splat("float", softmax(code, scores, length, sink), 8)
+
+            def divide(key: str) -> None:
+                at = code.at("float", scores, key)
+                code.store(EIGHT, code.value(f"fmul {EIGHT} {code.load(EIGHT, at)}, {share}"), at)
+
+            code.loop("0", length, divide, step=_KEYS)
+            for place in range(0, out_dim, 8):
+                at = code.at("float", code.at("float", out, code.mul(number, out_dim)), str(place))
+                code.store(EIGHT, "zeroinitializer", at)
+
+        def add(key: str) -> None:
+            places = slots.of(key)
+            _widen(code, values, [code.mul(place, field["pitch"]) for place in places], wide, out_dim)
+            factors = _scales(code, value_scales, [code.mul(place, scale_pitch) for place in places])
+
+            def head(number: str) -> None:
+                weight = code.load(EIGHT, code.at("float", scores_of(number), key))
+                code.store(EIGHT, code.value(f"fmul {EIGHT} {weight}, {factors}"), weights)
+                _add_values(code, code.at("float", out, code.mul(number, out_dim)), weights, wide, out_dim)
+
+            code.loop("0", count, head)
+
+        code.loop("0", length, score, step=_KEYS)
+        code.loop("0", count, weigh)
+        code.loop("0", length, add, step=_KEYS)
+
+    begun = code.value(f"sdiv i64 %first, {field['shared']}")
+    last = code.value(f"sdiv i64 {code.value('sub i64 %end, 1')}, {field['shared']}")
+    some = code.value("icmp slt i64 %first, %end")
+    code.branch(some, lambda: code.loop(begun, code.add(last, 1), group))
+    return code.text()
+
+
+class _Slots:
+    """Slots of a row's keys, by runs or by a table."""
+
+    def __init__(self, code: Function, *, start: str, table: str, length: str) -> None:
+        self._code = code
+        self._start = start
+        self._table = code.value(f"inttoptr i64 {table} to ptr")
+        self._scattered = code.value(f"icmp ne i64 {table}, 0")
+        self._last = code.value(f"sub i64 {length}, 1")
+
+    def of(self, key: str) -> list[str]:
+        """Return the slots of a key and those after it; the last key's for keys beyond it."""
+        code = self._code
+        found = [code.variable("i64") for _ in range(_KEYS)]
+        keys = [
+            code.value(f"call i64 @llvm.smin.i64(i64 {code.add(key, number)}, i64 {self._last})")
+            for number in range(_KEYS)
+        ]
+
+        def by_table() -> None:
+            for each, slot in zip(keys, found, strict=True):
+                code.store("i64", code.load("i64", code.at("i64", self._table, each), align=8), slot)
+
+        def by_run() -> None:
+            for each, slot in zip(keys, found, strict=True):
+                code.store("i64", code.add(self._start, each), slot)
+
+        code.branch(self._scattered, by_table, by_run)
+        return [code.load("i64", slot) for slot in found]
+
+
+def _widen(code: Function, base: str, places: Sequence[str], wide: str, head_dim: int) -> None:
+    """Write codes [8 keys, D] as floats to ``wide``."""
+    for number, place in enumerate(places):
+        source = code.at("i8", base, place)
+        for start in range(0, head_dim, 8):
+            codes = code.load("<8 x i8>", code.at("i8", source, str(start)), align=1)
+            whole = code.value(f"sext <8 x i8> {codes} to {INTS}")
+            value = code.value(f"sitofp {INTS} {whole} to {EIGHT}")
+            code.store(EIGHT, value, code.at("float", wide, str(number * head_dim + start)), align=32)
+
+
+def _scales(code: Function, base: str, places: Sequence[str]) -> str:
+    """Return the scales of 8 keys as floats."""
+    found = "poison"
+    for number, place in enumerate(places):
+        scale = code.load("half", code.at("half", base, place), align=2)
+        found = code.value(f"insertelement <8 x half> {found}, half {scale}, i32 {number}")
+    return code.value(f"fpext <8 x half> {found} to {EIGHT}")
+
+
+def _products(code: Function, query: str, wide: str, head_dim: int) -> list[str]:
+    """Return for each of 8 keys a vector whose sum is its product with a query."""
+    sums = ["zeroinitializer"] * _KEYS
+    for start in range(0, head_dim, 8):
+        part = code.load(EIGHT, code.at("float", query, str(start)))
+        for number in range(_KEYS):
+            key = code.load(EIGHT, code.at("float", wide, str(number * head_dim + start)), align=32)
+            sums[number] = fma(code, part, key, sums[number])
+    return sums
+
+
+def _add_values(code: Function, out: str, weights: str, wide: str, head_dim: int) -> None:
+    """Add 8 keys' values, each times its weight, to an output [D]."""
+    every = range(0, head_dim, 8)
+    for first in range(0, len(every), _SUMS):
+        starts = every[first : first + _SUMS]
+        places = [code.at("float", out, str(start)) for start in starts]
+        sums = [code.load(EIGHT, place) for place in places]
+        for number in range(_KEYS):
+            weight = code.splat("float", code.load("float", code.at("float", weights, str(number))), 8)
+            for index, start in enumerate(starts):
+                value = code.load(EIGHT, code.at("float", wide, str(number * head_dim + start)), align=32)
+                sums[index] = fma(code, weight, value, sums[index])
+        for place, total in zip(places, sums, strict=True):
+            code.store(EIGHT, total, place)

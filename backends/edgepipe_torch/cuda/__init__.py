@@ -1,0 +1,1 @@
+"""CUDA devices: own kernels, attention over pages, graphs."""

@@ -1,0 +1,227 @@
+"""CUDA graphs of pure decode steps: one launch instead of a few hundred.
+
+Decoding takes about fifteen kernels per layer, and launching them from Python takes longer than running them unless the
+layer is large. A graph is recorded for a number of rows and a width of block table, both rounded up, at the second step
+of that size. Surplus rows write to a spare block and a spare slot of states, which no sequence has. One memory pool
+serves all graphs, and a step's inputs arrive as one copy in buffers with fixed addresses.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from edgepipe.backend.step_layout import StepLayout
+from edgepipe_torch.cuda.paged import PagedAttention, PagedSequences, PageKernels, SingleRows
+from edgepipe_torch.cuda.paging import Graph, GraphRecorder, Paging
+from edgepipe_torch.layers.decoder import Decoder
+from edgepipe_torch.layers.kv import KVStorage
+from edgepipe_torch.layers.mixers import ClassTensors, StepTensors
+from edgepipe_torch.layers.prepared import PreparedStep
+from edgepipe_torch.layers.states import StatePool, StepStates, single_slots
+from edgepipe_torch.layers.transfer import GraphTransfer
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+"""Rows of graphs. With more rows, computing takes longer than launching."""
+_WIDTHS = (4, 16, 64, 256, 1024)  # pages per sequence
+
+Finish = Callable[[Tensor], Tensor]
+"""Converts the slice's last hidden state [B, H] to its output: logits [B, V], or activations in the link's type."""
+
+
+def can_replay(layout: StepLayout, *, head: bool) -> bool:
+    """Return whether graphs can hold a step: one token per row, and with the head each row sampled from."""
+    if layout.scores is not None or layout.num_tokens != len(layout.rows) or not 0 < len(layout.rows) <= ROWS[-1]:
+        return False
+    if max(len(row.blocks) for row in layout.rows) > _WIDTHS[-1]:
+        return False
+    return not head or np.array_equal(layout.logit_rows, np.arange(len(layout.rows)))
+
+
+class DecodeGraphs:
+    """Graphs of one slice."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVStorage,
+        paging: Paging,
+        kernels: PageKernels,
+        *,
+        states: StatePool | None,
+        finish: Finish,
+        travels: torch.dtype,
+    ) -> None:
+        """``decoder`` needs its own workspace, ``kernels`` one for each layer; ``travels``: type of arrivals.
+
+        states  of a slice with recurrent layers, with a spare slot
+        """
+        self._decoder = decoder
+        self._pool = pool
+        self._transfer = paging.transfer
+        self._kernels = kernels
+        self._states = states
+        self._recorder = paging.new_recorder()
+        self._finish = finish
+        self._travels = travels
+        self._known: dict[tuple[int, int], _StepGraph] = {}  # by rows and pages
+
+    def run(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Tensor:
+        """Return the slice's output for the step's rows. The next step may overwrite it.
+
+        inputs  [T] int32 token ids, or [T, H] activations in the link's type
+        """
+        layout = prepared.layout
+        rows = next(size for size in ROWS if size >= len(layout.rows))
+        pages = next(size for size in _WIDTHS if size >= max(len(row.blocks) for row in layout.rows))
+        graph = self._known.get((rows, pages))
+        if graph is None:
+            fields = _Fields(self._decoder, self._pool, self._kernels, self._states, rows, pages, self._travels)
+            graph = self._known[rows, pages] = _StepGraph(fields)
+        graph.fields.fill(prepared, inputs, self._transfer)
+        graph.run(self._compute, self._recorder)
+        return graph.result[: len(layout.rows)]
+
+    def _compute(self, fields: _Fields) -> Tensor:
+        if fields.ids is not None:
+            self._decoder.embed(fields.ids, fields.hidden)
+        else:
+            fields.hidden.copy_(fields.arrived)
+        return self._finish(self._decoder.run(fields.hidden, fields.step, self._pool, self._states))
+
+
+class _StepGraph:
+    """Graph for one size of step.
+
+    It holds nothing that refers to ``DecodeGraphs``: a cycle would keep pool and weights until Python collects it.
+    """
+
+    def __init__(self, fields: _Fields) -> None:
+        self.fields = fields
+        self.result = fields.hidden
+        self._runs = 0
+        self._recorded: Graph | None = None
+
+    def run(self, compute: Callable[[_Fields], Tensor], recorder: GraphRecorder) -> None:
+        """Compute ``result``."""
+        self._runs += 1
+        if self._runs == 2:  # the first run has loaded every kernel
+            self._record(compute, recorder)
+        if self._recorded is not None:
+            self._recorded.replay()
+        else:
+            self.result = compute(self.fields)
+
+    def _record(self, compute: Callable[[_Fields], Tensor], recorder: GraphRecorder) -> None:
+        try:
+            self.result, self._recorded = recorder.record(lambda: compute(self.fields))
+        except RuntimeError as exc:  # such as lack of memory: run steps of this size without a graph
+            logger.warning("steps of %d rows run without a CUDA graph: %s", self.fields.rows, exc)
+
+
+class _Fields:
+    """A step's inputs on the device, at fixed addresses: B rows, P pages each."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVStorage,
+        kernels: PageKernels,
+        states: StatePool | None,
+        rows: int,
+        pages: int,
+        travels: torch.dtype,
+    ) -> None:
+        config, device = decoder.config, pool.device
+        self.rows = rows
+        self.hidden = torch.zeros(rows, config.hidden_size, dtype=pool.dtype, device=device)
+        self.arrived = torch.zeros(rows, config.hidden_size, dtype=travels, device=device)
+        self._spares = [(each, each * pool.block_size) for each in pool.num_blocks]  # block and slot of each class
+        num_classes, num_kinds = len(pool.num_blocks), len(decoder.rotated_pairs)
+        held: list[tuple[type[Any], tuple[int, ...]]] = [  # lengths, starts of keys, tables
+            (np.int32, (rows,)),
+            (np.int32, (rows + 1,)),
+            (np.int32, (rows, pages)),
+        ]
+        shapes: list[tuple[type[Any], tuple[int, ...]]] = [
+            (np.int64, (rows,)),
+            (np.int64, (2, rows)),  # slots of states: read and written
+            *[(np.int64, (rows,))] * num_classes,
+            *[(np.complex64, (rows, 1, pairs)) for pairs in decoder.rotated_pairs],
+            *held * num_classes,
+        ]
+        sizes = [np.dtype(kind).itemsize * math.prod(shape) for kind, shape in shapes]
+        self._host = np.zeros(sum(sizes), np.uint8)
+        self._device = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        starts = np.cumsum([0, *sizes[:-1]])
+        host = [self._host[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+        self._ids, self._state_slots, *parts = (
+            part.view(kind).reshape(shape) for part, (kind, shape) in zip(host, shapes, strict=True)
+        )
+        ends = num_classes, num_classes + num_kinds
+        self._slots, self._rotations, self._held = parts[: ends[0]], parts[ends[0] : ends[1]], parts[ends[1] :]
+        ids, state_slots, *tensors = (
+            self._device[int(at) : int(at) + size].view(_torch_type(kind)).view(shape)
+            for at, size, (kind, shape) in zip(starts, sizes, shapes, strict=True)
+        )
+        self.ids = ids if decoder.part.embedding else None
+        every = torch.arange(rows + 1, device=device)
+        row_starts = every.int()
+        found: list[ClassTensors] = []
+        for number in range(num_classes):
+            lengths, key_starts, tables = tensors[ends[1] + 3 * number : ends[1] + 3 * number + 3]
+            sequences = PagedSequences(row_starts=row_starts, key_starts=key_starts, lengths=lengths, tables=tables)
+            singles = SingleRows(rows=row_starts[:rows], lengths=lengths, tables=tables)
+            max_k = pages * pool.block_size
+            attention = PagedAttention(kernels, pool, sequences, singles, max_q=1, max_k=max_k)
+            found.append(ClassTensors(tensors[number], attention))
+        self._states = states
+        self.step = StepTensors(
+            classes=found,
+            rotations=tensors[ends[0] : ends[1]],
+            logit_rows=every[:rows],
+            states=None if states is None else _every_row(state_slots, states),
+        )
+
+    def fill(self, prepared: PreparedStep, inputs: npt.NDArray[Any], transfer: GraphTransfer) -> None:
+        """Send a step's inputs. Rows beyond its own read and write the spare block, and write the spare slot."""
+        layout = prepared.layout
+        count = len(layout.rows)
+        for own, turns in zip(self._rotations, prepared.rotations, strict=True):
+            own[:count, 0] = turns
+        for number, (spare, held) in enumerate(zip(self._spares, (layout, *layout.windows), strict=True)):
+            slots, (lengths, key_starts, tables) = self._slots[number], self._held[3 * number : 3 * number + 3]
+            tables[count:], slots[count:] = spare
+            slots[:count], lengths[count:] = held.slots, 1
+            for index, row in enumerate(held.rows):
+                lengths[index] = row.length
+                tables[index, : len(row.blocks)] = row.blocks
+            np.cumsum(lengths, dtype=np.int32, out=key_starts[1:])
+        if (states := self._states) is not None:
+            self._state_slots[:, count:] = [[states.zeros], [states.spare]]
+            for index, row in enumerate(layout.rows):
+                assert row.state is not None
+                self._state_slots[:, index] = single_slots(row.state, states.zeros)
+        if self.ids is not None:
+            self._ids[:count] = inputs
+        else:
+            transfer.upload_to(inputs, self.arrived)
+        transfer.upload_to(self._host, self._device)
+
+
+def _every_row(slots: Tensor, states: StatePool) -> StepStates:
+    """Return where rows with one token each read and write states, by slots [2, B]."""
+    return StepStates(rows=None, read=slots[0], write=slots[1], only=None, long=(), zeros=states.zeros)
+
+
+def _torch_type(kind: type[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, kind)).dtype

@@ -1,0 +1,167 @@
+"""Check the attention kernel against float64: when it loads, and in tests of any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from edgepipe_torch.cuda.kernels.paged_decode import PagedDecode, PagedForm
+from edgepipe_torch.layers.head_shape import LayerHeads
+
+_BF16_ROUNDING = 2.0**-8  # of the result, and of each weight
+
+
+def worst_decode_error(kernel: PagedDecode, form: PagedForm, device: torch.device) -> float:
+    """Return the largest error on small random sequences, in units of its bound; NaN counts as infinite.
+
+    A large device splits short sequences into parts of one tile. So ``few`` makes parts of many.
+    """
+    whole = random_heads(form, device=device)
+    special = random_heads(form, device=device, window=100, softcap=20.0, sinks=True)
+    steep = random_heads(form, device=device, steepness=120.0, kv_heads=1, group=9)  # exponentials overflow
+    few = kernel.as_on(multiprocessors=1)
+    return max(
+        decode_error(kernel, whole, (1, 64, 65, 700), page_tokens=128, device=device),
+        decode_error(kernel, special, (700, 30, 0, 129), page_tokens=64, device=device),
+        decode_error(few, special, (700, 30, 0, 129), page_tokens=128, device=device),
+        *(decode_error(each, steep, (300,), page_tokens=128, device=device) for each in (kernel, few)),
+    )
+
+
+def random_heads(
+    form: PagedForm,
+    *,
+    device: torch.device,
+    group: int = 0,
+    kv_heads: int = 2,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    steepness: float = 1.5,
+) -> LayerHeads:
+    """Return heads that the form is for.
+
+    group      query heads of a kv head; 0: a few more than a block has
+    steepness  standard deviation of the logits of random queries and keys
+    """
+    group = group or form.block_heads + 3
+    drawn = np.random.default_rng(4).standard_normal(group * kv_heads, np.float32)
+    return LayerHeads(
+        layer=0,
+        kind=0,
+        place=0,
+        num_heads=group * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=form.head_dim,
+        value_width=0 if form.value_dim == form.head_dim else form.value_dim,
+        window=window,
+        softcap=softcap,
+        scale=steepness * form.head_dim**-0.5,
+        rotates_whole=False,
+        sinks=torch.from_numpy(drawn).to(device) if sinks else None,
+        out_dim=form.value_dim,
+        is_plain=not softcap and not sinks,
+    )
+
+
+def decode_error(
+    kernel: PagedDecode,
+    heads: LayerHeads,
+    lengths: Sequence[int],
+    *,
+    page_tokens: int,
+    device: torch.device,
+    seed: int = 8,
+) -> float:
+    """Return the largest error of one call, in units of its bound. A row of length 0 must stay as it is.
+
+    What no row may read is no number: pages without a sequence, and tokens beyond a sequence's end.
+    """
+    rng = np.random.default_rng(seed)
+    rows = rng.permutation(len(lengths) + 2)[: len(lengths)]  # places among the packed rows
+    tables, pool = _random_pool(heads, lengths, page_tokens, rng)
+    queries = _bf16(rng.standard_normal((len(lengths) + 2, heads.num_heads + 1, heads.head_dim), np.float32))
+    placed = pool.to(device)
+    keys, values = _parted(placed, heads)
+    out = torch.full((len(lengths) + 2, heads.num_heads, heads.out_dim), 7.0, dtype=torch.bfloat16, device=device)
+    kernel(
+        heads,
+        queries.to(device)[:, :-1],
+        keys,
+        values,
+        out,
+        rows=torch.from_numpy(rows.astype(np.int32)).to(device),
+        lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+        tables=torch.from_numpy(tables).to(device),
+    )
+    found, worst = out.double().cpu().numpy(), 0.0
+    all_keys, all_values = (part.double().numpy() for part in _parted(pool, heads))
+    for row, length, table in zip(rows, lengths, tables, strict=True):
+        own = [part[table].reshape(-1, *part.shape[2:])[:length] for part in (all_keys, all_values)]
+        expected, bound = _expected(heads, queries[row, :-1].double().numpy(), *own)
+        error = np.abs(found[row] - expected) / bound
+        worst = max(worst, float(np.max(np.where(np.isnan(error), np.inf, error))))
+    untouched = np.delete(found, rows, axis=0)
+    return worst if np.all(untouched == 7.0) else np.inf
+
+
+def _random_pool(
+    heads: LayerHeads, lengths: Sequence[int], page_tokens: int, rng: np.random.Generator
+) -> tuple[npt.NDArray[np.int32], Tensor]:
+    """Return tables [R, P] and pages [pages, tokens, entries, D] bf16, of which some belong to no row."""
+    counts = [-(-length // page_tokens) for length in lengths]
+    places = rng.permutation(sum(counts) + 2)
+    tables = np.full((len(lengths), max(counts)), places[-1], np.int32)
+    pool = np.full((len(places), page_tokens, heads.entries, heads.head_dim), np.nan, np.float32)
+    at = 0
+    for table, length, count in zip(tables, lengths, counts, strict=True):
+        table[:count] = places[at : at + count]
+        for index, page in enumerate(table[:count]):
+            size = min(page_tokens, length - index * page_tokens)
+            pool[page, :size] = rng.standard_normal((size, heads.entries, heads.head_dim), np.float32)
+        at += count
+    return tables, _bf16(pool)
+
+
+def _parted(pages: Tensor, heads: LayerHeads) -> tuple[Tensor, Tensor]:
+    """Return views of the keys and the values in pages [pages, tokens, entries, D]."""
+    if heads.value_width:
+        return pages, pages[..., : heads.value_width]
+    keys, values = pages.split(heads.num_kv_heads, dim=2)
+    return keys, values
+
+
+def _expected(
+    heads: LayerHeads,
+    queries: npt.NDArray[np.float64],
+    keys: npt.NDArray[np.float64],
+    values: npt.NDArray[np.float64],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return a row's outputs [Hq, V] and their bound, for queries [Hq, D], keys [L, Hkv, D] and values [L, Hkv, V]."""
+    if not len(keys):
+        untouched = np.full((heads.num_heads, heads.out_dim), 7.0)
+        return untouched, np.full_like(untouched, 1e-9)
+    first = 0 if heads.window is None else max(0, len(keys) - heads.window)
+    group = heads.num_heads // heads.num_kv_heads
+    keys, values = (np.repeat(part[first:], group, axis=1) for part in (keys, values))
+    logits = heads.scale * np.einsum("hd,lhd->hl", queries, keys)
+    if heads.softcap:
+        logits = heads.softcap * np.tanh(logits / heads.softcap)
+    sinks = None if heads.sinks is None else heads.sinks.double().cpu().numpy()
+    high = logits.max(axis=1, keepdims=True)
+    weights = np.exp(logits - high)
+    total = weights.sum(axis=1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks[:, None] - high)
+    weights /= total
+    expected = np.einsum("hl,lhv->hv", weights, values)
+    spread = np.einsum("hl,lhv->hv", weights, np.abs(values))
+    return expected, _BF16_ROUNDING * (np.abs(expected) + spread) + 1e-30
+
+
+def _bf16(values: npt.NDArray[np.float32]) -> Tensor:
+    return torch.from_numpy(values).to(torch.bfloat16)

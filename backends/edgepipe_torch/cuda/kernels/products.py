@@ -1,0 +1,174 @@
+"""Products with one weight: sizes of launches and their arguments."""
+
+from __future__ import annotations
+
+import ctypes
+
+from torch import Tensor
+
+from edgepipe_torch.cuda.kernels.driver import SHARED_BYTES, THREADS, Module
+from edgepipe_torch.cuda.kernels.forms import TILE_INPUTS, TILE_ROWS, KernelForm
+from edgepipe_torch.cuda.packed_tiles import TiledWeight
+
+MOST_ROWS = 64  # of one product; with more, tensor cores wait less if the weight is widened once
+
+_COLUMN_TILES = (1, 2, 4, 8)  # of 8 rows of x
+WARPS = THREADS // 32
+_STAGED_BYTES = 24 * 1024  # of inputs and their sums: four blocks fit a multiprocessor
+_FULL_LOAD = 0.9  # of the multiprocessors: with more row tiles per block, fewer blocks read the inputs
+
+
+class WeightStruct(ctypes.Structure):
+    """``Weight`` of common.cuh."""
+
+    row_tiles: int
+    input_tiles: int
+    _fields_ = (
+        ("low", ctypes.c_void_p),
+        ("high", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("scale_base", ctypes.c_void_p),
+        ("offset", ctypes.c_void_p),
+        ("offset_base", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("zero", ctypes.c_int),
+        ("out_features", ctypes.c_int),
+        ("in_features", ctypes.c_int),
+        ("row_tiles", ctypes.c_int),
+        ("input_tiles", ctypes.c_int),
+        ("group_tiles", ctypes.c_int),
+        ("spans", ctypes.c_int),
+    )
+
+
+class Products:
+    """Kernels of one form on one device."""
+
+    def __init__(self, module: Module, form: KernelForm, *, multiprocessors: int) -> None:
+        self._module = module
+        self._form = form
+        self._multiprocessors = multiprocessors
+
+    def affine_mm(self, weight: TiledWeight, x: Tensor, out: Tensor, *, bias: Tensor | None, add: bool) -> None:
+        """Multiply x [T, I] by the weight into out [T, O], with a bias [O], or adding to out. bf16; T is 1 to 64.
+
+        Columns of x and out are adjacent. x begins at a multiple of 16 bytes.
+        """
+        rows = x.shape[0]
+        column_tiles = column_tiles_of(rows)
+        down = warps_down(self._form, weight.row_tiles, rows, self._multiprocessors)
+        chunk = staged_inputs(self._form, weight.input_tiles, rows, down, column_tiles=column_tiles)
+        staged = staged_bytes(self._form, rows, chunk, column_tiles=column_tiles)
+        self._module.launch(
+            f"affine_mm_{column_tiles}",
+            blocks=-(-weight.row_tiles // down),
+            shared_bytes=max(staged, partial_bytes(column_tiles)),
+            arguments=(
+                weight_struct(weight),
+                ctypes.c_void_p(x.data_ptr()),
+                ctypes.c_int(x.stride(0)),
+                ctypes.c_int(rows),
+                ctypes.c_void_p(out.data_ptr()),
+                ctypes.c_int(out.stride(0)),
+                ctypes.c_void_p(bias.data_ptr() if bias is not None else None),
+                ctypes.c_int(add),
+                ctypes.c_int(chunk),
+                ctypes.c_int(down),
+            ),
+        )
+
+    def dequantise(self, weight: TiledWeight, rows: Tensor | range, out: Tensor) -> None:
+        """Write out features to out [R, I] bf16: consecutive ones, or those of ids [R] int64."""
+        listed = isinstance(rows, Tensor)
+        count = len(rows)
+        if not count:
+            return
+        blocks = -(-count * weight.input_tiles * 16 // THREADS)
+        self._module.launch(
+            "dequantise",
+            blocks=min(blocks, 64 * self._multiprocessors),
+            shared_bytes=self._form.table_bytes,
+            arguments=(
+                weight_struct(weight),
+                ctypes.c_void_p(rows.data_ptr() if listed else None),
+                ctypes.c_int(0 if listed else rows.start),
+                ctypes.c_int(count),
+                ctypes.c_void_p(out.data_ptr()),
+            ),
+        )
+
+
+def warps_down(form: KernelForm, row_tiles: int, rows: int, multiprocessors: int) -> int:
+    """Return how many row tiles a block takes: the more the fewer blocks read x, but every multiprocessor needs one."""
+    down = 1
+    while down < WARPS and row_tiles / (2 * down) >= _FULL_LOAD * multiprocessors:
+        down *= 2
+    while staged_bytes(form, rows, staged_unit(down), column_tiles=column_tiles_of(rows)) > SHARED_BYTES:
+        down *= 2
+    return down
+
+
+def staged_inputs(form: KernelForm, input_tiles: int, rows: int, down: int, *, column_tiles: int) -> int:
+    """Return the inputs that a block stages at a time."""
+    unit = staged_unit(down)
+    chunk = -(-input_tiles * TILE_INPUTS // unit) * unit
+    while chunk > unit and staged_bytes(form, rows, chunk, column_tiles=column_tiles) > _STAGED_BYTES:
+        chunk -= unit
+    return chunk
+
+
+def staged_unit(down: int) -> int:
+    """Return the inputs of one tile for each warp that shares a row tile."""
+    return WARPS // down * TILE_INPUTS
+
+
+def column_tiles_of(rows: int) -> int:
+    """Return how many tiles of 8 rows a product takes."""
+    return next(size for size in _COLUMN_TILES if 8 * size >= rows)
+
+
+def staged_bytes(form: KernelForm, rows: int, chunk: int, *, column_tiles: int) -> int:
+    """Return the shared memory of a block that stages ``chunk`` inputs of so many rows."""
+    sums = chunk // form.segment * 8 * column_tiles * 4 if form.offset == "added" else 0
+    return form.table_bytes + rows * (2 * chunk + 32) + sums
+
+
+def partial_bytes(column_tiles: int) -> int:
+    """Return the shared memory of the warps' partial sums."""
+    return WARPS * column_tiles * 4 * 32 * 4
+
+
+def weight_struct(weight: TiledWeight) -> WeightStruct:
+    """Return what the kernels read of a packed weight, which must stay where it is."""
+
+    def address(tensor: Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    return WeightStruct(
+        low=address(weight.low),
+        high=address(weight.high),
+        scale=address(weight.scale),
+        scale_base=address(weight.scale_base),
+        offset=address(weight.offset),
+        offset_base=address(weight.offset_base),
+        zeros=address(weight.zeros),
+        zero=weight.zero or 0,
+        out_features=weight.out_features,
+        in_features=weight.in_features,
+        row_tiles=weight.row_tiles,
+        input_tiles=weight.input_tiles,
+        group_tiles=weight.group_tiles,
+        spans=weight.spans,
+    )
+
+
+def wide_struct(weight: Tensor) -> WeightStruct:
+    """Return what the kernels read of a bf16 weight [O, I], which must stay where it is."""
+    rows, inputs = weight.shape
+    return WeightStruct(
+        low=weight.data_ptr(),
+        out_features=rows,
+        in_features=inputs,
+        row_tiles=-(-rows // TILE_ROWS),
+        input_tiles=-(-inputs // TILE_INPUTS),
+    )

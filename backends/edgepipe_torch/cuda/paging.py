@@ -1,0 +1,177 @@
+"""What a device offers for attention over pages and for graphs of its kernels: values that a caller may replace.
+
+CUDA's kernel is torch's variable-length FlashAttention with block tables. It needs torch 2.13, an Ampere or newer card,
+bf16, and pages with a multiple of 256 tokens, which FlashAttention-2 requires. It excludes heads of more than 256,
+latent attention and capped logits: there an own kernel computes single rows (``kernels/paged_decode.py``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from edgepipe_torch.cuda.kernels.library import own_library
+from edgepipe_torch.cuda.kernels.paged_decode import paged_form
+from edgepipe_torch.cuda.transfer import CudaTransfer
+from edgepipe_torch.layers.device import PAGE_TOKENS
+from edgepipe_torch.layers.head_shape import LayerHeads
+from edgepipe_torch.layers.transfer import GraphTransfer
+
+_MAX_HEAD_DIM = 256  # of FlashAttention-2
+
+
+class AlsoReturn(NamedTuple):
+    """What the kernel returns besides the outputs; read as torch's ``AuxRequest``, whose import takes seconds."""
+
+    lse: bool  # log of the sum of the exponentials of each row's logits, without sinks
+
+
+class VarlenAttention(Protocol):
+    """Attention of N sequences over pages: the part of torch's ``varlen_attn`` that edgepipe calls."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: AlsoReturn | None,
+        scale: float,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+        seqused_k: Tensor,
+        block_table: Tensor,
+        num_splits: int | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the heads' outputs [T, Hq, D] in the query's type, with ``return_aux.lse`` also [Hq, T] float32.
+
+        query        [T, Hq, D], rows of all sequences packed
+        key, value   [pages, page tokens, Hkv, D], same type
+        cu_seq_q     [N + 1] int32, the first row of each sequence
+        cu_seq_k     [N + 1] int32, the first key of each sequence as if keys were packed
+        max_q, max_k upper bounds of any sequence's rows and keys
+        scale        factor on products of query and key
+        window_size  keys seen before and after a row's own; -1: all
+        seqused_k    [N] int32, keys of each sequence; its last row is at its last key
+        block_table  [N, P] int32, each sequence's pages; entries beyond its keys are not read
+        num_splits   parts of a sequence's keys that run at once; None: the kernel chooses
+        """
+        ...
+
+
+class PagedDecode(Protocol):
+    """Attention of R single rows over pages, for heads that ``pages_fit`` excludes."""
+
+    def __call__(
+        self,
+        heads: LayerHeads,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        *,
+        rows: Tensor,
+        lengths: Tensor,
+        tables: Tensor,
+    ) -> None:
+        """Write the rows' outputs, with window, softcap and sinks of the heads; leave out's other rows as they are.
+
+        queries  [T, Hq, D]
+        keys     [pages, page tokens, Hkv, D], same type; values [pages, page tokens, Hkv, V]
+        out      [T, Hq, V], same type
+        rows     [R] int32, places in queries and out
+        lengths  [R] int32, keys of each row's sequence up to its own
+        tables   [R, P] int32, pages; entries beyond a row's keys are not read
+        """
+        ...
+
+
+class Graph(Protocol):
+    """Recorded kernels at fixed addresses."""
+
+    def replay(self) -> None:
+        """Queue the kernels again. This may overwrite results of the recorder's other graphs."""
+        ...
+
+
+class GraphRecorder(Protocol):
+    """Records graphs that share one memory pool. Use it from one thread."""
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Graph]:
+        """Record ``compute`` without running its kernels. Returns its result, which each replay fills, and the graph.
+
+        Raises RuntimeError, for example for lack of memory.
+        """
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs."""
+
+    def __init__(self) -> None:
+        self._memory: Any = None  # the pool's handle
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Graph]:
+        """Record kernels of the current stream. See GraphRecorder."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            result = compute()
+        self._memory = graph.pool()
+        return result, graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paging:
+    """Kernel, recorder and transfer of a device that attends over pages."""
+
+    attend: VarlenAttention  # in layers that ``pages_fit``
+    decode: Callable[[LayerHeads], PagedDecode]  # in others; raises KernelsUnavailable
+    page_tokens: int  # a block holds a multiple of it
+    new_recorder: Callable[[], GraphRecorder]
+    transfer: GraphTransfer
+
+
+def pages_fit(heads: LayerHeads) -> bool:
+    """Return whether ``VarlenAttention`` computes a layer's attention."""
+    return heads.head_dim <= _MAX_HEAD_DIM and not heads.value_width and not heads.softcap
+
+
+def find_paging(device: torch.device, dtype: torch.dtype) -> Paging | None:
+    """Return CUDA's paging if device, dtype and torch support it, else None."""
+    if device.type != "cuda" or dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] < 8:
+        return None
+    attend = _varlen_attention()
+    if attend is None:
+        return None
+    return Paging(
+        attend=attend,
+        decode=lambda heads: _own_kernel(device, heads),
+        page_tokens=PAGE_TOKENS,
+        new_recorder=CudaRecorder,
+        transfer=CudaTransfer(device),
+    )
+
+
+def _own_kernel(device: torch.device, heads: LayerHeads) -> PagedDecode:
+    """Return the own kernel for a layer's heads; compiling it may take seconds. Raises KernelsUnavailable."""
+    form = paged_form(heads)
+    return own_library(device).paged(form)
+
+
+def _varlen_attention() -> VarlenAttention | None:
+    """Return torch's function if it accepts a block table, else None."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    found: Any = varlen_attn  # its result is a tuple only if the caller asks for more
+    return found if "block_table" in inspect.signature(varlen_attn).parameters else None

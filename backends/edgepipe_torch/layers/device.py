@@ -1,0 +1,137 @@
+"""What a kind of device computes with: products, experts, attention, recurrent steps, recorded steps.
+
+``edgepipe_torch.devices`` chooses one. Common code asks this protocol and never tests for a kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from edgepipe.backend.types import DeviceProfile
+from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.layer_spec import Experts, Router
+from edgepipe.weights.repacked import RepackedPlace
+from edgepipe_torch.layers.attention import StepAttention
+from edgepipe_torch.layers.decoder import Decoder, SliceWeights
+from edgepipe_torch.layers.experts import ExpertProducts, each_expert
+from edgepipe_torch.layers.kv import KVStorage
+from edgepipe_torch.layers.linear import Linear, PartForms, Workspace
+from edgepipe_torch.layers.packed_kv import PackedKVStorage
+from edgepipe_torch.layers.prepared import PreparedStep
+from edgepipe_torch.layers.recurrent import Mixer
+from edgepipe_torch.layers.routing import Choose, choose
+from edgepipe_torch.layers.slice_ends import SliceEnds
+from edgepipe_torch.layers.states import StatePool
+from edgepipe_torch.layers.step_ops import StepOps
+from edgepipe_torch.layers.transfer import Transfer
+
+PAGE_TOKENS = 256  # of attention over pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatedSlice:
+    """A loaded slice with its pools."""
+
+    weights: SliceWeights
+    decoder: Decoder
+    ends: SliceEnds
+    pool: KVStorage | PackedKVStorage
+    states: StatePool | None  # of a slice with recurrent layers
+    block_size: int
+
+
+class SliceSteps(Protocol):
+    """How a device computes the steps of one slice."""
+
+    counted_rows: Collection[int] | None  # numbers of rows that recorded steps compute without surplus rows; None: any
+
+    def attention(self, prepared: PreparedStep) -> StepAttention:
+        """Return the attention of a step, in the layers of one memory class."""
+        ...
+
+    def replay(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Tensor | None:
+        """Compute a step by a recorded one; None if no recorded step fits.
+
+        Returns logits [R, V] float32, or activations in the link's type, which the next step may overwrite.
+
+        inputs  [T] int32 token ids, or [T, H] activations in the link's type
+        """
+        ...
+
+
+class Device(Protocol):
+    """A CPU or a GPU. Devices inherit what they do not do themselves."""
+
+    place: torch.device
+    dtype: torch.dtype  # that layers compute in
+    packed: bool  # weights with a form stay packed
+    packing: str  # see ``DeviceProfile.packing``
+    own_memory: bool  # apart from the host's, which may then hold experts
+    reads_stored: bool  # products with a form read their weights from files: they are ``StoredLinear``
+    picks_candidates: bool  # by default
+    block_sizes: tuple[int, ...]
+    transfer: Transfer
+    workspace: Workspace  # a new one after ``release``
+
+    def profile(self) -> DeviceProfile:
+        """Return memory as reported, and measured bandwidth and matrix rate."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Return the available memory, with what torch's cache there gives back."""
+        ...
+
+    def start_load(self, kept: RepackedPlace | None) -> None:
+        """Prepare this thread and the cache of repacked weights. ``kept``: its place beside a model of the store."""
+
+    def product(self, role: str, in_features: int, sizes: Sequence[int], parts: PartForms) -> Linear:
+        """Make an empty product of parts with these out features.
+
+        ``role``: names the layer's product, which shares buffers with those of other layers.
+        """
+        ...
+
+    def router(self, in_features: int, count: int) -> Linear | None:
+        """Make the product of a router, whose rows have the same logits in any batch; None: there are no kernels."""
+        return None
+
+    def choice(self, how: Router) -> Choose:
+        """Return what chooses experts by their logits."""
+        return choose
+
+    def experts(
+        self, spec: Experts, in_features: int, count: int, gate_up: PartForms, down: PartForms
+    ) -> ExpertProducts:
+        """Make ``count`` empty experts of a mixture."""
+        return each_expert(self.product, spec, in_features, count, gate_up, down)
+
+    def compile_steps(self, config: ModelConfig, mixers: Iterable[Mixer], *, has_packed: bool) -> StepOps:
+        """Compile what computes between products; give each mixer its kernel. ``has_packed``: some weights are packed.
+
+        The weights are loaded.
+        """
+        ...
+
+    def finish_load(self) -> None:
+        """Begin to keep what was repacked."""
+
+    def pads_steps(self, block_size: int) -> bool:
+        """Return whether recorded steps have surplus rows, which need a spare block and a spare slot of states."""
+        return False
+
+    def slice_steps(self, allocated: AllocatedSlice) -> SliceSteps:
+        """Return what computes a slice's steps. Checking kernels may take seconds."""
+        ...
+
+    def wait_until_kept(self, timeout_s: float) -> None:
+        """Wait until the repacked weights are on disk. Raises TimeoutError."""
+
+    def release(self) -> None:
+        """Forget buffers and what belongs to a load; return cached memory."""
+        ...

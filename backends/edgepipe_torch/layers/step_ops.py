@@ -1,0 +1,77 @@
+"""Small operations of a step between its products, by torch.
+
+T rows, H hidden, Hq and Hkv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from edgepipe.spec.facts import ModelConfig
+from edgepipe_torch.layers.head_shape import LayerHeads
+from edgepipe_torch.layers.kv import KVPool
+
+
+class StepOps(Protocol):
+    """Operations that a decoder needs."""
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the RMSNorm of x [T, H], valid until the next call."""
+        ...
+
+    def norm_heads(self, heads: Tensor, weight: Tensor) -> None:
+        """Normalise heads [T, n, D], a view of some of a row's heads, in place.
+
+        weight [D]: each head on its own; or [n D]: all together.
+        """
+        ...
+
+    def place(self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, pool: KVPool, heads: LayerHeads) -> None:
+        """Rotate queries and keys of qkv [T, Hq + 2 Hkv, D] in place; write keys and values to the pool's slots [T].
+
+        rotations [T, 1, pairs] complex64, of the first pairs of each head; None: nothing rotates.
+        """
+        ...
+
+    def compute(self, work: Callable[[], Tensor]) -> Tensor:
+        """Run other operations and return their result. They read and write the same tensors when they are repeated."""
+        ...
+
+
+class TorchOps:
+    """By torch's operations, for any device and dtype."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._norm = config.norm
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self._norm.kind == "layer":
+            return F.layer_norm(x, (x.shape[-1],), weight, None, self._norm.eps)
+        return F.rms_norm(x, (x.shape[-1],), weight, self._norm.eps)
+
+    def norm_heads(self, heads: Tensor, weight: Tensor) -> None:
+        if weight.shape[0] != heads.shape[-1]:
+            heads = heads.view(heads.shape[0], -1)
+        heads.copy_(self.norm(heads, weight))
+
+    def place(self, qkv: Tensor, rotations: Tensor | None, slots: Tensor, pool: KVPool, heads: LayerHeads) -> None:
+        if rotations is not None:
+            rotate(qkv[:, : heads.num_heads + heads.num_kv_heads, : 2 * rotations.shape[-1]], rotations)
+        pool.write(heads.layer, slots, qkv[:, heads.num_heads :])
+
+    def compute(self, work: Callable[[], Tensor]) -> Tensor:
+        return work()
+
+
+def rotate(heads: Tensor, rotations: Tensor) -> None:
+    """Rotate heads [T, heads, D] in place; pairs are adjacent. rotations [T, 1, D / 2] complex64."""
+    if heads.dtype == torch.float32:
+        torch.view_as_complex(heads.unflatten(-1, (-1, 2))).mul_(rotations)
+        return
+    turned = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2))).mul_(rotations)
+    heads.copy_(torch.view_as_real(turned).flatten(-2))
