@@ -111,6 +111,10 @@ class ServeBook:
         """Return all records, for other nodes."""
         return tuple(record for _, record in self._records.values())
 
+    def bodies(self) -> list[ServeBody]:
+        """Return the bodies of all records."""
+        return [body for body, _ in self._records.values()]
+
     def served(self) -> list[ServeBody]:
         """Return the models that are wanted and have answered."""
         return [body for body, _ in self._records.values() if not body.stopped and body.begun]

@@ -96,8 +96,10 @@ def engine_keeper(
     def changing() -> AsyncIterator[None]:
         return changes()
 
-    record = ServeBody(pipeline_id=PipelineId("p"), spec=REQUEST.spec, engine_node="a")
-    book = SimpleNamespace(served=lambda: [record], renew=lambda _: None, take_over=lambda _: None)
+    record = ServeBody(pipeline_id=PipelineId("p"), spec=REQUEST.spec, engine_node="a", begun=True)
+    book = SimpleNamespace(
+        bodies=lambda: [record], is_unconfirmed=lambda _: False, renew=lambda _: None, take_over=lambda _: None
+    )
     peers = SimpleNamespace(
         own_id="a",
         own_drains=False,
