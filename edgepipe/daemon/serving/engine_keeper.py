@@ -106,7 +106,7 @@ class EngineKeeper:
             leaves=self._peers.own_drains or self._ends(),
             records=records,
             unconfirmed=frozenset(body.pipeline_id for body in records.values() if self._book.is_unconfirmed(body)),
-            reachable=frozenset(node.node_id for node in nodes),
+            staying=frozenset(node.node_id for node in nodes if not node.draining),
             gone=frozenset(body.engine_node for body in records.values() if self._peers.is_gone(body.engine_node)),
             present=frozenset(
                 node.node_id for node in nodes if any(device.state != "starting" for device in node.devices)
@@ -157,9 +157,10 @@ class EngineKeeper:
         try:
             self._book.take_over(record.pipeline_id)
             model = await self._models.adopt(record.spec.model, manifest_hash=record.spec.manifest_hash)
-            await self._engines.start(
-                request, model_config=model.config_json, model_weights=model.weights_json, resuming=True
-            )
+            if self._ownership.still_wants(record, self._sight()):
+                await self._engines.start(
+                    request, model_config=model.config_json, model_weights=model.weights_json, resuming=True
+                )
         except EdgepipeError as error:
             logger.error("engine not started model=%s: %s", record.spec.model, error)
             failed = True

@@ -34,7 +34,7 @@ class Sight:
     leaves: bool  # this node is being drained, or is about to stop
     records: Mapping[str, ServeBody]  # of all models, stopped ones too, by pipeline
     unconfirmed: frozenset[str]  # pipelines of which only this node's own record says that it has the engine
-    reachable: frozenset[str]  # nodes
+    staying: frozenset[str]  # reachable nodes that are not being drained
     gone: frozenset[str]  # nodes of recorded engines that are certainly away, or hand their engines over
     present: frozenset[str]  # nodes whose devices have started
     engines: frozenset[str]  # pipelines whose recorded engine is on a reachable node
@@ -164,6 +164,12 @@ class Ownership:
         bids = [bid.wake_at_s for bid in self._bids.values() if bid.wake_at_s is not None]
         return min([*bids, *(at_s for at_s, _ in self._yields.values())], default=None)
 
+    def still_wants(self, record: ServeBody, sight: Sight) -> bool:
+        """Return whether a commanded start is still right: getting the model's files may have taken long."""
+        held = sight.records.get(record.pipeline_id)
+        ours = held is not None and not held.stopped and held.engine_node == sight.own_id
+        return ours and not sight.leaves and record.pipeline_id not in sight.engines
+
     def handle(self, event: Event, sight: Sight, now_s: float) -> list[Command]:
         """Handle an event at ``now_s`` (monotonic seconds). Return the commands to execute, in order."""
         match event:
@@ -282,7 +288,7 @@ class Ownership:
         return []
 
     def _yield_to(self, rival: ServeBody, sight: Sight) -> list[Command]:
-        if self._yields_to(rival, sight) and rival.engine_node in sight.reachable:
+        if self._yields_to(rival, sight) and rival.engine_node in sight.staying:
             return [Yield(rival=rival)]
         return []
 

@@ -434,9 +434,9 @@ class ServeBook:
         self._changes.notify()
         self._changed.set()
         self._on_change()
-        moved = before is not None and before[0].engine_node != body.engine_node
-        if moved and not self._is_owner(body.signer) and self._is_owner(self._own):
-            self._say(body)  # nodes that cannot see the loss themselves believe an owner
+        changed = before is not None and (before[0].engine_node, before[0].stopped) != (body.engine_node, body.stopped)
+        if changed and not self._is_owner(body.signer) and self._is_owner(self._own):
+            self._say(body)  # nodes that saw another engine, or no loss, believe an owner
 
     def _forgettable(self) -> str:
         """Return the oldest stopped model of the signer with most of them: no signer displaces others' records."""
