@@ -17,7 +17,8 @@ from edgepipe.errors import AccessDenied, EdgepipeError, StageLost, StaleEpoch
 from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.engines import EngineState, ServeSpec
-from edgepipe.wire.serving import ServeRecord
+from edgepipe.wire.serving import ServeBody, ServeRecord
+from tests.support.published_state import FakeState
 
 if TYPE_CHECKING:
     from tests.support.engine_world import Trust, World
@@ -70,13 +71,9 @@ class Machine:
         self.book = ServeBook(
             folder / "none" / name,
             trust=cast("Any", trust),
-            gone=self.is_gone,
-            lacks_engine=lambda node_id, pipeline_id: self.vacancies.has_long_lacked(
-                pipeline_id, node_id, now_s=world.now_s
-            ),
-            engine_state=self._reported,
+            signs=self,
             clock=clock,
-            on_change=lambda: None,
+            local=FakeState(),
         )
         self._boots = self._publics = self._runs_made = 0
         self._stopped_s: dict[str, float] = {}  # pipelines, since when this node knows of the stop
@@ -134,7 +131,10 @@ class Machine:
         heard = {name: public for name, public in self._heard.items() if public is not None}
         return {self.name: self.public(), **heard}
 
-    def _reported(self, node_id: str, pipeline_id: str) -> str:
+    def lacks_engine(self, node_id: str, pipeline_id: str) -> bool:
+        return self.vacancies.has_long_lacked(pipeline_id, node_id, now_s=self.world.now_s)
+
+    def engine_state(self, node_id: str, pipeline_id: str) -> str:
         public = self._nodes().get(node_id)
         engines = public.engines if public is not None else ()
         return next((one.state for one in engines if one.pipeline_id == pipeline_id and self._binds(node_id, one)), "")
@@ -220,7 +220,7 @@ class Machine:
 
     def _sight(self) -> ownership.Sight:
         nodes = self._nodes()
-        records = {body.pipeline_id: body for body in self.book.bodies()}
+        records: dict[str, ServeBody] = {body.pipeline_id: body for body in self.book.bodies()}
         return ownership.Sight(
             own_id=self.name,
             leaves=self.drains or self.ends,
@@ -556,6 +556,9 @@ class Machine:
 
     def runs_ready(self, pipeline_id: str) -> bool:
         return any(run.pipeline_id == pipeline_id and run.state == "ready" for run in self.runs.values())
+
+    def serves_any(self) -> bool:
+        return any(run.state == "ready" for run in self.runs.values())
 
     def check(self) -> None:
         """What holds at any time."""

@@ -225,13 +225,15 @@ class World:
 
     def _evil(self) -> None:
         """Engines crash on this machine for a while, soon after each start."""
-        hosts = [machine for machine in self.machines.values() if machine.up and machine.runs]
+        hosts = [machine for machine in self.machines.values() if machine.up and machine.serves_any()]
         if hosts:
             machine = self.draw.choice(hosts)
             self.note(f"{machine.name} crashes engines from now on")
             machine.evil = True
             machine.crash_one()
-            self.later(60.0 * self.draw.random(), machine.reform)
+            self.later(self.draw.uniform(15.0, 60.0), machine.reform)
+        elif self.faulty:
+            self.later(2.0, self._evil)
 
     def _drain(self) -> None:
         if (machine := self._any_up()) is not None and not machine.ends:

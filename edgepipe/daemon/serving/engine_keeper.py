@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
 
 from edgepipe.clock import Clock
 from edgepipe.config import Timeouts
 from edgepipe.daemon.alarm import Alarm
 from edgepipe.daemon.files.models import Models
 from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.offers import NodeLife, PublishedState
 from edgepipe.daemon.serving.alive_proof import AliveProofs
 from edgepipe.daemon.serving.engine_ownership import (
     Answered,
@@ -59,20 +59,20 @@ class EngineKeeper:
         vacancies: Vacancies,
         clock: Clock,
         timeouts: Timeouts,
-        changes: Callable[[], AsyncIterator[None]],
-        ends: Callable[[], bool],
+        local: PublishedState,
+        node: NodeLife,
         tasks: asyncio.TaskGroup,
         look_again_s: float = _LOOK_AGAIN_S,
     ) -> None:
-        """``ends``: whether this node is about to stop. ``look_again_s``: between attempts to start an engine."""
+        """``look_again_s``: between attempts to start an engine."""
         self._book = book
         self._engines = engines
         self._models = models
         self._peers = peers
         self._proofs = proofs
         self._clock = clock
-        self._changes = changes
-        self._ends = ends
+        self._local = local
+        self._node = node
         self._tasks = tasks
         self._ownership = Ownership(
             vacancies, gather_until_s=clock.monotonic_s() + timeouts.gather_s, rest_s=look_again_s
@@ -81,7 +81,7 @@ class EngineKeeper:
 
     async def run(self) -> None:
         """Merge records, start missing engines and end stale ones, until cancelled."""
-        async for _ in self._changes():
+        async for _ in self._local.watch():
             for node in self._peers.nodes():
                 if not self._peers.is_self(node.node_id):
                     for rival in self._book.merge(node.node_id, node.serves):
@@ -100,10 +100,10 @@ class EngineKeeper:
 
     def _sight(self) -> Sight:
         nodes = self._peers.nodes()
-        records = {body.pipeline_id: body for body in self._book.bodies()}
+        records: dict[str, ServeBody] = {body.pipeline_id: body for body in self._book.bodies()}
         return Sight(
             own_id=self._peers.own_id,
-            leaves=self._peers.own_drains or self._ends(),
+            leaves=self._peers.own_drains or self._node.ends(),
             records=records,
             unconfirmed=frozenset(body.pipeline_id for body in records.values() if self._book.is_unconfirmed(body)),
             staying=frozenset(node.node_id for node in nodes if not node.draining),

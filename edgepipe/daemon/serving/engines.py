@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from edgepipe.addresses import with_port
 from edgepipe.clock import Clock
 from edgepipe.daemon.alarm import Alarm
+from edgepipe.daemon.device.device import DeviceHost
 from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.offers import ChildSetup, NodeLife, PublishedState, Spreading
 from edgepipe.daemon.processes.children import Child, Children, Report
 from edgepipe.daemon.serving.engine_life import (
     Command,
@@ -45,11 +47,11 @@ from edgepipe.daemon.serving.engine_life import (
 )
 from edgepipe.daemon.serving.engine_run import EngineRun
 from edgepipe.daemon.serving.replanning import Avoided, Replanner
+from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.errors import AccessDenied, EdgepipeError, ModelUnknown, StaleEpoch
 from edgepipe.ids import MAX_EPOCH_STEP, EngineId, Epoch
 from edgepipe.wire.engines import Advice, EngineState, ServeSpec
 from edgepipe.wire.serving import Moves, PlanMade, PlanWanted, RunEngine, StartEngineRequest
-from edgepipe.workers.settings import ChildSettings
 
 logger = logging.getLogger(__name__)
 
@@ -63,40 +65,28 @@ class EngineHost:
         self,
         *,
         children: Children,
-        new_settings: Callable[[], ChildSettings],
+        setup: ChildSetup,
         peers: Peers,
         replanner: Replanner,
-        changes: Callable[[], AsyncIterator[None]],
-        spread: Callable[[], Awaitable[None]],
+        local: PublishedState,
+        heartbeats: Spreading,
         tasks: asyncio.TaskGroup,
-        own_highest: Callable[[str], int],
-        ends: Callable[[], bool],
-        counts: Callable[[str], bool],
-        move_engine: Callable[[str, str], None],
+        device: DeviceHost,
+        node: NodeLife,
+        book: ServeBook,
         clock: Clock,
-        on_change: Callable[[bool], None],
     ) -> None:
-        """``spread`` returns when the other nodes know this node's newest state, or after a short limit.
-
-        ``on_change(urgent)``: an engine's state changed; urgent: report it to the other nodes at once.
-        ``ends``: whether this node is about to stop.
-        ``counts``: whether a pipeline's recorded engine is the one here.
-        ``move_engine(pipeline_id, node_id)`` records that another node has the engine; raises AccessDenied.
-        ``own_highest``: the counter of a pipeline's highest epoch on this node's own device, 0 if it holds nothing.
-        """
-        self._own_highest = own_highest
-        self._ends = ends
-        self._counts = counts
-        self._move_engine = move_engine
+        self._device = device
+        self._node = node
+        self._book = book
         self._clock = clock
         self._replanner = replanner
-        self._spread = spread
-        self._changes = changes
+        self._heartbeats = heartbeats
+        self._local = local
         self._children = children
-        self._new_settings = new_settings
+        self._setup = setup
         self._peers = peers
         self._tasks = tasks
-        self._on_change = on_change
         self._lives = EngineLives()
         self._runs: dict[int, EngineRun] = {}  # by number
         self._num_runs = 0
@@ -136,7 +126,7 @@ class EngineHost:
         run = self._run_of(pipeline_id)
         if run is not None and run.advice != advice:
             run.set_advice(advice)
-            self._on_change(False)
+            self._local.refresh(urgent=False)
 
     async def start(
         self, request: StartEngineRequest, *, model_config: str, model_weights: str = "", resuming: bool = False
@@ -207,14 +197,14 @@ class EngineHost:
         around = Surroundings(
             own_id=self._peers.own_id,
             usable=frozenset(node.node_id for node in self._peers.nodes() if not node.draining),
-            owned=frozenset(run.pipeline_id for run in self._runs.values() if self._counts(run.pipeline_id)),
-            ends=self._ends(),
+            owned=frozenset(run.pipeline_id for run in self._runs.values() if self._book.is_here(run.pipeline_id)),
+            ends=self._node.ends(),
         )
         commands = self._lives.handle(event, around, max(least_s, self._clock.monotonic_s()))
         self._alarm.set(self._lives.wake_at_s)
         self._do(commands)
         if commands:
-            self._on_change(True)
+            self._local.refresh()
 
     def _do(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -268,7 +258,7 @@ class EngineHost:
     def _hand_on(self, run: EngineRun, command: HandOn) -> None:
         """Hand an engine that keeps crashing here to another node of its ring, if the cluster's rules allow that."""
         try:
-            self._move_engine(run.pipeline_id, command.heir)
+            self._book.move_engine(run.pipeline_id, command.heir)
         except AccessDenied as denied:
             logger.warning("engine not handed on model=%s: %s", run.spec.model, denied)
             self._happens(NotHandedOn(run=run.number))
@@ -294,7 +284,7 @@ class EngineHost:
     async def stand_by(self) -> None:
         """Start a process for an engine that another node will hand over. Raises the error that prevented the start."""
         if self._standing_by is None:
-            child = self._standing_by = await self._children.start(self._new_settings(), self._tasks)
+            child = self._standing_by = await self._children.start(self._setup.child_settings("engine"), self._tasks)
             self._tasks.create_task(self._end_unused(child), name=f"standby:{child.pid}")
             await self._children.wait_started(child)
 
@@ -310,7 +300,7 @@ class EngineHost:
         """Return the standby process if it is alive, else a new one."""
         child, self._standing_by = self._standing_by, None
         if child is None or not child.alive:
-            child = await self._children.start(self._new_settings(), self._tasks)
+            child = await self._children.start(self._setup.child_settings("engine"), self._tasks)
         return child
 
     async def _start_process(self, run: EngineRun, command: Launch) -> None:
@@ -326,9 +316,10 @@ class EngineHost:
         await self._children.wait_started(child)
         self._tasks.create_task(self._until_end(run, child, command.attempt), name=f"engine:{pipeline_id}")
         run.state = replace(run.state, certificate=child.certificate)
-        self._on_change(True)
-        await self._spread()  # nodes let the engine in only when they know its certificate
-        known = [run.state.epoch.counter, self._own_highest(pipeline_id)]
+        self._local.refresh()
+        await self._heartbeats.spread()  # nodes let the engine in only when they know its certificate
+        here = self._device.epoch_of(pipeline_id)
+        known = [run.state.epoch.counter, here.counter if here is not None else 0]
         others = [reply.highest.counter for reply in replies.values() if reply.highest is not None]
         known += [counter for counter in others if counter < max(known) + MAX_EPOCH_STEP]
         task = RunEngine(
@@ -364,7 +355,7 @@ class EngineHost:
         run.note_placement(now_s=asyncio.get_running_loop().time())
         if run.state.state == "ready" and (before[0], ring) != ("ready", _ring(run.spec)):
             self._happens(Serves(run=run.number, attempt=attempt, ring=_ring(run.spec)))
-        self._on_change(before != (run.state.state, run.state.message))
+        self._local.refresh(urgent=before != (run.state.state, run.state.message))
 
     async def rebalance(self, pipeline_id: str, *, num_nodes: int, moves: Moves) -> bool:
         """Move a pipeline's stages to the best placement now; return whether that differs from the present one.
@@ -395,7 +386,7 @@ class EngineHost:
         if elsewhere:
             run.child.send(made)
         run.set_advice(None)
-        self._on_change(False)
+        self._local.refresh(urgent=False)
         return elsewhere
 
     async def _plan(self, run: EngineRun, child: Child, wanted: PlanWanted) -> None:
@@ -413,7 +404,7 @@ class EngineHost:
     async def _tell_reachable(self, child: Child) -> None:
         """Send the engine the reachable nodes whenever their room changes, until the engine ends."""
         sent: tuple[object, ...] | None = None
-        async for _ in self._changes():
+        async for _ in self._local.watch():
             if child.exited.is_set():
                 return
             if (news := self._replanner.room_changes()) != sent:

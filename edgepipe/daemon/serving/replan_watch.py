@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
 
 from edgepipe.clock import Clock
+from edgepipe.daemon.offers import PublishedState
 from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.daemon.serving.placement_review import (
     Advise,
@@ -39,20 +39,20 @@ class ReplanWatch:
         engines: EngineHost,
         replanner: Replanner,
         clock: Clock,
-        changes: Callable[[], AsyncIterator[None]],
+        local: PublishedState,
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._engines = engines
         self._replanner = replanner
         self._clock = clock
-        self._changes = changes
+        self._local = local
         self._tasks = tasks
         self._review = PlacementReview()
         self._open: dict[int, asyncio.Task[None]] = {}  # by task number
 
     async def run(self) -> None:
         """Check every ready model after each change, until cancelled."""
-        async for _ in self._changes():
+        async for _ in self._local.watch():
             for work in self._happens(Looked()):
                 task = self._tasks.create_task(self._work(work), name=f"replan:{work.pipeline_id}")
                 self._open[work.task] = task

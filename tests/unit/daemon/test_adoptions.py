@@ -40,6 +40,7 @@ from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc
 from tests.support.node_models import CONFIG
+from tests.support.published_state import FakeState
 from tests.support.waiting import until
 
 NODES = ("n1", "n2", "n3")
@@ -222,7 +223,7 @@ class Members:
             models_dir=self.folder / "here",
             peers=cast("Any", peers),
             timeouts=Timeouts(connect_s=1.0),
-            on_change=self.changes.notify,
+            local=FakeState(on_change=lambda _: self.changes.notify()),
             client=cast("Any", self),
             adoptions=adoptions,
             piece_bytes=piece_bytes,

@@ -21,6 +21,7 @@ from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import ServeBody, StartEngineRequest
 from tests.support.engine_hosts import REQUEST, SlowChild, engine_host
+from tests.support.published_state import FakeState
 from tests.support.waiting import until
 
 
@@ -117,8 +118,8 @@ def engine_keeper(
         vacancies=Vacancies(),
         clock=SystemClock(),
         timeouts=cast("Any", SimpleNamespace(gather_s=0.0, dead_max_s=6.0)),
-        changes=changing,
-        ends=lambda: False,
+        local=FakeState(changes=changing),
+        node=cast("Any", SimpleNamespace(ends=lambda: False)),
         tasks=tasks,
         look_again_s=0.001,
     )

@@ -34,6 +34,7 @@ from tests.support.model_files import (
     write_split_gguf,
     write_tensor,
 )
+from tests.support.published_state import FakeState
 from tests.support.shapes import flat
 
 REPO = "org/tiny"
@@ -69,7 +70,7 @@ class Place:
             models_dir=self.store.root,
             peers=cast("Any", peers),
             timeouts=Timeouts(connect_s=1.0, transfer_idle_s=self.idle_s),
-            on_change=lambda: None,
+            local=FakeState(),
             hub_endpoint=endpoint or self.hub.endpoint,
             client=cast("Any", self.client),
         )
