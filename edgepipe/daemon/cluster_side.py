@@ -65,7 +65,7 @@ class NodePresence:
             clock=basis.clock,
             timeouts=basis.timeouts,
             on_change=self._on_member,
-            on_identity_taken=node.identity_taken,
+            on_identity_taken=node.yield_identity,
         )
         self.vacancies = Vacancies()
         self.proofs = AliveProofs(basis.trust, basis.clock)

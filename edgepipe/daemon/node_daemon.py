@@ -222,7 +222,7 @@ class NodeDaemon:
         """Note that a member is dead or has left."""
         self._hosting.device.orphaned_by(node_id)
 
-    def identity_taken(self, address: str) -> None:
+    def yield_identity(self, address: str) -> None:
         """Stop this node: another node has its id."""
         logger.warning("another node has the id of this one: node=%s address=%s", self._basis.node_id, address)
         self.identity_taken = True

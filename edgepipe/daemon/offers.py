@@ -42,7 +42,7 @@ class NodeLife(Protocol):
         """Note that a member is dead or has left."""
         ...
 
-    def identity_taken(self, address: str) -> None:
+    def yield_identity(self, address: str) -> None:
         """Stop this node: another node has its id."""
         ...
 

@@ -442,7 +442,10 @@ class Machine:
         if run.attempt == command.attempt and run.open == "Launch":
             self._launch_ended(run, life.Launched(run=command.run, attempt=command.attempt))
             self._later(self.world.delay_s(), lambda: self._ready(command, run))
-        else:
+        else:  # its process has ended meanwhile
+            late = life.LaunchFailed(run=command.run, attempt=command.attempt, error=StageLost("late"))
+            launched = life.Launched(run=command.run, attempt=command.attempt)
+            self._live(self.world.draw.choice((launched, late)))
             self._later(0.0, self._launched(run))
 
     def _ready(self, command: life.Launch, run: Run) -> None:

@@ -28,6 +28,7 @@ FAULTS_S = 60.0
 CALM_S = LONGEST_PAUSE_S + 150.0  # longer than any pause and any turn
 STORM = 60_000  # no history needs as many happenings
 MODELS = ("m", "n")
+OWNER = "owner"  # a machine that is off all the time
 
 
 @dataclass(order=True, slots=True)
@@ -77,6 +78,8 @@ class World:
         self.cut: set[frozenset[str]] = set()
         names = "abcde"[: self.draw.randint(2, 5)]
         owners = {names[0], *(name for name in names if self.draw.random() < 0.2)}
+        if self.draw.random() < 0.4:
+            owners = {OWNER}
         always = cast("Any", SimpleNamespace(verifies=lambda *_: True))
         peers = {
             name: TrustedPeer(
@@ -85,8 +88,9 @@ class World:
                 role=Role.OWNER if name in owners else Role.MEMBER,
                 certificate=always,
             )
-            for name in names
+            for name in (*names, OWNER)
         }
+        self._owned = owners != {OWNER}
         self.machines: dict[str, Machine] = {}
         for name in names:
             key_pair = SimpleNamespace(fingerprint=name, sign=lambda _: b"s")
@@ -166,7 +170,7 @@ class World:
     def _stop(self) -> None:
         at = self._any_up()
         served = at.book.served() if at is not None else []
-        if at is None or not served:
+        if at is None or not served or not self._owned:  # without an owner one side may refuse the other's stop
             return
         body = self.draw.choice(served)
         try:
