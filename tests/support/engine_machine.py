@@ -8,8 +8,9 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from edgepipe.daemon.serving import engine_life as life
+from edgepipe.daemon.serving import engine_life_types as life
 from edgepipe.daemon.serving import engine_ownership as ownership
+from edgepipe.daemon.serving.engine_life import EngineLives
 from edgepipe.daemon.serving.restarts import GOOD_S, MOVES_AFTER
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.daemon.serving.takeover import Answer, Vacancies
@@ -83,7 +84,7 @@ class Machine:
         self._boots += 1
         self._since_s = self.world.now_s
         self.vacancies = Vacancies()
-        self.lives = life.EngineLives()
+        self.lives = EngineLives()
         self.ownership = ownership.Ownership(self.vacancies, gather_until_s=self.world.now_s + GATHER_S, rest_s=1.0)
         self.runs: dict[int, Run] = {}
         self._open_bids: set[int] = set()

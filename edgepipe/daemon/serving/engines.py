@@ -18,9 +18,9 @@ from edgepipe.daemon.device.device import DeviceHost
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.offers import ChildSetup, NodeLife, PublishedState, Spreading
 from edgepipe.daemon.processes.children import Child, Children, Report
-from edgepipe.daemon.serving.engine_life import (
+from edgepipe.daemon.serving.engine_life import EngineLives, Phase
+from edgepipe.daemon.serving.engine_life_types import (
     Command,
-    EngineLives,
     Event,
     Fail,
     Forget,
@@ -32,7 +32,6 @@ from edgepipe.daemon.serving.engine_life import (
     LaunchFailed,
     LeaveWanted,
     NotHandedOn,
-    Phase,
     ProcessEnded,
     Serves,
     ShowPause,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from edgepipe.daemon.serving.engine_life import (
-    EngineLives,
+from edgepipe.daemon.serving.engine_life import EngineLives
+from edgepipe.daemon.serving.engine_life_types import (
     Kill,
     Launch,
     Launched,
