@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 from edgepipe.addresses import host_and_port
@@ -19,6 +18,7 @@ from edgepipe.daemon.network.local_node import LocalNode
 from edgepipe.daemon.network.neighbours import Neighbours
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.network.remembered import RememberedAddresses
+from edgepipe.daemon.offers import NodeLife
 from edgepipe.daemon.serving.alive_proof import AliveProofs
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.daemon.serving.takeover import Vacancies
@@ -34,19 +34,10 @@ class NodePresence:
     def __init__(
         self,
         basis: NodeBasis,
-        *,
-        on_gone: Callable[[str], None],
-        on_identity_taken: Callable[[str], None],
-        ends: Callable[[], bool],
+        node: NodeLife,
     ) -> None:
-        """
-        on_gone(node_id)            a member is dead or has left
-        on_identity_taken(address)  another node has this node's id
-        ends                        whether this node is about to stop
-        """
-        self._ends = ends
+        self._node = node
         self._basis = basis
-        self._on_gone = on_gone
         self._discovery: Discovery | None = None
         self.membership = _new_membership(basis)
         self.local = LocalNode(
@@ -61,8 +52,8 @@ class NodePresence:
         self.introductions = Introductions(
             trust=basis.trust,
             security=basis.tls,
-            own=lambda: self.local.state,
-            others=lambda: (member.node for member in self.membership.reachable()),
+            local=self.local,
+            membership=self.membership,
             children=basis.children,
         )
         self.heartbeats = Heartbeats(
@@ -74,29 +65,25 @@ class NodePresence:
             clock=basis.clock,
             timeouts=basis.timeouts,
             on_change=self._on_member,
-            on_identity_taken=on_identity_taken,
+            on_identity_taken=node.yield_identity,
         )
         self.vacancies = Vacancies()
         self.proofs = AliveProofs(basis.trust, basis.clock)
         self.book: ServeBook = ServeBook(
             basis.data_dir.path / "served.bin",
             trust=basis.trust,
-            gone=lambda node_id: self.peers.is_gone(node_id),
-            lacks_engine=lambda node_id, pipeline_id: self.vacancies.has_long_lacked(
-                pipeline_id, node_id, now_s=basis.clock.monotonic_s()
-            ),
-            engine_state=lambda node_id, pipeline_id: self.peers.engine_state(node_id, pipeline_id),
+            signs=self,
             clock=basis.clock,
-            on_change=self.local.refresh,
+            local=self.local,
         )
         self.peers: Peers = Peers(
-            own=lambda: self.local.state,
+            local=self.local,
             membership=self.membership,
             hello=basis.hello,
             security=basis.security,
             timeouts=basis.timeouts,
             clock=basis.clock,
-            binds=self.book.binds,
+            book=self.book,
         )
         self.network = make_network(basis.config.link, basis.clock)
         self.links = LinkProbes(peers=self.peers, clock=basis.clock, timeouts=basis.timeouts, network=self.network)
@@ -126,6 +113,18 @@ class NodePresence:
             self.network.close()
         if self._discovery is not None:
             await self._discovery.stop()
+
+    def is_gone(self, node_id: str) -> bool:
+        """Return whether a node is certainly away, or hands its engines over."""
+        return self.peers.is_gone(node_id)
+
+    def lacks_engine(self, node_id: str, pipeline_id: str) -> bool:
+        """Return whether a node has long been without the pipeline's engine."""
+        return self.vacancies.has_long_lacked(pipeline_id, node_id, now_s=self._basis.clock.monotonic_s())
+
+    def engine_state(self, node_id: str, pipeline_id: str) -> str:
+        """Return the state that a node reports for its engine; empty without one."""
+        return self.peers.engine_state(node_id, pipeline_id)
 
     def known_addresses(self) -> dict[str, str]:
         """Return the members' present or last addresses, by node id."""
@@ -184,14 +183,14 @@ class NodePresence:
             self._remembered.forget(change.node_id)
         if change.status in (MemberStatus.DEAD, MemberStatus.LEFT):
             self._log_gone(change)
-            self._on_gone(change.node_id)
+            self._node.lost(change.node_id)
         self.local.refresh()  # its list of silent nodes may have changed
         self.local.changes.notify()
 
     def _log_gone(self, change: MemberChanged) -> None:
         if change.status is MemberStatus.LEFT:
             logger.info("node has left node=%s", change.node_id)
-        elif not self._ends():  # else this node may be the one that does not listen
+        elif not self._node.ends():  # else this node may be the one that does not listen
             logger.warning("node is dead node=%s", change.node_id)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from edgepipe.daemon.cluster_side import NodePresence
@@ -14,6 +14,7 @@ from edgepipe.daemon.device.layer_profiles import LayerProfiles
 from edgepipe.daemon.files.models import Models
 from edgepipe.daemon.machine.backends import choose_backend
 from edgepipe.daemon.network.guests import Guests
+from edgepipe.daemon.offers import NodeLife
 from edgepipe.daemon.processes.gateway_keeper import GatewayKeeper
 from edgepipe.daemon.processes.kept_models import KeptModelsFile
 from edgepipe.daemon.serving.drain import Drain
@@ -26,29 +27,25 @@ from edgepipe.daemon.serving.serving import Serving
 from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import NodeState
-from edgepipe.wire.serving import ServeRequest
+from edgepipe.wire.serving import ServeEvent, ServeRequest
 
 
 class NodeHosting:
     """Create it once the node listens; everything that it starts ends with ``tasks``."""
 
-    def __init__(
-        self, basis: NodeBasis, presence: NodePresence, tasks: asyncio.TaskGroup, *, ends: Callable[[], bool]
-    ) -> None:
-        """``ends``: whether this node is about to stop."""
-        self._ends = ends
+    def __init__(self, basis: NodeBasis, presence: NodePresence, tasks: asyncio.TaskGroup, node: NodeLife) -> None:
+        self._node = node
         self._basis = basis
         self._presence = presence
         self._tasks = tasks
-        self._changes = presence.local.changes.watch
-        self._refresh = presence.local.refresh
+        self._local = presence.local
         self.book = presence.book
-        self.guests = Guests(self._refresh)
+        self.guests = Guests(self._local)
         self.models = Models(
             models_dir=basis.config.models_dir,
             peers=presence.peers,
             timeouts=basis.timeouts,
-            on_change=self._refresh,
+            local=self._local,
         )
         self.views = self._new_views()
         self._layers = LayerProfiles(basis.data_dir.path / "layers.json")
@@ -80,7 +77,7 @@ class NodeHosting:
             ("engine-keeper", self._keeper.run()),
             ("replan-watch", self._replan_watch.run()),
             ("replication", self.replication.run()),
-            ("metadata", self.models.keep_served_metadata(self._changes)),
+            ("metadata", self.models.keep_served_metadata(self._local.watch)),
         ):
             self._tasks.create_task(keeping, name=name)
 
@@ -108,12 +105,17 @@ class NodeHosting:
             disk_free_bytes=self.models.free_bytes,
         )
 
-    def _has_engine(self, pipeline_id: str) -> bool:
+    def has_engine(self, pipeline_id: str) -> bool:
+        """Return whether a pipeline's engine runs on a reachable node."""
         return any(engine.pipeline_id == pipeline_id for _, engine in self.serving.engines())
 
-    def _own_highest(self, pipeline_id: str) -> int:
-        epoch = self.device.epoch_of(pipeline_id)
-        return epoch.counter if epoch is not None else 0
+    def load(self, model: str) -> AsyncGenerator[ServeEvent]:
+        """Serve a model for a request, in its best placement. End when it answers, or raise the reason why not."""
+        return self.serving.serve(ServeRequest(model=model, options=ServeSpec(model=model, on_request=True)))
+
+    async def unload(self, model: str) -> None:
+        """Stop a model that ``load`` served."""
+        await self.serving.unload(model)
 
     def _new_views(self) -> ClusterViews:
         return ClusterViews(
@@ -139,31 +141,29 @@ class NodeHosting:
             node_name=config.name,
             backend=choose_backend(config.backend),
             children=self._basis.children,
-            new_settings=lambda: self._basis.child_settings("stage"),
-            introduce=self._presence.introductions.greet,
+            setup=self._basis,
+            introductions=self._presence.introductions,
             memory_limit_bytes=config.memory_limit_bytes,
             timeouts=self._basis.timeouts,
             tasks=self._tasks,
-            has_engine=self._has_engine,
-            on_change=self._refresh,
+            directory=self,
+            local=self._local,
             layers=self._layers,
         )
 
     def _new_engines(self, replanner: Replanner) -> EngineHost:
         return EngineHost(
             children=self._basis.children,
-            new_settings=lambda: self._basis.child_settings("engine"),
+            setup=self._basis,
             peers=self._presence.peers,
             replanner=replanner,
-            changes=self._changes,
-            spread=self._presence.heartbeats.spread,
+            local=self._local,
+            heartbeats=self._presence.heartbeats,
             tasks=self._tasks,
-            own_highest=self._own_highest,
-            ends=self._ends,
-            counts=self.book.is_here,
-            move_engine=self.book.move_engine,
+            device=self.device,
+            node=self._node,
+            book=self.book,
             clock=self._basis.clock,
-            on_change=lambda urgent: self._refresh(urgent=urgent),
         )
 
     def _new_replan_watch(self, replanner: Replanner) -> ReplanWatch:
@@ -171,7 +171,7 @@ class NodeHosting:
             engines=self.engines,
             replanner=replanner,
             clock=self._basis.clock,
-            changes=self._changes,
+            local=self._local,
             tasks=self._tasks,
         )
 
@@ -181,7 +181,7 @@ class NodeHosting:
             models=self.models,
             engines=self.engines,
             copies=self._basis.config.copies,
-            changes=self._changes,
+            local=self._local,
         )
 
     def _new_drain(self, replanner: Replanner) -> Drain:
@@ -191,9 +191,8 @@ class NodeHosting:
             peers=self._presence.peers,
             replanner=replanner,
             book=self.book,
-            has_engine=self._has_engine,
-            changes=self._changes,
-            on_change=self._refresh,
+            directory=self,
+            local=self._local,
         )
 
     def _new_keeper(self) -> EngineKeeper:
@@ -206,25 +205,21 @@ class NodeHosting:
             vacancies=self._presence.vacancies,
             clock=self._basis.clock,
             timeouts=self._basis.timeouts,
-            changes=self._changes,
-            ends=self._ends,
+            local=self._local,
+            node=self._node,
             tasks=self._tasks,
         )
 
     def _new_gateway(self) -> GatewayKeeper:
         return GatewayKeeper(
             children=self._basis.children,
-            new_settings=lambda http_port: self._basis.child_settings("gateway", http_port=http_port),
+            setup=self._basis,
             http_port=self._basis.config.http_port,
-            view=self.views.for_gateway,
-            load=lambda model: self.serving.serve(
-                ServeRequest(model=model, options=ServeSpec(model=model, on_request=True))
-            ),
-            unload=lambda model: self.serving.unload(model),
+            views=self.views,
+            requested=self,
             kept=self._kept_models,
-            changes=self._changes,
             tasks=self._tasks,
-            on_change=self._refresh,
+            local=self._local,
         )
 
     def _new_serving(self, surveyor: Surveyor) -> Serving:
@@ -232,9 +227,9 @@ class NodeHosting:
             peers=self._presence.peers,
             models=self.models,
             ids=self._basis.ids,
-            changes=self._changes,
-            gateway_knows=self.gateway.knows,
-            refused=self._presence.heartbeats.refusals.values,
+            local=self._local,
+            gateway=self.gateway,
+            heartbeats=self._presence.heartbeats,
             book=self.book,
             surveyor=surveyor,
             tasks=self._tasks,

@@ -96,7 +96,7 @@ class NodeDaemon:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._build(tasks)
-                servers.register(self._presence, self._hosting, shut_down=self._shut_down, begin_anew=self._begin_anew)
+                servers.register(self._presence, self._hosting, self)
                 try:
                     await self._work(tasks, servers)
                 finally:
@@ -112,7 +112,7 @@ class NodeDaemon:
         else:
             self.stopping.set()
 
-    async def _shut_down(self) -> str:
+    async def shut_down(self) -> str:
         """Begin to stop. Return what becomes of this node's work, for the person who stops it."""
         note = await self._leaving.outlook() if self._leaving is not None else ""
         self.stop()
@@ -124,17 +124,15 @@ class NodeDaemon:
             self._leaving.sleep()
 
     def _build(self, tasks: asyncio.TaskGroup) -> None:
-        self._presence = NodePresence(
-            self._basis, on_gone=self._on_gone, on_identity_taken=self._on_identity_taken, ends=self._ends
-        )
-        self._hosting = NodeHosting(self._basis, self._presence, tasks, ends=self._ends)
+        self._presence = NodePresence(self._basis, self)
+        self._hosting = NodeHosting(self._basis, self._presence, tasks, self)
         self._sleep = SleepGuard(self._basis.clock, tell=self._tell_sleep, on_wake=self._wake)
         self._leaving = Leaving(
             drain=self._hosting.drain,
             stopping=self.stopping,
             tasks=tasks,
             announce_sleep=self._sleep.announce,
-            on_change=self._presence.local.refresh,
+            local=self._presence.local,
         )
         self._presence.local.add_part(self._tell_leaving)
 
@@ -209,21 +207,23 @@ class NodeDaemon:
 
     def _move(self, host: str) -> None:
         self.moves_to = host
-        self._begin_anew()
+        self.begin_anew()
 
-    def _begin_anew(self) -> None:
+    def begin_anew(self) -> None:
         """End this node so that ``node.run`` starts it again: with another identity, cluster or address."""
         self.begins_anew = True
         self.stopping.set()
 
-    def _ends(self) -> bool:
+    def ends(self) -> bool:
         """Return whether the node was asked to stop; it may still be handing work over."""
         return self.stopping.is_set() or (self._leaving is not None and self._leaving.winding_down)
 
-    def _on_gone(self, node_id: str) -> None:
+    def lost(self, node_id: str) -> None:
+        """Note that a member is dead or has left."""
         self._hosting.device.orphaned_by(node_id)
 
-    def _on_identity_taken(self, address: str) -> None:
+    def yield_identity(self, address: str) -> None:
+        """Stop this node: another node has its id."""
         logger.warning("another node has the id of this one: node=%s address=%s", self._basis.node_id, address)
         self.identity_taken = True
         self.stopping.set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 
 from edgepipe.addresses import with_port
 from edgepipe.cluster.reported_states import MAX_BEAT_BYTES  # no other message to a daemon is larger
@@ -13,6 +12,7 @@ from edgepipe.daemon.context import NodeBasis
 from edgepipe.daemon.machine.log_tail import LogTail
 from edgepipe.daemon.model_side import NodeHosting
 from edgepipe.daemon.network.link_probes import ProbesService
+from edgepipe.daemon.offers import NodeLife
 from edgepipe.daemon.pairing.pairing_host import PairingHost
 from edgepipe.daemon.services import AdminService, ChildrenService, NodeService, WeightsService, admit_to
 from edgepipe.daemon.trust_service import TrustService
@@ -37,11 +37,9 @@ class NodeServers:
         self,
         presence: NodePresence,
         hosting: NodeHosting,
-        *,
-        shut_down: Callable[[], Awaitable[str]],
-        begin_anew: Callable[[], None],
+        node_life: NodeLife,
     ) -> None:
-        """Connect services with the node's parts. ``shut_down`` ends the node, ``begin_anew`` restarts it."""
+        """Connect services with the node's parts."""
         basis, server, unix_server = self._basis, self._server, self._unix_server
         admit = admit_to(basis.hello)
         node = NodeService(
@@ -60,16 +58,16 @@ class NodeServers:
         )
         admin = AdminService(
             serving=hosting.serving,
-            status=hosting.views.status,
+            views=hosting.views,
             logs=self._logs,
-            shut_down=shut_down,
-            refresh_models=hosting.models.rescan,
+            node=node_life,
+            models=hosting.models,
             guests=hosting.guests,
             drain=hosting.drain,
             replication=hosting.replication,
-            spread=presence.spread,
+            presence=presence,
         )
-        trust = self._trust_service(presence, begin_anew)
+        trust = self._trust_service(presence, node_life)
         node_pb2_grpc.add_NodeServicer_to_server(node, server)
         node_pb2_grpc.add_ProbesServicer_to_server(ProbesService(presence.network), server)
         weights = WeightsService(admit=admit, security=basis.security, models=hosting.models)
@@ -97,23 +95,22 @@ class NodeServers:
         logging.getLogger().removeHandler(self._logs)
         self._basis.data_dir.socket.unlink(missing_ok=True)
 
-    def _trust_service(self, presence: NodePresence, begin_anew: Callable[[], None]) -> TrustService:
+    def _trust_service(self, presence: NodePresence, node_life: NodeLife) -> TrustService:
         basis = self._basis
         pairing = PairingHost(
             trust=basis.trust,
             hello=basis.hello,
             host=basis.host,
             port=basis.config.port,
-            addresses=presence.known_addresses,
-            announce=presence.announce_pairing,
+            contacts=presence,
             clock=basis.clock,
         )
         return TrustService(
             trust=basis.trust,
             pairing=pairing,
             membership=presence.membership,
-            addresses=presence.known_addresses,
+            contacts=presence,
             data_dir=basis.data_dir.path,
             node_name=basis.config.name,
-            begin_anew=begin_anew,
+            node=node_life,
         )

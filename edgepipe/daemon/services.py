@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from edgepipe.daemon.machine.log_tail import LogTail
 from edgepipe.daemon.network.guests import Guests
 from edgepipe.daemon.network.link_probes import LinkProbes
 from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.offers import ClusterSummary, NodeLife, Spreading
 from edgepipe.daemon.processes.children import Children
 from edgepipe.daemon.serving.alive_proof import AliveProofs
 from edgepipe.daemon.serving.drain import Drain
@@ -32,7 +33,6 @@ from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.children import ChildReport, PrepareRequest, ProfileLayerRequest
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, check_hello, epoch_from_wire, hello_from_wire
-from edgepipe.wire.nodes import ClusterStatus
 from edgepipe.wire.serving import (
     KeepCopyRequest,
     ProfileLinksReply,
@@ -338,44 +338,41 @@ class AdminService(node_pb2_grpc.AdminServicer):
         self,
         *,
         serving: Serving,
-        status: Callable[[], ClusterStatus],
+        views: ClusterSummary,
         logs: LogTail,
-        shut_down: Callable[[], Awaitable[str]],
-        refresh_models: Callable[[], Awaitable[None]],
+        node: NodeLife,
+        models: Models,
         guests: Guests,
         drain: Drain,
         replication: Replication,
-        spread: Callable[[], Awaitable[None]],
+        presence: Spreading,
     ) -> None:
-        """``shut_down`` begins to stop the node and returns what becomes of its work.
-
-        ``spread`` returns when the other nodes know this node's newest state, or after a short limit."""
         self._serving = serving
-        self._status = status
+        self._views = views
         self._logs = logs
-        self._shut_down = shut_down
-        self._refresh_models = refresh_models
+        self._node = node
+        self._models = models
         self._guests = guests
         self._drain = drain
         self._replication = replication
-        self._spread = spread
+        self._presence = presence
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.ClusterStatus:
         """Return the cluster as this node sees it."""
         admit_command_line(request)
-        return to_wire(self._status(), pb.ClusterStatus)
+        return to_wire(self._views.status(), pb.ClusterStatus)
 
     async def Serve(self, request: pb.ServeRequest, context: Any) -> AsyncGenerator[pb.ServeEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Serve a model; the last event holds its engine."""
         admit_command_line(request)
-        await self._refresh_models()
+        await self._models.rescan()
         async for event in self._serving.serve(from_wire(request, ServeRequest)):
             yield to_wire(event, pb.ServeEvent)
 
     async def Survey(self, request: pb.SurveyRequest, context: Any) -> pb.SurveyReply:
         """Measure the inputs of a model's plan."""
         admit_command_line(request)
-        await self._refresh_models()
+        await self._models.rescan()
         survey = await self._serving.survey(
             request.model, from_wire(request.settings, StageSettings), fresh=request.fresh
         )
@@ -395,13 +392,13 @@ class AdminService(node_pb2_grpc.AdminServicer):
     async def RescanModels(self, request: pb.RescanModelsRequest, context: Any) -> pb.RescanModelsReply:
         """Scan the disk: a command pulled or removed a model."""
         admit_command_line(request)
-        await self._refresh_models()
+        await self._models.rescan()
         return pb.RescanModelsReply()
 
     async def Shutdown(self, request: pb.ShutdownRequest, context: Any) -> pb.ShutdownReply:
         """Stop this node in order; the answer comes before. Accept any version: after an upgrade the new command line
         stops the old node."""
-        return pb.ShutdownReply(note=await self._shut_down())
+        return pb.ShutdownReply(note=await self._node.shut_down())
 
     async def Logs(self, request: pb.LogsRequest, context: Any) -> AsyncIterator[pb.LogLine]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield lines of the node's log."""
@@ -421,7 +418,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
     async def Replicate(self, request: pb.ReplicateRequest, context: Any) -> AsyncGenerator[pb.ReplicateEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Copy a model's parts to other disks."""
         admit_command_line(request)
-        await self._refresh_models()
+        await self._models.rescan()
         async for event in self._replication.replicate(request.model, copies=request.copies):
             yield to_wire(event, pb.ReplicateEvent)
 
@@ -429,7 +426,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
         """Let a command call engines until it ends the stream."""
         admit_command_line(request)
         with self._guests.admit(request.certificate):
-            await self._spread()
+            await self._presence.spread()
             yield pb.GatewayReply()
             await asyncio.Event().wait()  # until the command's end cancels this
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from edgepipe.cluster.membership import Membership
 from edgepipe.cluster.statements import Statement
 from edgepipe.cluster.trust import TrustStore
 from edgepipe.cluster.trust_keeper import TrustKeeper
+from edgepipe.daemon.offers import Contacts, NodeLife
 from edgepipe.daemon.pairing.joining import join_cluster
 from edgepipe.daemon.pairing.pairing_host import PairingHost
 from edgepipe.daemon.services import admit_command_line
@@ -43,18 +44,18 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
         trust: TrustKeeper,
         pairing: PairingHost,
         membership: Membership,
-        addresses: Callable[[], Mapping[str, str]],
+        contacts: Contacts,
         data_dir: Path,
         node_name: str,
-        begin_anew: Callable[[], None],
+        node: NodeLife,
     ) -> None:
         self._trust = trust
         self._pairing = pairing
         self._membership = membership
-        self._addresses = addresses
+        self._contacts = contacts
         self._data_dir = data_dir
         self._node_name = node_name
-        self._begin_anew = begin_anew
+        self._node = node
         self._joining = asyncio.Lock()
 
     async def Invite(self, request_iterator: Any, context: Any) -> AsyncGenerator[pb.InviteEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -98,7 +99,7 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
                 wanted_name=joined.wanted_name,
             )
             events.put_nowait(JoinEvent(event=done))
-            self._begin_anew()
+            self._node.begin_anew()
         finally:
             events.put_nowait(None)
 
@@ -107,7 +108,7 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
         admit_command_line(request)
         store = self._trust.store
         added = _added((store.founding, *store.standing.counting))
-        addresses = self._addresses()
+        addresses = self._contacts.known_addresses()
         peers = sorted(store.peers.values(), key=lambda each: (each.node_id != self._trust.node_id, each.name))
         reply = ListPeersReply(
             cluster_id=store.cluster_id,

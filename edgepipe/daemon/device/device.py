@@ -15,6 +15,8 @@ from edgepipe.daemon.device.layer_measuring import LayerMeasuring
 from edgepipe.daemon.device.layer_profiles import LayerProfiles
 from edgepipe.daemon.device.spare import SETTLED_S, SpareStage
 from edgepipe.daemon.machine.backends import NONE
+from edgepipe.daemon.network.introductions import Introductions
+from edgepipe.daemon.offers import ChildSetup, EngineDirectory, PublishedState
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.errors import BackendUnavailable, EdgepipeError, RequestInvalid, SendTimeout, StaleEpoch
 from edgepipe.ids import MAX_EPOCH_STEP, Epoch, StepId
@@ -36,7 +38,6 @@ from edgepipe.wire.children import (
     ShardLoaded,
 )
 from edgepipe.wire.nodes import DeviceState
-from edgepipe.workers.settings import ChildSettings
 
 logger = logging.getLogger(__name__)
 
@@ -71,21 +72,19 @@ class DeviceHost:
         node_name: str,
         backend: str,
         children: Children,
-        new_settings: Callable[[], ChildSettings],
-        introduce: Callable[[Child], None],
+        setup: ChildSetup,
+        introductions: Introductions,
         memory_limit_bytes: int,
         timeouts: Timeouts,
         tasks: asyncio.TaskGroup,
-        has_engine: Callable[[str], bool],
-        on_change: Callable[[], None],
+        directory: EngineDirectory,
+        local: PublishedState,
         layers: LayerProfiles,
         memory_kills: Callable[[], int | None] = num_memory_kills,
         settled_s: float = SETTLED_S,
         ask_again_s: float = _ASK_AGAIN_MIN_S,
     ) -> None:
-        """``has_engine``: whether a pipeline's engine runs on a reachable node.
-
-        ``memory_kills``: how many processes the system has killed for lack of memory; None if it does not say.
+        """``memory_kills``: how many processes the system has killed for lack of memory; None if it does not say.
         ``settled_s``: pause before another spare starts. ``ask_again_s``: first pause between questions to an engine.
         """
         self._ask_again_s = ask_again_s
@@ -93,27 +92,27 @@ class DeviceHost:
         self._node_name = node_name
         self._backend = backend
         self._children = children
-        self._introduce = introduce
+        self._introductions = introductions
         self._timeouts = timeouts
         self._tasks = tasks
-        self._has_engine = has_engine
-        self._on_change = on_change
+        self._directory = directory
+        self._local = local
         self._memory = DeviceMemory(node_name=node_name, limit_bytes=memory_limit_bytes, kills=memory_kills)
         self._spare = SpareStage(
             node_name=node_name,
             backend=backend,
             children=children,
-            new_settings=new_settings,
+            setup=setup,
             tasks=tasks,
             on_measured=self._memory.measured,
-            on_change=on_change,
+            local=local,
             settled_s=settled_s,
         )
         self._layers = LayerMeasuring(
             node_name=node_name,
             profiles=layers,
             spare=self._spare,
-            new_settings=new_settings,
+            setup=setup,
             device_state=self._word,
         )
         self._holds: dict[str, _Hold] = {}
@@ -171,7 +170,7 @@ class DeviceHost:
             child.on_report = hold.reports.put_nowait
             await self._give_engine(hold, engine)
             child.send(load)
-            self._on_change()
+            self._local.refresh()
             async for report in self._reports(hold, child):
                 if isinstance(report, PrepareProgress):
                     yield PrepareEvent(event=report)
@@ -251,7 +250,7 @@ class DeviceHost:
 
     async def _release_unclaimed(self, pipeline_id: str, hold: _Hold, epoch: Epoch) -> None:
         await asyncio.sleep(self._timeouts.orphan_s)
-        if self._holds.get(pipeline_id) is hold and hold.epoch == epoch and not self._has_engine(pipeline_id):
+        if self._holds.get(pipeline_id) is hold and hold.epoch == epoch and not self._directory.has_engine(pipeline_id):
             logger.info("released pipeline=%s: no engine claims it", pipeline_id)
             await self._end(pipeline_id, hold)
 
@@ -260,13 +259,13 @@ class DeviceHost:
         ready = all(hold.ready for hold in self._holds.values())
         roomy = not self._holds or self._memory.has_room_for_spare
         self._spare.holding(anything=bool(self._holds), spare_wanted=ready and roomy)
-        self._on_change()
+        self._local.refresh()
 
     async def _give_engine(self, hold: _Hold, engine: Peer | None) -> None:
         """Let the stage obey this engine and no other."""
         if hold.child is not None and engine is not None:
             hold.child.engine = engine
-            self._introduce(hold.child)
+            self._introductions.greet(hold.child)
             await hold.child.knows_peers()
 
     async def _keep(self, request: PrepareRequest, engine_node: str, load: LoadShard) -> Prepared | None:

@@ -10,11 +10,11 @@ from dataclasses import replace
 from edgepipe.daemon.device.layer_profiles import LayerProfiles, profile_key
 from edgepipe.daemon.device.spare import SpareStage
 from edgepipe.daemon.machine.machine_load import BUSY_SHARE, others_share, processor_times
+from edgepipe.daemon.offers import ChildSetup
 from edgepipe.daemon.processes.children import Child
 from edgepipe.errors import BackendUnavailable, SendTimeout
 from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.wire.children import ProfileLayerRequest
-from edgepipe.workers.settings import ChildSettings
 
 _PROFILE_S = 30.0  # to make up a large layer, copy it to the device and run it
 _SAME_S = 60.0  # from a plan to serving by it
@@ -30,14 +30,14 @@ class LayerMeasuring:
         node_name: str,
         profiles: LayerProfiles,
         spare: SpareStage,
-        new_settings: Callable[[], ChildSettings],
+        setup: ChildSetup,
         device_state: Callable[[], str],
     ) -> None:
         """``device_state``: returns the word for the device's state."""
         self._node_name = node_name
         self._profiles = profiles
         self._spare = spare
-        self._new_settings = new_settings
+        self._setup = setup
         self._device_state = device_state
         self._turn = asyncio.Lock()
 
@@ -105,7 +105,7 @@ class LayerMeasuring:
         profile = self._spare.profile
         if profile is None or request.settings.dtype_on(profile.compute_dtype) != profile.compute_dtype:
             return ""
-        node = self._new_settings()
+        node = self._setup.child_settings("stage")
         return profile_key(
             profile.backend,
             profile.device,

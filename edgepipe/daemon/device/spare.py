@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.machine.backends import NONE
+from edgepipe.daemon.offers import ChildSetup, PublishedState
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.errors import BackendUnavailable, EdgepipeError
-from edgepipe.workers.settings import ChildSettings
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +29,10 @@ class SpareStage:
         node_name: str,
         backend: str,
         children: Children,
-        new_settings: Callable[[], ChildSettings],
+        setup: ChildSetup,
         tasks: asyncio.TaskGroup,
         on_measured: Callable[[DeviceProfile], None],
-        on_change: Callable[[], None],
+        local: PublishedState,
         settled_s: float = SETTLED_S,
         unavailable_s: float = _UNAVAILABLE_S,
     ) -> None:
@@ -45,10 +45,10 @@ class SpareStage:
         self._node_name = node_name
         self._backend = backend
         self._children = children
-        self._new_settings = new_settings
+        self._setup = setup
         self._tasks = tasks
         self._on_measured = on_measured
-        self._on_change = on_change
+        self._local = local
         self._child: Child | None = None
         self._profile: DeviceProfile | None = None
         self._error: EdgepipeError | None = None
@@ -132,7 +132,7 @@ class SpareStage:
             self._alone.set()
         assert self._profile is not None
         self._on_measured(self._profile)
-        self._on_change()
+        self._local.refresh()
         while not spare.exited.is_set():
             await _first_of(spare.exited, self._taken, *([self._vacant] if beside else ()))
             if self._child is not spare:
@@ -140,7 +140,7 @@ class SpareStage:
             await _first_of(spare.exited, self._taken, timeout_s=self._settled_s)
             if self._child is spare and self._vacant.is_set() and not spare.exited.is_set():
                 self._vacate()  # free memory may have changed meanwhile: the next spare measures it
-                self._on_change()
+                self._local.refresh()
                 await self._children.stop(spare)
                 return
         if self._child is spare:
@@ -155,7 +155,7 @@ class SpareStage:
 
     async def _start(self) -> Child:
         """Start a process that measures the device. Beside a stage it takes the known profile, so as not to disturb."""
-        settings = self._new_settings()
+        settings = self._setup.child_settings("stage")
         if not self._vacant.is_set() and self._profile is not None:
             settings = replace(settings, device_profile=self._profile)
         child = await self._children.start(settings, self._tasks)
@@ -170,7 +170,7 @@ class SpareStage:
         known = self._error is not None and (self._error.code, self._error.fact) == (error.code, error.fact)
         logger.log(logging.DEBUG if known else logging.ERROR, "device failed backend=%s: %s", self._backend, error)
         self._error = error
-        self._on_change()
+        self._local.refresh()
         return isinstance(error, BackendUnavailable)
 
 

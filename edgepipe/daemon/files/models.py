@@ -20,6 +20,7 @@ from edgepipe.daemon.files.pace import Pace, chunk_bytes
 from edgepipe.daemon.files.precedence import Precedence, in_thread
 from edgepipe.daemon.files.transfer import Transfers, WeightsClient
 from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.offers import PublishedState
 from edgepipe.errors import EdgepipeError, ModelDownloadFailed, ModelInvalid, ModelUnknown
 from edgepipe.files.disk import COPY_HEADROOM_BYTES, check_room, disk_errors, free_bytes
 from edgepipe.spec.config_json import config_to_json
@@ -90,7 +91,7 @@ class Models:
         models_dir: Path,
         peers: Peers,
         timeouts: Timeouts,
-        on_change: Callable[[], None],
+        local: PublishedState,
         hub_endpoint: str | None = None,
         client: WeightsClient | None = None,
         adoptions: Adoptions | None = None,
@@ -107,9 +108,9 @@ class Models:
         self._hub_endpoint = hub_endpoint
         self._hub_idle_s = timeouts.transfer_idle_s
         self._peers = peers
-        self._on_change = on_change
+        self._local = local
         self._client = client or WeightsClient(hello=peers.hello, security=peers.security, timeouts=timeouts)
-        self._transfers = Transfers(self._client, on_change)
+        self._transfers = Transfers(self._client, local)
         self.free_bytes = 0  # for copies, at the last scan
         self._on_disk: list[ModelOnDisk] = []
         self._present: dict[tuple[str, str], str] | None = None  # hashes by name and former hash; None before a scan
@@ -148,7 +149,7 @@ class Models:
                     self._reading.pop(key, None)
             self._adoptions.note_held([entry.adopted for entry in found if entry.adopted])
             self.free_bytes = room
-        self._on_change()
+        self._local.refresh()
 
     def _scan(self) -> tuple[list[_ScannedModel], int]:
         """Return the models on the disk, and the room for copies."""
@@ -210,7 +211,7 @@ class Models:
         key = ModelKey(name, manifest_hash)
         lock = self._adopting.setdefault((key, first_source), asyncio.Lock())  # a slow source delays no other
         async with lock:
-            model = await asyncio.to_thread(self._local, key, keep=not wanted_by)
+            model = await asyncio.to_thread(self._stored_here, key, keep=not wanted_by)
             if model is None:
                 model = await self._fetch_metadata(key, first_source, wanted_by)
                 await self.rescan()
@@ -309,7 +310,7 @@ class Models:
             logger.log(level, "gateway cannot answer for model=%s of node=%s: %s", key.model, node_id, error)
         await asyncio.sleep(self._adoptions.rest_s(wanted, self._paths))
         self._adoptions.done(wanted)
-        self._on_change()
+        self._local.refresh()
 
     async def _delete(self, adopted: Sequence[Adopted]) -> None:
         """Delete models that are here only because other nodes announced them."""
@@ -369,7 +370,7 @@ class Models:
             data = await asyncio.to_thread(stored.read_file, file, offset=start, num_bytes=size)
             yield data.tobytes()
 
-    def _local(self, key: ModelKey, *, keep: bool) -> LocalModel | None:
+    def _stored_here(self, key: ModelKey, *, keep: bool) -> LocalModel | None:
         """Return the model if its metadata is here; ``keep`` marks it as wanted by this node's user."""
         stored = self._store.find(*key)
         if stored is None:
@@ -433,7 +434,9 @@ class Models:
                     sink.finish()
             async with self._checking:
                 await in_thread(adoption.finish)
-        model = await asyncio.to_thread(self._local, ModelKey(manifest.model_id, manifest.hash), keep=not adopted_for)
+        model = await asyncio.to_thread(
+            self._stored_here, ModelKey(manifest.model_id, manifest.hash), keep=not adopted_for
+        )
         if model is None:
             raise ModelUnknown(f"the model '{manifest.model_id}' was deleted while it came")
         return model

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Generator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from edgepipe.config import Timeouts
 from edgepipe.daemon.files.precedence import in_thread, opened_in_thread
+from edgepipe.daemon.offers import PublishedState
 from edgepipe.errors import (
     EdgepipeError,
     LinkError,
@@ -198,7 +199,7 @@ class Transfer:
         state: TransferState,
         missing: Sequence[MissingTensor],
         sources: Sequence[Source],
-        on_change: Callable[[], None],
+        local: PublishedState,
         *,
         bytes_per_s: float,
     ) -> None:
@@ -206,7 +207,7 @@ class Transfer:
         self._missing = deque(missing)
         self._sources = sources
         self._later_s: dict[str, float] = {}  # until when a source that does not answer is asked last
-        self._on_change = on_change
+        self._local = local
         self._bytes_per_s = bytes_per_s
         self._done_bytes = 0  # of complete tensors
         self._step = -1
@@ -244,7 +245,7 @@ class Transfer:
         if step == self._step and now_s - self._told_s < _QUIET_S:
             return False
         self._step, self._told_s = step, now_s
-        self._on_change()
+        self._local.refresh()
         return True
 
     async def _tensor(self, writer: ShardWriter, tensor: MissingTensor) -> AsyncGenerator[int]:
@@ -310,9 +311,9 @@ def _without_source(tensor: str, model_id: str, problems: Mapping[str, EdgepipeE
 class Transfers:
     """The transfers of this node."""
 
-    def __init__(self, client: WeightsClient, on_change: Callable[[], None]) -> None:
+    def __init__(self, client: WeightsClient, local: PublishedState) -> None:
         self._client = client
-        self._on_change = on_change
+        self._local = local
         self._running: list[Transfer] = []
 
     def running(self) -> list[TransferState]:
@@ -340,10 +341,10 @@ class Transfers:
             sources.append(FromHub(hub))
         source = sources[0].source_id if sources else ""
         state = TransferState(model=model, source=source, bytes_total=total, copy=copy)
-        transfer = Transfer(state, missing, sources, self._on_change, bytes_per_s=bytes_per_s)
+        transfer = Transfer(state, missing, sources, self._local, bytes_per_s=bytes_per_s)
         self._running.append(transfer)
         try:
             yield transfer
         finally:
             self._running.remove(transfer)
-            self._on_change()
+            self._local.refresh()

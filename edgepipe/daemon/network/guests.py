@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 
+from edgepipe.daemon.offers import PublishedState
 from edgepipe.errors import QueueFull
 from edgepipe.security.certificates import read_certificate
 
@@ -14,8 +15,8 @@ _MAX_GUESTS = 16  # a person runs one bench at a time
 class Guests:
     """Certificates of the commands that run now."""
 
-    def __init__(self, on_change: Callable[[], None]) -> None:
-        self._on_change = on_change
+    def __init__(self, local: PublishedState) -> None:
+        self._local = local
         self._certificates: list[bytes] = []
 
     def certificates(self) -> list[bytes]:
@@ -29,9 +30,9 @@ class Guests:
             raise QueueFull("too many commands call engines at once", fact=f"{_MAX_GUESTS} run already")
         pem = read_certificate(certificate).pem
         self._certificates.append(pem)
-        self._on_change()
+        self._local.refresh()
         try:
             yield
         finally:
             self._certificates.remove(pem)
-            self._on_change()
+            self._local.refresh()

@@ -8,9 +8,11 @@ this module, and its neighbours from that engine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from edgepipe.cluster.membership import Membership
+from edgepipe.daemon.network.local_node import LocalNode
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.errors import CertificateInvalid
 from edgepipe.ids import NodeId
@@ -45,15 +47,14 @@ class Introductions:
         *,
         trust: TrustView,
         security: MutualTls,
-        own: Callable[[], NodeState],
-        others: Callable[[], Iterable[NodeState]],
+        local: LocalNode,
+        membership: Membership,
         children: Children,
     ) -> None:
-        """``others``: the newest state of every node that was ever heard and may come back."""
         self._trust = trust
         self._security = security
-        self._own = own
-        self._others = others
+        self._local = local
+        self._membership = membership
         self._children = children
         self._states: dict[NodeId, NodeState] = {}  # also of silent nodes: a short loss of contact cuts no call
         self._certificates: dict[bytes, Certificate | None] = {}
@@ -75,15 +76,17 @@ class Introductions:
         child.introduce(_peers_of(child, self._known()))
 
     def _known(self) -> _Known:
-        own = Peer(node_id=self._own().node_id, kind=Kind.NODE, certificate=self._trust.key_pair.certificate)
+        own = Peer(node_id=self._local.state.node_id, kind=Kind.NODE, certificate=self._trust.key_pair.certificate)
         callers = {own.node_id: own}
         nodes = {own.node_id: own}
         for found, members in ((callers, self._trust.inbound()), (nodes, self._trust.outbound())):
             for member in members:
                 peer = Peer(node_id=member.node_id, kind=Kind.NODE, certificate=member.certificate)
                 found.setdefault(member.node_id, peer)
-        self._states.update((state.node_id, state) for state in self._others())
-        self._states[own.node_id] = self._own()
+        self._states.update(
+            (state.node_id, state) for state in (member.node for member in self._membership.reachable())
+        )
+        self._states[own.node_id] = self._local.state
         self._states = {key: state for key, state in self._states.items() if key in nodes}
         states = [state for key, state in self._states.items() if key in callers]
         return _Known(

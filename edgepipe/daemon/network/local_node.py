@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from edgepipe import __version__
@@ -44,6 +44,10 @@ class LocalNode:
     def add_part(self, part: Part) -> None:
         """Let ``part`` set its fields whenever the state is built."""
         self._parts.append(part)
+
+    def watch(self) -> AsyncIterator[None]:
+        """Yield at once, and after every change of this node or of the cluster as this node sees it."""
+        return self.changes.watch()
 
     def refresh(self, *, urgent: bool = True) -> None:
         """Build the state again. Other nodes get a changed state at once when ``urgent``, else with the next beat."""

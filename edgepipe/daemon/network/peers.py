@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -13,6 +13,8 @@ import grpc.aio
 from edgepipe.clock import Clock
 from edgepipe.cluster.membership import Membership
 from edgepipe.config import Timeouts
+from edgepipe.daemon.network.local_node import LocalNode
+from edgepipe.daemon.offers import EngineRecords
 from edgepipe.errors import EdgepipeError, NodeUnreachable
 from edgepipe.ids import Epoch, NodeId, PipelineId
 from edgepipe.link.channels import make_channel, translated
@@ -21,7 +23,6 @@ from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.children import PrepareProgress, ProfileLayerRequest
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire, hello_to_wire
-from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import (
     KeepCopyRequest,
@@ -61,33 +62,32 @@ class Peers:
     def __init__(
         self,
         *,
-        own: Callable[[], NodeState],
+        local: LocalNode,
         membership: Membership,
         hello: Hello,
         security: Security,
         timeouts: Timeouts,
         clock: Clock,
-        binds: Callable[[str, EngineState], bool],
+        book: EngineRecords,
     ) -> None:
-        """``binds``: whether a record names an engine that a node reports (``ServeBook.binds``)."""
         self.hello = hello
         self._hello = hello_to_wire(hello)
-        self._binds = binds
+        self._book = book
         self._clock = clock
         self._since_s = clock.monotonic_s()
         self.security = security
-        self._own = own
+        self._local = local
         self._membership = membership
         self._timeouts = timeouts
         self._channels: dict[str, _Control] = {}  # by node id: an address may pass to another node, with another key
 
     def nodes(self) -> list[NodeState]:
         """Return this node and every reachable member, without engines that no record names."""
-        return [self._own(), *(self.bound(member.node) for member in self._membership.reachable())]
+        return [self._local.state, *(self.bound(member.node) for member in self._membership.reachable())]
 
     def bound(self, node: NodeState) -> NodeState:
         """Return a node's state without engines that no record names."""
-        engines = tuple(engine for engine in node.engines if self._binds(node.node_id, engine))
+        engines = tuple(engine for engine in node.engines if self._book.binds(node.node_id, engine))
         return node if len(engines) == len(node.engines) else replace(node, engines=engines)
 
     def node(self, node_id: str) -> NodeState:
@@ -102,12 +102,12 @@ class Peers:
     @property
     def own_id(self) -> NodeId:
         """This node's id."""
-        return self._own().node_id
+        return self._local.state.node_id
 
     @property
     def own_drains(self) -> bool:
         """Whether this node is draining."""
-        return self._own().draining
+        return self._local.state.draining
 
     def is_gone(self, node_id: str) -> bool:
         """Return whether this node itself knows that the node is away or hands its engines over."""
@@ -129,7 +129,7 @@ class Peers:
 
     def is_self(self, node_id: str) -> bool:
         """Return whether this is this node's id."""
-        return node_id == self._own().node_id
+        return node_id == self._local.state.node_id
 
     async def start_engine(self, node_id: str, request: StartEngineRequest) -> None:
         """Call ``Node.StartEngine``. Raises its errors and LinkError."""

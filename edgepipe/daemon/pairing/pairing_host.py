@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import suppress
 
 from edgepipe.addresses import with_port
@@ -17,6 +17,7 @@ from edgepipe.cluster.tries import MAX_TRIES, Tries
 from edgepipe.cluster.trust import TrustStore, require_owner
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.config import PAIRING_OFFSET
+from edgepipe.daemon.offers import Contacts
 from edgepipe.errors import ConfigInvalid, PairingRejected, QueueFull
 from edgepipe.ids import NodeId
 from edgepipe.security.trust_view import Role
@@ -50,16 +51,14 @@ class PairingHost:
         hello: Hello,
         host: str,
         port: int,
-        addresses: Callable[[], Mapping[str, str]],
-        announce: Callable[[int], Awaitable[None]],
+        contacts: Contacts,
         clock: Clock,
     ) -> None:
         self._trust = trust
         self._hello = hello
         self._host = host
         self._port = port  # the node's configured port; 0: any
-        self._addresses = addresses
-        self._announce = announce
+        self._contacts = contacts
         self._clock = clock
         self._opened: deque[float] = deque(maxlen=_WINDOWS_PER_HOUR)
         self._open = asyncio.Lock()
@@ -88,11 +87,11 @@ class PairingHost:
         self._opened.append(now)
 
     async def _window(self, start: InviteStart, commands: AsyncIterator[InviteCommand]) -> AsyncGenerator[InviteEvent]:
-        invitation = _Invitation(start, commands, self._trust, self._hello, self._addresses)
+        invitation = _Invitation(start, commands, self._trust, self._hello, self._contacts)
         port = await invitation.window.open(host=self._host, port=self._port + PAIRING_OFFSET if self._port else 0)
         running = asyncio.create_task(invitation.run(), name="pairing")
         try:
-            await self._announce(port)
+            await self._contacts.announce_pairing(port)
             yield invitation.opened(self._host, port, usual_port=bool(self._port))
             while (event := await invitation.events.get()) is not None:
                 yield event
@@ -102,7 +101,7 @@ class PairingHost:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
             await invitation.window.close()
-            await self._announce(0)
+            await self._contacts.announce_pairing(0)
 
 
 class _Invitation:
@@ -114,7 +113,7 @@ class _Invitation:
         commands: AsyncIterator[InviteCommand],
         trust: TrustKeeper,
         hello: Hello,
-        addresses: Callable[[], Mapping[str, str]],
+        contacts: Contacts,
     ) -> None:
         self.events: asyncio.Queue[InviteEvent | None] = asyncio.Queue()
         self.window = PairingWindow(
@@ -128,7 +127,7 @@ class _Invitation:
         self._commands = commands
         self._trust = trust
         self._hello = hello
-        self._addresses = addresses
+        self._contacts = contacts
         self._joined = False
         self._given_name = ""  # of the machine that joins
         self._role = _role(start.role, trust.store)
@@ -179,7 +178,7 @@ class _Invitation:
     async def _let_in(self, greeting: Greeting) -> tuple[TrustStore, Mapping[str, str]]:
         self._given_name = self._trust.store.name_for(greeting.node_id, greeting.name)
         await self._trust.add(greeting.certificate, role=self._role, name=self._given_name)
-        return self._trust.store, self._addresses()
+        return self._trust.store, self._contacts.known_addresses()
 
     def _tell(self, attempt: Attempt) -> None:
         who = f"{attempt.name} {attempt.node_id} {attempt.address}".strip()

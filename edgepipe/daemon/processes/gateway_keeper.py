@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 
 from edgepipe.daemon.changes import Changes
+from edgepipe.daemon.offers import ChildSetup, ClusterSummary, PublishedState, RequestedModels
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.daemon.processes.kept_models import KeptModelsFile
 from edgepipe.daemon.processes.load_turns import MOST_WAITING, Decision, LoadTurns
 from edgepipe.errors import CapacityError, EdgepipeError
 from edgepipe.wire.children import KeptModels, LoadFailed, LoadQueue, LoadWanted, Report, UnloadWanted
 from edgepipe.wire.nodes import ClusterView
-from edgepipe.wire.serving import ServeEvent
-from edgepipe.workers.settings import ChildSettings
 
 logger = logging.getLogger(__name__)
 
@@ -31,20 +29,15 @@ class GatewayKeeper:
         self,
         *,
         children: Children,
-        new_settings: Callable[[int], ChildSettings],
+        setup: ChildSetup,
         http_port: int,
-        view: Callable[[], ClusterView],
-        load: Callable[[str], AsyncGenerator[ServeEvent]],
-        unload: Callable[[str], Awaitable[None]],
+        views: ClusterSummary,
+        requested: RequestedModels,
         kept: KeptModelsFile,
-        changes: Callable[[], AsyncIterator[None]],
         tasks: asyncio.TaskGroup,
-        on_change: Callable[[], None],
+        local: PublishedState,
     ) -> None:
-        """``load`` serves a model in its best placement; it ends when the model answers, or raises the reason why not.
-        ``unload`` stops a model that ``load`` served."""
-        self._load = load
-        self._unload = unload
+        self._requested = requested
         self._unloading: set[str] = set()  # models; ``unload`` ignores names that no request loaded
         self._turns = LoadTurns()  # of models that requests wait for
         self._told_queue = LoadQueue()
@@ -55,16 +48,17 @@ class GatewayKeeper:
         self._sent_view = ClusterView()
         self._view_sent = Changes()
         self._children = children
-        self._new_settings = new_settings
+        self._setup = setup
         self._wanted_port = http_port
-        self._view = view
-        self._changes = changes
+        self._views = views
         self._tasks = tasks
-        self._on_change = on_change
+        self._local = local
 
     async def start(self) -> Child:
         """Start the gateway. Raises PortInUse and other errors that prevent the start."""
-        child = await self._children.start(self._new_settings(self._wanted_port), self._tasks)
+        child = await self._children.start(
+            self._setup.child_settings("gateway", http_port=self._wanted_port), self._tasks
+        )
         started = await self._children.wait_started(child)
         child.on_report = self._take
         self._child = child
@@ -73,7 +67,7 @@ class GatewayKeeper:
         self._tell_queue()
         self.certificate = started.certificate
         self.http_port = self._wanted_port = started.port  # a restarted gateway keeps the port
-        self._on_change()
+        self._local.refresh()
         return child
 
     async def knows(self, pipeline_id: str) -> None:
@@ -120,7 +114,7 @@ class GatewayKeeper:
     async def _stop(self, model: str) -> None:
         logger.info("model=%s is stopped: no request wanted it any longer", model)
         try:
-            await self._unload(model)
+            await self._requested.unload(model)
         except EdgepipeError as error:
             logger.warning("not stopped model=%s: %s", model, error)
         finally:
@@ -147,7 +141,7 @@ class GatewayKeeper:
     async def _serve(self, model: str) -> None:
         logger.info("model=%s is loaded, since a request asked for it", model)
         try:
-            async with aclosing(self._load(model)) as events:
+            async with aclosing(self._requested.load(model)) as events:
                 async for _ in events:
                     pass
         except EdgepipeError as error:
@@ -158,8 +152,8 @@ class GatewayKeeper:
 
     async def _feed(self, child: Child) -> None:
         self._sent_view = ClusterView()
-        async for _ in self._changes():
-            view = self._view()
+        async for _ in self._local.watch():
+            view = self._views.for_gateway()
             if view != self._sent_view:
                 self._sent_view = view
                 child.send(view)

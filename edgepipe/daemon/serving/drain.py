@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator
 
 from edgepipe.daemon.device.device import DeviceHost
 from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.offers import EngineDirectory, PublishedState
 from edgepipe.daemon.serving.capacity import device_is_coming
 from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.daemon.serving.replanning import Replanner
@@ -36,20 +37,17 @@ class Drain:
         peers: Peers,
         replanner: Replanner,
         book: ServeBook,
-        has_engine: Callable[[str], bool],
-        changes: Callable[[], AsyncIterator[None]],
-        on_change: Callable[[], None],
+        directory: EngineDirectory,
+        local: PublishedState,
     ) -> None:
-        """``has_engine``: whether a pipeline's engine runs on a reachable node."""
         self.active = False
         self._device = device
         self._engines = engines
         self._peers = peers
         self._replanner = replanner
         self._book = book
-        self._has_engine = has_engine
-        self._changes = changes
-        self._on_change = on_change
+        self._directory = directory
+        self._local = local
 
     @property
     def is_needed(self) -> bool:
@@ -86,7 +84,7 @@ class Drain:
     async def outlook(self) -> str:
         """Accept no more work, and return why a model cannot continue without this node; empty if all can."""
         self.active = True
-        self._on_change()
+        self._local.refresh()
         try:
             lack = await self._lack()
         except EdgepipeError as error:
@@ -101,18 +99,18 @@ class Drain:
     def undo(self) -> None:
         """Take work again."""
         self.active = False
-        self._on_change()
+        self._local.refresh()
 
     async def _run(self) -> AsyncGenerator[DrainEvent]:
         self.active = True
-        self._on_change()
+        self._local.refresh()
         await self._check_room()
         async for event in self._progress():
             yield event
 
     async def _progress(self) -> AsyncGenerator[DrainEvent]:
         last_event: DrainEvent | None = None
-        async for _ in self._changes():
+        async for _ in self._local.watch():
             event = self._left()
             if event != last_event:
                 last_event = event
@@ -148,7 +146,7 @@ class Drain:
         """Return what is still missing once no device is starting; None as soon as nothing is."""
         looked_at: tuple[object, ...] = ()
         lack: NoFeasiblePlacement | None = None
-        async for _ in self._changes():
+        async for _ in self._local.watch():
             rooms = self._replanner.room_changes()
             if rooms != looked_at:
                 looked_at = rooms
@@ -191,7 +189,9 @@ class Drain:
 
     def _left(self) -> DrainEvent:
         """Return the stages and engines still here; a stage whose engine runs nowhere does not count."""
-        stages = tuple(pipeline_id for pipeline_id in self._device.pipelines() if self._has_engine(pipeline_id))
+        stages = tuple(
+            pipeline_id for pipeline_id in self._device.pipelines() if self._directory.has_engine(pipeline_id)
+        )
         return DrainEvent(stages=stages, engines=tuple(state.model for state in self._engines.states()))
 
     def _others(self) -> list[str]:

@@ -6,8 +6,9 @@ import asyncio
 from dataclasses import dataclass, field, replace
 
 from edgepipe.daemon.processes.children import Child
-from edgepipe.daemon.serving.restarts import SHORT_PAUSE_S, Restarts
+from edgepipe.daemon.serving.restarts import SHORT_PAUSE_S
 from edgepipe.errors import EdgepipeError, StageLost
+from edgepipe.ids import PipelineId
 from edgepipe.wire.engines import Advice, EngineState, LeftOut, ServeSpec, StagePlacement, StageState
 from edgepipe.wire.serving import StartEngineRequest
 
@@ -16,6 +17,7 @@ from edgepipe.wire.serving import StartEngineRequest
 class EngineRun:
     """What an engine's host knows of it."""
 
+    number: int
     request: StartEngineRequest
     model_config: str
     model_weights: str = ""
@@ -24,10 +26,14 @@ class EngineRun:
     advice: Advice | None = None  # a better placement than the one in ``spec``
     avoided: tuple[tuple[float, LeftOut], ...] = ()  # by the engine, each until a time on the loop's clock
     child: Child | None = None
-    restartable: bool = False  # it served, or continues another engine's requests
-    restarts: Restarts = field(default_factory=Restarts)
     paused: bool = False  # its process has ended, the next one is not due yet
-    wake: asyncio.Event = field(default_factory=asyncio.Event)  # ends the pause
+    launching: asyncio.Task[EdgepipeError | None] | None = None  # the newest start of a process
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # the host has forgotten the engine
+
+    @property
+    def pipeline_id(self) -> PipelineId:
+        """The pipeline that the engine drives."""
+        return self.request.pipeline_id
 
     def note_placement(self, *, now_s: float) -> None:
         """Keep the stages and the avoided nodes that the engine reports: only the engine knows them."""
@@ -39,10 +45,9 @@ class EngineRun:
         """Publish a better placement with the state; None withdraws it."""
         self.advice, self.state = advice, replace(self.state, advice=advice)
 
-    def pause(self, error: EdgepipeError, *, left_s: float, wall_s: float) -> None:
+    def show_pause(self, error: EdgepipeError, *, left_s: float, wall_s: float) -> None:
         """Show that the engine ended, and when it starts again. Requests wait for a short pause only."""
         long = left_s > SHORT_PAUSE_S
-        self.wake.clear()
         self.paused, self.child = True, None
         self.state = replace(
             self.state,
@@ -54,12 +59,13 @@ class EngineRun:
             starts_at_us=int((wall_s + left_s) * 1e6) if left_s else 0,
         )
 
-    def resume(self) -> None:
-        """Show that the next process starts."""
-        self.paused = False
-        self.state = replace(
-            self.state, state="recovering", error=None, message="starting the engine again", starts_at_us=0
-        )
+    def show_start(self) -> None:
+        """Show that the next process starts, if the engine was paused."""
+        if self.paused:
+            self.paused = False
+            self.state = replace(
+                self.state, state="recovering", error=None, message="starting the engine again", starts_at_us=0
+            )
 
     def _crash(self, error: EdgepipeError) -> EdgepipeError:
         """Return what a person reads while a crashed engine pauses."""

@@ -1,7 +1,6 @@
 """This node's engine processes and the states they report.
 
-An engine that has served starts again after every crash; ``restarts`` says when. A model whose first start failed
-stays listed until it is stopped or served again.
+``engine_life`` decides when an engine starts, pauses, moves to another node and ends. This module carries that out.
 """
 
 from __future__ import annotations
@@ -9,26 +8,53 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from edgepipe.addresses import with_port
 from edgepipe.clock import Clock
+from edgepipe.daemon.alarm import Alarm
+from edgepipe.daemon.device.device import DeviceHost
 from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.offers import ChildSetup, NodeLife, PublishedState, Spreading
 from edgepipe.daemon.processes.children import Child, Children, Report
+from edgepipe.daemon.serving.engine_life import EngineLives, Phase
+from edgepipe.daemon.serving.engine_life_types import (
+    Command,
+    Event,
+    Fail,
+    Forget,
+    HandedOn,
+    HandOn,
+    Kill,
+    Launch,
+    Launched,
+    LaunchFailed,
+    LeaveWanted,
+    NotHandedOn,
+    ProcessEnded,
+    Serves,
+    ShowPause,
+    StartNow,
+    StartWanted,
+    Stop,
+    Stopped,
+    StopWanted,
+    Superseded,
+    Surroundings,
+    Tick,
+)
 from edgepipe.daemon.serving.engine_run import EngineRun
 from edgepipe.daemon.serving.replanning import Avoided, Replanner
-from edgepipe.daemon.serving.restarts import Restarts, next_host
+from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.errors import AccessDenied, EdgepipeError, ModelUnknown, StaleEpoch
 from edgepipe.ids import MAX_EPOCH_STEP, EngineId, Epoch
 from edgepipe.wire.engines import Advice, EngineState, ServeSpec
 from edgepipe.wire.serving import Moves, PlanMade, PlanWanted, RunEngine, StartEngineRequest
-from edgepipe.workers.settings import ChildSettings
 
 logger = logging.getLogger(__name__)
 
 _STAND_BY_S = 30.0  # how long a ready process waits for an engine of a draining node
-_MOST_REMEMBERED = 64  # pipelines whose crashes are known: as many as models have records
 
 
 class EngineHost:
@@ -38,42 +64,32 @@ class EngineHost:
         self,
         *,
         children: Children,
-        new_settings: Callable[[], ChildSettings],
+        setup: ChildSetup,
         peers: Peers,
         replanner: Replanner,
-        changes: Callable[[], AsyncIterator[None]],
-        spread: Callable[[], Awaitable[None]],
+        local: PublishedState,
+        heartbeats: Spreading,
         tasks: asyncio.TaskGroup,
-        own_highest: Callable[[str], int],
-        ends: Callable[[], bool],
-        counts: Callable[[str], bool],
-        move_engine: Callable[[str, str], None],
+        device: DeviceHost,
+        node: NodeLife,
+        book: ServeBook,
         clock: Clock,
-        on_change: Callable[[bool], None],
     ) -> None:
-        """``spread`` returns when the other nodes know this node's newest state, or after a short limit.
-
-        ``on_change(urgent)``: an engine's state changed; urgent: report it to the other nodes at once.
-        ``ends``: whether this node is about to stop.
-        ``counts``: whether a pipeline's recorded engine is the one here.
-        ``move_engine(pipeline_id, node_id)`` records that another node has the engine; raises AccessDenied.
-        ``own_highest``: the counter of a pipeline's highest epoch on this node's own device, 0 if it holds nothing.
-        """
-        self._own_highest = own_highest
-        self._ends = ends
-        self._counts = counts
-        self._move_engine = move_engine
+        self._device = device
+        self._node = node
+        self._book = book
         self._clock = clock
         self._replanner = replanner
-        self._spread = spread
-        self._changes = changes
+        self._heartbeats = heartbeats
+        self._local = local
         self._children = children
-        self._new_settings = new_settings
+        self._setup = setup
         self._peers = peers
         self._tasks = tasks
-        self._on_change = on_change
-        self._runs: dict[str, EngineRun] = {}
-        self._restarts: dict[str, Restarts] = {}  # by pipeline; an engine that comes back still counts its crashes
+        self._lives = EngineLives()
+        self._runs: dict[int, EngineRun] = {}  # by number
+        self._num_runs = 0
+        self._alarm = Alarm(tasks, clock, lambda at_s: self._happens(Tick(), least_s=at_s), name="restart")
         self._standing_by: Child | None = None
 
     def states(self) -> list[EngineState]:
@@ -82,35 +98,34 @@ class EngineHost:
 
     def ready(self) -> list[tuple[str, ServeSpec]]:
         """Return the pipelines whose engines are ready, with their present stages."""
-        return [(pipeline_id, run.spec) for pipeline_id, run in self._runs.items() if run.state.state == "ready"]
+        return [(run.pipeline_id, run.spec) for run in self._runs.values() if run.state.state == "ready"]
 
     def state_of(self, pipeline_id: str) -> EngineState | None:
         """Return the state of one engine; None if it does not run here."""
-        run = self._runs.get(pipeline_id)
+        run = self._run_of(pipeline_id)
         return run.state if run is not None else None
 
     def is_paused(self, pipeline_id: str) -> bool:
         """Return whether a crashed engine waits here for its next start."""
-        run = self._runs.get(pipeline_id)
+        run = self._run_of(pipeline_id)
         return run is not None and run.paused
 
     def start_now(self, pipeline_id: str) -> None:
         """End the pause of a crashed engine."""
-        if (run := self._runs.get(pipeline_id)) is not None:
-            run.wake.set()
+        self._happens(StartNow(pipeline_id))
 
     def avoided(self, pipeline_id: str) -> Avoided:
         """Return the nodes and links that an engine avoids now."""
-        run = self._runs.get(pipeline_id)
+        run = self._run_of(pipeline_id)
         now_s = asyncio.get_running_loop().time()
         return Avoided.of(left_out for until_s, left_out in (run.avoided if run is not None else ()) if now_s < until_s)
 
     def advise(self, pipeline_id: str, advice: Advice | None) -> None:
         """Publish a better placement with the engine's state; None withdraws it."""
-        run = self._runs.get(pipeline_id)
+        run = self._run_of(pipeline_id)
         if run is not None and run.advice != advice:
             run.set_advice(advice)
-            self._on_change(False)
+            self._local.refresh(urgent=False)
 
     async def start(
         self, request: StartEngineRequest, *, model_config: str, model_weights: str = "", resuming: bool = False
@@ -120,80 +135,155 @@ class EngineHost:
         ``resuming``: another engine served the model; this one accepts its requests at once and finds its stages. It
         starts until it succeeds, with pauses. Else raises the error that prevented the start.
         """
-        for pipeline_id, run in list(self._runs.items()):
-            if run.state.model == request.spec.model and run.state.state == "failed":
-                del self._runs[pipeline_id]
-        state = EngineState(
-            model=request.spec.model,
-            pipeline_id=request.pipeline_id,
-            epoch=Epoch(0, EngineId("")),
-            manifest_hash=request.spec.manifest_hash,
-            template_keywords=request.spec.template_keywords,
-            state="recovering" if resuming else "starting",
-            message="starting the engine",
-        )
+        self._num_runs += 1
         run = EngineRun(
+            number=self._num_runs,
             request=request,
             model_config=model_config,
             model_weights=model_weights,
             spec=request.spec,
-            state=state,
-            restartable=resuming,
-            restarts=self._restarts_of(request.pipeline_id),
+            state=EngineState(
+                model=request.spec.model,
+                pipeline_id=request.pipeline_id,
+                epoch=Epoch(0, EngineId("")),
+                manifest_hash=request.spec.manifest_hash,
+                template_keywords=request.spec.template_keywords,
+                state="recovering" if resuming else "starting",
+                message="starting the engine",
+            ),
         )
-        self._runs[request.pipeline_id] = run
-        self._on_change(True)
-        if resuming and run.restarts.left_s(self._clock.monotonic_s()):
-            why = EdgepipeError(f"the engine of '{request.spec.model}' has crashed on this node before")
-            self._tasks.create_task(self._start_later(run, why), name=f"restart:{request.pipeline_id}")
-            return
-        try:
-            await self._launch(run, resuming=resuming)
-        except EdgepipeError as error:
-            if self._is_over(run):
-                return
-            if resuming:
-                self._tasks.create_task(self._start_again(run, error), name=f"restart:{request.pipeline_id}")
-                return
-            self._fail(run, error)
-            raise
-
-    def _is_over(self, run: EngineRun) -> bool:
-        """Return whether the engine was stopped, ended or replaced meanwhile."""
-        return self._runs.get(run.request.pipeline_id) is not run or run.state.state == "stopping"
-
-    def _restarts_of(self, pipeline_id: str) -> Restarts:
-        known = self._restarts.pop(pipeline_id, None) or Restarts()
-        while len(self._restarts) >= _MOST_REMEMBERED:
-            del self._restarts[next(iter(self._restarts))]
-        self._restarts[pipeline_id] = known
-        return known
+        self._runs[run.number] = run
+        self._happens(
+            StartWanted(
+                run=run.number,
+                pipeline_id=request.pipeline_id,
+                model=request.spec.model,
+                ring=_ring(request.spec),
+                resuming=resuming,
+            )
+        )
+        error = await asyncio.shield(run.launching) if run.launching is not None else None
+        if error is not None and self._lives.phase(run.number) is Phase.FAILED:
+            raise error
 
     async def stop(self, pipeline_id: str) -> None:
         """End an engine and its stages everywhere, and forget it. Do nothing if it does not run here."""
-        run = self._runs.get(pipeline_id)
-        if run is None:
-            return
-        run.state = replace(run.state, state="stopping")
-        run.wake.set()
-        self._restarts.pop(pipeline_id, None)
-        self._on_change(True)
-        if run.child is not None and not run.child.exited.is_set():
-            await self._children.stop(run.child)
-        await self._release(run)
-        self._runs.pop(pipeline_id, None)
-        self._on_change(True)
+        run = self._run_of(pipeline_id)
+        if run is not None:
+            self._happens(StopWanted(pipeline_id))
+            await run.gone.wait()
 
     def end_superseded(self, pipeline_id: str) -> None:
         """End an engine whose pipeline another engine drives. The other engine keeps the stages."""
-        if pipeline_id in self._runs:
+        if self._run_of(pipeline_id) is not None:
             logger.warning("another engine drives pipeline=%s: the one here ends", pipeline_id)
-            self._abandon(pipeline_id)
+            self._happens(Superseded(pipeline_id))
+
+    def hand_over(self) -> None:
+        """End every engine so that other nodes start them again."""
+        for run in self._runs.values():
+            logger.info(
+                "engine ends here, another node continues model=%s pipeline=%s", run.spec.model, run.pipeline_id
+            )
+        self._happens(LeaveWanted())
+
+    def _run_of(self, pipeline_id: str) -> EngineRun | None:
+        return next((run for run in self._runs.values() if run.pipeline_id == pipeline_id), None)
+
+    # Events and commands of the core
+
+    def _happens(self, event: Event, *, least_s: float = 0.0) -> None:
+        around = Surroundings(
+            own_id=self._peers.own_id,
+            usable=frozenset(node.node_id for node in self._peers.nodes() if not node.draining),
+            owned=frozenset(run.pipeline_id for run in self._runs.values() if self._book.is_here(run.pipeline_id)),
+            ends=self._node.ends(),
+        )
+        commands = self._lives.handle(event, around, max(least_s, self._clock.monotonic_s()))
+        self._alarm.set(self._lives.wake_at_s)
+        self._do(commands)
+        if commands:
+            self._local.refresh()
+
+    def _do(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            run = self._runs[command.run]
+            match command:
+                case Launch():
+                    run.show_start()
+                    launching = self._launch(run, command)
+                    run.launching = self._tasks.create_task(launching, name=f"launch:{run.pipeline_id}")
+                case ShowPause():
+                    self._show_pause(run, command)
+                case Fail():
+                    self._fail(run, command)
+                case HandOn():
+                    self._hand_on(run, command)
+                case Stop():
+                    run.state = replace(run.state, state="stopping")
+                    self._tasks.create_task(self._stop(run), name=f"stop:{run.pipeline_id}")
+                case Kill():
+                    if run.child is not None:
+                        run.child.stopping = True
+                        run.child.kill()
+                    self._forget(run)
+                case Forget():
+                    self._forget(run)
+
+    def _forget(self, run: EngineRun) -> None:
+        del self._runs[run.number]
+        run.gone.set()
+
+    async def _stop(self, run: EngineRun) -> None:
+        if run.child is not None and not run.child.exited.is_set():
+            await self._children.stop(run.child)
+        await self._release(run)
+        self._happens(Stopped(run=run.number))
+
+    def _show_pause(self, run: EngineRun, pause: ShowPause) -> None:
+        logger.warning(
+            "engine ended model=%s, it starts again in %.0f s: %s", run.spec.model, pause.left_s, pause.error
+        )
+        run.show_pause(pause.error, left_s=pause.left_s, wall_s=self._clock.wall_s())
+
+    def _fail(self, run: EngineRun, failure: Fail) -> None:
+        logger.error("engine failed model=%s pipeline=%s: %s", run.spec.model, run.pipeline_id, failure.error)
+        if run.state.state != "failed":  # the engine's own error is closer to the cause
+            run.state = replace(run.state, state="failed", error=failure.error)
+        run.state = replace(run.state, message="")
+        if failure.release:
+            self._tasks.create_task(self._release(run), name=f"release:{run.pipeline_id}")
+
+    def _hand_on(self, run: EngineRun, command: HandOn) -> None:
+        """Hand an engine that keeps crashing here to another node of its ring, if the cluster's rules allow that."""
+        try:
+            self._book.move_engine(run.pipeline_id, command.heir)
+        except AccessDenied as denied:
+            logger.warning("engine not handed on model=%s: %s", run.spec.model, denied)
+            self._happens(NotHandedOn(run=run.number))
+            return
+        logger.warning(
+            "engine of model=%s crashes again and again here: node=%s has it: %s",
+            run.spec.model,
+            command.heir,
+            command.error,
+        )
+        self._happens(HandedOn(run=run.number))
+
+    async def _launch(self, run: EngineRun, command: Launch) -> EdgepipeError | None:
+        """Start a process and send it its task. Return the error that prevented that."""
+        try:
+            await self._start_process(run, command)
+        except EdgepipeError as error:
+            self._happens(LaunchFailed(run=run.number, attempt=command.attempt, error=error))
+            return error
+        self._happens(Launched(run=run.number, attempt=command.attempt))
+        return None
 
     async def stand_by(self) -> None:
         """Start a process for an engine that another node will hand over. Raises the error that prevented the start."""
         if self._standing_by is None:
-            child = self._standing_by = await self._children.start(self._new_settings(), self._tasks)
+            child = self._standing_by = await self._children.start(self._setup.child_settings("engine"), self._tasks)
             self._tasks.create_task(self._end_unused(child), name=f"standby:{child.pid}")
             await self._children.wait_started(child)
 
@@ -209,66 +299,49 @@ class EngineHost:
         """Return the standby process if it is alive, else a new one."""
         child, self._standing_by = self._standing_by, None
         if child is None or not child.alive:
-            child = await self._children.start(self._new_settings(), self._tasks)
+            child = await self._children.start(self._setup.child_settings("engine"), self._tasks)
         return child
 
-    def hand_over(self) -> None:
-        """End every engine so that other nodes start them again."""
-        for pipeline_id, run in list(self._runs.items()):
-            logger.info("engine ends here, another node continues model=%s pipeline=%s", run.spec.model, pipeline_id)
-            self._abandon(pipeline_id)
-
-    def _abandon(self, pipeline_id: str) -> None:
-        """Kill the engine at once, without telling gateways that requests end."""
-        run = self._runs.pop(pipeline_id)
-        run.state = replace(run.state, state="stopping")
-        run.restarts.stopped(self._clock.monotonic_s())
-        run.wake.set()
-        if run.child is not None:
-            run.child.stopping = True
-            run.child.kill()
-        self._on_change(True)
-
-    async def _launch(self, run: EngineRun, *, resuming: bool) -> None:
-        """Start a process and send it its task. Raises the reason if that fails."""
-        pipeline_id = run.request.pipeline_id
-        replies = await self._peers.vouch_all(pipeline_id, self._peers.own_id) if resuming else {}
+    async def _start_process(self, run: EngineRun, command: Launch) -> None:
+        pipeline_id = run.pipeline_id
+        replies = await self._peers.vouch_all(pipeline_id, self._peers.own_id) if command.resuming else {}
         child = await self._new_process()
-        if self._is_over(run):  # before its process existed
+        if not self._lives.expects(run.number, command.attempt):  # it ended before its process existed
             child.stopping = True
             child.kill()
             return
         run.child = child
-        child.on_report = lambda report: self._take(run, child, report)
+        child.on_report = lambda report: self._take(run, child, command.attempt, report)
         await self._children.wait_started(child)
-        self._tasks.create_task(self._mourn(run, child), name=f"engine:{pipeline_id}")
+        self._tasks.create_task(self._until_end(run, child, command.attempt), name=f"engine:{pipeline_id}")
         run.state = replace(run.state, certificate=child.certificate)
-        self._on_change(True)
-        await self._spread()  # nodes let the engine in only when they know its certificate
-        known = [run.state.epoch.counter, self._own_highest(pipeline_id)]
+        self._local.refresh()
+        await self._heartbeats.spread()  # nodes let the engine in only when they know its certificate
+        here = self._device.epoch_of(pipeline_id)
+        known = [run.state.epoch.counter, here.counter if here is not None else 0]
         others = [reply.highest.counter for reply in replies.values() if reply.highest is not None]
         known += [counter for counter in others if counter < max(known) + MAX_EPOCH_STEP]
-        command = RunEngine(
+        task = RunEngine(
             pipeline_id=pipeline_id,
             spec=run.spec,
             nodes=run.request.nodes,
             model_config=run.model_config,
             model_weights=run.model_weights,
             epoch_counter=1 + max(known),
-            resuming=resuming,
+            resuming=command.resuming,
         )
-        child.send(command)
+        child.send(task)
         telling = self._tasks.create_task(self._tell_reachable(child), name=f"reachable:{pipeline_id}")
         self._tasks.create_task(_end_with(child, telling), name=f"reachable-end:{pipeline_id}")
 
-    def _take(self, run: EngineRun, child: Child, report: Report) -> None:
+    def _take(self, run: EngineRun, child: Child, attempt: int, report: Report) -> None:
         if isinstance(report, PlanWanted):
             self._tasks.create_task(self._plan(run, child, report), name=f"plan:{run.state.pipeline_id}")
-        if not isinstance(report, EngineState) or run.state.state == "stopping" or child is not run.child:
+        if not isinstance(report, EngineState) or not self._lives.expects(run.number, attempt):
             return
         if report.state == "failed" and isinstance(report.error, StaleEpoch):
             return  # its requests continue with another engine or with its own next process
-        before = (run.state.state, run.state.message)
+        before, ring = (run.state.state, run.state.message), _ring(run.spec)
         own_address = with_port(child.settings.host, child.port) if child.port else ""
         run.state = replace(
             report,
@@ -278,11 +351,10 @@ class EngineHost:
             certificate=child.certificate,
             advice=run.advice,
         )
-        if run.state.state == "ready":
-            run.restartable = True
-            run.restarts.serves(self._clock.monotonic_s())
         run.note_placement(now_s=asyncio.get_running_loop().time())
-        self._on_change(before != (run.state.state, run.state.message))
+        if run.state.state == "ready" and (before[0], ring) != ("ready", _ring(run.spec)):
+            self._happens(Serves(run=run.number, attempt=attempt, ring=_ring(run.spec)))
+        self._local.refresh(urgent=before != (run.state.state, run.state.message))
 
     async def rebalance(self, pipeline_id: str, *, num_nodes: int, moves: Moves) -> bool:
         """Move a pipeline's stages to the best placement now; return whether that differs from the present one.
@@ -290,7 +362,7 @@ class EngineHost:
         ``moves``: whether stages continue to move automatically. Raises NoFeasiblePlacement, and ModelUnknown if the
         engine does not serve here.
         """
-        run = self._runs.get(pipeline_id)
+        run = self._run_of(pipeline_id)
         if run is None or run.child is None or run.state.state != "ready":
             raise ModelUnknown("the model is not served by this node now", next_step="see 'edgepipe ps'")
         if moves is not Moves.UNCHANGED:
@@ -305,7 +377,7 @@ class EngineHost:
 
     def move(self, pipeline_id: str, made: PlanMade) -> bool:
         """Send a pipeline's stages to a placement; return whether it differs from the present one."""
-        run = self._runs.get(pipeline_id)
+        run = self._run_of(pipeline_id)
         if run is None or run.child is None or made.spec is None:
             return False
         elsewhere = made.spec.stages != run.spec.stages
@@ -313,7 +385,7 @@ class EngineHost:
         if elsewhere:
             run.child.send(made)
         run.set_advice(None)
-        self._on_change(False)
+        self._local.refresh(urgent=False)
         return elsewhere
 
     async def _plan(self, run: EngineRun, child: Child, wanted: PlanWanted) -> None:
@@ -331,97 +403,23 @@ class EngineHost:
     async def _tell_reachable(self, child: Child) -> None:
         """Send the engine the reachable nodes whenever their room changes, until the engine ends."""
         sent: tuple[object, ...] | None = None
-        async for _ in self._changes():
+        async for _ in self._local.watch():
             if child.exited.is_set():
                 return
             if (news := self._replanner.room_changes()) != sent:
                 sent = news
                 child.send(self._replanner.reachable())
 
-    async def _mourn(self, run: EngineRun, child: Child) -> None:
-        """Wait for the engine's end. Start it again after a crash; mark it as failed if it has never served."""
+    async def _until_end(self, run: EngineRun, child: Child, attempt: int) -> None:
         await child.exited.wait()
-        pipeline_id = run.request.pipeline_id
-        if child.stopping or self._is_over(run):
-            return
-        if isinstance(child.fault, StaleEpoch) and not self._counts(pipeline_id):
-            self.end_superseded(pipeline_id)
-        elif self._ends() and (child.fault is None or run.restartable):
-            self._abandon(pipeline_id)  # the signal that ended it also reached this node
-        elif run.restartable or isinstance(child.fault, StaleEpoch):  # a stale engine's stages are free again
-            await self._start_again(run, child.error())
-        else:
-            self._fail(run, child.error())
-            await self._release(run)
-
-    async def _start_again(self, run: EngineRun, error: EdgepipeError) -> None:
-        """Start a crashed engine again when its pause is over, here or on another node of the ring."""
-        run.restarts.ended(self._clock.monotonic_s())
-        if not self._moved_on(run, error):
-            await self._start_later(run, error)
-
-    async def _start_later(self, run: EngineRun, error: EdgepipeError) -> None:
-        """Start the engine when its pause is over or a person wants it now, until that succeeds."""
-        while True:
-            await self._pause(run, error)
-            if self._is_over(run):
-                return
-            run.resume()
-            self._on_change(True)
-            try:
-                await self._launch(run, resuming=True)
-                return
-            except EdgepipeError as failure:
-                if self._is_over(run):
-                    return
-                error = failure
-                run.restarts.ended(self._clock.monotonic_s())
-                if self._moved_on(run, error):
-                    return
-
-    async def _pause(self, run: EngineRun, error: EdgepipeError) -> None:
-        """Wait until the engine's next start. Requests wait, too, if that is soon; else they end with the reason."""
-        left_s = run.restarts.left_s(self._clock.monotonic_s())
-        logger.warning("engine ended model=%s, it starts again in %.0f s: %s", run.spec.model, left_s, error)
-        run.pause(error, left_s=left_s, wall_s=self._clock.wall_s())
-        self._on_change(True)
-        try:
-            async with asyncio.timeout(left_s):
-                await run.wake.wait()
-        except TimeoutError:
-            return
-
-    def _moved_on(self, run: EngineRun, error: EdgepipeError) -> bool:
-        """Hand an engine that keeps crashing here to the next node of its ring; return whether there is one."""
-        pipeline_id = run.request.pipeline_id
-        usable = frozenset(node.node_id for node in self._peers.nodes() if not node.draining)
-        ring = tuple(stage.node_id for stage in run.spec.stages)
-        heir = next_host(self._peers.own_id, ring, usable) if run.restarts.should_move else None
-        if heir is None or not self._counts(pipeline_id):
-            return False
-        try:
-            self._move_engine(pipeline_id, heir)
-        except AccessDenied as denied:
-            logger.warning("engine not handed on model=%s: %s", run.spec.model, denied)
-            return False
-        logger.warning(
-            "engine of model=%s crashes again and again here: node=%s has it: %s", run.spec.model, heir, error
-        )
-        if self._runs.get(pipeline_id) is run:
-            self._abandon(pipeline_id)
-        return True
-
-    def _fail(self, run: EngineRun, error: EdgepipeError) -> None:
-        logger.error("engine failed model=%s pipeline=%s: %s", run.spec.model, run.state.pipeline_id, error)
-        if run.state.state != "failed":  # the engine's own error is closer to the cause
-            run.state = replace(run.state, state="failed", error=error)
-        run.state = replace(run.state, message="")
-        self._on_change(True)
+        if not child.stopping:
+            told = child.fault is not None
+            self._happens(ProcessEnded(run=run.number, attempt=attempt, error=child.error(), told=told))
 
     async def _release(self, run: EngineRun) -> None:
         """Release the stages of this engine's epochs; stages of a newer engine stay."""
         nodes = {stage.node_id for stage in run.spec.stages}
-        pipeline_id, epoch = run.request.pipeline_id, run.state.epoch
+        pipeline_id, epoch = run.pipeline_id, run.state.epoch
         await asyncio.gather(*(self._release_on(node_id, pipeline_id, epoch) for node_id in sorted(nodes)))
 
     async def _release_on(self, node_id: str, pipeline_id: str, epoch: Epoch) -> None:
@@ -429,6 +427,10 @@ class EngineHost:
             await self._peers.release(node_id, pipeline_id, epoch)
         except EdgepipeError as error:  # a node that is gone has released by itself
             logger.info("not released node=%s pipeline=%s: %s", node_id, pipeline_id, error)
+
+
+def _ring(spec: ServeSpec) -> tuple[str, ...]:
+    return tuple(stage.node_id for stage in spec.stages)
 
 
 async def _end_with(child: Child, task: asyncio.Task[None]) -> None:

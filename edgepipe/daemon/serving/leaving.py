@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from edgepipe.daemon.offers import PublishedState
 from edgepipe.daemon.serving.drain import Drain
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ class Leaving:
         stopping: asyncio.Event,
         tasks: asyncio.TaskGroup,
         announce_sleep: Callable[[], None],
-        on_change: Callable[[], None],
+        local: PublishedState,
     ) -> None:
         """``stopping`` is set when the node may stop; ``announce_sleep`` tells other nodes that the machine sleeps."""
         self.sleeps_soon = False  # part of the node's state: a machine may sleep before it announces that
@@ -33,7 +34,7 @@ class Leaving:
         self._stopping = stopping
         self._tasks = tasks
         self._announce_sleep = announce_sleep
-        self._on_change = on_change
+        self._local = local
         self.winding_down = False  # set by the first request to stop
 
     def stop(self) -> None:
@@ -42,7 +43,7 @@ class Leaving:
             self._stopping.set()
             return
         self.winding_down = True
-        self._on_change()
+        self._local.refresh()
         logger.info("stages and engines move to other nodes first, for at most %.0f s", _STOP_S)
         self._tasks.create_task(self._wind_down(), name="wind-down")
 
@@ -67,7 +68,7 @@ class Leaving:
         """Drain, then announce sleep: the machine is about to sleep."""
         if not self.sleeps_soon:
             self.sleeps_soon = True
-            self._on_change()
+            self._local.refresh()
             self._tasks.create_task(self._fall_asleep(), name="fall-asleep")
 
     def stays(self) -> None:

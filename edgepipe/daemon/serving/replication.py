@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from edgepipe.daemon.files.model_parts import model_parts, parts_on
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.offers import PublishedState
 from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.errors import (
     EdgepipeError,
@@ -49,14 +50,14 @@ class Replication:
         models: Models,
         engines: EngineHost,
         copies: int,
-        changes: Callable[[], AsyncIterator[None]],
+        local: PublishedState,
     ) -> None:
         """``copies``: how many disks should hold each part of the models that this node's engines serve."""
         self._peers = peers
         self._models = models
         self._engines = engines
         self._copies = copies
-        self._changes = changes
+        self._local = local
         self._served: dict[str, LocalModel] = {}  # by manifest hash
         self._parts: dict[str, ModelParts] = {}  # by manifest hash: to compute them takes long for many tensors
         self._logged_lacking: set[str] = set()  # manifest hashes of models whose lack of room was logged
@@ -65,7 +66,7 @@ class Replication:
         """Complete the copies of models served from here, until cancelled."""
         again_s = _AGAIN_MIN_S
         while self._copies > 1:
-            async for _ in self._changes():
+            async for _ in self._local.watch():
                 if await self._wanted():
                     break
             await asyncio.sleep(_SETTLED_S)

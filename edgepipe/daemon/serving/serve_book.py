@@ -16,6 +16,7 @@ from edgepipe.clock import Clock
 from edgepipe.cluster.private_files import read_private, write_private
 from edgepipe.cluster.trust_keeper import WRITE_AGAIN_S
 from edgepipe.daemon.changes import Changes
+from edgepipe.daemon.offers import EngineSigns, PublishedState
 from edgepipe.daemon.serving.serve_rules import MAX_BODY_BYTES, Facts, is_far_ahead, order, refusal, same_engine
 from edgepipe.errors import AccessDenied, ConfigInvalid, PlanInvalid, RemoteProtocolError
 from edgepipe.ids import PipelineId
@@ -79,25 +80,18 @@ class ServeBook:
         path: Path,
         *,
         trust: ServeTrust,
-        gone: Callable[[str], bool],
-        lacks_engine: Callable[[str, str], bool],
-        engine_state: Callable[[str, str], str],
+        signs: EngineSigns,
         clock: Clock,
-        on_change: Callable[[], None],
+        local: PublishedState,
         write_again_s: float = WRITE_AGAIN_S,
     ) -> None:
-        """``write_again_s``: from a failed write to the next.
-        ``gone(node_id)``: whether a node is certainly away, or hands its engines over.
-        ``lacks_engine(node_id, pipeline_id)``: whether a node has long been without the pipeline's engine.
-        ``engine_state(node_id, pipeline_id)``: the state that the node reports for its engine; empty without one."""
+        """``write_again_s``: from a failed write to the next."""
         self._write_again_s = write_again_s
         self._path = path
         self._trust = trust
-        self._gone = gone
-        self._lacks_engine = lacks_engine
-        self._engine_state = engine_state
+        self._signs = signs
         self._clock = clock
-        self._on_change = on_change
+        self._local = local
         self._records: dict[str, tuple[ServeBody, ServeRecord]] = {}  # by model
         self._checked: OrderedDict[bytes, bool] = OrderedDict()  # signatures, by the hash of the whole record
         self._checks: dict[str, _Checks] = {}  # by the node that sends the records
@@ -110,6 +104,10 @@ class ServeBook:
     def records(self) -> tuple[ServeRecord, ...]:
         """Return all records, for other nodes."""
         return tuple(record for _, record in self._records.values())
+
+    def bodies(self) -> list[ServeBody]:
+        """Return the bodies of all records."""
+        return [body for body, _ in self._records.values()]
 
     def served(self) -> list[ServeBody]:
         """Return the models that are wanted and have answered."""
@@ -288,6 +286,8 @@ class ServeBook:
                 self._settle(held[0], body)
             elif held is not None and not same_engine(body, held[0]) and body.pipeline_id == held[0].pipeline_id:
                 rivals.append(body)
+                if not self._is_owner(held[0].signer):  # the other node may refuse its signer's record
+                    self._settle(held[0], body)
         return rivals
 
     def renew(self, present_hash: Callable[[str, str], str]) -> None:
@@ -373,10 +373,10 @@ class ServeBook:
 
     def _has_lost(self, body: ServeBody) -> bool:
         """Return whether a recorded engine's node is gone, or has long been without the engine."""
-        return self._gone(body.engine_node) or self._lacks_engine(body.engine_node, body.pipeline_id)
+        return self._signs.is_gone(body.engine_node) or self._signs.lacks_engine(body.engine_node, body.pipeline_id)
 
     def _seems_to_run(self, body: ServeBody) -> bool:
-        state = self._engine_state(body.engine_node, body.pipeline_id)
+        state = self._signs.engine_state(body.engine_node, body.pipeline_id)
         return state != "failed" and (body.begun or bool(state))
 
     def _settle(self, held: ServeBody, rival: ServeBody) -> None:
@@ -429,7 +429,7 @@ class ServeBook:
             del self._records[model]
         self._changes.notify()
         self._changed.set()
-        self._on_change()
+        self._local.refresh()
         moved = before is not None and before[0].engine_node != body.engine_node
         if moved and not self._is_owner(body.signer) and self._is_owner(self._own):
             self._say(body)  # nodes that cannot see the loss themselves believe an owner

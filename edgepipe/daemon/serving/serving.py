@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing
 from dataclasses import asdict, replace
@@ -15,9 +15,12 @@ from typing import Any
 
 from edgepipe.addresses import host_and_port
 from edgepipe.backend.types import DEFAULT_BLOCK_SIZE, DEFAULT_SETTINGS, DeviceProfile, StageSettings
+from edgepipe.cluster.heartbeats import Heartbeats
 from edgepipe.daemon.device.memory import modest_kv_bytes
 from edgepipe.daemon.files.models import LocalModel, Models
 from edgepipe.daemon.network.peers import Peers
+from edgepipe.daemon.offers import PublishedState
+from edgepipe.daemon.processes.gateway_keeper import GatewayKeeper
 from edgepipe.daemon.serving.capacity import cannot_keep, placement_need, rooms_of, stages_of
 from edgepipe.daemon.serving.replanning import DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCES
 from edgepipe.daemon.serving.serve_book import ServeBook
@@ -75,9 +78,9 @@ class Serving:
         peers: Peers,
         models: Models,
         ids: IdSource,
-        changes: Callable[[], AsyncIterator[None]],
-        gateway_knows: Callable[[str], Awaitable[None]],
-        refused: Callable[[], Iterable[EdgepipeError]],  # why nodes that were found do not join
+        local: PublishedState,
+        gateway: GatewayKeeper,
+        heartbeats: Heartbeats,
         book: ServeBook,
         surveyor: Surveyor,
         tasks: asyncio.TaskGroup,
@@ -86,9 +89,9 @@ class Serving:
         self._peers = peers
         self._models = models
         self._ids = ids
-        self._changes = changes
-        self._gateway_knows = gateway_knows
-        self._refused = refused
+        self._local = local
+        self._gateway = gateway
+        self._heartbeats = heartbeats
         self._surveyor = surveyor
         self._tasks = tasks
         self._planner = ServePlanner(surveyor)
@@ -328,7 +331,7 @@ class Serving:
         """Wait at most ``_DEVICES_S`` until every device is known, so that a placement leaves none out."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DEVICES_S):
-                async for _ in self._changes():
+                async for _ in self._local.watch():
                     if not self._starting():
                         return
 
@@ -361,7 +364,10 @@ class Serving:
             lacking = self._lacking(model, options.settings)
             if isinstance(error, PlanInvalid):
                 raise error.changed(fact="; ".join([error.fact, *lacking])) from error
-            mismatch = next((refusal for refusal in self._refused() if isinstance(refusal, VersionMismatch)), None)
+            mismatch = next(
+                (refusal for refusal in self._heartbeats.refusals.values() if isinstance(refusal, VersionMismatch)),
+                None,
+            )
             if mismatch is not None and request.num_nodes > len(rooms):
                 raise VersionMismatch(error.what, fact=mismatch.fact, next_step=mismatch.next_step) from error
             raise error.changed(fact="; ".join([error.fact, *lacking, *self._failed_devices()])) from error
@@ -410,7 +416,7 @@ class Serving:
         """
         sent: tuple[str, float] | None = None
         seen = False
-        async for _ in self._changes():
+        async for _ in self._local.watch():
             engine = next((each for each in self._peers.node(node_id).engines if each.pipeline_id == pipeline_id), None)
             if engine is None:
                 if seen:
@@ -422,7 +428,7 @@ class Serving:
             if engine.state == "ready" and (after is None or engine.epoch > after):
                 with contextlib.suppress(TimeoutError):  # the engine is ready even if this node's gateway is not
                     async with asyncio.timeout(_GATEWAY_S):
-                        await self._gateway_knows(pipeline_id)
+                        await self._gateway.knows(pipeline_id)
                 yield ServeEvent(message=f"{engine.model} is ready", progress=1.0, engine=engine)
                 return
             if sent != (engine.message, engine.progress):

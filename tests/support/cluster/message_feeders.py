@@ -57,6 +57,8 @@ from edgepipe.wire.trust import TrustSet
 from edgepipe.wire.v1 import common_pb2, engine_pb2, stage_pb2, trust_pb2
 from edgepipe.wire.v1 import node_pb2 as pb
 from tests.support.cluster.member_simulation import LIMITS
+from tests.support.daemon.published_state import FakeState
+from tests.support.daemon.serve_books import NoSigns
 
 CONFIG = emulated_model_config(num_layers=4)
 MODEL = ModelBounds(vocab_size=CONFIG.vocab_size, context_length=CONFIG.context_length)
@@ -133,11 +135,9 @@ class World:
         self.book = ServeBook(
             folders.dirs[0] / "served.bin",
             trust=self.trust,
-            gone=lambda _: False,
-            lacks_engine=lambda *_: False,
-            engine_state=lambda *_: "ready",
+            signs=NoSigns(state="ready"),
             clock=self.clock,
-            on_change=lambda: None,
+            local=FakeState(),
         )
         self.peers: Any = SimpleNamespace(
             hello=own_hello,
@@ -152,7 +152,7 @@ class World:
             security=Plaintext(),
         )
         self.models = Models(
-            models_dir=folders.dirs[0] / "models", peers=self.peers, timeouts=self.timeouts, on_change=lambda: None
+            models_dir=folders.dirs[0] / "models", peers=self.peers, timeouts=self.timeouts, local=FakeState()
         )
         self.manifest_hash = folders.model.manifest_hash
         self.spec = ServeSpec(
@@ -185,7 +185,7 @@ class World:
             proofs=AliveProofs(self.trust, self.clock),
             links=self.links,
             replication=Replication(
-                peers=self.peers, models=self.models, engines=engines, copies=1, changes=lambda: one()
+                peers=self.peers, models=self.models, engines=engines, copies=1, local=FakeState(changes=lambda: one())
             ),
             record_s=0.0,
         )

@@ -15,6 +15,7 @@ from edgepipe.system import SystemClock
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import StartEngineRequest, VouchReply
+from tests.support.daemon.published_state import FakeState
 
 REQUEST = StartEngineRequest(pipeline_id=PipelineId("p"), spec=ServeSpec(model="m"))
 
@@ -68,16 +69,14 @@ def engine_host(
 
     return EngineHost(
         children=cast("Any", SimpleNamespace(start=start, stop=stop, wait_started=nothing)),
-        new_settings=cast("Any", lambda: None),
+        setup=cast("Any", SimpleNamespace(child_settings=lambda _kind: None)),
         peers=cast("Any", SimpleNamespace(vouch_all=vouch_all, own_id="a", nodes=nodes, release=nothing)),
         replanner=cast("Any", None),
-        changes=cast("Any", changes),
-        spread=nothing,
+        local=FakeState(on_change=on_change, changes=changes),
+        heartbeats=cast("Any", SimpleNamespace(spread=nothing)),
         tasks=tasks,
-        own_highest=lambda _: 0,
-        ends=lambda: False,
-        counts=lambda _: counts,
-        move_engine=move_engine,
+        device=cast("Any", SimpleNamespace(epoch_of=lambda _: None)),
+        node=cast("Any", SimpleNamespace(ends=lambda: False)),
+        book=cast("Any", SimpleNamespace(is_here=lambda _: counts, move_engine=move_engine)),
         clock=clock or SystemClock(),
-        on_change=on_change,
     )

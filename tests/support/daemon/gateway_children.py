@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 from edgepipe.daemon.processes.gateway_keeper import GatewayKeeper
@@ -15,6 +16,7 @@ from edgepipe.errors import EdgepipeError
 from edgepipe.wire.children import ChildStarted, Command, Report
 from edgepipe.wire.nodes import ClusterView
 from edgepipe.wire.serving import ServeEvent
+from tests.support.daemon.published_state import FakeState
 
 T = TypeVar("T")
 
@@ -91,24 +93,18 @@ async def gateway_keeper(folder: Path) -> AsyncIterator[tuple[GatewayKeeper, Gat
     async def unload(model: str) -> None:
         return None
 
-    async def changes() -> AsyncIterator[None]:
-        yield None
-        await asyncio.Event().wait()
-
     async with asyncio.TaskGroup() as tasks:
         kept = KeptModelsFile(folder / "keep_alive.json")
         writing = tasks.create_task(kept.run())
         keeper = GatewayKeeper(
             children=cast("Any", children),
-            new_settings=lambda _: cast("Any", None),
+            setup=cast("Any", SimpleNamespace(child_settings=lambda *_, **__: None)),
             http_port=0,
-            view=ClusterView,
-            load=loads.load,
-            unload=unload,
+            views=cast("Any", SimpleNamespace(for_gateway=ClusterView)),
+            requested=cast("Any", SimpleNamespace(load=loads.load, unload=unload)),
             kept=kept,
-            changes=changes,
+            local=FakeState(),
             tasks=tasks,
-            on_change=lambda: None,
         )
         await keeper.start()
         yield keeper, children, loads

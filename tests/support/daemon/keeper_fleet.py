@@ -17,6 +17,7 @@ from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import StartEngineRequest, VouchReply
+from tests.support.daemon.published_state import FakeState
 from tests.support.daemon.serve_books import NodeTrust, Shared, shared, spec
 from tests.support.engine.virtual_ring import LoopClock
 
@@ -48,16 +49,18 @@ class Member:
         self.book = ServeBook(
             folder / "served.bin",
             trust=trust,
-            gone=self.is_gone,
-            lacks_engine=lambda node_id, pipeline_id: self.vacancies.has_long_lacked(
-                pipeline_id, node_id, now_s=self.fleet.trust.clock.monotonic_s()
-            ),
-            engine_state=lambda node_id, pipeline_id: (
-                "ready" if pipeline_id in self.fleet.by_id[node_id].engines else ""
-            ),
+            signs=self,
             clock=self.fleet.trust.clock,
-            on_change=lambda: None,
+            local=FakeState(),
         )
+
+    # What ``NodePresence`` offers
+
+    def lacks_engine(self, node_id: str, pipeline_id: str) -> bool:
+        return self.vacancies.has_long_lacked(pipeline_id, node_id, now_s=self.fleet.trust.clock.monotonic_s())
+
+    def engine_state(self, node_id: str, pipeline_id: str) -> str:
+        return "ready" if pipeline_id in self.fleet.by_id[node_id].engines else ""
 
     # What ``Peers`` offers
 
@@ -191,7 +194,7 @@ def keeper(member: Member, tasks: asyncio.TaskGroup) -> EngineKeeper:
         vacancies=member.vacancies,
         clock=member.fleet.trust.clock,
         timeouts=cast("Any", SimpleNamespace(gather_s=0.0)),
-        changes=changes,
-        ends=lambda: False,
+        local=FakeState(changes=changes),
+        node=cast("Any", SimpleNamespace(ends=lambda: False)),
         tasks=tasks,
     )

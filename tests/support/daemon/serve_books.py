@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 from edgepipe.cluster.statements import NONCE_BYTES
 from edgepipe.cluster.trust import TrustStore, add_statement, found_cluster, merge, removal_statements
@@ -15,6 +17,7 @@ from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.serving import ServeBody
 from edgepipe.wire.signed import serve_body_from_bytes
+from tests.support.daemon.published_state import FakeState
 
 
 @dataclass(slots=True)
@@ -48,6 +51,22 @@ class NodeTrust:
 
     def known(self, node_id: str) -> TrustedPeer | None:
         return self.shared.store.peers.get(NodeId(node_id))
+
+
+@dataclass(frozen=True, slots=True)
+class NoSigns:
+    """``EngineSigns``: no node is gone or without its engine."""
+
+    state: str = ""
+
+    def is_gone(self, node_id: str) -> bool:
+        return False
+
+    def lacks_engine(self, node_id: str, pipeline_id: str) -> bool:
+        return False
+
+    def engine_state(self, node_id: str, pipeline_id: str) -> str:
+        return self.state
 
 
 @dataclass(slots=True)
@@ -89,14 +108,17 @@ def node(trust: Shared, name: str, folder: Path) -> BookNode:
     engines: dict[tuple[str, str], str] = {}
     idle: set[tuple[str, str]] = set()
     (folder / name).mkdir(exist_ok=True)
+    signs = SimpleNamespace(
+        is_gone=gone.__contains__,
+        lacks_engine=lambda node_id, pipeline_id: (node_id, pipeline_id) in idle,
+        engine_state=lambda node_id, pipeline_id: engines.get((node_id, pipeline_id), ""),
+    )
     book = ServeBook(
         folder / name / "served.bin",
         trust=NodeTrust(trust, trust.keys[name]),
-        gone=gone.__contains__,
-        lacks_engine=lambda node_id, pipeline_id: (node_id, pipeline_id) in idle,
-        engine_state=lambda node_id, pipeline_id: engines.get((node_id, pipeline_id), ""),
+        signs=cast("Any", signs),
         clock=trust.clock,
-        on_change=lambda: None,
+        local=FakeState(),
     )
     return BookNode(name, trust.node_id(name), book, gone, engines, idle)
 
@@ -127,10 +149,8 @@ def lone_book(folder: Path) -> ServeBook:
     return ServeBook(
         folder / "served.bin",
         trust=NodeTrust(trust, trust.keys["a"]),
-        gone=lambda _: False,
-        lacks_engine=lambda *_: False,
-        engine_state=lambda *_: "",
+        signs=NoSigns(),
         clock=trust.clock,
-        on_change=lambda: None,
+        local=FakeState(),
         write_again_s=0.01,
     )

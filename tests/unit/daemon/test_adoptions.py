@@ -39,6 +39,7 @@ from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.v1 import node_pb2 as pb
 from edgepipe.wire.v1 import node_pb2_grpc
+from tests.support.daemon.published_state import FakeState
 from tests.support.models.for_nodes import CONFIG
 from tests.support.processes.waiting import until
 
@@ -222,7 +223,7 @@ class Members:
             models_dir=self.folder / "here",
             peers=cast("Any", peers),
             timeouts=Timeouts(connect_s=1.0),
-            on_change=self.changes.notify,
+            local=FakeState(on_change=lambda _: self.changes.notify()),
             client=cast("Any", self),
             adoptions=adoptions,
             piece_bytes=piece_bytes,

@@ -41,6 +41,7 @@ from edgepipe.wire.children import (
 )
 from edgepipe.wire.engines import StagePlacement
 from edgepipe.workers.settings import ChildSettings
+from tests.support.daemon.published_state import FakeState
 from tests.support.daemon.stage_settings import STAGE_SETTINGS
 from tests.support.processes.waiting import until
 
@@ -138,13 +139,13 @@ class Host:
             node_name="a",
             backend="emulated",
             children=cast("Children", processes),
-            new_settings=lambda: STAGE_SETTINGS,
-            introduce=lambda _child: None,
+            setup=cast("Any", SimpleNamespace(child_settings=lambda _kind: STAGE_SETTINGS)),
+            introductions=cast("Any", SimpleNamespace(greet=lambda _child: None)),
             memory_limit_bytes=0,
             timeouts=Timeouts(connect_s=1.0, orphan_s=0.01),
             tasks=tasks,
-            has_engine=lambda _pipeline: False,
-            on_change=lambda: None,
+            directory=cast("Any", SimpleNamespace(has_engine=lambda _pipeline: False)),
+            local=FakeState(),
             layers=LayerProfiles(folder / "layers.json"),
             memory_kills=lambda: self.memory_kills,
             settled_s=0.0,

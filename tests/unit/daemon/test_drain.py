@@ -19,6 +19,7 @@ from edgepipe.ids import NodeId, PipelineId
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import DeviceState, NodeState
 from edgepipe.wire.serving import PlanMade, PlanWanted, ServeBody
+from tests.support.daemon.published_state import FakeState
 from tests.support.engine.virtual_ring import in_virtual_time
 
 SPEC = ServeSpec(model="m")
@@ -56,9 +57,8 @@ class World:
             peers=cast("Any", self),
             replanner=cast("Any", SimpleNamespace(plan=self._plan, room_changes=replanner.room_changes)),
             book=cast("Any", SimpleNamespace(served=lambda: [ServeBody(pipeline_id=PipelineId("p"), spec=SPEC)])),
-            has_engine=lambda _pipeline_id: True,
-            changes=self.changes.watch,
-            on_change=self.changes.notify,
+            directory=cast("Any", SimpleNamespace(has_engine=lambda _pipeline_id: True)),
+            local=FakeState(on_change=lambda _: self.changes.notify(), changes=self.changes.watch),
         )
 
     def nodes(self) -> list[NodeState]:

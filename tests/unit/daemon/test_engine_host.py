@@ -21,6 +21,7 @@ from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import ServeBody, StartEngineRequest
 from tests.support.daemon.engine_hosts import REQUEST, SlowChild, engine_host
+from tests.support.daemon.published_state import FakeState
 from tests.support.processes.waiting import until
 
 
@@ -96,8 +97,10 @@ def engine_keeper(
     def changing() -> AsyncIterator[None]:
         return changes()
 
-    record = ServeBody(pipeline_id=PipelineId("p"), spec=REQUEST.spec, engine_node="a")
-    book = SimpleNamespace(served=lambda: [record], renew=lambda _: None, take_over=lambda _: None)
+    record = ServeBody(pipeline_id=PipelineId("p"), spec=REQUEST.spec, engine_node="a", begun=True)
+    book = SimpleNamespace(
+        bodies=lambda: [record], is_unconfirmed=lambda _: False, renew=lambda _: None, take_over=lambda _: None
+    )
     peers = SimpleNamespace(
         own_id="a",
         own_drains=False,
@@ -115,8 +118,8 @@ def engine_keeper(
         vacancies=Vacancies(),
         clock=SystemClock(),
         timeouts=cast("Any", SimpleNamespace(gather_s=0.0, dead_max_s=6.0)),
-        changes=changing,
-        ends=lambda: False,
+        local=FakeState(changes=changing),
+        node=cast("Any", SimpleNamespace(ends=lambda: False)),
         tasks=tasks,
         look_again_s=0.001,
     )

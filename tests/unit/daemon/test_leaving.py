@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from edgepipe.daemon.serving.leaving import Leaving
+from tests.support.daemon.published_state import FakeState
 
 
 class Work:
@@ -41,7 +42,7 @@ class Node:
             stopping=self.stopping,
             tasks=tasks,
             announce_sleep=self.asleep.set,
-            on_change=lambda: None,
+            local=FakeState(),
         )
 
 

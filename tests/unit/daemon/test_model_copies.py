@@ -32,6 +32,7 @@ from edgepipe.wire.children import PrepareProgress
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import NodeState
+from tests.support.daemon.published_state import FakeState
 from tests.support.models.for_nodes import CONFIG, pull_with_weights
 from tests.support.processes.waiting import until
 
@@ -73,7 +74,7 @@ async def make_models(folder: Path, others: Sequence[NodeState], **options: Any)
         models_dir=folder,
         peers=cast("Any", peers),
         timeouts=Timeouts(connect_s=1.0),
-        on_change=lambda: None,
+        local=FakeState(),
         client=cast("Any", NearClient()),
         **options,
     )
@@ -319,7 +320,7 @@ async def test_the_parts_of_a_served_model_are_computed_once_not_at_every_change
         models=cast("Any", SimpleNamespace(adopt=adopt)),
         engines=cast("Any", SimpleNamespace(ready=lambda: [("p", ServeSpec(model="tiny", manifest_hash="h"))])),
         copies=2,
-        changes=changes,
+        local=FakeState(changes=changes),
     )
     running = asyncio.ensure_future(replication.run())
     await until(lambda: looks == 19, timeout_s=30)

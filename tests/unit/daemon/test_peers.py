@@ -30,13 +30,13 @@ class Home:
         security = MutualTls(own.pair, callers=(Kind.NODE,))
         security.introduce([], nodes=[party.peer for party in (own, *others)])
         self.peers = Peers(
-            own=lambda: NodeState(node_id=NodeId(own.pair.fingerprint), name="here"),
+            local=cast("Any", SimpleNamespace(state=NodeState(node_id=NodeId(own.pair.fingerprint), name="here"))),
             membership=cast("Any", SimpleNamespace(reachable=self._reachable, member=lambda _: None)),
             hello=Hello(role="node"),
             security=security,
             timeouts=Timeouts.loopback(),
             clock=FakeClock(),
-            binds=lambda *_: True,
+            book=cast("Any", SimpleNamespace(binds=lambda *_: True)),
         )
 
     def _reachable(self) -> list[Any]:

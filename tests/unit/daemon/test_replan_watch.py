@@ -28,6 +28,7 @@ from edgepipe.units import parse_link
 from edgepipe.wire.engines import Advice, EngineState, ServeSpec, StageState
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import PlanMade
+from tests.support.daemon.published_state import FakeState
 
 SHAPE = named_shape("qwen2.5-7b")
 PIPELINE = "p"
@@ -162,7 +163,7 @@ class World:
             engines=cast("Any", self),
             replanner=cast("Any", self),
             clock=self.clock,
-            changes=self.changes,
+            local=FakeState(changes=self.changes),
             tasks=self._tasks,
         )
         self._running = self._tasks.create_task(watch.run())

@@ -13,7 +13,6 @@ import pytest
 
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.serving.capacity import stages_of
-from edgepipe.daemon.serving.engine_run import EngineRun
 from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.daemon.serving.replanning import Avoided, Replanner, placed_of
 from edgepipe.daemon.serving.survey import Surveyor
@@ -24,13 +23,13 @@ from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.planner.placement import Placed
 from edgepipe.spec.config_json import config_to_json
 from edgepipe.spec.facts import LayerRange, make_slices
-from edgepipe.testing.clock import FakeClock
 from edgepipe.weights.weight_table import FLOATS
 from edgepipe.wire.children import ProfileLayerRequest
 from edgepipe.wire.engines import EngineState, LeftOut, ServeSpec, StagePlacement, StageState
 from edgepipe.wire.nodes import DeviceState, NodeState
 from edgepipe.wire.serving import PlanMade, PlanWanted, ProfileLinksReply, StartEngineRequest
 from edgepipe.workers.planning import DaemonPlanner
+from tests.support.daemon.engine_hosts import SlowChild, engine_host
 
 SHAPE = named_shape("qwen2.5-7b")
 SHAPE_JSON = json.dumps(config_to_json(SHAPE))
@@ -162,36 +161,18 @@ async def test_who_is_asked_to_place_a_model_anew_leaves_alone_what_its_engine_d
         await replanner.place_anew("p", spec, Avoided.of(avoided), num_nodes=2)
 
 
-def host_without_processes() -> EngineHost:
-    fields = (
-        "children",
-        "new_settings",
-        "peers",
-        "changes",
-        "spread",
-        "tasks",
-        "own_highest",
-        "ends",
-        "counts",
-        "move_engine",
-        "clock",
-        "on_change",
-        "replanner",
-    )
-    fakes: dict[str, Any] = dict.fromkeys(fields)
-    fakes["on_change"] = lambda _urgent: None
-    fakes["clock"] = FakeClock()
-    return EngineHost(**fakes)
+async def host_of(tasks: asyncio.TaskGroup, spec: ServeSpec, **told: Any) -> EngineHost:
+    """A host whose engine of pipeline p has reported this."""
+    child = SlowChild()
 
+    async def start(*_: object) -> SlowChild:
+        return child
 
-def take(host: EngineHost, spec: ServeSpec, **told: Any) -> None:
-    """Let the host take a report of the engine of pipeline p."""
-    child = cast("Any", SimpleNamespace(port=0, certificate=b""))
+    host = engine_host(tasks, start)
+    await host.start(StartEngineRequest(pipeline_id=PipelineId("p"), spec=spec), model_config="")
     state = EngineState(model="m", pipeline_id=PipelineId("p"), epoch=Epoch(1, EngineId("e")), state="starting")
-    request = StartEngineRequest(pipeline_id=PipelineId("p"), spec=spec)
-    run = EngineRun(request=request, model_config="", spec=spec, state=state, child=child)
-    host._runs["p"] = run
-    host._take(run, child, replace(state, **told))
+    cast("Any", child).on_report(replace(state, **told))
+    return host
 
 
 async def test_stages_that_an_engine_reports_are_planned_again_as_they_were_placed() -> None:
@@ -199,9 +180,11 @@ async def test_stages_that_an_engine_reports_are_planned_again_as_they_were_plac
     spec = wanted().spec
     stages = tuple(replace(stage, ram_percent=percent) for stage, percent in zip(spec.stages, (40, 0), strict=True))
     values = [{field.name: getattr(stage, field.name) for field in fields(StagePlacement)} for stage in stages]
-    host = host_without_processes()
-    take(host, replace(spec, stages=()), state="ready", stages=tuple(StageState(**value) for value in values))
-    [(_, ready)] = host.ready()
+    async with asyncio.TaskGroup() as tasks:
+        states = tuple(StageState(**value) for value in values)
+        host = await host_of(tasks, replace(spec, stages=()), state="ready", stages=states)
+        [(_, ready)] = host.ready()
+        await host.stop("p")
     assert ready.stages == stages
     fakes = cast("Any", FakePeers("ab"))
     replanner = Replanner(peers=fakes, models=cast("Any", OneModel()), surveyor=Surveyor(fakes))
@@ -211,15 +194,17 @@ async def test_stages_that_an_engine_reports_are_planned_again_as_they_were_plac
 async def test_what_an_engine_leaves_alone_is_kept_beside_it_for_as_long_as_it_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    host = host_without_processes()
-    asked = wanted(quarantined="c", links=["ab"])
-    take(host, asked.spec, state="recovering", left_out=asked.left_out)
-    assert host.avoided("p") == Avoided(nodes=frozenset("c"), links=frozenset({(NodeId("a"), NodeId("b"))}))
-    assert host.avoided("q") == Avoided()
-    loop = asyncio.get_running_loop()
-    later_s = loop.time() + 31
-    monkeypatch.setattr(loop, "time", lambda: later_s, raising=False)
-    assert host.avoided("p") == Avoided()
+    async with asyncio.TaskGroup() as tasks:
+        asked = wanted(quarantined="c", links=["ab"])
+        host = await host_of(tasks, asked.spec, state="recovering", left_out=asked.left_out)
+        assert host.avoided("p") == Avoided(nodes=frozenset("c"), links=frozenset({(NodeId("a"), NodeId("b"))}))
+        assert host.avoided("q") == Avoided()
+        loop = asyncio.get_running_loop()
+        later_s = loop.time() + 31
+        with monkeypatch.context() as patched:
+            patched.setattr(loop, "time", lambda: later_s, raising=False)
+            assert host.avoided("p") == Avoided()
+        await host.stop("p")
 
 
 async def test_a_move_that_arrives_during_a_recovery_is_not_taken_for_the_answer() -> None:

@@ -206,6 +206,23 @@ def test_without_an_owner_the_newer_claim_yields(tmp_path: Path) -> None:
     assert {one.held["tiny"][0] for one in (b, c, d)} == {b.node_id}
 
 
+def test_after_a_partition_an_owner_s_node_confirms_a_stop_that_others_refuse(tmp_path: Path) -> None:
+    """c and d lost b and believe c's engine, so b's word is nothing to them. The owner has heard b's stop alone."""
+    everybody, _ = served_by_b(tmp_path)
+    a, b, c, d = (everybody[name] for name in "abcd")
+    for one in (c, d):
+        one.gone.add(b.node_id)
+    c.book.take_over("p")
+    d.hears(c)
+    b.book.note_stopped("tiny")
+    a.hears(b)
+    for one in (c, d):
+        one.gone.clear()
+        one.engines[c.node_id, "p"] = "ready"
+    all_hear(everybody)
+    assert [one.held["tiny"] for one in everybody.values()] == [(b.node_id, True)] * 4
+
+
 def test_a_member_may_have_so_many_models_served_and_no_more(tmp_path: Path) -> None:
     _, everybody = nodes(tmp_path)
     b = everybody["b"]

@@ -48,7 +48,7 @@ def test_host_memory_is_taken_modestly() -> None:
 @pytest.mark.parametrize("address", ["", "x", "127.0.0.1:", "127.0.0.1:no", "127.0.0.1:1"])
 async def test_an_engine_s_address_that_is_none_is_no_error(address: str) -> None:
     """A node may report any address. Gateways that send requests there get the error."""
-    fields = ("peers", "models", "ids", "changes", "gateway_knows", "refused", "book", "surveyor", "tasks")
+    fields = ("peers", "models", "ids", "local", "gateway", "heartbeats", "book", "surveyor", "tasks")
     serving = Serving(**dict.fromkeys(fields))  # type: ignore[arg-type]
     engine = EngineState(
         model="m", pipeline_id=PipelineId("p"), epoch=Epoch(1, EngineId("e")), state="ready", address=address

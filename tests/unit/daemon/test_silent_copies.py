@@ -27,7 +27,7 @@ def copied(pauses_s: list[float]) -> int:
             await asyncio.sleep(pause_s)
             yield PrepareProgress(bytes_done=done)
 
-    none: dict[str, Any] = dict.fromkeys(("models", "engines", "changes"))
+    none: dict[str, Any] = dict.fromkeys(("models", "engines", "local"))
     replication = Replication(peers=cast("Any", SimpleNamespace(keep_copy=keep_copy)), copies=2, **none)
     progress = {NODE: CopyProgress(node_id=NODE, node_name="b", bytes_total=len(pauses_s))}
     request = KeepCopyRequest(model="m", manifest_hash="h", parts=(0,), source="a")

@@ -219,7 +219,7 @@ async def test_a_known_model_is_planned_before_any_machine_has_it() -> None:
             raise ModelUnknown(f"no model '{name}' is in the cluster")
 
     peers = FakePeers()
-    fields = dict.fromkeys(("ids", "changes", "gateway_knows", "refused", "book", "tasks"))
+    fields = dict.fromkeys(("ids", "local", "gateway", "heartbeats", "book", "tasks"))
     serving = Serving(**cast("Any", fields | {"peers": peers, "models": NoModels(), "surveyor": surveyor(peers)}))
     told = await serving.survey("Qwen3 4B", DEFAULT_SETTINGS)
     assert (told.model, len(told.machines)) == ("qwen3-4b:q4_k_m", 3)

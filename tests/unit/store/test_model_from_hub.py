@@ -23,6 +23,7 @@ from edgepipe.store.store import ModelStore, StoredModel, tensor_names
 from edgepipe.weights.manifest import Manifest
 from edgepipe.wire.common import Hello
 from edgepipe.wire.nodes import NodeState
+from tests.support.daemon.published_state import FakeState
 from tests.support.models.fake_hub import COMMIT, FakeHub, running
 from tests.support.models.files import (
     adopt,
@@ -69,7 +70,7 @@ class Place:
             models_dir=self.store.root,
             peers=cast("Any", peers),
             timeouts=Timeouts(connect_s=1.0, transfer_idle_s=self.idle_s),
-            on_change=lambda: None,
+            local=FakeState(),
             hub_endpoint=endpoint or self.hub.endpoint,
             client=cast("Any", self.client),
         )
