@@ -443,7 +443,7 @@ def test_records_of_far_versions_are_answered_by_nobody_and_the_last_word_reache
         a.book.merge(c.node_id, [signed(trust.keys["c"], body)])
         assert (a.book.held("p") == before) == (step > MAX_VERSION_STEP)  # the owner's node answers the last one alone
     all_hear(everybody)
-    moved = replace(spec(), context_length=7)
+    moved = replace(spec(), kv_tokens=7)
     b.book.note_served("p", moved)  # said by a plain member, with a version that a newcomer would not take from it
     all_hear(everybody)
     a.book.renew(lambda _, manifest_hash: manifest_hash)
@@ -452,7 +452,7 @@ def test_records_of_far_versions_are_answered_by_nobody_and_the_last_word_reache
     held = newcomer.book.held("p")
     assert held is not None
     assert held == a.book.held("p")
-    assert held.spec.context_length == 7
+    assert held.spec.kv_tokens == 7
 
 
 def test_further_names_go_to_every_node_and_an_engine_does_not_change_them(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import pytest
 from edgepipe.daemon.services import NodeService
 from edgepipe.daemon.serving.alive_proof import AliveProofs
 from edgepipe.errors import AccessDenied
+from edgepipe.wire.codec import to_wire
+from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.v1 import node_pb2 as pb
 from tests.support.daemon.serve_books import BookNode, NodeTrust, Shared, all_hear, nodes, spec
 
@@ -134,5 +136,5 @@ def request_of(one: Served) -> pb.StartEngineRequest:
     """As ``edgepipe serve`` on that node sends it."""
     request = pb.StartEngineRequest(pipeline_id="p")
     request.hello.node_id = one.node.node_id
-    request.spec.model = "tiny"
+    request.spec.CopyFrom(to_wire(ServeSpec(model="tiny"), pb.ServeSpec))
     return request
