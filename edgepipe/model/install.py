@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,7 +10,6 @@ from pathlib import Path
 from edgepipe.errors import ModelInvalid
 from edgepipe.model.card import ModelCard, read_card
 from edgepipe.model.conversations.known_traits import model_traits
-from edgepipe.model.disk import replace_file
 from edgepipe.model.facts import ModelConfig
 from edgepipe.model.gguf_header import GgufValue, read_gguf_header
 from edgepipe.model.gguf_split import gguf_in, stored_gguf
@@ -24,7 +22,6 @@ from edgepipe.model.manifest import (
     FileEntry,
     Manifest,
     TensorEntry,
-    read_manifest,
 )
 from edgepipe.model.progress import OnProgress, ProgressCounter
 from edgepipe.model.safetensors_file import INDEX_FILE, shard_names
@@ -91,22 +88,6 @@ def metadata_contents(folder: Path) -> dict[str, str]:
     """
     card = read_card(folder)
     return {CARD_FILE: card.digest, **_tokenizer_content(folder, card.config)}
-
-
-def described_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a stored model. A manifest of an earlier version is completed, and rewritten if possible.
-
-    Raises ModelInvalid.
-    """
-    manifest = read_manifest(folder)
-    if manifest.described:
-        return manifest
-    contents = metadata_contents(folder)
-    files = [replace(file, content=contents.get(file.name, "")) if file.metadata else file for file in manifest.files]
-    completed = replace(manifest, files=tuple(files))
-    with contextlib.suppress(OSError):  # on a read-only disk it is completed at every read
-        replace_file(folder / MANIFEST_FILE, completed.to_json())
-    return completed
 
 
 def hash_file(path: Path, on_bytes: ProgressCounter | None = None) -> str:

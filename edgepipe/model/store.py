@@ -23,10 +23,10 @@ from edgepipe.model.card import ModelCard, read_card
 from edgepipe.model.facts import ModelConfig, Slice
 from edgepipe.model.file_bytes import read_at
 from edgepipe.model.folders import folder_size, hide_folder, remove_folder, remove_hidden
-from edgepipe.model.install import HASH_CHUNK_BYTES, described_manifest
+from edgepipe.model.install import HASH_CHUNK_BYTES
 from edgepipe.model.layout import slice_tensors
 from edgepipe.model.linked_files import OnBytes, Stamp, check_unchanged, touched_files
-from edgepipe.model.manifest import TOKENIZER_FILE, FileEntry, Manifest
+from edgepipe.model.manifest import TOKENIZER_FILE, FileEntry, Manifest, read_manifest
 from edgepipe.model.names import canonical_name, folder_name, is_name, name_of_folder
 from edgepipe.model.progress import OnProgress
 from edgepipe.model.pull import Puller, PullResult, is_local
@@ -74,7 +74,7 @@ class StoredModel:
     @cached_property
     def manifest(self) -> Manifest:
         """The whole model's manifest. Raises ModelInvalid."""
-        return described_manifest(self.path)
+        return read_manifest(self.path)
 
     @property
     def manifest_hash(self) -> str:
@@ -234,13 +234,10 @@ class ModelStore:
         return sorted(self._models(), key=lambda model: (not model.whole, model.id, bool(model.adopted_for)))
 
     def resolve(self, name: str, *, manifest_hash: str = "") -> StoredModel:
-        """Return the model of that id, whole before partial; with a hash, only that content. Raises ModelUnknown.
-
-        The hash may be that of an earlier version of edgepipe.
-        """
+        """Return the model of that id, whole before partial; with a hash, only that content. Raises ModelUnknown."""
         found = [model for model in self.list() if model.id == canonical_name(name)]
         if manifest_hash:
-            found = [model for model in found if manifest_hash in _hashes(model)]  # a damaged folder has none
+            found = [model for model in found if manifest_hash == _hash_of(model)]  # a damaged folder has none
         if found:
             return found[0]
         can_be_pulled = is_name(canonical_name(name)) or name.startswith(_PATHS)
@@ -324,11 +321,11 @@ def tensor_names(config: ModelConfig, slices: tuple[Slice, ...]) -> list[str]:
     return list(dict.fromkeys(name for part in slices for name in slice_tensors(config, part)))
 
 
-def _hashes(model: StoredModel) -> tuple[str, ...]:
-    """Return the model's current and former hash; none if its files are damaged, as after a power cut."""
+def _hash_of(model: StoredModel) -> str:
+    """Return the hash of the model's content; empty if its files are damaged, as after a power cut."""
     try:
         read_card(model.path)
-        return model.manifest_hash, model.manifest.former_hash
+        return model.manifest_hash
     except ModelInvalid as error:
         logger.warning("model cannot be used model=%s folder=%s: %s", model.id, model.path, error)
-        return ()
+        return ""

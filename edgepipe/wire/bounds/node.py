@@ -114,7 +114,6 @@ _CALLS: Tables = {
     "RebalanceReply": {},
     "VouchRequest": {},
     "VouchReply": {},
-    "ServeRecord": {"version": COUNT},
     "ServeBody": {"version": COUNT},
     "ServeRecords": {"records": NAMES},
     "ManifestRequest": {},
