@@ -26,7 +26,7 @@ from edgepipe.cli.admin import Admin
 from edgepipe.cli.bench.client import BenchClient, connected
 from edgepipe.cli.bench.cluster import EmulatedCluster, emulated_cluster
 from edgepipe.cli.bench.run import serve_model
-from edgepipe.model.shapes import named_shape
+from edgepipe.shapes.loader import named_shape
 from edgepipe.simulation.workload import Arrivals, FixedLengths, LognormalLengths, Workload, WorkloadSpec, make_workload
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import ServeSpec

@@ -34,7 +34,6 @@ from edgepipe.cli.bench.verb import emulated_run
 from edgepipe.cli.workload_options import make_workload_of
 from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice, make_slices
-from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.partition import ExactSearch, PartitionProblem
@@ -43,6 +42,7 @@ from edgepipe.planner.plan import plan
 from edgepipe.planner.preview import plan_text
 from edgepipe.planner.profiles import Machine
 from edgepipe.scheduler import make_policy
+from edgepipe.shapes.loader import named_shape
 from edgepipe.simulation.imagined import ImaginedCluster, imagine
 from edgepipe.simulation.report import RunReport
 from edgepipe.simulation.schedules import published, run_schedule

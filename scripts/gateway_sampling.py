@@ -20,9 +20,9 @@ from local_nodes import Answer, Node, complete, complete_at, decode_rate, runnin
 from edgepipe.cli.admin import Admin, connect
 from edgepipe.cli.bench.cluster import EmulatedCluster, emulated_cluster
 from edgepipe.cli.bench.run import serve_model
-from edgepipe.model.shapes import named_shape
 from edgepipe.sampling import SampleRow, SamplingParams, SequenceSampler, sample
 from edgepipe.sampling.grammar import check_grammar, json_grammar
+from edgepipe.shapes.loader import named_shape
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.serving import ServeRequest
 from tests.support.sampling_columns import ColumnSampler

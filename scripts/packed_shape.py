@@ -26,7 +26,7 @@ from edgepipe.backend.types import BackendOptions, BlockRun, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.layout import layer_tensors
-from edgepipe.model.shapes import named_shape
+from edgepipe.shapes.loader import named_shape
 from tests.support.packed_models import PackedTinyModel, random_raw
 
 ROUNDS = 6

@@ -23,7 +23,7 @@ from edgepipe.model.config import hf_config
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.layer_spec import Dense, LayerSpec
 from edgepipe.model.memory_classes import kv_bytes, state_slots
-from edgepipe.model.shapes import named_shape
+from edgepipe.shapes.loader import named_shape
 from edgepipe.stage.made_up import MadeUpWeights
 from tests.support.recurrent_checkpoints import LFM2, made
 

@@ -18,9 +18,9 @@ from edgepipe.model.gguf_types import BLOCKS_BY_NAME
 from edgepipe.model.layout import EMBEDDING, HEAD, is_exact, is_expert, model_tensors, slice_weights
 from edgepipe.model.names import plain_type
 from edgepipe.model.packed_form import PackedForm
-from edgepipe.model.shapes import named_shape
 from edgepipe.model.tensors import WeightInfo
 from edgepipe.model.weight_table import WeightTable, table_of
+from edgepipe.shapes.loader import named_shape
 
 DEFAULT_MIX = "bf16"
 """The mix of a name without one, unless ``_PUBLISHED_MIXES`` has it."""

@@ -21,10 +21,10 @@ from edgepipe.errors import BackendUnavailable, NoFeasiblePlacement
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
 from edgepipe.model.config_json import config_to_json
 from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.shapes import named_shape
 from edgepipe.model.weight_table import FLOATS
 from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.planner.placement import Placed
+from edgepipe.shapes.loader import named_shape
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.children import ProfileLayerRequest
 from edgepipe.wire.engines import EngineState, LeftOut, ServeSpec, StagePlacement, StageState

@@ -14,8 +14,8 @@ from edgepipe.backend.devices import DeviceModel, named_device
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import StepFailed
 from edgepipe.model.facts import LayerRange, Slice, make_slices
-from edgepipe.model.shapes import named_shape
 from edgepipe.planner.profiles import slice_costs
+from edgepipe.shapes.loader import named_shape
 from tests.support.virtual_ring import CONTEXT, LOOK_S, Killed, VirtualRing, in_virtual_time
 
 MODEL = named_shape("llama-3.1-8b")

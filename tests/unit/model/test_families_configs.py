@@ -22,7 +22,7 @@ from edgepipe.model.families import FAMILIES
 from edgepipe.model.layer_spec import DeltaNet, Mamba2, ShortConv, Temperature
 from edgepipe.model.layout import model_tensors, stored_shapes
 from edgepipe.model.naming import NAMINGS, settled_naming
-from edgepipe.model.shapes import named_shape
+from edgepipe.shapes.loader import named_shape
 from tests.support.specs import attention_of
 
 FOLDER = Path(__file__).parents[2] / "data" / "configs"

@@ -32,9 +32,9 @@ from edgepipe.model.layer_spec import (
 from edgepipe.model.layout import is_exact, is_norm, is_plain_norm, layer_parameters, norm_names, spec_tensors
 from edgepipe.model.mixes import mix_table, mix_weights
 from edgepipe.model.resident import resident_sizes, weight_bytes
-from edgepipe.model.shapes import named_shape
 from edgepipe.model.strict_json import parse_json_object
 from edgepipe.model.weight_table import FLOATS
+from edgepipe.shapes.loader import named_shape
 from edgepipe.stage.made_up import spread
 
 H = 32

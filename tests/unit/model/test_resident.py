@@ -25,8 +25,8 @@ from edgepipe.model.layout import (
 from edgepipe.model.mixes import mix_names, mix_table, mix_weights, named_model, split_mix
 from edgepipe.model.packed_form import PackedForm
 from edgepipe.model.resident import WIDE, resident_sizes, slice_bytes, weight_bytes
-from edgepipe.model.shapes import model_shapes, named_shape
 from edgepipe.model.weight_table import FLOATS, WeightTable, make_table, table_from_json, table_of
+from edgepipe.shapes.loader import named_shape, shape_names
 from edgepipe.testing.tiny_model import tiny_config
 
 KINDS = (WIDE, "torch-cpu", "torch-cuda", "mlx", "emulated")
@@ -38,7 +38,7 @@ def whole(config: ModelConfig) -> Slice:
     return Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)
 
 
-names = st.sampled_from(sorted(model_shapes()))
+names = st.sampled_from(shape_names())
 mixes = st.sampled_from(mix_names())
 kinds = st.sampled_from(KINDS)
 dtypes = st.sampled_from(("float32", "bfloat16"))

@@ -13,8 +13,8 @@ from edgepipe.model.further_names import MAX_NAMES, allowed_names, checked_names
 from edgepipe.model.known_models import DEMO, key_of, known_models
 from edgepipe.model.mixes import named_model, split_mix, stand_in
 from edgepipe.model.pull import hub_source
-from edgepipe.model.shapes import model_shapes
 from edgepipe.model.typed_names import meant_names, nearest, planned_name, understand, understood
+from edgepipe.shapes.loader import shape_names
 
 LINES = (Path(__file__).parents[2] / "data" / "typed_names.txt").read_text(encoding="utf-8").splitlines()
 TYPED = [tuple(part.strip() for part in line.split(" | ")) for line in LINES if not line.startswith("#")]
@@ -28,7 +28,7 @@ def test_a_name_as_typed_means_what_the_table_says(typed: str, pulled: str, plan
     assert understood(typed.upper() if "/" not in typed else typed) == meant
     source = hub_source(typed)
     assert (DEMO if source is None else source.repo) == meant.repository
-    assert split_mix(planned)[0] in model_shapes()
+    assert split_mix(planned)[0] in shape_names()
 
 
 def test_the_list_has_sixty_names() -> None:
@@ -37,7 +37,7 @@ def test_the_list_has_sixty_names() -> None:
 
 def test_every_known_shape_can_be_pulled_by_its_name_and_each_name_means_one_model() -> None:
     models = known_models()
-    assert {model.name for model in models} == set(model_shapes())
+    assert {model.name for model in models} == set(shape_names())
     keys = [key_of(name) for model in models for name in (model.name, *model.also)]
     assert len(set(keys)) == len(keys)
     for model in models:

@@ -6,7 +6,6 @@ import pytest
 
 from edgepipe.ids import NodeId
 from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.drift import Seen, corrected, departures
@@ -15,6 +14,7 @@ from edgepipe.planner.moving import MoveCost, move_cost, worth_moving
 from edgepipe.planner.placement import Placed
 from edgepipe.planner.plan import plan
 from edgepipe.planner.profiles import Links
+from edgepipe.shapes.loader import named_shape
 from edgepipe.units import parse_link
 from tests.support.planner_world import GB, machine
 

@@ -21,7 +21,6 @@ from edgepipe.model.layout import is_exact, layer_parameters, slice_parameters, 
 from edgepipe.model.memory_classes import memory_classes
 from edgepipe.model.mixes import mix_names, mix_table, named_model
 from edgepipe.model.resident import dtype_of
-from edgepipe.model.shapes import model_shapes, named_shape
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.demand import Demand, Objective, decode_work
 from edgepipe.planner.placement import Need, NodeRoom, stage_bytes
@@ -30,12 +29,13 @@ from edgepipe.planner.preview import plan_text, which_fit
 from edgepipe.planner.profiles import Links, estimated_speed, slice_costs
 from edgepipe.planner.shortage import shortage_of
 from edgepipe.planner.what_if import changed
+from edgepipe.shapes.loader import named_shape, shape_names
 from edgepipe.simulation.imagined import ImaginedCluster, imagine
 from edgepipe.units import parse_link
 from tests.support.shapes import flat
 
 GB = 10**9
-names = st.sampled_from(sorted(model_shapes()))
+names = st.sampled_from(shape_names())
 mixes = st.sampled_from(mix_names())
 
 

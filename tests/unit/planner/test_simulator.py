@@ -13,9 +13,9 @@ import edgepipe.scheduler
 import edgepipe.simulation.simulator
 from edgepipe.backend.cost import StepWork
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
-from edgepipe.model.shapes import named_shape
 from edgepipe.planner.hosts import hop_host_s, turn_host_s
 from edgepipe.scheduler import ScheduledStep, Scheduler, SchedulerLimits, make_policy
+from edgepipe.shapes.loader import named_shape
 from edgepipe.simulation.imagined import Imagined, ImaginedCluster, imagine
 from edgepipe.simulation.report import RunReport
 from edgepipe.simulation.ring import RingModel, RingStage

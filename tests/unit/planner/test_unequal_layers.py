@@ -15,7 +15,6 @@ from edgepipe.backend.types import DeviceProfile
 from edgepipe.model.facts import LayerRange, ModelConfig, Slice
 from edgepipe.model.layer_spec import Dense, Experts, Router
 from edgepipe.model.mixes import named_model
-from edgepipe.model.shapes import named_shape
 from edgepipe.model.weight_table import FLOATS
 from edgepipe.planner.demand import Demand, Objective, decode_work
 from edgepipe.planner.layer_profile import LayerProfile, Point
@@ -23,6 +22,7 @@ from edgepipe.planner.partition import ExactSearch, Partition, UnequalLayers, ev
 from edgepipe.planner.partition_unequal import ManyUnequalSearch, UnequalSearch, earliest_within
 from edgepipe.planner.plan import plan
 from edgepipe.planner.profiles import Links, TableSpeed, measured_speed
+from edgepipe.shapes.loader import named_shape
 from edgepipe.units import parse_link
 from tests.support.brute_force import brute_force
 from tests.support.planner_world import GB, machines, random_instance, unequal_instance

@@ -11,11 +11,11 @@ from edgepipe.backend.devices import parse_devices
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.model.facts import LayerRange, Slice
 from edgepipe.model.mixes import mix_weights, named_model, split_mix
-from edgepipe.model.shapes import named_shape
 from edgepipe.model.typed_names import understand
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.plan import Plan, plan
+from edgepipe.shapes.loader import named_shape
 from edgepipe.units import parse_link
 
 USAGE = Path(__file__).parents[3] / "docs" / "usage.md"

@@ -7,8 +7,8 @@ import random
 from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import named_device
 from edgepipe.model.facts import LayerRange, make_slices
-from edgepipe.model.shapes import named_shape
 from edgepipe.scheduler.tiles import TileEdges
+from edgepipe.shapes.loader import named_shape
 
 
 def test_the_edges_of_a_device_are_found_through_jitter() -> None:

@@ -7,7 +7,7 @@ import pytest
 from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import named_device
 from edgepipe.model.facts import LayerRange, Slice
-from edgepipe.model.shapes import named_shape
+from edgepipe.shapes.loader import named_shape
 from edgepipe.stage.step_times import StepTimes
 
 
