@@ -23,7 +23,7 @@ from edgepipe.model.facts import LayerRange, make_slices
 from edgepipe.model.resident import resident_bytes
 from edgepipe.model.tensors import WeightSource
 from edgepipe.model.weights import open_weights
-from tests.support.shapes import flat
+from tests.support.specs import first_attention, first_dense
 
 ROUNDS = 5
 SEQUENCES = (1, 16)
@@ -53,7 +53,8 @@ def split_rows(model: Path) -> list[Row]:
 
 def _products(weights: WeightSource, rows: int) -> tuple[Callable[[], float], Callable[[], float]]:
     """Return functions that compute the layers' products and the head's, and return their seconds."""
-    config, shape = weights.config, flat(weights.config)
+    config = weights.config
+    attention, dense = first_attention(config), first_dense(config)
     slices = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
     device = torch.device("cpu")
     (part,) = load_slices(
@@ -67,8 +68,7 @@ def _products(weights: WeightSource, rows: int) -> tuple[Callable[[], float], Ca
     )
     assert part.head is not None
     hidden, heads, inner = (
-        torch.randn(rows, size)
-        for size in (shape.hidden_size, shape.num_heads * shape.head_dim, shape.intermediate_size)
+        torch.randn(rows, size) for size in (config.hidden_size, attention.query_width, dense.inner)
     )
     inputs = (hidden, heads, hidden, inner)
     layers = [

@@ -15,7 +15,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from edgepipe.engine.kv_carryover import KeptKV, KVSince
@@ -24,10 +24,9 @@ from edgepipe.engine.table import RequestTable
 from edgepipe.errors import StaleEpoch
 from edgepipe.ids import EngineId, Epoch, SequenceId
 from edgepipe.model.facts import LayerRange, ModelConfig, make_slices
-from edgepipe.model.layer_spec import Rope
 from edgepipe.model.memory_classes import StatePool
-from edgepipe.model.uniform import UniformShape
 from edgepipe.scheduler import Event, Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy
+from edgepipe.testing.tiny_model import tiny_config
 from tests.support.simulated_gateway import SimulatedGateway
 from tests.support.simulated_stage import BLOCK, VOCAB, SimulatedStage
 from tests.support.simulated_wires import Message, SimulatedWires
@@ -312,18 +311,4 @@ async def simulate(seeds: range) -> Totals:
 
 def _config(num_layers: int) -> ModelConfig:
     """A shape with the simulation's vocabulary and context; nothing else of it is read."""
-    return UniformShape(
-        architecture="llama",
-        num_layers=num_layers,
-        hidden_size=8,
-        intermediate_size=8,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        vocab_size=VOCAB,
-        context_length=_CONTEXT,
-        rms_norm_eps=1e-5,
-        rope=Rope(),
-        tied_embeddings=True,
-        eos_token_ids=(),
-    ).config()
+    return replace(tiny_config(num_layers=num_layers, vocab_size=VOCAB, context_length=_CONTEXT), eos_token_ids=())

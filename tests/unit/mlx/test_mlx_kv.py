@@ -15,7 +15,7 @@ from edgepipe.backend.types import ActivationType, BlockCopy
 from edgepipe.model.facts import ModelConfig
 from tests.support.mlx_models import Chain, Float32s, MemorySource, cpu_options, random_weights, row, tiny_config
 
-WINDOWED = tiny_config(sliding_windows=(None, 7, 20))
+WINDOWED = tiny_config(windows=(None, 7, 20))
 PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, 97, 45)]
 OTHER = [int(token) for token in np.random.default_rng(4).integers(0, 97, 30)]
 

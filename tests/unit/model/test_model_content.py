@@ -26,7 +26,7 @@ from edgepipe.model.manifest import CARD_FILE, TOKENIZER_FILE, FileEntry, Manife
 from edgepipe.model.store import ModelStore, StoredModel
 from edgepipe.model.tokenizer import Tokenizer
 from tests.support.model_files import TOKENS, adopt, gguf_text, metadata_of, names, source_folder
-from tests.support.shapes import flat
+from tests.support.specs import first_rope, with_attention
 
 Values = dict[str, Any]
 
@@ -138,7 +138,7 @@ def test_what_a_library_may_read_differently_is_not_taken_for_the_same(spelled: 
 
 def changed_card(card: ModelCard) -> list[ModelCard]:
     """Cards that change what a prompt or an answer means."""
-    shape = flat(card.config)
+    stretched = replace(first_rope(card.config), factor=2.0)
     return [
         replace(card, template=replace(card.template, sources={"default": "evil"})),
         replace(card, template=replace(card.template, sources={**card.template.sources, "tool_use": "evil"})),
@@ -146,7 +146,7 @@ def changed_card(card: ModelCard) -> list[ModelCard]:
         replace(card, config=replace(card.config, eos_token_ids=(4,))),
         replace(card, config=replace(card.config, bos_token_id=None)),
         replace(card, config=replace(card.config, context_length=64)),
-        replace(card, config=replace(shape, rope=replace(shape.rope, factor=2.0)).config()),
+        replace(card, config=with_attention(card.config, rope=stretched)),
         replace(card, sampling={"temperature": 0.6}),
     ]
 
@@ -154,7 +154,7 @@ def changed_card(card: ModelCard) -> list[ModelCard]:
 def test_a_card_counts_by_what_it_says(giver: StoredModel, tmp_path: Path) -> None:
     """A version that knew fewer fields, which have their defaults here, wrote the same card."""
     values = json.loads((giver.path / CARD_FILE).read_text())
-    for key in ("qk_norm", "sliding_windows", "mlp_bias"):
+    for key in ("logit_scale", "logit_softcap", "naming"):
         del values["config"][key]
     del values["sampling"]
     (tmp_path / CARD_FILE).write_text(json.dumps(values))
