@@ -284,13 +284,6 @@ def truth_rows(full: bool) -> list[Row]:
     return measured(1_000_000 if full else 40_000)
 
 
-def kv_rows(full: bool) -> list[Row]:
-    """The KV pool's calls on the engine's event loop, in pools full of fragments."""
-    from kv_cost import kv_rows as measured
-
-    return measured()
-
-
 PARTS: dict[str, Callable[[bool], list[Row]]] = {
     "lan": lan_rows,
     "throttling": throttling_rows,
@@ -298,7 +291,6 @@ PARTS: dict[str, Callable[[bool], list[Row]]] = {
     "model": model_rows,
     "truth": truth_rows,
     "simulator": simulator_rows,
-    "kv": kv_rows,
 }
 
 
