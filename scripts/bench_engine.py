@@ -181,13 +181,7 @@ def throttling_rows(full: bool) -> list[Row]:
     )
     name = f"Poisson {rate:.1f}/s, sharegpt lengths"
     plain, other = (predict(one, many) for one in pair)
-    trimmed = predict({**pair[0], "policy": "throttled-tiles"}, many)
     rows += _throttled_rows(f"{name}, simulated", plain, other)
-    for what, new, old in (
-        ("throughput", trimmed.output_tokens_per_s, plain.output_tokens_per_s),
-        ("ITL p99", trimmed.itl_s.p99, plain.itl_s.p99),
-    ):
-        rows.append(Row(f"  experiment, trimmed to tiles: {what}", new, "", old, "throttled", new / old))
     return rows + _throttled_rows(name, *measure(*pair, workload=many if full else some))
 
 

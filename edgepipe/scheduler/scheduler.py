@@ -66,7 +66,6 @@ class Scheduler:
         self._unscheduled_prefill = 0  # tokens, of waiting and prefilling sequences
         self._in_flight: deque[_InFlight] = deque()
         self._link_cap_tokens: int | None = None
-        self._tile_edges: tuple[int, ...] = ()
         self._prefill_cap: PrefillCap | None = None
         self._last_step = 0
         self._arrivals = 0
@@ -138,10 +137,6 @@ class Scheduler:
     def set_link_cap(self, tokens: int | None) -> None:
         """Set the tokens that the slowest link uploads while a step is computed; None: not known."""
         self._link_cap_tokens = tokens
-
-    def set_tiles(self, edges: Seq[int]) -> None:
-        """Set the measured token counts, ascending, above which a step takes clearly longer."""
-        self._tile_edges = tuple(edges)
 
     def set_prefill_cap(self, cap: PrefillCap) -> None:
         """Set the limit on prefill tokens that keeps the slowest stage within the time allowed."""
@@ -386,7 +381,6 @@ class Scheduler:
             block_size=self._limits.block_size,
             reserved_tokens=self._prompts.unscheduled_tokens,
             link_cap_tokens=self._link_cap_tokens,
-            tile_edges=self._tile_edges,
             prefill_cap_tokens=self._prefill_cap_tokens(),
         )
 

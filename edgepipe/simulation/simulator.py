@@ -81,7 +81,6 @@ class _Simulation:
         )
         self._run = run
         self._scheduler = Scheduler(limits, run.policy)
-        self._scheduler.set_tiles(cluster.tile_edges)
         self._scheduler.set_link_cap(cluster.link_cap_tokens)
         self._scheduler.set_prefill_cap(PrefillCap([stage.step_s for stage in cluster.ring.stages]))
         self._traffic = InterleavedTraffic(cluster.ring) if cluster.ring.interleaved else RingTraffic(cluster.ring)

@@ -47,7 +47,6 @@ def ring_of(devices: Sequence[float], *, upload: float, latency: float, jitter: 
         ring=RingModel(stages=[stage(index, seconds) for index, seconds in enumerate(devices)]),
         limits=SchedulerLimits(num_blocks=2000, block_size=16, context_length=8192, micro_batches=len(devices)),
         row_bytes=1,
-        tile_edges=(),
     )
 
 
