@@ -117,11 +117,6 @@ class TrustStore:
     def _after(self, said: Iterable[Statement]) -> Standing:
         return stand(self.founding, [*self.statements.values(), *said])
 
-    def is_elder(self, node_id: NodeId, other: NodeId) -> bool:
-        """Return whether ``node_id`` is or was an owner whose statements come before the other's."""
-        ranks = self.standing.ranks
-        return node_id in ranks and (other not in ranks or ranks[node_id] < ranks[other])
-
     @property
     def founding(self) -> Statement:
         """The first statement of the cluster."""

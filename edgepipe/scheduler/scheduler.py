@@ -200,10 +200,6 @@ class Scheduler:
             self._release_if_idle(sequence)
         return events
 
-    def next_to_retire(self) -> tuple[StepId, int] | None:
-        """Return the oldest step in flight and the number of ids that its ``retire`` takes, or None."""
-        return (self._in_flight[0].step, self._in_flight[0].num_samples) if self._in_flight else None
-
     # Repeated steps
 
     def steady_steps(self) -> int:
