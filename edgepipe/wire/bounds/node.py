@@ -115,6 +115,7 @@ _CALLS: Tables = {
     "VouchRequest": {},
     "VouchReply": {},
     "ServeBody": {"version": COUNT},
+    "ServeRecord": {},
     "ServeRecords": {"records": NAMES},
     "ManifestRequest": {},
     "ManifestReply": {},
