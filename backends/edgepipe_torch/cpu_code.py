@@ -18,7 +18,7 @@ from edgepipe_torch.cpu_kinds import (
     code_place,
     part_place,
 )
-from edgepipe_torch.ir_text import PREFETCH_DECLARATION, Function, float_constant
+from edgepipe_torch.ir_text import PREFETCH_DECLARATION, Function
 
 PANEL_INPUTS = 256  # with 16 outputs 16 KiB: half of a usual L1 cache; no group has more
 CHUNK_ROWS = 128  # rows whose inputs stay in a usual L2 cache
@@ -654,9 +654,6 @@ class ProductCode:
     def _fma(self, code: Function, a: str, b: str, c: str) -> str:
         kind = self._floats
         return code.value(f"call {kind} @llvm.fma.v{self._width}f32({kind} {a}, {kind} {b}, {kind} {c})")
-
-    def _all_floats(self, value: float) -> str:
-        return "<" + ", ".join([f"float {float_constant(value)}"] * self._width) + ">"
 
     def _all(self, value: int) -> str:
         """Return a constant vector."""

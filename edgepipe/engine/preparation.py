@@ -126,7 +126,7 @@ class Preparation:
     def _check_context(self, node_id: NodeId, prepared: Prepared) -> None:
         """Refuse a stage whose rotary factors may be other ones than those of the served context.
 
-        Raises VersionMismatch: nodes of earlier versions report no context, and always use the long factors.
+        Raises VersionMismatch, since no node of this version builds a stage for another context.
         """
         wanted = self._context_length()
         if prepared.context_length == wanted or not depends_on_context(self._config):

@@ -31,7 +31,7 @@ class PrepareRequest:
     kv: str = ""  # as in ``ServeSpec``
     ram_percent: int = 0  # as in ``StagePlacement``
     activation_type: ActivationType = ActivationType.BF16
-    context_length: int = 0  # tokens per sequence; 0: the model's (engines of earlier versions)
+    context_length: int = 0  # tokens per sequence
     fresh: bool = False  # start a new process, even if the present one holds exactly this
 
 
@@ -55,7 +55,7 @@ class Prepared:
     weight_bytes: int = 0
     profile: DeviceProfile
     products: tuple[PackedProducts, ...] = ()
-    context_length: int = 0  # tokens that its layers are built for; 0: its node is of an earlier version
+    context_length: int = 0  # tokens that its layers are built for
     certificate: bytes = b""  # of the stage
     crashed_epoch: int = 0  # counter of the epoch whose step crashed or hung the previous stage; 0: no such step
     crashed_step: int = 0

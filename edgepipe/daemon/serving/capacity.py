@@ -46,7 +46,7 @@ def rooms_of(node: NodeState, dtype: str, *, kv: str = "", states: bool = False,
     device = usable_device(node, own=own)
     if node.draining or device is None or device.profile is None:
         return []
-    if kv and kv not in device.profile.kv_forms:  # a node of an earlier version names no form
+    if kv and kv not in device.profile.kv_forms:
         return []
     if states and not device.profile.keeps_states:
         return []
@@ -76,7 +76,7 @@ def cannot_keep(node: NodeState, *, kv: str, states: bool) -> str:
     if not rooms_of(node, "", kv=kv):
         return f"cannot keep KV as {kv}"
     if not rooms_of(node, "", states=states):
-        return "cannot keep states of recurrent layers: its edgepipe is older; update it"
+        return "cannot keep states of recurrent layers: its backend does not compute them"
     return ""
 
 
