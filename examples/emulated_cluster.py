@@ -12,8 +12,8 @@ import argparse
 from pathlib import Path
 
 from edgepipe.cli.views.report_plot import plot_reports
-from edgepipe.model.shapes import named_shape
 from edgepipe.scheduler import make_policy
+from edgepipe.shapes.loader import named_shape
 from edgepipe.simulation.imagined import ImaginedCluster, imagine
 from edgepipe.simulation.report import RunReport
 from edgepipe.simulation.simulator import Run, simulate

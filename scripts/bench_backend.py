@@ -26,7 +26,7 @@ from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.spec.tensors import WeightSource
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.weights import open_weights
-from tests.support.models.shapes import flat
+from tests.support.models.specs import first_attention, first_dense, first_rope
 
 THREADS = 2
 ROUNDS = 3
@@ -156,7 +156,7 @@ def reference_model(weights: WeightSource) -> PreTrainedModel:
     warnings.filterwarnings("ignore", module="transformers")
     config = weights.config
     assert config.architecture == "llama"
-    assert flat(config).rope.scaling == "default"
+    assert first_rope(config).scaling == "default"
     with torch.device("meta"):
         model = LlamaForCausalLM(_llama_config(config))
     model = model.to_empty(device="cpu").eval()
@@ -172,14 +172,14 @@ def _llama_config(config: ModelConfig) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=flat(config).intermediate_size,
+        intermediate_size=first_dense(config).inner,
         num_hidden_layers=config.num_layers,
-        num_attention_heads=flat(config).num_heads,
-        num_key_value_heads=flat(config).num_kv_heads,
-        head_dim=flat(config).head_dim,
+        num_attention_heads=first_attention(config).num_heads,
+        num_key_value_heads=first_attention(config).num_kv_heads,
+        head_dim=first_attention(config).head_dim,
         max_position_embeddings=config.context_length,
-        rms_norm_eps=flat(config).rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": flat(config).rope.theta},
+        rms_norm_eps=config.norm.eps,
+        rope_parameters={"rope_type": "default", "rope_theta": first_rope(config).theta},
         tie_word_embeddings=config.tied_embeddings,
         eos_token_id=None,
         bos_token_id=None,

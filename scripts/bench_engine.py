@@ -181,13 +181,7 @@ def throttling_rows(full: bool) -> list[Row]:
     )
     name = f"Poisson {rate:.1f}/s, sharegpt lengths"
     plain, other = (predict(one, many) for one in pair)
-    trimmed = predict({**pair[0], "policy": "throttled-tiles"}, many)
     rows += _throttled_rows(f"{name}, simulated", plain, other)
-    for what, new, old in (
-        ("throughput", trimmed.output_tokens_per_s, plain.output_tokens_per_s),
-        ("ITL p99", trimmed.itl_s.p99, plain.itl_s.p99),
-    ):
-        rows.append(Row(f"  experiment, trimmed to tiles: {what}", new, "", old, "throttled", new / old))
     return rows + _throttled_rows(name, *measure(*pair, workload=many if full else some))
 
 
@@ -284,13 +278,6 @@ def truth_rows(full: bool) -> list[Row]:
     return measured(1_000_000 if full else 40_000)
 
 
-def kv_rows(full: bool) -> list[Row]:
-    """The KV pool's calls on the engine's event loop, in pools full of fragments."""
-    from kv_cost import kv_rows as measured
-
-    return measured()
-
-
 PARTS: dict[str, Callable[[bool], list[Row]]] = {
     "lan": lan_rows,
     "throttling": throttling_rows,
@@ -298,7 +285,6 @@ PARTS: dict[str, Callable[[bool], list[Row]]] = {
     "model": model_rows,
     "truth": truth_rows,
     "simulator": simulator_rows,
-    "kv": kv_rows,
 }
 
 

@@ -16,11 +16,9 @@ and checks 500,000 tokens, which takes a quarter of an hour. Without it, some mi
 from __future__ import annotations
 
 import numpy as np
-from edgepipe_emulated import EmulatedBackend, EmulatedWeights
 from edgepipe_torch import TorchBackend
 from figures import Row, at_most
-from layer_steps import BLOCK_TOKENS, CONTEXT_BLOCKS, LAYERS, Stage, counted_experts, layer_rows
-from packed_shape import read_rate
+from layer_steps import BLOCK_TOKENS, CONTEXT_BLOCKS, LAYERS, Stage, counted_experts, layer_rows, read_rate
 from parts import Part, counted, run_parts, tested
 from truth import lossy_rows
 
@@ -31,8 +29,7 @@ from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand, decode_work
 from edgepipe.planner.plan import Constraints, plan
 from edgepipe.planner.profiles import measured_speed
-from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
-from edgepipe.spec.memory_classes import memory_classes
+from edgepipe.spec.facts import ModelConfig
 from edgepipe.stage.probe import probe_layer
 from edgepipe.system import SystemClock
 from edgepipe.units import parse_link
@@ -42,7 +39,6 @@ from edgepipe.weights.weight_table import WeightTable
 MODEL = "qwen3-30b-a3b:q4_k_m"
 ROWS = (1, 4, 16, 64)
 BETWEEN = (2, 8, 32)  # rows that the probe does not measure
-WINDOWED_MODEL, WINDOWED_CONTEXT = "gemma-3-27b", 32_768
 RAM_PLACES = (
     ("qwen3-30b-a3b:q8_0", "rtx4090"),
     ("glm-4.5-air:q4_k_m", "rtx4090"),
@@ -92,23 +88,6 @@ def prediction_rows(full: bool) -> list[Row]:
         for threads in THREADS
         for row in planned_rows(Stage(config, table, threads), config, table, threads, rounds)
     ]
-
-
-def kv_rows(_full: bool) -> list[Row]:
-    """KV that an emulated stage allocates for a model of which five of six layers have a window."""
-    config, _ = named_model(WINDOWED_MODEL)
-    part = Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)
-    backend = EmulatedBackend(BackendOptions(settings={"time_factor": "0", "memory": "1TB"}))
-    backend.load([part], EmulatedWeights(config), lambda _progress: None)
-    free, num_blocks = backend.profile().memory_free_bytes, WINDOWED_CONTEXT // BLOCK_TOKENS
-    pools = memory_classes(config).pools(num_blocks=num_blocks, block_size=BLOCK_TOKENS)
-    backend.allocate_kv(
-        num_blocks=num_blocks, block_size=BLOCK_TOKENS, window_blocks=[pool.num_blocks for pool in pools]
-    )
-    allocated = free - backend.profile().memory_free_bytes
-    whole = WINDOWED_CONTEXT * config.kv_bytes_per_token(form="bfloat16")
-    name = f"KV of {WINDOWED_MODEL}, {WINDOWED_CONTEXT} tokens"
-    return [at_most(name, allocated / 1e9, "GB", whole / 1e9, "KV of the context in all layers", 0.3)]
 
 
 def ram_rows(full: bool) -> list[Row]:
@@ -199,7 +178,6 @@ PARTS: dict[str, Part] = {
     "truth": emulated_rows,
     "layers": steps_rows,
     "planned": prediction_rows,
-    "kv": kv_rows,
     "ram": ram_rows,
 }
 

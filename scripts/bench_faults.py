@@ -215,13 +215,13 @@ async def buried_alive(seconds: float, rows: list[Row]) -> None:
 async def _deaths(nodes: Sequence[Node], seconds: float) -> int:
     """How often a node began to miss another."""
     until_s, deaths = time.monotonic() + seconds, 0
-    missed: dict[str, set[str]] = {node.node_id: set() for node in nodes}
+    known: dict[str, set[str]] = {node.node_id: set() for node in nodes}
     while time.monotonic() < until_s:
         for node in nodes:
             with contextlib.suppress(TimeoutError):
                 now = {one.name for one in missed((await node.status()).absent)}
-                deaths += len(now - missed[node.node_id])
-                missed[node.node_id] = now
+                deaths += len(now - known[node.node_id])
+                known[node.node_id] = now
         await asyncio.sleep(0.25)
     return deaths
 

@@ -1,9 +1,7 @@
-"""The gateway: sampling and grammars, what HTTP adds to the engine's own time to first token, many streams at once, and
-large bodies beside them.
+"""The gateway: what HTTP adds to the engine's own time to first token, and many streams at once.
 
-Run as ``scripts/bench gateway [--full] [PART ...]``; parts: ``sampler cycle grammar http bodies``. Nodes, engine,
-stages and gateway are real processes, only the devices' arithmetic is emulated where no SmolLM2 is named. The client
-speaks HTTP over bare sockets: its own work must not be measured.
+Run as ``scripts/bench gateway [--full]``. Nodes, engine, stages and gateway are real processes, only the devices'
+arithmetic is emulated. The client speaks HTTP over bare sockets: its own work must not be measured.
 """
 
 from __future__ import annotations
@@ -13,20 +11,17 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import httpx
 from figures import Row, below, print_rows
-from gateway_bodies import body_rows
-from gateway_sampling import cycle_rows, grammar_rows, sampler_rows
 
 from edgepipe.cli.admin import Admin
 from edgepipe.cli.bench.client import BenchClient, connected
 from edgepipe.cli.bench.cluster import EmulatedCluster, emulated_cluster
 from edgepipe.cli.bench.run import serve_model
-from edgepipe.model.shapes import named_shape
+from edgepipe.shapes.loader import named_shape
 from edgepipe.simulation.workload import Arrivals, FixedLengths, LognormalLengths, Workload, WorkloadSpec, make_workload
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import ServeSpec
@@ -224,20 +219,9 @@ def _say(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-PARTS: dict[str, Callable[[bool], Coroutine[None, None, list[Row]]]] = {
-    "sampler": sampler_rows,
-    "cycle": cycle_rows,
-    "grammar": grammar_rows,
-    "http": http_rows,
-    "bodies": body_rows,
-}
-
-
 def main() -> None:
-    """Measure the parts named on the command line; all of them where none is."""
-    full = "--full" in sys.argv
-    names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(PARTS)
-    rows = [row for name in names for row in asyncio.run(PARTS[name](full))]
+    """Measure and print one table."""
+    rows = asyncio.run(http_rows("--full" in sys.argv))
     print_rows("gateway", rows)
     sys.exit(any(row.met is False for row in rows))
 

@@ -175,7 +175,9 @@ class _NullBackend:
     def kv_block_bytes(self, config: Any, slices: Any, block_size: int) -> int:
         return 0
 
-    def allocate_kv(self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = ()) -> None:
+    def allocate_kv(
+        self, *, num_blocks: int, block_size: int, window_blocks: Sequence[int] = (), state_slots: int = 0
+    ) -> None:
         pass
 
     def prepare(self, step: Step) -> Step:

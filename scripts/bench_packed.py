@@ -1,8 +1,8 @@
-"""Packed weights on a CPU: exactness, quality, memory, load time and speed.
+"""Packed weights on a CPU: exactness, quality and speed.
 
     scripts/bench packed [--full] [PART ...]
 
-``--help`` lists the parts. They measure the demo model, and made-up ones. ``--full``: every type and mix.
+``--help`` lists the parts. They measure the demo model. ``--full``: every type and mix.
 llama.cpp is measured where npm can install it without a compiler, K-quantised copies where ``xllamacpp`` is installed.
 """
 
@@ -19,12 +19,7 @@ from bench_foundation import stored_demo
 from figures import Row, at_least
 from gguf import GGMLQuantizationType, quants
 from llama_cpp import llama_cpp
-from packed_kv_speed import kv_speed_rows
-from packed_made_up import memory_rows
-from packed_plan import plan_rows
 from packed_quality import kv_rows, quality_rows
-from packed_shape import shape_rows
-from packed_step import resident_rows, split_rows
 from parts import Part, run_parts
 
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
@@ -120,13 +115,8 @@ def _of_demo(measure: Callable[[Path], list[Row]]) -> Part:
 
 PARTS: dict[str, Part] = {
     "exact": lambda _full: [*exact_rows(), folder_row()],
-    "resident": _of_demo(resident_rows),
-    "split": _of_demo(split_rows),
     "speed": _of_demo(speed_rows),
-    "shape": shape_rows,
-    "plan": _of_demo(plan_rows),
-    "memory": lambda _full: memory_rows(),
-    "kv": _of_demo(lambda model: [*kv_speed_rows(model), *kv_rows(model)]),
+    "kv": _of_demo(kv_rows),
     "quality": lambda full: quality_rows(stored_demo().path, ALL_TYPES if full else SHORT_TYPES),
 }
 

@@ -33,8 +33,7 @@ from edgepipe.cli.bench.cluster import emulated_cluster
 from edgepipe.cli.bench.run import EmulatedRun, bench_emulated, runs_on
 from edgepipe.cli.bench.verb import emulated_run
 from edgepipe.cli.workload_options import make_workload_of
-from edgepipe.errors import ConfigInvalid, NoFeasiblePlacement
-from edgepipe.model.shapes import named_shape
+from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.partition import ExactSearch, PartitionProblem
@@ -43,9 +42,9 @@ from edgepipe.planner.plan import plan
 from edgepipe.planner.preview import plan_text
 from edgepipe.planner.profiles import Machine
 from edgepipe.scheduler import make_policy
+from edgepipe.shapes.loader import named_shape
 from edgepipe.simulation.imagined import ImaginedCluster, imagine
 from edgepipe.simulation.report import RunReport
-from edgepipe.simulation.schedules import published, run_schedule
 from edgepipe.simulation.simulator import Run, simulate
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.units import parse_link
@@ -421,50 +420,6 @@ def _real_predictions() -> list[Prediction]:
 
 
 # Bubbles in per cent as published, by (micro-batches, stages) for GPipe and by slices for interleaving (P = 8, M = 32).
-GPIPE = {
-    4: (42.9, 63.6, 78.9, 88.6),
-    8: (27.3, 46.7, 65.2, 79.5),
-    16: (15.8, 30.4, 48.4, 66.0),
-    32: (8.6, 17.9, 32.6, 49.2),
-    64: (4.5, 9.9, 19.0, 32.6),
-    128: (2.3, 5.2, 10.5, 19.5),
-}
-MISPRINTED = (32, 16)  # micro-batches, stages: 32.6 is printed where the table's own formula gives 15 / 47 = 31.9
-INTERLEAVED = {2: 10.9, 4: 5.5, 8: 2.7, 16: 1.4}
-NAIVE = {2: 50.0, 4: 75.0, 8: 87.5, 16: 93.75, 32: 96.88}
-
-
-def schedule_rows(full: bool) -> list[Row]:
-    """The published table, and what running the schedules shows beside it."""
-    off: list[float] = []
-    contradicted: list[Row] = []
-    for micro_batches, bubbles in GPIPE.items():
-        for stages, percent in zip((4, 8, 16, 32), bubbles, strict=True):
-            for name in ("gpipe", "1f1b"):
-                figure = 100 * published(name, stages=stages, micro_batches=micro_batches).bubble
-                if (micro_batches, stages) == MISPRINTED:
-                    what = f"{name}, P={stages}, M={micro_batches}: misprinted, against its own formula"
-                    contradicted.append(Row(what, figure, "%", percent, "published", figure / percent))
-                else:
-                    off.append(abs(figure - percent))
-    for slices, percent in INTERLEAVED.items():
-        off.append(abs(100 * published("interleaved", stages=8, micro_batches=32, slices=slices).bubble - percent))
-    for stages, percent in NAIVE.items():
-        off.append(abs(100 * published("naive", stages=stages, micro_batches=1).bubble - percent))
-    off.append(abs(100 * published("dualpipe", stages=8, micro_batches=32).bubble - 10.9))
-    rows = [below(f"{len(off)} published bubbles: largest difference", max(off), "points", 0.1), *contradicted]
-    shown = [("gpipe", 1), ("1f1b", 1), *(("interleaved", slices) for slices in INTERLEAVED), ("dualpipe", 1)]
-    for name, slices in shown:
-        formula = 100 * published(name, stages=8, micro_batches=32, slices=slices).bubble
-        run = 100 * run_schedule(name, stages=8, micro_batches=32, slices=slices).idle
-        rows.append(Row(f"{name}, P=8, M=32, V={slices}: share of the whole in a run", run, "%", formula, "formula"))
-    try:
-        run_schedule("interleaved", stages=8, micro_batches=30, slices=2)
-    except ConfigInvalid:
-        return rows
-    raise RuntimeError("interleaving came out where it cannot")
-
-
 def published_part(full: bool) -> list[Row]:
     """What ``plan --emulate`` says of one machine against published rates."""
     return published_rows((*ATTENTION, *HYBRIDS))
@@ -474,7 +429,6 @@ PARTS: dict[str, Callable[[bool], list[Row]]] = {
     "search": search_rows,
     "splits": split_rows,
     "right": right_rows,
-    "schedules": schedule_rows,
     "published": published_part,
 }
 HALVES: dict[str, Callable[[bool], list[Row]]] = {

@@ -1,4 +1,4 @@
-"""Recurrent layers without a GPU: logits, both forms of a recurrence, emulated tokens, reuse, stalls, memory, steps.
+"""Recurrent layers without a GPU: logits, both forms of a recurrence, emulated tokens, reuse, steps.
 
     scripts/bench state [--full] [PART ...]
 
@@ -6,9 +6,6 @@ Parts: ``logits``  tests of every family's logits against transformers, alone an
        ``chunked`` prompts of 4,096 tokens in the chunked form against token by token, torch and MLX
        ``truth``   emulated tokens under cancels, preemption, lost stages and prefix hits, each checked
        ``reuse``   the second TTFT of a 4k prompt: a tiny checkpoint in real processes, and an emulated Qwen3.6-35B-A3B
-       ``stall``   pauses after a killed stage, of hybrids and of dense models as large: tiny checkpoints in real
-                   processes, and emulated, there with windows, too
-       ``memory``  what stages allocate for a sequence against what ``plan`` says, every family
        ``layers``  decode steps of layers with the shape of Qwen3.6-35B-A3B at Q4_K_M against the bytes that they read
        ``planned`` ``plan --emulate`` against decode rates that others measured
 
@@ -30,9 +27,7 @@ from figures import ROOT, Row, below
 from layer_steps import Stage, layer_rows
 from parts import Part, run_parts, tested
 from published_rates import HYBRIDS, published_rows
-from state_memory import memory_rows
-from state_serving import reuse_rows, stall_rows
-from state_stall import virtual_stall_rows
+from state_reuse import reuse_rows
 from truth import lossy_rows
 
 from edgepipe.backend.types import ActivationType, BackendOptions
@@ -114,8 +109,6 @@ PARTS: dict[str, Part] = {
     "chunked": chunked_rows,
     "truth": truth_rows,
     "reuse": reuse_rows,
-    "stall": lambda full: [*virtual_stall_rows(), *stall_rows(full)],
-    "memory": memory_rows,
     "layers": steps_rows,
     "planned": planned_rows,
 }

@@ -1,7 +1,7 @@
-"""What trust costs and what it withstands: time to join, the pairing exchange, tokens per second with and without
-encryption, a flood of false names, parsers fed with damaged bytes, and a member that has turned.
+"""What trust costs and what it withstands: time to join, the pairing exchange, a flood of false names, parsers fed with
+damaged bytes, and a member that has turned.
 
-``scripts/bench trust [pairing joining cost flood fuzz rogue]``, all of them unless some are named. ``--inputs N`` per
+``scripts/bench trust [pairing joining flood fuzz rogue]``, all of them unless some are named. ``--inputs N`` per
 parser (100,000 unless given), ``--sockets N`` through a real pairing port (500).
 """
 
@@ -24,7 +24,6 @@ from typing import Any
 import psutil
 from figures import Row, below, print_rows
 from google.protobuf.message import DecodeError
-from trust_cost import connect_rows, cost_rows
 from trust_flood import flood_rows
 from trust_rogue import rogue_rows
 
@@ -319,7 +318,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts: dict[str, Callable[[], list[Row]]] = {
         "pairing": pairing_rows,
         "joining": joining_rows,
-        "cost": lambda: connect_rows() + cost_rows(),
         "flood": flood_rows,
         "fuzz": lambda: fuzz_rows(inputs=given.inputs, sockets=given.sockets),
         "rogue": rogue_rows,

@@ -71,7 +71,7 @@ ensure_venv() {
   echo "Installing into $venv:"
   echo "  edgepipe and what it needs (about 0.1 GB to load)"
   case ",$extras," in *,torch,*) echo "  $torch_story" ;; esac
-  case ",$extras," in *,mlx,*) echo "  mlx and mlx-lm (about 0.1 GB to load)" ;; esac
+  case ",$extras," in *,mlx,*) echo "  mlx (about 0.1 GB to load)" ;; esac
   case ",$extras," in *,dev,*) echo "  what the tests and checks need (about 0.1 GB to load)" ;; esac
   echo "The first time takes a minute or more."
   local quiet=(-qq)

@@ -12,7 +12,6 @@ import torch
 from edgepipe_torch import TorchBackend
 from edgepipe_torch.layers import mixture
 from figures import Row, at_most
-from packed_shape import read_rate
 from parts import counted
 
 from edgepipe.backend.types import BackendOptions, BlockRun, RowState, StateWrite, Step, StepRow
@@ -29,6 +28,19 @@ LAYERS = 4  # more bytes than any cache holds
 MOST_ROWS = 64
 CONTEXT_BLOCKS, BLOCK_TOKENS = 4, 16
 _SQUARE = 1024
+_READ_BYTES = 1 << 30
+
+
+def read_rate(threads: int) -> float:
+    """Return bytes per second of reading memory with so many threads."""
+    torch.set_num_threads(threads)
+    data = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
+    taken: list[float] = []
+    for _ in range(5):
+        begun_s = time.perf_counter()
+        data.sum()
+        taken.append(time.perf_counter() - begun_s)
+    return _READ_BYTES / min(taken)
 
 
 class Stage:

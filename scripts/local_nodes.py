@@ -26,7 +26,6 @@ from edgepipe.cli.options import DEGRADED_EXIT
 from edgepipe.ids import RequestId
 from edgepipe.link.channels import make_channel
 from edgepipe.sampling import SamplingParams
-from edgepipe.security.mutual_tls import Credentials
 from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.engines import EngineTrace, StepTrace
@@ -69,15 +68,15 @@ class Node:
 
 @contextmanager
 def running_nodes(
-    count: int, *, models_dir: Path, threads: int, backends: Sequence[str] = ("torch",), encrypted: bool = True
+    count: int, *, models_dir: Path, threads: int, backends: Sequence[str] = ("torch",)
 ) -> Iterator[list[Node]]:
-    """``count`` nodes that have found each other; stopped at the end. ``encrypted=False`` is for comparison alone."""
+    """``count`` nodes that have found each other; stopped at the end."""
     plan = ClusterPlan(
         cluster=f"bench-{secrets.token_hex(4)}",
         nodes=[NodePlan(name=f"n{index}", backend=backends[index % len(backends)]) for index in range(count)],
         models_dir=models_dir,
         threads=threads,
-        program=EDGEPIPE if encrypted else (str(Path(__file__).with_name("plain_node.py")),),
+        program=EDGEPIPE,
     )
     with start_blocking_portal() as portal, ExitStack() as stack:
         started = stack.enter_context(portal.wrap_async_context_manager(local_cluster(plan)))
@@ -159,9 +158,7 @@ async def _engine_of(admin: Admin) -> AsyncGenerator[tuple[Any, str]]:
     async with admin.act_as_gateway() as security:
         status = await admin.status()
         (engine,) = status.engines
-        # A node that was told not to encrypt has no certificates.
-        credentials = security.to_process(engine.certificate) if engine.certificate else Credentials()
-        async with make_channel(engine.address, credentials) as channel:
+        async with make_channel(engine.address, security.to_process(engine.certificate)) as channel:
             yield EngineStub(channel), status.node_id
 
 

@@ -131,9 +131,7 @@ async def _hostile(port: int, case: HostileCase) -> AsyncIterator[asyncio.subpro
             await process.wait()
 
 
-async def _peaks(
-    process: asyncio.subprocess.Process, gateway: int, pids: Sequence[int], *, seconds: float
-) -> list[int]:
+async def _peaks(process: asyncio.subprocess.Process, gateway: int, pids: list[int], *, seconds: float) -> list[int]:
     """Let the case run to its end; the most bytes that the gateway and all processes together had meanwhile."""
     assert process.stdin is not None
     process.stdin.write(b"go\n")

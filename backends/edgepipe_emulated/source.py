@@ -10,10 +10,9 @@ import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.spec.facts import ModelConfig, Slice
-from edgepipe.spec.layer_spec import DeltaNet, Experts, Rope, Router
+from edgepipe.spec.layer_spec import Attention, DeltaNet, Dense, Experts, LayerSpec, Norm, Rope, Router
 from edgepipe.spec.packed import Packed
 from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightInfo
-from edgepipe.spec.uniform import UniformShape
 from edgepipe.weights.emulated_folder import BOS_TOKEN_ID, EOS_TOKEN_ID, SMALLEST_VOCAB
 from edgepipe.weights.mixes import mix_weights
 
@@ -40,37 +39,35 @@ def emulated_model_config(
     ``attention_every``: this layer and its multiples, counted from 1, have attention; the others are recurrent.
     """
     inner = intermediate_size or 3 * hidden_size
-    shape = UniformShape(
-        architecture="llama",
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        intermediate_size=inner,
+    feed = LayerSpec(dense=Dense(inner=inner))
+    if experts is not None:
+        feed = LayerSpec(experts=Experts(count=experts[0], used=experts[1], inner=inner, router=Router()))
+    attention = Attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        rope=Rope(),
+        qk_norm="head" if experts else "",
+    )
+    mixer = DeltaNet(key_heads=num_kv_heads, value_heads=num_heads, key_dim=head_dim, value_dim=head_dim, taps=4)
+    layers = tuple(
+        replace(feed, recurrent=mixer)
+        if (layer + 1) % attention_every
+        else replace(feed, attention=replace(attention, window=windows[layer % len(windows)]))
+        for layer in range(num_layers)
+    )
+    return ModelConfig(
+        architecture="qwen3_moe" if experts else "llama",
+        hidden_size=hidden_size,
         vocab_size=vocab_size,
         context_length=context_length,
-        rms_norm_eps=1e-5,
-        rope=Rope(),
+        layers=layers,
+        norm=Norm(eps=1e-5),
         tied_embeddings=tied_embeddings,
         eos_token_ids=(EOS_TOKEN_ID,),
         bos_token_id=BOS_TOKEN_ID,
+        naming="qwen3_moe" if experts else "",
     )
-    if windows != (None,):
-        shape = replace(shape, sliding_windows=tuple(windows[layer % len(windows)] for layer in range(num_layers)))
-    config = shape.config()
-    if experts is not None:
-        plain = replace(shape, architecture="qwen3", qk_norm=True).config()
-        count, used = experts
-        mixture = Experts(count=count, used=used, inner=inner, router=Router())
-        layers = tuple(replace(spec, dense=None, experts=mixture) for spec in plain.layers)
-        config = replace(plain, architecture="qwen3_moe", layers=layers, naming="qwen3_moe")
-    mixer = DeltaNet(key_heads=num_kv_heads, value_heads=num_heads, key_dim=head_dim, value_dim=head_dim, taps=4)
-    layers = tuple(
-        spec if number % attention_every == 0 else replace(spec, attention=None, recurrent=mixer)
-        for number, spec in enumerate(config.layers, start=1)
-    )
-    return replace(config, layers=layers)
 
 
 class EmulatedWeights:

@@ -57,7 +57,7 @@ def choose_packing(weights: str) -> bool:
         raise ConfigInvalid(
             f"the mlx backend cannot keep weights '{weights}'",
             fact="it knows: auto (packed as in the file), wide (floats)",
-            next_step="use --backend-options weights=auto",
+            next_step="use --backend-option weights=auto",
         )
     return weights == "auto"
 

@@ -91,7 +91,7 @@ class DeviceProfile:
     contiguous_kv: bool = True  # attends over runs as views, so prefix hits become planned copies
     packing: str = ""  # how it keeps packed weights: a kind of ``edgepipe.weights.resident``; empty: widened
     kv_forms: tuple[str, ...] = ()  # forms of KV besides the compute dtype, which the setting "kv" selects
-    keeps_states: bool = False  # it computes recurrent layers; a node of an earlier version does not say so
+    keeps_states: bool = False  # it computes recurrent layers
     # Host memory beside the device, where the setting "experts_in_ram" keeps experts:
     ram_total_bytes: int = 0  # 0: the backend keeps no experts there, or its device uses that memory itself
     ram_free_bytes: int = 0  # available now

@@ -73,7 +73,7 @@ def serve(
         str, typer.Option("--micro-batches", metavar="K", help="Number of micro-batches in flight, or auto.")
     ] = "auto",
     policy: Annotated[
-        str, typer.Option("--policy", metavar="POLICY", help="Scheduler policy: throttled, sarathi or throttled-tiles.")
+        str, typer.Option("--policy", metavar="POLICY", help="Scheduler policy: throttled or sarathi.")
     ] = "throttled",
     context: Annotated[
         int, typer.Option("--context", metavar="TOKENS", min=0, help="Tokens per conversation; 0: the model's.")

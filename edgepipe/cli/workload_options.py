@@ -49,7 +49,7 @@ _CLUSTER = (
     ),
     _option("link", "LINK", str, "Link between any two devices: 1gbit,0.3ms or ideal.  [default: 1gbit,0.3ms]"),
     _option("micro-batches", "K", str, "Number of micro-batches in flight, or auto.  [default: auto]"),
-    _option("policy", "POLICY", str, "Scheduler policy: throttled, sarathi or throttled-tiles.  [default: throttled]"),
+    _option("policy", "POLICY", str, "Scheduler policy: throttled or sarathi.  [default: throttled]"),
     _option("plan", "LAYERS", str, 'Layers by device: "a:0-15,b:16-31".'),
     _option("jitter", "SHARE", float, "Standard deviation of step times over their mean.  [default: 0.05]", min=0.0),
     _option("context", "TOKENS", int, "Tokens per conversation.  [default: the model's]", min=1),

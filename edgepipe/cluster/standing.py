@@ -82,7 +82,7 @@ class _Hearing:
         depth, path = self._ranks[owner]
         bounds = tuple(self._removals[owner])
         for statement in _spoken(
-            statement for statement in said if all(_keeps(removal, statement) for removal in bounds)
+            statement for statement in said if all(statement.key in removal.kept for removal in bounds)
         ):
             self._heard.append(statement)
             if statement.role is None:
@@ -105,17 +105,6 @@ class _Hearing:
                     certificate=certificate_of(statement),
                 )
         return Standing(peers=peers, removed=removed, ranks=self._ranks, counting=tuple(self._heard))
-
-
-def _keeps(removal: Statement, statement: Statement) -> bool:
-    """Return whether a statement still counts although ``removal`` removes its signer.
-
-    Removals of the earlier form have no such list. They keep, of the same form:
-    the signer's removals of nodes other than the remover, and its add of the remover.
-    """
-    if removal.number:
-        return statement.key in removal.kept
-    return not statement.number and (statement.role is None) == (statement.about != removal.signer)
 
 
 def _spoken(said: Iterable[Statement]) -> list[Statement]:

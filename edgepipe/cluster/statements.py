@@ -43,7 +43,7 @@ class Statement:
     founds: str = ""  # the cluster's name, in the founding statement only
     cluster_id: str
     made_ms: int
-    number: int  # counts its signer's statements; 0: the earlier form, whose removals have no ``kept``
+    number: int  # counts its signer's statements, from 1
     kept: frozenset[bytes] = frozenset()  # in removals: keys of statements by ``about`` that still count
 
     @property

@@ -117,11 +117,6 @@ class TrustStore:
     def _after(self, said: Iterable[Statement]) -> Standing:
         return stand(self.founding, [*self.statements.values(), *said])
 
-    def is_elder(self, node_id: NodeId, other: NodeId) -> bool:
-        """Return whether ``node_id`` is or was an owner whose statements come before the other's."""
-        ranks = self.standing.ranks
-        return node_id in ranks and (other not in ranks or ranks[node_id] < ranks[other])
-
     @property
     def founding(self) -> Statement:
         """The first statement of the cluster."""
@@ -190,31 +185,11 @@ def removal_statements(
             fact=f"'{store.peers[own].name}' is this node",
             next_step="remove it from another owner's machine",
         )
-    return _signed_removals(store, signer, store.removals_for(node_id, remover=own, keep_added=keep_added), now_ms)
-
-
-def _signed_removals(
-    store: TrustStore, signer: KeyPair, gone: Iterable[tuple[NodeId, list[bytes]]], now_ms: int
-) -> list[TrustStatement]:
-    number = store.next_number(NodeId(signer.fingerprint))
+    gone, number = store.removals_for(node_id, remover=own, keep_added=keep_added), store.next_number(own)
     return [
-        sign(_body(store, signer, now_ms, Remove(node_id=node_id, kept=tuple(kept)), number=number + offset), signer)
-        for offset, (node_id, kept) in enumerate(gone)
+        sign(_body(store, signer, now_ms, Remove(node_id=about, kept=tuple(kept)), number=number + offset), signer)
+        for offset, (about, kept) in enumerate(gone)
     ]
-
-
-def renewed_removals(store: TrustStore, *, signer: KeyPair, now_ms: int) -> list[TrustStatement]:
-    """Sign again, as an owner, removals of owners in the earlier form, which bound nothing.
-
-    Empty if no removal needs it, and if ``signer`` is no owner. The adds that those removals kept stay valid.
-    """
-    if not is_owner(store, NodeId(signer.fingerprint)):
-        return []
-    removals = [removal for removal in store.standing.counting if removal.role is None]
-    bounded = {removal.about for removal in removals if removal.number}
-    open_ones = sorted({removal.about for removal in removals if removal.about in store.standing.ranks} - bounded)
-    gone = [(node_id, sorted(store.kept_by_removal(node_id, adds=True))) for node_id in open_ones]
-    return _signed_removals(store, signer, gone, now_ms)
 
 
 def read_store(statements: Iterable[TrustStatement], *, cluster_id: str = "") -> TrustStore:

@@ -16,7 +16,7 @@ from edgepipe.wire.trust import TrustStatement
 
 _MAGIC = b"edgepipe trust 1\n"
 _HASH_BYTES = 32
-_MOST_BYTES = 17 << 20  # earlier versions may have written so much; today's files have less than 4 MB
+_MOST_BYTES = 8 << 20  # twice what the largest store takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ from edgepipe.cluster.trust import (
     add_statement,
     merge,
     removal_statements,
-    renewed_removals,
 )
 from edgepipe.cluster.trust_file import LoadedTrust, TrustFile
 from edgepipe.errors import ConfigInvalid, TrustInvalid
@@ -245,7 +244,6 @@ class TrustKeeper:
         """Check received statements and write every change, until cancelled; retry what a full disk refused."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._check_heard(), name="trust-heard")
-            tasks.create_task(self._renew(), name="trust-renewal")
             while True:
                 await self._dirty.wait()
                 self._dirty.clear()
@@ -266,18 +264,6 @@ class TrustKeeper:
                 for node_id, source in waiting:
                     digest, statements = source.pieces.popleft()
                     await self.take_in(node_id, digest=digest, statements=statements)
-
-    async def _renew(self) -> None:
-        """Sign again, as an owner, removals of the earlier form: they did not bound a removed owner's statements."""
-        async for _ in self.changes():
-            renewed = renewed_removals(self._store, signer=self._key_pair, now_ms=self._now_ms())
-            if not renewed or self.damage:
-                continue
-            try:
-                await self._say(renewed)
-                logger.info("signed %d removals again: they now bound the statements of removed owners", len(renewed))
-            except TrustInvalid as error:
-                logger.error("removals of the earlier form were not signed again: %s", error)
 
     def _source(self, node_id: NodeId) -> _Source:
         now_s = self._clock.monotonic_s()

@@ -23,7 +23,6 @@ from edgepipe.scheduler.sizing import (
     most_micro_batches,
 )
 from edgepipe.scheduler.step_time import PrefillCap, SliceTimes
-from edgepipe.scheduler.tiles import TileEdges
 from edgepipe.wire.plans import LinkSample, StepTiming
 
 _MAX_STEPS = 1024  # steps whose sizes are kept until all stages have reported
@@ -59,13 +58,11 @@ class MicroBatches:
         self._hops = [stage for stage, following in pairwise(holders) if stage != following]
         self._works: dict[StepId, StepWork] = {}  # newest steps, in the order of sending
         self._links = [LinkCurve() for _ in slices]  # outgoing; the last stage's gets no reports
-        self._tiles = [{index: TileEdges() for index in of_stage} for of_stage in slices]
         self._turns = TurnLedger(num_slices=sum(map(len, slices)), upload_s=self._uploads_s)
         self._sizer = Sizer(num_stages=self._num_stages, fixed=fixed)
         self._before = [0] * self._num_stages  # tokens of each stage's previous step
         self.experts = ExpertMeter()  # share of the experts that steps read, over all stages
         self.link_cap_tokens: int | None = None  # tokens that the slowest link uploads in a step; None: not known
-        self.tile_edges: tuple[int, ...] = ()  # token counts above which some slice takes clearly longer
         self._known_uploads_s: dict[tuple[int, int], float] = {}  # by stage and bytes, until the next decision on M
 
     @property
@@ -137,8 +134,6 @@ class MicroBatches:
             self._follow_experts()
             ring = self._ring()
             sizing = self._sizer.decide(ring, sequences=sequences)
-            found = {edge for tiles in self._tiles for of_slice in tiles.values() for edge in of_slice.edges()}
-            self.tile_edges = tuple(sorted(found))
             self.link_cap_tokens = link_cap_tokens(ring, rows=max(1.0, sequences / sizing.micro_batches))
 
     def note_timing(self, stage: int, timing: StepTiming) -> None:
@@ -148,7 +143,6 @@ class MicroBatches:
         self._curves[stage][timing.slice_index].note(
             num_rows=timing.num_rows, num_tokens=timing.num_tokens, seconds=timing.compute_us * 1e-6
         )
-        self._tiles[stage][timing.slice_index].note(num_tokens=timing.num_tokens, seconds=timing.compute_us * 1e-6)
         if timing.expert_share:
             self.experts.note(timing.num_tokens, timing.expert_share)
         self._turns.stayed(timing.step, (timing.queued_us + timing.compute_us + timing.send_queue_us) * 1e-6)

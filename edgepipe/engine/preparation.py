@@ -125,8 +125,7 @@ class Preparation:
         return self._site(index, placement, prepared)
 
     def _check_settings(self, node_id: NodeId, prepared: Prepared) -> None:
-        """Refuse a stage that is built with other settings: a node of an earlier version drops those that it does not
-        know. Raises VersionMismatch."""
+        """Refuse a stage that is built with other settings. Raises VersionMismatch, as a node of this version obeys."""
         if prepared.settings == self._settings:
             return
         self.failed = self.failed or node_id

@@ -232,7 +232,6 @@ class Pump:
         self._measure(site, done)
         self.micro_batches.retired(done.step, now_s, sequences=self._scheduler.num_running)
         self._scheduler.set_link_cap(self.micro_batches.link_cap_tokens)
-        self._scheduler.set_tiles(self.micro_batches.tile_edges)
 
     def _measure(self, site: StageSite, report: StepDone | StageTimings) -> None:
         meter = self.meters[site.index]

@@ -18,7 +18,7 @@ from edgepipe.text.tokenizer import Tokenizer
 
 
 class ModelAssets:
-    """Implements ``edgepipe.gateway.models.Assets`` with the tokenizer and template of ``edgepipe.model``."""
+    """Implements ``edgepipe.gateway.models.Assets`` with the tokenizer and template of the stored model."""
 
     def __init__(
         self,

@@ -217,7 +217,6 @@ class RingSender:
         frame = message.frame  # filled in place: handing a Frame to RingMessage(frame=...) would copy it twice
         frame.epoch.CopyFrom(self._epoch)
         frame.step = step
-        frame.slice = self._slice
         frame.chunk = chunk
         frame.data = data
         frame.sent_us = int(sent_s * 1e6)

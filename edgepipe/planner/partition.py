@@ -109,11 +109,6 @@ def evaluate(problem: PartitionProblem, devices: Sequence[int], layers: Sequence
     )
 
 
-def flags_of(position: int, count: int) -> int:
-    """Return a stage's flags from its position among ``count`` stages."""
-    return (EMBEDS if position == 0 else 0) | (HEAD if position == count - 1 else 0)
-
-
 class ExactSearch:
     """All sets of up to ten devices with all pairs of ends, built once for any number of problems."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import NamedTuple, Protocol
 
 from edgepipe.errors import ConfigInvalid
@@ -21,7 +20,6 @@ class Load(NamedTuple):
     block_size: int  # tokens
     reserved_tokens: int = 0  # of WP: tokens of admitted sequences, whose blocks are allocated
     link_cap_tokens: int | None = None  # tokens that the slowest link uploads in a step; None: not known
-    tile_edges: tuple[int, ...] = ()  # token counts above which a step takes clearly longer, ascending
     prefill_cap_tokens: int | None = None  # prefill tokens that the slowest stage computes in the time allowed
 
 
@@ -68,7 +66,6 @@ class ThrottledPolicy:
         min_prefill_tokens: int = 32,
         spread_steps: int = 8,
         kv_threshold: float = 0.05,
-        trim_to_tiles: bool = False,
     ) -> None:
         if max_prefill_tokens < 1 or min_prefill_tokens < 1 or spread_steps < 1 or not 0 <= kv_threshold < 1:
             raise ValueError("a chunk holds at least one token, and some of the KV cache is of use")
@@ -76,7 +73,6 @@ class ThrottledPolicy:
         self._min = min(min_prefill_tokens, max_prefill_tokens)  # MinP: a smaller chunk costs as much
         self._spread_steps = spread_steps  # T
         self._kv_threshold = kv_threshold  # share of the blocks kept for running decodes
-        self._trim_to_tiles = trim_to_tiles
 
     def budget(self, load: Load) -> StepBudget:
         """Return an even share of the decodes and the prefill tokens that may go beside it."""
@@ -97,13 +93,7 @@ class ThrottledPolicy:
             tokens = min(tokens, max(self._min, load.link_cap_tokens - beside))
         if load.prefill_cap_tokens is not None:
             tokens = min(tokens, max(self._min, load.prefill_cap_tokens - beside))
-        return self._trimmed(tokens, beside, load.tile_edges) if self._trim_to_tiles else tokens
-
-    def _trimmed(self, tokens: int, beside: int, edges: tuple[int, ...]) -> int:
-        """Trim the tokens to the last tile edge that the step reaches, unless the rest is below the floor."""
-        reached = bisect_right(edges, beside + tokens)
-        trimmed = edges[reached - 1] - beside if reached else 0
-        return trimmed if trimmed >= min(self._min, tokens) else tokens
+        return tokens
 
 
 class SarathiPolicy:
@@ -124,10 +114,7 @@ class SarathiPolicy:
         return StepBudget(decode_rows=decode_rows, prefill_tokens=prefill_tokens)
 
 
-TRIMMING = "throttled-tiles"
-"""Experiment: ``throttled``, with prefill trimmed to a tile edge of the measured step times."""
-
-POLICIES = ("throttled", "sarathi", TRIMMING)
+POLICIES = ("throttled", "sarathi")
 """Names that ``make_policy`` knows, the default first."""
 
 
@@ -136,8 +123,8 @@ def make_policy(name: str, *, max_tokens: int = 2048) -> Policy:
 
     ``max_tokens`` bounds a step's prefill (``throttled``) or the whole step (``sarathi``).
     """
-    if name in ("throttled", TRIMMING):
-        return ThrottledPolicy(max_prefill_tokens=max_tokens, trim_to_tiles=name == TRIMMING)
+    if name == "throttled":
+        return ThrottledPolicy(max_prefill_tokens=max_tokens)
     if name == "sarathi":
         return SarathiPolicy(max_tokens=max_tokens)
     raise ConfigInvalid(f"no scheduling policy is called '{name}'", fact=f"there are {', '.join(POLICIES)}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from edgepipe.backend.types import BlockCopy
 from edgepipe.errors import PromptTooLong, QueueFull
@@ -22,7 +21,7 @@ from edgepipe.scheduler.limits import SchedulerLimits, SchedulerStats
 from edgepipe.scheduler.policy import Load, Policy, StepBudget
 from edgepipe.scheduler.prompts import Prompts
 from edgepipe.scheduler.queue import WaitingQueue
-from edgepipe.scheduler.sequence import NEVER, Phase, Sequence
+from edgepipe.scheduler.sequence import Phase, Sequence
 from edgepipe.scheduler.step_time import PrefillCap
 from edgepipe.scheduler.tables import BlockTables, KeptPools
 from edgepipe.scheduler.types import (
@@ -66,7 +65,6 @@ class Scheduler:
         self._unscheduled_prefill = 0  # tokens, of waiting and prefilling sequences
         self._in_flight: deque[_InFlight] = deque()
         self._link_cap_tokens: int | None = None
-        self._tile_edges: tuple[int, ...] = ()
         self._prefill_cap: PrefillCap | None = None
         self._last_step = 0
         self._arrivals = 0
@@ -139,10 +137,6 @@ class Scheduler:
         """Set the tokens that the slowest link uploads while a step is computed; None: not known."""
         self._link_cap_tokens = tokens
 
-    def set_tiles(self, edges: Seq[int]) -> None:
-        """Set the measured token counts, ascending, above which a step takes clearly longer."""
-        self._tile_edges = tuple(edges)
-
     def set_prefill_cap(self, cap: PrefillCap) -> None:
         """Set the limit on prefill tokens that keeps the slowest stage within the time allowed."""
         self._prefill_cap = cap
@@ -204,81 +198,6 @@ class Scheduler:
                 self._append(sequence, next(tokens), events)
             self._release_if_idle(sequence)
         return events
-
-    def next_to_retire(self) -> tuple[StepId, int] | None:
-        """Return the oldest step in flight and the number of ids that its ``retire`` takes, or None."""
-        return (self._in_flight[0].step, self._in_flight[0].num_samples) if self._in_flight else None
-
-    # Repeated steps
-
-    def steady_steps(self) -> int:
-        """Return how many of the next steps need no decision: the steps in flight, in turn, each row one token further.
-
-        During them no sequence ends by length and the free blocks suffice. 0 if the next step needs a decision. A
-        caller that needs only the steps' times, such as the simulator, replaces them by one ``repeat``.
-        """
-        records = self._in_flight
-        admits = self._waiting.any_parked or (len(self._waiting) and self._may_admit_after_decodes)
-        if self._ready or self._prompts or admits or self._tables.has_frees or self._tables.states is not None:
-            return 0
-        if not 0 < len(records) <= self._limits.micro_batches or not self._sizes_stay():
-            return 0
-        turns = NEVER
-        for record in records:
-            if record.chunks:
-                return 0
-            for sequence in record.decodes:
-                if sequence.phase is not Phase.DECODE or sequence.stop_ids:
-                    return 0
-                turns = min(turns, sequence.limit - len(sequence.tokens) - 1)
-        return max(0, self._tables.turns_with_blocks(self._running.values(), turns)) * len(records)
-
-    def repeat(self, steps: int, token_id: int) -> list[int]:
-        """Do the work of ``steps`` pairs of ``retire`` (with ``token_id`` for each row) and ``next_step``.
-
-        ``steps`` is at most ``steady_steps``. Returns the blocks in use after each. The next real step carries the
-        table changes of all of them.
-        """
-        turns, more = divmod(steps, len(self._in_flight))
-        grown = [0] * steps
-        for index, record in enumerate(self._in_flight):
-            times = turns + (index < more)
-            self._computed_tokens += times * record.num_tokens
-            for sequence in record.decodes:
-                known = len(sequence.tokens)
-                for time in range(sequence.room - known, times, self._limits.block_size):
-                    grown[time * len(self._in_flight) + index] += 1
-                self._resume(sequence, [token_id] * times)
-        used = accumulate(grown, initial=self.used_blocks - sum(grown))
-        self._in_flight.rotate(-more)
-        self._last_step += steps
-        for step, record in enumerate(self._in_flight, start=self._last_step - len(self._in_flight) + 1):
-            record.step = StepId(step)
-        return list(used)[1:]
-
-    @property
-    def _may_admit_after_decodes(self) -> bool:
-        """Whether a waiting sequence may be admitted while all running sequences decode and none ends."""
-        return not self._head_does_not_fit or self._tables.may_fit_after_decodes(self._running.values())
-
-    def _sizes_stay(self) -> bool:
-        """Return whether the policy lets each step in flight repeat at its size."""
-        sizes = [record.num_samples for record in self._in_flight]
-        load = self._load()
-        for index, size in enumerate(sizes):
-            others = (*sizes[index + 1 :], *sizes[:index])
-            come_back = load._replace(sampling_rows_in_flight=others, ready_decodes=size)
-            if self._policy.budget(come_back).decode_rows < size:
-                return False
-        return True
-
-    def _resume(self, sequence: Sequence, token_ids: list[int]) -> None:
-        """Append a decode's next tokens. All but the last are computed."""
-        sequence.tokens += token_ids
-        sequence.scheduled = len(sequence.tokens)
-        while sequence.room < sequence.scheduled:
-            self._tables.grow(sequence)
-        self._tables.note_computed(sequence, sequence.scheduled - 1)
 
     def tokens(self, sequence_id: SequenceId) -> Seq[int]:
         """Return the known tokens, prompt and output, of a sequence that has not ended."""
@@ -386,7 +305,6 @@ class Scheduler:
             block_size=self._limits.block_size,
             reserved_tokens=self._prompts.unscheduled_tokens,
             link_cap_tokens=self._link_cap_tokens,
-            tile_edges=self._tile_edges,
             prefill_cap_tokens=self._prefill_cap_tokens(),
         )
 

@@ -83,11 +83,6 @@ class StateClass:
         return len(self._free) + len(self._idle)
 
     @property
-    def cached_slots(self) -> int:
-        """Snapshots in the cache."""
-        return len(self._snapshots)
-
-    @property
     def any_stale(self) -> bool:
         """Whether the cache has a stale snapshot."""
         return bool(self._stale)

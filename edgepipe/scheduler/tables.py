@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -57,7 +56,6 @@ class BlockTables:
         self._windows = [WindowClass(pool) for pool in limits.windows]
         self._states = StateClass(limits.states, block_size=limits.block_size) if limits.states else None
         self._frees: list[SequenceId] = []
-        self._refused_keys: list[Key] = []  # of the prompt that the last ``admit`` refused, if it needs fewer with hits
         self._short_of: tuple[int, int] | None = None  # what it lacked: a place in ``_free_counts``, and the count then
         self.lacked_room = False  # whether the last ``admit`` refused a sequence for lack of blocks, slots or places
         self.draining_blocks = 0  # blocks that steps in flight use: of sequences that left, or sources of copies
@@ -191,14 +189,6 @@ class BlockTables:
             return True
         return any(watch.changed for watch in self._watches())
 
-    def may_fit_after_decodes(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether the sequence that the last ``admit`` refused may fit while these sequences, all there are, decode."""
-        if self.may_fit_now or self._short_of is not None or any(pool.any_stale for pool in self._pools()):
-            return True
-        keys = self._refused_keys
-        known = [(each.known_blocks, each.keys) for each in sequences]
-        return any(count < len(keys) and (not count or own[count - 1] == keys[count - 1]) for count, own in known)
-
     def grow(self, sequence: Sequence) -> bool:
         """Add one block to each table if all classes have one. Return whether they had."""
         if not self._kv.free_blocks or not all(each.kv.free_blocks for each in self._windows):
@@ -208,16 +198,6 @@ class BlockTables:
         runs = self._kv.extend(sequence.table, room=self._room(sequence) - sequence.num_blocks)
         sequence.grow(runs, block_size=self._limits.block_size)
         return True
-
-    def turns_with_blocks(self, sequences: Iterable[Sequence], most: int) -> int:
-        """Lower bound on the tokens per sequence that still fit in free blocks, at most ``most``."""
-        size = self._limits.block_size
-        rooms = [sequence.room - len(sequence.tokens) for sequence in sequences]
-        free = min([self._kv.free_blocks, *[each.kv.free_blocks for each in self._windows]])
-        turns = min(most, free * size)
-        while turns > 0 and sum([-(-(turns - room) // size) for room in rooms if room < turns]) > free:
-            turns //= 2
-        return turns
 
     def note_computed(self, sequence: Sequence, end: int) -> None:
         """Enter the full blocks of the computed tokens ``[0, end)`` in the prefix cache, and move the windows on."""
@@ -285,11 +265,6 @@ class BlockTables:
         self.draining_blocks += sign * sequence.num_blocks
         for each, table in zip(self._windows, sequence.windows, strict=False):
             each.draining_blocks += sign * (len(table.blocks) + len(table.kept))
-
-    @property
-    def has_frees(self) -> bool:
-        """Whether the next step must list sequences to forget."""
-        return bool(self._frees)
 
     def pop_frees(self) -> list[SequenceId]:
         """Remove and return the sequences that stages may forget, for the next step."""
@@ -359,7 +334,6 @@ class BlockTables:
     def _refuse(self, keys: list[Key], *, short_of: int | None = None, lacks_room: bool = True) -> bool:
         """Remember why a sequence was refused, and watch the ``keys`` that would make it need fewer blocks."""
         self.lacked_room = lacks_room
-        self._refused_keys = keys
         self._short_of = None if short_of is None else (short_of, self._free_counts()[short_of])
         watched = frozenset(keys)
         for watch in self._watches():

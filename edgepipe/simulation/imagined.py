@@ -52,7 +52,6 @@ class Imagined:
     ring: RingModel
     limits: SchedulerLimits
     row_bytes: int  # of one token's activations on a link
-    tile_edges: tuple[int, ...]  # token counts above which a step takes clearly longer on a device
     link_cap_tokens: int | None = None  # tokens that the slowest link uploads during the slowest device's decode step
     plan: str = ""  # the placement: "a:0-15,b:16-31"
 
@@ -103,7 +102,6 @@ def imagine(cluster: ImaginedCluster) -> Imagined:
         limits=_limits(cluster, devices, parts),
         row_bytes=row_bytes,
         plan=",".join(f"{stage.node_id}:{stage.part.layers}" for stage in placed),
-        tile_edges=tuple(sorted({first - 1 for device in devices.values() for first, _ in device.tile_steps})),
         link_cap_tokens=_link_cap_tokens(stages),
     )
 

@@ -144,21 +144,6 @@ class RunReport:
             del value["requests"], value["steps"]
         return value
 
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> RunReport:
-        """Rebuild a report from the output of ``to_dict``, also after JSON."""
-        fields = {key: item for key, item in value.items() if key != "prefix_hits"}
-        facts = dict(fields["facts"])
-        facts["stage_names"] = tuple(facts["stage_names"])
-        fields["facts"] = RunFacts(**facts)
-        for key in ("ttft_s", "itl_s", "tpot_s"):
-            fields[key] = Percentiles(**fields[key])
-        fields["stages"] = tuple(StageReport(**item) for item in fields["stages"])
-        fields["micro_batches"] = tuple((float(moment), int(count)) for moment, count in fields["micro_batches"])
-        fields["requests"] = tuple(_request(item) for item in fields.get("requests", ()))
-        fields["steps"] = tuple(_step(item) for item in fields.get("steps", ()))
-        return cls(**fields)
-
 
 def make_report(facts: RunFacts, requests: Sequence[RequestRecord], steps: Sequence[StepRecord]) -> RunReport:
     """Compute all figures of a run."""
@@ -247,13 +232,3 @@ def _changes(steps: Sequence[StepRecord]) -> tuple[tuple[float, int], ...]:
 
 def _per(amount: float, whole: float) -> float:
     return amount / whole if whole > 0 else 0.0
-
-
-def _request(value: Mapping[str, Any]) -> RequestRecord:
-    fields: dict[str, Any] = {**value, "token_times_s": tuple(value["token_times_s"])}
-    return RequestRecord(**fields)
-
-
-def _step(value: Mapping[str, Any]) -> StepRecord:
-    fields: dict[str, Any] = {**value, "stages": tuple((start, end) for start, end in value["stages"])}
-    return StepRecord(**fields)

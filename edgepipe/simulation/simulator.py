@@ -1,8 +1,8 @@
 """Simulates a workload on a modelled ring with the engines' own scheduler. PURE, seeded, no real time.
 
 Time jumps from event to event: a request arrives, or a step comes back. No other events exist in a ring whose steps
-never overtake each other. While the scheduler has nothing to decide (``Scheduler.steady_steps``), the simulator repeats
-the same steps and informs the scheduler once, with the same results.
+never overtake each other. While the scheduler has nothing to decide (``steady_steps``), the simulator repeats the same
+steps and informs the scheduler once, with the same results.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from math import inf
 from edgepipe.backend.cost import StepWork
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import SequenceId, StepId
-from edgepipe.scheduler import Event, Policy, ScheduledStep, Scheduler, SequenceSpec, TokenSampled
+from edgepipe.scheduler import Event, Policy, ScheduledStep, SequenceSpec, TokenSampled
 from edgepipe.scheduler.step_time import PrefillCap
+from edgepipe.simulation.fast_forward import FastForwardScheduler
 from edgepipe.simulation.imagined import Imagined
 from edgepipe.simulation.interleaved import InterleavedTraffic
 from edgepipe.simulation.report import RequestRecord, RunFacts, RunReport, StepRecord, make_report
@@ -80,8 +81,7 @@ class _Simulation:
             max_waiting=max(cluster.limits.max_waiting, len(run.workload.requests)),  # clients retry instead of failing
         )
         self._run = run
-        self._scheduler = Scheduler(limits, run.policy)
-        self._scheduler.set_tiles(cluster.tile_edges)
+        self._scheduler = FastForwardScheduler(limits, run.policy)
         self._scheduler.set_link_cap(cluster.link_cap_tokens)
         self._scheduler.set_prefill_cap(PrefillCap([stage.step_s for stage in cluster.ring.stages]))
         self._traffic = InterleavedTraffic(cluster.ring) if cluster.ring.interleaved else RingTraffic(cluster.ring)

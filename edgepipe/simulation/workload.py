@@ -191,7 +191,7 @@ def read_trace(lines: Iterable[str], *, name: str = "the trace", seed: int = 0) 
 
 def _arrival_times(spec: WorkloadSpec, generator: np.random.Generator) -> list[float | None]:
     if spec.arrivals is Arrivals.TRACE:
-        raise ConfigInvalid("a trace comes from a file", next_step="give it with --trace FILE")
+        raise ConfigInvalid("a trace comes from a file", next_step="give it with --workload FILE")
     if spec.arrivals is Arrivals.CLOSED:
         return [None] * spec.num_requests
     if spec.arrivals is Arrivals.FIXED:

@@ -13,12 +13,9 @@ from edgepipe.spec import shape_limits as limits
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.families import FAMILIES
 from edgepipe.spec.formats import check_format
-from edgepipe.spec.layer_json import layer_from_json, norm_from_json, rope_from_json, without_defaults
-from edgepipe.spec.layer_spec import Rope
+from edgepipe.spec.layer_json import layer_from_json, norm_from_json, without_defaults
 from edgepipe.spec.naming import NAMINGS
 from edgepipe.spec.quantisation import Quantisation, quantisation_from_json, quantisation_to_json
-from edgepipe.spec.rope_config import extended_context
-from edgepipe.spec.uniform import UniformShape, uniform_shape
 
 _FAMILIES = tuple(family.name for family in FAMILIES)
 
@@ -28,27 +25,23 @@ _SCALES = ("embedding_scale", "logit_scale")
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """Convert a config to plain JSON values; ``config_from_json`` restores an equal config.
-
-    Decoders whose layers are alike keep the flat form, which earlier versions read.
-    """
-    flat = uniform_shape(config)
-    values = asdict(flat) if flat is not None else _layered(config)
+    """Convert a config to plain JSON values, each kind of layer once; ``config_from_json`` restores an equal config."""
+    kinds = list(dict.fromkeys(config.layers))
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     del values["quantisation"]
+    values |= {
+        "norm": asdict(config.norm),
+        "kinds": [without_defaults(kind) for kind in kinds],
+        "layers": [kinds.index(layer) for layer in config.layers],
+    }
     return values | ({"quantisation": quantisation_to_json(config.quantisation)} if config.quantisation else {})
 
 
 def changed_values(config: ModelConfig) -> dict[str, Any]:
     """Return the values of a config without those that are defaults: what a digest of the config is made of."""
-    flat = uniform_shape(config)
-    if flat is not None:
-        changed = _changed(flat) | {"rope": _changed(flat.rope)}
-    else:
-        defaults = {field.name: field.default for field in dataclasses.fields(config) if field.name != "quantisation"}
-        values = _layered(config)
-        changed = {name: values[name] for name, default in defaults.items() if getattr(config, name) != default}
-        changed["kinds"] = values["kinds"]
-    return changed | ({"quantisation": quantisation_to_json(config.quantisation)} if config.quantisation else {})
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    values = config_to_json(config)
+    return {name: value for name, value in values.items() if name == "kinds" or getattr(config, name) != defaults[name]}
 
 
 def config_from_json(values: Mapping[str, Any]) -> ModelConfig:
@@ -59,27 +52,6 @@ def config_from_json(values: Mapping[str, Any]) -> ModelConfig:
         raise ArchitectureUnsupported(
             f"the architecture '{family[:80]}' is not supported", fact=f"supported: {', '.join(_FAMILIES)}"
         )
-    return _from_layers(fields, family) if fields.has("kinds") else _from_flat(fields, family)
-
-
-def _changed(shape: UniformShape | Rope) -> dict[str, Any]:
-    """Return the fields whose values differ from their defaults."""
-    values = {field.name: (getattr(shape, field.name), field.default) for field in dataclasses.fields(shape)}
-    return {name: value for name, (value, default) in values.items() if value != default}
-
-
-def _layered(config: ModelConfig) -> dict[str, Any]:
-    """Return the values with each kind of layer once."""
-    kinds = list(dict.fromkeys(config.layers))
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return values | {
-        "norm": asdict(config.norm),
-        "kinds": [without_defaults(kind) for kind in kinds],
-        "layers": [kinds.index(layer) for layer in config.layers],
-    }
-
-
-def _from_layers(fields: Fields, family: str) -> ModelConfig:
     vocab = fields.integer("vocab_size", low=1, high=limits.MAX_VOCAB)
     kinds = [layer_from_json(item) for item in fields.items("kinds")]
     places = fields.items("layers")
@@ -109,39 +81,6 @@ def _from_layers(fields: Fields, family: str) -> ModelConfig:
     )
 
 
-def _from_flat(fields: Fields, family: str) -> ModelConfig:
-    vocab = fields.integer("vocab_size", low=1, high=limits.MAX_VOCAB)
-    layers = fields.integer("num_layers", low=1, high=limits.MAX_LAYERS)
-    heads = fields.integer("num_heads", low=1, high=limits.MAX_HEADS)
-    hidden = fields.integer("hidden_size", low=1, high=limits.MAX_WIDTH)
-    head_dim = limits.read_head_dim(fields, "head_dim", hidden, heads, None)
-    bos = fields.token_ids("bos_token_id", vocab_size=vocab)
-    rope = rope_from_json(fields.raw("rope"), num_pairs=head_dim // 2)
-    context = fields.integer("context_length", low=1, high=limits.MAX_CONTEXT)
-    return UniformShape(
-        architecture=family,
-        num_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size", low=1, high=limits.MAX_INTERMEDIATE),
-        num_heads=heads,
-        num_kv_heads=limits.read_kv_heads(fields, "num_kv_heads", heads, None),
-        head_dim=head_dim,
-        vocab_size=vocab,
-        context_length=extended_context(rope, context),  # older cards name the context before stretching
-        rms_norm_eps=fields.number("rms_norm_eps", low=0.0, high=0.1),
-        rope=rope,
-        qkv_bias=fields.flag("qkv_bias", default=False),
-        output_bias=fields.flag("output_bias", default=False),
-        mlp_bias=fields.flag("mlp_bias", default=False),
-        qk_norm=fields.flag("qk_norm", default=False),
-        sliding_windows=_windows(fields, layers),
-        tied_embeddings=fields.flag("tied_embeddings", default=False),
-        eos_token_ids=fields.token_ids("eos_token_ids", vocab_size=vocab),
-        bos_token_id=bos[0] if bos else None,
-        quantisation=_quantisation(fields),
-    ).config()
-
-
 def _quantisation(fields: Fields) -> Quantisation | None:
     value = fields.raw("quantisation")
     if value is None:
@@ -150,11 +89,3 @@ def _quantisation(fields: Fields) -> Quantisation | None:
     for stored in quantisation.formats:
         check_format(stored)
     return quantisation
-
-
-def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    items = fields.items("sliding_windows")
-    good = all(item is None or (type(item) is int and 0 < item <= limits.MAX_CONTEXT) for item in items)
-    if not good or len(items) not in (0, layers):
-        raise fields.fail("sliding_windows", f"{layers} windows or none are needed, it has {len(items)}")
-    return tuple(cast("list[int | None]", items))

@@ -2,7 +2,7 @@
 
 A share of each layer's experts, in percent, the same in every layer: so the CPU computes its experts of a layer while
 the device computes the others. The share is part of the backend's kind (``edgepipe.weights.resident``): "torch-cuda/40"
-keeps 40 % of the experts in host memory. Nodes of earlier versions know no such kind and take all weights to be wide.
+keeps 40 % of the experts in host memory.
 """
 
 from __future__ import annotations

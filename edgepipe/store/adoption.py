@@ -19,9 +19,9 @@ from typing import BinaryIO
 from edgepipe.errors import ModelInvalid
 from edgepipe.spec.layout import check_layout
 from edgepipe.store.folders import sync_folder
-from edgepipe.store.install import described_manifest, metadata_contents
+from edgepipe.store.install import metadata_contents
 from edgepipe.weights.card import read_card
-from edgepipe.weights.manifest import CARD_FILE, MANIFEST_FILE, FileEntry, Manifest
+from edgepipe.weights.manifest import CARD_FILE, MANIFEST_FILE, FileEntry, Manifest, read_manifest
 from edgepipe.weights.tensor_folder import TENSOR_FOLDER
 
 ADOPTED_FOR_FILE = "adopted-for"
@@ -78,7 +78,7 @@ class Adoption:
         """Return whether the folder in place is readable and has the manifest's content."""
         try:
             read_card(self._folder)
-            return described_manifest(self._folder).hash == self._manifest.hash
+            return read_manifest(self._folder).hash == self._manifest.hash
         except ModelInvalid:
             return False
 

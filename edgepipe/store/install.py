@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from edgepipe.errors import ModelInvalid
-from edgepipe.files.disk import replace_file
 from edgepipe.files.progress import OnProgress, ProgressCounter
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.sampling_defaults import GENERATION_FILE, gguf_sampling, hf_sampling
@@ -29,7 +27,6 @@ from edgepipe.weights.manifest import (
     FileEntry,
     Manifest,
     TensorEntry,
-    read_manifest,
 )
 from edgepipe.weights.safetensors_file import INDEX_FILE, shard_names
 from edgepipe.weights.weights import Weights, emulated_mix, is_emulated, open_gguf_weights, open_hf_weights
@@ -91,22 +88,6 @@ def metadata_contents(folder: Path) -> dict[str, str]:
     """
     card = read_card(folder)
     return {CARD_FILE: card.digest, **_tokenizer_content(folder, card.config)}
-
-
-def described_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a stored model. A manifest of an earlier version is completed, and rewritten if possible.
-
-    Raises ModelInvalid.
-    """
-    manifest = read_manifest(folder)
-    if manifest.described:
-        return manifest
-    contents = metadata_contents(folder)
-    files = [replace(file, content=contents.get(file.name, "")) if file.metadata else file for file in manifest.files]
-    completed = replace(manifest, files=tuple(files))
-    with contextlib.suppress(OSError):  # on a read-only disk it is completed at every read
-        replace_file(folder / MANIFEST_FILE, completed.to_json())
-    return completed
 
 
 def hash_file(path: Path, on_bytes: ProgressCounter | None = None) -> str:

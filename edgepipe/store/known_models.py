@@ -1,6 +1,6 @@
 """Models that people know by a short name, and where a pull finds them. The table is ``known_models.json``.
 
-Each name is also that of a shape (``edgepipe.model.shapes``), so that a model can be planned before it is fetched.
+Each name is also that of a shape (``edgepipe.shapes``), so that a model can be planned before it is fetched.
 """
 
 from __future__ import annotations

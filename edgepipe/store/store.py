@@ -25,7 +25,7 @@ from edgepipe.spec.layout import slice_tensors
 from edgepipe.spec.names import canonical_name, folder_name, is_name, name_of_folder
 from edgepipe.store.adoption import ADOPTED_FOR_FILE, Adoption, is_model_folder
 from edgepipe.store.folders import folder_size, hide_folder, remove_folder, remove_hidden
-from edgepipe.store.install import HASH_CHUNK_BYTES, described_manifest
+from edgepipe.store.install import HASH_CHUNK_BYTES
 from edgepipe.store.linked_files import OnBytes, Stamp, check_unchanged, touched_files
 from edgepipe.store.pull import Puller, PullResult, is_local
 from edgepipe.store.typed_names import meant_names, understood
@@ -33,7 +33,7 @@ from edgepipe.store.unfinished import UnendedPull, remove_dead_copies, staging_f
 from edgepipe.text.template import TemplateRenderer
 from edgepipe.text.tokenizer import Tokenizer
 from edgepipe.weights.card import ModelCard, read_card
-from edgepipe.weights.manifest import TOKENIZER_FILE, FileEntry, Manifest
+from edgepipe.weights.manifest import TOKENIZER_FILE, FileEntry, Manifest, read_manifest
 from edgepipe.weights.repacked import REPACKED_FOLDER
 from edgepipe.weights.tensor_folder import TENSOR_FOLDER, MissingTensor, ShardWriter, complete_names, is_complete
 from edgepipe.weights.weight_table import WeightTable, read_table
@@ -74,7 +74,7 @@ class StoredModel:
     @cached_property
     def manifest(self) -> Manifest:
         """The whole model's manifest. Raises ModelInvalid."""
-        return described_manifest(self.path)
+        return read_manifest(self.path)
 
     @property
     def manifest_hash(self) -> str:
@@ -234,13 +234,10 @@ class ModelStore:
         return sorted(self._models(), key=lambda model: (not model.whole, model.id, bool(model.adopted_for)))
 
     def resolve(self, name: str, *, manifest_hash: str = "") -> StoredModel:
-        """Return the model of that id, whole before partial; with a hash, only that content. Raises ModelUnknown.
-
-        The hash may be that of an earlier version of edgepipe.
-        """
+        """Return the model of that id, whole before partial; with a hash, only that content. Raises ModelUnknown."""
         found = [model for model in self.list() if model.id == canonical_name(name)]
         if manifest_hash:
-            found = [model for model in found if manifest_hash in _hashes(model)]  # a damaged folder has none
+            found = [model for model in found if manifest_hash == _hash_of(model)]  # a damaged folder has none
         if found:
             return found[0]
         can_be_pulled = is_name(canonical_name(name)) or name.startswith(_PATHS)
@@ -323,11 +320,11 @@ def tensor_names(config: ModelConfig, slices: tuple[Slice, ...]) -> list[str]:
     return list(dict.fromkeys(name for part in slices for name in slice_tensors(config, part)))
 
 
-def _hashes(model: StoredModel) -> tuple[str, ...]:
-    """Return the model's current and former hash; none if its files are damaged, as after a power cut."""
+def _hash_of(model: StoredModel) -> str:
+    """Return the hash of the model's content; empty if its files are damaged, as after a power cut."""
     try:
         read_card(model.path)
-        return model.manifest_hash, model.manifest.former_hash
+        return model.manifest_hash
     except ModelInvalid as error:
         logger.warning("model cannot be used model=%s folder=%s: %s", model.id, model.path, error)
-        return ()
+        return ""

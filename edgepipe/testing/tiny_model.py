@@ -10,11 +10,12 @@ import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.spec.facts import ModelConfig, Slice
-from edgepipe.spec.layer_spec import Rope
+from edgepipe.spec.layer_spec import Attention, Dense, LayerSpec, Norm, Rope
 from edgepipe.spec.layout import model_tensors, slice_tensors
 from edgepipe.spec.tensors import RawTensor, TensorInfo
-from edgepipe.spec.uniform import UniformShape
 from edgepipe.weights.logical import OneTensorPerWeight
+
+_ROPE = Rope()
 
 
 def tiny_config(
@@ -22,35 +23,45 @@ def tiny_config(
     architecture: str = "llama",
     num_layers: int = 4,
     hidden_size: int = 32,
+    intermediate_size: int | None = None,
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_dim: int = 8,
     vocab_size: int = 97,
     context_length: int = 256,
-    sliding_window: int | None = None,
+    rope: Rope = _ROPE,
+    windows: Sequence[int | None] = (None,),
     qkv_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
     qk_norm: bool = False,
     tied_embeddings: bool = False,
 ) -> ModelConfig:
-    """Return the shape of a decoder of a few kilobytes."""
-    return UniformShape(
-        architecture=architecture,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
+    """Return the shape of a decoder of a few kilobytes.
+
+    ``intermediate_size``: None for twice the hidden size.
+    ``windows``: of the first layers, and of those behind them in turns; None: they see the context.
+    """
+    attention = Attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        rope=rope,
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        qk_norm="head" if qk_norm else "",
+    )
+    layer = LayerSpec(attention=attention, dense=Dense(inner=intermediate_size or 2 * hidden_size, bias=mlp_bias))
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden_size,
         vocab_size=vocab_size,
         context_length=context_length,
-        rms_norm_eps=1e-5,
-        rope=Rope(),
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
-        sliding_windows=(sliding_window,) * num_layers if sliding_window else (),
+        layers=tuple(layer.with_attention(window=windows[index % len(windows)]) for index in range(num_layers)),
+        norm=Norm(eps=1e-5),
         tied_embeddings=tied_embeddings,
         eos_token_ids=(0,),
-    ).config()
+    )
 
 
 class TinyWeights(OneTensorPerWeight):

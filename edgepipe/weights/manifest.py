@@ -21,7 +21,7 @@ from edgepipe.files.fields import Fields
 from edgepipe.files.safe_path import check_member_name
 from edgepipe.files.strict_json import parse_json_object
 from edgepipe.plain_words import plain
-from edgepipe.spec.stored_types import FLOAT_TYPES, stored_bytes
+from edgepipe.spec.stored_types import stored_bytes
 from edgepipe.spec.tensors import TensorInfo
 
 CARD_FILE = "edgepipe.json"
@@ -56,7 +56,7 @@ class FileEntry:
     num_bytes: int
     sha256: str
     metadata: bool
-    content: str = ""  # for metadata: SHA-256 of its canonical form; empty in manifests of earlier versions
+    content: str = ""  # for metadata: SHA-256 of its canonical form
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,25 +71,10 @@ class Manifest:
     @cached_property
     def hash(self) -> str:
         """SHA-256 over the content: tensors, and the canonical forms of the metadata files."""
-        return self._hash_with("metadata", {entry.name: entry.content for entry in self.metadata_files})
-
-    @cached_property
-    def former_hash(self) -> str:
-        """The hash of earlier versions for this content, without the tokenizer.
-
-        It only finds models on this node's disk that were served before an upgrade. A peer's files are never accepted
-        under it.
-        """
-        return self._hash_with("card", [entry.sha256 for entry in self.files if entry.name == CARD_FILE])
-
-    @property
-    def described(self) -> bool:
-        """Whether the digest of every metadata file is known, so that ``hash`` covers all of them."""
-        return all(entry.content for entry in self.metadata_files)
-
-    def _hash_with(self, key: str, metadata: object) -> str:
         tensors = sorted((_tensor_json(entry) for entry in self.tensors), key=lambda item: item["name"])
-        return value_digest({"tensors": tensors, key: metadata})
+        return value_digest(
+            {"tensors": tensors, "metadata": {entry.name: entry.content for entry in self.metadata_files}}
+        )
 
     @cached_property
     def by_name(self) -> Mapping[str, TensorEntry]:
@@ -172,9 +157,7 @@ def _tensor_from_json(fields: Fields) -> TensorEntry:
     num_bytes = fields.integer("num_bytes", low=1, high=1 << 50)
     if num_bytes != stored_bytes(dims, scheme):
         raise fields.fail("num_bytes", f"'{name}' {list(dims)} in {scheme} does not take {num_bytes} bytes")
-    rounded = (
-        fields.flag("rounded", default=False) and scheme not in FLOAT_TYPES
-    )  # earlier versions rounded F16 and F32, too
+    rounded = fields.flag("rounded", default=False)
     info = TensorInfo(name=name, shape=dims, scheme=scheme, num_bytes=num_bytes, rounded=rounded)
     return TensorEntry(info=info, sha256=_digest(fields, "sha256"))
 
@@ -189,7 +172,7 @@ def _file_from_json(fields: Fields) -> FileEntry:
         num_bytes=fields.integer("num_bytes", low=0, high=METADATA_LIMITS[name] if metadata else 1 << 50),
         sha256=_digest(fields, "sha256"),
         metadata=metadata,
-        content=_digest(fields, "content") if metadata and fields.has("content") else "",
+        content=_digest(fields, "content") if metadata else "",
     )
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import prod
 
 from edgepipe.errors import ModelUnknown
-from edgepipe.model.shapes import named_shape
+from edgepipe.shapes.loader import named_shape
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
 from edgepipe.spec.layout import EMBEDDING, HEAD, is_exact, is_expert, model_tensors, slice_weights

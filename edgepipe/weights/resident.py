@@ -18,7 +18,7 @@ from edgepipe.spec.packed_form import MXFP4_FORM, MXFP8_FORM, NVFP4_FORM, Packed
 from edgepipe.weights.weight_table import WeightTable
 
 WIDE = ""
-"""The kind of a backend that widens every weight to its compute dtype, and of nodes of earlier versions."""
+"""The kind of a backend that widens every weight to its compute dtype."""
 
 _BYTES_PER_FLOAT = {"float32": 4, "float16": 2, "bfloat16": 2}
 _SCALE_BYTES = 2  # of a scale, offset or zero that the backend keeps in 16 bits

@@ -85,7 +85,7 @@ class StageState:
     one_way_ms: float = 0.0  # EWMA of its outgoing link
     decode_ms: float = 0.0  # measured step of ``EngineState.decode_rows`` sequences; 0 while not known
     decode_upload_ms: float = 0.0  # upload of that step on its outgoing link; 0 while not known
-    products: tuple[PackedProducts, ...] = ()  # empty: no packed weights, or its node is of an earlier version
+    products: tuple[PackedProducts, ...] = ()  # empty: no packed weights
     # Since the start of the epoch:
     computed_s: float = 0.0
     bubble_s: float = 0.0  # its device waited while steps were in flight

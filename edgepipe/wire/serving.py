@@ -50,11 +50,6 @@ class ServeRecord:
 
     body: bytes = b""
     signature: bytes = b""
-    pipeline_id: str = ""  # this and what follows: of the earlier, unsigned form, on disks only
-    spec: ServeSpec | None = None
-    stopped: bool = False
-    version: int = 0
-    engine_node: str = ""  # node id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ class TrustBody:
     cluster_id: str = ""  # hash of the founding statement; empty in that statement
     signer: str = ""  # node id of the owner
     made_ms: int = 0  # signer's clock, since 1970; for people only
-    number: int = 0  # number of this signer's statement, from 1; 0: of an earlier format
+    number: int = 0  # number of this signer's statement, from 1
     statement: Found | Add | Remove | None = None  # None: of a later version
 
 

@@ -235,7 +235,7 @@ async def test_a_ring_stream_that_breaks_the_rules_ends_the_epoch() -> None:
                 activation_type=common_pb2.ACTIVATION_TYPE_BF16,
             )
             await call.write(stage_pb2.RingMessage(open=opening))
-            frame = stage_pb2.Frame(epoch=epoch_to_wire(epoch(1)), step=1, slice=1, chunk=3, data=b"late")
+            frame = stage_pb2.Frame(epoch=epoch_to_wire(epoch(1)), step=1, chunk=3, data=b"late")
             await call.write(stage_pb2.RingMessage(frame=frame))
             error = await fault_of(driver)
             assert isinstance(error, RemoteProtocolError)

@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from edgepipe.spec.config import hf_config
 from edgepipe.spec.longrope import served_config
 from edgepipe.spec.rope import rotary_frequencies
-from tests.support.models.shapes import flat
+from tests.support.models.specs import first_attention, first_rope
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_ropes.json").read_text())
 SCALED = [one for one in PUBLISHED if "rope_scaling" in one["values"]]
@@ -49,7 +49,7 @@ def _assert_turns_as_in_transformers(published: dict[str, Any], *, context: int)
     values = {**SHAPE, **published["values"]}
     config = served_config(hf_config(values), context)
     reference = LlamaConfig(**{key: value for key, value in values.items() if key != "architectures"})
-    rope, dims = flat(config).rope, flat(config).head_dim
+    rope, dims = first_rope(config), first_attention(config).head_dim
     theirs, amplitude = ROPE_INIT_FUNCTIONS[rope.scaling](
         reference, seq_len=context if rope.scaling == "longrope" else None
     )

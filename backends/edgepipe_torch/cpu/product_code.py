@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from edgepipe_torch.cpu.frame import ATTRIBUTES, read_fields
-from edgepipe_torch.cpu.ir_text import PREFETCH_DECLARATION, Function, float_constant
+from edgepipe_torch.cpu.ir_text import PREFETCH_DECLARATION, Function
 from edgepipe_torch.cpu.kinds import (
     E2M1_BYTES,
     E2M1_ZERO,
@@ -654,9 +654,6 @@ class ProductCode:
     def _fma(self, code: Function, a: str, b: str, c: str) -> str:
         kind = self._floats
         return code.value(f"call {kind} @llvm.fma.v{self._width}f32({kind} {a}, {kind} {b}, {kind} {c})")
-
-    def _all_floats(self, value: float) -> str:
-        return "<" + ", ".join([f"float {float_constant(value)}"] * self._width) + ">"
 
     def _all(self, value: int) -> str:
         """Return a constant vector."""

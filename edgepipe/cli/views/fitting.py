@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from edgepipe.backend.types import DEFAULT_SETTINGS
 from edgepipe.daemon.serving.capacity import rooms_of
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.planner.demand import Demand
@@ -39,7 +40,7 @@ def machines_of(members: Sequence[MemberState], config: ModelConfig, weights: We
         profile = member.node.devices[0].profile if member.node.devices else None
         if member.state != "alive" or profile is None:
             continue
-        for room in rooms_of(member.node, "auto"):
+        for room in rooms_of(member.node, DEFAULT_SETTINGS):
             speed = estimated_speed(profile, config, weights=weights, dtype=dtype_of(room.bytes_per_weight))
             machines.append(Machine(room=room, device=profile.name or profile.device, speed=speed))
     return machines

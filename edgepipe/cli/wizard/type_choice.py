@@ -49,6 +49,7 @@ class Memory:
 
 def memory_at_hand(data_dir: Path) -> Memory:
     """Return the free memory of the running node's cluster; without a running node, of this machine."""
+    from edgepipe.backend.types import DEFAULT_SETTINGS
     from edgepipe.cli.views.copies_view import members_of
     from edgepipe.daemon.serving.capacity import rooms_of
 
@@ -56,7 +57,7 @@ def memory_at_hand(data_dir: Path) -> Memory:
     rooms = [
         Room(free_bytes=room.free_bytes, packing=room.packing, dtype=room.dtype)
         for node in alive
-        for room in rooms_of(node, "auto")
+        for room in rooms_of(node, DEFAULT_SETTINGS)
     ]
     return Memory(owner="this cluster", rooms=tuple(rooms)) if rooms else _own_memory()
 

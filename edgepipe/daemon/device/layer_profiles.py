@@ -6,8 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ def profile_key(*facts: object, model_config: str, model_weights: str = "") -> s
     Raises ModelInvalid.
     """
     shape = parse_json_object(model_config.encode(), what="the model's shape")
-    for name in ("eos_token_ids", "bos_token_id", "context_length", "rope"):
+    for name in ("eos_token_ids", "bos_token_id", "context_length"):
         shape.pop(name, None)
     known = [__version__, [_plain(fact) for fact in facts], shape]
     if model_weights:
@@ -83,26 +82,13 @@ def _read(path: Path) -> dict[str, LayerProfile]:
         return {str(key): _profile(value) for key, value in document.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, ConfigInvalid) as exc:
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, ConfigInvalid) as exc:
         logger.warning("measured layers are forgotten: %s cannot be used: %s", path, exc)
         return {}
 
 
-def _profile(stored: Any) -> LayerProfile:
-    """Return stored times. Earlier versions left out zeros and wrote names in camel case and long numbers as texts."""
-    values = {re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", name): value for name, value in stored.items()}
-    return LayerProfile(
-        base_s=float(values.get("base_s", 0)),
-        decode=_points(values.get("decode", ())),
-        prefill=_points(values.get("prefill", ())),
-        head=_points(values.get("head", ())),
-        kv_token_s=float(values.get("kv_token_s", 0)),
-        decode_context=int(values.get("decode_context", 0)),
-        busy=bool(values.get("busy")),
-        measured_ms=int(values.get("measured_ms", 0)),
-    )
-
-
-def _points(stored: Iterable[Mapping[str, float]]) -> tuple[Point, ...]:
-    names = ("size", "seconds", "expert_share")
-    return tuple(Point(*(float(point.get(name, 0)) for name in names)) for point in stored)
+def _profile(stored: dict[str, Any]) -> LayerProfile:
+    fields: dict[str, Any] = dict(stored)
+    for name in ("decode", "prefill", "head"):
+        fields[name] = tuple(Point(**point) for point in stored[name])
+    return LayerProfile(**fields)

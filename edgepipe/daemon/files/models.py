@@ -78,7 +78,6 @@ class _ScannedModel:
 
     on_disk: ModelOnDisk
     path: Path
-    former_hash: str
     adopted: Adopted | None
 
 
@@ -113,7 +112,6 @@ class Models:
         self._transfers = Transfers(self._client, local)
         self.free_bytes = 0  # for copies, at the last scan
         self._on_disk: list[ModelOnDisk] = []
-        self._present: dict[tuple[str, str], str] | None = None  # hashes by name and former hash; None before a scan
         self._paths: dict[ModelKey, Path] = {}  # of models whose metadata is here
         self._reading: OrderedDict[ModelKey, StoredModel] = OrderedDict()  # the most recently read at the end
         self._scanning = asyncio.Lock()
@@ -140,10 +138,8 @@ class Models:
             found, room = await asyncio.to_thread(self._scan)
             self._on_disk = [entry.on_disk for entry in found]
             self._paths.clear()
-            self._present = {(entry.on_disk.model, entry.former_hash): entry.on_disk.manifest_hash for entry in found}
             for entry in found:
-                for manifest_hash in (entry.on_disk.manifest_hash, entry.former_hash):
-                    self._paths.setdefault(ModelKey(entry.on_disk.model, manifest_hash), entry.path)
+                self._paths.setdefault(ModelKey(entry.on_disk.model, entry.on_disk.manifest_hash), entry.path)
             for key, stored in list(self._reading.items()):
                 if self._paths.get(key) != stored.path:  # its folder now holds another content
                     self._reading.pop(key, None)
@@ -172,11 +168,6 @@ class Models:
     def metadata_path(self, model: str, manifest_hash: str) -> Path | None:
         """Return the folder with config, tokenizer and template, if it is here."""
         return self._paths.get(ModelKey(model, manifest_hash))
-
-    def present_hash(self, model: str, manifest_hash: str) -> str:
-        """Return the present hash of a local model that is named by an earlier kind of hash; empty before the first
-        scan."""
-        return self._present.get((model, manifest_hash), manifest_hash) if self._present is not None else ""
 
     async def resolve(self, name: str) -> LocalModel:
         """Find the model that a person means; fetch its metadata if only a peer has it. Raises ModelUnknown."""
@@ -464,7 +455,7 @@ def _look_at(stored: StoredModel) -> _ScannedModel:
     adopted = (
         Adopted(key=key, node_id=node_id, num_bytes=on_disk.num_bytes, since_s=stored.adopted_s) if node_id else None
     )
-    return _ScannedModel(on_disk=on_disk, path=stored.path, former_hash=stored.manifest.former_hash, adopted=adopted)
+    return _ScannedModel(on_disk=on_disk, path=stored.path, adopted=adopted)
 
 
 def _announced(node: NodeState) -> list[ModelKey]:
@@ -475,12 +466,6 @@ def _announced(node: NodeState) -> list[ModelKey]:
 
 def _check_offer(manifest: Manifest, key: ModelKey) -> None:
     """Check that a peer's manifest is that of the model. Raises ModelUnknown, ModelInvalid."""
-    if not manifest.described:
-        raise ModelInvalid(
-            "the peer's manifest does not cover the tokenizer",
-            fact="an earlier version of edgepipe made it",
-            next_step="update edgepipe on that machine",
-        )
     if manifest.model_id != key.model:
         raise ModelInvalid("the peer's manifest is of another model", fact=manifest.model_id[:120])
     if key.manifest_hash not in ("", manifest.hash):

@@ -76,7 +76,7 @@ def cannot_keep(node: NodeState, settings: StageSettings, *, states: bool) -> st
     if not rooms_of(node, settings):
         return f"cannot keep KV as {settings.kv}"
     if not rooms_of(node, settings, states=states):
-        return "cannot keep states of recurrent layers: its edgepipe is older; update it"
+        return "cannot keep states of recurrent layers: its backend does not compute them"
     return ""
 
 

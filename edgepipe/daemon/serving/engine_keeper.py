@@ -86,7 +86,7 @@ class EngineKeeper:
                 if not self._peers.is_self(node.node_id):
                     for rival in self._book.merge(node.node_id, node.serves):
                         self._consider(rival, node.node_id)
-            self._book.renew(self._models.present_hash)
+            self._book.renew()
             for pipeline_id, spec in self._engines.ready():
                 self._book.note_served(pipeline_id, spec)
             self._happens(Looked())

@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -290,21 +290,17 @@ class ServeBook:
                     self._settle(held[0], body)
         return rivals
 
-    def renew(self, present_hash: Callable[[str, str], str]) -> None:
-        """Sign records again that later members would not believe.
+    def renew(self) -> None:
+        """Sign records again that later members would not believe, as an owner's node.
 
-        An owner's node renews records of removed signers, unsigned records, and plain members' records with a version
-        that a newcomer refuses. The engine's node renews unsigned records, too.
-
-        ``present_hash(model, manifest_hash)``: the present form of an earlier kind of hash; empty if not known yet.
+        They are those of removed signers, and plain members' records with a version that a newcomer refuses.
         """
-        for body, record in list(self._records.values()):
-            mine = self._is_owner(self._own) or (not record.body and body.engine_node == self._own)
+        if not self._is_owner(self._own):
+            return
+        for body, _ in list(self._records.values()):
             lasts = self._is_owner(body.signer) or not is_far_ahead(None, body)
-            if not mine or (record.body and self._trust.known(body.signer) is not None and lasts):
-                continue
-            if manifest_hash := present_hash(body.spec.model, body.spec.manifest_hash):
-                self._say_if_believed(replace(body, spec=replace(body.spec, manifest_hash=manifest_hash)))
+            if self._trust.known(body.signer) is None or not lasts:
+                self._say_if_believed(body)
 
     async def run(self) -> None:
         """Write every change to the disk, until cancelled; retry what a full disk refused."""
@@ -441,27 +437,13 @@ class ServeBook:
         return next((model for model, signer in stopped.items() if signer in most), "")
 
     def _load(self) -> None:
-        """Load the records; they were checked on arrival. Records of the earlier form wait for ``renew``."""
+        """Load the records; they were checked on arrival."""
         try:
             for record in serve_records_from_bytes(read_private(self._path, most_bytes=_MOST_BYTES)):
-                spec = record.spec
-                body = serve_body_from_bytes(record.body) if spec is None else _unsigned_body(record, spec)
+                body = serve_body_from_bytes(record.body)
                 self._records[body.spec.model] = (body, record)
         except FileNotFoundError:
             return
         except (ConfigInvalid, RemoteProtocolError, PlanInvalid) as exc:
             self._records.clear()
             logger.warning("the records of served models are lost: %s", exc)
-
-
-def _unsigned_body(record: ServeRecord, spec: ServeSpec) -> ServeBody:
-    """Return the body of a record of the earlier form."""
-    return ServeBody(
-        pipeline_id=PipelineId(record.pipeline_id),
-        spec=spec,
-        stopped=record.stopped,
-        version=record.version,
-        engine_node=record.engine_node,
-        asker=record.engine_node,
-        begun=True,
-    )

@@ -67,9 +67,6 @@ def refusal(held: ServeBody | None, new: ServeBody, facts: Facts) -> str:
         return "its version is too far ahead"
     if held is None or held.stopped or not facts.runs(held):
         return _refusal_to_begin(new, facts)
-    # A record of the earlier form has no signer: its engine's node may sign it.
-    if not held.signer and new.engine_node == held.engine_node:
-        return _refusal_to_begin(new, facts)
     if (new.pipeline_id, new.spec.manifest_hash, new.asker) != (
         held.pipeline_id,
         held.spec.manifest_hash,

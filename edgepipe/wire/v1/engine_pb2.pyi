@@ -886,7 +886,7 @@ class StageState(_message.Message):
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Slice]: ...
     @_builtins.property
     def products(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PackedProducts]:
-        """none: its weights are floats, or its node is of an earlier version"""
+        """none: its weights are floats"""
 
     @_builtins.property
     def hop_latency_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

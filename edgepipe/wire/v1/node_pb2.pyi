@@ -961,35 +961,17 @@ class ServeRecord(_message.Message):
 
     BODY_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
-    PIPELINE_ID_FIELD_NUMBER: _builtins.int
-    SPEC_FIELD_NUMBER: _builtins.int
-    STOPPED_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    ENGINE_NODE_FIELD_NUMBER: _builtins.int
     body: _builtins.bytes
     signature: _builtins.bytes
-    pipeline_id: _builtins.str
-    """The earlier form, without a signature: on disks only."""
-    stopped: _builtins.bool
-    version: _builtins.int
-    engine_node: _builtins.str
-    """node id"""
-    @_builtins.property
-    def spec(self) -> Global___ServeSpec: ...
     def __init__(
         self,
         *,
         body: _builtins.bytes = ...,
         signature: _builtins.bytes = ...,
-        pipeline_id: _builtins.str = ...,
-        spec: Global___ServeSpec | None = ...,
-        stopped: _builtins.bool = ...,
-        version: _builtins.int = ...,
-        engine_node: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "engine_node", b"engine_node", "pipeline_id", b"pipeline_id", "signature", b"signature", "spec", b"spec", "stopped", b"stopped", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2626,7 +2608,7 @@ class LayerProfile(_message.Message):
     busy: _builtins.bool
     """the machine did other things while it was measured"""
     measured_ms: _builtins.int
-    """wall clock of its node, since 1970; 0: from an earlier version"""
+    """wall clock of its node, since 1970; 0: not known"""
     @_builtins.property
     def decode(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProfilePoint]:
         """one layer, by rows"""

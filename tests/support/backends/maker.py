@@ -106,7 +106,7 @@ def cut(config: ModelConfig, cuts: Sequence[int]) -> tuple[Slice, ...]:
 
 CONFIGS: dict[str, Callable[[], ModelConfig]] = {
     "llama": tiny_config,
-    "mistral with a window": lambda: tiny_config(architecture="mistral", sliding_window=6),
+    "mistral with a window": lambda: tiny_config(architecture="mistral", windows=(6,)),
     "qwen2 with biases, tied": lambda: tiny_config(architecture="qwen2", qkv_bias=True, tied_embeddings=True),
     "qwen3 with norms": lambda: tiny_config(architecture="qwen3", qk_norm=True, num_kv_heads=4),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,32 +13,18 @@ from edgepipe_mlx import MlxBackend
 from edgepipe.backend.types import ActivationType, BackendOptions, BlockCopy, BlockRun, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
-from edgepipe.spec.layer_spec import Rope
 from edgepipe.spec.layout import model_tensors
 from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightSource
-from edgepipe.spec.uniform import UniformShape
+from edgepipe.testing import tiny_model
 from edgepipe.weights.logical import OneTensorPerWeight
 
 Float32s = npt.NDArray[np.float32]
 BLOCK_SIZE = 16
 
 
-def tiny_config(**changes: object) -> ModelConfig:
-    """Three Llama layers with grouped queries and a head size that is not hidden / heads; see ``UniformShape``."""
-    facts: dict[str, object] = {
-        "architecture": "llama",
-        "num_layers": 3,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 12,
-        "vocab_size": 97,
-        "context_length": 256,
-        "rms_norm_eps": 1e-5,
-        "rope": Rope(theta=10_000.0),
-    }
-    return UniformShape(**(facts | changes)).config()  # type: ignore[arg-type] - a dict of the class's fields
+def tiny_config(**changes: Any) -> ModelConfig:
+    """Three Llama layers with grouped queries and a head size that is not hidden / heads."""
+    return tiny_model.tiny_config(**{"num_layers": 3, "intermediate_size": 48, "head_dim": 12} | changes)
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Float32s]:

@@ -30,7 +30,7 @@ from tests.support.backends.torch_paging import CudaOnHost, cpu_paging
 from tests.support.numerics.decode_reference import reference_decode
 
 TINY = tiny_config(num_layers=2, hidden_size=16, vocab_size=31)
-WINDOW = tiny_config(num_layers=2, hidden_size=16, vocab_size=31, sliding_window=6)
+WINDOW = tiny_config(num_layers=2, hidden_size=16, vocab_size=31, windows=(6,))
 UNGROUPED = tiny_config(num_layers=2, hidden_size=16, vocab_size=31, num_kv_heads=4)
 
 

@@ -15,7 +15,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from edgepipe.engine.kv_carryover import KeptKV, KVSince
@@ -23,11 +23,10 @@ from edgepipe.engine.settings import EngineLimits, EngineTimeouts
 from edgepipe.engine.table import RequestTable
 from edgepipe.errors import StaleEpoch
 from edgepipe.ids import EngineId, Epoch, SequenceId
-from edgepipe.scheduler import Event, Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy
+from edgepipe.scheduler import Event, ScheduledStep, Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy
 from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
-from edgepipe.spec.layer_spec import Rope
 from edgepipe.spec.memory_classes import StatePool
-from edgepipe.spec.uniform import UniformShape
+from edgepipe.testing.tiny_model import tiny_config
 from tests.support.engine.simulated_gateway import SimulatedGateway
 from tests.support.engine.simulated_stage import BLOCK, VOCAB, SimulatedStage
 from tests.support.engine.simulated_wires import Message, SimulatedWires
@@ -64,6 +63,7 @@ class Simulation:
         self._engine_id = EngineId("engine-1")
         self._table = self._new_table()
         self._ahead: dict[int, Message] = {}  # by step: came back before an earlier one
+        self._in_flight: deque[ScheduledStep] = deque()
         self._scheduler = Scheduler(self._limits, ThrottledPolicy())
         self._kept: KeptKV | None = None
         self._since: KVSince = {}
@@ -115,6 +115,7 @@ class Simulation:
 
     def _plan(self) -> None:
         while (step := self._scheduler.next_step()) is not None:
+            self._in_flight.append(step)
             for stage in self._stages:
                 if not stage.dead and stage.epoch == self._epoch:
                     stage.plans.append(step)
@@ -125,10 +126,11 @@ class Simulation:
             self.fenced += 1
             return
         self._ahead[message.step] = message  # replayed tokens come back from another stage than sampled ones
-        while (due := self._scheduler.next_to_retire()) is not None and due[0] in self._ahead:
-            values = self._ahead.pop(due[0]).values
-            assert len(values) == due[1], f"{message} came back, {due} is due"
-            self._table.note(self._scheduler.retire(due[0], [value % VOCAB for value in values]))
+        while self._in_flight and self._in_flight[0].step in self._ahead:
+            due = self._in_flight.popleft()
+            values = self._ahead.pop(due.step).values
+            assert len(values) == due.num_samples, f"{message} came back, {due} is due"
+            self._table.note(self._scheduler.retire(due.step, [value % VOCAB for value in values]))
 
     def _tell_gateway(self) -> None:
         if not self._gateway.take_news(self._table, may_break=self._faults_left > 0):
@@ -210,6 +212,7 @@ class Simulation:
         epoch = self._epoch = Epoch(self._counter, self._engine_id)
         self._wires.replace_epoch()
         self._ahead = {}
+        self._in_flight.clear()
         for stage in self._stages:
             self._open(stage, epoch)
         since = {(part,): stage.kv_since for part, stage in zip(self._slices, self._stages, strict=True)}
@@ -312,18 +315,4 @@ async def simulate(seeds: range) -> Totals:
 
 def _config(num_layers: int) -> ModelConfig:
     """A shape with the simulation's vocabulary and context; nothing else of it is read."""
-    return UniformShape(
-        architecture="llama",
-        num_layers=num_layers,
-        hidden_size=8,
-        intermediate_size=8,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        vocab_size=VOCAB,
-        context_length=_CONTEXT,
-        rms_norm_eps=1e-5,
-        rope=Rope(),
-        tied_embeddings=True,
-        eos_token_ids=(),
-    ).config()
+    return replace(tiny_config(num_layers=num_layers, vocab_size=VOCAB, context_length=_CONTEXT), eos_token_ids=())

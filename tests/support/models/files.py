@@ -18,7 +18,7 @@ from edgepipe.store.store import ModelStore, StoredModel
 from edgepipe.text.tokenizer import Tokenizer
 from edgepipe.weights.manifest import Manifest
 from edgepipe.weights.tensor_folder import ShardWriter
-from tests.support.models.shapes import flat
+from tests.support.models.specs import first_attention, first_dense, first_rope
 
 DATA = Path(__file__).parents[2] / "data"
 GOLDEN = DATA / "golden_smollm2.json"
@@ -177,12 +177,12 @@ def write_gguf(
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(flat(config).intermediate_size)
-    writer.add_head_count(flat(config).num_heads)
-    writer.add_head_count_kv(flat(config).num_kv_heads)
-    writer.add_key_length(flat(config).head_dim)
-    writer.add_layer_norm_rms_eps(flat(config).rms_norm_eps)
-    writer.add_rope_freq_base(flat(config).rope.theta)
+    writer.add_feed_forward_length(first_dense(config).inner)
+    writer.add_head_count(first_attention(config).num_heads)
+    writer.add_head_count_kv(first_attention(config).num_kv_heads)
+    writer.add_key_length(first_attention(config).head_dim)
+    writer.add_layer_norm_rms_eps(config.norm.eps)
+    writer.add_rope_freq_base(first_rope(config).theta)
     writer.add_eos_token_id(2)
     for key, value in (sampling or {}).items():
         if isinstance(value, int):
@@ -203,7 +203,8 @@ def write_gguf(
     names = gguf_names(config)
     for name, tensor in tensors.items():
         if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
-            tensor = permute_rows(tensor, flat(config).num_heads if ".q_proj." in name else flat(config).num_kv_heads)
+            heads = first_attention(config)
+            tensor = permute_rows(tensor, heads.num_heads if ".q_proj." in name else heads.num_kv_heads)
         kind = quant if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
         data = gguf.quants.quantize(np.ascontiguousarray(tensor), kind)
         writer.add_tensor(names[name], data, raw_dtype=kind)

@@ -18,7 +18,7 @@ from edgepipe.spec.tensors import RawTensor
 from edgepipe.store.store import ModelStore, StoredModel
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.weights import Weights
-from tests.support.models.shapes import flat
+from tests.support.models.specs import first_attention, first_dense, first_rope
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,14 +52,14 @@ def reference_model(weights: Weights) -> PreTrainedModel:
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
-        intermediate_size=flat(shape).intermediate_size,
+        intermediate_size=first_dense(shape).inner,
         num_hidden_layers=shape.num_layers,
-        num_attention_heads=flat(shape).num_heads,
-        num_key_value_heads=flat(shape).num_kv_heads,
-        head_dim=flat(shape).head_dim,
+        num_attention_heads=first_attention(shape).num_heads,
+        num_key_value_heads=first_attention(shape).num_kv_heads,
+        head_dim=first_attention(shape).head_dim,
         max_position_embeddings=shape.context_length,
-        rms_norm_eps=flat(shape).rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": flat(shape).rope.theta},
+        rms_norm_eps=shape.norm.eps,
+        rope_parameters={"rope_type": "default", "rope_theta": first_rope(shape).theta},
         tie_word_embeddings=shape.tied_embeddings,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()

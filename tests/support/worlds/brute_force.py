@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import permutations
 from math import inf
 
-from edgepipe.planner.partition import Partition, PartitionProblem, evaluate, flags_of
+from edgepipe.planner.partition import EMBEDS, HEAD, Partition, PartitionProblem, evaluate
 
 
 def brute_force(problem: PartitionProblem) -> Partition | None:
@@ -14,7 +14,7 @@ def brute_force(problem: PartitionProblem) -> Partition | None:
     best: Partition | None = None
     for count in range(1, min(problem.num_devices, problem.num_layers) + 1):
         for devices in permutations(range(problem.num_devices), count):
-            most = [int(problem.most_layers[device, flags_of(i, count)]) for i, device in enumerate(devices)]
+            most = [int(problem.most_layers[device, _flags_of(i, count)]) for i, device in enumerate(devices)]
             if problem.unequal is not None:
                 most = [problem.num_layers] * count
             for layers in _compositions(problem.num_layers, most):
@@ -44,6 +44,10 @@ def _fits(problem: PartitionProblem, devices: Sequence[int], layers: Sequence[in
     end = 0
     for i, (device, count) in enumerate(zip(devices, layers, strict=True)):
         end += count
-        if problem.unequal.earliest[device, flags_of(i, len(devices)), end] > end - count:
+        if problem.unequal.earliest[device, _flags_of(i, len(devices)), end] > end - count:
             return False
     return True
+
+
+def _flags_of(position: int, count: int) -> int:
+    return (EMBEDS if position == 0 else 0) | (HEAD if position == count - 1 else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler import (
@@ -22,6 +22,7 @@ class Ring:
     def __init__(self, limits: SchedulerLimits, policy: Policy | None = None) -> None:
         self.scheduler = Scheduler(limits, policy or ThrottledPolicy())
         self.steps: list[ScheduledStep] = []
+        self._in_flight: deque[ScheduledStep] = deque()
         self.tokens: Counter[int] = Counter()  # sampled, by sequence
         self.ended: set[int] = set()
 
@@ -32,15 +33,16 @@ class Ring:
         """Send steps until the scheduler has none."""
         while (step := self.scheduler.next_step()) is not None:
             self.steps.append(step)
+            self._in_flight.append(step)
 
     def go(self, steps: int) -> None:
         """Retire so many steps; the freed places are filled again."""
         for _ in range(steps):
             self.fill()
-            oldest = self.scheduler.next_to_retire()
-            if oldest is None:
+            if not self._in_flight:
                 return
-            for event in self.scheduler.retire(oldest[0], [5] * oldest[1]):
+            oldest = self._in_flight.popleft()
+            for event in self.scheduler.retire(oldest.step, [5] * oldest.num_samples):
                 if isinstance(event, SequenceEnded):
                     self.ended.add(event.sequence)
                 else:

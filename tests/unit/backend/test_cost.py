@@ -5,7 +5,7 @@ import pytest
 from edgepipe.backend.cost import CostModel, Jitter, StepWork
 from edgepipe.backend.devices import adjusted, device_models, named_device, parse_devices
 from edgepipe.errors import ConfigInvalid, ModelUnknown
-from edgepipe.model.shapes import model_shapes, named_shape
+from edgepipe.shapes.loader import named_shape, shape_names
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.spec.layout import slice_parameters
 from edgepipe.units import parse_link
@@ -104,7 +104,7 @@ def test_shapes_have_the_published_size(name: str, billions: float) -> None:
 def test_unknown_shapes_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ModelUnknown) as caught:
         named_shape("gpt-9")
-    assert all(name in caught.value.fact for name in model_shapes())
+    assert all(name in caught.value.fact for name in shape_names())
 
 
 def test_a_quarter_of_a_32b_model_takes_a_quarter_of_its_weights_to_read_on_each_of_four_gpus() -> None:

@@ -11,7 +11,7 @@ import pytest
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.cli.views.model_rows import model_rows
 from edgepipe.ids import NodeId
-from edgepipe.model.shapes import named_shape
+from edgepipe.shapes.loader import named_shape
 from edgepipe.weights.mixes import mix_table
 from edgepipe.wire.nodes import DeviceState, MemberState, ModelOnDisk, NodeState
 

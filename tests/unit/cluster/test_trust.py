@@ -22,13 +22,12 @@ from edgepipe.cluster.trust import (
     merge,
     read_store,
     removal_statements,
-    renewed_removals,
 )
 from edgepipe.errors import TrustInvalid
 from edgepipe.ids import NodeId
 from edgepipe.security.certificates import KeyPair, make_key_pair
 from edgepipe.security.trust_view import Role
-from edgepipe.wire.signed import trust_body_from_bytes, trust_body_to_bytes, trust_set_to_bytes
+from edgepipe.wire.signed import trust_body_to_bytes, trust_set_to_bytes
 from edgepipe.wire.trust import Add, Found, Remove, TrustBody, TrustStatement
 
 A, B, C, D, E = (make_key_pair() for _ in range(5))
@@ -189,27 +188,6 @@ def test_nothing_rides_along_in_a_statement() -> None:
     assert "fields unknown" in refused(store, [TrustStatement(body=padded, signature=b"x")])
     longer = replace(adds(E), certificate=E.certificate.pem + b"# and more")
     assert "more than a certificate" in refused(store, [said(store, A, longer)])
-
-
-def earlier_form(store: TrustStore, statement: TrustStatement, by: KeyPair) -> TrustStatement:
-    """The same, as it was said before removals said what still counts."""
-    body = trust_body_from_bytes(statement.body)
-    said = body.statement
-    return sign(replace(body, number=0, statement=replace(said, kept=()) if isinstance(said, Remove) else said), by)
-
-
-def test_removals_of_the_earlier_form_are_said_again_by_owners_and_bound_from_then_on() -> None:
-    store = two_owners()
-    store = with_(store, earlier_form(store, remove(store, D, by=B), B))
-    old = with_(store, earlier_form(store, remove(store, B, by=A), A))
-    assert roles(old) == {"a": Role.OWNER, "c": Role.MEMBER}
-    assert not renewed_removals(old, signer=C, now_ms=5)
-    new = with_(old, *renewed_removals(old, signer=A, now_ms=5))
-    assert roles(new) == roles(old)
-    assert not renewed_removals(new, signer=A, now_ms=6)
-    late = earlier_form(store, remove(store, C, by=B), B)
-    assert "c" not in roles(with_(old, late)), "the earlier form let a removed owner say this"
-    assert roles(with_(new, late)) == roles(new)
 
 
 def expelled(store: TrustStore, who: KeyPair, *, by: KeyPair, keep_added: bool = False) -> TrustStore:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from edgepipe.cluster import standing
+from edgepipe.cluster.statements import Statement
+from edgepipe.ids import NodeId
 from edgepipe.security.trust_view import Role
 from tests.support.cluster.trust_world import EVERYBODY, HONEST, TURNED, TrustWorld, play
 
@@ -81,7 +85,15 @@ def test_no_history_of_very_many_does(seed: int) -> None:
 
 
 def test_these_histories_find_what_the_bounds_prevent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R1: removals that bound nothing, as those of the earlier form, let a removed owner say what it likes."""
-    monkeypatch.setattr(standing, "_keeps", lambda removal, one: True)  # the fault to find
+    """R1: removals that bound nothing let a removed owner say what it likes."""
+    hearing = standing._Hearing  # pyright: ignore[reportPrivateUsage]
+    hear = hearing.hear
+
+    def hear_unbounded(self: Any, owner: NodeId, said: Iterable[Statement]) -> None:  # the fault to find
+        removals = self._removals.pop(owner, [])
+        hear(self, owner, said)
+        self._removals[owner] = removals
+
+    monkeypatch.setattr(hearing, "hear", hear_unbounded)
     with pytest.raises(AssertionError):
         _play_all(2500, seed=0)

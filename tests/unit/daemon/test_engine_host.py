@@ -112,7 +112,7 @@ def engine_keeper(
     return EngineKeeper(
         book=cast("Any", book),
         engines=cast("Any", engines),
-        models=cast("Any", SimpleNamespace(adopt=adopt, present_hash=None)),
+        models=cast("Any", SimpleNamespace(adopt=adopt)),
         peers=cast("Any", peers),
         proofs=cast("Any", None),
         vacancies=Vacancies(),

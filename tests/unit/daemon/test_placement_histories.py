@@ -26,10 +26,10 @@ from edgepipe.daemon.serving.placement_review import (
 )
 from edgepipe.daemon.serving.replanning import Known, demand_of
 from edgepipe.ids import NodeId
-from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.placement import NodeRoom, Placed
 from edgepipe.planner.profiles import Links, Machine, TableSpeed
+from edgepipe.shapes.loader import named_shape
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.units import parse_link
 from edgepipe.wire.engines import Advice, ServeSpec

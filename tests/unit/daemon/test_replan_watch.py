@@ -16,12 +16,12 @@ from edgepipe.daemon.serving.capacity import stages_of
 from edgepipe.daemon.serving.replan_watch import ReplanWatch
 from edgepipe.daemon.serving.replanning import Avoided, Known, Replanner, demand_of, placed_of
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
-from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.forecast import Ring
 from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.planner.placement import NodeRoom, Placed
 from edgepipe.planner.profiles import Links, Machine, MeasuredSpeed, Speed, TableSpeed
+from edgepipe.shapes.loader import named_shape
 from edgepipe.spec.facts import LayerRange, Slice, make_slices
 from edgepipe.testing.clock import FakeClock
 from edgepipe.units import parse_link

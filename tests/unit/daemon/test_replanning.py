@@ -18,9 +18,9 @@ from edgepipe.daemon.serving.replanning import Avoided, Replanner, placed_of
 from edgepipe.daemon.serving.survey import Surveyor
 from edgepipe.errors import BackendUnavailable, NoFeasiblePlacement
 from edgepipe.ids import EngineId, Epoch, NodeId, PipelineId
-from edgepipe.model.shapes import named_shape
 from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.planner.placement import Placed
+from edgepipe.shapes.loader import named_shape
 from edgepipe.spec.config_json import config_to_json
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.weights.weight_table import FLOATS

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgepipe.cluster.private_files import write_private
-from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.daemon.serving.serve_rules import MAX_RUNNING_PER_MEMBER, MAX_VERSION_STEP, Facts, order, refusal
 from edgepipe.errors import AccessDenied
 from edgepipe.ids import EngineId, Epoch, PipelineId
@@ -19,7 +17,7 @@ from edgepipe.security.certificates import KeyPair
 from edgepipe.security.trust_view import Role
 from edgepipe.wire.engines import EngineState
 from edgepipe.wire.serving import ServeBody, ServeRecord
-from edgepipe.wire.signed import serve_body_to_bytes, serve_records_to_bytes
+from edgepipe.wire.signed import serve_body_to_bytes
 from tests.support.daemon.serve_books import BookNode, NodeTrust, all_hear, node, nodes, shared, spec
 from tests.support.processes.waiting import until
 
@@ -262,7 +260,7 @@ def test_what_was_served_is_believed_by_who_joins_after_its_signer_was_removed(t
     late = everybody["d"]
     late.hears(a)
     assert late.held == {}
-    a.book.renew(lambda _, known: known)
+    a.book.renew()
     late.hears(a)
     assert late.held == {"tiny": (c.node_id, False)}
 
@@ -313,28 +311,6 @@ async def test_it_outlives_its_process_and_a_damaged_file_is_an_empty_book(tmp_p
     assert [record.pipeline_id for record in node(trust, "a", tmp_path).book.served()] == ["p"]
     file.write_bytes(b"\xff\xff")
     assert node(trust, "a", tmp_path).book.records() == ()
-
-
-def test_what_was_kept_unsigned_is_said_by_an_owner_or_the_engine_s_node(tmp_path: Path) -> None:
-    """The earlier form of the file."""
-    trust = shared("a", "bc")
-    old = ServeRecord(pipeline_id="p", spec=spec(), version=7, engine_node=trust.node_id("b"))
-    everybody: dict[str, BookNode] = {}
-    for name in "abc":
-        (tmp_path / name).mkdir()
-        write_private(tmp_path / name / "served.bin", serve_records_to_bytes([old]))
-        everybody[name] = node(trust, name, tmp_path)
-        everybody[name].book.renew(lambda *_: "")
-        assert everybody[name].book.records() == (old,), "its disk was not looked at yet"
-        everybody[name].book.renew(lambda model, known: f"new {known}")
-    assert [one.record("p").body != b"" for one in map(_book, "abc", [everybody] * 3)] == [True, True, False]  # pyright: ignore[reportOptionalMemberAccess]
-    all_hear(everybody)
-    assert all(one.held == {"tiny": (trust.node_id("b"), False)} for one in everybody.values())
-    assert {one.book.served()[0].spec.manifest_hash for one in everybody.values()} == {"new h"}
-
-
-def _book(name: str, everybody: dict[str, BookNode]) -> ServeBook:
-    return everybody[name].book
 
 
 async def test_who_asks_for_a_stage_waits_until_this_node_believes_its_record(tmp_path: Path) -> None:
@@ -446,7 +422,7 @@ def test_records_of_far_versions_are_answered_by_nobody_and_the_last_word_reache
     moved = replace(spec(), kv_tokens=7)
     b.book.note_served("p", moved)  # said by a plain member, with a version that a newcomer would not take from it
     all_hear(everybody)
-    a.book.renew(lambda _, manifest_hash: manifest_hash)
+    a.book.renew()
     all_hear(everybody)
     newcomer.hears(a)
     held = newcomer.book.held("p")

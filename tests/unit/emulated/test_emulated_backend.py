@@ -18,25 +18,12 @@ from edgepipe.backend.loader import backend_names, create_backend
 from edgepipe.backend.types import BackendOptions, BlockRun, LoadProgress, Step, StepRow
 from edgepipe.errors import ConfigInvalid, DeviceOutOfMemory, ModelInvalid, ShardMismatch, StepFailed
 from edgepipe.ids import SequenceId, StepId
+from edgepipe.shapes.loader import named_shape
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.spec.layout import slice_parameters
-from edgepipe.spec.uniform import UniformShape
-from tests.support.models.shapes import flat
 
 CONFIG = emulated_model_config(num_layers=4)
-LLAMA_8B = UniformShape(
-    architecture="llama",
-    num_layers=32,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-    context_length=8192,
-    rms_norm_eps=1e-5,
-    rope=flat(emulated_model_config()).rope,
-).config()
+LLAMA_8B = replace(named_shape("llama-3.1-8b"), context_length=8192)
 
 
 def whole(config: ModelConfig) -> Slice:
@@ -133,7 +120,7 @@ def test_layers_can_cost_what_those_of_a_known_model_do() -> None:
 
 def share_read(tokens: int, *, skew: str = "0") -> float:
     """Share of the experts of qwen3-30b-a3b's layers that a step reads."""
-    backend = loaded(flat(CONFIG).config(), as_model="qwen3-30b-a3b", expert_skew=skew)
+    backend = loaded(as_model="qwen3-30b-a3b", expert_skew=skew)
     step = step_of(row(0, tokens, (0, 4)))
     ids = np.zeros(tokens, dtype=np.int32)
     return backend.collect(backend.submit(backend.prepare(step), ids)).expert_share

@@ -122,25 +122,6 @@ def test_a_samples_round_trip_leaves_out_the_stay() -> None:
     assert sample.round_trip_us == 5_000
 
 
-def test_edges_of_measured_step_times_are_known_after_a_while() -> None:
-    ring = model(10, 10)
-    ring.run(sequences=8, steps=60)
-    assert ring.sizes.tile_edges == ()
-    for tokens in (*range(60, 65), *range(65, 80)):
-        for step in range(6):
-            timing = StepTiming(
-                step=StepId(1000 + step),
-                slice_index=1,
-                num_tokens=tokens,
-                num_rows=tokens,
-                started_us=0,
-                compute_us=10_000 if tokens <= 64 else 14_000,
-            )
-            ring.sizes.note_timing(1, timing)
-    ring.run(sequences=8, steps=20)
-    assert ring.sizes.tile_edges == (64,)
-
-
 def test_a_turn_counts_all_stages_and_links_and_what_a_device_with_two_slices_computes_in_between() -> None:
     plain = MicroBatches(slices=[[0], [1]], row_bytes=ROW_BYTES, fixed=0)
     interleaved = MicroBatches(slices=[[0, 2], [1, 3]], row_bytes=ROW_BYTES, fixed=0)

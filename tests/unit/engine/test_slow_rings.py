@@ -13,8 +13,8 @@ from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import DeviceModel, named_device
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import StepFailed
-from edgepipe.model.shapes import named_shape
 from edgepipe.planner.profiles import slice_costs
+from edgepipe.shapes.loader import named_shape
 from edgepipe.spec.facts import LayerRange, Slice, make_slices
 from tests.support.engine.virtual_ring import CONTEXT, LOOK_S, Killed, VirtualRing, in_virtual_time
 

@@ -203,7 +203,7 @@ async def test_frames_of_other_epochs_are_dropped_and_counted() -> None:
         hop.expect(1)
         for epoch in (Epoch(2, EngineId("engine")), Epoch(3, EngineId("other")), EPOCH):
             data = activations(1).tobytes()
-            frame = stage_pb2.Frame(epoch=epoch_to_wire(epoch), step=1, slice=1, chunk=0, data=data)
+            frame = stage_pb2.Frame(epoch=epoch_to_wire(epoch), step=1, chunk=0, data=data)
             await call.write(stage_pb2.RingMessage(frame=frame))
         assert await hop.take() == 1
         assert hop.streams[0].strays == 2

@@ -18,8 +18,8 @@ import transformers
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.layer_spec import Rope
 from edgepipe.spec.layout import model_tensors
-from edgepipe.spec.uniform import uniform_shape
 from tests.support.backends.mlx_models import Chain, Float32s, MemorySource, cpu_options, row, tiny_config
+from tests.support.models.specs import first_attention, first_dense, first_rope
 
 NUM_TOKENS = 40
 LLAMA3 = Rope(
@@ -137,12 +137,12 @@ CASES = [
     ),
     Case(
         name="mistral with a sliding window",
-        ours={"architecture": "mistral", "sliding_windows": (9, 9, 9)},
+        ours={"architecture": "mistral", "windows": (9, 9, 9)},
         extra={"sliding_window": 9},
     ),
     Case(
         name="qwen2 with biases and windows on some layers",
-        ours={"architecture": "qwen2", "qkv_bias": True, "head_dim": 8, "sliding_windows": (None, 9, 9)},
+        ours={"architecture": "qwen2", "qkv_bias": True, "head_dim": 8, "windows": (None, 9, 9)},
         extra={
             "use_sliding_window": True,
             "sliding_window": 9,
@@ -166,20 +166,19 @@ CASES = [
 
 def reference(config: ModelConfig, case: Case, tokens: list[int]) -> tuple[Float32s, dict[str, Float32s]]:
     """transformers' logits [T, V] in float32, and the weights that it drew."""
-    name, shape = config.architecture.capitalize(), uniform_shape(config)
-    assert shape is not None
+    name, attention = config.architecture.capitalize(), first_attention(config)
     arguments = {
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.context_length,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "tie_word_embeddings": shape.tied_embeddings,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope.theta} | case.rope,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": first_dense(config).inner,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.norm.eps,
+        "tie_word_embeddings": config.tied_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": first_rope(config).theta} | case.rope,
         "attn_implementation": "eager",
     }
     settings = getattr(transformers, f"{name}Config")(**(arguments | case.extra))

@@ -23,7 +23,7 @@ from tests.support.backends.mlx_models import (
     tiny_config,
 )
 
-WINDOWED = tiny_config(sliding_windows=(None, 7, 20))
+WINDOWED = tiny_config(windows=(None, 7, 20))
 PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, 97, 45)]
 OTHER = [int(token) for token in np.random.default_rng(4).integers(0, 97, 30)]
 

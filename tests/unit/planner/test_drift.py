@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from edgepipe.ids import NodeId
-from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.drift import Seen, corrected, departures
@@ -14,6 +13,7 @@ from edgepipe.planner.moving import MoveCost, move_cost, worth_moving
 from edgepipe.planner.placement import Placed
 from edgepipe.planner.plan import plan
 from edgepipe.planner.profiles import Links
+from edgepipe.shapes.loader import named_shape
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.units import parse_link
 from tests.support.worlds.planner import GB, machine

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from edgepipe.errors import ConfigInvalid, PlanInvalid
-from edgepipe.model.shapes import named_shape
 from edgepipe.scheduler import make_policy
+from edgepipe.shapes.loader import named_shape
 from edgepipe.simulation.imagined import ImaginedCluster, imagine
 from edgepipe.simulation.layouts import Layout, clusters_of, halves, merged, shares, verdict
 from edgepipe.simulation.report import RunReport

@@ -16,7 +16,6 @@ from edgepipe.backend.devices import named_device, parse_devices
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.ids import NodeId
-from edgepipe.model.shapes import model_shapes, named_shape
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.demand import Demand, Objective, decode_work
 from edgepipe.planner.placement import Need, NodeRoom, stage_bytes
@@ -25,6 +24,7 @@ from edgepipe.planner.preview import plan_text, which_fit
 from edgepipe.planner.profiles import Links, estimated_speed, slice_costs
 from edgepipe.planner.shortage import shortage_of
 from edgepipe.planner.what_if import changed
+from edgepipe.shapes.loader import named_shape, shape_names
 from edgepipe.simulation.imagined import ImaginedCluster, imagine
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.spec.layout import is_exact, layer_parameters, slice_parameters, spec_tensors
@@ -32,10 +32,10 @@ from edgepipe.spec.memory_classes import memory_classes
 from edgepipe.units import parse_link
 from edgepipe.weights.mixes import mix_names, mix_table, named_model
 from edgepipe.weights.resident import dtype_of
-from tests.support.models.shapes import flat
+from tests.support.models.specs import first_attention
 
 GB = 10**9
-names = st.sampled_from(sorted(model_shapes()))
+names = st.sampled_from(shape_names())
 mixes = st.sampled_from(mix_names())
 
 
@@ -336,18 +336,18 @@ def test_long_contexts_are_read_in_the_form_of_the_kv(device: str) -> None:
 
 def test_emulated_plans_and_simulations_take_the_form_of_the_kv() -> None:
     config, weights = named_model("llama-3.1-8b")
-    shape = flat(config)
+    attention = first_attention(config)
     link = parse_link("1gbit,0.3ms")
     plain, packed = (
         known_cluster(["rtx4090"], config, link=link, weights=weights, kv=kv).machines[0] for kv in ("", "8bit")
     )
-    assert packed.room.kv_bytes(config, range(32), 1) == 32 * 2 * shape.num_kv_heads * (shape.head_dim + 2)
+    assert packed.room.kv_bytes(config, range(32), 1) == 32 * 2 * attention.num_kv_heads * (attention.head_dim + 2)
     work = decode_work(1, read_tokens=32_000)
     assert (packed.speed.parts(work).layer_s < plain.speed.parts(work).layer_s).all()
     added = changed(known_cluster(["rtx4090"], config, link=link, weights=weights, kv="8bit"), "add rtx4090")
     assert [machine.room.kv for machine in added.machines] == ["8bit", "8bit"]
     imagined = ImaginedCluster(devices=["rtx4090"], config=config, weights=weights, link=link)
     blocks = [imagine(replace(imagined, kv=kv)).limits.num_blocks for kv in ("", "8bit")]
-    assert blocks[1] / blocks[0] == pytest.approx(2 * shape.head_dim / (shape.head_dim + 2), rel=0.01)
+    assert blocks[1] / blocks[0] == pytest.approx(2 * attention.head_dim / (attention.head_dim + 2), rel=0.01)
     steps = [imagine(replace(imagined, kv=kv)).ring.stages[0].step_s(work) for kv in ("", "8bit")]
     assert steps[1] < steps[0]

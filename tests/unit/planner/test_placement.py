@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from edgepipe_emulated import emulated_model_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,28 +16,13 @@ from edgepipe.planner.placement import Need, NodeRoom, Placed, place_by_plan, st
 from edgepipe.planner.plan import Constraints, plan
 from edgepipe.planner.profiles import Links, Machine, TableSpeed
 from edgepipe.spec.facts import ModelConfig
-from edgepipe.spec.layer_spec import Rope
-from edgepipe.spec.uniform import UniformShape
 from edgepipe.units import parse_link
 
 MB = 10**6
 
 
 def config(num_layers: int = 30, *, tied: bool = True) -> ModelConfig:
-    return UniformShape(
-        architecture="llama",
-        num_layers=num_layers,
-        hidden_size=64,
-        intermediate_size=192,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        vocab_size=2000,
-        context_length=4096,
-        rms_norm_eps=1e-5,
-        rope=Rope(),
-        tied_embeddings=tied,
-    ).config()
+    return emulated_model_config(num_layers=num_layers, vocab_size=2000, context_length=4096, tied_embeddings=tied)
 
 
 def node(name: str, free_bytes: int, *, bytes_per_weight: int = 2) -> NodeRoom:

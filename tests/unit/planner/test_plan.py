@@ -9,13 +9,13 @@ import pytest
 
 from edgepipe.errors import LinkNotMeasured, NoFeasiblePlacement, PlanInvalid
 from edgepipe.ids import NodeId
-from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.placement import Placed, place_by_plan
 from edgepipe.planner.plan import Constraints, Plan, describe, plan
 from edgepipe.planner.profiles import Links
 from edgepipe.planner.shortage import shortage_of
+from edgepipe.shapes.loader import named_shape
 from edgepipe.spec.config_json import config_to_json
 from edgepipe.units import parse_link
 from edgepipe.weights.mixes import named_model

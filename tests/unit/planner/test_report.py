@@ -5,7 +5,6 @@ import pytest
 from edgepipe.simulation.report import (
     RequestRecord,
     RunFacts,
-    RunReport,
     StepRecord,
     make_report,
     percentiles,
@@ -80,7 +79,10 @@ def test_failed_requests_are_counted_and_do_not_count_as_done() -> None:
 def test_a_report_survives_json() -> None:
     report = make_report(FACTS, [request(), request(1)], [step(1, start_s=0.0), step(2, start_s=1.0)])
     whole = json.loads(json.dumps(report.to_dict(with_records=True)))
-    assert RunReport.from_dict(whole) == report
+    assert whole["output_tokens_per_s"] == report.output_tokens_per_s
+    assert whole["ttft_s"]["mean"] == report.ttft_s.mean
+    assert [record["index"] for record in whole["requests"]] == [0, 1]
+    assert [record["stages"][1] for record in whole["steps"]] == [[1.0, 1.5], [2.0, 2.5]]
     short = json.loads(json.dumps(report.to_dict()))
-    assert "steps" not in short
-    assert RunReport.from_dict(short).output_tokens_per_s == report.output_tokens_per_s
+    assert whole.keys() - short.keys() == {"requests", "steps"}
+    assert short["facts"] == whole["facts"]

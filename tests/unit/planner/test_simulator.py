@@ -13,9 +13,10 @@ import edgepipe.scheduler
 import edgepipe.simulation.simulator
 from edgepipe.backend.cost import StepWork
 from edgepipe.errors import NoFeasiblePlacement, PlanInvalid
-from edgepipe.model.shapes import named_shape
 from edgepipe.planner.hosts import hop_host_s, turn_host_s
 from edgepipe.scheduler import ScheduledStep, Scheduler, SchedulerLimits, make_policy
+from edgepipe.shapes.loader import named_shape
+from edgepipe.simulation.fast_forward import FastForwardScheduler
 from edgepipe.simulation.imagined import Imagined, ImaginedCluster, imagine
 from edgepipe.simulation.report import RunReport
 from edgepipe.simulation.ring import RingModel, RingStage
@@ -47,7 +48,6 @@ def ring_of(devices: Sequence[float], *, upload: float, latency: float, jitter: 
         ring=RingModel(stages=[stage(index, seconds) for index, seconds in enumerate(devices)]),
         limits=SchedulerLimits(num_blocks=2000, block_size=16, context_length=8192, micro_batches=len(devices)),
         row_bytes=1,
-        tile_edges=(),
     )
 
 
@@ -108,7 +108,8 @@ def served(cluster: Imagined, workload: Workload, *, policy: str = "throttled", 
 
 
 def test_engines_and_the_simulator_run_the_same_scheduler() -> None:
-    assert edgepipe.simulation.simulator.Scheduler is edgepipe.scheduler.Scheduler
+    for name in ("submit", "next_step", "retire", "cancel"):
+        assert getattr(FastForwardScheduler, name) is getattr(Scheduler, name)
     assert edgepipe.engine.engine_epoch.Scheduler is edgepipe.scheduler.Scheduler
     assert edgepipe.scheduler.Scheduler.__module__ == "edgepipe.scheduler.scheduler"
 
@@ -153,7 +154,7 @@ def test_steps_that_repeat_come_out_as_if_each_had_been_scheduled(name: str, mon
     monkeypatch.setattr(Scheduler, "next_step", counted)  # a spy: it counts the calls
     quick = served(cluster, workload, micro_batches=micro_batches)
     calls = len(planned)
-    monkeypatch.setattr(Scheduler, "steady_steps", lambda _: 0)  # without the shortcut under test
+    monkeypatch.setattr(FastForwardScheduler, "steady_steps", lambda _: 0)  # without the shortcut under test
     slow = served(cluster, workload, micro_batches=micro_batches)
     assert calls < 0.9 * (len(planned) - calls), "nothing was repeated"
     assert [(step.step, step.decode_rows, step.used_blocks, step.micro_batches) for step in quick.steps] == [

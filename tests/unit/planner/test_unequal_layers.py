@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from edgepipe.backend.cost import CostModel, StepWork, layer_kinds
 from edgepipe.backend.devices import named_device
 from edgepipe.backend.types import DeviceProfile
-from edgepipe.model.shapes import named_shape
 from edgepipe.planner.demand import Demand, Objective, decode_work
 from edgepipe.planner.layer_profile import LayerProfile, Point
 from edgepipe.planner.partition import ExactSearch, Partition, UnequalLayers, evaluate
 from edgepipe.planner.partition_unequal import ManyUnequalSearch, UnequalSearch, earliest_within
 from edgepipe.planner.plan import plan
 from edgepipe.planner.profiles import Links, TableSpeed, measured_speed
+from edgepipe.shapes.loader import named_shape
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice
 from edgepipe.spec.layer_spec import Dense, Experts, Router
 from edgepipe.units import parse_link

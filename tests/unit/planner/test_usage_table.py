@@ -9,10 +9,10 @@ import pytest
 
 from edgepipe.backend.devices import parse_devices
 from edgepipe.errors import NoFeasiblePlacement
-from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.plan import Plan, plan
+from edgepipe.shapes.loader import named_shape
 from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.store.typed_names import understand
 from edgepipe.units import parse_link

@@ -10,13 +10,13 @@ import pytest
 from edgepipe.backend.devices import parse_devices
 from edgepipe.errors import ConfigInvalid, PlanInvalid
 from edgepipe.ids import NodeId
-from edgepipe.model.shapes import named_shape
 from edgepipe.planner.cluster import Cluster, known_cluster
 from edgepipe.planner.demand import Demand, Objective
 from edgepipe.planner.plan import Constraints, plan
 from edgepipe.planner.preview import plan_as_dict, plan_text, preview, preview_as_dict, shortage_as_dict, which_fit
 from edgepipe.planner.shortage import shortage_of
 from edgepipe.planner.what_if import alternatives, changed, helps
+from edgepipe.shapes.loader import named_shape
 from edgepipe.units import parse_link
 from tests.support.worlds.planner import GB
 

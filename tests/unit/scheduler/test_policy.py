@@ -73,36 +73,6 @@ def test_sarathi_keeps_to_the_time_allowed_too() -> None:
     assert SarathiPolicy().budget(BUSY._replace(prefill_cap_tokens=5)).prefill_tokens == 32
 
 
-def test_trimming_ends_a_step_at_a_tile_edge_and_never_leaves_it_without_prefill() -> None:
-    trimming = ThrottledPolicy(trim_to_tiles=True)
-    tiles = BUSY._replace(tile_edges=(64, 256, 512))
-    assert prefill(tiles, trimming) == 504
-    assert prefill(tiles._replace(waiting_prefill_tokens=1000), trimming) == 56
-    assert prefill(tiles._replace(waiting_prefill_tokens=10), trimming) == 32, "no edge is reached"
-    assert prefill(tiles) == 1000, "it is an experiment"
-
-
-@given(
-    micro_batches=st.integers(1, 8),
-    running=st.integers(0, 100),
-    in_flight=st.lists(st.integers(0, 30), max_size=8),
-    edges=st.lists(st.integers(1, 600), max_size=6, unique=True).map(lambda found: tuple(sorted(found))),
-)
-def test_trimming_takes_from_prefill_only(
-    micro_batches: int, running: int, in_flight: list[int], edges: tuple[int, ...]
-) -> None:
-    load = BUSY._replace(
-        micro_batches=micro_batches,
-        running_decodes=running,
-        ready_decodes=running,
-        sampling_rows_in_flight=tuple(in_flight),
-        tile_edges=edges,
-    )
-    plain, trimmed = ThrottledPolicy().budget(load), ThrottledPolicy(trim_to_tiles=True).budget(load)
-    assert trimmed.decode_rows == plain.decode_rows
-    assert 0 < trimmed.prefill_tokens <= plain.prefill_tokens
-
-
 @given(running=st.integers(0, 200), micro_batches=st.integers(1, 12))
 def test_decodes_are_spread_so_that_a_turn_takes_all_of_them(running: int, micro_batches: int) -> None:
     sizes: list[int] = []

@@ -33,7 +33,6 @@ policies = st.one_of(
         min_prefill_tokens=st.integers(1, 20),
         spread_steps=st.integers(1, 8),
         kv_threshold=st.sampled_from([0.0, 0.05, 0.5]),
-        trim_to_tiles=st.booleans(),
     ),
 )
 actions = st.lists(
@@ -78,7 +77,6 @@ def play(pipeline: SchedulerLimits, policy: Policy, actions: list[Action]) -> No
         elif kind == "m":
             world.scheduler.set_micro_batches(a % 6 + 1)
             world.scheduler.set_link_cap(b if c % 2 else None)
-            world.scheduler.set_tiles((c + 1, c + b))
         elif kind == "e":
             world.next_epoch(lost=LOSSES[c % len(LOSSES)] if b % 2 else ())
         world.fill()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgepipe.errors import ArchitectureUnsupported, ModelInvalid
-from edgepipe.model.shapes import named_shape
+from edgepipe.shapes.loader import named_shape
 from edgepipe.spec.config import gguf_config, hf_config
 from edgepipe.spec.config_json import config_from_json, config_to_json
 from edgepipe.spec.facts import ModelConfig

@@ -16,7 +16,7 @@ from edgepipe.spec.config import gguf_config, hf_config, read_hf_config
 from edgepipe.spec.config_json import config_from_json, config_to_json
 from edgepipe.weights.gguf_header import read_gguf_header
 from tests.support.models.files import hf_values, smollm2_gguf
-from tests.support.models.shapes import flat
+from tests.support.models.specs import first_attention, first_dense, first_rope, windows_of
 
 QWEN2 = ["Qwen2ForCausalLM"]
 QWEN3 = ["Qwen3ForCausalLM"]
@@ -61,6 +61,8 @@ REFUSED = {
     "layer types": {"architectures": QWEN2, "use_sliding_window": True, "layer_types": ["full_attention"]},
 }
 
+NO_WINDOWS = (None,) * 3
+
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_m16_is_refused(case: str) -> None:
@@ -102,37 +104,37 @@ def test_what_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
 
 def test_llama_with_defaults() -> None:
     config = hf_config(hf_values(num_key_value_heads=None))
-    assert (config.architecture, flat(config).num_kv_heads, flat(config).head_dim) == ("llama", 4, 8)
-    assert (flat(config).qkv_bias, flat(config).output_bias, flat(config).mlp_bias, flat(config).qk_norm) == (
-        False,
-    ) * 4
-    assert flat(config).sliding_windows == ()
-    assert flat(config).rope.scaling == "default"
+    attention, bias = first_attention(config), first_dense(config).bias
+    assert (config.architecture, attention.num_kv_heads, attention.head_dim) == ("llama", 4, 8)
+    assert (attention.qkv_bias, attention.output_bias, bias, attention.qk_norm) == (False, False, False, "")
+    assert windows_of(config) == NO_WINDOWS
+    assert first_rope(config).scaling == "default"
     assert (config.eos_token_ids, config.bos_token_id) == ((2,), 1)
 
 
 def test_llama_biases_and_a_head_size_of_its_own() -> None:
     config = hf_config(hf_values(attention_bias=True, mlp_bias=True, head_dim=20, tie_word_embeddings=True))
-    assert (flat(config).qkv_bias, flat(config).output_bias, flat(config).mlp_bias) == (True, True, True)
-    assert (flat(config).head_dim, config.tied_embeddings) == (20, True)
+    attention, bias = first_attention(config), first_dense(config).bias
+    assert (attention.qkv_bias, attention.output_bias, bias) == (True, True, True)
+    assert (attention.head_dim, config.tied_embeddings) == (20, True)
 
 
 def test_mistral_slides_everywhere_unless_told_not_to() -> None:
-    assert flat(hf_config(hf_values(architectures=MISTRAL, sliding_window=16))).sliding_windows == (16,) * 3
-    assert flat(hf_config(hf_values(architectures=MISTRAL))).sliding_windows == ()
+    assert windows_of(hf_config(hf_values(architectures=MISTRAL, sliding_window=16))) == (16,) * 3
+    assert windows_of(hf_config(hf_values(architectures=MISTRAL))) == NO_WINDOWS
 
 
 def test_a_window_as_large_as_the_context_is_none() -> None:
-    assert flat(hf_config(hf_values(architectures=MISTRAL, sliding_window=128))).sliding_windows == ()
+    assert windows_of(hf_config(hf_values(architectures=MISTRAL, sliding_window=128))) == NO_WINDOWS
 
 
 @pytest.mark.parametrize(
     ("changes", "windows"),
     [
-        ({"sliding_window": 16}, ()),
-        ({"sliding_window": 16, "use_sliding_window": True}, ()),
+        ({"sliding_window": 16}, NO_WINDOWS),
+        ({"sliding_window": 16, "use_sliding_window": True}, NO_WINDOWS),
         ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, (None, 16, 16)),
-        ({"sliding_window": None, "use_sliding_window": True, "max_window_layers": 1}, ()),
+        ({"sliding_window": None, "use_sliding_window": True, "max_window_layers": 1}, NO_WINDOWS),
         (
             {
                 "sliding_window": 16,
@@ -141,23 +143,18 @@ def test_a_window_as_large_as_the_context_is_none() -> None:
             },
             (16, None, 16),
         ),
-        ({"sliding_window": 16, "layer_types": ["sliding_attention"] * 3}, ()),
+        ({"sliding_window": 16, "layer_types": ["sliding_attention"] * 3}, NO_WINDOWS),
     ],
 )
 def test_qwen_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    assert flat(hf_config(hf_values(architectures=QWEN2, **changes))).sliding_windows == windows
+    assert windows_of(hf_config(hf_values(architectures=QWEN2, **changes))) == windows
 
 
 def test_qwen2_and_qwen3_differ_in_biases_and_norms() -> None:
-    two = hf_config(hf_values(architectures=QWEN2, attention_bias=True))
-    three = flat(hf_config(hf_values(architectures=QWEN3, head_dim=None)))
-    assert (flat(two).qkv_bias, flat(two).output_bias, flat(two).qk_norm) == (True, False, False)
-    assert (three.qkv_bias, three.output_bias, three.qk_norm, three.head_dim) == (
-        False,
-        False,
-        True,
-        128,
-    )
+    two = first_attention(hf_config(hf_values(architectures=QWEN2, attention_bias=True)))
+    three = first_attention(hf_config(hf_values(architectures=QWEN3, head_dim=None)))
+    assert (two.qkv_bias, two.output_bias, two.qk_norm) == (True, False, "")
+    assert (three.qkv_bias, three.output_bias, three.qk_norm, three.head_dim) == (False, False, "head", 128)
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -170,14 +167,14 @@ def test_both_spellings_of_rope(key: str) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
-    rope = flat(hf_config(hf_values(**{key: llama3}))).rope
+    rope = first_rope(hf_config(hf_values(**{key: llama3})))
     assert (rope.theta, rope.scaling, rope.factor, rope.original_context) == (500000.0, "llama3", 8.0, 64)
 
 
 def test_rope_parameters_nested_per_layer_type() -> None:
     same = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
     nested = {"full_attention": same, "sliding_attention": dict(same)}
-    assert flat(hf_config(hf_values(rope_parameters=nested))).rope.theta == 1e6
+    assert first_rope(hf_config(hf_values(rope_parameters=nested))).theta == 1e6
     nested["full_attention"] = {**same, "factor": 4.0}
     with pytest.raises(ModelInvalid, match="rope_parameters"):
         hf_config(hf_values(rope_parameters=nested))
@@ -185,7 +182,7 @@ def test_rope_parameters_nested_per_layer_type() -> None:
 
 def test_the_other_scalings() -> None:
     def rope(**scaling: Any):
-        return flat(hf_config(hf_values(rope_scaling=scaling))).rope
+        return first_rope(hf_config(hf_values(rope_scaling=scaling)))
 
     assert rope(type="linear", factor=2).factor == 2.0
     assert rope(type="dynamic", factor=2.0).original_context == 128
@@ -203,9 +200,14 @@ def test_eos_ids_come_from_both_files() -> None:
 def test_the_real_gguf_metadata(tmp_path: Path) -> None:
     header = read_gguf_header(smollm2_gguf(tmp_path))
     config = gguf_config(header.metadata, {"token_embd.weight": (49152, 576)})
-    assert (config.num_layers, config.hidden_size, flat(config).num_heads, flat(config).num_kv_heads) == (30, 576, 9, 3)
-    assert (flat(config).intermediate_size, config.context_length, flat(config).rope.theta) == (1536, 8192, 100000.0)
-    assert (config.tied_embeddings, flat(config).head_dim, config.eos_token_ids) == (True, 64, (2,))
+    assert (
+        config.num_layers,
+        config.hidden_size,
+        first_attention(config).num_heads,
+        first_attention(config).num_kv_heads,
+    ) == (30, 576, 9, 3)
+    assert (first_dense(config).inner, config.context_length, first_rope(config).theta) == (1536, 8192, 100000.0)
+    assert (config.tied_embeddings, first_attention(config).head_dim, config.eos_token_ids) == (True, 64, (2,))
 
 
 json_values = st.recursive(

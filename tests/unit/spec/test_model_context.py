@@ -11,10 +11,8 @@ import pytest
 from edgepipe.errors import ConfigInvalid
 from edgepipe.spec.config import gguf_config, hf_config
 from edgepipe.spec.shape_limits import MAX_CONTEXT
-from edgepipe.text.template import ChatTemplate
-from edgepipe.weights.card import ModelCard
 from tests.support.models.files import hf_values
-from tests.support.models.shapes import flat
+from tests.support.models.specs import first_rope, windows_of
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "data" / "published_ropes.json").read_text())
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -56,7 +54,7 @@ def test_a_gguf_file_with_yarn_takes_the_stretched_context(scaling: dict[str, An
 
 @pytest.mark.parametrize("key", ["scaling.factor", "scale_linear"])
 def test_a_gguf_file_that_names_a_factor_and_no_type_is_scaled_linearly(key: str) -> None:
-    rope = flat(gguf_config(gguf_metadata({key: 4.0}), {"token_embd.weight": (300, 32)})).rope
+    rope = first_rope(gguf_config(gguf_metadata({key: 4.0}), {"token_embd.weight": (300, 32)}))
     assert (rope.scaling, rope.factor) == ("linear", 4.0)
 
 
@@ -74,23 +72,16 @@ def gguf_metadata(changes: dict[str, Any]) -> dict[str, object]:
     return {"general.architecture": "qwen2"} | {f"qwen2.{key}": value for key, value in values.items()}
 
 
-def test_a_card_of_an_earlier_pull_has_the_stretched_context_too() -> None:
-    config = hf_config(hf_values(**QWEN25, rope_scaling=YARN))
-    card = json.loads(ModelCard(config=config, template=ChatTemplate(sources={})).to_json())
-    card["config"]["context_length"] = 32_768
-    assert ModelCard.from_json(json.dumps(card).encode()).config == config
-
-
 def test_a_window_between_both_contexts_is_kept() -> None:
     values = hf_values(**QWEN25, use_sliding_window=True, sliding_window=65_536, max_window_layers=1)
-    assert flat(hf_config(values)).sliding_windows == ()
-    assert flat(hf_config({**values, "rope_scaling": YARN})).sliding_windows == (None, 65_536, 65_536)
+    assert windows_of(hf_config(values)) == (None,) * 3
+    assert windows_of(hf_config({**values, "rope_scaling": YARN})) == (None, 65_536, 65_536)
 
 
 def test_a_yarn_factor_left_out_is_the_ratio_of_both_contexts() -> None:
     scaling = {"type": "yarn", "original_max_position_embeddings": 4096}
     config = hf_config(hf_values(max_position_embeddings=16_384, rope_scaling=scaling))
-    assert (flat(config).rope.factor, config.context_length) == (4.0, 16_384)
+    assert (first_rope(config).factor, config.context_length) == (4.0, 16_384)
 
 
 def test_an_absurd_factor_makes_no_absurd_context() -> None:

@@ -13,7 +13,7 @@ from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import named_device
 from edgepipe.errors import ModelInvalid
 from edgepipe.files.strict_json import parse_json_object
-from edgepipe.model.shapes import named_shape
+from edgepipe.shapes.loader import named_shape
 from edgepipe.spec.config import read_hf_config
 from edgepipe.spec.config_json import config_from_json, config_to_json
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices

@@ -6,7 +6,7 @@ import pytest
 
 from edgepipe.backend.cost import CostModel, StepWork
 from edgepipe.backend.devices import named_device
-from edgepipe.model.shapes import named_shape
+from edgepipe.shapes.loader import named_shape
 from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.stage.step_times import StepTimes
 

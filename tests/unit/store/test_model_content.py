@@ -26,7 +26,7 @@ from edgepipe.weights import manifest as manifest_module
 from edgepipe.weights.card import ModelCard, read_card
 from edgepipe.weights.manifest import CARD_FILE, TOKENIZER_FILE, FileEntry, Manifest
 from tests.support.models.files import TOKENS, adopt, gguf_text, metadata_of, names, source_folder
-from tests.support.models.shapes import flat
+from tests.support.models.specs import first_rope, with_attention
 
 Values = dict[str, Any]
 
@@ -138,7 +138,7 @@ def test_what_a_library_may_read_differently_is_not_taken_for_the_same(spelled: 
 
 def changed_card(card: ModelCard) -> list[ModelCard]:
     """Cards that change what a prompt or an answer means."""
-    shape = flat(card.config)
+    stretched = replace(first_rope(card.config), factor=2.0)
     return [
         replace(card, template=replace(card.template, sources={"default": "evil"})),
         replace(card, template=replace(card.template, sources={**card.template.sources, "tool_use": "evil"})),
@@ -146,7 +146,7 @@ def changed_card(card: ModelCard) -> list[ModelCard]:
         replace(card, config=replace(card.config, eos_token_ids=(4,))),
         replace(card, config=replace(card.config, bos_token_id=None)),
         replace(card, config=replace(card.config, context_length=64)),
-        replace(card, config=replace(shape, rope=replace(shape.rope, factor=2.0)).config()),
+        replace(card, config=with_attention(card.config, rope=stretched)),
         replace(card, sampling={"temperature": 0.6}),
     ]
 
@@ -154,7 +154,7 @@ def changed_card(card: ModelCard) -> list[ModelCard]:
 def test_a_card_counts_by_what_it_says(giver: StoredModel, tmp_path: Path) -> None:
     """A version that knew fewer fields, which have their defaults here, wrote the same card."""
     values = json.loads((giver.path / CARD_FILE).read_text())
-    for key in ("qk_norm", "sliding_windows", "mlp_bias"):
+    for key in ("logit_scale", "logit_softcap", "naming"):
         del values["config"][key]
     del values["sampling"]
     (tmp_path / CARD_FILE).write_text(json.dumps(values))
@@ -258,57 +258,9 @@ def test_r5_a_manifest_has_bounds(giver: StoredModel, monkeypatch: pytest.Monkey
         Manifest.from_json(giver.manifest.to_json())
     monkeypatch.undo()
     (card, *_) = giver.manifest.metadata_files
-    for bad in (replace(card, num_bytes=17 << 20), replace(card, content="x")):
+    for bad in (replace(card, num_bytes=17 << 20), replace(card, content="x"), replace(card, content="")):
         with pytest.raises(ModelInvalid):
             Manifest.from_json(replace(giver.manifest, files=(bad,)).to_json())
-
-
-def make_former(folder: Path) -> None:
-    """The manifest as an earlier version wrote it."""
-    path = folder / "manifest.json"
-    values = json.loads(path.read_text())
-    for entry in values["files"]:
-        entry.pop("content", None)
-    path.write_text(json.dumps(values))
-
-
-def test_a_model_of_before_gets_the_hash_that_it_would_get_now(giver: StoredModel, tmp_path: Path) -> None:
-    """Also where it was pulled with an older library."""
-    model = tmp_path / "store" / "My-Model"
-    shutil.copytree(giver.path, model)
-    path = model / TOKENIZER_FILE
-    path.write_text(json.dumps(older(json.loads(path.read_text()))))
-    make_former(model)
-    found = ModelStore(tmp_path / "store").resolve("My-Model", manifest_hash=giver.manifest.former_hash)
-    assert found.manifest_hash == giver.manifest_hash
-    assert Manifest.from_json((model / "manifest.json").read_bytes()).described, "it is worked out once"
-    assert names(model) == names(giver.path)
-
-
-def test_a_model_of_before_is_read_from_a_disk_that_cannot_be_written(
-    bare: StoredModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = tmp_path / "My-Model"
-    shutil.copytree(bare.path, made)
-    make_former(made)
-
-    def refuse(*_: object) -> None:
-        raise OSError("Read-only file system")
-
-    monkeypatch.setattr(Path, "write_bytes", refuse)
-    assert StoredModel("My-Model", made).manifest_hash == bare.manifest_hash
-
-
-def test_parts_of_before_stay_where_they_are(bare: StoredModel, taker: ModelStore) -> None:
-    part = adopt(taker, bare.manifest, metadata_of(bare))
-    make_former(part.path)
-    part.path.rename(taker.root / f"My-Model@{bare.manifest.former_hash[:12]}")
-    name = "model.norm.weight"
-    with taker.resolve("My-Model", manifest_hash=bare.manifest_hash).writer().open(name) as sink:
-        sink.write(bare.read_tensor(name).tobytes())
-        assert sink.finish()
-    assert taker.resolve("My-Model").held_tensors() == [name]
-    assert len(names(taker.root)) == 1
 
 
 def test_what_killed_processes_left_goes_with_the_next_adoption(bare: StoredModel, taker: ModelStore) -> None:

@@ -35,7 +35,7 @@ from tests.support.models.files import (
     write_split_gguf,
     write_tensor,
 )
-from tests.support.models.shapes import flat
+from tests.support.models.specs import first_attention
 
 REPO = "org/tiny"
 MIDDLE = Slice(index=1, layers=LayerRange(1, 2), embedding=False, head=False)
@@ -165,7 +165,7 @@ async def test_it_goes_on_where_a_peer_or_the_hub_stopped(place: Place) -> None:
     place.begun(QUERY, data[:half])
     await place.fetch()
     assert QUERY in place.held()
-    head_bytes = len(data) // flat(place.whole.config).num_heads
+    head_bytes = len(data) // first_attention(place.whole.config).num_heads
     is_gguf = any(name.endswith(".gguf") for name in place.hub.files)
     begin = half - half % head_bytes if is_gguf else half  # its heads come whole
     sizes[sizes.index(len(data))] -= begin

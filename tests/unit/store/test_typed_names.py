@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgepipe.errors import ConfigInvalid, ModelUnknown
-from edgepipe.model.shapes import model_shapes
+from edgepipe.shapes.loader import shape_names
 from edgepipe.store.further_names import MAX_NAMES, allowed_names, checked_names
 from edgepipe.store.known_models import DEMO, key_of, known_models
 from edgepipe.store.pull import hub_source
@@ -28,7 +28,7 @@ def test_a_name_as_typed_means_what_the_table_says(typed: str, pulled: str, plan
     assert understood(typed.upper() if "/" not in typed else typed) == meant
     source = hub_source(typed)
     assert (DEMO if source is None else source.repo) == meant.repository
-    assert split_mix(planned)[0] in model_shapes()
+    assert split_mix(planned)[0] in shape_names()
 
 
 def test_the_list_has_sixty_names() -> None:
@@ -37,7 +37,7 @@ def test_the_list_has_sixty_names() -> None:
 
 def test_every_known_shape_can_be_pulled_by_its_name_and_each_name_means_one_model() -> None:
     models = known_models()
-    assert {model.name for model in models} == set(model_shapes())
+    assert {model.name for model in models} == set(shape_names())
     keys = [key_of(name) for model in models for name in (model.name, *model.also)]
     assert len(set(keys)) == len(keys)
     for model in models:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -213,8 +214,13 @@ def test_a_folder_without_template(tmp_path: Path) -> None:
     assert hf_template(tmp_path).sources == {}
 
 
-def test_the_watch_for_platforms_without_limits() -> None:
+def test_the_watch_for_platforms_without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     from edgepipe.text import template_child
 
-    watch = template_child._make_watch()
-    watch(0, None)  # below the limit: nothing happens
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)  # the test's process must not end
+    template_child._make_watch()(0, None)
+    assert ended == [], "it is below the limit"
+    monkeypatch.setattr(template_child, "MEMORY_BYTES", -(1 << 50))
+    template_child._make_watch()(0, None)
+    assert ended == [3]

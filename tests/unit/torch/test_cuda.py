@@ -26,7 +26,7 @@ pytestmark = [
 
 CONFIGS = {
     "llama": tiny_config(head_dim=16),
-    "with a window": tiny_config(head_dim=16, sliding_window=20),
+    "with a window": tiny_config(head_dim=16, windows=(20,)),
     "with biases, tied": tiny_config(head_dim=16, architecture="qwen2", qkv_bias=True, tied_embeddings=True),
     "with norms": tiny_config(head_dim=16, architecture="qwen3", qk_norm=True, num_kv_heads=4),
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -33,7 +31,7 @@ from edgepipe.spec.tensors import WeightSource  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
 from tests.support.backends.steps import make_step, step_row  # noqa: E402
 from tests.support.models.packed import PackedTinyModel  # noqa: E402
-from tests.support.models.shapes import flat  # noqa: E402
+from tests.support.models.specs import with_attention  # noqa: E402
 from tests.support.numerics.harness import Pipeline  # noqa: E402
 
 pytestmark = pytest.mark.skipif(isinstance(cpu_kernels(), KernelsUnavailable), reason="no kernels for this CPU")
@@ -45,16 +43,12 @@ SHAPES = {  # heads, kv heads, size of a head
     "an odd group, heads of more than 64": (6, 2, 72),
     "the demo model's": (9, 3, 64),
 }
-SMALL = tiny_config(num_layers=2, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=32, vocab_size=304)
+SIZES = {"num_layers": 2, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32, "vocab_size": 304}
 
 
 def shaped(name: str) -> ModelConfig:
     heads, kv_heads, head_dim = SHAPES[name]
     return tiny_config(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
-
-
-def windowed(config: ModelConfig, window: int | None) -> ModelConfig:
-    return replace(flat(config), sliding_windows=(window,) * config.num_layers).config()
 
 
 def ops_for(config: ModelConfig) -> CompiledOps:
@@ -125,7 +119,7 @@ def test_attention_is_torch_s_within_rounding(
     name: str, rows: list[tuple[int, int, bool]], window: int | None, threads: int, seed: int
 ) -> None:
     """Sequences with tokens before the step, in one run of blocks or scattered; long and short prompts."""
-    config = windowed(shaped(name), window)
+    config = with_attention(shaped(name), window=window)
     shape = heads_of(config)
     rng = np.random.default_rng(seed)
     pool = pool_for(config)
@@ -193,7 +187,7 @@ def decoded(runner: Pipeline, tokens: list[int]) -> npt.NDArray[np.float32]:
 def test_a_model_decodes_as_without_kernels(
     window: int | None, scattered: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = SMALL if window is None else replace(flat(SMALL), sliding_windows=(window, None)).config()
+    config = tiny_config(**SIZES, windows=(window, None))
     source = PackedTinyModel(config, {"": "Q8_0"}) if packed else TinyWeights(config)
     replayed: list[int] = []
     run = DecodeReplays.run

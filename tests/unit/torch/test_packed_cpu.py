@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,6 @@ from edgepipe.weights.logical import OneTensorPerWeight  # noqa: E402
 from edgepipe.weights.resident import resident_bytes  # noqa: E402
 from tests.support.backends.torch_slices import loaded_slice  # noqa: E402
 from tests.support.models.packed import PackedTinyModel, exact_float32, random_packed  # noqa: E402
-from tests.support.models.shapes import flat  # noqa: E402
 from tests.support.numerics.harness import Pipeline  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -283,16 +283,21 @@ MIXED = {
     "down_proj.weight": "Q8_0",
     "": "Q4_K",
 }
-SMALL = tiny_config(
-    num_layers=2, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=32, vocab_size=300, tied_embeddings=True
-)
+SIZES: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 256,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 300,
+    "tied_embeddings": True,
+}
+SMALL = tiny_config(**SIZES)
 MODELS = {
     "mixed": (SMALL, MIXED),
     "one type, untied": (replace(SMALL, tied_embeddings=False), {"": "Q4_0"}),
     "norms of heads, windows, biases": (
-        replace(
-            flat(SMALL), qk_norm=True, qkv_bias=True, output_bias=True, mlp_bias=True, sliding_windows=(5, None)
-        ).config(),
+        tiny_config(**SIZES, windows=(5, None), qk_norm=True, qkv_bias=True, output_bias=True, mlp_bias=True),
         MIXED,
     ),
     "floats beside": (

@@ -24,7 +24,7 @@ from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices  # noqa: E4
 from edgepipe.spec.tensors import RawTensor  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
 from tests.support.backends.steps import make_step, run_step, step_row, token_ids  # noqa: E402
-from tests.support.models.shapes import flat  # noqa: E402
+from tests.support.models.specs import first_attention  # noqa: E402
 
 Floats = npt.NDArray[np.float32]
 LLAMA = tiny_config()
@@ -42,10 +42,9 @@ class OutlierWeights(TinyWeights):
         factor = 16 if name.endswith("k_proj.weight") else 1 / 16 if name.endswith("q_proj.weight") else 0
         if not factor:
             return raw
-        values = (
-            torch.from_numpy(raw.data).view(torch.bfloat16).clone().view(-1, flat(LLAMA).head_dim, LLAMA.hidden_size)
-        )
-        values[:, [0, flat(LLAMA).head_dim // 2]] *= factor
+        size = first_attention(LLAMA).head_dim
+        values = torch.from_numpy(raw.data).view(torch.bfloat16).clone().view(-1, size, LLAMA.hidden_size)
+        values[:, [0, size // 2]] *= factor
         return RawTensor(info=raw.info, data=values.flatten().view(torch.uint8).numpy())
 
 
@@ -121,7 +120,7 @@ def test_logits_are_near_those_of_float_kv(weights: type[TinyWeights], allowed: 
 
 
 def test_heads_in_turns_give_what_all_heads_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_config(num_kv_heads=4, qk_norm=True, sliding_window=50)
+    config = tiny_config(num_kv_heads=4, qk_norm=True, windows=(50,))
     whole = loaded(config, "8bit")
     expected = [logits(whole, PROMPT[:150]), logits(whole, PROMPT[150:151], position=150)]
     monkeypatch.setattr(packed_attention, "_WIDENED_BYTES", 1)
@@ -150,7 +149,11 @@ def test_a_nan_stays_in_its_sequence_and_block() -> None:
     logits(backend, PROMPT[:20])
     logits(backend, PROMPT[:20], first_block=5)
     (pool,) = backend._pools.values()
-    pool.write(0, torch.tensor([3]), torch.full((1, 2 * flat(LLAMA).num_kv_heads, flat(LLAMA).head_dim), torch.nan))
+    pool.write(
+        0,
+        torch.tensor([3]),
+        torch.full((1, 2 * first_attention(LLAMA).num_kv_heads, first_attention(LLAMA).head_dim), torch.nan),
+    )
     rows = [step_row(20, 1, (0, 2)), step_row(20, 1, (5, 2), sequence=2)]
     found = run_step(backend, make_step(rows), token_ids(PROMPT[20:21], PROMPT[20:21]))
     assert np.isnan(found[0]).all()

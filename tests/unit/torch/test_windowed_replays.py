@@ -18,11 +18,17 @@ from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
 from tests.support.backends.maker import cut  # noqa: E402
 from tests.support.backends.steps import make_step, run_step, step_row, token_ids  # noqa: E402
 from tests.support.models.packed import PackedTinyModel  # noqa: E402
-from tests.support.models.shapes import flat  # noqa: E402
 
 WINDOW, BLOCK = 9, 4
-PLAIN = tiny_config(num_layers=3, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=32, vocab_size=304)
-CONFIG = replace(flat(PLAIN), sliding_windows=(WINDOW, None, WINDOW)).config()
+CONFIG = tiny_config(
+    num_layers=3,
+    hidden_size=256,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=32,
+    vocab_size=304,
+    windows=(WINDOW, None, WINDOW),
+)
 
 
 @pytest.mark.skipif(isinstance(cpu_kernels(), KernelsUnavailable), reason="no kernels for this CPU")

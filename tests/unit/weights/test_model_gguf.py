@@ -29,7 +29,7 @@ from tests.support.models.files import (
     smollm2_gguf,
     write_gguf,
 )
-from tests.support.models.shapes import flat
+from tests.support.models.specs import first_attention, first_rope
 
 U32, STRING, ARRAY = 4, 8, 9
 HUGE = 1 << 63
@@ -209,9 +209,9 @@ def test_what_a_converter_wrote_is_read_back(architecture: str, tied: bool, tmp_
     weights = open_weights(write_gguf(tmp_path / "m.gguf", tensors, config, architecture=architecture))
     assert weights.config.architecture == architecture
     assert weights.config.tied_embeddings is tied
-    assert flat(weights.config).qkv_bias is flat(config).qkv_bias
-    assert flat(weights.config).qk_norm is flat(config).qk_norm
-    assert flat(weights.config).head_dim == 16
+    assert first_attention(weights.config).qkv_bias is first_attention(config).qkv_bias
+    assert first_attention(weights.config).qk_norm is first_attention(config).qk_norm
+    assert first_attention(weights.config).head_dim == 16
     assert weights.config.eos_token_ids == (2,)
     assert set(weights.infos) == set(tensors)
     for name, tensor in tensors.items():
@@ -245,7 +245,7 @@ def test_llama3_factors_become_factors_per_pair(tmp_path: Path) -> None:
     config = hf_config(hf_values())
     factors = np.array([1.0, 2.0, 4.0, 8.0], np.float32)
     path = write_gguf(tmp_path / "m.gguf", random_tensors(config), config, extra={"rope_freqs.weight": factors})
-    rope = flat(open_weights(path).config).rope
+    rope = first_rope(open_weights(path).config)
     assert rope.scaling == "longrope"
     assert rope.attention_factor == 1.0
     assert rope.short_factor == rope.long_factor == (1.0, 2.0, 4.0, 8.0)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgepipe.errors import ModelInvalid, ModelUnknown
-from edgepipe.model.shapes import model_shapes, named_shape
+from edgepipe.shapes.loader import named_shape, shape_names
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.spec.layout import (
     EMBEDDING,
@@ -38,7 +38,7 @@ def whole(config: ModelConfig) -> Slice:
     return Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)
 
 
-names = st.sampled_from(sorted(model_shapes()))
+names = st.sampled_from(shape_names())
 mixes = st.sampled_from(mix_names())
 kinds = st.sampled_from(KINDS)
 dtypes = st.sampled_from(("float32", "bfloat16"))

@@ -19,7 +19,7 @@ from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.serving import SurveyedMachine, SurveyReply
 from edgepipe.wire.surveys import cluster_of
 from edgepipe.wire.v1 import node_pb2
-from tests.support.models.shapes import flat
+from tests.support.models.specs import first_attention
 
 CONFIG, WEIGHTS = named_model("qwen3-8b:q4_k_m")
 WHOLE = Slice(index=0, layers=LayerRange(0, 36), embedding=True, head=True)
@@ -62,9 +62,9 @@ def test_8_bit_kv_takes_a_byte_a_value_and_two_a_head() -> None:
     (plain,), (packed,) = (
         cluster_of(replace(survey("", "torch-cuda"), settings=StageSettings(kv=kv))).machines for kv in ("", "8bit")
     )
-    values = 2 * 36 * flat(CONFIG).num_kv_heads
-    assert plain.room.kv_bytes(CONFIG, WHOLE.layers, 1) == values * flat(CONFIG).head_dim * 2
-    assert packed.room.kv_bytes(CONFIG, WHOLE.layers, 1) == values * (flat(CONFIG).head_dim + 2)
+    values = 2 * 36 * first_attention(CONFIG).num_kv_heads
+    assert plain.room.kv_bytes(CONFIG, WHOLE.layers, 1) == values * first_attention(CONFIG).head_dim * 2
+    assert packed.room.kv_bytes(CONFIG, WHOLE.layers, 1) == values * (first_attention(CONFIG).head_dim + 2)
     with pytest.raises(ConfigInvalid, match="cannot be kept as '4bit'"):
         CONFIG.kv_bytes_per_token(form="4bit")
 

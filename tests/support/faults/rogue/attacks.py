@@ -48,7 +48,7 @@ Attack = Callable[[Rogue], Awaitable[list[str]]]
 
 async def promote_accomplice(rogue: Rogue) -> list[str]:
     """R1: a removed owner makes a new key an owner, which removes the founder and everybody else."""
-    for number in (0, 1, _FAR):  # 0: the earlier form
+    for number in (0, 1, _FAR):
         accomplice = make_key_pair()
         certificate = accomplice.certificate.pem
         statements = [

@@ -196,7 +196,7 @@ class Rogue:
             await self.say_all(beat)
 
     def statement(self, signer: KeyPair, *, number: int, **said: Any) -> trust_pb2.TrustStatement:
-        """A statement about the cluster, properly signed; ``number`` 0: of the earlier form."""
+        """A statement about the cluster, properly signed."""
         body = trust_pb2.TrustBody(
             cluster_id=self.store.cluster_id,
             signer=signer.fingerprint,

@@ -1,4 +1,4 @@
-"""Nodes of earlier versions are left out of pipelines that they could not compute, and it is said why."""
+"""Nodes whose backend computes no recurrent layers are left out of pipelines with them, and it is said why."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def node(*, keeps_states: bool) -> NodeState:
 
 
 def test_a_node_that_knows_no_states_is_left_out_of_recurrent_models_only() -> None:
-    older = node(keeps_states=False)
-    assert rooms_of(older, DEFAULT_SETTINGS)
-    assert not rooms_of(older, DEFAULT_SETTINGS, states=True)
-    assert cannot_keep(older, DEFAULT_SETTINGS, states=True).startswith("cannot keep states of recurrent layers")
-    assert cannot_keep(older, DEFAULT_SETTINGS, states=False) == ""
+    other = node(keeps_states=False)
+    assert rooms_of(other, DEFAULT_SETTINGS)
+    assert not rooms_of(other, DEFAULT_SETTINGS, states=True)
+    assert cannot_keep(other, DEFAULT_SETTINGS, states=True).startswith("cannot keep states of recurrent layers")
+    assert cannot_keep(other, DEFAULT_SETTINGS, states=False) == ""
 
 
-def test_every_backend_of_this_version_keeps_states() -> None:
+def test_the_emulated_backend_keeps_states() -> None:
     assert rooms_of(node(keeps_states=True), DEFAULT_SETTINGS, states=True)
     assert EmulatedBackend(BackendOptions(device="h100")).profile().keeps_states
     assert cannot_keep(node(keeps_states=True), DEFAULT_SETTINGS, states=True) == ""
