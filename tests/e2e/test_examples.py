@@ -20,10 +20,9 @@ import yaml
 from edgepipe_emulated.oracle import next_token
 from prometheus_client.parser import text_string_to_metric_families
 from typer.core import TyperGroup
-from typer.main import get_command
 
-from edgepipe.cli.main import make_app
 from tests.support.bad_input import Node, Shell, emulated_model
+from tests.support.every_verb import every_verb
 from tests.support.node_models import CONFIG
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -193,7 +192,7 @@ def nodes_of(folder: Path) -> list[psutil.Process]:
 @cache
 def command_line() -> Any:
     """All verbs of edgepipe."""
-    return get_command(make_app())
+    return every_verb()
 
 
 def parse(words: list[str]) -> None:
