@@ -15,7 +15,7 @@ from edgepipe.errors import ArchitectureUnsupported, ModelDownloadFailed, ModelI
 from edgepipe.model import install
 from edgepipe.model.config import hf_config
 from edgepipe.model.conversations.known_traits import TRAITS_FILE
-from edgepipe.model.hub import HubSource, parse_pinned
+from edgepipe.model.hub import HubSource, list_hub, parse_pinned
 from edgepipe.model.progress import PullProgress
 from edgepipe.model.pull import Puller, PullResult, hub_source
 from edgepipe.model.store import ModelStore
@@ -304,6 +304,20 @@ def gguf_repository(folder: Path, *names: str) -> dict[str, bytes]:
     config = hf_config(hf_values())
     data = write_gguf(folder / "x.gguf", random_tensors(config), config).read_bytes()
     return dict.fromkeys(names, data)
+
+
+def test_a_list_that_never_ends_is_given_up(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte of it comes in time."""
+
+    def endless() -> dict[str, Any]:
+        hub.ended.wait()
+        return {}
+
+    monkeypatch.setattr("edgepipe.model.hub._LISTING_S", 0.05)
+    monkeypatch.setattr(hub, "listing", endless)
+    with pytest.raises(ModelDownloadFailed) as refused:
+        list_hub(HubSource(repo=REPO), endpoint=hub.endpoint)
+    assert refused.value.fact == "no answer came in time"
 
 
 def test_one_gguf_of_several_is_chosen_by_its_type(tmp_path: Path) -> None:
