@@ -88,9 +88,7 @@ def test_two_machines_become_a_cluster(lan: LanLab) -> None:
         first.until("create a cluster")
         first.send("\r")
         first.until("Name of the cluster:")
-        first.send("<\r")  # back to the first step
-        first.until("Name of this machine:", count=2)
-        first.send("\r")
+        first.send("<\r")  # back to the question before
         first.until("Which cluster?", count=2)
         first.send("\r")
         first.until("Name of the cluster:", count=2)
