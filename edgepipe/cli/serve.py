@@ -20,7 +20,7 @@ from edgepipe.cli.options import (
     ObjectiveName,
     checked_dtype,
     checked_kv,
-    complete_model,
+    complete_known_model,
     data_dir_of,
     models_dir_of,
 )
@@ -54,7 +54,7 @@ def serve(
         str,
         typer.Argument(
             help="A model of the cluster, or a known name, which is fetched if you agree: qwen3:8b, ...",
-            autocompletion=complete_model,
+            autocompletion=complete_known_model,
         ),
     ],
     names: Annotated[

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import pytest
 
 from edgepipe.cli.verbs import VERBS
+from tests.support.command_line import Run
 from tests.support.every_verb import every_verb
 
 PRINT_MODULES = """
@@ -80,3 +81,13 @@ def test_the_list_of_verbs_says_of_each_what_its_own_help_says() -> None:
 def test_an_unknown_verb_is_compared_with_all_verbs(tmp_path: Path) -> None:
     ran = start(["statsu"], tmp_path)
     assert "no such command 'statsu'. Did you mean 'status'?" in ran.stderr
+
+
+@pytest.mark.parametrize("words", [("models", "pull"), ("chat",), ("serve",), ("plan",)], ids=" ".join)
+def test_the_shell_completes_known_short_names(words: tuple[str, ...], run: Run) -> None:
+    command = every_verb()
+    for word in words:
+        command = command.commands[word]
+    (model,) = (param for param in command.params if param.name == "model")
+    found = model.shell_complete(command.context_class(command), "gpt-oss-2")
+    assert [item.value for item in found] == ["gpt-oss-20b"]
