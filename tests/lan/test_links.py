@@ -7,8 +7,6 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -18,19 +16,7 @@ from tests.support.lan import Finished, LanHost, LanLab
 from tests.support.nodes import LOOK_S, Node, Nodes
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(240)]
-
-
-@pytest.fixture
-async def lan() -> AsyncIterator[LanLab]:
-    async with LanLab(hosts=["studio", "attic"]) as lab:
-        yield lab
-
-
-@pytest.fixture
-async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
-    made = Nodes(folder=tmp_path, cluster="lan-test")
-    yield made
-    await made.end()
+HOSTS = ["studio", "attic"]
 
 
 async def ip(host: LanHost, command: str) -> None:

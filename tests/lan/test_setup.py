@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -16,14 +15,9 @@ from tests.support.lan import LanHost, LanLab
 from tests.support.terminal import Terminal
 
 pytestmark = pytest.mark.lan
+HOSTS = ["gamer", "studio"]
 
 DOWN, CLEAR_LINE = "\x1b[B", "\x15"
-
-
-@pytest.fixture
-async def lan() -> AsyncIterator[LanLab]:
-    async with LanLab(hosts=["gamer", "studio"]) as lab:
-        yield lab
 
 
 def environment(host: LanHost, *, backend: str = "emulated") -> dict[str, str]:
