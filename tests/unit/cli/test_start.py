@@ -24,7 +24,7 @@ except SystemExit:
 print(*sorted(sys.modules), file=sys.__stderr__)
 """
 HEAVY = {"torch", "mlx", "transformers", "huggingface_hub", "tokenizers", "starlette", "uvicorn", "zeroconf"}
-NUMBERS, NETWORK, PICTURES = {"numpy"}, {"grpc", "cryptography", "google"}, {"rich"}
+NUMBERS, KEYS, NETWORK, PICTURES = {"numpy"}, {"cryptography"}, {"grpc", "cryptography", "google"}, {"rich"}
 
 
 def start(
@@ -48,8 +48,8 @@ def start(
         (["--help"], HEAVY | NUMBERS | NETWORK | PICTURES | {"pydantic"}, 240),
         (["serve", "--help"], HEAVY | NUMBERS | NETWORK | PICTURES, 320),
         (["version"], HEAVY | NUMBERS | NETWORK | PICTURES, 320),
-        (["status"], HEAVY | NUMBERS, 560),
-        (["peers", "list"], HEAVY | NUMBERS, 540),
+        (["status"], HEAVY | NUMBERS | KEYS, 500),
+        (["peers", "list"], HEAVY | NUMBERS | KEYS, 480),
         (["plan", "qwen3:8b", "--emulate", "rtx4090"], HEAVY | NETWORK, 600),
         (["models", "list"], HEAVY | NETWORK, 600),
     ],
