@@ -314,6 +314,7 @@ def test_a_list_that_never_ends_is_given_up(hub: FakeHub, monkeypatch: pytest.Mo
         return {}
 
     monkeypatch.setattr("edgepipe.model.hub._LISTING_S", 0.05)
+    monkeypatch.setattr("edgepipe.model.hub.CONTACT_TIMEOUT_S", 3600.0)
     monkeypatch.setattr(hub, "listing", endless)
     with pytest.raises(ModelDownloadFailed) as refused:
         list_hub(HubSource(repo=REPO), endpoint=hub.endpoint)
