@@ -78,6 +78,7 @@ class ProfileLayerRequest:
     known_only: bool = False  # return known values, measure nothing
     fresh: bool = False  # measure again if possible
     kv: str = ""  # form of the KV, see ``ModelConfig.kv_bytes_per_token``; empty: the compute dtype
+    again_if_busy: bool = False  # measure again if other programs ran beside a measurement of over a minute ago
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

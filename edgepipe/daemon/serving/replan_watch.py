@@ -210,7 +210,7 @@ class ReplanWatch:
     def _why(self, joined: Collection[str], left: Sequence[Departure], now: Plan) -> str:
         if joined:
             names = sorted(self._replanner.name(node_id) for node_id in joined)
-            return f"{' and '.join(names)} joined"
+            return f"{' and '.join(names)} can be used now"
         worst = left[0]
         kind, _, index = worst.place.partition(" ")
         stages = [now.stages[int(number)].machine.name for number in index.split("-")]

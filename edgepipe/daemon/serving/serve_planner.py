@@ -22,9 +22,11 @@ class ServePlanner:
         self._surveyor = surveyor
         self._recent = RecentSurveys()
 
-    async def survey(self, model: PlannedModel, dtype: str, kv: str, *, fresh: bool = False) -> SurveyReply:
-        """Measure the inputs of a model's plan, and keep those of a stored model for comparison."""
-        survey = await self._surveyor.survey(model, dtype, kv=kv, fresh=fresh)
+    async def survey(
+        self, model: PlannedModel, dtype: str, kv: str, *, fresh: bool = False, again_if_busy: bool = False
+    ) -> SurveyReply:
+        """Collect the inputs of a model's plan, and keep those of a stored model for comparison."""
+        survey = await self._surveyor.survey(model, dtype, kv=kv, fresh=fresh, again_if_busy=again_if_busy)
         if model.manifest_hash:
             self._recent.keep((model.manifest_hash, dtype, kv), survey, now_s=_now_s())
         return survey
@@ -48,7 +50,7 @@ class ServePlanner:
         """
         dtype, kv = request.options.dtype, request.options.kv
         recent = self._recent.get((model.manifest_hash, dtype, kv), now_s=_now_s())
-        survey = await self.survey(model, dtype, kv)
+        survey = await self.survey(model, dtype, kv, again_if_busy=True)
         found = await _best(request, model, context, survey, shut)
         if recent is None:
             return found

@@ -2595,6 +2595,7 @@ class ProfileLayerRequest(_message.Message):
     FRESH_FIELD_NUMBER: _builtins.int
     MODEL_WEIGHTS_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
+    AGAIN_IF_BUSY_FIELD_NUMBER: _builtins.int
     model_config: _builtins.str
     """JSON of edgepipe.model.facts.ModelConfig"""
     dtype: _builtins.str
@@ -2607,6 +2608,8 @@ class ProfileLayerRequest(_message.Message):
     """JSON of edgepipe.model.weight_table.WeightTable; empty: floats"""
     kv: _builtins.str
     """form of the KV; empty: the compute dtype"""
+    again_if_busy: _builtins.bool
+    """measured again if other programs ran beside a measurement of over a minute ago"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     def __init__(
@@ -2619,10 +2622,11 @@ class ProfileLayerRequest(_message.Message):
         fresh: _builtins.bool = ...,
         model_weights: _builtins.str = ...,
         kv: _builtins.str = ...,
+        again_if_busy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fresh", b"fresh", "hello", b"hello", "known_only", b"known_only", "kv", b"kv", "model_config", b"model_config", "model_weights", b"model_weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again_if_busy", b"again_if_busy", "dtype", b"dtype", "fresh", b"fresh", "hello", b"hello", "known_only", b"known_only", "kv", b"kv", "model_config", b"model_config", "model_weights", b"model_weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
