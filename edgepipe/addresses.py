@@ -1,6 +1,8 @@
-"""HOST:PORT as one text, with brackets around a host of IPv6 (RFC 3986, section 3.2.2)."""
+"""HOST:PORT as one text, with brackets around a host of IPv6 (RFC 3986, section 3.2.2); addresses of one machine."""
 
 from __future__ import annotations
+
+import ipaddress
 
 
 def with_port(host: str, port: int) -> str:
@@ -22,3 +24,11 @@ def host_maybe_port(text: str) -> tuple[str, str]:
     if text.startswith("[") and text.endswith("]"):
         return text[1:-1], ""
     return host_and_port(text) if ":" in text else (text, "")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address of IPv4 or IPv6. False for a name."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc.aio
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from edgepipe.backend.types import StageSettings
-from edgepipe.daemon.machine.data_dir import socket_path
-from edgepipe.errors import ConfigInvalid, ConnectTimeout, EdgepipeError, NodeUnreachable, PeerClosed
+from edgepipe.daemon.machine.data_dir import home_name, socket_path
+from edgepipe.errors import ConnectTimeout, EdgepipeError, NodeUnreachable, PeerClosed
 from edgepipe.link.channels import make_unix_channel, sent_error, translated
 from edgepipe.safe_text import one_line
-from edgepipe.security.certificates import make_key_pair
-from edgepipe.security.mutual_tls import MutualTls, Security
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, hello_to_wire
 from edgepipe.wire.nodes import ClusterStatus, LogLine
@@ -26,6 +24,9 @@ from edgepipe.wire.serving import DrainEvent, LinkProfile, ReplicateEvent, Serve
 from edgepipe.wire.trust import InviteCommand, InviteEvent, JoinEvent, JoinRequest, ListPeersReply, RemovePeerReply
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc, trust_pb2, trust_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
+
+if TYPE_CHECKING:
+    from edgepipe.security.mutual_tls import Security
 
 _PEER = "this machine's node"
 _RPC_S = 5.0
@@ -182,6 +183,9 @@ class Admin:
 
         Raises LinkError.
         """
+        from edgepipe.security.certificates import make_key_pair
+        from edgepipe.security.mutual_tls import MutualTls
+
         pair = make_key_pair()
         request = pb.GatewayRequest(hello=self._hello, certificate=pair.certificate.pem)
         with translated(_PEER):
@@ -227,13 +231,10 @@ async def status_if_running(data_dir: Path) -> ClusterStatus | None:
 
 def no_node(data_dir: Path) -> NodeUnreachable:
     """Build the error for a data directory without a running node."""
-    from edgepipe.cluster.founding import home_of
-
     fact = f"no answer at {socket_path(data_dir)}"
-    with suppress(ConfigInvalid):  # 'node start' reports what is wrong with its files
-        if (home := home_of(data_dir)) is not None:
-            problem = f"this machine belongs to '{home.cluster_name}', but its node does not run"
-            return NodeUnreachable(problem, fact=fact, next_step="edgepipe node start")
+    if name := home_name(data_dir):
+        problem = f"this machine belongs to '{name}', but its node does not run"
+        return NodeUnreachable(problem, fact=fact, next_step="edgepipe node start")
     return NodeUnreachable(
         "no edgepipe node runs on this machine",
         fact=fact,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgepipe.addresses import is_loopback
 from edgepipe.cli.admin import Admin, connect, no_node, status_if_running
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.cli.sse import ChatClient
@@ -127,7 +128,7 @@ def _unusable(found: Sequence[Announcement], checked: str) -> NodeUnreachable:
     """Build the error for nodes that announce themselves but cannot be asked from this machine."""
     nodes = sorted(f"'{node.node_name}' at {node.address}, cluster {node.cluster_name!r}" for node in found)
     names = "; ".join(nodes[:_MAX_NAMED]) + (f"; and {len(nodes) - _MAX_NAMED} more" if len(nodes) > _MAX_NAMED else "")
-    if all(node.host.startswith("127.") for node in found):
+    if all(is_loopback(node.host) for node in found):
         return NodeUnreachable(
             "this machine's node uses another data directory",
             fact=f"{checked}found {names}",

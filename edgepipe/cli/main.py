@@ -12,30 +12,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from edgepipe.cli import (
-    config,
-    demo,
-    logs,
-    models,
-    node,
-    overview,
-    peers,
-    plan,
-    ps,
-    serve,
-    service,
-    setup,
-    simulate,
-    status,
-    stop,
-    uninstall,
-    version,
-)
-from edgepipe.cli.bench import verb as bench
-from edgepipe.cli.chat import verb as chat
-from edgepipe.cli.doctor import verb as doctor
 from edgepipe.cli.output import print_bug, print_error
 from edgepipe.cli.usage import bad_usage
+from edgepipe.cli.verbs import STYLE, VerbGroup, add_verbs
 from edgepipe.config import forget_exported_size
 from edgepipe.errors import ConfigInvalid, EdgepipeError
 from edgepipe.plain_words import plain
@@ -51,31 +30,13 @@ def make_app() -> typer.Typer:
     """Build the command with all verbs, in the order in which people need them."""
     app = typer.Typer(
         name="edgepipe",
+        cls=VerbGroup,
         help="One language model over the machines you already own.",
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+        **STYLE,
     )
     app.callback(invoke_without_command=True)(_start)
-    app.command("setup")(setup.setup)
-    app.command("demo")(demo.demo)
-    app.add_typer(node.app, name="node")
-    app.add_typer(peers.app, name="peers")
-    app.add_typer(models.app, name="models")
-    app.command("plan")(plan.plan)
-    app.command("serve", cls=serve.ServeCommand)(serve.serve)
-    app.command("chat")(chat.chat)
-    app.command("ps")(ps.ps)
-    app.command("stop")(stop.stop)
-    app.command("status")(status.status)
-    app.command("logs")(logs.logs)
-    app.command("doctor")(doctor.doctor)
-    app.command("bench")(bench.bench)
-    app.command("simulate")(simulate.simulate)
-    app.add_typer(service.app, name="service")
-    app.add_typer(config.app, name="config")
-    app.command("version")(version.version)
-    app.command("uninstall")(uninstall.uninstall)
+    add_verbs(app)
     return app
 
 
@@ -86,10 +47,14 @@ def _start(
 ) -> None:
     """One language model over the machines you already own."""
     if show_version:
-        version.version()
+        from edgepipe.cli.version import version
+
+        version()
         raise typer.Exit
     if context.invoked_subcommand is None:
-        overview.overview()
+        from edgepipe.cli.overview import overview
+
+        overview()
 
 
 def main(args: list[str] | None = None, *, app: typer.Typer | None = None) -> NoReturn:

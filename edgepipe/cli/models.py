@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgepipe.cli.options import DataDir, Json, ModelsDir, complete_model, data_dir_of, models_dir_of
+from edgepipe.cli.options import (
+    DataDir,
+    Json,
+    ModelsDir,
+    complete_known_model,
+    complete_model,
+    data_dir_of,
+    models_dir_of,
+)
 from edgepipe.cli.output import make_console, make_table, print_json
 from edgepipe.errors import ConfigInvalid
 from edgepipe.safe_text import one_line
@@ -33,7 +41,8 @@ def pull(
         str,
         typer.Argument(
             help="A known name (qwen3:8b), ORG/NAME[:TYPE] or a page of the Hugging Face Hub, a folder, a GGUF file, "
-            "or 'demo'."
+            "or 'demo'.",
+            autocompletion=complete_known_model,
         ),
     ],
     dry_run: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING
 import typer
 
 from edgepipe.cli.admin import run_async, status_if_running
-from edgepipe.cli.models import pull_model, tell_node
+from edgepipe.cli.models import pull_model, tell_node, with_type
 from edgepipe.cli.wizard.asking import Asking, Back, Quit, Terminal, say
 from edgepipe.cli.wizard.model_choice import SKIP, choose_model
 from edgepipe.safe_text import one_line
-from edgepipe.store.typed_names import meant_names
+from edgepipe.store.typed_names import meant_names, understood
 
 if TYPE_CHECKING:
+    from edgepipe.errors import ModelUnknown
     from edgepipe.store.pull import PullResult
     from edgepipe.wire.nodes import ClusterStatus
 
@@ -65,6 +67,34 @@ def offer_named(
     if status is None or meant_names(model, _names_there(status)):
         return model
     return fetch_named(asking or Terminal(), model, data_dir, models_dir, pull=pull)
+
+
+def fetch_unserved(
+    model: str,
+    data_dir: Path,
+    models_dir: Path,
+    refused: ModelUnknown,
+    *,
+    yes: bool,
+    as_json: bool,
+    pull: Callable[[Path, str], PullResult] = pull_model,
+) -> str:
+    """Fetch a model that ``serve`` did not find in the cluster: ask at a terminal, not with ``yes``. Return its name.
+
+    Raises ``refused``, the node's error, if the name means several models of the cluster or none at all, and where no
+    person can be asked: without a terminal and for ``as_json``. Else raises as ``offer_named``.
+    """
+    status = run_async(status_if_running(data_dir))
+    if status is None or understood(model) is None or meant_names(model, _names_there(status)):
+        raise refused
+    if yes:
+        fetched = pull(models_dir, with_type(models_dir, data_dir, model, as_json=as_json)).model_id
+        tell_node(data_dir)
+        return fetched
+    if _at_terminal() and not as_json:
+        return fetch_named(Terminal(), model, data_dir, models_dir, pull=pull)
+    refused.next_step = f"edgepipe serve {shlex.quote(model)} --yes    (fetches it first)"
+    raise refused
 
 
 def fetch_named(

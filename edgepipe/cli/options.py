@@ -101,3 +101,11 @@ def complete_model(incomplete: str) -> list[str]:
     except (EdgepipeError, OSError):
         return []
     return [name for name in names if name.startswith(incomplete)]
+
+
+def complete_known_model(incomplete: str) -> list[str]:
+    """Complete the name of a model on this machine's disk, or a known short name: ``gpt-oss-20b``."""
+    from edgepipe.store.known_models import known_models
+
+    known = [name for model in known_models() for name in (model.name, *model.also)]
+    return list(dict.fromkeys([*complete_model(incomplete), *(name for name in known if name.startswith(incomplete))]))

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 def overview() -> None:
     """Print the node, the models and the next commands on one screen. Missing parts are shown, not errors."""
     from edgepipe.config import load_config
+    from edgepipe.daemon.machine.data_dir import home_name
 
     config = load_config().values
     print(f"edgepipe {__version__} · one language model over the machines you already own\n")
     status = _status(config.data_dir)
-    home = "" if status is not None else _home(config.data_dir)
+    home = "" if status is not None else home_name(config.data_dir)
     facts = _node_facts(status, home) + _model_facts(config.models_dir)
     for label, text in facts:
         say(one_line(text), first=f"  {label:<8}")
@@ -39,20 +40,6 @@ def _status(data_dir: Path) -> ClusterStatus | None:
     from edgepipe.cli.admin import run_async, status_if_running
 
     return run_async(status_if_running(data_dir))
-
-
-def _home(data_dir: Path) -> str:
-    """Return the name of the cluster that this stopped node shares with other machines; empty without one."""
-    if not (data_dir / "trust").exists():
-        return ""
-    from edgepipe.cluster.founding import home_of
-    from edgepipe.errors import ConfigInvalid
-
-    try:
-        home = home_of(data_dir)
-    except ConfigInvalid:
-        return ""  # 'node start' reports what is wrong with its files
-    return home.cluster_name if home is not None else ""
 
 
 def _node_facts(status: ClusterStatus | None, home: str) -> list[tuple[str, str]]:

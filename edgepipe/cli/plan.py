@@ -17,6 +17,7 @@ from edgepipe.cli.options import (
     ObjectiveName,
     checked_dtype,
     checked_kv,
+    complete_known_model,
     data_dir_of,
 )
 from edgepipe.cli.output import make_console, print_json
@@ -36,7 +37,11 @@ _READ_TOKENS = 1024  # tokens that a token attends to on average, by default
 
 def plan(
     model: Annotated[
-        str, typer.Argument(help="A model of the cluster, or a known one: qwen3:32b, llama-3.3-70b:q8_0, ...")
+        str,
+        typer.Argument(
+            help="A model of the cluster, or a known one: qwen3:32b, llama-3.3-70b:q8_0, ...",
+            autocompletion=complete_known_model,
+        ),
     ],
     objective: ObjectiveName = "",
     context: Annotated[

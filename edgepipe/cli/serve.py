@@ -20,11 +20,12 @@ from edgepipe.cli.options import (
     ObjectiveName,
     checked_dtype,
     checked_kv,
-    complete_model,
+    complete_known_model,
     data_dir_of,
+    models_dir_of,
 )
 from edgepipe.cli.output import as_dict, make_console, print_json
-from edgepipe.errors import ConfigInvalid, PeerClosed
+from edgepipe.errors import ConfigInvalid, ModelUnknown, PeerClosed
 
 if TYPE_CHECKING:
     from edgepipe.cli.admin import Admin
@@ -52,7 +53,8 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            help="A model on any node of the cluster: see 'edgepipe models list'.", autocompletion=complete_model
+            help="A model of the cluster, or a known name, which is fetched if you agree: qwen3:8b, ...",
+            autocompletion=complete_known_model,
         ),
     ],
     names: Annotated[
@@ -108,6 +110,9 @@ def serve(
             show_default=False,
         ),
     ] = "",
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Fetch the model without a question if no machine has it.")
+    ] = False,
     as_json: Json = False,
     data_dir: DataDir = None,
 ) -> None:
@@ -156,7 +161,15 @@ def serve(
         async with connect(folder) as admin:
             return await serve_with_progress(admin, request)
 
-    engine = run_async(work(data_dir_of(data_dir)))
+    folder = data_dir_of(data_dir)
+    try:
+        engine = run_async(work(folder))
+    except ModelUnknown as refused:
+        from edgepipe.cli.offering import fetch_unserved
+
+        fetched = fetch_unserved(model, folder, models_dir_of(data_dir, None), refused, yes=yes, as_json=as_json)
+        request = replace(request, model=fetched, options=replace(request.options, model=fetched))
+        engine = run_async(work(folder))
     if as_json:
         print_json(as_dict(engine))
     else:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import ifaddr
 
+from edgepipe.addresses import is_loopback
 from edgepipe.cluster.interface_facts import BridgeMember, interface_facts
 from edgepipe.errors import ConfigInvalid
 
@@ -103,7 +104,7 @@ def lan_interfaces(available: Iterable[Interface], *, routed: str = "") -> list[
 
 def _leads_out(interface: Interface, *, routed: str) -> bool:
     version = 6 if ":" in interface.address else 4
-    if _is_loopback(interface.address) or interface.prefix > _LONGEST_PREFIX[version]:
+    if is_loopback(interface.address) or interface.prefix > _LONGEST_PREFIX[version]:
         return False
     if interface.members is None:
         return not interface.name.startswith(_SKIPPED)
@@ -178,7 +179,7 @@ def routed_address() -> str:
 def _named(interface: str, *, available: list[Interface]) -> str:
     matching = [candidate.address for candidate in available if interface in (candidate.name, candidate.address)]
     found = min(matching, key=lambda address: ":" in address, default="")
-    if not found and _is_loopback(interface):
+    if not found and is_loopback(interface):
         found = interface
     if not found:
         raise ConfigInvalid(
@@ -187,10 +188,3 @@ def _named(interface: str, *, available: list[Interface]) -> str:
             next_step="name one of them with --interface",
         )
     return found
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from edgepipe.addresses import is_loopback
 from edgepipe.cluster.interfaces import interfaces, is_wireless
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.config import Config, Timeouts, Watching
@@ -95,6 +96,6 @@ class NodeBasis:
 
 
 def _timeouts_for(host: str) -> Timeouts:
-    if host.startswith("127."):
+    if is_loopback(host):
         return Timeouts.loopback()
     return Timeouts.wifi() if is_wireless(host, interfaces()) else Timeouts.lan()

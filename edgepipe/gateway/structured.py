@@ -171,17 +171,14 @@ def _with_unique_keys(grammar: GrammarSpec, chat: ChatFormat | None, *, in_reaso
 
 
 def _budget(chat: ChatFormat | None, most_tokens: int | None, *, in_reasoning: bool) -> ThoughtBudget | None:
-    """Return the budget of an answer's reasoning. Raises HttpProblem if the model's form has none."""
-    if chat is None or most_tokens is None or not chat.reasons:
+    """Return the budget of an answer's reasoning; None if the answer has no reasoning, or no bound of it."""
+    if chat is None or most_tokens is None:
         return None
-    if chat.reasoning is None:
-        raise bad_request(
-            "thinking_token_budget cannot bound reasoning in channels; send reasoning_effort",
-            param="thinking_token_budget",
-            code="unsupported_parameter",
-        )
-    opening = "" if in_reasoning else chat.reasoning.opening
-    return ThoughtBudget(most_tokens=most_tokens, opening=opening, closing=chat.reasoning.closing)
+    reasoning = chat.reasoning if chat.channels is None else chat.channels.thought
+    if reasoning is None:
+        return None
+    opening = "" if in_reasoning else reasoning.opening
+    return ThoughtBudget(most_tokens=most_tokens, opening=opening, closing=reasoning.closing)
 
 
 def _grammar(
@@ -192,12 +189,15 @@ def _grammar(
     in_reasoning: bool,
     bounds_thoughts: bool = False,
 ) -> GrammarSpec | None:
-    """Return the grammar of an answer: bound to a form, or with calls in it, or free after bounded reasoning."""
+    """Return the grammar of an answer: bound to a form, or with calls in it, or free after bounded reasoning.
+
+    ``bounds_thoughts``: a budget bounds its first reasoning, so it has no other.
+    """
     if chat is None or (form is None and not choice.functions and not bounds_thoughts):
         return form.grammar if form is not None else None
     try:
         if form is None and not choice.functions:
-            rules = ["answer: PLAIN"]
+            rules = [*chat.free_rules]
         elif form is None:
             rules = chat.call_rules(choice.functions, choice.form)
         elif not choice.functions and not chat.reasons:
@@ -207,6 +207,8 @@ def _grammar(
             if choice.functions:
                 calls = chat.call_rules(choice.functions, replace(choice.form, forced=True))
                 rules = _either(called=calls, formed=rules)
+        if chat.channels is not None:
+            rules += chat.channels.bounded_asides if bounds_thoughts else chat.channels.asides
         bound = form is not None or choice.form.forced
         start = _start(chat.reasoning, bound=bound, in_reasoning=in_reasoning)
         return lark_grammar("\n".join([*start, *rules, r"ANYTHING: /(.|\n)*/"]) + "\n")

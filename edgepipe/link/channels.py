@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import grpc.aio
@@ -27,9 +27,11 @@ from edgepipe.errors import (
 )
 from edgepipe.plain_words import plain_call
 from edgepipe.safe_text import one_line
-from edgepipe.security.mutual_tls import Context, Credentials, Plaintext, Security, cutter
 from edgepipe.wire.errors import error_from_wire, error_to_wire
 from edgepipe.wire.v1 import common_pb2
+
+if TYPE_CHECKING:  # the command line calls a Unix socket, and loads no certificates
+    from edgepipe.security.mutual_tls import Context, Credentials, Cut, Security
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +134,8 @@ def bind(server: grpc.aio.Server, security: Security, *, host: str, port: int) -
 
 def make_unix_server(path: str, *, keepalive: bool = True) -> grpc.aio.Server:
     """Make a server on a Unix socket. Any process that can open the socket may call: keep its folder private (0700)."""
+    from edgepipe.security.mutual_tls import Plaintext
+
     options = [*_SERVER_OPTIONS, *_keepalive(keepalive), (_MAX_RECEIVED, MAX_MESSAGE_BYTES)]
     server = grpc.aio.server(options=options, interceptors=[_Interceptor(Plaintext())])
     server.add_insecure_port(f"unix:{path}")
@@ -218,6 +222,28 @@ async def _abort_once_started(context: Context, started: asyncio.Event | None, e
     await _abort(context, error)
 
 
+def _cutter(context: Context, tasks: set[asyncio.Task[None]], tell: Callable[[AccessDenied], Any]) -> Cut:
+    """Return a function that ends the present task's handler: it sends the caller the reason and cancels the task."""
+    handler = asyncio.current_task()
+
+    async def cut(error: AccessDenied) -> None:
+        try:
+            async with asyncio.timeout(1.0):
+                await tell(error)
+        except (grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError, TimeoutError):
+            pass  # sent, or the caller is gone already
+        finally:
+            if handler is not None:
+                handler.cancel()
+
+    def start(error: AccessDenied) -> None:
+        task = asyncio.create_task(cut(error), name="cut a removed caller")
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    return start
+
+
 def _innermost(group: ExceptionGroup[Exception]) -> Exception:
     """Return the first error of a group, at any depth."""
     first: Exception | ExceptionGroup[Exception] = group.exceptions[0]
@@ -293,5 +319,5 @@ class _Interceptor(grpc.aio.ServerInterceptor):
         if remaining_s is not None and remaining_s <= 0:
             raise SendTimeout("the call came after its deadline", fact=method)
         return self._security.entering(
-            method, context, cutter(context, self._cuts, partial(_abort_once_started, context, started))
+            method, context, _cutter(context, self._cuts, partial(_abort_once_started, context, started))
         )

@@ -404,25 +404,3 @@ def _tls_of(context: Context) -> bytes:
     for version in (context.auth_context() or {}).get("ssl_tls_version", ()):
         return bytes(version)
     return b""
-
-
-def cutter(context: Context, tasks: set[asyncio.Task[None]], tell: Callable[[AccessDenied], Any]) -> Cut:
-    """Return a function that ends the present task's handler: it sends the caller the reason and cancels the task."""
-    handler = asyncio.current_task()
-
-    async def cut(error: AccessDenied) -> None:
-        try:
-            async with asyncio.timeout(1.0):
-                await tell(error)
-        except (grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError, TimeoutError):
-            pass  # sent, or the caller is gone already
-        finally:
-            if handler is not None:
-                handler.cancel()
-
-    def start(error: AccessDenied) -> None:
-        task = asyncio.create_task(cut(error), name="cut a removed caller")
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    return start

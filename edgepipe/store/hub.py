@@ -10,12 +10,15 @@ import errno
 import fnmatch
 import json
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from functools import partial
+from threading import Thread
+from typing import Any, TypeVar
 
 from edgepipe.errors import (
     ArchitectureUnsupported,
@@ -37,12 +40,14 @@ from edgepipe.weights.safetensors_file import INDEX_FILE, SINGLE_FILE
 
 SHARDS = "model*-of-*.safetensors"  # also model.safetensors-00001-of-00004.safetensors, as of Qwen3.5
 CONTACT_TIMEOUT_S = 10.0  # for the hub's first answer
+_LISTING_S = 60.0  # for a whole list: the largest have a few MB
 _STRANGE_TOKENIZERS = ("tekken.json", "tiktoken.model", "tokenizer.model")  # of Mistral, of Kimi, SentencePiece
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")  # PyTorch's own formats
 
 _QUANTISED = re.compile(r"base_model:quantized:(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})", re.ASCII)
 _LOGIN_REQUIRED = 511  # of networks with a login page (RFC 6585, section 6)
 _RATE_LIMIT = re.compile(r"\bt=(\d{1,9})\b")  # seconds until the hub answers again
+_T = TypeVar("_T")
 _PINNED = re.compile(
     r"hub:(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})@(?P<commit>[0-9a-f]{40})", re.ASCII
 )
@@ -122,9 +127,15 @@ def list_hub(source: HubSource, *, endpoint: str | None = None) -> HubListing:
     from huggingface_hub import HfApi
 
     with hub_errors(source):
-        api = HfApi(endpoint=endpoint)
+        ask = partial(
+            HfApi(endpoint=endpoint).model_info,
+            source.repo,
+            revision=source.revision,
+            files_metadata=True,
+            timeout=CONTACT_TIMEOUT_S,
+        )
         try:
-            info = api.model_info(source.repo, revision=source.revision, files_metadata=True, timeout=CONTACT_TIMEOUT_S)
+            info = _within(_LISTING_S, ask)
             siblings, tags = list(info.siblings or ()), list(info.tags or ())
         except json.JSONDecodeError as exc:
             raise no_hub_answer(source, "no JSON") from exc
@@ -272,6 +283,23 @@ def _asked_pause_s(error: BaseException) -> float:
         return max(0.0, (parsedate_to_datetime(asked) - datetime.now(UTC)).total_seconds())
     limit = _RATE_LIMIT.search(headers.get("RateLimit", ""))
     return float(limit[1]) if limit else 0.0
+
+
+def _within(seconds: float, ask: Callable[[], _T]) -> _T:
+    """Call the library on a thread, which is left behind at the deadline: the library limits single reads only.
+
+    Raises TimeoutError, and what ``ask`` raises.
+    """
+    answer: Future[_T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as exc:
+            answer.set_exception(exc)
+
+    Thread(target=work, name="hub-listing", daemon=True).start()
+    return answer.result(timeout=seconds)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ _MOST_CHARS = 400  # of a text; longer ones are no names
 _SHOWN_CHARS = 120
 _NEAREST = 3
 _PUBLISHED_TYPE = "MXFP4"  # in which the makers of gpt-oss publish their models
+_UNSERVED = ("gemma4e2b", "gemma4e4b")  # keys of names whose form ``families.gemma4`` refuses
 _MOST_REMEMBERED = 1024  # names that were understood, so that a long list is read once
 
 _PART = r"[A-Za-z0-9][\w.-]{0,95}"
@@ -251,8 +252,14 @@ def _known(name: str) -> KnownModel | None:
 
 
 def _of_table(text: str) -> Meant | None:
-    """Return what a short name means; None if the table does not have it."""
+    """Return what a short name means; None if the table does not have it. Raises ModelUnknown for an unserved one."""
     found = _SHORT.fullmatch(_without_latest(text))
+    if found is not None and key_of(found["base"]) in _UNSERVED:
+        raise ModelUnknown(
+            f"edgepipe does not serve '{text.strip()[:_SHOWN_CHARS]}'",
+            fact="Gemma 4 E2B and E4B have per-layer embeddings, and layers that share their KV cache",
+            next_step="edgepipe models pull gemma-3-4b    (or gemma-4-26b-a4b)",
+        )
     known = models_by_key().get(key_of(found["base"])) if found is not None else None
     if found is None or known is None:
         return None

@@ -70,6 +70,7 @@ class ProfileLayerRequest:
     settings: StageSettings = DEFAULT_SETTINGS  # see ``StageSettings.of_layer``
     known_only: bool = False  # return known values, measure nothing
     fresh: bool = False  # measure again if possible
+    again_if_busy: bool = False  # measure again if other programs ran beside a measurement of over a minute ago
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

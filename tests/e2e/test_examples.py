@@ -20,11 +20,10 @@ import yaml
 from edgepipe_emulated.oracle import next_token
 from prometheus_client.parser import text_string_to_metric_families
 from typer.core import TyperGroup
-from typer.main import get_command
 
-from edgepipe.cli.main import make_app
 from tests.support.models.for_nodes import CONFIG
 from tests.support.processes.bad_input import Node, Shell, emulated_model
+from tests.support.processes.every_verb import every_verb
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPT = [104, 101, 108, 108, 111]
@@ -193,7 +192,7 @@ def nodes_of(folder: Path) -> list[psutil.Process]:
 @cache
 def command_line() -> Any:
     """All verbs of edgepipe."""
-    return get_command(make_app())
+    return every_verb()
 
 
 def parse(words: list[str]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
-from tests.support.network.lan import LanAvailability, lan_available
+from tests.support.network.lan import LanAvailability, LanLab, lan_available
+from tests.support.processes.nodes import Nodes
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +26,18 @@ def needs_lan(lan_availability: LanAvailability) -> None:
     if os.environ.get("CI") == "true" and os.geteuid() == 0:
         pytest.fail(f"{lan_availability.reason}, and in continuous integration as root it must run")
     pytest.skip(lan_availability.reason)
+
+
+@pytest.fixture
+async def lan(request: pytest.FixtureRequest) -> AsyncIterator[LanLab]:
+    """A lab with the hosts that the test's module names in ``HOSTS``."""
+    async with LanLab(hosts=request.module.HOSTS) as lab:
+        yield lab
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
+    """Nodes of one cluster, which end with the test."""
+    made = Nodes(folder=tmp_path, cluster="lan-test")
+    yield made
+    await made.end()

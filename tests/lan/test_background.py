@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 
@@ -15,13 +15,8 @@ from tests.support.network.lan import LanHost, LanLab
 from tests.support.processes.nodes import LOOK_S
 
 pytestmark = [pytest.mark.lan, pytest.mark.long, pytest.mark.timeout(240)]
+HOSTS = ["gamer", "attic"]
 _STEP_S = 60.0  # for one command, and for a node to begin anew
-
-
-@pytest.fixture
-async def lan() -> AsyncIterator[LanLab]:
-    async with LanLab(hosts=["gamer", "attic"]) as lab:
-        yield lab
 
 
 class Machine:

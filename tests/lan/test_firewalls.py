@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from edgepipe_emulated import emulated_model_config
@@ -22,21 +20,9 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(shutil.which("nft") is None, reason="nft makes the firewall"),
 ]
+HOSTS = ["gamer", "attic"]
 PORT = 7117
 REMEDY = f"let TCP ports {PORT}-{PORT + 16} through the firewall of attic"
-
-
-@pytest.fixture
-async def lan() -> AsyncIterator[LanLab]:
-    async with LanLab(hosts=["gamer", "attic"]) as lab:
-        yield lab
-
-
-@pytest.fixture
-async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
-    made = Nodes(folder=tmp_path, cluster="lan-test")
-    yield made
-    await made.end()
 
 
 async def refuse_new_connections(host: LanHost) -> None:

@@ -18,6 +18,7 @@ from tests.support.network.lan import LanHost, LanLab
 from tests.support.network.lan_namespace import remove_stale
 
 pytestmark = pytest.mark.lan
+HOSTS = 3
 
 PORT = 5077
 GROUP = "224.0.0.251"
@@ -26,12 +27,6 @@ DELAY_S = 0.05
 
 def own_namespaces() -> list[str]:
     return [path.name for path in Path("/run/netns").glob(f"edgelan-{os.getpid()}-*")]
-
-
-@pytest.fixture
-async def lan() -> AsyncIterator[LanLab]:
-    async with LanLab(hosts=3) as lab:
-        yield lab
 
 
 class Udp:

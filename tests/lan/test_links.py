@@ -7,8 +7,6 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -18,19 +16,7 @@ from tests.support.network.lan import Finished, LanHost, LanLab
 from tests.support.processes.nodes import LOOK_S, Node, Nodes
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(240)]
-
-
-@pytest.fixture
-async def lan() -> AsyncIterator[LanLab]:
-    async with LanLab(hosts=["studio", "attic"]) as lab:
-        yield lab
-
-
-@pytest.fixture
-async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
-    made = Nodes(folder=tmp_path, cluster="lan-test")
-    yield made
-    await made.end()
+HOSTS = ["studio", "attic"]
 
 
 async def ip(host: LanHost, command: str) -> None:
@@ -88,3 +74,29 @@ async def test_after_a_cable_broke_two_machines_meet_in_their_other_network(node
     findings = json.loads((await doctor(lan.host("studio"), studio)).stdout)["findings"]
     (dead,) = (finding for finding in findings if finding["id"] == "network.link.lan0")
     assert dead["what"] == "lan0 keeps its address 10.77.0.1, but its link is dead"
+
+
+async def no_longer_answers_arp(host: LanHost, address: str) -> None:
+    """Until the system has forgotten who has an address; until then it cannot tell a dead link from a firewall."""
+    async with asyncio.timeout(60):
+        while True:
+            table = (await host.run(["cat", "/proc/net/arp"])).stdout.splitlines()
+            if not any(line.startswith(address) and " 0x0 " not in line for line in table):
+                return
+            await asyncio.sleep(LOOK_S)
+
+
+@pytest.mark.long
+async def test_a_link_that_is_dead_beyond_the_machine_is_told_with_the_other_network(nodes: Nodes, lan: LanLab) -> None:
+    """Cables and addresses are as before at both ends; both nodes listen on that network only."""
+    await lan.cable("studio", "attic", device="eth1", addresses=("10.91.0.1/24", "10.91.0.2/24"))
+    studio, _ = await start_both(nodes, lan)
+    await studio.until(lambda status: hosts(status) == {"10.77.0.1", "10.77.0.2"}, timeout_s=30)
+    lan.cut("studio", "attic")
+    await studio.until(lambda status: any(node.state == "dead" for node in status.absent), timeout_s=60)
+    await no_longer_answers_arp(lan.host("studio"), "10.77.0.2")
+    findings = json.loads((await doctor(lan.host("studio"), studio)).stdout)["findings"]
+    found = {finding["id"]: finding for finding in findings}
+    assert "the link beyond this machine is dead" in found["peer.attic.tcp"]["what"]
+    assert found["node.alone"]["what"] == "no other machine answers on the node's network (10.77.0.1)"
+    assert "eth1 10.91.0.1" in found["node.alone"]["fact"]

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from edgepipe.cli.chat.answer_view import Thinking
-from edgepipe.cli.options import DataDir, complete_model, data_dir_of, models_dir_of
+from edgepipe.cli.options import DataDir, complete_known_model, data_dir_of, models_dir_of
 from edgepipe.errors import RequestInvalid
 from edgepipe.safe_text import as_utf8
 
@@ -25,7 +25,7 @@ def chat(
         typer.Argument(
             help="Model to talk to; loaded if it is not served, fetched if you agree: gpt-oss:20b, ...",
             show_default=False,
-            autocompletion=complete_model,
+            autocompletion=complete_known_model,
         ),
     ] = "",
     prompt: Annotated[

@@ -13,6 +13,7 @@ from edgepipe.cli.doctor.findings import (
     Level,
     NetworkFacts,
     Ports,
+    alone_finding,
     handshake_finding,
     link_finding,
     mtu_finding,
@@ -79,7 +80,8 @@ async def examine(
     tell(*machine_findings(config), *node_findings(status))
     facts, examine_peer = facts or network_facts(config), examine_peer or _examine_peer
     tell(*network_findings(facts, ports))
-    others = [*named, *_known_peers(status, named)]
+    gone = await _gone_peers(config, status)
+    others = [*named, *_known_peers(status, named), *(one for one in gone if not _is_named(one.host, one.port, named))]
     async with asyncio.TaskGroup() as tasks:
         multicast = tasks.create_task(_multicast(config, facts, len(others)), name="multicast")
         links = tasks.create_task(_links(config, status), name="links")
@@ -89,6 +91,8 @@ async def examine(
         ]
         for look in (multicast, *looks):
             tell(*await look)
+    if status is not None and gone and len(status.members) == 1:
+        tell(alone_finding(host_and_port(status.members[0].node.address)[0], facts))
     tell(*trust_findings(config, status))
     return found
 
@@ -179,11 +183,32 @@ def _known_peers(status: ClusterStatus | None, named: Sequence[Peer]) -> list[Pe
     found: list[Peer] = []
     for member in status.members if status is not None else ():
         host, port = host_and_port(member.node.address)
-        if (
-            member.self
-            or not port.isdecimal()
-            or any((machine.host, machine.port) == (host, int(port)) for machine in named)
-        ):
+        if member.self or not port.isdecimal() or _is_named(host, int(port), named):
             continue
         found.append(Peer(name=member.node.name, host=host, port=int(port), node_id=member.node.node_id, member=member))
+    return found
+
+
+def _is_named(host: str, port: int, named: Sequence[Peer]) -> bool:
+    return any((machine.host, machine.port) == (host, port) for machine in named)
+
+
+async def _gone_peers(config: Config, status: ClusterStatus | None) -> list[Peer]:
+    """Return the members that went without a goodbye, at their last addresses."""
+    from edgepipe.cli.admin import connect
+    from edgepipe.cluster.absence import missed
+
+    gone = {node.node_id for node in missed(status.absent)} if status is not None else set[str]()
+    if not gone:
+        return []
+    try:
+        async with connect(config.data_dir) as admin:
+            peers = (await admin.peers()).peers
+    except EdgepipeError:
+        return []
+    found: list[Peer] = []
+    for peer in peers:
+        host, port = host_and_port(peer.address)
+        if peer.node_id in gone and port.isdecimal():
+            found.append(Peer(name=peer.name, host=host, port=int(port), node_id=peer.node_id))
     return found

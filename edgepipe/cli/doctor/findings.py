@@ -69,7 +69,8 @@ class NetworkFacts:
     mtu_bytes: int  # 0: unknown
     ignored: tuple[str, ...] = ()  # interfaces of containers and tunnels
     link_local: str = ""  # an address of IPv6 that needs a scope, on a machine that has no other; empty: none
-    dead: tuple[str, ...] = ()  # names and addresses of interfaces without a cable or a radio network
+    live: tuple[str, ...] = ()  # names and addresses of interfaces that lead to other machines
+    dead: tuple[str, ...] = ()  # the same of those without a cable or a radio network
     wsl: bool = False
     mac: bool = False
     firewall: str = ""  # "ufw", "firewalld", ...; empty: none seen
@@ -270,13 +271,13 @@ def reach_finding(
         )
     if probe.reach is Reach.NO_ROUTE or neighbour_known is False:
         same = _same_subnet(probe.host, facts.address)
-        away = "it is off, asleep, or the Wi-Fi blocks connections between its clients (client isolation)"
+        away = "it is off or asleep, the link beyond this machine is dead, or the Wi-Fi has client isolation"
         return Finding(
             id=base,
             level=Level.PROBLEM,
             what=f"{name}: {where} cannot be reached: {away if same else 'it is on another network'}",
             fact=probe.error or f"no answer from {probe.host} within {probe.took_ms / 1e3:.0f} s, not even ARP",
-            remedy="wake it; switch client isolation off in the router, or use a cable"
+            remedy="wake it; check the cables and the switch between, or switch client isolation off in the router"
             if same
             else f"connect both machines to one network; this one is at {facts.address}",
         )
@@ -288,6 +289,17 @@ def reach_finding(
         + (", though the machine is on" if neighbour_known else ""),
         remedy="on that machine: " + firewall_remedy("ufw", probe.host, ports),
     )
+
+
+def alone_finding(address: str, facts: NetworkFacts) -> Finding:
+    """Say that no member answers on the network of this node's ``address``, and which other networks there are."""
+    fact, remedy = "", "if the others run, check the cables and the switch between, and run edgepipe doctor on them"
+    if others := [live for live in facts.live if live.partition(" ")[2] != address]:
+        name = others[0].partition(" ")[0]
+        fact = f"a node listens on one network; this machine also has {', '.join(others)}"
+        remedy = f"if the others have it too, on each: edgepipe node stop; edgepipe node start --interface {name}"
+    what = f"no other machine answers on the node's network ({address})"
+    return Finding(id="node.alone", level=Level.PROBLEM, what=what, fact=fact, remedy=remedy)
 
 
 def handshake_finding(

@@ -137,6 +137,7 @@ def network_facts(config: Config) -> NetworkFacts:
         mtu_bytes=max(0, _number(Path(f"/sys/class/net/{name}/mtu"))) if name else 0,
         ignored=ignored,
         link_local="" if chosen else next(iter(link_locals6()), ""),
+        live=tuple(f"{interface.name} {interface.address}" for interface in usable if interface.carrier),
         dead=tuple(f"{interface.name} {interface.address}" for interface in usable if not interface.carrier),
         wsl="microsoft" in release and bool(chosen) and chosen.address.startswith("172."),
         mac=sys.platform == "darwin",

@@ -205,7 +205,9 @@ def _predictions(found: Plan) -> Iterator[RenderableType]:
         room = f"--kv {KV_8BIT} makes room for twice that" if wide else "a smaller type leaves more room"
         yield indented(Text(f"a chat has {found.kv_tokens:,} tokens at most; {room}", style="yellow"))
     if busy := [_short(stage.machine.name) for stage in found.stages if stage.machine.speed.busy]:
-        told = f"{' and '.join(busy)} did other work during the measurement, and may be faster"
+        told = (
+            f"{' and '.join(busy)} did other work during the measurement, and may be faster: --measure measures again"
+        )
         yield indented(Text(told, style="yellow"))
     if factors := factors_in_words(demand.config, demand.must_keep_tokens):
         yield indented(Text(factors, style="dim"))

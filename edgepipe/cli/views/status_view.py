@@ -74,6 +74,8 @@ def trust_notes(status: ClusterStatus) -> Iterator[str]:
         yield f"this machine was removed from '{status.cluster_name}'; to join again: edgepipe node join CODE"
     if status.trust_damage:
         yield "the trust store is damaged: no machine can join until this node has reached a member of its cluster"
+    if missed(status.absent) and len(status.members) == 1:
+        yield "no other machine answers: 'edgepipe doctor' tells why"
     if status.discovery_problem and len(status.members) == 1:
         yield f"this node cannot use mDNS: {status.discovery_problem}; it uses remembered addresses and --peer"
     for other in status.neighbours[:_NEIGHBOURS]:

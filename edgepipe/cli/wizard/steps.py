@@ -236,17 +236,23 @@ def _choose_cluster(setup: Setup, status: ClusterStatus | None) -> None:
             )
         if answer == _DOCTOR:
             _diagnose(setup)
-        elif answer == _NEW:
-            if status is None:
-                name = setup.asking.text("Name of the cluster:", default=setup.config.cluster or "home", check=_name)
-                _create(setup, name, status)
-            return
-        elif answer == _ADDRESS:
-            host = setup.asking.text("Address of a machine that runs edgepipe:", check=filled)
-            if _reachable(setup, host) and join_asking(setup, host):
-                return
-        elif answer != _AGAIN and join_asking(setup, _pairing_place(found, answer)):
-            return
+        elif answer != _AGAIN:
+            with suppress(Back):  # to the choice of a cluster
+                if _chosen(setup, answer, found, status):
+                    return
+
+
+def _chosen(setup: Setup, answer: str, found: Sequence[Announcement], status: ClusterStatus | None) -> bool:
+    """Create, keep or join the cluster of an answer. Return False to choose again."""
+    if answer == _NEW:
+        if status is None:
+            name = setup.asking.text("Name of the cluster:", default=setup.config.cluster or "home", check=_name)
+            _create(setup, name, status)
+        return True
+    if answer == _ADDRESS:
+        host = setup.asking.text("Address of a machine that runs edgepipe:", check=filled)
+        return _reachable(setup, host) and join_asking(setup, host)
+    return join_asking(setup, _pairing_place(found, answer))
 
 
 def join_asking(setup: Setup, host: str) -> bool:

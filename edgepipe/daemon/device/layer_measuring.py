@@ -44,15 +44,16 @@ class LayerMeasuring:
     async def measure(self, request: ProfileLayerRequest) -> LayerProfile:
         """Return a layer's times: known ones, or measured now.
 
-        Times that were measured while the machine was busy are measured again after a minute, and with ``fresh`` all
-        are: a plan that a person has just seen has the same figures as what is served then. Of two busy
-        measurements the shorter counts, since other programs only make steps longer. Measuring needs a device that
-        holds nothing: while it serves, return the known times. Raises BackendUnavailable if none are known, or if the
-        shape cannot be measured.
+        ``again_if_busy`` measures times again that were measured while the machine was busy, but not within a minute:
+        a plan that a person has just seen has the same figures as what is served then. ``fresh`` measures all again. Of
+        two busy measurements the shorter counts, since other programs only make steps longer. Measuring needs a device
+        that holds nothing: while it serves, return the known times. Raises BackendUnavailable if none are known, or if
+        the shape cannot be measured.
         """
         key = self._key(request)
         known = self._profiles.get(key) if key else None
-        again = request.fresh or (known is not None and known.busy and _age_s(known) > _SAME_S)
+        settles = request.again_if_busy and known is not None and known.busy and _age_s(known) > _SAME_S
+        again = request.fresh or settles
         if known is not None and (request.known_only or not again):
             return known
         if request.known_only:

@@ -90,3 +90,19 @@ def _same_file(file: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
         return False
+
+
+def home_name(data_dir: Path) -> str:
+    """Return the name of the cluster that a stopped node shares with other machines; empty without one.
+
+    Loads the modules for certificates only if the folder has a trust store.
+    """
+    if not (data_dir / "trust").exists():
+        return ""
+    from edgepipe.cluster.founding import home_of
+
+    try:
+        home = home_of(data_dir)
+    except ConfigInvalid:
+        return ""  # 'node start' reports what is wrong with its files
+    return home.cluster_name if home is not None else ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgepipe.addresses import is_loopback
 from edgepipe.cluster.private_files import read_private, write_private
 from edgepipe.config import Config
 from edgepipe.daemon.machine.accounts import shared_computer
@@ -57,8 +57,3 @@ def keys_in_force(config: Config, data_dir: Path, *, shared: Callable[[], bool] 
         key = "ep-" + secrets.token_urlsafe(32)
         write_private(key_file(data_dir), key.encode())
     return HttpKeys(keys=(key,), on_loopback=on_loopback)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
-    return ipaddress.ip_address(host).is_loopback

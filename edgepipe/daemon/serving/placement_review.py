@@ -299,7 +299,7 @@ def _cost(
 def _why(watched: _Watched, known: Known, now: Plan) -> str:
     if watched.joined:
         names = {machine.node_id: machine.name for machine in known.cluster.machines}
-        return f"{' and '.join(sorted(names.get(NodeId(node), node) for node in watched.joined))} joined"
+        return f"{' and '.join(sorted(names.get(NodeId(node), node) for node in watched.joined))} can be used now"
     worst = watched.left[0]
     kind, _, index = worst.place.partition(" ")
     stages = [now.stages[int(number)].machine.name for number in index.split("-")]

@@ -24,9 +24,11 @@ class ServePlanner:
         self._surveyor = surveyor
         self._recent = RecentSurveys()
 
-    async def survey(self, model: PlannedModel, settings: StageSettings, *, fresh: bool = False) -> SurveyReply:
-        """Measure the inputs of a model's plan, and keep those of a stored model for comparison."""
-        survey = await self._surveyor.survey(model, settings, fresh=fresh)
+    async def survey(
+        self, model: PlannedModel, settings: StageSettings, *, fresh: bool = False, again_if_busy: bool = False
+    ) -> SurveyReply:
+        """Collect the inputs of a model's plan, and keep those of a stored model for comparison."""
+        survey = await self._surveyor.survey(model, settings, fresh=fresh, again_if_busy=again_if_busy)
         if model.manifest_hash:
             self._recent.keep((model.manifest_hash, settings.of_layer()), survey, now_s=_now_s())
         return survey
@@ -50,7 +52,7 @@ class ServePlanner:
         """
         settings = request.options.settings
         recent = self._recent.get((model.manifest_hash, settings.of_layer()), now_s=_now_s())
-        survey = await self.survey(model, settings)
+        survey = await self.survey(model, settings, again_if_busy=True)
         found = await _best(request, model, context, survey, shut)
         if recent is None:
             return found

@@ -229,7 +229,10 @@ class Serving:
         return next((node for node in self._peers.nodes() if name and node.name == name), None)
 
     async def survey(self, name: str, settings: StageSettings, *, fresh: bool = False) -> SurveyReply:
-        """Measure the inputs of a model's plan: of the cluster's, else of a known shape. Raises ModelUnknown."""
+        """Collect the inputs of a model's plan: of the cluster's, else of a known shape. Raises ModelUnknown.
+
+        Nodes measure what they have never measured; ``fresh`` measures all again.
+        """
         try:
             model: PlannedModel = await self._models.resolve(name)
         except ModelUnknown:

@@ -87,15 +87,18 @@ class Surveyor:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
-    async def survey(self, model: PlannedModel, settings: StageSettings, *, fresh: bool = False) -> SurveyReply:
-        """Collect a plan's inputs; ``fresh`` measures known values again.
+    async def survey(
+        self, model: PlannedModel, settings: StageSettings, *, fresh: bool = False, again_if_busy: bool = False
+    ) -> SurveyReply:
+        """Collect a plan's inputs; ``fresh`` measures known values again, ``again_if_busy`` those of busy machines.
 
         Nodes that cannot keep KV as the settings ask are unusable. A node that others do not reach, or that goes
         meanwhile, has an obstacle.
         """
         reply, usable = self._machines(model, settings)
         hosts = [list(nodes) for _, nodes in groupby(sorted(usable, key=_host), key=_host)]
-        layers = await asyncio.gather(*(self._profile_all(nodes, reply, fresh=fresh) for nodes in hosts))
+        asked = _layer_request(reply, fresh=fresh, again_if_busy=again_if_busy)
+        layers = await asyncio.gather(*(self._profile_all(nodes, asked) for nodes in hosts))
         measured = await self._links(usable, fresh=fresh) if len(usable) > 1 else _Links()
         return _with(reply, chain.from_iterable(layers), measured.links, measured.obstacles)
 
@@ -109,7 +112,8 @@ class Surveyor:
         """
         reply, usable = self._machines(model, settings, own=own)
         new = frozenset(measure)
-        profiling = [self._profile(node, reply, known_only=node.node_id not in new) for node in usable]
+        asked = _layer_request(reply, again_if_busy=True)
+        profiling = [self._profile(node, replace(asked, known_only=node.node_id not in new)) for node in usable]
         asking = [
             self._links_from(node, ids, known_only=known_only)
             for node in usable
@@ -148,20 +152,11 @@ class Surveyor:
         nodes = list(self._peers.nodes())
         return list((await self._links(nodes)).links) if len(nodes) > 1 else []
 
-    async def _profile_all(self, nodes: Sequence[NodeState], reply: SurveyReply, *, fresh: bool) -> list[_Layer]:
+    async def _profile_all(self, nodes: Sequence[NodeState], request: ProfileLayerRequest) -> list[_Layer]:
         """Profile nodes of one machine in turn: at the same time they would slow each other."""
-        return [await self._profile(node, reply, fresh=fresh) for node in nodes]
+        return [await self._profile(node, request) for node in nodes]
 
-    async def _profile(
-        self, node: NodeState, reply: SurveyReply, *, known_only: bool = False, fresh: bool = False
-    ) -> _Layer:
-        request = ProfileLayerRequest(
-            model_config=reply.model_config,
-            model_weights=reply.model_weights,
-            settings=reply.settings,
-            known_only=known_only,
-            fresh=fresh,
-        )
+    async def _profile(self, node: NodeState, request: ProfileLayerRequest) -> _Layer:
         try:
             return node.node_id, await self._peers.profile_layer(node.node_id, request)
         except EdgepipeError as error:  # a plan then estimates its speed from its memory and matrix rates
@@ -205,6 +200,16 @@ class _Links:
 
     links: tuple[LinkProfile, ...] = ()
     obstacles: Mapping[NodeId, EdgepipeError] = field(default_factory=dict[NodeId, EdgepipeError])
+
+
+def _layer_request(reply: SurveyReply, *, fresh: bool = False, again_if_busy: bool = False) -> ProfileLayerRequest:
+    return ProfileLayerRequest(
+        model_config=reply.model_config,
+        model_weights=reply.model_weights,
+        settings=reply.settings,
+        fresh=fresh,
+        again_if_busy=again_if_busy,
+    )
 
 
 def _obstacle(node_id: NodeId, way: Way, nodes: Mapping[NodeId, NodeState]) -> ConnectTimeout:

@@ -48,6 +48,15 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Channels:
+    """Messages before an answer in channels: rules of a grammar for ``asides``, and the marks around reasoning."""
+
+    asides: tuple[str, ...]
+    bounded_asides: tuple[str, ...]  # with one message of reasoning at most, which comes first
+    thought: Reasoning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
     """What a request binds about the calls of an answer."""
 
@@ -67,10 +76,16 @@ class ChatFormat:
     text that does not begin with reasoning."""
     write: Callable[[Sequence[Call]], str]  # calls as the model would write them
     reasoning: Reasoning | None = None
-    has_channels: bool = False  # all of an answer is in channels, its reasoning too: harmony
     answer_frame: tuple[str, str] | None = None  # marks around an answer that follows reasoning
     frames_content: bool = False  # content is between marks, in answers without calls too
     form_rules: tuple[str, ...] = ("answer: form",)  # of an answer whose content is bound to the rule ``form``
+    free_rules: tuple[str, ...] = ("answer: PLAIN",)  # of an answer whose reasoning alone is bound
+    channels: Channels | None = None
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether all of an answer is in channels, its reasoning too: harmony."""
+        return self.channels is not None
 
     @property
     def reasons(self) -> bool:

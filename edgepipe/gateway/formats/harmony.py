@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from edgepipe.gateway.formats.chat_format import CallForm, ChatFormat, Functions
+from edgepipe.gateway.formats.chat_format import CallForm, Channels, ChatFormat, Functions, Reasoning
 from edgepipe.gateway.formats.json_calls import any_call, written_json
 from edgepipe.gateway.formats.tagged import begins
 from edgepipe.gateway.tool_call_json import CallArguments, CallNews
@@ -180,7 +180,15 @@ def _mark_overlap(text: str, at: int) -> int:
     return len(text) - start if start >= 0 and any(mark.startswith(text[start:]) for mark in _BODY_MARKS) else 0
 
 
-_ASIDE = r"aside[lazy]: /<\|channel\|>(analysis|commentary)<\|message\|>(.|\n)*<\|end\|>/"
+_ASIDES = (
+    f'asides: (aside "{_START}assistant")*',
+    r"aside[lazy]: /<\|channel\|>(analysis|commentary)<\|message\|>(.|\n)*<\|end\|>/",
+)
+_BOUNDED_ASIDES = (
+    f'asides: (thought "{_START}assistant")? (preamble "{_START}assistant")*',
+    r"thought[lazy]: /<\|channel\|>analysis<\|message\|>(.|\n)*<\|end\|>/",
+    r"preamble[lazy]: /<\|channel\|>commentary<\|message\|>(.|\n)*<\|end\|>/",
+)
 _FINAL = r"FINAL: /<\|channel\|>final( ?<\|constrain\|>[A-Za-z]{1,16})?<\|message\|>/"
 
 
@@ -191,7 +199,7 @@ def _rules(functions: Functions, form: CallForm) -> list[str]:
         for index, (name, schema) in enumerate(functions.items())
     ]
     last = "call" if form.forced else "(call | FINAL ANYTHING)"
-    return [f'answer: (aside "{_START}assistant")* {last}', _ASIDE, _FINAL, any_call(len(calls)), *calls]
+    return [f"answer: asides {last}", _FINAL, any_call(len(calls)), *calls]
 
 
 def _head_terminal(index: int, name: str) -> str:
@@ -209,15 +217,18 @@ def _write(calls: Sequence[Call]) -> str:
     )
 
 
-_FORM_RULES = (f'answer: (aside "{_START}assistant")* FINAL form', _ASIDE, _FINAL)
-
 HARMONY = ChatFormat(
     name="harmony",
     marks=(_START, "<|end|>", _CHANNEL, _MESSAGE, _CONSTRAIN),
     new_reader=HarmonyReader,
     call_rules=_rules,
     write=_write,
-    has_channels=True,
-    form_rules=_FORM_RULES,
+    form_rules=("answer: asides FINAL form", _FINAL),
+    free_rules=("answer: asides FINAL ANYTHING", _FINAL),
+    channels=Channels(
+        asides=_ASIDES,
+        bounded_asides=_BOUNDED_ASIDES,
+        thought=Reasoning(opening=f"{_CHANNEL}analysis{_MESSAGE}", closing="<|end|>"),
+    ),
 )
 """``<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>``."""

@@ -2528,6 +2528,7 @@ class ProfileLayerRequest(_message.Message):
     KNOWN_ONLY_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
     MODEL_WEIGHTS_FIELD_NUMBER: _builtins.int
+    AGAIN_IF_BUSY_FIELD_NUMBER: _builtins.int
     model_config: _builtins.str
     """JSON of edgepipe.spec.facts.ModelConfig"""
     known_only: _builtins.bool
@@ -2536,6 +2537,8 @@ class ProfileLayerRequest(_message.Message):
     """measured again where that can be done"""
     model_weights: _builtins.str
     """JSON of edgepipe.weights.weight_table.WeightTable; empty: floats"""
+    again_if_busy: _builtins.bool
+    """measured again if other programs ran beside a measurement of over a minute ago"""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -2551,10 +2554,11 @@ class ProfileLayerRequest(_message.Message):
         known_only: _builtins.bool = ...,
         fresh: _builtins.bool = ...,
         model_weights: _builtins.str = ...,
+        again_if_busy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fresh", b"fresh", "hello", b"hello", "known_only", b"known_only", "model_config", b"model_config", "model_weights", b"model_weights", "settings", b"settings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again_if_busy", b"again_if_busy", "fresh", b"fresh", "hello", b"hello", "known_only", b"known_only", "model_config", b"model_config", "model_weights", b"model_weights", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import typer
-
 import edgepipe
-from edgepipe.cli.main import make_app
+from tests.support.processes.every_verb import every_verb
 
 PACKAGE = Path(edgepipe.__file__).parent
 SOURCES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "cli" / "usage.py"})  # which adds what was typed
@@ -20,7 +18,7 @@ VALUE = "VALUE"  # for an expression in an f-string
 
 
 def test_commands_in_messages_can_be_typed() -> None:
-    root = typer.main.get_command(make_app())
+    root = every_verb()
     checked = 0
     for source in SOURCES:
         for line, text in messages(ast.parse(source.read_text(encoding="utf-8"))):
@@ -33,7 +31,7 @@ def test_commands_in_messages_can_be_typed() -> None:
 
 
 def test_lists_of_verbs_cut_no_sentence_at_80_columns() -> None:
-    groups = [typer.main.get_command(make_app())]
+    groups = [every_verb()]
     for group in groups:
         verbs: dict[str, Any] = getattr(group, "commands", {})
         groups += verbs.values()

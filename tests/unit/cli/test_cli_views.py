@@ -112,10 +112,10 @@ def test_a_drained_node_is_shown_as_one() -> None:
 
 
 def test_a_faster_layout_is_told_in_a_sentence() -> None:
-    advice = Advice(plan="studio:0-79", gain=0.23, pause_s=1.4, why="studio joined")
+    advice = Advice(plan="studio:0-79", gain=0.23, pause_s=1.4, why="studio can be used now")
     text = "\n".join(picture(with_engine(make_status(), advice=advice)))
     assert "A faster layout exists (+23 %): all layers on studio." in text
-    assert "studio joined. Switching pauses answers for 1.4 s:" in text
+    assert "studio can be used now. Switching pauses answers for 1.4 s:" in text
     assert layout_text("a:0-14,b:15-29") == "layers 0-14 on a, 15-29 on b"
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 
-from edgepipe.cli.main import make_app
+from tests.support.processes.every_verb import every_verb
 
 ROOT = Path(__file__).parents[3]
 PAGES = (
@@ -29,7 +28,7 @@ OF_OTHER_PROGRAMS = ("--config.file",)  # Prometheus's
 
 @cache
 def root() -> Any:
-    return typer.main.get_command(make_app())
+    return every_verb()
 
 
 def spans(text: str) -> Iterator[str]:

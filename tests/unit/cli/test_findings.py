@@ -30,7 +30,8 @@ from edgepipe.cli.doctor.findings import (
 from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe, TlsProbe, neighbour_is_known, probe_tcp, reach_of
 from edgepipe.config import load_config
 from edgepipe.ids import NodeId
-from edgepipe.wire.nodes import ClusterStatus, MemberState, NodeState
+from edgepipe.wire.nodes import AbsentNode, ClusterStatus, MemberState, NodeState
+from edgepipe.wire.trust import ListPeersReply, PeerState
 from tests.support.daemon.admin_server import FakeNode, answering
 
 PORTS = Ports(node=7117, http=8117)
@@ -48,7 +49,7 @@ def reach(found: Reach, *, host: str = "192.168.1.31", number: int = 0, error: s
         (reach(Reach.REFUSED), FACTS, True, "no node runs", "edgepipe node start"),
         (reach(Reach.TIMEOUT), FACTS, True, "a firewall on 192.168.1.31 drops", "ufw allow from 192.168.1.0/24"),
         (reach(Reach.TIMEOUT), FACTS, None, "a firewall on 192.168.1.31 drops", "7117:7133"),
-        (reach(Reach.TIMEOUT), FACTS, False, "client isolation", "cable"),
+        (reach(Reach.TIMEOUT), FACTS, False, "the link beyond this machine is dead", "cables"),
         (reach(Reach.NO_ROUTE, host="10.0.0.9"), FACTS, None, "another network", "192.168.1.20"),
         (reach(Reach.BLOCKED), FACTS, None, "this machine's own firewall", "TCP 7117-7133"),
         (
@@ -191,6 +192,32 @@ async def test_a_member_that_is_named_is_looked_at_once_where_its_node_is(tmp_pa
             examine_peer=look,
         )
     assert asked == ["10.0.0.7 at 10.0.0.7", "studio at 127.0.0.1"]
+
+
+async def test_a_member_that_is_gone_is_looked_at_where_it_was(tmp_path: Path) -> None:
+    """And other networks of this machine are named where no member answers."""
+    own = MemberState(node=NodeState(node_id=NodeId("a"), address="10.77.0.1:7117"), self=True)
+    gone = tuple(AbsentNode(node_id=NodeId(name), state=state) for name, state in (("b", "dead"), ("c", "left")))
+    status = ClusterStatus(node_id=NodeId("a"), members=(own,), absent=gone)
+    peers = (
+        PeerState(node_id=NodeId("b"), name="studio", state="dead", address="10.77.0.2:7117"),
+        PeerState(node_id=NodeId("c"), name="attic", state="left", address="10.77.0.3:7117"),
+    )
+    asked: list[str] = []
+
+    async def look(peer: examining.Peer, *_: object) -> list[Finding]:
+        asked.append(f"{peer.name} at {peer.host}")
+        return []
+
+    config = load_config({"data_dir": tmp_path}, environ={}).values
+    facts = replace(FACTS, address="", live=("lan0 10.77.0.1", "eth1 10.91.0.1"))
+    node = FakeNode(status=status, peers=ListPeersReply(node_id=NodeId("a"), peers=peers))
+    with answering(tmp_path, node):
+        found = ids(await examining.examine(config, [], say=lambda finding: None, facts=facts, examine_peer=look))
+    assert asked == ["studio at 10.77.0.2"]
+    assert found["node.alone"].what == "no other machine answers on the node's network (10.77.0.1)"
+    assert found["node.alone"].fact.endswith("also has eth1 10.91.0.1")
+    assert found["node.alone"].remedy.endswith("edgepipe node start --interface eth1")
 
 
 def test_smaller_packets_on_the_way() -> None:

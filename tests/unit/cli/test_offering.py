@@ -14,11 +14,12 @@ import typer
 from edgepipe.cli import offering
 from edgepipe.cli.wizard import type_choice
 from edgepipe.cli.wizard.asking import Choice, Defaults, Quit
+from edgepipe.errors import ModelUnknown
 from edgepipe.ids import NodeId
 from edgepipe.store.pull import PullResult
 from edgepipe.wire.nodes import ClusterStatus, DeviceState, MemberState, ModelOnDisk, NodeState
 from tests.support.daemon.admin_server import FakeNode, answering
-from tests.support.processes.command_line import make_status, with_devices
+from tests.support.processes.command_line import Run, make_status, with_devices
 
 
 def roomy(device: DeviceState) -> DeviceState:
@@ -133,3 +134,40 @@ def test_chat_ends_where_a_person_does_not_want_the_model(monkeypatch: pytest.Mo
     with pytest.raises(typer.Exit) as stopped:
         offering.fetch_named(Answering("demo"), "qwen3:8b", tmp_path, tmp_path / "m", pull=pull)
     assert (stopped.value.exit_code, pull.names) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("typed", "there", "fetched"),
+    [
+        ("qwen3:8b", (), ["qwen3:8b"]),
+        ("qwen3:8b", ("Qwen/Qwen3-8B-GGUF:q4_k_m", "Qwen/Qwen3-8B-GGUF:q8_0"), []),
+        ("nobody's", (), []),
+    ],
+    ids=["on no disk", "two there", "no name of a model"],
+)
+def test_serve_fetches_a_known_model_that_is_on_no_disk(
+    tmp_path: Path, typed: str, there: tuple[str, ...], fetched: list[str]
+) -> None:
+    pull, refused = Pulling(), ModelUnknown("not here")
+    status = of_one(*(ModelOnDisk(model=name, complete=True) for name in there)) if there else EMPTY
+    with (
+        answering(tmp_path, FakeNode(status=status)),
+        nullcontext() if fetched else pytest.raises(ModelUnknown, match=r"^not here$"),
+    ):
+        folders = (tmp_path, tmp_path / "m")
+        assert offering.fetch_unserved(typed, *folders, refused, yes=True, as_json=False, pull=pull) == "tiny"
+    assert pull.names == fetched
+
+
+def test_serve_without_a_terminal_says_what_fetches_the_model(run: Run, tmp_path: Path) -> None:
+    with answering(tmp_path / "data", FakeNode(status=EMPTY)):
+        ran = run("serve", "qwen3:8b")
+    assert ran.code == ModelUnknown.exit_code
+    assert "try: edgepipe serve qwen3:8b --yes    (fetches it first)" in ran.err
+
+
+def test_serve_serves_what_it_has_fetched(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(offering, "fetch_unserved", lambda *_, **__: "tiny")  # pyright: ignore[reportUnknownLambdaType]
+    with answering(tmp_path / "data", FakeNode(status=EMPTY)) as node:
+        run("serve", "qwen3:8b", "--name", "home", "--yes")
+    assert (node.asked_to_serve, node.names) == (["qwen3:8b", "tiny"], [["home"], ["home"]])

@@ -40,7 +40,7 @@ from tests.support.processes.command_line import Run
             7,
             "no model is called 'deepthought-42b'\n       nearest known names: ",
         ),
-        (("plan", "gemma-4-e4b:q4_k_m", "--emulate", "m4max"), 7, "nearest known names: gemma-3-4b, gemma-4-26b-a4b"),
+        (("plan", "gemma-4-e4b:q4_k_m", "--emulate", "m4max"), 7, "edgepipe does not serve 'gemma-4-e4b:q4_k_m'"),
         (("plan", "llama-3.1-8b", "--emulate", "2x m4max", "--link", "fibre"), 2, "'fibre' is not a valid link"),
         (
             ("plan", "llama-3.1-8b", "--emulate", "2x m4max", "--link", "fibre"),

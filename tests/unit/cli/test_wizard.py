@@ -203,6 +203,20 @@ def test_going_back_from_the_first_question_shows_nothing_twice(
     assert shown.count("this is the first question; ^C stops the setup") == 2
 
 
+def test_going_back_from_the_name_of_the_cluster_chooses_a_cluster_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    created: list[str] = []
+    monkeypatch.setattr(steps, "_status", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(steps, "_browse", lambda setup: [])  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(steps, "_explain_silence", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(steps, "_create", lambda setup, name, status: created.append(name))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    typed = _Typed(1)
+    steps.cluster(replace(make_setup(tmp_path), asking=typed))
+    assert (typed.asked, created) == (2, ["home"])
+    assert capsys.readouterr().out.count("listening for other nodes") == 2
+
+
 def test_no_service_is_offered_where_nothing_could_start_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -233,6 +233,15 @@ def test_a_name_that_another_peer_has_gets_a_number_and_keeps_it() -> None:
     assert len(with_(store, long).name_for(other, "x" * 63)) <= 63
 
 
+def test_the_name_of_a_removed_machine_is_free_for_its_next_key() -> None:
+    store = founded()
+    for pair in (B, C, D):
+        assert store.name_for(NodeId(pair.fingerprint), "studio") == "studio"
+        named = add_statement(store, signer=A, certificate=pair.certificate, role=Role.MEMBER, name="studio", now_ms=2)
+        store = with_(store, named)
+        store = with_(store, remove(store, pair, by=A))
+
+
 def test_a_member_becomes_an_owner_and_stays_one() -> None:
     store = two_owners()
     promoted = with_(store, add(store, C, by=B, role=Role.OWNER))

@@ -51,6 +51,7 @@ LAYER = LayerProfile(base_s=0.0, decode=(Point(1, 0.001),), prefill=(), head=(),
 PRODUCTS = (PackedProducts(by="kernels"), PackedProducts(by="torch", reason="it is missing", remedy="install it"))
 MEASURE = ProfileLayerRequest(model_config="{}", fresh=True)
 UNLESS_KNOWN = ProfileLayerRequest(model_config="{}")
+UNLESS_BUSY = ProfileLayerRequest(model_config="{}", again_if_busy=True)
 
 
 class Process:
@@ -369,12 +370,13 @@ async def test_what_was_measured_beside_other_work_is_measured_again_and_the_sho
         same = await host.host.profile_layer(UNLESS_KNOWN)
         assert same == first, "what is served a moment after a plan has the plan's figures"
         monkeypatch.setattr(layer_measuring, "_SAME_S", -1.0)  # a minute later
-        again = await host.host.profile_layer(UNLESS_KNOWN)
+        assert await host.host.profile_layer(UNLESS_KNOWN) == first, "a plan takes what is known"
+        again = await host.host.profile_layer(UNLESS_BUSY)
         assert (again.busy, again.decode) == (True, first.decode), "other programs make steps longer only"
-        quiet = await host.host.profile_layer(UNLESS_KNOWN)
+        quiet = await host.host.profile_layer(UNLESS_BUSY)
         assert not quiet.busy
         assert quiet.decode != first.decode
-        assert await host.host.profile_layer(UNLESS_KNOWN) == quiet
+        assert await host.host.profile_layer(UNLESS_BUSY) == quiet
         assert sum(one.measured for one in host.processes.started) == 3
 
 

@@ -15,7 +15,7 @@ from edgepipe.errors import ArchitectureUnsupported, ModelDownloadFailed, ModelI
 from edgepipe.files.progress import PullProgress
 from edgepipe.spec.config import hf_config
 from edgepipe.store import install
-from edgepipe.store.hub import HubSource, parse_pinned
+from edgepipe.store.hub import HubSource, list_hub, parse_pinned
 from edgepipe.store.pull import Puller, PullResult, hub_source
 from edgepipe.store.store import ModelStore
 from edgepipe.text.conversations.known_traits import TRAITS_FILE
@@ -304,6 +304,21 @@ def gguf_repository(folder: Path, *names: str) -> dict[str, bytes]:
     config = hf_config(hf_values())
     data = write_gguf(folder / "x.gguf", random_tensors(config), config).read_bytes()
     return dict.fromkeys(names, data)
+
+
+def test_a_list_that_never_ends_is_given_up(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte of it comes in time."""
+
+    def endless() -> dict[str, Any]:
+        hub.ended.wait()
+        return {}
+
+    monkeypatch.setattr("edgepipe.store.hub._LISTING_S", 0.05)
+    monkeypatch.setattr("edgepipe.store.hub.CONTACT_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(hub, "listing", endless)
+    with pytest.raises(ModelDownloadFailed) as refused:
+        list_hub(HubSource(repo=REPO), endpoint=hub.endpoint)
+    assert refused.value.fact == "no answer came in time"
 
 
 def test_one_gguf_of_several_is_chosen_by_its_type(tmp_path: Path) -> None:

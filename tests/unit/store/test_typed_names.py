@@ -152,3 +152,13 @@ def test_further_names_are_few_and_each_counts_once() -> None:
     with pytest.raises(ConfigInvalid, match="at most 8"):
         checked_names(many)
     assert len(allowed_names(many)) == MAX_NAMES
+
+
+@pytest.mark.parametrize("name", ["gemma4:e2b", "Gemma 4 E4B it", "gemma4-e4b:q4_k_m"])
+def test_a_model_whose_form_is_not_served_is_no_spelling_mistake(name: str) -> None:
+    for read in (understand, planned_name):
+        with pytest.raises(ModelUnknown) as refused:
+            read(name)
+        assert refused.value.what == f"edgepipe does not serve '{name}'"
+        assert "per-layer embeddings" in refused.value.fact
+    assert understood(name) is None
