@@ -28,10 +28,10 @@ class FairTurns(Generic[ItemT]):
         self._max_running = max_running
         self._max_of_owner = max_of_owner or max_running
         self._max_waiting = max_waiting
-        self._running: dict[ItemT, str] = {}  # with their owners
+        self._running: dict[ItemT, str] = {}  # running items and their owners
         self._lines: OrderedDict[str, deque[ItemT]] = OrderedDict()  # owners with waiting items
-        self._owners: dict[ItemT, str] = {}  # of the waiting items
-        self._round = 0  # of the item that started last
+        self._owners: dict[ItemT, str] = {}  # owners of the waiting items
+        self._round = 0  # round of the item that started last
         self._next_rounds: dict[str, int] = {}  # owners that wait or had an item in this round: of their next item
 
     @property
@@ -69,7 +69,7 @@ class FairTurns(Generic[ItemT]):
     def _start(self) -> list[ItemT]:
         started: list[ItemT] = []
         while len(self._running) < self._max_running and (owners := self._startable()):
-            owner = min(owners, key=self._next_rounds.__getitem__)  # of equals the one that came first
+            owner = min(owners, key=self._next_rounds.__getitem__)  # among equal rounds, the owner that came first
             started.append(self._start_one(owner))
         return started
 

@@ -167,7 +167,7 @@ def plain_call(status: str, details: str) -> str:
     """Say what a failed gRPC call means, from its status (``UNAVAILABLE``) and its details."""
     if status == "UNAVAILABLE":
         return _first(_CONNECTION, details) or _CUT
-    if status == "INTERNAL" and details == "Internal error from Core":  # of gRPC in this process, not of the far side
+    if status == "INTERNAL" and details == "Internal error from Core":  # gRPC in this process failed, not the far side
         return _ENDED_FIRST
     return _CALLS.get(status, _FAILED_THERE)
 
@@ -201,7 +201,7 @@ def _words(error: BaseException) -> str:
 
 
 def _of_system(error: OSError) -> str:
-    kinds = [kind.__name__ for kind in type(error).__mro__]  # by name: pure modules import neither socket nor ssl
+    kinds = [kind.__name__ for kind in type(error).__mro__]  # names suffice: pure modules import neither socket nor ssl
     if words := next((_OS_KINDS[kind] for kind in kinds if kind in _OS_KINDS), ""):
         return words
     if status := _http_status(error):  # the hub's library makes its errors OSErrors

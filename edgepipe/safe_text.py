@@ -10,7 +10,7 @@ import json
 import unicodedata
 from typing import Any
 
-MAX_LINE_CHARS = 4096  # of one line shown or logged; an error has about 4,000 at most
+MAX_LINE_CHARS = 4096  # longest line that is shown or logged; an error has about 4,000 characters at most
 _JOINERS = "\u200c\u200d"  # needed for emoji and Persian; they only affect the shape of their neighbours
 
 

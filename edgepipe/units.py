@@ -95,7 +95,8 @@ _LINKS = {  # rates and delays of home networks; a Wi-Fi's change from packet to
     "10g": "10gbit,0.1ms",
     "thunderbolt": "20gbit,0.1ms",  # IP over Thunderbolt 4 reaches half of the cable's rate
 }
-_LINK_ALIASES = {"wlan": "wifi", "1g": "gigabit", "tb": "thunderbolt", "usb": "thunderbolt"}  # without their version
+# Names without their version.
+_LINK_ALIASES = {"wlan": "wifi", "1g": "gigabit", "tb": "thunderbolt", "usb": "thunderbolt"}
 
 
 def named_link(text: str) -> LinkShape | None:

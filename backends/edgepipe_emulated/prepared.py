@@ -20,7 +20,7 @@ class LayerGroup:
 
     pool: int  # number of the class
     window: int | None  # tokens that a token sees, including itself; None: all
-    layers: tuple[int, ...]  # of the slice, from 0
+    layers: tuple[int, ...]  # layers of the slice, counted from 0
     stored: Layers  # the same layers in the class's pool
 
 
@@ -39,8 +39,8 @@ class PreparedStep:
 
     step: Step
     weights: Words  # [T] weight of each token's position
-    slots: tuple[npt.NDArray[np.int64], ...]  # by class: [T] slot of each token's KV
-    past: tuple[Past, ...]  # by group
+    slots: tuple[npt.NDArray[np.int64], ...]  # [T] slot of each token's KV, for each class
+    past: tuple[Past, ...]  # earlier tokens that each group reads
     row_of: npt.NDArray[np.int64]  # [T] row of each token
     row_start: npt.NDArray[np.int64]  # [B] packed index of each row's first token
 

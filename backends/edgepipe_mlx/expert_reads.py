@@ -27,7 +27,7 @@ class ExpertReads:
         Drops the choices: those of a step that does not compute them hold all that they depend on, such as the KV pool.
         """
         found = [(mixture.spec, mixture.chosen) for mixture in self._mixtures if mixture.chosen is not None]
-        choices = [(spec, chosen) for spec, chosen in found if len(chosen) == tokens]  # of all rows
+        choices = [(spec, chosen) for spec, chosen in found if len(chosen) == tokens]  # choices that cover all rows
         for mixture in self._mixtures:
             mixture.chosen = None
         return _mean_share(choices) if choices and self._counted.takes(tokens) else None
@@ -35,7 +35,8 @@ class ExpertReads:
 
 def _mean_share(choices: Sequence[tuple[Experts, mx.array]]) -> mx.array:
     """Sort the choices of all layers alike at once: few kernels, however many layers there are."""
-    alike: dict[tuple[int, int], list[mx.array]] = {}  # by experts, and those that a token uses
+    # Choices by the number of experts and the number that a token uses.
+    alike: dict[tuple[int, int], list[mx.array]] = {}
     for spec, chosen in choices:
         alike.setdefault((spec.count, spec.used), []).append(chosen.flatten())
     shares: list[mx.array] = []

@@ -13,7 +13,7 @@ from edgepipe_mlx.matrices import Linear
 
 Product = Callable[[mx.array, mx.array], mx.array]
 
-_CLAMP, _SHARPNESS = 7.0, 1.702  # of gpt-oss's gate
+_CLAMP, _SHARPNESS = 7.0, 1.702  # constants of gpt-oss's gate
 
 
 class FeedForward(Protocol):

@@ -90,13 +90,13 @@ class DecoderLayer:
     """One layer."""
 
     spec: LayerSpec
-    input_norm: Norm | None  # before the mixer
+    input_norm: Norm | None  # norm before the mixer
     mixer: SelfAttention | LatentAttention | RecurrentMixer | None
-    attended_norm: Norm | None  # of what the mixer adds
-    inner_norm: Norm | None  # before the feed-forward part
+    attended_norm: Norm | None  # norm of the mixer's output
+    inner_norm: Norm | None  # norm before the feed-forward part
     feed_forward: FeedForward | None
-    mixture: Mixture | None  # in the feed-forward part
-    added_norm: Norm | None  # of what the feed-forward part adds
+    mixture: Mixture | None  # the feed-forward part's experts
+    added_norm: Norm | None  # norm of the feed-forward part's output
     output_scale: mx.array | None  # [1]
 
     def run(self, hidden: mx.array, step: LayerStep | StateStep | None, wanted: mx.array | None = None) -> mx.array:

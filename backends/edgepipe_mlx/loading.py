@@ -54,14 +54,14 @@ class Shard:
 
     config: ModelConfig
     slices: Sequence[LoadedSlice]
-    num_bytes: int  # of all weights; a table that two slices share counts once
+    num_bytes: int  # size of all weights; a table that two slices share counts once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTypes:
     """How weights are kept."""
 
-    dtype: mx.Dtype  # of floats, and of a packed product's result
+    dtype: mx.Dtype  # type of floats, and of a packed product's result
     packed: bool  # keep packed weights packed; else all weights are floats
     in_float32: bool  # packed products and products by experts; see PackedMatrix, WideStack
     inputs_first: bool  # memory layout of matrices of floats; see ``_floats``

@@ -17,8 +17,8 @@ from edgepipe.backend.types import BlockCopy
 from edgepipe_mlx.kv import copied_slots, head_rows, independent, read_tokens
 
 _HIGHEST_CODE = 127
-_SCALE_MARGIN = 1 + 2**-11  # at least the rounding of a normal float16, so that no code exceeds the highest
-_LEAST_SCALE = 2**-24  # the smallest float16: of zeros, and the rounding of scales near it
+_SCALE_MARGIN = 1 + 2**-11  # covers the rounding of a normal float16, so that no code exceeds the highest
+_LEAST_SCALE = 2**-24  # the smallest float16: the scale of zeros; covers the rounding of scales near it
 
 
 def _widened(dtype: mx.Dtype, codes: mx.array, scales: mx.array) -> mx.array:

@@ -33,8 +33,8 @@ from edgepipe.weights.dequantise import round_to_bf16, widen_bf16
 
 Words = npt.NDArray[np.uint32]
 
-_GROUPS = (128, 64, 32)  # that MLX's kernels know, the fewest scales first
-_BITS = (4, 5, 6, 8)  # of packed forms, in groups that MLX knows
+_GROUPS = (128, 64, 32)  # group sizes that MLX's kernels know, the fewest scales first
+_BITS = (4, 5, 6, 8)  # bits per code of packed forms, in groups that MLX knows
 _IQ4_SHIFT = np.float32(128)
 _IQ4_LEVELS = (CODEBOOKS["iq4"] + _IQ4_SHIFT).astype(np.uint8)  # -127 to 113, shifted
 _CHUNK_VALUES = 1 << 18  # codes in a byte each, or widened, at once
@@ -263,7 +263,7 @@ def _exponents(packed: Packed) -> npt.NDArray[np.uint8]:
 
 def _e4m3_codes(packed: Packed) -> npt.NDArray[np.uint8]:
     """Return the scales [O, I / 16] as codes of e4m3 (OCP 8-bit floating point, 5.2)."""
-    scale, levels = packed.scale.float32(), CODEBOOKS["e4m3"][:127]  # in ascending order
+    scale, levels = packed.scale.float32(), CODEBOOKS["e4m3"][:127]  # levels in ascending order
     codes = np.searchsorted(levels, scale).astype(np.uint8)
     if (levels[np.minimum(codes, 126)] != scale).any():
         raise ValueError(f"a scale of '{packed.name}' is no value of e4m3")

@@ -17,7 +17,7 @@ from edgepipe_mlx.layer_weights import LayerWeights
 from edgepipe_mlx.recurrent_chunks import delta_tokens, scan_tokens
 from edgepipe_mlx.states import LongRow, State, StateStep
 
-_LENGTH_EPS = 1e-6  # of the length of queries and keys
+_LENGTH_EPS = 1e-6  # epsilon in the length of queries and keys
 
 
 class Convolution:

@@ -65,7 +65,7 @@ def unit_inverse(strict: mx.array) -> mx.array:
 def _joins(size: int) -> npt.NDArray[np.float32]:
     """Return [levels, c, c]: 1 where level l joins two blocks of 2^l rows, left of the diagonal."""
     levels = max(1, (size - 1).bit_length())
-    blocks = np.arange(size) >> np.arange(levels)[:, None]  # of each row, by level
+    blocks = np.arange(size) >> np.arange(levels)[:, None]  # [levels, c] block of each row at each level
     rows, columns = blocks[:, :, None], blocks[:, None]
     return ((rows == columns + 1) & (rows % 2 == 1)).astype(np.float32)
 
@@ -103,7 +103,7 @@ def _delta_chunks(
     queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
 ) -> tuple[list[mx.array], mx.array]:
     """See ``delta_tokens``, with tokens [H, n, c, ..]. Returns each chunk's outputs."""
-    total = mx.cumsum(log_decay, axis=-1)  # of each token's decay and those before it
+    total = mx.cumsum(log_decay, axis=-1)  # sum of each token's log decay and those before it
     since, grown = _since(total), mx.exp(total)[..., None]
     scaled = keys * beta[..., None]
     # What a token writes depends on those before it: a unit triangular system, linear in values and memory.

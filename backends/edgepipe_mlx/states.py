@@ -38,10 +38,11 @@ class LayerStates:
     """
 
     def __init__(self, spec: Recurrent, num_slots: int) -> None:
+        # The batch of each slot.
         self._batches = [
             _Batch(tuple(mx.zeros((1, *shape), mx.float32) for shape in spec.state_shapes), (slot,))
             for slot in range(num_slots + 1)
-        ]  # by slot
+        ]
         mx.eval([batch.arrays for batch in self._batches])
 
     def read(self, slots: Sequence[int]) -> State:

@@ -31,7 +31,7 @@ _RAM_FLOPS = 0.5e12  # estimate: float32 products of experts on a desktop's CPU
 # graph, less the experts' own kernels, which run beside the CPU.
 _CROSSING_S = 30e-6
 _STATE_VALUE_BYTES = 4
-_STATE_FLOPS = 8  # of a value and token: it decays, is read twice, and takes a product
+_STATE_FLOPS = 8  # operations per value and token: it decays, is read twice, and takes a product
 
 # Rows above which a backend widens packed weights before it multiplies, by kind (``edgepipe.weights.resident``). Others
 # multiply packed weights at any size.
@@ -52,7 +52,7 @@ class StepWork(NamedTuple):
         """Compute the work from two columns with one entry per row: position of the first token, number of tokens."""
         rows, tokens = len(positions), sum(num_tokens)
         kv_tokens = sum(positions) + tokens
-        pairs = float(kv_tokens)  # for rows of one token
+        pairs = float(kv_tokens)  # right if every row has one token
         if tokens != rows:
             pairs = sum(count * (at + (count + 1) / 2) for at, count in zip(positions, num_tokens, strict=True))
         return cls(tokens=tokens, rows=rows, kv_tokens=kv_tokens, attention_pairs=pairs, logit_rows=logit_rows)
@@ -138,7 +138,7 @@ class CostModel:
         self._scale = (as_model_bytes or self._sizes.matrices) / self._sizes.matrices
         own_kv = config.kv_bytes_per_token(form=kv or dtype) or 1  # a model without attention keeps none
         kv_scale = (as_kv_bytes_per_token or own_kv) / own_kv
-        self._kv_bytes = [  # per token
+        self._kv_bytes = [  # bytes per token
             config.kv_bytes_per_token((layer,), form=kv or dtype) * kv_scale for layer in range(config.num_layers)
         ]
         self._weights = [multiplied_parameters(spec, config.hidden_size) * self._scale for spec in config.layers]
@@ -150,7 +150,7 @@ class CostModel:
         ]
         self._widths = [spec.attention.query_width if spec.attention else 0 for spec in config.layers]
         self._states = [spec.state_values() for spec in config.layers]
-        self.kinds = layer_kinds(config, weights)  # of each layer
+        self.kinds = layer_kinds(config, weights)  # kind of each layer
         self.has_experts = any(spec.experts is not None for spec in config.layers)
 
     def with_ram_percent(self, percent: int) -> CostModel:
@@ -279,14 +279,14 @@ class SliceCost:
     head_widen_s: float = 0.0  # the head's
     widens_above_rows: int | None = None  # None: never
     expert_read_s: float = 0.0  # reading all experts on the device
-    expert_share: float = 1.0  # of the experts that one token uses
-    num_experts: int = 0  # of a layer; 0: none
-    ram_experts: int = 0  # of a layer's experts, in host memory
+    expert_share: float = 1.0  # share of the experts that one token uses
+    num_experts: int = 0  # experts of a layer; 0: none
+    ram_experts: int = 0  # experts of a layer that are in host memory
     ram_read_s: float = 0.0  # reading all experts in host memory
     ram_token_s: float = 0.0  # multiplying with them on the CPU, per token
-    beside_read_s: float = 0.0  # of ``read_s``, what the device reads while the CPU computes experts: the shared ones
-    crossing_s: float = 0.0  # to the CPU and back
-    expert_shares: tuple[ExpertShare, ...] = ()  # that steps of the model read; empty: not known
+    beside_read_s: float = 0.0  # part of ``read_s``: the shared experts, which the device reads while the CPU computes
+    crossing_s: float = 0.0  # way to the CPU and back
+    expert_shares: tuple[ExpertShare, ...] = ()  # shares that steps of the model read; empty: not known
     state_row_s: float = 0.0  # reading and writing one sequence's state
     state_token_s: float = 0.0  # multiplying with it, per token
 

@@ -11,7 +11,7 @@ from typing import Any
 from edgepipe.errors import ConfigInvalid
 from edgepipe.units import parse_bytes, parse_duration_s
 
-_DESKTOP_BYTES = 1_500_000_000  # of a GPU's memory: windows, a browser, workspaces
+_DESKTOP_BYTES = 1_500_000_000  # part of a GPU's memory that windows, a browser and workspaces take
 # Share of the data sheet's memory rate that streaming reads reach, and a layer's time beside its reads (some 20
 # kernels). NVIDIA's are the least squares of decode rates of dense models on an RTX 4090: docs/architecture.md.
 _BANDWIDTH_EFFICIENCY = 0.85
@@ -38,29 +38,29 @@ _CPU = re.compile(  # "cpu 6 cores 32GB", "6-core cpu 32 GB", "cpu"
 _COUNTED = re.compile(  # "4x m4" is four; "7900 XTX" is one device
     r"(?:(?P<count>\d{1,3})\s*x\s*|(?P<large>\d{4,})\s*x\s+)?(?P<device>\S.*)", flags=re.IGNORECASE
 )
-_CPU_CORES, _CPU_GB = 8, 32  # of a processor without more
-_CORE_BYTES_PER_S, _CORE_FLOPS = 12e9, 110e9  # of one core: streaming reads; products with AVX2 at 3.5 GHz
+_CPU_CORES, _CPU_GB = 8, 32  # defaults of a processor named alone
+_CORE_BYTES_PER_S, _CORE_FLOPS = 12e9, 110e9  # one core: streaming reads; products with AVX2 at 3.5 GHz
 _SIZED = re.compile(r"(?P<name>.+?)[\s-]+(?P<gb>[1-9]\d{0,3})\s*gb?", flags=re.IGNORECASE)  # a device and its memory
 _PC_RAM_BYTES, _PC_RAM_BYTES_PER_S = 56_000_000_000, 40e9  # assumed: of 64 GB of DDR5-5600 in two channels
-_MOST_DEVICES = 256  # in one list; prevents a typing error from creating a thousand stages
+_MOST_DEVICES = 256  # longest list; prevents a typing error from creating a thousand stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceModel:
     """Properties of a device that determine a step's time."""
 
-    name: str  # for people
+    name: str  # name of the device, for people
     memory_bytes: int
     bandwidth_bytes_per_s: float  # effective
     flops: float  # effective, bf16, FLOP/s
-    step_overhead_s: float  # per step: launch, synchronisation
-    layer_overhead_s: float  # per layer and step
-    sequence_overhead_s: float = 0.0  # per sequence and step, for attention that runs per sequence
+    step_overhead_s: float  # time per step: launch, synchronisation
+    layer_overhead_s: float  # time per layer and step
+    sequence_overhead_s: float = 0.0  # time per sequence and step, for attention that runs per sequence
     tile_steps: tuple[tuple[int, float], ...] = ()
     jitter: float = 0.0  # coefficient of variation of step times; their mean stays
-    shared_memory: bool = False  # it is the machine's memory, of which macOS gives the GPU three quarters
-    ram_bytes: int = 0  # of the machine, free for experts beside the device; 0: it cannot keep experts there
-    ram_bytes_per_s: float = 0.0  # at which its CPU reads them; 0: not known
+    shared_memory: bool = False  # the device uses the machine's memory; macOS gives the GPU three quarters
+    ram_bytes: int = 0  # free memory of the machine for experts beside the device; 0: it cannot keep experts there
+    ram_bytes_per_s: float = 0.0  # rate at which the machine's CPU reads experts; 0: not known
 
     @property
     def usable_bytes(self) -> int:
@@ -150,7 +150,7 @@ def _radeons() -> dict[str, DeviceModel]:
 
 def _small_computers() -> dict[str, DeviceModel]:
     """Return computers whose GPU uses the machine's memory: GB, GB/s, TFLOP/s of dense bf16 products."""
-    spark = _unmeasured_gpu("NVIDIA DGX Spark", 120, 273, 125)  # of 128 GB, the system keeps some
+    spark = _unmeasured_gpu("NVIDIA DGX Spark", 120, 273, 125)  # the system keeps some of the 128 GB
     ryzen = _unmeasured_gpu("AMD Ryzen AI Max+ 395", 128, 256, 59)
     return {
         "dgxspark": replace(spark, ram_bytes=0, ram_bytes_per_s=0.0),

@@ -19,7 +19,7 @@ from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.spec.tensors import WeightSource
 
 WINDOW_TOKENS = 256  # each window of the text is a sequence of its own
-_SLICE_BYTES = 1 << 30  # of stored weights loaded at once, or one layer
+_SLICE_BYTES = 1 << 30  # stored weights that are loaded at once; one layer at least
 _NOT_COMPUTING = "emulated"
 
 Logits = npt.NDArray[np.float32]

@@ -17,7 +17,7 @@ from math import log, log1p
 _SMOOTHING = 0.05  # weight of the newest step: about the last forty of its size count
 _ENOUGH = 8  # steps of a size until their mean counts
 _EVERY = 8  # steps of one size; the first is counted, so a probe's few steps are enough
-_MOST_TOKENS = 512  # with more, nearly all experts are read
+_MOST_TOKENS = 512  # steps with more tokens read nearly all experts
 _ALL = 1e-9  # share of experts that are not read, at least, so that its logarithm is finite
 
 
@@ -25,7 +25,7 @@ _ALL = 1e-9  # share of experts that are not read, at least, so that its logarit
 class ExpertShare:
     """Mean share of a layer's experts that steps of about so many tokens read."""
 
-    tokens: float  # above 1
+    tokens: float  # tokens of the step, above 1
     share: float  # 0..1
 
 
@@ -94,7 +94,7 @@ class CountedSteps:
     """Chooses the steps whose experts a backend counts: of each number of tokens the first, and every eighth then."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, int] = {}  # by tokens
+        self._steps: dict[int, int] = {}  # number of steps so far, by their number of tokens
 
     def takes(self, tokens: int) -> bool:
         """Note a step of ``tokens`` tokens. Return whether to count it."""
@@ -121,7 +121,7 @@ class ExpertMeter:
     """Shares that a running model's steps read, as means by the octave of a step's tokens: 2, to 4, to 8, and so on."""
 
     def __init__(self) -> None:
-        self._means: dict[int, _Mean] = {}  # by octave
+        self._means: dict[int, _Mean] = {}  # mean share of each octave
 
     def note(self, tokens: int, share: float) -> None:
         """Record a step's mean share over its layers. Ignores steps of one token, whose share is known."""

@@ -29,7 +29,7 @@ class RowLayout:
     blocks: Indices  # the block table, as long as ``length`` needs
     start_slot: int  # slot of token 0
     contiguous: bool  # the blocks follow one another: token n is in slot ``start_slot + n``
-    state: RowState | None = None  # of a model with recurrent layers
+    state: RowState | None = None  # slots of its state; None: no layer is recurrent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from edgepipe.errors import QueueFull
 from edgepipe.fair_turns import FairTurns
 
 MAX_WAITING = 256  # items of one owner: as many requests of one key run at a time
-WAIT_S = 60.0  # then clients have given up
+WAIT_S = 60.0  # longest wait; clients give up by then
 
 
 class UserTurns:

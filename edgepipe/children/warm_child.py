@@ -12,7 +12,7 @@ from edgepipe.children.frames import HEAD
 from edgepipe.children.user_turns import MAX_WAITING, UserTurns
 
 _READ_BYTES = 1 << 20  # buffered part of an answer, before the child waits for its reader
-_PROCESSES = 2  # at most; the second one starts when two owners' requests meet
+_PROCESSES = 2  # most processes; the second one starts when two owners' requests meet
 _READY_BYTES = 64  # limit of the frame that reports ready
 
 

@@ -23,8 +23,9 @@ from edgepipe.wire.trust import (
     InviteStart,
 )
 
-_KEY_CHARS = 8  # of a node id: enough to compare by eye
-_KINDS = {InviteOpened: "opened", InviteFailed: "failed", InviteAsks: "asks", InviteJoined: "joined"}  # in JSON
+_KEY_CHARS = 8  # beginning of a node id: enough to compare by eye
+# Names of the events in JSON.
+_KINDS = {InviteOpened: "opened", InviteFailed: "failed", InviteAsks: "asks", InviteJoined: "joined"}
 
 
 async def invite(data_dir: Path, start: InviteStart, *, as_json: bool) -> None:

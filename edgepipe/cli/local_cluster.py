@@ -34,7 +34,7 @@ class NodePlan:
     name: str
     backend: str
     device: str = ""  # empty: the backend's choice
-    backend_options: Sequence[str] = ()  # besides those of all nodes
+    backend_options: Sequence[str] = ()  # options of this node besides those of all nodes
     http_port: int = 0
 
 
@@ -56,7 +56,7 @@ class ClusterPlan:
     cluster: str
     nodes: Sequence[NodePlan]
     models_dir: Path
-    threads: int  # per node; 0: the backend's choice
+    threads: int  # threads per node; 0: the backend's choice
     backend_options: Sequence[str] = ()
     link: str = ""  # the network to emulate between them; empty: loopback at full speed
     program: Sequence[str] = EDGEPIPE  # started by Python; a bench starts nodes that do not encrypt
@@ -110,7 +110,7 @@ async def _process(plan: ClusterPlan, node: NodePlan, folder: Path) -> AsyncGene
     try:
         process = await asyncio.create_subprocess_exec(
             *_command(plan, node, folder),
-            stdin=PIPE,  # its end of file tells the node that this process has ended, even by SIGKILL
+            stdin=PIPE,  # the pipe's end tells the node that this process has ended, even by SIGKILL
             stdout=PIPE,
             stderr=log,
             start_new_session=True,  # ^C reaches this process alone, which then stops the nodes in order

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="This machine's node.")
 
-_STOP_S = 45.0  # its work moves to other nodes in 30 s; then children get 5 s until they are killed
+_STOP_S = 45.0  # a node's work moves to other nodes in 30 s; then children get 5 s until they are killed
 _LOOK_S = 0.05
 
 
@@ -174,11 +174,11 @@ def start(
     if end_with_stdin:
         threading.Thread(target=_end_with_stdin, daemon=True, name="watch-stdin").start()
 
-    def on_ready(ready: NodeReady) -> None:  # again after each new address or cluster
+    def on_ready(ready: NodeReady) -> None:  # called again after each new address or cluster
         try:
             show(_as_dict(ready))
             sys.stdout.flush()
-        except OSError:  # its reader is gone, which must not end the node
+        except OSError:  # the pipe's reader is gone, which must not end the node
             _leave(sys.stdout)
         show_held_lines()
         if quiet_when_ready:
@@ -275,7 +275,7 @@ def stop(data_dir: DataDir = None) -> None:
         _wait_until_gone(folder)
     except KeyboardInterrupt:
         print("it stops at once", flush=True)
-        with contextlib.suppress(NodeUnreachable):  # it has just stopped
+        with contextlib.suppress(NodeUnreachable):  # the node has just stopped
             asyncio.run(_shut_down(folder))
         _wait_until_gone(folder)
     print("the node has stopped")

@@ -61,7 +61,7 @@ def _node_facts(status: ClusterStatus | None, home: str) -> list[tuple[str, str]
 def _model_facts(models_dir: Path) -> list[tuple[str, str]]:
     try:
         folders = [path.name for path in models_dir.iterdir() if not path.name.startswith(".")]
-        names = sorted({name.partition("@")[0].replace("--", "/") for name in folders})  # after @: a hash
+        names = sorted({name.partition("@")[0].replace("--", "/") for name in folders})  # a hash follows the @
     except OSError:
         names = []
     return [("models", ", ".join(names) if names else "none on this disk")]

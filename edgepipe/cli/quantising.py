@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from edgepipe.store.quantise import PackedCopy
     from edgepipe.store.store import StoredModel
 
-_TOKENS = 512  # of the text: two windows
+_TOKENS = 512  # part of the text: two windows
 
 
 def quantise_model(root: Path, model: str, target: str, *, as_json: bool) -> None:

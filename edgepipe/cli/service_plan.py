@@ -67,7 +67,7 @@ class ServicePlan:
     """The service of one machine."""
 
     manager: Manager
-    path: Path  # of the service's file
+    path: Path  # the service's file
     text: str
     needs_root: bool
     install: tuple[tuple[str, ...], ...]  # commands after the file is written

@@ -22,7 +22,7 @@ from edgepipe.plain_words import plain
 
 _CONNECT_S = 5.0
 _SILENCE_S = 600.0  # the first word of a long prompt on a slow machine
-_LOOK_S = 10.0  # for an answer that needs no model
+_LOOK_S = 10.0  # longest wait for an answer that needs no model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Piece:
 
     text: str = ""
     finish_reason: str | None = None
-    completion_tokens: int | None = None  # so far
+    completion_tokens: int | None = None  # tokens so far
     prompt_tokens: int | None = None
     note: str = ""  # a comment in the stream: progress of the request
     reasoning: str = ""

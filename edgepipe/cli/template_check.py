@@ -22,7 +22,7 @@ from edgepipe.text.template import ChatTemplate, TemplateRenderer, TemplateTimeo
 from edgepipe.text.template_reference import is_installed
 
 _REFERENCE = "edgepipe.text.template_reference"
-_REFERENCE_TIMES = TemplateTimeouts(start_s=120.0)  # it imports transformers
+_REFERENCE_TIMES = TemplateTimeouts(start_s=120.0)  # the reference child imports transformers
 
 
 def check_model(root: Path, model: str, *, as_json: bool) -> None:

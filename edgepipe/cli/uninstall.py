@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from edgepipe.cli.leftovers import Found, Leftover
     from edgepipe.cli.service_plan import ServicePlan
 
-_MOST_SHOWN = 10  # of files that stay because edgepipe did not make them
+_MOST_SHOWN = 10  # foreign files that are listed; edgepipe did not make them, so they stay
 
 
 def uninstall(

@@ -9,7 +9,7 @@ from edgepipe.wire.engines import EngineState
 from edgepipe.wire.nodes import AbsentNode
 
 _WORDS = {"asleep": "asleep", "dead": "gone", "left": "stopped", "unseen": "not seen"}
-_ON_PURPOSE = ("left", "unseen")  # no fault: a person stopped it, or has not started it
+_ON_PURPOSE = ("left", "unseen")  # no faults: a person stopped the node, or has not started it
 _MOST_NAMED = 3
 
 

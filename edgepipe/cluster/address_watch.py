@@ -37,7 +37,7 @@ class MemberContact:
     """A member that answers this node."""
 
     host: str  # the address that it listens on
-    reaches_us: bool  # it has opened a connection to this node and still sends over it
+    reaches_us: bool  # the node has opened a connection to this one and still sends over it
 
 
 class ReachWatch:

@@ -19,12 +19,12 @@ from edgepipe.wire.common import Hello
 from edgepipe.wire.nodes import Beat, NodeState
 from edgepipe.wire.trust import TrustSet, TrustStatement
 
-BEATS_PER_S = 50.0  # taken from one member, which sends four a second and one for each change of its state
+BEATS_PER_S = 50.0  # beats taken from one member, which sends four a second and one for each change of its state
 BURST_BEATS = 200
 _ECHO_MEMORY = 32  # beats whose sending time is remembered: eight seconds
-_PIECE_BYTES = 256 << 10  # of statements in one beat: a home's store fits into one
-_MAX_KEYS = 8192  # accepted in one beat; a full store has some 3,000
-_KEYS_AGAIN_S = 1.0  # before keys are sent again if the stores still differ; doubles every time
+_PIECE_BYTES = 256 << 10  # statements in one beat: a home's store fits into one
+_MAX_KEYS = 8192  # keys that one beat may hold; a full store has some 3,000
+_KEYS_AGAIN_S = 1.0  # pause before keys are sent again if the stores still differ; doubles every time
 _KEYS_MOST_S = 60.0
 
 
@@ -65,7 +65,7 @@ class BeatPace:
     """
 
     def __init__(self) -> None:
-        self._due_s: dict[NodeId, float] = {}  # when a beat would come at the full rate; has members only
+        self._due_s: dict[NodeId, float] = {}  # time of each member's next beat at the full rate; has members only
 
     def wait_s(self, node_id: NodeId, *, now_s: float) -> float:
         """Count a member's beat that came now. Return how many seconds to wait before reading the next."""
@@ -83,7 +83,7 @@ class Conversation:
     sent_at_s: OrderedDict[int, float] = field(default_factory=OrderedDict[int, float])
     heard: int = 0
     heard_at_s: float = 0.0
-    incarnation: int = 0  # of the other side's newest state
+    incarnation: int = 0  # incarnation of the other side's newest state
     sent_version: int = -1
     state_sent_at_s: float = float("-inf")
     sent_digest: bytes = b""

@@ -13,7 +13,7 @@ from edgepipe.cluster.discovery import SERVICE_TYPE, Announcement, read_announce
 from edgepipe.cluster.interfaces import interfaces, lan_interfaces
 
 _LOOKUP_MS = 1000
-_MOST_LOOKUPS = 64  # at a time; a home has a few dozen machines
+_MOST_LOOKUPS = 64  # lookups at a time; a home has a few dozen machines
 _MOST_FOUND = 64
 _SETTLE_S = 0.3  # a second answer to the same question comes within this time
 

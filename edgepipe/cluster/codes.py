@@ -19,7 +19,7 @@ SECRET_BYTES = 16
 _PREFIX = "EP1-"
 _CHECK_BYTES = 6  # 60 bytes in all with IPv4: base32 without padding
 _NODE_BYTES = 32  # SHA-256 of a public key
-_REST_BYTES = 2 + _NODE_BYTES + SECRET_BYTES  # after the host's address
+_REST_BYTES = 2 + _NODE_BYTES + SECRET_BYTES  # bytes after the host's address
 _ADDRESS_BYTES = (4, 16)  # IPv4, IPv6
 
 
@@ -27,10 +27,10 @@ _ADDRESS_BYTES = (4, 16)  # IPv4, IPv6
 class JoinCode:
     """A parsed code."""
 
-    secret: bytes  # for SPAKE2
-    host: str = ""  # of long strings: the host's address
+    secret: bytes  # password of the SPAKE2 exchange
+    host: str = ""  # the host's address, which only long strings hold
     port: int = 0
-    node_id: str = ""  # and the id of the node that must answer there
+    node_id: str = ""  # id of the node that must answer there
 
 
 def show_code(digits: str) -> str:

@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 SERVICE_TYPE = "_edgepipe._tcp.local."
 _LOOKUP_MS = 2000  # a node answers in milliseconds; lost multicast is asked again within this
-_MAX_LOOKUPS = 64  # at a time; more names than a home has machines mean a flood
+_MAX_LOOKUPS = 64  # lookups at a time; more names than a home has machines mean a flood
 _MAX_TXT_BYTES = 1024  # ours have about 250
 RENEW_S = 300.0  # an adapter that was unplugged meanwhile has lost its multicast group, and no call reports that
-AGAIN_S = 30.0  # after multicast did not work
-_INCARNATION_DIGITS = 10  # of an instance's name, which is a DNS label: at most 63 bytes with the node's 52
+AGAIN_S = 30.0  # pause after multicast did not work
+_INCARNATION_DIGITS = 10  # digits in an instance's name, which is a DNS label: at most 63 bytes with the node's 52
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Announcement:
     incarnation: int = 0
     protocol_version: int = PROTOCOL_VERSION
     edgepipe_version: str = __version__
-    pairing_port: int = 0  # for a machine that has the code; 0: no invitation is open
+    pairing_port: int = 0  # port for a machine that has the code; 0: no invitation is open
 
     @property
     def address(self) -> str:
@@ -62,7 +62,8 @@ class Discovery:
         self._on_found = on_found
         self._zeroconf: AsyncZeroconf | None = None
         self._browser: AsyncServiceBrowser | None = None
-        self._listeners: dict[str, tuple[AsyncZeroconf, AsyncServiceBrowser]] = {}  # by own address
+        # Browser on each of this node's further addresses.
+        self._listeners: dict[str, tuple[AsyncZeroconf, AsyncServiceBrowser]] = {}
         self._others: list[str] = []  # own addresses to listen on, beside the announced one
         self._lookups: set[asyncio.Task[None]] = set()
         self._info = _service_info(own)

@@ -21,7 +21,7 @@ from edgepipe.security.trust_view import Role
 from edgepipe.telemetry.audit import AuditKind, AuditLog
 
 DEFAULT_CLUSTER = "home"
-_MADE_MS = 0  # of the statements of a local cluster; only shown
+_MADE_MS = 0  # time stamp of a local cluster's statements; only shown
 
 
 @dataclass(frozen=True, slots=True)

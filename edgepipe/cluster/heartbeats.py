@@ -62,7 +62,7 @@ class Heartbeats:
         on_change: Callable[[MemberChanged], None],
         on_identity_taken: Callable[[str], None],
     ) -> None:
-        self.clock_skews_ms: dict[NodeId, float] = {}  # of members: their wall clock minus ours, at their last report
+        self.clock_skews_ms: dict[NodeId, float] = {}  # each member's wall clock minus ours, at its last report
         self._membership = membership
         self._admission = Admission(hello)
         self._speaker = Speaker(

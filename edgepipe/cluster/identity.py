@@ -14,7 +14,7 @@ from edgepipe.security.certificates import KeyPair, make_key_pair, read_key_pair
 
 _KEY = "key.pem"
 _CERTIFICATE = "certificate.pem"
-_MOST_BYTES = 16 << 10  # both are below 1 KB; more is no key of ours
+_MOST_BYTES = 16 << 10  # key and certificate are below 1 KB; a larger file is not the node's
 
 
 def load_identity(folder: Path) -> KeyPair:

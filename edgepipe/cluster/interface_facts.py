@@ -11,7 +11,7 @@ from pathlib import Path
 _SYSFS = Path("/sys/class/net")
 _IFCONFIG = "/sbin/ifconfig"
 _IFCONFIG_S = 2.0
-_MAC_VIRTUAL = ("vmenet", "vmnet", "feth", "tap", "vnic")  # what virtual machines bring to a bridge on macOS
+_MAC_VIRTUAL = ("vmenet", "vmnet", "feth", "tap", "vnic")  # interfaces that virtual machines bring to a bridge on macOS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class BridgeMember:
     """One port of a bridge."""
 
     name: str
-    virtual: bool  # it leads to a container or a virtual machine of this computer
+    virtual: bool  # the interface leads to a container or a virtual machine of this computer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from edgepipe.ids import NodeId
 from edgepipe.wire.nodes import NodeState
 from edgepipe.wire.serving import Introduction
 
-_MAX_TARGETS = 256  # addresses; a home has a few dozen machines, and a hostile introducer must not fill the memory
+_MAX_TARGETS = 256  # most addresses; a home has a few dozen machines, and a hostile introducer must not fill the memory
 _LATE_S = 0.25  # a tick later than this shows this process's own lag, not the others' silence
-_LAG_MEMORY_S = 10.0  # for so long after its own lag this process is more patient, by that lag
+_LAG_MEMORY_S = 10.0  # time after its own lag during which this process is more patient, by that lag
 _SLEEPY_S = 1.0  # beats that were in flight when a node went to sleep do not wake it
 _MAX_TARGETS_PER_NODE = 8  # a machine has a few addresses; false ones in its name must not displace the right one
 
@@ -28,8 +28,8 @@ class MemberStatus(StrEnum):
     ALIVE = "alive"
     SUSPECT = "suspect"  # silent for half the dead limit
     DEAD = "dead"
-    ASLEEP = "asleep"  # it announced that it goes to sleep
-    LEFT = "left"  # it announced that it leaves
+    ASLEEP = "asleep"  # the node announced that it goes to sleep
+    LEFT = "left"  # the node announced that it leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class MembershipLimits:
 class Member:
     """Another node as this node sees it."""
 
-    node: NodeState  # its newest state
+    node: NodeState  # the node's newest state
     status: MemberStatus
     last_heard_s: float
     rtt_ms: float = 0.0
@@ -109,7 +109,7 @@ class HeardBeat:
     known: tuple[tuple[str, str], ...] = ()  # (node id, address) of nodes that the sender knows
     leaving: bool = False
     sleeping: bool = False
-    incarnation: int = 0  # of the newest state on the same stream; 0: no state came yet
+    incarnation: int = 0  # incarnation of the newest state on the same stream; 0: no state came yet
     dialled: str = ""  # the address that was dialled; empty when the other side dialled
 
 

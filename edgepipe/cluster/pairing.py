@@ -54,8 +54,8 @@ from edgepipe.wire.trust import (
 from edgepipe.wire.v1 import trust_pb2 as pb
 
 NONCE_BYTES = 16
-MAX_MESSAGE_BYTES = 16 << 10  # from a peer that has proven nothing; the greeting with its certificate has 1 KB
-MAX_WELCOME_BYTES = 4 << 20  # from a host that has proven that it knows the code: the whole trust store
+MAX_MESSAGE_BYTES = 16 << 10  # limit for a peer that has proven nothing; the greeting with its certificate has 1 KB
+MAX_WELCOME_BYTES = 4 << 20  # limit for a host that has proven that it knows the code: the whole trust store
 _CONTEXT = b"edgepipe-pair-1"
 _KEY_BYTES = 32
 _ELEMENT_BYTES = 33

@@ -49,7 +49,7 @@ class TcpProbe:
     took_ms: float
     error: str = ""
     errno: int = 0
-    path_mtu_bytes: int = 0  # of the open connection; 0: unknown
+    path_mtu_bytes: int = 0  # path MTU of the open connection; 0: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

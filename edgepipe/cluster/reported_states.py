@@ -13,7 +13,7 @@ from edgepipe.wire.nodes import NodeState
 
 MAX_BEAT_BYTES = 1 << 20  # a state, a piece of the trust store (256 KB) and the keys of a full store (100 KB)
 MAX_STATE_BYTES = 512 << 10  # a node that serves has 5 KB, one with a thousand models 200 KB
-MAX_ENTRIES = 4096  # of all lists together: a thousand models with their parts
+MAX_ENTRIES = 4096  # entries of all lists together: a thousand models with their parts
 MAX_KNOWN = 512  # introductions in one beat; a home has a few dozen machines
 _MOST = {"devices": 16, "engines": 64, "gateways": 32, "serves": 256}
 _ADDRESS = re.compile(r"[0-9A-Za-z.:\-\[\]%]{1,255}:[0-9]{1,5}")

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from edgepipe.errors import EdgepipeError, PairingRejected, QueueFull
 
 MAX_TRIES = 3  # wrong codes by all addresses together; then a code of eight digits is void
-ADDRESS_TRIES = 2  # of these by one address
+ADDRESS_TRIES = 2  # wrong codes by one address
 FREE_FAILURES = 3  # failed exchanges of one address, for any reason, before it has to wait
-_PAUSE_S, _MAX_PAUSE_S = 10.0, 300.0  # doubled with each further failure
+_PAUSE_S, _MAX_PAUSE_S = 10.0, 300.0  # pause after a failure, doubled with each further one, and its limit
 _MAX_ADDRESSES = 256  # remembered: a home network has no more; a code's limit does not depend on it
 
 

@@ -29,7 +29,7 @@ __all__ = ["NodeReady", "OnReady", "run"]
 
 logger = logging.getLogger(__name__)
 
-_AGAIN_S = 2.0  # between attempts of a node that has run already to find its address
+_AGAIN_S = 2.0  # pause between attempts of a node that has run already to find its address
 
 
 def run(

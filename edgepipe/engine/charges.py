@@ -38,7 +38,7 @@ class Charges:
         self._timeouts = timeouts
         self._blame = Blame()
         self._stalls = Stalls()
-        self._suspects: frozenset[RequestKey] = frozenset()  # as last told to the request table
+        self._suspects: frozenset[RequestKey] = frozenset()  # suspects that the request table knows
         self._barren = 0  # epochs in a row that a fault ended before any sequence got further
         self._ended: tuple[EpochEnded, NodeId | None] | None = None  # stalls of this epoch are not counted yet
         self._tried: dict[str, None] = {}  # remedies tried since a sequence last got further, for people

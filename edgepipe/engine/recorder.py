@@ -21,7 +21,8 @@ class _Recorded:
     micro_batches: int
     planned_us: int
     used_blocks: int
-    spans: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])  # by stage
+    # Start and end of each stage's work.
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
 
 class StepRecorder:

@@ -83,9 +83,9 @@ class _Attempt:
     number: int
     phase: _Phase
     moves: bool = False  # a move: an epoch serves meanwhile
-    placement: Placement | None = None  # once it is known
+    placement: Placement | None = None  # set once it is known
     reloading: frozenset[str] = frozenset()  # names of nodes that must end their running stage to load other layers
-    sites: tuple[StageSite, ...] = ()  # once prepared
+    sites: tuple[StageSite, ...] = ()  # set once they are prepared
 
     @property
     def node_ids(self) -> frozenset[NodeId]:
@@ -113,7 +113,7 @@ class Recovery:
         self.state = State.STARTING
         self.message = ""  # current activity, for people
         self.error: EdgepipeError | None = None  # reason why no epoch serves
-        self.wake_at_s: float | None = None  # when a Tick is due
+        self.wake_at_s: float | None = None  # time of the next Tick
         self.nodes = requested.nodes  # including nodes that plans have left
         self.running: Placement | None = None
         self.held: frozenset[NodeId] = frozenset()  # nodes that may hold a stage
@@ -134,11 +134,11 @@ class Recovery:
         self.reachable: Reachable | None = None  # None: no daemon reports
         self._proposed: EpochPlacement | None = None  # next move, after the current attempt
         self._failures = 0  # attempts in a row that did not open
-        self._opened_s = 0.0  # when the running epoch opened
-        self._fault: EdgepipeError | None = None  # that ended the last epoch
-        self._lacking_since_s: float | None = None  # when the first placement since the last epoch was not found
-        self._failed_moves = 0  # in a row
-        self._asked_s = float("-inf")  # when the daemon was last asked for a placement
+        self._opened_s = 0.0  # time when the running epoch opened
+        self._fault: EdgepipeError | None = None  # the fault that ended the last epoch
+        self._lacking_since_s: float | None = None  # time when the first placement since the last epoch was not found
+        self._failed_moves = 0  # moves in a row that failed
+        self._asked_s = float("-inf")  # time when the daemon was last asked for a placement
 
     def begin(self, now_s: float) -> list[Command]:
         """Prepare the first epoch at the requested placement."""

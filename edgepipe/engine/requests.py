@@ -57,8 +57,8 @@ class Choice:
     wanted: int | None = None  # output position at which it was cancelled
     ending: Ending | None = None
     reported: bool = False  # the ending was sent over the current stream
-    logprobs: LogprobLog = field(default_factory=LogprobLog)  # of the last tokens: all sampled by this engine
-    prompt_logprobs: LogprobLog = field(default_factory=LogprobLog)  # from prompt position 1 on
+    logprobs: LogprobLog = field(default_factory=LogprobLog)  # scores of the last tokens: all that this engine sampled
+    prompt_logprobs: LogprobLog = field(default_factory=LogprobLog)  # scores of the prompt from its second token on
     prompt_sent: int = 0  # prompt log-probabilities sent over the current stream
     prompt_read: int = 0  # prompt tokens computed so far, not yet reported; 0: nothing to report
     crashes: int = 0  # crashed steps that counted against it
@@ -115,7 +115,7 @@ class Request:
     held_bytes: int = 0  # upper bound of its memory in this engine
     token_bytes: int = field(init=False)  # additional bytes per output token
     stream: GatewayStream | None = None  # None: the stream broke and was not yet resumed
-    expiry: asyncio.TimerHandle | None = None  # only while there is no stream
+    expiry: asyncio.TimerHandle | None = None  # set only while there is no stream
     suspected: bool = False  # epochs ended before it got further
 
     def __post_init__(self) -> None:
@@ -155,9 +155,9 @@ class GatewayStream:
     def __init__(self, node_id: NodeId) -> None:
         self.node_id = node_id
         self._loop = asyncio.get_running_loop()
-        self._waits_since_s = 0.0  # on the loop's clock: when the gateway last read, or had nothing to read
+        self._waits_since_s = 0.0  # time on the loop's clock when the gateway last read, or had nothing to read
         self._abandoned = False
-        self._news: dict[Choice, None] = {}  # in the order of marking
+        self._news: dict[Choice, None] = {}  # marked choices, in the order of marking
         self._wake = asyncio.Event()
         self._flushed = asyncio.Event()
         self._flushed.set()

@@ -25,15 +25,15 @@ class StageSite:
     backend: str
     device: str
     weight_bytes: int
-    kv_block_bytes: int  # of one block in all its layers
+    kv_block_bytes: int  # size of one block in all its layers
     max_blocks: int
-    window_block_bytes: tuple[int, ...] = ()  # of one block of each windowed memory class, in its layers
-    state_bytes: int = 0  # of one sequence's state, in its recurrent layers
-    products: tuple[PackedProducts, ...] = ()  # of its packed weights
-    ram_percent: int = 0  # of each layer's experts, in host memory
+    window_block_bytes: tuple[int, ...] = ()  # size of one block of each windowed memory class, in its layers
+    state_bytes: int = 0  # size of one sequence's state, in its recurrent layers
+    products: tuple[PackedProducts, ...] = ()  # ways to multiply with its packed weights
+    ram_percent: int = 0  # percent of each layer's experts that are in host memory
     contiguous_kv: bool = False  # attends over runs of blocks as views
     certificate: bytes = b""  # PEM, of the stage's process; empty without encryption
-    costs: Mapping[int, SliceCost] = field(default_factory=dict[int, SliceCost])  # by slice index, by the data sheet
+    costs: Mapping[int, SliceCost] = field(default_factory=dict[int, SliceCost])  # data-sheet costs by slice index
     crashed_in: tuple[int, StepId] | None = None  # epoch counter and step that ended the previous process
 
     def kv_bytes(self, limits: SchedulerLimits) -> int:

@@ -33,7 +33,7 @@ class TurnLedger:
     def __init__(self, *, num_slices: int, upload_s: Callable[[int], float]) -> None:
         self._num_slices = num_slices
         self._upload_s = upload_s  # seconds of a step's upload over all links, by its tokens
-        self._open: dict[StepId, _Open] = {}  # in the order of sending
+        self._open: dict[StepId, _Open] = {}  # steps in the order of sending
         self._latency_s = 0.0
         self._count = 0
 

@@ -20,7 +20,7 @@ class Deadlines:
 
     def __init__(self, timeouts: EngineTimeouts) -> None:
         self._timeouts = timeouts
-        self._took_s: dict[int, float] = {}  # by size class: smoothed time as the oldest step
+        self._took_s: dict[int, float] = {}  # smoothed time as the oldest step, by size class
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Record the time from a step becoming the oldest to its return."""

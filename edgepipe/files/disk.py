@@ -13,8 +13,8 @@ from edgepipe.errors import ModelDownloadFailed
 from edgepipe.plain_words import plain
 from edgepipe.units import format_bytes
 
-HEADROOM_BYTES = 512 << 20  # kept free on the disk when a user pulls models
-COPY_HEADROOM_BYTES = 2 << 30  # kept free for automatic copies
+HEADROOM_BYTES = 512 << 20  # space that stays free on the disk when a user pulls models
+COPY_HEADROOM_BYTES = 2 << 30  # space that automatic copies leave free
 
 
 def free_bytes(root: Path) -> int:

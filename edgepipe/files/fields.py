@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from edgepipe.errors import ModelInvalid
 
-_NO_TOKEN = (-1, 0xFFFF_FFFF)  # as a signed or an unsigned number of 32 bits
+_NO_TOKEN = (-1, 0xFFFF_FFFF)  # the same 32 bits, read as a signed or an unsigned number
 
 
 class Fields:
@@ -16,7 +16,7 @@ class Fields:
 
     def __init__(self, values: Mapping[str, object], *, what: str) -> None:
         self._values = values
-        self.what = what  # for errors
+        self.what = what  # name of the source in errors
 
     def fail(self, key: str, fact: str) -> ModelInvalid:
         """Return the error for an unusable value."""

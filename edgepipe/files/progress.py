@@ -12,8 +12,8 @@ class PullProgress:
 
     phase: str  # "download" | "waiting" (for the hub or the network) | "copy" | "check" | "hash"
     file: str
-    done_bytes: int  # of all files in this phase
-    total_bytes: int  # of all files in this phase; 0: unknown
+    done_bytes: int  # bytes done, summed over all files of this phase
+    total_bytes: int  # bytes of all files of this phase; 0: unknown
     note: str = ""  # a sentence that a person should read, sent once
 
 
@@ -27,7 +27,7 @@ class PlannedFile:
     name: str
     num_bytes: int
     sha256: str = ""  # if the source provides it
-    git_sha1: str = ""  # of the git blob, if the source provides only that
+    git_sha1: str = ""  # SHA-1 of the git blob, if the source provides only that
 
 
 class ProgressCounter:

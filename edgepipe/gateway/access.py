@@ -19,13 +19,14 @@ from edgepipe.gateway.problems import HttpProblem, problem_response
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 OPEN_PATHS = frozenset({"/health", "/ready"})  # polled by supervisors; their answers hold no private data
 _BEARER = b"bearer "
-_CONTAINER_NAMES = frozenset({"host.docker.internal", "host.containers.internal"})  # of the machine, in its containers
-_PAGES = frozenset({"/", "/docs"})  # that people open in a browser
+# Names by which containers reach their host.
+_CONTAINER_NAMES = frozenset({"host.docker.internal", "host.containers.internal"})
+_PAGES = frozenset({"/", "/docs"})  # pages that people open in a browser
 _WHERE_KEY = (
     "On the node's machine, the key is in the file api-key of the node's data directory, which "
     "'edgepipe config show' names, or in EDGEPIPE_API_KEY"
 )
-_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")  # of a host, as ``--http-name`` takes it
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")  # a host name, as ``--http-name`` takes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,9 @@ class AccessRules:
 
     keys: tuple[str, ...] = ()
     key_on_loopback: bool = False
-    host_names: frozenset[str] = field(default_factory=frozenset[str])  # besides loopback names and the reached address
-    origins: Origins = field(default_factory=Origins)  # of web pages, besides the node's own
+    # Host names besides loopback names and the reached address.
+    host_names: frozenset[str] = field(default_factory=frozenset[str])
+    origins: Origins = field(default_factory=Origins)  # other web origins that may ask; the node's own pages always may
 
     @classmethod
     def of(

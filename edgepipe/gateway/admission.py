@@ -11,7 +11,7 @@ from types import TracebackType
 from edgepipe.errors import QueueFull
 from edgepipe.gateway.shares import Shares, memory_shares
 
-_CHOICE_TOKENS = 64  # what a choice costs at least until its first token; so the engine's queue has room for 16 users
+_CHOICE_TOKENS = 64  # least cost of a choice until its first token; so the engine's queue has room for 16 users
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +54,12 @@ class _Places:
     """Requests of one line."""
 
     requests: int = 0  # running and waiting
-    prompts: int = 0  # running
-    running: int = 0  # choices
+    prompts: int = 0  # running prompts
+    running: int = 0  # running choices
     beginning: int = 0  # running prompts without a first token
-    beginning_tokens: int = 0  # of these: see ``Part``
-    num_steps: int = 1  # that the model's ring computes at a time, as last reported
-    waiting: deque[Ticket] = field(default_factory=deque["Ticket"])  # with a part that has not started
+    beginning_tokens: int = 0  # tokens that the prompts without a first token cost, see ``Part``
+    num_steps: int = 1  # steps that the model's ring computes at a time, as last reported
+    waiting: deque[Ticket] = field(default_factory=deque["Ticket"])  # requests with a part that has not started
 
 
 class Admission:
@@ -199,8 +199,8 @@ class Ticket:
         self.running: dict[int, int] = {}  # choices by part, for parts with a running choice
         self.beginning: set[int] = set()  # running parts without a first token
         self.memory = admission.memory.holding(line.owner)
-        self.admitted = asyncio.Event()  # set once the first part has started
-        self.changed = asyncio.Event()  # set when a part starts; the reader of the parts' results may set it, too
+        self.admitted = asyncio.Event()  # the first part has started
+        self.changed = asyncio.Event()  # a part has started; the reader of the parts' results may set it, too
         self._admission = admission
 
     @property

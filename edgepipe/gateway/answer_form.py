@@ -29,7 +29,7 @@ class AnswerForm:
 
     grammar: GrammarSpec
     param: str  # the request's field
-    has_free_keys: bool = False  # it is JSON with an object whose keys the schema does not list
+    has_free_keys: bool = False  # the answer is JSON with an object whose keys the schema does not list
 
     @property
     def field(self) -> str:

@@ -18,9 +18,10 @@ class AnswerFormat:
     """How to read the answers of one request."""
 
     chat: ChatFormat
-    functions: Functions = field(default_factory=dict[str, dict[str, object]])  # that may be called; empty: none
+    # Functions that may be called; empty: none.
+    functions: Functions = field(default_factory=dict[str, dict[str, object]])
     in_reasoning: bool = False  # the prompt has opened the reasoning
-    names: ToolNames = field(default_factory=ToolNames)  # of the functions, for the client
+    names: ToolNames = field(default_factory=ToolNames)  # the functions' names for the client
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -129,7 +130,7 @@ class _ReasoningReader:
         self._state: Callable[[str, int], int] = self._begin if inside else self._before
         self._pending = ""  # text that may be an incomplete mark
         self._held: list[str] = []  # spaces before the first text, until it is known whether reasoning begins
-        self._spaces: list[str] = []  # at the end of the reasoning so far
+        self._spaces: list[str] = []  # spaces at the end of the reasoning so far
         self._parts: list[Scanned] = []
         self._has_reasoning = False
 

@@ -79,7 +79,7 @@ class ReasoningSpans:
         self._inside = inside
         self._begun = False  # the answer has begun
         self._follows = False  # the last span was the closing mark, or spaces after it
-        self._spaces: list[str] = []  # before the first text, until it is known whether reasoning begins
+        self._spaces: list[str] = []  # spaces before the first text, until it is known whether reasoning begins
         self._held = ""  # text that may be an incomplete mark
 
     def feed(self, text: str) -> Sequence[Span]:

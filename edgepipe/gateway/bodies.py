@@ -41,9 +41,10 @@ class BodyReader:
     """Reads and checks bodies. Raises HttpProblem for every invalid body, QueueFull beyond its user's memory."""
 
     models: ModelTable
-    body_s: float  # until a body has arrived
+    body_s: float  # longest time until a body has arrived
     child: WarmChild = field(default_factory=_new_child)  # started by the first large body
-    turns: UserTurns = field(default_factory=_new_turns)  # for what is parsed here: one body per turn of the loop
+    # Turns of bodies that this process parses: one per turn of the loop.
+    turns: UserTurns = field(default_factory=_new_turns)
 
     async def read(self, request: Request, kind: type[BodyT], *, of_any_type: bool = False) -> BodyT:
         """Return the checked body. ``of_any_type``: accept any Content-Type. Raises HttpProblem."""

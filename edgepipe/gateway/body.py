@@ -18,7 +18,7 @@ from edgepipe.plain_words import plain
 
 MAX_BODY_BYTES = 8 << 20  # a prompt of 1 M tokens as text or as ids
 MAX_DEPTH = 32  # message parts nest 5 levels, tool schemas about 20
-_COPIES = 2  # of a body's size: its bytes, and the text that is read from them
+_COPIES = 2  # memory in multiples of a body's size: its bytes, and the text that is read from them
 _CLOSE = {"Connection": "close"}  # the gateway reads no more of the body, see ``LingeringTransport``
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 

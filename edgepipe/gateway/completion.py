@@ -73,7 +73,8 @@ class Counts:
     completion_tokens: int = 0
     cached_prompt_tokens: int = 0
     read_prompt_tokens: int = 0  # computed tokens of prompts that take several steps
-    prompt_logprobs: dict[int, LogprobLog] = field(default_factory=dict[int, LogprobLog])  # by prompt
+    # Scores of the prompts' tokens; the key is the prompt's index.
+    prompt_logprobs: dict[int, LogprobLog] = field(default_factory=dict[int, LogprobLog])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,7 +83,7 @@ class _Track:
 
     generation: Generation
     prompt: int  # index
-    choice: int  # within the generation
+    choice: int  # index within the generation
     text: ChoiceText
     reader: AnswerReader | None
     names: ToolNames
@@ -113,7 +114,7 @@ async def run_completion(
     generations: list[Generation] = []
     running: list[_Track] = []
     with ExitStack() as stack:
-        closings: dict[int, ExitStack] = {}  # by prompt, of those with a running choice
+        closings: dict[int, ExitStack] = {}  # what to close for each prompt with a running choice
         while running or len(generations) < len(completion.requests):
             await ticket.changed.wait()
             ticket.changed.clear()

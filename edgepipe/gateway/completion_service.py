@@ -42,8 +42,8 @@ _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _INLINE_CHARS = 4 << 10  # a thread tokenises longer texts
 _DECODED_IDS = 2048  # converted to text at once: 2 to 4 ms
 _LONG_CHARS = 128 << 10  # another process tokenises texts longer than this
-_MAX_THREADS = 4  # that tokenise; others read tokenizers
-_MAX_TEXTS = 512  # of one user that wait for a thread: one per connection
+_MAX_THREADS = 4  # threads that tokenise; others read tokenizers
+_MAX_TEXTS = 512  # texts of one user that wait for a thread: one per connection
 
 
 def _new_threads() -> UserTurns:
@@ -79,14 +79,14 @@ class CompletionService:
     keep_alives: KeepAlives
     clock: Clock
     ids: IdSource
-    new_seed: Callable[[], int]  # for requests without a seed
+    new_seed: Callable[[], int]  # returns the seed of a request that gives none
     admission: Admission
     metrics: RequestMetrics
     compiler: GrammarCompiler
-    turns: Turns  # of pieces of large answers
-    notes: NoteLog = field(default_factory=NoteLog)  # of requests that were changed so that they could be answered
-    threads: UserTurns = field(default_factory=_new_threads)  # that tokenise or write metrics
-    salt: bytes = field(default_factory=lambda: secrets.token_bytes(16))  # of users' labels for other nodes
+    turns: Turns  # fair turns for the pieces of large answers
+    notes: NoteLog = field(default_factory=NoteLog)  # requests that were changed so that they could be answered
+    threads: UserTurns = field(default_factory=_new_threads)  # threads that tokenise or write metrics
+    salt: bytes = field(default_factory=lambda: secrets.token_bytes(16))  # hides users' labels from other nodes
 
     async def chat(self, body: ChatBody, *, owner: str, memory: Holding) -> PreparedCompletion:
         """Prepare a conversation's next turn. Raises HttpProblem, EdgepipeError.

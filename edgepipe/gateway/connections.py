@@ -21,10 +21,10 @@ from edgepipe.gateway.lingering import LingeringTransport
 from edgepipe.gateway.problems import HttpProblem
 
 MAX_HEADER_BYTES = 16 << 10
-SEND_BUFFER_BYTES = 128 << 10  # in the kernel, per connection: data that a slow client has not read yet
+SEND_BUFFER_BYTES = 128 << 10  # kernel buffer per connection: data that a slow client has not read yet
 _MAX_LINGERING = 64  # connections refused beyond ``max_connections`` that linger; more are closed at once
-_FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 5.0  # between probes for clients that have left
-_EVERY_ANSWER = b"HTTP/1.1 "  # begins so
+_FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 5.0  # seconds between probes for clients that have left
+_EVERY_ANSWER = b"HTTP/1.1 "  # every answer begins so
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +34,14 @@ class ConnectionLimits:
     """Limits of one gateway's connections."""
 
     max_connections: int = 512  # idle ones included; each costs some 50 KB
-    header_s: float = 10.0  # from the connection, or from a later request's first byte, to the end of its header
-    idle_s: float = 30.0  # between two requests
-    body_s: float = 30.0  # from a request's header to the end of its body
-    linger_s: float = 10.0  # from the answer to a client that still sends, to the close; others may take its place
-    linger_bytes: int = 32 << 20  # that are dropped in this time
-    stop_s: float = 2.0  # of a gateway that stops; then running answers end with an error
+    # Longest time from the connection, or a later request's first byte, to the end of the header.
+    header_s: float = 10.0
+    idle_s: float = 30.0  # longest time between two requests
+    body_s: float = 30.0  # longest time from a request's header to the end of its body
+    # Time from the answer to the close if a client still sends; another connection may take its place.
+    linger_s: float = 10.0
+    linger_bytes: int = 32 << 20  # bytes that a lingering connection drops before it closes
+    stop_s: float = 2.0  # time that a stopping gateway leaves running answers; then they end with an error
 
 
 class Connections:
@@ -51,8 +53,8 @@ class Connections:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
-        self._open: dict[LimitedProtocol, None] = {}  # in order of last use
-        self._refused: set[LimitedProtocol] = set()  # that linger
+        self._open: dict[LimitedProtocol, None] = {}  # connections in order of last use
+        self._refused: set[LimitedProtocol] = set()  # refused connections that linger
 
     def __len__(self) -> int:
         return len(self._open)
@@ -71,7 +73,8 @@ class Connections:
     def _most_dispensable(self) -> LimitedProtocol | None:
         counts = Counter(other.owner for other in self._open)
         idle = (other for other in self._open if other.idle)
-        return max(idle, key=lambda other: counts[other.owner], default=None)  # of equals the longest idle
+        # The first of several equals is the longest idle one.
+        return max(idle, key=lambda other: counts[other.owner], default=None)
 
     def touch(self, connection: LimitedProtocol) -> None:
         """Mark a connection as used now."""

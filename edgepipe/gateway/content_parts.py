@@ -103,7 +103,6 @@ class _Reasoning(BaseModel):
     text: LongText
 
 
-_Parts = Annotated[
-    list[_Text | _Refusal | _Thinking | _Reasoning], Field(max_length=MAX_PARTS)
-]  # for the API's document
+# The API's document shows this type.
+_Parts = Annotated[list[_Text | _Refusal | _Thinking | _Reasoning], Field(max_length=MAX_PARTS)]
 Content = Annotated[LongText | None, BeforeValidator(joined_text, json_schema_input_type=LongText | _Parts | None)]

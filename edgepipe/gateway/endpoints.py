@@ -18,7 +18,7 @@ class Endpoint:
     """One method of one path."""
 
     method: str
-    path: str  # as Starlette writes it: {id:path} takes slashes
+    path: str  # Starlette's form: {id:path} takes slashes
     handler: Handler
     group: str
     summary: str

@@ -39,7 +39,7 @@ class LinkLimits:
 
     resume_window_s: float = 60.0  # a node starts a new engine within some seconds
     answer_s: float = 3.0  # deadline of the engine's first message
-    again_s: float = 0.2  # between two attempts, unless news of the engine arrives
+    again_s: float = 0.2  # pause between two attempts, unless news of the engine arrives
     max_requests: int = 4096  # prompts in flight, of all keys; each may hold a whole context of ids
     max_outbox: int = 16384  # messages waiting for the stream: one submit and a few cancels per request
 
@@ -61,7 +61,7 @@ class EngineLink:
         self._call: Any = None  # set while a stream is open or opening
         self._wanted = asyncio.Event()
         self._news = asyncio.Event()  # the engine's address has changed
-        self._broken_since_s: float | None = None  # on the loop's clock; None while messages arrive
+        self._broken_since_s: float | None = None  # time on the loop's clock; None while messages arrive
 
     def check_room(self, num_requests: int) -> None:
         """Raise QueueFull if that many more requests would exceed the limit."""

@@ -12,7 +12,7 @@ from edgepipe.text.template_defaults import keywords_in
 from edgepipe.units import format_duration_s
 from edgepipe.wire import nodes
 
-_LONGEST_PAUSE_S = 300.0  # of an engine; the time comes from another node, whose clock may be wrong
+_LONGEST_PAUSE_S = 300.0  # longest pause that an engine may report; another node's clock may be wrong
 _MOST_STEPS = 64  # the number is another node's claim
 
 
@@ -29,15 +29,17 @@ class ServedModel:
     context_length: int  # tokens, prompt and output
     model_path: str  # local folder or file with config, tokenizer and template
     manifest_hash: str = ""
-    weight_bytes: int = 0  # of all stages together
+    weight_bytes: int = 0  # all stages together
     on_request: bool = False  # a request loaded the model, and requests set how long it stays
     num_requests: int = 0  # requests at the engine, of all gateways
-    num_steps: int = 1  # that the ring computes at a time
+    num_steps: int = 1  # steps that the ring computes at a time
     message: str = ""
     error: EdgepipeError | None = None
     names: tuple[str, ...] = ()  # further names by which requests may ask for it
-    template_keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])  # where a request does not say
-    starts_at_us: int = 0  # its engine pauses after crashes until then, by the wall clock of its node; 0: it does not
+    # Defaults for keywords that a request leaves out.
+    template_keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    # Wall-clock time of the node until which the engine pauses after crashes; 0: it does not pause.
+    starts_at_us: int = 0
 
     @property
     def ready(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-PIECE_CHARS = 16 << 10  # of one piece; as scores with alternatives, which cost most per character, some 3 ms
+PIECE_CHARS = 16 << 10  # size of one piece; scores with alternatives cost most per character: some 3 ms per piece
 _LEAST_CHARS = 256  # each part of a piece counts as at least so many, so that many small ones fill a piece, too
 _TEXT_CHARS = 16 << 10  # a longer text is written in several parts
 _SLICE_ITEMS = 256  # numbers and short texts that are written at once

@@ -10,7 +10,7 @@ from edgepipe.errors import CapacityError, EdgepipeError
 from edgepipe.gateway.models import ModelEntry, ModelTable
 from edgepipe.wire.children import LoadQueue
 
-WAIT_S = 60.0  # then the request gets a 503 and may be sent again; clients give up later
+WAIT_S = 60.0  # longest wait; then the request gets a 503 and may be sent again. Clients give up later
 
 
 class ModelLoads:

@@ -26,7 +26,7 @@ class RequestLog:
         self._sampling = sampling
         self._max_tokens = max_tokens
         self._prompt_tokens = prompt_tokens
-        self.prompt_logprobs = LogprobLog()  # from the prompt's second token on; all choices share them
+        self.prompt_logprobs = LogprobLog()  # scores of the prompt from its second token on; all choices share them
 
     @property
     def num_choices(self) -> int:

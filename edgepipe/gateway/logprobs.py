@@ -11,8 +11,8 @@ from edgepipe.gateway.json_pieces import ArrayParts
 from edgepipe.gateway.models import Assets
 from edgepipe.sampling import TokenLogprobs
 
-_LOWEST = -9999.0  # for impossible tokens: JSON has no infinity
-RUN_TOKENS = 24  # written at once; with the most alternatives 504 numbers, which take some 3 ms
+_LOWEST = -9999.0  # stands for impossible tokens: JSON has no infinity
+RUN_TOKENS = 24  # tokens written at once; with the most alternatives 504 numbers, which take some 3 ms
 
 Entry = tuple[int, TokenLogprobs | None]  # a token and its score
 
@@ -69,7 +69,7 @@ class TextLogprobs:
         """``before``: tokens without echo whose text the choice continues."""
         self._assets = assets
         self._detokenizer = assets.new_detokenizer(before=before)
-        self.offset = 0  # of the next token, in characters; set it after an echo, which is the prompt's original text
+        self.offset = 0  # characters before the next token; set it after an echo, which is the prompt's original text
 
     def add(self, scored: Scored) -> dict[str, Any]:
         """Return the next tokens' fields, which are made as they are written."""

@@ -26,7 +26,7 @@ class ModelFacts:
     family: str = ""  # such as "qwen3_moe"
     parameters: str = ""  # their number, such as "7.6B"
     quantisation: str = ""  # the type of most of its bytes, such as "Q4_K", or a format such as "AWQ 4-bit"
-    modified_s: float = 0.0  # when this node got the model, by the wall clock
+    modified_s: float = 0.0  # wall-clock time when this node got the model
 
 
 def read_facts(path: Path) -> ModelFacts:

@@ -54,12 +54,13 @@ from edgepipe.gateway.tool_calls import CallDelta
 from edgepipe.gateway.unloading import keep_s
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
-_MOST = {"temperature": 2.0, "top_p": 1.0, "min_p": 1.0}  # of OpenAI's body; Ollama has no highest temperature
+_MOST = {"temperature": 2.0, "top_p": 1.0, "min_p": 1.0}  # limits of OpenAI's body; Ollama has no highest temperature
 _MOST_KEPT_S = 1e15
 _MOST_LEFT_S = 1e9  # a longer time means for ever
-_OLLAMA_VERSION = "0.12.11"  # whose API this is (the first with log-probabilities); some clients refuse older servers
-_MAX_NESTING = 100  # of a call's arguments
-_FOREVER = "2200-01-01T00:00:00Z"  # for models that stay until a user stops them: Ollama's list says "Forever"
+# The version whose API this is (the first with log-probabilities); some clients refuse older servers.
+_OLLAMA_VERSION = "0.12.11"
+_MAX_NESTING = 100  # deepest nesting of a call's arguments that every JSON reader takes
+_FOREVER = "2200-01-01T00:00:00Z"  # end of models that stay until a user stops them: Ollama's list says "Forever"
 
 
 Clamped = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
@@ -80,7 +81,8 @@ class Options(WithoutNulls):
     min_p: Clamped | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stops = None
-    num_predict: Annotated[int, Field(ge=-2, le=(1 << 31) - 1)] | None = None  # below 1: as many as the context allows
+    # Values below 1 mean as many as the context allows.
+    num_predict: Annotated[int, Field(ge=-2, le=(1 << 31) - 1)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -209,7 +211,7 @@ class OllamaGenerateBody(OllamaBody):
 
     prompt: LongText = ""
     system: LongText | None = None
-    raw: bool = False  # without the chat template
+    raw: bool = False  # leave the chat template out
     images: Annotated[list[Text], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
@@ -223,7 +225,7 @@ class ShowBody(WithoutNulls):
     """``POST /api/show``."""
 
     model: Text | None = None
-    name: Text | None = None  # sent by older clients
+    name: Text | None = None  # older clients' field for ``model``
 
 
 class OllamaShape:

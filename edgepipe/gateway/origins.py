@@ -15,7 +15,7 @@ _SHOWN = re.compile(r"null|[a-z][a-z0-9+.-]{0,31}://[a-z0-9_.:\[\]-]{0,253}")
 _HEADER_NAMES = re.compile(r"[a-z0-9!#$%&'*+.^_`|~, -]{1,2048}", re.IGNORECASE)
 _WEB = {"http": ":80", "https": ":443"}  # default ports, which origins leave out
 _METHODS = "GET, HEAD, POST"
-_KEPT_S = 600  # for which a browser remembers an answer about an origin
+_KEPT_S = 600  # time for which a browser remembers an answer about an origin
 
 
 class Origins:

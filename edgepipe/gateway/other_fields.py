@@ -17,7 +17,7 @@ class Refused:
     """A refused field."""
 
     unless: tuple[Any, ...] = ()  # values without effect, besides None
-    instead: str = ""  # what to send instead
+    instead: str = ""  # field or value to send instead
 
     def takes(self, value: object) -> bool:
         """Return whether the value has no effect. True and 1 differ."""

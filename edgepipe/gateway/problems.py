@@ -24,7 +24,8 @@ class HttpProblem(Exception):
     code: str
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
-    error: EdgepipeError | None = None  # its cause; the response includes its parts, for edgepipe's own clients
+    # The problem's cause; the response includes its parts, for edgepipe's own clients.
+    error: EdgepipeError | None = None
 
     def body(self) -> dict[str, Any]:
         """Build the JSON body that OpenAI's clients understand."""

@@ -114,8 +114,8 @@ class Head:
     fingerprint: str
     service_tier: str | None
     with_ids: bool  # return_token_ids
-    with_usage: bool  # in the last event
-    with_running_usage: bool  # in every event
+    with_usage: bool  # the last event has the usage
+    with_running_usage: bool  # every event has the usage so far
 
     @classmethod
     def of(cls, body: RequestBody, prepared: PreparedCompletion, *, response_id: str, created_s: int) -> Head:
@@ -148,7 +148,7 @@ class Head:
 class Shape(Protocol):
     """Form of one endpoint's answers."""
 
-    media_type: str  # of a stream
+    media_type: str  # a stream's media type
 
     def whole(self, choices: Sequence[GatheredChoice]) -> Iterator[Piece]:
         """Yield the body of an unstreamed answer."""
@@ -285,7 +285,7 @@ class TextShape(_EventShape):
 
     def __init__(self, head: Head, prepared: PreparedCompletion) -> None:
         super().__init__(head, prepared, kind="text_completion")
-        self._texts = prepared.texts  # to echo
+        self._texts = prepared.texts  # prompts to echo
         self._logprobs = [
             TextLogprobs(prepared.assets, before=() if self._texts else self._prompt(choice))
             for choice in range(prepared.completion.num_choices)

@@ -47,12 +47,12 @@ MAX_TOKENS = (1 << 31) - 1  # the context is a lower bound
 MAX_TOOLS = 128
 MAX_PROMPT_IDS = 1 << 20  # ids of one prompt, which fit one message to an engine
 MAX_CONVERSATION_CHARS = 4 << 20  # the limit of templates
-MAX_CALLS = 4096  # in all earlier turns together
+MAX_CALLS = 4096  # limit for all earlier turns together
 MAX_TOP_LOGPROBS = 20
 MAX_BIASED_TOKENS = 300
-MAX_SCHEMA_CHARS = 64 << 10  # of JSON
+MAX_SCHEMA_CHARS = 64 << 10  # limit of a schema as JSON
 MAX_REGEX_CHARS = 16 << 10
-MAX_TOOLS_CHARS = 256 << 10  # of JSON, of all tools together: the limit of a grammar
+MAX_TOOLS_CHARS = 256 << 10  # limit of all tools together as JSON: that of a grammar
 _MAX_KEYWORDS_CHARS = 64 << 10
 
 BodyT = TypeVar("BodyT", bound="Checked")
@@ -236,7 +236,7 @@ _FORM_SCHEMA = {
 class JsonSize:
     """Annotation that bounds the size of a value as JSON. The API's document shows the bound."""
 
-    most_chars: int  # of JSON
+    most_chars: int  # limit of the value as JSON
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
@@ -344,8 +344,8 @@ class Message(Checked):
     content: Content = None
     name: Text | None = None
     reasoning_content: LongText | None = None
-    reasoning: LongText | None = None  # another name of it
-    thinking: LongText | None = None  # a third one
+    reasoning: LongText | None = None  # another name of ``reasoning_content``
+    thinking: LongText | None = None  # third name of ``reasoning_content``
     refusal: Annotated[LongText | None, Field(exclude=True)] = None  # content of a turn that has no other
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Text | None = None
@@ -358,7 +358,7 @@ class Message(Checked):
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        is_result = self.tool_call_id is not None or self.name is not None  # which may be empty
+        is_result = self.tool_call_id is not None or self.name is not None  # both may be empty texts
         if self.content is None and self.role != "assistant" and not (is_result and self.role in ("tool", "function")):
             raise misfit("content", f"content is required for role '{self.role}'")
         return self
@@ -429,11 +429,11 @@ class ChatBody(RequestBody):
     tool_choice: RawToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
-    enable_thinking: bool | None = None  # as in chat_template_kwargs
-    thinking: Thinking | None = None  # the same in others' form, like the next field
+    enable_thinking: bool | None = None  # shorthand for chat_template_kwargs
+    thinking: Thinking | None = None  # another server's form of enable_thinking, like the next field
     reasoning: ReasoningOptions | None = None
-    thinking_token_budget: TokenLimitFromZero | None = None  # of reasoning, which is closed then
-    thinking_budget: TokenLimitFromZero | None = None  # Qwen's name of it
+    thinking_token_budget: TokenLimitFromZero | None = None  # limit of the reasoning, which the gateway closes then
+    thinking_budget: TokenLimitFromZero | None = None  # Qwen's name of thinking_token_budget
     chat_template_kwargs: Keywords | None = None
 
     @model_validator(mode="after")
@@ -449,7 +449,7 @@ class CompletionBody(RequestBody):
     refused: ClassVar[RefusedFields] = COMPLETION
 
     max_tokens: TokenLimitFromZero | None = None  # 0: scores of the prompt only
-    add_special_tokens: bool | None = None  # to text prompts; added unless false
+    add_special_tokens: bool | None = None  # text prompts get special tokens unless false
     prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=Prompt | Prompts)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # alternatives per token
@@ -463,9 +463,9 @@ class TokenizeBody(Checked):
     model: Text | None = None
     prompt: LongText | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None  # for a text; a template adds its own
+    add_special_tokens: bool | None = None  # a text gets special tokens; a template adds its own
     return_token_strs: bool | None = None
-    tools: RawTools | None = None  # of a conversation
+    tools: RawTools | None = None  # functions that the conversation's prompt shows
     chat_template_kwargs: Keywords | None = None
 
     @model_validator(mode="after")

@@ -27,7 +27,7 @@ class StatusHandlers:
     models: ModelTable
     metrics: Metrics
     answers: PiecedAnswers
-    threads: UserTurns  # that write metrics
+    threads: UserTurns  # threads that write metrics
 
     async def list_models(self, request: Request) -> Response:
         """``GET /v1/models``."""

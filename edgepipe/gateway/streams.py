@@ -20,7 +20,8 @@ from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.turns import Turns
 from edgepipe.safe_text import one_line
 
-_PROBE_S = 0.05  # from a client's end to the first comment that shows whether it has left; later ones come slower
+# Time from a client's end to the first comment that shows whether it has left; later comments come slower.
+_PROBE_S = 0.05
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class StreamTimeouts:
     """Deadlines and intervals of a stream."""
 
     hold_s: float = 1.0  # wait for the first token: an error until then has an HTTP status, a later error is an event
-    recovering_s: float = 2.0  # between comments while a model recovers
+    recovering_s: float = 2.0  # pause between comments while a model recovers
     heartbeat_s: float = 15.0  # proxies close streams after 30 to 60 s of silence
     send_s: float = 30.0  # a client that reads no byte for so long counts as gone
 

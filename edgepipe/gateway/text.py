@@ -10,7 +10,7 @@ from typing import Protocol
 from edgepipe.gateway.tool_calls import CallDelta
 from edgepipe.sampling import TokenLogprobs
 
-MAX_PART_CHARS = 16 << 10  # of each text of a delta that ``parts_of`` yields
+MAX_PART_CHARS = 16 << 10  # longest text of a delta that ``parts_of`` yields
 
 
 class Detokenizer(Protocol):
@@ -85,7 +85,7 @@ class Delta:
     ids: tuple[int, ...]
     finish_reason: str | None = None  # "stop" | "length" | "tool_calls" in the last delta
     stopped_at: int | None = None  # number of kept tokens, if a stop string ended the choice in the gateway
-    stopped_by: str = ""  # that stop string
+    stopped_by: str = ""  # the stop string of ``stopped_at``
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per id if the request asked for them
     calls: tuple[CallDelta, ...] = ()  # pieces of tool calls
     reasoning: str = ""

@@ -31,7 +31,7 @@ class TokenHandlers:
     models: ModelTable
     bodies: BodyReader
     answers: PiecedAnswers
-    threads: UserTurns  # that tokenise
+    threads: UserTurns  # threads that tokenise
 
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``."""

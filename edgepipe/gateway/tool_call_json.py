@@ -76,9 +76,9 @@ class CallObject:
         self._escaped = False
         self._key: str | None = None  # key of the current member
         self._part: list[str] = []  # text of the current key or value
-        self._first = ""  # its first character that is no space
+        self._first = ""  # first character of ``_part`` that is no space
         self._streams = False  # pass the value on as it arrives
-        self._spaces: list[str] = []  # held back of such a value: they may be its end
+        self._spaces: list[str] = []  # spaces held back of such a value: they may be its end
         self._name = ""
         self._arguments: str | None = None  # complete arguments that came before the name
 

@@ -22,8 +22,8 @@ from edgepipe.gateway.shown_tools import shown_tool
 from edgepipe.gateway.tool_names import ToolNames, tool_names
 from edgepipe.safe_text import one_line
 
-MAX_NAME_CHARS = 256  # of a client's name
-_SHOWN_CHARS = 64  # of a name in a message
+MAX_NAME_CHARS = 256  # longest name that a client may give
+_SHOWN_CHARS = 64  # longest part of a name in a message
 _ANY_OBJECT: Schema = {"type": "object"}
 _HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "google_search", "url_context")
 """Begins the types of tools that other servers run themselves. No answer needs them."""
@@ -36,10 +36,10 @@ class Tool:
     """A function of the request."""
 
     name: str  # the client's
-    place: str  # its field, such as ``tools.0.function``
-    fields: Mapping[str, Any]  # as the client sent it
-    schema: Schema  # of the arguments, for a grammar
-    strict: bool  # its schema binds or the request is refused
+    place: str  # the tool's field, such as ``tools.0.function``
+    fields: Mapping[str, Any]  # the function as the client sent it
+    schema: Schema  # the arguments' schema, for a grammar
+    strict: bool  # the schema binds or the request is refused
 
     def refused(self, problem: HttpProblem) -> HttpProblem:
         """Return the problem with the tool's name in its message."""
@@ -51,7 +51,7 @@ class ToolChoice:
     """Functions that an answer may call, by the names that the model sees."""
 
     functions: Functions = field(default_factory=dict[str, Mapping[str, Any]])
-    all_tools: Mapping[str, Tool] = field(default_factory=dict[str, Tool])  # of the request
+    all_tools: Mapping[str, Tool] = field(default_factory=dict[str, Tool])  # all functions of the request
     names: ToolNames = field(default_factory=ToolNames)
     form: CallForm = _FREE
     tools: tuple[Mapping[str, Any], ...] = ()  # the functions as the prompt shows them

@@ -12,10 +12,10 @@ import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-MAX_NAME_CHARS = 64  # of a model's name
+MAX_NAME_CHARS = 64  # longest name that a model sees
 _SAFE = re.compile(rf"[a-zA-Z0-9_-]{{1,{MAX_NAME_CHARS}}}")
 _UNSAFE_CHAR = re.compile(r"[^a-zA-Z0-9_-]")
-_DIGEST_CHARS = (6, 12, 40)  # of endings, tried in order until the name differs from all others
+_DIGEST_CHARS = (6, 12, 40)  # lengths of a name's ending, tried in order until the name differs from all others
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,8 @@ class KeepAlives:
         self._keep_s: dict[PipelineId, float] = {}
         self._used: Counter[PipelineId] = Counter()  # requests that run in this gateway
         self._idle_since_s: dict[PipelineId, _Moment] = {}
-        self._restored: dict[PipelineId, KeptModel] = {}  # of an earlier gateway or of a lost engine; not in the view
+        # Times that an earlier gateway or a lost engine left; not in the view.
+        self._restored: dict[PipelineId, KeptModel] = {}
 
     def restore(self, kept: KeptModels) -> None:
         """Take the times that an earlier gateway of this node reported. A model that it used was idle since its end."""

@@ -65,9 +65,9 @@ class Assembler:
         self.window = window
         self.repeats = 0  # chunks that came again
         self.complete = StepId(0)  # every step up to here has arrived
-        self.held_bytes = 0  # of steps without a plan
-        self._steps: deque[_Arriving] = deque()  # not whole yet, ascending
-        self._waiting = 0  # whole, not taken
+        self.held_bytes = 0  # size of the steps without a plan
+        self._steps: deque[_Arriving] = deque()  # incomplete steps, ascending
+        self._waiting = 0  # complete steps that are not taken yet
         self._last = (StepId(0), 0)  # the newest step and chunk
         self._planned = StepId(0)
 

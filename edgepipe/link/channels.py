@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # the command line calls a Unix socket, and loads no certific
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 4 << 20  # frames are at most 512 KB, a prompt of 128 k ids about 400 KB
-_MAX_CALLS = 512  # under way in one server: a home has a few streams per pair of processes
-MAX_STREAMS = 32  # of one connection, which carries a few at a time; further calls wait
+_MAX_CALLS = 512  # calls under way in one server: a home has a few streams per pair of processes
+MAX_STREAMS = 32  # streams of one connection, which carries a few at a time; further calls wait
 _MAX_METADATA_BYTES = 16 << 10
 _MAX_RECEIVED = "grpc.max_receive_message_length"
 _ERROR_KEY = "edgepipe-error-bin"
@@ -63,7 +63,7 @@ _CHANNEL_OPTIONS = [
     *_COMMON_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),  # one connection per channel: bulk and activations never share one
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", int(ATTEMPT_S * 1e3)),  # of one attempt; callers decide when to try again
+    ("grpc.min_reconnect_backoff_ms", int(ATTEMPT_S * 1e3)),  # length of one attempt; callers decide when to try again
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_http_proxy", 0),
 ]
@@ -175,7 +175,7 @@ def from_rpc_error(exc: grpc.aio.AioRpcError, *, peer: str) -> EdgepipeError:
     if exc.code() == grpc.StatusCode.UNAVAILABLE:
         if "failed to connect" in details:
             error = ConnectTimeout(f"{peer} cannot be reached", fact=fact)
-            error.__cause__ = exc  # which ``is_refused`` reads, also before anybody raises the error
+            error.__cause__ = exc  # ``is_refused`` reads the cause, also before anybody raises the error
             return error
         return PeerClosed(f"{peer} closed the connection", fact=fact)
     return LinkError(f"the call to {peer} failed", fact=fact)

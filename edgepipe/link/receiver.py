@@ -13,7 +13,7 @@ from edgepipe.link.assembly import Assembler
 from edgepipe.link.protocol import OnStep
 from edgepipe.wire.plans import LinkSample
 
-MAX_HELD_BYTES = 64 << 20  # of steps without a plan: one prefill of 2048 tokens at a hidden size of 16384
+MAX_HELD_BYTES = 64 << 20  # size of steps without a plan: one prefill of 2048 tokens at a hidden size of 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class RingReceiver:
         self._window = window
         self._ungranted = 0  # steps taken since the last grant
         self._closed = False
-        self._room = asyncio.Event()  # set: less than MAX_HELD_BYTES wait for plans
+        self._room = asyncio.Event()  # set while less than MAX_HELD_BYTES wait for plans
         self._room.set()
 
     @property

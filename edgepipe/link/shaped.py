@@ -35,9 +35,9 @@ _JITTER_SEED = 1
 class Passage(NamedTuple):
     """The times of one message on the wire; monotonic seconds."""
 
-    begins_s: float  # its first byte leaves
-    departs_s: float  # its last byte has left
-    arrives_s: float  # its last byte is there
+    begins_s: float  # time when the first byte leaves
+    departs_s: float  # time when the last byte has left
+    arrives_s: float  # time when the last byte arrives
 
 
 class Wire:

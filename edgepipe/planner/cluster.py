@@ -23,7 +23,7 @@ _PACKING = "emulated"
 class Cluster:
     """Input of a plan."""
 
-    model: str  # for people
+    model: str  # name of the model, for people
     config: ModelConfig
     machines: tuple[Machine, ...]
     links: Links

@@ -29,7 +29,7 @@ class Demand:
     weights: WeightTable = FLOATS
     objective: Objective = Objective.LATENCY
     concurrency: int = 16  # sequences side by side, for throughput
-    context_tokens: int = 4096  # kept per sequence
+    context_tokens: int = 4096  # tokens kept per sequence
     must_keep_tokens: int = 0  # required KV; 0: enough for an ordinary question
     read_tokens: int = 1024  # context tokens that a token attends to, on average
     prompt_share: float = 0.0  # prompt tokens computed per output token

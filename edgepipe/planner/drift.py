@@ -23,9 +23,9 @@ class Seen:
 
     micro_batches: int
     sequences: int
-    step_s: tuple[float, ...]  # by slice
-    upload_s: tuple[float, ...]  # by hop
-    one_way_s: tuple[float, ...]  # by hop
+    step_s: tuple[float, ...]  # time of a step on each slice
+    upload_s: tuple[float, ...]  # time of an upload on each hop
+    one_way_s: tuple[float, ...]  # one-way delay of each hop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

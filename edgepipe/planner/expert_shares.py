@@ -39,7 +39,7 @@ class Without:
     """The best placement without experts in host memory."""
 
     tokens_per_s: float = 0.0  # 0: the model does not fit
-    missing_bytes: int = 0  # if it does not fit; 0: only no cut between layers fits
+    missing_bytes: int = 0  # memory that is missing; 0: only no cut between layers fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Shared:
     """A plan with experts in host memory."""
 
     plan: Plan
-    machines: tuple[Machine, ...]  # with the shares of the search
+    machines: tuple[Machine, ...]  # machines with the shares that the search found
 
 
 def candidates(need: Need, rooms: Sequence[NodeRoom]) -> frozenset[NodeId]:

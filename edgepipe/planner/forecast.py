@@ -29,7 +29,7 @@ class Hop:
     """The hop from one slice to the next slice's node."""
 
     link: Link
-    upload_s: float  # of a micro-batch; 0 if both slices are on one node
+    upload_s: float  # upload of one micro-batch; 0 if both slices are on one node
     host_s: float  # added by the receiving host
 
     @property
@@ -44,9 +44,9 @@ class Forecast:
 
     micro_batches: int
     sequences: int
-    step_s: tuple[float, ...]  # by slice, of one micro-batch
-    hops: tuple[Hop, ...]  # between the slices
-    closing_s: float  # from the last slice's logits to the first slice's next step
+    step_s: tuple[float, ...]  # time of one micro-batch on each slice
+    hops: tuple[Hop, ...]  # hops between the slices
+    closing_s: float  # time from the last slice's logits to the first slice's next step
     server_s: float  # T, the slowest device or link
     turn_s: float
     tokens_per_s: float

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 HOST_S = 0.00025
 """Default cost of one small message in seconds: a quarter of an encrypted loopback call between slow cores."""
-_HOP_MESSAGES = 1.6  # from one stage's device to the next one's, besides the message itself
-_TURN_MESSAGES = 4.4  # from the last device to the first one's next step: sampling, scheduling, two messages
+_HOP_MESSAGES = 1.6  # cost of a hop between two devices in small messages, besides the message itself
+# Cost from the last device to the first one's next step in small messages: sampling, scheduling, two messages.
+_TURN_MESSAGES = 4.4
 _ROW_MESSAGES = 0.08  # per sequence, in addition: sampling, reporting, scheduling
-_MESSAGE_BYTES = 60_000  # encrypted, copied and converted in the time of a small message
-_CHUNK_BYTES = 512 << 10  # of a large frame; chunks are pipelined
+_MESSAGE_BYTES = 60_000  # small messages per sequence, in addition: sampling, reporting, scheduling
+_CHUNK_BYTES = 512 << 10  # part of a large frame; parts are pipelined
 
 
 def hop_host_s(host_s: float, num_bytes: float) -> float:

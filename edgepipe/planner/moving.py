@@ -24,8 +24,8 @@ _DISTURBED = 0.2  # share of the ring's rate lost while stages load beside it
 class MoveCost:
     """Time of a move."""
 
-    load_s: float  # shards are loaded while steps continue
-    pause_s: float  # no step runs
+    load_s: float  # time to load shards while steps continue
+    pause_s: float  # time in which no step runs
 
     @property
     def lost_s(self) -> float:

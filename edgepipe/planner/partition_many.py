@@ -41,7 +41,7 @@ class _Option(NamedTuple):
 
     flags: int
     room: int
-    price_s: float  # without its layers
+    price_s: float  # cost of the device without its layers
     froms: tuple[int, ...]  # flags of the devices placed before
 
 

@@ -188,7 +188,7 @@ class _Table:
         self._runs = _Runs(problem, limit_s)
         num_layers = problem.num_layers
         self._cost = np.full((len(self._hops.times_s), num_layers + 1, len(sets.masks)), inf)
-        left_s = np.diff(self._runs.done_s).min(axis=0)  # of each layer on its fastest device
+        left_s = np.diff(self._runs.done_s).min(axis=0)  # each layer's time on its fastest device
         self._left_s = np.append(np.cumsum(left_s[::-1])[::-1], 0.0)[:, None]  # [L + 1, 1]
         self._least_s = np.full(len(sets.masks), inf)  # lower bound of the turn, by column
         self._below_s = below_s
@@ -433,7 +433,7 @@ def _in_order(problem: PartitionProblem, order: Sequence[int], limit_s: float) -
     if any(problem.upload_s[hop] > most_s for hop in pairwise(order)):
         return inf, []
     cost = np.where(runs.first[order[0]], problem.base_s[order[0]] + runs.done_s[order[0]], inf)
-    costs = [cost]  # of so many layers on the devices so far, without hops
+    costs = [cost]  # least times by number of layers on the devices so far, without hops
     for device in order[1:-1]:
         done_s = runs.done_s[device]
         cost = runs.windows[device].least((cost - done_s)[:, None])[:, 0] + done_s + problem.base_s[device]

@@ -24,9 +24,9 @@ class NodeRoom:
 
     node_id: NodeId
     name: str
-    free_bytes: int  # for weights and KV, without headroom
-    bytes_per_weight: int  # of a float in the compute dtype: 4 for float32, 2 for bf16
-    shares_host_memory: bool = False  # with all other programs of the machine
+    free_bytes: int  # memory for weights and KV, without headroom
+    bytes_per_weight: int  # size of a float in the compute dtype: 4 for float32, 2 for bf16
+    shares_host_memory: bool = False  # the device's memory is the machine's, which all programs share
     packing: str = WIDE  # how it keeps packed weights, see ``resident_bytes``
     kv: str = ""  # form of the served model's KV, see ``ModelConfig.kv_bytes_per_token``; empty: the compute dtype
     ram_bytes: int = 0  # free host memory for experts beside the device; 0: the node keeps none there
@@ -74,7 +74,7 @@ class Placed:
 
     node_id: NodeId
     part: Slice
-    ram_percent: int = 0  # of each layer's experts, which its node keeps in host memory
+    ram_percent: int = 0  # percent of each layer's experts that its node keeps in host memory
 
 
 def place_by_plan(need: Need, nodes: Sequence[NodeRoom], plan: str) -> tuple[Placed, ...]:

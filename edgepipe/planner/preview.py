@@ -33,7 +33,7 @@ class Preview:
     helps: tuple[Alternative, ...] = ()
     changed: Plan | None = None  # the same cluster with ``--what-if``
     changes: str = ""
-    note: str = ""  # on a wish that changes nothing
+    note: str = ""  # note on a wish that changes nothing, for people
     without: str = ""  # why the model does not fit without the changes; ``plan`` then includes them
 
 
@@ -149,7 +149,7 @@ class ModelFit:
 
     model: str
     num_parameters: int
-    weight_bytes: int  # on the machine where they take most
+    weight_bytes: int  # size on the machine where the weights take most
     plan: Plan | None  # None: the model does not fit
 
 

@@ -28,9 +28,9 @@ MEASURED, ESTIMATED = "measured", "estimated"
 
 # Overheads of an unmeasured device: per step, and per layer.
 _GUESSED_OVERHEADS_S = {"cpu": (300e-6, 60e-6), "gpu": (250e-6, 20e-6)}
-_CUDA_OVERHEADS_S = (200e-6, 50e-6)  # of an H100 with graphs: small kernels do not fill it
+_CUDA_OVERHEADS_S = (200e-6, 50e-6)  # an H100 with graphs: small kernels do not fill it
 
-_SOME_BYTES_PER_S, _SOME_FLOPS = 100e9, 2e12  # of a device that did not report them: only ratios of layers count
+_SOME_BYTES_PER_S, _SOME_FLOPS = 100e9, 2e12  # rates of a device that did not report them: only ratios of layers count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +272,7 @@ class Machine:
     """One device that may become a stage."""
 
     room: NodeRoom
-    device: str  # for people: "RTX 4090"
+    device: str  # name for people: "RTX 4090"
     speed: Speed
     total_bytes: int = 0  # the device's memory; 0: not known
     taken_bytes: int = 0  # memory used by other programs, as far as known
@@ -311,8 +311,8 @@ class Links:
     """Every directed link, measured or assumed. A node's link to itself stands for its host."""
 
     measured: Mapping[tuple[NodeId, NodeId], LinkShape] = field(default_factory=dict[tuple[NodeId, NodeId], LinkShape])
-    assumed: LinkShape | None = None  # for unmeasured links; None: no assumption
-    assumed_host_s: float = HOST_S  # for unmeasured hosts
+    assumed: LinkShape | None = None  # shape of unmeasured links; None: no assumption
+    assumed_host_s: float = HOST_S  # cost of a small message on an unmeasured host
     broken: frozenset[tuple[NodeId, NodeId]] = frozenset()  # links between nodes that do not reach each other
     unreached: frozenset[tuple[NodeId, NodeId]] = frozenset()  # links over which a stage cannot dial the next
 

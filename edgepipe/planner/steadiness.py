@@ -15,7 +15,7 @@ from edgepipe.planner.forecast import Forecast
 LASTING_S = 30.0
 """How long times must differ from the plan."""
 _LEAST_MEASUREMENTS = 5
-_MOST_SPREAD = 1.5  # between the ratios of a lasting departure: more is noise
+_MOST_SPREAD = 1.5  # most spread of a lasting departure's ratios: more is noise
 _MOST_RATIO = 8.0  # beyond it another program, or a fault, takes the time: no speed of the machine
 _MOST_KEPT = 64  # a measurement each second
 
@@ -33,7 +33,7 @@ class _Measurement:
     at_s: float
     planned: Forecast
     seen: Seen
-    ratios: dict[tuple[str, str], float]  # of departures, by place and quantity
+    ratios: dict[tuple[str, str], float]  # ratio of each departure, by place and quantity
 
 
 class Steadiness:

@@ -68,7 +68,7 @@ class Flag:
 class Text:
     """Text of bounded size."""
 
-    most_bytes: int  # of UTF-8
+    most_bytes: int  # length in UTF-8
 
     def fault(self, value: Any, model: ModelBounds | None) -> str:
         """See Bound."""

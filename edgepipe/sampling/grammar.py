@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Bitmask = npt.NDArray[np.int32]
 """``[ceil(V / 32)]``: bit ``i`` of word ``w`` tells whether token ``32 * w + i`` is allowed."""
 
-_JSON = "%json"  # of a schema within a grammar
+_JSON = "%json"  # begins a schema within a grammar
 
 _COMPACT: Mapping[str, Any] = {"whitespace_flexible": False}
 """Without whitespace: models that write spaces or lines between JSON's parts need a fifth to a half more tokens."""
@@ -258,7 +258,7 @@ class GrammarState:
         if parts.marks is not None:
             opening, closing = parts.marks
             self._keys = KeyMeter(tokenizer.quoted, opening=opening, closing=closing)
-        self._mask: Bitmask | None = None  # at the current state
+        self._mask: Bitmask | None = None  # mask of the current state
 
     def take(self, token: int) -> None:
         """Append ``token`` to the output."""

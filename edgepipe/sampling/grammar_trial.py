@@ -18,7 +18,7 @@ CHILD_MODULE = "edgepipe.sampling.grammar_child"
 CHILD_START_S = 20.0  # start of an interpreter on an overloaded machine
 VERDICT_BYTES = 4096  # a verdict is a sentence and two numbers
 
-TRIAL_CPU_S = 0.5  # per grammar; ordinary schemas of 64 KiB take up to 0.2 s
+TRIAL_CPU_S = 0.5  # CPU time per grammar; ordinary schemas of 64 KiB take up to 0.2 s
 TRIAL_BYTES = 256 << 20  # additional address space per grammar; ordinary schemas of 64 KiB take up to 12 MiB
 
 _CPU_MS = struct.Struct(">I")

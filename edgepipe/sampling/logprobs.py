@@ -12,7 +12,7 @@ from typing import overload
 class TokenLogprobs:
     """Log-probabilities of the token at one position and of the most likely ones. Natural logarithms, at most 0."""
 
-    logprob: float  # of the actual token
+    logprob: float  # score of the actual token
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
@@ -31,7 +31,7 @@ class LogprobLog(Sequence[TokenLogprobs]):
     """
 
     def __init__(self) -> None:
-        self._own = array("f")  # of the tokens
+        self._own = array("f")  # score of each token
         self._ends = array("Q")  # where each token's alternatives end in the two columns below
         self._top_ids = array("I")
         self._top_values = array("f")

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_WHOLE_DIGITS = 21  # JavaScript writes numbers below 1e21 without exponent; 64-bit integers have up to 20 digits
-MAX_SIGNIFICANT_DIGITS = 17  # of a double, in numbers with a fraction
-MAX_FRACTION_DIGITS = 22  # as in 0.0000012345678901234567: smaller numbers have an exponent
+MAX_SIGNIFICANT_DIGITS = 17  # digits of a double, in numbers with a fraction
+MAX_FRACTION_DIGITS = 22  # 0.0000012345678901234567 has so many: smaller numbers have an exponent
 MAX_EXPONENT_DIGITS = 3
-TAIL_BYTES = 64  # of the output that are kept: longer than any number within the bounds
+TAIL_BYTES = 64  # end of the output that is kept: longer than any number within the bounds
 
 _NUMBER = re.compile(rb"-?([0-9]+)(?:\.([0-9]*))?([eE][+-]?[0-9]*)?\Z")
-_IN_TEXT = re.compile(rb"[\"\\\w.+-]")  # before digits that do not begin a JSON number
+_IN_TEXT = re.compile(rb"[\"\\\w.+-]")  # characters before digits that do not begin a JSON number
 _DIGITS = b"0123456789"
 _OF_TEXT = b'q"'  # allowed within texts and at their ends, never within a number
 

@@ -12,7 +12,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing float32 logits by less would overflow long before it changed a draw."""
 
 MAX_TEMPERATURE = 100.0  # almost uniform over all tokens; far above it float32 would fail
-MAX_COUNT = (1 << 31) - 1  # of tokens; the context limits it further
+MAX_COUNT = (1 << 31) - 1  # most tokens; the context limits them further
 MAX_USER_CHARS = 32
 MAX_GRAMMAR_BYTES = 256 << 10  # a schema of 64 KiB with the overhead of tool definitions
 
@@ -61,9 +61,9 @@ class SamplingParams:
 
     temperature: float = 1.0  # 0: always the most likely token
     seed: int = 0  # 64 bits; determines every draw, with choice and position
-    top_k: int = 0  # only the k most likely tokens; 0: all
-    top_p: float = 1.0  # only the most likely tokens with this total probability
-    min_p: float = 0.0  # only tokens with at least this share of the highest probability
+    top_k: int = 0  # sample from the k most likely tokens only; 0: from all
+    top_p: float = 1.0  # sample from the most likely tokens with this total probability
+    min_p: float = 0.0  # sample from tokens with at least this share of the highest probability
     frequency_penalty: float = 0.0  # subtracted from a token's logit for each time it was sampled
     presence_penalty: float = 0.0  # subtracted once if the token was sampled
     repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens in prompt or output

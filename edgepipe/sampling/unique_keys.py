@@ -18,7 +18,7 @@ from edgepipe.sampling.thoughts import Thoughts
 HEADER = "%unique-keys "
 _QUOTE, _ESCAPE = ord('"'), ord("\\")
 _MAX_MARK_CHARS = 64
-_MAX_KEYS = 4096  # of one object; each is compared when another key is written. Further keys may repeat
+_MAX_KEYS = 4096  # keys of one object; each is compared when another key is written. Further keys may repeat
 
 
 def keys_header(*, opening: str, closing: str) -> str:
@@ -45,8 +45,8 @@ class QuotedTokens:
     def __init__(self, tokens: Sequence[bytes]) -> None:
         """``tokens``: [V] bytes of each id."""
         self.tokens = tokens
-        ends: defaultdict[bytes, list[int]] = defaultdict(list)  # by the text before the first quote
-        wholes: defaultdict[bytes, list[int]] = defaultdict(list)  # by each text between two quotes
+        ends: defaultdict[bytes, list[int]] = defaultdict(list)  # tokens by their text before the first quote
+        wholes: defaultdict[bytes, list[int]] = defaultdict(list)  # tokens by each text between two quotes
         for token, text in enumerate(tokens):
             parts = text.split(b'"')
             if len(parts) > 1:
@@ -77,7 +77,7 @@ class _Json:
 
     def __init__(self) -> None:
         self.stack: list[_Object | None] = []  # None: an array
-        self.key: bytes | None = None  # what is written of a key
+        self.key: bytes | None = None  # bytes written so far of a key
         self.repeated = False  # an object has a key twice
         self._in_string = False
         self._escaped = False

@@ -32,12 +32,12 @@ class Draft:
         self._slots = states
         self._last_slice = last_slice
         self.isolated = isolated
-        self.decodes: list[Sequence] = []  # one token each; every row samples
+        self.decodes: list[Sequence] = []  # rows of one token each; every row samples
         # Sequence, its tokens computed after the step, whether the row samples.
         self.chunks: list[tuple[Sequence, int, bool]] = []
         self.copies: list[BlockCopy] = []
         self._positions: list[int] = []
-        self._num_tokens: list[int] = []  # of the chunks
+        self._num_tokens: list[int] = []  # number of tokens of each chunk
         self._token_ids: list[int] = []
         self._block_rows: list[int] = []
         self._block_starts: list[int] = []
@@ -73,7 +73,7 @@ class Draft:
         sequence.in_flight += 1
         self._positions.append(count - 1)
         self._token_ids.append(tokens[-1])
-        if sequence.new_runs:  # or of a window: all tables of a decode grow together
+        if sequence.new_runs:  # all tables of a decode grow together, those of windows, too
             self._tell(sequence)
         if self._slots is not None:
             self._states.append(self._slots.plan(sequence, count - 1, count, output=True))

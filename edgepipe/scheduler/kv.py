@@ -38,7 +38,7 @@ class KeyWatch:
 
     def __init__(self) -> None:
         self._keys: frozenset[Key] = frozenset()
-        self.changed = False  # since ``begin``: a prompt with these keys may need less room than before
+        self.changed = False  # a key changed since ``begin``: a prompt with these keys may need less room than before
 
     def begin(self, keys: frozenset[Key]) -> None:
         """Watch these keys instead of those before."""
@@ -88,16 +88,17 @@ class KVPool:
         self.num_blocks = num_blocks
         self._blocks = BlockAllocator(num_blocks)
         self._contiguous = contiguous
-        self._by_key: dict[Key, int] = {}  # in the order of ``enter``, evicted blocks included
+        self._by_key: dict[Key, int] = {}  # block of each key in the order of ``enter``, evicted blocks included
         self._keys = [b""] * num_blocks  # last key of each block; an evicted block keeps it until the next ``enter``
-        self._idle_since = array("q", [NOT_CACHED]) * num_blocks  # by block; 0: in the cache and held
+        # Value of ``_now`` when each block became idle; 0: in the cache and held.
+        self._idle_since = array("q", [NOT_CACHED]) * num_blocks
         self._all_idle_since = np.frombuffer(self._idle_since, np.int64)  # the same memory
         self._now = 0  # blocks that became idle so far: the clock of ``_idle_since``
         self._num_idle = self._num_cached = 0
         # Longest-idle blocks, each with its ``_idle_since`` when queued.
         self._queue: Iterator[tuple[int, int]] = iter(())
         self._coming: dict[Key, SequenceId] = {}  # sequence that computes a block that is missing or stale
-        self._awaited: set[Key] = set()  # of those, keys that waiting sequences want to hear of
+        self._awaited: set[Key] = set()  # keys of ``_coming`` that waiting sequences want to hear of
         self._settled: list[Key] = []  # awaited keys that are not coming any more
         self._stale: set[int] = set()  # cached blocks that stages up to slice ``stale_to`` lack
         self.stale_to: int | None = None  # slice; None if nothing was lost
@@ -335,7 +336,7 @@ class KVPool:
         """Return the idle blocks, longest idle first, and the time since when each is idle."""
         idle = np.flatnonzero(self._all_idle_since > 0)
         bits = self.num_blocks.bit_length()
-        order = np.sort(self._all_idle_since[idle] << bits | idle)  # in half the time of argsort
+        order = np.sort(self._all_idle_since[idle] << bits | idle)  # takes half the time of argsort
         return order & ((1 << bits) - 1), order >> bits
 
     def _values(self) -> Ids:

@@ -11,7 +11,7 @@ from edgepipe.spec.memory_classes import StatePool, WindowPool
 class SchedulerLimits:
     """Capacity of the pipeline."""
 
-    num_blocks: int  # for the layers that keep the context
+    num_blocks: int  # blocks of the layers that keep the context
     block_size: int  # tokens
     context_length: int  # tokens of one sequence, prompt and output
     micro_batches: int  # M: maximum number of steps in flight
@@ -19,8 +19,8 @@ class SchedulerLimits:
     max_waiting: int = 1024  # sequences not yet admitted: a few minutes of work for the fastest cluster
     contiguous_kv: bool = False  # a stage attends over runs as views: a cached prefix is copied, not shared
     prefix_cache: bool = True  # sequences with the same first tokens reuse computed blocks
-    windows: tuple[WindowPool, ...] = ()  # of the classes of layers that keep a window; empty: all keep the context
-    states: StatePool | None = None  # for states of recurrent layers; None: no layer is recurrent
+    windows: tuple[WindowPool, ...] = ()  # pools of the layers that keep a window; empty: all keep the context
+    states: StatePool | None = None  # pool of recurrent layers' states; None: no layer is recurrent
 
     @property
     def pool_sizes(self) -> tuple[int, ...]:
@@ -49,14 +49,15 @@ class SchedulerStats:
     running: int  # sequences admitted
     waiting: int  # sequences to be admitted, including preempted ones
     num_blocks: int
-    free_blocks: int  # held by no sequence, including idle blocks of the prefix cache
-    state_slots: int  # for states of recurrent layers
-    free_slots: int  # held by no sequence, including idle snapshots
-    missed_snapshots: int  # not taken, as sequences held all slots
-    cached_blocks: int  # in the prefix cache, held by sequences or not
-    preemptions: int  # since the start
-    admitted_tokens: int  # since the start: known tokens of sequences when they were admitted
+    free_blocks: int  # blocks that no sequence holds, including idle blocks of the prefix cache
+    state_slots: int  # slots of recurrent layers' states
+    free_slots: int  # slots that no sequence holds, including idle snapshots
+    missed_snapshots: int  # snapshots not taken, as sequences held all slots
+    cached_blocks: int  # blocks in the prefix cache, held by sequences or not
+    preemptions: int  # count since the start
+    admitted_tokens: int  # count since the start: known tokens of sequences when they were admitted
     cached_tokens: int  # admitted tokens found in the prefix cache
-    computed_tokens: int  # since the start, prefill and decode
-    kept_tokens: int = 0  # of sequences from the previous epoch: found still computed
-    replayed_tokens: int = 0  # of the same sequences: recomputed by the first stages, up to the last one that lost them
+    computed_tokens: int  # count since the start, prefill and decode
+    kept_tokens: int = 0  # tokens of sequences from the previous epoch that were found still computed
+    # Tokens of the same sequences that the first stages recomputed, up to the last one that lost them.
+    replayed_tokens: int = 0

@@ -18,7 +18,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._heaps: dict[Priority, list[tuple[int, Sequence]]] = {priority: [] for priority in Priority}
-        self._parked: dict[Key, list[Sequence]] = {}  # by the key of the awaited block
+        self._parked: dict[Key, list[Sequence]] = {}  # sequences by the key of the block that they await
         self._num_waiting = 0
 
     def __len__(self) -> int:

@@ -22,7 +22,7 @@ MAX_OVERTAKEN = 8
 class Phase(Enum):
     """State of a sequence."""
 
-    WAITING = auto()  # for admission, first or after preemption
+    WAITING = auto()  # waits for admission, first or after preemption
     PREFILL = auto()  # admitted, some known tokens not scheduled
     DECODE = auto()  # all known tokens scheduled; ready while no sampling step is in flight
     ENDED = auto()
@@ -48,21 +48,21 @@ class Sequence:
     phase: Phase = Phase.WAITING
     scheduled: int = 0  # tokens [0, scheduled) are computed or in flight; a sampling row in flight: all known ones
     replay_end: int = 0  # tokens [scheduled, replay_end): the first slices lost their KV, later slices still hold it
-    carried: bool = False  # from the previous epoch, and not yet admitted in this one
+    carried: bool = False  # it came from the previous epoch, and is not yet admitted in this one
     in_flight: int = 0  # number of steps that use its blocks
     preemptions: int = 0
     cached_prompt_tokens: int = 0  # prompt tokens found in the cache at its first admission
     draining: bool = False  # it left, but steps in flight still use its blocks
     table: list[BlockRun] = field(default_factory=list[BlockRun])
     blocks: list[int] = field(default_factory=list[int])  # block ids of the table, in order
-    windows: list[WindowTable] = field(default_factory=list[WindowTable])  # by windowed class
+    windows: list[WindowTable] = field(default_factory=list[WindowTable])  # its blocks of each windowed class
     state: StateTable | None = None  # its slots, if the model has recurrent layers
     room: int = 0  # tokens that its blocks of every class reach to
     known_blocks: int = 0  # its first blocks that are full, computed and entered in the cache
     next_full: int = NEVER  # computed tokens at which the next block can enter the cache
     keys: list[Key] = field(default_factory=list[Key])  # keys of its first full blocks, computed on demand
-    new_runs: tuple[BlockRun, ...] = ()  # of the table, not yet sent to the stages
-    new_copies: tuple[BlockCopy, ...] = ()  # into its blocks, not yet sent to the stages
+    new_runs: tuple[BlockRun, ...] = ()  # runs of its table that are not yet sent to the stages
+    new_copies: tuple[BlockCopy, ...] = ()  # copies into its blocks that are not yet sent to the stages
     registered: bool = False  # the stages know it since its table was last empty
 
     @property

@@ -236,7 +236,7 @@ class LinkCurve:
         return min(slope, min((round_trip_s / num_bytes for round_trip_s, num_bytes in fastest), default=inf))
 
 
-_Fastest = dict[int, tuple[float, int]]  # by size class: the shortest round trip in a window, and its bytes
+_Fastest = dict[int, tuple[float, int]]  # the shortest round trip of each size class in a window, and its bytes
 
 
 def _slope(fastest: _Fastest) -> float:
@@ -257,7 +257,7 @@ class Ring:
 
     stages: Sequence[Sequence[StageCurve]]  # the slices of each stage, in the order that a token passes them
     links: Sequence[LinkCurve]  # stage i to stage i + 1
-    row_bytes: int  # of one row's activations on a link
+    row_bytes: int  # size of one row's activations on a link
     latency_s: float  # L: all one-way delays, sampling, the token's return to stage 0
 
     @property
@@ -382,7 +382,7 @@ class Sizer:
         self._fixed = fixed
         self._max_rows = max_rows
         self._retired = 0  # steps since the last decision
-        self._sequences: int = 0  # at the last decision
+        self._sequences: int = 0  # number of sequences at the last decision
         self._turns_between: int = TURNS_BETWEEN
         why = f"{fixed}, as asked for" if fixed else "1 per stage (still measuring)"
         self.sizing = Sizing(micro_batches=fixed or num_stages, why=why)
@@ -414,7 +414,7 @@ class Sizer:
         return self.sizing
 
     def _towards(self, now: Forecast, best: Forecast) -> int:
-        current = now.micro_batches  # at most as many as there are sequences
+        current = now.micro_batches  # M is at most the number of sequences
         capped = self._max_rows and best.micro_batches > current and best.tokens_per_s >= now.tokens_per_s
         if best.tokens_per_s > now.tokens_per_s * (1 + GAIN) or capped:
             return current + (1 if best.micro_batches > current else -1)

@@ -23,7 +23,7 @@ _MOST_CHANGE = 4.0  # largest factor by which one step changes that ratio: the f
 _BESIDE_DECODES_S = 1.0  # limit for a step with prompt tokens while other sequences decode
 _ALONE_S = 4.0  # limit while none decodes
 _BESIDE_DECODES, _ALONE = 2.0, 4.0  # lower bounds of both in decode steps: else slow memory is read for few tokens
-_MOST_TOKENS = 4096  # above every policy's chunk
+_MOST_TOKENS = 4096  # bound above every policy's chunk
 _PRECISION = 16  # a cap is found within a sixteenth
 
 

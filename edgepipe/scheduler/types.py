@@ -75,7 +75,7 @@ class WindowBlocks(NamedTuple):
     """New blocks of one windowed class, in columns."""
 
     rows: tuple[int, ...]
-    places: tuple[int, ...]  # in the sequence, of the run's first block; a row's first run begins its table
+    places: tuple[int, ...]  # place in the sequence of the run's first block; a row's first run begins its table
     starts: tuple[int, ...]
     counts: tuple[int, ...]
 
@@ -98,8 +98,9 @@ class ScheduledStep(NamedTuple):
     registers: tuple[SequenceId, ...]  # sequences that begin (again) with an empty block table
     frees: tuple[SequenceId, ...]  # sequences that stages forget
     copies: tuple[BlockCopy, ...] = ()  # blocks of one sequence, copied into the table of another
-    windows: tuple[WindowBlocks, ...] = ()  # by windowed class; empty if no row has new blocks of a window
-    states: tuple[RowState, ...] = ()  # by row; empty if no layer is recurrent
+    # New blocks of each windowed class; empty if no row has new blocks of a window.
+    windows: tuple[WindowBlocks, ...] = ()
+    states: tuple[RowState, ...] = ()  # state of each row; empty if no layer is recurrent
     last_slice: int | None = None  # the step ends after this slice; None: after the pipeline's last
 
     @property

@@ -29,7 +29,7 @@ class WindowTable:
 
     first: int  # place in the sequence of the first block
     blocks: list[int] = field(default_factory=list[int])
-    new_runs: tuple[BlockRun, ...] = ()  # at the table's end, not yet sent to the stages
+    new_runs: tuple[BlockRun, ...] = ()  # runs at the table's end that are not yet sent to the stages
     kept_from: int = 0  # place of the first of the kept blocks
     kept: list[int] = field(default_factory=list[int])  # stale blocks that it holds for places behind its end
 
@@ -55,7 +55,7 @@ class WindowClass:
 
     def __init__(self, limits: WindowPool, kv: KVPool | None = None) -> None:
         self.kv = kv or KVPool(limits.num_blocks, contiguous=False)
-        self.draining_blocks = 0  # of sequences that left, while steps in flight use them
+        self.draining_blocks = 0  # blocks of sequences that left, while steps in flight use them
         self._limits = limits
 
     def supported(self, keys: Seq[Key], hits: int, *, current: bool) -> int:

@@ -38,9 +38,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Cut = Callable[[AccessDenied], None]
 
 MAX_CALLS_PER_CALLER = 64  # an eighth of a server's limit: no member keeps the others out
-_FAREWELL_S = {
-    "/edgepipe.wire.v1.Node/Heartbeat": 1.0
-}  # for a last beat, which reports the removal to the removed node
+# Time for the last beat, which reports the removal to the removed node.
+_FAREWELL_S = {"/edgepipe.wire.v1.Node/Heartbeat": 1.0}
 _MAX_CONNECTIONS = 4096  # remembered, so that each connection is counted once
 _TLS = b"TLSv1.3"  # two ends of edgepipe agree on it; an older version means a foreign end, or a machine in the middle
 
@@ -67,7 +66,7 @@ class Credentials:
     """The parameters of one channel: the only certificate that may answer. Empty without encryption."""
 
     server_name: str = ""
-    node_id: str = ""  # for channels to daemons
+    node_id: str = ""  # the daemon that must answer; empty for channels to other processes
     tls: grpc.ChannelCredentials | None = None
     keepalive: bool = True  # whether the connection sends pings
 

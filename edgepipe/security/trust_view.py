@@ -23,7 +23,7 @@ class TrustedPeer:
     """A node that belongs to the cluster now."""
 
     node_id: NodeId  # the fingerprint of its certificate's public key
-    name: str  # its name when it joined
+    name: str  # the peer's name when it joined
     role: Role
     certificate: Certificate
 

@@ -29,7 +29,7 @@ class Layout:
     """Arrangement of devices that serve a model."""
 
     kind: str
-    slices: int = _SLICES  # per device, if interleaved
+    slices: int = _SLICES  # slices per device, if interleaved
 
     def __post_init__(self) -> None:
         if self.kind not in LAYOUTS:

@@ -23,9 +23,9 @@ class RingStage:
     """A device with its layers, and the link that leaves it."""
 
     name: str
-    step_s: Callable[[StepWork], float]  # without jitter; for decodes, linear in their KV tokens
-    link: LinkShape  # to the next stage; the last stage's link carries ids back to the engine
-    token_bytes: int  # on that link: per token; on the last link per sampled token
+    step_s: Callable[[StepWork], float]  # time without jitter; for decodes, linear in their KV tokens
+    link: LinkShape  # link to the next stage; the last stage's link carries ids back to the engine
+    token_bytes: int  # size on that link: per token; on the last link per sampled token
     jitter: float = 0.0  # coefficient of variation of step times
     first_layer: int = 0  # seeds its jitter
     device: str = ""  # slices with the same name share a device; empty: its own device
@@ -37,7 +37,7 @@ class RingModel:
     """Stages of a ring, in order."""
 
     stages: Sequence[RingStage]
-    seed: int = 0  # of the jitter
+    seed: int = 0  # seed of the jitter
 
     @property
     def interleaved(self) -> bool:
@@ -65,9 +65,9 @@ class RingModel:
 class Course(NamedTuple):
     """A step's times around the ring."""
 
-    stages: tuple[tuple[float, float], ...]  # per stage: start and end on its device
-    uploads_s: tuple[float, ...]  # per link: seconds busy
-    back_s: float  # when its sampled tokens can be scheduled again
+    stages: tuple[tuple[float, float], ...]  # start and end of each stage on its device
+    uploads_s: tuple[float, ...]  # busy time of each link
+    back_s: float  # time when its sampled tokens can be scheduled again
 
 
 class Repeated(NamedTuple):

@@ -24,7 +24,7 @@ KINDS = (*SCHEDULES, DECODE)
 MOST_STAGES, MOST_MICRO_BATCHES, MOST_SLICES = 32, 256, 32
 
 RING_WEIGHTS, RING_HOP = 0.8, 0.1  # shares of a step with all sequences: memory-bound decoding over a home network
-_TURNS = 3  # of the decode ring: one fills it, one is drawn, one ends the measurement
+_TURNS = 3  # turns of the decode ring: one fills it, one is drawn, one ends the measurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +32,11 @@ class ScheduleRun:
     """Figures of one schedule."""
 
     name: str
-    bubble: float  # by the formula; see ``Published``
+    bubble: float  # result of the formula; see ``Published``
     idle: float | None  # idle share of all devices' time in a run; None: this size cannot run
     peak_published: int | None  # activations, in micro-batches; None: decoding keeps none
     peak: int | None
-    length: float | None  # of the run, in passes of one micro-batch through one stage
+    length: float | None  # length of the run, in passes of one micro-batch through one stage
     rate: float | None  # decoding rate relative to one micro-batch of all sequences on the same ring
     timeline: Timeline | None
     note: str  # reason for a missing run, or ""

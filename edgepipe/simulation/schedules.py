@@ -24,7 +24,7 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "dualpipe")
 class Published:
     """Results of the published formulas."""
 
-    bubble: float  # as published: over the whole time; for interleaved and DualPipe over the busy time
+    bubble: float  # share as published: of the whole time; for interleaved and DualPipe relative to the busy time
     peak_activations: int  # micro-batches whose activations a device keeps
 
 

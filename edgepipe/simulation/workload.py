@@ -18,16 +18,16 @@ from edgepipe.errors import ConfigInvalid
 _TRACE_FORMAT = "arrival_s, prompt_tokens, output_tokens"
 _SHAREGPT_MEDIANS = (148, 164)  # tokens of prompt and output
 _AZURE_MEANS = (5.21, 1.66)  # times ShareGPT's (gLLM, section 4.1); with equal shapes the medians scale equally
-_CHAT_SIGMA = 0.9  # of log lengths: the longest of a hundred is about eight times the median
+_CHAT_SIGMA = 0.9  # deviation of the logarithm: the longest of a hundred is about eight times the median
 
 
 class Arrivals(Enum):
     """Arrival process of requests."""
 
-    FIXED = "fixed"  # all at the start
-    POISSON = "poisson"  # independently, at a rate
+    FIXED = "fixed"  # all requests come at the start
+    POISSON = "poisson"  # requests come independently, at a rate
     CLOSED = "closed"  # one request per user: the next when the last has ended
-    TRACE = "trace"  # at recorded times
+    TRACE = "trace"  # requests come at recorded times
 
 
 class Lengths(Protocol):
@@ -58,7 +58,7 @@ class LognormalLengths:
     """Log-normal lengths: many short and a few long ones, as in chats."""
 
     median_tokens: float
-    sigma: float = _CHAT_SIGMA  # of the logarithm
+    sigma: float = _CHAT_SIGMA  # deviation of the logarithm
     max_tokens: int = 8192  # caps longer draws
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ def named_lengths(name: str) -> tuple[Lengths, Lengths]:
 class WorkloadRequest:
     """One request of a workload."""
 
-    index: int  # in the workload, from 0
+    index: int  # place in the workload, from 0
     arrival_s: float | None  # seconds after the start; None: when a user of the closed loop is free
     prompt_tokens: int  # including the shared prefix
     output_tokens: int
@@ -100,7 +100,7 @@ class Workload:
     arrivals: Arrivals
     requests: tuple[WorkloadRequest, ...]
     seed: int
-    description: str  # for people: "poisson 4/s, sharegpt lengths"
+    description: str  # text for people: "poisson 4/s, sharegpt lengths"
     concurrency: int | None = None  # users of the closed loop
     prefix_tokens: int = 0  # length of each shared prefix
 
@@ -125,11 +125,11 @@ class WorkloadSpec:
 
     arrivals: Arrivals = Arrivals.FIXED
     num_requests: int = 64
-    rate_per_s: float | None = None  # for Poisson arrivals
-    concurrency: int | None = None  # for the closed loop
-    prompt: Lengths = FixedLengths(tokens=128)  # without the shared prefix
+    rate_per_s: float | None = None  # rate of Poisson arrivals
+    concurrency: int | None = None  # users of the closed loop
+    prompt: Lengths = FixedLengths(tokens=128)  # tokens without the shared prefix
     output: Lengths = FixedLengths(tokens=128)
-    lengths_name: str = "fixed"  # for the description
+    lengths_name: str = "fixed"  # name of the lengths in the description
     prefix_tokens: int = 0  # shared by all requests of a group, before their own prompt
     num_prefixes: int = 1  # groups, assigned to requests in turn
     seed: int = 0

@@ -22,13 +22,15 @@ from edgepipe.spec.quantisation_config import check_quantisation
 from edgepipe.spec.sampling_defaults import GENERATION_FILE
 from edgepipe.spec.shape_limits import MAX_VOCAB
 
-EMULATED_KEY = "edgepipe_emulated"  # in config.json: the model has a shape but no weights
-SHAPE_KEY = "edgepipe_shape"  # in config.json of an emulated model: its shape, where no class of transformers has it
+EMULATED_KEY = "edgepipe_emulated"  # key of config.json: the model has a shape but no weights
+# Key of an emulated model's config.json: its shape, where transformers has no class for it.
+SHAPE_KEY = "edgepipe_shape"
 
 _TIED = "tie_word_embeddings"
-_SHARED = (_TIED, "eos_token_id", "bos_token_id")  # of all models, where the text's own are absent
-_LEAST_RATIO = 0.6  # of letters that two names share
-_MAMBA_KEYS = ("mamba_", "ssm_", "state_size")  # beginnings
+# Keys of the whole model that apply where the text model lacks its own.
+_SHARED = (_TIED, "eos_token_id", "bos_token_id")
+_LEAST_RATIO = 0.6  # least share of letters that two similar names have in common
+_MAMBA_KEYS = ("mamba_", "ssm_", "state_size")  # beginnings of keys
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

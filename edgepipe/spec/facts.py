@@ -111,7 +111,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     quantisation: Quantisation | None = None  # None: every weight is one stored tensor
-    naming: str = ""  # of the stored tensors, a key of ``edgepipe.spec.naming.NAMINGS``
+    naming: str = ""  # naming of the stored tensors, a key of ``edgepipe.spec.naming.NAMINGS``
 
     @property
     def num_layers(self) -> int:

@@ -66,11 +66,11 @@ class Latent:
 
     query_rank: int  # features between the two query projections; 0: there is one projection
     kv_rank: int  # features of the latent
-    nope_dim: int  # of a head's query: dimensions that do not rotate, as its projection makes them,
-    rope_dim: int  # and that rotate
-    value_dim: int  # of a head's output
+    nope_dim: int  # dimensions of a head's projected query that do not rotate
+    rope_dim: int  # dimensions of a head's projected query that rotate
+    value_dim: int  # dimensions of a head's output
     joined: bool = True  # kv_b is one weight [heads * (nope_dim + value_dim), kv_rank]; else see ``layout``
-    norm_eps: float = 1e-6  # of the norms of both latents
+    norm_eps: float = 1e-6  # epsilon of both latents' norms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class DeltaNet:
     value_heads: int
     key_dim: int  # K
     value_dim: int  # V
-    taps: int  # of the convolution, the token's own included
+    taps: int  # tokens that the convolution reads, the newest included
     tiled: bool = False  # value head v uses key head v % key_heads instead, as llama.cpp orders Qwen3.5's value heads
 
     @property
@@ -170,11 +170,11 @@ class Mamba2:
 
     heads: int
     head_dim: int  # D
-    groups: int  # of heads that share B and C
+    groups: int  # number of groups; a group's heads share B and C
     state_dim: int  # N
-    taps: int  # of the convolution, the token's own included
+    taps: int  # tokens that the convolution reads, the newest included
     conv_bias: bool = True
-    bias: bool = False  # of its projections
+    bias: bool = False  # both projections have a bias
     dt_limits: tuple[float, float] = (0.0, float("inf"))
 
     @property
@@ -193,8 +193,8 @@ class ShortConv:
     """A gated causal convolution per channel, as in LFM2: ``out(C * conv(B * x))`` with [B, C, x] = in(hidden)."""
 
     channels: int
-    taps: int  # the token's own included
-    bias: bool = False  # of the convolution and both projections
+    taps: int  # tokens that the convolution reads, the newest included
+    bias: bool = False  # the convolution and both projections have a bias
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -214,7 +214,8 @@ class Dense:
     inner: int  # features between its projections
     activation: Activation = "silu"
     bias: bool = False
-    gated: bool = True  # else one projection up and one down, the activation between (Nemotron-H)
+    # Gate and up projection; else one projection up and one down, the activation between (Nemotron-H).
+    gated: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,14 +227,15 @@ class Router:
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
-    normalised: bool = True  # the weights of the chosen sum to 1, before ``scale``
+    normalised: bool = True  # weights of the chosen experts sum to 1, before ``scale``
     scale: float = 1.0
-    bias: bool = False  # of the logits
-    correction: bool = False  # a learned number per expert, added to choose
-    groups: int = 1  # experts are in so many groups of equal size,
-    groups_used: int = 1  # of which only the best may be chosen from,
-    group_score: Literal["max", "top2"] = "max"  # by their best score, or by the sum of their two best
-    input_eps: float | None = None  # of an RMSNorm of its input, whose weights count ``H ** -0.5``; None: no norm
+    bias: bool = False  # the logits have a bias
+    correction: bool = False  # a learned number per expert is added to its score to choose experts
+    groups: int = 1  # number of groups of equal size that the experts form
+    groups_used: int = 1  # number of best groups; a token chooses its experts from these only
+    group_score: Literal["max", "top2"] = "max"  # a group's score: its best expert's, or the sum of its two best
+    # The router's input passes an RMSNorm with this epsilon, whose weights count ``H ** -0.5``. None: no norm.
+    input_eps: float | None = None
     expert_scales: bool = False  # the weights of the chosen are multiplied with a learned number per expert
 
 
@@ -242,14 +244,14 @@ class Experts:
     """A mixture of feed-forward parts, of which each token uses some."""
 
     count: int
-    used: int  # by each token
+    used: int  # experts that each token uses
     inner: int  # features between an expert's projections
     router: Router
     activation: Activation = "silu"
     bias: bool = False
     shared_inner: int = 0  # features of the expert that every token uses besides; 0: none
     shared_gated: bool = False  # the shared expert's output is multiplied with a sigmoid of a learned product
-    gated: bool = True  # else experts and the shared one have one projection up and one down (Nemotron 3)
+    gated: bool = True  # gate and up projection; else all experts have one projection up and one down (Nemotron 3)
     latent: int = 0  # features that experts read and write, between a product of their own on either side; 0: H
 
 
@@ -260,7 +262,7 @@ class LayerSpec:
     attention: Attention | None = None
     recurrent: Recurrent | None = None
     dense: Dense | None = None
-    experts: Experts | None = None  # with ``dense`` too: their outputs are added
+    experts: Experts | None = None  # a layer with ``dense`` too adds both outputs
     norms: NormPlaces = "before"
     residual_scale: float = 1.0  # factor on what attention and feed-forward add (Granite)
     own_norms: bool = False  # dense part and experts have norms of their own, and the router reads what enters them

@@ -178,7 +178,7 @@ class Cut:
     The weight has the first runs of all periods, then their second runs, and so on.
     """
 
-    rows: int  # of the stored tensor
+    rows: int  # rows of the stored tensor
     period: int
     runs: tuple[tuple[int, int], ...]  # first row within the period, number of rows
 
@@ -195,7 +195,7 @@ class Share:
     shape: tuple[int, ...]
     stored: WeightFormat | None  # None: one tensor of floats or of GGUF's blocks
     parts: Mapping[str, StoredPart]  # the stored tensors by name
-    module: str  # before the suffixes of ``parts``
+    module: str  # name before the suffixes of ``parts``
     weight: str
     cut: Cut | None = None  # None: all rows of the stored tensors
     transposed: bool = False  # the stored tensor is [experts, in, out]
@@ -358,7 +358,8 @@ def _is_packed(name: str) -> bool:
 def _shape_fault(info: TensorInfo, part: StoredPart, share: Share) -> str:
     """Return what is wrong with a stored tensor's shape; empty: nothing."""
     stacked = (is_expert(share.weight) and not share.transposed) or is_of_heads(share.weight)
-    loose = stacked or share.weight.endswith((*EXACT, *MIXER_NORMS, _EXPERT_GATE))  # with or without dimensions of 1
+    # Stored shapes may have dimensions of 1.
+    loose = stacked or share.weight.endswith((*EXACT, *MIXER_NORMS, _EXPERT_GATE))
     fits = part.accepts(info.shape) if share.stored or loose else info.shape == part.shape
     return "" if fits else f"{info.name} {list(info.shape)} instead of {list(part.shape or ())}"
 

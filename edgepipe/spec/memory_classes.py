@@ -18,14 +18,14 @@ SLACK_TOKENS = 2048
 MOST_TOKENS = 1 << 40
 """More tokens of KV than any machine holds."""
 
-_BLOCK_SIZE = 16  # tokens of a KV block where none is named: of most devices
-_SLACK_PARTS = 8  # of a context, of which the slack is at most one
-_POOL_PARTS = 8  # of the context's blocks, of which a window's pool has at least one
-_LEAST_SLOTS = 4  # of two sequences, and a snapshot of each
-_SLOT_SHARE = 2  # bytes of slots for each byte of the KV beside them,
-_MOST_SLOT_TOKENS, _LEAST_SLOT_TOKENS = 2048, 64  # within these bounds: tokens of KV for which there is one more slot
+_BLOCK_SIZE = 16  # default tokens per KV block; most devices use this size
+_SLACK_PARTS = 8  # the slack takes at most 1/8 of the context
+_POOL_PARTS = 8  # a window's pool has at least 1/8 of the context's blocks
+_LEAST_SLOTS = 4  # two sequences, and a snapshot of each
+_SLOT_SHARE = 2  # all slots take twice the bytes of the KV, unless the next bounds say otherwise
+_MOST_SLOT_TOKENS, _LEAST_SLOT_TOKENS = 2048, 64  # tokens of KV per slot: upper and lower bound
 _LEAST_GAP, _MOST_GAP = 256, 4096  # tokens between a prompt's snapshots
-_COUNTED_FORM = "bfloat16"  # of the KV whose bytes the gap compares
+_COUNTED_FORM = "bfloat16"  # form of the KV whose bytes the gap compares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +68,8 @@ class MemoryClasses:
     of_layer: tuple[int, ...]  # class of each layer of the model
     context_length: int  # tokens
     slack: int  # tokens
-    state_bytes: int = 0  # of one sequence in all layers; 0: none is recurrent
-    kv_token_bytes: int = 0  # of one token in all layers, in bf16
+    state_bytes: int = 0  # one sequence's states in all layers; 0: no layer is recurrent
+    kv_token_bytes: int = 0  # one token's KV in all layers, in bf16
 
     def pools(self, *, num_blocks: int, block_size: int) -> tuple[WindowPool, ...]:
         """Return the windows' pools beside ``num_blocks`` blocks of the context.

@@ -27,7 +27,7 @@ _GEMMA4_MODULES = {
     "mlp.expert_input_norm": "pre_feedforward_layernorm_2",
     "mlp.expert_output_norm": "post_feedforward_layernorm_2",
 }
-_GEMMA4_STACKED = Naming(  # as MLX writes it
+_GEMMA4_STACKED = Naming(  # MLX's names
     modules={
         **_GEMMA4_MODULES,
         **{f"mlp.experts.{matrix}": f"experts.switch_glu.{matrix}" for matrix in _MATRICES},
@@ -123,7 +123,7 @@ _GGUF_WITH_EXPERTS = (
 )
 
 
-_OF_PLAIN = {"joined": "experts' gates and ups"}  # as the cards of stored models have it
+_OF_PLAIN = {"joined": "experts' gates and ups"}  # the cards of stored models spell it so
 
 
 def _variant(name: str, variant: str) -> str:
@@ -149,7 +149,7 @@ NAMINGS: Mapping[str, Naming] = {
 """By ``ModelConfig.naming``."""
 
 
-_VARIANTS = {  # of a naming, by what stored names contain
+_VARIANTS = {  # variants of a naming: a stored name that contains one of the marks shows the variant
     "stacked": (".switch_mlp.", ".switch_glu.", ".experts.gate_proj.", "language_model.model.layers."),
     "joined": (".experts.gate_up_proj", ".ffn_gate_up_exps."),
     "early": (".ssm_in.",),
@@ -160,7 +160,7 @@ _VARIANTS = {  # of a naming, by what stored names contain
 def settled_naming(name: str, stored: Collection[str]) -> str:
     """Return the naming of a model's files from that of the family, and the names of the stored tensors."""
     if not name and any(_GGUF_EXPERT.fullmatch(each) for each in stored):
-        return "each expert"  # of Mixtral, as GGUF files of early 2024 hold them
+        return "each expert"  # Mixtral's GGUF files of early 2024
     for variant, marks in _VARIANTS.items():
         found = _variant(name, variant)
         if found in NAMINGS and any(mark in each for each in stored for mark in marks):

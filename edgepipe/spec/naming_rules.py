@@ -17,17 +17,17 @@ _EXPERT = re.compile(r"mlp\.experts\.(gate_proj|up_proj|down_proj)\b")
 class Naming:
     """How a family's files name their tensors."""
 
-    modules: Mapping[str, str] = field(default_factory=dict[str, str])  # within a layer: edgepipe's name to the files'
-    experts: str = ""  # of each expert's matrices: "mlp.experts.{expert}.{matrix}"; empty: one tensor for all
+    modules: Mapping[str, str] = field(default_factory=dict[str, str])  # edgepipe's name within a layer to the files'
+    experts: str = ""  # pattern of each expert's matrices: "mlp.experts.{expert}.{matrix}"; empty: one tensor for all
     matrices: Mapping[str, str] = field(default_factory=dict[str, str])  # "gate_proj" to the files' name
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     """Stored modules that hold the rows of several modules of edgepipe's, in their order."""
     interleaved: bool = False  # rows of fused modules alternate
     parameters: bool = False  # all experts of a matrix are "mlp.experts.MATRIX" [experts, in, out] if stored as floats,
     # and "mlp.experts.MATRIX_bias" [experts, out]
-    by_key_head: bool = False  # of the fused modules of a gated delta rule, each key head's rows are side by side
+    by_key_head: bool = False  # fused modules of a gated delta rule have each key head's rows side by side
     exponents: bool = False  # ``A_log`` is stored as ``-exp(A_log)``
-    prefix: str = "model."  # before "layers.", "embed_tokens" and "norm"
+    prefix: str = "model."  # text before "layers.", "embed_tokens" and "norm"
     tables: Mapping[str, str] = field(default_factory=dict[str, str])  # "embed_tokens" and "norm" to the files' names
     head: str = "lm_head"
     later_layers: bool = False  # files may hold layers beyond the model's, which predict several tokens at once

@@ -56,7 +56,7 @@ class PackedForm:
     bits: int  # 4, 5, 6 or 8 per code
     group: int  # inputs that share a scale: 16, 32, 64, 128, 256, or all of a row
     span: int = 0  # inputs that share a base scale, for two-level scales (K types: 256); 0: one level
-    base_bits: int = 16  # of a base scale: 16 or 32
+    base_bits: int = 16  # bits of a base scale: 16 or 32
     offset: Literal["none", "zero", "zeros", "added"] = "none"  # zero: one integer for all; zeros: one per group
     codebook: str = ""  # a key of CODEBOOKS
     ordered: bool = False  # columns are sorted by group (GPTQ's act-order)

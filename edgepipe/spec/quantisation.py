@@ -23,7 +23,7 @@ class WeightFormat:
     """How a weight [O, I] is stored. ``formats.check_format`` checks which values belong together."""
 
     kind: str  # a key of formats.FORMATS
-    bits: int = 4  # of a code
+    bits: int = 4  # bits of a code
     group: int = 0  # inputs that share a scale; 0: all of a row
     rows: int = 1  # rows that share a scale (FP8); 0: all
     scale: str = "F16"  # type of the scales
@@ -36,7 +36,7 @@ class WeightFormat:
 class Quantisation:
     """The formats of a model's weights, by module (``model.layers.0.mlp.up_proj``, ``lm_head``)."""
 
-    default: WeightFormat  # of linear layers within decoder layers
+    default: WeightFormat  # format of linear layers within decoder layers
     others: tuple[tuple[str, WeightFormat | None], ...] = ()  # modules that differ; None: floats
     alternatives: tuple[WeightFormat, ...] = ()  # formats that config.json names for modules given by patterns;
     # empty once the stored tensors decided

@@ -32,8 +32,8 @@ _GGUF_KEYS = {
 }
 """Keys that llama.cpp's converter writes below ``general.sampling.``, and their names here."""
 
-_UNUSED_KEYS = {"mirostat": 0, "xtc_probability": 0.0}  # with the value that has no effect
-_FLOAT32_DIGITS = 7  # that survive: 0.6 is stored as 0.60000002
+_UNUSED_KEYS = {"mirostat": 0, "xtc_probability": 0.0}  # keys that are not used, and the value that has no effect
+_FLOAT32_DIGITS = 7  # digits that survive: 0.6 is stored as 0.60000002
 
 
 def hf_sampling(folder: Path) -> dict[str, float]:

@@ -16,8 +16,8 @@ MAX_HEAD_DIM = 1024
 MAX_EXPERTS = 4096
 MAX_VOCAB = 1 << 21
 MAX_CONTEXT = 1 << 25
-MAX_TAPS = 64  # of a convolution; models have 3 or 4
-MAX_TIME_STEP = 1e6  # of Mamba-2
+MAX_TAPS = 64  # tokens that a convolution reads; models have 3 or 4
+MAX_TIME_STEP = 1e6  # limit of Mamba-2's time step
 
 
 def read_head_dim(fields: Fields, key: str, hidden: int, heads: int, default: int | None) -> int:

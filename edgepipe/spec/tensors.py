@@ -24,7 +24,7 @@ class TensorInfo:
     name: str  # Hugging Face name
     shape: tuple[int, ...]  # logical, row-major: [out_features, in_features]
     scheme: str  # "F32" | "F16" | "BF16" or a GGUF type such as "Q4_1", "Q6_K"
-    num_bytes: int  # as stored
+    num_bytes: int  # stored size
     rounded: bool = False  # widened values are rounded to bf16 for every compute type (GGUF's quantised types)
 
 
@@ -36,7 +36,7 @@ class WeightInfo:
     shape: tuple[int, ...]  # logical: [out_features, in_features]
     scheme: str  # how it is stored, for people and tables: a ``TensorInfo.scheme``, or a format such as "AWQ"
     form: PackedForm | None  # None: ``load`` returns floats
-    num_bytes: int  # of its stored tensors
+    num_bytes: int  # size of its stored tensors
     rounded: bool = False  # see TensorInfo
 
     @property

@@ -10,8 +10,8 @@ from edgepipe.errors import StepFailed
 from edgepipe.sampling.grammar import BuiltGrammar
 
 MAX_KEPT = 64  # grammars that no sequence needs, or refused texts
-MAX_KEPT_BYTES = 256 << 20  # of kept grammars
-MAX_BYTES = 768 << 20  # of all grammars, kept or used by sequences: three of the largest that a trial allows
+MAX_KEPT_BYTES = 256 << 20  # size of all kept grammars
+MAX_BYTES = 768 << 20  # size of all grammars, kept or used by sequences: three of the largest that a trial allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,10 @@ class BuiltGrammars:
         self._max_kept = max_kept
         self._max_kept_bytes = max_kept_bytes
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, BuiltGrammar] = OrderedDict()  # by last use
-        self._current: WeakValueDictionary[str, BuiltGrammar] = WeakValueDictionary()  # kept, or used by a sequence
-        self._alive: WeakSet[BuiltGrammar] = WeakSet()  # these and spent ones that a sequence uses
+        self._kept: OrderedDict[str, BuiltGrammar] = OrderedDict()  # kept grammars, the last used one last
+        # Grammars that are kept or that a sequence uses.
+        self._current: WeakValueDictionary[str, BuiltGrammar] = WeakValueDictionary()
+        self._alive: WeakSet[BuiltGrammar] = WeakSet()  # the current grammars, and spent ones that a sequence uses
         self._refused: OrderedDict[str, Refusal] = OrderedDict()
 
     @property

@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DEADLINE_S = 30.0  # for a sequence's grammar, with its wait for those before it
+DEADLINE_S = 30.0  # longest time until a sequence's grammar is ready, with its wait for those before it
 _NUM_THREADS = 2  # one user's grammar may compile while another user's does, or an output is replayed
-_MAX_WAITING = 1024  # of one user: more than an engine computes at a time
-_LEAST_BYTES = 64 << 10  # of a compiled grammar: small ones are below the page-wise measure
+_MAX_WAITING = 1024  # grammars of one user that wait: more than an engine computes at a time
+_LEAST_BYTES = 64 << 10  # assumed least size of a compiled grammar: small ones are below the page-wise measure
 
 
 class Trial(Protocol):
@@ -80,8 +80,8 @@ class GrammarBuilds:
         self._trial = trial
         self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="grammars")
         self._turns = UserTurns(max_running=_NUM_THREADS, max_of_owner=1, max_waiting=_MAX_WAITING)
-        self._building_bytes = 0  # of grammars that are compiled now
-        self._vocabulary: GrammarTokenizer | None = None  # that of the known grammars
+        self._building_bytes = 0  # size of the grammars that are compiled now
+        self._vocabulary: GrammarTokenizer | None = None  # vocabulary of the known grammars
         self._known = BuiltGrammars()
 
     async def prepare(self, spec: GrammarSpec, tokens: tuple[int, ...], pending: PendingGrammar) -> None:

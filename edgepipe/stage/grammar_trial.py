@@ -21,7 +21,7 @@ from edgepipe.sampling.grammar_trial import (
 )
 
 STAGE_CPU_S = 3 * TRIAL_CPU_S
-_WITHIN_S = 20.0  # for the CPU limit on a busy machine
+_WITHIN_S = 20.0  # time in which a busy machine spends the CPU limit
 
 
 class StageTrial:

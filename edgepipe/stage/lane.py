@@ -42,8 +42,9 @@ class Lane:
         self._kind = activation_type
         self._clock = clock
         self._on_late = on_late
-        self._planned: deque[StepWork] = deque()  # not dispatched
-        self._arrived: deque[tuple[StepId, Inputs, float]] = deque()  # not dispatched; with arrival time (monotonic)
+        self._planned: deque[StepWork] = deque()  # planned steps that are not dispatched
+        # Inputs that are not dispatched, with arrival time (monotonic).
+        self._arrived: deque[tuple[StepId, Inputs, float]] = deque()
         self._deadline = Deadline(limit_s=deadline_s, on_expired=self._late)
         self._deadline_s = deadline_s
 

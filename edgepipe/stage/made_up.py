@@ -18,9 +18,9 @@ from edgepipe.spec.packed_form import CODEBOOKS, PackedForm
 from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightInfo
 from edgepipe.weights.weight_table import FLOATS, LayerForms, WeightTable, make_table
 
-_DEVIATION = 0.02  # of the values: about that of trained weights
+_DEVIATION = 0.02  # standard deviation of the values: about that of trained weights
 _FINITE_CODES = 0x77  # every fp8 code but not a number, by its bits
-_FACTORS = (32, 64)  # of groups with a base scale
+_FACTORS = (32, 64)  # least factor of a group with a base scale, and the end of their range
 
 
 class MadeUpWeights:
@@ -112,7 +112,7 @@ def _scale_for(form: PackedForm) -> float:
     if form.codebook:
         levels = CODEBOOKS[form.codebook]
         return _DEVIATION / float(np.nanstd(levels))
-    return _DEVIATION / (2**form.bits / math.sqrt(12))  # of uniform codes
+    return _DEVIATION / (2**form.bits / math.sqrt(12))  # uniform codes deviate so from their mean
 
 
 def spread(config: ModelConfig, table: WeightTable, wanted: int) -> tuple[tuple[LayerSpec, ...], WeightTable]:

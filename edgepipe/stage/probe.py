@@ -30,11 +30,11 @@ _CONTEXT, _LONG_CONTEXT, _LONG_ROWS = 64, 1024, 4
 _WEIGHTS_BYTES = 256 << 20  # larger than any cache, as a stage streams its weights from memory
 _MOST_LAYERS = 16
 _POINT_S = 0.05  # time for one point after its first run
-_TOO_SLOW_S = 0.4  # for one run: larger sizes follow from the slope, or for prompts from fewer layers
+_TOO_SLOW_S = 0.4  # longest time of one run: larger sizes follow from the slope, or for prompts from fewer layers
 _LONGEST_RUN_S = 4.0  # expected for a prompt on fewer layers
 _LEAST_RUNS, _MOST_RUNS = 7, 30
 _ENOUGH_S, _SLOW_RUNS = 0.2, 3  # long runs are less disturbed: stop after this many that took this long together
-_LONGEST_REST_S = 0.01  # between decode steps: a stage idles while others compute, and caches drop its weights
+_LONGEST_REST_S = 0.01  # rest between decode steps: a stage idles while others compute, and caches drop its weights
 _LOAD_S = 0.5  # limit for loading the largest probe
 
 
@@ -128,7 +128,7 @@ class _Probe:
         self._source = source
         self._clock = clock
         self._steps = 0
-        self._expert_share = 0.0  # that a step of the newest measurement read; 0: not counted
+        self._expert_share = 0.0  # share of experts that a step of the newest measurement read; 0: not counted
         self._inputs = probe_rows(source.config.hidden_size)
         self._part = Slice(index=1, layers=LayerRange(0, 1), embedding=False, head=False)
 
@@ -196,7 +196,7 @@ class _Probe:
             return runs[0]
         rest_s = min(runs.pop(), _LONGEST_REST_S) if rests else 0.0  # the first run was the warm-up
         while len(runs) < _LEAST_RUNS or (sum(runs) < _POINT_S and len(runs) < _MOST_RUNS):
-            time.sleep(rest_s)  # on the compute thread, which is otherwise idle
+            time.sleep(rest_s)  # the compute thread is otherwise idle
             runs.append(self._run_s(rows))
             if len(runs) >= _SLOW_RUNS and sum(runs) >= _ENOUGH_S:
                 break

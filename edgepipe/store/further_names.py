@@ -9,7 +9,7 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.store.known_models import DEMO
 from edgepipe.store.typed_names import understood
 
-MAX_NAMES = 8  # of one model
+MAX_NAMES = 8  # most names of one model
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 

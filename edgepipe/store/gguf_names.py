@@ -32,7 +32,7 @@ class GgufChoice:
     """One model of a repository: a GGUF file, or all parts of a split one, in order."""
 
     label: str  # its type if no other choice has it, else the file's name
-    type: str  # in capital letters; empty if the name has none
+    type: str  # type in capital letters; empty if the name has none
     files: tuple[PlannedFile, ...]
     missing: tuple[str, ...] = ()  # parts that the repository lacks
 
@@ -81,7 +81,7 @@ def gguf_choices(files: Iterable[PlannedFile]) -> list[GgufChoice]:
     found: dict[tuple[str, str], GgufChoice] = {}
     for (stem, count), parts in sorted(grouped.items(), key=lambda group: -group[0][1]):
         choice = _choice(parts, count, stem=PurePosixPath(stem).name)
-        found[choice.type, choice.label] = choice  # of a split and a whole copy the whole one
+        found[choice.type, choice.label] = choice  # a whole copy replaces a split one
     types = [kind for kind, _ in found]
     labelled = [
         replace(one, label=one.type) if types.count(one.type) == 1 and one.type else one for one in found.values()

@@ -197,8 +197,8 @@ def _etag_of(response: Any) -> str:
 class HubPiece:
     """Bytes of a file."""
 
-    offset: int  # of the first byte within the file
-    etag: str  # of the file; empty if the hub gives none
+    offset: int  # place of the first byte within the file
+    etag: str  # the file's ETag; empty if the hub gives none
     data: bytes
 
 
@@ -207,7 +207,7 @@ class _Session:
     """The library's connection to the hub."""
 
     client: Any  # an httpx.AsyncClient
-    headers: dict[str, str]  # with the token, if any
+    headers: dict[str, str]  # HTTP headers, with the token if the user has one
     url: Callable[..., str]
 
 

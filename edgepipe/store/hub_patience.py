@@ -16,7 +16,7 @@ from edgepipe.store.hub import may_pass
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 30.0
 LONGEST_ASKED_S = 300.0  # the hub's limits of requests last five minutes
-PATIENCE_S = 600.0  # without a byte: a router starts anew, a cable is out
+PATIENCE_S = 600.0  # longest time without a byte: a router starts anew, a cable is out
 
 _T = TypeVar("_T")
 OnWait = Callable[[EdgepipeError, float], None]  # the failure, and the pause in seconds

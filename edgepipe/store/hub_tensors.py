@@ -47,9 +47,9 @@ class HubTensors:
         self._hub = HubFiles(source, endpoint=endpoint, idle_s=idle_s)
         self._files = {entry.name: entry for entry in manifest.files}
         self._gguf: Sequence[FileEntry] = ()  # the model's GGUF files under their names on the hub, once they are found
-        self._names: GgufNames | None = None  # of a GGUF model, once its first header is read
-        self._shards: Mapping[str, str] = {}  # tensor to file, once the index is read
-        self._places: dict[str, Mapping[str, TensorPlace]] = {}  # by file name, once its header is read
+        self._names: GgufNames | None = None  # set for a GGUF model once its first header is read
+        self._shards: Mapping[str, str] = {}  # file of each tensor, once the index is read
+        self._places: dict[str, Mapping[str, TensorPlace]] = {}  # places of a file's tensors, once its header is read
 
     async def read(self, name: str, *, offset: int) -> AsyncGenerator[bytes]:
         """Yield a tensor's bytes from ``offset`` on, in the form that the manifest hashes.
@@ -167,8 +167,8 @@ class _Heads:
     def __init__(self, place: TensorPlace, offset: int) -> None:
         """``offset``: first byte of the result to return."""
         num_heads = place.permuted_heads or 1
-        self._num_rows = place.info.shape[0] // num_heads  # of a head
-        self._num_bytes = place.info.num_bytes // num_heads  # of a head
+        self._num_rows = place.info.shape[0] // num_heads  # rows of a head
+        self._num_bytes = place.info.num_bytes // num_heads  # bytes of a head
         self._skipped = offset % self._num_bytes
         self._held = bytearray()
         self.start = offset - self._skipped  # first byte to read from the file

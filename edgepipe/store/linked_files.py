@@ -61,7 +61,7 @@ class Links:
     """A folder's record."""
 
     pulled_from: str = ""  # path of the user's file or folder; empty: not known
-    stamps: Mapping[str, Stamp] = field(default_factory=dict[str, Stamp])  # by name in the store
+    stamps: Mapping[str, Stamp] = field(default_factory=dict[str, Stamp])  # stamp of each file by its name in the store
 
 
 def write_links(folder: Path, links: Links) -> None:
@@ -133,7 +133,7 @@ def check_unchanged(folder: Path, on_bytes: OnBytes = lambda _done, _total: None
     if not touched.items() <= _now(folder, touched).items():
         raise changed(folder, next(iter(touched)))
     links = read_links(folder)
-    with contextlib.suppress(OSError):  # on a read-only disk they are compared at every load
+    with contextlib.suppress(OSError):  # a disk may be read-only: then every load compares the files
         write_links(folder, Links(pulled_from=links.pulled_from, stamps={**links.stamps, **touched}))
 
 

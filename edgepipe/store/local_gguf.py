@@ -17,8 +17,8 @@ from edgepipe.weights.gguf_split import part_name
 
 _BLOB = re.compile(r"sha256[-:](?P<digest>[0-9a-f]{12,64})")
 _OTHER = re.compile(r"[^a-z0-9._]+")  # characters that names do not have
-_DIGEST_CHARS = 8  # of the name of a blob's model
-_MAX_FILES = 10_000  # of a folder that are looked into
+_DIGEST_CHARS = 8  # digits of a blob's digest that its model's name has
+_MAX_FILES = 10_000  # most files of a folder that are opened
 _SHOWN = 3
 _NO_MODELS = ("clip", "")  # architectures: projectors, and files without one
 

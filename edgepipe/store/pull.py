@@ -61,7 +61,7 @@ class _Job:
     """A parsed source: its files, and a function that fetches them into a folder."""
 
     model_id: str
-    source: str  # for people
+    source: str  # source of the model, for people
     files: tuple[PlannedFile, ...]
     fetch: Callable[[Path, OnProgress], None]
     renamed: tuple[str, ...] = ()  # names in the store of fetched files that get another one

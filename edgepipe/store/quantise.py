@@ -42,9 +42,9 @@ TARGETS: Mapping[str, str] = {"q4": "Q4_1", "q8": "Q8_0"}
 
 _TABLE_SCHEME = "Q8_0"  # embedding and head: their errors reach every logit
 _BLOCK = 32
-_CHUNK_VALUES = 1 << 17  # widened at once
+_CHUNK_VALUES = 1 << 17  # values that are widened at once
 _REFINEMENTS = 4  # further ones lower the error by less than 1 %
-_LARGEST = 65504.0  # of float16, the type of offsets
+_LARGEST = 65504.0  # largest float16, the type of offsets
 
 Floats = npt.NDArray[np.float32]
 
@@ -96,7 +96,7 @@ def quantise_model(
     original.check_unchanged(counted(on_progress))
     staging = quantising_folder(folder)
     with exclusive_staging(staging, new_id):
-        made = folder.exists()  # by another process in the meantime
+        made = folder.exists()  # another process may have made it in the meantime
         try:
             if not made:
                 check_room(new_id, store.root, sum(info.num_bytes for info in planned))

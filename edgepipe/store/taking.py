@@ -25,7 +25,7 @@ class Taking:
 
     model_id: str
     pulled_from: Path  # what the user gave
-    files: Sequence[tuple[Path, str]]  # with their names in the store
+    files: Sequence[tuple[Path, str]]  # each file and its name in the store
 
     def into(self, folder: Path, on_progress: OnProgress) -> None:
         """Take the files; record the names in common. Metadata is copied. Raises OSError, ModelDownloadFailed."""

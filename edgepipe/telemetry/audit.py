@@ -18,7 +18,7 @@ from edgepipe.safe_text import one_line
 logger = logging.getLogger(__name__)
 
 _FILE_BYTES = 1 << 20  # about 5,000 lines; one older file is kept, so 2 MB on disk
-_TEXT_CHARS = 200  # of text that a peer chooses
+_TEXT_CHARS = 200  # longest text that a peer chooses
 _REPEAT_S = 60.0  # a repeated event within this time is counted, not written
 _MAX_REPEATS = 256  # remembered pairs of kind and peer; a peer that invents names only causes more lines
 

@@ -73,7 +73,7 @@ def hf_template(folder: Path) -> ChatTemplate:
     config = read_json_object(path, max_bytes=32 << 20) if path.is_file() else {}
     sources = _named(config.get("chat_template"))
     file, processor = folder / "chat_template.jinja", folder / "chat_template.json"
-    if "default" not in sources and processor.is_file():  # of models with pictures: Mistral Small 3.1
+    if "default" not in sources and processor.is_file():  # models with pictures have one: Mistral Small 3.1
         sources |= _named(read_json_object(processor).get("chat_template"))
     if file.is_file():
         sources["default"] = _read_source(file)

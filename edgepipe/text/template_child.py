@@ -34,7 +34,7 @@ from edgepipe.children.frames import answer_frames
 CPU_S = 1.0
 MEMORY_BYTES = 256 << 20
 MAX_TEXT_CHARS = 4 << 20  # ten times the longest context
-MAX_DETAIL_CHARS = 500  # of an error: a template may raise a text as long as its memory
+MAX_DETAIL_CHARS = 500  # longest error text: a template may raise a text as long as its memory
 _WATCH_S = 0.02
 _TOO_LARGE = "it exceeded its memory limit"
 

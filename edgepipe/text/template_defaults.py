@@ -12,7 +12,7 @@ from edgepipe.text.template import KNOWN_KEYWORDS
 GIVEN_KEYWORDS = KNOWN_KEYWORDS - {"tools", "documents"}
 """Keywords that users give; requests have a field for ``tools``."""
 
-_MAX_CHARS = 4096  # of JSON: every state of the engine carries it
+_MAX_CHARS = 4096  # longest JSON: every state of the engine carries it
 _EXAMPLE = """give a JSON object such as --template-keywords '{"enable_thinking": false}'"""
 
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as _Library
 
 MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use (262,144 tokens) take about 34 MB
-_SHORT_CHARS = 4096  # encoded within 1 ms
+_SHORT_CHARS = 4096  # longest text that is encoded within 1 ms
 _CHECK_S = 60  # wall time of a check that the kernel limits to 10 s of CPU time
 
-_CHANNELS = frozenset({"<|channel|>", "<|return|>"})  # in a vocabulary with both, ``<|end|>`` ends a message only
+_CHANNELS = frozenset({"<|channel|>", "<|return|>"})  # a vocabulary with both: ``<|end|>`` ends only a message
 
 
 class Tokenizer:

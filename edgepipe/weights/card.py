@@ -32,7 +32,7 @@ class ModelCard:
     config: ModelConfig
     template: ChatTemplate
     emulated: bool = False  # has no weights; only the emulated backend serves it
-    mix: str = ""  # of an emulated model: types of the imagined weights (``edgepipe.weights.mixes``); empty: bf16
+    mix: str = ""  # types of an emulated model's imagined weights (``edgepipe.weights.mixes``); empty: bf16
     sampling: Mapping[str, float] = field(default_factory=dict[str, float])  # defaults by parameter name
 
     def to_json(self) -> bytes:

@@ -174,7 +174,7 @@ def _q3_k(blocks: Blocks, out: Parts) -> None:
         scales = (four | (two << np.uint32(4))).view(np.uint8) - np.uint8(32)
         out.factor[:, 4 * step : 4 * step + 4] = scales.view(np.int8).reshape(-1, 4)
     words, mask = _words(blocks["qs"]), _words(blocks["hmask"])
-    masks = np.stack([mask, mask >> _U64(4)], axis=1)  # of the first and the second 128 values
+    masks = np.stack([mask, mask >> _U64(4)], axis=1)  # masks of the first and the second 128 values
     low = out.low.reshape(-1, 2, 4, 16)
     for step in range(4):
         codes = (words >> _U64(2 * step)) & _U64(0x0303030303030303)

@@ -29,7 +29,7 @@ from edgepipe.weights.permuted_rows import PermutedRows
 
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",
-    "token_embd_norm.weight": "model.norm.weight",  # of LFM2, in spite of its name
+    "token_embd_norm.weight": "model.norm.weight",  # LFM2's last norm, in spite of its name
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
@@ -58,15 +58,15 @@ _PART = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 _WITHOUT_SUFFIX = ("ssm_a", "ssm_d")
-_OF_EXPERTS = ("ffn_gate", "ffn_up", "ffn_down")  # as early files name those of one expert
-_BARE = {  # have no suffix here
+_OF_EXPERTS = ("ffn_gate", "ffn_up", "ffn_down")  # early files name the matrices of one expert so
+_BARE = {  # these have no suffix here
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.router.correction",
     "ffn_gate_inp.scale": "mlp.router.input_scale",
     "ffn_down_exps.scale": "mlp.router.expert_scale",
     "layer_output_scale.weight": "layer_scalar",
 }
-_LAYER = re.compile(  # with an expert's number; states' decays have no suffix
+_LAYER = re.compile(  # experts have a number; states' decays have no suffix
     r"blk\.(\d{1,5})\.((?:shortconv\.)?[a-z_12]{1,40})(?:\.(\d{1,4}))?(?:\.(weight|bias|scale))?"
 )
 _QUERY_KEY = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
@@ -128,7 +128,7 @@ class JoinedGguf:
         names = gguf_names(first.metadata, file=first_name)
         self.metadata: Mapping[str, GgufValue] = first.metadata
         self.tensors: dict[str, tuple[str, GgufTensor]] = {}  # file and description, by GGUF's name
-        self.places: dict[str, GgufPlace] = {}  # by Hugging Face's name
+        self.places: dict[str, GgufPlace] = {}  # place of each tensor by Hugging Face's name
         for file, header in headers.items():
             self.tensors |= {name: (file, tensor) for name, tensor in header.tensors.items()}
             for name, place in tensor_places(header, names, file=file).items():

@@ -28,7 +28,7 @@ MAX_HEADER_BYTES = 64 << 20  # a vocabulary of 262,144 tokens with its merges an
 MAX_ENTRIES = 4096  # real files have about 30 to 80
 MAX_TENSORS = 65_536  # the largest mixture-of-experts files have below 5,000
 MAX_ARRAY_ITEMS = 4_000_000  # vocabularies end at 262,144, merges at about 600,000
-MAX_ARRAY_STRINGS = 2_000_000  # in all arrays together: a short string takes 60 bytes in memory, 10 in the file
+MAX_ARRAY_STRINGS = 2_000_000  # limit of all arrays together: a short string takes 60 bytes in memory, 10 in the file
 MAX_ITEM_BYTES = 64 << 10  # a string in an array; tokens stay below 1 KB
 MAX_KEY_BYTES = 65_535  # the format's own limit
 MAX_STRING_BYTES = 16 << 20  # chat templates stay below 100 KB
@@ -58,7 +58,7 @@ _OTHER_TYPES = {  # withdrawn from ggml, or never meant for weights; other forks
     38: "IQ4_NL_8_8",
     41: "Q1_0",
 }
-_SHOWN_CHARS = 300  # of an error's fact; keys and names in it may be long
+_SHOWN_CHARS = 300  # longest fact of an error; keys and names in it may be long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class GgufTensor:
     name: str
     shape: tuple[int, ...]
     block: BlockType
-    offset: int  # of the data, bytes from the file's start
+    offset: int  # place of the data, bytes from the file's start
     num_bytes: int
 
 
@@ -119,7 +119,7 @@ class _Reader:
         self._end = min(size, MAX_HEADER_BYTES)
         self.size = size
         self.position = 0
-        self.strings_left = MAX_ARRAY_STRINGS  # for all further arrays
+        self.strings_left = MAX_ARRAY_STRINGS  # strings that all further arrays may have together
 
     @property
     def left(self) -> int:

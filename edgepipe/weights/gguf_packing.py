@@ -19,9 +19,9 @@ from edgepipe.weights.dequantise import block_values
 from edgepipe.weights.gguf_blocks import LAYOUTS, BlockLayout, Parts
 
 _FLOATS = ("F32", "F16", "BF16")
-_CHUNK_BYTES = 256 << 10  # of blocks unpacked at once: they and their words stay in a core's cache
+_CHUNK_BYTES = 256 << 10  # bytes of blocks that are unpacked at once: they and their words stay in a core's cache
 _MOST_THREADS = 4  # more would wait for the interpreter
-_WIDE_CHUNK_VALUES = 1 << 18  # widened at once, of the types that are requantised
+_WIDE_CHUNK_VALUES = 1 << 18  # values of requantised types that are widened at once
 _REQUANTISED = PackedForm(bits=8, group=32, offset="zero")
 
 

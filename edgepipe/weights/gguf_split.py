@@ -30,9 +30,9 @@ class PartName:
     """A part's file name, taken apart."""
 
     stem: str
-    number: int  # from 1
+    number: int  # number of the part, from 1
     count: int
-    of: str = "-of-"  # as it is written: some systems give names in capitals
+    of: str = "-of-"  # word between the numbers: some systems give names in capitals
     suffix: str = ".gguf"
 
     def file_name(self, number: int) -> str:

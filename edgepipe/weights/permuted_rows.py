@@ -28,7 +28,7 @@ class PermutedRows:
     """Sizes of a permuted tensor."""
 
     row_bytes: int
-    pairs: int  # of a head
+    pairs: int  # rotary pairs of a head
 
     @classmethod
     def of(cls, info: TensorInfo, num_heads: int) -> PermutedRows:
@@ -62,7 +62,7 @@ class PermutedRows:
         if first % head == 0 and (end - first) % head == 0:
             data = read_bytes(first * self.row_bytes, (end - first) * self.row_bytes)
             return unpermute_rows(data, end - first, (end - first) // head)
-        start = first // head * head  # of the head
+        start = first // head * head  # first row of the head
         upper, pair = divmod(first - start, self.pairs)
         count = 2 * (end - first) - 1  # rows from the first pair's row to the last pair's
         data = read_bytes((start + 2 * pair + upper) * self.row_bytes, count * self.row_bytes)

@@ -22,7 +22,7 @@ class RepackedPlace:
 
     folder: Path  # may be missing; its parent exists
     source: str  # identifies the content of the model's files
-    model_bytes: int  # of the model's tensors on this disk
+    model_bytes: int  # bytes of the model's tensors on this disk
 
 
 @runtime_checkable

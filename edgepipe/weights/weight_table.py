@@ -21,7 +21,7 @@ from edgepipe.spec.tensors import WeightInfo, WeightSource
 LayerForms = tuple[tuple[str, PackedForm], ...]
 """Packed weights of one layer by their name within it ("mlp.up_proj.weight"), sorted; all others are floats."""
 
-MAX_TABLE_BYTES = 1 << 20  # of the JSON; a model of 126 layers that all differ takes about 30 kB
+MAX_TABLE_BYTES = 1 << 20  # limit of the JSON; a model of 126 layers that all differ takes about 30 kB
 
 _IN_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
 _WHAT = "the description of the model's weights"
@@ -38,7 +38,7 @@ class WeightTable:
     classes: tuple[LayerForms, ...] = ()
     layers: tuple[int, ...] = ()  # class of each layer; further layers hold floats
     embedding: PackedForm | None = None
-    head: PackedForm | None = None  # of a head that is not the embedding
+    head: PackedForm | None = None  # form of a head that is not the embedding
     float32_experts: tuple[int, ...] = ()  # classes with experts that, as floats, need 32 bits
 
     @property

@@ -43,7 +43,7 @@ from edgepipe.weights.tensor_folder import TENSOR_FOLDER, TensorFolder, complete
 
 logger = logging.getLogger(__name__)
 
-MIX_KEY = "edgepipe_mix"  # in config.json of an emulated model: types of the imagined weights
+MIX_KEY = "edgepipe_mix"  # key of an emulated model's config.json: types of the imagined weights
 
 
 class TensorFiles(Protocol):

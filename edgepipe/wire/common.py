@@ -11,7 +11,7 @@ from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.v1 import common_pb2 as pb
 
-MAX_HELLO_CHARS = 256  # per name in a hello; ids have 52, names for people at most 63
+MAX_HELLO_CHARS = 256  # length of each name in a hello; ids have 52, names for people at most 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Hello:
     node_id: str = ""
     node_name: str = ""
     cluster_id: str = ""
-    cluster_name: str = ""  # of nodes: the cluster's name for people
+    cluster_name: str = ""  # the cluster's name for people, which nodes send
     role: str  # "node" | "engine" | "stage" | "gateway" | "cli"
 
 

@@ -14,10 +14,10 @@ from edgepipe.wire.plans import Registration
 from edgepipe.wire.requests import Submission
 from edgepipe.wire.sizes import MAX_END_IDS
 
-MAX_CHOICES = 128  # per request, as in OpenAI's API
+MAX_CHOICES = 128  # choices per request, as in OpenAI's API
 MAX_STOP_IDS = 64
 MAX_SCORES = 1 << 20  # log-probabilities of prompt and output in one request: 8 MB each, 60 MB as JSON
-MAX_REQUEST_IDS = 1_250_000  # of a prompt and all choices' output: another attempt sends them in one message
+MAX_REQUEST_IDS = 1_250_000  # ids of a prompt and all choices' output: another attempt sends them in one message
 MAX_ID_BYTES = 256  # length of a request's id
 _WIRE_MAX = (1 << 32) - 1  # largest integer on the wire
 

@@ -77,10 +77,10 @@ class NodeState:
     version: int = 0  # grows with every change of this message
     gateways: tuple[bytes, ...] = ()  # certificates of its gateway and of commands that call engines
     serves: tuple[ServeRecord, ...] = ()
-    draining: bool = False  # it takes no new work, and its work moves away
+    draining: bool = False  # the node takes no new work, and its work moves away
     silent: tuple[str, ...] = ()  # ids of known nodes that it does not hear
-    sleeps_soon: bool = False  # its machine is about to sleep: silence from now on is sleep, not death
-    leaving: bool = False  # it stops as soon as its work has moved, or a time is over
+    sleeps_soon: bool = False  # the machine is about to sleep: silence from now on is sleep, not death
+    leaving: bool = False  # the node stops as soon as its work has moved, or a time is over
     disk_free_bytes: int = 0  # free bytes on the disk of models
 
     @property
@@ -95,10 +95,10 @@ class MemberState:
 
     node: NodeState
     state: str = ""  # "alive" | "suspect" | "dead" | "left"
-    rtt_ms: float = 0.0  # from the asked node
+    rtt_ms: float = 0.0  # round trip from the asked node
     self: bool = False
     gap_ms: float = 0.0  # 99th percentile between its heartbeats over two minutes, seen from the asked node
-    clock_skew_ms: float = 0.0  # its wall clock minus the asked node's
+    clock_skew_ms: float = 0.0  # the node's wall clock minus the asked node's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class Neighbour:
 class RefusedPeer:
     """A node that was found and refused: another cluster, or another version of the protocol."""
 
-    peer: str = ""  # its address or name
+    peer: str = ""  # the peer's address or name
     error: EdgepipeError
 
 
@@ -162,7 +162,7 @@ class ClusterStatus:
     discovery_problem: str = ""  # empty: multicast seems to work
     removed: bool = False  # this node was removed from its cluster
     trust_damage: str = ""  # empty: the trust store is intact
-    unwritten: tuple[str, ...] = ()  # what this node cannot write to its disk, and why
+    unwritten: tuple[str, ...] = ()  # files that this node cannot write to its disk, and why
     num_tasks: int = 0  # tasks of the daemon's event loop; grows with served models, not with time
 
 
@@ -191,14 +191,14 @@ class ClusterView:
 class Beat:
     """One heartbeat."""
 
-    hello: Hello | None = None  # in the first beat of a stream
+    hello: Hello | None = None  # sent in the first beat of a stream
     sequence: int = 0
     echo: int = 0  # highest sequence seen from the other side
     echo_delay_us: int = 0  # time since it came
     state: NodeState | None = None  # sent when it changed, and at least every two seconds
     known: tuple[Introduction, ...] = ()  # other members: one working address leads to all
     leaving: bool = False
-    sleeping: bool = False  # its machine is about to sleep and keeps its state
+    sleeping: bool = False  # the machine is about to sleep and keeps its state
     trust_digest: bytes = b""  # digest of the sender's trust store; sent when it changed, and with every state
     trust: TrustSet | None = None  # statements that the other side lacks, a piece at a time
     trust_keys: tuple[bytes, ...] = ()  # keys of all the sender's statements; sent when the digests differ

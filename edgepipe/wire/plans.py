@@ -37,18 +37,18 @@ class PipelineSpec:
 
     pipeline_id: PipelineId
     epoch: Epoch
-    slices: tuple[Slice, ...]  # of this stage
-    num_slices: int  # of the pipeline
+    slices: tuple[Slice, ...]  # slices of this stage
+    num_slices: int  # slices of the whole pipeline
     hidden_size: int
     activation_type: ActivationType
     num_blocks: int
     block_size: int  # tokens
-    window_blocks: tuple[int, ...] = ()  # of each windowed memory class; empty: all layers keep the context
-    state_slots: int = 0  # of recurrent layers; 0: the model has none
+    window_blocks: tuple[int, ...] = ()  # blocks of each windowed memory class; empty: all layers keep the context
+    state_slots: int = 0  # slots of recurrent layers' states; 0: no layer is recurrent
     next_address: str  # HOST:PORT of the stage with the next slice; "" for the last
     max_in_flight: int  # steps
     step_deadline_ms: int
-    next: Neighbour | None = None  # at ``next_address``
+    next: Neighbour | None = None  # identity of the stage at ``next_address``
     previous: Neighbour | None = None  # the stage that sends activations
 
 
@@ -67,8 +67,8 @@ class OpenRing:
 class NewWindow:
     """New blocks of one windowed memory class of a sequence."""
 
-    number: int  # of the windowed class, from 0
-    place: int  # of the run's first block in the sequence
+    number: int  # number of the windowed class, from 0
+    place: int  # place of the run's first block in the sequence
     run: BlockRun
 
 
@@ -82,7 +82,7 @@ class PlanRow:
     sample: bool = False  # sample a token from the last token's logits
     new_blocks: tuple[BlockRun, ...] = ()  # appended to the sequence's block table
     new_windows: tuple[NewWindow, ...] = ()  # appended to its tables of windowed classes
-    state: RowState | None = None  # of a model with recurrent layers
+    state: RowState | None = None  # slots of its state; None: no layer is recurrent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class StepPlan:
 
     epoch: Epoch
     step: StepId
-    last_slice: int  # its stage sends StepDone
+    last_slice: int  # the stage of this slice sends StepDone
     rows: tuple[PlanRow, ...] = ()
     token_ids: tuple[int, ...] = ()  # [T], only for the stage that embeds
     registers: tuple[SequenceId, ...] = ()  # sequences that begin in this step; applied before the rows
@@ -150,12 +150,12 @@ class StepTiming:
     started_us: int  # stage's monotonic clock: submitted, and the previous step done
     wait_us: int = 0  # device idle before it
     prepare_us: int = 0
-    compute_us: int = 0  # from ``started_us`` until collect returned
+    compute_us: int = 0  # time from ``started_us`` until collect returned
     sample_us: int = 0
-    send_queue_us: int = 0  # of the previous step
-    upload_us: int = 0  # of the previous step
-    queued_us: int = 0  # from plan and inputs ready until ``started_us``
-    expert_share: float = 0.0  # of a layer's experts that the step read, mean of its layers; 0: not counted
+    send_queue_us: int = 0  # the previous step's wait in the send queue
+    upload_us: int = 0  # the previous step's upload
+    queued_us: int = 0  # time from plan and inputs ready until ``started_us``
+    expert_share: float = 0.0  # share of a layer's experts that the step read, mean of its layers; 0: not counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -436,7 +436,7 @@ def registrations_from_wire(message: stage_pb2.Registrations) -> Registrations:
     )
 
 
-_HEAD_BYTES = 256  # all numbers of a registration
+_HEAD_BYTES = 256  # size of all numbers of a registration
 _BIAS_BYTES = ID_BYTES + 8
 _FIELD_BYTES = 16  # overhead of a part, or of the message's field
 _PART_IDS = PACKED_BYTES // 2 // ID_BYTES  # the other half is for the rest, mainly a grammar

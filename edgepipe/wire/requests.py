@@ -24,7 +24,7 @@ class Submission:
     attempt: int = 1
     prompt: tuple[int, ...]
     num_choices: int = 1
-    generated: tuple[tuple[int, ...], ...] = ()  # per choice, output of earlier attempts; never sampled again
+    generated: tuple[tuple[int, ...], ...] = ()  # output of earlier attempts per choice; never sampled again
     max_tokens: int = 0  # output tokens per choice, including ``generated``; 0: up to the context length
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()

@@ -23,8 +23,8 @@ class DaemonPlanner:
 
     def __init__(self, link: DaemonLink) -> None:
         self._link = link
-        self._question = 0  # number of the newest
-        self._answer: asyncio.Future[PlanMade] | None = None  # to the newest question, while it is awaited
+        self._question = 0  # number of the newest question
+        self._answer: asyncio.Future[PlanMade] | None = None  # answer to the newest question, while it is awaited
 
     async def plan(
         self,

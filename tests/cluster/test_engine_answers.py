@@ -107,9 +107,9 @@ async def test_choices_share_a_prompt_and_draw_apart() -> None:
         hot = SamplingParams(temperature=50.0, seed=7)
         gateway.send(submission("a", prompt_of(5, 12), 12, num_choices=3, sampling=hot))
         gateway.send(submission("b", prompt_of(5, 12), 12, num_choices=3, sampling=hot))
-        told = {name: [(await gateway.ended(name, choice=choice)).ids for choice in range(3)] for name in "ab"}
-        assert told["a"] == told["b"]
-        assert len({tuple(ids) for ids in told["a"]}) == 3
+        answers = {name: [(await gateway.ended(name, choice=choice)).ids for choice in range(3)] for name in "ab"}
+        assert answers["a"] == answers["b"]
+        assert len({tuple(ids) for ids in answers["a"]}) == 3
 
 
 async def test_several_gateways_are_kept_apart() -> None:

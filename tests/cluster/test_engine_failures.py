@@ -184,9 +184,9 @@ async def test_with_a_broken_device_users_are_told_soon_and_served_again_once_it
             assert error.node == "node1"
         assert [request.fresh for request in lab.nodes[1].prepared][:3] == [False, True, True]
         assert len(lab.nodes[1].prepared) <= 5, "it is not tried more often than makes sense"
-        told = next(state for state in lab.states if state.state == "waiting")
-        assert [(one.node_id, one.other_id) for one in told.left_out] == [("node1", None)]
-        assert "does not compute" in told.left_out[0].reason
+        waiting = next(state for state in lab.states if state.state == "waiting")
+        assert [(excluded.node_id, excluded.other_id) for excluded in waiting.left_out] == [("node1", None)]
+        assert "does not compute" in waiting.left_out[0].reason
         backend.mended = True
         await lab.until(lambda: lab.engine.state().state == "ready")
         gateway.send(submission("c", PROMPT, 20))
@@ -242,9 +242,9 @@ async def test_r1_a_device_that_runs_out_of_memory_once_costs_no_token() -> None
         gateway.send(*(submission(name, prompt, 30) for name, prompt in prompts.items()))
         for name, prompt in prompts.items():
             assert (await gateway.ended(name)).ids == oracle_tokens(prompt, 30)
-        told = next(state for state in lab.states if state.state == "recovering")
-        assert isinstance(told.error, DeviceOutOfMemory)
-        assert told.error.node == "node1"
+        recovering = next(state for state in lab.states if state.state == "recovering")
+        assert isinstance(recovering.error, DeviceOutOfMemory)
+        assert recovering.error.node == "node1"
         assert lab.engine.state().state == "ready"
 
 
@@ -258,9 +258,9 @@ async def test_after_a_stages_fault_its_node_is_named_and_the_answer_goes_on() -
         session.fault(PeerClosed("the stage is shutting down"))
         answer = await gateway.ended("a")
         assert answer.ids == oracle_tokens(PROMPT, 40)
-        told = next(state for state in lab.states if state.state == "recovering")
-        assert isinstance(told.error, PeerClosed)
-        assert (told.error.stage, told.error.node) == ("stage 1", "node1")
+        recovering = next(state for state in lab.states if state.state == "recovering")
+        assert isinstance(recovering.error, PeerClosed)
+        assert (recovering.error.stage, recovering.error.node) == ("stage 1", "node1")
         assert (lab.engine.state().state, lab.engine.state().error) == ("ready", None)
 
 

@@ -75,10 +75,12 @@ async def test_a_stage_that_dies_idle_each_time_is_started_again_after_growing_p
         for _ in range(4):
             await dies(lab, after_steps=0)
             await lab.until(lambda: lab.engine.state().state == "ready")
-        told = [state for state in lab.states if "the next attempt is in" in state.message]
-        assert {state.state for state in told} >= {"recovering", "waiting"}
-        assert all("the next attempt is in 1 s" in state.message for state in told), [state.message for state in told]
-        assert any("the stage is shutting down" in state.message for state in told)
+        pausing = [state for state in lab.states if "the next attempt is in" in state.message]
+        assert {state.state for state in pausing} >= {"recovering", "waiting"}
+        assert all("the next attempt is in 1 s" in state.message for state in pausing), [
+            state.message for state in pausing
+        ]
+        assert any("the stage is shutting down" in state.message for state in pausing)
         [left_out] = lab.engine.state().left_out
         assert (left_out.node_id, "keeps ending the pipeline" in left_out.reason) == ("node1", True)
         gateway = await lab.gateway()

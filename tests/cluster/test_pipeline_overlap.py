@@ -71,21 +71,21 @@ async def test_a_stalled_network_does_not_stop_the_stage_before_it() -> None:
 
 
 async def test_cuts_between_stages_change_no_token() -> None:
-    async with stages(3) as local, tcp_proxy(local.addresses[1]) as one, tcp_proxy(local.addresses[2]) as two:
-        local.addresses[1:] = [one.address, two.address]
+    async with stages(3) as local, tcp_proxy(local.addresses[1]) as first, tcp_proxy(local.addresses[2]) as second:
+        local.addresses[1:] = [first.address, second.address]
         async with local.open(epoch(1)) as driver:
             engine = SmallEngine(driver)
             sequences = [engine.new(prompt) for prompt in PROMPTS]
             for _ in range(4):
-                one.cut()
+                first.cut()
                 await engine.generate([sequences[:2], sequences[2:]], len(sequences[0].generated) + 4)
-                two.cut_after(100)
+                second.cut_after(100)
                 await engine.generate([sequences[:2], sequences[2:]], len(sequences[0].generated) + 4)
             for sequence, prompt in zip(sequences, PROMPTS, strict=True):
                 wanted = oracle.generate(prompt, len(sequence.generated), CONFIG, ignore_eos=True)
                 assert sequence.generated == wanted
-            assert one.connections >= 4
-            assert two.connections >= 4
+            assert first.connections >= 4
+            assert second.connections >= 4
 
 
 async def test_a_plan_that_comes_after_its_activations_is_joined_with_them() -> None:

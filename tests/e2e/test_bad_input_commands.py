@@ -77,9 +77,9 @@ def here(shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     def run(command: str) -> Done:
         with pytest.raises(SystemExit) as ended:
             main(command.split())
-        told = capsys.readouterr()
+        printed = capsys.readouterr()
         assert isinstance(ended.value.code, int)
-        return Done(command, ended.value.code, told.out, told.err)
+        return Done(command, ended.value.code, printed.out, printed.err)
 
     return run
 

@@ -97,7 +97,7 @@ def test_a_model_that_fits_nowhere_is_exit_6_and_says_what_is_missing_where(tmp_
 
 def test_a_second_node_where_one_runs(home: tuple[Shell, Node], tmp_path: Path) -> None:
     shell, node = home
-    port, http_port = node.address.rpartition(":")[2], str(node.told["http_port"])
+    port, http_port = node.address.rpartition(":")[2], str(node.ready["http_port"])
     common = ("node", "start", "--backend", "none", "--no-discovery")
     pid = str(node.process.pid)
     error_of(shell.run(*common, "--port", "0"), 2, str(shell.data_dir), f"process id is {pid}", "--data-dir")
@@ -106,7 +106,7 @@ def test_a_second_node_where_one_runs(home: tuple[Shell, Node], tmp_path: Path) 
     error_of(other.run(*common, "--port", "0", "--http-port", http_port), 1, f"port {http_port}", "--http-port")
     assert not socket_path(other.data_dir).exists()
     assert not (other.data_dir / "daemon.lock").exists()
-    assert shell.status()["node_id"] == node.told["node_id"]
+    assert shell.status()["node_id"] == node.ready["node_id"]
 
 
 def test_a_port_of_another_program_as_a_script_sees_it(tmp_path: Path) -> None:

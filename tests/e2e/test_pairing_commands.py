@@ -131,9 +131,9 @@ def test_two_machines_pair_as_the_host_s_person_says_and_one_is_removed(tmp_path
             removed = host.run("peers", "remove", "studio-2", "--yes")
             assert removed.returncode == 0, removed.stderr
             other.until(lambda status: status["removed"] and len(status["members"]) == 1)
-        told = host.run("peers", "log").stdout
+        events = host.run("peers", "log").stdout
         for kind in ("founded", "pairing failed", "paired", "added", "removed"):
-            assert kind in told
+            assert kind in events
 
 
 @pytest.mark.long

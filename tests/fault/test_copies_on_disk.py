@@ -31,21 +31,21 @@ async def test_a_survivor_with_copies_serves_alone_what_it_never_served(nodes: N
     await asyncio.gather(*(node.until(lambda status: idle(status, 2)) for node in (a, b)))
     await a.serve("tiny", plan="a:0-2,b:3-5")
     await answers(b)
-    assert [one.fewest for one in copies_of((await a.status()).members).values()] == [1]
+    assert [copies.fewest for copies in copies_of((await a.status()).members).values()] == [1]
     stream = Stream(PROMPT, 3000)
     async with asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(stream.run(b.http_port))
         await stream.has(20)
         made = await replicate(b, copies=2)
-        assert [(one.node_name, one.bytes_done == one.bytes_total > 0) for one in made.copies] == [("b", True)]
-        assert [one.fewest for one in copies_of((await b.status()).members).values()] == [2]
+        assert [(copy.node_name, copy.bytes_done == copy.bytes_total > 0) for copy in made.copies] == [("b", True)]
+        assert [copies.fewest for copies in copies_of((await b.status()).members).values()] == [2]
         assert (await replicate(b, copies=2)).copies == ()
         with pytest.raises(PlanInvalid, match="3 copies need 3 nodes"):
             await replicate(b, copies=3)
         cut_power(a)
         await stream.goes_on()
         asking.cancel()
-    status = await b.until(lambda status: [one.state for one in status.engines] == ["ready"])
+    status = await b.until(lambda status: [engine.state for engine in status.engines] == ["ready"])
     assert [stage.node_name for stage in status.engines[0].stages] == ["b"]
 
 
@@ -74,7 +74,7 @@ async def test_what_no_living_machine_has_comes_from_the_hub_and_the_answer_goes
             cut_power(a)
             await stream.goes_on()
             asking.cancel()
-    status = await b.until(lambda status: [one.state for one in status.engines] == ["ready"])
+    status = await b.until(lambda status: [engine.state for engine in status.engines] == ["ready"])
     assert [stage.node_name for stage in status.engines[0].stages] == ["b"]
     assert {name for name, _ in hub.asked} == {"model.safetensors"}
     lost = tensor_names(CONFIG, make_slices([LayerRange(0, 3), LayerRange(3, 6)], 6)[:1])

@@ -54,7 +54,7 @@ async def test_a_request_whose_steps_crash_stages_is_refused_at_the_third_time(n
             status = await node.until(lambda status, epoch=epoch: computes(status, epoch))
             stage = serving_stage(status)
             stage.send_signal(signal.SIGSEGV)
-            await node.until(lambda status, pid=stage.pid: pid not in [one.pid for one in status.children])
+            await node.until(lambda status, pid=stage.pid: pid not in [child.pid for child in status.children])
     assert stream.error is not None
     assert "crashed" in stream.error["message"]
     assert stream.ids == expected(PROMPT, len(stream.ids))
@@ -65,4 +65,4 @@ async def test_a_request_whose_steps_crash_stages_is_refused_at_the_third_time(n
 
 def computes(status: ClusterStatus, epoch: int) -> bool:
     """Whether a step is under way in that epoch."""
-    return [(one.epoch.counter, bool(one.in_flight)) for one in status.engines] == [(epoch, True)]
+    return [(engine.epoch.counter, bool(engine.in_flight)) for engine in status.engines] == [(epoch, True)]

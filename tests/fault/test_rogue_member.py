@@ -169,7 +169,7 @@ async def attacked_cluster(nodes: Nodes) -> AsyncGenerator[Cluster]:
         start_rogue(rogue_dir, honest, former_owner=former_owner, owner=owner) as rogue,
         asyncio.TaskGroup() as tasks,
     ):
-        running = [tasks.create_task(one.run()) for one in (*chats, watch, Caller(caller, honest))]
+        running = [tasks.create_task(actor.run()) for actor in (*chats, watch, Caller(caller, honest))]
         await asyncio.gather(*(node.until(lambda status: len(status.members) == 4) for node in honest))
         await asyncio.gather(*(chat.goes_on() for chat in chats))
         watch.remember()

@@ -17,7 +17,9 @@ _MOST_KILLS = 12
 
 def engine_in(status: ClusterStatus, *, after_epoch: int) -> EngineState | None:
     """The engine, if an epoch after that one serves."""
-    return next((one for one in status.engines if one.state == "ready" and one.epoch.counter > after_epoch), None)
+    return next(
+        (engine for engine in status.engines if engine.state == "ready" and engine.epoch.counter > after_epoch), None
+    )
 
 
 async def kill_stage(node: Node, epoch: int) -> None:

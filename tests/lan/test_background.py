@@ -54,7 +54,7 @@ class Machine:
             while True:
                 done = await self.host.run([*self._command, "status", "--json"], timeout_s=_STEP_S, env=self._environ)
                 members = json.loads(done.stdout)["members"] if done.exit_code in (0, 8) else []
-                alive = [one["node"] for one in members if one["state"] == "alive"]
+                alive = [member["node"] for member in members if member["state"] == "alive"]
                 if wanted({node["name"]: node["address"].rpartition(":")[0] for node in alive}):
                     return
                 await asyncio.sleep(LOOK_S)

@@ -77,8 +77,8 @@ async def drop(host: LanHost, rule: str) -> None:
         ["nft", "add", "chain", "inet", "t", "c", "{ type filter hook input priority 0 ; }"],
         ["nft", "add", "rule", "inet", "t", "c", *rule.split(), "drop"],
     ]
-    for one in rules:
-        done = await host.run(one)
+    for command in rules:
+        done = await host.run(command)
         assert done.exit_code == 0, done.stderr
 
 
@@ -102,21 +102,21 @@ async def test_everything_in_the_way_of_a_peer_is_told_from_the_rest() -> None:
         peers = [part for name in at if name != "here" for part in ("--peer", at[name])]
         code, findings = await doctor(lan.host("here"), *peers)
 
-    def told(name: str, what: str) -> tuple[str, str, str]:
+    def facts_of(name: str, what: str) -> tuple[str, str, str]:
         finding = findings[f"peer.{at[name]}.{what}"]
         return finding["level"], finding["what"], finding["fact"]
 
     assert code == 8
     for what in ("tcp", "handshake", "ports"):
-        assert told("good", what)[0] == "ok"
-    assert told("range", "handshake")[0] == "ok"
-    assert told("range", "ports")[2] == f"no answer at {PORT + 3}"
-    assert f"a firewall on {at['firewall']} drops" in told("firewall", "tcp")[1]
-    assert "no node runs" in told("nothing", "tcp")[1]
-    assert "client isolation" in told("nobody", "tcp")[1]
-    assert "no edgepipe node" in told("mail", "handshake")[1]
-    assert "sends no data" in told("silent", "handshake")[1]
-    assert told("narrow", "mtu") == (
+        assert facts_of("good", what)[0] == "ok"
+    assert facts_of("range", "handshake")[0] == "ok"
+    assert facts_of("range", "ports")[2] == f"no answer at {PORT + 3}"
+    assert f"a firewall on {at['firewall']} drops" in facts_of("firewall", "tcp")[1]
+    assert "no node runs" in facts_of("nothing", "tcp")[1]
+    assert "client isolation" in facts_of("nobody", "tcp")[1]
+    assert "no edgepipe node" in facts_of("mail", "handshake")[1]
+    assert "sends no data" in facts_of("silent", "handshake")[1]
+    assert facts_of("narrow", "mtu") == (
         "warning",
         f"{at['narrow']}: a device on the path allows only smaller packets",
         "1300 bytes instead of 1500",

@@ -28,9 +28,10 @@ class EmulatedCluster:
 
     devices: Sequence[str]  # keys of the device table; node i is called a, b, c, ...
     model: str  # model to imitate: qwen2.5-32b:q4_k_m
-    config: ModelConfig  # from the table of shapes
-    link: str = ""  # of every node, such as 1gbit,0.3ms; empty: this machine's loopback
-    settings: Mapping[str, str] = field(default_factory=dict[str, str])  # of all devices: {"jitter": "0.05"}
+    config: ModelConfig  # the model's shape
+    link: str = ""  # emulated link of every node, such as 1gbit,0.3ms; empty: this machine's loopback
+    # Settings that all devices share: {"jitter": "0.05"}.
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
     mix: str = ""  # types of the weights (edgepipe.weights.mixes); empty: bf16
     vocab_size: int | None = None  # None: the smallest, because logits of 150,000 tokens cost host time
 

@@ -35,7 +35,7 @@ class BenchRun:
 
     workload: Workload
     label: str
-    settings: Mapping[str, str]  # for the report
+    settings: Mapping[str, str]  # settings that the report shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,8 @@ _SPINS_PER_S = 8
 _KEPT = "\n\t"  # control characters that an answer may contain
 _ERASE_LINE = "\r\x1b[K"
 _THINKING = "thinking"
-_THOUGHT_LINES = 6  # of reasoning that folds, drawn while it arrives
-_THOUGHT_CHARS = 4096  # kept for them
+_THOUGHT_LINES = 6  # lines of folded reasoning that are drawn while it arrives
+_THOUGHT_CHARS = 4096  # characters kept for these lines
 
 Thinking = Literal["fold", "show", "hide"]
 """Reasoning on the screen: its last lines until it ends and then one line, all of it, or none."""

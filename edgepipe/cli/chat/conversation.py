@@ -37,7 +37,7 @@ class ChatSettings:
     temperature: float | None = None
     seed: int | None = None
     as_json: bool = False
-    markdown: bool = True  # on a terminal only
+    markdown: bool = True  # format Markdown if the output is a terminal
     thinking: Thinking = "fold"
 
     def options(self) -> dict[str, Any]:
@@ -54,9 +54,9 @@ class Answer:
     finish_reason: str
     num_tokens: int
     num_prompt_tokens: int
-    first_word_s: float  # of the reasoning, if there is any
-    thought_s: float = 0.0  # from the first word of the reasoning to the first of the answer
-    tokens_per_s: float  # after the first token; 0: too short to measure
+    first_word_s: float  # time to the first word, of the reasoning if there is any
+    thought_s: float = 0.0  # time from the first word of the reasoning to the first of the answer
+    tokens_per_s: float  # rate after the first token; 0: too short to measure
     num_nodes: int
     note: str = ""  # the gateway's last note on this request
     max_tokens: int | None = None  # the request's limit

@@ -22,7 +22,7 @@ _MAX_FILE_BYTES = 64 << 20  # longer than any context
 _OTHER_FILE = "/load NAME    (Tab shows the saved ones)"
 _FORMAT = "edgepipe-chat-1"
 
-_OTHER_TEMPERATURE = 0.7  # for another answer after a greedy one: greedy sampling would repeat it
+_OTHER_TEMPERATURE = 0.7  # temperature of another answer after a greedy one: greedy sampling would repeat it
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Dialogue:
     system: str
     options: dict[str, Any]
     turns: list[Message] = field(default_factory=list[Message])
-    answers: list[Answer] = field(default_factory=list[Answer])  # of this session, for ``/stats``
+    answers: list[Answer] = field(default_factory=list[Answer])  # answers of this session, which ``/stats`` shows
     taken_back: Message | None = None  # the old answer, restored if no new answer arrives
     history: str = HISTORY[0]  # policy for the oldest turns when the context is full
     first: int = 0  # index of the first turn to send

@@ -18,7 +18,7 @@ class ResizedLive(Live):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._lengths: list[int] = []  # of the lines drawn last, in columns
+        self._lengths: list[int] = []  # widths of the lines drawn last, in columns
 
     def refresh(self) -> None:
         """Draw the picture in place of the last one."""

@@ -29,7 +29,7 @@ class Talk:
     data_dir: Path
     target: Target
     dialogue: Dialogue
-    model_names: tuple[str, ...] = ()  # for completion, as far as known
+    model_names: tuple[str, ...] = ()  # known names that Tab completes
     again: bool = False  # regenerate the answer to the last question
     over: bool = False
 
@@ -39,7 +39,7 @@ class Command:
     """One slash command."""
 
     name: str
-    argument: str  # for /help
+    argument: str  # argument as /help shows it
     help: str
     run: Callable[[Talk, str], Awaitable[None]]
     values: Callable[[Talk], Sequence[str]] | None = None  # completions of its first word

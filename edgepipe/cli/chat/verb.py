@@ -15,7 +15,7 @@ from edgepipe.cli.options import DataDir, complete_known_model, data_dir_of, mod
 from edgepipe.errors import RequestInvalid
 from edgepipe.safe_text import as_utf8
 
-_STDIN_WAIT_S = 1.0  # with --prompt: an idle pipe must not stop the question
+_STDIN_WAIT_S = 1.0  # longest wait for stdin beside --prompt: an idle pipe must not stop the question
 _MAX_STDIN_CHARS = 8 << 20  # the gateway's limit
 
 

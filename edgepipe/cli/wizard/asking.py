@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 BACK = "<"
 _BACK_HINT = "(< goes back)"
-_POINTER = " »  "  # before a choice, and one spare column
+_POINTER = " »  "  # mark before a choice, and one spare column
 
 
 class Back(Exception):

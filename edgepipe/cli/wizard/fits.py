@@ -26,9 +26,9 @@ HEADING = f"{'MODEL':<{_NAME_COLUMNS}} {'SIZE':>9}  {'FITS ON':<10} ONE CHAT"
 class Fit:
     """A model to choose."""
 
-    source: str  # for ``models pull``
+    source: str  # argument of ``models pull``
     text: str  # one line for people
-    tokens_per_s: float = 0.0  # of one chat, estimated; 0: it does not fit
+    tokens_per_s: float = 0.0  # estimated rate of one chat; 0: it does not fit
 
 
 def fitting_models(status: ClusterStatus) -> tuple[list[Fit], list[Fit]]:

@@ -11,7 +11,7 @@ from edgepipe.units import format_rate
 if TYPE_CHECKING:
     from edgepipe.wire.serving import LinkProfile
 
-_HOP_BYTES = 2 * 5120  # one token of a 32B model in bf16
+_HOP_BYTES = 2 * 5120  # bytes of one token of a 32B model in bf16
 _TOKEN_MS = 40.0  # time per token of such a model on two good machines
 _FINE, _NOTICEABLE = 0.1, 0.3  # shares of a token's time
 _PROMPT_TOKENS = 1000
@@ -22,7 +22,7 @@ class Link:
     """Link between this machine and another."""
 
     rtt_ms: float
-    bytes_per_s: float = 0.0  # of the slower direction; 0: not measured
+    bytes_per_s: float = 0.0  # rate of the slower direction; 0: not measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ def link_meaning(*, rtt_ms: float, bytes_per_s: float) -> Meaning:
     if rtt_ms <= 0:
         return Meaning(text="not measured yet; see 'edgepipe status'", good=True)
     rate = f", {format_rate(bytes_per_s)}" if bytes_per_s else ""
-    added_ms = rtt_ms + (2 * _HOP_BYTES / bytes_per_s * 1e3 if bytes_per_s else 0.0)  # there and back
+    added_ms = rtt_ms + (2 * _HOP_BYTES / bytes_per_s * 1e3 if bytes_per_s else 0.0)  # a token goes there and back
     share = added_ms / _TOKEN_MS
     if share <= _FINE:
         verdict = "fine for 2 stages of a 32B model"

@@ -37,7 +37,7 @@ class Setup:
     config: Config
     settings_file: Path
     name: str = ""
-    joined: bool = False  # in this run
+    joined: bool = False  # this run of the wizard joined a cluster
     model: str = ""
     failure: EdgepipeError | None = None  # failure of a flag's request; the other steps still run
     commands: list[str] = field(default_factory=list[str])  # equivalent commands of the steps done

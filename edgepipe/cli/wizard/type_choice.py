@@ -18,9 +18,9 @@ from edgepipe.store.known_models import USUAL_TYPE
 from edgepipe.units import format_bytes
 
 _NOTHING = "nothing"
-_WORK_BYTES = 1_000_000_000  # of each machine, for a chat's KV cache and the computation
+_WORK_BYTES = 1_000_000_000  # memory of each machine for a chat's KV cache and the computation
 _TYPICAL_MODEL = "llama-3.1-8b"
-_PROBE_SHAPE = (256, 4096)  # of a weight whose size in memory is compared with its size in the file
+_PROBE_SHAPE = (256, 4096)  # shape of the weight whose size in memory is compared with its size in the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,15 +10,15 @@ from edgepipe.backend.types import DeviceProfile
 from edgepipe.errors import NoFeasiblePlacement
 from edgepipe.units import format_bytes
 
-_HOST_HEADROOM_BYTES = 1 << 30  # for the rest of a person's desktop
+_HOST_HEADROOM_BYTES = 1 << 30  # memory for the rest of a person's desktop
 _HOST_HEADROOM_FRACTION = 0.1
 _GPU_HEADROOM_BYTES = 1_500_000_000  # workspaces, fragmentation, a desktop with a browser
-_HOST_KV_FRACTION = 0.25  # of free memory: all other programs share the host's memory
+_HOST_KV_FRACTION = 0.25  # share of free memory: all other programs use the host's memory, too
 _GPU_KV_FRACTION = 0.9
 _MODEST_KV_BYTES = 512 << 20
 _MIN_KV_TOKENS = 512  # fewer cannot hold one ordinary question
-_MOST_KILLS, _KILLS_WITHIN_S = 2, 600.0  # by the system for lack of memory; then less is used
-PRESSURE_CUT = 0.8  # of what was usable before
+_MOST_KILLS, _KILLS_WITHIN_S = 2, 600.0  # kills by the system for lack of memory, after which less is used
+PRESSURE_CUT = 0.8  # factor on the usable memory
 
 
 def uses_host_memory(profile: DeviceProfile) -> bool:
@@ -55,7 +55,7 @@ class MemoryPressure:
     """Reduces a device's usable share when the system repeatedly kills stages for lack of memory."""
 
     def __init__(self) -> None:
-        self.share = 1.0  # of the memory that would be usable
+        self.share = 1.0  # share of the usable memory that is used
         self._kills: deque[float] = deque(maxlen=_MOST_KILLS)
 
     def killed(self, now_s: float) -> bool:

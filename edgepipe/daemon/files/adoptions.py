@@ -17,10 +17,10 @@ from edgepipe.errors import ModelDownloadFailed
 from edgepipe.units import format_bytes
 
 MAX_MODELS_PER_NODE = 8  # adopted for one announcing node; a home machine has one or two engines
-MAX_BYTES_PER_NODE = 256 << 20  # of these models together; a model takes 2 to 40 MB
+MAX_BYTES_PER_NODE = 256 << 20  # size of these models together; a model takes 2 to 40 MB
 MAX_ANNOUNCED = 64  # engines of one node that are considered
 MAX_FETCHES = 4  # unasked fetches at the same time, each for another node
-ADOPTED_BYTES_PER_S = 4 << 20  # of one node, on average: sets the pause before its next fetch
+ADOPTED_BYTES_PER_S = 4 << 20  # mean rate from one node: sets the pause before its next fetch
 RETRY_S = 30.0  # pause of a node after its fetch failed
 FORGET_S = 24 * 3600.0  # a model is deleted when its engine is gone for so long
 
@@ -60,7 +60,7 @@ class Adoptions:
     def __init__(
         self, *, max_models: int = MAX_MODELS_PER_NODE, retry_s: float = RETRY_S, forget_s: float = FORGET_S
     ) -> None:
-        self._max_models = max_models  # of one announcing node
+        self._max_models = max_models  # models adopted for one announcing node
         self._retry_s = retry_s
         self._forget_s = forget_s
         self._held: tuple[Adopted, ...] = ()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import psutil
 
-BUSY_SHARE = 0.2  # of all cores; beside more load, measurements say little of quieter times
+BUSY_SHARE = 0.2  # share of all cores; beside more load, measurements say little of quieter times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +15,7 @@ class ProcessorTimes:
 
     total_s: float
     idle_s: float
-    own_s: float  # of the process that measures
+    own_s: float  # time of the process that measures
 
 
 def processor_times(pid: int) -> ProcessorTimes:

@@ -27,7 +27,7 @@ _LARGE_BYTES = 256 << 10  # a frame
 _PINGS = 9
 _CALLS = 15
 _ROUND_BYTES = (1 << 20, 1 << 20, 1 << 20, 4 << 20)
-_SLOW_S = 0.2  # of one round: so slow a wire dominates all other costs
+_SLOW_S = 0.2  # a slower round ends the measurement: so slow a wire dominates all other costs
 _KEPT_S = 600.0
 _FRESH_S = 10.0  # least age of a result to be measured again: no member can keep a wire busy with requests
 _LONGEST_S = 10.0
@@ -37,7 +37,7 @@ _LONGEST_S = 10.0
 class _Measured:
     """The newest measurement of the link to a node."""
 
-    address: str  # of the node, then
+    address: str  # the node's address at that time
     at_s: float  # monotonic
     link: LinkProfile
 
@@ -51,7 +51,7 @@ class LinkProbes:
         self._clock = clock
         self._timeouts = timeouts
         self._network = network
-        self._known: dict[str, _Measured] = {}  # by node id
+        self._known: dict[str, _Measured] = {}  # newest measurement by node id
         self._busy = asyncio.Lock()  # two measurements at a time would share the wire
 
     def known(self, node_ids: Sequence[str]) -> list[LinkProfile]:

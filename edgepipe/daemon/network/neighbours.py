@@ -22,7 +22,7 @@ class Neighbours:
     def __init__(self, *, trust: TrustKeeper, dial: Dial) -> None:
         self._trust = trust
         self._dial = dial
-        self._others: OrderedDict[str, Announcement] = OrderedDict()  # by node id
+        self._others: OrderedDict[str, Announcement] = OrderedDict()  # announcements by node id
 
     def found(self, announcement: Announcement) -> None:
         """Take an announcement. It may be false: TLS checks the node's identity."""

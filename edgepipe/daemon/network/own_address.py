@@ -12,7 +12,7 @@ from edgepipe.errors import ConfigInvalid
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 2.0  # between two checks; systems have no common notification
+_PAUSE_S = 2.0  # pause between two checks; systems have no common notification
 
 
 async def follow_networks(

@@ -40,9 +40,9 @@ from edgepipe.workers.settings import ChildSettings
 logger = logging.getLogger(__name__)
 
 _MAIN = ("-m", "edgepipe.workers.main")
-_LAST_LINES = 20  # of a child's output, kept to explain its end
+_LAST_LINES = 20  # lines of a child's output that are kept to explain its end
 _MAX_LINE_BYTES = 1 << 16
-_KNOWS_S = 1.0  # for a child to confirm its peers
+_KNOWS_S = 1.0  # time that a child has to confirm its peers
 _MAX_COMMANDS = 64  # a child takes commands at once; more waiting means that it hangs
 
 
@@ -75,7 +75,7 @@ class Child:
         self.engine: Peer | None = None  # stages: the engine that may send plans
         self.on_denied: Callable[[DeniedCall], None] = lambda _denied: None
         self._introduced: tuple[IntroducedPeer, ...] | None = None
-        self._version = 0  # of the introduced peers
+        self._version = 0  # version of the introduced peers
         self._current = asyncio.Event()  # the child has confirmed the newest version
         self._commands: asyncio.Queue[ChildCommand | None] = asyncio.Queue(_MAX_COMMANDS)
 
@@ -203,7 +203,7 @@ class Child:
             self._commands.put_nowait(None)
         if not self.started.done():
             self.started.set_exception(self.error())
-            self.started.exception()  # no task may be waiting for it
+            self.started.exception()  # marks the error as seen: no task may be waiting for it
 
     def error(self) -> EdgepipeError:
         """Return why the process ended, as far as is known."""
@@ -240,7 +240,8 @@ class Children:
         self._on_denied = on_denied
         self._timeouts = timeouts
         self._clock = clock
-        self._hang_watches: dict[str, HangWatch] = {}  # by child id, from a child's first progress report on
+        # Watch of each child by its id, from its first progress report on.
+        self._hang_watches: dict[str, HangWatch] = {}
         self._children: dict[str, Child] = {}
 
     def running(self, kind: str = "") -> list[Child]:

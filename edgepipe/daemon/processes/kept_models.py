@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 20
 _MOST_MODELS = 256
-_WRITE_S = 1.0  # between two writes: gateways report each use of a model
+_WRITE_S = 1.0  # pause between two writes: gateways report each use of a model
 
 
 class KeptModelsFile:

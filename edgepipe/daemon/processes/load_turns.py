@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MOST_LOADING = 5  # models loaded at the same time
-MOST_PER_OWNER = 4  # of them for one key, so that the loads of one user leave room for another's
+MOST_PER_OWNER = 4  # models that one key loads, so that the loads of one user leave room for another's
 MOST_WAITING = 32
 PATIENCE_S = 120.0  # a model that no request has wanted for so long waits no longer
 
@@ -14,8 +14,8 @@ PATIENCE_S = 120.0  # a model that no request has wanted for so long waits no lo
 class _Waiting:
     """A model that waits."""
 
-    owner: str  # who wanted it first
-    wanted_s: float  # when a request wanted it last
+    owner: str  # key that wanted the model first
+    wanted_s: float  # time when a request last wanted the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class LoadTurns:
 
     def __init__(self) -> None:
         self._loading: dict[str, str] = {}  # model -> owner
-        self._waiting: dict[str, _Waiting] = {}  # in order of arrival
+        self._waiting: dict[str, _Waiting] = {}  # models in order of arrival
 
     @property
     def loading(self) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ from edgepipe.daemon.serving.serve_book import ServeTrust
 _CONTEXT = b"edgepipe-alive-1"  # a signature made for this is valid for nothing else
 _CHALLENGE_BYTES = 32
 _MOST_PROOF_BYTES = 80  # ECDSA P-256 in DER has at most 72
-_RELAYED_PER_S, _MOST_RELAYED = 2.0, 16.0  # of one member, which asks every 5 s for each of its lost engines
-_SIGNED_PER_S, _MOST_SIGNED = 16.0, 128.0  # for one member, which relays for some eight others
+_RELAYED_PER_S, _MOST_RELAYED = 2.0, 16.0  # calls of one member, which asks every 5 s for each of its lost engines
+_SIGNED_PER_S, _MOST_SIGNED = 16.0, 128.0  # signatures for one member, which relays for some eight others
 _MOST_CALLERS = 64  # far more members than a home has
 
 
@@ -25,7 +25,8 @@ class _Budget:
 
     per_s: float
     most: float
-    left: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])  # with its time
+    # Calls left, and when they were counted.
+    left: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
     def takes(self, caller: str, *, now_s: float) -> bool:
         """Count a call; return whether the member may make it."""

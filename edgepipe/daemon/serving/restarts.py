@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0  # of the second and of late restarts; the first restart comes at once
-GOOD_S = 60.0  # of serving make up for one crash
+# Pauses before the second and before late restarts; the first comes at once.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
+GOOD_S = 60.0  # time of serving that makes up for one crash
 SHORT_PAUSE_S = 4.0  # a request waits so long for its engine; before a longer pause it ends with an error
 MOVES_AFTER = 4  # crashes on one node; then another node of the ring has the engine
 
@@ -23,8 +24,8 @@ _MOST = 12.0  # crashes that count: a few more than lead to the longest pause
 class Restarts:
     """The crashes of one pipeline's engine on this node."""
 
-    crashes: float = 0.0  # that still count
-    next_start_s: float = float("-inf")  # no start before this time
+    crashes: float = 0.0  # crashes that still count
+    next_start_s: float = float("-inf")  # earliest time of the next start
     _serving_since_s: float | None = None
 
     def serves(self, now_s: float) -> None:

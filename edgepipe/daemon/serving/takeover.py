@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-VETO_S = 10.0  # above the longest dead limit (6 s), a beat, and the answer of a member (2-5 s)
-DUTY_S = 8.0  # for a member to ask the others (2-5 s), look again (1 s) and spread its record
-PROVEN_S = 5.0  # between two proofs, which cost the node a signature each
+VETO_S = 10.0  # more than the longest dead limit (6 s), a beat, and the answer of a member (2-5 s)
+DUTY_S = 8.0  # time for a member to ask the others (2-5 s), look again (1 s) and spread its record
+PROVEN_S = 5.0  # pause between two proofs, which cost the node a signature each
 IDLE_S = 30.0  # a node that comes back gathers its pipeline's nodes (10 s) and reads the model's metadata
-LIMIT_S = 60.0  # without an engine, however often its node comes and goes, and whatever a minority proves
+LIMIT_S = 60.0  # longest time without an engine, however often its node comes and goes, and whatever a minority proves
 BELIEVED_S = 15.0  # nodes believe a successor earlier than they would act: they noticed at different times
 _MOST_TURNS = 8  # a whole home; still more members do not delay it further
 
@@ -41,11 +41,11 @@ class _Vacancy:
     """A pipeline without its engine, as this node sees it."""
 
     head: str  # the recorded engine's node
-    idle_s: float  # since when no reachable node has the engine
+    idle_s: float  # time since which no reachable node has the engine
     gone: bool  # whether the head is not heard, or hands its engines over
-    since_s: float  # since when ``gone`` is as it is
-    vetoed_s: float  # the last veto that counted
-    ask_s: float  # no question before this time
+    since_s: float  # time of the last change of ``gone``
+    vetoed_s: float  # time of the last veto that counted
+    ask_s: float  # earliest time of the next question
 
     def latest_s(self) -> float:
         """Return when the turns begin at the latest, as for a head that comes and goes."""
@@ -56,7 +56,7 @@ class Vacancies:
     """All pipelines that lack their engine now."""
 
     def __init__(self) -> None:
-        self._vacancies: dict[str, _Vacancy] = {}  # by pipeline: at most one per serve record
+        self._vacancies: dict[str, _Vacancy] = {}  # vacancy of each pipeline: at most one per serve record
 
     def look(self, pipeline_id: str, head: str, *, has_engine: bool, gone: bool, now_s: float) -> None:
         """Note what this node sees: whether a reachable node has the engine, and whether the head is gone."""

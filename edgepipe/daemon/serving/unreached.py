@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from edgepipe.ids import NodeId
 
-Way = tuple[NodeId, NodeId]  # from one node to another, or to itself
+Way = tuple[NodeId, NodeId]  # one node and another, or itself
 
 
 def left_out(unreached: Collection[Way], *, own: NodeId) -> dict[NodeId, Way]:

@@ -29,10 +29,10 @@ class GemmaArguments(BracketedArguments[str]):
     def __init__(self, calls: CallNews) -> None:
         super().__init__(calls)
         self._quoted = ""  # the mark that ends the current string
-        self._escaped = False  # in a string of JSON's own form
+        self._escaped = False  # the next character of a JSON string is escaped
         self._bare: list[str] = []  # a key, a number or a word
         self._is_key = False
-        self._wants_value = False  # after a key
+        self._wants_value = False  # the next word is a key's value
 
     def _read(self, text: str, at: int) -> int | None:
         """See BracketedArguments."""

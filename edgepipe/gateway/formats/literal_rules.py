@@ -12,7 +12,7 @@ from typing import cast
 
 from edgepipe.gateway.formats.typed_values import Schema, kinds
 
-_MAX_DEPTH = 8  # of objects that a grammar binds; deeper ones are free
+_MAX_DEPTH = 8  # nesting up to which a grammar binds objects; deeper ones are free
 
 NUMBER_RULES = (
     r"number: /-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?/",
@@ -25,9 +25,9 @@ NUMBER_RULES = (
 class Literals:
     """How a format writes values: parts of Lark rules."""
 
-    comma: str  # between members
-    key: Callable[[str], str]  # a key of an object, up to its value
-    fixed: Callable[[object], str]  # one value
+    comma: str  # text between members
+    key: Callable[[str], str]  # rule of an object's key, up to its value
+    fixed: Callable[[object], str]  # rule of one value
     kinds: Mapping[str, str]  # any value of a JSON type; ``object`` stands for any object
     pair: str = "pair"  # any key with any value
     sorts: bool = False  # keys have the alphabet's order, else the schema's

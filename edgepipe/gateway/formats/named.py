@@ -12,7 +12,7 @@ from edgepipe.gateway.formats.tagged import begins
 from edgepipe.gateway.tool_call_json import CallNews
 from edgepipe.gateway.tool_calls import Scanned
 
-_MAX_HEAD_CHARS = 256  # from the opening to the arguments; a longer text is no call
+_MAX_HEAD_CHARS = 256  # longest text between the opening and the arguments; a longer one is no call
 
 Bracket = TypeVar("Bracket")
 
@@ -158,7 +158,8 @@ class NamedReader:
         if found is None and len(text) - at < _MAX_HEAD_CHARS:
             self._pending = text[at:]
             return len(text)
-        shown = self._opened or text[at]  # of a group without an opening: its first character, to go on
+        # A group without an opening shows its first character, so that reading goes on.
+        shown = self._opened or text[at]
         self._show(shown)
         self._state = self._text
         return at if self._opened else at + len(shown)

@@ -20,7 +20,7 @@ from edgepipe.gateway.tool_call_json import CallNews
 from edgepipe.gateway.tool_calls import Call
 
 _NAME = r"([A-Za-z0-9_.-]{1,64})"
-_KEY = r"""[^\s=,()"'\[\]{}][^=,()"'\[\]{}]{0,127}"""  # also one that Python would not take, as the templates write
+_KEY = r"""[^\s=,()"'\[\]{}][^=,()"'\[\]{}]{0,127}"""  # a key; templates also write keys that Python would not take
 _ANY, _QUOTES = r"(?:[^{0}\\]|\\.)*", "\"'"
 _QUOTED_KEY = "|".join(rf"{quote}{_ANY.format(quote)}{quote}\s*" for quote in _QUOTES)
 _QUOTED_BEGUN = "|".join(rf"{quote}{_ANY.format(quote)}\\?(?:{quote}\s*)?" for quote in _QUOTES)

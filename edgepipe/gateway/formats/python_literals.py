@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _FURTHER_NUMBER = re.compile(rf"([+-]?)(0|[1-9][0-9]*(?:_[0-9]+)*)?(?:(\.)({_DIGITS})?)?(?:[eE]([+-]?{_DIGITS}))?")
 _OTHER_BASE = re.compile(r"[+-]?0(?:[xX](?:_?[0-9a-fA-F])+|[oO](?:_?[0-7])+|[bB](?:_?[01])+)")
-_MAX_NUMBER_CHARS = 64  # of a number that JSON does not have; a longer one is text
+_MAX_NUMBER_CHARS = 64  # longest number in a form that JSON lacks; a longer one is text
 
 _BARE = re.compile(r"""[^'"()\[\]{},:=]+""")
 _RAW_PREFIX = re.compile(r"(?:.*\W)?(?:r[bf]?|[bf]r)", re.IGNORECASE | re.DOTALL)
@@ -35,9 +35,9 @@ class _Wants(Enum):
     """What may come next in a bracket."""
 
     KEY = auto()
-    MARK = auto()  # between a key and its value
+    MARK = auto()  # the mark between a key and its value
     VALUE = auto()
-    END = auto()  # of the member
+    END = auto()  # the end of the member
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class _Bracket:
     """An open bracket. ``closing``: of its JSON."""
 
     closing: str
-    mark: str = ""  # between a key and its value; empty: no keys
+    mark: str = ""  # text between a key and its value; empty: no keys
     wants: _Wants = _Wants.VALUE
     count: int = 0  # members
     dropped: bool = False  # text that is no literal
@@ -63,15 +63,15 @@ class PythonArguments(BracketedArguments[_Bracket]):
     def __init__(self, calls: CallNews) -> None:
         super().__init__(calls)
         self._open.append(_Bracket("}", "=", _Wants.KEY))
-        self._json: list[str] = ["{"]  # not passed on yet
+        self._json: list[str] = ["{"]  # pieces that are not passed on yet
         self._holes: list[int] = []  # places in all of the JSON, in order, where a tuple may prove to need its "["
         self._said = 0  # pieces of the JSON that were passed on
         self._bare: list[str] = []  # a key, a number or a word
         self._word = ""  # the last characters before this place, unless they have a meaning of their own
         self._key: list[str] = []  # JSON of a key in quotes
-        self._quote = ""  # that ends the current string, once or three times
-        self._raw = False  # its backslashes are text
-        self._kept: list[str] | None = None  # where the string's text goes; None: it is dropped
+        self._quote = ""  # quotes (one or three) that end the current string
+        self._raw = False  # backslashes of the string are text
+        self._kept: list[str] | None = None  # parts of the string's text; None: the text is dropped
         self._unclosed = False  # the value is a string, and another may continue it
 
     def feed(self, text: str, start: int) -> tuple[int, bool]:

@@ -19,7 +19,7 @@ from edgepipe.gateway.tool_call_json import CallNews
 from edgepipe.gateway.tool_calls import Call, Scanned
 from edgepipe.sampling.grammar import json_rule
 
-_MAX_HEAD_CHARS = 512  # of a tag with its name; a longer text is no call
+_MAX_HEAD_CHARS = 512  # longest tag with its name; a longer text is no call
 _STRING = frozenset({"string"})
 _NAMED = ("$defs", "definitions")  # schemas that an argument's schema may refer to
 
@@ -31,11 +31,11 @@ class Tags:
     Grammars and written calls have the layout's spaces; the reader takes any.
     """
 
-    opening: str  # before a group of calls
-    closing: str  # after the group
-    call: str  # before the arguments
-    call_end: str  # after the arguments; empty: the group ends with its one call
-    argument: str  # before an argument's text
+    opening: str  # tag before a group of calls
+    closing: str  # tag after the group
+    call: str  # tag before a call's arguments
+    call_end: str  # tag after the arguments; empty: the group ends with its one call
+    argument: str  # tag before an argument's text
     argument_end: str
     call_reading: re.Pattern[str]  # the name is group 1
     argument_reading: re.Pattern[str]  # the name is group 1; group 2, if any, is "true" for strings
@@ -81,9 +81,9 @@ class TaggedReader:
         self._spaces: list[str] = []  # spaces at the end of content; dropped if a call follows
         self._marks: list[str] = []  # tags since the content ended; content if no call follows
         self._content: list[str] = []
-        self._schema: Schema = {}  # of the current function
+        self._schema: Schema = {}  # the current function's parameters
         self._argument = _Argument(calls, _STRING, before="")
-        self._ending = ""  # of the argument's text; chosen at its beginning
+        self._ending = ""  # text that ends the argument; chosen at the argument's beginning
         self._num_arguments = 0
         self._starts = (tags.opening, _before_name(tags.call)) if tags.may_lack_opening else (tags.opening,)
         self._start = re.compile("|".join(map(re.escape, self._starts)))
@@ -155,7 +155,8 @@ class TaggedReader:
             return end
         if found is None and self._held(text, at):
             return len(text)
-        shown = "".join(self._marks) or text[at]  # of a call that lacks the opening: its first character, to go on
+        # A call that lacks the opening shows its first character, so that reading goes on.
+        shown = "".join(self._marks) or text[at]
         self._show(shown)
         end = at if self._marks else at + len(shown)
         self._marks, self._state = [], self._text
@@ -254,7 +255,7 @@ class _Argument:
         self._calls = calls
         self._allowed = allowed
         self._before = before
-        self._parts: list[str] = []  # of a value whose type shows at its end
+        self._parts: list[str] = []  # text of a value whose type shows at its end
         self._begun = False
 
     def add(self, text: str) -> None:

@@ -14,7 +14,7 @@ Schema = Mapping[str, Any]
 _ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _MAX_LITERAL_CHARS = 64 << 10  # parsing one takes 100 times its size
 _MAX_PARTS = 64  # schemas behind references and choices of one argument
-_LITERALS = {"True": True, "False": False, "None": None}  # as models that saw much Python write them
+_LITERALS = {"True": True, "False": False, "None": None}  # Python's words, which some models write
 
 
 def argument_schema(schema: Schema, name: str) -> Schema:

@@ -11,7 +11,7 @@ from edgepipe.spec.rope_config import MAX_THETA, MIN_THETA
 
 _LOCAL_THETA, _GLOBAL_THETA = 10_000.0, 1_000_000.0
 _LAYERS_OF_27B = 62
-_EVERY = 6  # layers, of which the last sees the whole context
+_EVERY = 6  # period of layers; the last of each period sees the whole context
 _TOKENS = {"vocab_size": 262_208, "bos_token_id": 2, "eos_token_id": 1}
 _DEFAULTS = {**_TOKENS, "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8}
 
@@ -70,7 +70,7 @@ def _gguf(shape: GgufShape) -> Decoder:
     local = shape.sliding_rope(_LOCAL_THETA)
     slides = shape.sliding_layers(full_every=_EVERY) if window else [False] * shape.num_layers
     dense = Dense(inner=shape.inner(), activation="gelu_tanh")
-    divided = shape.hidden // shape.num_heads if shape.num_layers == _LAYERS_OF_27B else size  # as llama.cpp decides
+    divided = shape.hidden // shape.num_heads if shape.num_layers == _LAYERS_OF_27B else size  # llama.cpp decides so
     scale = 1 / sqrt(divided)
 
     def layer(slide: bool, window: int | None) -> LayerSpec:

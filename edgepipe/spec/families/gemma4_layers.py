@@ -15,7 +15,7 @@ WHOLE = Rope(theta=1_000_000.0, scaling="proportional", rotated_share=0.25)
 class Parts:
     """What the layers of a model are made of."""
 
-    local: Attention  # of layers that slide; ``layers`` sets the window of each
+    local: Attention  # attention of layers that slide; ``layers`` sets the window of each
     whole: Attention
     dense: Dense
     experts: Experts | None

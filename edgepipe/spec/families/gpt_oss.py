@@ -7,8 +7,8 @@ from dataclasses import replace
 from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape, sliding, unsupported, windowed
 from edgepipe.spec.layer_spec import Attention, Experts, LayerSpec, Router
 
-_EVERY = 2  # layers, of which the last sees the whole context
-_CLAMP = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # that backends compute
+_EVERY = 2  # period of layers; the last of each period sees the whole context
+_CLAMP = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # values that backends compute; others are refused
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -47,7 +47,7 @@ def _hf(shape: HfShape) -> Decoder:
 
 def _gguf(shape: GgufShape) -> Decoder:
     size = shape.head_dim()
-    rope = replace(shape.rope(size), truncate=False)  # as published; GGUF has no key for it
+    rope = replace(shape.rope(size), truncate=False)  # the published value; GGUF has no key for it
     layer = _layer(
         shape.attention(size, rope),
         shape.mixture(shape.inner("expert_feed_forward_length"), replace(shape.router("softmax"), bias=True)),

@@ -10,7 +10,7 @@ from edgepipe.spec.layer_spec import Attention, Latent, Rope
 from edgepipe.spec.rope_config import MAX_FACTOR
 from edgepipe.spec.shape_limits import MAX_HEAD_DIM, MAX_WIDTH
 
-_MAX_SIZE = MAX_HEAD_DIM // 2  # of a latent, and of the dimensions that rotate; together they are a head
+_MAX_SIZE = MAX_HEAD_DIM // 2  # most dimensions of a latent, and of the part that rotates; together they are a head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape, sliding
 from edgepipe.spec.layer_spec import Attention, Dense, LayerSpec, Rope
 
-_THETA = 500_000.0  # of OLMo 3
+_THETA = 500_000.0  # OLMo 3's default
 
 
 def _decoder(shape: HfShape, ropes: dict[bool, Rope], windows: Sequence[int | None], slides: Sequence[bool]) -> Decoder:

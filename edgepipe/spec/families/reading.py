@@ -64,7 +64,7 @@ class HfShape:
         )
         self.num_heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
         self._declared = fields.integer("max_position_embeddings", low=1, high=MAX_CONTEXT, default=default_context)
-        self.context = self._declared  # of the model; ``rope`` stretches it
+        self.context = self._declared  # the model's own context; ``rope`` stretches it
 
     def head_dim(self, default: int | None = None) -> int:
         """Return the size of a head, all of which rotates. Raises ModelInvalid, ArchitectureUnsupported."""
@@ -193,7 +193,7 @@ class GgufShape:
         self.num_layers = self.integer("block_count", high=MAX_LAYERS)
         self.num_heads = self.integer("attention.head_count", high=MAX_HEADS)
         self._declared = self.integer("context_length", high=MAX_CONTEXT)
-        self.context = self._declared  # of the model; ``rope`` stretches it
+        self.context = self._declared  # the model's own context; ``rope`` stretches it
 
     def integer(self, key: str, *, low: int = 1, high: int, default: int | None = None) -> int:
         """Return an integer of the architecture, also of a list that holds it once per layer.
@@ -353,17 +353,18 @@ class Family:
     """A family of models, and how its files describe them."""
 
     name: str  # ``ModelConfig.architecture``, and transformers' ``model_type``
-    hf_class: str  # in ``architectures`` of ``config.json``
+    hf_class: str  # class name in ``architectures`` of ``config.json``
     from_hf: Callable[[HfShape], Decoder]
-    default_context: int  # of transformers' class
+    default_context: int  # default of transformers' class, in tokens
     models: str  # well-known ones, for people
-    naming: str = ""  # of the tensors in Hugging Face's files, see ``ModelConfig``
-    gguf_naming: str = ""  # of those in GGUF files, once their names are translated
-    text_key: str = ""  # where ``config.json`` describes the text model of several models; empty: at its top
+    naming: str = ""  # how Hugging Face's files name the tensors, see ``ModelConfig``
+    gguf_naming: str = ""  # how GGUF files name them, once GGUF's own names are translated
+    text_key: str = ""  # key of ``config.json`` that describes the text model of several models; empty: its top
     gguf: str = ""  # ``general.architecture``; empty: no GGUF files are read
     from_gguf: Callable[[GgufShape], Decoder] | None = None
     text_types: tuple[str, ...] = ()  # ``model_type`` of that description; (): any
-    defaults: Mapping[str, object] = field(default_factory=dict[str, object])  # for keys that published files leave out
+    # Values of keys that published files leave out.
+    defaults: Mapping[str, object] = field(default_factory=dict[str, object])
     own_code: bool = False  # published with code (``auto_map``) that transformers has taken over
     gguf_parts: Mapping[str, str] = field(default_factory=dict[str, str])  # names within a layer, unlike other families
     gguf_permuted: bool = False  # GGUF files have rotary pairs of q and k side by side

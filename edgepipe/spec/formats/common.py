@@ -35,7 +35,7 @@ class StoredPart:
     """One stored tensor of a weight."""
 
     shape: tuple[int, ...] | None  # dimensions of 1 do not count; None: a short text of any length
-    types: tuple[str, ...]  # that are read
+    types: tuple[str, ...]  # storage types that are read
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
         """Return whether a stored tensor's shape is right."""
@@ -51,7 +51,7 @@ class StoredWeight:
     name: str
     shape: tuple[int, int]  # [O, I]
     stored: WeightFormat
-    arrays: Mapping[str, npt.NDArray[Any]]  # by suffix, in the shapes of ``parts``; BF16 and F8 as bits
+    arrays: Mapping[str, npt.NDArray[Any]]  # arrays by suffix, in the shapes of ``parts``; BF16 and F8 as bits
 
     def invalid(self, fact: str) -> ModelInvalid:
         """Return the error for values that cannot be right."""

@@ -16,7 +16,7 @@ from edgepipe.spec.packed_form import MXFP8_FORM, PackedForm
 from edgepipe.spec.quantisation import WeightFormat
 
 _MAX_BLOCK = 1 << 12
-_MIN_GROUP = 16  # of a packed form
+_MIN_GROUP = 16  # least group of a packed form
 
 
 class Fp8:

@@ -29,7 +29,7 @@ def _spread(stream: npt.NDArray[np.uint8], bits: int) -> Words:
     padded = np.zeros((len(stream), stream.shape[1] // bits, 8), np.uint8)
     padded[:, :, :bits] = stream.reshape(len(stream), -1, bits)
     words = padded.view("<u8")[:, :, 0]
-    for codes in (4, 2, 1):  # in each half
+    for codes in (4, 2, 1):  # codes in each half of a word
         low = _repeated((1 << codes * bits) - 1, every=16 * codes)
         shift = 8 * codes - codes * bits
         words = (words & np.uint64(low)) | ((words << np.uint64(shift)) & np.uint64(low << 8 * codes))

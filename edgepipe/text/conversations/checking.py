@@ -18,7 +18,7 @@ class Verdict:
     """What becomes of one conversation."""
 
     conversation: str
-    outcome: str  # as sent, repaired, incomplete, refused
+    outcome: str  # "as sent" | "repaired" | "incomplete" | "refused"
     repairs: tuple[str, ...] = ()  # such as ``users: joined``
     left_out: tuple[str, ...] = ()  # texts that the prompt lacks
     as_sent: str = ""  # why the template refuses the conversation as it was sent, or what it left out

@@ -30,7 +30,7 @@ class Fitted:
     """Variables of a template."""
 
     turns: list[Turn]
-    tools: Tools  # for the keyword ``tools``; empty: without it
+    tools: Tools  # the keyword ``tools``; empty: the template gets none
 
 
 def fit(turns: Sequence[Turn], *, tools: Tools, traits: TemplateTraits, wording: Wording) -> Fitted:

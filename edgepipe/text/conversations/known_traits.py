@@ -34,7 +34,7 @@ def model_traits(folder: Path, template: ChatTemplate) -> ModelTraits:
         return known
     traits = learn_traits(template)
     value = {"version": TRAITS_VERSION, "template": digest, "traits": traits.to_json()}
-    with contextlib.suppress(OSError):  # on a read-only disk they are learned at every load
+    with contextlib.suppress(OSError):  # a disk may be read-only: then every load learns them
         replace_file(folder / TRAITS_FILE, json.dumps(value, indent=1).encode())
     return traits
 

@@ -25,8 +25,8 @@ from edgepipe.text.conversations.learning import Ask, Rendering, learn
 from edgepipe.text.conversations.traits import TemplateTraits
 from edgepipe.text.template_child import MEMORY_BYTES, make_environment, render
 
-CPU_S = 5  # in all; the largest templates take 0.3 s
-_RENDER_S = 0.5  # of one conversation
+CPU_S = 5  # total time; the largest templates take 0.3 s
+_RENDER_S = 0.5  # longest time for one conversation
 _MOST_SLOW = 3
 _DAY = datetime(2026, 1, 1)  # traits must not depend on the day when they are learned
 

@@ -40,28 +40,30 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 class TemplateTraits:
     """How each situation is written for one template; ``CHOICES`` lists the values."""
 
-    content: str = "text"  # as text, or as a list of one text part
-    system: str = "kept"  # or put into the first user's turn
-    developer: str = "kept"  # or as the role ``system``
-    systems: str = "kept"  # several at the beginning
-    late_system: str = "kept"  # after other turns, or joined to those at the beginning
-    users: str = "kept"  # several in a row
-    assistants: str = "kept"  # several in a row
-    empty_answers: str = "kept"  # turns of the assistant with neither text nor calls
-    greeting: str = "kept"  # an assistant's turn first, or after an empty turn of the user
-    no_user: str = "kept"  # no turn of the user, or one that is empty or a dot
-    tools: str = "keyword"  # as the keyword ``tools``, as JSON text in the system's turn, or as its text
-    calls: str = "kept"  # as fields, one a turn with its result behind it, or in the turn's text
-    call_content: str = "kept"  # the missing content of a turn with calls: as sent, null, or an empty text
-    call_text: str = "kept"  # text beside calls: as content, as a turn before, or the calls are text, too
-    arguments: str = "object"  # or JSON text
-    odd_arguments: str = "kept"  # arguments that are no object, or an object around them
-    ids: str = "kept"  # of calls, or nine letters and digits, or ``functions.NAME:NUMBER``
-    results: str = "kept"  # as the role ``tool``, in the turn of their calls, or as turns of the user
-    lone_results: str = "kept"  # results that follow no call, or turns of the user
-    after_calls: str = "kept"  # a user's turn right after calls or results, or after an answer that is empty or a dot
-    reasoning: str = "reasoning_content"  # name of the field
-    call_reasoning: str = "kept"  # reasoning and text beside calls, or both as reasoning
+    content: str = "text"  # a turn's content: a text, or a list of one text part
+    system: str = "kept"  # the system's turn: kept, or put into the first user's turn
+    developer: str = "kept"  # the developer's turn: kept, or given the role ``system``
+    systems: str = "kept"  # several system turns at the beginning: kept, or joined
+    late_system: str = "kept"  # a system turn after other turns: kept, or joined to those at the beginning
+    users: str = "kept"  # several turns of the user in a row: kept, or joined
+    assistants: str = "kept"  # several turns of the assistant in a row: kept, or joined
+    empty_answers: str = "kept"  # turns of the assistant with neither text nor calls: kept, or dropped
+    greeting: str = "kept"  # an assistant's turn at the beginning: kept, or put after an empty turn of the user
+    no_user: str = "kept"  # no turn of the user: kept, or with an added turn that is empty or a dot
+    # Tools: the keyword ``tools``, JSON text in the system's field, or text of the system's turn.
+    tools: str = "keyword"
+    calls: str = "kept"  # calls: fields, one per turn with its result behind it, or part of the turn's text
+    call_content: str = "kept"  # missing content of a turn with calls: as sent, null, or an empty text
+    call_text: str = "kept"  # text beside calls: content, a turn before the calls, or both as text
+    arguments: str = "object"  # a call's arguments: an object, or JSON text
+    odd_arguments: str = "kept"  # arguments that are no object: kept, or wrapped in one
+    ids: str = "kept"  # ids of calls: kept, nine letters and digits, or ``functions.NAME:NUMBER``
+    results: str = "kept"  # results: turns of the role ``tool``, in the turn of their calls, or turns of the user
+    lone_results: str = "kept"  # results that follow no call: kept, or turns of the user
+    # A user's turn right after calls or results: kept, or after an added answer that is empty or a dot.
+    after_calls: str = "kept"
+    reasoning: str = "reasoning_content"  # name of the field that holds reasoning
+    call_reasoning: str = "kept"  # reasoning and text beside calls: kept, or both as reasoning
     efforts: tuple[str, ...] = ()  # levels that change the rendering, from least to most
     strict_efforts: bool = False  # refuses other levels, or shows the model any word
     switches: frozenset[str] = field(default_factory=frozenset[str])  # keywords that turn reasoning on or off
@@ -120,9 +122,9 @@ CAREFUL = TemplateTraits(
 class ModelTraits:
     """Traits of a model's templates."""
 
-    plain: TemplateTraits = field(default_factory=TemplateTraits)  # of requests without tools
+    plain: TemplateTraits = field(default_factory=TemplateTraits)  # traits for requests without tools
     with_tools: TemplateTraits = field(default_factory=TemplateTraits)
-    note: str = ""  # for people: why traits could not be learned
+    note: str = ""  # why traits could not be learned, for people
 
     def choose(self, *, tools: bool) -> TemplateTraits:
         """Return the traits for a request with or without tools."""

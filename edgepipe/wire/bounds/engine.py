@@ -28,7 +28,7 @@ _LOG = Checked("edgepipe.gateway.log:RequestLog.append")
 _PROMPT_LOG = Checked("edgepipe.gateway.log:RequestLog.add_prompt_logprobs")
 _GENERATION = Checked("edgepipe.gateway.generation:Generation.apply")
 _ENDING = Checked("edgepipe.gateway.log:RequestLog.check_ending")
-_MOST_CHOICES = 128  # as in edgepipe.wire.intake
+_MOST_CHOICES = 128  # limit of edgepipe.wire.intake
 
 ENGINE: Tables = {
     "GatewayMessage": {},

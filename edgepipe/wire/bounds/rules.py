@@ -35,28 +35,28 @@ class Most:
 
 
 Rule = Within | Most | Checked | Harmless
-Rules = Mapping[str, Rule]  # by field
-Tables = Mapping[str, Rules]  # by message
+Rules = Mapping[str, Rule]  # rule of each field
+Tables = Mapping[str, Rules]  # rules of each message
 
 EXACT = (1 << 53) - 1  # largest integer that every JSON reader and every float64 keeps exactly
 WIRE_MAX = (1 << 32) - 1  # largest uint32
 
 COUNT = Within(0, EXACT)  # events, versions, milliseconds and microseconds of clocks
 BYTES = Within(0, 1 << 60)
-RATE = Within(0.0, 1e18)  # of bytes, tokens or operations in a second
+RATE = Within(0.0, 1e18)  # bytes, tokens or operations per second
 SECONDS = Within(0.0, 1e9)
-MEASURED = Within(-1e15, 1e15)  # of this machine's own measurements, which clocks apart can make negative
+MEASURED = Within(-1e15, 1e15)  # this machine's own measurements, which clocks apart can make negative
 SHARE = Within(0.0, 1.0)
 PORT = Within(0, 65_535)
 PERCENT = Within(0, 100)
-TOKENS = Within(0, 1 << 31)  # of a context or a KV pool: sums stay within 64 bits
+TOKENS = Within(0, 1 << 31)  # tokens of a context or a KV pool: sums stay within 64 bits
 LAYERS = Within(0, 1 << 16)
 BLOCK = Within(0, 1 << 16)  # tokens
 BLOCKS = Within(0, 1 << 24)  # an engine keeps 40 bytes for each
 NODES = Within(0, 1 << 12)
 CHATS = Within(0, 1 << 20)
 
-NAMES = Most(4096)  # of nodes, models or pipelines
+NAMES = Most(4096)  # names of nodes, models or pipelines
 FEW = Most(256)
 
 SHOWN = Harmless("it is shown to people and never counted with")

@@ -364,9 +364,9 @@ class StageOfRogueEngine:
             block_start=[1],
             block_count=[1],
         )
-        told = stage_pb2.Registrations(epoch=epoch_to_wire(EPOCH))
-        told.sequences.add(sequence=1, prompt_tokens=3).sampling.SetInParent()
-        self.samples = [stage_pb2.ControlMessage(plan=plan), stage_pb2.ControlMessage(register=told)]
+        registrations = stage_pb2.Registrations(epoch=epoch_to_wire(EPOCH))
+        registrations.sequences.add(sequence=1, prompt_tokens=3).sampling.SetInParent()
+        self.samples = [stage_pb2.ControlMessage(plan=plan), stage_pb2.ControlMessage(register=registrations)]
 
     def near(self, field: str) -> Sequence[int]:
         """See ``Receiver.near``."""
@@ -389,8 +389,8 @@ class StageOfRogueEngine:
             if isinstance(command, StepPlan):
                 self._table.apply(command)
             else:
-                for told in command.sequences:
-                    self._table.tell(told)
+                for registration in command.sequences:
+                    self._table.tell(registration)
         except EdgepipeError:
             self._begin()
             raise

@@ -19,7 +19,7 @@ def member_of(data_dir: Path) -> MutualTls:
     loaded = TrustFile(folders.trust).load()
     assert loaded is not None, "the node has never been started"
     peers = [
-        Peer(node_id=one.node_id, kind=Kind.NODE, certificate=one.certificate) for one in loaded.store.peers.values()
+        Peer(node_id=peer.node_id, kind=Kind.NODE, certificate=peer.certificate) for peer in loaded.store.peers.values()
     ]
     tls = MutualTls(load_identity(folders.identity), callers=(Kind.NODE,))
     tls.introduce(peers, nodes=peers)

@@ -59,7 +59,9 @@ class TrustWorld:
     """What was said so far, and what each honest machine has heard of it."""
 
     stores: dict[NodeId, TrustStore] = field(
-        default_factory=lambda: {one: store_of(FOUNDING, []) for one in HONEST}  # they know of the cluster at least
+        default_factory=lambda: {
+            honest: store_of(FOUNDING, []) for honest in HONEST
+        }  # they know of the cluster at least
     )
     said: list[Statement] = field(default_factory=list[Statement])
     late: set[bytes] = field(default_factory=set[bytes])  # said by a turned machine after an honest one removed it
@@ -81,8 +83,8 @@ class TrustWorld:
             gone = store.removals_for(about, remover=by, keep_added=keep_added)
             removals = [made(by, who, number=number + at, kept=kept) for at, (who, kept) in enumerate(gone)]
             self._say(by, removals)
-            for one in removals:
-                self.expelled.setdefault(one.about, []).append(one)
+            for removal in removals:
+                self.expelled.setdefault(removal.about, []).append(removal)
 
     def lie(
         self, by: NodeId, about: NodeId, role: Role | None, *, number: int, kept: Sequence[int], to: Iterable[NodeId]
@@ -91,17 +93,17 @@ class TrustWorld:
         keys = [self.said[at % len(self.said)].key for at in kept] if self.said else []
         if role is None and about == by:
             return  # refused by its form
-        one = made(by, about, role=role, number=number, kept=keys if role is None else ())
-        if by in self.expelled and one not in self.said:
-            self.late.add(one.key)
-        self._note(one)
+        statement = made(by, about, role=role, number=number, kept=keys if role is None else ())
+        if by in self.expelled and statement not in self.said:
+            self.late.add(statement.key)
+        self._note(statement)
         for who in to:
-            self._hear(who, [one])
+            self._hear(who, [statement])
 
-    def tell(self, one: NodeId, other: NodeId) -> None:
+    def tell(self, speaker: NodeId, hearer: NodeId) -> None:
         """An honest machine tells another all that it holds. Whether they would still talk does not matter here:
         somebody can always carry it."""
-        self._hear(other, self.stores[one].statements.values())
+        self._hear(hearer, self.stores[speaker].statements.values())
 
     def check(self, rng: random.Random) -> None:
         """What must be true at any time. Raises AssertionError."""
@@ -122,10 +124,16 @@ class TrustWorld:
         """What a machine says after an elder removed it changes nothing, unless that very removal keeps it, nor does
         anybody whom only it vouches for."""
         late = set(self.late)
-        late |= {one.key for one in self.said if one.signer in TURNED and one.signer not in self._let_in()}
+        late |= {
+            statement.key
+            for statement in self.said
+            if statement.signer in TURNED and statement.signer not in self._let_in()
+        }
         while True:
-            without = stand(FOUNDING, [one for one in self.said if one.key not in late])
-            rest = {one.key for one in self.said if one.key in late and self._is_bound(one, without)}
+            without = stand(FOUNDING, [statement for statement in self.said if statement.key not in late])
+            rest = {
+                statement.key for statement in self.said if statement.key in late and self._is_bound(statement, without)
+            }
             if rest == late:
                 break
             late = rest  # removed by somebody younger, or the removal fell with who said it: not what is claimed here
@@ -138,33 +146,35 @@ class TrustWorld:
         let_in, before = {HONEST[0]}, 0
         while len(let_in) > before:
             before = len(let_in)
-            adds = (one for one in self.said if one.role is not None and one.key not in self.late)
-            let_in |= {one.about for one in adds if one.signer in let_in}
+            adds = (
+                statement for statement in self.said if statement.role is not None and statement.key not in self.late
+            )
+            let_in |= {statement.about for statement in adds if statement.signer in let_in}
         return let_in
 
-    def _is_bound(self, one: Statement, without: Standing) -> bool:
+    def _is_bound(self, statement: Statement, without: Standing) -> bool:
         """Whether its signer has no say, or an elder's removal that counts does not keep it."""
-        who, ranks = one.signer, without.ranks
+        who, ranks = statement.signer, without.ranks
         if who not in ranks:
             return True
         counting = {removal.key for removal in without.counting}
         return any(
-            removal.key in counting and ranks[removal.signer] < ranks[who] and one.key not in removal.kept
+            removal.key in counting and ranks[removal.signer] < ranks[who] and statement.key not in removal.kept
             for removal in self.expelled.get(who, ())
         )
 
     def _say(self, by: NodeId, statements: list[Statement]) -> None:
-        for one in statements:
-            self._note(one)
+        for statement in statements:
+            self._note(statement)
         self._hear(by, statements)
 
-    def _note(self, one: Statement) -> None:
-        if one not in self.said:
-            self.said.append(one)
+    def _note(self, statement: Statement) -> None:
+        if statement not in self.said:
+            self.said.append(statement)
 
     def _hear(self, who: NodeId, statements: Iterable[Statement]) -> None:
         held = self.stores[who].statements
-        new = [one for one in statements if one.key not in held]
+        new = [statement for statement in statements if statement.key not in held]
         if new:
             self.stores[who] = store_of(FOUNDING, [*held.values(), *new])
 

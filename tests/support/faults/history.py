@@ -125,7 +125,7 @@ class History:
         parts = [[event for event in given if event.choice == choice] for choice in range(num_choices)]
         counted = [event for event in self.of(stream) if isinstance(event, Counted)]
         return Answer(
-            ids=tuple(tuple(one for event in part for one in event.ids) for part in parts),
+            ids=tuple(tuple(token for event in part for token in event.ids) for part in parts),
             texts=tuple("".join(event.text for event in part) for part in parts),
             reasons=tuple(next((e.finish_reason for e in part if e.finish_reason), "") for part in parts),
             prompt_tokens=counted[-1].prompt_tokens if counted else 0,
@@ -284,8 +284,8 @@ def _tokens(stream: str, events: Sequence[Event], answer: Answer, expected: Answ
 
 
 def _first_difference(ids: Sequence[int], wanted: Sequence[int]) -> int | None:
-    for place, (one, other) in enumerate(zip(ids, wanted, strict=False)):
-        if one != other:
+    for place, (token, expected) in enumerate(zip(ids, wanted, strict=False)):
+        if token != expected:
             return place
     return len(wanted) if len(ids) > len(wanted) else None
 

@@ -88,8 +88,8 @@ class ByteAssets:
         return {"eos_token": "<end>", "chat_template": "lines"}
 
     async def render(self, messages: Sequence[Mapping[str, Any]], *, owner: str = "", **keywords: Any) -> str:
-        told = "".join(f"[{name}={value}]" for name, value in sorted(keywords.items()))
-        return told + "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant:"
+        shown = "".join(f"[{name}={value}]" for name, value in sorted(keywords.items()))
+        return shown + "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant:"
 
     async def close(self) -> None:
         return None
@@ -164,7 +164,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
                 if kind == "submit":
                     self.submits.append(message.submit)
                     self.submitted.set()
-                    have = [len(one.ids) for one in message.submit.generated] or [0] * message.submit.num_choices
+                    have = [len(choice.ids) for choice in message.submit.generated] or [0] * message.submit.num_choices
                     tasks.create_task(self._answer(message.submit, have, outbox))
                 elif kind == "resume":
                     self.resumes.append(message.resume)

@@ -206,12 +206,12 @@ def _larger_schema(inner: Values) -> Values:
     return st.one_of(
         properties.map(lambda fields: {"type": "object", "properties": fields, "additionalProperties": False}),
         properties.map(lambda fields: {"type": "object", "properties": fields, "required": [*fields, "missing"]}),
-        inner.map(lambda one: {"type": "array", "items": one, "maxItems": 3}),
-        inner.map(lambda one: {"type": "array", "items": one, "minItems": 1 << 31}),
+        inner.map(lambda schema: {"type": "array", "items": schema, "maxItems": 3}),
+        inner.map(lambda schema: {"type": "array", "items": schema, "minItems": 1 << 31}),
         st.lists(inner, max_size=3).map(lambda many: {"anyOf": many}),
         st.lists(inner, max_size=2).map(lambda many: {"allOf": many}),
-        inner.map(lambda one: {"not": one}),
-        inner.map(lambda one: {"$defs": {"x": one}, "$ref": "#/$defs/x"}),
+        inner.map(lambda schema: {"not": schema}),
+        inner.map(lambda schema: {"$defs": {"x": schema}, "$ref": "#/$defs/x"}),
     )
 
 

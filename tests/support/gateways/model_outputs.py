@@ -273,13 +273,13 @@ def _bare(text: str, *, channels: bool) -> str:
     return text[: min((place for end in ENDS if (place := text.find(end)) >= 0), default=len(text))]
 
 
-def same_text(one: str, other: str) -> bool:
+def same_text(text: str, expected: str) -> bool:
     """Return whether two texts of a turn are equal.
 
     Not compared: spaces around them and before the end of a group of calls, that end of DeepSeek's groups, which a
     template leaves out before results, random ids of calls (Mistral), and the header of harmony's calls.
     """
-    return _compared(one) == _compared(other)
+    return _compared(text) == _compared(expected)
 
 
 def _compared(text: str) -> str:

@@ -53,8 +53,8 @@ class TcpProxy:
             pass
         finally:
             self._writers -= both
-            for one in both:
-                one.transport.abort()
+            for end in both:
+                end.transport.abort()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, count: bool) -> None:
         while data := await reader.read(1 << 14):

@@ -112,7 +112,7 @@ async def listening(*known: Party, callers: Sequence[Kind] = tuple(Kind)) -> Asy
     """A process that was introduced to ``known``."""
     party, denials, echo = Party(), list[Denial](), Echo()
     security = MutualTls(party.pair, callers=callers, on_denied=denials.append)
-    security.introduce([one.peer for one in known], nodes=())
+    security.introduce([end.peer for end in known], nodes=())
     server = make_server(security)
     server.add_generic_rpc_handlers((echo,))
     port = bind(server, security, host="127.0.0.1", port=0)

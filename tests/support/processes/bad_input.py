@@ -116,17 +116,17 @@ class Node:
     """A running node."""
 
     process: subprocess.Popen[str]
-    told: Mapping[str, Any]  # what it said when it was ready
+    ready: Mapping[str, Any]  # its report that it is ready
 
     @property
     def address(self) -> str:
         """HOST:PORT of the daemon."""
-        return self.told["address"]
+        return self.ready["address"]
 
     @property
     def url(self) -> str:
         """Its gateway."""
-        return f"http://127.0.0.1:{self.told['http_port']}"
+        return f"http://127.0.0.1:{self.ready['http_port']}"
 
     def child(self, kind: str) -> psutil.Process:
         """The newest child process of a kind: gateway, stage or engine."""
@@ -167,11 +167,11 @@ def error_of(done: Done, code: int, *words: str, lines: Sequence[int] = (3,)) ->
     """The error, after checking its form: exit code, three short lines, no traceback, the words that it must have."""
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    told = done.stderr[done.stderr.find("error: ") :].rstrip("\n").split("\n")  # a node logs before it
-    assert len(told) in lines, done.stderr
-    assert told[0].startswith("error: ")
-    assert len(told) < 3 or told[2].startswith("   try: ")
-    assert max(len(line) for line in told) < 300, done.stderr
+    message = done.stderr[done.stderr.find("error: ") :].rstrip("\n").split("\n")  # a node logs before it
+    assert len(message) in lines, done.stderr
+    assert message[0].startswith("error: ")
+    assert len(message) < 3 or message[2].startswith("   try: ")
+    assert max(len(line) for line in message) < 300, done.stderr
     for word in words:
         assert word in done.stderr, done.stderr
     return done.stderr
@@ -189,9 +189,9 @@ def _ready(process: subprocess.Popen[str]) -> Mapping[str, Any]:
     while line := process.stdout.readline():
         text += line
         if line.rstrip() == "}":
-            told = json.loads(text)
-            assert "address" in told, text
-            return told
+            ready = json.loads(text)
+            assert "address" in ready, text
+            return ready
     _, stderr = process.communicate()
     raise AssertionError(stderr)
 

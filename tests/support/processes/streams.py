@@ -114,14 +114,18 @@ def cut_power(node: Node) -> None:
 
 def children(status: ClusterStatus, kind: str) -> list[psutil.Process]:
     """The node's child processes of a kind."""
-    return [psutil.Process(one.pid) for one in status.children if one.kind == kind]
+    return [psutil.Process(child.pid) for child in status.children if child.kind == kind]
 
 
 def serving_stage(status: ClusterStatus) -> psutil.Process:
     """The node's stage process that listens where the engine says that its stage is."""
     ports = {stage.address.rpartition(":")[2] for engine in status.engines for stage in engine.stages}
     for process in children(status, "stage"):
-        if any(str(one.laddr.port) in ports for one in process.net_connections("tcp") if one.status == "LISTEN"):
+        if any(
+            str(connection.laddr.port) in ports
+            for connection in process.net_connections("tcp")
+            if connection.status == "LISTEN"
+        ):
             return process
     raise AssertionError("no stage process serves")
 

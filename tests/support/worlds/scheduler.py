@@ -250,8 +250,8 @@ class World:
                 assert max(tables[sequence]) >= (position + num_tokens - 1) // pool.block_size
         for each, pool in zip(self.scheduler._tables._windows, self.limits.windows, strict=True):  # pyright: ignore[reportPrivateUsage]
             number = self.scheduler._tables._windows.index(each)  # pyright: ignore[reportPrivateUsage]
-            for one in self.scheduler._running.values():  # pyright: ignore[reportPrivateUsage]
-                assert len(one.windows[number].blocks) <= pool.most_blocks
+            for running in self.scheduler._running.values():  # pyright: ignore[reportPrivateUsage]
+                assert len(running.windows[number].blocks) <= pool.most_blocks
         self._window_snapshot[step.step] = [
             {sequence: dict(tables[sequence]) for sequence in step.sequences} for tables in self.windows
         ]
@@ -324,10 +324,10 @@ class World:
         """A suspected sequence shares no step. Of k of them each that has blocks has one of the next 2k steps."""
         assert step.num_rows == 1 or not self.suspected & set(step.sequences), "a step holds a suspected sequence"
         suspected = self.scheduler._prompts._suspected  # pyright: ignore[reportPrivateUsage]
-        waiting = [one for one in suspected if one.next_tokens > 0 or one.sequence in step.sequences]
+        waiting = [suspect for suspect in suspected if suspect.next_tokens > 0 or suspect.sequence in step.sequences]
         latest = len(self.steps) + 2 * len(suspected)
-        turns = {one.sequence: self._due.get(one.sequence, latest) for one in waiting}
-        turns |= {one: latest for one in step.sequences if one in turns}
+        turns = {suspect.sequence: self._due.get(suspect.sequence, latest) for suspect in waiting}
+        turns |= {suspect: latest for suspect in step.sequences if suspect in turns}
         assert all(due >= len(self.steps) for due in turns.values()), "a suspected sequence waits for its turn"
         self._due = turns
 

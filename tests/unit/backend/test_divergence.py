@@ -59,13 +59,13 @@ def whole_logits(source: PackedTinyModel, tokens: Sequence[int]) -> npt.NDArray[
 @pytest.mark.parametrize("slice_bytes", [1 << 30, 1])
 def test_slices_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch, slice_bytes: int) -> None:
     monkeypatch.setattr(module, "_SLICE_BYTES", slice_bytes)
-    one, other = PackedTinyModel(config(), {}), PackedTinyModel(config(), {}, seed=1)
+    model, packed = PackedTinyModel(config(), {}), PackedTinyModel(config(), {}, seed=1)
     tokens = list(range(90))
     seen: list[tuple[int, int]] = []
-    found = divergence(backend(), one, other, tokens, lambda done, total: seen.append((done, total)))
+    found = divergence(backend(), model, packed, tokens, lambda done, total: seen.append((done, total)))
     num_slices = 1 if slice_bytes > 1 else 3
     assert seen == [(done, num_slices) for done in range(num_slices + 1)]
-    reference, changed = whole_logits(one, tokens), whole_logits(other, tokens)
+    reference, changed = whole_logits(model, tokens), whole_logits(packed, tokens)
     assert found.kl == pytest.approx(np.mean([kl_divergence(*pair) for pair in zip(reference, changed, strict=True)]))
     assert found.same_token == np.mean(reference.argmax(-1) == changed.argmax(-1))
     assert found.num_tokens == 90

@@ -57,7 +57,7 @@ class ThinkingAssets(ByteAssets):
     chat = detect_format("<think>")
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
-        parts = (f"({one.get('reasoning_content', '')}) {one['content']}" for one in messages)
+        parts = (f"({message.get('reasoning_content', '')}) {message['content']}" for message in messages)
         return f"[{keywords.get('enable_thinking', True)}] " + " | ".join(parts)
 
 

@@ -124,7 +124,7 @@ def test_the_one_model_that_is_served_needs_no_name_to_be_stopped(
 
 
 @pytest.mark.parametrize(
-    ("told", "sampling"),
+    ("facts", "sampling"),
     [
         ({"id": "tiny", "sampling": {"temperature": 0.6, "top_k": 20.0}}, {"temperature": 0.6, "top_k": 20}),
         ({"id": "tiny", "sampling": {"top_p": 0.9}}, {"temperature": 0.7, "top_p": 0.9}),
@@ -134,13 +134,13 @@ def test_the_one_model_that_is_served_needs_no_name_to_be_stopped(
     ],
 )
 async def test_a_model_is_sampled_as_its_makers_advise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: object, sampling: dict[str, float]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: object, sampling: dict[str, float]
 ) -> None:
     asked: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append(request.url.path)
-        return httpx.Response(200, json=told)
+        return httpx.Response(200, json=facts)
 
     transport = httpx.MockTransport(answer)
     monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, transport=transport))

@@ -147,10 +147,10 @@ def test_a_broken_device_is_told_in_the_status_and_by_doctor_with_the_remedy() -
     text = "\n".join(picture(status, width=120))
     assert "waiting · trying again in 8 s" in text
     assert "3 attempts in a row ended without a token" in text
-    told = "studio is left out for 28 s more: a step could not be computed"
-    assert told in text
+    reason = "studio is left out for 28 s more: a step could not be computed"
+    assert reason in text
     left_out, waiting = engine_findings(NodeState(node_id=NodeId("n1"), engines=status.engines))
-    assert left_out.what.endswith(told)
+    assert left_out.what.endswith(reason)
     assert "edgepipe logs' on studio" in left_out.remedy
     assert "cannot be computed at present" in waiting.what
 

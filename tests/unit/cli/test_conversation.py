@@ -92,4 +92,4 @@ async def test_nobody_waits_long_without_a_sign() -> None:
             assert view.shown == ["(waiting for the first word)"]
             engine.release.set()
             await work
-    assert "".join(one for one in view.shown if not one.startswith("(")) == "yes"
+    assert "".join(text for text in view.shown if not text.startswith("(")) == "yes"

@@ -29,108 +29,108 @@ def answer(text: str, *, reasoning: str = "", first_word_s: float = 1.0, tokens_
 
 def dialogue() -> Dialogue:
     """One question and its answer."""
-    one = Dialogue(system="be brief", options={"temperature": 0.0, "seed": None})
-    one.ask("why?")
-    one.answered(answer("because"))
-    return one
+    chat = Dialogue(system="be brief", options={"temperature": 0.0, "seed": None})
+    chat.ask("why?")
+    chat.answered(answer("because"))
+    return chat
 
 
 def test_an_unanswered_question_is_forgotten_and_a_cut_answer_kept() -> None:
-    one = dialogue()
-    one.ask("and?")
-    one.answered(answer(""))
-    one.forget_unanswered()
-    assert [turn["content"] for turn in one.messages()] == ["be brief", "why?", "because"]
-    one.ask("and?")
-    one.answered(answer("it"))
-    assert one.turns[-1] == {"role": "assistant", "content": "it"}
+    chat = dialogue()
+    chat.ask("and?")
+    chat.answered(answer(""))
+    chat.forget_unanswered()
+    assert [turn["content"] for turn in chat.messages()] == ["be brief", "why?", "because"]
+    chat.ask("and?")
+    chat.answered(answer("it"))
+    assert chat.turns[-1] == {"role": "assistant", "content": "it"}
 
 
 def test_an_answer_taken_back_stands_again_if_there_is_no_other() -> None:
-    one = dialogue()
-    one.take_back()
-    assert one.turns == [{"role": "user", "content": "why?"}]
-    one.answered(answer(""))
-    one.forget_unanswered()
-    assert one.turns[-1]["content"] == "because"
-    one.take_back()
-    one.answered(answer("therefore"))
-    assert [turn["content"] for turn in one.turns] == ["why?", "therefore"]
+    chat = dialogue()
+    chat.take_back()
+    assert chat.turns == [{"role": "user", "content": "why?"}]
+    chat.answered(answer(""))
+    chat.forget_unanswered()
+    assert chat.turns[-1]["content"] == "because"
+    chat.take_back()
+    chat.answered(answer("therefore"))
+    assert [turn["content"] for turn in chat.turns] == ["why?", "therefore"]
     with pytest.raises(RequestInvalid, match="no answer"):
         Dialogue(system="", options={}).take_back()
 
 
 def test_settings_are_typed_and_can_be_taken_back() -> None:
-    one = dialogue()
-    one.set("temperature", "0.7")
-    one.set("max_tokens", "20")
-    assert one.options == {"temperature": 0.7, "seed": None, "max_tokens": 20}
-    one.set("temperature", "default")
-    assert one.options["temperature"] is None
+    chat = dialogue()
+    chat.set("temperature", "0.7")
+    chat.set("max_tokens", "20")
+    assert chat.options == {"temperature": 0.7, "seed": None, "max_tokens": 20}
+    chat.set("temperature", "default")
+    assert chat.options["temperature"] is None
     with pytest.raises(RequestInvalid, match="whole number"):
-        one.set("seed", "x")
+        chat.set("seed", "x")
     with pytest.raises(RequestInvalid, match="unknown setting 'heat'"):
-        one.set("heat", "1")
+        chat.set("heat", "1")
     for name, text in (("temperature", "9"), ("temperature", "nan"), ("top_k", "-1"), ("max_tokens", "0")):
         with pytest.raises(RequestInvalid, match=f"{name} cannot be {text}"):
-            one.set(name, text)
+            chat.set(name, text)
 
 
 def test_another_answer_is_drawn_even_where_answers_are_not() -> None:
-    one = dialogue()
-    one.set("seed", "4")
-    assert one.request_options({}) == {"temperature": 0.0, "seed": 4}
-    one.take_back()
-    assert one.request_options({}) == {"temperature": 0.7, "seed": None}
-    one.set("temperature", "1.5")
-    assert one.request_options({}) == {"temperature": 1.5, "seed": None}
-    one.answered(answer("therefore"))
-    assert one.request_options({}) == {"temperature": 1.5, "seed": 4}
+    chat = dialogue()
+    chat.set("seed", "4")
+    assert chat.request_options({}) == {"temperature": 0.0, "seed": 4}
+    chat.take_back()
+    assert chat.request_options({}) == {"temperature": 0.7, "seed": None}
+    chat.set("temperature", "1.5")
+    assert chat.request_options({}) == {"temperature": 1.5, "seed": None}
+    chat.answered(answer("therefore"))
+    assert chat.request_options({}) == {"temperature": 1.5, "seed": 4}
 
 
 def test_a_saved_conversation_comes_back(tmp_path: Path) -> None:
-    one = dialogue()
-    one.set("top_k", "5")
+    chat = dialogue()
+    chat.set("top_k", "5")
     path = tmp_path / "chats" / "a.json"
-    one.save(path, model="org/tiny")
+    chat.save(path, model="org/tiny")
     assert path.stat().st_mode & 0o077 == 0
     other = Dialogue(system="", options={"temperature": 1.0})
     assert other.load(path) == "org/tiny"
-    assert other.messages() == one.messages()
+    assert other.messages() == chat.messages()
     assert other.options == {"temperature": 0.0, "top_k": 5}
 
 
 def test_reasoning_stays_beside_the_answer(tmp_path: Path) -> None:
-    one = dialogue()
-    assert one.last_reasoning() == ""
-    one.ask("and?")
-    one.answered(answer("it", reasoning="Let me see."))
-    assert one.messages()[-1] == {"role": "assistant", "content": "it", "reasoning_content": "Let me see."}
-    one.save(tmp_path / "a.json", model="tiny")
+    chat = dialogue()
+    assert chat.last_reasoning() == ""
+    chat.ask("and?")
+    chat.answered(answer("it", reasoning="Let me see."))
+    assert chat.messages()[-1] == {"role": "assistant", "content": "it", "reasoning_content": "Let me see."}
+    chat.save(tmp_path / "a.json", model="tiny")
     other = Dialogue(system="", options={})
     other.load(tmp_path / "a.json")
-    assert other.messages() == one.messages()
+    assert other.messages() == chat.messages()
     assert other.last_reasoning() == "Let me see."
-    one.save(tmp_path / "a.md", model="tiny")
+    chat.save(tmp_path / "a.md", model="tiny")
     assert "Let me see" not in (tmp_path / "a.md").read_text()
 
 
 def test_reasoning_that_no_answer_follows_is_forgotten() -> None:
-    one = dialogue()
-    one.ask("and?")
-    one.answered(answer("", reasoning="Let me see."))
-    one.forget_unanswered()
-    assert one.messages() == dialogue().messages()
+    chat = dialogue()
+    chat.ask("and?")
+    chat.answered(answer("", reasoning="Let me see."))
+    chat.forget_unanswered()
+    assert chat.messages() == dialogue().messages()
 
 
 def test_reasoning_is_shown_in_three_ways() -> None:
-    one = dialogue()
-    one.set_thinking("show")
+    chat = dialogue()
+    chat.set_thinking("show")
     with pytest.raises(RequestInvalid, match="cannot be shown as loud"):
-        one.set_thinking("loud")
-    assert one.thinking == "show"
-    one.set("reasoning_effort", "none")
-    assert one.request_options({})["reasoning_effort"] == "none"
+        chat.set_thinking("loud")
+    assert chat.thinking == "show"
+    chat.set("reasoning_effort", "none")
+    assert chat.request_options({})["reasoning_effort"] == "none"
 
 
 def test_it_can_be_read_as_markdown(tmp_path: Path) -> None:
@@ -152,34 +152,34 @@ def test_it_can_be_read_as_markdown(tmp_path: Path) -> None:
 def test_a_file_that_is_none_changes_nothing(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
-    one = dialogue()
+    chat = dialogue()
     with pytest.raises(RequestInvalid, match="no conversation"):
-        one.load(path)
-    assert one.messages() == dialogue().messages()
+        chat.load(path)
+    assert chat.messages() == dialogue().messages()
     with pytest.raises(RequestInvalid, match="cannot read"):
-        one.load(tmp_path / "none.json")
+        chat.load(tmp_path / "none.json")
     with pytest.raises(RequestInvalid, match="cannot write"):
-        one.save(path / "below.json", model="")
+        chat.save(path / "below.json", model="")
 
 
 def test_what_nobody_set_is_as_the_makers_advise() -> None:
-    one = Dialogue(system="", options={"temperature": None, "top_p": 0.5, "seed": None})
-    assert one.request_options({"temperature": 0.6, "top_p": 0.95, "top_k": 20}) == {
+    chat = Dialogue(system="", options={"temperature": None, "top_p": 0.5, "seed": None})
+    assert chat.request_options({"temperature": 0.6, "top_p": 0.95, "top_k": 20}) == {
         "temperature": 0.6,
         "top_p": 0.5,
         "top_k": 20,
     }
-    one.set("temperature", "0")
-    assert one.request_options({"temperature": 0.6})["temperature"] == 0
+    chat.set("temperature", "0")
+    assert chat.request_options({"temperature": 0.6})["temperature"] == 0
 
 
 def test_figures_of_the_session() -> None:
-    one = Dialogue(system="", options={})
-    assert one.stats() == "no answer yet"
+    chat = Dialogue(system="", options={})
+    assert chat.stats() == "no answer yet"
     for rate, first in ((10.0, 1.0), (20.0, 0.5), (0.0, 3.0)):
-        one.ask("?")
-        one.answered(answer("words", first_word_s=first, tokens_per_s=rate))
-    last, prompt, session = one.stats().splitlines()
+        chat.ask("?")
+        chat.answered(answer("words", first_word_s=first, tokens_per_s=rate))
+    last, prompt, session = chat.stats().splitlines()
     assert last == "last     7 tok · first word 3.0 s · 2 nodes"
     assert prompt == "         5 prompt tokens"
     assert session == "session  3 answers · 21 tok · 15.0 tok/s (mean) · first word 1.0 s (median)"

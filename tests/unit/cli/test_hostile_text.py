@@ -76,7 +76,7 @@ class _Node:
             for index, device in enumerate(member.node.devices):
                 device.state = ("failed", "alive", "starting")[index % 3]
             member.state = "alive"
-        for engine in (*status.engines, *(one for member in status.members for one in member.node.engines)):
+        for engine in (*status.engines, *(served for member in status.members for served in member.node.engines)):
             engine.state = self.state
         status.members[0].self = True
         return status

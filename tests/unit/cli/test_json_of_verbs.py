@@ -38,9 +38,9 @@ def test_serve_and_stop_tell_scripts_what_they_did(run: Run, tmp_path: Path) -> 
 def test_rm_tells_scripts_what_is_free_again(run: Run, tmp_path: Path) -> None:
     write_model_folder(tmp_path / "tiny", emulated_model_config(num_layers=2))
     model = ModelStore(tmp_path / "data" / "models").pull(str(tmp_path / "tiny"))
-    told = json.loads(run("models", "rm", "tiny", "--json").out)
-    assert (told["model"], told["still_on"]) == (model.model_id, [])
-    assert told["freed_bytes"] > 0
+    printed = json.loads(run("models", "rm", "tiny", "--json").out)
+    assert (printed["model"], printed["still_on"]) == (model.model_id, [])
+    assert printed["freed_bytes"] > 0
     assert json.loads(run("models", "list", "--json").out) == []
 
 

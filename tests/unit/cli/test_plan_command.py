@@ -33,10 +33,10 @@ def test_the_picture_fits_eighty_columns_and_names_what_matters(run: Run) -> Non
 
 
 def test_json_is_one_document_and_says_the_same(run: Run) -> None:
-    told = json.loads(run(*IMAGINED, "--json").out)
-    by_hand = json.loads(run(*IMAGINED, "--json", "--plan", told["plan"]).out)
-    assert by_hand["plan"] == told["plan"]
-    assert by_hand["one_chat_tokens_per_s"] == told["one_chat_tokens_per_s"]
+    printed = json.loads(run(*IMAGINED, "--json").out)
+    by_hand = json.loads(run(*IMAGINED, "--json", "--plan", printed["plan"]).out)
+    assert by_hand["plan"] == printed["plan"]
+    assert by_hand["one_chat_tokens_per_s"] == printed["one_chat_tokens_per_s"]
     assert by_hand["left_out"] == []
 
 
@@ -59,11 +59,11 @@ def test_a_longrope_model_says_which_rotary_factors_it_uses(
 
 
 def test_wishes_are_kept(run: Run) -> None:
-    told = json.loads(run(*IMAGINED, "--json", "--first", "d", "--nodes", "4").out)
-    assert told["stages"][0]["node"] == "d"
-    assert len(told["stages"]) == 4
-    told = json.loads(run(*IMAGINED, "--json", "--exclude", "a").out)
-    assert {"node": "a", "reason": "excluded by --exclude"} in told["left_out"]
+    planned = json.loads(run(*IMAGINED, "--json", "--first", "d", "--nodes", "4").out)
+    assert planned["stages"][0]["node"] == "d"
+    assert len(planned["stages"]) == 4
+    planned = json.loads(run(*IMAGINED, "--json", "--exclude", "a").out)
+    assert {"node": "a", "reason": "excluded by --exclude"} in planned["left_out"]
 
 
 def test_what_does_not_fit_ends_with_the_sum_and_six(run: Run) -> None:
@@ -71,9 +71,9 @@ def test_what_does_not_fit_ends_with_the_sum_and_six(run: Run) -> None:
     assert short.code == 6
     for part in ("  needed  ", "  free on a", "missing", "WHAT WOULD HELP"):
         assert part in short.out
-    told = run("plan", "llama-3.3-70b:bf16", "--emulate", "2x rtx4090", "--json")
-    assert told.code == 6
-    assert json.loads(told.out)["missing_bytes"] > 0
+    done = run("plan", "llama-3.3-70b:bf16", "--emulate", "2x rtx4090", "--json")
+    assert done.code == 6
+    assert json.loads(done.out)["missing_bytes"] > 0
 
 
 def test_force_is_advised_only_where_it_helps(run: Run) -> None:
@@ -107,9 +107,9 @@ def test_changes_are_answered_where_the_base_does_not_fit(run: Run) -> None:
     shown = run(*flags)
     assert shown.code == 0
     assert "fits only with the changes (add m3ultra); now the model needs about" in shown.out
-    told = json.loads(run(*flags, "--json").out)
-    assert told["fits_only_with"]["changes"] == "add m3ultra"
-    assert {stage["device"] for stage in told["stages"]} - {"NVIDIA GeForce RTX 4090 (emulated)"}
+    planned = json.loads(run(*flags, "--json").out)
+    assert planned["fits_only_with"]["changes"] == "add m3ultra"
+    assert {stage["device"] for stage in planned["stages"]} - {"NVIDIA GeForce RTX 4090 (emulated)"}
     assert run("plan", "llama-3.3-70b:bf16", "--emulate", "2x rtx4090", "--what-if", "add m1").code == 6
 
 
@@ -163,7 +163,7 @@ def test_force_plans_as_if_all_memory_were_free(run: Run) -> None:
     tight = ("plan", "qwen2.5-14b", "--emulate", "rtx4090, m1", "--json")
     whole = json.loads(run(*tight, "--force").out)
     free = json.loads(run(*tight).out)
-    assert sum(one["free_bytes"] for one in whole["stages"]) > sum(one["free_bytes"] for one in free["stages"])
+    assert sum(stage["free_bytes"] for stage in whole["stages"]) > sum(stage["free_bytes"] for stage in free["stages"])
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_rebalance_may_stand_alone(run: Run, flags: tuple[str, ...], code: int) 
 
 
 def test_a_name_without_a_type_is_planned_in_q4_k_m(run: Run) -> None:
-    told = json.loads(run("plan", "qwen3.6", "--emulate", "rtx4090", "--json").out)
-    assert told["model"] == "qwen3.6-35b-a3b:q4_k_m"
+    planned = json.loads(run("plan", "qwen3.6", "--emulate", "rtx4090", "--json").out)
+    assert planned["model"] == "qwen3.6-35b-a3b:q4_k_m"
     assert "qwen3.8-27b:q4_k_m · whole on one machine" in run("plan", "Qwen3.8 27B", "--emulate", "rtx4090").out
     wide = run("plan", "Qwen/Qwen3.6-35B-A3B", "--emulate", "rtx4090")
     assert (wide.code, "qwen3.6-35b-a3b:bf16 does not fit: needs 69." in wide.out) == (6, True)
@@ -210,5 +210,5 @@ def test_an_unknown_model_is_refused_with_the_nearest_three(run: Run) -> None:
     ],
 )
 def test_machines_and_links_at_home_have_names(run: Run, devices: str, device: str, link: str) -> None:
-    told = json.loads(run("plan", "qwen3:4b", "--emulate", devices, "--link", link, "--json").out)
-    assert {stage["device"] for stage in told["stages"]} == {device}
+    planned = json.loads(run("plan", "qwen3:4b", "--emulate", devices, "--link", link, "--json").out)
+    assert {stage["device"] for stage in planned["stages"]} == {device}

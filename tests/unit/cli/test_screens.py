@@ -174,7 +174,7 @@ def test_a_terminal_that_is_not_utf8_shows_what_it_can(monkeypatch: pytest.Monke
 def test_addresses_and_keys_are_whole_on_every_screen(
     emulator: Callable[[int], Emulator], tmp_path: Path, columns: int
 ) -> None:
-    told = ListPeersReply(
+    reply = ListPeersReply(
         cluster_name="home",
         node_id=NodeId("here"),
         peers=tuple(
@@ -187,7 +187,7 @@ def test_addresses_and_keys_are_whole_on_every_screen(
     )  # fmt: skip
 
     screen = emulator(columns)
-    with answering(tmp_path, FakeNode(peers=told)):
+    with answering(tmp_path, FakeNode(peers=reply)):
         peers.list_peers(tmp_path)
     text = "\n".join(screen.lines())
     for whole in ("192.168.178.123:7117", "192.168.178.124:7117", "livi", "studiost"):

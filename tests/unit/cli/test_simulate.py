@@ -39,13 +39,13 @@ def test_it_prints_every_figure_in_80_columns(run: Run) -> None:
 def test_runs_stand_side_by_side(run: Run) -> None:
     result = run(*SMALL, "--compare", "link=ideal,100mbit,5ms", "--compare", "policy=throttled,sarathi", "--json")
     runs = json.loads(result.out)["runs"]
-    assert [one["facts"]["label"] for one in runs] == [
+    assert [row["facts"]["label"] for row in runs] == [
         "link=ideal policy=throttled",
         "link=ideal policy=sarathi",
         "link=100mbit,5ms policy=throttled",
         "link=100mbit,5ms policy=sarathi",
     ]
-    assert all(one["output_tokens"] == 128 and one["output_tokens_per_s"] > 0 for one in runs)
+    assert all(row["output_tokens"] == 128 and row["output_tokens_per_s"] > 0 for row in runs)
     table = run(*SMALL, "--compare", "micro-batches=2,4").out
     assert "against the first" in table
     assert "1.00x" in table
@@ -53,9 +53,9 @@ def test_runs_stand_side_by_side(run: Run) -> None:
 
 def test_equal_seeds_give_equal_figures(run: Run) -> None:
     def figures(seed: str) -> object:
-        (one,) = json.loads(run(*SMALL, "--rate", "5", "--seed", seed, "--json").out)["runs"]
-        del one["facts"]
-        return one
+        (row,) = json.loads(run(*SMALL, "--rate", "5", "--seed", seed, "--json").out)["runs"]
+        del row["facts"]
+        return row
 
     assert figures("1") == figures("1") != figures("2")
 
@@ -80,8 +80,8 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_runs(
 def test_a_trace_is_read_from_a_file(run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "day.csv"
     trace.write_text("arrival_s, prompt_tokens, output_tokens\n0, 10, 5\n0.5, 20, 6\n")
-    (one,) = json.loads(run(*SMALL[:5], "--workload", str(trace), "--json").out)["runs"]
-    assert (one["num_requests"], one["output_tokens"]) == (2, 11)
+    (row,) = json.loads(run(*SMALL[:5], "--workload", str(trace), "--json").out)["runs"]
+    assert (row["num_requests"], row["output_tokens"]) == (2, 11)
 
 
 @pytest.mark.parametrize(

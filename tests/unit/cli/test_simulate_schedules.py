@@ -40,9 +40,9 @@ def test_large_ones_stay_within_the_width(run: Run, sizes: tuple[str, str, str])
 
 def test_figures_for_scripts(run: Run) -> None:
     flags = ("--schedule", "1f1b,decode", "--stages", "8", "--micro-batches", "32", "--json")
-    told = json.loads(run("simulate", *flags).out)
-    assert (told["stages"], told["micro_batches"]) == (8, 32)
-    plain, many, shared = told["schedules"]
+    printed = json.loads(run("simulate", *flags).out)
+    assert (printed["stages"], printed["micro_batches"]) == (8, 32)
+    plain, many, shared = printed["schedules"]
     assert (plain["name"], plain["peak"], plain["rate"]) == ("1f1b", 8, None)
     assert plain["idle"] == pytest.approx(plain["bubble"]) == pytest.approx(7 / 39)
     assert many["rate"] > 1 > shared["rate"]

@@ -55,10 +55,12 @@ def test_a_machine_that_went_without_a_goodbye_is_still_a_fault() -> None:
     assert "stopped" not in " ".join(_lines(status, 80))
 
 
-@pytest.mark.parametrize(("count", "told"), [(3, False), (40, True)])
-def test_doctor_takes_a_few_connections_without_an_identity_for_no_news(tmp_path: Path, count: int, told: bool) -> None:
+@pytest.mark.parametrize(("count", "reported"), [(3, False), (40, True)])
+def test_doctor_takes_a_few_connections_without_an_identity_for_no_news(
+    tmp_path: Path, count: int, reported: bool
+) -> None:
     audit = AuditLog(TrustFolders(tmp_path).audit, time.time)
     audit.record(AuditKind.HANDSHAKE_REFUSED, who="strangers", detail=f"{count} connections")
     config = load_config({"data_dir": tmp_path}).values
     found = [finding for finding in trust_findings(config, replace(_status())) if finding.id == "trust.audit"]
-    assert bool(found) is told
+    assert bool(found) is reported

@@ -43,7 +43,7 @@ def test_it_prints_what_the_template_makes_of_each_conversation(
     assert "pip install transformers" in result.out
     value = json.loads(run("models", "check", "tiny", "--json").out)
     assert value["plain"]["no_user"] == "empty user"
-    alone = next(one for one in value["conversations"] if one["conversation"] == "system alone")
+    alone = next(row for row in value["conversations"] if row["conversation"] == "system alone")
     assert alone == {
         "conversation": "system alone",
         "outcome": "repaired",
@@ -60,9 +60,9 @@ def test_it_compares_with_transformers(run: Run, folder: Path) -> None:
     pytest.importorskip("transformers", reason="the reference")
     run("models", "pull", str(folder))
     value = json.loads(run("models", "check", "tiny", "--json").out)
-    found = {one["conversation"]: one["transformers"] for one in value["conversations"]}
+    found = {row["conversation"]: row["transformers"] for row in value["conversations"]}
     assert (found["question"], found["system alone"], found["effort high"]) == ("equal", "refused", "refused")
-    assert {one["transformers"] for one in value["conversations"] if one["outcome"] == "as sent"} == {"equal"}
+    assert {row["transformers"] for row in value["conversations"] if row["outcome"] == "as sent"} == {"equal"}
 
 
 def test_a_model_without_a_template_has_nothing_to_check(run: Run, folder: Path) -> None:

@@ -167,9 +167,9 @@ def test_a_missing_pairing_code_is_told_with_its_flags(tmp_path: Path) -> None:
         config=load_config({"data_dir": tmp_path}).values,
         settings_file=tmp_path / "s",
     )
-    with pytest.raises(ConfigInvalid, match="a pairing code is needed") as told:
+    with pytest.raises(ConfigInvalid, match="a pairing code is needed") as raised:
         steps.join_asking(setup, "127.0.0.1")
-    assert told.value.next_step == "--join CODE, or --cluster NAME to start a new cluster"
+    assert raised.value.next_step == "--join CODE, or --cluster NAME to start a new cluster"
 
 
 @pytest.mark.parametrize(

@@ -220,9 +220,9 @@ def test_chat_asks_one_question_with_sizes_and_what_fits(
     assert noting.asked == ["Fetch which type?"]
     shown = [" ".join(line.split()) for line in noting.lines]
     assert shown == ["Q8_0 20 B fits", "Q4_K_M 10 B fits, recommended", "none now"]
-    told = Noting()
-    assert ask_to_fetch(told, f"{REPO}:q8_0", tmp_path) == f"{REPO}:q8_0"
-    assert told.asked == ["Fetch it?"]
+    asking = Noting()
+    assert ask_to_fetch(asking, f"{REPO}:q8_0", tmp_path) == f"{REPO}:q8_0"
+    assert asking.asked == ["Fetch it?"]
     assert "org/Big-GGUF:q8_0 has 20 B; free memory of this cluster: 3.0 GB: it fits" in capsys.readouterr().out
     assert ask_to_fetch(Noting(answer=False), f"{REPO}:q8_0", tmp_path) == ""
     with pytest.raises(ModelUnknown, match="no model is called"):
@@ -250,4 +250,4 @@ def test_a_pull_of_a_name_as_typed_fetches_one_type_without_a_question(
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.endpoint)
         result = run("models", "pull", typed, "--dry-run", "--json")
     assert result.code == 0
-    assert [one["name"] for one in json.loads(result.out)["files"]] == [file]
+    assert [entry["name"] for entry in json.loads(result.out)["files"]] == [file]

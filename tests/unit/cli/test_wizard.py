@@ -84,15 +84,15 @@ def measured_status(*, bytes_per_s: float = 1e12) -> ClusterStatus:
 
 def test_models_that_fit_come_with_an_estimate() -> None:
     good, bad = fitting_models(measured_status())
-    assert "demo" in [one.source for one in good]
-    assert all("tok/s" in one.text for one in good)
-    assert "llama-3.3-70b:q4_k_m" in [one.source for one in bad]
+    assert "demo" in [fit.source for fit in good]
+    assert all("tok/s" in fit.text for fit in good)
+    assert "llama-3.3-70b:q4_k_m" in [fit.source for fit in bad]
     assert "does not fit" in bad[0].text
-    offered = {one.source.partition(":")[0] for one in (*good, *bad)}
+    offered = {fit.source.partition(":")[0] for fit in (*good, *bad)}
     assert {"qwen3.6-35b-a3b", "qwen3.8-27b", "gemma-4-26b-a4b", "gpt-oss-20b", "glm-4.7-flash"} <= offered
-    for one in (*good, *bad):
-        assert understood(one.source) is not None, f"'{one.source}' cannot be pulled as printed"
-        assert one.text[: HEADING.index("SIZE") + len("SIZE")].endswith(("GB", "MB")), "the heading is above the column"
+    for fit in (*good, *bad):
+        assert understood(fit.source) is not None, f"'{fit.source}' cannot be pulled as printed"
+        assert fit.text[: HEADING.index("SIZE") + len("SIZE")].endswith(("GB", "MB")), "the heading is above the column"
 
 
 def test_the_largest_usable_model_is_preferred() -> None:
@@ -117,7 +117,7 @@ class Chosen(Defaults):
 
     def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
         """The default."""
-        self.choices, self.default = {one.value: one.text for one in choices}, default
+        self.choices, self.default = {choice.value: choice.text for choice in choices}, default
         return default
 
 
@@ -137,8 +137,8 @@ def test_a_name_and_a_folder_that_were_given_are_kept(
     values = load_config({}, environ={}, file=setup.settings_file).values
     assert (values.name, values.models_dir) == ("den", tmp_path / "models")
     assert setup.name == ("gamer" if running else "den")
-    told = "reads its new models_dir and name at its next start" in " ".join(capsys.readouterr().out.split())
-    assert told is running
+    warned = "reads its new models_dir and name at its next start" in " ".join(capsys.readouterr().out.split())
+    assert warned is running
 
 
 def test_an_address_with_a_bad_port_is_told_and_asked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

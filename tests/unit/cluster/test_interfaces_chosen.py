@@ -34,92 +34,100 @@ def ports(*names: str) -> tuple[BridgeMember, ...]:
     return tuple(BridgeMember(name=name, virtual=name.startswith(("veth", "tap", "vnet", "vmenet"))) for name in names)
 
 
-def one(
+def interface(
     name: str, address: str, prefix: int = 24, *, members: tuple[BridgeMember, ...] | None = None, carrier: bool = True
 ) -> Interface:
     return Interface(name=name, address=address, prefix=prefix, members=members, carrier=carrier)
 
 
-LO = one("lo", "127.0.0.1", 8)
-ETH = one("eth0", "192.168.1.9")
+LO = interface("lo", "127.0.0.1", 8)
+ETH = interface("eth0", "192.168.1.9")
 CASES: dict[str, tuple[list[Interface], str, str]] = {
     "Mac: Wi-Fi and Thunderbolt": (
-        [one("en0", "192.168.1.31"), one("bridge0", "10.25.0.1", members=ports("en2", "en3"))],
+        [interface("en0", "192.168.1.31"), interface("bridge0", "10.25.0.1", members=ports("en2", "en3"))],
         "192.168.1.31",
         "192.168.1.31",
     ),
-    "Mac: Thunderbolt alone": ([LO, one("bridge0", "10.25.0.1", members=ports("en2", "en3"))], "", "10.25.0.1"),
+    "Mac: Thunderbolt alone": ([LO, interface("bridge0", "10.25.0.1", members=ports("en2", "en3"))], "", "10.25.0.1"),
     "Mac: Thunderbolt alone, self-assigned": (
-        [LO, one("bridge0", "169.254.10.1", 16, members=ports("en2"))],
+        [LO, interface("bridge0", "169.254.10.1", 16, members=ports("en2"))],
         "",
         "169.254.10.1",
     ),
     "Mac: Thunderbolt unplugged, Wi-Fi": (
-        [one("bridge0", "10.25.0.1", members=ports("en2"), carrier=False), one("en0", "192.168.1.31")],
+        [interface("bridge0", "10.25.0.1", members=ports("en2"), carrier=False), interface("en0", "192.168.1.31")],
         "",
         "192.168.1.31",
     ),
     "Mac: bridge of a virtual machine": (
-        [LO, one("bridge100", "192.168.64.1", members=ports("vmenet0"))],
+        [LO, interface("bridge100", "192.168.64.1", members=ports("vmenet0"))],
         "",
         "127.0.0.1",
     ),
-    "Mac: its ifconfig says nothing": ([LO, one("bridge0", "10.25.0.1")], "", "10.25.0.1"),
-    "Linux: a cable that is called bridge0": ([LO, one("bridge0", "10.25.0.1")], "", "10.25.0.1"),
-    "Linux: Thunderbolt beside Ethernet": ([one("thunderbolt0", "169.254.205.206", 16), ETH], "", ETH.address),
+    "Mac: its ifconfig says nothing": ([LO, interface("bridge0", "10.25.0.1")], "", "10.25.0.1"),
+    "Linux: a cable that is called bridge0": ([LO, interface("bridge0", "10.25.0.1")], "", "10.25.0.1"),
+    "Linux: Thunderbolt beside Ethernet": ([interface("thunderbolt0", "169.254.205.206", 16), ETH], "", ETH.address),
     "Docker without and with containers": (
-        [one("docker0", "172.17.0.1", 16, members=()), one("br-1a2b", "172.18.0.1", 16, members=ports("veth1")), ETH],
+        [
+            interface("docker0", "172.17.0.1", 16, members=()),
+            interface("br-1a2b", "172.18.0.1", 16, members=ports("veth1")),
+            ETH,
+        ],
         "",
         ETH.address,
     ),
-    "Docker alone": ([LO, one("docker0", "172.17.0.1", 16, members=ports("veth1"))], "", "127.0.0.1"),
+    "Docker alone": ([LO, interface("docker0", "172.17.0.1", 16, members=ports("veth1"))], "", "127.0.0.1"),
     "libvirt, LXD, podman, cni": (
         [
             LO,
-            one("virbr0", "192.168.122.1", members=ports("vnet0")),
-            one("lxdbr0", "10.8.0.1", members=ports("tap0", "veth1")),
-            one("podman0", "10.88.0.1", 16, members=()),
-            one("cni0", "10.244.0.1", members=ports("veth2")),
+            interface("virbr0", "192.168.122.1", members=ports("vnet0")),
+            interface("lxdbr0", "10.8.0.1", members=ports("tap0", "veth1")),
+            interface("podman0", "10.88.0.1", 16, members=()),
+            interface("cni0", "10.244.0.1", members=ports("veth2")),
         ],
         "",
         "127.0.0.1",
     ),
-    "VirtualBox and VMware": ([LO, one("vboxnet0", "192.168.56.1"), one("vmnet8", "192.168.23.1")], "", "127.0.0.1"),
+    "VirtualBox and VMware": (
+        [LO, interface("vboxnet0", "192.168.56.1"), interface("vmnet8", "192.168.23.1")],
+        "",
+        "127.0.0.1",
+    ),
     "a virtual machine's host on its own bridge": (
-        [LO, one("br0", "192.168.1.9", members=ports("enp3s0", "vnet0"))],
+        [LO, interface("br0", "192.168.1.9", members=ports("enp3s0", "vnet0"))],
         "",
         "192.168.1.9",
     ),
     "a home's bridge with a name like Docker's": (
-        [LO, one("br-lan", "192.168.1.9", members=ports("lan1", "lan2"))],
+        [LO, interface("br-lan", "192.168.1.9", members=ports("lan1", "lan2"))],
         "",
         "192.168.1.9",
     ),
     "a bridge of containers that carries the default route": (
-        [LO, one("br0", "192.168.1.9", members=ports("veth1"))],
+        [LO, interface("br0", "192.168.1.9", members=ports("veth1"))],
         "192.168.1.9",
         "192.168.1.9",
     ),
-    "a VPN with the default route": ([one("tun0", "10.8.0.6"), ETH], "10.8.0.6", ETH.address),
-    "Tailscale alone": ([LO, one("tailscale0", "100.64.0.5", 32)], "", "127.0.0.1"),
+    "a VPN with the default route": ([interface("tun0", "10.8.0.6"), ETH], "10.8.0.6", ETH.address),
+    "Tailscale alone": ([LO, interface("tailscale0", "100.64.0.5", 32)], "", "127.0.0.1"),
     "USB tethering beside a self-assigned address": (
-        [one("enx02", "169.254.3.3", 16), one("wlan0", "192.168.43.7")],
+        [interface("enx02", "169.254.3.3", 16), interface("wlan0", "192.168.43.7")],
         "",
         "192.168.43.7",
     ),
     "a dead cable that has the route": (
-        [one("eth0", "192.168.1.9", carrier=False), one("eth1", "10.91.0.1")],
+        [interface("eth0", "192.168.1.9", carrier=False), interface("eth1", "10.91.0.1")],
         "192.168.1.9",
         "10.91.0.1",
     ),
-    "a dead cable and nothing else": ([LO, one("eth0", "192.168.1.9", carrier=False)], "", "192.168.1.9"),
-    "IPv6 beside IPv4": ([one("eth0", "fd00:77::11", 64), ETH], "", ETH.address),
+    "a dead cable and nothing else": ([LO, interface("eth0", "192.168.1.9", carrier=False)], "", "192.168.1.9"),
+    "IPv6 beside IPv4": ([interface("eth0", "fd00:77::11", 64), ETH], "", ETH.address),
     "IPv6 alone: the home's own network first": (
-        [LO, one("eth0", "2001:db8::5", 64), one("eth0", "fd00:77::11", 64)],
+        [LO, interface("eth0", "2001:db8::5", 64), interface("eth0", "fd00:77::11", 64)],
         "",
         "fd00:77::11",
     ),
-    "IPv6 of a VPN": ([LO, one("wg0", "fd10::2", 64), one("eth0", "fd11::2", 128)], "", "127.0.0.1"),
+    "IPv6 of a VPN": ([LO, interface("wg0", "fd10::2", 64), interface("eth0", "fd11::2", 128)], "", "127.0.0.1"),
 }
 
 
@@ -130,12 +138,12 @@ def test_the_address_that_leads_to_other_machines_is_taken(case: str) -> None:
 
 
 def test_a_named_interface_gives_its_ipv4_address_if_it_has_one() -> None:
-    available = [one("eth0", "fd00:77::11", 64), ETH]
+    available = [interface("eth0", "fd00:77::11", 64), ETH]
     assert choose_address(interface="eth0", available=available, routed="") == ETH.address
 
 
 def test_the_live_link_comes_first_and_the_dead_one_stays_listed() -> None:
-    dead, live = one("eth0", "192.168.1.9", carrier=False), one("eth1", "10.91.0.1")
+    dead, live = interface("eth0", "192.168.1.9", carrier=False), interface("eth1", "10.91.0.1")
     assert lan_interfaces([dead, live]) == [live, dead]
 
 

@@ -65,10 +65,10 @@ def test_who_knows_the_code_joins(lab: PairingLab) -> None:
 
 def test_a_wrong_code_is_a_wrong_try_and_both_sides_say_what_it_may_mean(lab: PairingLab) -> None:
     host, joiner = lab.host(), lab.joiner(code=b"48219038")
-    with pytest.raises(PairingRejected, match="wrong code") as told:
+    with pytest.raises(PairingRejected, match="wrong code") as raised:
         until_confirmed(host, joiner)
     assert host.guessed
-    assert "tampering" in told.value.fact
+    assert "tampering" in raised.value.fact
     assert not host.confirmed
 
 
@@ -91,9 +91,9 @@ def test_a_swapped_certificate_gives_another_key(lab: PairingLab, side: str) -> 
     answer = must(host.receive(hello))
     element = must(joiner.receive(middle.swap(answer) if side != "joiner" else answer))
     confirmation = must(joiner.receive(must(host.receive(element))))
-    with pytest.raises(PairingRejected, match="wrong code") as told:
+    with pytest.raises(PairingRejected, match="wrong code") as raised:
         host.receive(confirmation)
-    assert "tampering" in told.value.fact
+    assert "tampering" in raised.value.fact
 
 
 def test_the_joiner_finds_out_too_when_the_host_is_not_who_it_seems(lab: PairingLab) -> None:
@@ -215,9 +215,9 @@ def test_a_changed_welcome_does_not_open(quick: PairingLab) -> None:
 def test_a_refusal_is_told_in_printable_text(quick: PairingLab) -> None:
     said = pb.PairMessage()
     said.refusal.code, said.refusal.what = "pairing_rejected", "no\x1b[2J way"
-    with pytest.raises(PairingRejected) as told:
+    with pytest.raises(PairingRejected) as raised:
         quick.joiner().receive(said.SerializeToString())
-    assert told.value.what == "no\\x1b[2J way"
+    assert raised.value.what == "no\\x1b[2J way"
 
 
 @pytest.mark.parametrize("text", ["4821-9037", "48219037", " 4821 9037 "])

@@ -34,30 +34,30 @@ def test_the_systems_clocks_agree_while_awake() -> None:
 
 
 async def test_announced_sleep_is_told_and_waking_too() -> None:
-    clock, told, woken = FakeClock(), list[bool](), list[float]()
+    clock, announced, woken = FakeClock(), list[bool](), list[float]()
 
     async def on_wake(slept_s: float) -> None:
         woken.append(slept_s)
 
-    guard = SleepGuard(clock, tell=told.append, on_wake=on_wake)
+    guard = SleepGuard(clock, tell=announced.append, on_wake=on_wake)
     await guard.look()
-    assert (told, woken) == ([], [])
+    assert (announced, woken) == ([], [])
     guard.announce()
     await guard.look()
-    assert told == [True]
+    assert announced == [True]
     clock.sleep(3600.0)
     await guard.look()
-    assert (told, woken) == ([True, False], [3600.0])
+    assert (announced, woken) == ([True, False], [3600.0])
 
 
 async def test_sleep_that_does_not_come_is_taken_back() -> None:
-    clock, told = FakeClock(), list[bool]()
+    clock, announced = FakeClock(), list[bool]()
 
     async def on_wake(slept_s: float) -> None:
         raise AssertionError("it did not sleep")
 
-    guard = SleepGuard(clock, tell=told.append, on_wake=on_wake)
+    guard = SleepGuard(clock, tell=announced.append, on_wake=on_wake)
     guard.announce()
     clock.advance(31.0)
     await guard.look()
-    assert told == [True, False]
+    assert announced == [True, False]

@@ -28,7 +28,7 @@ def test_a_large_home_s_node_is_taken_in() -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "message",
     [
         state(platform="x" * MAX_STATE_BYTES),
         state(engines=[{}] * 65),
@@ -41,9 +41,9 @@ def test_a_large_home_s_node_is_taken_in() -> None:
     ],
     ids=["bytes", "engines", "gateways", "entries", "entries far inside", "a path", "nowhere", "no range"],
 )
-def test_what_costs_other_nodes_too_much_is_not(told: pb.NodeState) -> None:
+def test_what_costs_other_nodes_too_much_is_not(message: pb.NodeState) -> None:
     with pytest.raises(EdgepipeError):
-        read_state(told)
+        read_state(message)
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:1", "studio.local:7070", "[fe80::1%en0]:7070"])

@@ -35,13 +35,13 @@ def three(tmp_path: Path) -> list[TrustKeeper]:
     return [keeper(folder) for folder in folders]
 
 
-async def tell(one: TrustKeeper, other: TrustKeeper) -> None:
+async def tell(speaker: TrustKeeper, hearer: TrustKeeper) -> None:
     """``other`` hears what ``one`` knows."""
-    await other.take_in(one.node_id, digest=one.digest, statements=one.store.signed())
+    await hearer.take_in(speaker.node_id, digest=speaker.digest, statements=speaker.store.signed())
 
 
-def names(one: TrustKeeper) -> set[str]:
-    return {peer.name for peer in one.outbound()}
+def names(keeper: TrustKeeper) -> set[str]:
+    return {peer.name for peer in keeper.outbound()}
 
 
 def kinds(data_dir: Path) -> list[str]:
@@ -65,9 +65,9 @@ def test_a_key_that_others_may_touch_is_refused_with_the_command_that_mends_it(t
     load_identity(tmp_path / "identity")
     key = tmp_path / "identity" / "key.pem"
     key.chmod(mode)
-    with pytest.raises(ConfigInvalid, match="others may") as told:
+    with pytest.raises(ConfigInvalid, match="others may") as raised:
         load_identity(tmp_path / "identity")
-    assert told.value.next_step == f"chmod 600 '{key}'"
+    assert raised.value.next_step == f"chmod 600 '{key}'"
 
 
 def test_a_linked_or_foreign_key_is_refused(tmp_path: Path) -> None:
@@ -75,9 +75,9 @@ def test_a_linked_or_foreign_key_is_refused(tmp_path: Path) -> None:
     key = tmp_path / "identity" / "key.pem"
     key.rename(tmp_path / "elsewhere.pem")
     key.symlink_to(tmp_path / "elsewhere.pem")
-    with pytest.raises(ConfigInvalid) as told:
+    with pytest.raises(ConfigInvalid) as raised:
         load_identity(tmp_path / "identity")
-    assert told.value.fact == "it is a symbolic link"
+    assert raised.value.fact == "it is a symbolic link"
     key.unlink()
     key.mkdir()
     with pytest.raises(ConfigInvalid):
@@ -118,9 +118,9 @@ def test_a_store_without_anything_to_save_says_how_to_go_on(tmp_path: Path) -> N
     three(tmp_path)
     for path in (tmp_path / "b" / "trust").iterdir():
         path.write_bytes(b"\0\0\0")
-    with pytest.raises(ConfigInvalid, match="damaged, and so is the version before") as told:
+    with pytest.raises(ConfigInvalid, match="damaged, and so is the version before") as raised:
         keeper(tmp_path / "b")
-    assert "edgepipe node join" in told.value.next_step
+    assert "edgepipe node join" in raised.value.next_step
 
 
 def test_a_lone_node_goes_on_with_what_was_saved(tmp_path: Path) -> None:
@@ -162,10 +162,10 @@ async def test_removing_an_owner_asks_what_becomes_of_those_it_let_in(tmp_path: 
     a, b, _ = three(tmp_path)
     await a.promote(a.find("b"))
     await tell(a, b)
-    with pytest.raises(ConfigInvalid, match="alone added other nodes") as told:
+    with pytest.raises(ConfigInvalid, match="alone added other nodes") as raised:
         await b.remove(b.find("a"), keep_added=None)
-    assert "c" in told.value.fact
-    assert [one.name for one in await b.remove(b.find("a"), keep_added=True)] == ["c"]
+    assert "c" in raised.value.fact
+    assert [peer.name for peer in await b.remove(b.find("a"), keep_added=True)] == ["c"]
     assert names(b) == {"b", "c"}
 
 
@@ -183,24 +183,24 @@ async def test_a_node_does_not_remove_itself_and_a_member_removes_nobody(tmp_pat
     a, b, _ = three(tmp_path)
     with pytest.raises(TrustInvalid, match="cannot remove itself"):
         await a.remove(a.find("a"), keep_added=None)
-    with pytest.raises(TrustInvalid, match="only an owner") as told:
+    with pytest.raises(TrustInvalid, match="only an owner") as raised:
         await b.remove(b.find("c"), keep_added=None)
-    assert "owners: a" in told.value.fact
+    assert "owners: a" in raised.value.fact
 
 
 def test_peers_are_found_by_name_or_the_beginning_of_their_id(tmp_path: Path) -> None:
     a, b, _ = three(tmp_path)
     assert a.find("b").node_id == a.find(b.node_id[:6]).node_id == b.node_id
     for text in ("x", b.node_id[:5], ""):
-        with pytest.raises(ConfigInvalid, match="no peer") as told:
+        with pytest.raises(ConfigInvalid, match="no peer") as raised:
             a.find(text)
-        assert told.value.exit_code == 2
+        assert raised.value.exit_code == 2
 
 
 async def test_bad_statements_are_in_the_audit_log_and_change_nothing(tmp_path: Path) -> None:
     a, b, c = three(tmp_path)
     await a.remove(a.find("c"), keep_added=None)
-    statements = [replace(one, signature=b"x") for one in a.store.signed()]
+    statements = [replace(statement, signature=b"x") for statement in a.store.signed()]
     await b.take_in(c.node_id, digest=b"x", statements=[*statements, TrustStatement(body=b"\xff")])
     assert names(b) == {"a", "b", "c"}
     assert kinds(tmp_path / "b") == ["bad statement"]

@@ -55,17 +55,17 @@ def sent_in(beat: Beat) -> tuple[TrustStatement, ...]:
     return beat.trust.statements if beat.trust is not None else ()
 
 
-async def talk(one: Side, other: Side, *, at_most: int) -> int:
+async def talk(first: Side, second: Side, *, at_most: int) -> int:
     """Beats until both hold the same; the largest is held against what a beat may have."""
     for count in range(at_most):
-        if one.keeper.digest == other.keeper.digest:
+        if first.keeper.digest == second.keeper.digest:
             return count
-        for speaker, hearer in ((one, other), (other, one)):
+        for speaker, hearer in ((first, second), (second, first)):
             beat = speaker.says()
             assert to_wire(beat, pb.Beat).ByteSize() < 600 << 10
             assert len(sent_in(beat)) <= MAX_PIECE_STATEMENTS
             await hearer.hears(beat, speaker.keeper)
-        one.clock.advance(BEAT_S)
+        first.clock.advance(BEAT_S)
     raise AssertionError("they did not come to hold the same")
 
 
@@ -106,12 +106,12 @@ async def test_stores_that_grew_apart_become_one_in_some_beats_however_large(tmp
 async def test_a_pair_that_never_agrees_tells_its_keys_ever_more_seldom(tmp_path: Path) -> None:
     clock = FakeClock()
     a, _ = sides(tmp_path, clock)
-    told = 0
+    num_told = 0
     for number in range(4 * 600):  # ten minutes
         a.conversation.heard_digest = number.to_bytes(32)
-        told += bool(a.says().trust_keys)
+        num_told += bool(a.says().trust_keys)
         clock.advance(BEAT_S)
-    assert told < 20
+    assert num_told < 20
     await a.keeper.add(make_key_pair().certificate, role=Role.MEMBER, name="c")
     assert sent_in(a.says()), "news is sent at once"
 

@@ -41,7 +41,7 @@ class Machine:
     def run(self, story: Callable[[Machine], Awaitable[None]]) -> None:
         """Tell it, then stop the engine."""
 
-        async def told() -> None:
+        async def life() -> None:
             async with asyncio.TaskGroup() as tasks:
                 self.host = engine_host(
                     tasks,
@@ -54,7 +54,7 @@ class Machine:
                 await story(self)
                 await self.host.stop("p")
 
-        in_virtual_time(told())
+        in_virtual_time(life())
 
     async def _start(self, *_: object) -> SlowChild:
         if self.not_started:

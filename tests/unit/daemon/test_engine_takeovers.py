@@ -65,9 +65,9 @@ def test_a_member_that_takes_the_engine_over_and_runs_none_loses_it(tmp_path: Pa
         took_s = await fleet.run(240.0, until=lambda: bool(fleet.hosts()))
         assert took_s <= IDLE_S + DUTY_S + SLACK_S
         assert len(fleet.hosts()) == 1
-        honest = [one for one in fleet.members[1:] if one.name not in fleet.dead]
-        held = [one.book.held(P) for one in honest]
-        assert {one.engine_node for one in held if one is not None} == {fleet.trust.node_id(fleet.hosts()[0])}
+        honest = [member for member in fleet.members[1:] if member.name not in fleet.dead]
+        held = [member.book.held(P) for member in honest]
+        assert {record.engine_node for record in held if record is not None} == {fleet.trust.node_id(fleet.hosts()[0])}
 
     in_virtual_time(story())
 

@@ -54,7 +54,7 @@ async def test_a_trust_store_that_cannot_be_written_works_on_and_is_written_when
     a, b = (
         open_trust(tmp_path / name, cluster="", node_name=name, clock=FakeClock(), write_again_s=0.01) for name in "ab"
     )
-    (peer,) = [one for one in a.outbound() if one.node_id == b.node_id]
+    (peer,) = [peer for peer in a.outbound() if peer.node_id == b.node_id]
     await a.promote(peer)
     keeper = asyncio.create_task(b.run())
     refuse, refused = refusing(errno.EROFS), 0

@@ -78,8 +78,8 @@ def cluster(tmp_path: Path) -> dict[str, Served]:
         book.engines[books["c"].node_id, "p"] = "ready"
     all_hear(books)
     served = {name: Served(trust, book) for name, book in books.items()}
-    for one in served.values():
-        one.reachable.update({other.node.node_id: other for other in served.values() if other is not one})
+    for member in served.values():
+        member.reachable.update({other.node.node_id: other for other in served.values() if other is not member})
     served["c"].running.add("p")
     return served
 
@@ -132,9 +132,9 @@ async def test_the_asker_and_owners_end_the_pause_of_a_crashed_engine(cluster: d
     assert c.started == ["p", "p"]
 
 
-def request_of(one: Served) -> pb.StartEngineRequest:
+def request_of(served: Served) -> pb.StartEngineRequest:
     """As ``edgepipe serve`` on that node sends it."""
     request = pb.StartEngineRequest(pipeline_id="p")
-    request.hello.node_id = one.node.node_id
+    request.hello.node_id = served.node.node_id
     request.spec.CopyFrom(to_wire(ServeSpec(model="tiny"), pb.ServeSpec))
     return request

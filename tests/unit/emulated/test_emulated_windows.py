@@ -63,8 +63,8 @@ def test_a_window_changes_the_answer_and_what_is_before_it_does_not_reach_one_la
     prompt = [(7 * n) % 200 for n in range(70)]
     full = emulated_model_config(num_layers=6, context_length=256)
     assert generate(prompt, 8, full) != generate(prompt, 8, CONFIG)
-    one = emulated_model_config(num_layers=1, context_length=256, windows=(12,))
-    assert generate(prompt, 1, one) == generate([1, 2, *prompt[2:]], 1, one)
+    single = emulated_model_config(num_layers=1, context_length=256, windows=(12,))
+    assert generate(prompt, 1, single) == generate([1, 2, *prompt[2:]], 1, single)
 
 
 def test_a_table_that_begins_behind_the_window_fails() -> None:

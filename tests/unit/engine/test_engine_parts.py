@@ -107,17 +107,17 @@ def test_a_stage_is_measured_by_what_it_tells() -> None:
         meter.note_timing(timing, working_s=1.0)
         meter.note_hop(num_bytes=100, one_way_s=0.003)
         clock.advance(0.1)
-    told = meter.measured(StageState(node_id=NodeId("n"), weight_bytes=7))
-    assert told.weight_bytes == 7
-    assert told.step_ms == pytest.approx(50)
-    assert told.upload_ms == pytest.approx(2)
-    assert told.one_way_ms == pytest.approx(3)
-    assert told.busy == pytest.approx(0.5, abs=0.02)
-    assert told.computed_s == pytest.approx(2)
-    assert told.bubble_s == pytest.approx(1.0 + 39 * 0.05), "before the first step nothing was in flight"
-    assert told.hop_bytes == 4000
-    assert told.hop_latency_s == pytest.approx(0.12)
-    assert told.hop_latency_counts[HOP_LATENCY_S.index(0.005)] == sum(told.hop_latency_counts) == 40
+    measured = meter.measured(StageState(node_id=NodeId("n"), weight_bytes=7))
+    assert measured.weight_bytes == 7
+    assert measured.step_ms == pytest.approx(50)
+    assert measured.upload_ms == pytest.approx(2)
+    assert measured.one_way_ms == pytest.approx(3)
+    assert measured.busy == pytest.approx(0.5, abs=0.02)
+    assert measured.computed_s == pytest.approx(2)
+    assert measured.bubble_s == pytest.approx(1.0 + 39 * 0.05), "before the first step nothing was in flight"
+    assert measured.hop_bytes == 4000
+    assert measured.hop_latency_s == pytest.approx(0.12)
+    assert measured.hop_latency_counts[HOP_LATENCY_S.index(0.005)] == sum(measured.hop_latency_counts) == 40
     assert meter.last_step == 40
 
 
@@ -179,9 +179,9 @@ async def test_a_stream_tells_what_is_new_in_one_message() -> None:
     choice.ending = Ending(reason="length", num_tokens=4)
     stream.mark(choice)
     stream.close()
-    (told,) = [news.message async for news in events]
-    assert [(tokens.position, list(tokens.ids)) for tokens in told.tokens] == [(1, [6, 7, 8])]
-    assert [ended.reason for ended in told.ended] == ["length"]
+    (message,) = [news.message async for news in events]
+    assert [(tokens.position, list(tokens.ids)) for tokens in message.tokens] == [(1, [6, 7, 8])]
+    assert [ended.reason for ended in message.ended] == ["length"]
     await stream.flush()
 
 

@@ -75,7 +75,7 @@ def news(
     return StepNews(events=list(events), logprobs=logprobs or {}, prompts=prompts, failures=failures or {})
 
 
-async def told(stream: GatewayStream) -> list[engine_pb2.EngineEvent]:
+async def events_of(stream: GatewayStream) -> list[engine_pb2.EngineEvent]:
     """All that there is to tell, a message after the other."""
     stream.close()
     return [news.message async for news in stream.events()]
@@ -100,7 +100,7 @@ async def test_a_gateway_that_comes_back_gets_the_log_probabilities_of_a_long_pr
     table.detach(stream)
     again = GatewayStream(NodeId("node"))
     table.resume(again, Resumption(request_id=RequestId("a"), have=(0,)))
-    events = await told(again)
+    events = await events_of(again)
     assert max(event.ByteSize() for event in events) <= min(PACKED_BYTES, MAX_MESSAGE_BYTES)
     parts = [part for event in events for part in event.prompt_scores]
     positions = [part.position + index for part in parts for index in range(len(part.tokens))]
@@ -138,13 +138,13 @@ async def test_a_gateway_that_claims_tokens_it_cannot_have_loses_that_request_al
             table.resume(again, claim)
         else:
             table.submit(again, claim)
-        answers = await told(again)
+        answers = await events_of(again)
     error = errors(answers)["a"]
     assert isinstance(error, RequestInvalid)
     assert "this engine has 3" in error.fact or "the request has 1" in error.fact
     assert queue.cancelled == [sequence]
     table.note([TokenSampled(innocent, 3, 8)])
-    assert [token for event in await told(other) for part in event.tokens for token in part.ids] == [7, 7, 7, 8]
+    assert [token for event in await events_of(other) for part in event.tokens for token in part.ids] == [7, 7, 7, 8]
     table.close()
 
 
@@ -159,7 +159,7 @@ async def test_a_gateway_that_has_every_token_goes_on_after_the_last() -> None:
             table.resume(again, claim)
         else:
             table.submit(again, claim)
-        assert not await told(again)
+        assert not await events_of(again)
     table.close()
 
 
@@ -171,7 +171,7 @@ async def test_what_a_stage_scores_unasked_is_not_kept() -> None:
     scores = PromptLogprobs(position=1, tokens=(TokenLogprobs(-1.0, TOP),) * 99)
     own = {sequence: TokenLogprobs(-1.0, TOP)}
     table.note_step(news([TokenSampled(sequence, 0, 7)], prompts=[(sequence, scores)], logprobs=own))
-    (event,) = await told(stream)
+    (event,) = await events_of(stream)
     assert not event.prompt_scores
     assert [len(part.logprobs) for part in event.tokens] == [0]
     table.close()
@@ -198,7 +198,7 @@ async def test_messages_to_gateways_keep_their_bound_and_lose_nothing(data: st.D
                 table.note_step(news([TokenSampled(sequence, position, token)], logprobs=logprobs))
             if data.draw(st.booleans()):
                 table.note_step(news(failures={sequence: StepFailed("☃" * 100_000, fact="☃" * 5000)}))
-    events = await told(stream)
+    events = await events_of(stream)
     assert all(event.ByteSize() <= PACKED_BYTES for event in events)
     got: dict[tuple[str, int], list[int]] = {key: [] for key in given_ids}
     ended: set[tuple[str, int]] = set()
@@ -224,7 +224,7 @@ async def test_a_gateway_that_reads_slowly_holds_up_no_other_request_of_its_own(
         logprobs = {long: TokenLogprobs(-1.0, TOP)}
         table.note_step(news([TokenSampled(long, position, 9)], logprobs=logprobs))
     table.note_step(news([TokenSampled(short, 0, 9)]))
-    events = await told(stream)
+    events = await events_of(stream)
     assert any(part.request_id == "short" for event in events[:2] for part in event.tokens)
     assert len(events) > 2
     table.close()
@@ -239,7 +239,7 @@ async def test_more_prompts_than_the_memory_holds_are_a_full_queue_and_not_a_lar
     table.submit(stream, request("again", prompt, attempt=2, generated=((1, 2),)))
     table.submit(stream, request("small", [1]))
     assert len(queue.specs) == 2
-    refused = errors(await told(stream))
+    refused = errors(await events_of(stream))
     assert isinstance(refused["second"], QueueFull)
     assert "8 MiB" in refused["second"].fact
     assert set(refused) == {"second", "small"}, "another attempt was taken before; it fills the rest"
@@ -254,7 +254,7 @@ async def test_results_that_nobody_needs_go_before_a_request_is_refused() -> Non
         (sequence,) = queue.specs
         queue.specs.clear()
         table.note_step(news(failures={sequence: StepFailed("no")}))
-    assert all(isinstance(error, StepFailed) for error in errors(await told(stream)).values())
+    assert all(isinstance(error, StepFailed) for error in errors(await events_of(stream)).values())
     table.close()
 
 
@@ -269,7 +269,7 @@ async def test_outputs_that_outgrow_the_memory_end_the_youngest_request() -> Non
         if queue.cancelled:
             break
     assert queue.cancelled == list(queue.specs)[2:]
-    refused = errors(await told(stream))
+    refused = errors(await events_of(stream))
     assert isinstance(refused["young"], QueueFull)
     assert "old" not in refused
     table.close()
@@ -281,7 +281,7 @@ async def test_a_gateway_that_takes_nothing_is_cut_off() -> None:
     for index in range(140):
         table.submit(stream, request(f"r{index}", [CONFIG.vocab_size], num_choices=128))
     assert stream.abandoned
-    assert await told(stream) == []
+    assert await events_of(stream) == []
     table.close()
 
 
@@ -361,7 +361,7 @@ async def test_a_prompt_that_is_refused_is_not_kept() -> None:
         assert tracemalloc.get_traced_memory()[0] - before < 200_000
     finally:
         tracemalloc.stop()
-    assert len(errors(await told(stream))) == 10
+    assert len(errors(await events_of(stream))) == 10
     table.close()
 
 
@@ -426,7 +426,7 @@ async def fill(prompt_tokens: int) -> None:
         for event in events:
             scheduled[event.sequence].append(event.token_id)
         table.note_step(news(events))
-    refused = len(errors(await told(stream)))
+    refused = len(errors(await events_of(stream)))
     print(refused, psutil.Process().memory_info().rss)  # noqa: T201
     table.close()
 

@@ -659,9 +659,9 @@ async def test_grammars_take_what_models_write(vocabulary: GrammarTokenizer, cha
     several = ended(chat.write([call, Call("now", {})]))
     if not chat.has_channels:  # an answer of harmony ends with its call
         assert [takes(vocabulary, grammar, several) for grammar in (auto, forced)] == ["ends", "ends"]
-        one = await grammar_of(chat, parallel_tool_calls=False)
-        assert takes(vocabulary, one, text) == "ends"
-        assert takes(vocabulary, one, several).startswith("refused")
+        single = await grammar_of(chat, parallel_tool_calls=False)
+        assert takes(vocabulary, single, text) == "ends"
+        assert takes(vocabulary, single, several).startswith("refused")
 
 
 @pytest.mark.parametrize(

@@ -135,10 +135,10 @@ async def test_a_streamed_echo_is_the_unstreamed_one_in_parts() -> None:
         events = (await served.complete([prompt], stream=True, **request)).text.split("\n\n")
     for index, choice in enumerate(whole):
         found = [json.loads(event[6:])["choices"][0] for event in events if event.startswith("data: {")]
-        found = [one for one in found if one["index"] == index]
-        assert "".join(one["text"] for one in found) == choice["text"]
+        found = [part for part in found if part["index"] == index]
+        assert "".join(part["text"] for part in found) == choice["text"]
         for name, values in choice["logprobs"].items():
-            joined = [value for one in found if one["logprobs"] for value in one["logprobs"][name]]
+            joined = [value for part in found if part["logprobs"] for value in part["logprobs"][name]]
             assert joined == values, name
 
 
@@ -149,8 +149,8 @@ def test_an_echo_for_several_choices_counts_once_for_each() -> None:
     with pytest.raises(HttpProblem) as refused:
         _scored_limit(prompts, sampling, num_choices=4)
     assert refused.value.param == "logprobs"
-    for told in ("48000 tokens", "4 choices (n)", str(4 * 48000 * 21), str(MAX_SCORES)):
-        assert told in refused.value.message
+    for number in ("48000 tokens", "4 choices (n)", str(4 * 48000 * 21), str(MAX_SCORES)):
+        assert number in refused.value.message
     assert _scored_limit([[1] * 1000], sampling, num_choices=8) * 8 * 21 + 8 * 1000 * 21 <= MAX_SCORES
 
 

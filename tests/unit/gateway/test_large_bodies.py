@@ -81,10 +81,10 @@ def test_the_child_answers_with_the_body_or_with_what_is_wrong() -> None:
 
 async def test_large_bodies_are_served_and_refused_as_small_ones(served: Served) -> None:
     wide = " " * WIDE
-    told = (await served.complete("ab", user=None, junk=wide)).json()
-    assert told["usage"]["prompt_tokens"] == 2
-    told = (await served.complete([[97, 98], [99]], junk=wide, max_tokens=2, echo=True)).json()
-    assert [choice["text"] for choice in told["choices"]] == ["abTh", "cTh"]
+    answer = (await served.complete("ab", user=None, junk=wide)).json()
+    assert answer["usage"]["prompt_tokens"] == 2
+    answer = (await served.complete([[97, 98], [99]], junk=wide, max_tokens=2, echo=True)).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["abTh", "cTh"]
     for response, code in (
         (await served.complete([97] * 100_000), "context_length_exceeded"),
         (await served.complete("x" * WIDE), "context_length_exceeded"),
@@ -94,10 +94,10 @@ async def test_large_bodies_are_served_and_refused_as_small_ones(served: Served)
     ):
         assert response.status_code == 400
         assert response.json()["error"]["code"] == code
-    told = (await served.http.post("/detokenize", json={"tokens": [97, 98], "junk": wide})).json()
-    assert told == {"prompt": "ab"}
-    told = (await served.http.post("/tokenize", json={"prompt": "x" * WIDE})).json()
-    assert told["count"] == WIDE
+    answer = (await served.http.post("/detokenize", json={"tokens": [97, 98], "junk": wide})).json()
+    assert answer == {"prompt": "ab"}
+    answer = (await served.http.post("/tokenize", json={"prompt": "x" * WIDE})).json()
+    assert answer["count"] == WIDE
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": False, "junk": wide}
     assert (await served.http.post("/api/chat", json=body)).json()["done"]
     assert len(served.engine.submits[-1].prompt) < CONTEXT

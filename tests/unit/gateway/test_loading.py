@@ -66,7 +66,7 @@ async def test_a_wanted_model_whose_engine_is_away_is_not_unknown() -> None:
     body = ServeBody(pipeline_id=PipelineId("pipeline-9"), spec=spec, begun=True)
     async with serving(FakeEngine()) as served:
         view = view_of(served.address, names=("tiny",))
-        engines = [one.engine for one in view.served]
+        engines = [model.engine for model in view.served]
         assert engines_away([replace(body, spec=replace(spec, model="tiny"))], engines) == []
         (away,) = engines_away([body], engines)
         served.gateway.update(replace(view, served=(*view.served, ServedModel(engine=away))))
@@ -81,10 +81,10 @@ async def test_a_wanted_model_whose_engine_is_away_is_not_unknown() -> None:
 async def test_who_has_waited_long_is_told_to_come_again() -> None:
     loads = ModelLoads(ModelTable(), load=lambda *_: None, wait_s=0.01)
     loads.update(["big"])
-    with pytest.raises(CapacityError) as told:
+    with pytest.raises(CapacityError) as raised:
         await loads.entry("big")
-    assert told.value.http_status == 503
-    assert told.value.next_step == "try again in a moment"
+    assert raised.value.http_status == 503
+    assert raised.value.next_step == "try again in a moment"
     with pytest.raises(ModelUnknown):
         await loads.entry("other")
 
@@ -133,8 +133,8 @@ async def test_a_request_names_a_model_as_people_type_it(path: str, asked: str, 
     async with serving(FakeEngine()) as served:
         view = view_of(served.address, served.address, names=("tiny", "Qwen/Qwen3-8B-GGUF:q4_k_m"))
         named = tuple(
-            replace(one, engine=replace(one.engine, names=("home",) if one.engine.model == "tiny" else ()))
-            for one in view.served
+            replace(model, engine=replace(model.engine, names=("home",) if model.engine.model == "tiny" else ()))
+            for model in view.served
         )
         served.gateway.update(replace(view, served=named))
         body = {"model": asked, "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "stream": False}
@@ -146,15 +146,15 @@ async def test_a_request_names_a_model_as_people_type_it(path: str, asked: str, 
 async def test_a_further_name_is_listed_and_hides_no_model() -> None:
     async with serving(FakeEngine()) as served:
         view = view_of(served.address, served.address, names=("tiny", "org/big"))
-        named = tuple(replace(one, engine=replace(one.engine, names=("home", "big"))) for one in view.served[:1])
+        named = tuple(replace(model, engine=replace(model.engine, names=("home", "big"))) for model in view.served[:1])
         served.gateway.update(replace(view, served=named + view.served[1:]))
         listed = (await served.http.get("/v1/models")).json()["data"]
-        assert [one["id"] for one in listed] == ["org/big", "tiny", "home", "big"]
+        assert [model["id"] for model in listed] == ["org/big", "tiny", "home", "big"]
         tags = (await served.http.get("/api/tags")).json()["models"]
-        assert [one["name"] for one in tags] == ["org/big", "tiny", "home", "big"]
+        assert [model["name"] for model in tags] == ["org/big", "tiny", "home", "big"]
         assert (await served.http.get("/v1/models/home")).json()["id"] == "tiny"
         assert (await served.chat(model="big")).json()["model"] == "org/big"
-        two = tuple(replace(one, engine=replace(one.engine, names=("home",))) for one in view.served)
+        two = tuple(replace(model, engine=replace(model.engine, names=("home",))) for model in view.served)
         served.gateway.update(replace(view, served=two))
         assert (await served.chat(model="home")).status_code == 404, "the name of two models means neither"
 

@@ -113,8 +113,8 @@ def test_the_flag_travels_to_the_gateway() -> None:
     assert from_wire(to_wire(spec, node_pb2.ServeSpec), ServeSpec).template_keywords == '{"enable_thinking":false}'
     (model,) = view_of("127.0.0.1:1").served
     state = replace(model.engine, template_keywords=spec.template_keywords)
-    told = from_wire(to_wire(state, engine_pb2.EngineState), EngineState).template_keywords
-    assert keywords_in(told) == {"enable_thinking": False}
+    received = from_wire(to_wire(state, engine_pb2.EngineState), EngineState).template_keywords
+    assert keywords_in(received) == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(

@@ -112,9 +112,9 @@ async def test_logprobs(served: Served, raw: bool | None) -> None:
 
 
 async def test_thinking_is_told_to_the_template(served: Served) -> None:
-    for think, told in ((False, b"[enable_thinking=False]"), ("low", b"[reasoning_effort=low]")):
+    for think, beginning in ((False, b"[enable_thinking=False]"), ("low", b"[reasoning_effort=low]")):
         await _post(served, "/api/chat", messages=USER, think=think, stream=False)
-        assert bytes(served.engine.submits[-1].prompt).startswith(told)
+        assert bytes(served.engine.submits[-1].prompt).startswith(beginning)
 
 
 async def test_null_is_as_good_as_absent(served: Served) -> None:

@@ -31,10 +31,10 @@ async def _post(served: Served, path: str, body: dict[str, Any]) -> Any:
 
 
 async def test_text_goes_to_tokens_and_back(served: Served) -> None:
-    told = await _post(served, "/tokenize", {"model": "tiny", "prompt": "abc", "return_token_strs": True})
-    assert told == {"count": 3, "max_model_len": CONTEXT, "tokens": [97, 98, 99], "token_strs": ["a", "b", "c"]}
-    told = await _post(served, "/tokenize", {"messages": [{"role": "user", "content": "x"}]})
-    assert bytes(told["tokens"]) == b"user: x\nassistant:"
+    answer = await _post(served, "/tokenize", {"model": "tiny", "prompt": "abc", "return_token_strs": True})
+    assert answer == {"count": 3, "max_model_len": CONTEXT, "tokens": [97, 98, 99], "token_strs": ["a", "b", "c"]}
+    answer = await _post(served, "/tokenize", {"messages": [{"role": "user", "content": "x"}]})
+    assert bytes(answer["tokens"]) == b"user: x\nassistant:"
     assert await _post(served, "/detokenize", {"tokens": [97, 98]}) == {"prompt": "ab"}
     info = (await served.http.get("/tokenizer_info", params={"model": "tiny"})).json()
     assert (info["model"], info["eos_token"]) == ("tiny", "<end>")

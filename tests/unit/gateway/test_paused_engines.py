@@ -27,7 +27,9 @@ def paused(served: Served, *, in_s: float) -> ClusterView:
     """The engine's node has said that it starts again in so many seconds."""
     view = view_of(served.address, names=("tiny",), state="waiting")
     starts_at_us = int((FixedClock().wall_s() + in_s) * 1e6)
-    engines = (replace(one, engine=replace(one.engine, error=CRASH, starts_at_us=starts_at_us)) for one in view.served)
+    engines = (
+        replace(model, engine=replace(model.engine, error=CRASH, starts_at_us=starts_at_us)) for model in view.served
+    )
     return replace(view, served=tuple(engines))
 
 

@@ -99,9 +99,9 @@ async def test_the_product_s_own_parallel_calls_do_not_end_a_conversation() -> N
         prompt = await chat(*turns, said("assistant", "done"), said("user", "and now?"), tools=[LOOK])
         places = [prompt.index(part) for part in ('{"at": "moon"}', "seen moon", '{"at": "sun"}', "seen sun", "done")]
         assert places == sorted(places)
-        one = chat.engine.submits[-1].sampling.grammar
+        grammar = chat.engine.submits[-1].sampling.grammar
         await chat(*turns, tools=[LOOK], parallel_tool_calls=False)
-        assert chat.engine.submits[-1].sampling.grammar == one
+        assert chat.engine.submits[-1].sampling.grammar == grammar
 
 
 async def test_an_empty_list_of_calls_counts_as_no_calls() -> None:

@@ -170,12 +170,12 @@ async def test_a_named_function_is_called_once(vocabulary: GrammarTokenizer, kin
 async def test_an_automatic_choice_ends_with_its_one_call(vocabulary: GrammarTokenizer, kind: ChatFormat) -> None:
     call = CALLS[kind.name]
     mark = "<|python_tag|>" if kind is LLAMA else ""
-    one = (await plan(kind=kind, tools=TOOLS, parallel_tool_calls=False)).grammar
+    grammar = (await plan(kind=kind, tools=TOOLS, parallel_tool_calls=False)).grammar
     for text in (call, f"Let me see. {mark}{call}", "Hello", ""):
-        assert takes(vocabulary, one, text) == "ends", text
+        assert takes(vocabulary, grammar, text) == "ends", text
     between = {"llama": "; ", "hermes": "\n"}.get(kind.name, "")
     for text in (call + between + call, call + " bye"):
-        assert takes(vocabulary, one, text) == "refuses", text
+        assert takes(vocabulary, grammar, text) == "refuses", text
 
 
 def _schema(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -141,12 +141,12 @@ def test_a_step_starts_once_the_one_before_has_ended(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: (started.append(arrays), start(*arrays)))
     first, second = (backend.submit(backend.prepare(one_token()), np.array([5], np.int32)) for _ in range(2))
     assert len(started) == 1
-    one = backend.collect(first).logits
+    earlier = backend.collect(first).logits
     assert len(started) == 2
-    other = backend.collect(second).logits
-    assert one is not None
-    assert other is not None
-    np.testing.assert_array_equal(one, other)
+    later = backend.collect(second).logits
+    assert earlier is not None
+    assert later is not None
+    np.testing.assert_array_equal(earlier, later)
     backend.close()
 
 

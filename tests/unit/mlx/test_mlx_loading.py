@@ -30,21 +30,21 @@ CONFIG = tiny_config()
 
 
 def load(config: ModelConfig, weights: dict[str, Float32s], *parts: Slice) -> tuple[MemorySource, list[LoadProgress]]:
-    source, told = MemorySource(config, weights), list[LoadProgress]()
+    source, progress = MemorySource(config, weights), list[LoadProgress]()
     whole = make_slices([LayerRange(0, config.num_layers)], config.num_layers)
-    MlxBackend(cpu_options()).load(parts or whole, source, told.append)
-    return source, told
+    MlxBackend(cpu_options()).load(parts or whole, source, progress.append)
+    return source, progress
 
 
 def test_a_middle_slice_reads_its_layers_and_nothing_else() -> None:
     middle = Slice(index=1, layers=LayerRange(1, 2), embedding=False, head=False)
-    source, told = load(CONFIG, random_weights(CONFIG), middle)
+    source, progress = load(CONFIG, random_weights(CONFIG), middle)
     assert source.names_read
     assert all(name.startswith("model.layers.1.") for name in source.names_read)
     assert source.bytes_read == 4 * slice_parameters(CONFIG, middle)
-    assert told[-1].tensors_done == told[-1].tensors_total == len(source.names_read)
-    assert told[-1].bytes_done == told[-1].bytes_total == source.bytes_read
-    assert [each.tensors_done for each in told] == list(range(1, len(told) + 1))
+    assert progress[-1].tensors_done == progress[-1].tensors_total == len(source.names_read)
+    assert progress[-1].bytes_done == progress[-1].bytes_total == source.bytes_read
+    assert [each.tensors_done for each in progress] == list(range(1, len(progress) + 1))
 
 
 def test_a_tied_table_is_read_once_and_serves_embedding_and_head() -> None:

@@ -77,13 +77,13 @@ def test_every_part_has_its_copies_or_there_is_no_room(
         for index, (held, free, computes, leaves) in enumerate(drawn)
     ]
     plan = plan_copies(parts, disks, copies=copies)
-    for one in disks:
-        fetched = plan.fetch.get(one.node_id, ())
-        assert not one.holds.intersection(fetched)
-        assert parts.num_bytes(fetched) <= one.free_bytes * (not one.leaves)
-    after = [one.holds | set(plan.fetch.get(one.node_id, ())) for one in disks]
+    for disk in disks:
+        fetched = plan.fetch.get(disk.node_id, ())
+        assert not disk.holds.intersection(fetched)
+        assert parts.num_bytes(fetched) <= disk.free_bytes * (not disk.leaves)
+    after = [disk.holds | set(plan.fetch.get(disk.node_id, ())) for disk in disks]
     possible = [
-        min(copies, sum(number in one.holds or not one.leaves for one in disks)) for number in range(len(sizes))
+        min(copies, sum(number in disk.holds or not disk.leaves for disk in disks)) for number in range(len(sizes))
     ]
     counts = [sum(number in held for held in after) for number in range(len(sizes))]
     missing = sum(

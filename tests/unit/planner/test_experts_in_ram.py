@@ -202,10 +202,10 @@ def test_a_device_waits_for_nothing_that_takes_it_as_long() -> None:
     fast = replace(named_device("rtx4090"), ram_bytes_per_s=1e15)
     whole = Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)
     split = replace(CostModel(config, fast, weights=weights).with_ram_percent(10).slice_cost(whole), ram_token_s=0.0)
-    one = StepWork.of_rows([0], [1], logit_rows=0)
+    row = StepWork.of_rows([0], [1], logit_rows=0)
     assert split.beside_read_s > 0
-    assert split.crossing_s == pytest.approx(split.wait_s(one))
-    assert CostModel(config, fast, weights=weights).slice_cost(whole).wait_s(one) == 0
+    assert split.crossing_s == pytest.approx(split.wait_s(row))
+    assert CostModel(config, fast, weights=weights).slice_cost(whole).wait_s(row) == 0
 
 
 def test_a_measured_layer_with_experts_in_ram_takes_its_rest_and_the_wait() -> None:

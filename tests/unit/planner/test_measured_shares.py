@@ -83,12 +83,12 @@ def test_a_probe_that_did_not_count_keeps_its_times() -> None:
 
 def test_shares_and_experts_in_host_memory_go_together() -> None:
     speed = probed(EVEN)
-    one, other = (
+    first, second = (
         speed.with_ram_percent(50).with_expert_shares(SKEWED),
         speed.with_expert_shares(SKEWED).with_ram_percent(50),
     )
-    assert list(one.parts(work(16)).layer_s) == pytest.approx(list(other.parts(work(16)).layer_s))
-    assert layer_s(one, 16) < layer_s(speed.with_ram_percent(50), 16)
+    assert list(first.parts(work(16)).layer_s) == pytest.approx(list(second.parts(work(16)).layer_s))
+    assert layer_s(first, 16) < layer_s(speed.with_ram_percent(50), 16)
 
 
 def test_every_machine_of_the_cluster_gets_them_and_a_correction_by_the_ring_stays() -> None:

@@ -27,8 +27,8 @@ def costs(given: Mapping[str, int]) -> Callable[[NodeId, Sequence[Slice]], int]:
 
 def homes(placed: tuple[Placed, ...] | None) -> str:
     assert placed is not None
-    assert [one.part for one in placed] == list(SLICES)
-    return "".join(one.node_id for one in placed)
+    assert [stage.part for stage in placed] == list(SLICES)
+    return "".join(stage.node_id for stage in placed)
 
 
 def test_nobody_moves_while_all_are_there() -> None:

@@ -51,15 +51,15 @@ _CASES: dict[str, tuple[list[float], float, bool]] = {
 @pytest.mark.parametrize("name", _CASES)
 def test_only_a_lasting_and_steady_difference_is_told(name: str) -> None:
     ratios, every_s, wanted = _CASES[name]
-    told = _told(ratios, every_s=every_s)
-    assert bool(told) is wanted
-    assert all(each.departures[0].place == "stage 1" for each in told)
-    assert all(each.seen.step_s[0] == 0 for each in told), "the other stage is as planned"
+    found = _told(ratios, every_s=every_s)
+    assert bool(found) is wanted
+    assert all(each.departures[0].place == "stage 1" for each in found)
+    assert all(each.seen.step_s[0] == 0 for each in found), "the other stage is as planned"
 
 
 def test_the_mildest_measurement_counts() -> None:
-    (told,) = _told([2.4, 2.0, 2.8, 2.6, 2.5, 2.5, 2.4], every_s=5.0)
-    assert told.departures[0].ratio == pytest.approx(2.0)
+    (found,) = _told([2.4, 2.0, 2.8, 2.6, 2.5, 2.5, 2.4], every_s=5.0)
+    assert found.departures[0].ratio == pytest.approx(2.0)
 
 
 def test_each_measurement_is_compared_with_its_own_load() -> None:

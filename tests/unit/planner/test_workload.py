@@ -18,12 +18,14 @@ def spec(**changes: object) -> WorkloadSpec:
 
 def test_fixed_requests_are_all_there_at_the_start() -> None:
     workload = make_workload(spec(prompt=FixedLengths(tokens=7), output=FixedLengths(tokens=9)))
-    assert {(one.arrival_s, one.prompt_tokens, one.output_tokens) for one in workload.requests} == {(0.0, 7, 9)}
+    assert {(request.arrival_s, request.prompt_tokens, request.output_tokens) for request in workload.requests} == {
+        (0.0, 7, 9)
+    }
 
 
 def test_poisson_arrivals_keep_their_rate_and_their_order() -> None:
     workload = make_workload(spec(arrivals=Arrivals.POISSON, rate_per_s=5.0, num_requests=4000))
-    times = [one.arrival_s or 0.0 for one in workload.requests]
+    times = [request.arrival_s or 0.0 for request in workload.requests]
     assert times == sorted(times)
     assert 4000 / times[-1] == pytest.approx(5.0, rel=0.1)
 
@@ -33,21 +35,26 @@ def test_another_rate_keeps_the_lengths_and_another_seed_does_not() -> None:
     slow = make_workload(spec(arrivals=Arrivals.POISSON, rate_per_s=1.0, prompt=prompt, output=output))
     fast = make_workload(spec(arrivals=Arrivals.POISSON, rate_per_s=9.0, prompt=prompt, output=output))
     other = make_workload(spec(prompt=prompt, output=output, seed=1))
-    lengths = [[(one.prompt_tokens, one.output_tokens) for one in each.requests] for each in (slow, fast, other)]
+    lengths = [
+        [(request.prompt_tokens, request.output_tokens) for request in each.requests] for each in (slow, fast, other)
+    ]
     assert lengths[0] == lengths[1] != lengths[2]
 
 
 def test_a_closed_loop_has_users_instead_of_times() -> None:
     workload = make_workload(spec(arrivals=Arrivals.CLOSED, concurrency=8))
     assert workload.concurrency == 8
-    assert {one.arrival_s for one in workload.requests} == {None}
+    assert {request.arrival_s for request in workload.requests} == {None}
 
 
 def test_named_lengths_have_the_medians_and_means_of_the_traces() -> None:
     def figures(name: str) -> list[tuple[float, float]]:
         prompt, output = named_lengths(name)
         drawn = make_workload(spec(num_requests=20_000, prompt=prompt, output=output)).requests
-        columns = [sorted(one.prompt_tokens for one in drawn), sorted(one.output_tokens for one in drawn)]
+        columns = [
+            sorted(request.prompt_tokens for request in drawn),
+            sorted(request.output_tokens for request in drawn),
+        ]
         return [(column[len(column) // 2], sum(column) / len(column)) for column in columns]
 
     sharegpt, azure = figures("sharegpt"), figures("azure")
@@ -58,17 +65,17 @@ def test_named_lengths_have_the_medians_and_means_of_the_traces() -> None:
 
 def test_shared_prefixes_are_the_same_ids_and_the_rest_is_not() -> None:
     workload = make_workload(spec(num_requests=6, prefix_tokens=20, num_prefixes=2, prompt=FixedLengths(tokens=30)))
-    ids = [workload.prompt_ids(one, vocab_size=1000) for one in workload.requests]
-    assert {len(one) for one in ids} == {50}
+    ids = [workload.prompt_ids(request, vocab_size=1000) for request in workload.requests]
+    assert {len(prompt) for prompt in ids} == {50}
     assert ids[0][:20] == ids[2][:20] != ids[1][:20]
-    assert len({one[20:] for one in ids}) == 6
-    assert ids == [workload.prompt_ids(one, vocab_size=1000) for one in workload.requests]
+    assert len({prompt[20:] for prompt in ids}) == 6
+    assert ids == [workload.prompt_ids(request, vocab_size=1000) for request in workload.requests]
 
 
 def test_a_trace_is_read_with_comments_header_blanks_and_in_any_order() -> None:
     lines = ["arrival_s, prompt_tokens, output_tokens", "# an hour", "", "2.5, 10, 20", "0 7 8  # first"]
     workload = read_trace(lines)
-    assert [(one.arrival_s, one.prompt_tokens, one.output_tokens) for one in workload.requests] == [
+    assert [(request.arrival_s, request.prompt_tokens, request.output_tokens) for request in workload.requests] == [
         (0.0, 7, 8),
         (2.5, 10, 20),
     ]

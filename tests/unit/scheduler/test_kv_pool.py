@@ -213,7 +213,7 @@ class AnyUse(RuleBasedStateMachine):
 
     def known(self, text: int) -> list[int]:
         keys = [self.key(text, index) for index in range(self.pool.num_blocks)]
-        return [self.cached[one] for one in itertools.takewhile(self.cached.__contains__, keys)]
+        return [self.cached[key] for key in itertools.takewhile(self.cached.__contains__, keys)]
 
     def refer(self, taken: list[int]) -> None:
         self.references.update(taken)
@@ -227,14 +227,14 @@ class AnyUse(RuleBasedStateMachine):
                 self.idle.append(block)
 
     def evict(self, gone: list[int]) -> None:
-        self.cached = {one: block for one, block in self.cached.items() if block not in gone}
+        self.cached = {key: block for key, block in self.cached.items() if block not in gone}
         self.idle = [block for block in self.idle if block not in gone]
         self.stale -= {*gone}
 
     def got(self, runs: tuple[BlockRun, ...], count: int, behind: int | None) -> None:
         """Check what a table got, and what was evicted for it."""
         taken, free = listed(runs), self.free()
-        gone = [block for one, block in self.cached.items() if self.pool.find([one]) != [block]]
+        gone = [block for key, block in self.cached.items() if self.pool.find([key]) != [block]]
         assert len(taken) == len({*taken}) == count
         assert {*taken} <= free | {*self.idle}, "a block has two owners"
         if self.contiguous:
@@ -309,14 +309,14 @@ class AnyUse(RuleBasedStateMachine):
     def enter(self, which: int, count: int) -> None:
         table, text = self.tables[which % len(self.tables)]
         for index, block in enumerate(listed(table)[:count]):
-            one = self.key(text, index)
-            known = self.cached.get(one)
-            self.pool.enter(one, block)
+            key = self.key(text, index)
+            known = self.cached.get(key)
+            self.pool.enter(key, block)
             if known == block:
                 self.stale.discard(block)
             elif known is None or known in self.stale:
                 self.evict([] if known is None else [known])
-                self.cached[one] = block
+                self.cached[key] = block
 
     @precondition(lambda self: self.tables)
     @rule(which=st.integers(0))

@@ -67,13 +67,13 @@ def stored_in_gguf(family: str) -> set[str]:
 def test_a_folder_and_the_converter_s_file_hold_the_same_model(family: str, tmp_path: Path) -> None:
     folder = open_weights(write_family_folder(tmp_path, family))
     file = open_weights(write_family_gguf(tmp_path / "m.gguf", family))
-    told, found = folder.config, file.config
-    assert found == replace(told, architecture=found.architecture, naming=found.naming, norm=found.norm)
-    assert found.norm == replace(told.norm, plus_one=False)
+    wanted, found = folder.config, file.config
+    assert found == replace(wanted, architecture=found.architecture, naming=found.naming, norm=found.norm)
+    assert found.norm == replace(wanted.norm, plus_one=False)
     expected, read = weights_of(folder), weights_of(file)
     assert list(read) == list(expected)
     for name, weight in expected.items():
-        added = 1 if is_norm(name) and told.norm.plus_one else 0
+        added = 1 if is_norm(name) and wanted.norm.plus_one else 0
         assert np.array_equal(read[name], weight + np.float32(added)), name
 
 

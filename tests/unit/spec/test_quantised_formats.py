@@ -103,7 +103,7 @@ def test_mlx_agrees_on_its_own_layout(bits: int, group: int) -> None:
     values = np.random.default_rng(bits).standard_normal((24, 256)).astype(np.float32)
     arrays = mx.quantize(mx.array(values), group_size=group, bits=bits)
     suffixes, dtypes = ("weight", "scales", "biases"), ("U32", "F32", "F32")
-    parts = {one: Tensor(kind, np.array(data)) for one, kind, data in zip(suffixes, dtypes, arrays, strict=True)}
+    parts = {suffix: Tensor(kind, np.array(data)) for suffix, kind, data in zip(suffixes, dtypes, arrays, strict=True)}
     expected = np.array(mx.dequantize(*arrays, group_size=group, bits=bits))
     recipe = Recipe(config={"group_size": group, "bits": bits}, make=RECIPES["mlx4"].make, key="quantization")
     assert np.array_equal(pack(recipe, Quantised(parts, expected)).float32(), expected)

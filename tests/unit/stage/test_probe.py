@@ -100,10 +100,10 @@ def test_base_layer_head_and_context_are_told_apart() -> None:
     profile = probe_layer(backend, tiny_config(num_layers=4), clock, value_bytes=4)
     assert backend.closed
     assert profile.base_s == pytest.approx(1e-3)
-    assert [one.size for one in profile.decode] == [1, 2, 4, 8, 16, 32]
+    assert [point.size for point in profile.decode] == [1, 2, 4, 8, 16, 32]
     assert profile.decode[3].seconds == pytest.approx(2e-3 + 8e-4 + 8 * 64e-6)
     assert profile.kv_token_s == pytest.approx(1e-6)
-    assert [one.seconds for one in profile.head] == pytest.approx([5e-3] * 3)
+    assert [point.seconds for point in profile.head] == pytest.approx([5e-3] * 3)
     speed = measured_speed(profile, DEVICE, tiny_config(num_layers=4))
     parts = speed.parts(StepWork.of_rows([999] * 8, [1] * 8, logit_rows=8))
     assert list(parts.layer_s) == pytest.approx([2e-3 + 8e-4 + 8e-3] * 4)
@@ -140,14 +140,19 @@ def test_a_real_backend_runs_made_up_layers() -> None:
 def test_points_keep_the_share_of_experts_that_they_read() -> None:
     clock = FakeClock()
     profile = probe_layer(TimedBackend(clock, counts=True), expert_config(), clock, value_bytes=4)
-    assert [(one.size, one.expert_share) for one in profile.decode] == [(1, 0.0), (4, 0.04), (16, 0.16), (64, 0.64)]
-    assert {one.expert_share for one in profile.prefill} == {0.0}
+    assert [(point.size, point.expert_share) for point in profile.decode] == [
+        (1, 0.0),
+        (4, 0.04),
+        (16, 0.16),
+        (64, 0.64),
+    ]
+    assert {point.expert_share for point in profile.prefill} == {0.0}
 
 
 def test_a_real_backend_counts_the_experts_of_made_up_layers() -> None:
     backend = TorchBackend(BackendOptions(device="cpu", threads=1))
     profile = probe_layer(backend, expert_config(num_experts=16), SteppingClock(), value_bytes=4)
-    shares = [one.expert_share for one in profile.decode]
+    shares = [point.expert_share for point in profile.decode]
     assert shares[0] == 0.0
     assert 2 / 16 <= shares[1] < shares[2] <= shares[3] <= 1
     assert shares[2] < 1 - (14 / 16) ** 16, "inputs have a common part, so routers prefer some experts"

@@ -20,5 +20,5 @@ def test_sampler_threads_may_finish_in_any_order(finished: list[int]) -> None:
     retirement = Retirement(Epoch(1, EngineId("engine")))
     for step in range(1, 8):
         retirement.due(StepId(step))
-    told = [done.step for step in finished for done in retirement.settle(StepId(step), result(step), ())]
-    assert told == list(range(1, 8))
+    retired = [done.step for step in finished for done in retirement.settle(StepId(step), result(step), ())]
+    assert retired == list(range(1, 8))

@@ -41,18 +41,22 @@ def new_table() -> SequenceTable:
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
         model=MODEL,
-        new_sampler=lambda told, fault: SequenceSampler(
-            told.sampling, prompt=told.seen, generated=told.generated, end_ids=told.end_ids, fault=fault
+        new_sampler=lambda registration, fault: SequenceSampler(
+            registration.sampling,
+            prompt=registration.seen,
+            generated=registration.generated,
+            end_ids=registration.end_ids,
+            fault=fault,
         ),
     )
 
 
-def begin(table: SequenceTable, *told: Registration) -> tuple[SequenceId, ...]:
+def begin(table: SequenceTable, *registrations: Registration) -> tuple[SequenceId, ...]:
     """Tell the table of sequences, over the wire; a plan may begin them."""
-    for message in registrations_to_wire(told, epoch=epoch_to_wire(EPOCH), with_sampling=True):
+    for message in registrations_to_wire(registrations, epoch=epoch_to_wire(EPOCH), with_sampling=True):
         for registration in registrations_from_wire(message.register).sequences:
             table.tell(registration)
-    return tuple(each.sequence for each in told)
+    return tuple(each.sequence for each in registrations)
 
 
 def plan(step: int = 1, *rows: PlanRow, **fields: object) -> StepPlan:
@@ -105,13 +109,13 @@ def test_tables_grow_as_a_naive_one_does(data: st.DataObject) -> None:
             wanted.append((sequence, known))
             if sample:
                 positions.append(position + num_tokens - prompt)
-        told = plan(
+        sent = plan(
             step,
             *rows,
             frees=tuple(map(SequenceId, frees)),
             registers=begin(table, *(register(sequence, prompt_tokens=prompts[sequence]) for sequence in registers)),
         )
-        got = table.apply(plan_from_wire(plan_to_wire(told, with_token_ids=True)))
+        got = table.apply(plan_from_wire(plan_to_wire(sent, with_token_ids=True)))
         assert [(r.sequence, blocks(r.runs)) for r in got.rows] == wanted
         assert all(a.start + a.count != b.start for r in got.rows for a, b in zip(r.runs, r.runs[1:], strict=False))
         assert [sample.position for sample in got.samples] == positions
@@ -167,9 +171,11 @@ def test_blocks_for_a_row_that_is_not_there_are_refused() -> None:
 
 def test_prompt_tokens_are_scored_by_those_before_them() -> None:
     sampling = SamplingParams(prompt_logprobs=True, top_logprobs=2)
-    told = Registration(sequence=SequenceId(1), sampling=sampling, prompt_tokens=5, prompt=(10, 11, 12, 13, 14))
+    scored = Registration(sequence=SequenceId(1), sampling=sampling, prompt_tokens=5, prompt=(10, 11, 12, 13, 14))
     table = new_table()
-    first = table.apply(plan(1, row(2, 0, 2, (1, 1)), row(1, 0, 3, (0, 1)), registers=begin(table, register(2), told)))
+    first = table.apply(
+        plan(1, row(2, 0, 2, (1, 1)), row(1, 0, 3, (0, 1)), registers=begin(table, register(2), scored))
+    )
     assert first.scored == (ScoredPart(SequenceId(1), 1, 3),)
     assert first.score_rows is not None
     assert first.score_rows.rows.tolist() == [2, 3, 4]
@@ -209,11 +215,11 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("told", STRANGE.values(), ids=STRANGE.keys())
-def test_a_sequence_with_ids_that_the_model_does_not_have_fails_alone(told: Registration) -> None:
+@pytest.mark.parametrize("registration", STRANGE.values(), ids=STRANGE.keys())
+def test_a_sequence_with_ids_that_the_model_does_not_have_fails_alone(registration: Registration) -> None:
     table = new_table()
     rows = (row(1, 0, 3, (0, 1), sample=True), row(2, 0, 3, (1, 1), sample=True))
-    got = table.apply(plan(1, *rows, registers=begin(table, told, register(2, prompt_tokens=3))))
+    got = table.apply(plan(1, *rows, registers=begin(table, registration, register(2, prompt_tokens=3))))
     assert got.score_rows is None, "a device would gather at those ids"
     edits = logit_edits(got.samples)
     assert max(edits.ids.tolist(), default=0) < MODEL.vocab_size

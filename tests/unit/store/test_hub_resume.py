@@ -47,20 +47,20 @@ def fetched_twice(hub: FakeHub) -> int:
     return hub.sent_bytes[NAME] - len(DATA)
 
 
-def notes(told: list[PullProgress]) -> list[str]:
-    return [one.note for one in told if one.note]
+def notes(progress: list[PullProgress]) -> list[str]:
+    return [event.note for event in progress if event.note]
 
 
 def test_ten_cut_connections_cost_no_byte_twice(hub: FakeHub, tmp_path: Path) -> None:
-    told: list[PullProgress] = []
+    progress: list[PullProgress] = []
     hub.cuts = {NAME: [1, 100_000, 65_536, 700_001, 3_000_000, 17, 0, 2_000_000, 1_000_000, 4096]}
-    fetch(hub, tmp_path / "x", told.append)
+    fetch(hub, tmp_path / "x", progress.append)
     assert is_whole(tmp_path / "x")
     assert len(hub.asked) == 11
     assert fetched_twice(hub) == 0
-    assert told[-1].done_bytes == told[-1].total_bytes == len(DATA)
-    assert [one for one in told if one.phase == "waiting"]
-    assert f"{NAME}: no connection to the hub, or it broke; asking again in 2 s" in notes(told)
+    assert progress[-1].done_bytes == progress[-1].total_bytes == len(DATA)
+    assert [event for event in progress if event.phase == "waiting"]
+    assert f"{NAME}: no connection to the hub, or it broke; asking again in 2 s" in notes(progress)
 
 
 class Stops:
@@ -81,13 +81,13 @@ def test_ten_stops_by_a_person_cost_at_most_a_megabyte_each(hub: FakeHub, tmp_pa
     for _ in positions:
         with pytest.raises(KeyboardInterrupt):
             fetch(hub, tmp_path / "x", stops)
-    told: list[PullProgress] = []
-    fetch(hub, tmp_path / "x", told.append)
+    progress: list[PullProgress] = []
+    fetch(hub, tmp_path / "x", progress.append)
     assert is_whole(tmp_path / "x")
     starts = [int(asked.removeprefix("bytes=").removesuffix("-") or 0) for _, asked in hub.asked]
     assert all(start >= position - MOST_TWICE for start, position in zip(starts[1:], positions, strict=True))
-    assert any("are here; checking them" in note for note in notes(told))
-    assert told[-1].done_bytes == len(DATA)
+    assert any("are here; checking them" in note for note in notes(progress))
+    assert progress[-1].done_bytes == len(DATA)
 
 
 KILLED = """
@@ -112,25 +112,25 @@ def test_a_killed_pull_goes_on(hub: FakeHub, tmp_path: Path) -> None:
 
 
 def test_a_hub_without_ranges_begins_anew_and_says_so_once(hub: FakeHub, tmp_path: Path) -> None:
-    told: list[PullProgress] = []
+    progress: list[PullProgress] = []
     hub.ranges, hub.cuts = False, {NAME: [3_000_000, 4_000_000, 5_000_000]}
-    fetch(hub, tmp_path / "x", told.append)
+    fetch(hub, tmp_path / "x", progress.append)
     assert is_whole(tmp_path / "x")
-    assert [note for note in notes(told) if "begins anew" in note] == [
+    assert [note for note in notes(progress) if "begins anew" in note] == [
         "model.safetensors begins anew after 3.0 MB: the hub sends whole files only, "
         "so each interruption costs its beginning"
     ]
-    assert told[-1].done_bytes == len(DATA)
-    assert all(0 <= one.done_bytes <= one.total_bytes for one in told)
+    assert progress[-1].done_bytes == len(DATA)
+    assert all(0 <= event.done_bytes <= event.total_bytes for event in progress)
 
 
 def test_a_file_with_another_etag_begins_anew(hub: FakeHub, tmp_path: Path) -> None:
-    told: list[PullProgress] = []
+    progress: list[PullProgress] = []
     hub.cuts, hub.etags = {NAME: [3_000_000]}, {NAME: ['"old"', '"new"', '"new"']}
-    fetch(hub, tmp_path / "x", told.append)
+    fetch(hub, tmp_path / "x", progress.append)
     assert is_whole(tmp_path / "x")
     assert [asked for _, asked in hub.asked] == ["", "bytes=3000000-", ""]
-    assert any("has another ETag" in note for note in notes(told))
+    assert any("has another ETag" in note for note in notes(progress))
 
 
 def test_etags_that_always_change_do_not_stop_a_pull(hub: FakeHub, tmp_path: Path) -> None:
@@ -143,17 +143,17 @@ def test_etags_that_always_change_do_not_stop_a_pull(hub: FakeHub, tmp_path: Pat
 
 @pytest.mark.parametrize("sha256", [SHA256, ""])
 def test_a_hub_without_etag_resumes(hub: FakeHub, tmp_path: Path, sha256: str) -> None:
-    told: list[PullProgress] = []
+    progress: list[PullProgress] = []
     hub.cuts, hub.etags = {NAME: [3_000_000, 2_000_000]}, {NAME: [""] * 3}
-    fetch(hub, tmp_path / "x", told.append, sha256=sha256)
+    fetch(hub, tmp_path / "x", progress.append, sha256=sha256)
     assert is_whole(tmp_path / "x")
     assert fetched_twice(hub) == 0
-    assert told[-1].done_bytes == len(DATA)
+    assert progress[-1].done_bytes == len(DATA)
 
 
 @pytest.mark.parametrize("left", ["other model", "damaged", "too long", "no record", "link"])
 def test_a_part_that_is_not_of_this_file_harms_nothing(hub: FakeHub, tmp_path: Path, left: str) -> None:
-    folder, told = tmp_path / "x", list[PullProgress]()
+    folder, progress = tmp_path / "x", list[PullProgress]()
     with pytest.raises(KeyboardInterrupt):
         fetch(hub, folder, Stops([3_000_000]))
     part, record = folder / f"{NAME}.part", folder / f"{NAME}.part.json"
@@ -169,10 +169,10 @@ def test_a_part_that_is_not_of_this_file_harms_nothing(hub: FakeHub, tmp_path: P
         (tmp_path / "private").write_bytes(b"a user's")
         part.unlink()
         part.symlink_to(tmp_path / "private")
-    fetch(hub, folder, told.append)
+    fetch(hub, folder, progress.append)
     assert is_whole(folder)
     assert left != "link" or (tmp_path / "private").read_bytes() == b"a user's"
-    assert left != "damaged" or any("left of it is damaged" in note for note in notes(told))
+    assert left != "damaged" or any("left of it is damaged" in note for note in notes(progress))
 
 
 def test_a_login_page_in_the_middle_of_a_pull_costs_nothing(hub: FakeHub, tmp_path: Path) -> None:

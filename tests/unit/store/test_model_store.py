@@ -39,8 +39,8 @@ def store(tmp_path: Path) -> ModelStore:
 
 
 def test_a_folder_is_pulled_whole_and_clean(store: ModelStore, tmp_path: Path) -> None:
-    told: list[PullProgress] = []
-    result = store.pull(str(source_folder(tmp_path)), on_progress=told.append)
+    reports: list[PullProgress] = []
+    result = store.pull(str(source_folder(tmp_path)), on_progress=reports.append)
     assert result.model_id == "My-Model"
     assert names(store.root) == {"My-Model"}
     weights = {f"model-0000{i}-of-00002.safetensors" for i in (1, 2)} | {"model.safetensors.index.json"}
@@ -52,7 +52,7 @@ def test_a_folder_is_pulled_whole_and_clean(store: ModelStore, tmp_path: Path) -
     assert model.tokenizer().encode("ab") == [12]
     assert model.whole
     for phase in ("copy", "hash", "check"):
-        last = [progress for progress in told if progress.phase == phase][-1]
+        last = [progress for progress in reports if progress.phase == phase][-1]
         assert last.done_bytes == last.total_bytes > 0
 
 
@@ -252,10 +252,10 @@ def test_the_demo_without_network_says_so(store: ModelStore, tmp_path: Path) -> 
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'Progress 5 of 10'\necho 'ERROR: No matching distribution found'\nexit 1\n")
     python.chmod(0o755)
-    told: list[PullProgress] = []
+    reports: list[PullProgress] = []
     with pytest.raises(ModelDownloadFailed) as caught:
-        demo.fetch_demo(tmp_path, told.append, python=str(python))
+        demo.fetch_demo(tmp_path, reports.append, python=str(python))
     assert caught.value.fact.startswith("no internet")
     assert len(caught.value.lines()) == 3
-    assert (told[-1].done_bytes, told[-1].total_bytes) == (5, 10)
+    assert (reports[-1].done_bytes, reports[-1].total_bytes) == (5, 10)
     assert [path for path in tmp_path.iterdir() if path.name.startswith("wheel-")] == []

@@ -260,9 +260,9 @@ def test_merges_of_text_with_marked_spaces(tmp_path: Path) -> None:
 def test_the_begin_token_is_added_where_the_model_wants_it() -> None:
     assert Tokenizer.from_gguf(byte_level("llama-bpe")).encode("1")[0] == 0
     assert Tokenizer.from_gguf(byte_level("smollm")).encode("1")[0] != 0
-    told = byte_level("smollm", **{"tokenizer.ggml.add_bos_token": True})
-    assert Tokenizer.from_gguf(told).encode("1")[0] == 0
-    assert Tokenizer.from_gguf(told).end_ids(()) == (1,)
+    adding = byte_level("smollm", **{"tokenizer.ggml.add_bos_token": True})
+    assert Tokenizer.from_gguf(adding).encode("1")[0] == 0
+    assert Tokenizer.from_gguf(adding).end_ids(()) == (1,)
 
 
 @pytest.mark.parametrize("kind", [None, 0, 1, 4])
@@ -274,9 +274,9 @@ def test_marks_of_turns_end_answers_whatever_the_type_in_the_file(
     tokens = [*cast("list[str]", metadata["tokenizer.ggml.tokens"]), mark, "<|im_start|>", "<tool_call>"]
     kinds = [] if kind is None else [*cast("list[int]", metadata["tokenizer.ggml.token_type"]), kind, kind, kind]
     tokenizer = Tokenizer.from_gguf({**metadata, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds})
-    end, one = len(tokens) - 3, tokens.index("1")
+    end, digit = len(tokens) - 3, tokens.index("1")
     assert tokenizer.end_ids(()) == ((1, end) if mark != "<|im_end|>" else (end, 1))
-    assert tokenizer.encode(f"<|im_start|>1{mark}<tool_call>", add_special=False) == [end + 1, one, end, end + 2]
+    assert tokenizer.encode(f"<|im_start|>1{mark}<tool_call>", add_special=False) == [end + 1, digit, end, end + 2]
     assert tokenizer.decode([end, end + 2]) == "<tool_call>"
     assert "read as marks" in caplog.text
 

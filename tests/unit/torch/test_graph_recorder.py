@@ -50,10 +50,10 @@ def test_values_that_python_read_stay() -> None:
 
 def test_a_replay_overwrites_results_of_the_recorders_other_graphs() -> None:
     recorder, source = CpuRecorder(), torch.ones(2)
-    (first, one), (second, two) = (recorder.record(lambda: source + 1) for _ in range(2))
-    one.replay()
+    (first, graph), (second, later) = (recorder.record(lambda: source + 1) for _ in range(2))
+    graph.replay()
     assert first.tolist() == [2, 2]
-    two.replay()
+    later.replay()
     assert first.isnan().all()
     assert second.tolist() == [2, 2]
 

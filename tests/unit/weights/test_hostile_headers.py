@@ -285,6 +285,6 @@ def _fuzz(kind: str, path: Path, num_examples: int) -> None:
 
 def test_the_largest_json_that_is_parsed_is_named_in_tensors() -> None:
     """A safetensors header of as many tensors as are read has fewer values than are parsed."""
-    one = json.dumps({"model.layers.0.weight": entry(0, 16, shape=[2, 2])}).encode()
-    values = one.count(b",") + one.count(b"[") + one.count(b"{")
+    single = json.dumps({"model.layers.0.weight": entry(0, 16, shape=[2, 2])}).encode()
+    values = single.count(b",") + single.count(b"[") + single.count(b"{")
     assert values * 200_000 < strict_json.MAX_VALUES

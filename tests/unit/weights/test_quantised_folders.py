@@ -230,8 +230,8 @@ def test_any_change_of_a_part_is_refused_or_changes_only_values(data: st.DataObj
     values = quantised_config(recipe)
     tensors, _ = quantised_tensors(recipe, values)
     infos = {
-        name: TensorInfo(name=name, shape=one.array.shape, scheme=one.dtype, num_bytes=one.array.nbytes)
-        for name, one in tensors.items()
+        name: TensorInfo(name=name, shape=tensor.array.shape, scheme=tensor.dtype, num_bytes=tensor.array.nbytes)
+        for name, tensor in tensors.items()
     }
     described = [name for name in infos if ".quant_state." in name]  # JSON of any length, checked when it is read
     name = data.draw(st.sampled_from(sorted(infos.keys() - described)))

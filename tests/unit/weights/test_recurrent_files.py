@@ -76,17 +76,17 @@ def without_file_facts(config: ModelConfig, like: ModelConfig) -> ModelConfig:
 def test_a_folder_and_the_converter_s_file_hold_the_same_model(family: str, tmp_path: Path) -> None:
     folder = open_weights(write_recurrent_folder(tmp_path, family))
     file = open_weights(write_recurrent_gguf(tmp_path / "m.gguf", family))
-    told, found = folder.config, file.config
-    assert without_file_facts(found, told) == told
-    assert found.norm == replace(told.norm, plus_one=False)
-    assert config_from_json(config_to_json(told)) == told
+    wanted, found = folder.config, file.config
+    assert without_file_facts(found, wanted) == wanted
+    assert found.norm == replace(wanted.norm, plus_one=False)
+    assert config_from_json(config_to_json(wanted)) == wanted
     assert config_from_json(config_to_json(found)) == found
     expected, read = weights_of(folder), weights_of(file)
     assert set(read) == set(expected)
     for name, weight in expected.items():
         spec = found.layers[int(name.split(".")[2])].recurrent if ".linear_attn." in name else None
         own = grouped(spec, name, read[name]) if isinstance(spec, DeltaNet) and spec.tiled else read[name]
-        added = 1 if is_norm(name) and not is_plain_norm(name) and told.norm.plus_one else 0
+        added = 1 if is_norm(name) and not is_plain_norm(name) and wanted.norm.plus_one else 0
         if name.endswith("A_log"):
             np.testing.assert_allclose(own, weight, atol=1e-6)
         else:
@@ -104,8 +104,8 @@ def test_value_heads_of_qwen35_keep_the_file_s_order_and_say_so(tmp_path: Path) 
     for key in range(spec.key_heads):  # of the file, value head v uses key head v % key_heads
         for value in range(heads):
             place = value * spec.key_heads + key
-            told = gates[(key * heads + value) * size :][:size]
-            assert np.array_equal(own[place * size :][:size], told)
+            expected = gates[(key * heads + value) * size :][:size]
+            assert np.array_equal(own[place * size :][:size], expected)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ def test_quantised_qwen3_5_with_pictures_is_read_in_every_format(recipe: str, na
     downs = source.load("model.layers.1.mlp.experts.down_proj.weight")
     assert isinstance(downs, Packed)
     each = [f"{prefix}layers.1.mlp.experts.{expert}.down_proj.weight" for expert in range(4)]
-    told = [f"{prefix}layers.1.mlp.switch_mlp.down_proj.weight"] if naming else each
-    assert np.array_equal(downs.float32(), np.concatenate([stored[name] for name in told]))
+    names = [f"{prefix}layers.1.mlp.switch_mlp.down_proj.weight"] if naming else each
+    assert np.array_equal(downs.float32(), np.concatenate([stored[name] for name in names]))
     floats = {
         info.name.rpartition("linear_attn.")[2]
         for info in source.weights(whole(source.config))
@@ -271,8 +271,8 @@ def test_a_sibling_of_pictures_and_the_predicted_tokens_are_skipped(tmp_path: Pa
         name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: Tensor("F32", tensor)
         for name, tensor in random_stored("qwen35moe").items()
     }
-    one = np.ones(4, np.float32)
-    more = {"model.visual.blocks.0.norm1.weight": Tensor("F32", one), "mtp.fc.weight": Tensor("F32", one)}
+    vector = np.ones(4, np.float32)
+    more = {"model.visual.blocks.0.norm1.weight": Tensor("F32", vector), "mtp.fc.weight": Tensor("F32", vector)}
     write_folder(tmp_path / "several", {"architectures": [hf_class], "text_config": values}, tensors | more)
     expected = weights_of(open_weights(write_recurrent_folder(tmp_path, "qwen35moe")))
     found = weights_of(open_weights(tmp_path / "several"))
@@ -339,8 +339,8 @@ def test_sizes_of_states_that_do_not_match_are_refused_by_name(
 
 def test_counts_of_every_layer_may_be_a_list_with_zeros(tmp_path: Path) -> None:
     """llama.cpp writes 0 key-value heads for layers without attention."""
-    one = changed(tmp_path, "qwen35moe")
-    assert changed(tmp_path, "qwen35moe", attention__head_count_kv=[0, 0, 0, 2]) == one
+    single = changed(tmp_path, "qwen35moe")
+    assert changed(tmp_path, "qwen35moe", attention__head_count_kv=[0, 0, 0, 2]) == single
 
 
 VALUES = (None, "text", 0, -1, 3, 7, 1 << 70, 0.5, True, inf, [], [1], ["a"], np.array([2, 2]), np.array([0, 2]))

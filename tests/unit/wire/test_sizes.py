@@ -43,11 +43,11 @@ def pack(registrations: Sequence[Registration]) -> list[stage_pb2.ControlMessage
 
 def unpack(messages: Sequence[stage_pb2.ControlMessage]) -> list[Registration]:
     """What a stage makes of them."""
-    told: dict[SequenceId, Registration] = {}
+    whole: dict[SequenceId, Registration] = {}
     for message in messages:
         for part in registrations_from_wire(message.register).sequences:
-            told[part.sequence] = told[part.sequence].joined(part) if part.continues else part
-    return list(told.values())
+            whole[part.sequence] = whole[part.sequence].joined(part) if part.continues else part
+    return list(whole.values())
 
 
 def test_sequences_that_begin_at_once_are_told_in_messages_of_one_mebibyte() -> None:
@@ -68,7 +68,7 @@ def test_sequences_that_begin_at_once_are_told_in_messages_of_one_mebibyte() -> 
 def test_one_sequence_with_a_context_of_a_million_tokens_is_told_in_parts() -> None:
     ids = tuple(range(VOCABULARY))
     sampling = replace(PENALISED, prompt_logprobs=True, min_tokens=5, grammar=GrammarSpec("x" * MAX_GRAMMAR_BYTES))
-    one = Registration(
+    registration = Registration(
         sequence=SequenceId(1),
         sampling=sampling,
         prompt_tokens=10**6,
@@ -77,9 +77,9 @@ def test_one_sequence_with_a_context_of_a_million_tokens_is_told_in_parts() -> N
         generated=ids * 2,
         end_ids=ids[-MAX_END_IDS:],
     )
-    messages = pack([one])
+    messages = pack([registration])
     assert len(messages) > 1
-    assert unpack(messages) == [one]
+    assert unpack(messages) == [registration]
 
 
 @settings(max_examples=12, deadline=None)

@@ -199,7 +199,7 @@ async def _until_idle(cluster: ChaosCluster) -> None:
     """Every node knows every node, and every device is ready to load."""
 
     def idle(status: ClusterStatus) -> bool:
-        devices = [[one.state for one in member.node.devices] for member in status.members]
+        devices = [[device.state for device in member.node.devices] for member in status.members]
         return devices == [["idle"]] * len(cluster.running)
 
     for node in cluster.running.values():
@@ -221,4 +221,4 @@ def _listens_on(pid: int) -> list[int]:
         connections = psutil.Process(pid).net_connections("tcp")
     except psutil.NoSuchProcess:
         return []
-    return [one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN]
+    return [connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN]

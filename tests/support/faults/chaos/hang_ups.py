@@ -103,5 +103,7 @@ async def _fail_one_step(clients: Clients) -> None:
     (engine,) = (await cluster.until_ready()).engines
     clients.strike("a step fails")
     cluster.break_device(cluster.names[0], num_steps=1)
-    await cluster.first.until(lambda status: [one.epoch.counter for one in status.engines] > [engine.epoch.counter])
+    await cluster.first.until(
+        lambda status: [current.epoch.counter for current in status.engines] > [engine.epoch.counter]
+    )
     await cluster.until_ready()

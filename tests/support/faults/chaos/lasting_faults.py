@@ -117,7 +117,7 @@ async def slept_too_long(clients: Clients) -> float:
         await clients.go_on(*streams)
         clients.strike(f"{name} sleeps")
         cluster.fall_asleep(name)
-        await cluster.first.until(lambda status: any(one.name == name for one in missed(status.absent)))
+        await cluster.first.until(lambda status: any(absent.name == name for absent in missed(status.absent)))
         await clients.go_on(*streams)
         assert heir in await cluster.stage_nodes()
     clients.strike(f"{name} wakes")
@@ -142,7 +142,7 @@ async def woke_without_network(clients: Clients) -> float:
         clients.strike(f"{name} sleeps")
         cluster.fall_asleep(name)
         lab.cut(name)
-        await cluster.first.until(lambda status: any(one.name == name for one in missed(status.absent)))
+        await cluster.first.until(lambda status: any(absent.name == name for absent in missed(status.absent)))
     clients.strike(f"{name} wakes without network")
     cluster.wake_up(name, slept_s=_SLEPT_S)
     await asyncio.sleep(_LATE_S)
@@ -185,7 +185,7 @@ async def refused_move_then_lost(clients: Clients) -> float:
         await cluster.kill_node(heir)
         try:
             healed_s = await clients.until_served(since_s=since_s)
-            await cluster.first.until(lambda status: any(one.name == heir for one in missed(status.absent)))
+            await cluster.first.until(lambda status: any(absent.name == heir for absent in missed(status.absent)))
             await clients.go_on(*streams)
             (engine,) = (await cluster.first.status()).engines
             assert engine.recoveries == 0 or engine.epoch.counter == before, "the epoch has ended"
@@ -239,7 +239,7 @@ async def _bring_back(cluster: ChaosCluster, name: str) -> None:
 
 def _own_device_is_idle(status: ClusterStatus) -> bool:
     own = [member.node for member in status.members if member.node.node_id == status.node_id]
-    return [[one.state for one in node.devices] for node in own] == [["idle"]]
+    return [[device.state for device in node.devices] for node in own] == [["idle"]]
 
 
 @asynccontextmanager

@@ -38,12 +38,12 @@ async def _cut_one_way(nemesis: Nemesis) -> None:
 async def _cut_pair(nemesis: Nemesis) -> None:
     """Two nodes that are not the client's lose each other; both reach the client's."""
     lab = nemesis.lab
-    one, other = nemesis.random.sample(nemesis.cluster.names[1:], 2)
-    await nemesis.strike(f"{one} and {other} do not reach each other")
-    lab.cut(one, other)
+    left, right = nemesis.random.sample(nemesis.cluster.names[1:], 2)
+    await nemesis.strike(f"{left} and {right} do not reach each other")
+    lab.cut(left, right)
 
     async def cure() -> None:
-        lab.heal(one, other)
+        lab.heal(left, right)
 
     nemesis.heal_by(cure)
 

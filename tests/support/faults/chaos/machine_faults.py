@@ -79,9 +79,9 @@ async def _announce_sleep(nemesis: Nemesis) -> None:
     await nemesis.strike(f"{name} is about to sleep")
     node.process.send_signal(signal.SIGUSR1)
     asleep = await nemesis.cluster.first.until(
-        lambda status: any(one.state == "asleep" for one in status.absent), timeout_s=15.0
+        lambda status: any(absent.state == "asleep" for absent in status.absent), timeout_s=15.0
     )
-    nemesis.note(f"asleep: {[one.name for one in asleep.absent]}")
+    nemesis.note(f"asleep: {[absent.name for absent in asleep.absent]}")
     await nemesis.cluster.kill_node(name)
     nemesis.heal_by(partial(nemesis.cluster.start, name))
 

@@ -75,7 +75,7 @@ class Nemesis:
     async def victim(self, kind: str, *, spare_first: bool = True) -> tuple[str, int]:
         """A random serving child of a kind, (node, pid), not on the client's node where others have one."""
         found = await self.victims(kind)
-        elsewhere = [one for one in found if one[0] != self.cluster.names[0]]
+        elsewhere = [process for process in found if process[0] != self.cluster.names[0]]
         return self.random.choice(elsewhere if elsewhere and spare_first else found)
 
     async def victim_node(self, kind: str) -> str:

@@ -124,7 +124,7 @@ class ChaosRun:
         answers = {name: known.answer for name, known in streams.items()}
         if not self._exact:
             for name, answer in answers.items():
-                counts = [list(map(len, one.ids)) for one in (history.answer(name), answer)]
+                counts = [list(map(len, known.ids)) for known in (history.answer(name), answer)]
                 assert counts[0] == counts[1], f"seed {self._seed}: {name} has {counts[0]} tokens, not {counts[1]}"
         expected = answers if self._exact else {}
         found = check(history, expected=expected, most_pause_s=most_pause_s, ended_at_s=ended_at_s)

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     port, key, name = sys.argv[1:]
     os.nice(10)
     user = User(port=int(port), key=key)
-    case = next(one for one in HOSTILE_CASES if one.name == name)
+    case = next(known for known in HOSTILE_CASES if known.name == name)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.readline()

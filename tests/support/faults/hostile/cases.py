@@ -43,8 +43,8 @@ def _chat(**fields: Any) -> dict[str, Any]:
 async def _all(asked: Sequence[Coroutine[Any, Any, Any]]) -> None:
     """Ask everything at once. Requests that are left when the case ends count as left."""
     async with asyncio.TaskGroup() as tasks:
-        for one in asked:
-            tasks.create_task(one)
+        for request in asked:
+            tasks.create_task(request)
 
 
 async def _integers(user: User, small: bool) -> None:
@@ -54,7 +54,7 @@ async def _integers(user: User, small: bool) -> None:
 
 async def _products(user: User, small: bool) -> None:
     forms = [schemas.crossing_patterns(8), schemas.chained_references(50 if small else 200)]
-    bodies = [_chat(response_format=schemas.answer_form(one), max_tokens=40 if small else 400) for one in forms]
+    bodies = [_chat(response_format=schemas.answer_form(form), max_tokens=40 if small else 400) for form in forms]
     await _all([user.post(CHAT, {**body, "n": 2 if small else 8}) for body in bodies])
 
 
@@ -66,7 +66,7 @@ async def _many_schemas(user: User, small: bool) -> None:
 
 async def _regexes(user: User, small: bool) -> None:
     size = (40, 2) if small else (400, 8)
-    bodies = [_chat(guided_regex=one, max_tokens=size[0], n=size[1]) for one in schemas.REGEXES]
+    bodies = [_chat(guided_regex=regex, max_tokens=size[0], n=size[1]) for regex in schemas.REGEXES]
     await _all([user.post(CHAT, body) for body in bodies])
 
 

@@ -115,6 +115,9 @@ class User:
 
     def summary(self) -> dict[str, Any]:
         """How often each status came (``closed``: none, ``left``: not waited for), and what is wrong with answers."""
-        statuses = Counter(str(one.status or "closed") for one in self.answers)
+        statuses = Counter(str(answer.status or "closed") for answer in self.answers)
         statuses["left"] = self.num_left
-        return {"statuses": +statuses, "complaints": [found for one in self.answers if (found := one.complaint())]}
+        return {
+            "statuses": +statuses,
+            "complaints": [found for answer in self.answers if (found := answer.complaint())],
+        }
