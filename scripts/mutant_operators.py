@@ -155,7 +155,7 @@ def _is_other_code(code: str, changed: str) -> bool:
 
 
 def _left_out(code: str) -> list[tuple[Place, Place]]:
-    """The ranges whose changes say nothing: annotations, decorators, assertions, large constants, ``strict`` of zip."""
+    """The ranges whose changes say nothing: types, decorators, assertions, large constants, ``strict`` of zip."""
     found: list[ast.expr | ast.stmt] = []
     for node in ast.walk(ast.parse(code)):
         match node:
@@ -169,7 +169,7 @@ def _left_out(code: str) -> list[tuple[Place, Place]]:
                 found.append(node)
             case ast.Constant() if isinstance(node.value, int | float) and abs(node.value) > _MOST_NUMBER:
                 found.append(node)
-            case ast.Call(func=ast.Name(id="isinstance")):
+            case ast.Call(func=ast.Name(id="isinstance")) | ast.Assign(value=ast.BinOp(op=ast.BitOr())):
                 found.append(node)
             case ast.Call():
                 found += [keyword.value for keyword in node.keywords if keyword.arg == "strict"]

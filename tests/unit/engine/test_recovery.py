@@ -357,6 +357,17 @@ def test_with_one_machine_only_the_request_in_all_epochs_without_progress_is_ref
         steps.opened(opening)
 
 
+def test_a_request_that_got_further_between_is_not_refused() -> None:
+    steps = Steps(HERE).serve()
+    stalled = EpochProgress(stalled=frozenset({key("unlucky")}))
+    for progress in (*[stalled] * (MOST_STALLS - 1), EpochProgress(further=True), *[stalled] * (MOST_STALLS - 1)):
+        [ask] = steps.ended(StageLost("it died", node="b"), node_id=NodeId("b"), progress=progress)
+        [prepare] = steps.planned_after_pause(ask, HERE)
+        *commands, opening = steps.prepared(prepare)
+        assert not any(isinstance(command, RefuseOne) for command in commands)
+        steps.opened(opening)
+
+
 def test_progress_in_an_epoch_that_ended_as_planned_clears_earlier_ends() -> None:
     steps = Steps(HERE).serve()
     for _ in range(2):
