@@ -6,7 +6,7 @@ scripts/mutants planner/ membership   only modules whose path has one of these w
 scripts/mutants --contexts FILE       keeps or takes what coverage found, for several samples of one state of the tests
 
 The steps: copy the tracked files, run the unit tests once under coverage, choose lines by a seed and a change of each
-(mutant_operators.py), then run for each mutant the tests that run its line, those of the cheapest files first. A test
+(mutant_operators.py), then run for each mutant the tests that run its line, the quickest files first. A test
 that fails, or tests that take far longer than before, kill the mutant. Pure modules are those that say PURE, the
 packages scheduler, planner and simulation, and ``ALSO``. Prints a table and the changes that no test noticed.
 """
@@ -146,12 +146,12 @@ def measure_contexts(tree: Path, paths: list[str], folders: Iterable[str]) -> Co
 
 
 def rounds(tests: list[str], seconds: dict[str, float]) -> list[list[str]]:
-    """Return the tests in two rounds: those of the cheapest files, and the others within ``LAST_S``."""
+    """Return the tests in two rounds: those of the files with the quickest ones, and the others within ``LAST_S``."""
     files: dict[str, list[str]] = defaultdict(list)
     for test in tests:
         files[test.partition("::")[0]].append(test)
-    cheapest = sorted(files, key=lambda name: (-len(files[name]) > -3, sum(seconds[test] for test in files[name])))
-    first = [test for name in cheapest[:QUICK_FILES] for test in files[name]]
+    quickest = sorted(files, key=lambda name: sum(seconds[test] for test in files[name]) / len(files[name]))
+    first = [test for name in quickest[:QUICK_FILES] for test in files[name]]
     left_s, last = LAST_S, list[str]()
     for test in sorted(set(tests) - set(first), key=lambda test: (seconds[test], test)):
         left_s -= seconds[test]
