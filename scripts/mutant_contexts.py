@@ -7,7 +7,7 @@ import os
 from collections.abc import Generator
 from pathlib import Path
 
-import coverage
+import coverage  # pyright: ignore[reportMissingImports]
 import pytest
 
 _seconds: dict[str, float] = {}  # of the tests that passed

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+
+import pytest
 
 from edgepipe.cluster.standing import MAX_OWNERS, MAX_PER_SIGNER, stand
 from edgepipe.ids import NodeId
@@ -24,6 +27,15 @@ def test_at_a_signer_s_limit_its_removals_count_before_its_adds() -> None:
     assert removal in standing.counting
     assert standing.removed == {"n2"}
     assert full.peers.keys() - standing.peers.keys() == {"n2", adds[-1].about}, "the newest add had no room"
+
+
+@pytest.mark.parametrize(("num_bytes", "count"), [(1000, MAX_PER_SIGNER), (3000, 32)])
+def test_a_signer_s_statements_count_up_to_96_kib(num_bytes: int, count: int) -> None:
+    adds = [
+        replace(made(FOUNDER, NodeId(f"n{number}"), role=Role.MEMBER, number=number), body=bytes(num_bytes))
+        for number in range(2, MAX_PER_SIGNER + 2)
+    ]
+    assert stand(FOUNDING, adds).counting == tuple(adds[:count])
 
 
 def test_of_the_owners_the_eldest_are_heard() -> None:
