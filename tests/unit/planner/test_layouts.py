@@ -125,3 +125,10 @@ def test_the_verdict_names_the_faster_one() -> None:
     text = verdict([("pipeline", one), ("replicas", two)])
     assert text.startswith("replicas gives" if two.output_tokens_per_s > one.output_tokens_per_s else "pipeline gives")
     assert "about the same" in verdict([("pipeline", one), ("replicas", one)])
+
+
+def test_first_words_that_differ_by_few_percent_come_equally_soon() -> None:
+    one = layout("pipeline", workload())
+    late, later = (replace(one, ttft_s=replace(one.ttft_s, p50=one.ttft_s.p50 * factor)) for factor in (1.02, 1.25))
+    assert verdict([("a", late), ("b", one)]).endswith("first words come equally soon")
+    assert verdict([("a", later), ("b", one)]).endswith("first words come soonest with b, in 0.80x of the longest time")
