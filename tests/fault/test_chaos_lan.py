@@ -1,4 +1,14 @@
-"""Real nodes on the hosts of a LAN lab, links that fail in mid-answer. Names are the cases of the fault catalogue."""
+"""Real nodes on the hosts of a LAN lab, links that fail in mid-answer. Names are the cases of the fault catalogue.
+
+Cases that are not tried here:
+
+N6   no false death in ten minutes of jitter: scripts/bench faults load --full
+N12  hosts of the lab have one interface
+N15  a blocked port: tests/lan/test_cluster_lan.py and test_doctor.py
+N16  the lab speaks IPv4
+N17  the lab's frames are all of one size
+N18  two clusters on one network: tests/e2e/test_node_life.py
+"""
 
 from __future__ import annotations
 
@@ -30,14 +40,6 @@ CASES = {
 }
 LONG_CASES = {
     "N11 a node gets another address": ("change address", {}),
-}
-NOT_HERE = {
-    "N6": "no false death in ten minutes of jitter: scripts/bench faults load --full",
-    "N12": "hosts of the lab have one interface",
-    "N15": "a blocked port: tests/lan/test_cluster_lan.py and test_doctor.py",
-    "N16": "the lab speaks IPv4",
-    "N17": "the lab's frames are all of one size",
-    "N18": "two clusters on one network: tests/e2e/test_node_life.py",
 }
 
 
@@ -117,8 +119,3 @@ async def test_two_sides_of_a_partition_serve_and_one_engine_is_left_when_they_m
 async def test_streams_go_on_in_cases_that_take_longer(run: ChaosRun, case: str) -> None:
     fault, settings = LONG_CASES[case]
     await run.trial(fault, **settings)
-
-
-@pytest.mark.parametrize("case", NOT_HERE)
-async def test_what_is_not_tried_here(case: str) -> None:
-    pytest.skip(f"{case}: {NOT_HERE[case]}")

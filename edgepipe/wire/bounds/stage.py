@@ -80,7 +80,6 @@ STAGE: Tables = {
     "OpenRing": {"slice": LAYERS, "hidden_size": Within(1, WIRE_MAX)},
     "Frame": {
         "step": _FRAME,
-        "slice": Harmless("a stream feeds one slice; it is not read"),
         "chunk": _FRAME,
         "sent_us": Harmless("it goes back to its sender in a LinkSample"),
         "passage_us": Harmless("only emulated networks read it"),

@@ -498,14 +498,11 @@ class Frame(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    SLICE_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     SENT_US_FIELD_NUMBER: _builtins.int
     PASSAGE_US_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    slice: _builtins.int
-    """that computes them"""
     chunk: _builtins.int
     """counts from 0"""
     data: _builtins.bytes
@@ -521,7 +518,6 @@ class Frame(_message.Message):
         *,
         epoch: _common_pb2.Epoch | None = ...,
         step: _builtins.int = ...,
-        slice: _builtins.int = ...,
         chunk: _builtins.int = ...,
         data: _builtins.bytes = ...,
         sent_us: _builtins.int = ...,
@@ -529,7 +525,7 @@ class Frame(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "data", b"data", "epoch", b"epoch", "passage_us", b"passage_us", "sent_us", b"sent_us", "slice", b"slice", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "data", b"data", "epoch", b"epoch", "passage_us", b"passage_us", "sent_us", b"sent_us", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
