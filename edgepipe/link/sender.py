@@ -34,7 +34,12 @@ RingCall = Any  # grpc.aio.StreamStreamCall[RingMessage, Credit], which grpc's s
 Credits = AsyncIterator[stage_pb2.Credit]
 Dial = Callable[..., RingCall]
 
-_REDIAL_PAUSE_S = 0.05  # doubling, between attempts in a row that moved no step; the first attempt has no pause
+_REDIAL_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # after one attempt that moved no step, doubling; the longest
+
+
+def redial_pause_s(in_vain: int) -> float:
+    """Return the pause after ``in_vain`` attempts in a row that moved no step."""
+    return min(_REDIAL_PAUSE_S * 2 ** min(in_vain, 10), _LONGEST_PAUSE_S)
 
 
 class RingSender:
@@ -124,7 +129,7 @@ class RingSender:
             in_vain = 0 if self._progress else in_vain + 1
             self.stats.redials += 1
             if in_vain > 1:
-                await asyncio.sleep(min(_REDIAL_PAUSE_S * 2**in_vain, 1.0))
+                await asyncio.sleep(redial_pause_s(in_vain))
 
     async def _stream(self, ring: Dial) -> None:
         """Run one stream until it breaks. Raises the reason."""

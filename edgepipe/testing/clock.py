@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+START_S = 1_000_000.0
+"""Where clocks of tests start. Near 0, the sum and the difference of two times would look alike."""
+
 
 class FakeClock:
     """A ``Clock`` moved by hand; ``wall_jump`` stands for a machine whose date was set."""
 
-    def __init__(self, *, monotonic_s: float = 1000.0, wall_s: float = 1_700_000_000.0) -> None:
+    def __init__(self, *, monotonic_s: float = START_S, wall_s: float = 1_700_000_000.0) -> None:
         self._monotonic_s = monotonic_s
         self._wall_s = wall_s
         self._slept_s = 0.0

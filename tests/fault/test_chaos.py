@@ -2,6 +2,23 @@
 
 Requests are drawn: greedy and seeded, one to three choices, stop strings, half characters, a grammar, shared prefixes;
 one to four streams at once. Names are the cases of the fault catalogue. All trials of this file share one cluster.
+
+Cases that are not tried here:
+
+P14 P17   planned moves take longer than streams here: tests/fault/test_planned_changes.py, and long cases
+P11 X4    the machine that holds the client is lost: its streams end
+P12       a stage that never loads: a minute; tests/unit/daemon holds the watch to it
+R1        an allocation that fails: tests/cluster/test_engine_failures.py
+R2        a full KV cache: tests/unit/scheduler and the simulator's small pools
+R3        stages that the system kills for want of memory: tests/unit/daemon/test_device.py
+R4        a disk that fills up while tensors come: tests/unit/daemon/test_model_copies.py
+R5 R8     disks that are full or cannot be written: tests/unit/daemon/test_full_disks.py
+R6        few descriptors: tests/e2e/test_few_descriptors.py
+R7        full load: scripts/bench faults load
+R9        floods of log lines: one line each, by telemetry.log.Once
+R10       half an hour of faults: scripts/bench faults --full
+T1 T2 T4  by injected clocks: tests/unit/cluster/test_sleep.py
+T3        certificates hold from 2020 to 2049: tests/unit/link/test_certificates.py
 """
 
 from __future__ import annotations
@@ -19,21 +36,6 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)
 
 SEED = int(os.environ.get("EP_CHAOS_SEED", "11"))
 LONG_ROUNDS = 3
-# Cases that are tested elsewhere, or that this machine cannot have:
-# P14 P17: planned moves take longer than streams here: tests/fault/test_planned_changes.py, and long cases
-# P11 X4: the machine that holds the client is lost: its streams end
-# P12: a stage that never loads: a minute; tests/unit/daemon holds the watch to it
-# R1: an allocation that fails: tests/cluster/test_engine_failures.py
-# R2: a full KV cache: tests/unit/scheduler and the simulator's small pools
-# R3: stages that the system kills for want of memory: tests/unit/daemon/test_device.py
-# R4: a disk that fills up while tensors come: tests/unit/daemon/test_model_copies.py
-# R5 R8: disks that are full or cannot be written: tests/unit/daemon/test_full_disks.py
-# R6: few descriptors: tests/e2e/test_few_descriptors.py
-# R7: full load: scripts/bench faults load
-# R9: floods of log lines: one line each, by telemetry.log.Once
-# R10: half an hour of faults: scripts/bench faults --full
-# T1 T2 T4: by injected clocks: tests/unit/cluster/test_sleep.py
-# T3: certificates hold from 2020 to 2049: tests/unit/link/test_certificates.py
 
 CASES = {
     "P1 killed in prefill": ("kill stage", {"strike_at": 0.0}),

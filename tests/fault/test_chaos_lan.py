@@ -1,4 +1,14 @@
-"""Real nodes on the hosts of a LAN lab, links that fail in mid-answer. Names are the cases of the fault catalogue."""
+"""Real nodes on the hosts of a LAN lab, links that fail in mid-answer. Names are the cases of the fault catalogue.
+
+Cases that are not tried here:
+
+N6   no false death in ten minutes of jitter: scripts/bench faults load --full
+N12  hosts of the lab have one interface
+N15  a blocked port: tests/lan/test_cluster_lan.py and test_doctor.py
+N16  the lab speaks IPv4
+N17  the lab's frames are all of one size
+N18  two clusters on one network: tests/e2e/test_node_life.py
+"""
 
 from __future__ import annotations
 
@@ -31,13 +41,6 @@ CASES = {
 LONG_CASES = {
     "N11 a node gets another address": ("change address", {}),
 }
-# Cases that are tested elsewhere, or that this machine cannot have:
-# N6: no false death in ten minutes of jitter: scripts/bench faults load --full
-# N12: hosts of the lab have one interface
-# N15: a blocked port: tests/lan/test_cluster_lan.py and test_doctor.py
-# N16: the lab speaks IPv4
-# N17: the lab's frames are all of one size
-# N18: two clusters on one network: tests/e2e/test_node_life.py
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

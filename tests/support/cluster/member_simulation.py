@@ -22,6 +22,7 @@ from edgepipe.cluster.membership import (
     Probe,
 )
 from edgepipe.ids import NodeId
+from edgepipe.testing.clock import START_S
 from edgepipe.wire.nodes import NodeState
 
 LIMITS = MembershipLimits(refused_s=0.3, dead_min_s=2.0, dead_max_s=6.0, forget_s=3600.0, tick_s=0.125)
@@ -47,7 +48,7 @@ class MemberSimulation:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._random = random.Random(seed)
-        self._now = 0.0
+        self._now = START_S
         self._order = itertools.count()
         self._mail: list[tuple[float, int, int, int, HeardBeat]] = []  # when, order, from, to, what
         self._last_arrival: dict[tuple[int, int, int], float] = {}

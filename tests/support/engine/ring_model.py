@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from edgepipe.engine.micro_batches import MicroBatches
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler import ScheduledStep
+from edgepipe.testing.clock import START_S
 from edgepipe.wire.plans import LinkSample, StepTiming
 
 ROW_BYTES = 10_240
@@ -28,7 +29,7 @@ class RingModel:
     one_way_ms: float = 0.0
     return_ms: float = 0.0
     buffered: bool = False  # links take an upload at once and carry it later, as sockets do
-    now_ms: float = 0.0
+    now_ms: float = 1e3 * START_S
     steps: int = 0
     in_flight: deque[tuple[float, ScheduledStep]] = field(default_factory=deque)
     one_way_s: list[float] = field(default_factory=list)  # as measured, newest last

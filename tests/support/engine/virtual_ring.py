@@ -20,7 +20,7 @@ from edgepipe.sampling import SamplingParams
 from edgepipe.scheduler import Scheduler, SchedulerLimits, SequenceEnded, SequenceSpec, ThrottledPolicy, TokenSampled
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.stage.step_times import StepTimes
-from edgepipe.testing.clock import FakeClock
+from edgepipe.testing.clock import START_S, FakeClock
 from edgepipe.wire.children import ChildProgress
 from edgepipe.wire.plans import Registration, StageTimings, StepDone, StepTiming
 from edgepipe.wire.v1 import stage_pb2
@@ -37,7 +37,7 @@ class _Jump(selectors.SelectSelector):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now_s = 1000.0
+        self.now_s = START_S
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self.now_s += timeout or 0.0

@@ -17,6 +17,7 @@ from edgepipe.gateway.engine_link import LinkLimits
 from edgepipe.gateway.models import AssetLoader
 from edgepipe.gateway.service import Gateway, listen
 from edgepipe.security.mutual_tls import Plaintext
+from edgepipe.testing.clock import START_S
 from edgepipe.wire.nodes import ClusterView
 from tests.support.gateways.fake_engine import ByteAssets, FakeEngine, start_engine, view_of
 
@@ -35,7 +36,7 @@ class FixedClock:
     """A clock that stands."""
 
     def monotonic_s(self) -> float:
-        return 1.0
+        return START_S
 
     def wall_s(self) -> float:
         return 1_700_000_000.0

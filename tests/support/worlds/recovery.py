@@ -63,6 +63,7 @@ from edgepipe.errors import (
 )
 from edgepipe.ids import EngineId, Epoch, NodeId, RequestId, RequestKey, SequenceId
 from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.testing.clock import START_S
 from edgepipe.wire.engines import ServeSpec, StagePlacement
 from tests.support.worlds.recovery_pauses import PauseCheck
 from tests.support.worlds.recovery_requests import TOKENS, Asked, Requests
@@ -117,7 +118,7 @@ class World:
     def __init__(self, seed: int) -> None:
         draw = self._draw = random.Random(seed)
         self.seed = seed
-        self.now_s = 0.0
+        self.now_s = START_S
         self.story: deque[str] = deque(maxlen=60)
         self.epochs = self.refusals = self.crashes = self.strikes = self.stalled = 0
         self._due: list[_Due] = []
@@ -138,8 +139,8 @@ class World:
         self._counters: list[int] = []
         self._prepared_s: deque[float] = deque(maxlen=_STORM)
         self._lasting = draw.random() < 0.5  # first, one machine's fault lasts
-        self._evil_from_s = LASTING_S if self._lasting else 0.0
-        self._faults_until_s = draw.uniform(5.0, FAULTS_S)
+        self._evil_from_s = START_S + (LASTING_S if self._lasting else 0.0)
+        self._faults_until_s = START_S + draw.uniform(5.0, FAULTS_S)
         limits, timeouts = EngineLimits(max_failed_epochs=draw.choice((2, 8))), EngineTimeouts()
         plan = self._plan(base=None, quarantined=frozenset())
         assert plan is not None, "the model fits at first"
@@ -149,7 +150,7 @@ class World:
         """Live through the history and check what must hold."""
         try:
             resumes = self._draw.random() < 0.5  # an engine that goes on never gives up; one that starts may
-            self._do(self.core.resume(0.0) if resumes else self.core.begin(0.0))
+            self._do(self.core.resume(self.now_s) if resumes else self.core.begin(self.now_s))
             self._later(0.0, self._tell_cluster)
             self._later(0.0, self._step)
             if self._lasting:
@@ -175,7 +176,7 @@ class World:
         fault = self._draw.choice(ENDINGS)
         self._note(f"{machine.node_id}: {fault}, for long")
         setattr(machine, fault, True)
-        self._live(until_s=LASTING_S)
+        self._live(until_s=START_S + LASTING_S)
         self._faults_until_s += LASTING_S
         if self.core.state is State.STOPPED or machine.strikes < 3:
             return
@@ -556,7 +557,7 @@ class World:
             self._live(until_s=self.now_s + _STEP_S)
 
     def _note(self, what: str) -> None:
-        self.story.append(f"{self.now_s:8.3f} {what}")
+        self.story.append(f"{self.now_s - START_S:8.3f} {what}")
 
 
 def _sites(placement: Placement) -> tuple[StageSite, ...]:

@@ -20,9 +20,11 @@ from edgepipe.engine.recovery_types import (
     Tick,
 )
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
+from edgepipe.engine.sites import StageSite
 from edgepipe.errors import EdgepipeError, StepFailed
 from edgepipe.ids import EngineId, Epoch, NodeId, RequestId, RequestKey, SequenceId
 from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.testing.clock import START_S
 from edgepipe.wire.engines import ServeSpec, StagePlacement
 
 NODES = Nodes(addresses={NodeId(name): f"{name}:1" for name in "abcd"}, names={})
@@ -41,6 +43,22 @@ def reachable(names: str, *, leaving: str = "") -> Reachable:
     return Reachable(addresses=there, leaving=frozenset(NodeId(name) for name in leaving))
 
 
+def site(node: str, index: int) -> StageSite:
+    """Where a node's stage is reached."""
+    return StageSite(
+        index=index,
+        node_id=NodeId(node),
+        node_name=node,
+        address=f"{node}:2",
+        slices=(_SLICES[index],),
+        backend="",
+        device="",
+        weight_bytes=0,
+        kv_block_bytes=1,
+        max_blocks=1,
+    )
+
+
 def crash(node: str, *requests: str, device_failed: bool = False, guilty: bool = False) -> Crash:
     """A step with these requests that a node's stage could not compute."""
     return Crash(
@@ -57,7 +75,7 @@ class Steps:
     """A core, its time, and the commands that it gave last."""
 
     def __init__(self, wished: EpochPlacement) -> None:
-        self.now_s = 0.0
+        self.now_s = START_S
         self.commands: Sequence[Command] = []
         self.core = Recovery(
             wished, epoch=Epoch(1, EngineId("e")), engine_node="a", limits=EngineLimits(), timeouts=EngineTimeouts()

@@ -22,6 +22,7 @@ from edgepipe.errors import (
     QueueFull,
     SendTimeout,
 )
+from edgepipe.testing.clock import START_S
 from tests.support.cluster.pairing import PairingLab
 
 
@@ -225,17 +226,17 @@ async def test_nobody_listening_is_told_with_the_command_for_the_other_side() ->
 def test_a_code_has_three_tries_whoever_uses_them_and_one_address_has_two() -> None:
     tries = Tries(guessable=True)
     for number in range(ADDRESS_TRIES):
-        assert tries.refusal("a", now_s=0.0) is None
-        assert f"{MAX_TRIES - 1 - number} tr" in tries.failed("a", wrong_code=True, now_s=0.0)
-    assert isinstance(tries.refusal("a", now_s=1e6), PairingRejected)
-    assert tries.refusal("b", now_s=0.0) is None
+        assert tries.refusal("a", now_s=START_S) is None
+        assert f"{MAX_TRIES - 1 - number} tr" in tries.failed("a", wrong_code=True, now_s=START_S)
+    assert isinstance(tries.refusal("a", now_s=2 * START_S), PairingRejected)
+    assert tries.refusal("b", now_s=START_S) is None
     assert not tries.used_up
-    tries.failed("b", wrong_code=True, now_s=0.0)
+    tries.failed("b", wrong_code=True, now_s=START_S)
     assert tries.used_up
 
 
 def test_an_address_that_fails_again_and_again_waits_longer_and_longer() -> None:
-    tries, now_s, pauses = Tries(guessable=False), 0.0, list[float]()
+    tries, now_s, pauses = Tries(guessable=False), START_S, list[float]()
     for _ in range(FREE_FAILURES + 6):
         tries.failed("a", wrong_code=True, now_s=now_s)
         began = now_s
@@ -243,12 +244,12 @@ def test_an_address_that_fails_again_and_again_waits_longer_and_longer() -> None
             now_s += 1.0
         pauses.append(now_s - began)
     assert pauses == [0.0, 0.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
-    assert tries.refusal("b", now_s=0.0) is None
+    assert tries.refusal("b", now_s=START_S) is None
     assert not tries.used_up
 
 
 def test_what_is_remembered_of_addresses_is_bounded() -> None:
     tries = Tries(guessable=False)
     for number in range(10_000):
-        tries.failed(f"10.0.{number >> 8}.{number & 255}", wrong_code=True, now_s=0.0)
+        tries.failed(f"10.0.{number >> 8}.{number & 255}", wrong_code=True, now_s=START_S)
     assert len(tries.wrong_from()) < 1000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgepipe.daemon.processes.hang_watch import HangWatch
+from edgepipe.testing.clock import START_S
 from edgepipe.wire.children import ChildProgress
 
 EVERY_S = 0.25
@@ -12,14 +13,14 @@ EVERY_S = 0.25
 
 def watched(*reports: tuple[float, ChildProgress], until: float) -> str:
     """What a daemon that looks four times a second says in the end."""
-    watch = HangWatch(hang_s=5.0, now=0.0)
+    watch = HangWatch(hang_s=5.0, now=START_S)
     due = list(reports)
     for look in range(1, int(until / EVERY_S) + 1):
-        now = look * EVERY_S
-        while due and due[0][0] <= now:
-            watch.report(due.pop(0)[1], now=now)
-        if why := watch.why_hung(now=now, every_s=EVERY_S):
-            return f"{now:g} s: {why}"
+        passed_s = look * EVERY_S
+        while due and due[0][0] <= passed_s:
+            watch.report(due.pop(0)[1], now=START_S + passed_s)
+        if why := watch.why_hung(now=START_S + passed_s, every_s=EVERY_S):
+            return f"{passed_s:g} s: {why}"
     return ""
 
 
@@ -50,8 +51,8 @@ def test_only_silence_and_a_step_without_end_are_hangs(
 
 
 def test_a_daemon_that_was_stopped_itself_blames_nobody() -> None:
-    watch = HangWatch(hang_s=5.0, now=0.0)
-    watch.report(ChildProgress(started=1), now=0.0)
-    assert not watch.why_hung(now=0.25, every_s=EVERY_S)
-    assert not watch.why_hung(now=60.0, every_s=EVERY_S)
-    assert watch.why_hung(now=60.25, every_s=EVERY_S) == ""
+    watch = HangWatch(hang_s=5.0, now=START_S)
+    watch.report(ChildProgress(started=1), now=START_S)
+    assert not watch.why_hung(now=START_S + 0.25, every_s=EVERY_S)
+    assert not watch.why_hung(now=START_S + 60.0, every_s=EVERY_S)
+    assert watch.why_hung(now=START_S + 60.25, every_s=EVERY_S) == ""

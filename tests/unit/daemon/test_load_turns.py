@@ -12,6 +12,7 @@ from edgepipe.daemon.processes.load_turns import MOST_LOADING, MOST_PER_OWNER, M
 from edgepipe.errors import CapacityError, NoFeasiblePlacement
 from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.models import ModelTable
+from edgepipe.testing.clock import START_S
 from edgepipe.wire.children import LoadFailed, LoadQueue, LoadWanted
 from tests.support.daemon.gateway_children import GatewayChild, gateway_keeper, settled
 
@@ -99,9 +100,9 @@ async def test_a_client_whose_model_is_late_reads_what_is_so(queue: LoadQueue, t
 def test_a_model_that_nobody_wants_any_more_waits_no_longer() -> None:
     turns = LoadTurns()
     for model in "abcdef":
-        turns.want(model, "", now_s=0.0)
-    turns.want("f", "", now_s=PATIENCE_S)
-    assert turns.ended("a", now_s=PATIENCE_S + 1).start == ("f",)
+        turns.want(model, "", now_s=START_S)
+    turns.want("f", "", now_s=START_S + PATIENCE_S)
+    assert turns.ended("a", now_s=START_S + PATIENCE_S + 1).start == ("f",)
     assert turns.waiting == ()
 
 
@@ -124,9 +125,9 @@ def test_in_any_history_all_get_their_turn(steps: list[tuple[str, int]]) -> None
             if loading:
                 model = loading.pop(number % len(loading))
                 wanted.discard(model)
-                loading += turns.ended(model, now_s=0.0).start
+                loading += turns.ended(model, now_s=START_S).start
         else:
-            decision = turns.want(f"{owner}{number}", owner, now_s=0.0)
+            decision = turns.want(f"{owner}{number}", owner, now_s=START_S)
             wanted.add(f"{owner}{number}")
             wanted.discard(decision.refused)
             loading += decision.start
@@ -138,5 +139,5 @@ def test_in_any_history_all_get_their_turn(steps: list[tuple[str, int]]) -> None
     while loading:
         model = loading.pop(0)
         wanted.discard(model)
-        loading += turns.ended(model, now_s=0.0).start
+        loading += turns.ended(model, now_s=START_S).start
     assert not wanted

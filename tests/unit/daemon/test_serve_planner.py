@@ -15,6 +15,7 @@ from edgepipe.daemon.serving.serve_planner import ServePlanner
 from edgepipe.ids import NodeId
 from edgepipe.planner.profiles import LayerProfile, Point
 from edgepipe.spec.config_json import config_to_json
+from edgepipe.testing.clock import START_S
 from edgepipe.weights.weight_table import FLOATS
 from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.serving import LinkProfile, ServeRequest, SurveyedMachine, SurveyReply
@@ -121,7 +122,7 @@ async def test_without_an_earlier_plan_the_first_figures_count() -> None:
 def test_figures_are_kept_for_ten_minutes_and_few_models() -> None:
     recent = RecentSurveys()
     for index in range(9):
-        recent.keep((str(index), DEFAULT_SETTINGS), QUIET, now_s=0.0)
-    assert recent.get(("0", DEFAULT_SETTINGS), now_s=1.0) is None
-    assert recent.get(("8", DEFAULT_SETTINGS), now_s=600.0) == (600.0, QUIET)
-    assert recent.get(("8", DEFAULT_SETTINGS), now_s=601.0) is None
+        recent.keep((str(index), DEFAULT_SETTINGS), QUIET, now_s=START_S)
+    assert recent.get(("0", DEFAULT_SETTINGS), now_s=START_S + 1.0) is None
+    assert recent.get(("8", DEFAULT_SETTINGS), now_s=START_S + 600.0) == (600.0, QUIET)
+    assert recent.get(("8", DEFAULT_SETTINGS), now_s=START_S + 601.0) is None

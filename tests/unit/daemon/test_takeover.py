@@ -18,6 +18,7 @@ from edgepipe.daemon.serving.takeover import (
     Answer,
     Vacancies,
 )
+from edgepipe.testing.clock import START_S
 
 P = "p"
 HEARS, PROVES, SILENT, DRAINS = Answer(hears=True), Answer(hears=True, proven=True), Answer(), Answer(draining=True)
@@ -29,10 +30,10 @@ def first_turn(own: str, answers: dict[str, Answer], *, gone: bool = True, most_
     """When this node takes the engine of "head" over, by a look a second; None: not in that time."""
     vacancies = Vacancies()
     for second in range(int(most_s)):
-        now_s = float(second)
+        now_s = START_S + second
         vacancies.look(P, "head", has_engine=False, gone=gone, now_s=now_s)
         if vacancies.must_ask(P, now_s=now_s) and vacancies.is_turn(P, own, answers, now_s=now_s):
-            return now_s
+            return float(second)
     return None
 
 
@@ -65,22 +66,22 @@ def test_a_node_that_is_heard_and_runs_no_engine_loses_it_after_a_while() -> Non
 
 def test_a_successor_is_believed_before_others_would_act_themselves() -> None:
     vacancies = Vacancies()
-    vacancies.look(P, "head", has_engine=False, gone=False, now_s=0.0)
-    assert not vacancies.has_long_lacked(P, "head", now_s=BELIEVED_S - 1)
-    assert vacancies.has_long_lacked(P, "head", now_s=BELIEVED_S)
-    assert not vacancies.has_long_lacked(P, "other", now_s=BELIEVED_S)
-    vacancies.look(P, "head", has_engine=True, gone=False, now_s=BELIEVED_S)
-    assert not vacancies.has_long_lacked(P, "head", now_s=BELIEVED_S)
-    vacancies.look(P, "head", has_engine=False, gone=False, now_s=BELIEVED_S)
+    vacancies.look(P, "head", has_engine=False, gone=False, now_s=START_S)
+    assert not vacancies.has_long_lacked(P, "head", now_s=START_S + BELIEVED_S - 1)
+    assert vacancies.has_long_lacked(P, "head", now_s=START_S + BELIEVED_S)
+    assert not vacancies.has_long_lacked(P, "other", now_s=START_S + BELIEVED_S)
+    vacancies.look(P, "head", has_engine=True, gone=False, now_s=START_S + BELIEVED_S)
+    assert not vacancies.has_long_lacked(P, "head", now_s=START_S + BELIEVED_S)
+    vacancies.look(P, "head", has_engine=False, gone=False, now_s=START_S + BELIEVED_S)
     vacancies.keep(frozenset())
-    assert not vacancies.has_long_lacked(P, "head", now_s=10 * BELIEVED_S)
+    assert not vacancies.has_long_lacked(P, "head", now_s=START_S + 10 * BELIEVED_S)
 
 
 def test_after_one_lost_proof_the_next_one_still_counts() -> None:
     """A broken link for an hour: one answer of the engine's node came too late."""
     vacancies = Vacancies()
     for second in range(3600):
-        now_s = float(second)
+        now_s = START_S + second
         vacancies.look(P, "head", has_engine=False, gone=True, now_s=now_s)
         answer = HEARS if second % 300 in (200, 201, 202) else PROVES
         assert not vacancies.is_turn(P, "b", {"c": answer}, now_s=now_s)
@@ -96,14 +97,14 @@ class World:
     head_hears: set[str]  # honest members whose link to the head works; empty: it is dead, or silent
     head_flaps: bool = False  # a rogue head without an engine that comes and goes
     notices_s: dict[str, float] = field(default_factory=dict[str, float])
-    taken: dict[str, float] = field(default_factory=dict[str, float])  # by honest node, when it took over
+    taken: dict[str, float] = field(default_factory=dict[str, float])  # by honest node, seconds until it took over
 
     def run(self, most_s: int) -> None:
         """Let time pass until a record has spread."""
         books = {name: Vacancies() for name in self.honest}
         for second in range(most_s):
-            now_s = float(second)
-            if self.taken and now_s >= min(self.taken.values()) + SPREAD_S:
+            now_s = START_S + second
+            if self.taken and second >= min(self.taken.values()) + SPREAD_S:
                 return
             for name in self.honest:
                 if name not in self.taken:
@@ -112,7 +113,7 @@ class World:
     def _hears(self, name: str, now_s: float) -> bool:
         if self.head_flaps:
             return int(now_s / self.notices_s[name]) % 2 == 0
-        return name in self.head_hears or now_s < self.notices_s[name]
+        return name in self.head_hears or now_s < START_S + self.notices_s[name]
 
     def _look(self, name: str, vacancies: Vacancies, now_s: float) -> None:
         gone = not self._hears(name, now_s)
@@ -121,7 +122,7 @@ class World:
         if vacancies.must_ask(P, now_s=now_s):
             answers = {other: self._answer(other, now_s) for other in (*self.honest, *self.rogues) if other != name}
             if vacancies.is_turn(P, name, answers, now_s=now_s):
-                self.taken[name] = now_s
+                self.taken[name] = now_s - START_S
 
     def _answer(self, name: str, now_s: float) -> Answer:
         if name in self.rogues:

@@ -20,6 +20,7 @@ from edgepipe.engine.watch import Deadlines, StepWatch
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.scheduler import ScheduledStep
 from edgepipe.stage.step_times import StepTimes
+from edgepipe.testing.clock import START_S
 from edgepipe.wire.plans import StepTiming
 from tests.support.engine.virtual_ring import in_virtual_time
 
@@ -97,7 +98,7 @@ class Ring:
         self._in_flight: deque[tuple[int, int]] = deque()  # step and its tokens
         self._oldest_since_s = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._now_s = 0.0
+        self._now_s = START_S
         self._count = 0
         for index, device in enumerate(devices):
             device.times.expect({index: costs[index]})

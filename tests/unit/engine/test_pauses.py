@@ -5,13 +5,14 @@ from __future__ import annotations
 from edgepipe.engine.pauses import Pauses
 from edgepipe.engine.settings import EngineTimeouts
 from edgepipe.ids import NodeId
+from edgepipe.testing.clock import START_S
 
 A, B = NodeId("a"), NodeId("b")
 
 
 def pauses_after(count: int, *, further: bool, served_s: float = 1.0) -> list[float]:
     """The pause after each of so many ends of one node."""
-    pauses, now_s, found = Pauses(EngineTimeouts()), 1000.0, list[float]()
+    pauses, now_s, found = Pauses(EngineTimeouts()), START_S, list[float]()
     for _ in range(count):
         now_s += served_s
         pauses.ended(B, now_s, further=further, served_s=served_s)
@@ -36,39 +37,39 @@ def test_a_node_that_served_five_minutes_is_used_again_at_once() -> None:
 def test_other_nodes_have_no_pause_but_an_unknown_cause_concerns_all() -> None:
     pauses = Pauses(EngineTimeouts())
     for _ in range(3):
-        pauses.ended(B, 10.0, further=False, served_s=1.0)
+        pauses.ended(B, START_S + 10.0, further=False, served_s=1.0)
     assert pauses.until_s([A]) == 0.0
-    assert pauses.until_s([A, B]) == 12.0
+    assert pauses.until_s([A, B]) == START_S + 12.0
     for _ in range(3):
-        pauses.ended(None, 10.0, further=False, served_s=1.0)
-    assert pauses.until_s([A]) == 12.0
+        pauses.ended(None, START_S + 10.0, further=False, served_s=1.0)
+    assert pauses.until_s([A]) == START_S + 12.0
 
 
 def test_progress_clears_all_nodes_of_the_pipeline() -> None:
     pauses = Pauses(EngineTimeouts())
     for _ in range(5):
-        pauses.ended(B, 10.0, further=False, served_s=1.0)
+        pauses.ended(B, START_S + 10.0, further=False, served_s=1.0)
     pauses.worked()
-    pauses.ended(B, 400.0, further=False, served_s=1.0)
-    assert pauses.until_s([A, B]) == 400.0
+    pauses.ended(B, START_S + 400.0, further=False, served_s=1.0)
+    assert pauses.until_s([A, B]) == START_S + 400.0
 
 
 def test_a_node_that_rejoins_waits_five_seconds_at_most() -> None:
     pauses = Pauses(EngineTimeouts())
     for _ in range(8):
-        pauses.ended(B, 10.0, further=False, served_s=1.0)
-    assert pauses.until_s([B]) == 74.0
-    pauses.returned(B, 30.0)
-    assert pauses.until_s([B]) == 35.0
-    pauses.returned(A, 30.0)
+        pauses.ended(B, START_S + 10.0, further=False, served_s=1.0)
+    assert pauses.until_s([B]) == START_S + 74.0
+    pauses.returned(B, START_S + 30.0)
+    assert pauses.until_s([B]) == START_S + 35.0
+    pauses.returned(A, START_S + 30.0)
     assert pauses.until_s([A]) == 0.0
 
 
 def test_epochs_that_a_request_ended_are_taken_back() -> None:
     pauses = Pauses(EngineTimeouts())
     for _ in range(5):
-        pauses.ended(B, 10.0, further=False, served_s=1.0)
+        pauses.ended(B, START_S + 10.0, further=False, served_s=1.0)
     pauses.forgive([B, B, B, None, A])
     assert pauses.until_s([B]) == 0.0
-    pauses.ended(B, 20.0, further=False, served_s=1.0)
-    assert pauses.until_s([B]) == 22.0, "the third that remains"
+    pauses.ended(B, START_S + 20.0, further=False, served_s=1.0)
+    assert pauses.until_s([B]) == START_S + 22.0, "the third that remains"

@@ -9,6 +9,7 @@ from edgepipe.engine.quarantine import Missed, Quarantine
 from edgepipe.engine.sites import StageSite
 from edgepipe.ids import NodeId
 from edgepipe.spec.facts import LayerRange, make_slices
+from edgepipe.testing.clock import START_S
 from edgepipe.wire.engines import ServeSpec, StagePlacement
 
 SLICES = make_slices([LayerRange(0, 2), LayerRange(2, 4)], 4)
@@ -38,26 +39,37 @@ def placed(order: str) -> ServeSpec:
 
 def test_a_link_that_failed_is_not_used_in_its_direction_for_a_while() -> None:
     quarantine = Quarantine()
-    quarantine.note(Missed(links=((site(0), site(1)),)), 0.0)
-    assert not quarantine.allows(placed("ab"), 1.0)
-    assert quarantine.allows(placed("ba"), 1.0)
-    assert not quarantine.nodes(1.0)
-    [told] = quarantine.left_out(10.0)
+    quarantine.note(Missed(links=((site(0), site(1)),)), START_S)
+    assert not quarantine.allows(placed("ab"), START_S + 1.0)
+    assert quarantine.allows(placed("ba"), START_S + 1.0)
+    assert not quarantine.nodes(START_S + 1.0)
+    [told] = quarantine.left_out(START_S + 10.0)
     assert (told.node_id, told.other_id, told.seconds) == ("a", "b", 20.0)
     assert told.reason == "no connection could be made in that direction"
-    assert quarantine.allows(placed("ab"), 30.0)
-    assert not quarantine.left_out(30.0)
+    assert quarantine.allows(placed("ab"), START_S + 30.0)
+    assert not quarantine.left_out(START_S + 30.0)
 
 
 @pytest.mark.parametrize("between", [Missed(), Missed(sites=(site(0),))], ids=["an epoch stood", "another one"])
 def test_a_node_that_the_engine_does_not_reach_is_left_out_after_the_second_time_in_a_row(between: Missed) -> None:
     quarantine = Quarantine()
     for missed in (Missed(sites=(site(1),)), between, Missed(sites=(site(1),))):
-        quarantine.note(missed, 0.0)
-        assert quarantine.allows(placed("ab"), 0.0)
-    quarantine.note(Missed(sites=(site(1),)), 0.0)
-    assert quarantine.nodes(0.0).keys() == {"b"}
-    assert not quarantine.allows(placed("ab"), 0.0)
+        quarantine.note(missed, START_S)
+        assert quarantine.allows(placed("ab"), START_S)
+    quarantine.note(Missed(sites=(site(1),)), START_S)
+    assert quarantine.nodes(START_S).keys() == {"b"}
+    assert not quarantine.allows(placed("ab"), START_S)
+
+
+def test_a_node_that_is_lost_three_times_within_minutes_is_left_out_with_the_newest_reason() -> None:
+    quarantine = Quarantine()
+    for lost_s, reason in ((0.0, "its connection broke"), (20.0, "it answers no more")):
+        assert not quarantine.lost(NodeId("b"), reason, START_S + lost_s)
+        assert quarantine.allows(placed("ab"), START_S + lost_s)
+    assert quarantine.lost(NodeId("b"), "it restarted", START_S + 40.0)
+    [left_out] = quarantine.left_out(START_S + 45.0)
+    assert (left_out.node_id, left_out.other_id, left_out.seconds, left_out.reason) == ("b", None, 25.0, "it restarted")
+    assert not quarantine.allows(placed("ab"), START_S + 45.0)
 
 
 def test_both_machines_are_named_and_the_ports_to_be_opened() -> None:

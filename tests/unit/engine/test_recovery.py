@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from edgepipe.engine.progress import EpochProgress
+from edgepipe.engine.quarantine import Missed
 from edgepipe.engine.recovery_types import (
     Abandon,
     Acquit,
@@ -44,7 +45,7 @@ from edgepipe.errors import (
     StepFailed,
 )
 from edgepipe.ids import NodeId, RequestId, RequestKey
-from tests.support.worlds.recovery_steps import Steps, crash, placed, reachable
+from tests.support.worlds.recovery_steps import Steps, crash, placed, reachable, site
 
 
 def key(name: str) -> RequestKey:
@@ -123,6 +124,26 @@ def test_a_stage_that_ends_because_its_node_loads_other_layers_is_no_fault() -> 
     assert steps.core.state is State.RECOVERING
     [opening] = steps.prepared(prepare)
     assert isinstance(opening, Open)
+
+
+def test_a_first_start_that_misses_a_link_looks_for_another_placement() -> None:
+    steps = Steps(HERE)
+    [prepare] = steps.core.begin(steps.now_s)
+    steps.handle(ClusterChanged(reachable=reachable("abc")))
+    [opening] = steps.prepared(prepare)
+    missed = Missed(links=((site("a", 0), site("b", 1)),))
+    failed = OpeningFailed(attempt=opening.attempt, error=StepFailed("no link"), missed=missed)  # type: ignore[union-attr]
+    assert steps.handle(failed) == []
+    assert steps.core.state is State.STARTING
+    assert steps.core.message == "a does not reach b: looking for another placement"
+    assert steps.core.wake_at_s is not None
+    assert steps.now_s < steps.core.wake_at_s < steps.now_s + 5.0
+    steps.now_s = steps.core.wake_at_s
+    [ask] = steps.handle(Tick())
+    assert isinstance(ask, AskPlan)
+    [prepare] = steps.planned(ask, ELSEWHERE)
+    [opening] = steps.prepared(prepare)
+    assert steps.opened(opening)[0] == Serve(placement=opening.placement)  # type: ignore[union-attr]
 
 
 def test_another_fault_during_a_move_begins_anew() -> None:
@@ -228,8 +249,9 @@ def test_a_stage_that_dies_idle_again_and_again_leaves_its_place_to_a_free_machi
     steps = Steps(HERE).serve()
     lost = StageLost("its connection broke", node="b")
     [ask] = steps.ended(lost, node_id=NodeId("b"))
+    until_s = steps.now_s + 60.0
     while NodeId("b") not in ask.quarantined:  # type: ignore[union-attr]
-        assert steps.now_s < 60.0
+        assert steps.now_s < until_s
         [prepare] = steps.planned_after_pause(ask, HERE)
         [opening] = steps.prepared(prepare)
         steps.opened(opening)
@@ -333,6 +355,17 @@ def test_with_one_machine_only_the_request_in_all_epochs_without_progress_is_ref
         assert not isinstance(prepare, Refuse), "the others wait"
         *commands, opening = steps.prepared(prepare)
         assert [type(one) for one in commands] == [[], [Suspect], [Suspect], [Suspect, RefuseOne]][round_number - 1]
+        steps.opened(opening)
+
+
+def test_a_request_that_got_further_between_is_not_refused() -> None:
+    steps = Steps(HERE).serve()
+    stalled = EpochProgress(stalled=frozenset({key("unlucky")}))
+    for progress in (*[stalled] * (MOST_STALLS - 1), EpochProgress(further=True), *[stalled] * (MOST_STALLS - 1)):
+        [ask] = steps.ended(StageLost("it died", node="b"), node_id=NodeId("b"), progress=progress)
+        [prepare] = steps.planned_after_pause(ask, HERE)
+        *commands, opening = steps.prepared(prepare)
+        assert not any(isinstance(command, RefuseOne) for command in commands)
         steps.opened(opening)
 
 

@@ -7,6 +7,7 @@ import pytest
 from edgepipe.gateway.conversation import client_turns, wording
 from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.gateway.schema import Message
+from edgepipe.text.conversations.calls import results_in_calls
 from edgepipe.text.conversations.fitting import fit
 from edgepipe.text.template_child import make_environment
 from tests.support.gateways.template_traits import traits_of
@@ -49,3 +50,17 @@ def test_results_follow_the_order_of_their_calls(template: str) -> None:
 def test_results_have_the_names_that_kimi_s_template_gives_to_calls() -> None:
     text = prompt(KIMI)
     assert text.count("of functions.sky:0: blue") == text.count("of functions.sea:1: green") == 2
+
+
+def test_unnamed_results_have_the_names_of_the_calls_in_order() -> None:
+    turns = [
+        {"role": "assistant", "content": None, "tool_calls": [call("sky"), call("sea")]},
+        {"role": "tool", "content": "blue"},
+        {"role": "tool", "content": "green"},
+        {"role": "tool", "content": "deep"},
+        {"role": "tool", "content": "own", "name": "moon"},
+        {"role": "tool", "content": "first", "tool_call_id": "id-sky"},
+    ]
+    [turn] = results_in_calls(turns)
+    named = [(answer["name"], answer["response"]) for answer in turn["tool_responses"]]
+    assert named == [("sky", "blue"), ("sea", "green"), ("sea", "deep"), ("moon", "own"), ("sky", "first")]

@@ -12,7 +12,7 @@ import pytest
 from edgepipe.errors import ConnectTimeout, EdgepipeError, LocalProtocolError, RemoteProtocolError, SendTimeout
 from edgepipe.ids import EngineId, Epoch
 from edgepipe.link.channels import make_channel
-from edgepipe.link.sender import RingSender
+from edgepipe.link.sender import RingSender, redial_pause_s
 from edgepipe.security.mutual_tls import Credentials, Plaintext
 from edgepipe.system import SystemClock
 from edgepipe.wire.common import Hello, epoch_to_wire
@@ -242,3 +242,7 @@ async def test_the_error_of_the_other_side_arrives_as_itself() -> None:
     async with grpc_service(hop) as address:
         with pytest.raises(EdgepipeError, match="not today"):
             await grpc_sender(hop, address).run()
+
+
+def test_pauses_between_attempts_grow_to_a_second_however_long_they_fail() -> None:
+    assert [redial_pause_s(in_vain) for in_vain in (2, 3, 4, 5, 6, 5000)] == [0.2, 0.4, 0.8, 1.0, 1.0, 1.0]

@@ -80,6 +80,17 @@ def test_a_corrected_cluster_shows_what_the_ring_showed() -> None:
     assert departures(again, shown) == []
 
 
+def test_a_slower_link_delays_every_turn_and_first_token_by_its_latency() -> None:
+    def ring(latency: str) -> Ring:
+        links = Links(assumed=parse_link(f"1gbit,{latency}"))
+        return Ring(DEMAND, HALVES, {each.node_id: each for each in CLUSTER.machines}, links)
+
+    near, far = ring("1ms"), ring("21ms")
+    assert far.of(2, 16).turn_s - near.of(2, 16).turn_s == pytest.approx(2 * 0.020), "to the next stage and back"
+    for prompt_tokens in (1, 512, 2000):
+        assert far.first_token_s(prompt_tokens) - near.first_token_s(prompt_tokens) == pytest.approx(2 * 0.020)
+
+
 def test_a_machine_that_got_slower_gets_fewer_layers() -> None:
     before = plan(DEMAND, CLUSTER.machines, CLUSTER.links)
     slowed = corrected(CLUSTER, HALVES, forecast(), seen(slower=2.0))

@@ -18,10 +18,11 @@ from edgepipe.planner.cluster import known_cluster
 from edgepipe.planner.demand import Demand
 from edgepipe.planner.expert_shares import place_with_shares
 from edgepipe.planner.layer_profile import LayerProfile, Point
-from edgepipe.planner.placement import Need
+from edgepipe.planner.placement import Need, stage_bytes
 from edgepipe.planner.plan import Constraints, Plan, plan
 from edgepipe.planner.preview import experts_text, preview
 from edgepipe.planner.profiles import MeasuredSpeed, TableSpeed
+from edgepipe.planner.shortage import least_share
 from edgepipe.spec.expert_places import AUTO, check_has_experts, with_ram_percent
 from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.units import parse_link
@@ -117,6 +118,24 @@ def test_auto_finds_a_share_wherever_one_fits(ram_gb: int) -> None:
     else:
         with pytest.raises(NoFeasiblePlacement):
             chosen("rtx4090", "auto", ram=f"{ram_gb}GB")
+
+
+@pytest.mark.parametrize("free_gb", [4, 12, 20, 40])
+def test_the_least_share_is_the_first_with_which_the_device_holds_the_rest(free_gb: int) -> None:
+    config, weights = named_model(MODEL)
+    demand = Demand(config=config, weights=weights)
+    (machine,) = known_cluster(parse_devices("rtx4090"), config, link=parse_link("1gbit"), weights=weights).machines
+    room = replace(machine.room, free_bytes=free_gb * 10**9, ram_bytes=56 * 10**9)
+    need = Need(config=config, kv_tokens=demand.least_kv_tokens, weights=weights)
+    whole = Slice(index=0, layers=LayerRange(0, config.num_layers), embedding=True, head=True)
+    fitting = [
+        percent
+        for percent in range(1, 101)
+        if stage_bytes(need, room.with_ram_percent(percent), whole) <= room.free_bytes
+    ]
+    assert least_share(demand, [replace(machine, room=room)]) == min(fitting, default=None)
+    little_ram = replace(machine, room=replace(room, ram_bytes=10**9))
+    assert least_share(demand, [little_ram]) == (1 if free_gb == 40 else None)
 
 
 def test_a_share_that_does_not_fit_names_one_that_does() -> None:

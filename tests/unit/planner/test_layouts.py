@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
+from edgepipe.backend.cost import StepWork
 from edgepipe.errors import ConfigInvalid, PlanInvalid
 from edgepipe.scheduler import make_policy
 from edgepipe.shapes.loader import named_shape
 from edgepipe.simulation.imagined import ImaginedCluster, imagine
+from edgepipe.simulation.interleaved import InterleavedTraffic
 from edgepipe.simulation.layouts import Layout, clusters_of, halves, merged, shares, verdict
 from edgepipe.simulation.report import RunReport
+from edgepipe.simulation.ring import RingTraffic
 from edgepipe.simulation.simulator import Run, simulate
 from edgepipe.simulation.workload import Arrivals, FixedLengths, Workload, WorkloadSpec, make_workload
 from edgepipe.units import parse_link
@@ -80,6 +84,17 @@ def test_one_slice_per_device_is_the_plain_ring() -> None:
     assert run(replace(CLUSTER, slices=1), workload(), micro_batches=4).output_tokens_per_s == plain.output_tokens_per_s
 
 
+def test_a_ring_whose_slices_share_no_device_has_the_times_of_a_plain_one() -> None:
+    ring = imagine(CLUSTER).ring
+    home = replace(ring.stages[-1], token_bytes=4, link=ring.stages[0].link)  # a sampled token goes over it
+    ring = replace(ring, stages=(*ring.stages[:-1], home))
+    plain, shared = RingTraffic(ring), InterleavedTraffic(ring)
+    for prompt_tokens, now_s in ((2048, 0.0), (16, 0.001), (512, 1.0)):
+        work = StepWork.of_rows([0], [prompt_tokens], logit_rows=1)
+        for times, plain_times in zip(shared.send(work, now_s), plain.send(work, now_s), strict=True):
+            assert np.allclose(times, plain_times, rtol=1e-9)
+
+
 def test_interleaved_slices_pay_for_twice_the_hops() -> None:
     work = workload(prompt=2048, output=1, requests=1, users=1)
     cluster = replace(CLUSTER, link=parse_link("10gbit,20ms"))
@@ -110,3 +125,10 @@ def test_the_verdict_names_the_faster_one() -> None:
     text = verdict([("pipeline", one), ("replicas", two)])
     assert text.startswith("replicas gives" if two.output_tokens_per_s > one.output_tokens_per_s else "pipeline gives")
     assert "about the same" in verdict([("pipeline", one), ("replicas", one)])
+
+
+def test_first_words_that_differ_by_few_percent_come_equally_soon() -> None:
+    one = layout("pipeline", workload())
+    late, later = (replace(one, ttft_s=replace(one.ttft_s, p50=one.ttft_s.p50 * factor)) for factor in (1.02, 1.25))
+    assert verdict([("a", late), ("b", one)]).endswith("first words come equally soon")
+    assert verdict([("a", later), ("b", one)]).endswith("first words come soonest with b, in 0.80x of the longest time")

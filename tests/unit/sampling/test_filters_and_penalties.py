@@ -26,6 +26,7 @@ from edgepipe.sampling import (
     sample,
 )
 from edgepipe.sampling.device import sample_picked
+from edgepipe.sampling.edits import TokenEdits
 from edgepipe.sampling.grammar import BuiltGrammar, GrammarState, GrammarTokenizer, json_grammar, regex_grammar
 from edgepipe.text.tokenizer import Tokenizer
 from edgepipe.weights.emulated_folder import EOS_TOKEN_ID, SMALLEST_VOCAB, byte_level_tokenizer
@@ -97,6 +98,27 @@ def test_state_kept_from_token_to_token_equals_a_rebuild(
         assert sample(logits_for(len(tokens))[None], [SampleRow(fresh, len(tokens))])[0] == sampled
         assert sampled.token == plain(params, prompt, tokens)
         tokens.append(sampled.token)
+
+
+def test_penalties_of_many_tokens_are_those_of_few() -> None:
+    params = SamplingParams(
+        repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=1.5, logit_bias=((3, 5.0), (7, -100.0))
+    )
+    prompt, generated = list(range(0, 400, 2)), list(range(0, 400, 3)) * 2
+    edits = TokenEdits(params, prompt)
+    for token in generated:
+        edits.took(token)
+    logits = (np.random.default_rng(0).standard_normal(400) * 3).astype(np.float32)
+    row = logits.copy()
+    edits.apply(row)
+    for token in range(400):
+        few = TokenEdits(params, {token} & set(prompt))
+        for _ in range(generated.count(token)):
+            few.took(token)
+        alone = logits.copy()
+        few.apply(alone)
+        assert row[token] == alone[token]
+        assert edits.original(token, float(row[token])) == pytest.approx(float(logits[token]), abs=1e-4)
 
 
 @settings(max_examples=100)

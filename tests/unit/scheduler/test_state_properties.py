@@ -136,6 +136,14 @@ def test_slots_bound_the_sequences_that_run() -> None:
     world.assert_invariants()
 
 
+def test_snapshots_without_a_slot_are_counted() -> None:
+    """The prompt wants five, and two slots are free beside its own."""
+    world = World(stateful(num_blocks=64, gap=32, num_slots=3), SarathiPolicy())
+    world.submit(spec(1, 150, max_tokens=1))
+    world.run()
+    assert world.scheduler.stats().missed_snapshots == 3
+
+
 def test_a_prompt_that_finds_a_free_slot_misses_no_snapshot() -> None:
     world = World(stateful(num_blocks=64, num_slots=2), ThrottledPolicy())
     world.submit(spec(1, 20, max_tokens=1))

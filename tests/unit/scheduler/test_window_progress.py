@@ -151,3 +151,18 @@ def leave(world: World, leaving: dict[int, int]) -> None:
         if not leaving[number]:
             del leaving[number]
             world.cancel(number)
+
+
+def test_blocks_of_a_window_that_a_step_in_flight_still_uses_are_waited_for() -> None:
+    """The sequence that leaves frees what the others need: none of them is preempted."""
+    pipeline = windowed((16, 4), num_blocks=64, block_size=4, context_length=100, micro_batches=2)
+    pipeline = replace(pipeline, windows=(replace(pipeline.windows[0], num_blocks=12),))
+    world = World(pipeline, ThrottledPolicy())
+    world.submit(*[spec(number, 12, max_tokens=16) for number in (1, 2, 3)])
+    world.go(6)
+    world.fill()
+    world.cancel(1)
+    world.retire()
+    world.run()
+    assert world.scheduler.stats().preemptions == 0
+    world.check_outputs()

@@ -89,6 +89,13 @@ def test_pools_hold_a_sequence_and_the_most_blocks_fit(
     assert most == num_blocks or taken(most + 1) > room
 
 
+def test_a_window_saves_its_layers_blocks_that_its_pool_lacks() -> None:
+    context, half, quarter = 10, 60, 30  # bytes of a block in the layers of each class
+    block_bytes = context + half + quarter
+    assert pool_bytes(block_bytes, (half, quarter), 8, (4, 2)) == 8 * context + 4 * half + 2 * quarter
+    assert pool_bytes(block_bytes, (half, quarter), 8, ()) == 8 * block_bytes
+
+
 @given(size=st.integers(1, 1000), room=st.integers(0, 10**12))
 def test_one_class_fills_the_room_to_the_token(size: int, room: int) -> None:
     assert most_within(room, lambda count: size * count) == room // size

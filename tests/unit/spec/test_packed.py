@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -124,6 +125,18 @@ def test_parts_join_to_the_whole(weight: Packed, data: st.DataObject) -> None:
     assert joined.shape == weight.shape
     assert np.array_equal(joined.float32(), weight.float32())
     assert joined.num_bytes == weight.num_bytes
+
+
+def test_parts_with_zero_points_of_their_own_keep_them() -> None:
+    rng = np.random.default_rng(0)
+    whole = replace(
+        requantise("w", rng.normal(0, 1, (2, 64)).astype(np.float32)), form=PackedForm(bits=8, group=32, offset="zeros")
+    )
+    zeros = [np.array([[128, 3]], np.uint8), np.array([[7, 128]], np.uint8)]
+    for first, second in ((128, 7), (128, zeros[1]), (zeros[0], 7), (zeros[0], zeros[1])):
+        parts = [replace(whole.rows(slice(0, 1)), zero=first), replace(whole.rows(slice(1, 2)), zero=second)]
+        joined = concatenate(parts).float32()
+        assert np.array_equal(joined, np.concatenate([part.float32() for part in parts]))
 
 
 def test_different_forms_do_not_join() -> None:
