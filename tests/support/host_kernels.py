@@ -127,7 +127,7 @@ def compile_for_host(parts: Sequence[Part], folder: Path, sources: Path = SOURCE
 def _compile(file: Path, text: str) -> bytes:
     file.write_text(text, encoding="utf-8")
     made = file.with_suffix(".made")
-    subprocess.run([str(COMPILER), *_FLAGS, "-o", str(made), str(file)], check=True, timeout=100)
+    subprocess.run([str(COMPILER), *_FLAGS, "-o", str(made), str(file)], check=True, timeout=600)  # a busy machine
     return made.read_bytes()
 
 
