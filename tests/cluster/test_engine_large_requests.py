@@ -12,7 +12,7 @@ from edgepipe.sampling import GrammarSpec, SamplingParams
 from edgepipe.wire.sizes import PACKED_BYTES
 from tests.support.engine.lab import EngineLab, engine_lab, submission
 
-LARGE = GrammarSpec("%llguidance {}\nstart: /(.|\\n)*/\n// " + "x" * 80_000)
+LARGE = GrammarSpec("%llguidance {}\nstart: /(.|\\n)*/\n// " + "x" * 200_000)
 
 
 def break_stage(lab: EngineLab, index: int) -> None:
@@ -36,9 +36,9 @@ def told_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-async def test_eighty_chats_with_large_schemas_go_on_after_a_stage_was_lost(told_bytes: list[int]) -> None:
+async def test_chats_with_large_schemas_go_on_after_a_stage_was_lost(told_bytes: list[int]) -> None:
     params = SamplingParams(temperature=0.0, grammar=LARGE)
-    names = [f"r{index}" for index in range(80)]
+    names = [f"r{index}" for index in range(24)]
     async with engine_lab(max_blocks=512, micro_batches=1) as lab:
         gateway = await lab.gateway()
         gateway.send(*(submission(name, [index, 7, 7], 12, sampling=params) for index, name in enumerate(names)))

@@ -19,7 +19,7 @@ BOTH = (  # of recurrent layers both are short enough for every run
 
 @pytest.mark.parametrize("contiguous_kv", BOTH)
 async def test_every_token_is_right_and_every_block_comes_back(contiguous_kv: bool) -> None:
-    load = await run_load(seed=1, tokens=1_600, contiguous_kv=contiguous_kv, num_gateways=3, max_blocks=40, longest=100)
+    load = await run_load(seed=1, tokens=1_100, contiguous_kv=contiguous_kv, num_gateways=3, max_blocks=40, longest=100)
     assert load.cached_tokens > 0.1 * load.num_tokens
     assert load.preemptions > 0
 
@@ -27,7 +27,7 @@ async def test_every_token_is_right_and_every_block_comes_back(contiguous_kv: bo
 async def test_every_token_of_experts_is_right_though_stages_are_lost() -> None:
     load = await run_load(
         seed=3,
-        tokens=1_600,
+        tokens=1_100,
         contiguous_kv=False,
         num_gateways=3,
         max_blocks=40,

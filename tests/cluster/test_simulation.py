@@ -16,7 +16,7 @@ from tests.support.engine.simulated_stage import SimulatedStage
 from tests.support.engine.simulated_wires import Message
 from tests.support.engine.simulation import Simulation, simulate
 
-SCHEDULES = 1_600
+SCHEDULES = 1_000
 LONG_SCHEDULES = 40_000
 PARTS = 2  # each well under 20 s
 LONG_PARTS = 6
@@ -28,7 +28,7 @@ async def test_no_schedule_loses_doubles_or_changes_a_token(part: int) -> None:
     totals = await simulate(range(part * size, (part + 1) * size))
     assert totals.schedules == size
     counts = (totals.recoveries, totals.engines, totals.resumed, totals.fenced, totals.kept, totals.replayed)
-    assert min(*counts, totals.replayed_states) > 50, totals
+    assert min(*counts, totals.replayed_states) > 30, totals
 
 
 @pytest.mark.long

@@ -37,6 +37,7 @@ def maker(request: pytest.FixtureRequest) -> Iterator[Maker]:
     yield maker
     for backend in maker.made:
         backend.close()
+    maker.made.clear()
 
 
 @pytest.fixture(params=list(CONFIGS))

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -137,15 +136,6 @@ def processes_of(words: Sequence[str]) -> list[psutil.Process]:
     return found
 
 
-def three_lines(done: subprocess.CompletedProcess[str], code: int) -> str:
-    """The error, after checking its form."""
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.startswith("error: ")
-    assert 1 <= len(done.stderr.splitlines()) <= 3
-    return done.stderr
-
-
 def oracle(prompt: Sequence[int], count: int) -> list[int]:
     """The emulated model's greedy answer."""
     model, tokens = Oracle(CONFIG), list[int]()
@@ -229,35 +219,8 @@ def test_chat_on_a_terminal(demo: Demo) -> None:
         assert max(map(len, terminal.text().splitlines())) <= 80
 
 
-def test_a_prompt_longer_than_the_context_is_exit_2(demo: Demo) -> None:
-    text = three_lines(demo.run("chat", stdin="x" * (CONTEXT + 1)), 2)
-    assert str(CONTEXT) in text
-
-
-def test_an_unknown_model_is_exit_7(demo: Demo) -> None:
-    three_lines(demo.run("chat", "nothing", "--prompt", "x"), 7)
-    three_lines(demo.run("stop", "nothing"), 7)
-
-
 def test_logs_come_from_the_running_node(demo: Demo) -> None:
     assert "node ready" in demo.run("logs", "-n", "2000").stdout
-
-
-def test_without_a_node_chat_says_what_it_checked(shell: Shell, tmp_path: Path) -> None:
-    done = shell.run("chat", "--prompt", "x", "--data-dir", str(tmp_path / "none"))
-    text = three_lines(done, done.returncode)
-    assert done.returncode in (3, 4)  # 3 where some other node announces itself on this network
-    assert str(tmp_path / "none") in text
-    assert "mDNS" in text or "found" in text
-
-
-def test_a_taken_port_is_exit_1_and_leaves_nothing(shell: Shell, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        data_dir = tmp_path / "data"
-        done = shell.run("node", "start", "--port", port, "--backend", "none", "--data-dir", str(data_dir))
-        assert port in three_lines(done, 1)
-    assert not (data_dir / "daemon.sock").exists()
 
 
 def test_a_killed_demo_leaves_no_node_behind(shell: Shell) -> None:
@@ -284,11 +247,9 @@ def test_a_demo_ends_with_130_when_it_is_interrupted(shell: Shell) -> None:
     assert processes_of([cluster.group(1)]) == []
 
 
-def test_a_model_is_stopped_and_served_again_by_plan_and_bad_plans_are_exit_2(demo: Demo) -> None:
+def test_a_model_is_stopped_and_served_again_by_plan(demo: Demo) -> None:
     assert demo.run("stop", "tiny").stdout == "stopped tiny\n"
     wait_for_devices(demo)
-    for plan in ("a:0-1,b:3-5", "a:0-3,b:3-5", "a:0-5,c:6-9"):
-        three_lines(demo.run("serve", "tiny", "--plan", plan), 2)
     done = demo.run("serve", "tiny", "--plan", "b:0-1,a:2-5")
     assert (done.returncode, done.stdout) == (0, "tiny is ready: layers 0-1 on b (emulated), 2-5 on a (emulated)\n")
 

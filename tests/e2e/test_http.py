@@ -1,10 +1,8 @@
-"""HTTP in front of real nodes: keys beyond loopback, and clients that leave."""
+"""HTTP in front of real nodes: keys beyond loopback, and keys of one's own."""
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
-import json
 import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,12 +12,10 @@ import pytest
 
 from edgepipe.cli.find import find_target
 from edgepipe.cluster.interfaces import interfaces
-from edgepipe.wire.nodes import ClusterStatus
 from tests.support.models.for_nodes import pull_emulated
 from tests.support.processes.nodes import Node, Nodes, idle
 
 KEY = "a-key-of-my-own"
-STREAM = {"model": "tiny", "prompt": [104, 105], "stream": True, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture
@@ -73,34 +69,3 @@ async def test_a_key_by_setting_is_asked_for_here_too_and_the_command_line_knows
     target = await find_target(node.data_dir, "tiny")
     assert target.api_key == KEY
     assert KEY not in repr(target)
-
-
-async def test_a_client_that_leaves_frees_the_kv_cache_of_all_stages(nodes: Nodes) -> None:
-    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
-    a, b = await asyncio.gather(nodes.start("a"), nodes.start("b"))
-    await asyncio.gather(*(node.until(lambda status: idle(status, 2)) for node in (a, b)))
-    await a.serve("tiny", plan="a:0-2,b:3-5")
-    for tokens_read in (0, 1, 40):
-        await _leave_after(a, tokens_read)
-        async with asyncio.timeout(10):
-            await a.until(_nothing_held)
-
-
-async def _leave_after(node: Node, tokens: int) -> None:
-    """Begin a long answer, take a part of it, and go. The engine has the request before the client leaves."""
-    async with httpx.AsyncClient(timeout=20, trust_env=False) as client:
-        async with client.stream("POST", _url(node) + "/v1/completions", json=STREAM | {"max_tokens": 4000}) as answer:
-            assert answer.status_code == 200
-            seen = 0
-            async for line in answer.aiter_lines():
-                if seen >= tokens:
-                    return
-                if line.startswith("data: {"):
-                    seen += len(json.loads(line[6:])["choices"][0]["text"]) > 0
-
-
-def _nothing_held(status: ClusterStatus) -> bool:
-    return all(
-        engine.running == engine.waiting == engine.in_flight == 0 and engine.free_blocks == engine.num_blocks
-        for engine in status.engines
-    )

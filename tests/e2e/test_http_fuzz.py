@@ -48,7 +48,7 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
 
 
 @pytest.mark.parametrize(
-    ("count", "number"), [(400, 1), pytest.param(6000, 2, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+    ("count", "number"), [(240, 1), pytest.param(6000, 2, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )
 async def test_no_request_harms_the_engine_and_every_error_is_the_clients(node: Node, count: int, number: int) -> None:
     calls = drawn_calls(count, number=number)

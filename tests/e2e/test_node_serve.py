@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import secrets
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import pytest_asyncio
 from edgepipe_emulated.oracle import next_token
 
 from edgepipe import PROTOCOL_VERSION
@@ -36,6 +40,8 @@ from tests.support.models.for_nodes import CONFIG, pull_emulated, pull_with_weig
 from tests.support.processes.nodes import Node, Nodes, idle
 
 PROMPT = [104, 101, 108, 108, 111]
+PLAN = "a:0-2,b:3-5"
+STREAM = {"model": "tiny", "prompt": [104, 105], "stream": True, "ignore_eos": True, "temperature": 0}
 MAX_RSS_BYTES = 250 << 20
 
 
@@ -51,6 +57,17 @@ async def two_nodes(nodes: Nodes, **flags: Any) -> tuple[Node, Node]:
     a, b = await asyncio.gather(nodes.start("a", **flags), nodes.start("b", **flags))
     await asyncio.gather(*(node.until(lambda status: idle(status, 2)) for node in (a, b)))
     return a, b
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Node, Node]]:
+    """Nodes a and b; a has the model until the last test of this file that takes them removes it."""
+    made = Nodes(folder=tmp_path_factory.mktemp("pair"), cluster=f"pair-{secrets.token_hex(4)}")
+    pull_emulated(made.folder / "a" / "models", made.folder / "tiny")
+    try:
+        yield await two_nodes(made)
+    finally:
+        await made.end()
 
 
 async def complete(node: Node, *, max_tokens: int = 8) -> httpx.Response:
@@ -76,10 +93,10 @@ def reserved(status: ClusterStatus) -> int:
     return sum(device.reserved_bytes for member in status.members for device in member.node.devices)
 
 
-async def test_a_model_is_served_over_two_nodes_and_stopped(nodes: Nodes) -> None:
-    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
-    a, b = await two_nodes(nodes)
-    engine = await b.serve("tiny", plan="a:0-2,b:3-5")  # b has nothing of the model on its disk
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_model_is_served_over_two_nodes_and_stopped(pair: tuple[Node, Node]) -> None:
+    a, b = pair
+    engine = await b.serve("tiny", plan=PLAN)  # b has nothing of the model on its disk
     assert engine.state == "ready"
     assert [stage.node_name for stage in engine.stages] == ["a", "b"]
     for node in (a, b):  # every node's gateway answers
@@ -106,10 +123,74 @@ async def answered(node: Node) -> dict[str, Any]:
     return response.json()
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_client_that_leaves_frees_the_kv_cache_of_all_stages(pair: tuple[Node, Node]) -> None:
+    a, _ = pair
+    await a.serve("tiny", plan=PLAN)
+    for tokens_read in (0, 1, 40):
+        await _leave_after(a, tokens_read)
+        async with asyncio.timeout(10):
+            await a.until(_nothing_held)
+
+
+async def _leave_after(node: Node, tokens: int) -> None:
+    """Begin a long answer, take a part of it, and go. The engine has the request before the client leaves."""
+    async with httpx.AsyncClient(timeout=20, trust_env=False) as client:
+        url = f"http://127.0.0.1:{node.http_port}/v1/completions"
+        async with client.stream("POST", url, json=STREAM | {"max_tokens": 4000}) as answer:
+            assert answer.status_code == 200
+            seen = 0
+            async for line in answer.aiter_lines():
+                if seen >= tokens:
+                    return
+                if line.startswith("data: {"):
+                    seen += len(json.loads(line[6:])["choices"][0]["text"]) > 0
+
+
+def _nothing_held(status: ClusterStatus) -> bool:
+    return all(
+        engine.running == engine.waiting == engine.in_flight == 0 and engine.free_blocks == engine.num_blocks
+        for engine in status.engines
+    )
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_model_that_is_served_is_not_removed_unasked(pair: tuple[Node, Node]) -> None:
+    a, b = pair
+    await a.serve("tiny", plan=PLAN)
+    code, _, err = await edgepipe(a, "models", "rm", "tiny")
+    assert code == 2
+    assert "tiny is served by a, b" in err
+    assert "edgepipe models rm tiny --yes" in err
+    code, out, _ = await edgepipe(b, "models", "list", "--json")
+    (row,) = json.loads(out)
+    assert (row["model"], row["nodes"]) == ("tiny", [{"node": "b", "whole": False}, {"node": "a", "whole": True}])
+    code, out, _ = await edgepipe(a, "models", "rm", "tiny", "--yes")
+    assert code == 0
+    assert out.splitlines()[-1] == "it is still on b"
+    status = await b.until(lambda status: not status.engines)
+    (own,) = (member.node for member in status.members if member.self)
+    assert [told.model for told in own.models] == ["tiny"]
+    await a.until(lambda status: not any(member.node.models for member in status.members if member.self))
+    await b.until(lambda status: not any(member.node.models for member in status.members if not member.self))
+
+
+async def edgepipe(node: Node, *args: str) -> tuple[int | None, str, str]:
+    """Exit status, output and errors of a command at that node, without a terminal."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "edgepipe.cli", *args, "--data-dir", str(node.data_dir)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
 async def test_tensors_come_from_a_peer_and_only_those_needed(nodes: Nodes) -> None:
     stored = pull_with_weights(nodes.folder / "a" / "models", nodes.folder / "tiny")
     a, b = await two_nodes(nodes, copies=1)  # no copies in the background
-    assert (await a.serve("tiny", plan="a:0-2,b:3-5")).state == "ready"
+    assert (await a.serve("tiny", plan=PLAN)).state == "ready"
     assert (await answered(b))["choices"][0]["token_ids"] == expected()
     part = ModelStore(nodes.folder / "b" / "models").resolve("tiny")
     held = set(part.held_tensors())
@@ -122,7 +203,7 @@ async def test_tensors_come_from_a_peer_and_only_those_needed(nodes: Nodes) -> N
     whole.with_name(f"{name}.bin.part").write_bytes(whole.read_bytes()[:100])  # a transfer that broke
     whole.unlink()
     await a.until(lambda status: idle(status, 2))
-    assert (await b.serve("tiny", plan="a:0-2,b:3-5")).state == "ready"
+    assert (await b.serve("tiny", plan=PLAN)).state == "ready"
     assert set(part.held_tensors()) == held
     assert bytes(part.read_tensor(name)) == bytes(stored.read_tensor(name))
     assert await asyncio.gather(a.stop(), b.stop()) == [0, 0]
@@ -133,8 +214,9 @@ async def test_tensors_come_from_a_peer_and_only_those_needed(nodes: Nodes) -> N
 
 async def test_what_cannot_be_served_is_refused(nodes: Nodes) -> None:
     pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
-    a = await nodes.start("a", discovery=False)
+    a = await nodes.start("a", discovery=False, load_on_request=False)
     await a.until(lambda status: idle(status, 1))
+    assert (await complete(a)).status_code == 404, "a request loads nothing here"
     refused: list[tuple[dict[str, Any], type[EdgepipeError]]] = [
         ({"model": "nothing"}, ModelUnknown),
         ({"plan": "a:0-2"}, PlanInvalid),
@@ -202,23 +284,6 @@ async def test_a_request_loads_what_is_only_pulled_and_may_unload_it_but_nothing
         await ask(a, keep_alive=0)
         await asyncio.sleep(GRACE_S + 1)
         assert [engine.state for engine in (await a.status()).engines] == ["ready"], "a person wants it"
-
-
-async def test_a_setting_keeps_requests_from_loading(nodes: Nodes) -> None:
-    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
-    a = await nodes.start("a", discovery=False, load_on_request=False)
-    await a.until(lambda status: idle(status, 1))
-    assert (await complete(a)).status_code == 404
-    assert not (await a.status()).engines
-
-
-async def test_too_little_memory_is_refused_with_figures(nodes: Nodes) -> None:
-    pull_emulated(nodes.folder / "a" / "models", nodes.folder / "tiny")
-    a = await nodes.start("a", discovery=False, memory_limit_bytes="100KB")
-    await a.until(lambda status: idle(status, 1))
-    with pytest.raises(NoFeasiblePlacement) as refused:
-        await a.serve("tiny")
-    assert "missing" in refused.value.fact
 
 
 async def test_another_protocol_version_is_refused_by_name(nodes: Nodes) -> None:

@@ -11,7 +11,9 @@ from tests.support.processes.nodes import Node, Nodes, idle, kv_is_free
 from tests.support.processes.streams import PROMPT, Stream, answers, children, cut_power, slow_cluster
 
 
+@pytest.mark.long
 async def test_an_engine_that_crashed_is_started_again_and_streams_go_on(nodes: Nodes) -> None:
+    """Its short form is the killed engine in ``test_chaos.py``."""
     a, b = await slow_cluster(nodes, "a", "b")
     await a.serve("tiny", plan="a:0-2,b:3-5")
     await answers(a)

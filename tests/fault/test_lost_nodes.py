@@ -1,11 +1,18 @@
-"""Whole nodes lost in mid-sentence: their layers move to others, and the same streams go on, every token right."""
+"""Whole nodes lost in mid-sentence: their layers move to others, and the same streams go on, every token right.
+
+Short forms: the power cut in ``test_chaos.py``, and ``test_removed_nodes.py``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.support.processes.nodes import Nodes, kv_is_free
 from tests.support.processes.streams import PROMPT, Stream, answers, cut_power, slow_cluster
+
+pytestmark = pytest.mark.long
 
 
 async def test_layers_of_a_lost_node_move_to_an_idle_one(nodes: Nodes) -> None:

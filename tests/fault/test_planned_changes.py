@@ -96,7 +96,9 @@ async def test_a_faster_machine_that_joins_is_used_by_itself_where_that_was_aske
     assert c.node_id in {stage.node_id for engine in status.engines for stage in engine.stages}
 
 
+@pytest.mark.long
 async def test_streams_outlive_a_node_that_is_stopped(nodes: Nodes) -> None:
+    """Short forms: the drained engine's node, and the node that leaves."""
     a, b = await slow_cluster(nodes, "a", "b")
     await a.serve("tiny", plan="a:0-2,b:3-5")
     await answers(b)

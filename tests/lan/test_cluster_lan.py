@@ -51,27 +51,32 @@ async def all_see(watchers: list[Node], wanted: set[str]) -> None:
     await asyncio.gather(*(node.until(lambda status: names(status) == wanted, timeout_s=30) for node in watchers))
 
 
-async def test_nodes_find_each_other_by_multicast_and_lose_the_killed(nodes: Nodes, lan: LanLab) -> None:
+async def test_nodes_meet_by_multicast_part_at_a_cut_cable_follow_a_new_address_and_lose_the_killed(
+    nodes: Nodes, lan: LanLab
+) -> None:
     a, b, c = await start_all(nodes, lan, backend="none")
     assert [node.address.rpartition(":")[0] for node in (a, b, c)] == [host.address for host in lan.hosts]
-    await all_see([a, b, c], {"a", "b", "c"})
-    c.kill()
-    await all_see([a, b], {"a", "b"})
-
-
-async def test_a_cut_cable_parts_the_cluster_and_healing_joins_it(nodes: Nodes, lan: LanLab) -> None:
-    a, b, c = await start_all(nodes, lan, backend="none")
     await all_see([a, b, c], {"a", "b", "c"})
     lan.cut("c")
     await all_see([a, b], {"a", "b"})
     await all_see([c], {"c"})
     lan.heal("c")
     await all_see([a, b, c], {"a", "b", "c"})
+    moving, new = lan.hosts[2], "10.77.0.77"
+    for change in (f"addr del {moving.address}/24", f"addr add {new}/24", "route replace default"):
+        await moving.run(["ip", *change.split(), "dev", "lan0"])
+    for node in (a, b):
+        await node.until(lambda status: any(m.node.address.startswith(f"{new}:") for m in status.members), timeout_s=30)
+    await all_see([a, b], {"a", "b", "c"})
+    c.kill()
+    await all_see([a, b], {"a", "b"})
 
 
+@pytest.mark.long
 async def test_a_model_is_served_over_two_hosts_and_the_third_takes_a_lost_one_s_place(
     nodes: Nodes, lan: LanLab
 ) -> None:
+    """Short forms: ``test_ipv6.py``, and the pulled cable in ``tests/fault/test_chaos_lan.py``."""
     source = nodes.folder / "tiny"
     write_model_folder(source, emulated_model_config(num_layers=4))
     ModelStore(nodes.folder / "a" / "models").pull(str(source))
@@ -92,17 +97,6 @@ def served_by(status: ClusterStatus) -> list[str]:
     """Names of the nodes that hold the one ready model; none while there is none, or more."""
     ready = [engine for engine in status.engines if engine.state == "ready"]
     return [stage.node_name for stage in ready[0].stages] if len(ready) == 1 else []
-
-
-async def test_a_machine_with_a_new_address_is_followed(nodes: Nodes, lan: LanLab) -> None:
-    a, b, c = await start_all(nodes, lan, backend="none")
-    await all_see([a, b, c], {"a", "b", "c"})
-    moving, new = lan.hosts[2], "10.77.0.77"
-    for change in (f"addr del {moving.address}/24", f"addr add {new}/24", "route replace default"):
-        await moving.run(["ip", *change.split(), "dev", "lan0"])
-    for node in (a, b):
-        await node.until(lambda status: any(m.node.address.startswith(f"{new}:") for m in status.members), timeout_s=30)
-    await all_see([a, b], {"a", "b", "c"})
 
 
 async def block(lan: LanLab, source: str, target: str) -> None:

@@ -51,7 +51,7 @@ def decode_along(pipeline: Pipeline, chosen: Sequence[Item], num_steps: int) -> 
 
 @pytest.mark.parametrize(
     "names",
-    [["mlx"], pytest.param(["mlx", "mlx"], marks=pytest.mark.long), ["mlx", "torch"], ["torch", "mlx"]],
+    [*(pytest.param(["mlx"] * count, marks=pytest.mark.long) for count in (1, 2)), ["mlx", "torch"], ["torch", "mlx"]],
     ids="-".join,
 )
 def test_the_references_tokens_come_out(names: list[str], demo_weights: WeightSource) -> None:

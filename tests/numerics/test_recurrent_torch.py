@@ -41,8 +41,7 @@ def close(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * float(np.abs(expected).max()))
 
 
-@pytest.mark.parametrize("chunks", [(), CHUNKS], ids=["whole", "chunks"])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("count", "chunks"), [(1, ()), (3, CHUNKS)], ids=["whole", "chunks, three stages"])
 def test_logits_are_those_of_transformers(
     checkpoint: tuple[Weights, np.ndarray], count: int, chunks: Sequence[int]
 ) -> None:

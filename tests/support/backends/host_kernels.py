@@ -6,7 +6,10 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,12 @@ from edgepipe_torch.cuda.kernels.forms import (
 )
 from edgepipe_torch.cuda.kernels.paged_decode import PagedForm
 from edgepipe_torch.cuda.kernels.recurrent_step import StepForm
+from edgepipe_torch.layers.compiled_code import CodeCache
 
 COMPILER = shutil.which("g++")
+_FLAGS = ("-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-shared", "-fPIC")
+_KEPT = Path("~/.cache/edgepipe-test-kernels").expanduser()
+_MOST_KEPT = 100  # libraries, of some 250 KB
 
 _WRAPPER = """
 extern "C" int part_{index}_{name}(unsigned blocks, unsigned threads, unsigned shared_bytes, void **arguments) {{
@@ -99,29 +106,38 @@ SOURCES = Path(forms.__file__).parent
 
 
 def compile_for_host(parts: Sequence[Part], folder: Path, sources: Path = SOURCES) -> list[HostModule]:
-    """Compile all parts, by two compilers at once."""
+    """Compile all parts, by two compilers at once. What was compiled before is kept in ``~/.cache``."""
     assert COMPILER is not None
-    command = [COMPILER, "-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", f"-I{sources}", "-o"]
-    compiling: list[tuple[Path, subprocess.Popen[bytes]]] = []
-    for name, some in (("even", parts[::2]), ("odd", parts[1::2])):
-        (folder / f"{name}.cpp").write_text(_source(some, sources), encoding="utf-8")
-        library = folder / f"{name}.so"
-        compiling.append((library, subprocess.Popen([*command, str(library), f"{name}.cpp"], cwd=folder)))
+    version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
+    kept = CodeCache(_KEPT, f"{version} {_FLAGS}", suffix=".so")
+    texts = {"even": _source(parts[::2], sources), "odd": _source(parts[1::2], sources)}
+    with ThreadPoolExecutor(2) as threads:
+        codes = threads.map(lambda name: kept.get(texts[name], partial(_compile, folder / f"{name}.cpp")), texts)
     loaded: list[ctypes.CDLL] = []
-    for library, compiler in compiling:
-        if compiler.wait(timeout=100):
-            raise RuntimeError(f"{COMPILER} cannot compile {library.stem}.cpp")
+    for name, code in zip(texts, codes, strict=True):
+        library = folder / f"{name}.so"
+        library.write_bytes(code)
         loaded.append(ctypes.CDLL(str(library)))
+    with suppress(FileNotFoundError):  # another process removes them, too
+        for old in sorted(_KEPT.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-_MOST_KEPT]:
+            old.unlink()
     return [HostModule(loaded[index % 2], index // 2) for index in range(len(parts))]
+
+
+def _compile(file: Path, text: str) -> bytes:
+    file.write_text(text, encoding="utf-8")
+    made = file.with_suffix(".made")
+    subprocess.run([str(COMPILER), *_FLAGS, "-o", str(made), str(file)], check=True, timeout=600)  # a busy machine
+    return made.read_bytes()
 
 
 def _source(parts: Sequence[Part], sources: Path) -> str:
     """Return C++ with the kernels of each part in a namespace, and a function to launch each."""
     lines = [(Path(__file__).parent / "cuda_on_host.hpp").read_text(encoding="utf-8"), _CALL]
     for index, part in enumerate(parts):
-        lines += [f"#define {name} {value}" for name, value in part.macros.items()]
-        lines += [f"namespace part_{index} {{", *[f'#include "{name}"' for name in part.files], "}"]
         texts = "\n".join((sources / name).read_text(encoding="utf-8") for name in part.files)
+        lines += [f"#define {name} {value}" for name, value in part.macros.items()]
+        lines += [f"namespace part_{index} {{", texts, "}"]
         own = {line.split()[1].split("(")[0] for line in texts.splitlines() if line.startswith("#define")}
         lines += [f"#undef {name}" for name in sorted(own | set(part.macros))]
         lines += [_WRAPPER.format(index=index, name=name) for name in part.functions]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from tests.support.gateways.fake_engine import ByteAssets, FakeEngine
 from tests.support.gateways.server import Served, events_of, serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ANSWER = FakeEngine().answer.decode()
 LOOK = {
@@ -21,6 +24,12 @@ LOOK = {
     },
 }
 CALL = b'<tool_call>\n{"name": "look", "arguments": {"at": "the moon"}}\n</tool_call>'
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def served(shared: Served) -> AsyncIterator[Served]:
+    shared.engine.submits.clear()
+    yield shared
 
 
 async def test_sampling_fields_reach_the_engine(served: Served) -> None:

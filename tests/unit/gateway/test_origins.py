@@ -21,20 +21,21 @@ DESKTOP = (
 BODY = b'{"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}'
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("path", [CHAT, "/api/chat"])
 @pytest.mark.parametrize("origin", DESKTOP)
-async def test_a_page_that_is_not_allowed_gets_nothing_done(served: Served, origin: str, path: str) -> None:
+async def test_a_page_that_is_not_allowed_gets_nothing_done(shared: Served, origin: str, path: str) -> None:
     """A browser sends such a request without asking first: its type is one that forms may have."""
-    before = len(served.engine.submits)
+    before = len(shared.engine.submits)
     headers = {"origin": origin, "content-type": "text/plain;charset=UTF-8"}
-    refused = await served.http.post(path, headers=headers, content=BODY)
+    refused = await shared.http.post(path, headers=headers, content=BODY)
     error = refused.json()["error"]
     message = error if path == "/api/chat" else error["message"]
     assert refused.status_code == 403
     assert message.endswith(f"To allow it: edgepipe node start --http-origin {origin}")
-    assert len(served.engine.submits) == before
+    assert len(shared.engine.submits) == before
     asked = {"origin": origin, "access-control-request-method": "POST"}
-    preflight = await served.http.request("OPTIONS", path, headers=asked)
+    preflight = await shared.http.request("OPTIONS", path, headers=asked)
     assert preflight.status_code == 403
     assert not [name for name in preflight.headers if name.startswith("access-control")]
 

@@ -40,7 +40,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pipeline=pipelines, policy=policies, actions=actions)
 @example(  # cancelled in the middle of replaying what a stage had lost, and wanted by the next one
     pipeline=limits(num_blocks=4, block_size=1, context_length=20, max_running=1, max_waiting=1),

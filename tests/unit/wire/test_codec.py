@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from enum import Enum
+from functools import cache
 from typing import Any, NewType
 
 import pytest
@@ -64,14 +65,20 @@ def values(hint: Any, rule: Rule | None = None) -> st.SearchStrategy[Any]:
         one_each = {name: typing.get_args(known)[0] for name, known in typing.get_type_hints(hint).items()}
         return st.one_of([st.builds(hint, **{name: values(inner)}) for name, inner in one_each.items()])
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        hints, rules = typing.get_type_hints(hint), MESSAGE_BOUNDS[message_of(hint).DESCRIPTOR.name]
-        fields = [field.name for field in dataclasses.fields(hint)]
-        return st.builds(hint, **{name: values(hints[name], rules.get(name)) for name in fields})
+        return records(hint)
     if isinstance(rule, Within) and hint is int:
         return st.integers(max(1, int(rule.lowest)), min(60_000, int(rule.highest)))
     if isinstance(rule, Within) and hint is float:
         return st.floats(max(-1e9, rule.lowest), min(1e9, rule.highest))
     return {**NUMBERS, str: st.text("abcé", min_size=1, max_size=9), bytes: st.binary(min_size=1, max_size=9)}[hint]
+
+
+@cache
+def records(kind: type[Any]) -> st.SearchStrategy[Any]:
+    """Any value of a dataclass."""
+    hints, rules = typing.get_type_hints(kind), MESSAGE_BOUNDS[message_of(kind).DESCRIPTOR.name]
+    fields = [field.name for field in dataclasses.fields(kind)]
+    return st.builds(kind, **{name: values(hints[name], rules.get(name)) for name in fields})
 
 
 @pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)
