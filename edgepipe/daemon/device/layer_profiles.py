@@ -88,5 +88,7 @@ def _read(path: Path) -> dict[str, LayerProfile]:
 
 
 def _profile(stored: dict[str, Any]) -> LayerProfile:
-    curves = {name: tuple(Point(**point) for point in stored[name]) for name in ("decode", "prefill", "head")}
+    curves: dict[str, Any] = {
+        name: tuple(Point(**point) for point in stored[name]) for name in ("decode", "prefill", "head")
+    }
     return LayerProfile(**stored | curves)

@@ -97,7 +97,7 @@ def engine_keeper(
         return changes()
 
     record = ServeBody(pipeline_id=PipelineId("p"), spec=REQUEST.spec, engine_node="a")
-    book = SimpleNamespace(served=lambda: [record], renew=lambda _: None, take_over=lambda _: None)
+    book = SimpleNamespace(served=lambda: [record], renew=lambda: None, take_over=lambda _: None)
     peers = SimpleNamespace(
         own_id="a",
         own_drains=False,
