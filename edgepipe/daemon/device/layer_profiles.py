@@ -88,7 +88,7 @@ def _read(path: Path) -> dict[str, LayerProfile]:
 
 
 def _profile(stored: dict[str, Any]) -> LayerProfile:
-    fields: dict[str, Any] = dict(stored)
-    for name in ("decode", "prefill", "head"):
-        fields[name] = tuple(Point(**point) for point in stored[name])
-    return LayerProfile(**fields)
+    curves: dict[str, Any] = {
+        name: tuple(Point(**point) for point in stored[name]) for name in ("decode", "prefill", "head")
+    }
+    return LayerProfile(**stored | curves)

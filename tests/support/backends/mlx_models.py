@@ -24,7 +24,8 @@ BLOCK_SIZE = 16
 
 def tiny_config(**changes: Any) -> ModelConfig:
     """Three Llama layers with grouped queries and a head size that is not hidden / heads."""
-    return tiny_model.tiny_config(**{"num_layers": 3, "intermediate_size": 48, "head_dim": 12} | changes)
+    facts: dict[str, Any] = {"num_layers": 3, "intermediate_size": 48, "head_dim": 12}
+    return tiny_model.tiny_config(**facts | changes)
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Float32s]:

@@ -26,7 +26,10 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
             inner |= {id(part) for part in node.values}
-            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
+            yield (
+                node.lineno,
+                "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values),
+            )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
             yield node.lineno, node.value
 

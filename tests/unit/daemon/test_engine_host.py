@@ -99,7 +99,7 @@ def engine_keeper(
 
     record = ServeBody(pipeline_id=PipelineId("p"), spec=REQUEST.spec, engine_node="a", begun=True)
     book = SimpleNamespace(
-        bodies=lambda: [record], is_unconfirmed=lambda _: False, renew=lambda _: None, take_over=lambda _: None
+        bodies=lambda: [record], is_unconfirmed=lambda _: False, renew=lambda: None, take_over=lambda _: None
     )
     peers = SimpleNamespace(
         own_id="a",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -43,7 +45,14 @@ SHAPES = {  # heads, kv heads, size of a head
     "an odd group, heads of more than 64": (6, 2, 72),
     "the demo model's": (9, 3, 64),
 }
-SIZES = {"num_layers": 2, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32, "vocab_size": 304}
+SIZES: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 256,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 304,
+}
 
 
 def shaped(name: str) -> ModelConfig:
