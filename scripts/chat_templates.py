@@ -20,7 +20,7 @@ from typing import Any
 
 from edgepipe.gateway.conversation import wording
 from edgepipe.gateway.formats.detect import detect_format
-from edgepipe.text.conversations.checking import Verdict, check
+from edgepipe.text.conversations.checking import CheckedConversation, check
 from edgepipe.text.conversations.learning import Ask, Rendering
 from edgepipe.text.conversations.learning_child import Renderer, learned
 from edgepipe.text.conversations.probes import PROBES
@@ -45,7 +45,7 @@ class Compared:
 
     name: str
     kinds: Counter[str]
-    verdicts: Sequence[tuple[str, Verdict]]  # with their kinds
+    verdicts: Sequence[tuple[str, CheckedConversation]]  # with their kinds
 
 
 def compare(path: Path) -> Compared:
@@ -62,7 +62,7 @@ def compare(path: Path) -> Compared:
         try:
             ask, by_reference = checking.send(rendering)
         except StopIteration as done:
-            verdicts: list[Verdict] = done.value
+            verdicts: list[CheckedConversation] = done.value
             break
     chosen = [one for one in verdicts if "tool_use" not in path.stem or PROBES[one.conversation].tools]
     judged = [(kind_of(one), one) for one in chosen]
@@ -87,7 +87,7 @@ def by_transformers(source: str, ask: Ask) -> Rendering:
     return Rendering(text=texts[0])
 
 
-def kind_of(verdict: Verdict) -> str:
+def kind_of(verdict: CheckedConversation) -> str:
     """Return the kind of a comparison."""
     if verdict.outcome == "refused":
         return "neither"

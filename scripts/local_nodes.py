@@ -20,7 +20,7 @@ import psutil
 from anyio.from_thread import start_blocking_portal
 
 from edgepipe.cli.admin import Admin, connect
-from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, local_cluster
+from edgepipe.cli.local_cluster import LocalCluster, LocalNode, local_cluster
 from edgepipe.cli.node_process import EDGEPIPE
 from edgepipe.cli.options import DEGRADED_EXIT
 from edgepipe.ids import RequestId
@@ -71,9 +71,9 @@ def running_nodes(
     count: int, *, models_dir: Path, threads: int, backends: Sequence[str] = ("torch",)
 ) -> Iterator[list[Node]]:
     """``count`` nodes that have found each other; stopped at the end."""
-    plan = ClusterPlan(
+    plan = LocalCluster(
         cluster=f"bench-{secrets.token_hex(4)}",
-        nodes=[NodePlan(name=f"n{index}", backend=backends[index % len(backends)]) for index in range(count)],
+        nodes=[LocalNode(name=f"n{index}", backend=backends[index % len(backends)]) for index in range(count)],
         models_dir=models_dir,
         threads=threads,
         program=EDGEPIPE,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from edgepipe.cli.admin import Admin
-    from edgepipe.cli.local_cluster import ClusterPlan, StartedNode
+    from edgepipe.cli.local_cluster import LocalCluster, StartedNode
     from edgepipe.wire.engines import EngineState
     from edgepipe.wire.nodes import ClusterStatus
 
@@ -68,15 +68,15 @@ def demo(
     models_dir: ModelsDir = None,
 ) -> None:
     """Try a whole cluster on this machine. Starts nodes, loads a model, answers, stops."""
-    from edgepipe.cli.local_cluster import ClusterPlan, NodePlan
+    from edgepipe.cli.local_cluster import LocalCluster, LocalNode
 
     if serve and prompt is not None:
         raise ConfigInvalid("--prompt and --serve contradict each other", next_step="give one of them")
     chosen = choose_backends(backends, nodes)
-    plan = ClusterPlan(
+    plan = LocalCluster(
         cluster=f"demo-{secrets.token_hex(4)}",
         nodes=[
-            NodePlan(
+            LocalNode(
                 name=string.ascii_lowercase[i],
                 backend=backend,
                 http_port=http_port if i == 0 else 0,
@@ -168,7 +168,7 @@ async def _until_signal(work: Coroutine[Any, Any, None], serve: bool) -> int:
 class _Demo:
     """One run; prints each step on stdout."""
 
-    def __init__(self, plan: ClusterPlan, model: str) -> None:
+    def __init__(self, plan: LocalCluster, model: str) -> None:
         self._plan = plan
         self._model = model
         self._console: Console = make_console()
@@ -241,7 +241,7 @@ class _Demo:
 
     async def _answer(self, node: StartedNode, engine: EngineState, prompt: str, max_tokens: int) -> None:
         from edgepipe.cli.chat.answer_view import PlainView
-        from edgepipe.cli.chat.conversation import Incoming, print_footer, stream_answer
+        from edgepipe.cli.chat.conversation import PartialAnswer, print_footer, stream_answer
         from edgepipe.cli.find import Target
         from edgepipe.cli.sse import ChatClient
         from edgepipe.daemon.machine.http_keys import read_key
@@ -257,7 +257,7 @@ class _Demo:
         options = {"max_tokens": max_tokens, "temperature": 0}
         async with ChatClient(target.base_url, api_key=target.api_key) as client:
             with PlainView() as view:
-                incoming = Incoming(num_nodes=target.num_nodes, max_tokens=max_tokens, view=view)
+                incoming = PartialAnswer(num_nodes=target.num_nodes, max_tokens=max_tokens, view=view)
                 answer = await stream_answer(client, target, messages, options, incoming)
         print_footer(answer)
         print(flush=True)

@@ -49,7 +49,7 @@ class Leftover:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundFiles:
     """Everything that edgepipe made, and what lies among it that edgepipe did not make."""
 
     leftovers: tuple[Leftover, ...]
@@ -61,20 +61,22 @@ def file_leftover(path: Path, what: str, *, stays: str = "") -> list[Leftover]:
     return [Leftover(place=path, paths=(path,), what=what, stays=stays)] if path.exists() else []
 
 
-def data_leftovers(data_dir: Path, *, others: Sequence[Path]) -> Found:
+def data_leftovers(data_dir: Path, *, others: Sequence[Path]) -> FoundFiles:
     """Find what a node and the command line wrote in a data directory.
 
     ``others``: paths that may lie in it and are listed for themselves (models, settings).
     """
     if not data_dir.is_dir():
-        return Found(leftovers=(), foreign=())
+        return FoundFiles(leftovers=(), foreign=())
     entries = [
         entry for entry in sorted(data_dir.iterdir()) if not any(other.is_relative_to(entry) for other in others)
     ]
     made = _was_a_node(data_dir)
     own = tuple(entry for entry in entries if made and _DATA.fullmatch(entry.name))
     leftover = Leftover(place=data_dir, paths=own, what="identity, trust, logs, conversations")
-    return Found(leftovers=(leftover,) if own else (), foreign=tuple(entry for entry in entries if entry not in own))
+    return FoundFiles(
+        leftovers=(leftover,) if own else (), foreign=tuple(entry for entry in entries if entry not in own)
+    )
 
 
 def _was_a_node(data_dir: Path) -> bool:
@@ -82,13 +84,13 @@ def _was_a_node(data_dir: Path) -> bool:
     return (data_dir / "identity" / "key.pem").is_file() or (data_dir / "chat_history").is_file()
 
 
-def model_leftovers(models_dir: Path, *, purge: bool, stays: str) -> Found:
+def model_leftovers(models_dir: Path, *, purge: bool, stays: str) -> FoundFiles:
     """Find models and what backends stored beside them. Without ``purge`` only the latter is removed.
 
     ``stays``: why models stay.
     """
     if not models_dir.is_dir():
-        return Found(leftovers=(), foreign=())
+        return FoundFiles(leftovers=(), foreign=())
     found: list[Leftover] = []
     foreign: list[Path] = []
     models: list[Path] = []
@@ -110,7 +112,7 @@ def model_leftovers(models_dir: Path, *, purge: bool, stays: str) -> Found:
     if models:
         why = "" if purge else stays
         found.append(Leftover(place=models_dir, paths=tuple(models), what="models", stays=why))
-    return Found(leftovers=tuple(found), foreign=tuple(foreign))
+    return FoundFiles(leftovers=tuple(found), foreign=tuple(foreign))
 
 
 def _split_model(folder: Path) -> tuple[list[Path], list[Path]]:

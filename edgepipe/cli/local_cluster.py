@@ -28,7 +28,7 @@ _LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodePlan:
+class LocalNode:
     """One node to start."""
 
     name: str
@@ -42,7 +42,7 @@ class NodePlan:
 class StartedNode:
     """A running node."""
 
-    plan: NodePlan
+    plan: LocalNode
     process: Process
     data_dir: Path
     address: str
@@ -50,11 +50,11 @@ class StartedNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterPlan:
+class LocalCluster:
     """Settings that all nodes share."""
 
     cluster: str
-    nodes: Sequence[NodePlan]
+    nodes: Sequence[LocalNode]
     models_dir: Path
     threads: int  # threads per node; 0: the backend's choice
     backend_options: Sequence[str] = ()
@@ -63,7 +63,7 @@ class ClusterPlan:
 
 
 @asynccontextmanager
-async def local_cluster(plan: ClusterPlan) -> AsyncGenerator[list[StartedNode]]:
+async def local_cluster(plan: LocalCluster) -> AsyncGenerator[list[StartedNode]]:
     """Start all nodes at once; stop them and remove their files at the end. Raises the first node's error."""
     from edgepipe.cluster.founding import found_local_cluster
 
@@ -105,7 +105,7 @@ async def wait_until_joined(admin: Admin, *, num_nodes: int, timeout_s: float) -
 
 
 @asynccontextmanager
-async def _process(plan: ClusterPlan, node: NodePlan, folder: Path) -> AsyncGenerator[Process]:
+async def _process(plan: LocalCluster, node: LocalNode, folder: Path) -> AsyncGenerator[Process]:
     log = (folder / f"{node.name}.log").open("wb")
     try:
         process = await asyncio.create_subprocess_exec(
@@ -123,7 +123,7 @@ async def _process(plan: ClusterPlan, node: NodePlan, folder: Path) -> AsyncGene
         await asyncio.shield(_end(process))
 
 
-def _command(plan: ClusterPlan, node: NodePlan, folder: Path) -> list[str]:
+def _command(plan: LocalCluster, node: LocalNode, folder: Path) -> list[str]:
     flags = {
         "--name": node.name,
         "--cluster": plan.cluster,
@@ -146,7 +146,7 @@ def _command(plan: ClusterPlan, node: NodePlan, folder: Path) -> list[str]:
     ]
 
 
-async def _ready(node: NodePlan, process: Process, data_dir: Path) -> StartedNode:
+async def _ready(node: LocalNode, process: Process, data_dir: Path) -> StartedNode:
     """Wait until the node reports that it is ready. Raises its own error, or ClusterError with its last log line."""
     try:
         async with asyncio.timeout(_START_S):

@@ -14,7 +14,7 @@ import typer
 
 from edgepipe.cli.options import DataDir, Json, data_dir_of
 from edgepipe.cli.output import print_json
-from edgepipe.cli.service_plan import Machine, Manager, ServicePlan, make_plan
+from edgepipe.cli.service_plan import Manager, ServiceFacts, ServiceSetup, make_plan
 from edgepipe.config import asking_user
 from edgepipe.errors import ConfigInvalid, EdgepipeError, FeatureMissing, NodeUnreachable
 from edgepipe.plain_words import plain
@@ -93,7 +93,7 @@ def uninstall(system: System = False, data_dir: DataDir = None) -> None:
     print(f"removed {plan.path}; identity, settings and models stay")
 
 
-def service_plan(data_dir: Path, *, system: bool) -> ServicePlan:
+def service_plan(data_dir: Path, *, system: bool) -> ServiceSetup:
     """Make the plan for this machine. Raises FeatureMissing without systemd and launchd."""
     if sys.platform == "darwin":
         manager = Manager.LAUNCHD
@@ -105,7 +105,7 @@ def service_plan(data_dir: Path, *, system: bool) -> ServicePlan:
     user = asked_by or getpass.getuser()
     home = Path(f"~{asked_by}").expanduser() if asked_by else Path.home()
     python = Path(sys.executable).absolute()
-    return make_plan(manager, Machine(user=user, home=home, python=python, data_dir=data_dir))
+    return make_plan(manager, ServiceFacts(user=user, home=home, python=python, data_dir=data_dir))
 
 
 def manager_runs() -> bool:
@@ -113,7 +113,7 @@ def manager_runs() -> bool:
     return sys.platform == "darwin" or _SYSTEMD.is_dir()
 
 
-def install_service(plan: ServicePlan, run: Run | None = None) -> None:
+def install_service(plan: ServiceSetup, run: Run | None = None) -> None:
     """Write the file and start the service; may be repeated. Raises ConfigInvalid, FeatureMissing, and undoes all."""
     run = run or run_command
     before = _read(plan.path)
@@ -129,7 +129,7 @@ def install_service(plan: ServicePlan, run: Run | None = None) -> None:
         raise
 
 
-def uninstall_service(plan: ServicePlan, run: Run | None = None) -> None:
+def uninstall_service(plan: ServiceSetup, run: Run | None = None) -> None:
     """Stop the service and remove its file. Raises ConfigInvalid, FeatureMissing."""
     run = run or run_command
     for command in plan.uninstall:
@@ -142,7 +142,7 @@ def uninstall_service(plan: ServicePlan, run: Run | None = None) -> None:
         run(command)
 
 
-def read_state(plan: ServicePlan, run: Run) -> dict[str, str]:
+def read_state(plan: ServiceSetup, run: Run) -> dict[str, str]:
     """Return ``{"state": "active" | "inactive" | "failed" | "not installed" | ..., "pid": ..., "path": ...}``."""
     if not plan.path.exists():
         return {"state": "not installed", "pid": "", "path": str(plan.path)}
@@ -185,7 +185,7 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _write(plan: ServicePlan, text: str) -> None:
+def _write(plan: ServiceSetup, text: str) -> None:
     try:
         plan.path.parent.mkdir(parents=True, exist_ok=True)
         plan.path.write_text(text, encoding="utf-8")
@@ -194,6 +194,6 @@ def _write(plan: ServicePlan, text: str) -> None:
         raise _not_written(plan, exc) from exc
 
 
-def _not_written(plan: ServicePlan, exc: OSError) -> ConfigInvalid:
+def _not_written(plan: ServiceSetup, exc: OSError) -> ConfigInvalid:
     step = "run it with sudo" if plan.needs_root else "check the folder's permissions"
     return ConfigInvalid(f"{plan.path} cannot be changed", fact=exc.strerror or "", next_step=step)

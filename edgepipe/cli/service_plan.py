@@ -53,7 +53,7 @@ class Manager(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class ServiceFacts:
     """Facts of this machine that the plan depends on."""
 
     user: str
@@ -63,7 +63,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServicePlan:
+class ServiceSetup:
     """The service of one machine."""
 
     manager: Manager
@@ -77,7 +77,7 @@ class ServicePlan:
     logs: tuple[str, ...]  # the command; the number of lines comes after it
 
 
-def make_plan(manager: Manager, machine: Machine) -> ServicePlan:
+def make_plan(manager: Manager, machine: ServiceFacts) -> ServiceSetup:
     """Make the service of ``machine``.
 
     On a Mac, use a LaunchDaemon that runs as the user: Local Network privacy cuts a LaunchAgent off from the LAN.
@@ -97,11 +97,11 @@ def starts_node_of(data_dir: Path, manager: Manager, text: str) -> bool:
         return False
 
 
-def _arguments(machine: Machine) -> list[str]:
+def _arguments(machine: ServiceFacts) -> list[str]:
     return [str(machine.python), "-P", "-m", "edgepipe.cli", "node", "start", "--data-dir", str(machine.data_dir)]
 
 
-def _systemd(machine: Machine, *, system: bool) -> ServicePlan:
+def _systemd(machine: ServiceFacts, *, system: bool) -> ServiceSetup:
     unit = f"{NAME}.service"
     control = ("systemctl",) if system else ("systemctl", "--user")
     folder = Path("/etc/systemd/system") if system else machine.home / ".config" / "systemd" / "user"
@@ -114,7 +114,7 @@ def _systemd(machine: Machine, *, system: bool) -> ServicePlan:
     text += _UNIT_TAIL.format(wanted_by="multi-user.target" if system else "default.target")
     linger = () if system else (("loginctl", "enable-linger", machine.user),)  # keeps the node running after logout
     journal = ("journalctl",) if system else ("journalctl", "--user")
-    return ServicePlan(
+    return ServiceSetup(
         manager=Manager.SYSTEMD_SYSTEM if system else Manager.SYSTEMD_USER,
         path=folder / unit,
         text=text,
@@ -127,7 +127,7 @@ def _systemd(machine: Machine, *, system: bool) -> ServicePlan:
     )
 
 
-def _launchd(machine: Machine) -> ServicePlan:
+def _launchd(machine: ServiceFacts) -> ServiceSetup:
     path = Path("/Library/LaunchDaemons") / f"{LABEL}.plist"
     facts = {
         "Label": LABEL,
@@ -144,7 +144,7 @@ def _launchd(machine: Machine) -> ServicePlan:
         "StandardErrorPath": str(machine.data_dir / "service.err"),
     }
     target = f"system/{LABEL}"
-    return ServicePlan(
+    return ServiceSetup(
         manager=Manager.LAUNCHD,
         path=path,
         text=plistlib.dumps(facts, sort_keys=False).decode(),

@@ -26,7 +26,7 @@ _LOOK_S = 10.0  # longest wait for an answer that needs no model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class EventContent:
     """Content of one event."""
 
     text: str = ""
@@ -75,7 +75,7 @@ class ChatClient:
 
     async def stream(
         self, messages: Sequence[Mapping[str, str]], *, model: str, options: Mapping[str, Any]
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncIterator[EventContent]:
         """Yield pieces of the answer. Closing the iterator cancels the request. Raises the gateway's error."""
         usage = {"include_usage": True, "continuous_usage_stats": True}  # a cancelled answer has token counts, too
         body = {"model": model, "messages": list(messages), "stream": True, "stream_options": usage}
@@ -88,7 +88,7 @@ class ChatClient:
                     if line == "data: [DONE]":
                         return
                     if line.startswith(": "):
-                        yield Piece(note=line.removeprefix(": "))
+                        yield EventContent(note=line.removeprefix(": "))
                     if line.startswith("data: "):
                         yield piece_from_event(line.removeprefix("data: "))
         except httpx.TransportError as exc:
@@ -120,7 +120,7 @@ async def event_lines(response: httpx.Response) -> AsyncIterator[str]:
         yield rest.decode(errors="replace")
 
 
-def piece_from_event(data: str) -> Piece:
+def piece_from_event(data: str) -> EventContent:
     """Parse one event of a chat stream. Raises the error in the event, RemoteProtocolError for an invalid event."""
     try:
         body: Any = json.loads(data)
@@ -128,7 +128,7 @@ def piece_from_event(data: str) -> Piece:
             raise error_from_body(data.encode(), status=200)
         usage: dict[str, Any] = body.get("usage") or {}
         choice: dict[str, Any] = body["choices"][0] if body["choices"] else {}
-        return Piece(
+        return EventContent(
             text=choice.get("delta", {}).get("content") or "",
             reasoning=choice.get("delta", {}).get("reasoning_content") or "",
             finish_reason=choice.get("finish_reason"),

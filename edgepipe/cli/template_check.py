@@ -14,7 +14,7 @@ from edgepipe.gateway.conversation import wording
 from edgepipe.gateway.formats.detect import detect_format
 from edgepipe.safe_text import one_line
 from edgepipe.store.store import ModelStore
-from edgepipe.text.conversations.checking import Verdict, check
+from edgepipe.text.conversations.checking import CheckedConversation, check
 from edgepipe.text.conversations.known_traits import model_traits
 from edgepipe.text.conversations.learning import Ask, Rendering
 from edgepipe.text.conversations.traits import ModelTraits, TemplateTraits
@@ -44,7 +44,7 @@ def check_model(root: Path, model: str, *, as_json: bool) -> None:
         say(one_line(traits.note))
 
 
-async def check_template(template: ChatTemplate, traits: ModelTraits, *, reference: bool) -> list[Verdict]:
+async def check_template(template: ChatTemplate, traits: ModelTraits, *, reference: bool) -> list[CheckedConversation]:
     """Render the standard conversations in child processes. ``reference``: with transformers, too."""
     chat = detect_format("\n".join(template.sources.values()))
     async with AsyncExitStack() as stack:
@@ -68,7 +68,7 @@ async def _rendered(renderer: TemplateRenderer, ask: Ask) -> Rendering:
         return Rendering(refused=failed.fact or failed.what)
 
 
-def _print_table(verdicts: Sequence[Verdict]) -> None:
+def _print_table(verdicts: Sequence[CheckedConversation]) -> None:
     table = make_table("CONVERSATION", "RESULT", "REPAIRS, OR WHY NOT", "TRANSFORMERS")
     for one in verdicts:
         left_out = f"left out: {', '.join(one.left_out)}" if one.left_out else ""
@@ -77,7 +77,7 @@ def _print_table(verdicts: Sequence[Verdict]) -> None:
     make_console().print(table)
 
 
-def _summary(verdicts: Sequence[Verdict]) -> str:
+def _summary(verdicts: Sequence[CheckedConversation]) -> str:
     counts: dict[str, int] = {}
     for one in verdicts:
         counts[one.outcome] = counts.get(one.outcome, 0) + 1

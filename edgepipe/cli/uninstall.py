@@ -17,8 +17,8 @@ from edgepipe.safe_text import one_line
 from edgepipe.units import format_bytes
 
 if TYPE_CHECKING:
-    from edgepipe.cli.leftovers import Found, Leftover
-    from edgepipe.cli.service_plan import ServicePlan
+    from edgepipe.cli.leftovers import FoundFiles, Leftover
+    from edgepipe.cli.service_plan import ServiceSetup
 
 _MOST_SHOWN = 10  # foreign files that are listed; edgepipe did not make them, so they stay
 
@@ -64,20 +64,20 @@ def uninstall(
 
 def find_leftovers(
     *,
-    services: Sequence[tuple[ServicePlan, bool]],
+    services: Sequence[tuple[ServiceSetup, bool]],
     data_dir: Path,
     models_dir: Path,
     main: bool,
     shared_models: bool,
     purge_models: bool,
-) -> Found:
+) -> FoundFiles:
     """Find edgepipe's files and folders.
 
     ``services``: the installed ones, and whether each starts the node of ``data_dir``. ``main``: it is the node that
     commands without ``--data-dir`` mean, which alone has settings and kernels. ``shared_models``: the settings name one
     folder of models for all nodes, so it goes only with the main one.
     """
-    from edgepipe.cli.leftovers import Found, data_leftovers, file_leftover, model_leftovers
+    from edgepipe.cli.leftovers import FoundFiles, data_leftovers, file_leftover, model_leftovers
     from edgepipe.config import default_config_file, kernel_dir
 
     leftovers: list[Leftover] = []
@@ -90,12 +90,12 @@ def find_leftovers(
         leftovers += file_leftover(default_config_file(), "settings")
         leftovers += file_leftover(kernel_dir(), "compiled kernels")
     if shared_models and not main:
-        return Found(leftovers=tuple(leftovers), foreign=data.foreign)
+        return FoundFiles(leftovers=tuple(leftovers), foreign=data.foreign)
     models = model_leftovers(models_dir, purge=purge_models, stays="--purge-models removes them")
-    return Found(leftovers=(*leftovers, *models.leftovers), foreign=(*data.foreign, *models.foreign))
+    return FoundFiles(leftovers=(*leftovers, *models.leftovers), foreign=(*data.foreign, *models.foreign))
 
 
-def _services(data_dir: Path) -> list[tuple[ServicePlan, bool]]:
+def _services(data_dir: Path) -> list[tuple[ServiceSetup, bool]]:
     """Return the installed services, and whether each starts the node of ``data_dir``."""
     from edgepipe.cli.service import service_plan
     from edgepipe.cli.service_plan import starts_node_of
@@ -111,7 +111,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _print(found: Found, *, dry_run: bool) -> None:
+def _print(found: FoundFiles, *, dry_run: bool) -> None:
     if not found.leftovers:
         print("edgepipe keeps nothing on this machine")
     else:

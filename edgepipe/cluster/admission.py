@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _MAX_REFUSALS = 64  # refused addresses shown in the status
 
 
-class Admission:
+class GreetingChecks:
     """Checks greetings and keeps the refusals."""
 
     def __init__(self, hello: Hello) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import grpc.aio
 
 from edgepipe.clock import Clock
-from edgepipe.cluster.admission import Admission
+from edgepipe.cluster.admission import GreetingChecks
 from edgepipe.cluster.beats import BeatPace, Conversation, SharedTrust, Speaker
 from edgepipe.cluster.membership import (
     Command,
@@ -64,7 +64,7 @@ class Heartbeats:
     ) -> None:
         self.clock_skews_ms: dict[NodeId, float] = {}  # each member's wall clock minus ours, at its last report
         self._membership = membership
-        self._admission = Admission(hello)
+        self._admission = GreetingChecks(hello)
         self._speaker = Speaker(
             membership=membership, hello=hello, trust=trust, state=state, clock=clock, timeouts=timeouts
         )

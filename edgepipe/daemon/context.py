@@ -13,7 +13,7 @@ from edgepipe.daemon.machine.http_keys import keys_in_force
 from edgepipe.daemon.network.handshakes import RefusedHandshakes
 from edgepipe.daemon.processes.child_settings import ChildSettingsMaker
 from edgepipe.daemon.processes.children import Child, Children
-from edgepipe.security.access import Kind
+from edgepipe.security.access import ProcessKind
 from edgepipe.security.mutual_tls import Denial, MutualTls, Plaintext, Security
 from edgepipe.system import RandomIds, SystemClock
 from edgepipe.telemetry.audit import AuditKind
@@ -58,7 +58,7 @@ class NodeBasis:
         )
         self.tls = MutualTls(
             trust.key_pair,
-            callers=(Kind.NODE, Kind.ENGINE),
+            callers=(ProcessKind.NODE, ProcessKind.ENGINE),
             on_denied=self._on_denied,
             keepalive=watching.keepalive,
         )

@@ -27,7 +27,7 @@ from edgepipe.daemon.serving.replication import Replication
 from edgepipe.daemon.serving.serve_book import ServeBook
 from edgepipe.daemon.serving.serving import Serving
 from edgepipe.errors import AccessDenied, PairingRejected, QueueFull, VersionMismatch
-from edgepipe.security.access import Kind
+from edgepipe.security.access import ProcessKind
 from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.children import ChildReport, PrepareRequest, ProfileLayerRequest
@@ -116,7 +116,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Fetch missing tensors, reserve memory, load a stage."""
         self._admit(request)
         self._security.require_node(context, request.hello.node_id)
-        engine_node, engine = request.hello.node_id, self._security.caller(context, Kind.ENGINE)
+        engine_node, engine = request.hello.node_id, self._security.caller(context, ProcessKind.ENGINE)
         wanted = from_wire(request, PrepareRequest)
         await self._book.until_engine(wanted.pipeline_id, engine_node, wanted.manifest_hash, timeout_s=self._record_s)
         model = await self._models.adopt(
@@ -305,7 +305,7 @@ class WeightsService(node_pb2_grpc.WeightsServicer):
     @contextmanager
     def _reading(self, context: Any) -> Generator[None]:
         """Count a read. Raises QueueFull to a node with too many reads."""
-        peer = self._security.caller(context, Kind.NODE)
+        peer = self._security.caller(context, ProcessKind.NODE)
         node_id = peer.node_id if peer is not None else ""
         if self._reads[node_id] >= MAX_READS_PER_NODE:
             raise QueueFull("this node already reads from here", fact=f"{MAX_READS_PER_NODE} reads are under way")

@@ -15,7 +15,7 @@ from edgepipe.clock import Clock
 from edgepipe.engine.blame import Crash
 from edgepipe.engine.engine_epoch import EngineContext, EngineEpoch
 from edgepipe.engine.kv_carryover import KeptKV
-from edgepipe.engine.placing import EpochPlacement, Nodes, Planner, Reachable, SamePlan
+from edgepipe.engine.placing import EpochPlacement, Nodes, Planner, ReachableNodes, SamePlacement
 from edgepipe.engine.preparation import Preparation
 from edgepipe.engine.pump import StepNews
 from edgepipe.engine.quarantine import Missed
@@ -24,7 +24,7 @@ from edgepipe.engine.recovery_types import (
     Abandon,
     Accuse,
     Acquit,
-    AskPlan,
+    AskPlacement,
     ClusterChanged,
     Command,
     EndEpoch,
@@ -41,11 +41,11 @@ from edgepipe.engine.recovery_types import (
     PlanningFailed,
     PreparationFailed,
     Prepare,
-    Prepared,
     Refuse,
     RefuseOne,
     Release,
     Serve,
+    StagesLoaded,
     State,
     Stopped,
     Suspect,
@@ -155,7 +155,7 @@ class Engine:
             network=network,
             weights=weights,
         )
-        self._planner = planner or SamePlan(known)
+        self._planner = planner or SamePlacement(known)
         self._core = Recovery(
             EpochPlacement(spec=spec, nodes=known),
             epoch=Epoch(epoch_counter, EngineId(ids.new("engine"))),
@@ -263,7 +263,7 @@ class Engine:
         else:
             await self._give_back()
 
-    def note_reachable(self, reachable: Reachable) -> None:
+    def note_reachable(self, reachable: ReachableNodes) -> None:
         """Report a cluster change. If a node of the pipeline is gone, the epoch or its preparation ends."""
         self._post(ClusterChanged(reachable=reachable))
 
@@ -325,7 +325,7 @@ class Engine:
 
     async def _carry_out(self, command: Command) -> None:
         match command:
-            case AskPlan():
+            case AskPlacement():
                 self._begin(self._ask(command))
             case Prepare():
                 self._begin(self._prepare(command))
@@ -372,7 +372,7 @@ class Engine:
 
     # Work of an attempt
 
-    async def _ask(self, command: AskPlan) -> None:
+    async def _ask(self, command: AskPlacement) -> None:
         try:
             plan = await self._planner.plan(
                 command.spec, quarantined=command.quarantined, quarantined_links=command.quarantined_links
@@ -389,7 +389,7 @@ class Engine:
         except EdgepipeError as error:
             self._post(PreparationFailed(attempt=command.attempt, error=error, node_id=preparation.failed))
         else:
-            self._post(Prepared(attempt=command.attempt, sites=tuple(sites), crashes=tuple(self._crashes(sites))))
+            self._post(StagesLoaded(attempt=command.attempt, sites=tuple(sites), crashes=tuple(self._crashes(sites))))
 
     async def _open(self, command: Open) -> None:
         epoch, sites = command.placement.epoch, list(command.sites)

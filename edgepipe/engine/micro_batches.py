@@ -15,7 +15,7 @@ from edgepipe.link.assembly import CHUNK_BYTES
 from edgepipe.scheduler import ScheduledStep
 from edgepipe.scheduler.sizing import (
     LinkCurve,
-    Ring,
+    RingMeasurements,
     Sizer,
     Sizing,
     StageCurve,
@@ -189,8 +189,8 @@ class MicroBatches:
             seconds = self._known_uploads_s[key] = self._links[stage].seconds(num_bytes)
         return seconds
 
-    def _ring(self) -> Ring:
-        return Ring(
+    def _ring(self) -> RingMeasurements:
+        return RingMeasurements(
             stages=[list(curves.values()) for curves in self._curves],
             links=self._links,
             row_bytes=self._row_bytes,

@@ -61,7 +61,7 @@ class Planner(Protocol):
         ...
 
 
-class SamePlan:
+class SamePlacement:
     """Planner that keeps every stage on its node."""
 
     def __init__(self, nodes: Nodes) -> None:
@@ -79,7 +79,7 @@ class SamePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reachable:
+class ReachableNodes:
     """Nodes that the engine's daemon reaches. The daemon reports every change of them and of their free memory."""
 
     addresses: Mapping[NodeId, str]  # HOST:PORT

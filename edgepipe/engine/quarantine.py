@@ -14,7 +14,7 @@ from edgepipe.engine.sites import StageSite
 from edgepipe.errors import ConnectTimeout
 from edgepipe.ids import NodeId
 from edgepipe.link.shut_ports import shut_port
-from edgepipe.wire.engines import LeftOut, ServeSpec, StagePlacement
+from edgepipe.wire.engines import Quarantined, ServeSpec, StagePlacement
 
 K = TypeVar("K", bound=Hashable)
 
@@ -135,14 +135,14 @@ class Quarantine:
         """Return the links (from, to) that plans avoid where possible, each with the remaining seconds."""
         return self._links.quarantined(now_s)
 
-    def left_out(self, now_s: float) -> tuple[LeftOut, ...]:
+    def left_out(self, now_s: float) -> tuple[Quarantined, ...]:
         """Return all current quarantines, for people and for the next plan."""
         nodes = [
-            LeftOut(node_id=node_id, seconds=seconds, reason=self._reasons[node_id])
+            Quarantined(node_id=node_id, seconds=seconds, reason=self._reasons[node_id])
             for node_id, seconds in self.nodes(now_s).items()
         ]
         links = [
-            LeftOut(node_id=way[0], other_id=way[1], seconds=seconds, reason=self._reasons[way])
+            Quarantined(node_id=way[0], other_id=way[1], seconds=seconds, reason=self._reasons[way])
             for way, seconds in self.links(now_s).items()
         ]
         return (*nodes, *links)

@@ -25,11 +25,11 @@ from math import ceil
 
 from edgepipe.engine.charges import Charges, clause
 from edgepipe.engine.pauses import growing
-from edgepipe.engine.placing import EpochPlacement, Reachable
+from edgepipe.engine.placing import EpochPlacement, ReachableNodes
 from edgepipe.engine.quarantine import Missed, Quarantine, in_order
 from edgepipe.engine.recovery_types import (
     Abandon,
-    AskPlan,
+    AskPlacement,
     ClusterChanged,
     Command,
     EndEpoch,
@@ -46,10 +46,10 @@ from edgepipe.engine.recovery_types import (
     PlanningFailed,
     PreparationFailed,
     Prepare,
-    Prepared,
     Refuse,
     Release,
     Serve,
+    StagesLoaded,
     State,
     Stopped,
     Tick,
@@ -64,7 +64,7 @@ from edgepipe.errors import (
     StaleEpoch,
 )
 from edgepipe.ids import Epoch, NodeId
-from edgepipe.wire.engines import LeftOut, ServeSpec
+from edgepipe.wire.engines import Quarantined, ServeSpec
 
 
 class _Phase(Enum):
@@ -131,7 +131,7 @@ class Recovery:
         )
         self._attempt: _Attempt | None = None
         self._attempts = 0
-        self.reachable: Reachable | None = None  # None: no daemon reports
+        self.reachable: ReachableNodes | None = None  # None: no daemon reports
         self._proposed: EpochPlacement | None = None  # next move, after the current attempt
         self._failures = 0  # attempts in a row that did not open
         self._opened_s = 0.0  # time when the running epoch opened
@@ -183,7 +183,7 @@ class Recovery:
         """Whether no epoch serves and the next attempt has a time."""
         return self.running is None and self._attempt is None and self.wake_at_s is not None
 
-    def left_out(self, now_s: float) -> tuple[LeftOut, ...]:
+    def left_out(self, now_s: float) -> tuple[Quarantined, ...]:
         """Return the current quarantines, with node names and reasons."""
         return tuple(
             replace(
@@ -199,14 +199,14 @@ class Recovery:
     def _went_on(
         self,
         attempt: _Attempt,
-        event: Planned | PlanningFailed | Prepared | PreparationFailed | Opened | OpeningFailed,
+        event: Planned | PlanningFailed | StagesLoaded | PreparationFailed | Opened | OpeningFailed,
         now_s: float,
     ) -> list[Command]:
         if isinstance(event, Planned):
             return self._planned(attempt, event.plan, now_s)
         if isinstance(event, PlanningFailed):
             return self._planning_failed(attempt, event.error, now_s)
-        if isinstance(event, Prepared):
+        if isinstance(event, StagesLoaded):
             return self._prepared(attempt, event, now_s)
         if isinstance(event, PreparationFailed):
             if event.node_id is not None and self.state is not State.STARTING:
@@ -225,7 +225,7 @@ class Recovery:
     def _ask(self, now_s: float, *, moves: bool = False) -> list[Command]:
         attempt, self._asked_s = self._new_attempt(moves=moves), now_s
         return [
-            AskPlan(
+            AskPlacement(
                 attempt=attempt.number,
                 spec=self._base,
                 quarantined=self._quarantine.nodes(now_s),
@@ -286,7 +286,7 @@ class Recovery:
             attempt.reloading = self._reloading(self.running.spec, spec)
         return [Prepare(attempt=attempt.number, placement=placement, fresh=self._charges.fresh & placement.node_ids)]
 
-    def _prepared(self, attempt: _Attempt, event: Prepared, now_s: float) -> list[Command]:
+    def _prepared(self, attempt: _Attempt, event: StagesLoaded, now_s: float) -> list[Command]:
         assert attempt.placement is not None, "it was prepared"
         commands = self._charges.prepared(attempt.node_ids, event.crashes, now_s)
         if attempt.moves:
@@ -445,7 +445,7 @@ class Recovery:
 
     # The cluster and time
 
-    def _cluster_changed(self, reachable: Reachable, now_s: float) -> list[Command]:
+    def _cluster_changed(self, reachable: ReachableNodes, now_s: float) -> list[Command]:
         before, self.reachable = self.reachable, reachable
         joined = before is None or any(
             before.addresses.get(node_id) != address for node_id, address in reachable.addresses.items()

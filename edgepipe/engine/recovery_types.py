@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from edgepipe.engine.blame import Crash
-from edgepipe.engine.placing import EpochPlacement, Reachable
+from edgepipe.engine.placing import EpochPlacement, ReachableNodes
 from edgepipe.engine.progress import EpochProgress
 from edgepipe.engine.quarantine import Missed, Way
 from edgepipe.engine.sites import StageSite
@@ -47,7 +47,7 @@ class PlanningFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class StagesLoaded:
     """All stages of the attempt are loaded."""
 
     attempt: int
@@ -103,7 +103,7 @@ class NotReleased:
 class ClusterChanged:
     """Reachable nodes or their free memory changed."""
 
-    reachable: Reachable
+    reachable: ReachableNodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class Tick:
 Event = (
     Planned
     | PlanningFailed
-    | Prepared
+    | StagesLoaded
     | PreparationFailed
     | Opened
     | OpeningFailed
@@ -156,7 +156,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskPlan:
+class AskPlacement:
     """Ask the daemon for a placement of ``spec``."""
 
     attempt: int
@@ -254,7 +254,7 @@ class Fail:
 
 
 Command = (
-    AskPlan
+    AskPlacement
     | Prepare
     | Open
     | Abandon

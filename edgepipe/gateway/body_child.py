@@ -16,24 +16,24 @@ from edgepipe.children.frames import HEAD, answer_frames, pack_ids, unpack_ids
 from edgepipe.gateway.body import parse_json_object
 from edgepipe.gateway.context import check_length
 from edgepipe.gateway.problems import HttpProblem
-from edgepipe.gateway.schema import BodyT, Checked, CompletionBody, DetokenizeBody, validate
+from edgepipe.gateway.schema import BodyT, CompletionBody, DetokenizeBody, StrictBody, validate
 
 GOOD, BAD = b"+", b"-"
 
 
-def kind_name(kind: type[Checked]) -> str:
+def kind_name(kind: type[StrictBody]) -> str:
     """Return the name by which the child finds the type."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def id_lists(body: Checked) -> Sequence[list[int]]:
+def id_lists(body: StrictBody) -> Sequence[list[int]]:
     """Return a body's lists of token ids."""
     if isinstance(body, CompletionBody):
         return [prompt for prompt in body.prompt if isinstance(prompt, list)]
     return [body.tokens] if isinstance(body, DetokenizeBody) else ()
 
 
-def pack(body: Checked) -> bytes:
+def pack(body: StrictBody) -> bytes:
     """Encode a checked body for fast decoding: its JSON, then its token ids (``pack_ids``)."""
     lists = id_lists(body)
     if isinstance(body, CompletionBody):
@@ -68,7 +68,7 @@ def answer(question: bytes) -> bytes:
     head, _, body = question.partition(b"\n")
     asked = cast("dict[str, Any]", json.loads(head))
     module, _, name = asked["kind"].partition(":")
-    kind = cast("type[Checked]", getattr(importlib.import_module(module), name))
+    kind = cast("type[StrictBody]", getattr(importlib.import_module(module), name))
     try:
         checked = validate(kind, parse_json_object(body))
         _check_length(checked, asked["context"])
@@ -78,7 +78,7 @@ def answer(question: bytes) -> bytes:
     return GOOD + pack(checked)
 
 
-def _check_length(body: Checked, context_length: int) -> None:
+def _check_length(body: StrictBody, context_length: int) -> None:
     """Refuse more token ids than the context holds, before they are encoded. Raises HttpProblem."""
     if not isinstance(body, CompletionBody) or not context_length:
         return

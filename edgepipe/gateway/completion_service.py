@@ -26,7 +26,7 @@ from edgepipe.gateway.reasoning_wish import reasoning_wish
 from edgepipe.gateway.sampling_choice import sampling_defaults
 from edgepipe.gateway.schema import ChatBody, CompletionBody, RequestBody
 from edgepipe.gateway.shares import Holding
-from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output
+from edgepipe.gateway.structured import BoundOutput, GrammarCompiler, plan_output
 from edgepipe.gateway.text import Delta
 from edgepipe.gateway.tool_choice import choose_tools
 from edgepipe.gateway.turns import Turns
@@ -230,7 +230,7 @@ class CompletionService:
         assets: Assets,
         *,
         owner: str,
-        plan: OutputPlan,
+        plan: BoundOutput,
         logprobs: bool,
         top: int,
         prompt_logprobs: bool = False,
@@ -271,7 +271,7 @@ class CompletionService:
         *,
         wanted: int | None,
         param: str,
-        plan: OutputPlan,
+        plan: BoundOutput,
     ) -> Completion:
         context_length = entry.served.context_length
         most = _scored_limit(prompts, sampling, num_choices=body.n or 1)

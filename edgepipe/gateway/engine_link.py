@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 
 from edgepipe.errors import ConnectTimeout, EdgepipeError, PeerClosed, QueueFull, RemoteProtocolError, Retry
-from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.engine_types import RoutedModel
 from edgepipe.gateway.generation import Generation
 from edgepipe.ids import RequestId
 from edgepipe.link.channels import from_rpc_error, make_channel
@@ -47,7 +47,7 @@ class LinkLimits:
 class EngineLink:
     """Submits, cancels and resumes requests at one engine. ``run`` owns the stream; ``open`` admits a request."""
 
-    def __init__(self, served: ServedModel, *, hello: Hello, security: Security, limits: LinkLimits) -> None:
+    def __init__(self, served: RoutedModel, *, hello: Hello, security: Security, limits: LinkLimits) -> None:
         self._served = served
         self._hello = hello
         self._security = security
@@ -88,7 +88,7 @@ class EngineLink:
             self._active.pop(request.request_id, None)
             self._submitted_to.pop(request.request_id, None)
 
-    def move(self, served: ServedModel | None) -> None:
+    def move(self, served: RoutedModel | None) -> None:
         """Set the engine's address; None while no engine is known. An open stream stays until it breaks or a newer
         engine appears."""
         known = (self._address, self._served.certificate)

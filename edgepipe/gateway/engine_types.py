@@ -17,7 +17,7 @@ _MOST_STEPS = 64  # the number is another node's claim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
+class RoutedModel:
     """A model that an engine serves, as this node's daemon reports it."""
 
     name: str
@@ -61,14 +61,14 @@ class ServedModel:
         return error
 
 
-def served_models(view: nodes.ClusterView) -> list[ServedModel]:
+def served_models(view: nodes.ClusterView) -> list[RoutedModel]:
     """Return the models of a cluster view."""
     return [_served(entry) for entry in view.served]
 
 
-def _served(entry: nodes.ServedModel) -> ServedModel:
+def _served(entry: nodes.ServedModel) -> RoutedModel:
     engine = entry.engine
-    return ServedModel(
+    return RoutedModel(
         name=engine.model,
         pipeline_id=engine.pipeline_id,
         epoch=engine.epoch,

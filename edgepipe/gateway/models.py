@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from edgepipe.errors import CapacityError, ModelUnknown
 from edgepipe.gateway.engine_link import EngineLink
-from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.engine_types import RoutedModel
 from edgepipe.gateway.formats.chat_format import ChatFormat
 from edgepipe.gateway.model_facts import ModelFacts, read_facts
 from edgepipe.gateway.text import Detokenizer
@@ -105,7 +105,7 @@ class News:
 class ModelEntry:
     """One served model with its link and, after the first request, its assets."""
 
-    def __init__(self, served: ServedModel, link: EngineLink, load: AssetLoader) -> None:
+    def __init__(self, served: RoutedModel, link: EngineLink, load: AssetLoader) -> None:
         self.served = served
         self.news = News()
         self.link = link
@@ -142,10 +142,10 @@ class ModelTable:
         """``wall_s``: seconds since 1970 by this machine's clock."""
         self._wall_s = wall_s
         self._entries: dict[str, ModelEntry] = {}
-        self._known: list[ServedModel] = []
+        self._known: list[RoutedModel] = []
         self._changed = asyncio.Event()
 
-    def replace(self, entries: Sequence[ModelEntry], known: Sequence[ServedModel]) -> None:
+    def replace(self, entries: Sequence[ModelEntry], known: Sequence[RoutedModel]) -> None:
         """Set the ready entries, and all models that the cluster serves or is loading."""
         self._entries = {entry.served.name: entry for entry in entries}
         self._known = list(known)
@@ -161,7 +161,7 @@ class ModelTable:
         await self._changed.wait()
 
     @property
-    def served(self) -> list[ServedModel]:
+    def served(self) -> list[RoutedModel]:
         """Served models, by name."""
         return [self._entries[name].served for name in sorted(self._entries)]
 
@@ -171,7 +171,7 @@ class ModelTable:
         return [self._entries[name] for name in sorted(self._entries)]
 
     @property
-    def listed(self) -> list[tuple[ServedModel, ModelEntry]]:
+    def listed(self) -> list[tuple[RoutedModel, ModelEntry]]:
         """Served models, by name, each with its entry, and once more by each of its further names."""
         return [
             (replace(entry.served, name=name), entry)

@@ -20,7 +20,7 @@ from edgepipe.clock import Clock
 from edgepipe.errors import ModelUnknown
 from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.completion_service import CompletionService, PreparedCompletion
-from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.engine_types import RoutedModel
 from edgepipe.gateway.json_pieces import Piece, TextParts, json_parts, json_pieces, pieces
 from edgepipe.gateway.logprobs import Scored, chat_logprobs
 from edgepipe.gateway.model_facts import ModelFacts
@@ -108,7 +108,7 @@ class CalledFunction(WithoutNulls):
     arguments: Annotated[dict[str, Any], JsonSize(MAX_SCHEMA_CHARS)] = Field(default_factory=dict[str, Any])
 
 
-class Call(WithoutNulls):
+class OllamaCall(WithoutNulls):
     """A call in an earlier turn."""
 
     id: Text | None = None
@@ -121,7 +121,7 @@ class Turn(WithoutNulls):
     role: Literal["system", "user", "assistant", "tool"]
     content: LongText = ""
     images: Annotated[list[Text], Field(max_length=0)] | None = None  # images are not supported
-    tool_calls: Annotated[list[Call], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_name: Text | None = None
     tool_call_id: Text | None = None
     thinking: LongText | None = None
@@ -427,7 +427,7 @@ class OllamaHandlers:
             if not self.service.loads.can_load(name):
                 raise
 
-    def _expiry_text(self, served: ServedModel) -> str:
+    def _expiry_text(self, served: RoutedModel) -> str:
         left_s = self.service.keep_alives.left_s(served)
         return _time_text(round(self.service.clock.wall_s() + left_s)) if left_s < _MOST_LEFT_S else _FOREVER
 
@@ -443,7 +443,7 @@ class OllamaHandlers:
         return OllamaShape(prepared, self.service.clock, chat=chat)
 
 
-def _card(served: ServedModel, facts: ModelFacts) -> dict[str, Any]:
+def _card(served: RoutedModel, facts: ModelFacts) -> dict[str, Any]:
     return {
         "name": served.name,
         "model": served.name,

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.gateway.completion_service import PreparedCompletion
-from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.engine_types import RoutedModel
 from edgepipe.gateway.json_pieces import (
     PIECE_CHARS,
     Piece,
@@ -52,7 +52,7 @@ def usage(prepared: PreparedCompletion) -> dict[str, Any]:
     }
 
 
-def model_card(served: ServedModel, facts: ModelFacts) -> dict[str, Any]:
+def model_card(served: RoutedModel, facts: ModelFacts) -> dict[str, Any]:
     """Describe a model for ``/v1/models``."""
     return {
         "id": served.name,

@@ -55,7 +55,7 @@ MAX_REGEX_CHARS = 16 << 10
 MAX_TOOLS_CHARS = 256 << 10  # limit of all tools together as JSON: that of a grammar
 _MAX_KEYWORDS_CHARS = 64 << 10
 
-BodyT = TypeVar("BodyT", bound="Checked")
+BodyT = TypeVar("BodyT", bound="StrictBody")
 
 
 def _stops(value: object) -> object:
@@ -127,7 +127,7 @@ def misfit(field: str, message: str, *, kind: Literal["misfit", "unsupported"] =
     return PydanticCustomError(kind, "{message}", {"field": field, "message": message})
 
 
-class Checked(BaseModel):
+class StrictBody(BaseModel):
     """Base of bodies, without conversion of types. Refuses other servers' fields that would change the answer.
 
     Ignores unknown fields, as OpenAI's clients expect; ``spelt``: but no misspelt ones.
@@ -151,7 +151,7 @@ class Checked(BaseModel):
         return cast("object", raw)
 
 
-class WithoutNulls(Checked):
+class WithoutNulls(StrictBody):
     """A body or a part of one in which null means absent."""
 
     @model_validator(mode="before")
@@ -162,7 +162,7 @@ class WithoutNulls(Checked):
         return {name: value for name, value in cast("dict[str, object]", raw).items() if value is not None}
 
 
-class StreamOptions(Checked):
+class StreamOptions(StrictBody):
     """Options of a streamed answer."""
 
     include_usage: bool | None = None
@@ -265,7 +265,7 @@ RawForm = Annotated[dict[str, Any] | None, WithJsonSchema(_FORM_SCHEMA), JsonSiz
 RawFormat = Annotated[dict[str, Any] | None, WithJsonSchema(_FORMAT_SCHEMA), JsonSize(2 * MAX_SCHEMA_CHARS)]
 
 
-class RequestBody(Checked):
+class RequestBody(StrictBody):
     """Fields of both endpoints."""
 
     refused: ClassVar[RefusedFields] = GENERATION
@@ -335,7 +335,7 @@ class ToolCall(WithoutNulls):
     function: FunctionCall
 
 
-class Message(Checked):
+class Message(StrictBody):
     """One turn of a conversation."""
 
     refused: ClassVar[RefusedFields] = MESSAGE
@@ -455,7 +455,7 @@ class CompletionBody(RequestBody):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # alternatives per token
 
 
-class TokenizeBody(Checked):
+class TokenizeBody(StrictBody):
     """``POST /tokenize``: a text, or a conversation, rendered as its prompt."""
 
     refused: ClassVar[RefusedFields] = TOKENIZE
@@ -475,7 +475,7 @@ class TokenizeBody(Checked):
         return self
 
 
-class DetokenizeBody(Checked):
+class DetokenizeBody(StrictBody):
     """``POST /detokenize``."""
 
     model: Text | None = None

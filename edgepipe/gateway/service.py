@@ -24,7 +24,7 @@ from edgepipe.gateway.bodies import BodyReader
 from edgepipe.gateway.completion_service import CompletionService
 from edgepipe.gateway.connections import MAX_HEADER_BYTES, SEND_BUFFER_BYTES, ConnectionLimits, Connections
 from edgepipe.gateway.engine_link import EngineLink, LinkLimits
-from edgepipe.gateway.engine_types import ServedModel, served_models
+from edgepipe.gateway.engine_types import RoutedModel, served_models
 from edgepipe.gateway.grammar_trial import GrammarTrial
 from edgepipe.gateway.loading import ModelLoads
 from edgepipe.gateway.metrics import Metrics
@@ -81,7 +81,7 @@ class Gateway:
         self._load = load
         self._limits = limits or LinkLimits()
         self._models = ModelTable(wall_s=clock.wall_s)
-        self._view: list[ServedModel] = []
+        self._view: list[RoutedModel] = []
         self._changed = asyncio.Event()
         self._entries: dict[PipelineId, ModelEntry] = {}
         self._runners: dict[PipelineId, asyncio.Task[None]] = {}
@@ -216,7 +216,7 @@ class Gateway:
                 self._away[key] = tasks.create_task(self._expire(key, tasks), name=f"away:{key}")
         self._models.replace(list(self._entries.values()), self._view)
 
-    def _news(self, served: ServedModel) -> News:
+    def _news(self, served: RoutedModel) -> News:
         engines = [entry.engine for entry in self._newest.served if entry.engine.pipeline_id == served.pipeline_id]
         going_on = joined(*map(continuing_text, engines)) if self._newest.absent else ""
         return News(recovering=served.state == "recovering", text=joined(self._absence(), going_on))
@@ -224,9 +224,9 @@ class Gateway:
     def _absence(self) -> str:
         return absence_text(self._newest.absent, now_s=self._clock.wall_s())
 
-    def _ready(self) -> dict[PipelineId, ServedModel]:
+    def _ready(self) -> dict[PipelineId, RoutedModel]:
         """Return the engine of each pipeline; of two, as after a network partition, the one with the higher epoch."""
-        ready: dict[PipelineId, ServedModel] = {}
+        ready: dict[PipelineId, RoutedModel] = {}
         for served in self._view:
             known = ready.get(served.pipeline_id)
             if served.ready and (known is None or known.epoch < served.epoch):
@@ -257,7 +257,7 @@ class Gateway:
         tasks.create_task(entry.close(), name=f"close:{entry.served.name}")
 
 
-def _ended(served: ServedModel) -> EdgepipeError:
+def _ended(served: RoutedModel) -> EdgepipeError:
     if served.state == "stopping":
         return _was_stopped(served.name)
     return StageLost(

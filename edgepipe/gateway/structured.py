@@ -35,7 +35,7 @@ MAX_CACHED_GRAMMARS = 512  # known by their digests: all tools of several reques
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputPlan:
+class BoundOutput:
     """Grammar that binds a choice's output, and the way to read it."""
 
     grammar: GrammarSpec | None = None  # for SamplingParams
@@ -79,7 +79,7 @@ async def plan_output(
     most_thoughts: int | None = None,
     compiler: GrammarCompiler,
     owner: str = "",
-) -> OutputPlan:
+) -> BoundOutput:
     """Plan the output of a request. Raises HttpProblem (400) with the invalid field.
 
     chat           format of a conversation's answer; None for a text that continues a prompt
@@ -108,7 +108,7 @@ async def plan_output(
     answer: AnswerFormat | None = None
     if chat is not None and (choice.functions or chat.reasons):
         answer = AnswerFormat(chat=chat, functions=choice.functions, in_reasoning=in_reasoning, names=choice.names)
-    return OutputPlan(grammar=grammar, answer=answer, notes=choice.notes)
+    return BoundOutput(grammar=grammar, answer=answer, notes=choice.notes)
 
 
 async def _bad_tools(

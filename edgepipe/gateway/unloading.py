@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from edgepipe.clock import Clock
-from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.engine_types import RoutedModel
 from edgepipe.gateway.models import ModelTable
 from edgepipe.ids import PipelineId
 from edgepipe.wire.children import KeptModel, KeptModels
@@ -73,7 +73,7 @@ class KeepAlives:
         self._models.notify()
 
     @contextmanager
-    def use(self, served: ServedModel, keep_s: float | None) -> Generator[None]:
+    def use(self, served: RoutedModel, keep_s: float | None) -> Generator[None]:
         """Count a request as running. The model's time starts at its end, see ``want``."""
         self._used[served.pipeline_id] += 1
         try:
@@ -82,7 +82,7 @@ class KeepAlives:
             self._used[served.pipeline_id] -= 1
             self.want(served, keep_s)
 
-    def want(self, served: ServedModel, keep_s: float | None) -> None:
+    def want(self, served: RoutedModel, keep_s: float | None) -> None:
         """Restart the model's time: ``keep_s`` seconds (inf: for ever), None: as an earlier request set."""
         self._adopt(served.pipeline_id)
         if keep_s is not None:
@@ -91,7 +91,7 @@ class KeepAlives:
         if served.pipeline_id in self._keep_s:
             self._models.notify()
 
-    def left_s(self, served: ServedModel) -> float:
+    def left_s(self, served: RoutedModel) -> float:
         """Return the seconds until an idle model is unloaded; inf if it stays until a user stops it."""
         keep_s = self._keep_s.get(served.pipeline_id, math.inf) if served.on_request else math.inf
         now = self._now()

@@ -19,7 +19,7 @@ from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.link.deadline import Deadline
 from edgepipe.link.outbox import Outbox, Parcel
 from edgepipe.link.protocol import OnSample, RingTarget, SendStats
-from edgepipe.link.shaped import Line, Network, PlainLine
+from edgepipe.link.shaped import Network, PlainLine, ShapedStream
 from edgepipe.plain_words import plain_call
 from edgepipe.security.mutual_tls import Security
 from edgepipe.wire.codec import to_wire
@@ -190,12 +190,12 @@ class RingSender:
             sample = sample_from_wire(credit.sample)
             self._on_sample(replace(sample, acknowledged_us=int(self._clock.wall_s() * 1e6)))
 
-    def _line(self, call: RingCall) -> Line:
+    def _line(self, call: RingCall) -> ShapedStream:
         if self._network is None or self._wire is None:
             return PlainLine(call.write, self._clock)
         return self._network.frames_line(call.write, self._wire)
 
-    async def _write(self, line: Line) -> None:
+    async def _write(self, line: ShapedStream) -> None:
         """Write all that may be written; return when the stream ends, whose reader knows the reason."""
         try:
             while True:
@@ -206,7 +206,7 @@ class RingSender:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return
 
-    async def _write_step(self, line: Line, parcel: Parcel) -> None:
+    async def _write_step(self, line: ShapedStream, parcel: Parcel) -> None:
         begun_s = ended_s = line.begins_s()
         self.stats.queue_us = int((begun_s - parcel.queued_s) * 1e6)
         for chunk, data in enumerate(cut(parcel.data, self._chunk_bytes)):

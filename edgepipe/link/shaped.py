@@ -62,7 +62,7 @@ class Wire:
         return Passage(begins_s, departs_s, self._last_arrival_s)
 
 
-class Line(Protocol):
+class ShapedStream(Protocol):
     """A stream to write to."""
 
     def begins_s(self) -> float:
@@ -90,19 +90,19 @@ class PlainLine:
         self._clock = clock
 
     def begins_s(self) -> float:
-        """See ``Line.begins_s``."""
+        """See ``ShapedStream.begins_s``."""
         return self._clock.monotonic_s()
 
     async def write(self, message: Any, num_bytes: int = 0, /) -> float:
-        """See ``Line.write``: returns when the stream has taken the message."""
+        """See ``ShapedStream.write``: returns when the stream has taken the message."""
         await self._write(message)
         return self._clock.monotonic_s()
 
     async def run(self) -> None:
-        """See ``Line.run``: nothing to do."""
+        """See ``ShapedStream.run``: nothing to do."""
 
     def finish(self) -> None:
-        """See ``Line.finish``."""
+        """See ``ShapedStream.finish``."""
 
 
 class ShapedLine:
@@ -121,11 +121,11 @@ class ShapedLine:
         self._broken = False
 
     def begins_s(self) -> float:
-        """See ``Line.begins_s``."""
+        """See ``ShapedStream.begins_s``."""
         return self._wire.begins_s(self._clock.monotonic_s())
 
     async def write(self, message: Any, num_bytes: int = 0, /) -> float:
-        """See ``Line.write``. Returns at once; a broken stream drops messages, and its reader knows why."""
+        """See ``ShapedStream.write``. Returns at once; a broken stream drops messages, and its reader knows why."""
         passage = self._wire.carry(self._clock.monotonic_s(), num_bytes)
         if self._receiver_holds:
             message.frame.passage_us = round(1e6 * (passage.arrives_s - passage.begins_s))
@@ -136,7 +136,7 @@ class ShapedLine:
         return passage.departs_s
 
     async def run(self) -> None:
-        """See ``Line.run``. Ends early when the stream breaks."""
+        """See ``ShapedStream.run``. Ends early when the stream breaks."""
         try:
             while self._under_way or not self._finished:
                 while self._under_way:
@@ -151,7 +151,7 @@ class ShapedLine:
             self._under_way.clear()
 
     def finish(self) -> None:
-        """See ``Line.finish``."""
+        """See ``ShapedStream.finish``."""
         self._finished = True
         self._changed.set()
 
@@ -196,7 +196,7 @@ def make_network(link: str, clock: Clock) -> Network | None:
 
 
 class _DelayedReplies:
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: ShapedStream) -> None:
         self._line = line
 
     async def write(self, message: Any, /) -> None:

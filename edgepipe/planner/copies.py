@@ -56,7 +56,7 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyPlan:
+class PartCopies:
     """Parts for each node to fetch."""
 
     fetch: Mapping[NodeId, tuple[int, ...]]  # parts in ascending order
@@ -64,7 +64,7 @@ class CopyPlan:
     lost: tuple[int, ...] = ()  # parts on no disk
 
 
-def plan_copies(parts: ModelParts, disks: Sequence[Disk], *, copies: int) -> CopyPlan:
+def plan_copies(parts: ModelParts, disks: Sequence[Disk], *, copies: int) -> PartCopies:
     """Plan for every part to be on ``copies`` disks, or on all if there are fewer. Existing parts stay.
 
     Runs of neighbouring parts go to one disk where they fit, so that its node can take over a whole stage.
@@ -90,7 +90,7 @@ def plan_copies(parts: ModelParts, disks: Sequence[Disk], *, copies: int) -> Cop
         holds[best.node_id].update(chosen)
         free[best.node_id] -= parts.num_bytes(chosen)
         fetch.setdefault(best.node_id, []).extend(chosen)
-    return CopyPlan(
+    return PartCopies(
         fetch={node_id: tuple(sorted(chosen)) for node_id, chosen in sorted(fetch.items())},
         lacking_bytes=lacking,
         lost=lost,

@@ -20,7 +20,7 @@ class ModelBounds:
     context_length: int  # tokens of one sequence, prompt and output
 
 
-class Refusal(NamedTuple):
+class ValueRefusal(NamedTuple):
     """Reason for rejecting a value."""
 
     field: str
@@ -134,11 +134,11 @@ class Optional:
         return "" if value is None else self.bound.fault(getattr(value, self.attribute), model)
 
 
-def refusal(value: object, table: Mapping[str, Bound], model: ModelBounds | None) -> Refusal | None:
+def refusal(value: object, table: Mapping[str, Bound], model: ModelBounds | None) -> ValueRefusal | None:
     """Return the first field of a value that is out of bounds, or None."""
     for name, bound in table.items():
         if fact := bound.fault(getattr(value, name), model):
-            return Refusal(name, fact)
+            return ValueRefusal(name, fact)
     return None
 
 

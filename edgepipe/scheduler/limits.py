@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgepipe.spec.memory_classes import StatePool, WindowPool
+from edgepipe.spec.memory_classes import StateSlots, WindowPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class SchedulerLimits:
     contiguous_kv: bool = False  # a stage attends over runs as views: a cached prefix is copied, not shared
     prefix_cache: bool = True  # sequences with the same first tokens reuse computed blocks
     windows: tuple[WindowPool, ...] = ()  # pools of the layers that keep a window; empty: all keep the context
-    states: StatePool | None = None  # pool of recurrent layers' states; None: no layer is recurrent
+    states: StateSlots | None = None  # pool of recurrent layers' states; None: no layer is recurrent
 
     @property
     def pool_sizes(self) -> tuple[int, ...]:

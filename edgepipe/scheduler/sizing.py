@@ -252,7 +252,7 @@ def _slope(fastest: _Fastest) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ring:
+class RingMeasurements:
     """Measurements of a pipeline."""
 
     stages: Sequence[Sequence[StageCurve]]  # the slices of each stage, in the order that a token passes them
@@ -271,7 +271,7 @@ class Ring:
         return max(curve.jitter for curves in self.stages for curve in curves)
 
 
-def link_cap_tokens(ring: Ring, *, rows: float) -> int | None:
+def link_cap_tokens(ring: RingMeasurements, *, rows: float) -> int | None:
     """Return the tokens that the slowest link uploads while the slowest device computes a decode step of ``rows``.
 
     Returns None while that is unknown.
@@ -285,7 +285,7 @@ def link_cap_tokens(ring: Ring, *, rows: float) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class SizeForecast:
     """Predicted performance at one M."""
 
     micro_batches: int
@@ -307,7 +307,7 @@ class Forecasts:
     gains, because each reads the weights again.
     """
 
-    def __init__(self, ring: Ring, *, sequences: int, max_rows: int = 0) -> None:
+    def __init__(self, ring: RingMeasurements, *, sequences: int, max_rows: int = 0) -> None:
         if sequences < 1:
             raise ValueError("a ring without sequences makes no tokens")
         self._ring = ring
@@ -327,13 +327,13 @@ class Forecasts:
         """Largest M considered."""
         return self._limit
 
-    def of(self, micro_batches: int) -> Forecast:
+    def of(self, micro_batches: int) -> SizeForecast:
         """Return the forecast for an M, capped at ``limit``."""
         index = min(micro_batches, self._limit) - 1
         slowest = int(self._servers[:, index].argmax())
         num_stages = len(self._ring.stages)
         link = slowest - num_stages
-        return Forecast(
+        return SizeForecast(
             micro_batches=index + 1,
             tokens_per_s=float(self._tokens_per_s[index]),
             server_s=float(self._server_s[index]),
@@ -341,7 +341,7 @@ class Forecasts:
             bottleneck=f"stage {slowest}" if link < 0 else f"link {link}-{link + 1}",
         )
 
-    def best(self) -> Forecast:
+    def best(self) -> SizeForecast:
         """Return the forecast with the most tokens per second.
 
         Among equals it is the smallest M, which has the shortest turn and suffers least from jitter.
@@ -354,7 +354,7 @@ class Forecasts:
         return self.of(index + 1)
 
 
-def _servers(ring: Ring, rows: Floats) -> Floats:
+def _servers(ring: RingMeasurements, rows: Floats) -> Floats:
     """Return the time [devices and links, sizes] of a decode step for each number of rows."""
     devices = [np.sum([curve.at(rows) for curve in curves], axis=0) for curves in ring.stages]
     return np.stack([*devices, *(link.at(rows * ring.row_bytes) for link in ring.links)])
@@ -393,7 +393,7 @@ class Sizer:
         turns = self._turns_between if sequences == self._sequences else TURNS_BETWEEN
         return self._retired >= turns * self.sizing.micro_batches
 
-    def decide(self, ring: Ring, *, sequences: int) -> Sizing:
+    def decide(self, ring: RingMeasurements, *, sequences: int) -> Sizing:
         """Choose M for the measured ring and the number of sequences that share it."""
         self._retired = 0
         if sequences < 1 or not ring.known:
@@ -413,7 +413,7 @@ class Sizer:
         )
         return self.sizing
 
-    def _towards(self, now: Forecast, best: Forecast) -> int:
+    def _towards(self, now: SizeForecast, best: SizeForecast) -> int:
         current = now.micro_batches  # M is at most the number of sequences
         capped = self._max_rows and best.micro_batches > current and best.tokens_per_s >= now.tokens_per_s
         if best.tokens_per_s > now.tokens_per_s * (1 + GAIN) or capped:
@@ -421,7 +421,7 @@ class Sizer:
         return current
 
 
-def _reason(forecast: Forecast, latency_s: float, sequences: int) -> str:
+def _reason(forecast: SizeForecast, latency_s: float, sequences: int) -> str:
     turn = f"each token takes {_ms(forecast.turn_s)}, {_ms(latency_s)} of it on the network"
     slowest = f"{forecast.micro_batches}, since {forecast.bottleneck} takes {_ms(forecast.server_s)} a step"
     if forecast.filled:

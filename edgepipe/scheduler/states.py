@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from edgepipe.backend.types import RowState, StateWrite
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler.kv import Key, KeyWatch
-from edgepipe.spec.memory_classes import StatePool
+from edgepipe.spec.memory_classes import StateSlots
 
 if TYPE_CHECKING:
     from edgepipe.scheduler.sequence import Sequence
@@ -62,7 +62,7 @@ class StateTable:
 class StateClass:
     """The slots, their users, and the snapshots in the prefix cache."""
 
-    def __init__(self, limits: StatePool, *, block_size: int) -> None:
+    def __init__(self, limits: StateSlots, *, block_size: int) -> None:
         self.num_slots = limits.num_slots
         self._gap = limits.gap
         self._block_size = block_size
@@ -93,7 +93,7 @@ class StateClass:
 
     def carry_over(self) -> StateClass:
         """Return slots for the next epoch with the same snapshots and without sequences."""
-        limits = StatePool(num_slots=self.num_slots, gap=self._gap)
+        limits = StateSlots(num_slots=self.num_slots, gap=self._gap)
         after = StateClass(limits, block_size=self._block_size)
         order = [*self._idle, *[slot for slot in self._snapshots if slot not in self._idle]]
         after._free = [slot for slot in after._free if slot not in self._snapshots]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class ProcessKind(StrEnum):
     """The kind of a process."""
 
     NODE = "node"
@@ -18,30 +18,30 @@ class Kind(StrEnum):
 _PREFIX = "/edgepipe.wire.v1."
 
 # A stage accepts only its own engine as an engine, and only its predecessor as a stage (``Security``, ``Stage``).
-ALLOWED: Mapping[str, frozenset[Kind]] = {
-    "Node/Heartbeat": frozenset({Kind.NODE}),
-    "Node/Prepare": frozenset({Kind.ENGINE}),
-    "Node/Release": frozenset({Kind.ENGINE, Kind.NODE}),
-    "Node/StartEngine": frozenset({Kind.NODE}),
-    "Node/StopEngine": frozenset({Kind.NODE}),
-    "Node/StandBy": frozenset({Kind.NODE}),
-    "Node/Vouch": frozenset({Kind.NODE}),
-    "Node/ProfileLayer": frozenset({Kind.NODE}),
-    "Node/ProfileLinks": frozenset({Kind.NODE}),
-    "Probes/Echo": frozenset({Kind.NODE}),
-    "Node/Rebalance": frozenset({Kind.NODE}),
-    "Node/KeepCopy": frozenset({Kind.NODE}),
-    "Weights/GetManifest": frozenset({Kind.NODE}),
-    "Weights/ReadTensor": frozenset({Kind.NODE}),
-    "Weights/ReadFile": frozenset({Kind.NODE}),
-    "Engine/Generate": frozenset({Kind.GATEWAY}),
-    "Engine/Describe": frozenset({Kind.GATEWAY, Kind.NODE}),
-    "Engine/Trace": frozenset({Kind.GATEWAY}),
-    "Stage/Control": frozenset({Kind.ENGINE}),
-    "Stage/Ring": frozenset({Kind.STAGE}),
+ALLOWED: Mapping[str, frozenset[ProcessKind]] = {
+    "Node/Heartbeat": frozenset({ProcessKind.NODE}),
+    "Node/Prepare": frozenset({ProcessKind.ENGINE}),
+    "Node/Release": frozenset({ProcessKind.ENGINE, ProcessKind.NODE}),
+    "Node/StartEngine": frozenset({ProcessKind.NODE}),
+    "Node/StopEngine": frozenset({ProcessKind.NODE}),
+    "Node/StandBy": frozenset({ProcessKind.NODE}),
+    "Node/Vouch": frozenset({ProcessKind.NODE}),
+    "Node/ProfileLayer": frozenset({ProcessKind.NODE}),
+    "Node/ProfileLinks": frozenset({ProcessKind.NODE}),
+    "Probes/Echo": frozenset({ProcessKind.NODE}),
+    "Node/Rebalance": frozenset({ProcessKind.NODE}),
+    "Node/KeepCopy": frozenset({ProcessKind.NODE}),
+    "Weights/GetManifest": frozenset({ProcessKind.NODE}),
+    "Weights/ReadTensor": frozenset({ProcessKind.NODE}),
+    "Weights/ReadFile": frozenset({ProcessKind.NODE}),
+    "Engine/Generate": frozenset({ProcessKind.GATEWAY}),
+    "Engine/Describe": frozenset({ProcessKind.GATEWAY, ProcessKind.NODE}),
+    "Engine/Trace": frozenset({ProcessKind.GATEWAY}),
+    "Stage/Control": frozenset({ProcessKind.ENGINE}),
+    "Stage/Ring": frozenset({ProcessKind.STAGE}),
 }
 
 
-def allowed(method: str) -> frozenset[Kind]:
+def allowed(method: str) -> frozenset[ProcessKind]:
     """Return the kinds that may call a method (``/package.Service/Method``); empty if it is not listed."""
     return ALLOWED.get(method.removeprefix(_PREFIX), frozenset())

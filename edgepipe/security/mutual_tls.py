@@ -31,7 +31,7 @@ from edgepipe.errors import (
 )
 from edgepipe.ids import NodeId
 from edgepipe.plain_words import plain
-from edgepipe.security.access import Kind, allowed
+from edgepipe.security.access import ProcessKind, allowed
 from edgepipe.security.certificates import Certificate, Fingerprint, KeyPair, peek_fingerprint, read_certificate
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -49,7 +49,7 @@ class Peer:
     """A process that this one may know."""
 
     node_id: NodeId  # the node that the process belongs to
-    kind: Kind
+    kind: ProcessKind
     certificate: Certificate
 
 
@@ -107,7 +107,7 @@ class Security(Protocol):
         """Raise AccessDenied unless the caller is a process of that node: no process speaks in another's name."""
         ...
 
-    def caller(self, context: Context, kind: Kind) -> Peer | None:
+    def caller(self, context: Context, kind: ProcessKind) -> Peer | None:
         """Return the caller as a process of that kind; None without encryption."""
         ...
 
@@ -145,7 +145,7 @@ class Plaintext:
     def require_node(self, context: Context, node_id: str) -> None:
         """See ``Security.require_node``."""
 
-    def caller(self, context: Context, kind: Kind) -> Peer | None:
+    def caller(self, context: Context, kind: ProcessKind) -> Peer | None:
         """See ``Security.caller``."""
         return None
 
@@ -169,7 +169,7 @@ class MutualTls:
         self,
         own: KeyPair,
         *,
-        callers: Collection[Kind],
+        callers: Collection[ProcessKind],
         on_denied: Callable[[Denial], None] = lambda denial: None,
         keepalive: bool = True,
     ) -> None:
@@ -207,7 +207,7 @@ class MutualTls:
         Calls of processes that are no longer among ``callers`` are cut.
         """
         self._introduced = tuple(callers)
-        self._nodes = {peer.node_id: peer.certificate for peer in nodes if peer.kind is Kind.NODE}
+        self._nodes = {peer.node_id: peer.certificate for peer in nodes if peer.kind is ProcessKind.NODE}
         self._settle()
 
     def set_neighbours(self, peers: Collection[Peer]) -> None:
@@ -271,7 +271,7 @@ class MutualTls:
         if all(peer.node_id != node_id for peer in self._callers.get(fingerprint, ())):
             raise self._deny(fingerprint, f"it speaks in the name of {node_id[:60]}")
 
-    def caller(self, context: Context, kind: Kind) -> Peer | None:
+    def caller(self, context: Context, kind: ProcessKind) -> Peer | None:
         """See ``Security.caller``."""
         known = self._callers.get(_fingerprint_of(context), ())
         return next((peer for peer in known if peer.kind is kind), None)

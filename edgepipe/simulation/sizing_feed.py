@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edgepipe.backend.cost import StepWork
-from edgepipe.scheduler.sizing import LinkCurve, Ring, Sizer, StageCurve
+from edgepipe.scheduler.sizing import LinkCurve, RingMeasurements, Sizer, StageCurve
 from edgepipe.simulation.ring import Course, RingModel
 
 
@@ -19,7 +19,7 @@ class SizingFeed:
         devices: dict[str, list[StageCurve]] = {}
         for index, (stage, curve) in enumerate(zip(ring.stages, self._curves, strict=True)):
             devices.setdefault(stage.device or str(index), []).append(curve)
-        self._ring = Ring(
+        self._ring = RingMeasurements(
             stages=list(devices.values()),
             links=[LinkCurve() for _ in self._curves[1:]],
             row_bytes=row_bytes,

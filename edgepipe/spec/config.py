@@ -16,7 +16,7 @@ from edgepipe.spec.config_json import config_from_json
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.families import FAMILIES, gguf_family, hf_family
 from edgepipe.spec.families.nemotron_h import NEMOTRON_H
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape, unsupported
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape, unsupported
 from edgepipe.spec.naming import settled_naming
 from edgepipe.spec.quantisation_config import check_quantisation
 from edgepipe.spec.sampling_defaults import GENERATION_FILE
@@ -109,7 +109,7 @@ def gguf_config(
 
 def _config(
     family: Family,
-    decoder: Decoder,
+    decoder: FamilySpec,
     shape: HfShape | GgufShape,
     *,
     vocab: int,

@@ -48,7 +48,7 @@ class WindowPool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatePool:
+class StateSlots:
     """The slots for states of recurrent layers, numbered alike on every stage."""
 
     num_slots: int
@@ -84,7 +84,7 @@ class MemoryClasses:
             pools.append(replace(pool, num_blocks=min(num_blocks, blocks)))
         return tuple(pools) if any(pool.num_blocks < num_blocks for pool in pools) else ()
 
-    def states(self, *, num_blocks: int, block_size: int) -> StatePool | None:
+    def states(self, *, num_blocks: int, block_size: int) -> StateSlots | None:
         """Return the slots beside ``num_blocks`` blocks of the context; None for a model without recurrent layers.
 
         A snapshot takes as many bytes as the KV of ``gap`` tokens, within bounds. So snapshots of a long prompt double
@@ -96,7 +96,7 @@ class MemoryClasses:
         gap = max(_LEAST_GAP, min(_MOST_GAP, alike))
         slot_tokens = max(_LEAST_SLOT_TOKENS, min(_MOST_SLOT_TOKENS, alike // _SLOT_SHARE))
         slots = max(_LEAST_SLOTS, -(-num_blocks * block_size // slot_tokens))
-        return StatePool(num_slots=slots, gap=-(-gap // block_size) * block_size)
+        return StateSlots(num_slots=slots, gap=-(-gap // block_size) * block_size)
 
     def opened(self, window_blocks: Sequence[int], *, block_size: int) -> tuple[WindowPool, ...]:
         """Return the pools that an epoch was opened with. Raises ValueError for another number of classes."""
@@ -208,7 +208,7 @@ def kv_bytes(config: ModelConfig, num_tokens: int, *, form: str) -> tuple[int, .
     )
 
 
-def _states(config: ModelConfig, num_tokens: int) -> StatePool | None:
+def _states(config: ModelConfig, num_tokens: int) -> StateSlots | None:
     return memory_classes(config).states(num_blocks=-(-num_tokens // _BLOCK_SIZE), block_size=_BLOCK_SIZE)
 
 

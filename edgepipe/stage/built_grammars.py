@@ -15,7 +15,7 @@ MAX_BYTES = 768 << 20  # size of all grammars, kept or used by sequences: three 
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class GrammarRefusal:
     """Reason why a text is not compiled."""
 
     fact: str
@@ -45,7 +45,7 @@ class BuiltGrammars:
         # Grammars that are kept or that a sequence uses.
         self._current: WeakValueDictionary[str, BuiltGrammar] = WeakValueDictionary()
         self._alive: WeakSet[BuiltGrammar] = WeakSet()  # the current grammars, and spent ones that a sequence uses
-        self._refused: OrderedDict[str, Refusal] = OrderedDict()
+        self._refused: OrderedDict[str, GrammarRefusal] = OrderedDict()
 
     @property
     def num_bytes(self) -> int:
@@ -66,7 +66,7 @@ class BuiltGrammars:
 
     def refuse(self, text: str, fact: str) -> StepFailed:
         """Remember that a text is refused. Return the error for its sequence."""
-        refusal = self._refused[text] = Refusal(fact)
+        refusal = self._refused[text] = GrammarRefusal(fact)
         while len(self._refused) > self._max_kept:
             self._refused.popitem(last=False)
         return refusal.error()

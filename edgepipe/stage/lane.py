@@ -14,7 +14,7 @@ from edgepipe.link.deadline import Deadline
 from edgepipe.link.protocol import Outgoing, StepBytes
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.spec.facts import Slice
-from edgepipe.stage.step_work import StepWork
+from edgepipe.stage.step_work import StageStep
 
 Inputs: TypeAlias = "TokenIds | Activations"
 
@@ -42,13 +42,13 @@ class Lane:
         self._kind = activation_type
         self._clock = clock
         self._on_late = on_late
-        self._planned: deque[StepWork] = deque()  # planned steps that are not dispatched
+        self._planned: deque[StageStep] = deque()  # planned steps that are not dispatched
         # Inputs that are not dispatched, with arrival time (monotonic).
         self._arrived: deque[tuple[StepId, Inputs, float]] = deque()
         self._deadline = Deadline(limit_s=deadline_s, on_expired=self._late)
         self._deadline_s = deadline_s
 
-    def plan(self, work: StepWork) -> None:
+    def plan(self, work: StageStep) -> None:
         """Queue a planned step. Raises RemoteProtocolError if its activations arrived with the wrong size."""
         self._planned.append(work)
         if self.receiver is not None:
@@ -69,7 +69,7 @@ class Lane:
         if not self._deadline.running:
             self._deadline.restart()
 
-    def next_ready(self) -> StepWork | None:
+    def next_ready(self) -> StageStep | None:
         """Return the next step in order with its inputs; None while it waits for them."""
         if not self._planned or not self._arrived:
             return None

@@ -29,7 +29,7 @@ from edgepipe.link.shaped import Network, delayed_replies
 from edgepipe.planner.profiles import slice_costs
 from edgepipe.sampling import sample
 from edgepipe.sampling.bounds import ModelBounds
-from edgepipe.security.access import Kind
+from edgepipe.security.access import ProcessKind
 from edgepipe.security.certificates import read_certificate
 from edgepipe.security.mutual_tls import Peer, Security
 from edgepipe.spec.facts import Slice
@@ -42,7 +42,7 @@ from edgepipe.stage.grammar_trial import StageTrial
 from edgepipe.stage.grammars import Grammars, OpenTokenizer
 from edgepipe.stage.sampler import Sampler, SamplerPool, default_threads
 from edgepipe.stage.service import Commands, Frames, add_service
-from edgepipe.stage.stage_epoch import Counters, Dial, StageEpoch, Tools
+from edgepipe.stage.stage_epoch import Counters, MakeLink, StageEpoch, Tools
 from edgepipe.stage.trace import TraceEntry, new_trace
 from edgepipe.weights.resident import dtype_of, resident_sizes
 from edgepipe.weights.weight_table import table_of
@@ -101,7 +101,7 @@ class Stage:
         open_tokenizer: OpenTokenizer | None = None,
         grammar_trial: Trial | None = None,
         compute: ComputeThread | None = None,
-        dial: Dial | None = None,
+        dial: MakeLink | None = None,
         network: Network | None = None,
         open_s: float = OPEN_S,
         name: str = "",
@@ -440,4 +440,4 @@ def _predecessor(spec: PipelineSpec) -> list[Peer]:
     if spec.previous is None or not spec.previous.certificate:
         return []
     certificate = read_certificate(spec.previous.certificate)
-    return [Peer(node_id=spec.previous.node_id, kind=Kind.STAGE, certificate=certificate)]
+    return [Peer(node_id=spec.previous.node_id, kind=ProcessKind.STAGE, certificate=certificate)]

@@ -33,7 +33,7 @@ from edgepipe.stage.retirement import Retirement
 from edgepipe.stage.sampler import SamplerPool, StepResult
 from edgepipe.stage.sequences import PlannedRows, SequenceTable, packed_indices
 from edgepipe.stage.service import Commands
-from edgepipe.stage.step_work import StepWork
+from edgepipe.stage.step_work import StageStep
 from edgepipe.stage.trace import Trace, TraceEntry
 from edgepipe.wire.plans import OpenRing, PipelineSpec, Registration, Registrations, StepPlan
 
@@ -44,7 +44,7 @@ _LEAST_WINDOW = 8  # steps
 _CHECK_S = 5.0  # for a test step after the submitted ones; the daemon ends a device that hangs
 
 
-class Dial(Protocol):
+class MakeLink(Protocol):
     """Creates the sending end of a link; called on the loop."""
 
     def __call__(self, target: RingTarget, *, on_sample: OnSample) -> Outgoing:
@@ -72,7 +72,7 @@ class Tools:
     clock: Clock
     trace: Trace
     counters: Counters
-    dial: Dial
+    dial: MakeLink
     connect_s: float  # for the next stage to open its end of the link
     node: str  # name for errors
     stage: str
@@ -195,7 +195,7 @@ class StageEpoch:
             lane.close()
         self._reports.close()
 
-    def computed(self, work: StepWork, output: StepOutput) -> None:
+    def computed(self, work: StageStep, output: StepOutput) -> None:
         """See ``WorkOwner.computed``; runs on the compute thread."""
         assert work.span is not None, "the step was computed"
         span = work.span
@@ -206,7 +206,7 @@ class StageEpoch:
             )
         self._loop.call_soon_threadsafe(self._after_compute, work, output)
 
-    def broken(self, work: StepWork, error: Exception) -> None:
+    def broken(self, work: StageStep, error: Exception) -> None:
         """See ``WorkOwner.broken``; runs on the compute thread or a sampler thread."""
         fault = _as_fault(error, f"step {work.step} could not be computed")
         self._loop.call_soon_threadsafe(self._crashed, _Crash(step=work.step, error=fault))
@@ -375,7 +375,7 @@ class StageEpoch:
         if problem:
             raise RemoteProtocolError(f"the plan of step {plan.step} is invalid: {problem}")
 
-    def _prepare(self, plan: StepPlan, rows: PlannedRows, lane: Lane, *, with_copies: bool) -> StepWork:
+    def _prepare(self, plan: StepPlan, rows: PlannedRows, lane: Lane, *, with_copies: bool) -> StageStep:
         started_s = self._tools.clock.monotonic_s()
         retires = lane.part.index == plan.last_slice
         step = Step(
@@ -388,7 +388,7 @@ class StageEpoch:
         )
         prepared = self._tools.compute.backend.prepare(step)
         ready_s = self._tools.clock.monotonic_s()
-        return StepWork(
+        return StageStep(
             self,
             epoch=plan.epoch.counter,
             step=plan.step,
@@ -414,12 +414,12 @@ class StageEpoch:
             self._in_compute += 1
             self._tools.compute.put(work)
 
-    def _ready(self) -> Iterator[StepWork]:
+    def _ready(self) -> Iterator[StageStep]:
         for lane in () if self._paused else self._lanes.values():
             while self._in_compute < self._max_in_compute and (work := lane.next_ready()) is not None:
                 yield work
 
-    def _after_compute(self, work: StepWork, output: StepOutput) -> None:
+    def _after_compute(self, work: StageStep, output: StepOutput) -> None:
         if self.over:
             return
         self._in_compute -= 1
@@ -429,7 +429,7 @@ class StageEpoch:
         except Exception as exc:
             self.fault(_as_fault(exc, f"step {work.step} could not be passed on"))
 
-    def _pass_on(self, work: StepWork, output: StepOutput) -> None:
+    def _pass_on(self, work: StageStep, output: StepOutput) -> None:
         if work.retires:
             if not work.samples and not work.scored:
                 self._retire(work.step, StepResult(), work)
@@ -446,15 +446,15 @@ class StageEpoch:
         stats = lane.sender.stats
         self._reports.timing(work.timing(send_queue_us=stats.queue_us, upload_us=stats.upload_us))
 
-    def _on_result(self, work: StepWork, result: StepResult) -> None:
+    def _on_result(self, work: StageStep, result: StepResult) -> None:
         """Take a step's sampled tokens; runs on a sampler thread."""
         self._loop.call_soon_threadsafe(self._sampled, work, result)
 
-    def _sampled(self, work: StepWork, result: StepResult) -> None:
+    def _sampled(self, work: StageStep, result: StepResult) -> None:
         if not self.over:
             self._retire(work.step, result, work)
 
-    def _retire(self, step: StepId, result: StepResult, work: StepWork | None = None) -> None:
+    def _retire(self, step: StepId, result: StepResult, work: StageStep | None = None) -> None:
         timings = (work.timing(sample_us=result.sample_us),) if work is not None else ()
         for done in self._retirement.settle(step, result, timings):
             self._reports.done(done)

@@ -9,7 +9,7 @@ from edgepipe.backend.protocol import Prepared
 from edgepipe.backend.types import Activations, LogitEdits, StepOutput, TokenIds
 from edgepipe.ids import StepId
 from edgepipe.sampling import SampleRow, logit_edits
-from edgepipe.stage.compute import Span
+from edgepipe.stage.compute import DeviceSpan
 from edgepipe.stage.sequences import ScoredPart
 from edgepipe.wire.plans import StepTiming
 
@@ -22,16 +22,16 @@ class WorkOwner(Protocol):
         """Whether the epoch has ended."""
         ...
 
-    def computed(self, work: StepWork, output: StepOutput) -> None:
+    def computed(self, work: StageStep, output: StepOutput) -> None:
         """Take the step's output."""
         ...
 
-    def broken(self, work: StepWork, error: Exception) -> None:
+    def broken(self, work: StageStep, error: Exception) -> None:
         """Take the error of a step that the backend failed to compute."""
         ...
 
 
-class StepWork:
+class StageStep:
     """A mutable step, passed from the loop to the compute thread and back; only one of them uses it at a time."""
 
     __slots__ = (
@@ -82,7 +82,7 @@ class StepWork:
         self.retires = retires  # the step ends with this slice
         self.samples = samples  # rows whose tokens this slice's logits decide
         self.scored = scored  # prompt tokens whose log-probabilities this slice computes
-        self.span: Span | None = None  # set once computed
+        self.span: DeviceSpan | None = None  # set once computed
         self.expert_share = 0.0  # see ``StepOutput``
         self._owner = owner
         self._inputs: TokenIds | Activations | None = None
@@ -111,7 +111,7 @@ class StepWork:
         """See ``Work.wanted``."""
         return not self._owner.over
 
-    def done(self, output: StepOutput, span: Span) -> None:
+    def done(self, output: StepOutput, span: DeviceSpan) -> None:
         """See ``Work.done``."""
         self.span, self.expert_share = span, output.expert_share
         self._owner.computed(self, output)

@@ -73,7 +73,7 @@ class HubListing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HubPlan:
+class HubDownload:
     """Files that a pull fetches, at one commit."""
 
     source: HubSource
@@ -102,7 +102,7 @@ def parse_pinned(text: str) -> HubSource | None:
     return HubSource(repo=match["repo"], revision=match["commit"]) if match and ".." not in text else None
 
 
-def plan_hub(source: HubSource, *, endpoint: str | None = None) -> HubPlan:
+def plan_hub(source: HubSource, *, endpoint: str | None = None) -> HubDownload:
     """List the model's files on the hub. Raises ModelUnknown, ModelDownloadFailed, ModelInvalid."""
     plan = _plan(source, list_hub(source, endpoint=endpoint))
     for file in plan.files:
@@ -151,7 +151,7 @@ def list_hub(source: HubSource, *, endpoint: str | None = None) -> HubListing:
 
 
 @contextmanager
-def suggesting_alternative(plan: HubPlan) -> Generator[None]:
+def suggesting_alternative(plan: HubDownload) -> Generator[None]:
     """Name the plan's alternative as the next step of an error about the plan's format."""
     try:
         yield
@@ -177,7 +177,7 @@ def _planned(file: Any) -> PlannedFile | None:
     )
 
 
-def _plan(source: HubSource, listing: HubListing) -> HubPlan:
+def _plan(source: HubSource, listing: HubListing) -> HubDownload:
     """Choose metadata and one set of weights: safetensors if present and no type is given, else one GGUF model."""
     commit, files = listing.commit, listing.files
     choices = gguf_choices(files)
@@ -187,7 +187,7 @@ def _plan(source: HubSource, listing: HubListing) -> HubPlan:
         shards = [file for file in files if "/" not in file.name and fnmatch.fnmatchcase(file.name, SHARDS)]
         single = [by_name[SINGLE_FILE]] if SINGLE_FILE in by_name else []
         weights = shards if INDEX_FILE in by_name and shards else single  # mlx-lm writes an index of one file, too
-        return HubPlan(
+        return HubDownload(
             source=source,
             commit=commit,
             model_id=source.repo,
@@ -200,7 +200,7 @@ def _plan(source: HubSource, listing: HubListing) -> HubPlan:
     of_file = [choice for choice in choices if source.file in [file.name for file in choice.files]]
     chosen = choose_type("" if of_file else source.type, of_file or choices, repo=source.repo)
     others = [choice for choice in choices if choice.label != chosen.label]
-    return HubPlan(
+    return HubDownload(
         source=source,
         commit=commit,
         model_id=stored_name(source.repo, chosen, alone=len(choices) == 1),

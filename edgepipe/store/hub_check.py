@@ -12,9 +12,9 @@ from edgepipe.errors import EdgepipeError, ModelInvalid
 from edgepipe.files.progress import OnProgress, PlannedFile, ProgressCounter
 from edgepipe.spec.config import gguf_config, read_hf_config
 from edgepipe.spec.layout import check_layout
-from edgepipe.store.hub import HubPlan, failure_text, suggesting_alternative
+from edgepipe.store.hub import HubDownload, failure_text, suggesting_alternative
 from edgepipe.store.hub_files import METADATA_WAITS, HeaderParser, HubFiles
-from edgepipe.store.hub_patience import Pauses, persist
+from edgepipe.store.hub_patience import PullClock, persist
 from edgepipe.store.install import METADATA_NAMES
 from edgepipe.text.gguf_tokenizer import check_tokenizer_kind
 from edgepipe.weights.gguf_file import JoinedGguf, expected_rope_factors
@@ -41,17 +41,17 @@ class _Asking:
     """How the hub is asked."""
 
     endpoint: str | None
-    pauses: Pauses
+    pauses: PullClock
     counter: ProgressCounter  # hears of pauses
 
 
 def check_hub(
-    plan: HubPlan,
+    plan: HubDownload,
     folder: Path,
     on_progress: OnProgress = lambda _: None,
     *,
     endpoint: str | None = None,
-    pauses: Pauses | None = None,
+    pauses: PullClock | None = None,
 ) -> None:
     """Read the headers of a plan's weight files and check that the model can be read. Blocks.
 
@@ -60,7 +60,7 @@ def check_hub(
     ModelDownloadFailed, RemoteProtocolError, SendTimeout.
     """
     counter = ProgressCounter(on_progress, "download", sum(file.num_bytes for file in plan.files))
-    asking = _Asking(endpoint=endpoint, pauses=pauses or Pauses(), counter=counter)
+    asking = _Asking(endpoint=endpoint, pauses=pauses or PullClock(), counter=counter)
     if plan.gguf:
         _check_gguf(plan, asking)
     else:
@@ -68,7 +68,7 @@ def check_hub(
             _check_safetensors(plan, folder, asking)
 
 
-def _check_gguf(plan: HubPlan, asking: _Asking) -> None:
+def _check_gguf(plan: HubDownload, asking: _Asking) -> None:
     with suggesting_alternative(plan):
         reading = _headers(plan, plan.gguf, parse_gguf_header, most_bytes=MAX_GGUF_HEADER_BYTES, asking=asking)
         headers = asyncio.run(reading)
@@ -78,7 +78,7 @@ def _check_gguf(plan: HubPlan, asking: _Asking) -> None:
     check_tokenizer_kind(joined.metadata)
 
 
-def _check_safetensors(plan: HubPlan, folder: Path, asking: _Asking) -> None:
+def _check_safetensors(plan: HubDownload, folder: Path, asking: _Asking) -> None:
     config = read_hf_config(folder)
     if plan.strange_tokenizer:
         raise ModelInvalid(
@@ -100,7 +100,7 @@ def _check_safetensors(plan: HubPlan, folder: Path, asking: _Asking) -> None:
 
 
 async def _headers(
-    plan: HubPlan, files: Sequence[PlannedFile], parse: HeaderParser[_T], *, most_bytes: int, asking: _Asking
+    plan: HubDownload, files: Sequence[PlannedFile], parse: HeaderParser[_T], *, most_bytes: int, asking: _Asking
 ) -> dict[str, _T]:
     """Return the files' headers by name."""
     hub = HubFiles(replace(plan.source, revision=plan.commit), endpoint=asking.endpoint, idle_s=_IDLE_S)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from edgepipe.errors import EdgepipeError, ModelInvalid
 from edgepipe.files.progress import OnProgress, PlannedFile, ProgressCounter
-from edgepipe.store.hub import HubPlan, failure_text
+from edgepipe.store.hub import HubDownload, failure_text
 from edgepipe.store.hub_files import HubFiles
 from edgepipe.store.hub_part import PartFile, hash_fits, part_bytes
-from edgepipe.store.hub_patience import Pauses, persist
+from edgepipe.store.hub_patience import PullClock, persist
 from edgepipe.store.install import METADATA_NAMES
 from edgepipe.units import format_bytes
 
@@ -21,13 +21,13 @@ _IDLE_S = 20.0  # limit for silence of the hub
 
 
 def fetch_hub(
-    plan: HubPlan,
+    plan: HubDownload,
     folder: Path,
     on_progress: OnProgress,
     *,
     check: Callable[[Path], None],
     endpoint: str | None = None,
-    pauses: Pauses | None = None,
+    pauses: PullClock | None = None,
 ) -> None:
     """Fetch a plan's files into ``folder``, metadata first. Blocks.
 
@@ -35,13 +35,13 @@ def fetch_hub(
     ModelDownloadFailed, SendTimeout, RemoteProtocolError (partial files stay), ModelInvalid (a file with a wrong hash
     is deleted).
     """
-    fetching = _Fetching(plan, folder, on_progress, endpoint, pauses or Pauses())
+    fetching = _Fetching(plan, folder, on_progress, endpoint, pauses or PullClock())
     asyncio.run(fetching.files([file for file in plan.files if file.name in METADATA_NAMES]))
     check(folder)
     asyncio.run(fetching.files([file for file in plan.files if file.name not in METADATA_NAMES]))
 
 
-def kept_bytes(plan: HubPlan, folder: Path) -> int:
+def kept_bytes(plan: HubDownload, folder: Path) -> int:
     """Return how many bytes of a plan's files an interrupted pull left in ``folder``, by sizes and records alone."""
     return sum(
         file.num_bytes
@@ -59,7 +59,7 @@ class _Fetching:
     """One pull's downloads."""
 
     def __init__(
-        self, plan: HubPlan, folder: Path, on_progress: OnProgress, endpoint: str | None, pauses: Pauses
+        self, plan: HubDownload, folder: Path, on_progress: OnProgress, endpoint: str | None, pauses: PullClock
     ) -> None:
         self._plan = plan
         self._folder = folder

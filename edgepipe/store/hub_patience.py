@@ -23,7 +23,7 @@ OnWait = Callable[[EdgepipeError, float], None]  # the failure, and the pause in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pauses:
+class PullClock:
     """The clock of a pull."""
 
     now_s: Callable[[], float] = monotonic
@@ -53,7 +53,7 @@ class Patience:
 async def persist(
     attempt: Callable[[], Awaitable[_T]],
     *,
-    pauses: Pauses,
+    pauses: PullClock,
     on_wait: OnWait,
     num_arrived: Callable[[], int] = lambda: 0,
 ) -> _T:

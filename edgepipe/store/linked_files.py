@@ -57,14 +57,14 @@ class Stamp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
+class LinkRecord:
     """A folder's record."""
 
     pulled_from: str = ""  # path of the user's file or folder; empty: not known
     stamps: Mapping[str, Stamp] = field(default_factory=dict[str, Stamp])  # stamp of each file by its name in the store
 
 
-def write_links(folder: Path, links: Links) -> None:
+def write_links(folder: Path, links: LinkRecord) -> None:
     """Write a folder's record. Raises OSError."""
     value = {"pulled_from": links.pulled_from, "files": {name: asdict(stamp) for name, stamp in links.stamps.items()}}
     fresh = folder / f".{LINKS_FILE}-{secrets.token_hex(4)}"
@@ -75,19 +75,19 @@ def write_links(folder: Path, links: Links) -> None:
         fresh.unlink(missing_ok=True)
 
 
-def read_links(folder: Path) -> Links:
+def read_links(folder: Path) -> LinkRecord:
     """Read a folder's record; an empty one if it is missing or damaged: then the manifest decides."""
     try:
         with (folder / LINKS_FILE).open("rb") as file:
             data = file.read(_MOST_BYTES)
         fields = Fields(parse_json_object(data, what=_WHAT), what=_WHAT)
         stamps = {name: _stamp(value) for name, value in _object(fields.raw("files")).items()}
-        return Links(pulled_from=fields.text("pulled_from", default=""), stamps=stamps)
+        return LinkRecord(pulled_from=fields.text("pulled_from", default=""), stamps=stamps)
     except (FileNotFoundError, NotADirectoryError):
-        return Links()
+        return LinkRecord()
     except (OSError, ModelInvalid) as exc:
         logger.info("the record of linked files is not used: %s", exc)
-        return Links()
+        return LinkRecord()
 
 
 def touched_files(folder: Path) -> dict[str, Stamp]:
@@ -134,7 +134,7 @@ def check_unchanged(folder: Path, on_bytes: OnBytes = lambda _done, _total: None
         raise changed(folder, next(iter(touched)))
     links = read_links(folder)
     with contextlib.suppress(OSError):  # a disk may be read-only: then every load compares the files
-        write_links(folder, Links(pulled_from=links.pulled_from, stamps={**links.stamps, **touched}))
+        write_links(folder, LinkRecord(pulled_from=links.pulled_from, stamps={**links.stamps, **touched}))
 
 
 def counted(on_progress: OnProgress) -> OnBytes:

@@ -23,7 +23,7 @@ from edgepipe.store.hub import HubSource, pinned_text, plan_hub
 from edgepipe.store.hub_check import check_hub
 from edgepipe.store.hub_fetch import fetch_hub, kept_bytes
 from edgepipe.store.hub_part import PART_SUFFIX, RECORD_SUFFIX
-from edgepipe.store.hub_patience import Pauses
+from edgepipe.store.hub_patience import PullClock
 from edgepipe.store.install import METADATA_NAMES, check_metadata_size, install
 from edgepipe.store.linked_files import check_stamps, check_unchanged, counted
 from edgepipe.store.local_gguf import folder_advice, gguf_title
@@ -73,7 +73,7 @@ class _Job:
 class Puller:
     """Pulls models into one store's folder."""
 
-    def __init__(self, root: Path, *, endpoint: str | None = None, pauses: Pauses | None = None) -> None:
+    def __init__(self, root: Path, *, endpoint: str | None = None, pauses: PullClock | None = None) -> None:
         self._root = root
         self._endpoint = endpoint
         self._pauses = pauses

@@ -14,7 +14,7 @@ from edgepipe.files.cloning import clone, hard_link
 from edgepipe.files.disk import check_room
 from edgepipe.files.progress import OnProgress, ProgressCounter
 from edgepipe.store.install import METADATA_NAMES
-from edgepipe.store.linked_files import Links, Stamp, write_links
+from edgepipe.store.linked_files import LinkRecord, Stamp, write_links
 
 _COPY_CHUNK_BYTES = 4 << 20
 
@@ -45,7 +45,7 @@ class Taking:
             _copy(path, place, counter)
         if linked:
             stamps = {name: Stamp.of(folder / name) for name in linked}
-            write_links(folder, Links(pulled_from=str(self.pulled_from.absolute()), stamps=stamps))
+            write_links(folder, LinkRecord(pulled_from=str(self.pulled_from.absolute()), stamps=stamps))
 
 
 def _linked(path: Path, place: Path, name: str, linked: list[str]) -> bool:

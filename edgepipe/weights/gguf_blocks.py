@@ -22,7 +22,7 @@ _U64 = np.uint64
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class UnpackedParts:
     """Where the unpacked parts of N blocks go: views of the arrays of a ``Packed``."""
 
     low: Bytes  # [N, values / 2]
@@ -32,10 +32,10 @@ class Parts:
     offset: npt.NDArray[Any]  # [N, base offsets]; empty without offsets
     offset_factor: Bytes  # [N, groups]
 
-    def rows(self, blocks: slice) -> Parts:
+    def rows(self, blocks: slice) -> UnpackedParts:
         """Return the places of some of the blocks."""
         arrays = (self.low, self.high, self.scale, self.factor, self.offset, self.offset_factor)
-        return Parts(*(array[blocks] for array in arrays))
+        return UnpackedParts(*(array[blocks] for array in arrays))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class BlockLayout:
 
     struct: np.dtype[np.void]
     form: PackedForm
-    unpack: Callable[[Blocks, Parts], None]
+    unpack: Callable[[Blocks, UnpackedParts], None]
     zero: int | None = None
     factor: type[np.uint8] | type[np.int8] = np.uint8
     base: npt.DTypeLike = "<f2"  # "<u2": bits of bf16
@@ -117,27 +117,27 @@ def _negated(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return values ^ np.uint16(0x8000)
 
 
-def _q4_0(blocks: Blocks, out: Parts) -> None:
+def _q4_0(blocks: Blocks, out: UnpackedParts) -> None:
     out.scale[:, 0] = blocks["d"]
     _split_nibbles(blocks["qs"][:, None], out.low)
 
 
-def _q4_1(blocks: Blocks, out: Parts) -> None:
+def _q4_1(blocks: Blocks, out: UnpackedParts) -> None:
     out.offset[:, 0] = blocks["m"]
     _q4_0(blocks, out)
 
 
-def _q5_0(blocks: Blocks, out: Parts) -> None:
+def _q5_0(blocks: Blocks, out: UnpackedParts) -> None:
     out.high[...] = blocks["qh"]
     _q4_0(blocks, out)
 
 
-def _q5_1(blocks: Blocks, out: Parts) -> None:
+def _q5_1(blocks: Blocks, out: UnpackedParts) -> None:
     out.high[...] = blocks["qh"]
     _q4_1(blocks, out)
 
 
-def _q8_0(blocks: Blocks, out: Parts) -> None:
+def _q8_0(blocks: Blocks, out: UnpackedParts) -> None:
     out.scale[:, 0] = blocks["d"]
     words = _words(blocks["qs"])
     words ^= _U64(0x8080808080808080)
@@ -148,7 +148,7 @@ def _q8_0(blocks: Blocks, out: Parts) -> None:
     _pair_up(words, out.high)
 
 
-def _q2_k(blocks: Blocks, out: Parts) -> None:
+def _q2_k(blocks: Blocks, out: UnpackedParts) -> None:
     out.scale[:, 0] = blocks["d"]
     out.offset[:, 0] = _negated(blocks["dmin"])
     scales = blocks["scales"]
@@ -165,7 +165,7 @@ def _bit_pairs(quants: Bytes, low: Bytes) -> None:
         _pair_up(codes, low.reshape(-1, 2, 4, 16)[:, :, step])
 
 
-def _q3_k(blocks: Blocks, out: Parts) -> None:
+def _q3_k(blocks: Blocks, out: UnpackedParts) -> None:
     out.scale[:, 0] = blocks["d"]
     lower, upper = _words(blocks["scales"][:, :8], "<u4"), _words(blocks["scales"][:, 8:], "<u4")
     for step in range(4):
@@ -182,26 +182,26 @@ def _q3_k(blocks: Blocks, out: Parts) -> None:
         _pair_up(codes, low[:, :, step])
 
 
-def _q4_k(blocks: Blocks, out: Parts) -> None:
+def _q4_k(blocks: Blocks, out: UnpackedParts) -> None:
     out.scale[:, 0] = blocks["d"]
     out.offset[:, 0] = _negated(blocks["dmin"])
     _k_scales(blocks["scales"], out.factor, out.offset_factor)
     _split_nibbles(blocks["qs"], out.low)
 
 
-def _q5_k(blocks: Blocks, out: Parts) -> None:
+def _q5_k(blocks: Blocks, out: UnpackedParts) -> None:
     _q4_k(blocks, out)
     _transpose_bits(blocks["qh"], out.high)
 
 
-def _q6_k(blocks: Blocks, out: Parts) -> None:
+def _q6_k(blocks: Blocks, out: UnpackedParts) -> None:
     out.scale[:, 0] = blocks["d"]
     out.factor[...] = blocks["scales"]
     _split_nibbles(blocks["ql"], out.low)
     _transpose_bit_pairs(blocks["qh"], out.high)
 
 
-def _iq4_xs(blocks: Blocks, out: Parts) -> None:
+def _iq4_xs(blocks: Blocks, out: UnpackedParts) -> None:
     out.scale[:, 0] = blocks["d"]
     lower, index = blocks["scales_l"], np.arange(8, dtype=np.uint16)
     upper = (blocks["scales_h"][:, None] >> (2 * index)).astype(np.uint8) & np.uint8(3)
@@ -210,7 +210,7 @@ def _iq4_xs(blocks: Blocks, out: Parts) -> None:
     _split_nibbles(blocks["qs"], out.low)
 
 
-def _mxfp4(blocks: Blocks, out: Parts) -> None:
+def _mxfp4(blocks: Blocks, out: UnpackedParts) -> None:
     exponent = blocks["e"].astype(np.uint16)
     out.scale[:, 0] = np.where(exponent == 0, np.uint16(0x40), exponent << np.uint16(7))  # 2 ** (e - 127) as bf16
     _split_nibbles(blocks["qs"][:, None], out.low)
@@ -228,7 +228,7 @@ def _ue4m3_table() -> npt.NDArray[np.float16]:
 _UE4M3 = _ue4m3_table()
 
 
-def _nvfp4(blocks: Blocks, out: Parts) -> None:
+def _nvfp4(blocks: Blocks, out: UnpackedParts) -> None:
     out.scale[...] = _UE4M3[blocks["d"]].view(out.scale.dtype)
     _split_nibbles(blocks["qs"], out.low)
 
@@ -242,7 +242,7 @@ def _trits(count: int) -> npt.NDArray[np.uint8]:
 _TRITS = _trits(5)
 
 
-def _tq1_0(blocks: Blocks, out: Parts) -> None:
+def _tq1_0(blocks: Blocks, out: UnpackedParts) -> None:
     out.scale[:, 0] = blocks["d"]
     quants = blocks["qs"]
     parts = ((quants[:, :32], 5), (quants[:, 32:], 5), (blocks["qh"], 4))
@@ -250,7 +250,7 @@ def _tq1_0(blocks: Blocks, out: Parts) -> None:
     out.low[...] = split_planes(np.concatenate(digits, axis=1), 4)[0]
 
 
-def _tq2_0(blocks: Blocks, out: Parts) -> None:
+def _tq2_0(blocks: Blocks, out: UnpackedParts) -> None:
     out.scale[:, 0] = blocks["d"]
     _bit_pairs(blocks["qs"], out.low)
 

@@ -16,7 +16,7 @@ from edgepipe.spec.packed import Codes, GroupValues, Packed, requantise
 from edgepipe.spec.packed_form import PackedForm
 from edgepipe.spec.tensors import RawTensor, TensorInfo
 from edgepipe.weights.dequantise import block_values
-from edgepipe.weights.gguf_blocks import LAYOUTS, BlockLayout, Parts
+from edgepipe.weights.gguf_blocks import LAYOUTS, BlockLayout, UnpackedParts
 
 _FLOATS = ("F32", "F16", "BF16")
 _CHUNK_BYTES = 256 << 10  # bytes of blocks that are unpacked at once: they and their words stay in a core's cache
@@ -87,7 +87,7 @@ def _exact(raw: RawTensor, blocks: Codes, layout: BlockLayout) -> Packed:
     values, two_level = BLOCKS_BY_NAME[raw.info.scheme].block_values, form.span > 0
     groups, added = values // form.group, form.offset == "added"
     bases = values // (form.span or form.group)
-    parts = Parts(
+    parts = UnpackedParts(
         low=np.empty((count, values // 2), np.uint8),
         high=np.empty((count, values * (form.bits - 4) // 8), np.uint8),
         scale=np.empty((count, bases), np.uint16),

@@ -45,7 +45,7 @@ class ServeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
+class Quarantined:
     """A quarantined node, or a quarantined directed link between two nodes."""
 
     node_id: NodeId
@@ -135,7 +135,7 @@ class EngineState:
     move_pause_ms: int = 0  # total, from the end of the old epoch to the first token after it
     kept_tokens: int = 0  # of sequences that survived a failure: found still computed
     replayed_tokens: int = 0  # of the same sequences: recomputed by the stages up to the last one that lost them
-    left_out: tuple[LeftOut, ...] = ()  # current quarantines
+    left_out: tuple[Quarantined, ...] = ()  # current quarantines
     expert_shares: tuple[ExpertShare, ...] = ()  # that its steps read, by tokens; empty: no experts, or not counted
     certificate: bytes = b""  # of the engine's process; set by its daemon
     advice: Advice | None = None  # of its daemon

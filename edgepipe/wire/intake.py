@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from edgepipe.errors import PromptTooLong, RequestInvalid
-from edgepipe.sampling.bounds import Bound, Flag, ManyTokenIds, ModelBounds, Refusal, Text, TokenIds, Within, refusal
+from edgepipe.sampling.bounds import (
+    Bound,
+    Flag,
+    ManyTokenIds,
+    ModelBounds,
+    Text,
+    TokenIds,
+    ValueRefusal,
+    Within,
+    refusal,
+)
 from edgepipe.sampling.params import MAX_COUNT, SAMPLING_BOUNDS
 from edgepipe.wire.plans import Registration
 from edgepipe.wire.requests import Submission
@@ -48,7 +58,7 @@ REGISTRATION_BOUNDS: Mapping[str, Bound] = {
 """Bounds of every field of Registration except ``sampling``, which has SAMPLING_BOUNDS."""
 
 
-def submission_refusal(submission: Submission, model: ModelBounds) -> Refusal | None:
+def submission_refusal(submission: Submission, model: ModelBounds) -> ValueRefusal | None:
     """Return the first invalid field of a request for this model, or None. Fields of ``sampling`` keep their names."""
     return (
         refusal(submission, SUBMISSION_BOUNDS, model)
@@ -77,23 +87,25 @@ def registration_fault(registration: Registration, model: ModelBounds) -> Reques
     return None if refused is None else RequestInvalid(f"{refused.field} cannot be used", fact=refused.fact)
 
 
-def _contradiction(submission: Submission, model: ModelBounds) -> Refusal | None:
+def _contradiction(submission: Submission, model: ModelBounds) -> ValueRefusal | None:
     """Return the first contradiction between fields that are each within bounds, or None."""
     if len(submission.generated) > submission.num_choices:
-        return Refusal(
+        return ValueRefusal(
             "generated",
             f"it continues more choices than the request has: {len(submission.generated)} of {submission.num_choices}",
         )
     num_ids = len(submission.prompt) + sum(map(len, submission.generated))
     if num_ids > MAX_REQUEST_IDS:
-        return Refusal("prompt", f"prompt and output have {num_ids} token ids; at most {MAX_REQUEST_IDS} can be used")
+        return ValueRefusal(
+            "prompt", f"prompt and output have {num_ids} token ids; at most {MAX_REQUEST_IDS} can be used"
+        )
     if submission.sampling.prompt_logprobs:
         scores = len(submission.prompt) * (1 + submission.sampling.top_logprobs)
         if scores > MAX_SCORES:
-            return Refusal("prompt_logprobs", f"they are {scores} numbers; at most {MAX_SCORES} are allowed")
+            return ValueRefusal("prompt_logprobs", f"they are {scores} numbers; at most {MAX_SCORES} are allowed")
     longest = max((len(ids) for ids in submission.generated), default=0)
     if len(submission.prompt) + longest > model.context_length:
-        return Refusal(
+        return ValueRefusal(
             "generated",
             f"prompt and output have {len(submission.prompt) + longest} tokens; the context has {model.context_length}",
         )

@@ -112,7 +112,7 @@ class AbsentNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbour:
+class ForeignNode:
     """A node outside the cluster, or one that speaks another version of the protocol. Nothing of it is proven."""
 
     node_id: NodeId
@@ -158,7 +158,7 @@ class ClusterStatus:
     refused_handshakes: int = 0  # connections to this node's processes without a valid certificate
     absent: tuple[AbsentNode, ...] = ()
     broken_links: tuple[BrokenLink, ...] = ()
-    neighbours: tuple[Neighbour, ...] = ()
+    neighbours: tuple[ForeignNode, ...] = ()
     discovery_problem: str = ""  # empty: multicast seems to work
     removed: bool = False  # this node was removed from its cluster
     trust_damage: str = ""  # empty: the trust store is intact

@@ -9,7 +9,7 @@ from edgepipe.backend.types import DEFAULT_SETTINGS, DeviceProfile, StageSetting
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch, NodeId, PipelineId
 from edgepipe.planner.layer_profile import LayerProfile
-from edgepipe.wire.engines import EngineState, LeftOut, ServeSpec
+from edgepipe.wire.engines import EngineState, Quarantined, ServeSpec
 
 
 class Moves(Enum):
@@ -107,7 +107,7 @@ class PlanWanted:
     """An engine that lost stages asks for a placement."""
 
     spec: ServeSpec  # before the loss
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[Quarantined, ...] = ()
     question: int = 0  # the answer has the same number
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.link.channels import make_unix_channel, translated
-from edgepipe.security.access import Kind
+from edgepipe.security.access import ProcessKind
 from edgepipe.security.certificates import make_key_pair, read_certificate
 from edgepipe.security.mutual_tls import Denial, MutualTls, Peer, Plaintext, Security
 from edgepipe.wire.children import (
@@ -30,10 +30,10 @@ from edgepipe.workers.settings import ChildSettings
 
 _MAX_WAITING = 64  # more reports wait only while the daemon does not run: then progress reports are dropped
 _MAX_REPORTS = 1024  # the daemon reads at once; more waiting means that it hangs, and then the child ends
-_CALLERS: dict[str, tuple[Kind, ...]] = {  # kinds of processes that connect to a child of that kind
+_CALLERS: dict[str, tuple[ProcessKind, ...]] = {  # kinds of processes that connect to a child of that kind
     "gateway": (),
-    "engine": (Kind.GATEWAY, Kind.NODE),
-    "stage": (Kind.ENGINE, Kind.STAGE),
+    "engine": (ProcessKind.GATEWAY, ProcessKind.NODE),
+    "stage": (ProcessKind.ENGINE, ProcessKind.STAGE),
 }
 
 
@@ -127,4 +127,4 @@ class DaemonLink:
 
 
 def _peer(entry: IntroducedPeer) -> Peer:
-    return Peer(node_id=entry.node_id, kind=Kind(entry.kind), certificate=read_certificate(entry.certificate))
+    return Peer(node_id=entry.node_id, kind=ProcessKind(entry.kind), certificate=read_certificate(entry.certificate))

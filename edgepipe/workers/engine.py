@@ -8,7 +8,7 @@ import grpc.aio
 
 from edgepipe.addresses import with_port
 from edgepipe.clock import Clock
-from edgepipe.engine import Engine, Reachable
+from edgepipe.engine import Engine, ReachableNodes
 from edgepipe.files.strict_json import parse_json_object
 from edgepipe.ids import NodeId
 from edgepipe.link.channels import make_server
@@ -79,7 +79,7 @@ async def _listen(link: DaemonLink, engine: Engine, planner: DaemonPlanner) -> N
                     engine.move_to(plan)
             case serving.Reachable():
                 engine.note_reachable(
-                    Reachable(
+                    ReachableNodes(
                         addresses={node.node_id: node.address for node in command.nodes},
                         leaving=frozenset(NodeId(node_id) for node_id in command.leaving),
                     )

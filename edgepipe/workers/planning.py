@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from edgepipe.engine import EpochPlacement, Nodes
 from edgepipe.errors import RemoteProtocolError, SendTimeout
 from edgepipe.ids import NodeId
-from edgepipe.wire.engines import LeftOut, ServeSpec
+from edgepipe.wire.engines import Quarantined, ServeSpec
 from edgepipe.wire.serving import PlanMade, PlanWanted
 from edgepipe.workers.daemon_link import DaemonLink
 
@@ -36,9 +36,9 @@ class DaemonPlanner:
         """Ask the daemon for a placement. Raises the daemon's error, such as NoFeasiblePlacement; SendTimeout."""
         answer = self._answer = asyncio.get_running_loop().create_future()
         self._question += 1
-        nodes = [LeftOut(node_id=node_id, seconds=seconds, reason="") for node_id, seconds in quarantined.items()]
+        nodes = [Quarantined(node_id=node_id, seconds=seconds, reason="") for node_id, seconds in quarantined.items()]
         links = [
-            LeftOut(node_id=node_id, other_id=other_id, seconds=seconds, reason="")
+            Quarantined(node_id=node_id, other_id=other_id, seconds=seconds, reason="")
             for (node_id, other_id), seconds in quarantined_links.items()
         ]
         self._link.report(PlanWanted(spec=spec, left_out=(*nodes, *links), question=self._question))

@@ -13,7 +13,7 @@ import pytest
 from edgepipe_emulated import EmulatedWeights
 
 from edgepipe.backend.types import StageSettings
-from edgepipe.engine.placing import EpochPlacement, Nodes, Planner, SamePlan
+from edgepipe.engine.placing import EpochPlacement, Nodes, Planner, SamePlacement
 from edgepipe.errors import ConnectTimeout, LinkError, PeerClosed
 from edgepipe.ids import NodeId
 from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
@@ -147,7 +147,7 @@ async def test_a_model_is_served_in_the_other_order_where_its_first_one_needs_a_
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["somebody said where", "there is no other order"])
 async def test_where_there_is_no_other_order_both_machines_are_named_and_what_to_do(fixed: bool) -> None:
-    planner = TurnsRound() if fixed else SamePlan(Nodes(addresses={}, names={}))
+    planner = TurnsRound() if fixed else SamePlacement(Nodes(addresses={}, names={}))
     async with ring(planner, blocked=True, fixed=fixed) as (lab, _):
         assert isinstance(lab.failure, ConnectTimeout)
         assert lab.failure.what == "node0 does not reach node1"

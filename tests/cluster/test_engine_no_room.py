@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from edgepipe.engine.placing import EpochPlacement, Nodes, Reachable
+from edgepipe.engine.placing import EpochPlacement, Nodes, ReachableNodes
 from edgepipe.errors import NoFeasiblePlacement, PeerClosed
 from edgepipe.ids import NodeId
 from edgepipe.wire.engines import ServeSpec
@@ -48,7 +48,7 @@ async def test_without_room_requests_end_with_what_is_missing_until_a_machine_co
 
         planner.room = True
         addresses = dict(lab.engine._core.nodes.addresses)  # pyright: ignore[reportPrivateUsage]
-        lab.engine.note_reachable(Reachable(addresses=addresses))
+        lab.engine.note_reachable(ReachableNodes(addresses=addresses))
         await lab.until(lambda: lab.engine.state().state == "ready")
         gateway.send(submission("c", PROMPT, 10))
         assert (await gateway.ended("c")).ids == oracle_tokens(PROMPT, 10)

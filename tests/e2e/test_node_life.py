@@ -19,7 +19,7 @@ from edgepipe.cluster.identity import load_identity
 from edgepipe.cluster.trust_file import TrustFile
 from edgepipe.ids import NodeId
 from edgepipe.link.channels import bind, make_server
-from edgepipe.security.access import Kind
+from edgepipe.security.access import ProcessKind
 from edgepipe.security.certificates import make_key_pair
 from edgepipe.security.mutual_tls import MutualTls
 from edgepipe.telemetry.audit import read_audit
@@ -39,7 +39,7 @@ async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
 @asynccontextmanager
 async def impostor(cluster_id: str, victim: str) -> AsyncIterator[MutualTls]:
     """Somebody with a key of his own who announces himself as ``victim``."""
-    security = MutualTls(make_key_pair(), callers=tuple(Kind))
+    security = MutualTls(make_key_pair(), callers=tuple(ProcessKind))
     server = make_server(security)
     port = bind(server, security, host="127.0.0.1", port=0)
     await server.start()

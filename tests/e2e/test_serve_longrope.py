@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from edgepipe.cli.admin import connect
-from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, local_cluster, wait_until_joined
+from edgepipe.cli.local_cluster import LocalCluster, LocalNode, local_cluster, wait_until_joined
 from edgepipe.cli.serve import serve_request
 from edgepipe.store.store import ModelStore
 from edgepipe.text.tokenizer import Tokenizer
@@ -56,8 +56,8 @@ async def test_a_prompt_within_the_trained_context_gets_the_answer_of_transforme
     Tokenizer.from_gguf(gguf_text()).save(folder / "tokenizer.json")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
     ModelStore(tmp_path / "models").pull(str(folder))
-    nodes = [NodePlan(name="a", backend="torch"), NodePlan(name="b", backend="mlx", device="cpu")]
-    plan = ClusterPlan(
+    nodes = [LocalNode(name="a", backend="torch"), LocalNode(name="b", backend="mlx", device="cpu")]
+    plan = LocalCluster(
         cluster=f"longrope-{secrets.token_hex(4)}", nodes=nodes, models_dir=tmp_path / "models", threads=1
     )
     request = serve_request("phi", plan="a:0-0,b:1-1", context=TRAINED, dtype="float32", activations="float32")

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from edgepipe.cli.admin import connect
-from edgepipe.cli.local_cluster import ClusterPlan, NodePlan, StartedNode, local_cluster, wait_until_joined
+from edgepipe.cli.local_cluster import LocalCluster, LocalNode, StartedNode, local_cluster, wait_until_joined
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.spec.config import hf_config
 from edgepipe.store.store import ModelStore
@@ -88,8 +88,8 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     ModelStore(place / "models").pull(str(folder))
     assert hf_config(tiny_values(FAMILY)).state_bytes()
-    nodes = [NodePlan(name="a", backend="torch"), NodePlan(name="b", backend="mlx", device="cpu")]
-    plan = ClusterPlan(cluster=f"hybrid-{secrets.token_hex(4)}", nodes=nodes, models_dir=place / "models", threads=1)
+    nodes = [LocalNode(name="a", backend="torch"), LocalNode(name="b", backend="mlx", device="cpu")]
+    plan = LocalCluster(cluster=f"hybrid-{secrets.token_hex(4)}", nodes=nodes, models_dir=place / "models", threads=1)
     async with local_cluster(plan) as started, connect(started[0].data_dir) as admin:
         assert await wait_until_joined(admin, num_nodes=2, timeout_s=JOIN_S)
         request = serve_request("hybrid", plan="a:0-1,b:2-3", dtype="float32", activations="float32")

@@ -16,7 +16,7 @@ from edgepipe.safe_text import one_line
 if TYPE_CHECKING:
     from edgepipe.cli.chat.answer_view import AnswerView
     from edgepipe.cli.find import Target
-    from edgepipe.cli.sse import ChatClient, Piece
+    from edgepipe.cli.sse import ChatClient, EventContent
 
 
 _HEARTBEAT = "still working"
@@ -87,7 +87,7 @@ def with_advice(options: Mapping[str, Any], advice: Mapping[str, float]) -> dict
     return {**advice, **{name: value for name, value in options.items() if value is not None}}
 
 
-class Incoming:
+class PartialAnswer:
     """An answer in progress; the text so far is an answer, too."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Incoming:
         self._quiet = False  # the view shows a note
         self._num_tokens, self._num_prompt_tokens = 0, 0
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: EventContent) -> None:
         """Show the piece and count it."""
         if piece.reasoning or piece.text:
             self._last_s = time.monotonic()
@@ -192,7 +192,7 @@ async def stream_answer(
     target: Target,
     messages: Sequence[Mapping[str, str]],
     options: Mapping[str, Any],
-    incoming: Incoming,
+    incoming: PartialAnswer,
 ) -> Answer:
     """Ask, show the answer as it arrives, and show notes during pauses. Raises the gateway's error."""
     loop = asyncio.get_running_loop()
@@ -220,12 +220,12 @@ async def ask_once(settings: ChatSettings, question: str) -> None:
     options = with_advice(settings.options(), target.sampling)
     async with ChatClient(target.base_url, api_key=target.api_key) as client:
         if settings.as_json:
-            incoming = Incoming(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, view=NoView())
+            incoming = PartialAnswer(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, view=NoView())
             answer = await stream_answer(client, target, messages, options, incoming)
             print_json(as_json(answer, target))
             return
         with make_view(markdown=settings.markdown, thinking=settings.thinking) as view:
-            incoming = Incoming(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, view=view)
+            incoming = PartialAnswer(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, view=view)
             answer = await stream_answer(client, target, messages, options, incoming)
     print_footer(answer)
 

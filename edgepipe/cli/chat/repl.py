@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgepipe.cli.admin import connect
 from edgepipe.cli.chat.answer_view import AnswerView, Thinking, make_view
-from edgepipe.cli.chat.conversation import ChatSettings, Incoming, print_footer, stream_answer
+from edgepipe.cli.chat.conversation import ChatSettings, PartialAnswer, print_footer, stream_answer
 from edgepipe.cli.chat.dialogue import Dialogue
 from edgepipe.cli.chat.slash import Talk, complete, run_command
 from edgepipe.cli.find import find_target
@@ -91,7 +91,7 @@ async def _stream(talk: Talk, new_view: NewView) -> None:
     dialogue = talk.dialogue
     options = dialogue.request_options(talk.target.sampling)
     view = new_view(dialogue.thinking)
-    incoming = Incoming(num_nodes=talk.target.num_nodes, max_tokens=options.get("max_tokens"), view=view)
+    incoming = PartialAnswer(num_nodes=talk.target.num_nodes, max_tokens=options.get("max_tokens"), view=view)
     async with ChatClient(talk.target.base_url, api_key=talk.target.api_key) as client:
         messages = dialogue.messages()
         work = asyncio.ensure_future(stream_answer(client, talk.target, messages, options, incoming))

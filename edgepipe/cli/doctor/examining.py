@@ -24,7 +24,7 @@ from edgepipe.cli.doctor.findings import (
 )
 from edgepipe.cli.doctor.machine_findings import check_multicast, machine_findings, network_facts
 from edgepipe.cli.doctor.node_findings import member_findings, node_findings, trust_findings
-from edgepipe.cli.wizard.links import Link, links_of
+from edgepipe.cli.wizard.links import MachineLink, links_of
 from edgepipe.config import HTTP_PORT, NODE_PORT
 from edgepipe.errors import ConfigInvalid, EdgepipeError
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 _TCP_S = 3.0
 _PORT_S = 2.0
-Links = asyncio.Task[dict[str, Link]]
+Links = asyncio.Task[dict[str, MachineLink]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
+class ExaminedMachine:
     """A machine to examine."""
 
     name: str
@@ -48,7 +48,7 @@ class Peer:
     member: MemberState | None = None
 
 
-ExaminePeer = Callable[[Peer, NetworkFacts, Ports, Links], Coroutine[None, None, list[Finding]]]
+ExaminePeer = Callable[[ExaminedMachine, NetworkFacts, Ports, Links], Coroutine[None, None, list[Finding]]]
 
 
 async def examine(
@@ -97,7 +97,7 @@ async def examine(
     return found
 
 
-async def _examine_peer(peer: Peer, facts: NetworkFacts, ports: Ports, links: Links) -> list[Finding]:
+async def _examine_peer(peer: ExaminedMachine, facts: NetworkFacts, ports: Ports, links: Links) -> list[Finding]:
     from edgepipe.cluster.probes import Reach, neighbour_is_known, probe_ports, probe_tcp
 
     tcp = await probe_tcp(peer.host, peer.port, timeout_s=_TCP_S)
@@ -112,13 +112,13 @@ async def _examine_peer(peer: Peer, facts: NetworkFacts, ports: Ports, links: Li
         found.append(finding)
     if peer.member is not None:
         found += member_findings(peer.name, peer.member)
-        measured = (await links).get(peer.node_id) or Link(rtt_ms=peer.member.rtt_ms)
+        measured = (await links).get(peer.node_id) or MachineLink(rtt_ms=peer.member.rtt_ms)
         rtt_ms, rate = measured.rtt_ms, measured.bytes_per_s
         found.append(link_finding(peer.name, rtt_ms=rtt_ms, bytes_per_s=rate, wireless=facts.wireless))
     return found
 
 
-async def _handshake(peer: Peer, facts: NetworkFacts) -> Finding:
+async def _handshake(peer: ExaminedMachine, facts: NetworkFacts) -> Finding:
     """Check which node's certificate the address shows."""
     from edgepipe.cluster.probes import probe_tls
     from edgepipe.security.certificates import peek_fingerprint
@@ -132,7 +132,7 @@ async def _handshake(peer: Peer, facts: NetworkFacts) -> Finding:
     return handshake_finding(shown, peer.name, facts, where=where, seen=seen, expected=peer.node_id)
 
 
-async def _links(config: Config, status: ClusterStatus | None) -> dict[str, Link]:
+async def _links(config: Config, status: ClusterStatus | None) -> dict[str, MachineLink]:
     """Measure links between this machine and members, with messages as large as activations. Return them by node id."""
     from edgepipe.cli.admin import connect
 
@@ -167,7 +167,7 @@ async def _multicast6(config: Config, facts: NetworkFacts) -> Finding:
     return multicast_findings(heard, facts, known_peers=0, family="IPv6")
 
 
-def _named_peer(text: str, ports: Ports) -> Peer:
+def _named_peer(text: str, ports: Ports) -> ExaminedMachine:
     host, port = host_maybe_port(text)
     if not host or text.endswith(":") or (port and not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536)):
         raise ConfigInvalid(
@@ -175,25 +175,29 @@ def _named_peer(text: str, ports: Ports) -> Peer:
             fact="it is no member's name, and no HOST or HOST:PORT",
             next_step="edgepipe doctor --peer 192.168.1.20",
         )
-    return Peer(name=host, host=host, port=int(port) if port else ports.node)
+    return ExaminedMachine(name=host, host=host, port=int(port) if port else ports.node)
 
 
-def _known_peers(status: ClusterStatus | None, named: Sequence[Peer]) -> list[Peer]:
+def _known_peers(status: ClusterStatus | None, named: Sequence[ExaminedMachine]) -> list[ExaminedMachine]:
     """Return the other members, except those whose address the user named."""
-    found: list[Peer] = []
+    found: list[ExaminedMachine] = []
     for member in status.members if status is not None else ():
         host, port = host_and_port(member.node.address)
         if member.self or not port.isdecimal() or _is_named(host, int(port), named):
             continue
-        found.append(Peer(name=member.node.name, host=host, port=int(port), node_id=member.node.node_id, member=member))
+        found.append(
+            ExaminedMachine(
+                name=member.node.name, host=host, port=int(port), node_id=member.node.node_id, member=member
+            )
+        )
     return found
 
 
-def _is_named(host: str, port: int, named: Sequence[Peer]) -> bool:
+def _is_named(host: str, port: int, named: Sequence[ExaminedMachine]) -> bool:
     return any((machine.host, machine.port) == (host, port) for machine in named)
 
 
-async def _gone_peers(config: Config, status: ClusterStatus | None) -> list[Peer]:
+async def _gone_peers(config: Config, status: ClusterStatus | None) -> list[ExaminedMachine]:
     """Return the members that went without a goodbye, at their last addresses."""
     from edgepipe.cli.admin import connect
     from edgepipe.cluster.absence import missed
@@ -206,9 +210,9 @@ async def _gone_peers(config: Config, status: ClusterStatus | None) -> list[Peer
             peers = (await admin.peers()).peers
     except EdgepipeError:
         return []
-    found: list[Peer] = []
+    found: list[ExaminedMachine] = []
     for peer in peers:
         host, port = host_and_port(peer.address)
         if peer.node_id in gone and port.isdecimal():
-            found.append(Peer(name=peer.name, host=host, port=int(port), node_id=peer.node_id))
+            found.append(ExaminedMachine(name=peer.name, host=host, port=int(port), node_id=peer.node_id))
     return found

@@ -29,7 +29,7 @@ class Quit(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class AskedChoice:
     """One of several possible answers."""
 
     value: str
@@ -39,7 +39,7 @@ class Choice:
 class Asking(Protocol):
     """Source of answers. All methods raise Back and Quit."""
 
-    def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
+    def choose(self, question: str, choices: Sequence[AskedChoice], *, default: str) -> str:
         """Return the value of one of the choices."""
         ...
 
@@ -64,7 +64,7 @@ class Terminal:
                 "the setup asks questions, and there is no terminal here", next_step="edgepipe setup --yes"
             )
 
-    def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
+    def choose(self, question: str, choices: Sequence[AskedChoice], *, default: str) -> str:
         """Let the person choose with the arrow keys."""
         import questionary
 
@@ -100,7 +100,7 @@ class Terminal:
 class Defaults:
     """Answers every question with its default."""
 
-    def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
+    def choose(self, question: str, choices: Sequence[AskedChoice], *, default: str) -> str:
         """Return the default."""
         return default
 

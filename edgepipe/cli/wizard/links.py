@@ -18,7 +18,7 @@ _PROMPT_TOKENS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class MachineLink:
     """Link between this machine and another."""
 
     rtt_ms: float
@@ -55,9 +55,9 @@ def link_meaning(*, rtt_ms: float, bytes_per_s: float) -> Meaning:
     return Meaning(text=f"{rtt_ms:.1f} ms{rate}: {verdict}{prompt}", good=share <= _FINE)
 
 
-def links_of(own: str, profiles: Iterable[LinkProfile]) -> dict[str, Link]:
+def links_of(own: str, profiles: Iterable[LinkProfile]) -> dict[str, MachineLink]:
     """Merge both directions to each other node into one link."""
-    links: dict[str, Link] = {}
+    links: dict[str, MachineLink] = {}
     for profile in profiles:
         if own not in (profile.sender, profile.receiver):
             continue
@@ -65,5 +65,5 @@ def links_of(own: str, profiles: Iterable[LinkProfile]) -> dict[str, Link]:
         known = links.get(other)
         rate = profile.bytes_per_s if known is None else min(profile.bytes_per_s, known.bytes_per_s)
         rtt_ms = (known.rtt_ms if known else 0.0) + profile.one_way_s * 1e3
-        links[other] = Link(rtt_ms=rtt_ms, bytes_per_s=rate)
+        links[other] = MachineLink(rtt_ms=rtt_ms, bytes_per_s=rate)
     return links

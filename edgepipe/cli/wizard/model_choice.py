@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from edgepipe.cli.admin import connect, run_async
 from edgepipe.cli.waiting import HUB_IS_SLOW, line_if_slow
-from edgepipe.cli.wizard.asking import Asking, Choice, say, warn
+from edgepipe.cli.wizard.asking import AskedChoice, Asking, say, warn
 from edgepipe.cli.wizard.fits import HEADING, best_fit, fitting_models
 from edgepipe.cli.wizard.type_choice import ask_type, memory_at_hand
 from edgepipe.errors import EdgepipeError, ModelUnknown
@@ -38,10 +38,10 @@ def choose_model(asking: Asking, *, data_dir: Path, models_dir: Path) -> str:
         say(f"       nor do {more} larger ones: edgepipe plan MODEL", style="dim")
     whole, begun = on_disk(models_dir, [fit.source for fit in good])
     marks = dict.fromkeys(whole, "  here") | dict.fromkeys(begun, "  begun")
-    choices = [Choice(value=fit.source, text=fit.text + marks.get(fit.source, "")) for fit in good]
+    choices = [AskedChoice(value=fit.source, text=fit.text + marks.get(fit.source, "")) for fit in good]
     choices += [
-        Choice(value=_OTHER, text="another model (a name, a page of the Hugging Face Hub, a folder, a GGUF file)"),
-        Choice(value=SKIP, text="no model now"),
+        AskedChoice(value=_OTHER, text="another model (a name, a page of the Hugging Face Hub, a folder, a GGUF file)"),
+        AskedChoice(value=SKIP, text="no model now"),
     ]
     preferred = [fit for fit in good if fit.source in begun] or [fit for fit in good if fit.source in whole] or good
     best = best_fit(preferred)

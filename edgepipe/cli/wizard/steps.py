@@ -14,8 +14,8 @@ from edgepipe.cli.doctor.findings import Finding, Level, Ports, multicast_findin
 from edgepipe.cli.doctor.machine_findings import check_multicast, machine_findings, network_facts
 from edgepipe.cli.node_process import start_in_background
 from edgepipe.cli.settings_file import write_settings
-from edgepipe.cli.wizard.asking import Back, Choice, Quit, done, filled, note, say, warn
-from edgepipe.cli.wizard.links import Link, link_meaning, links_of
+from edgepipe.cli.wizard.asking import AskedChoice, Back, Quit, done, filled, note, say, warn
+from edgepipe.cli.wizard.links import MachineLink, link_meaning, links_of
 from edgepipe.cli.wizard.model_choice import SKIP, choose_model, on_disk
 from edgepipe.cli.wizard.state import Setup
 from edgepipe.cluster.founding import Home, cluster_of
@@ -120,7 +120,7 @@ def links(setup: Setup) -> None:
         say("     no links: the cluster has no other machine", style="dim")
     measured = _measured_links(setup) if peers else {}
     for member in peers:
-        link = measured.get(member.node.node_id, Link(rtt_ms=member.rtt_ms))
+        link = measured.get(member.node.node_id, MachineLink(rtt_ms=member.rtt_ms))
         meaning = link_meaning(rtt_ms=link.rtt_ms, bytes_per_s=link.bytes_per_s)
         (done if meaning.good else warn)(f"{setup.name} - {member.node.name}: {meaning.text}")
 
@@ -211,7 +211,7 @@ def _choose_cluster(setup: Setup, status: ClusterStatus | None) -> None:
         if not found:
             _explain_silence(setup)
         choices = [
-            Choice(value=node.address, text=f"join '{node.cluster_name}', found on {node.node_name} ({node.host})")
+            AskedChoice(value=node.address, text=f"join '{node.cluster_name}', found on {node.node_name} ({node.host})")
             for node in _one_per_cluster(found)
         ]
         inviting = [node for node in found if node.pairing_port]
@@ -220,11 +220,11 @@ def _choose_cluster(setup: Setup, status: ClusterStatus | None) -> None:
         )
         default = choices[0].value if inviting or (choices and not status) else _NEW
         choices += [
-            Choice(value=_NEW, text=keep),
-            Choice(value=_ADDRESS, text="join by a machine's address"),
-            Choice(value=_AGAIN, text="search again"),
-            Choice(value=_DOCTOR, text="find problems (edgepipe doctor)"),
-            Choice(value=_QUIT, text="quit"),
+            AskedChoice(value=_NEW, text=keep),
+            AskedChoice(value=_ADDRESS, text="join by a machine's address"),
+            AskedChoice(value=_AGAIN, text="search again"),
+            AskedChoice(value=_DOCTOR, text="find problems (edgepipe doctor)"),
+            AskedChoice(value=_QUIT, text="quit"),
         ]
         answer = setup.asking.choose("Which cluster?", choices, default=default)
         if answer == _QUIT:
@@ -450,10 +450,10 @@ def missing_peers(peers: Iterable[PeerState], status: ClusterStatus) -> list[str
     return [peer.name for peer in peers if not peer.self and peer.state not in _GONE and peer.node_id not in seen]
 
 
-def _measured_links(setup: Setup) -> dict[str, Link]:
+def _measured_links(setup: Setup) -> dict[str, MachineLink]:
     """Measure the links from this machine, by node; the slower direction counts."""
 
-    async def ask() -> dict[str, Link]:
+    async def ask() -> dict[str, MachineLink]:
         async with connect(setup.data_dir) as admin:
             own = (await admin.status()).node_id
             return links_of(own, await admin.measure_links())

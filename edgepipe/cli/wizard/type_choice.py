@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edgepipe.cli.output import make_console, make_table, print_json
-from edgepipe.cli.wizard.asking import Asking, Choice, say
+from edgepipe.cli.wizard.asking import AskedChoice, Asking, say
 from edgepipe.errors import ConfigInvalid
 from edgepipe.safe_text import one_line
 from edgepipe.spec.names import plain_type
@@ -74,7 +74,7 @@ def ask_type(asking: Asking, source: HubSource, choices: Sequence[GgufChoice], m
     free = format_bytes(sum(room.free_bytes for room in memory.rooms))
     say(f"{one_line(source.repo)} has {len(choices)} types; free memory of {memory.owner}: {free}")
     best = recommended(choices, memory)
-    lines = [Choice(value=name_of(source, choice), text=_line(choice, best, memory)) for choice in choices]
+    lines = [AskedChoice(value=name_of(source, choice), text=_line(choice, best, memory)) for choice in choices]
     return asking.choose("Which type?", lines, default=name_of(source, best or _smallest(choices)))
 
 
@@ -97,8 +97,8 @@ def ask_to_fetch(asking: Asking, model: str, data_dir: Path) -> str:
     if types:
         say(f"{one_line(source.repo)} has {len(types)} types; {free}")
         best = _wanted(source.type, types, memory) or recommended(types, memory)
-        lines = [Choice(value=name_of(source, choice), text=_line(choice, best, memory)) for choice in types]
-        lines.append(Choice(value=_NOTHING, text="none now"))
+        lines = [AskedChoice(value=name_of(source, choice), text=_line(choice, best, memory)) for choice in types]
+        lines.append(AskedChoice(value=_NOTHING, text="none now"))
         chosen = asking.choose("Fetch which type?", lines, default=name_of(source, best or _smallest(types)))
         return "" if chosen == _NOTHING else chosen
     whole = GgufChoice(label=source.type, type=source.type, files=plan_hub(source).files)

@@ -191,7 +191,7 @@ class FromHub:
             raise LinkError(error.what, fact=error.fact, next_step=error.next_step) from error
 
 
-class Transfer:
+class TensorFetch:
     """Missing tensors, fetched one after the other; ``run`` may be left and started again."""
 
     def __init__(
@@ -314,7 +314,7 @@ class Transfers:
     def __init__(self, client: WeightsClient, local: PublishedState) -> None:
         self._client = client
         self._local = local
-        self._running: list[Transfer] = []
+        self._running: list[TensorFetch] = []
 
     def running(self) -> list[TransferState]:
         """Return the transfers under way."""
@@ -330,7 +330,7 @@ class Transfers:
         hub: HubTensors | None = None,
         copy: bool = False,
         bytes_per_s: float = 0.0,
-    ) -> Generator[Transfer]:
+    ) -> Generator[TensorFetch]:
         """List a transfer while the block runs; ``hub`` is asked for tensors that no peer has.
 
         ``copy``: no stage waits for it; ``bytes_per_s``: the highest rate of peers, 0 for no limit.
@@ -341,7 +341,7 @@ class Transfers:
             sources.append(FromHub(hub))
         source = sources[0].source_id if sources else ""
         state = TransferState(model=model, source=source, bytes_total=total, copy=copy)
-        transfer = Transfer(state, missing, sources, self._local, bytes_per_s=bytes_per_s)
+        transfer = TensorFetch(state, missing, sources, self._local, bytes_per_s=bytes_per_s)
         self._running.append(transfer)
         try:
             yield transfer

@@ -16,7 +16,7 @@ from edgepipe.daemon.network.local_node import LocalNode
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.errors import CertificateInvalid
 from edgepipe.ids import NodeId
-from edgepipe.security.access import Kind
+from edgepipe.security.access import ProcessKind
 from edgepipe.security.certificates import Certificate, read_certificate
 from edgepipe.security.mutual_tls import MutualTls, Peer
 from edgepipe.security.trust_view import TrustView
@@ -76,12 +76,14 @@ class Introductions:
         child.introduce(_peers_of(child, self._known()))
 
     def _known(self) -> _Known:
-        own = Peer(node_id=self._local.state.node_id, kind=Kind.NODE, certificate=self._trust.key_pair.certificate)
+        own = Peer(
+            node_id=self._local.state.node_id, kind=ProcessKind.NODE, certificate=self._trust.key_pair.certificate
+        )
         callers = {own.node_id: own}
         nodes = {own.node_id: own}
         for found, members in ((callers, self._trust.inbound()), (nodes, self._trust.outbound())):
             for member in members:
-                peer = Peer(node_id=member.node_id, kind=Kind.NODE, certificate=member.certificate)
+                peer = Peer(node_id=member.node_id, kind=ProcessKind.NODE, certificate=member.certificate)
                 found.setdefault(member.node_id, peer)
         self._states.update(
             (state.node_id, state) for state in (member.node for member in self._membership.reachable())
@@ -92,15 +94,15 @@ class Introductions:
         return _Known(
             callers=list(callers.values()),
             nodes=list(nodes.values()),
-            gateways=[peer for state in states for peer in self._peers(state, Kind.GATEWAY, state.gateways)],
+            gateways=[peer for state in states for peer in self._peers(state, ProcessKind.GATEWAY, state.gateways)],
             engines=[
                 peer
                 for state in states
-                for peer in self._peers(state, Kind.ENGINE, [engine.certificate for engine in state.engines])
+                for peer in self._peers(state, ProcessKind.ENGINE, [engine.certificate for engine in state.engines])
             ],
         )
 
-    def _peers(self, state: NodeState, kind: Kind, pems: Iterable[bytes]) -> list[Peer]:
+    def _peers(self, state: NodeState, kind: ProcessKind, pems: Iterable[bytes]) -> list[Peer]:
         certificates = [self._read(pem) for pem in list(pems)[:_MOST_PROCESSES] if pem]
         return [
             Peer(node_id=state.node_id, kind=kind, certificate=certificate)
@@ -123,9 +125,9 @@ class Introductions:
 def _peers_of(child: Child, known: _Known) -> tuple[IntroducedPeer, ...]:
     callers = {peer.node_id for peer in known.callers}
     peers = list(known.nodes)
-    if child.kind == Kind.ENGINE:
+    if child.kind == ProcessKind.ENGINE:
         peers += known.gateways
-    if child.kind == Kind.STAGE and child.engine is not None and child.engine.node_id in callers:
+    if child.kind == ProcessKind.STAGE and child.engine is not None and child.engine.node_id in callers:
         peers.append(child.engine)
     return tuple(
         IntroducedPeer(

@@ -9,7 +9,7 @@ from edgepipe import PROTOCOL_VERSION
 from edgepipe.cluster.discovery import Announcement
 from edgepipe.cluster.trust_keeper import TrustKeeper
 from edgepipe.ids import NodeId
-from edgepipe.wire.nodes import Neighbour
+from edgepipe.wire.nodes import ForeignNode
 
 _MOST = 64  # a flood of invented nodes displaces invented nodes; members are dialled all the same
 
@@ -37,11 +37,11 @@ class Neighbours:
         if len(self._others) > _MOST:
             self._others.popitem(last=False)
 
-    def others(self) -> Iterator[Neighbour]:
+    def others(self) -> Iterator[ForeignNode]:
         """Yield the nodes that are no members, or that speak another version."""
         strange = [other for other in self._others.values() if not self._belongs(other)]  # trust may be newer
         for announcement in strange:
-            yield Neighbour(
+            yield ForeignNode(
                 node_id=NodeId(announcement.node_id),
                 name=announcement.node_name,
                 address=announcement.address,

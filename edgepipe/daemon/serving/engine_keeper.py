@@ -36,7 +36,7 @@ from edgepipe.daemon.serving.engine_ownership import (
 )
 from edgepipe.daemon.serving.engines import EngineHost
 from edgepipe.daemon.serving.serve_book import ServeBook
-from edgepipe.daemon.serving.takeover import Answer, Vacancies
+from edgepipe.daemon.serving.takeover import MemberReport, Vacancies
 from edgepipe.errors import AccessDenied, EdgepipeError
 from edgepipe.wire.serving import ServeBody, StartEngineRequest
 
@@ -140,7 +140,7 @@ class EngineKeeper:
         challenge = self._proofs.challenge()
         replies = await self._peers.vouch_all(pipeline_id, head, challenge=challenge)
         answers = {
-            node_id: Answer(
+            node_id: MemberReport(
                 hears=reply.hears,
                 proven=reply.hears and self._proofs.holds(head, pipeline_id, challenge, reply.proof),
                 draining=reply.draining,

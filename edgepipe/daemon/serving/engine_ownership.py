@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from edgepipe.daemon.serving.takeover import Answer, Vacancies
+from edgepipe.daemon.serving.takeover import MemberReport, Vacancies
 from edgepipe.wire.serving import ServeBody
 
 YIELD_S = 5.0  # an owner's reachable node has decided long before
@@ -65,7 +65,7 @@ class Answered:
     """The other members have answered."""
 
     bid: int
-    answers: Mapping[str, Answer]  # by node
+    answers: Mapping[str, MemberReport]  # by node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from edgepipe.daemon.processes.children import Child
 from edgepipe.daemon.serving.restarts import SHORT_PAUSE_S
 from edgepipe.errors import EdgepipeError, StageLost
 from edgepipe.ids import PipelineId
-from edgepipe.wire.engines import Advice, EngineState, LeftOut, ServeSpec, StagePlacement, StageState
+from edgepipe.wire.engines import Advice, EngineState, Quarantined, ServeSpec, StagePlacement, StageState
 from edgepipe.wire.serving import StartEngineRequest
 
 
@@ -24,7 +24,7 @@ class EngineRun:
     spec: ServeSpec
     state: EngineState
     advice: Advice | None = None  # a better placement than the one in ``spec``
-    avoided: tuple[tuple[float, LeftOut], ...] = ()  # by the engine, each until a time on the loop's clock
+    avoided: tuple[tuple[float, Quarantined], ...] = ()  # by the engine, each until a time on the loop's clock
     child: Child | None = None
     paused: bool = False  # its process has ended, the next one is not due yet
     launching: asyncio.Task[EdgepipeError | None] | None = None  # the newest start of a process

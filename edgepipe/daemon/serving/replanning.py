@@ -23,7 +23,7 @@ from edgepipe.planner.replacement import replace_lost
 from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.units import LinkShape
 from edgepipe.weights.weight_table import FLOATS, WeightTable
-from edgepipe.wire.engines import LeftOut, ServeSpec
+from edgepipe.wire.engines import Quarantined, ServeSpec
 from edgepipe.wire.serving import PlanMade, PlanWanted, Reachable
 from edgepipe.wire.surveys import cluster_of
 
@@ -70,7 +70,7 @@ class Avoided:
     links: frozenset[tuple[NodeId, NodeId]] = frozenset()  # (sender, receiver) pairs that must not be neighbours
 
     @classmethod
-    def of(cls, left_out: Iterable[LeftOut]) -> Avoided:
+    def of(cls, left_out: Iterable[Quarantined]) -> Avoided:
         """Collect the entries of an engine's report."""
         entries = list(left_out)
         return cls(
@@ -79,7 +79,7 @@ class Avoided:
         )
 
     @classmethod
-    def relaxed(cls, left_out: Iterable[LeftOut]) -> list[Avoided]:
+    def relaxed(cls, left_out: Iterable[Quarantined]) -> list[Avoided]:
         """List ever smaller sets: all entries, then fewer and fewer nodes (soonest expiry first), then no links."""
         entries = sorted(left_out, key=lambda entry: entry.seconds)
         nodes, links = (

@@ -25,7 +25,7 @@ from edgepipe.errors import (
     SendTimeout,
 )
 from edgepipe.ids import NodeId
-from edgepipe.planner.copies import CopyPlan, Disk, ModelParts, plan_copies
+from edgepipe.planner.copies import Disk, ModelParts, PartCopies, plan_copies
 from edgepipe.units import format_bytes
 from edgepipe.wire.children import PrepareProgress
 from edgepipe.wire.engines import ServeSpec
@@ -163,7 +163,7 @@ class Replication:
             parts = await asyncio.to_thread(lambda: model_parts(model.config, model.stored.manifest))
             self._parts[model.manifest_hash] = parts
 
-    def _plan(self, model: LocalModel, copies: int) -> CopyPlan:
+    def _plan(self, model: LocalModel, copies: int) -> PartCopies:
         return plan_copies(self._parts[model.manifest_hash], self._disks(model), copies=copies)
 
     def _disks(self, model: LocalModel) -> list[Disk]:
@@ -179,7 +179,7 @@ class Replication:
             for node in self._peers.nodes()
         ]
 
-    async def _copy(self, model: LocalModel, plan: CopyPlan) -> AsyncGenerator[ReplicateEvent]:
+    async def _copy(self, model: LocalModel, plan: PartCopies) -> AsyncGenerator[ReplicateEvent]:
         """Copy to all nodes at once. Yield progress at intervals and at the end; then raise the first error."""
         if not plan.fetch:
             return
@@ -233,7 +233,7 @@ class Replication:
         disks = [disk for disk in self._disks(model) if disk.node_id != target]
         return max(disks, key=lambda disk: (len(disk.holds.intersection(chosen)), disk.node_id)).node_id
 
-    def _no_room(self, model: LocalModel, plan: CopyPlan) -> NoFeasiblePlacement:
+    def _no_room(self, model: LocalModel, plan: PartCopies) -> NoFeasiblePlacement:
         rooms = ", ".join(f"{node.name} {format_bytes(node.disk_free_bytes)}" for node in self._peers.nodes())
         return NoFeasiblePlacement(
             f"copies of {model.name} need {format_bytes(plan.lacking_bytes)} more on other disks",

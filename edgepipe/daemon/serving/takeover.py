@@ -28,7 +28,7 @@ _MOST_TURNS = 8  # a whole home; still more members do not delay it further
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class MemberReport:
     """A member's word about an engine's node."""
 
     hears: bool = False
@@ -88,7 +88,7 @@ class Vacancies:
         from_s = vacancy.ask_s if vacancy.gone else min(vacancy.since_s + IDLE_S, vacancy.latest_s())
         return now_s >= from_s
 
-    def is_turn(self, pipeline_id: str, own_id: str, answers: Mapping[str, Answer], *, now_s: float) -> bool:
+    def is_turn(self, pipeline_id: str, own_id: str, answers: Mapping[str, MemberReport], *, now_s: float) -> bool:
         """Return whether this node starts the engine now, after the members' answers."""
         vacancy = self._vacancies.get(pipeline_id)
         if vacancy is None:
@@ -111,18 +111,18 @@ class Vacancies:
         return now_s >= min(free_s, vacancy.latest_s()) + DUTY_S * turn
 
 
-def _most_miss_it(answers: Mapping[str, Answer]) -> bool:
+def _most_miss_it(answers: Mapping[str, MemberReport]) -> bool:
     """Return whether more members lack the engine's node, this one included, than can prove that it is up."""
     proven = sum(answer.hears and answer.proven for answer in answers.values())
     return 1 + len(answers) - proven > proven
 
 
-def _turn(own_id: str, vacancy: _Vacancy, answers: Mapping[str, Answer]) -> int:
+def _turn(own_id: str, vacancy: _Vacancy, answers: Mapping[str, MemberReport]) -> int:
     """Return how many members come before this node."""
     others = (node_id for node_id, answer in answers.items() if _may_act(answer, gone=vacancy.gone))
     return sum(node_id < own_id and node_id != vacancy.head for node_id in others)
 
 
-def _may_act(answer: Answer, *, gone: bool) -> bool:
+def _may_act(answer: MemberReport, *, gone: bool) -> bool:
     """Return whether a member with this answer starts the engine when it is its turn."""
     return not answer.draining and not (gone and answer.hears)

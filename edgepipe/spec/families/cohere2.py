@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape
 from edgepipe.spec.layer_spec import Attention, Dense, LayerSpec, Norm
 from edgepipe.spec.shape_limits import MAX_CONTEXT
 
@@ -20,7 +20,7 @@ def _layers(attention: Attention, inner: int, windows: list[int | None], *, bias
     return tuple(map(layer, windows))
 
 
-def _hf(shape: HfShape) -> Decoder:
+def _hf(shape: HfShape) -> FamilySpec:
     shape.check_activation()
     size = shape.head_dim()
     attention = shape.attention(size, shape.rope(size))
@@ -31,7 +31,7 @@ def _hf(shape: HfShape) -> Decoder:
     slides = shape.sliding_layers(full_every=every)  # also a window beyond the context matters: such layers rotate
     windows = [window if slide else None for slide in slides]
     layers = _layers(attention, shape.inner(), windows, bias=shape.flag("attention_bias"))
-    return Decoder(
+    return FamilySpec(
         layers=layers,
         norm=Norm(eps=shape.fields.number("layer_norm_eps", low=0.0, high=0.1, default=1e-5), kind="layer"),
         tied_embeddings=shape.tied(default=True),
@@ -39,14 +39,14 @@ def _hf(shape: HfShape) -> Decoder:
     )
 
 
-def _gguf(shape: GgufShape) -> Decoder:
+def _gguf(shape: GgufShape) -> FamilySpec:
     size = shape.head_dim()
     attention = shape.attention(size, shape.rope(size))
     window = shape.integer("attention.sliding_window", high=MAX_CONTEXT)
     windows = [window if slide else None for slide in shape.sliding_layers(full_every=4)]
     layers = _layers(attention, shape.inner(), windows, bias=False)
     eps = shape.number("attention.layer_norm_epsilon", low=0.0, high=0.1)
-    return Decoder(
+    return FamilySpec(
         layers=layers,
         norm=Norm(eps=eps, kind="layer"),
         tied_embeddings=shape.tied,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from edgepipe.spec.families.glm4_moe import corrected_router, sparse_layers
 from edgepipe.spec.families.latent_attention import GGUF_PARTS, LatentSizes, gguf_latent, hf_latent
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape, unsupported
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape, unsupported
 from edgepipe.spec.layer_spec import Attention, Dense, Router
 from edgepipe.spec.shape_limits import MAX_EXPERTS, MAX_LAYERS
 
@@ -16,10 +16,10 @@ _SIZES = LatentSizes(query_rank=1536, nope_dim=128, value_dim=128)
 
 def _reader(
     router: Callable[[HfShape], Router], *, first: int, inner: int, expert_inner: int, shared: int, count: int
-) -> Callable[[HfShape], Decoder]:
+) -> Callable[[HfShape], FamilySpec]:
     """Return a family's reader; numbers are defaults of the class in transformers."""
 
-    def read(shape: HfShape) -> Decoder:
+    def read(shape: HfShape) -> FamilySpec:
         shape.check_activation()
         if shape.fields.integer("moe_layer_freq", low=1, high=MAX_LAYERS, default=1) != 1:
             raise unsupported("moe_layer_freq", ["1"])
@@ -32,7 +32,7 @@ def _reader(
         leading = shape.fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=first)
         dense = Dense(inner=shape.inner(default=inner))
         layers = sparse_layers(shape.num_layers, _attention(shape, own), dense, experts, leading)
-        return Decoder(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied())
+        return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied())
 
     return read
 
@@ -65,7 +65,7 @@ def _router_v3(shape: HfShape) -> Router:
     return corrected_router(shape, scale=2.5, groups=8, groups_used=4)
 
 
-def _gguf(shape: GgufShape) -> Decoder:
+def _gguf(shape: GgufShape) -> FamilySpec:
     corrected = any(name.endswith(".exp_probs_b.bias") for name in shape.tensors)
     kind = shape.integer("expert_gating_func", low=0, high=2, default=0)
     sigmoid = kind == 2 or (kind == 0 and corrected)  # early files say nothing
@@ -81,7 +81,7 @@ def _gguf(shape: GgufShape) -> Decoder:
     experts = shape.mixture(width, router, shared_inner=shared)
     dense = Dense(inner=shape.inner())
     layers = sparse_layers(shape.num_layers - later, gguf_latent(shape), dense, experts, first)
-    return Decoder(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
+    return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
 
 
 DEEPSEEK_V2 = Family(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import sqrt
 
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape, sliding, unsupported
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape, sliding, unsupported
 from edgepipe.spec.layer_spec import Attention, Dense, LayerSpec, Rope
 from edgepipe.spec.rope_config import MAX_THETA, MIN_THETA
 
@@ -16,7 +16,7 @@ _TOKENS = {"vocab_size": 262_208, "bos_token_id": 2, "eos_token_id": 1}
 _DEFAULTS = {**_TOKENS, "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8}
 
 
-def _hf(shape: HfShape) -> Decoder:
+def _hf(shape: HfShape) -> FamilySpec:
     shape.check_activation(("gelu_pytorch_tanh",), "hidden_activation")
     fields, size = shape.fields, shape.head_dim(256)
     if shape.flag("use_bidirectional_attention"):
@@ -46,7 +46,7 @@ def _hf(shape: HfShape) -> Decoder:
         return LayerSpec(attention=attention, dense=dense, norms="both")
 
     layers = tuple(map(layer, slides, shape.windows(slides, default=4096)))
-    return Decoder(
+    return FamilySpec(
         layers=layers,
         norm=replace(shape.norm(), plus_one=True),
         tied_embeddings=shape.tied(default=True),
@@ -63,7 +63,7 @@ def _local_rope(shape: HfShape, size: int) -> Rope:
     return Rope(theta=theta)
 
 
-def _gguf(shape: GgufShape) -> Decoder:
+def _gguf(shape: GgufShape) -> FamilySpec:
     size = shape.head_dim()
     whole = shape.rope(size)
     window = shape.window()
@@ -78,7 +78,7 @@ def _gguf(shape: GgufShape) -> Decoder:
         attention = replace(plain, window=window, qk_norm="head", scale=scale)
         return LayerSpec(attention=attention, dense=dense, norms="both")
 
-    return Decoder(
+    return FamilySpec(
         layers=tuple(map(layer, slides, sliding(slides, window, shape.context))),
         norm=shape.norm(),  # llama.cpp's converter adds the one
         tied_embeddings=shape.tied,

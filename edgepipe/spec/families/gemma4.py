@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from edgepipe.files.fields import Fields
 from edgepipe.spec.families.gemma4_gguf import GGUF_PARTS, INSTEAD_OF_SMALL, from_gguf
-from edgepipe.spec.families.gemma4_layers import LOCAL, WHOLE, Parts, attention, router
-from edgepipe.spec.families.reading import Decoder, Family, HfShape, unsupported
+from edgepipe.spec.families.gemma4_layers import LOCAL, WHOLE, Gemma4Layers, attention, router
+from edgepipe.spec.families.reading import Family, FamilySpec, HfShape, unsupported
 from edgepipe.spec.layer_spec import Dense, Experts
 from edgepipe.spec.shape_limits import ExpertKeys, checked_experts, read_head_dim, read_kv_heads
 
@@ -21,7 +21,7 @@ _DEFAULTS = {**_TOKENS, "hidden_size": 2304, "num_hidden_layers": 30, "num_atten
 _KEYS = ExpertKeys(used="top_k_experts")
 
 
-def _hf(shape: HfShape) -> Decoder:
+def _hf(shape: HfShape) -> FamilySpec:
     shape.check_activation(("gelu_pytorch_tanh",), "hidden_activation")
     fields, size, norm = shape.fields, shape.any_head_dim(256), shape.norm()
     _refuse_small(fields)
@@ -33,13 +33,13 @@ def _hf(shape: HfShape) -> Decoder:
     whole_size, whole_heads = _whole_heads(shape, slides, size, kv_heads)
     local = replace(attention(shape.num_heads, kv_heads, size, local_rope), qkv_bias=bias, output_bias=bias)
     whole = attention(shape.num_heads, whole_heads, whole_size, whole_rope)
-    parts = Parts(
+    parts = Gemma4Layers(
         local=local,
         whole=replace(whole, qkv_bias=bias, output_bias=bias, values_from_keys=shape.flag("attention_k_eq_v")),
         dense=Dense(inner=shape.inner(default=9216), activation="gelu_tanh"),
         experts=_experts(shape, norm.eps) if shape.flag("enable_moe_block") else None,
     )
-    return Decoder(
+    return FamilySpec(
         layers=parts.layers(slides, shape.windows(slides, default=512)),
         norm=norm,
         tied_embeddings=shape.tied(default=True),

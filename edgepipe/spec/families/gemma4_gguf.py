@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import sqrt
 
 from edgepipe.files.fields import Fields
-from edgepipe.spec.families.gemma4_layers import Parts, attention, router
-from edgepipe.spec.families.reading import Decoder, GgufShape, is_list, sliding, unsupported
+from edgepipe.spec.families.gemma4_layers import Gemma4Layers, attention, router
+from edgepipe.spec.families.reading import FamilySpec, GgufShape, is_list, sliding, unsupported
 from edgepipe.spec.layer_spec import Dense
 from edgepipe.spec.shape_limits import MAX_LAYERS, read_head_dim, read_kv_heads
 
@@ -26,7 +26,7 @@ INSTEAD_OF_SMALL = ("Gemma 4 31B and 26B-A4B", "of E4B's size Gemma 3 4B")
 """What to name where E2B or E4B is refused."""
 
 
-def from_gguf(shape: GgufShape) -> Decoder:
+def from_gguf(shape: GgufShape) -> FamilySpec:
     """Read the metadata. Raises ModelInvalid, ArchitectureUnsupported."""
     _refuse_small(shape)
     slides = [*shape.sliding_layers(full_every=6)[:-1], False]
@@ -39,13 +39,13 @@ def from_gguf(shape: GgufShape) -> Decoder:
     mixture = None
     if "blk.0.ffn_gate_inp.weight" in shape.tensors:
         mixture = shape.mixture(shape.inner("expert_feed_forward_length"), router(norm.eps))
-    parts = Parts(
+    parts = Gemma4Layers(
         local=local,
         whole=replace(whole, values_from_keys=f"{last}.attn_v.weight" not in shape.tensors),
         dense=Dense(inner=shape.inner(), activation="gelu_tanh"),
         experts=None if mixture is None else replace(mixture, activation="gelu_tanh"),
     )
-    return Decoder(
+    return FamilySpec(
         layers=parts.layers(slides, sliding(slides, shape.window(), shape.context)),
         norm=norm,
         tied_embeddings=shape.tied,

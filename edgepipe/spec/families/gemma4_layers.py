@@ -12,7 +12,7 @@ WHOLE = Rope(theta=1_000_000.0, scaling="proportional", rotated_share=0.25)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class Gemma4Layers:
     """What the layers of a model are made of."""
 
     local: Attention  # attention of layers that slide; ``layers`` sets the window of each

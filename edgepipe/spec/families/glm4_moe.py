@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape
 from edgepipe.spec.layer_spec import Attention, Dense, Experts, LayerSpec, Router
 from edgepipe.spec.shape_limits import MAX_EXPERTS, MAX_LAYERS
 
@@ -30,7 +30,7 @@ def corrected_router(shape: HfShape, *, scale: float, groups: int, groups_used: 
     )
 
 
-def _hf(shape: HfShape) -> Decoder:
+def _hf(shape: HfShape) -> FamilySpec:
     shape.check_activation()
     fields, size = shape.fields, shape.any_head_dim()
     dims = shape.rotary_dims(size, 0.5)
@@ -46,10 +46,10 @@ def _hf(shape: HfShape) -> Decoder:
     experts = shape.mixture(shape.experts("n_routed_experts", 128), 8, inner, router, shared_inner=shared)
     first = fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=1)
     layers = sparse_layers(shape.num_layers, attention, Dense(inner=shape.inner(default=10_944)), experts, first)
-    return Decoder(layers=layers, norm=shape.norm(1e-5), tied_embeddings=shape.tied())
+    return FamilySpec(layers=layers, norm=shape.norm(1e-5), tied_embeddings=shape.tied())
 
 
-def _gguf(shape: GgufShape) -> Decoder:
+def _gguf(shape: GgufShape) -> FamilySpec:
     size = shape.head_dim()
     dims = shape.rotary_dims(size)
     later = shape.integer("nextn_predict_layers", low=0, high=shape.num_layers - 1, default=0)
@@ -65,7 +65,7 @@ def _gguf(shape: GgufShape) -> Decoder:
     experts = shape.mixture(inner, router, shared_inner=shared)
     first = shape.integer("leading_dense_block_count", low=0, high=MAX_LAYERS, default=1)
     layers = sparse_layers(shape.num_layers - later, attention, Dense(inner=shape.inner()), experts, first)
-    return Decoder(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
+    return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
 
 
 GLM4_MOE = Family(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from edgepipe.spec.families.glm4_moe import corrected_router
 from edgepipe.spec.families.latent_attention import LatentSizes, hf_latent
-from edgepipe.spec.families.reading import Decoder, Family, HfShape, unsupported
+from edgepipe.spec.families.reading import Family, FamilySpec, HfShape, unsupported
 from edgepipe.spec.layer_spec import Dense, LayerSpec
 from edgepipe.spec.shape_limits import MAX_EXPERTS, MAX_LAYERS
 
 
-def _hf(shape: HfShape) -> Decoder:
+def _hf(shape: HfShape) -> FamilySpec:
     shape.check_activation()
     attention = hf_latent(shape, LatentSizes(query_rank=768, nope_dim=192, value_dim=256))
     inner = shape.inner("moe_intermediate_size", 1536)
@@ -21,7 +21,7 @@ def _hf(shape: HfShape) -> Decoder:
         "sparse": LayerSpec(attention=attention, experts=experts),
     }
     layers = tuple(kinds[kind] for kind in _layer_kinds(shape))
-    return Decoder(layers=layers, norm=shape.norm(1e-5), tied_embeddings=shape.tied())
+    return FamilySpec(layers=layers, norm=shape.norm(1e-5), tied_embeddings=shape.tied())
 
 
 def _layer_kinds(shape: HfShape) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape, sliding, unsupported, windowed
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape, sliding, unsupported, windowed
 from edgepipe.spec.layer_spec import Attention, Experts, LayerSpec, Router
 
 _EVERY = 2  # period of layers; the last of each period sees the whole context
@@ -26,7 +26,7 @@ def _layer(attention: Attention, experts: Experts, *, qkv_bias: bool, output_bia
     )
 
 
-def _hf(shape: HfShape) -> Decoder:
+def _hf(shape: HfShape) -> FamilySpec:
     shape.check_activation()
     if not any(shape.fields.raw(key) for key in ("rope_scaling", "rope_parameters")):
         shape.fields = shape.fields.over({"rope_parameters": _ROPE})
@@ -42,10 +42,10 @@ def _hf(shape: HfShape) -> Decoder:
         output_bias=bias,
     )
     layers = windowed(layer, shape.windows(shape.sliding_layers(full_every=_EVERY), default=128))
-    return Decoder(layers=layers, norm=shape.norm(1e-5), tied_embeddings=shape.tied())
+    return FamilySpec(layers=layers, norm=shape.norm(1e-5), tied_embeddings=shape.tied())
 
 
-def _gguf(shape: GgufShape) -> Decoder:
+def _gguf(shape: GgufShape) -> FamilySpec:
     size = shape.head_dim()
     rope = replace(shape.rope(size), truncate=False)  # the published value; GGUF has no key for it
     layer = _layer(
@@ -55,7 +55,7 @@ def _gguf(shape: GgufShape) -> Decoder:
         output_bias=shape.biased("attn_output"),
     )
     windows = sliding(shape.sliding_layers(full_every=_EVERY), shape.window(), shape.context)
-    return Decoder(layers=windowed(layer, windows), norm=shape.norm(), tied_embeddings=shape.tied)
+    return FamilySpec(layers=windowed(layer, windows), norm=shape.norm(), tied_embeddings=shape.tied)
 
 
 GPT_OSS = Family(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape
 from edgepipe.spec.layer_spec import Dense, LayerSpec
 
 
-def _hf(shape: HfShape) -> Decoder:
+def _hf(shape: HfShape) -> FamilySpec:
     shape.check_activation()
     size, bias = shape.head_dim(), shape.flag("attention_bias")
     attention = replace(
@@ -22,7 +22,7 @@ def _hf(shape: HfShape) -> Decoder:
         dense=Dense(inner=shape.inner(), bias=shape.flag("mlp_bias")),
         residual_scale=shape.factor("residual_multiplier"),
     )
-    return Decoder(
+    return FamilySpec(
         layers=(layer,) * shape.num_layers,
         norm=shape.norm(),
         tied_embeddings=shape.tied(),
@@ -31,7 +31,7 @@ def _hf(shape: HfShape) -> Decoder:
     )
 
 
-def _gguf(shape: GgufShape) -> Decoder:
+def _gguf(shape: GgufShape) -> FamilySpec:
     size = shape.head_dim()
     rotates = shape.fields.flag(f"{shape.arch}.rope.scaling.finetuned", default=True)  # llama.cpp's switch for Granite
     attention = replace(
@@ -43,7 +43,7 @@ def _gguf(shape: GgufShape) -> Decoder:
     residual = shape.number("residual_scale", low=0.0, high=1e6, default=0.0) or 1.0
     dense = Dense(inner=shape.inner(), bias=shape.biased("ffn_up"))
     layer = LayerSpec(attention=attention, dense=dense, residual_scale=residual)
-    return Decoder(
+    return FamilySpec(
         layers=(layer,) * shape.num_layers,
         norm=shape.norm(),
         tied_embeddings=shape.tied,

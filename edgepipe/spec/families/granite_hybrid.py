@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape, unsupported
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape, unsupported
 from edgepipe.spec.families.recurrent import (
     GGUF_MAMBA,
     gguf_attention,
@@ -20,7 +20,7 @@ from edgepipe.spec.shape_limits import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX
 _KINDS = ("linear_attention", "full_attention")
 
 
-def _hf(shape: HfShape) -> Decoder:
+def _hf(shape: HfShape) -> FamilySpec:
     shape.check_activation()
     size, bias = shape.head_dim(), shape.flag("attention_bias")
     rotates = shape.fields.text("position_embedding_type", default="nope")
@@ -31,7 +31,7 @@ def _hf(shape: HfShape) -> Decoder:
     mixers = _mixers(attention, _mamba2(shape), shape.factor("residual_multiplier"))
     kinds = layer_kinds(shape, "layer_types", _KINDS) or layer_kinds(shape, "layers_block_type", _KINDS)
     kinds = kinds or ["linear_attention"] * shape.num_layers
-    return Decoder(
+    return FamilySpec(
         layers=with_mixers(kinds, mixers, [_feed(shape)] * len(kinds)),
         norm=shape.norm(),
         tied_embeddings=shape.tied(),
@@ -78,7 +78,7 @@ def _mamba2(shape: HfShape) -> Mamba2:
     return checked_mamba2(fields, mamba, "mamba_n_groups")
 
 
-def _gguf(shape: GgufShape) -> Decoder:
+def _gguf(shape: GgufShape) -> FamilySpec:
     rotates = shape.fields.flag(f"{shape.arch}.rope.scaling.finetuned", default=True)  # llama.cpp's switch for Granite
     attention = replace(
         gguf_attention(shape, lambda size: shape.rope(size) if rotates else None),
@@ -87,7 +87,7 @@ def _gguf(shape: GgufShape) -> Decoder:
     scale = shape.number("residual_scale", low=0.0, high=1e6, default=0.0) or 1.0
     mixers = _mixers(attention, gguf_mamba2(shape), scale)
     kinds = gguf_kinds(shape, "ssm_in", shape.num_layers)
-    return Decoder(
+    return FamilySpec(
         layers=with_mixers(kinds, mixers, [_gguf_feed(shape)] * len(kinds)),
         norm=shape.norm(),
         tied_embeddings=shape.tied,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape
 from edgepipe.spec.families.recurrent import gguf_attention, gguf_kinds, layer_kinds, leading_dense, with_mixers
 from edgepipe.spec.layer_spec import Dense, LayerSpec, Norm, Router, ShortConv
 from edgepipe.spec.shape_limits import MAX_INTERMEDIATE, MAX_LAYERS, MAX_TAPS
@@ -13,11 +13,11 @@ _THETA = 1_000_000.0
 _GGUF_PARTS = {f"shortconv.{part}": f"conv.{part}" for part in ("in_proj", "conv", "out_proj")}
 
 
-def _hf(shape: HfShape) -> Decoder:
+def _hf(shape: HfShape) -> FamilySpec:
     return _decoder(shape, [LayerSpec(dense=Dense(inner=_inner(shape)))] * shape.num_layers)
 
 
-def _hf_experts(shape: HfShape) -> Decoder:
+def _hf_experts(shape: HfShape) -> FamilySpec:
     router = Router(
         score="sigmoid",
         normalised=shape.flag("norm_topk_prob", default=True),
@@ -30,7 +30,7 @@ def _hf_experts(shape: HfShape) -> Decoder:
     return _decoder(shape, leading_dense(Dense(inner=shape.inner(default=7168)), experts, leading, shape.num_layers))
 
 
-def _decoder(shape: HfShape, feeds: list[LayerSpec]) -> Decoder:
+def _decoder(shape: HfShape, feeds: list[LayerSpec]) -> FamilySpec:
     size, fields = shape.head_dim(), shape.fields
     attention = shape.attention(size, shape.rope(size, default_theta=_THETA), kv_heads=8)
     taps = fields.integer("conv_L_cache", low=2, high=MAX_TAPS, default=3)
@@ -38,7 +38,7 @@ def _decoder(shape: HfShape, feeds: list[LayerSpec]) -> Decoder:
         "full_attention": LayerSpec(attention=replace(attention, qk_norm="head")),
         "conv": LayerSpec(recurrent=ShortConv(channels=shape.hidden, taps=taps, bias=shape.flag("conv_bias"))),
     }
-    return Decoder(
+    return FamilySpec(
         layers=with_mixers(_kinds(shape), mixers, feeds),
         norm=Norm(eps=fields.number("norm_eps", low=0.0, high=0.1, default=1e-5)),
         tied_embeddings=shape.flag("tie_embedding", default=shape.tied(default=True)),
@@ -68,11 +68,11 @@ def _inner(shape: HfShape) -> int:
     return max(1, -(-inner // multiple)) * multiple
 
 
-def _gguf(shape: GgufShape) -> Decoder:
+def _gguf(shape: GgufShape) -> FamilySpec:
     return _gguf_decoder(shape, [LayerSpec(dense=Dense(inner=shape.inner()))] * shape.num_layers)
 
 
-def _gguf_experts(shape: GgufShape) -> Decoder:
+def _gguf_experts(shape: GgufShape) -> FamilySpec:
     biased = any(name.endswith(".exp_probs_b.bias") for name in shape.tensors)
     inner = shape.inner("expert_feed_forward_length")
     experts = shape.mixture(inner, shape.router("sigmoid", correction=biased))
@@ -80,7 +80,7 @@ def _gguf_experts(shape: GgufShape) -> Decoder:
     return _gguf_decoder(shape, leading_dense(Dense(inner=shape.inner()), experts, leading, shape.num_layers))
 
 
-def _gguf_decoder(shape: GgufShape, feeds: list[LayerSpec]) -> Decoder:
+def _gguf_decoder(shape: GgufShape, feeds: list[LayerSpec]) -> FamilySpec:
     conv = ShortConv(
         channels=shape.hidden,
         taps=shape.integer("shortconv.l_cache", low=2, high=MAX_TAPS),
@@ -89,7 +89,7 @@ def _gguf_decoder(shape: GgufShape, feeds: list[LayerSpec]) -> Decoder:
     attention = replace(gguf_attention(shape, shape.rope), qk_norm="head")
     mixers = {"full_attention": LayerSpec(attention=attention), "conv": LayerSpec(recurrent=conv)}
     kinds = gguf_kinds(shape, "shortconv.conv", shape.num_layers, "conv")
-    return Decoder(layers=with_mixers(kinds, mixers, feeds), norm=shape.norm(), tied_embeddings=shape.tied)
+    return FamilySpec(layers=with_mixers(kinds, mixers, feeds), norm=shape.norm(), tied_embeddings=shape.tied)
 
 
 LFM2 = Family(

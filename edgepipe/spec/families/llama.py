@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape, sliding, windowed
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape, sliding, windowed
 from edgepipe.spec.layer_spec import Dense, LayerSpec
 
 
@@ -38,13 +38,13 @@ def dense_reader(
     mlp_bias: bool = False,
     qk_norm: Literal["", "head"] = "",
     eps: float = 1e-6,
-) -> Callable[[HfShape], Decoder]:
+) -> Callable[[HfShape], FamilySpec]:
     """Return the reader of a family.
 
     ``qkv_bias``: always present; ``attention_bias``, ``mlp_bias``: if the config has the key, and it is true.
     """
 
-    def read(shape: HfShape) -> Decoder:
+    def read(shape: HfShape) -> FamilySpec:
         shape.check_activation()
         size = shape.head_dim(head_dim)
         bias = attention_bias and shape.flag("attention_bias")
@@ -56,12 +56,12 @@ def dense_reader(
         )
         dense = Dense(inner=shape.inner(), bias=mlp_bias and shape.flag("mlp_bias"))
         layers = windowed(LayerSpec(attention=attention, dense=dense), windows(shape))
-        return Decoder(layers=layers, norm=shape.norm(eps), tied_embeddings=shape.tied())
+        return FamilySpec(layers=layers, norm=shape.norm(eps), tied_embeddings=shape.tied())
 
     return read
 
 
-def dense_gguf(shape: GgufShape) -> Decoder:
+def dense_gguf(shape: GgufShape) -> FamilySpec:
     """Read GGUF metadata. Raises ModelInvalid, ArchitectureUnsupported."""
     size = shape.head_dim()
     attention = replace(
@@ -74,7 +74,7 @@ def dense_gguf(shape: GgufShape) -> Decoder:
     dense = Dense(inner=shape.inner(), bias=shape.biased("ffn_up"))
     windows = sliding([shape.arch == "llama"] * shape.num_layers, shape.window(), shape.context)
     layers = windowed(LayerSpec(attention=attention, dense=dense), windows)
-    return Decoder(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
+    return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
 
 
 LLAMA = Family(

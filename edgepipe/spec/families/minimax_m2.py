@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape
 from edgepipe.spec.layer_spec import LayerSpec, Router
 
 
-def _hf(shape: HfShape) -> Decoder:
+def _hf(shape: HfShape) -> FamilySpec:
     shape.check_activation()
     size = shape.any_head_dim(128)
     rotated = shape.fields.integer("rotary_dim", low=2, high=size, default=size)
@@ -21,10 +21,10 @@ def _hf(shape: HfShape) -> Decoder:
         attention=replace(attention, rotary_dim=dims, qk_norm="all"),
         experts=shape.mixture(shape.experts("num_local_experts", 256), 8, shape.inner(), router),
     )
-    return Decoder(layers=(layer,) * shape.num_layers, norm=shape.norm(), tied_embeddings=shape.tied())
+    return FamilySpec(layers=(layer,) * shape.num_layers, norm=shape.norm(), tied_embeddings=shape.tied())
 
 
-def _gguf(shape: GgufShape) -> Decoder:
+def _gguf(shape: GgufShape) -> FamilySpec:
     size = shape.head_dim()
     dims = shape.rotary_dims(size)
     router = shape.router("sigmoid", correction=True)
@@ -32,7 +32,7 @@ def _gguf(shape: GgufShape) -> Decoder:
         attention=replace(shape.attention(size, shape.rope(dims)), rotary_dim=dims, qk_norm="all"),
         experts=shape.mixture(shape.inner("expert_feed_forward_length"), router),
     )
-    return Decoder(layers=(layer,) * shape.num_layers, norm=shape.norm(), tied_embeddings=shape.tied)
+    return FamilySpec(layers=(layer,) * shape.num_layers, norm=shape.norm(), tied_embeddings=shape.tied)
 
 
 MINIMAX_M2 = Family(

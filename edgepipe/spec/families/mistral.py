@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from edgepipe.spec.families.llama import dense_gguf, dense_reader
-from edgepipe.spec.families.reading import Decoder, Family, HfShape
+from edgepipe.spec.families.reading import Family, FamilySpec, HfShape
 
 _YARN = {
     "rope_type": "yarn",
@@ -22,10 +22,10 @@ _YARN = {
 _MINISTRAL = "ministral3"
 
 
-def _tempered(read: Callable[[HfShape], Decoder]) -> Callable[[HfShape], Decoder]:
+def _tempered(read: Callable[[HfShape], FamilySpec]) -> Callable[[HfShape], FamilySpec]:
     """Return a reader of models whose queries grow with their position."""
 
-    def reader(shape: HfShape) -> Decoder:
+    def reader(shape: HfShape) -> FamilySpec:
         decoder, temperature = read(shape), shape.temperature()
         layers = (each.with_attention(temperature=temperature) for each in decoder.layers)
         return replace(decoder, layers=tuple(layers))
@@ -33,7 +33,7 @@ def _tempered(read: Callable[[HfShape], Decoder]) -> Callable[[HfShape], Decoder
     return reader
 
 
-def _text(shape: HfShape) -> Decoder:
+def _text(shape: HfShape) -> FamilySpec:
     kind = shape.fields.text("model_type", default="mistral")
     return (_ministral if kind == _MINISTRAL else dense_reader(kv_heads=8, head_dim=128))(shape)
 

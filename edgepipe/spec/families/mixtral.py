@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape, windowed
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape, windowed
 from edgepipe.spec.layer_spec import LayerSpec, Router
 
 
-def _hf(shape: HfShape) -> Decoder:
+def _hf(shape: HfShape) -> FamilySpec:
     shape.check_activation()
     size = shape.head_dim()
     layer = LayerSpec(
@@ -14,16 +14,16 @@ def _hf(shape: HfShape) -> Decoder:
         experts=shape.mixture(shape.experts("num_local_experts", 8), 2, shape.inner(), Router()),
     )
     layers = windowed(layer, shape.windows([True] * shape.num_layers))
-    return Decoder(layers=layers, norm=shape.norm(1e-5), tied_embeddings=shape.tied())
+    return FamilySpec(layers=layers, norm=shape.norm(1e-5), tied_embeddings=shape.tied())
 
 
-def _gguf(shape: GgufShape) -> Decoder:
+def _gguf(shape: GgufShape) -> FamilySpec:
     size = shape.head_dim()
     layer = LayerSpec(
         attention=shape.attention(size, shape.rope(size)),
         experts=shape.mixture(shape.inner(), shape.router("softmax")),
     )
-    return Decoder(layers=(layer,) * shape.num_layers, norm=shape.norm(), tied_embeddings=shape.tied)
+    return FamilySpec(layers=(layer,) * shape.num_layers, norm=shape.norm(), tied_embeddings=shape.tied)
 
 
 MIXTRAL = Family(

@@ -10,7 +10,7 @@ from math import inf
 
 from edgepipe.spec.families.glm4_moe import corrected_router
 from edgepipe.spec.families.nemotron_h_gguf import LEAST_STEP, from_gguf
-from edgepipe.spec.families.reading import Decoder, Family, HfShape, unsupported
+from edgepipe.spec.families.reading import Family, FamilySpec, HfShape, unsupported
 from edgepipe.spec.families.recurrent import GGUF_MAMBA, layer_kinds
 from edgepipe.spec.layer_spec import Dense, Experts, LayerSpec, Mamba2, Norm
 from edgepipe.spec.shape_limits import (
@@ -25,7 +25,7 @@ from edgepipe.spec.shape_limits import (
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 
-def _hf(shape: HfShape) -> Decoder:
+def _hf(shape: HfShape) -> FamilySpec:
     shape.check_activation(("relu2",), "mlp_hidden_act")
     shape.check_activation(key="mamba_hidden_act")
     _refuse(shape)
@@ -45,7 +45,7 @@ def _hf(shape: HfShape) -> Decoder:
             case _:
                 layers[kind] = LayerSpec(recurrent=_mamba2(shape))
     norm = Norm(eps=shape.fields.number("layer_norm_epsilon", low=0.0, high=0.1, default=1e-5))
-    return Decoder(
+    return FamilySpec(
         layers=tuple(layers[kind] for kind in kinds),
         norm=norm,
         tied_embeddings=False,  # whatever the config says: transformers' class has a head of its own

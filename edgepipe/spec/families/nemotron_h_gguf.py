@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from edgepipe.spec.families.reading import Decoder, GgufShape, unsupported
+from edgepipe.spec.families.reading import FamilySpec, GgufShape, unsupported
 from edgepipe.spec.families.recurrent import gguf_attention, gguf_mamba2, layers_with, own_layers
 from edgepipe.spec.layer_spec import Dense, Experts, LayerSpec, Norm
 from edgepipe.spec.shape_limits import MAX_INTERMEDIATE
@@ -14,7 +14,7 @@ LEAST_STEP = 0.001
 """Time step of transformers' class, and of all published models; files do not tell it."""
 
 
-def from_gguf(shape: GgufShape) -> Decoder:
+def from_gguf(shape: GgufShape) -> FamilySpec:
     """Read the metadata and the tensors' names. Raises ModelInvalid, ArchitectureUnsupported."""
     count = own_layers(shape)
     parts = {
@@ -30,7 +30,7 @@ def from_gguf(shape: GgufShape) -> Decoder:
         raise shape.fields.fail(
             f"{shape.arch}.block_count", f"layer {kinds.index('')} has no tensor that says its kind"
         )
-    return Decoder(layers=tuple(specs[kind] for kind in kinds), norm=_norm(shape), tied_embeddings=shape.tied)
+    return FamilySpec(layers=tuple(specs[kind] for kind in kinds), norm=_norm(shape), tied_embeddings=shape.tied)
 
 
 def _norm(shape: GgufShape) -> Norm:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape, sliding
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape, sliding
 from edgepipe.spec.layer_spec import Attention, Dense, LayerSpec, Rope
 
 _THETA = 500_000.0  # OLMo 3's default
 
 
-def _decoder(shape: HfShape, ropes: dict[bool, Rope], windows: Sequence[int | None], slides: Sequence[bool]) -> Decoder:
+def _decoder(
+    shape: HfShape, ropes: dict[bool, Rope], windows: Sequence[int | None], slides: Sequence[bool]
+) -> FamilySpec:
     """``ropes``: of layers that slide, and of the others."""
     bias = shape.flag("attention_bias")
     attention = replace(shape.attention(shape.head_dim(), None), qkv_bias=bias, output_bias=bias, qk_norm="all")
     layers = _layers(attention, Dense(inner=shape.inner()), [ropes[slide] for slide in slides], windows)
-    return Decoder(layers=layers, norm=shape.norm(1e-5), tied_embeddings=shape.tied())
+    return FamilySpec(layers=layers, norm=shape.norm(1e-5), tied_embeddings=shape.tied())
 
 
 def _layers(
@@ -26,13 +28,13 @@ def _layers(
     return tuple(LayerSpec(attention=each, dense=dense, norms="after") for each in own)
 
 
-def _olmo2(shape: HfShape) -> Decoder:
+def _olmo2(shape: HfShape) -> FamilySpec:
     shape.check_activation()
     none = [False] * shape.num_layers
     return _decoder(shape, {False: shape.rope(shape.head_dim())}, (None,) * shape.num_layers, none)
 
 
-def _olmo3(shape: HfShape) -> Decoder:
+def _olmo3(shape: HfShape) -> FamilySpec:
     shape.check_activation()
     dims, slides = shape.head_dim(), shape.sliding_layers(full_every=4)
     full = shape.rope(dims, default_theta=_THETA, layers="full_attention")
@@ -43,7 +45,7 @@ def _olmo3(shape: HfShape) -> Decoder:
     return _decoder(shape, ropes, shape.windows(slides, default=4096), slides)
 
 
-def _gguf(shape: GgufShape) -> Decoder:
+def _gguf(shape: GgufShape) -> FamilySpec:
     """Read OLMo 2, or OLMo 3, which llama.cpp calls OLMo 2 with windows."""
     size = shape.head_dim()
     full, window = shape.rope(size), shape.window()
@@ -52,7 +54,7 @@ def _gguf(shape: GgufShape) -> Decoder:
     ropes = [local if slide else full for slide in slides]
     attention = replace(shape.attention(size, None), qk_norm="all")
     layers = _layers(attention, Dense(inner=shape.inner()), ropes, sliding(slides, window, shape.context))
-    return Decoder(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
+    return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
 
 
 OLMO2 = Family(

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape, sliding, windowed
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape, sliding, windowed
 from edgepipe.spec.layer_spec import Dense, LayerSpec
 
 
-def _hf(shape: HfShape) -> Decoder:
+def _hf(shape: HfShape) -> FamilySpec:
     shape.check_activation()
     size = shape.any_head_dim()
     dims = shape.rotary_dims(size)
     attention = replace(shape.attention(size, shape.rope(dims)), rotary_dim=dims)
     layer = LayerSpec(attention=attention, dense=Dense(inner=shape.inner()))
     layers = windowed(layer, shape.windows([True] * shape.num_layers))
-    return Decoder(layers=layers, norm=shape.norm(1e-5), tied_embeddings=shape.tied())
+    return FamilySpec(layers=layers, norm=shape.norm(1e-5), tied_embeddings=shape.tied())
 
 
-def _gguf(shape: GgufShape) -> Decoder:
+def _gguf(shape: GgufShape) -> FamilySpec:
     size = shape.head_dim()
     dims = shape.rotary_dims(size)
     attention = replace(shape.attention(size, shape.rope(dims)), rotary_dim=dims)
     layer = LayerSpec(attention=attention, dense=Dense(inner=shape.inner()))
     layers = windowed(layer, sliding([True] * shape.num_layers, shape.window(), shape.context))
-    return Decoder(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
+    return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
 
 
 PHI3 = Family(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edgepipe.spec.families.qwen3_next import GGUF_PARTS, gguf_experts, gguf_layers, hf_experts, hf_mixers
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape
 from edgepipe.spec.families.recurrent import every_nth, with_mixers
 from edgepipe.spec.layer_spec import Dense, LayerSpec, Router
 
@@ -17,27 +17,27 @@ _DENSE = "Qwen3.6-27B, Qwen3.5-9B"
 _EXPERTS = "Qwen3.6-35B-A3B, Qwen3.5-122B-A10B"
 
 
-def _hf_dense(shape: HfShape) -> Decoder:
+def _hf_dense(shape: HfShape) -> FamilySpec:
     return _decoder(shape, LayerSpec(dense=Dense(inner=shape.inner(default=12_288))), kv_heads=4)
 
 
-def _hf_experts(shape: HfShape) -> Decoder:
+def _hf_experts(shape: HfShape) -> FamilySpec:
     return _decoder(shape, LayerSpec(experts=hf_experts(shape, 256, 8, Router())), kv_heads=2)
 
 
-def _decoder(shape: HfShape, feed: LayerSpec, *, kv_heads: int) -> Decoder:
+def _decoder(shape: HfShape, feed: LayerSpec, *, kv_heads: int) -> FamilySpec:
     layers = with_mixers(every_nth(shape), hf_mixers(shape, kv_heads), [feed] * shape.num_layers)
-    return Decoder(layers=layers, norm=replace(shape.norm(), plus_one=True), tied_embeddings=shape.tied())
+    return FamilySpec(layers=layers, norm=replace(shape.norm(), plus_one=True), tied_embeddings=shape.tied())
 
 
-def _gguf_dense(shape: GgufShape) -> Decoder:
+def _gguf_dense(shape: GgufShape) -> FamilySpec:
     layers = gguf_layers(shape, LayerSpec(dense=Dense(inner=shape.inner())), tiled=True)
-    return Decoder(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
+    return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
 
 
-def _gguf_experts(shape: GgufShape) -> Decoder:
+def _gguf_experts(shape: GgufShape) -> FamilySpec:
     layers = gguf_layers(shape, gguf_experts(shape), tiled=True)
-    return Decoder(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
+    return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
 
 
 QWEN3_5 = Family(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape
 from edgepipe.spec.layer_spec import Dense, LayerSpec, Router
 from edgepipe.spec.shape_limits import MAX_LAYERS
 
 
-def _hf(shape: HfShape) -> Decoder:
+def _hf(shape: HfShape) -> FamilySpec:
     shape.check_activation()
     fields, size, bias = shape.fields, shape.head_dim(), shape.flag("attention_bias")
     attention = replace(
@@ -32,16 +32,16 @@ def _hf(shape: HfShape) -> Decoder:
         return LayerSpec(attention=own, experts=experts)
 
     layers = tuple(layer(index, window) for index, window in enumerate(shape.windows(slides, default=4096)))
-    return Decoder(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied())
+    return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied())
 
 
-def _gguf(shape: GgufShape) -> Decoder:
+def _gguf(shape: GgufShape) -> FamilySpec:
     size = shape.head_dim()
     layer = LayerSpec(
         attention=replace(shape.attention(size, shape.rope(size)), qk_norm="head"),
         experts=shape.mixture(shape.inner("expert_feed_forward_length"), shape.router("softmax")),
     )
-    return Decoder(layers=(layer,) * shape.num_layers, norm=shape.norm(), tied_embeddings=shape.tied)
+    return FamilySpec(layers=(layer,) * shape.num_layers, norm=shape.norm(), tied_embeddings=shape.tied)
 
 
 QWEN3_MOE = Family(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgepipe.spec.families.reading import Decoder, Family, GgufShape, HfShape, unsupported
+from edgepipe.spec.families.reading import Family, FamilySpec, GgufShape, HfShape, unsupported
 from edgepipe.spec.families.recurrent import (
     every_nth,
     gguf_attention,
@@ -84,7 +84,7 @@ def _gated(attention: Attention, dims: int) -> Attention:
     return replace(attention, rotary_dim=dims, qk_norm="head", gated=True)
 
 
-def _hf(shape: HfShape) -> Decoder:
+def _hf(shape: HfShape) -> FamilySpec:
     mixers, fields = hf_mixers(shape, kv_heads=2), shape.fields
     experts = hf_experts(shape, 512, 10, Router(normalised=shape.flag("norm_topk_prob", default=True)))
     dense, sparse = LayerSpec(dense=Dense(inner=shape.inner(default=5632))), LayerSpec(experts=experts)
@@ -95,12 +95,12 @@ def _hf(shape: HfShape) -> Decoder:
     layers = range(shape.num_layers)
     feeds = [dense if layer in dense_layers or (layer + 1) % every else sparse for layer in layers]
     norm = replace(shape.norm(), plus_one=True)
-    return Decoder(layers=with_mixers(every_nth(shape), mixers, feeds), norm=norm, tied_embeddings=shape.tied())
+    return FamilySpec(layers=with_mixers(every_nth(shape), mixers, feeds), norm=norm, tied_embeddings=shape.tied())
 
 
-def _gguf(shape: GgufShape) -> Decoder:
+def _gguf(shape: GgufShape) -> FamilySpec:
     layers = gguf_layers(shape, gguf_experts(shape), tiled=False)
-    return Decoder(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
+    return FamilySpec(layers=layers, norm=shape.norm(), tied_embeddings=shape.tied)
 
 
 QWEN3_NEXT = Family(

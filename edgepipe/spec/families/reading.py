@@ -40,7 +40,7 @@ _USED = ExpertKeys(used="num_experts_per_tok", groups="n_group", groups_used="to
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoder:
+class FamilySpec:
     """What a family says of a model: everything that depends on the family."""
 
     layers: tuple[LayerSpec, ...]
@@ -354,14 +354,14 @@ class Family:
 
     name: str  # ``ModelConfig.architecture``, and transformers' ``model_type``
     hf_class: str  # class name in ``architectures`` of ``config.json``
-    from_hf: Callable[[HfShape], Decoder]
+    from_hf: Callable[[HfShape], FamilySpec]
     default_context: int  # default of transformers' class, in tokens
     models: str  # well-known ones, for people
     naming: str = ""  # how Hugging Face's files name the tensors, see ``ModelConfig``
     gguf_naming: str = ""  # how GGUF files name them, once GGUF's own names are translated
     text_key: str = ""  # key of ``config.json`` that describes the text model of several models; empty: its top
     gguf: str = ""  # ``general.architecture``; empty: no GGUF files are read
-    from_gguf: Callable[[GgufShape], Decoder] | None = None
+    from_gguf: Callable[[GgufShape], FamilySpec] | None = None
     text_types: tuple[str, ...] = ()  # ``model_type`` of that description; (): any
     # Values of keys that published files leave out.
     defaults: Mapping[str, object] = field(default_factory=dict[str, object])

@@ -9,12 +9,12 @@ from typing import Any
 from edgepipe.text.conversations.efforts import keywords_of
 from edgepipe.text.conversations.fitting import Wording, fit
 from edgepipe.text.conversations.learning import Ask, Rendering, is_miswritten, missing
-from edgepipe.text.conversations.probes import PROBES, TOOL, Probe
+from edgepipe.text.conversations.probes import PROBES, TOOL, ProbeConversation
 from edgepipe.text.conversations.traits import CHOICES, ModelTraits, TemplateTraits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class CheckedConversation:
     """What becomes of one conversation."""
 
     conversation: str
@@ -38,13 +38,13 @@ class Verdict:
         }
 
 
-Checking = Generator[tuple[Ask, bool], Rendering, list[Verdict]]
+Checking = Generator[tuple[Ask, bool], Rendering, list[CheckedConversation]]
 """Yields conversations to render, each with whether transformers renders it, and returns the verdicts."""
 
 
 def check(traits: ModelTraits, wording: Wording, *, reference: bool) -> Checking:
     """Check all standard conversations. ``reference``: compare with transformers."""
-    verdicts: list[Verdict] = []
+    verdicts: list[CheckedConversation] = []
     for probe in PROBES.values():
         verdict = yield from _check(probe, traits.choose(tools=probe.tools), wording, reference)
         verdicts.append(verdict)
@@ -52,8 +52,8 @@ def check(traits: ModelTraits, wording: Wording, *, reference: bool) -> Checking
 
 
 def _check(
-    probe: Probe, traits: TemplateTraits, wording: Wording, reference: bool
-) -> Generator[tuple[Ask, bool], Rendering, Verdict]:
+    probe: ProbeConversation, traits: TemplateTraits, wording: Wording, reference: bool
+) -> Generator[tuple[Ask, bool], Rendering, CheckedConversation]:
     tools = (TOOL,) if probe.tools else ()
     as_sent = Ask(turns=probe.turns, tools=tools, keywords=probe.keywords)
     sent = yield as_sent, False
@@ -71,18 +71,18 @@ def _check(
     return verdict
 
 
-def _verdict(probe: Probe, sent: Rendering, made: Rendering) -> Verdict:
+def _verdict(probe: ProbeConversation, sent: Rendering, made: Rendering) -> CheckedConversation:
     name = probe.name
     fault = sent.refused or _fault(probe, sent.text, made.text)
     if made.refused:
-        return Verdict(conversation=name, outcome="refused", as_sent=fault, reason=made.refused)
+        return CheckedConversation(conversation=name, outcome="refused", as_sent=fault, reason=made.refused)
     left_out = tuple(missing(probe, made.text))
     same = not sent.refused and sent.text == made.text
     outcome = "incomplete" if left_out else "as sent" if same else "repaired"
-    return Verdict(conversation=name, outcome=outcome, left_out=left_out, as_sent=fault)
+    return CheckedConversation(conversation=name, outcome=outcome, left_out=left_out, as_sent=fault)
 
 
-def _fault(probe: Probe, text: str, repaired: str) -> str:
+def _fault(probe: ProbeConversation, text: str, repaired: str) -> str:
     if left_out := missing(probe, text):
         return f"left out {', '.join(left_out)}"
     if text.count("None") > repaired.count("None"):
@@ -90,7 +90,7 @@ def _fault(probe: Probe, text: str, repaired: str) -> str:
     return "arguments are miswritten" if is_miswritten(probe, text) else ""
 
 
-def _repairs(probe: Probe, traits: TemplateTraits, wording: Wording) -> tuple[str, ...]:
+def _repairs(probe: ProbeConversation, traits: TemplateTraits, wording: Wording) -> tuple[str, ...]:
     """Return the traits that change this conversation."""
     tools = (TOOL,) if probe.tools else ()
     whole = fit(probe.turns, tools=tools, traits=traits, wording=wording)

@@ -13,7 +13,7 @@ from typing import Any
 
 from edgepipe.text.conversations.calls import calls_of
 from edgepipe.text.conversations.fitting import Tools, Wording, fit
-from edgepipe.text.conversations.probes import LEVELS, PROBES, REASONING, TOOL, Probe
+from edgepipe.text.conversations.probes import LEVELS, PROBES, REASONING, TOOL, ProbeConversation
 from edgepipe.text.conversations.roles import Turn
 from edgepipe.text.conversations.traits import CHOICES, TemplateTraits
 
@@ -135,7 +135,7 @@ class _Trials:
         unknown = yield replace(ask, turns=turns)
         return unknown.text.replace(_NONSENSE, role) == known.text != unknown.text
 
-    def is_complete(self, probe: Probe, traits: TemplateTraits) -> _Trial:
+    def is_complete(self, probe: ProbeConversation, traits: TemplateTraits) -> _Trial:
         """Return whether the rendering shows all texts, and no value that should have been written otherwise."""
         rendering = yield self.ask(probe.name, traits)
         probe = replace(probe, tools=self.shows_tools)
@@ -154,12 +154,12 @@ def _num_repairs(choice: Sequence[tuple[int, str]]) -> int:
     return sum(place for place, _ in choice)
 
 
-def missing(probe: Probe, text: str) -> list[str]:
+def missing(probe: ProbeConversation, text: str) -> list[str]:
     """Return the texts that a rendering lacks."""
     return [mark for mark in dict.fromkeys(probe.marks) if mark not in text]
 
 
-def is_miswritten(probe: Probe, text: str) -> bool:
+def is_miswritten(probe: ProbeConversation, text: str) -> bool:
     """Return whether arguments are Python's form of an object, or JSON within JSON."""
     return not probe.odd and ("{'at'" in text or '{\\"at\\"' in text)
 

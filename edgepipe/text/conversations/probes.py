@@ -27,7 +27,7 @@ _SYSTEM = "systemqx"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class ProbeConversation:
     """A conversation to render."""
 
     name: str
@@ -86,8 +86,8 @@ def _odd(arguments: object) -> Turn:
     return {"role": "assistant", "content": None, "tool_calls": [_call(1, arguments)]}
 
 
-def _effort(level: str) -> Probe:
-    return Probe(name=f"effort {level}", turns=(_user(),), keywords={"reasoning_effort": level})
+def _effort(level: str) -> ProbeConversation:
+    return ProbeConversation(name=f"effort {level}", turns=(_user(),), keywords={"reasoning_effort": level})
 
 
 LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -144,16 +144,18 @@ _CALLS: Mapping[str, tuple[Turn, ...]] = {
     "result without call": (_user(), _result(1), _user(2)),
 }
 
-PROBES: Mapping[str, Probe] = {
+PROBES: Mapping[str, ProbeConversation] = {
     probe.name: probe
     for probe in (
-        *(Probe(name=name, turns=turns) for name, turns in _CHATS.items()),
+        *(ProbeConversation(name=name, turns=turns) for name, turns in _CHATS.items()),
         *(
-            Probe(name=name, turns=turns, tools=True, may_lack=(f"{ANSWER}1",) if name == _LATER_TEXT else ())
+            ProbeConversation(
+                name=name, turns=turns, tools=True, may_lack=(f"{ANSWER}1",) if name == _LATER_TEXT else ()
+            )
             for name, turns in _CALLS.items()
         ),
-        Probe(name="tools", turns=(_user(),), tools=True),
-        Probe(name="system, tools", turns=(_system(), _user()), tools=True),
+        ProbeConversation(name="tools", turns=(_user(),), tools=True),
+        ProbeConversation(name="system, tools", turns=(_system(), _user()), tools=True),
         *map(_effort, LEVELS),
     )
 }

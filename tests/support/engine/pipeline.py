@@ -26,7 +26,7 @@ from edgepipe.stage.grammars import OpenTokenizer
 from edgepipe.stage.sampler import Sampler
 from edgepipe.stage.service import serve_control
 from edgepipe.stage.stage import Stage
-from edgepipe.stage.stage_epoch import Dial
+from edgepipe.stage.stage_epoch import MakeLink
 from edgepipe.wire.common import Hello, epoch_to_wire
 from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.plans import (
@@ -288,7 +288,7 @@ async def local_stages(
         yield LocalStages(stages, addresses, slices, weights.config.hidden_size)
 
 
-def _memory_dial(by_address: dict[str, Stage], clock: Clock) -> Dial:
+def _memory_dial(by_address: dict[str, Stage], clock: Clock) -> MakeLink:
     def dial(target: RingTarget, *, on_sample: OnSample) -> Outgoing:
         stage = by_address[target.address]
         return MemorySender(target, find_receiver=stage.find_receiver, clock=clock, on_sample=on_sample)

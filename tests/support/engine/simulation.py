@@ -25,7 +25,7 @@ from edgepipe.errors import StaleEpoch
 from edgepipe.ids import EngineId, Epoch, SequenceId
 from edgepipe.scheduler import Event, ScheduledStep, Scheduler, SchedulerLimits, SequenceSpec, ThrottledPolicy
 from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
-from edgepipe.spec.memory_classes import StatePool
+from edgepipe.spec.memory_classes import StateSlots
 from edgepipe.testing.tiny_model import tiny_config
 from tests.support.engine.simulated_gateway import SimulatedGateway
 from tests.support.engine.simulated_stage import BLOCK, VOCAB, SimulatedStage
@@ -53,7 +53,7 @@ class Simulation:
             context_length=_CONTEXT,
             micro_batches=draw.randint(1, 4),
             contiguous_kv=draw.random() < 0.3,
-            states=StatePool(num_slots=6 + seed % 9, gap=4 * BLOCK) if seed % _STATEFUL == 0 else None,
+            states=StateSlots(num_slots=6 + seed % 9, gap=4 * BLOCK) if seed % _STATEFUL == 0 else None,
         )
         self._faults_left = draw.randint(0, 4)
         self._gateway = SimulatedGateway(draw, note=self._note)

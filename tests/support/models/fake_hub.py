@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from edgepipe.store.hub_patience import Pauses
+from edgepipe.store.hub_patience import PullClock
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -67,13 +67,13 @@ class FakeHub:
         return value
 
 
-def virtual_pauses(paused: list[float]) -> Pauses:
+def virtual_pauses(paused: list[float]) -> PullClock:
     """A clock that a pull's pauses move and nothing else. ``paused`` gets them, in seconds."""
 
     async def sleep(seconds: float) -> None:
         paused.append(seconds)
 
-    return Pauses(now_s=lambda: sum(paused), sleep=sleep)
+    return PullClock(now_s=lambda: sum(paused), sleep=sleep)
 
 
 class _Server(ThreadingHTTPServer):

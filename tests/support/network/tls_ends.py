@@ -14,7 +14,7 @@ import grpc.aio
 
 from edgepipe.ids import NodeId
 from edgepipe.link.channels import bind, make_channel, make_server, translated
-from edgepipe.security.access import Kind
+from edgepipe.security.access import ProcessKind
 from edgepipe.security.certificates import KeyPair, make_key_pair
 from edgepipe.security.mutual_tls import Credentials, Denial, MutualTls, Peer
 
@@ -26,7 +26,7 @@ class Party:
     """A process with a key."""
 
     pair: KeyPair = field(default_factory=make_key_pair)
-    kind: Kind = Kind.NODE
+    kind: ProcessKind = ProcessKind.NODE
     node: str = ""  # that answers for it; empty: itself
 
     @property
@@ -108,7 +108,7 @@ class Listening:
 
 
 @asynccontextmanager
-async def listening(*known: Party, callers: Sequence[Kind] = tuple(Kind)) -> AsyncIterator[Listening]:
+async def listening(*known: Party, callers: Sequence[ProcessKind] = tuple(ProcessKind)) -> AsyncIterator[Listening]:
     """A process that was introduced to ``known``."""
     party, denials, echo = Party(), list[Denial](), Echo()
     security = MutualTls(party.pair, callers=callers, on_denied=denials.append)

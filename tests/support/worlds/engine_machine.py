@@ -13,7 +13,7 @@ from edgepipe.daemon.serving import engine_ownership as ownership
 from edgepipe.daemon.serving.engine_life import EngineLives
 from edgepipe.daemon.serving.restarts import GOOD_S, MOVES_AFTER
 from edgepipe.daemon.serving.serve_book import ServeBook
-from edgepipe.daemon.serving.takeover import Answer, Vacancies
+from edgepipe.daemon.serving.takeover import MemberReport, Vacancies
 from edgepipe.errors import AccessDenied, EdgepipeError, StageLost, StaleEpoch
 from edgepipe.ids import EngineId, Epoch, PipelineId
 from edgepipe.testing.clock import FakeClock
@@ -281,7 +281,7 @@ class Machine:
 
     def _answers(self, command: ownership.AskMembers) -> None:
         head, pipeline_id = command.record.engine_node, command.record.pipeline_id
-        answers: dict[str, Answer] = {}
+        answers: dict[str, MemberReport] = {}
         for name in sorted(self._heard):
             member = self.world.machines[name]
             if self.world.linked(self.name, name) and self.draw_bool(0.95):
@@ -291,7 +291,7 @@ class Machine:
                     and (name == head or self.world.linked(name, head))
                     and self.world.machines[head].proves(pipeline_id)
                 )
-                answers[name] = Answer(hears=hears, proven=proven, draining=member.drains)
+                answers[name] = MemberReport(hears=hears, proven=proven, draining=member.drains)
         self._open_bids.discard(command.bid)
         self._own(ownership.Answered(bid=command.bid, answers=answers))
 

@@ -15,14 +15,14 @@ from functools import partial
 from itertools import pairwise
 
 from edgepipe.engine.blame import Crash
-from edgepipe.engine.placing import EpochPlacement, Nodes, Reachable
+from edgepipe.engine.placing import EpochPlacement, Nodes, ReachableNodes
 from edgepipe.engine.quarantine import Missed
 from edgepipe.engine.recovery import Recovery
 from edgepipe.engine.recovery_types import (
     Abandon,
     Accuse,
     Acquit,
-    AskPlan,
+    AskPlacement,
     ClusterChanged,
     Command,
     EndEpoch,
@@ -39,11 +39,11 @@ from edgepipe.engine.recovery_types import (
     PlanningFailed,
     PreparationFailed,
     Prepare,
-    Prepared,
     Refuse,
     RefuseOne,
     Release,
     Serve,
+    StagesLoaded,
     State,
     Suspect,
     Tick,
@@ -218,7 +218,7 @@ class World:
         for command in commands:
             self._note(f"    -> {type(command).__name__}{_what(command)}")
             match command:
-                case AskPlan():
+                case AskPlacement():
                     self._begin("asks", partial(self._answer, command))
                 case Prepare():
                     self._check_counter(command.placement.epoch)
@@ -281,7 +281,7 @@ class World:
         slowest_s = self._draw.choice((0.01, 0.1, 1.0, 1.0 if self._lasting else 5.0))
         self._later(slowest_s * self._draw.random(), come)
 
-    def _answer(self, command: AskPlan) -> None:
+    def _answer(self, command: AskPlacement) -> None:
         draw = self._draw.random()
         if draw < 0.03 and self.now_s < self._faults_until_s:
             error: EdgepipeError = SendTimeout("the node did not answer with a placement")
@@ -301,7 +301,7 @@ class World:
                 error = StageError(f"{stage.node_id} refuses") if machine.up else LinkError("silent")
                 failed = PreparationFailed(attempt=command.attempt, error=error, node_id=stage.node_id)
                 return self._happens(failed)
-        self._happens(Prepared(attempt=command.attempt, sites=_sites(command.placement)))
+        self._happens(StagesLoaded(attempt=command.attempt, sites=_sites(command.placement)))
 
     def _open(self, command: Open) -> None:
         for site in command.sites:
@@ -473,7 +473,7 @@ class World:
         self._pauses.forget()  # a machine that is back is tried again soon
         there = {node_id: machine.address for node_id, machine in self.machines.items() if machine.up}
         leaving = frozenset(node_id for node_id in there if self.machines[node_id].leaving)
-        self._happens(ClusterChanged(reachable=Reachable(addresses=there, leaving=leaving)))
+        self._happens(ClusterChanged(reachable=ReachableNodes(addresses=there, leaving=leaving)))
 
     def _end_faults(self) -> None:
         self._note("all faults end")

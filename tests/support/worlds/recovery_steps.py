@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgepipe.engine.blame import Crash
-from edgepipe.engine.placing import EpochPlacement, Nodes, Reachable
+from edgepipe.engine.placing import EpochPlacement, Nodes, ReachableNodes
 from edgepipe.engine.recovery import Recovery
 from edgepipe.engine.recovery_types import (
     ClusterChanged,
@@ -16,7 +16,7 @@ from edgepipe.engine.recovery_types import (
     Opened,
     Planned,
     Prepare,
-    Prepared,
+    StagesLoaded,
     Tick,
 )
 from edgepipe.engine.settings import EngineLimits, EngineTimeouts
@@ -37,10 +37,10 @@ def placed(order: str) -> EpochPlacement:
     return EpochPlacement(spec=ServeSpec(model="m", stages=tuple(stages)), nodes=NODES)
 
 
-def reachable(names: str, *, leaving: str = "") -> Reachable:
+def reachable(names: str, *, leaving: str = "") -> ReachableNodes:
     """What the daemon hears."""
     there = {NodeId(name): f"{name}:1" for name in names}
-    return Reachable(addresses=there, leaving=frozenset(NodeId(name) for name in leaving))
+    return ReachableNodes(addresses=there, leaving=frozenset(NodeId(name) for name in leaving))
 
 
 def site(node: str, index: int) -> StageSite:
@@ -110,7 +110,7 @@ class Steps:
 
     def prepared(self, prepare: Any) -> list[Command]:
         """All nodes have loaded."""
-        return self.handle(Prepared(attempt=prepare.attempt, sites=()))
+        return self.handle(StagesLoaded(attempt=prepare.attempt, sites=()))
 
     def opened(self, opening: Any) -> list[Command]:
         """All stages are ready."""

@@ -23,7 +23,7 @@ from edgepipe.scheduler import (
     ThrottledPolicy,
     TokenSampled,
 )
-from edgepipe.spec.memory_classes import StatePool, WindowPool
+from edgepipe.spec.memory_classes import StateSlots, WindowPool
 
 VOCAB = 97
 NUM_SLICES = 3
@@ -423,4 +423,4 @@ def windowed(*windows: tuple[int, int], share: int = 4, **changes: Any) -> Sched
 
 def stateful(*, num_slots: int = 12, gap: int = 32, **changes: Any) -> SchedulerLimits:
     """A small pipeline with recurrent layers."""
-    return replace(limits(**changes), states=StatePool(num_slots=num_slots, gap=gap))
+    return replace(limits(**changes), states=StateSlots(num_slots=num_slots, gap=gap))

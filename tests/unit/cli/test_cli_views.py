@@ -18,12 +18,12 @@ from edgepipe.cli.chat.conversation import Answer
 from edgepipe.cli.doctor.findings import Level
 from edgepipe.cli.doctor.node_findings import engine_findings, node_findings
 from edgepipe.cli.output import as_dict, bar, print_error, wrapped
-from edgepipe.cli.sse import Piece, error_from_body, piece_from_event
+from edgepipe.cli.sse import EventContent, error_from_body, piece_from_event
 from edgepipe.cli.views.status_view import layout_text, render_status
 from edgepipe.errors import EdgepipeError, ModelUnknown, PipelineBroken, PromptTooLong, RemoteProtocolError, StageLost
 from edgepipe.gateway.problems import from_error
 from edgepipe.ids import NodeId
-from edgepipe.wire.engines import Advice, LeftOut
+from edgepipe.wire.engines import Advice, Quarantined
 from edgepipe.wire.nodes import ClusterStatus, MemberState, NodeState
 from tests.support.processes.command_line import make_engine, make_status, with_engine
 
@@ -141,7 +141,7 @@ def test_what_moved_while_nothing_was_answered_kept_nobody_waiting() -> None:
 
 
 def test_a_broken_device_is_told_in_the_status_and_by_doctor_with_the_remedy() -> None:
-    broken = LeftOut(node_id=NodeId("n2"), node_name="studio", seconds=28.4, reason="a step could not be computed")
+    broken = Quarantined(node_id=NodeId("n2"), node_name="studio", seconds=28.4, reason="a step could not be computed")
     error = PipelineBroken("'m' cannot be computed at present", fact="3 attempts in a row ended without a token")
     status = with_engine(make_status(), state="waiting", message="trying again in 8 s", left_out=(broken,), error=error)
     text = "\n".join(picture(status, width=120))
@@ -227,7 +227,7 @@ def test_status_as_json_has_numbers_as_numbers() -> None:
 
 def test_json_has_errors_in_full_and_keeps_its_types_where_something_is_missing() -> None:
     error = PipelineBroken("what", fact="fact", next_step="next", node="studio")
-    left_out = LeftOut(node_id=NodeId("n2"), seconds=2.5, reason="it failed")
+    left_out = Quarantined(node_id=NodeId("n2"), seconds=2.5, reason="it failed")
     status = with_engine(make_status(), error=error, left_out=(left_out,), certificate=b"PEM")
     engine = json.loads(json.dumps(as_dict(status)))["engines"][0]
     assert engine["error"] == {
@@ -264,17 +264,17 @@ def test_the_footer_has_the_four_figures() -> None:
 @pytest.mark.parametrize(
     ("data", "piece"),
     [
-        ('{"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}', Piece()),
-        ('{"choices": [{"delta": {"content": "a"}, "finish_reason": null}], "usage": null}', Piece(text="a")),
-        ('{"choices": [{"delta": {"reasoning_content": "b"}, "finish_reason": null}]}', Piece(reasoning="b")),
-        ('{"choices": [{"delta": {}, "finish_reason": "stop"}]}', Piece(finish_reason="stop")),
+        ('{"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}', EventContent()),
+        ('{"choices": [{"delta": {"content": "a"}, "finish_reason": null}], "usage": null}', EventContent(text="a")),
+        ('{"choices": [{"delta": {"reasoning_content": "b"}, "finish_reason": null}]}', EventContent(reasoning="b")),
+        ('{"choices": [{"delta": {}, "finish_reason": "stop"}]}', EventContent(finish_reason="stop")),
         (
             '{"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens": 2}}',
-            Piece(completion_tokens=3, prompt_tokens=2),
+            EventContent(completion_tokens=3, prompt_tokens=2),
         ),
     ],
 )
-def test_events_become_pieces(data: str, piece: Piece) -> None:
+def test_events_become_pieces(data: str, piece: EventContent) -> None:
     assert piece_from_event(data) == piece
 
 

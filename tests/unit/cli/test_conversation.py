@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from edgepipe.cli.chat.answer_view import NoView
-from edgepipe.cli.chat.conversation import Incoming, stream_answer
+from edgepipe.cli.chat.conversation import PartialAnswer, stream_answer
 from edgepipe.cli.find import Target
-from edgepipe.cli.sse import ChatClient, Piece
+from edgepipe.cli.sse import ChatClient, EventContent
 from tests.support.gateways.fake_engine import FakeEngine
 from tests.support.gateways.server import serving
 
@@ -39,17 +39,17 @@ class Watched(NoView):
 
 def test_the_reading_of_a_prompt_and_a_pause_are_told_as_they_happen() -> None:
     view = Watched()
-    incoming = Incoming(num_nodes=2, max_tokens=None, view=view)
+    incoming = PartialAnswer(num_nodes=2, max_tokens=None, view=view)
     incoming.quiet()
     for piece in (
-        Piece(prompt_tokens=1500),
-        Piece(note="reading 60 %"),
-        Piece(note="still working"),
-        Piece(text="One", prompt_tokens=1500, completion_tokens=1),
-        Piece(note="recovering: studio gone since 21:14"),
-        Piece(note="recovering"),
-        Piece(note="studio gone since 21:14; continuing on 1 machine"),
-        Piece(text=" two", prompt_tokens=1500, completion_tokens=2),
+        EventContent(prompt_tokens=1500),
+        EventContent(note="reading 60 %"),
+        EventContent(note="still working"),
+        EventContent(text="One", prompt_tokens=1500, completion_tokens=1),
+        EventContent(note="recovering: studio gone since 21:14"),
+        EventContent(note="recovering"),
+        EventContent(note="studio gone since 21:14; continuing on 1 machine"),
+        EventContent(text=" two", prompt_tokens=1500, completion_tokens=2),
     ):
         incoming.take(piece)
     assert view.shown == [
@@ -68,8 +68,13 @@ def test_the_reading_of_a_prompt_and_a_pause_are_told_as_they_happen() -> None:
 
 def test_reasoning_ends_where_the_answer_begins_or_breaks_off() -> None:
     view = Watched()
-    incoming = Incoming(num_nodes=1, max_tokens=None, view=view)
-    for piece in (Piece(reasoning="Let"), Piece(reasoning=" me"), Piece(text="yes"), Piece(reasoning="But")):
+    incoming = PartialAnswer(num_nodes=1, max_tokens=None, view=view)
+    for piece in (
+        EventContent(reasoning="Let"),
+        EventContent(reasoning=" me"),
+        EventContent(text="yes"),
+        EventContent(reasoning="But"),
+    ):
         incoming.take(piece)
     assert view.shown == ["<Let>", "< me>", "<>", "yes", "<But>"]
     incoming.end_reasoning()
@@ -85,7 +90,7 @@ async def test_nobody_waits_long_without_a_sign() -> None:
     async with asyncio.timeout(20), serving(engine) as served:
         target = Target(base_url=str(served.http.base_url), model="tiny")
         async with ChatClient(target.base_url) as client:
-            incoming = Incoming(num_nodes=1, max_tokens=None, view=view, slow_start_s=0.01, slow_word_s=0.01)
+            incoming = PartialAnswer(num_nodes=1, max_tokens=None, view=view, slow_start_s=0.01, slow_word_s=0.01)
             question = [{"role": "user", "content": "x"}]
             work = asyncio.ensure_future(stream_answer(client, target, question, {}, incoming))
             await view.waited.wait()

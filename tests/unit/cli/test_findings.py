@@ -178,7 +178,7 @@ async def test_a_member_that_is_named_is_looked_at_once_where_its_node_is(tmp_pa
     status = ClusterStatus(node_id=own.node.node_id, members=(own, studio))
     asked: list[str] = []
 
-    async def look(peer: examining.Peer, *_: object) -> list[Finding]:
+    async def look(peer: examining.ExaminedMachine, *_: object) -> list[Finding]:
         asked.append(f"{peer.name} at {peer.host}")
         return []
 
@@ -205,7 +205,7 @@ async def test_a_member_that_is_gone_is_looked_at_where_it_was(tmp_path: Path) -
     )
     asked: list[str] = []
 
-    async def look(peer: examining.Peer, *_: object) -> list[Finding]:
+    async def look(peer: examining.ExaminedMachine, *_: object) -> list[Finding]:
         asked.append(f"{peer.name} at {peer.host}")
         return []
 

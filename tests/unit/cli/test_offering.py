@@ -13,7 +13,7 @@ import typer
 
 from edgepipe.cli import offering
 from edgepipe.cli.wizard import type_choice
-from edgepipe.cli.wizard.asking import Choice, Defaults, Quit
+from edgepipe.cli.wizard.asking import AskedChoice, Defaults, Quit
 from edgepipe.errors import ModelUnknown
 from edgepipe.ids import NodeId
 from edgepipe.store.pull import PullResult
@@ -45,7 +45,7 @@ class Answering(Defaults):
     def __init__(self, answer: str) -> None:
         self._answer = answer
 
-    def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
+    def choose(self, question: str, choices: Sequence[AskedChoice], *, default: str) -> str:
         """The answer."""
         if self._answer == "^C":
             raise Quit

@@ -17,7 +17,7 @@ from edgepipe.cli import inviting, peers
 from edgepipe.cli.chat.answer_view import MarkdownView, make_view
 from edgepipe.cli.main import main
 from edgepipe.cli.output import make_console
-from edgepipe.cli.wizard.asking import Choice, Quit, Terminal
+from edgepipe.cli.wizard.asking import AskedChoice, Quit, Terminal
 from edgepipe.errors import PairingRejected
 from edgepipe.ids import NodeId
 from edgepipe.wire.trust import InviteEvent, InviteFailed, InviteStart, ListPeersReply, PeerState
@@ -220,5 +220,5 @@ def test_the_wizard_stops_without_another_library_s_words(
     with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
         keys.send_text("\x03")
         with pytest.raises(Quit):
-            asking.choose("Which?", [Choice(value="a", text="A")], default="a")
+            asking.choose("Which?", [AskedChoice(value="a", text="A")], default="a")
     assert capsys.readouterr().out == ""

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.cli.service_plan import Machine, Manager, make_plan, starts_node_of
+from edgepipe.cli.service_plan import Manager, ServiceFacts, make_plan, starts_node_of
 from tests.support.daemon.node_files import make_node
 from tests.support.processes.command_line import Run
 
-MACHINE = Machine(
+MACHINE = ServiceFacts(
     user="ada",
     home=Path("/home/ada"),
     python=Path("/opt/edge pipe/bin/python"),
@@ -124,7 +124,7 @@ def test_the_plist_to_the_letter() -> None:
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze is not installed")
 @pytest.mark.parametrize("manager", [Manager.SYSTEMD_USER, Manager.SYSTEMD_SYSTEM])
 def test_systemd_finds_nothing_wrong(manager: Manager, tmp_path: Path) -> None:
-    machine = Machine(user="root", home=tmp_path, python=Path(sys.executable), data_dir=tmp_path / "da ta 100%")
+    machine = ServiceFacts(user="root", home=tmp_path, python=Path(sys.executable), data_dir=tmp_path / "da ta 100%")
     path = tmp_path / "edgepipe.service"
     path.write_text(make_plan(manager, machine).text)
     command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(path)]

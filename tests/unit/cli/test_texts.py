@@ -16,7 +16,7 @@ from edgepipe.cli.doctor.node_findings import trust_findings
 from edgepipe.cli.views.report_view import TERMS
 from edgepipe.cli.views.status_view import layout_text
 from edgepipe.cli.wizard import steps
-from edgepipe.cli.wizard.asking import Choice, Defaults, Quit
+from edgepipe.cli.wizard.asking import AskedChoice, Defaults, Quit
 from edgepipe.cli.wizard.state import Given, Setup
 from edgepipe.cluster.discovery import Announcement
 from edgepipe.cluster.founding import TrustFolders
@@ -113,7 +113,7 @@ def test_who_quits_the_setup_is_told_what_happened(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(steps, "_explain_silence", lambda setup: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
 
     class Quits(Defaults):
-        def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
+        def choose(self, question: str, choices: Sequence[AskedChoice], *, default: str) -> str:
             return "quit"
 
     setup = Setup(

@@ -12,7 +12,7 @@ import pytest
 from edgepipe.cli import models
 from edgepipe.cli.views import copies_view
 from edgepipe.cli.wizard import asking, type_choice
-from edgepipe.cli.wizard.asking import Back, Choice, Defaults
+from edgepipe.cli.wizard.asking import AskedChoice, Back, Defaults
 from edgepipe.cli.wizard.model_choice import choose_model
 from edgepipe.cli.wizard.type_choice import Memory, Room, ask_to_fetch, ask_type, memory_at_hand, recommended
 from edgepipe.errors import ModelUnknown
@@ -96,7 +96,7 @@ class Noting(Defaults):
         self._back = back
         self._answer = answer
 
-    def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
+    def choose(self, question: str, choices: Sequence[AskedChoice], *, default: str) -> str:
         """The default, or the entry for another model."""
         if self._back:
             raise Back

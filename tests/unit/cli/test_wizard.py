@@ -15,9 +15,9 @@ from edgepipe_emulated import emulated_model_config
 from edgepipe.cli import models
 from edgepipe.cli.settings_file import write_settings
 from edgepipe.cli.wizard import model_choice, run, steps
-from edgepipe.cli.wizard.asking import Back, Choice, Defaults
+from edgepipe.cli.wizard.asking import AskedChoice, Back, Defaults
 from edgepipe.cli.wizard.fits import HEADING, Fit, best_fit, fitting_models
-from edgepipe.cli.wizard.links import Link, link_meaning, links_of
+from edgepipe.cli.wizard.links import MachineLink, link_meaning, links_of
 from edgepipe.cli.wizard.state import Given, Setup
 from edgepipe.config import load_config
 from edgepipe.errors import ConfigInvalid, ModelDownloadFailed
@@ -54,7 +54,7 @@ def test_both_directions_make_one_link() -> None:
         LinkProfile(sender="b", receiver="me", one_way_s=0.002, bytes_per_s=50e6),
         LinkProfile(sender="b", receiver="c", one_way_s=1.0, bytes_per_s=1.0),
     ]
-    assert links_of("me", ways) == {"b": Link(rtt_ms=1.0 + 2.0, bytes_per_s=50e6)}
+    assert links_of("me", ways) == {"b": MachineLink(rtt_ms=1.0 + 2.0, bytes_per_s=50e6)}
 
 
 def test_settings_are_changed_and_comments_stay(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ class Chosen(Defaults):
         self.choices: dict[str, str] = {}
         self.default = ""
 
-    def choose(self, question: str, choices: Sequence[Choice], *, default: str) -> str:
+    def choose(self, question: str, choices: Sequence[AskedChoice], *, default: str) -> str:
         """The default."""
         self.choices, self.default = {choice.value: choice.text for choice in choices}, default
         return default

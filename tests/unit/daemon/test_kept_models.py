@@ -9,7 +9,7 @@ import pytest
 from edgepipe.clock import Clock
 from edgepipe.daemon.processes.gateway_keeper import GatewayKeeper
 from edgepipe.daemon.processes.kept_models import KeptModelsFile
-from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.engine_types import RoutedModel
 from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.unloading import KeepAlives
 from edgepipe.ids import EngineId, Epoch, PipelineId
@@ -18,7 +18,7 @@ from edgepipe.wire.children import KeptModel, KeptModels
 from tests.support.daemon.gateway_children import GatewayChild, gateway_keeper, settled
 from tests.support.processes.waiting import until
 
-MODEL = ServedModel(
+MODEL = RoutedModel(
     name="big",
     pipeline_id=PipelineId("p"),
     epoch=Epoch(counter=1, engine_id=EngineId("e")),
@@ -36,7 +36,7 @@ class OneModel(ModelTable):
     there = True
 
     @property
-    def served(self) -> list[ServedModel]:
+    def served(self) -> list[RoutedModel]:
         """As it is now."""
         return [MODEL] if self.there else []
 

@@ -14,7 +14,7 @@ from edgepipe.daemon.network.peers import Peers
 from edgepipe.errors import LinkError
 from edgepipe.ids import NodeId
 from edgepipe.link.channels import bind, make_server
-from edgepipe.security.access import Kind
+from edgepipe.security.access import ProcessKind
 from edgepipe.security.mutual_tls import MutualTls
 from edgepipe.testing.clock import FakeClock
 from edgepipe.wire.common import Hello
@@ -27,7 +27,7 @@ class Home:
 
     def __init__(self, own: Party, *others: Party) -> None:
         self.at: dict[str, str] = {}  # address by node id
-        security = MutualTls(own.pair, callers=(Kind.NODE,))
+        security = MutualTls(own.pair, callers=(ProcessKind.NODE,))
         security.introduce([], nodes=[party.peer for party in (own, *others)])
         self.peers = Peers(
             local=cast("Any", SimpleNamespace(state=NodeState(node_id=NodeId(own.pair.fingerprint), name="here"))),
@@ -49,7 +49,7 @@ class Home:
 @asynccontextmanager
 async def node_of(party: Party, *known: Party, port: int = 0) -> AsyncIterator[tuple[int, Echo]]:
     """A node that answers every call of ``known``; its port."""
-    security, echo = MutualTls(party.pair, callers=(Kind.NODE,)), Echo()
+    security, echo = MutualTls(party.pair, callers=(ProcessKind.NODE,)), Echo()
     security.introduce([other.peer for other in known], nodes=())
     server = make_server(security)
     server.add_generic_rpc_handlers((echo,))

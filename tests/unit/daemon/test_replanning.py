@@ -25,7 +25,7 @@ from edgepipe.spec.config_json import config_to_json
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.weights.weight_table import FLOATS
 from edgepipe.wire.children import ProfileLayerRequest
-from edgepipe.wire.engines import EngineState, LeftOut, ServeSpec, StagePlacement, StageState
+from edgepipe.wire.engines import EngineState, Quarantined, ServeSpec, StagePlacement, StageState
 from edgepipe.wire.nodes import DeviceState, NodeState
 from edgepipe.wire.serving import PlanMade, PlanWanted, ProfileLinksReply, StartEngineRequest
 from edgepipe.workers.planning import DaemonPlanner
@@ -92,9 +92,9 @@ def wanted(*, quarantined: str = "", links: Iterable[str] = ()) -> PlanWanted:
     return PlanWanted(spec=ServeSpec(model="m", stages=stages), left_out=tuple(left_out))
 
 
-def left_alone(node_id: str, other_id: str = "", *, seconds: float = 30) -> LeftOut:
+def left_alone(node_id: str, other_id: str = "", *, seconds: float = 30) -> Quarantined:
     other = NodeId(other_id) if other_id else None
-    return LeftOut(node_id=NodeId(node_id), other_id=other, seconds=seconds, reason="")
+    return Quarantined(node_id=NodeId(node_id), other_id=other, seconds=seconds, reason="")
 
 
 def spec_of(made: PlanMade) -> ServeSpec:

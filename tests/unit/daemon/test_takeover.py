@@ -15,18 +15,23 @@ from edgepipe.daemon.serving.takeover import (
     IDLE_S,
     LIMIT_S,
     VETO_S,
-    Answer,
+    MemberReport,
     Vacancies,
 )
 from edgepipe.testing.clock import START_S
 
 P = "p"
-HEARS, PROVES, SILENT, DRAINS = Answer(hears=True), Answer(hears=True, proven=True), Answer(), Answer(draining=True)
+HEARS, PROVES, SILENT, DRAINS = (
+    MemberReport(hears=True),
+    MemberReport(hears=True, proven=True),
+    MemberReport(),
+    MemberReport(draining=True),
+)
 NOTICE_S = 6.0  # the longest dead limit
 SPREAD_S = 1.0  # until the others know a record
 
 
-def first_turn(own: str, answers: dict[str, Answer], *, gone: bool = True, most_s: float = 300.0) -> float | None:
+def first_turn(own: str, answers: dict[str, MemberReport], *, gone: bool = True, most_s: float = 300.0) -> float | None:
     """When this node takes the engine of "head" over, by a look a second; None: not in that time."""
     vacancies = Vacancies()
     for second in range(int(most_s)):
@@ -53,7 +58,9 @@ def first_turn(own: str, answers: dict[str, Answer], *, gone: bool = True, most_
         ({"c": PROVES, "d": PROVES, "e": SILENT}, None),
     ],
 )
-def test_when_a_node_takes_the_engine_of_a_lost_node_over(answers: dict[str, Answer], after_s: float | None) -> None:
+def test_when_a_node_takes_the_engine_of_a_lost_node_over(
+    answers: dict[str, MemberReport], after_s: float | None
+) -> None:
     assert first_turn("b", answers) == after_s
 
 
@@ -124,11 +131,11 @@ class World:
             if vacancies.is_turn(P, name, answers, now_s=now_s):
                 self.taken[name] = now_s - START_S
 
-    def _answer(self, name: str, now_s: float) -> Answer:
+    def _answer(self, name: str, now_s: float) -> MemberReport:
         if name in self.rogues:
             return self.random.choice((HEARS, SILENT, DRAINS))
         hears = self._hears(name, now_s)
-        return Answer(hears=hears, proven=hears and name in self.head_hears)
+        return MemberReport(hears=hears, proven=hears and name in self.head_hears)
 
 
 NAMES = st.lists(st.sampled_from([f"{first}{second}" for first in "abcd" for second in "wxyz"]), unique=True)

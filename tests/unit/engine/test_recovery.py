@@ -11,7 +11,7 @@ from edgepipe.engine.quarantine import Missed
 from edgepipe.engine.recovery_types import (
     Abandon,
     Acquit,
-    AskPlan,
+    AskPlacement,
     ClusterChanged,
     EndEpoch,
     EpochEnded,
@@ -86,7 +86,7 @@ def test_a_drain_that_failed_is_tried_again_by_itself() -> None:
     steps = Steps(HERE).serve()
     [ask] = steps.handle(ClusterChanged(reachable=reachable("abc", leaving="a")))
     for pause_s in (1.0, 2.0, 4.0):
-        assert isinstance(ask, AskPlan)
+        assert isinstance(ask, AskPlacement)
         [prepare] = steps.planned(ask, THERE)
         steps.handle(PreparationFailed(attempt=prepare.attempt, error=StepFailed("not now")))  # type: ignore[union-attr]
         assert steps.core.wake_at_s == steps.now_s + pause_s
@@ -102,7 +102,7 @@ def test_a_drain_begins_whatever_earlier_moves_failed(again: bool) -> None:
     failed = StepFailed("not now")
     if again:
         [ask] = steps.handle(ClusterChanged(reachable=reachable("abc", leaving="b")))
-        assert isinstance(ask, AskPlan)
+        assert isinstance(ask, AskPlacement)
         steps.handle(PlanningFailed(attempt=ask.attempt, error=failed))
         steps.handle(ClusterChanged(reachable=reachable("abc")))
         assert steps.core.wake_at_s is not None
@@ -114,7 +114,7 @@ def test_a_drain_begins_whatever_earlier_moves_failed(again: bool) -> None:
     assert steps.core.wake_at_s is None
     steps.now_s += 1000.0
     [ask] = steps.handle(ClusterChanged(reachable=reachable("abc", leaving="b")))
-    assert isinstance(ask, AskPlan)
+    assert isinstance(ask, AskPlacement)
 
 
 def test_a_stage_that_ends_because_its_node_loads_other_layers_is_no_fault() -> None:
@@ -140,7 +140,7 @@ def test_a_first_start_that_misses_a_link_looks_for_another_placement() -> None:
     assert steps.now_s < steps.core.wake_at_s < steps.now_s + 5.0
     steps.now_s = steps.core.wake_at_s
     [ask] = steps.handle(Tick())
-    assert isinstance(ask, AskPlan)
+    assert isinstance(ask, AskPlacement)
     [prepare] = steps.planned(ask, ELSEWHERE)
     [opening] = steps.prepared(prepare)
     assert steps.opened(opening)[0] == Serve(placement=opening.placement)  # type: ignore[union-attr]
@@ -149,7 +149,7 @@ def test_a_first_start_that_misses_a_link_looks_for_another_placement() -> None:
 def test_another_fault_during_a_move_begins_anew() -> None:
     steps = Steps(HERE).serve()
     steps.handle(MoveProposed(plan=THERE))
-    assert [type(one) for one in steps.ended(StageLost("its connection broke", node="b"))] == [Abandon, AskPlan]
+    assert [type(one) for one in steps.ended(StageLost("its connection broke", node="b"))] == [Abandon, AskPlacement]
 
 
 def test_a_machine_that_is_lost_while_it_prepares_ends_the_attempt_and_not_the_recovery() -> None:
@@ -160,7 +160,7 @@ def test_a_machine_that_is_lost_while_it_prepares_ends_the_attempt_and_not_the_r
     assert steps.core.wake_at_s is not None
     steps.now_s = steps.core.wake_at_s
     [again] = steps.handle(Tick())
-    assert isinstance(again, AskPlan)
+    assert isinstance(again, AskPlacement)
     assert steps.planned(ask, ELSEWHERE) == [], "the answer to the older question is late"
 
 
@@ -204,7 +204,7 @@ def test_a_device_that_fails_test_steps_is_replaced_then_left_out_then_users_are
         acquit, following = steps.ended(broken.error, crash=broken)
         assert isinstance(acquit, Acquit)
         assert broken.requests <= acquit.requests
-        assert isinstance(following, AskPlan)
+        assert isinstance(following, AskPlacement)
         assert following.quarantined.keys() == ({NodeId("b")} if round_number >= 2 else set())
         if round_number == 3:
             break
@@ -426,7 +426,7 @@ def test_no_room_is_told_and_any_news_of_memory_is_a_reason_to_look_again() -> N
     assert commands == [Refuse(error=error)]
     steps.now_s += 1.0
     [ask] = steps.handle(ClusterChanged(reachable=reachable("abc")))
-    assert isinstance(ask, AskPlan)
+    assert isinstance(ask, AskPlacement)
 
 
 def test_requests_outlive_a_device_that_has_no_room_while_it_restarts() -> None:

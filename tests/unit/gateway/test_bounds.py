@@ -10,7 +10,7 @@ import pytest
 from edgepipe.gateway.completion_service import _scored_limit  # pyright: ignore[reportPrivateUsage]
 from edgepipe.gateway.ollama_handlers import OllamaChatBody, OllamaGenerateBody, ShowBody
 from edgepipe.gateway.problems import HttpProblem
-from edgepipe.gateway.schema import JSON_SIZE, ChatBody, Checked, CompletionBody, DetokenizeBody, TokenizeBody
+from edgepipe.gateway.schema import JSON_SIZE, ChatBody, CompletionBody, DetokenizeBody, StrictBody, TokenizeBody
 from edgepipe.sampling import SamplingParams
 from edgepipe.sampling.params import MAX_COUNT
 from edgepipe.wire.intake import MAX_SCORES
@@ -57,7 +57,7 @@ def unbounded(schema: dict[str, Any], definitions: dict[str, Any], path: str) ->
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_every_field_of_a_body_has_a_bound(body: type[Checked]) -> None:
+def test_every_field_of_a_body_has_a_bound(body: type[StrictBody]) -> None:
     schema = body.model_json_schema()
     assert set(schema["properties"]) == set(body.model_fields)
     assert list(unbounded(schema, schema.get("$defs", {}), body.__name__)) == []

@@ -19,11 +19,11 @@ from edgepipe.gateway.other_fields import NO_EFFECT
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import (
     ChatBody,
-    Checked,
     CompletionBody,
     DetokenizeBody,
     Message,
     StreamOptions,
+    StrictBody,
     TokenizeBody,
     validate,
 )
@@ -156,7 +156,7 @@ OPENAI_CHAT = [*chat_create_params.CompletionCreateParamsBase.__annotations__, "
 OPENAI_TEXT = [*completion_create_params.CompletionCreateParamsBase.__annotations__, "stream"]
 
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
-PLACES: dict[str, tuple[str, dict[str, Any], type[Checked], Mapping[str, Any], Sequence[str]]] = {
+PLACES: dict[str, tuple[str, dict[str, Any], type[StrictBody], Mapping[str, Any], Sequence[str]]] = {
     "chat": (
         CHAT_PATH,
         {"messages": USER},

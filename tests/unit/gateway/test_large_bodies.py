@@ -16,7 +16,7 @@ from edgepipe.gateway.bodies import BodyReader
 from edgepipe.gateway.body_child import BAD, GOOD, answer, kind_name, pack, unpack
 from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.problems import HttpProblem
-from edgepipe.gateway.schema import ChatBody, Checked, CompletionBody, DetokenizeBody, TokenizeBody, validate
+from edgepipe.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, StrictBody, TokenizeBody, validate
 from edgepipe.gateway.shares import memory_shares
 from edgepipe.store.store import StoredModel
 from edgepipe.text.encoding import LongTextEncoder
@@ -55,7 +55,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
         (TokenizeBody, {"messages": [{"role": "user", "content": "x"}], "return_token_strs": True}),
     ],
 )
-def test_what_is_packed_is_unpacked(kind: type[Checked], fields: dict[str, Any]) -> None:
+def test_what_is_packed_is_unpacked(kind: type[StrictBody], fields: dict[str, Any]) -> None:
     body: BaseModel = validate(kind, fields)
     assert unpack(kind, memoryview(pack(validate(kind, fields)))) == body
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from edgepipe.gateway.formats.detect import FORMATS
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.shown_tools import complete_tool
-from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output
+from edgepipe.gateway.structured import BoundOutput, GrammarCompiler, plan_output
 from edgepipe.gateway.tool_choice import choose_tools
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import check_grammar
@@ -66,7 +66,7 @@ async def _checked_here(grammar: GrammarSpec, owner: str) -> None:
     check_grammar(grammar)
 
 
-async def plan(*tools: Any, chat: Any = FORMATS[0], **fields: Any) -> OutputPlan:
+async def plan(*tools: Any, chat: Any = FORMATS[0], **fields: Any) -> BoundOutput:
     return await plan_output(choice=choose_tools(tools, **fields), chat=chat, compiler=GrammarCompiler(_checked_here))
 
 

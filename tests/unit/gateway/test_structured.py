@@ -18,7 +18,7 @@ from edgepipe.gateway.formats.llama import LLAMA
 from edgepipe.gateway.formats.mistral import MISTRAL, MISTRAL_ARGS
 from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.schema import CompletionBody
-from edgepipe.gateway.structured import GrammarCompiler, OutputPlan, plan_output
+from edgepipe.gateway.structured import BoundOutput, GrammarCompiler, plan_output
 from edgepipe.gateway.tool_choice import choose_tools
 from edgepipe.sampling import GrammarSpec
 from edgepipe.sampling.grammar import BuiltGrammar, GrammarState, GrammarTokenizer, check_grammar
@@ -83,7 +83,7 @@ def _allowed(state: GrammarState) -> np.ndarray[Any, Any]:
     return np.unpackbits(state.mask().view(np.uint8), bitorder="little")
 
 
-async def plan(**fields: Any) -> OutputPlan:
+async def plan(**fields: Any) -> BoundOutput:
     tools = {name: fields.pop(name) for name in ("tools", "tool_choice", "parallel_tool_calls") if name in fields}
     kind = fields.pop("kind", HERMES)
     form = answer_form(CompletionBody(prompt=["x"], **fields))
@@ -96,9 +96,9 @@ async def _checked_here(grammar: GrammarSpec, owner: str) -> None:
 
 
 async def test_nothing_asked_is_nothing_bound() -> None:
-    assert await plan() == OutputPlan()
-    assert await plan(response_format={"type": "text"}, tools=[]) == OutputPlan()
-    assert await plan(tools=TOOLS, tool_choice="none") == OutputPlan()
+    assert await plan() == BoundOutput()
+    assert await plan(response_format={"type": "text"}, tools=[]) == BoundOutput()
+    assert await plan(tools=TOOLS, tool_choice="none") == BoundOutput()
 
 
 async def test_json_object_and_schema(vocabulary: GrammarTokenizer) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgepipe.gateway.engine_link import LinkLimits
-from edgepipe.gateway.engine_types import ServedModel
+from edgepipe.gateway.engine_types import RoutedModel
 from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.unloading import GRACE_S, KeepAlives, keep_s
 from edgepipe.ids import EngineId, Epoch, PipelineId
@@ -58,8 +58,8 @@ class OneModel(ModelTable):
         self.on_request, self.num_requests, self.there = on_request, 0, True
 
     @property
-    def model(self) -> ServedModel:
-        return ServedModel(
+    def model(self) -> RoutedModel:
+        return RoutedModel(
             name="big",
             pipeline_id=PipelineId("p"),
             epoch=Epoch(counter=1, engine_id=EngineId("e")),
@@ -72,7 +72,7 @@ class OneModel(ModelTable):
         )
 
     @property
-    def served(self) -> list[ServedModel]:
+    def served(self) -> list[RoutedModel]:
         """As it is now."""
         return [self.model] if self.there else []
 

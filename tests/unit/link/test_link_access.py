@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgepipe.security.access import Kind, allowed
+from edgepipe.security.access import ProcessKind, allowed
 from edgepipe.wire.v1 import engine_pb2, node_pb2, stage_pb2, trust_pb2
 
 UNIX_ONLY = {"Admin", "Children", "TrustAdmin"}
@@ -29,10 +29,10 @@ def test_what_is_not_listed_is_denied() -> None:
 
 
 def test_gateways_reach_no_node_and_no_stage() -> None:
-    reachable = {method for method in methods() if Kind.GATEWAY in allowed(method)}
+    reachable = {method for method in methods() if ProcessKind.GATEWAY in allowed(method)}
     assert {method.split("/")[1] for method in reachable} == {"edgepipe.wire.v1.Engine"}
 
 
 def test_stages_reach_stages_only() -> None:
-    reachable = {method for method in methods() if Kind.STAGE in allowed(method)}
+    reachable = {method for method in methods() if ProcessKind.STAGE in allowed(method)}
     assert reachable == {"/edgepipe.wire.v1.Stage/Ring"}

@@ -30,7 +30,7 @@ from edgepipe.errors import (
     SendTimeout,
 )
 from edgepipe.link.channels import MAX_MESSAGE_BYTES, MAX_STREAMS, is_refused, make_channel
-from edgepipe.security.access import Kind, allowed
+from edgepipe.security.access import ProcessKind, allowed
 from edgepipe.security.certificates import Certificate, KeyPair, make_key_pair
 from edgepipe.security.mutual_tls import MAX_CALLS_PER_CALLER, Credentials, MutualTls, who_answers
 from tests.support.network.ports import free_port
@@ -38,10 +38,10 @@ from tests.support.network.tcp_proxy import tcp_proxy
 from tests.support.network.tls_ends import PREFIX, Party, listening, until_closed
 
 ONE_OF_EACH = {
-    Kind.NODE: "Node/Heartbeat",
-    Kind.ENGINE: "Node/Prepare",
-    Kind.GATEWAY: "Engine/Generate",
-    Kind.STAGE: "Stage/Ring",
+    ProcessKind.NODE: "Node/Heartbeat",
+    ProcessKind.ENGINE: "Node/Prepare",
+    ProcessKind.GATEWAY: "Engine/Generate",
+    ProcessKind.STAGE: "Stage/Ring",
 }
 METHODS = ["Node/Heartbeat", "Node/Prepare", "Node/StartEngine", "Weights/ReadTensor", "Engine/Generate"]
 METHODS += ["Stage/Control", "Stage/Ring", "Admin/Shutdown", "Children/Attach", "Node/NoSuchThing"]
@@ -144,8 +144,8 @@ async def test_a_call_whose_deadline_has_passed_is_not_run() -> None:
         assert process.echo.calls == ["Node/Heartbeat"]
 
 
-@pytest.mark.parametrize("kind", Kind)
-async def test_roles_cannot_be_overstepped(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", ProcessKind)
+async def test_roles_cannot_be_overstepped(kind: ProcessKind) -> None:
     caller = Party(kind=kind)
     async with listening(caller) as process:
         for method in METHODS:
@@ -160,8 +160,8 @@ async def test_roles_cannot_be_overstepped(kind: Kind) -> None:
 
 
 async def test_a_kind_that_has_no_business_here_is_not_even_let_through_the_handshake() -> None:
-    gateway = Party(kind=Kind.GATEWAY)
-    async with listening(gateway, callers=(Kind.NODE,)) as process:
+    gateway = Party(kind=ProcessKind.GATEWAY)
+    async with listening(gateway, callers=(ProcessKind.NODE,)) as process:
         with pytest.raises(LinkError):
             await process.say(gateway, "Engine/Generate")
 
@@ -221,7 +221,7 @@ async def end_code(call: Any) -> grpc.StatusCode:
 
 
 async def test_a_removed_peers_open_stream_is_cut_and_it_does_not_come_back() -> None:
-    member, other = Party(kind=Kind.ENGINE), Party(kind=Kind.ENGINE)
+    member, other = Party(kind=ProcessKind.ENGINE), Party(kind=ProcessKind.ENGINE)
     async with listening(member, other) as process, process.stream(other, "Node/Prepare") as kept:
         await kept.write(b"1")
         assert await kept.read() == b"1"
@@ -240,7 +240,7 @@ async def test_a_removed_peers_open_stream_is_cut_and_it_does_not_come_back() ->
 
 async def test_a_stream_that_is_cut_while_its_first_reply_is_under_way_ends_with_the_reason() -> None:
     """The caller has the reply before the server's own send is over; the status must not be lost behind it."""
-    member, other = Party(kind=Kind.ENGINE), Party(kind=Kind.ENGINE)
+    member, other = Party(kind=ProcessKind.ENGINE), Party(kind=ProcessKind.ENGINE)
     async with listening(member, other) as process:
         for _ in range(40):
             process.security.introduce([member.peer, other.peer], nodes=())
@@ -252,7 +252,7 @@ async def test_a_stream_that_is_cut_while_its_first_reply_is_under_way_ends_with
 
 
 async def test_a_stream_with_tasks_beside_it_is_cut_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    member = Party(kind=Kind.ENGINE)
+    member = Party(kind=ProcessKind.ENGINE)
     async with listening(member) as process:
         async with process.stream(member, "Stage/Control") as call:
             await call.write(b"1")
@@ -289,13 +289,13 @@ async def test_a_connection_that_stood_before_the_removal_makes_no_further_call(
 
 async def test_neighbours_count_while_they_are_told_and_their_nodes_are_members() -> None:
     node = Party()
-    stage = Party(kind=Kind.STAGE, node=node.pair.fingerprint)
+    stage = Party(kind=ProcessKind.STAGE, node=node.pair.fingerprint)
     async with listening(node) as process:
         with pytest.raises(LinkError):
             await process.say(stage, "Stage/Ring")
         process.security.set_neighbours([stage.peer])
         assert await process.say(stage, "Stage/Ring") == b"x"
-        other = Party(kind=Kind.STAGE, node=node.pair.fingerprint)
+        other = Party(kind=ProcessKind.STAGE, node=node.pair.fingerprint)
         process.security.set_neighbours([other.peer])
         with pytest.raises(LinkError):
             await process.say(stage, "Stage/Ring")
@@ -315,7 +315,7 @@ async def test_nobody_speaks_in_anothers_name() -> None:
 
             async def check(messages: Any, context: Any) -> Any:
                 process.security.require_node(context, member.pair.fingerprint)
-                seen.append(process.security.caller(context, Kind.NODE))
+                seen.append(process.security.caller(context, ProcessKind.NODE))
                 process.security.require_node(context, victim.pair.fingerprint)
                 async for message in messages:
                     yield message
@@ -465,7 +465,7 @@ async def test_an_address_of_nobody_or_of_another_program() -> None:
 
 
 async def test_a_new_process_knows_nobody() -> None:
-    for kind in Kind:
+    for kind in ProcessKind:
         async with listening() as process:
             with pytest.raises(LinkError):
                 await process.say(Party(kind=kind), ONE_OF_EACH[kind])

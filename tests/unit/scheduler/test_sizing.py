@@ -11,7 +11,7 @@ from edgepipe.scheduler.sizing import (
     Curve,
     Forecasts,
     LinkCurve,
-    Ring,
+    RingMeasurements,
     Sizer,
     StageCurve,
     link_cap_tokens,
@@ -39,9 +39,9 @@ def link(bytes_per_s: float) -> LinkCurve:
 
 def ring(
     *reads_ms: float, row_ms: float = 0.085, mbit: float = 1000.0, one_way_ms: float = 0.0, return_ms: float = 0.0
-) -> Ring:
+) -> RingMeasurements:
     links = len(reads_ms) - 1
-    return Ring(
+    return RingMeasurements(
         stages=[[stage(read_ms / 1e3, row_ms / 1e3)] for read_ms in reads_ms],
         links=[link(mbit * 125_000) for _ in range(links)],
         row_bytes=ROW_BYTES,
@@ -52,7 +52,7 @@ def ring(
 EQUAL = (19.7, 19.7, 19.7, 19.7)
 
 
-def simulated(of: Ring, *, sequences: int, micro_batches: int, cv: float, turns: int = 60) -> float:
+def simulated(of: RingMeasurements, *, sequences: int, micro_batches: int, cv: float, turns: int = 60) -> float:
     """Tokens per second of a ring in which M even micro-batches go round: devices and links serve in turn, latency is a
     delay. The oracle of these tests: it shares nothing with the formulas."""
     draws = np.random.default_rng(7)
@@ -275,7 +275,7 @@ def test_a_link_that_became_faster_is_not_held_to_what_it_was() -> None:
 # The sizer
 
 
-def driven(sizer: Sizer, of: Ring, *, sequences: int, decisions: int) -> list[int]:
+def driven(sizer: Sizer, of: RingMeasurements, *, sequences: int, decisions: int) -> list[int]:
     found: list[int] = []
     for _ in range(decisions):
         steps = 1
@@ -301,7 +301,7 @@ def test_m_starts_at_one_per_stage_and_moves_one_at_a_time() -> None:
 def test_m_stays_where_nothing_is_to_be_gained() -> None:
     sizer = Sizer(num_stages=2)
     assert driven(sizer, ring(20, 20, row_ms=0), sequences=64, decisions=5)[-1] == 2
-    unmeasured = Ring(stages=[[StageCurve()]], links=[], row_bytes=1, latency_s=0.0)
+    unmeasured = RingMeasurements(stages=[[StageCurve()]], links=[], row_bytes=1, latency_s=0.0)
     assert Sizer(num_stages=1).decide(unmeasured, sequences=5).why == "1 per stage (still measuring)"
 
 

@@ -9,14 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgepipe.scheduler import Policy, SarathiPolicy, SchedulerLimits, ThrottledPolicy
-from edgepipe.spec.memory_classes import StatePool
+from edgepipe.spec.memory_classes import StateSlots
 from tests.support.worlds.scheduler import World, check_shared_replay, limits, spec, stateful, windowed
 from tests.unit.scheduler.test_scheduler_properties import Action, actions, play, policies
 
 pipelines = st.builds(
     lambda window, blocks, num_slots, **changes: replace(
         windowed(*window, **changes),
-        states=StatePool(num_slots=num_slots, gap=blocks * changes["block_size"]),
+        states=StateSlots(num_slots=num_slots, gap=blocks * changes["block_size"]),
     ),
     st.sampled_from([(), (), ((12, 8),)]),
     st.integers(1, 8),

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgepipe.scheduler import Policy, SarathiPolicy, SchedulerLimits, ThrottledPolicy
-from edgepipe.spec.memory_classes import StatePool
+from edgepipe.spec.memory_classes import StateSlots
 from tests.support.worlds.scheduler import World, check_shared_replay, spec, windowed
 from tests.unit.scheduler.test_scheduler_properties import Action, actions, play, policies
 
@@ -84,9 +84,9 @@ def test_a_long_sequence_takes_a_window_s_blocks_only() -> None:
 
 @pytest.mark.parametrize("contiguous", [False, True], ids=["shared", "copied"])
 @pytest.mark.parametrize("lost", [(0,), (1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("states", [None, StatePool(num_slots=12, gap=32)], ids=["windows", "windows and states"])
+@pytest.mark.parametrize("states", [None, StateSlots(num_slots=12, gap=32)], ids=["windows", "windows and states"])
 def test_slices_behind_the_last_lost_one_compute_only_what_follows_the_last_full_blocks(
-    states: StatePool | None, lost: tuple[int, ...], contiguous: bool
+    states: StateSlots | None, lost: tuple[int, ...], contiguous: bool
 ) -> None:
     pipeline = windowed((12, 8), (20, 8), share=2, num_blocks=80, contiguous_kv=contiguous, micro_batches=1)
     world = World(replace(pipeline, states=states), ThrottledPolicy())

@@ -15,7 +15,7 @@ import pytest
 
 from edgepipe.errors import ModelDownloadFailed
 from edgepipe.files.progress import OnProgress, PlannedFile, PullProgress
-from edgepipe.store.hub import HubPlan, HubSource
+from edgepipe.store.hub import HubDownload, HubSource
 from edgepipe.store.hub_fetch import fetch_hub
 from tests.support.models.fake_hub import COMMIT, FakeHub, running, virtual_pauses
 
@@ -34,7 +34,7 @@ def hub() -> Iterator[FakeHub]:
 def fetch(hub: FakeHub, folder: Path, on_progress: OnProgress, *, sha256: str = SHA256) -> None:
     folder.mkdir(exist_ok=True)
     file = PlannedFile(name=NAME, num_bytes=len(DATA), sha256=sha256)
-    plan = HubPlan(source=HubSource(repo=REPO), commit=COMMIT, model_id=REPO, files=(file,))
+    plan = HubDownload(source=HubSource(repo=REPO), commit=COMMIT, model_id=REPO, files=(file,))
     pauses = virtual_pauses([])
     fetch_hub(plan, folder, on_progress, check=lambda _: None, endpoint=hub.endpoint, pauses=pauses)
 

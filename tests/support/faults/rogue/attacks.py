@@ -23,7 +23,7 @@ from edgepipe.config import Timeouts
 from edgepipe.daemon.files.transfer import WeightsClient
 from edgepipe.errors import AccessDenied, RequestInvalid
 from edgepipe.link.channels import make_channel
-from edgepipe.security.access import Kind
+from edgepipe.security.access import ProcessKind
 from edgepipe.security.certificates import make_key_pair
 from edgepipe.security.mutual_tls import MutualTls, Peer
 from edgepipe.security.trust_view import Role
@@ -146,7 +146,8 @@ async def prepare_as_engine(rogue: Rogue) -> list[str]:
     await asyncio.sleep(3 * BEAT_S)
     tls = MutualTls(pair, callers=())
     peers = [
-        Peer(node_id=peer.node_id, kind=Kind.NODE, certificate=peer.certificate) for peer in rogue.store.peers.values()
+        Peer(node_id=peer.node_id, kind=ProcessKind.NODE, certificate=peer.certificate)
+        for peer in rogue.store.peers.values()
     ]
     tls.introduce([], nodes=peers)
     request = pb.PrepareRequest(
