@@ -25,7 +25,7 @@ from edgepipe.spec.memory_classes import memory_classes
 from edgepipe.weights.weight_table import FLOATS, WeightTable
 from edgepipe.wire.common import Hello
 from edgepipe.wire.engines import ServeSpec
-from edgepipe.wire.plans import Neighbour, PipelineSpec
+from edgepipe.wire.plans import PipelineSpec, RingNeighbour
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,5 +270,5 @@ class EngineEpoch:
         return next((other for other in others if other is not site), None)
 
 
-def _neighbour(site: StageSite | None) -> Neighbour | None:
-    return Neighbour(node_id=site.node_id, certificate=site.certificate) if site is not None else None
+def _neighbour(site: StageSite | None) -> RingNeighbour | None:
+    return RingNeighbour(node_id=site.node_id, certificate=site.certificate) if site is not None else None

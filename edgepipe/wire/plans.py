@@ -24,7 +24,7 @@ from edgepipe.wire.v1 import common_pb2, stage_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbour:
+class RingNeighbour:
     """The previous or next stage, as its daemon reported it to the engine."""
 
     node_id: NodeId
@@ -48,8 +48,8 @@ class PipelineSpec:
     next_address: str  # HOST:PORT of the stage with the next slice; "" for the last
     max_in_flight: int  # steps
     step_deadline_ms: int
-    next: Neighbour | None = None  # identity of the stage at ``next_address``
-    previous: Neighbour | None = None  # the stage that sends activations
+    next: RingNeighbour | None = None  # identity of the stage at ``next_address``
+    previous: RingNeighbour | None = None  # the stage that sends activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,7 +109,7 @@ ENGINE: Tables = {
         "missed_snapshots": COUNT,
     },
     "ExpertShare": {"tokens": Within(0.0, 1e9), "share": SHARE},
-    "LeftOut": {"seconds": SECONDS},
+    "Quarantined": {"seconds": SECONDS},
     "Advice": {"gain": MEASURED, "pause_s": MEASURED},
     "StageState": {
         "slices": Most(256),

@@ -197,7 +197,7 @@ _ADMIN: Tables = {
         "unwritten": NAMES,
         "num_tasks": COUNT,
     },
-    "Neighbour": {"protocol_version": SHOWN, "pairing_port": PORT},
+    "ForeignNode": {"protocol_version": SHOWN, "pairing_port": PORT},
     "AbsentNode": {"since_us": COUNT},
     "BrokenLink": {},
     "RefusedPeer": {},

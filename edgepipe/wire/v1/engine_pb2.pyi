@@ -669,7 +669,7 @@ class EngineState(_message.Message):
         """further names of the model; set by the node that shows the state, from its records"""
 
     @_builtins.property
-    def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeftOut]:
+    def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___Quarantined]:
         """current quarantines"""
 
     @_builtins.property
@@ -714,7 +714,7 @@ class EngineState(_message.Message):
         stall_ms: _builtins.int = ...,
         kept_tokens: _builtins.int = ...,
         replayed_tokens: _builtins.int = ...,
-        left_out: _abc.Iterable[Global___LeftOut] | None = ...,
+        left_out: _abc.Iterable[Global___Quarantined] | None = ...,
         moves: _builtins.int = ...,
         move_pause_ms: _builtins.int = ...,
         expert_shares: _abc.Iterable[Global___ExpertShare] | None = ...,
@@ -756,7 +756,7 @@ class ExpertShare(_message.Message):
 Global___ExpertShare: _TypeAlias = ExpertShare  # noqa: Y015
 
 @_typing.final
-class LeftOut(_message.Message):
+class Quarantined(_message.Message):
     """A quarantined node, or a quarantined link from one node's stage to another's. Plans avoid it where possible."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -792,7 +792,7 @@ class LeftOut(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LeftOut: _TypeAlias = LeftOut  # noqa: Y015
+Global___Quarantined: _TypeAlias = Quarantined  # noqa: Y015
 
 @_typing.final
 class Advice(_message.Message):

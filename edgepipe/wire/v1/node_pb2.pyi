@@ -1557,12 +1557,12 @@ class PlanWanted(_message.Message):
         """as it was"""
 
     @_builtins.property
-    def left_out(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.LeftOut]: ...
+    def left_out(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.Quarantined]: ...
     def __init__(
         self,
         *,
         spec: Global___ServeSpec | None = ...,
-        left_out: _abc.Iterable[_engine_pb2.LeftOut] | None = ...,
+        left_out: _abc.Iterable[_engine_pb2.Quarantined] | None = ...,
         question: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
@@ -2266,7 +2266,7 @@ class ClusterStatus(_message.Message):
     @_builtins.property
     def broken_links(self) -> _containers.RepeatedCompositeFieldContainer[Global___BrokenLink]: ...
     @_builtins.property
-    def neighbours(self) -> _containers.RepeatedCompositeFieldContainer[Global___Neighbour]: ...
+    def neighbours(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForeignNode]: ...
     @_builtins.property
     def unwritten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """what this node cannot write to its disk, and why"""
@@ -2286,7 +2286,7 @@ class ClusterStatus(_message.Message):
         refused_handshakes: _builtins.int = ...,
         absent: _abc.Iterable[Global___AbsentNode] | None = ...,
         broken_links: _abc.Iterable[Global___BrokenLink] | None = ...,
-        neighbours: _abc.Iterable[Global___Neighbour] | None = ...,
+        neighbours: _abc.Iterable[Global___ForeignNode] | None = ...,
         discovery_problem: _builtins.str = ...,
         removed: _builtins.bool = ...,
         trust_damage: _builtins.str = ...,
@@ -2302,7 +2302,7 @@ class ClusterStatus(_message.Message):
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
 
 @_typing.final
-class Neighbour(_message.Message):
+class ForeignNode(_message.Message):
     """A node that announces itself and is no member, or speaks another version of the protocol. Nothing of it is proven."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2342,7 +2342,7 @@ class Neighbour(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Neighbour: _TypeAlias = Neighbour  # noqa: Y015
+Global___ForeignNode: _TypeAlias = ForeignNode  # noqa: Y015
 
 @_typing.final
 class AbsentNode(_message.Message):

@@ -152,9 +152,9 @@ def failing_pull(root: Path, model: str) -> None:
 
 ASK = """
 from edgepipe.config import forget_exported_size
-from edgepipe.cli.wizard.asking import Choice, Terminal
+from edgepipe.cli.wizard.asking import AskedChoice, Terminal
 line = "HuggingFaceTB/SmolLM2-1.7B-Instruct     3.4 GB  workstation ~120 tok/s  begun"
-choices = [Choice(value="a", text=line), Choice(value="b", text="the last one")]
+choices = [AskedChoice(value="a", text=line), AskedChoice(value="b", text="the last one")]
 forget_exported_size()
 print("chosen:", Terminal().choose("Which model?", choices, default="a"))
 """

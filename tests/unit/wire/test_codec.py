@@ -33,7 +33,6 @@ VALUES = [
 ] + [plans.OpenRing, plans.PipelineSpec, StageSettings]
 NAMES: dict[type[Any], str] = {  # where the message has another
     plans.PipelineSpec: "OpenPipeline",
-    plans.Neighbour: "RingNeighbour",
     profiles.Point: "ProfilePoint",
 }
 NUMBERS = {int: st.integers(1, 60_000), float: st.floats(-1e9, 1e9), bool: st.booleans()}
