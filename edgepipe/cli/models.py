@@ -151,7 +151,7 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
     shared = ("WHERE", "COPIES", "FITS") if members else ("STATE",)
     table = make_table("MODEL", "SIZE", "LAYERS", "CONTEXT", *shared, right=("SIZE", "LAYERS", "CONTEXT"))
     for row in rows:
-        pull = f"pull {row['pull']}" if row["pull"] else ""
+        pull = f"pull {row['pull']}" if row["pull"] else "cannot be used" if row["problem"] else ""
         state = pull or ("whole" if row["whole"] else "in part")
         where = pull or ", ".join(holder["node"] + " (part)" * (not holder["whole"]) for holder in row["nodes"])
         last = (where, copies_text(row["copies"]), row["fits"] or "-") if members else (state,)
@@ -159,6 +159,10 @@ def list_models(data_dir: DataDir = None, models_dir: ModelsDir = None, as_json:
         sizes = (format_bytes(row["size_bytes"]), str(row["layers"] or "-"), str(row["context"] or "-"))
         table.add_row(one_line(name), *sizes, *map(one_line, last))
     make_console().print(table)
+    for row in rows:
+        if row["problem"]:
+            name = one_line(row["model"])
+            print(f"{name} cannot be used: {one_line(row['problem'])}; fetch it again: edgepipe models pull {name}")
     if begun := [row["model"] for row in rows if row["pull"] == "interrupted"]:
         name = one_line(begun[0])
         print(f"an interrupted pull goes on with: edgepipe models pull {name}; edgepipe models rm {name} deletes it")

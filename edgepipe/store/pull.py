@@ -30,10 +30,11 @@ from edgepipe.store.local_gguf import folder_advice, gguf_title
 from edgepipe.store.taking import Taking
 from edgepipe.store.typed_names import Meant, understand, understood
 from edgepipe.store.unfinished import exclusive_staging, staging_folder
+from edgepipe.weights.card import read_card
 from edgepipe.weights.gguf_file import open_gguf
 from edgepipe.weights.gguf_header import is_gguf
 from edgepipe.weights.gguf_split import GGUF_FILE, names_in_store, part_paths
-from edgepipe.weights.manifest import CARD_FILE, MANIFEST_FILE
+from edgepipe.weights.manifest import CARD_FILE, MANIFEST_FILE, read_manifest
 from edgepipe.weights.safetensors_file import shard_names
 from edgepipe.weights.weights import is_emulated
 
@@ -95,11 +96,13 @@ class Puller:
         return self._root / folder_name(model_id)
 
     def _already_here(self, model_id: str, on_progress: OnProgress, *, dry_run: bool) -> PullResult | None:
-        """Return the model if it is here. Remove one whose files changed since they were pulled."""
+        """Return the model if it is here. Remove one that cannot be read, or whose files changed since they were pulled."""
         target = self._target(model_id)
         if not (target / CARD_FILE).is_file() or not (target / MANIFEST_FILE).is_file():
             return None
         try:
+            read_card(target)
+            read_manifest(target)
             check_unchanged(target, counted(on_progress))
         except ModelInvalid as error:
             logger.info("pulling model=%s again: %s", model_id, error)

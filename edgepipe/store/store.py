@@ -82,6 +82,16 @@ class StoredModel:
         return self.manifest.hash
 
     @property
+    def problem(self) -> str:
+        """Return why the model cannot be used, as after a power cut; empty if its card and manifest can be read."""
+        try:
+            read_card(self.path)
+            read_manifest(self.path)
+        except ModelInvalid as error:
+            return error.fact or error.what
+        return ""
+
+    @property
     def whole(self) -> bool:
         """Whether it was pulled whole or quantised here; False for a folder that peers' tensors fill, even a full one.
 

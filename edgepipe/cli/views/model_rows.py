@@ -20,11 +20,15 @@ def model_rows(
     """Return rows of this machine's models and of models that ``members`` report, ordered by name.
 
     Models with the same name but different content get a row each; the first characters of their hashes differ.
-    Pulls that have not ended (``begun``) come last.
+    Models that cannot be used and pulls that have not ended (``begun``) come last.
     """
     own: dict[Key, list[StoredModel]] = {}
+    damaged: list[dict[str, Any]] = []
     for model in stored:
-        own.setdefault((model.id, model.manifest_hash), []).append(model)
+        if problem := model.problem:
+            damaged.append(_lone_row(model.id, size_bytes=model.size_bytes, path=str(model.path), problem=problem))
+        else:
+            own.setdefault((model.id, model.manifest_hash), []).append(model)
     reported: dict[Key, list[tuple[MemberState, ModelOnDisk]]] = {}
     for member in members:
         for model in member.node.models:
@@ -45,14 +49,21 @@ def model_rows(
                 "copies": found and {"fewest": found.fewest, "nodes": list(found.nodes)},
                 "ambiguous": name in twins,
                 "pull": "",
+                "problem": "",
             }
         )
-    return rows + [_begun_row(pull) for pull in begun]
+    return rows + damaged + [_begun_row(pull) for pull in begun]
 
 
 def _begun_row(pull: UnendedPull) -> dict[str, Any]:
-    about = {"size_bytes": pull.num_bytes, "path": str(pull.path), "pull": "goes on" if pull.goes_on else "interrupted"}
-    return {"model": pull.id, "content": "", **_row((), ()), "fits": None, "copies": None, "ambiguous": False, **about}
+    state = "goes on" if pull.goes_on else "interrupted"
+    return _lone_row(pull.id, size_bytes=pull.num_bytes, path=str(pull.path), pull=state)
+
+
+def _lone_row(model_id: str, **about: Any) -> dict[str, Any]:
+    """Return the row of something that no node can use: ``about`` says what is known of it."""
+    unknown = {"fits": None, "copies": None, "ambiguous": False, "pull": "", "problem": ""}
+    return {"model": model_id, "content": "", **_row((), ()), **unknown, **about}
 
 
 def _row(stored: Sequence[StoredModel], reported: Sequence[tuple[MemberState, ModelOnDisk]]) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from edgepipe.weights.mixes import mix_table
 from edgepipe.wire.nodes import DeviceState, MemberState, ModelOnDisk, NodeState
 
 
-def stored(model: str, content: str, *, whole: bool, size: int) -> Any:
+def stored(model: str, content: str, *, whole: bool, size: int, problem: str = "") -> Any:
     config = SimpleNamespace(num_layers=30, context_length=2048, architecture="llama")
+    path = Path(f"/m/{model}{size}")
     return SimpleNamespace(
-        id=model, manifest_hash=content, whole=whole, size_bytes=size, path=Path(f"/m/{model}{size}"), config=config
+        id=model, manifest_hash=content, whole=whole, size_bytes=size, path=path, config=config, problem=problem
     )
 
 
@@ -87,6 +88,18 @@ def test_a_model_fits_by_the_way_its_weights_are_kept(mix: str, packing: str, wh
     )
     (row,) = model_rows(cast("Any", [here]), [MemberState(self=True, node=node, state="alive")])
     assert row["fits"] == where
+
+
+def test_a_model_that_cannot_be_read_has_a_row_and_hides_no_other() -> None:
+    here = [
+        stored("demo", "c1", whole=True, size=5),
+        stored("torn", "c2", whole=True, size=7, problem="it has 0 layers"),
+    ]
+    rows = model_rows(cast("Any", here), [])
+    assert [(row["model"], row["problem"], row["size_bytes"]) for row in rows] == [
+        ("demo", "", 5),
+        ("torn", "it has 0 layers", 7),
+    ]
 
 
 def test_without_a_node_the_disk_alone_counts() -> None:

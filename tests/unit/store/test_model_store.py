@@ -18,7 +18,7 @@ from edgepipe.store import demo
 from edgepipe.store.folders import folder_size
 from edgepipe.store.store import ModelStore
 from edgepipe.text.conversations.known_traits import TRAITS_FILE
-from edgepipe.weights.manifest import Manifest
+from edgepipe.weights.manifest import CARD_FILE, MANIFEST_FILE, Manifest
 from tests.support.models.files import (
     TOKENS,
     adopt,
@@ -85,6 +85,18 @@ def test_a_dry_run_leaves_no_trace(store: ModelStore, tmp_path: Path) -> None:
     assert result.total_bytes > 4 * 20_000
     assert {file.name for file in result.files} >= {"config.json", "model-00001-of-00002.safetensors"}
     assert not store.root.exists()
+
+
+@pytest.mark.parametrize("file", [CARD_FILE, MANIFEST_FILE])
+def test_pulling_again_replaces_a_model_that_cannot_be_read(store: ModelStore, tmp_path: Path, file: str) -> None:
+    folder = source_folder(tmp_path)
+    before = store.pull(str(folder))
+    (before.path / file).write_text("{}")
+    (model,) = store.list()
+    assert model.problem
+    assert not store.pull(str(folder)).already_here
+    (model,) = store.list()
+    assert model.problem == ""
 
 
 def test_pulling_again_does_nothing(store: ModelStore, tmp_path: Path) -> None:
