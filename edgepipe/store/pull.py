@@ -96,7 +96,7 @@ class Puller:
         return self._root / folder_name(model_id)
 
     def _already_here(self, model_id: str, on_progress: OnProgress, *, dry_run: bool) -> PullResult | None:
-        """Return the model if it is here. Remove one that cannot be read, or whose files changed since they were pulled."""
+        """Return the model if it is here. Remove one that cannot be read, or whose files changed since the pull."""
         target = self._target(model_id)
         if not (target / CARD_FILE).is_file() or not (target / MANIFEST_FILE).is_file():
             return None

@@ -61,6 +61,7 @@ def test_what_is_elsewhere_only_is_listed_and_two_contents_are_two_models() -> N
 def test_a_model_fits_by_the_way_its_weights_are_kept(mix: str, packing: str, where: str) -> None:
     config = named_shape("qwen3-8b")
     here = SimpleNamespace(
+        problem="",
         id="m",
         manifest_hash="c",
         whole=True,
