@@ -19,7 +19,9 @@ PAGES = (
     "docs/usage.md",
     "docs/which-file.md",
     "docs/architecture.md",
+    "docs/benchmarks.md",
     "docs/security.md",
+    *sorted(map(str, ROOT.glob("docs/architecture/*.md"))),
     *sorted(map(str, ROOT.glob("examples/*/README.md"))),
 )
 PLACEHOLDERS = ("VERB", "status|logs|uninstall")
