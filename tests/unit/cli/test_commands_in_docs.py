@@ -16,6 +16,7 @@ from tests.support.processes.every_verb import every_verb
 ROOT = Path(__file__).parents[3]
 PAGES = (
     "README.md",
+    "CHANGELOG.md",
     "docs/usage.md",
     "docs/which-file.md",
     "docs/architecture.md",
