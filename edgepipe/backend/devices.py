@@ -13,7 +13,7 @@ from edgepipe.units import parse_bytes, parse_duration_s
 
 _DESKTOP_BYTES = 1_500_000_000  # part of a GPU's memory that windows, a browser and workspaces take
 # Share of the data sheet's memory rate that streaming reads reach, and a layer's time beside its reads (some 20
-# kernels). NVIDIA's are the least squares of decode rates of dense models on an RTX 4090: docs/architecture.md.
+# kernels). NVIDIA's are the least squares of decode rates of dense models on an RTX 4090: docs/benchmarks.md.
 _BANDWIDTH_EFFICIENCY = 0.85
 _GPU_BANDWIDTH_EFFICIENCY, _GPU_LAYER_S = 0.96, 44e-6
 _MATRIX_EFFICIENCY = 0.70  # share of the dense bf16 rate that large matrix products reach

@@ -1,4 +1,4 @@
-"""The scheduler: decides which step computes which tokens. See docs/architecture.md, "Scheduler".
+"""The scheduler: decides which step computes which tokens. See docs/architecture/scheduler.md.
 
 Iteration-level continuous batching from one FIFO pool of ready sequences. A sequence has at most one in-flight step
 that samples; earlier chunks of its prompt may precede it in flight. Prompts are computed side by side. A suspected

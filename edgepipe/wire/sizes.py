@@ -1,4 +1,4 @@
-"""Size limits of messages between processes, which each sender keeps; docs/architecture.md has the table."""
+"""Size limits of messages between processes, which each sender keeps; docs/architecture/wire.md has the table."""
 
 from __future__ import annotations
 

@@ -16,10 +16,13 @@ from tests.support.processes.every_verb import every_verb
 ROOT = Path(__file__).parents[3]
 PAGES = (
     "README.md",
+    "CHANGELOG.md",
     "docs/usage.md",
     "docs/which-file.md",
     "docs/architecture.md",
+    "docs/benchmarks.md",
     "docs/security.md",
+    *sorted(map(str, ROOT.glob("docs/architecture/*.md"))),
     *sorted(map(str, ROOT.glob("examples/*/README.md"))),
 )
 PLACEHOLDERS = ("VERB", "status|logs|uninstall")
