@@ -25,10 +25,10 @@ class ServePlanner:
         self._recent = RecentSurveys()
 
     async def survey(
-        self, model: PlannedModel, settings: StageSettings, *, fresh: bool = False, again_if_busy: bool = False
+        self, model: PlannedModel, settings: StageSettings, *, fresh: bool = False, to_serve: bool = False
     ) -> SurveyReply:
         """Collect the inputs of a model's plan, and keep those of a stored model for comparison."""
-        survey = await self._surveyor.survey(model, settings, fresh=fresh, again_if_busy=again_if_busy)
+        survey = await self._surveyor.survey(model, settings, fresh=fresh, to_serve=to_serve)
         if model.manifest_hash:
             self._recent.keep((model.manifest_hash, settings.of_layer()), survey, now_s=_now_s())
         return survey
@@ -52,7 +52,7 @@ class ServePlanner:
         """
         settings = request.options.settings
         recent = self._recent.get((model.manifest_hash, settings.of_layer()), now_s=_now_s())
-        survey = await self.survey(model, settings, again_if_busy=True)
+        survey = await self.survey(model, settings, to_serve=True)
         found = await _best(request, model, context, survey, shut)
         if recent is None:
             return found

@@ -88,16 +88,22 @@ class Surveyor:
         self._peers = peers
 
     async def survey(
-        self, model: PlannedModel, settings: StageSettings, *, fresh: bool = False, again_if_busy: bool = False
+        self, model: PlannedModel, settings: StageSettings, *, fresh: bool = False, to_serve: bool = False
     ) -> SurveyReply:
-        """Collect a plan's inputs; ``fresh`` measures known values again, ``again_if_busy`` those of busy machines.
+        """Collect a plan's inputs.
+
+        fresh     measure known values again
+        to_serve  the plan is served at once: measure values of busy machines again, but nothing of a lone machine for a
+                  model without experts, which is placed there whatever its speed
 
         Nodes that cannot keep KV as the settings ask are unusable. A node that others do not reach, or that goes
         meanwhile, has an obstacle.
         """
         reply, usable = self._machines(model, settings)
         hosts = [list(nodes) for _, nodes in groupby(sorted(usable, key=_host), key=_host)]
-        asked = _layer_request(reply, fresh=fresh, again_if_busy=again_if_busy)
+        has_experts = any(layer.experts is not None for layer in model.config.layers)
+        is_placed = to_serve and len(usable) == 1 and not has_experts
+        asked = replace(_layer_request(reply, fresh=fresh, again_if_busy=to_serve), known_only=is_placed)
         layers = await asyncio.gather(*(self._profile_all(nodes, asked) for nodes in hosts))
         measured = await self._links(usable, fresh=fresh) if len(usable) > 1 else _Links()
         return _with(reply, chain.from_iterable(layers), measured.links, measured.obstacles)

@@ -68,12 +68,12 @@ class Answers:
 
     surveys: list[SurveyReply]
     fresh: list[bool] = field(default_factory=list[bool])
-    again_if_busy: list[bool] = field(default_factory=list[bool])
+    to_serve: list[bool] = field(default_factory=list[bool])
 
     async def survey(
-        self, _model: Any, _settings: StageSettings, *, fresh: bool = False, again_if_busy: bool = False
+        self, _model: Any, _settings: StageSettings, *, fresh: bool = False, to_serve: bool = False
     ) -> SurveyReply:
-        self.again_if_busy.append(again_if_busy)
+        self.to_serve.append(to_serve)
         self.fresh.append(fresh)
         return self.surveys.pop(0)
 
@@ -94,9 +94,7 @@ async def test_a_worse_plan_by_noise_is_measured_again() -> None:
     answers = Answers([QUIET, NOISY, QUIET])
     assert await served(answers) == (["gamer"], [])
     assert answers.fresh == [False, False, True]
-    assert answers.again_if_busy == [False, True, False], (
-        "serving settles what a busy machine measured, a plan does not"
-    )
+    assert answers.to_serve == [False, True, False], "serving settles what a busy machine measured, a plan does not"
 
 
 async def test_a_worse_plan_that_lasts_comes_with_the_reason() -> None:

@@ -237,3 +237,14 @@ async def test_a_link_that_takes_no_connection_is_told_beside_the_others() -> No
     found = await probes.measure(["b", "c"])
     assert found.unreached == ("b",)
     assert [one.receiver for one in found.links] == ["a", "c"]
+
+
+async def test_a_lone_machine_is_not_measured_before_it_serves() -> None:
+    """The model is placed there whatever its speed; a plan that people read is measured."""
+    peers = FakePeers()
+    peers.forms["b"] = ("8bit",)
+    await surveyor(peers).survey(MODEL, KV_IN_8_BITS, to_serve=True)
+    assert [(name, known_only) for name, known_only, _ in peers.layers] == [("b", True)]
+    await surveyor(peers).survey(MODEL, KV_IN_8_BITS)
+    await surveyor(peers).survey(MODEL, DEFAULT_SETTINGS, to_serve=True)
+    assert not any(known_only for _, known_only, _ in peers.layers[1:])
