@@ -37,7 +37,7 @@ class Product:
 
     work: Native  # called by ``KernelCalls.multiply``, through a segment
     take: Native  # segment, ids [T] int64, T, out [T, I] float32
-    by: str  # for people: "own kernels (AVX2)"
+    by: str  # description for people: "own kernels (AVX2)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
