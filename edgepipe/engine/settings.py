@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# When the recovery avoids a node, a link or a request.
-QUARANTINE_S, LONGEST_QUARANTINE_S = 30.0, 600.0  # of a node or a link after a failure, doubling
+# The recovery avoids a node or a link for this time after its first failure, doubling up to the longest time.
+QUARANTINE_S, LONGEST_QUARANTINE_S = 30.0, 600.0
 # This many losses within this time count as flapping: a machine that restarts takes a minute or two, a step that is
 # late up to a minute.
 FLAPS, FLAPS_WITHIN_S = 3, 300.0
 # This many crashes of different requests within this time show a flawed device, even if steps succeed between them.
 FLAWED_CRASHES, FLAWED_WITHIN_S = 3, 60.0
-CRASHES_COMPARED = 8  # of one stage
+CRASHES_COMPARED = 8  # crashes of one stage that are compared
 SUSPECTED_CRASHES, MOST_CRASHES = 2, 3  # crashed steps of a sequence after which it runs alone, or is refused
 SUSPECTED_STALLS = 2  # epochs in a row that ended before a request got further; then stalled ones are tried one by one
 MOST_STALLS = 4  # then the request is refused; a node is left out earlier, so that another node is tried first
@@ -29,9 +29,9 @@ class EngineTimeouts:
     release_again_s: float = 10.0  # after a node did not answer
     step_min_s: float = 5.0  # minimum step deadline, whatever the prediction
     step_factor: float = 8.0  # deadline over the time of steps of this size
-    step_first_s: float = 60.0  # for a new size: kernels are compiled, caches are cold
+    step_first_s: float = 60.0  # deadline of a new size: kernels are compiled, caches are cold
     resume_s: float = 10.0  # how long results are kept for a gateway whose stream broke
-    flush_s: float = 1.0  # to send the last results before streams are closed
+    flush_s: float = 1.0  # time to send the last results before streams are closed
     again_min_s: float = 0.1  # pause after an epoch that could not begin, doubling
     again_max_s: float = 5.0
     barren_min_s: float = 1.0  # pause after the second epoch in a row without progress, doubling

@@ -67,10 +67,10 @@ class RequestTable:
         self._requests: dict[RequestKey, Request] = {}
         self._choices: dict[SequenceId, Choice] = {}  # not ended
         self._waits = GrammarWaits(self._begin_again)
-        self._finished: OrderedDict[RequestKey, float] = OrderedDict()  # by key: when to forget, ascending
+        self._finished: OrderedDict[RequestKey, float] = OrderedDict()  # time to forget each request, ascending
         self._forget_timer: asyncio.TimerHandle | None = None
         self._sequences = 0
-        self._held_bytes = 0  # by all requests
+        self._held_bytes = 0  # bytes that all requests hold
         self._held_back: list[Request] = []  # suspected requests that the epoch computes later, one by one
         self._on_trial: Request | None = None  # the suspected request that the epoch computes
         self._sampled = False  # the epoch sampled a token

@@ -55,7 +55,7 @@ class Scheduler:
         self._limits = limits
         self._policy = policy
         self._tables = BlockTables(limits)
-        self._sequences: dict[SequenceId, Sequence] = {}  # by id, until they end
+        self._sequences: dict[SequenceId, Sequence] = {}  # sequences that have not ended
         self._waiting = WaitingQueue()
         self._running: dict[SequenceId, Sequence] = {}  # admitted
         self._prompts = Prompts()  # admitted with unscheduled tokens
