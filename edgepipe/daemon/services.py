@@ -45,7 +45,7 @@ from edgepipe.wire.serving import (
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
 
-MAX_READS_PER_NODE = 16  # at a time; a node fetches one tensor at a time, and the metadata of a few models
+MAX_READS_PER_NODE = 16  # reads at a time; a node fetches one tensor at a time, and the metadata of a few models
 _MANIFEST_PART_BYTES = 1 << 20
 _MAX_LOG_LINES = 2000
 

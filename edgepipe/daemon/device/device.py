@@ -116,7 +116,8 @@ class DeviceHost:
             device_state=self._word,
         )
         self._holds: dict[str, _Hold] = {}
-        self._crashed_in: dict[str, tuple[int, StepId]] = {}  # by pipeline, until reported: see ``Child.crashed_in``
+        # One per pipeline, until reported: see ``Child.crashed_in``.
+        self._crashed_in: dict[str, tuple[int, StepId]] = {}
 
     def state(self) -> tuple[DeviceState, ...]:
         """Return the state of the device; empty without a backend."""

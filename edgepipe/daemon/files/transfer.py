@@ -42,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_STEP = 100  # progress is reported about a hundred times per transfer
 _QUIET_S = 30.0  # and at least this often while bytes arrive
-_ATTEMPTS = 3  # with the same source: one broken connection is normal, three in a row that bring nothing are not
+_ATTEMPTS = 3  # tries per source: one broken connection is normal, three in a row that bring nothing are not
 _LATER_S = 60.0  # a source that does not answer is asked last for so long; else every tensor would wait for it
 _FILE_WAITS = 6  # a manifest or a metadata file may take so many times the idle limit of a peer
-_HUB = "hub"  # in place of a node id
+_HUB = "hub"  # stands in place of a node id
 
 
 class WeightsClient:
@@ -209,7 +209,7 @@ class TensorFetch:
         self._later_s: dict[str, float] = {}  # until when a source that does not answer is asked last
         self._local = local
         self._bytes_per_s = bytes_per_s
-        self._done_bytes = 0  # of complete tensors
+        self._done_bytes = 0  # size of the complete tensors
         self._step = -1
         self._told_s = float("-inf")
 

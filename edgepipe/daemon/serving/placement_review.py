@@ -68,7 +68,7 @@ class Found:
 
     task: int
     placed: tuple[Placed, ...] | None
-    fetch_bytes: Callable[[NodeId, Sequence[Slice]], int]  # that a node must fetch before it loads slices
+    fetch_bytes: Callable[[NodeId, Sequence[Slice]], int]  # bytes that a node must fetch before it loads slices
 
 
 Event = Looked | Learned | Found
@@ -143,7 +143,7 @@ class PlacementReview:
     """The placements of the engines beside one daemon. Call ``handle`` with every event, in order."""
 
     def __init__(self) -> None:
-        self._watched: dict[str, _Watched] = {}  # by pipeline
+        self._watched: dict[str, _Watched] = {}  # one per pipeline
         self._moved_s: dict[str, float] = {}  # when stages last moved automatically
         self._tasks = 0
 

@@ -58,8 +58,8 @@ class Replication:
         self._engines = engines
         self._copies = copies
         self._local = local
-        self._served: dict[str, LocalModel] = {}  # by manifest hash
-        self._parts: dict[str, ModelParts] = {}  # by manifest hash: to compute them takes long for many tensors
+        self._served: dict[str, LocalModel] = {}  # keys are manifest hashes
+        self._parts: dict[str, ModelParts] = {}  # keys are manifest hashes; many tensors take long to group
         self._logged_lacking: set[str] = set()  # manifest hashes of models whose lack of room was logged
 
     async def run(self) -> None:
