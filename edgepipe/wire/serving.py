@@ -75,8 +75,8 @@ class ServeEvent:
 
     message: str = ""
     progress: float = 0.0  # 0..1
-    engine: EngineState | None = None  # in the last event, when ready
-    note: str = ""  # to keep on the screen: what was left out, and why
+    engine: EngineState | None = None  # set in the last event, when the engine is ready
+    note: str = ""  # line to keep on the screen: what was left out, and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class StartEngineRequest:
     pipeline_id: PipelineId
     spec: ServeSpec
     record: ServeRecord = ServeRecord()  # the signed reason; empty on the engine's own node
-    nodes: tuple[Introduction, ...] = ()  # of all nodes in the spec
+    nodes: tuple[Introduction, ...] = ()  # introductions of all nodes in the spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class PlanMade:
     """A placement or an error: the answer to an engine's question, or a proposed move."""
 
     spec: ServeSpec | None = None
-    nodes: tuple[Introduction, ...] = ()  # of all nodes in the spec
+    nodes: tuple[Introduction, ...] = ()  # introductions of all nodes in the spec
     error: EdgepipeError | None = None
     question: int = 0  # 0: a proposal
 
@@ -145,7 +145,7 @@ class VouchReply:
     hears: bool = False  # the node, and it is not being drained
     draining: bool = False  # the asked node is being drained
     highest: Epoch | None = None  # epoch of the pipeline that it has obeyed
-    proof: bytes = b""  # by which the node itself says that it has the engine, see ``alive_proof``; empty: none
+    proof: bytes = b""  # the node's own signed proof that it has the engine, see ``alive_proof``; empty: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +184,8 @@ class SurveyedMachine:
     node_id: NodeId
     name: str = ""
     device: DeviceProfile
-    free_bytes: int = 0  # for weights and KV
-    taken_bytes: int = 0  # by other programs
+    free_bytes: int = 0  # memory for weights and KV
+    taken_bytes: int = 0  # memory that other programs use
     value_bytes: int = 0  # size of a weight, a key or a value
     shares_host_memory: bool = False
     layer: LayerProfile | None = None  # None: not measured
