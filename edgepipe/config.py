@@ -92,7 +92,7 @@ class LoadedConfig:
 class Timeouts:
     """Deadlines of the control plane. Profiles differ in the worst case of their network."""
 
-    connect_s: float  # for a TCP connection and its first answer
+    connect_s: float  # time for a TCP connection and its first answer
     beat_interval_s: float = 0.25  # four heartbeats a second: eight chances before the dead limit
     tick_s: float = 0.125  # interval of checks for silence
     refused_s: float = 0.3  # connection refused for this long means that the process ended: a restart takes longer

@@ -88,7 +88,8 @@ class EdgepipeError(Exception):
         stage: str = "",
         request_id: str = "",
     ) -> None:
-        self.what = what or self.sentence()[:1].lower() + self.sentence()[1:].removesuffix(".")  # as other messages
+        # Spelled as in other messages.
+        self.what = what or self.sentence()[:1].lower() + self.sentence()[1:].removesuffix(".")
         self.fact = fact
         self.next_step = next_step or self.usual_step
         self.node = node

@@ -42,7 +42,7 @@ class StepRecord(NamedTuple):
     micro_batches: int  # M when it was planned
     planned_s: float
     stages: tuple[tuple[float, float], ...]  # per stage: start and end on its device
-    used_blocks: int = 0  # of the KV pool, when the step was planned
+    used_blocks: int = 0  # used blocks of the KV pool when the step was planned
 
     @property
     def num_tokens(self) -> int:
@@ -84,7 +84,7 @@ class RunFacts:
     label: str  # distinguishes it from the compared runs: "policy=throttled"
     settings: Mapping[str, str]  # devices, model, link, policy, workload, ...
     stage_names: tuple[str, ...]
-    num_blocks: int  # of the KV pool
+    num_blocks: int  # blocks of the KV pool
     preemptions: int = 0
     real_s: float = 0.0  # wall time of the run or of its simulation; 0: not known
 
@@ -98,11 +98,11 @@ class RunReport:
     num_failed: int
     prompt_tokens: int
     output_tokens: int
-    duration_s: float  # from the first arrival to the last token
+    duration_s: float  # time from the first arrival to the last token
     output_tokens_per_s: float  # over the duration
     steady_tokens_per_s: float  # output between the first and last fifth of the tokens: ring full, all users active
     requests_per_s: float
-    ttft_s: Percentiles  # from request to first token
+    ttft_s: Percentiles  # time from request to first token
     itl_s: Percentiles  # gaps between consecutive tokens, of all requests
     tpot_s: Percentiles  # per request: mean gap after the first token
     stages: tuple[StageReport, ...]

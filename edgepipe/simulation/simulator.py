@@ -40,7 +40,7 @@ class Run:
     policy: Policy
     micro_batches: int = 0  # 0: adapted during the run
     label: str = ""
-    settings: Mapping[str, str] = field(default_factory=dict[str, str])  # for the report
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])  # settings that the report shows
 
 
 def simulate(run: Run) -> RunReport:
