@@ -45,7 +45,7 @@ class TurnsRound:
         order = tuple(stage.node_id for stage in spec.stages)
         if order in quarantined_links:
             order = order[::-1]
-        stages = tuple(replace(stage, node_id=one) for stage, one in zip(spec.stages, order, strict=True))
+        stages = tuple(replace(stage, node_id=node_id) for stage, node_id in zip(spec.stages, order, strict=True))
         return EpochPlacement(spec=replace(spec, stages=stages), nodes=Nodes(addresses={}, names={}))
 
 
@@ -115,9 +115,9 @@ async def test_a_link_that_fails_in_mid_epoch_is_not_used_by_the_next_one(breaks
             proxy.cut()
         assert (await gateway.ended("a")).ids == oracle_tokens(PROMPT, 60)
         assert planner.told == [{THERE}]
-        told = next(state for state in lab.states if state.state == "recovering")
-        assert isinstance(told.error, LinkError)
-        assert told.error.node == "node0"
+        recovering = next(state for state in lab.states if state.state == "recovering")
+        assert isinstance(recovering.error, LinkError)
+        assert recovering.error.node == "node0"
         await goes_on(lab)
 
 
