@@ -272,7 +272,7 @@ class WeightsService(node_pb2_grpc.WeightsServicer):
         self._admit = admit
         self._security = security
         self._models = models
-        self._reads: Counter[str] = Counter()  # under way, by node
+        self._reads: Counter[str] = Counter()  # reads under way, by node
 
     async def GetManifest(self, request: pb.ManifestRequest, context: Any) -> AsyncGenerator[pb.ManifestReply]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield the manifest of a model on this node in parts."""
@@ -428,7 +428,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
         with self._guests.admit(request.certificate):
             await self._presence.spread()
             yield pb.GatewayReply()
-            await asyncio.Event().wait()  # until the command's end cancels this
+            await asyncio.Event().wait()  # the command's end cancels this wait
 
 
 def admit_command_line(request: Any) -> None:

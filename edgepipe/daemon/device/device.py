@@ -41,7 +41,8 @@ from edgepipe.wire.nodes import DeviceState
 
 logger = logging.getLogger(__name__)
 
-_ASK_AGAIN_MIN_S, _ASK_AGAIN_MAX_S = 0.25, 5.0  # between questions to an engine after sleep, doubling
+# Shortest and longest pause between questions to an engine after sleep, doubling.
+_ASK_AGAIN_MIN_S, _ASK_AGAIN_MAX_S = 0.25, 5.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -184,7 +185,7 @@ class DeviceHost:
                     yield PrepareEvent(event=self._with_crash(request.pipeline_id, hold.prepared))
                     return
         finally:
-            if not hold.ready:  # also when the engine leaves half-way
+            if not hold.ready:  # the engine may leave half-way
                 self._release_soon(request.pipeline_id, hold)
 
     def pipelines(self) -> list[str]:

@@ -76,7 +76,7 @@ class LayerMeasuring:
         return found
 
     async def _ask(self, spare: Child | None, request: ProfileLayerRequest, key: str) -> LayerProfile:
-        if spare is None or not key:  # beside a stage's steps the times would be wrong
+        if spare is None or not key:  # the steps of a stage would distort the times
             raise BackendUnavailable(
                 f"node {self._node_name} cannot measure now", fact=f"its device is {self._device_state()}"
             )

@@ -138,7 +138,7 @@ class _Phase(Enum):
 class _Bid:
     number: int
     record: ServeBody  # the newest
-    rest_s: float  # after a failed start
+    rest_s: float  # pause after a failed start
     phase: _Phase = _Phase.RESTING
     wake_at_s: float | None = None  # RESTING and GATHERING
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _LINK_SHARE = 0.3
 _SETTLED_S = 5.0  # the stages of a newly served model fetch their parts first
-_AGAIN_MIN_S, _AGAIN_MAX_S = 30.0, 600.0  # after a copy broke off
+_AGAIN_MIN_S, _AGAIN_MAX_S = 30.0, 600.0  # shortest and longest pause after a copy broke off
 _SILENT_S = 600.0  # a copy waits while a stage fetches its tensors; the next try goes on where this one stopped
 _TELL_S = 0.25
 

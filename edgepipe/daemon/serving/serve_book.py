@@ -42,7 +42,7 @@ _MOST_RECORDS = 64  # models, including stopped ones
 _MOST_CHECKED = 512  # remembered results of signature checks
 _MOST_WAITING = 64  # new records of one node that are checked at once; then the rate below applies
 _CHECKS_PER_S = 4.0
-_SETTLE_S = 5.0  # between two statements of an owner's node on one model's engine
+_SETTLE_S = 5.0  # pause between two statements of an owner's node on one model's engine
 _CONTEXT = b"edgepipe-serve-1"  # a signature made for records is valid for nothing else
 
 
