@@ -100,7 +100,7 @@ class MlxBackend:
         # One list per slice index, with an entry for each layer with a mixer.
         self._pools: dict[int, list[KVPool | LayerStates | None]] = {}
         self._reads: dict[int, ExpertReads] = {}  # one per slice index
-        self._started: StepTicket | None = None  # not collected
+        self._started: StepTicket | None = None  # ticket that is not collected
         self._waiting: tuple[StepTicket, list[mx.array]] | None = None  # submitted, not started; see ``_start``
         self._class_of: dict[int, int] = {}  # memory class of each loaded layer, by its index in the model
         self._num_blocks = 0

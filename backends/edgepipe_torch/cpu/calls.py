@@ -53,7 +53,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.owned: list[object] = []
-        self._calls: list[tuple[int, ...]] = []  # since the last work
+        self._calls: list[tuple[int, ...]] = []  # calls since the last work
         self._parts: list[npt.NDArray[np.int64] | Callable[[], None]] = []
 
     def add(self, function: Native, arguments: tuple[int, ...]) -> None:

@@ -127,7 +127,7 @@ class ShardCache:
     def _write(self, key: str, weight: PackedWeight) -> None:
         folder = self._place.folder
         with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)  # without parents: a model that was removed meanwhile must not come back
+            folder.mkdir(mode=0o700)  # parents are not made: a model that was removed meanwhile must not come back
         header, arrays = _header(key, weight), _arrays(weight)
         if not self._make_room(_file_name(key), _length(header, arrays)):
             return

@@ -12,7 +12,7 @@ import torch
 from edgepipe.errors import StageError
 from edgepipe.plain_words import plain
 
-_MEASURE_S = 0.4  # per figure
+_MEASURE_S = 0.4  # time per figure
 _CHECK_SIZE = 64  # exact in bf16
 # Messages of CUDA's runtime and of CPUs' allocators.
 _NO_MEMORY = ("out of memory", "allocate memory", "not enough memory")

@@ -137,7 +137,7 @@ class RecurrentMixer:
 
     cell: Mixer
     output: Linear
-    place: int  # among the slice's recurrent layers
+    place: int  # index among the slice's recurrent layers
 
     @property
     def products(self) -> tuple[Linear, Linear]:
