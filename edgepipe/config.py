@@ -132,7 +132,7 @@ class Watching:
     """How the processes of a node watch each other. Benches turn it off to measure its cost; no setting leads to it."""
 
     timeouts: Timeouts | None = None  # None: the profile of the node's network
-    hang_check_s: float = 0.25  # between two checks for hanging children
+    hang_check_s: float = 0.25  # interval between two checks for hanging children
     progress_s: float = 0.25  # a child with pending work reports four times a second
     keepalive: bool = True  # gRPC pings on all connections
 

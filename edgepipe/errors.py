@@ -76,7 +76,8 @@ class EdgepipeError(Exception):
     exit_code: ClassVar[int] = 1
     http_status: ClassVar[int] = 500
     usual_step: ClassVar[str] = ""  # default ``next_step`` of the class
-    retry_after_s: float = 0.0  # until another attempt can succeed; 0: not known. For HTTP; not sent to other processes
+    # Time until another attempt can succeed; 0: not known. For HTTP; not sent to other processes.
+    retry_after_s: float = 0.0
 
     def __init__(
         self,

@@ -175,7 +175,7 @@ class StepRow:
     num_tokens: int
     runs: tuple[BlockRun, ...]  # the sequence's block table from token 0, covering position + num_tokens
     windows: tuple[WindowRuns, ...] = ()  # its tables of windowed classes, if the pool has such classes
-    state: RowState | None = None  # if the model has recurrent layers
+    state: RowState | None = None  # set if the model has recurrent layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,8 +233,8 @@ class Step:
     slice_index: int
     rows: tuple[StepRow, ...]
     logit_rows: npt.NDArray[np.int32]  # [R] packed indices of tokens that need logits; only for the head's slice
-    copies: tuple[BlockCopy, ...] = ()  # only in the stage's first slice of the step
-    scores: ScoreRows | None = None  # only for the head's slice
+    copies: tuple[BlockCopy, ...] = ()  # set in the stage's first slice of the step only
+    scores: ScoreRows | None = None  # set for the head's slice only
 
     @property
     def num_tokens(self) -> int:

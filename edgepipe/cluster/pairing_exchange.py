@@ -77,7 +77,7 @@ class PairingWindow:
         self._ask = ask  # greeting, address
         self._let_in = let_in
         self._on_attempt = on_attempt
-        self._message_s = message_s  # until the code is proven
+        self._message_s = message_s  # deadline until the code is proven
         self._busy = asyncio.Lock()
         self._tasks: dict[asyncio.Task[None], str] = {}  # connections, with the address of the other side
         self._closing = False

@@ -156,7 +156,7 @@ class Pump:
             self._check_timings(site, report)
             self._came_back(site, report)
             now_s = self._clock.monotonic_s()
-            asyncio.get_running_loop().call_soon(self._look_back, site, report, now_s)  # after the plans are written
+            asyncio.get_running_loop().call_soon(self._look_back, site, report, now_s)  # plans are written first
 
     def in_flight(self) -> dict[StepId, tuple[SequenceId, ...]]:
         """Return the sequences of each step in flight."""

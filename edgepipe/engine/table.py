@@ -59,13 +59,13 @@ class RequestTable:
         """Starts without an epoch; see ``attach``."""
         self._config = config
         self._bounds = ModelBounds(vocab_size=config.vocab_size, context_length=config.context_length)
-        self._queue: Queue | None = None  # while an epoch serves
+        self._queue: Queue | None = None  # set while an epoch serves
         self._refusal: EdgepipeError | None = None  # why requests are refused
         self._limits = limits
         self._timeouts = timeouts
         self._loop = asyncio.get_running_loop()
         self._requests: dict[RequestKey, Request] = {}
-        self._choices: dict[SequenceId, Choice] = {}  # not ended
+        self._choices: dict[SequenceId, Choice] = {}  # choices that have not ended
         self._waits = GrammarWaits(self._begin_again)
         self._finished: OrderedDict[RequestKey, float] = OrderedDict()  # time to forget each request, ascending
         self._forget_timer: asyncio.TimerHandle | None = None

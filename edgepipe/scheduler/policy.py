@@ -11,7 +11,8 @@ class Load(NamedTuple):
     """State of the scheduler that a policy decides on."""
 
     micro_batches: int  # M: maximum number of steps in flight
-    sampling_rows_in_flight: tuple[int, ...]  # per step in flight, oldest first: sequences that will decode again
+    # One count per step in flight, oldest first: sequences that will decode again.
+    sampling_rows_in_flight: tuple[int, ...]
     running_decodes: int  # RD: sequences whose known tokens are all scheduled, in flight or ready
     ready_decodes: int  # the part of RD that waits for a step
     waiting_prefill_tokens: int  # WP: known tokens that no step holds yet, of admitted and waiting sequences

@@ -41,7 +41,7 @@ class StepRecord(NamedTuple):
     prefill_tokens: int
     micro_batches: int  # M when it was planned
     planned_s: float
-    stages: tuple[tuple[float, float], ...]  # per stage: start and end on its device
+    stages: tuple[tuple[float, float], ...]  # start and end of each stage on its device
     used_blocks: int = 0  # used blocks of the KV pool when the step was planned
 
     @property
@@ -99,12 +99,12 @@ class RunReport:
     prompt_tokens: int
     output_tokens: int
     duration_s: float  # time from the first arrival to the last token
-    output_tokens_per_s: float  # over the duration
+    output_tokens_per_s: float  # rate over the duration
     steady_tokens_per_s: float  # output between the first and last fifth of the tokens: ring full, all users active
     requests_per_s: float
     ttft_s: Percentiles  # time from request to first token
     itl_s: Percentiles  # gaps between consecutive tokens, of all requests
-    tpot_s: Percentiles  # per request: mean gap after the first token
+    tpot_s: Percentiles  # mean gap of each request after its first token
     stages: tuple[StageReport, ...]
     bubble: float  # mean over the stages
     num_steps: int

@@ -87,7 +87,7 @@ class _Simulation:
         self._traffic = InterleavedTraffic(cluster.ring) if cluster.ring.interleaved else RingTraffic(cluster.ring)
         self._feed = None if run.micro_batches else SizingFeed(cluster.ring, row_bytes=cluster.row_bytes)
         self._requests: dict[SequenceId, _Underway] = {}
-        self._waiting = deque(run.workload.requests)  # not yet submitted
+        self._waiting = deque(run.workload.requests)  # requests that are not yet submitted
         self._in_flight: deque[_Flight] = deque()
         self._wanted = 0  # new M, when it must change
         self._steps: list[StepRecord] = []

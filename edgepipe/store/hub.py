@@ -38,7 +38,7 @@ from edgepipe.weights.gguf_split import names_in_store
 from edgepipe.weights.manifest import TOKENIZER_FILE
 from edgepipe.weights.safetensors_file import INDEX_FILE, SINGLE_FILE
 
-SHARDS = "model*-of-*.safetensors"  # also model.safetensors-00001-of-00004.safetensors, as of Qwen3.5
+SHARDS = "model*-of-*.safetensors"  # Qwen3.5 has model.safetensors-00001-of-00004.safetensors
 CONTACT_TIMEOUT_S = 10.0  # time for the hub's first answer
 _LISTING_S = 60.0  # time for a whole list: the largest have a few MB
 _STRANGE_TOKENIZERS = ("tekken.json", "tiktoken.model", "tokenizer.model")  # files of Mistral, Kimi and SentencePiece

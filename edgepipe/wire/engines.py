@@ -89,7 +89,7 @@ class StageState:
     # Since the start of the epoch:
     computed_s: float = 0.0
     bubble_s: float = 0.0  # its device waited while steps were in flight
-    hop_bytes: int = 0  # over its outgoing link
+    hop_bytes: int = 0  # bytes over its outgoing link
     hop_latency_counts: tuple[int, ...] = ()  # steps, one count per bound of HOP_LATENCY_S and one beyond
     hop_latency_s: float = 0.0  # sum over these steps
 
@@ -111,7 +111,7 @@ class EngineState:
     free_blocks: int = 0
     state_slots: int = 0  # slots for states of recurrent layers; 0: no layer is recurrent
     free_slots: int = 0  # slots that no sequence holds
-    missed_snapshots: int = 0  # since the epoch began: not taken, as sequences held all slots
+    missed_snapshots: int = 0  # snapshots since the epoch began that were not taken, as sequences held all slots
     block_size: int = 0  # tokens
     tokens_per_s: float = 0.0
     stages: tuple[StageState, ...] = ()
@@ -125,8 +125,8 @@ class EngineState:
     bottleneck: str = ""  # slowest server: "stage 1" or "link 1-2", counted from 0; empty while not known
     predicted_tokens_per_s: float = 0.0  # speed at this M with the running sequences; 0 while not known
     latency_ms: float = 0.0  # delay of the whole ring: links in one direction, sampling, the token's return
-    preemptions: int = 0  # since the epoch began
-    admitted_tokens: int = 0  # since the epoch began: known tokens of sequences when they were admitted
+    preemptions: int = 0  # count since the epoch began
+    admitted_tokens: int = 0  # known tokens of sequences when they were admitted, since the epoch began
     cached_tokens: int = 0  # admitted tokens found in the prefix cache
     decode_rows: float = 0.0  # rows of a micro-batch of the running sequences; 0 if none runs
     recoveries: int = 0  # epochs that replaced a failed one
@@ -163,7 +163,7 @@ class StepTrace:
     micro_batches: int  # M when it was planned
     planned_us: int  # engine's clock
     used_blocks: int  # used blocks of the KV pool when it was planned
-    spans: tuple[DeviceSpan, ...]  # per stage, in the order that a token passes; fewer while some have not reported
+    spans: tuple[DeviceSpan, ...]  # one per stage, in the order that a token passes; fewer while some have not reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,4 +172,4 @@ class EngineTrace:
 
     steps: tuple[StepTrace, ...]
     now_us: int  # engine's clock
-    preemptions: int  # since the epoch began
+    preemptions: int  # count since the epoch began

@@ -59,7 +59,7 @@ class ServeRequest:
     model: str = ""
     num_nodes: int = 0  # 0: the planner decides
     plan: str = ""  # "a:0-14,b:15-29"; empty: the planner decides
-    options: ServeSpec  # without stages
+    options: ServeSpec  # a spec without stages
     rebalance: bool = False  # place a served model anew
     moves: Moves = Moves.UNCHANGED  # whether stages move by themselves from now on
     exclude: tuple[str, ...] = ()  # names or ids of excluded nodes
@@ -99,14 +99,14 @@ class RunEngine:
     model_config: str = ""  # JSON of edgepipe.spec.facts.ModelConfig
     model_weights: str = ""  # JSON of edgepipe.weights.weight_table.WeightTable; empty: floats
     epoch_counter: int = 0  # 1 + the pipeline's highest known counter
-    resuming: bool = False  # after another engine: requests wait while stages are placed and prepared
+    resuming: bool = False  # it follows another engine: requests wait while stages are placed and prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanWanted:
     """An engine that lost stages asks for a placement."""
 
-    spec: ServeSpec  # before the loss
+    spec: ServeSpec  # spec before the loss
     left_out: tuple[Quarantined, ...] = ()
     question: int = 0  # the answer has the same number
 
@@ -240,4 +240,4 @@ class CopyProgress:
 class ReplicateEvent:
     """Progress of a model's copies."""
 
-    copies: tuple[CopyProgress, ...] = ()  # all of them, in every event
+    copies: tuple[CopyProgress, ...] = ()  # all copies, in every event

@@ -110,7 +110,7 @@ class PairMessage:
     element: bytes | None = None  # 2 both ways: SPAKE2
     confirmation: bytes | None = None  # 3 both ways: HMAC of the transcript
     sealed: bytes | None = None  # 4 host: PairWelcome; joiner: PairDone; under the agreed key
-    refusal: EdgepipeError | None = None  # instead of any of them
+    refusal: EdgepipeError | None = None  # set instead of any of them
     waiting: PairWaiting | None = None  # host, between its confirmation and ``sealed``: a person is asked
 
 

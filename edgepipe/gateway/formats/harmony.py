@@ -44,7 +44,7 @@ class HarmonyReader:
         self._ended = False  # the arguments are complete
         self._is_reasoning = False
         self._parts: dict[bool, list[str]] = {True: [], False: []}  # reasoning and content
-        self._gap = dict.fromkeys((True, False), "")  # between this message's text and an earlier one's
+        self._gap = dict.fromkeys((True, False), "")  # text between this message's text and an earlier one's
         self._shown = dict.fromkeys((True, False), False)
 
     @property
