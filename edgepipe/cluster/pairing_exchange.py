@@ -35,7 +35,7 @@ from edgepipe.plain_words import plain
 logger = logging.getLogger(__name__)
 
 _LENGTH_BYTES = 4
-_MESSAGE_S = 10.0  # deadline until the code is proven; both sides compute for 0.1 s
+_MESSAGE_S = 10.0  # deadline of a message, and of all until the code is proven; both sides compute for 0.1 s
 _CONNECT_S = 5.0
 _LEAST_ANSWER_S = 0.3  # SPAKE2 here does not take constant time: this least time hides its duration
 _GOODBYE_S = 1.0

@@ -74,7 +74,7 @@ class Device(Protocol):
     packing: str  # see ``DeviceProfile.packing``
     own_memory: bool  # apart from the host's, which may then hold experts
     reads_stored: bool  # products with a form read their weights from files: they are ``StoredLinear``
-    picks_candidates: bool  # choice of an engine whose options say auto
+    picks_candidates: bool  # answer where the setting ``sampling`` is auto
     block_sizes: tuple[int, ...]
     transfer: Transfer
     workspace: Workspace  # a new one after ``release``

@@ -138,7 +138,7 @@ class _Phase(Enum):
 class _Bid:
     number: int
     record: ServeBody  # the newest
-    rest_s: float  # pause after a failed start
+    rest_s: float  # pause before the next bid; failed starts double it
     phase: _Phase = _Phase.RESTING
     wake_at_s: float | None = None  # RESTING and GATHERING
 
@@ -149,7 +149,7 @@ class Ownership:
     def __init__(self, vacancies: Vacancies, *, gather_until_s: float, rest_s: float) -> None:
         """
         gather_until_s  until then (monotonic) a start waits for the nodes that held the model
-        rest_s          between two looks at one pipeline
+        rest_s          pause between two checks of one pipeline
         """
         self._vacancies = vacancies
         self._gather_until_s = gather_until_s
