@@ -92,7 +92,7 @@ class LoadedConfig:
 class Timeouts:
     """Deadlines of the control plane. Profiles differ in the worst case of their network."""
 
-    connect_s: float  # for a TCP connection and its first answer
+    connect_s: float  # time for a TCP connection and its first answer
     beat_interval_s: float = 0.25  # four heartbeats a second: eight chances before the dead limit
     tick_s: float = 0.125  # interval of checks for silence
     refused_s: float = 0.3  # connection refused for this long means that the process ended: a restart takes longer
@@ -132,7 +132,7 @@ class Watching:
     """How the processes of a node watch each other. Benches turn it off to measure its cost; no setting leads to it."""
 
     timeouts: Timeouts | None = None  # None: the profile of the node's network
-    hang_check_s: float = 0.25  # between two checks for hanging children
+    hang_check_s: float = 0.25  # interval between two checks for hanging children
     progress_s: float = 0.25  # a child with pending work reports four times a second
     keepalive: bool = True  # gRPC pings on all connections
 

@@ -76,7 +76,8 @@ class EdgepipeError(Exception):
     exit_code: ClassVar[int] = 1
     http_status: ClassVar[int] = 500
     usual_step: ClassVar[str] = ""  # default ``next_step`` of the class
-    retry_after_s: float = 0.0  # until another attempt can succeed; 0: not known. For HTTP; not sent to other processes
+    # Time until another attempt can succeed; 0: not known. For HTTP; not sent to other processes.
+    retry_after_s: float = 0.0
 
     def __init__(
         self,
@@ -88,7 +89,8 @@ class EdgepipeError(Exception):
         stage: str = "",
         request_id: str = "",
     ) -> None:
-        self.what = what or self.sentence()[:1].lower() + self.sentence()[1:].removesuffix(".")  # as other messages
+        # Spelled as in other messages.
+        self.what = what or self.sentence()[:1].lower() + self.sentence()[1:].removesuffix(".")
         self.fact = fact
         self.next_step = next_step or self.usual_step
         self.node = node

@@ -48,9 +48,9 @@ class Loaded:
     """A model's slices on the emulated device."""
 
     config: ModelConfig
-    slices: dict[int, Slice]  # by index in the pipeline
-    costs: dict[int, SliceCost]  # by slice index
-    weights: Words  # by position in the context
+    slices: dict[int, Slice]  # keys are indices in the pipeline
+    costs: dict[int, SliceCost]  # keys are indices in the pipeline
+    weights: Words  # one weight per position in the context
     base_logits: npt.NDArray[np.float32]  # [V]
     bytes: int
 
@@ -77,8 +77,8 @@ class EmulatedBackend:
         self._kind = options.activation_type
         self._queue = self._make_queue(0)
         self._loaded: Loaded | None = None
-        self._pools: tuple[KVStorage, ...] = ()  # by memory class
-        self._groups: dict[int, tuple[LayerGroup, ...]] = {}  # by slice index
+        self._pools: tuple[KVStorage, ...] = ()  # one pool per memory class
+        self._groups: dict[int, tuple[LayerGroup, ...]] = {}  # one tuple per slice index
         self._states = StateStorage((), 0)
         self._kv_bytes = 0
         self._num_submitted = 0
@@ -360,7 +360,7 @@ def _seen_before(group: LayerGroup, past: Past, pool: KVStorage, prepared: Prepa
         return np.stack(totals, axis=1)[:, prepared.row_of]
     parts: list[Words] = []
     for row, values, weights, start in zip(prepared.step.rows, seen, past.weights, past.starts, strict=True):
-        sums = np.zeros((len(values), len(weights) + 1), np.uint64)  # of the first 0, 1, ... tokens
+        sums = np.zeros((len(values), len(weights) + 1), np.uint64)  # sums over the first 0, 1, ... tokens
         np.cumsum(values * weights, axis=1, out=sums[:, 1:])
         positions = np.arange(row.position, row.position + row.num_tokens)
         unseen = np.clip(positions - group.window + 1 - start, 0, len(weights))  # tokens before each token's window

@@ -44,7 +44,7 @@ class EmulationSettings:
     as_model: tuple[ModelConfig, WeightTable] | None  # model to time; None: the loaded model
     as_model_bytes: int | None  # weights of the timed model; None: of its shape and types
     as_kv_bytes_per_token: int | None  # KV of the timed model, all layers; None: bf16 of the config's shape
-    seed: int  # of the jitter
+    seed: int  # seed of the jitter
     contiguous_kv: bool  # block tables must be runs, as on CPU and MLX
     packing: str  # how it keeps packed weights: "emulated", or widened; with the share of experts in host memory
     expert_skew: float  # expert i is chosen (i + 1)^-skew times as often as the first; 0: all alike

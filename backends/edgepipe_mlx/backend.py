@@ -97,9 +97,10 @@ class MlxBackend:
         self._kv = checked_kv(options.kv)
         self._shard: Shard | None = None
         self._products: tuple[PackedProducts, ...] = ()
-        self._pools: dict[int, list[KVPool | LayerStates | None]] = {}  # by slice index, one per layer with a mixer
-        self._reads: dict[int, ExpertReads] = {}  # by slice index
-        self._started: StepTicket | None = None  # not collected
+        # One list per slice index, with an entry for each layer with a mixer.
+        self._pools: dict[int, list[KVPool | LayerStates | None]] = {}
+        self._reads: dict[int, ExpertReads] = {}  # one per slice index
+        self._started: StepTicket | None = None  # ticket that is not collected
         self._waiting: tuple[StepTicket, list[mx.array]] | None = None  # submitted, not started; see ``_start``
         self._class_of: dict[int, int] = {}  # memory class of each loaded layer, by its index in the model
         self._num_blocks = 0
@@ -189,7 +190,7 @@ class MlxBackend:
         part = self._slice(prepared.slice_index)
         hidden = self._hidden(part, prepared, inputs)
         if self._started is not None and (prepared.copies or prepared.scores is not None):
-            mx.eval(self._started.array)  # for a part of this step is evaluated as its graph is built
+            mx.eval(self._started.array)  # building the graph evaluates a part of this step
         self._copy_blocks(prepared)
         pools = self._pools[prepared.slice_index]
         arrays = [self._arrays(each) for each in (prepared, *prepared.windows)]

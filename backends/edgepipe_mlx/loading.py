@@ -156,7 +156,7 @@ def _floats(weights: WeightSource, info: WeightInfo, types: WeightTypes, *, coun
     own_order = is_of_heads(info.name) or (is_exact(info.name) and not is_router(info.name))
     turned = types.inputs_first and stored.ndim > 1 and not own_order
     if turned:
-        stored = mx.contiguous(stored.swapaxes(-1, -2))  # before it is widened to the compute dtype
+        stored = mx.contiguous(stored.swapaxes(-1, -2))  # it is not yet widened to the compute dtype
     values = stored if exact else stored.view(mx.bfloat16)
     if weights.config.norm.plus_one and is_norm(info.name) and not is_plain_norm(info.name):
         values = values.astype(mx.float32) + 1

@@ -63,7 +63,7 @@ class Planes:
     form: MlxForm
     words: Words  # [O, I * bits / 32]
     scales: npt.NDArray[Any]  # [O, I / group] float32, float16, bf16's bits (uint16), or uint8 (other modes)
-    biases: npt.NDArray[Any] | None  # like scales; None with the other modes
+    biases: npt.NDArray[Any] | None  # shape of scales; None with the other modes
     order: npt.NDArray[np.int32] | None  # see Packed
 
 

@@ -76,7 +76,7 @@ class TorchBackend:
         self._host = host_device()
         self._activation_type = options.activation_type
         set_threads(options.threads)
-        self._ram_percent = chosen_share(options.settings)  # of each layer's experts, which stay in host memory
+        self._ram_percent = chosen_share(options.settings)  # share of each layer's experts that stays in host memory
         self._kv = checked_kv(options.kv)
         self.block_sizes = self._device.block_sizes
         self.max_submitted = self._device.transfer.max_submitted
@@ -248,18 +248,19 @@ class TorchBackend:
     def _forget(self) -> None:
         self._config: ModelConfig | None = None
         self._rotations: Rotations | None = None
-        self._decoders: dict[int, Decoder] = {}  # by slice index
-        self._weights: dict[int, SliceWeights] = {}  # by slice index
-        self._pools: dict[int, KVStorage | PackedKVStorage] = {}  # by slice index
-        self._ends: dict[int, SliceEnds] = {}  # by slice index
-        self._steps: dict[int, SliceSteps] = {}  # by slice index
+        # Dictionaries have one entry per slice index.
+        self._decoders: dict[int, Decoder] = {}
+        self._weights: dict[int, SliceWeights] = {}
+        self._pools: dict[int, KVStorage | PackedKVStorage] = {}
+        self._ends: dict[int, SliceEnds] = {}
+        self._steps: dict[int, SliceSteps] = {}
         self._uses = ExpertUses(None)
-        self._reads: dict[int, ExpertReads] = {}  # by slice index, if it has experts
+        self._reads: dict[int, ExpertReads] = {}  # only slices with experts
         self._num_blocks = 0
         self._block_size = 0
         self._window_blocks: tuple[int, ...] = ()
         self._state_slots = 0
-        self._states: dict[int, StatePool] = {}  # by slice index, if it has recurrent layers
+        self._states: dict[int, StatePool] = {}  # only slices with recurrent layers
 
     @property
     def _packing(self) -> str:

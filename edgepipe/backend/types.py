@@ -81,7 +81,7 @@ class DeviceProfile:
 
     backend: str  # "torch" | "mlx" | "emulated"
     device: str  # the backend's name: "cpu", "cuda:0", "gpu", "rtx4090"
-    name: str  # for people: "NVIDIA GeForce RTX 4090"
+    name: str  # name shown to people: "NVIDIA GeForce RTX 4090"
     compute_dtype: str  # "float32" | "bfloat16"
     memory_total_bytes: int
     memory_free_bytes: int  # available now
@@ -95,7 +95,7 @@ class DeviceProfile:
     # Host memory beside the device, where the setting "experts_in_ram" keeps experts:
     ram_total_bytes: int = 0  # 0: the backend keeps no experts there, or its device uses that memory itself
     ram_free_bytes: int = 0  # available now
-    ram_bytes_per_s: float = 0.0  # at which the CPU reads it, as measured
+    ram_bytes_per_s: float = 0.0  # rate at which the CPU reads host memory, as measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,7 @@ class StepRow:
     num_tokens: int
     runs: tuple[BlockRun, ...]  # the sequence's block table from token 0, covering position + num_tokens
     windows: tuple[WindowRuns, ...] = ()  # its tables of windowed classes, if the pool has such classes
-    state: RowState | None = None  # if the model has recurrent layers
+    state: RowState | None = None  # set if the model has recurrent layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,8 +233,8 @@ class Step:
     slice_index: int
     rows: tuple[StepRow, ...]
     logit_rows: npt.NDArray[np.int32]  # [R] packed indices of tokens that need logits; only for the head's slice
-    copies: tuple[BlockCopy, ...] = ()  # only in the stage's first slice of the step
-    scores: ScoreRows | None = None  # only for the head's slice
+    copies: tuple[BlockCopy, ...] = ()  # set in the stage's first slice of the step only
+    scores: ScoreRows | None = None  # set for the head's slice only
 
     @property
     def num_tokens(self) -> int:
@@ -248,9 +248,9 @@ class StepOutput:
 
     activations: Activations | None = None  # [T, H], contiguous; hidden plus residual
     logits: npt.NDArray[np.float32] | None = None  # [R, V], owned by the receiver, which overwrites it
-    candidates: PickedCandidates | None = None  # of R rows, if the backend picks them
-    scores: TokenScores | None = None  # in addition, if requested
-    expert_share: float = 0.0  # of a layer's experts that the step read, mean of its layers; 0: not counted
+    candidates: PickedCandidates | None = None  # candidates of R rows, if the backend picks them
+    scores: TokenScores | None = None  # scores of given tokens, if requested
+    expert_share: float = 0.0  # share of a layer's experts that the step read, mean of its layers; 0: not counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ class Target:
     model: str
     num_nodes: int = 0  # nodes that share the model; 0: unknown
     api_key: str = field(default="", repr=False)
-    sampling: Mapping[str, float] = field(default_factory=lambda: dict(USUAL_SAMPLING))  # by default
+    sampling: Mapping[str, float] = field(default_factory=lambda: dict(USUAL_SAMPLING))
 
 
 async def find_target(data_dir: Path, model: str) -> Target:

@@ -113,7 +113,7 @@ def _unusable_file(error: Exception) -> ConfigInvalid | None:
     """Turn a refused file access or a full disk into ConfigInvalid; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in (_UNUSABLE if error.filename else _FULL):
         return None
-    fact = plain(OSError(error.errno, ""))  # without the file, which the error names
+    fact = plain(OSError(error.errno, ""))  # the message without the file, which the error names
     if not error.filename:
         return ConfigInvalid("the output cannot be written", fact=fact, next_step="make room on its disk")
     return ConfigInvalid(

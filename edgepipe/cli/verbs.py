@@ -20,7 +20,7 @@ class Verb:
     name: str
     help: str
     module: str = ""  # below edgepipe.cli, where it has another name than the verb
-    command_class: str = ""  # in the module, for a verb that reads its words itself
+    command_class: str = ""  # class in the module, for a verb that reads its words itself
 
     def load(self) -> Any:
         """Import the module. Return the command, or the group of commands."""

@@ -92,7 +92,7 @@ class Conversation:
     held: Mapping[bytes, Statement] | None = None  # own statements at the last search for new ones
     to_tell: deque[Statement] = field(default_factory=deque[Statement])
     theirs: set[bytes] = field(default_factory=set[bytes])  # keys that the other side sent or reported
-    keys_at_s: float = 0.0  # when to send keys if the stores still differ
+    keys_at_s: float = 0.0  # time to send keys if the stores still differ
     keys_pause_s: float = _KEYS_AGAIN_S
 
     def heard_keys(self, keys: Iterable[bytes]) -> None:

@@ -295,7 +295,7 @@ class Heartbeats:
         expected = "" if address in self._doubtful else self._membership.owner(address)
         self._doubtful.discard(address)
         if expected:
-            self._doubtful.add(address)  # until a node has answered
+            self._doubtful.add(address)  # the address is doubtful until a node has answered
         return await self._security.to_address(address, node_id=expected, timeout_s=self._timeouts.connect_s)
 
     def _reached(self, credentials: Credentials, hello: Hello) -> NodeId:

@@ -62,7 +62,7 @@ class Interface:
     name: str
     address: str
     prefix: int = 24  # bits of its network
-    members: tuple[BridgeMember, ...] | None = None  # of a bridge; None: no bridge
+    members: tuple[BridgeMember, ...] | None = None  # members of a bridge; None: no bridge
     carrier: bool = True  # False: the cable is out, or no radio network is joined
 
     @property
@@ -131,7 +131,7 @@ class LinkLocal:
     """An interface's own IPv6 address."""
 
     address: str
-    index: int  # of the interface
+    index: int  # number of the interface in the operating system
 
 
 def link_local6(name: str) -> LinkLocal | None:

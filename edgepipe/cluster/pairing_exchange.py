@@ -35,13 +35,13 @@ from edgepipe.plain_words import plain
 logger = logging.getLogger(__name__)
 
 _LENGTH_BYTES = 4
-_MESSAGE_S = 10.0  # for the whole exchange until the code is proven; both sides compute for 0.1 s
+_MESSAGE_S = 10.0  # deadline of a message, and of all until the code is proven; both sides compute for 0.1 s
 _CONNECT_S = 5.0
 _LEAST_ANSWER_S = 0.3  # SPAKE2 here does not take constant time: this least time hides its duration
 _GOODBYE_S = 1.0
 _AGAIN = "join again; if the code no longer holds: edgepipe node invite on the other machine"
 _MAX_CONNECTIONS = 8  # one is served, the others must wait
-_ADDRESS_CONNECTIONS = 2  # of these from one address: one machine alone does not fill the port
+_ADDRESS_CONNECTIONS = 2  # limit per address: one machine alone does not fill the port
 ACCEPT_S = 60
 
 OnJoined = Callable[[Greeting], Awaitable[tuple[TrustStore, Mapping[str, str]]]]
@@ -51,7 +51,7 @@ OnJoined = Callable[[Greeting], Awaitable[tuple[TrustStore, Mapping[str, str]]]]
 class Attempt:
     """One exchange as the host's person sees it."""
 
-    address: str  # of the other side
+    address: str  # the other side's address
     name: str = ""
     node_id: str = ""
     error: EdgepipeError | None = None  # None: it joined
@@ -77,7 +77,7 @@ class PairingWindow:
         self._ask = ask  # greeting, address
         self._let_in = let_in
         self._on_attempt = on_attempt
-        self._message_s = message_s  # until the code is proven
+        self._message_s = message_s  # deadline until the code is proven
         self._busy = asyncio.Lock()
         self._tasks: dict[asyncio.Task[None], str] = {}  # connections, with the address of the other side
         self._closing = False

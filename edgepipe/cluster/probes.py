@@ -126,7 +126,7 @@ async def probe_tls(host: str, port: int, *, timeout_s: float) -> TlsProbe:
     """Read the certificate that an address shows, without trusting it and without showing one."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # only read: a caller that trusts it compares the key
+    context.verify_mode = ssl.CERT_NONE  # a caller that trusts the certificate compares its key
     context.set_alpn_protocols(["h2"])
     try:
         async with asyncio.timeout(timeout_s):

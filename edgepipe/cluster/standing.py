@@ -42,7 +42,7 @@ class Standing:
 
     peers: Mapping[NodeId, TrustedPeer]  # the cluster's members
     removed: frozenset[NodeId]
-    ranks: Mapping[NodeId, Rank]  # of all owners that were heard, including removed ones
+    ranks: Mapping[NodeId, Rank]  # ranks of all owners that were heard, including removed ones
     counting: tuple[Statement, ...]  # statements with effect: elders' first, each owner's in the order it made them
 
 

@@ -38,13 +38,13 @@ class Statement:
     signer: NodeId
     about: NodeId
     role: Role | None = None  # None: a removal
-    certificate: Certificate | None = None  # of ``about``; None in removals
+    certificate: Certificate | None = None  # certificate of ``about``; None in removals
     name: str = ""
     founds: str = ""  # the cluster's name, in the founding statement only
     cluster_id: str
     made_ms: int
     number: int  # counts its signer's statements, from 1
-    kept: frozenset[bytes] = frozenset()  # in removals: keys of statements by ``about`` that still count
+    kept: frozenset[bytes] = frozenset()  # a removal's keys of statements by ``about`` that still count
 
     @property
     def adds_owner(self) -> bool:

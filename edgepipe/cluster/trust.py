@@ -31,8 +31,9 @@ from edgepipe.security.certificates import Certificate, KeyPair
 from edgepipe.security.trust_view import Role, TrustedPeer
 from edgepipe.wire.trust import Add, Found, Remove, TrustBody, TrustStatement
 
-MAX_IDLE_BYTES = 384 << 10  # of statements without effect; they may get one when missing statements arrive
-MAX_STORE_BYTES = MAX_OWNERS * MAX_BYTES_PER_SIGNER + MAX_IDLE_BYTES + (256 << 10)  # with signatures: less than 4 MB
+MAX_IDLE_BYTES = 384 << 10  # limit of statements without effect, which may get one when missing statements arrive
+# Bytes of all statements with their signatures: less than 4 MB.
+MAX_STORE_BYTES = MAX_OWNERS * MAX_BYTES_PER_SIGNER + MAX_IDLE_BYTES + (256 << 10)
 _STEM_CHARS = MAX_NAME_CHARS - 5  # room for a number
 _MAX_REFUSALS = 8
 
@@ -43,7 +44,8 @@ class TrustStore:
 
     cluster_id: str
     cluster_name: str
-    statements: Mapping[bytes, Statement]  # by key, each signer's own add before its statements; all validly signed
+    # Validly signed statements under their keys; each signer's own add stands before its statements.
+    statements: Mapping[bytes, Statement]
     standing: Standing
     digest: bytes = field(repr=False)  # equal in two stores exactly if their statements are
 

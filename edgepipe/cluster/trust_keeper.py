@@ -27,10 +27,10 @@ from edgepipe.wire.trust import TrustStatement
 
 logger = logging.getLogger(__name__)
 
-_NAME_CHARS = 6  # of a node id, to name a peer by it
-WRITE_AGAIN_S = 30.0  # after a write that failed: a full disk may have room again
-MAX_PIECE_STATEMENTS = 256  # in one beat; a member that sends more is ignored for a while
-_MAX_PIECES = 4  # of one member, waiting to be checked
+_NAME_CHARS = 6  # characters of a node id that name a peer
+WRITE_AGAIN_S = 30.0  # pause after a write that failed: a full disk may have room again
+MAX_PIECE_STATEMENTS = 256  # limit of one beat; a member that sends more is ignored for a while
+_MAX_PIECES = 4  # limit of one member's pieces that wait to be checked
 _NEW_STATEMENTS = 1024  # limit of one member at once; then the rate below applies
 _NEW_PER_S = 8.0
 _BAD_COSTS = 64  # a bad statement costs as much as so many new ones

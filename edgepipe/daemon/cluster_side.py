@@ -190,7 +190,7 @@ class NodePresence:
     def _log_gone(self, change: MemberChanged) -> None:
         if change.status is MemberStatus.LEFT:
             logger.info("node has left node=%s", change.node_id)
-        elif not self._node.ends():  # else this node may be the one that does not listen
+        elif not self._node.ends():  # a node that ends may be the one that does not listen
             logger.warning("node is dead node=%s", change.node_id)
 
 

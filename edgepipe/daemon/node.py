@@ -44,7 +44,7 @@ def run(
     Raises ConfigInvalid (settings, or a second node on the data directory), FeatureMissing and PortInUse.
     """
     check_device(config.device)
-    choose_backend(config.backend)  # before anything is created: a wrong backend leaves nothing behind
+    choose_backend(config.backend)  # nothing exists yet: a wrong backend leaves nothing behind
     _address(config, interfaces())  # the same for a missing address
     raise_descriptor_limit()
     data_dir = DataDir(config.data_dir)

@@ -39,7 +39,7 @@ class NodeReady:
     socket: Path
     cluster: str
     http_host: str
-    key_file: Path | None  # of HTTP; None: clients need no key
+    key_file: Path | None  # file with the key for HTTP; None: clients need no key
     key_on_loopback: bool  # clients on this computer need a key, too
 
 

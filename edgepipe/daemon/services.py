@@ -45,7 +45,7 @@ from edgepipe.wire.serving import (
 from edgepipe.wire.v1 import common_pb2, node_pb2_grpc
 from edgepipe.wire.v1 import node_pb2 as pb
 
-MAX_READS_PER_NODE = 16  # at a time; a node fetches one tensor at a time, and the metadata of a few models
+MAX_READS_PER_NODE = 16  # reads at a time; a node fetches one tensor at a time, and the metadata of a few models
 _MANIFEST_PART_BYTES = 1 << 20
 _MAX_LOG_LINES = 2000
 
@@ -272,7 +272,7 @@ class WeightsService(node_pb2_grpc.WeightsServicer):
         self._admit = admit
         self._security = security
         self._models = models
-        self._reads: Counter[str] = Counter()  # under way, by node
+        self._reads: Counter[str] = Counter()  # reads under way, by node
 
     async def GetManifest(self, request: pb.ManifestRequest, context: Any) -> AsyncGenerator[pb.ManifestReply]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield the manifest of a model on this node in parts."""
@@ -428,7 +428,7 @@ class AdminService(node_pb2_grpc.AdminServicer):
         with self._guests.admit(request.certificate):
             await self._presence.spread()
             yield pb.GatewayReply()
-            await asyncio.Event().wait()  # until the command's end cancels this
+            await asyncio.Event().wait()  # the command's end cancels this wait
 
 
 def admit_command_line(request: Any) -> None:

@@ -20,9 +20,9 @@ from edgepipe.ids import NodeId, RequestKey, SequenceId
 class Crash:
     """One step that a stage could not compute."""
 
-    node_id: NodeId  # of the crashed stage
-    sequences: tuple[SequenceId, ...]  # in the step
-    requests: frozenset[RequestKey]  # of those sequences, unless already ended
+    node_id: NodeId  # node of the crashed stage
+    sequences: tuple[SequenceId, ...]  # sequences in the step
+    requests: frozenset[RequestKey]  # requests of those sequences, unless already ended
     error: EdgepipeError
     device_failed: bool = False  # the stage's own test step failed, too
     new_process: bool = False  # the stage's process ended

@@ -50,13 +50,13 @@ class StageControl:
         self._network = network
         self._on_report = on_report
         self._channel = make_channel(site.address, security.to_process(site.certificate))
-        self.crashed_step: StepId | None = None  # from a fault report: the step that failed
+        self.crashed_step: StepId | None = None  # failed step that a fault report named
         self.raised: EdgepipeError | None = None  # the error with which this stage ended the epoch
-        self.device_failed = False  # from a fault report: the device failed a test step, too
+        self.device_failed = False  # a fault report said that the device failed a test step, too
         self.met = False  # a connection was established once
         self.swallowed = False  # no answer to connection attempts: a firewall, not a dead process
-        self.next_unreached = False  # from a fault report: the link to the next stage failed
-        self.kv_since: Epoch | None = None  # from its opening: the stage holds all KV since that epoch
+        self.next_unreached = False  # a fault report said that the link to the next stage failed
+        self.kv_since: Epoch | None = None  # epoch since which the stage holds all KV, as its opening said
         self._call: Any = None
         self._reports: Any = None  # the call's reports, in order
         self._first: asyncio.Future[stage_pb2.StageReport | None] | None = None  # first report after opening

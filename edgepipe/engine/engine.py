@@ -163,7 +163,7 @@ class Engine:
             limits=self._limits,
             timeouts=self._timeouts,
         )
-        self._events: deque[Event | _Bug] = deque()  # at most one of each kind from outside, and one per task
+        self._events: deque[Event | _Bug] = deque()  # holds at most one of each kind from outside, and one per task
         self._arrived = asyncio.Event()
         self._work: asyncio.Task[None] | None = None  # the attempt's task: asks, prepares or opens
         self._driving: asyncio.Task[None] | None = None
@@ -174,7 +174,7 @@ class Engine:
         self._lost_steps: tuple[int, Mapping[StepId, tuple[SequenceId, ...]]] = (0, {})
         self._table = RequestTable(config=config, limits=self._limits, timeouts=self._timeouts)
         self._intake: RequestIntake | None = None
-        self._has_served = False  # in a previous epoch
+        self._has_served = False  # a previous epoch has served
         self._stalled_since_s: float | None = None  # time since requests wait for a new epoch
         self._stopping = asyncio.Event()
         self._running = False

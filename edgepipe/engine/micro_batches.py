@@ -26,7 +26,7 @@ from edgepipe.scheduler.step_time import PrefillCap, SliceTimes
 from edgepipe.wire.plans import LinkSample, StepTiming
 
 _MAX_STEPS = 1024  # steps whose sizes are kept until all stages have reported
-_ASSUMED_BYTES_PER_S = 10e6  # of a link that has carried nothing yet
+_ASSUMED_BYTES_PER_S = 10e6  # assumed rate of a link that has carried nothing yet
 
 
 class MicroBatches:
@@ -63,7 +63,7 @@ class MicroBatches:
         self._before = [0] * self._num_stages  # tokens of each stage's previous step
         self.experts = ExpertMeter()  # share of the experts that steps read, over all stages
         self.link_cap_tokens: int | None = None  # tokens that the slowest link uploads in a step; None: not known
-        self._known_uploads_s: dict[tuple[int, int], float] = {}  # by stage and bytes, until the next decision on M
+        self._known_uploads_s: dict[tuple[int, int], float] = {}  # keys: stage and bytes; cleared by each decision on M
 
     @property
     def sizing(self) -> Sizing:

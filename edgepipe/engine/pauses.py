@@ -13,8 +13,8 @@ from edgepipe.ids import NodeId
 class _Ends:
     """Epochs that one node ended."""
 
-    in_a_row: int = 0  # with less than ``forgiven_s`` between them
-    barren: int = 0  # in a row, without progress
+    in_a_row: int = 0  # epochs with less than ``forgiven_s`` between them
+    barren: int = 0  # epochs in a row without progress
     last_s: float = float("-inf")
     until_s: float = 0.0
 

@@ -75,7 +75,7 @@ class Preparation:
         self._limits = limits
         self._timeouts = timeouts
         self._on_progress = on_progress
-        self._bytes: dict[int, tuple[int, int]] = {}  # by stage: bytes done, bytes in total
+        self._bytes: dict[int, tuple[int, int]] = {}  # bytes done and bytes in total of each stage
         self.failed: NodeId | None = None  # first node that refused or did not answer
 
     async def prepare(self) -> list[StageSite]:

@@ -19,7 +19,7 @@ class EpochProgress:
 
     further: bool = False  # a sequence got further than in any earlier epoch
     stalled: frozenset[RequestKey] = frozenset()  # computed in the epoch, but no sequence of theirs got further
-    waiting: frozenset[RequestKey] = frozenset()  # not computed in the epoch
+    waiting: frozenset[RequestKey] = frozenset()  # requests that the epoch did not compute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from edgepipe.wire.plans import Registration, StageTimings, StepDone
 logger = logging.getLogger(__name__)
 
 _PLAUSIBLE_S = 60.0  # time of a step that a stage may report at any time
-_CLOCK_RATE = 1.1  # of a stage's clock by the engine's, at most
+_CLOCK_RATE = 1.1  # fastest clock of a stage, as a multiple of the engine's
 
 Registrar = Callable[[SequenceId, Sequence[int]], Registration]
 """Maps a sequence and its tokens so far to its registration for the stages."""
@@ -41,7 +41,7 @@ class StepNews:
     """Results of a retired step."""
 
     events: list[Event]
-    logprobs: Mapping[SequenceId, TokenLogprobs]  # of the sampled tokens, where requested
+    logprobs: Mapping[SequenceId, TokenLogprobs]  # logprobs of the sampled tokens, where requested
     prompts: Sequence[tuple[SequenceId, PromptLogprobs]]
     failures: Mapping[SequenceId, EdgepipeError]  # sequences for which sampling failed
     reads: Sequence[tuple[SequenceId, int]] = ()  # tokens computed so far, of prompts that continue in another step
@@ -85,9 +85,9 @@ class Pump:
         self._recorder = StepRecorder(clock)
         self.meters: list[StageMeter] = []
         self._newest = StepId(0)  # the step that was sent last
-        self._began_s = 0.0  # on the clock; when the first step was sent
+        self._began_s = 0.0  # clock's time when the first step was sent
         self._idle = True  # no step is in flight
-        self._working_since_s = 0.0  # on the clock; when the ring last became busy
+        self._working_since_s = 0.0  # clock's time when the ring last became busy
         self.tokens = WindowSum(clock)
 
     def connect(
@@ -156,7 +156,7 @@ class Pump:
             self._check_timings(site, report)
             self._came_back(site, report)
             now_s = self._clock.monotonic_s()
-            asyncio.get_running_loop().call_soon(self._look_back, site, report, now_s)  # after the plans are written
+            asyncio.get_running_loop().call_soon(self._look_back, site, report, now_s)  # plans are written first
 
     def in_flight(self) -> dict[StepId, tuple[SequenceId, ...]]:
         """Return the sequences of each step in flight."""

@@ -68,7 +68,8 @@ Way = tuple[NodeId, NodeId]
 class Missed:
     """Connections of an epoch that failed or broke."""
 
-    links: tuple[tuple[StageSite, StageSite], ...] = ()  # from a stage to the next; the engine reached both
+    # Links from a stage to the next; the engine reached both stages.
+    links: tuple[tuple[StageSite, StageSite], ...] = ()
     sites: tuple[StageSite, ...] = ()  # stages that the engine itself did not reach
 
     def __bool__(self) -> bool:
@@ -97,7 +98,8 @@ class Quarantine:
         self._nodes = QuarantineTimes[NodeId]()
         self._links = QuarantineTimes[Way]()
         self._reasons: dict[NodeId | Way, str] = {}  # newest reason, by node or link
-        self._missed_before: frozenset[NodeId] = frozenset()  # by the last epoch that opened or failed to open
+        # Nodes that the last epoch missed, whether it opened or not.
+        self._missed_before: frozenset[NodeId] = frozenset()
 
     def lost(self, node_id: NodeId, reason: str, now_s: float) -> bool:
         """Count a loss of a serving node, as ``QuarantineTimes.lost`` does. ``reason``: a clause for people."""

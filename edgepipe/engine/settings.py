@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# When the recovery avoids a node, a link or a request.
-QUARANTINE_S, LONGEST_QUARANTINE_S = 30.0, 600.0  # of a node or a link after a failure, doubling
+# The recovery avoids a node or a link for this time after its first failure, doubling up to the longest time.
+QUARANTINE_S, LONGEST_QUARANTINE_S = 30.0, 600.0
 # This many losses within this time count as flapping: a machine that restarts takes a minute or two, a step that is
 # late up to a minute.
 FLAPS, FLAPS_WITHIN_S = 3, 300.0
 # This many crashes of different requests within this time show a flawed device, even if steps succeed between them.
 FLAWED_CRASHES, FLAWED_WITHIN_S = 3, 60.0
-CRASHES_COMPARED = 8  # of one stage
+CRASHES_COMPARED = 8  # crashes of one stage that are compared
 SUSPECTED_CRASHES, MOST_CRASHES = 2, 3  # crashed steps of a sequence after which it runs alone, or is refused
 SUSPECTED_STALLS = 2  # epochs in a row that ended before a request got further; then stalled ones are tried one by one
-MOST_STALLS = 4  # then the request is refused; a node is left out earlier, so that another node is tried first
+# Epochs after which the request is refused; a node is left out earlier, so that another node is tried first.
+MOST_STALLS = 4
 FREE_ENDS = 3  # epochs with progress that a node may end before pauses begin
 WORTH_EMPTYING = 1.25  # times the kept number of KV blocks: more room than that justifies recomputing everything
 
@@ -26,12 +27,12 @@ class EngineTimeouts:
     prepare_s: float = 3600.0  # silence of a node that prepares; fetching weights may take longer, with progress
     open_s: float = 90.0  # a stage allocates KV and reaches the next, or reports after 60 s that it does not
     release_s: float = 10.0  # a node ends a stage process: kills it after 5 s
-    release_again_s: float = 10.0  # after a node did not answer
+    release_again_s: float = 10.0  # pause after a node did not answer
     step_min_s: float = 5.0  # minimum step deadline, whatever the prediction
     step_factor: float = 8.0  # deadline over the time of steps of this size
-    step_first_s: float = 60.0  # for a new size: kernels are compiled, caches are cold
+    step_first_s: float = 60.0  # deadline of a new size: kernels are compiled, caches are cold
     resume_s: float = 10.0  # how long results are kept for a gateway whose stream broke
-    flush_s: float = 1.0  # to send the last results before streams are closed
+    flush_s: float = 1.0  # time to send the last results before streams are closed
     again_min_s: float = 0.1  # pause after an epoch that could not begin, doubling
     again_max_s: float = 5.0
     barren_min_s: float = 1.0  # pause after the second epoch in a row without progress, doubling
@@ -39,10 +40,10 @@ class EngineTimeouts:
     broken_min_s: float = 1.0  # pause after the fourth epoch in a row that made progress, doubling
     broken_max_s: float = 5.0
     forgiven_s: float = 300.0  # an epoch that served so long ends the row
-    move_again_min_s: float = 1.0  # between attempts to leave a node that is being drained, doubling
+    move_again_min_s: float = 1.0  # pause between attempts to leave a node that is being drained, doubling
     move_again_max_s: float = 30.0
-    ask_again_s: float = 0.5  # between two requests for a placement while none is found
-    patience_s: float = 5.0  # without a placement, until running requests are refused: devices restart meanwhile
+    ask_again_s: float = 0.5  # pause between two requests for a placement while none is found
+    patience_s: float = 5.0  # time without a placement until running requests are refused: devices restart meanwhile
     room_s: float = 30.0  # retry for memory: the end of a quarantine triggers no cluster change
     report_interval_s: float = 0.5  # interval of state reports while it changes
 
@@ -53,7 +54,7 @@ class EngineLimits:
 
     max_running: int = 256  # sequences in the KV cache at once
     max_waiting: int = 1024  # sequences in the queue
-    max_prefill_tokens: int = 2048  # per step
+    max_prefill_tokens: int = 2048  # tokens of prompts per step
     # The process takes about 200 MB without requests; the next two keep it below 1 GB whatever clients send.
     max_new_bytes: int = 384 << 20  # memory of all requests above which new ones are refused: 40 of 128 k tokens
     max_held_bytes: int = 512 << 20  # memory including outputs above which the youngest request ends

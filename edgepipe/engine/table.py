@@ -59,18 +59,18 @@ class RequestTable:
         """Starts without an epoch; see ``attach``."""
         self._config = config
         self._bounds = ModelBounds(vocab_size=config.vocab_size, context_length=config.context_length)
-        self._queue: Queue | None = None  # while an epoch serves
+        self._queue: Queue | None = None  # set while an epoch serves
         self._refusal: EdgepipeError | None = None  # why requests are refused
         self._limits = limits
         self._timeouts = timeouts
         self._loop = asyncio.get_running_loop()
         self._requests: dict[RequestKey, Request] = {}
-        self._choices: dict[SequenceId, Choice] = {}  # not ended
+        self._choices: dict[SequenceId, Choice] = {}  # choices that have not ended
         self._waits = GrammarWaits(self._begin_again)
-        self._finished: OrderedDict[RequestKey, float] = OrderedDict()  # by key: when to forget, ascending
+        self._finished: OrderedDict[RequestKey, float] = OrderedDict()  # time to forget each request, ascending
         self._forget_timer: asyncio.TimerHandle | None = None
         self._sequences = 0
-        self._held_bytes = 0  # by all requests
+        self._held_bytes = 0  # bytes that all requests hold
         self._held_back: list[Request] = []  # suspected requests that the epoch computes later, one by one
         self._on_trial: Request | None = None  # the suspected request that the epoch computes
         self._sampled = False  # the epoch sampled a token

@@ -26,7 +26,7 @@ class PlannedFile:
 
     name: str
     num_bytes: int
-    sha256: str = ""  # if the source provides it
+    sha256: str = ""  # set if the source provides it
     git_sha1: str = ""  # SHA-1 of the git blob, if the source provides only that
 
 

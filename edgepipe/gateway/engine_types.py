@@ -29,7 +29,7 @@ class RoutedModel:
     context_length: int  # tokens, prompt and output
     model_path: str  # local folder or file with config, tokenizer and template
     manifest_hash: str = ""
-    weight_bytes: int = 0  # all stages together
+    weight_bytes: int = 0  # bytes of all stages together
     on_request: bool = False  # a request loaded the model, and requests set how long it stays
     num_requests: int = 0  # requests at the engine, of all gateways
     num_steps: int = 1  # steps that the ring computes at a time

@@ -99,7 +99,7 @@ class RequestMeter:
         self._clock = clock
         self._accepted_s = self._started_s = clock.monotonic_s()
         self._first_s: float | None = None
-        self._last_s: dict[int, float] = {}  # by choice
+        self._last_s: dict[int, float] = {}  # one time per choice
 
     def started(self) -> None:
         """Record that the request goes to the engine."""
@@ -227,7 +227,8 @@ _NODE_COUNTERS: tuple[tuple[str, str, Callable[[MemberState], float]], ...] = (
         lambda m: sum(device.fenced_messages for device in m.node.devices),
     ),
 )
-_PEER_GAUGES: tuple[tuple[str, str, Callable[[MemberState], float]], ...] = (  # of the way from this node to another
+# Figures of the way from this node to another.
+_PEER_GAUGES: tuple[tuple[str, str, Callable[[MemberState], float]], ...] = (
     ("link_rtt_seconds", "Round trip from this node.", lambda m: m.rtt_ms / 1e3),
     (
         "heartbeat_gap_p99_seconds",

@@ -260,7 +260,7 @@ JSON_SIZE = "x-max-json-characters"
 _RawTool = Annotated[dict[str, Any], WithJsonSchema(_TOOL_SCHEMA)]
 RawTools = Annotated[list[_RawTool], Field(max_length=MAX_TOOLS), JsonSize(MAX_TOOLS_CHARS)]
 RawToolChoice = Annotated[str | dict[str, Any] | None, WithJsonSchema(_CHOICE_SCHEMA), JsonSize(MAX_SCHEMA_CHARS)]
-RawSchema = Annotated[LongText | dict[str, Any] | None, JsonSize(2 * MAX_SCHEMA_CHARS)]  # or the text of one
+RawSchema = Annotated[LongText | dict[str, Any] | None, JsonSize(2 * MAX_SCHEMA_CHARS)]  # a schema, or its text
 RawForm = Annotated[dict[str, Any] | None, WithJsonSchema(_FORM_SCHEMA), JsonSize(2 * MAX_SCHEMA_CHARS)]
 RawFormat = Annotated[dict[str, Any] | None, WithJsonSchema(_FORMAT_SCHEMA), JsonSize(2 * MAX_SCHEMA_CHARS)]
 

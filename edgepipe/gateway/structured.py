@@ -38,9 +38,9 @@ MAX_CACHED_GRAMMARS = 512  # known by their digests: all tools of several reques
 class BoundOutput:
     """Grammar that binds a choice's output, and the way to read it."""
 
-    grammar: GrammarSpec | None = None  # for SamplingParams
+    grammar: GrammarSpec | None = None  # grammar for SamplingParams
     answer: AnswerFormat | None = None  # None: all text is content
-    notes: tuple[Note, ...] = ()  # for the log
+    notes: tuple[Note, ...] = ()  # notes for the log
 
 
 class GrammarCompiler:

@@ -69,7 +69,7 @@ class CallObject:
         """``names``: an object that names something else is no call. None: any name is one."""
         self._calls = calls
         self._names = names
-        self._raw: list[str] = []  # all text, until this is certainly a call
+        self._raw: list[str] = []  # the whole text, until this is certainly a call
         self._certain = False
         self._depth = 0
         self._in_string = False

@@ -31,9 +31,9 @@ class RingTarget:
     address: str  # HOST:PORT of the stage with that slice
     opening: OpenRing
     max_queued: int  # steps given to send() and not yet acknowledged; more is a bug of the caller
-    reach_s: float  # until there is a connection, the first time
-    connect_s: float  # from then on until the other side has opened its end
-    deadline_s: float  # to be reconnected, and for the oldest step to be acknowledged
+    reach_s: float  # deadline of the first connection
+    connect_s: float  # deadline of the other side to open its end of a connection
+    deadline_s: float  # deadline to be reconnected, and for the oldest step to be acknowledged
     certificate: bytes = b""  # PEM, of that stage's process; empty where nothing is encrypted
 
 
@@ -43,8 +43,8 @@ class SendStats:
 
     steps: int = 0  # written whole
     redials: int = 0
-    queue_us: int = 0  # of the newest step: from send() to its first byte
-    upload_us: int = 0  # of the newest step: from its first byte to the acceptance of its last
+    queue_us: int = 0  # newest step's time from send() to its first byte
+    upload_us: int = 0  # newest step's time from its first byte to the acceptance of its last
 
 
 class Outgoing(Protocol):

@@ -34,7 +34,8 @@ RingCall = Any  # grpc.aio.StreamStreamCall[RingMessage, Credit], which grpc's s
 Credits = AsyncIterator[stage_pb2.Credit]
 Dial = Callable[..., RingCall]
 
-_REDIAL_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # after one attempt that moved no step, doubling; the longest
+# Pause after an attempt that moved no step: the first one, doubling, and the longest.
+_REDIAL_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
 def redial_pause_s(in_vain: int) -> float:

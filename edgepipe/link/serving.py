@@ -56,7 +56,7 @@ class RingStream:
                     await self._read_frames(messages)
                 except RemoteProtocolError as exc:
                     failure = exc
-                self.ended()  # not cancelled: a write that is cut short keeps gRPC from sending the status
+                self.ended()  # no cancellation: a write that is cut short keeps gRPC from sending the status
         except* _StreamEnded:
             logger.debug("ring stream ended: the receiver is closed, has a newer one, or the sender is done")
         finally:

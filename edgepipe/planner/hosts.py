@@ -12,7 +12,7 @@ HOST_S = 0.00025
 _HOP_MESSAGES = 1.6  # cost of a hop between two devices in small messages, besides the message itself
 # Cost from the last device to the first one's next step in small messages: sampling, scheduling, two messages.
 _TURN_MESSAGES = 4.4
-_ROW_MESSAGES = 0.08  # per sequence, in addition: sampling, reporting, scheduling
+_ROW_MESSAGES = 0.08  # messages per sequence, in addition: sampling, reporting, scheduling
 _MESSAGE_BYTES = 60_000  # small messages per sequence, in addition: sampling, reporting, scheduling
 _CHUNK_BYTES = 512 << 10  # part of a large frame; parts are pipelined
 

@@ -128,7 +128,7 @@ class ExactSearch:
         if first is not None:
             kept = firsts == first
             sets, firsts, lasts = sets[kept], firsts[kept], lasts[kept]
-        by_size = np.argsort(sizes[sets], kind="stable")  # among equals, prefer the fewest devices
+        by_size = np.argsort(sizes[sets], kind="stable")  # equals are ordered by number of devices, fewest first
         sets, self._first, self._last = sets[by_size], firsts[by_size], lasts[by_size]
         self._num_devices = num_devices
         self._mask = masks[sets]

@@ -54,10 +54,10 @@ class PlannedStage:
     machine: Machine
     part: Slice
     weight_bytes: int
-    kv_bytes: int  # for the plan's KV tokens
-    step_s: float  # of one micro-batch
-    alone_s: float  # of a single chat's token
-    ram_bytes: int = 0  # of experts in host memory
+    kv_bytes: int  # KV bytes for the plan's KV tokens
+    step_s: float  # time of one micro-batch
+    alone_s: float  # time of a single chat's token
+    ram_bytes: int = 0  # bytes of experts in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +76,9 @@ class Plan:
     stages: tuple[PlannedStage, ...]
     engine: NodeId  # best node for the engine
     kv_tokens: int  # capacity of every stage
-    single: Forecast  # for a single chat
-    many: Forecast  # for as many chats as are requested and fit
-    first_token_s: float  # for a prompt of ``demand.read_tokens`` in an idle ring
+    single: Forecast  # forecast for a single chat
+    many: Forecast  # forecast for as many chats as are requested and fit
+    first_token_s: float  # time of a prompt of ``demand.read_tokens`` in an idle ring
     left_out: tuple[LeftOut, ...] = ()
     gap: float = 0.0  # upper bound of the share by which the cycle could be shorter; 0: the plan is optimal
     without_ram: Without | None = None  # the best without experts in host memory, if the planner chose some
@@ -427,7 +427,8 @@ class _Search:
         config, weights = self._demand.config, self._demand.weights
         most = np.zeros((len(self._machines), 4), dtype=np.int64)
         earliest = np.zeros((len(self._machines), 4, config.num_layers + 1), dtype=np.int64)
-        runs: dict[tuple[ResidentSizes, tuple[int, ...]], list[Ints]] = {}  # of machines that keep weights alike
+        # Machines that keep weights alike share their runs.
+        runs: dict[tuple[ResidentSizes, tuple[int, ...]], list[Ints]] = {}
         for index, machine in enumerate(self._machines):
             sizes = machine.room.sizes(config, weights)
             kv = machine.room.layers_kv_bytes(config, kv_tokens)

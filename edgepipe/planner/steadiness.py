@@ -16,7 +16,7 @@ LASTING_S = 30.0
 """How long times must differ from the plan."""
 _LEAST_MEASUREMENTS = 5
 _MOST_SPREAD = 1.5  # most spread of a lasting departure's ratios: more is noise
-_MOST_RATIO = 8.0  # beyond it another program, or a fault, takes the time: no speed of the machine
+_MOST_RATIO = 8.0  # larger ratios come from another program or a fault, and say nothing of the machine's speed
 _MOST_KEPT = 64  # a measurement each second
 
 

@@ -32,7 +32,7 @@ class LogprobLog(Sequence[TokenLogprobs]):
 
     def __init__(self) -> None:
         self._own = array("f")  # score of each token
-        self._ends = array("Q")  # where each token's alternatives end in the two columns below
+        self._ends = array("Q")  # ends of each token's alternatives in the two columns below
         self._top_ids = array("I")
         self._top_values = array("f")
 

@@ -35,7 +35,7 @@ def ban(row: Logits, mask: Bitmask | None, tokens: npt.NDArray[np.int64]) -> Non
 
 def choose_from_row(row: Logits, params: SamplingParams, uniform: float, scratch: Logits) -> int:
     """Choose a token of a changed row ``[V]``; overwrites ``scratch`` [V]. Raises StepFailed."""
-    best = int(row.argmax())  # also finds NaN, which numpy ranks above every number
+    best = int(row.argmax())  # argmax also finds NaN, which numpy ranks above every number
     highest = check_highest(row, best)
     if params.greedy:
         return best

@@ -26,7 +26,7 @@ class Sampled:
     """Result of a row."""
 
     token: int
-    logprobs: TokenLogprobs | None = None  # if requested
+    logprobs: TokenLogprobs | None = None  # set if requested
     error: EdgepipeError | None = None  # reason why the sequence ends; ``token`` is then invalid
 
 

@@ -11,14 +11,15 @@ class Load(NamedTuple):
     """State of the scheduler that a policy decides on."""
 
     micro_batches: int  # M: maximum number of steps in flight
-    sampling_rows_in_flight: tuple[int, ...]  # per step in flight, oldest first: sequences that will decode again
+    # One count per step in flight, oldest first: sequences that will decode again.
+    sampling_rows_in_flight: tuple[int, ...]
     running_decodes: int  # RD: sequences whose known tokens are all scheduled, in flight or ready
-    ready_decodes: int  # of RD: sequences that wait for a step
+    ready_decodes: int  # the part of RD that waits for a step
     waiting_prefill_tokens: int  # WP: known tokens that no step holds yet, of admitted and waiting sequences
     num_blocks: int
     free_blocks: int
     block_size: int  # tokens
-    reserved_tokens: int = 0  # of WP: tokens of admitted sequences, whose blocks are allocated
+    reserved_tokens: int = 0  # the part of WP in admitted sequences, whose blocks are allocated
     link_cap_tokens: int | None = None  # tokens that the slowest link uploads in a step; None: not known
     prefill_cap_tokens: int | None = None  # prefill tokens that the slowest stage computes in the time allowed
 

@@ -55,12 +55,12 @@ class Scheduler:
         self._limits = limits
         self._policy = policy
         self._tables = BlockTables(limits)
-        self._sequences: dict[SequenceId, Sequence] = {}  # by id, until they end
+        self._sequences: dict[SequenceId, Sequence] = {}  # sequences that have not ended
         self._waiting = WaitingQueue()
         self._running: dict[SequenceId, Sequence] = {}  # admitted
         self._prompts = Prompts()  # admitted with unscheduled tokens
         self._ready: deque[Sequence] = deque()  # decodes without a step in flight, in the order of becoming ready
-        self._num_decodes = 0  # without suspected sequences
+        self._num_decodes = 0  # suspected sequences are not counted
         self._head_does_not_fit = False  # the first in the queue was not admitted, and nothing changed since
         self._unscheduled_prefill = 0  # tokens, of waiting and prefilling sequences
         self._in_flight: deque[_InFlight] = deque()
@@ -328,7 +328,8 @@ class Scheduler:
                 budget -= 1
             else:
                 deferred.append(sequence)
-                deferred = [waiting for waiting in deferred if waiting.phase is Phase.DECODE]  # not preempted meanwhile
+                # A deferred sequence may be preempted meanwhile.
+                deferred = [waiting for waiting in deferred if waiting.phase is Phase.DECODE]
         self._ready.extendleft(reversed([waiting for waiting in deferred if waiting.phase is Phase.DECODE]))
 
     def _grow(self, sequence: Sequence, *, promised: int) -> bool:

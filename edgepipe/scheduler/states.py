@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _Snapshot(NamedTuple):
-    key: Key  # of the last block before it
+    key: Key  # key of the last block before it
     place: int  # number of blocks before it
 
 
@@ -56,7 +56,8 @@ class StateTable:
     goal: int | None  # the stale snapshot at the end of its replay, until a row writes it
     wanted: list[int]  # ascending: tokens of its prompt behind which to take a snapshot
     pending: list[_Pending] = field(default_factory=list[_Pending])  # snapshots that steps in flight take
-    trail: Key | None = None  # of the newest full block of its output, behind which the cache has a snapshot
+    # Key of the newest full block of its output behind which the cache has a snapshot.
+    trail: Key | None = None
 
 
 class StateClass:
@@ -67,14 +68,14 @@ class StateClass:
         self._gap = limits.gap
         self._block_size = block_size
         self._free = list(range(limits.num_slots - 1, -1, -1))
-        self._snapshots: dict[int, _Snapshot] = {}  # by slot: in the cache
+        self._snapshots: dict[int, _Snapshot] = {}  # the prefix cache's snapshots, each under its slot
         self._by_key: dict[Key, int] = {}
-        self._uses: dict[int, int] = {}  # by slot of the cache: rows to come that read it
+        self._uses: dict[int, int] = {}  # rows to come that read each slot of the cache
         self._idle: OrderedDict[int, None] = OrderedDict()  # unused slots of the cache, longest idle first
         self._stale: set[int] = set()  # slots of the cache whose states the first slices lost, see ``KVPool.stale_to``
         self._read: list[int] = []  # snapshots that rows of the step to come read
         self._running: dict[SequenceId, Sequence] = {}
-        self.watch = KeyWatch()  # of snapshots that enter the cache or leave it, become current or are used
+        self.watch = KeyWatch()  # keys of snapshots that enter the cache or leave it, become current or are used
         self.missed = 0  # snapshots that were wanted while sequences held all slots
 
     @property

@@ -61,8 +61,8 @@ class BlockTables:
         self.draining_blocks = 0  # blocks that steps in flight use: of sequences that left, or sources of copies
         self.admitted_tokens = 0  # known tokens of sequences when they were admitted, since the start
         self.cached_tokens = 0  # admitted tokens found in the prefix cache
-        self.kept_tokens = 0  # of sequences from the previous epoch: found still computed
-        self.replayed_tokens = 0  # of the same sequences: recomputed up to the last slice that lost them
+        self.kept_tokens = 0  # tokens of sequences from the previous epoch that were found still computed
+        self.replayed_tokens = 0  # tokens of the same sequences, recomputed up to the last slice that lost them
 
     @property
     def num_blocks(self) -> int:
@@ -181,9 +181,9 @@ class BlockTables:
 
     @property
     def may_fit_now(self) -> bool:
-        """Whether the sequence that the last ``admit`` refused may fit, though no other sequence left since.
+        """Whether the sequence that the last ``admit`` refused may fit now, although no sequence has left since.
 
-        Its windows or slots have more room, or what the caches hold of it changed: it may need fewer blocks.
+        The pool that was too small has more room, or the caches changed: they may hold more blocks of its prompt.
         """
         if self._short_of is not None and self._free_counts()[self._short_of[0]] > self._short_of[1]:
             return True

@@ -97,7 +97,8 @@ class _ForecastTables(BlockTables):
 
     def __init__(self, limits: SchedulerLimits) -> None:
         super().__init__(limits)
-        self._refused_keys: list[Key] = []  # of the prompt that the last ``admit`` refused, if it needs fewer with hits
+        # Keys of the prompt that the last ``admit`` refused, if cache hits would lower its need.
+        self._refused_keys: list[Key] = []
 
     @property
     def has_frees(self) -> bool:

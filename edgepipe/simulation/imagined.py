@@ -21,7 +21,7 @@ from edgepipe.units import LinkShape, format_bytes
 from edgepipe.weights.weight_table import FLOATS, WeightTable
 
 _BYTES_PER_VALUE = 2  # bf16, on links
-_KV_SHARE = 0.9  # of the memory that the weights leave free
+_KV_SHARE = 0.9  # share of the memory that the weights leave free
 _CONVERSATION_TOKENS = 4096  # a long chat; the placement reserves room for it
 
 
@@ -31,9 +31,10 @@ class ImaginedCluster:
 
     devices: Sequence[str]  # keys of the device table
     config: ModelConfig
-    link: LinkShape  # between any two devices
+    link: LinkShape  # link between any two devices
     weights: WeightTable = FLOATS
-    adjustments: Mapping[str, str] = field(default_factory=dict[str, str])  # for all devices: {"jitter": "0.05"}
+    # Settings of all devices: {"jitter": "0.05"}.
+    adjustments: Mapping[str, str] = field(default_factory=dict[str, str])
     plan: str = ""  # "a:0-15,b:16-31": placement by hand; devices are named a, b, c, ...
     slices: int = 1  # V, per device; interleaved if more than 1
     context_length: int = 0  # tokens; 0: the model's
@@ -51,7 +52,7 @@ class Imagined:
 
     ring: RingModel
     limits: SchedulerLimits
-    row_bytes: int  # of one token's activations on a link
+    row_bytes: int  # bytes of one token's activations on a link
     link_cap_tokens: int | None = None  # tokens that the slowest link uploads during the slowest device's decode step
     plan: str = ""  # the placement: "a:0-15,b:16-31"
 

@@ -22,8 +22,9 @@ class InterleavedTraffic:
         names = [stage.device for stage in self._stages]
         self._hops = list(zip(names, [*names[1:], ""], strict=True))
         self._links = {hop: _Server() for hop in self._hops}
-        self._left_s = [0.0] * len(self._stages)  # when the previous step left each slice's device
-        self._arrived_s = [0.0] * len(self._stages)  # when the previous step arrived at the device after each slice
+        self._left_s = [0.0] * len(self._stages)  # times when the previous step left each slice's device
+        # Times when the previous step arrived at the device after each slice.
+        self._arrived_s = [0.0] * len(self._stages)
         self._jitters = [
             Jitter(variation=stage.jitter, entropy=(model.seed, stage.first_layer)) for stage in self._stages
         ]

@@ -41,8 +41,8 @@ class StepRecord(NamedTuple):
     prefill_tokens: int
     micro_batches: int  # M when it was planned
     planned_s: float
-    stages: tuple[tuple[float, float], ...]  # per stage: start and end on its device
-    used_blocks: int = 0  # of the KV pool, when the step was planned
+    stages: tuple[tuple[float, float], ...]  # start and end of each stage on its device
+    used_blocks: int = 0  # used blocks of the KV pool when the step was planned
 
     @property
     def num_tokens(self) -> int:
@@ -84,7 +84,7 @@ class RunFacts:
     label: str  # distinguishes it from the compared runs: "policy=throttled"
     settings: Mapping[str, str]  # devices, model, link, policy, workload, ...
     stage_names: tuple[str, ...]
-    num_blocks: int  # of the KV pool
+    num_blocks: int  # blocks of the KV pool
     preemptions: int = 0
     real_s: float = 0.0  # wall time of the run or of its simulation; 0: not known
 
@@ -98,13 +98,13 @@ class RunReport:
     num_failed: int
     prompt_tokens: int
     output_tokens: int
-    duration_s: float  # from the first arrival to the last token
-    output_tokens_per_s: float  # over the duration
+    duration_s: float  # time from the first arrival to the last token
+    output_tokens_per_s: float  # rate over the duration
     steady_tokens_per_s: float  # output between the first and last fifth of the tokens: ring full, all users active
     requests_per_s: float
-    ttft_s: Percentiles  # from request to first token
+    ttft_s: Percentiles  # time from request to first token
     itl_s: Percentiles  # gaps between consecutive tokens, of all requests
-    tpot_s: Percentiles  # per request: mean gap after the first token
+    tpot_s: Percentiles  # mean gap of each request after its first token
     stages: tuple[StageReport, ...]
     bubble: float  # mean over the stages
     num_steps: int

@@ -45,7 +45,7 @@ class Span(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, for cached_property
+@dataclass(frozen=True, kw_only=True)  # no slots, which cached_property forbids
 class Timeline:
     """Simulated run of a schedule."""
 

@@ -40,7 +40,7 @@ class Run:
     policy: Policy
     micro_batches: int = 0  # 0: adapted during the run
     label: str = ""
-    settings: Mapping[str, str] = field(default_factory=dict[str, str])  # for the report
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])  # settings that the report shows
 
 
 def simulate(run: Run) -> RunReport:
@@ -87,7 +87,7 @@ class _Simulation:
         self._traffic = InterleavedTraffic(cluster.ring) if cluster.ring.interleaved else RingTraffic(cluster.ring)
         self._feed = None if run.micro_batches else SizingFeed(cluster.ring, row_bytes=cluster.row_bytes)
         self._requests: dict[SequenceId, _Underway] = {}
-        self._waiting = deque(run.workload.requests)  # not yet submitted
+        self._waiting = deque(run.workload.requests)  # requests that are not yet submitted
         self._in_flight: deque[_Flight] = deque()
         self._wanted = 0  # new M, when it must change
         self._steps: list[StepRecord] = []

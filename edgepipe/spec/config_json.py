@@ -19,7 +19,7 @@ from edgepipe.spec.quantisation import Quantisation, quantisation_from_json, qua
 
 _FAMILIES = tuple(family.name for family in FAMILIES)
 
-_MAX_KINDS = 256  # of layers
+_MAX_KINDS = 256  # limit of the kinds of layers
 _MAX_SCALE = 1e6
 _SCALES = ("embedding_scale", "logit_scale")
 

@@ -49,8 +49,8 @@ from edgepipe.weights.weight_table import table_of
 from edgepipe.wire.common import Hello
 from edgepipe.wire.plans import OpenRing, PipelineSpec
 
-CLOSE_S = 2.0  # for handlers of streams that the server has cut to end
-OPEN_S = 60.0  # to allocate KV and for the next stage to do the same
+CLOSE_S = 2.0  # time for handlers of streams to end after the server has cut them
+OPEN_S = 60.0  # time to allocate KV and for the next stage to do the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,10 @@ class LoadedShard:
     """Layers that a stage has loaded."""
 
     slices: tuple[Slice, ...]
-    weight_bytes: int  # in the device's memory
+    weight_bytes: int  # bytes in the device's memory
     kv_block_bytes: int  # one block in all its layers
     window_block_bytes: tuple[int, ...]  # one block of each windowed memory class, in its layers of the class
-    classes: MemoryClasses  # of the model
+    classes: MemoryClasses  # the model's memory classes
     products: tuple[PackedProducts, ...]
     hidden_size: int
     model: ModelBounds
@@ -127,7 +127,7 @@ class Stage:
             node=hello.node_name,
             stage=name,
         )
-        self._profile: DeviceProfile | None = None  # of the device, measured before the first load
+        self._profile: DeviceProfile | None = None  # the device's profile, measured before the first load
         self._shard: LoadedShard | None = None
         self._kv: tuple[int, ...] = ()  # allocated blocks, tokens per block, blocks of each window
         self._kv_writer: tuple[PipelineId, EngineId] | None = None  # pipeline and engine that wrote the KV

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _REACH_S = 2 * ATTEMPT_S + 1.0  # stages listen before they learn of each other; a block fails both attempts
 _LEAST_WINDOW = 8  # steps
-_CHECK_S = 5.0  # for a test step after the submitted ones; the daemon ends a device that hangs
+_CHECK_S = 5.0  # time of a test step after the submitted ones; the daemon ends a device that hangs
 
 
 class MakeLink(Protocol):
@@ -73,7 +73,7 @@ class Tools:
     trace: Trace
     counters: Counters
     dial: MakeLink
-    connect_s: float  # for the next stage to open its end of the link
+    connect_s: float  # time for the next stage to open its end of the link
     node: str  # name for errors
     stage: str
 
@@ -110,7 +110,7 @@ class StageEpoch:
         self._paused = False
         self._crash: asyncio.Future[_Crash] = asyncio.get_running_loop().create_future()
         self._tools = tools
-        self._tasks = asyncio.TaskGroup()  # of ``run``
+        self._tasks = asyncio.TaskGroup()  # the tasks that ``run`` starts
         self._loop = asyncio.get_running_loop()
         self._table = SequenceTable(
             num_blocks=spec.num_blocks,

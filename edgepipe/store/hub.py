@@ -38,14 +38,14 @@ from edgepipe.weights.gguf_split import names_in_store
 from edgepipe.weights.manifest import TOKENIZER_FILE
 from edgepipe.weights.safetensors_file import INDEX_FILE, SINGLE_FILE
 
-SHARDS = "model*-of-*.safetensors"  # also model.safetensors-00001-of-00004.safetensors, as of Qwen3.5
-CONTACT_TIMEOUT_S = 10.0  # for the hub's first answer
-_LISTING_S = 60.0  # for a whole list: the largest have a few MB
-_STRANGE_TOKENIZERS = ("tekken.json", "tiktoken.model", "tokenizer.model")  # of Mistral, of Kimi, SentencePiece
+SHARDS = "model*-of-*.safetensors"  # Qwen3.5 has model.safetensors-00001-of-00004.safetensors
+CONTACT_TIMEOUT_S = 10.0  # time for the hub's first answer
+_LISTING_S = 60.0  # time for a whole list: the largest have a few MB
+_STRANGE_TOKENIZERS = ("tekken.json", "tiktoken.model", "tokenizer.model")  # files of Mistral, Kimi and SentencePiece
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")  # PyTorch's own formats
 
 _QUANTISED = re.compile(r"base_model:quantized:(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})", re.ASCII)
-_LOGIN_REQUIRED = 511  # of networks with a login page (RFC 6585, section 6)
+_LOGIN_REQUIRED = 511  # answer of networks with a login page (RFC 6585, section 6)
 _RATE_LIMIT = re.compile(r"\bt=(\d{1,9})\b")  # seconds until the hub answers again
 _T = TypeVar("_T")
 _PINNED = re.compile(

@@ -15,19 +15,19 @@ from pathlib import Path
 DEMO = "demo"
 USUAL_TYPE = "Q4_K_M"  # about as good as larger types, at the fewest bytes of which that is true
 
-_WORDS_LEFT_OUT = ("instruct", "it", "chat", "gguf", "hf", "latest")  # at the end of a name
+_WORDS_LEFT_OUT = ("instruct", "it", "chat", "gguf", "hf", "latest")  # words at the end of a name that are ignored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownModel:
     """One model of the table."""
 
-    name: str  # of its shape, too
-    title: str  # as its makers write it
+    name: str  # name of the model and of its shape
+    title: str  # name as its makers write it
     repository: str  # ORG/NAME on the hub, with GGUF files; DEMO: the demo model
     type: str  # fetched and planned unless a person names another one, in capital letters
     also: tuple[str, ...]  # further short names
-    offered: bool  # to a person who has no model yet
+    offered: bool  # the wizard offers it to a person who has no model yet
 
     @property
     def typed(self) -> str:

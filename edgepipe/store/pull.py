@@ -256,7 +256,7 @@ def _demo_job(wheel: Path | None) -> _Job:
 def _gguf_job(path: Path, model_id: str) -> _Job:
     paths = part_paths(path)
     files = tuple(PlannedFile(name=part.name, num_bytes=part.stat().st_size) for part in paths)
-    open_gguf(path)  # before copying, so that errors name the given files
+    open_gguf(path)  # this check precedes copying, so that errors name the given files
     names = names_in_store([part.name for part in paths])
 
     sources = [(part.resolve(), name) for part, name in zip(paths, names, strict=True)]

@@ -103,7 +103,7 @@ def quantise_model(
                 with disk_errors(new_id):
                     _empty(staging)
                     entries = _write_tensors(weights, planned, staging / TENSOR_FOLDER, on_progress)
-                    original.check_unchanged(counted(on_progress))  # while they were read
+                    original.check_unchanged(counted(on_progress))  # the originals must not change while they are read
                     _describe(original, staging, new_id, entries)
                     sync_folder(staging)
                     staging.rename(folder)

@@ -42,7 +42,7 @@ from edgepipe.weights.weights import Weights, open_weights
 logger = logging.getLogger(__name__)
 
 _PATHS = ("/", "./", "../", "~")  # begin the paths of files that a person has not pulled yet
-_HASH_CHARS = 24  # of a manifest's hash in a folder's name: enough to resist collisions
+_HASH_CHARS = 24  # characters of a manifest's hash in a folder's name: enough to resist collisions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

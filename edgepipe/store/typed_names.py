@@ -17,10 +17,10 @@ from edgepipe.errors import ModelUnknown
 from edgepipe.spec.names import matching_names, plain_type
 from edgepipe.store.known_models import DEMO, USUAL_TYPE, KnownModel, key_of, known_models, models_by_key
 
-_MOST_CHARS = 400  # of a text; longer ones are no names
+_MOST_CHARS = 400  # limit of a text's length; longer ones are no names
 _SHOWN_CHARS = 120
 _NEAREST = 3
-_PUBLISHED_TYPE = "MXFP4"  # in which the makers of gpt-oss publish their models
+_PUBLISHED_TYPE = "MXFP4"  # type of the models that gpt-oss's makers publish
 _UNSERVED = ("gemma4e2b", "gemma4e4b")  # keys of names whose form ``families.gemma4`` refuses
 _MOST_REMEMBERED = 1024  # names that were understood, so that a long list is read once
 
@@ -31,7 +31,8 @@ _REPOSITORY = re.compile(
 _HUB = re.compile(r"(?:hf:(?://)?|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)(?P<rest>.*)", re.I | re.S)
 _OLLAMA = re.compile(r"(?:(?:https?://)?(?:www\.|registry\.)?ollama\.(?:com|ai)/)?library/(?P<rest>.*)", re.I | re.S)
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.I)
-_PAGE = re.compile(  # of a repository's file or folder
+# Address of a repository's file or folder.
+_PAGE = re.compile(
     rf"(?P<repo>{_PART}/{_PART})/(?:blob|resolve|raw|tree)/(?P<revision>[^/]{{1,80}})(?:/(?P<path>.+))?", re.ASCII
 )
 _LATEST = re.compile(r":latest\s*$", re.I)
@@ -59,7 +60,7 @@ class Meant:
     """What a person means by a name."""
 
     repository: str  # ORG/NAME on the hub; DEMO: the demo model
-    type: str = ""  # of a GGUF file, to fetch; empty: the repository's only one, or a question
+    type: str = ""  # type of the GGUF file to fetch; empty: the repository's only one, or a question
     revision: str = "main"
     file: str = ""  # path of a file in the repository, from its URL
     known: KnownModel | None = None  # its entry in the table

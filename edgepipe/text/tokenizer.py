@@ -161,7 +161,7 @@ def check_tokenizer(path: Path, *, vocab_size: int) -> str:
         raise _unusable(path, "reading it exceeded 10 s of CPU time or its memory limit")
     if done.returncode:
         raise _unusable(path, lines[-1][:200] if lines else "its child process printed nothing")
-    return lines[-1]  # after any output of the library
+    return lines[-1]  # the library may have printed something before it
 
 
 def _load(path: Path) -> _Library:

@@ -56,7 +56,7 @@ class FileEntry:
     num_bytes: int
     sha256: str
     metadata: bool
-    content: str = ""  # for metadata: SHA-256 of its canonical form
+    content: str = ""  # SHA-256 of the canonical form of a metadata file
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,8 @@ DEFAULT_MIX = "bf16"
 
 _PUBLISHED_MIXES = {"gpt-oss-20b": "mxfp4", "gpt-oss-120b": "mxfp4"}
 
-_STAND_INS = {  # by a type without its maker's prefix
+# Mixes that stand in for other types; the keys lack the prefix of a type's maker.
+_STAND_INS = {
     **dict.fromkeys(("q3_k_s", "q3_k_l", "q3_k_xl", "iq3_xxs", "iq3_xs", "iq3_s", "iq3_m"), "q3_k_m"),
     **dict.fromkeys(("q4_1", "iq4_xs", "iq4_nl"), "q4_0"),
     **dict.fromkeys(("q4_k_s", "q4_k_l", "q4_k_xl"), "q4_k_m"),
@@ -37,7 +38,7 @@ _STAND_INS = {  # by a type without its maker's prefix
     "f16": "bf16",
 }
 
-_PUBLISHED_SCHEMES = ("FP8", "MXFP4")  # of files that are not GGUF
+_PUBLISHED_SCHEMES = ("FP8", "MXFP4")  # types whose files are not GGUF
 _FP8 = PackedForm(bits=8, group=128, base_bits=32, codebook="e4m3")  # blocks of 128 x 128 (DeepSeek-V3, Qwen3-FP8)
 _FALLBACKS = {
     "Q3_K": "Q4_0",
@@ -135,7 +136,7 @@ def _info(config: ModelConfig, mix: str, name: str, shape: tuple[int, ...]) -> W
     else:
         form, block = gguf_form(scheme), BLOCKS_BY_NAME[scheme]
         num_bytes = prod(shape) // block.block_values * block.block_bytes
-    rounded = form is not None and scheme not in _PUBLISHED_SCHEMES  # as of GGUF files
+    rounded = form is not None and scheme not in _PUBLISHED_SCHEMES  # values of GGUF files are rounded to bf16
     return WeightInfo(name=name, shape=shape, scheme=scheme, form=form, num_bytes=num_bytes, rounded=rounded)
 
 

@@ -21,14 +21,14 @@ WIDE = ""
 """The kind of a backend that widens every weight to its compute dtype."""
 
 _BYTES_PER_FLOAT = {"float32": 4, "float16": 2, "bfloat16": 2}
-_SCALE_BYTES = 2  # of a scale, offset or zero that the backend keeps in 16 bits
+_SCALE_BYTES = 2  # bytes of a scale, offset or zero that the backend keeps in 16 bits
 _CPU_TILE, _CPU_UNIT = 16, 16
 _CPU_GROUP = 256  # inputs at most that share a scale: a panel of edgepipe_torch.cpu.product_code
 _CPU_CODEBOOK_BITS = {"iq4": 8, "nf4": 8, "e2m1": 4, "e4m3": 8}
 _PLANE_GROUP = 32  # inputs per scale where a form is requantised
 _CUDA_TILE_ROWS, _CUDA_TILE_INPUTS = 16, 128  # edgepipe_torch.cuda.packed_tiles
 _MLX_BITS = (4, 5, 6, 8)  # kept as they are in groups of 32 and more; others are requantised to 8
-_MLX_GROUPS = (128, 64, 32)  # that MLX's kernels know
+_MLX_GROUPS = (128, 64, 32)  # sizes of groups that MLX's kernels know
 _MLX_NATIVE = (MXFP4_FORM, MXFP8_FORM, NVFP4_FORM)
 
 
@@ -140,10 +140,10 @@ _KINDS: Mapping[str, Callable[[PackedForm, int, int, int], int]] = {
 class ResidentSizes:
     """Bytes of a model's weights in one kind of backend. Layers may differ."""
 
-    layers: tuple[int, ...]  # on the device
-    experts: tuple[int, ...]  # of each layer's bytes on the device, those of its routed experts
-    shared: tuple[int, ...]  # of each layer's bytes on the device, those of its shared expert
-    in_ram: tuple[int, ...]  # of each layer's experts in host memory, beside ``layers``
+    layers: tuple[int, ...]  # each layer's bytes on the device
+    experts: tuple[int, ...]  # each layer's bytes of routed experts, which ``layers`` contains
+    shared: tuple[int, ...]  # each layer's bytes of its shared expert, which ``layers`` contains
+    in_ram: tuple[int, ...]  # each layer's bytes of experts in host memory, beside ``layers``
     embedding: int
     head: int  # its table, also if it is the embedding
     norm: int  # the final one

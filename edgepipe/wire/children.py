@@ -43,13 +43,13 @@ class Prepared:
 
     address: str = ""  # HOST:PORT of the stage
     max_blocks: int = 0  # KV blocks that fit into the reservation
-    kv_block_bytes: int = 0  # of one block in all layers
-    window_block_bytes: tuple[int, ...] = ()  # of one block of each windowed memory class, in its layers
+    kv_block_bytes: int = 0  # bytes of one block in all layers
+    window_block_bytes: tuple[int, ...] = ()  # bytes of one block of each windowed memory class, in its layers
     weight_bytes: int = 0
     profile: DeviceProfile
     products: tuple[PackedProducts, ...] = ()
-    settings: StageSettings  # that its layers are built with
-    certificate: bytes = b""  # of the stage
+    settings: StageSettings  # settings that its layers are built with
+    certificate: bytes = b""  # the stage's certificate
     crashed_epoch: int = 0  # counter of the epoch whose step crashed or hung the previous stage; 0: no such step
     crashed_step: int = 0
 
@@ -89,11 +89,11 @@ class ShardLoaded:
     """A stage process has loaded its layers."""
 
     weight_bytes: int = 0
-    kv_block_bytes: int = 0  # of one block in all layers
-    window_block_bytes: tuple[int, ...] = ()  # of one block of each windowed memory class, in its layers
-    memory_free_bytes: int = 0  # on the device, after loading
+    kv_block_bytes: int = 0  # bytes of one block in all layers
+    window_block_bytes: tuple[int, ...] = ()  # bytes of one block of each windowed memory class, in its layers
+    memory_free_bytes: int = 0  # free memory of the device after loading
     products: tuple[PackedProducts, ...] = ()
-    settings: StageSettings  # that its layers are built with
+    settings: StageSettings  # settings that its layers are built with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class IntroducedPeers:
 class Introduced:
     """A child knows these peers."""
 
-    version: int = 0  # of ``IntroducedPeers``
+    version: int = 0  # version of ``IntroducedPeers``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,7 @@ class LoadQueue:
     """The models that requests want and that are not served yet."""
 
     loading: tuple[str, ...] = ()
-    waiting: tuple[str, ...] = ()  # in the order in which their loads will begin
+    waiting: tuple[str, ...] = ()  # models in the order in which their loads will begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +195,7 @@ class ChildStarted:
 
     child_id: str = ""
     kind: str = ""  # "stage" | "engine" | "gateway"
-    port: int = 0  # of its server
+    port: int = 0  # port of its server
     profile: DeviceProfile | None = None  # stages
     certificate: bytes = b""  # made by the child at its start; its key never leaves it
 
@@ -239,7 +239,7 @@ class ChildReport:
     """A report from a child to its daemon."""
 
     report: Report
-    child_id: str = ""  # in the first report of any kind
+    child_id: str = ""  # set in the first report of any kind
 
 
 Command = (

@@ -176,7 +176,7 @@ def _enum(hint: Iterable[Enum], descriptor: EnumDescriptor) -> tuple[_Convert, _
 
 def _set(message: Message, wire: FieldDescriptor, value: Any) -> None:
     if wire.message_type is not None:
-        getattr(message, wire.name).CopyFrom(value)  # also sets the field where the value is empty
+        getattr(message, wire.name).CopyFrom(value)  # CopyFrom sets the field even where the value is empty
     else:
         setattr(message, wire.name, value)
 

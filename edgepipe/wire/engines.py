@@ -17,7 +17,7 @@ class StagePlacement:
 
     node_id: NodeId
     slices: tuple[Slice, ...]
-    ram_percent: int = 0  # of each layer's experts, in host memory; 0: as the node is set
+    ram_percent: int = 0  # share of each layer's experts in host memory; 0: as the node is set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class ServeSpec:
 
     model: str
     manifest_hash: str = ""
-    stages: tuple[StagePlacement, ...] = ()  # in the order that a token passes them
+    stages: tuple[StagePlacement, ...] = ()  # stages in the order that a token passes them
     settings: StageSettings = DEFAULT_SETTINGS
     micro_batches: int = 0  # M; 0: sized by measurements
     kv_tokens: int = 0  # requested KV pool; 0: by free memory
@@ -60,9 +60,9 @@ class Quarantined:
 class Advice:
     """A move of stages that the engine's daemon recommends."""
 
-    why: str = ""  # for people: what changed
+    why: str = ""  # reason for people: what changed
     plan: str = ""  # "a:0-14,b:15-29"
-    gain: float = 0.0  # of the wanted speed: 0.2 is a fifth more tokens per second
+    gain: float = 0.0  # share of the wanted speed: 0.2 is a fifth more tokens per second
     pause_s: float = 0.0  # the move's price
 
 
@@ -78,7 +78,7 @@ class StageState:
     address: str = ""
     weight_bytes: int = 0
     kv_bytes: int = 0
-    ram_percent: int = 0  # of each layer's experts, in host memory
+    ram_percent: int = 0  # share of each layer's experts in host memory
     busy: float = 0.0  # busy share of the last seconds
     step_ms: float = 0.0  # EWMA of compute
     upload_ms: float = 0.0  # EWMA of its outgoing link
@@ -89,7 +89,7 @@ class StageState:
     # Since the start of the epoch:
     computed_s: float = 0.0
     bubble_s: float = 0.0  # its device waited while steps were in flight
-    hop_bytes: int = 0  # over its outgoing link
+    hop_bytes: int = 0  # bytes over its outgoing link
     hop_latency_counts: tuple[int, ...] = ()  # steps, one count per bound of HOP_LATENCY_S and one beyond
     hop_latency_s: float = 0.0  # sum over these steps
 
@@ -109,9 +109,9 @@ class EngineState:
     waiting: int = 0  # sequences
     num_blocks: int = 0
     free_blocks: int = 0
-    state_slots: int = 0  # for states of recurrent layers; 0: no layer is recurrent
-    free_slots: int = 0  # that no sequence holds
-    missed_snapshots: int = 0  # since the epoch began: not taken, as sequences held all slots
+    state_slots: int = 0  # slots for states of recurrent layers; 0: no layer is recurrent
+    free_slots: int = 0  # slots that no sequence holds
+    missed_snapshots: int = 0  # snapshots since the epoch began that were not taken, as sequences held all slots
     block_size: int = 0  # tokens
     tokens_per_s: float = 0.0
     stages: tuple[StageState, ...] = ()
@@ -123,22 +123,24 @@ class EngineState:
     progress: float = 0.0  # 0..1 while loading
     why: str = ""  # reason for this M, for people
     bottleneck: str = ""  # slowest server: "stage 1" or "link 1-2", counted from 0; empty while not known
-    predicted_tokens_per_s: float = 0.0  # at this M with the running sequences; 0 while not known
-    latency_ms: float = 0.0  # of the whole ring: one-way delays, sampling, the token's return
-    preemptions: int = 0  # since the epoch began
-    admitted_tokens: int = 0  # since the epoch began: known tokens of sequences when they were admitted
+    predicted_tokens_per_s: float = 0.0  # speed at this M with the running sequences; 0 while not known
+    latency_ms: float = 0.0  # delay of the whole ring: links in one direction, sampling, the token's return
+    preemptions: int = 0  # count since the epoch began
+    admitted_tokens: int = 0  # known tokens of sequences when they were admitted, since the epoch began
     cached_tokens: int = 0  # admitted tokens found in the prefix cache
     decode_rows: float = 0.0  # rows of a micro-batch of the running sequences; 0 if none runs
     recoveries: int = 0  # epochs that replaced a failed one
     stall_ms: int = 0  # total, from the detection of a failure to the first token after it
     moves: int = 0  # epochs that began after a requested move
     move_pause_ms: int = 0  # total, from the end of the old epoch to the first token after it
-    kept_tokens: int = 0  # of sequences that survived a failure: found still computed
-    replayed_tokens: int = 0  # of the same sequences: recomputed by the stages up to the last one that lost them
+    kept_tokens: int = 0  # tokens of sequences that survived a failure, found still computed
+    # Tokens of the same sequences that the stages recomputed, up to the last one that lost them.
+    replayed_tokens: int = 0
     left_out: tuple[Quarantined, ...] = ()  # current quarantines
-    expert_shares: tuple[ExpertShare, ...] = ()  # that its steps read, by tokens; empty: no experts, or not counted
-    certificate: bytes = b""  # of the engine's process; set by its daemon
-    advice: Advice | None = None  # of its daemon
+    # Shares that its steps read, by tokens; empty: no experts, or not counted.
+    expert_shares: tuple[ExpertShare, ...] = ()
+    certificate: bytes = b""  # certificate of the engine's process; set by its daemon
+    advice: Advice | None = None  # advice of its daemon
     starts_at_us: int = 0  # paused after crashes until then, by the wall clock of its node; 0: not paused
     names: tuple[str, ...] = ()  # further names of the model; set by the node that shows the state, from its records
 
@@ -160,8 +162,8 @@ class StepTrace:
     prefill_tokens: int
     micro_batches: int  # M when it was planned
     planned_us: int  # engine's clock
-    used_blocks: int  # of the KV pool, when it was planned
-    spans: tuple[DeviceSpan, ...]  # per stage, in the order that a token passes; fewer while some have not reported
+    used_blocks: int  # used blocks of the KV pool when it was planned
+    spans: tuple[DeviceSpan, ...]  # one per stage, in the order that a token passes; fewer while some have not reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,4 +172,4 @@ class EngineTrace:
 
     steps: tuple[StepTrace, ...]
     now_us: int  # engine's clock
-    preemptions: int  # since the epoch began
+    preemptions: int  # count since the epoch began

@@ -59,7 +59,7 @@ class ServeRequest:
     model: str = ""
     num_nodes: int = 0  # 0: the planner decides
     plan: str = ""  # "a:0-14,b:15-29"; empty: the planner decides
-    options: ServeSpec  # without stages
+    options: ServeSpec  # a spec without stages
     rebalance: bool = False  # place a served model anew
     moves: Moves = Moves.UNCHANGED  # whether stages move by themselves from now on
     exclude: tuple[str, ...] = ()  # names or ids of excluded nodes
@@ -75,8 +75,8 @@ class ServeEvent:
 
     message: str = ""
     progress: float = 0.0  # 0..1
-    engine: EngineState | None = None  # in the last event, when ready
-    note: str = ""  # to keep on the screen: what was left out, and why
+    engine: EngineState | None = None  # set in the last event, when the engine is ready
+    note: str = ""  # line to keep on the screen: what was left out, and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class StartEngineRequest:
     pipeline_id: PipelineId
     spec: ServeSpec
     record: ServeRecord = ServeRecord()  # the signed reason; empty on the engine's own node
-    nodes: tuple[Introduction, ...] = ()  # of all nodes in the spec
+    nodes: tuple[Introduction, ...] = ()  # introductions of all nodes in the spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +99,14 @@ class RunEngine:
     model_config: str = ""  # JSON of edgepipe.spec.facts.ModelConfig
     model_weights: str = ""  # JSON of edgepipe.weights.weight_table.WeightTable; empty: floats
     epoch_counter: int = 0  # 1 + the pipeline's highest known counter
-    resuming: bool = False  # after another engine: requests wait while stages are placed and prepared
+    resuming: bool = False  # it follows another engine: requests wait while stages are placed and prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanWanted:
     """An engine that lost stages asks for a placement."""
 
-    spec: ServeSpec  # before the loss
+    spec: ServeSpec  # spec before the loss
     left_out: tuple[Quarantined, ...] = ()
     question: int = 0  # the answer has the same number
 
@@ -116,7 +116,7 @@ class PlanMade:
     """A placement or an error: the answer to an engine's question, or a proposed move."""
 
     spec: ServeSpec | None = None
-    nodes: tuple[Introduction, ...] = ()  # of all nodes in the spec
+    nodes: tuple[Introduction, ...] = ()  # introductions of all nodes in the spec
     error: EdgepipeError | None = None
     question: int = 0  # 0: a proposal
 
@@ -145,7 +145,7 @@ class VouchReply:
     hears: bool = False  # the node, and it is not being drained
     draining: bool = False  # the asked node is being drained
     highest: Epoch | None = None  # epoch of the pipeline that it has obeyed
-    proof: bytes = b""  # by which the node itself says that it has the engine, see ``alive_proof``; empty: none
+    proof: bytes = b""  # the node's own signed proof that it has the engine, see ``alive_proof``; empty: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +184,8 @@ class SurveyedMachine:
     node_id: NodeId
     name: str = ""
     device: DeviceProfile
-    free_bytes: int = 0  # for weights and KV
-    taken_bytes: int = 0  # by other programs
+    free_bytes: int = 0  # memory for weights and KV
+    taken_bytes: int = 0  # memory that other programs use
     value_bytes: int = 0  # size of a weight, a key or a value
     shares_host_memory: bool = False
     layer: LayerProfile | None = None  # None: not measured
@@ -240,4 +240,4 @@ class CopyProgress:
 class ReplicateEvent:
     """Progress of a model's copies."""
 
-    copies: tuple[CopyProgress, ...] = ()  # all of them, in every event
+    copies: tuple[CopyProgress, ...] = ()  # all copies, in every event

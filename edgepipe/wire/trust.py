@@ -110,7 +110,7 @@ class PairMessage:
     element: bytes | None = None  # 2 both ways: SPAKE2
     confirmation: bytes | None = None  # 3 both ways: HMAC of the transcript
     sealed: bytes | None = None  # 4 host: PairWelcome; joiner: PairDone; under the agreed key
-    refusal: EdgepipeError | None = None  # instead of any of them
+    refusal: EdgepipeError | None = None  # set instead of any of them
     waiting: PairWaiting | None = None  # host, between its confirmation and ``sealed``: a person is asked
 
 
@@ -142,7 +142,7 @@ class InviteCommand:
 class InviteOpened:
     """The window is open."""
 
-    code: str = ""  # as shown to people
+    code: str = ""  # code as shown to people
     address: str = ""  # HOST:PORT of the pairing port
     valid_s: int = 0
     cluster_name: str = ""
@@ -211,7 +211,7 @@ class JoinDone:
 
     cluster_name: str = ""
     num_peers: int = 0  # others in the cluster
-    node_name: str = ""  # in the cluster
+    node_name: str = ""  # name in the cluster
     wanted_name: str = ""  # its own name, if another machine has that name
 
 

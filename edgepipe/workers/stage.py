@@ -155,7 +155,7 @@ async def _load(stage: Stage, link: DaemonLink, load: LoadShard, profile: Device
         progress=tell,
         settings=load.settings,
     )
-    await asyncio.to_thread(check_unchanged, path, compared)  # while they were read
+    await asyncio.to_thread(check_unchanged, path, compared)  # the file must not have changed while it was read
     link.report(
         ShardLoaded(
             weight_bytes=shard.weight_bytes,

@@ -34,18 +34,18 @@ class TurnsRound:
     """Places two stages where they were, or the other way round."""
 
     def __init__(self) -> None:
-        self.told: list[frozenset[tuple[NodeId, NodeId]]] = []
+        self.asked_without: list[frozenset[tuple[NodeId, NodeId]]] = []
 
     async def plan(
         self, spec: ServeSpec, *, quarantined: Collection[NodeId], quarantined_links: Collection[tuple[NodeId, NodeId]]
     ) -> EpochPlacement:
         """See Planner."""
-        self.told.append(frozenset(quarantined_links))
+        self.asked_without.append(frozenset(quarantined_links))
         assert not quarantined, "no node is at fault"
         order = tuple(stage.node_id for stage in spec.stages)
         if order in quarantined_links:
             order = order[::-1]
-        stages = tuple(replace(stage, node_id=one) for stage, one in zip(spec.stages, order, strict=True))
+        stages = tuple(replace(stage, node_id=node_id) for stage, node_id in zip(spec.stages, order, strict=True))
         return EpochPlacement(spec=replace(spec, stages=stages), nodes=Nodes(addresses={}, names={}))
 
 
@@ -114,10 +114,10 @@ async def test_a_link_that_fails_in_mid_epoch_is_not_used_by_the_next_one(breaks
         if breaks:
             proxy.cut()
         assert (await gateway.ended("a")).ids == oracle_tokens(PROMPT, 60)
-        assert planner.told == [{THERE}]
-        told = next(state for state in lab.states if state.state == "recovering")
-        assert isinstance(told.error, LinkError)
-        assert told.error.node == "node0"
+        assert planner.asked_without == [{THERE}]
+        recovering = next(state for state in lab.states if state.state == "recovering")
+        assert isinstance(recovering.error, LinkError)
+        assert recovering.error.node == "node0"
         await goes_on(lab)
 
 
@@ -132,14 +132,14 @@ async def test_an_epoch_that_cannot_be_opened_over_a_link_is_tried_without_it() 
         proxy.flowing.clear()
         session.fault(PeerClosed("a fault of its own"))
         assert (await gateway.ended("a")).ids == oracle_tokens(PROMPT, 60)
-        assert planner.told == [frozenset(), {THERE}]
+        assert planner.asked_without == [frozenset(), {THERE}]
         await goes_on(lab)
 
 
 async def test_a_model_is_served_in_the_other_order_where_its_first_one_needs_a_blocked_port() -> None:
     planner = TurnsRound()
     async with ring(planner, blocked=True) as (lab, _):
-        assert planner.told == [{THERE}]
+        assert planner.asked_without == [{THERE}]
         assert any("node0 does not reach node1" in state.message for state in lab.states)
         assert lab.engine.state().recoveries == 0
         await goes_on(lab)

@@ -94,7 +94,7 @@ async def test_a_plan_that_comes_after_its_activations_is_joined_with_them() -> 
         sequence = engine.new(PROMPTS[0])
         plan = engine.plan(sequence)
         driver.send(plan, to=[0])
-        await driver.controls[0].reports.told.wait()  # stage 0 is done and has sent
+        await driver.controls[0].reports.has_timings.wait()  # stage 0 is done and has sent
         driver.send(plan, to=[1])
         await engine.retire()
         assert sequence.generated == oracle.generate(PROMPTS[0], 1, CONFIG, ignore_eos=True)

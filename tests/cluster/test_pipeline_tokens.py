@@ -92,7 +92,7 @@ async def test_stages_tell_where_the_time_went() -> None:
             engine.send(sequence)
             done = await engine.retire()
             first = driver.controls[0].reports
-            await first.told.wait()
+            await first.has_timings.wait()
         timing = done.timings[0]
         assert (timing.step, timing.slice_index, timing.num_tokens, timing.num_rows) == (1, 1, 12, 1)
         assert [(t.step, t.slice_index) for t in first.timings] == [(1, 0)]

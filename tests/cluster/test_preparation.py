@@ -103,18 +103,18 @@ class OlderNode(FakeNode):
             yield event
 
 
-@pytest.mark.parametrize(("served", "told"), [(64, 64), (0, LONGROPE.context_length)])
-async def test_a_stage_is_told_the_served_context(served: int, told: int) -> None:
+@pytest.mark.parametrize(("served", "expected"), [(64, 64), (0, LONGROPE.context_length)])
+async def test_a_stage_is_told_the_served_context(served: int, expected: int) -> None:
     node = FakeNode("127.0.0.1:1", max_blocks=8)  # pyright: ignore[reportAbstractUsage] - the rest is unused
     async with preparation_on(node, config=LONGROPE, settings=StageSettings(context_length=served)) as preparation:
         await preparation.prepare()
-    assert [request.settings.context_length for request in node.prepared] == [told]
+    assert [request.settings.context_length for request in node.prepared] == [expected]
 
 
 async def test_a_node_whose_stage_does_not_obey_a_setting_is_left() -> None:
     node = OlderNode("127.0.0.1:1", max_blocks=8)  # pyright: ignore[reportAbstractUsage] - the rest is unused
     async with preparation_on(node, settings=StageSettings(kv="8bit")) as preparation:
-        with pytest.raises(VersionMismatch, match="atlas does not obey a setting of this model") as told:
+        with pytest.raises(VersionMismatch, match="atlas does not obey a setting of this model") as caught:
             await preparation.prepare()
-    assert told.value.fact == "kv is '' there, '8bit' was asked for"
+    assert caught.value.fact == "kv is '' there, '8bit' was asked for"
     assert preparation.failed == NODE

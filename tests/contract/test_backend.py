@@ -274,10 +274,10 @@ class TestKv:
         def block_bytes(slices: Sequence[Slice], block_size: int = 16) -> int:
             return backend.kv_block_bytes(LLAMA, slices, block_size)
 
-        one, three = cut(LLAMA, [1])
-        assert block_bytes([one]) > 0
-        assert block_bytes([three]) == 3 * block_bytes([one])
-        assert block_bytes([one, three], 32) == 8 * block_bytes([one])
+        single, three = cut(LLAMA, [1])
+        assert block_bytes([single]) > 0
+        assert block_bytes([three]) == 3 * block_bytes([single])
+        assert block_bytes([single, three], 32) == 8 * block_bytes([single])
 
     def test_a_pool_that_cannot_fit_is_refused(self, maker: Maker) -> None:
         backend = maker.loaded(LLAMA)
@@ -424,11 +424,11 @@ class TestLife:
         backend = maker.bare()
         weights = TinyWeights(LLAMA)
         part = cut(LLAMA, [1])[1]
-        told: list[LoadProgress] = []
-        backend.load([part], weights, told.append)
-        assert [item.tensors_done for item in told] == list(range(1, told[-1].tensors_total + 1))
-        assert [item.bytes_done for item in told] == sorted(item.bytes_done for item in told)
-        assert told[-1].bytes_done == told[-1].bytes_total
+        progress: list[LoadProgress] = []
+        backend.load([part], weights, progress.append)
+        assert [item.tensors_done for item in progress] == list(range(1, progress[-1].tensors_total + 1))
+        assert [item.bytes_done for item in progress] == sorted(item.bytes_done for item in progress)
+        assert progress[-1].bytes_done == progress[-1].bytes_total
         assert weights.bytes_read in (0, sum(info.num_bytes for info in weights.tensors(part)))
 
     def test_closing_twice_and_before_loading(self, maker: Maker) -> None:

@@ -57,7 +57,9 @@ def test_a_killed_gateway_is_started_again_by_its_node(home: tuple[Shell, Node])
 
 
 def _gateway_pid(status: dict[str, list[dict[str, int]]]) -> int:
-    return next((one["pid"] for one in status["children"] if one["kind"] == "gateway" and one["state"] == "running"), 0)
+    return next(
+        (child["pid"] for child in status["children"] if child["kind"] == "gateway" and child["state"] == "running"), 0
+    )
 
 
 def test_an_interrupted_chat_is_130_and_stops_the_work(home: tuple[Shell, Node]) -> None:

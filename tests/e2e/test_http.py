@@ -36,7 +36,7 @@ async def _status_of(url: str, key: str = "") -> int:
 
 
 def _lan_address() -> str:
-    found = [one.address for one in interfaces() if not ipaddress.ip_address(one.address).is_loopback]
+    found = [interface.address for interface in interfaces() if not ipaddress.ip_address(interface.address).is_loopback]
     if not found:
         pytest.skip("this machine has no address but loopback")
     return found[0]

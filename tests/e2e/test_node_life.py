@@ -124,9 +124,9 @@ async def test_a_copied_data_directory_gets_a_new_identity(nodes: Nodes) -> None
     shutil.copytree(a.data_dir, nodes.folder / "b", ignore=shutil.ignore_patterns("daemon.*", "*.log"))
     b = await nodes.start("b", backend="none")
     assert b.node_id == NodeId(a.node_id)
-    told = b.data_dir / "audit.log"
+    audit_log = b.data_dir / "audit.log"
     expected = ["identity copied", "founded"]
-    await until(lambda: [entry.kind for entry in read_audit(told, last=2)] == expected, timeout_s=20)
+    await until(lambda: [entry.kind for entry in read_audit(audit_log, last=2)] == expected, timeout_s=20)
     fresh = TrustFile(b.data_dir / "trust").load()
     assert fresh is not None
     assert fresh.store.cluster_id != (await a.status()).cluster_id  # it has to be paired

@@ -86,7 +86,7 @@ def expected(num_tokens: int = 8) -> list[int]:
 
 
 def child(status: ClusterStatus, kind: str) -> psutil.Process:
-    return psutil.Process(next(one.pid for one in status.children if one.kind == kind))
+    return psutil.Process(next(child.pid for child in status.children if child.kind == kind))
 
 
 def reserved(status: ClusterStatus) -> int:
@@ -170,7 +170,7 @@ async def test_a_model_that_is_served_is_not_removed_unasked(pair: tuple[Node, N
     assert out.splitlines()[-1] == "it is still on b"
     status = await b.until(lambda status: not status.engines)
     (own,) = (member.node for member in status.members if member.self)
-    assert [told.model for told in own.models] == ["tiny"]
+    assert [model.model for model in own.models] == ["tiny"]
     await a.until(lambda status: not any(member.node.models for member in status.members if member.self))
     await b.until(lambda status: not any(member.node.models for member in status.members if not member.self))
 
@@ -229,9 +229,9 @@ async def test_what_cannot_be_served_is_refused(nodes: Nodes) -> None:
     for fields, error in refused:
         with pytest.raises(error):
             await a.serve(**{"model": "tiny", **fields})
-    with pytest.raises(NoFeasiblePlacement, match="do not fit") as told:
+    with pytest.raises(NoFeasiblePlacement, match="do not fit") as caught:
         await a.serve("tiny", options=ServeSpec(model="tiny", kv_tokens=4_000_000_000))
-    assert re.fullmatch(r"give --kv-tokens \d+ or less, or leave it out", told.value.next_step)
+    assert re.fullmatch(r"give --kv-tokens \d+ or less, or leave it out", caught.value.next_step)
     with pytest.raises(ModelUnknown):
         await a.stop_model("tiny")
     assert not (await a.status()).engines

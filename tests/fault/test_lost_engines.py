@@ -47,7 +47,7 @@ async def test_another_node_starts_the_engine_of_one_that_is_gone(nodes: Nodes) 
     for stream in streams:
         stream.assert_right()
     for node in (b, c):
-        status = await node.until(lambda status: [one.state for one in status.engines] == ["ready"])
+        status = await node.until(lambda status: [engine.state for engine in status.engines] == ["ready"])
         assert sorted(stage.node_name for stage in status.engines[0].stages) == ["b", "c"]
 
 
@@ -120,7 +120,7 @@ async def test_of_two_nodes_the_survivor_serves_alone(nodes: Nodes) -> None:
 async def test_after_a_power_cut_the_model_is_served_again(nodes: Nodes) -> None:
     a, b = await slow_cluster(nodes, "a", "b")
     await a.serve("tiny", plan="a:0-2,b:3-5")
-    await b.until(lambda status: any(one.serves for member in status.members for one in [member.node]))
+    await b.until(lambda status: any(peer.serves for member in status.members for peer in [member.node]))
     for node in (a, b):
         cut_power(node)
         await node.process.wait()

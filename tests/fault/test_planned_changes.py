@@ -32,7 +32,7 @@ async def test_a_drained_node_keeps_nothing_and_nobody_waits_in_vain(nodes: Node
         await (a, b)[leaving].drain()
         await stream.goes_on()
         asking.cancel()
-    status = await c.until(lambda status: [one.state for one in status.engines] == ["ready"])
+    status = await c.until(lambda status: [engine.state for engine in status.engines] == ["ready"])
     assert sorted(places(status)) == sorted({"a", "b", "c"} - {"ab"[leaving]})
 
 
@@ -50,7 +50,7 @@ async def test_p14_a_stage_that_is_killed_while_stages_move_costs_no_token(nodes
         await draining
         await stream.goes_on()
         asking.cancel()
-    status = await c.until(lambda status: [one.state for one in status.engines] == ["ready"])
+    status = await c.until(lambda status: [engine.state for engine in status.engines] == ["ready"])
     assert "b" not in places(status)
 
 

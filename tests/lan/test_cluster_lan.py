@@ -127,23 +127,23 @@ async def test_stages_come_in_another_order_where_a_firewall_is_between_two_of_t
     a = all_three[0]
     await asyncio.gather(*(node.until(lambda status: idle(status, 3)) for node in all_three))
     served = {"first": "a", "num_nodes": 3}
-    _, one, other = order(await a.serve("tiny", **served))
+    _, second, third = order(await a.serve("tiny", **served))
     await a.stop_model()
     await a.until(lambda status: idle(status, 3))
-    await block(lan, one, other)
+    await block(lan, second, third)
     events = await a.serve_events("tiny", **served)
-    assert any(f"{one} does not reach {other}" in event.message for event in events)
-    assert order(events[-1].engine) == ["a", other, one]
-    assert order(await a.serve("tiny", rebalance=True)) == ["a", other, one], "who places anew knows of it"
+    assert any(f"{second} does not reach {third}" in event.message for event in events)
+    assert order(events[-1].engine) == ["a", third, second]
+    assert order(await a.serve("tiny", rebalance=True)) == ["a", third, second], "who places anew knows of it"
     await a.stop_model()
     await a.until(lambda status: idle(status, 3))
-    await block(lan, other, one)
-    with pytest.raises(ConnectTimeout, match="does not reach") as told:
+    await block(lan, third, second)
+    with pytest.raises(ConnectTimeout, match="does not reach") as caught:
         await a.serve("tiny", **served)
-    assert f"let TCP ports {PORT + 1}-{PORT + CHILD_PORTS} through the firewall" in told.value.next_step
+    assert f"let TCP ports {PORT + 1}-{PORT + CHILD_PORTS} through the firewall" in caught.value.next_step
     await a.until(lambda status: idle(status, 3))
-    await block(lan, "a", one)
-    await block(lan, "a", other)
+    await block(lan, "a", second)
+    await block(lan, "a", third)
     assert order(await a.serve("tiny", first="a")) == ["a"], "a node whose ports are shut is left out"
 
 

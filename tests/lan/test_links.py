@@ -30,7 +30,7 @@ async def start_both(nodes: Nodes, lan: LanLab) -> list[Node]:
 
 def hosts(status: ClusterStatus) -> set[str]:
     """Where the nodes listen that answer."""
-    return {one.node.address.rpartition(":")[0] for one in status.members if one.state == "alive"}
+    return {member.node.address.rpartition(":")[0] for member in status.members if member.state == "alive"}
 
 
 async def listens_again(node: Node, wanted: set[str]) -> None:

@@ -21,8 +21,8 @@ from edgepipe.spec.rope import rotary_frequencies
 from tests.support.models.specs import first_attention, first_rope
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_ropes.json").read_text())
-SCALED = [one for one in PUBLISHED if "rope_scaling" in one["values"]]
-LONGROPES = [one for one in SCALED if one["values"]["rope_scaling"].get("type") == "longrope"]
+SCALED = [model for model in PUBLISHED if "rope_scaling" in model["values"]]
+LONGROPES = [model for model in SCALED if model["values"]["rope_scaling"].get("type") == "longrope"]
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 1,
@@ -34,12 +34,12 @@ SHAPE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("published", SCALED, ids=[one["model"] for one in SCALED])
+@pytest.mark.parametrize("published", SCALED, ids=[model["model"] for model in SCALED])
 def test_a_published_rope_turns_as_in_transformers(published: dict[str, Any]) -> None:
     _assert_turns_as_in_transformers(published, context=published["context"])
 
 
-@pytest.mark.parametrize("published", LONGROPES, ids=[one["model"] for one in LONGROPES])
+@pytest.mark.parametrize("published", LONGROPES, ids=[model["model"] for model in LONGROPES])
 def test_a_published_longrope_within_its_trained_context(published: dict[str, Any]) -> None:
     _assert_turns_as_in_transformers(published, context=published["values"]["original_max_position_embeddings"])
 

@@ -37,7 +37,7 @@ class Product:
 
     work: Native  # called by ``KernelCalls.multiply``, through a segment
     take: Native  # segment, ids [T] int64, T, out [T, I] float32
-    by: str  # for people: "own kernels (AVX2)"
+    by: str  # description for people: "own kernels (AVX2)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.owned: list[object] = []
-        self._calls: list[tuple[int, ...]] = []  # since the last work
+        self._calls: list[tuple[int, ...]] = []  # calls since the last work
         self._parts: list[npt.NDArray[np.int64] | Callable[[], None]] = []
 
     def add(self, function: Native, arguments: tuple[int, ...]) -> None:

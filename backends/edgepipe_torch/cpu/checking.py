@@ -41,13 +41,13 @@ from edgepipe_torch.layers.packed_kv import encode
 
 V = TypeVar("V", np.uint32, np.float16, np.float32)
 
-_FLOAT32_SUMS = 2.0**-18  # of the sum of all products' sizes
+_FLOAT32_SUMS = 2.0**-18  # tolerance relative to the sum of all products' sizes
 _TINY = 1e-30
 ROW_COUNTS = (*range(1, 9), 11, 13, 16, 17, 19, 23, CHUNK_ROWS + 3)  # parts of every compiled size, two chunks
 _GROUP = 16
 _INPUTS = PANEL_INPUTS + _GROUP  # more than a panel, an odd number of groups
 _OUTPUTS = 2 * TILE + 5  # two whole tiles and a part of one
-_COLUMN = 3  # of the first output; outputs before and behind belong to other segments
+_COLUMN = 3  # place of the first output; outputs before and behind belong to other segments
 _GROUP_ROWS = (3, 1, 20)
 _SCALE_EXPONENT, _OFFSET_EXPONENT = -3, -5
 _HEADS, _KV_HEADS = 4, 2
@@ -98,7 +98,8 @@ class RandomWeight:
         scales = self._by_input(self.scale) * 2.0**_SCALE_EXPONENT
         offsets = self._by_input(self.offset) * (2.0**_OFFSET_EXPONENT if kind.added else 0.0)
         self.values = levels * scales + offsets
-        self.sizes = (np.abs(levels) + self.zero) * scales + np.abs(offsets)  # of what the kernels add up
+        # Sizes of the terms that the kernels add up.
+        self.sizes = (np.abs(levels) + self.zero) * scales + np.abs(offsets)
 
     def segment(self, work: int) -> npt.NDArray[np.int64]:
         """Return the kernels' fields; ``work``: address of the kind's function."""

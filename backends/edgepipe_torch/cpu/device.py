@@ -58,7 +58,7 @@ class CpuDevice(Device):
         self.packed = self.reads_stored = packed and dtype == torch.float32
         self.packing = "torch-cpu" if packed else WIDE
         self.transfer: Transfer = HostTransfer()
-        self.cache: ShardCache | None = None  # of repacked weights, which may still be written
+        self.cache: ShardCache | None = None  # file of repacked weights, which may still be written
         self._packed_kv = packed_kv
         self._given = kernels
         self._reset()

@@ -10,7 +10,7 @@ from edgepipe_torch.cpu.kinds import SUM_FACTOR, TILE
 SEGMENT = (  # 64-bit fields of a part of a product, in order
     "next",  # the next segment, or 0
     "work",  # function of the kind
-    "slot",  # of the prepared inputs
+    "slot",  # slot that holds the prepared inputs
     "prepares",  # 1: this segment prepares its slot
     "order",  # int32 [I], or 0
     "low",
@@ -21,11 +21,11 @@ SEGMENT = (  # 64-bit fields of a part of a product, in order
     "factors",  # float32 [20]: of the inputs i % 16, of the groups' sums, of the scale; the codes' zero; of offsets
     "inputs",
     "groups",
-    "blocks",  # of 8 inputs in a group
+    "blocks",  # blocks of 8 inputs in a group
     "outputs",
-    "column",  # of the first output
+    "column",  # place of the first output
 )
-CALL_FIELDS = 11  # of a recorded call: the function's address and its arguments
+CALL_FIELDS = 11  # fields of a recorded call: the function's address and its arguments
 ATTRIBUTES = 'attributes #0 = { nounwind "min-legal-vector-width"="512" }\n'
 
 

@@ -1,4 +1,4 @@
-"""LLVM code of products of groups of rows, each with a weight of its own, and of what joins them.
+"""LLVM code that multiplies groups of rows, each group with a weight of its own.
 
 A step's rows are sorted by expert. One call multiplies all groups: threads first share the groups to prepare inputs,
 then the tiles of every group.
@@ -88,7 +88,7 @@ def _share_groups() -> str:
     """Write one thread's share of multiplying: its range of tiles in every segment of every group."""
     code = Function("multiply_share", ["ptr %job", "i64 %thread", "i64 %count"], internal=True)
     field = _fields(code)
-    inner = code.variable("[8 x i64]")  # of ``share``
+    inner = code.variable("[8 x i64]")  # the arguments of ``share``
 
     def group(index: str) -> None:
         own = _group(code, field, index)

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_NEEDED = ("avx2", "fma", "f16c")  # of x86: without f16c, LLVM would call a library for float16
+_NEEDED = ("avx2", "fma", "f16c")  # x86 instructions; without f16c, LLVM would call a library for float16
 _INSTALL = "pip install llvmlite"
 
 
@@ -88,8 +88,9 @@ class CpuKernels(KernelCalls):
         """Raises KernelsUnavailable, also if the functions that every model needs compute wrong values here."""
         self._compiler = compiler
         self._kinds: dict[Kind, Product | KernelsUnavailable] = {}
-        self._heads: dict[tuple[int, int, bool], HeadKernels | KernelsUnavailable] = {}  # by sizes, and packed KV
-        self._repacks: dict[str, Native | KernelsUnavailable] = {}  # by GGUF type
+        # Keys: the head's sizes, and whether KV is packed.
+        self._heads: dict[tuple[int, int, bool], HeadKernels | KernelsUnavailable] = {}
+        self._repacks: dict[str, Native | KernelsUnavailable] = {}  # keys are GGUF types
         self._recurrent: dict[StepForm, Native | KernelsUnavailable] = {}
         super().__init__(self._compile(frame_module(group_functions())), self._compile(vector_module()))
         _refuse_wrong("norms and SwiGLU", step_error(self))
@@ -157,7 +158,7 @@ class CpuKernels(KernelCalls):
     def _compile(self, text: str) -> Any:
         try:
             return self._compiler.compile(text)
-        except RuntimeError as exc:  # of llvmlite
+        except RuntimeError as exc:  # llvmlite's exception
             raise KernelsUnavailable(f"LLVM does not compile own kernels for this CPU: {exc}") from exc
 
 

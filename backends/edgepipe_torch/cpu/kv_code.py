@@ -35,7 +35,7 @@ from edgepipe_torch.cpu.step_code import (
 )
 from edgepipe_torch.layers.packed_kv import HIGHEST_CODE, LEAST_SCALE, SCALE_FACTOR
 
-_KEYS = 8  # at once
+_KEYS = 8  # keys that one turn of a loop takes
 _SUMS = 8  # vectors of an output that registers hold
 
 

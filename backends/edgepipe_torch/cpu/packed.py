@@ -44,7 +44,7 @@ class Chain:
     kernels: KernelCalls
     first: int  # address of the first segment
     slot: int  # floats of a row's prepared inputs for one slot
-    pitch: int  # for all slots
+    pitch: int  # floats of a row's prepared inputs for all slots
 
 
 def multiplies_floats(kernels: Kernels) -> TypeGuard[CpuKernels]:
@@ -81,13 +81,13 @@ class PackedCpuLinear:
         self._in_features = in_features
         self._starts = [sum(parts[:index]) for index in range(len(parts))]
         self._out_features = sum(parts)
-        self._packed: dict[int, PackedWeight] = {}  # by part
-        self._wide: dict[int, Tensor] = {}  # by part: [O, I] float32
-        self._bias: dict[int, Tensor] = {}  # by part: padded to whole tiles
+        self._packed: dict[int, PackedWeight] = {}  # keys are parts
+        self._wide: dict[int, Tensor] = {}  # [O, I] float32 of each part
+        self._bias: dict[int, Tensor] = {}  # bias of each part, padded to whole tiles
         self._kernels = kernels or cpu_kernels()
         self._tiled_floats = tiled_floats
         self._cache = cache
-        self._found: dict[int, Product | KernelsUnavailable] = {}  # by part
+        self._found: dict[int, Product | KernelsUnavailable] = {}  # keys are parts
         self._segments: list[npt.NDArray[np.int64]] = []
         self._first = 0  # address of the first segment
         self._slots = 0  # different prepared inputs

@@ -56,7 +56,7 @@ class PackedWeight:
         rows, inputs = shape
         self.num_tiles, self.num_groups = -(-rows // TILE), inputs // group
         units = inputs // (8 * kind.unit)
-        self.low = self._new(units * kind.words, torch.int32)  # or numbers, of [tiles, I, 16]
+        self.low = self._new(units * kind.words, torch.int32)  # codes; or numbers, of [tiles, I, 16]
         high = {16: torch.int16, 32: torch.int32}.get(kind.high_bits)
         self.high = None if high is None else self._new(units, high)
         self.scale = self._new(0 if kind.number else self.num_groups, torch.float16)

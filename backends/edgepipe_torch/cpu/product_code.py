@@ -20,7 +20,7 @@ from edgepipe_torch.cpu.kinds import (
     part_place,
 )
 
-PANEL_INPUTS = 256  # with 16 outputs 16 KiB: half of a usual L1 cache; no group has more
+PANEL_INPUTS = 256  # 16 outputs of so many inputs take 16 KiB, half of a usual L1 cache; no group has more
 CHUNK_ROWS = 128  # rows whose inputs stay in a usual L2 cache
 
 _BYTES, _SHUFFLE = "<32 x i8>", "llvm.x86.avx2.pshuf.b"

@@ -18,10 +18,10 @@ from edgepipe_torch.cpu.recurrent_code import StepForm
 from edgepipe_torch.layers.linear import PlainLinear, Workspace
 from edgepipe_torch.layers.recurrent import Convolution, DeltaNetMixer, Mamba2Mixer, ShortConvMixer
 
-_BOUND = 2.0**-17  # of the largest value of a tensor
+_BOUND = 2.0**-17  # tolerance relative to the largest value of a tensor
 _EPS = 1e-5
 _HEADS, _GROUPS = 4, 2
-_CHANNELS = 136  # of a short convolution: more than a thread convolves at once
+_CHANNELS = 136  # channels of a short convolution: more than a thread convolves at once
 _SLOTS = 5
 _READ, _WRITE = (4, 2, 1), (0, 2, 3)  # the second row in place
 _CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ STEP_JOB = (  # 64-bit fields of the argument of ``step``; those that a mixer la
     "write",  # [N] int64: and writes
     "threads",
     "calls",  # addresses of GOMP_parallel, omp_get_thread_num, omp_get_num_threads
-    "x",  # of the first row's input product: what the convolution takes [C]
+    "x",  # first row's input product: what the convolution takes [C]
     "into",  # short convolution: factors of x [C]
     "out_of",  # short convolution: factors of the convolution's result [C]
     "last",  # the convolution's last inputs [slots, taps - 1, C]
@@ -27,9 +27,9 @@ STEP_JOB = (  # 64-bit fields of the argument of ``step``; those that a mixer la
     "bias",  # [C], or 0
     "channels",  # C
     "mixed",  # [N, C]: what the convolution gives, after SiLU; short convolution: what enters the output product
-    "z",  # of the first row's input product: [H V] or [H D]
-    "first",  # of the first row's input product: DeltaNet's alpha [H], Mamba-2's dt [H]
-    "second",  # of the first row's input product: DeltaNet's beta [H]
+    "z",  # first row's input product: [H V] or [H D]
+    "first",  # first row's input product: DeltaNet's alpha [H], Mamba-2's dt [H]
+    "second",  # first row's input product: DeltaNet's beta [H]
     "memory",  # [slots, H, K, V] or [slots, H, D, M]
     "heads",  # H
     "groups",  # DeltaNet: key heads; Mamba-2: G
@@ -44,7 +44,7 @@ STEP_JOB = (  # 64-bit fields of the argument of ``step``; those that a mixer la
     "out",  # [N, H V] or [N, H D]: what enters the output product
 )
 _NUMBERS = ("rows", "stride", "threads", "channels", "heads", "groups", "tiled", "low", "high", "epsilon")
-_LENGTH_EPS = 1e-6  # of the length of queries and keys
+_LENGTH_EPS = 1e-6  # epsilon in the length of queries and keys
 _LINEAR = 20.0  # softplus(x) is x above it, as torch computes
 
 

@@ -42,7 +42,7 @@ def repack(weight: Packed) -> PackedWeight:
     rows, inputs = weight.shape
     group = cpu_group(weight.form.group)
     found = PackedWeight(weight.shape, group=group, kind=levels.kind, zero=levels.zero, order=weight.order)
-    parts = weight.form.group // group  # of a group, with the same scale
+    parts = weight.form.group // group  # parts of a stored group; all have its scale
     scale = found.new_group_values()
     offset = found.new_group_values() if levels.kind.added else None
 

@@ -24,10 +24,10 @@ REPACK_ARGUMENTS = (
     "scale",  # float32 [tiles, groups, 16]
     "offset",  # float32 [tiles, groups, 16]; 0 without offsets
     "per_row",  # blocks of a row
-    "outputs",  # from the first lane of the first tile on
+    "outputs",  # number of outputs, counted from the first tile's first lane
 )
 _WORDS, _HALVES = "<4 x i64>", "<4 x i32>"
-_Read = Callable[[Function, str, int], str]  # of the writer, a block's address, and the number of 32 values
+_Read = Callable[[Function, str, int], str]  # arguments: the writer, a block's address, the number of 32 values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class BlockCode:
     """How to read blocks of one GGUF type."""
 
     low: _Read  # <4 x i64>: bytes of the low four bits, or of the whole codes of 8 bits, of 32 values
-    high: _Read | None = None  # of the bits above
+    high: _Read | None = None  # the bits above those of ``low``
     scales: Callable[[Function, str], tuple[str, str]]  # float vectors of a block's scales and offsets, by group
 
 
@@ -90,7 +90,7 @@ def _repack_block(code: Function, name: str, rows: str, number: str, place: str,
         """Return the address of the block's first element in an array with ``count`` for each block."""
         return code.at(element, base, code.add(code.mul(place, count * TILE), lane))
 
-    kind = Kind(bits=6 if form.bits == 6 else 5)  # of codes with high bits
+    kind = Kind(bits=6 if form.bits == 6 else 5)  # the codes have high bits
     element = f"i{kind.high_bits}"
     low = start("%low", values // (4 if form.bits == 8 else 8))
     for index in range(values // 32):

@@ -27,7 +27,7 @@ from edgepipe_torch.layers.mixers import ClassTensors, StepTensors
 from edgepipe_torch.layers.prepared import PreparedStep
 from edgepipe_torch.layers.states import StatePool, StepStates
 
-_MOST_ROWS = 64  # with more, Python's share is small
+_MOST_ROWS = 64  # limit of rows; with more, Python's share of a step is small
 _FIRST_KEYS = 512  # room for scores, doubled when a context outgrows it
 
 
@@ -62,7 +62,7 @@ class DecodeReplays:
         self._ops = ops
         self._pool = pool
         self._states = states
-        self._known: dict[int, _Step] = {}  # by rows
+        self._known: dict[int, _Step] = {}  # one per number of rows
 
     def run(self, prepared: PreparedStep, fill_hidden: Callable[[Tensor], None]) -> Tensor:
         """Compute a step. Returns logits [T, V] or hidden [T, H], valid until the next step.
@@ -144,7 +144,7 @@ class _Queries:
     """A ``StepAttention`` of rows with one query each."""
 
     def __init__(self, queries: Sequence[SingleQueries]) -> None:
-        self._queries = queries  # by kind of layer
+        self._queries = queries  # one per kind of layer
 
     def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
         """See ``StepAttention``."""

@@ -42,13 +42,14 @@ from edgepipe_torch.cpu.product_code import PANEL_INPUTS
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".repacked"
-MOST_SHARE = 1.25  # of the model's bytes that all files may take; Q4_K needs 1.11, types of 2 bits need more
-LEAST_FREE_SHARE = 2.0  # of the model's bytes that stay free on the disk
-_PART = ".part"  # of a file that is not complete
+# All files may take this multiple of the model's bytes. Q4_K needs 1.11; types of 2 bits need more.
+MOST_SHARE = 1.25
+LEAST_FREE_SHARE = 2.0  # multiple of the model's bytes that stays free on the disk
+_PART = ".part"  # suffix of a file that is not complete
 _LOST_PART_S = 3600.0  # age of a part whose process died: others write on
-_NICENESS = 19  # of the writing thread, where threads have one
+_NICENESS = 19  # niceness of the writing thread, where threads have one
 _PIECE_BYTES = 1 << 20  # read and summed at once: stays in a core's cache
-_HEADER_BYTES = 1024  # at most
+_HEADER_BYTES = 1024  # longest header
 _DIGEST_BYTES = 32
 
 Bytes = npt.NDArray[np.uint8]
@@ -126,7 +127,7 @@ class ShardCache:
     def _write(self, key: str, weight: PackedWeight) -> None:
         folder = self._place.folder
         with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)  # without parents: a model that was removed meanwhile must not come back
+            folder.mkdir(mode=0o700)  # parents are not made: a model that was removed meanwhile must not come back
         header, arrays = _header(key, weight), _arrays(weight)
         if not self._make_room(_file_name(key), _length(header, arrays)):
             return

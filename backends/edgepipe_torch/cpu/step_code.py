@@ -32,7 +32,7 @@ ATTEND_JOB = (  # 64-bit fields of the argument of ``attend``
     "stride",  # floats between the rows of queries
     "out",  # [T, Hq V]
     "keys",  # a layer's pool [slots, entries, D]: float32, or int8 codes
-    "scales",  # of codes: float16 [slots, entries]
+    "scales",  # scales of codes: float16 [slots, entries]
     "sinks",  # [Hq] float32, or 0
     "rows",  # int64 [n, 4]: row of queries and out, first slot, address of slots int64 [L] or 0, L
     "items",  # n * Hq

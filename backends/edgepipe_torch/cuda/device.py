@@ -109,7 +109,7 @@ class CudaDevice(Device):
         return torch.cuda.mem_get_info(self.place)[0]
 
     def start_load(self, kept: RepackedPlace | None) -> None:
-        torch.cuda.set_device(self.place)  # for this thread: events and graphs use the current device
+        torch.cuda.set_device(self.place)  # events and graphs use the thread's current device
 
     def product(self, role: str, in_features: int, sizes: Sequence[int], parts: PartForms) -> Linear:
         if any(parts.forms):

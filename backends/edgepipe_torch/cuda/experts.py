@@ -34,8 +34,8 @@ from edgepipe_torch.layers.host_weights import HostWeight
 
 logger = logging.getLogger(__name__)
 
-_MOST_ROWS = 2048  # at once: their results of K experts each take memory
-_ALIGNED_INPUTS = 8  # of a row begin at a multiple of 16 bytes
+_MOST_ROWS = 2048  # limit of rows at once: their results of K experts each take memory
+_ALIGNED_INPUTS = 8  # so many bf16 inputs take 16 bytes, the alignment of a row
 
 
 class CudaExperts:

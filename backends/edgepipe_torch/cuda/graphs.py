@@ -73,7 +73,7 @@ class DecodeGraphs:
         self._recorder = paging.new_recorder()
         self._finish = finish
         self._travels = travels
-        self._known: dict[tuple[int, int], _StepGraph] = {}  # by rows and pages
+        self._known: dict[tuple[int, int], _StepGraph] = {}  # keys: rows and pages
 
     def run(self, prepared: PreparedStep, inputs: npt.NDArray[Any]) -> Tensor:
         """Return the slice's output for the step's rows. The next step may overwrite it.

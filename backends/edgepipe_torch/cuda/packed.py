@@ -59,7 +59,7 @@ class PackedCudaLinear:
         self._runs = list(_runs(parts, forms))
         self._weights: dict[
             int, TiledWeights | Int4Weights | UnpackedWeights | WideWeights
-        ] = {}  # by the run's first part
+        ] = {}  # keys are the runs' first parts
         self._bias: Tensor | None = None
         self.products: set[PackedProducts] = set()  # what multiplies with the packed parts
 
@@ -106,7 +106,7 @@ class PackedCudaLinear:
     def take(self, ids: Tensor) -> Tensor:
         """Return rows ids [T] int64 of a weight of one part as [T, I]."""
         (weights,) = self._weights.values()
-        assert not isinstance(weights, Int4Weights)  # which accepts no tables
+        assert not isinstance(weights, Int4Weights)  # Int4Weights accept no tables
         return weights.take(ids)
 
     def _multiply(self, x: Tensor, out: Tensor, *, add: bool) -> None:

@@ -16,7 +16,7 @@ from edgepipe.spec.packed import GroupValues, Packed
 from edgepipe.spec.packed_form import CODEBOOKS
 from edgepipe_torch.cuda.packed_tiles import torch_type, upload
 
-_SCRATCH_BYTES = 32 << 20  # of widened out features: stays in the cache of large devices
+_SCRATCH_BYTES = 32 << 20  # widened out features: so many bytes stay in the cache of large devices
 _STEP = 128  # out features; matrix products compute blocks of so many
 _TABLE_SHAPE = 4  # a weight of one part with so many times more out features than inputs is a table
 

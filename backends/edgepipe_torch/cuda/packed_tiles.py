@@ -25,7 +25,7 @@ class TiledWeight:
         self.out_features = out_features
         self.in_features = in_features
         self.device = device
-        self.zero: int | None = None  # of all groups
+        self.zero: int | None = None  # zero of all groups
         self.row_tiles = -(-out_features // TILE_ROWS)
         self.input_tiles = -(-in_features // TILE_INPUTS)
         group, span = form.group, form.span
@@ -108,10 +108,10 @@ class TiledWeight:
         padded[: plane.shape[0], : plane.shape[1]] = upload(plane, self.device)
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=self.device)
         codes = (padded.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-        shared = 4 // bits  # of the 4 words of a lane, those that share one of this plane
+        shared = 4 // bits  # words of a lane, of 4, that share a word of this plane
         # inputs of a tile: word (which of the shared, within), 16s + 4t + 2r + h
         codes = codes.view(-1, TILE_ROWS, self.input_tiles, bits, shared, 2, 4, 2, 2)
-        # in the word: bit = bits * (2s + r + 4 * within) + 16h
+        # A code begins at bit bits * (2s + r + 4 * within) + 16h of its word.
         ordered = codes.permute(0, 2, 1, 6, 3, 8, 4, 5, 7).to(torch.int32)  # ... t, which, h, within, s, r
         places = torch.arange(shared * 4, dtype=torch.int32, device=self.device) * bits
         halves = (ordered.flatten(-3) << places).sum(-1, dtype=torch.int32)

@@ -33,7 +33,7 @@ class PageKernels:
     def __init__(self, paging: Paging, heads: Sequence[LayerHeads]) -> None:
         """Load what the layers need, which may take seconds; log what is missing."""
         self.attend = paging.attend
-        self._decode: dict[int, PagedDecode] = {}  # by kind of layer
+        self._decode: dict[int, PagedDecode] = {}  # one per kind of layer
         self._without: set[int] = set()
         for each in heads:
             if not pages_fit(each) and each.kind not in self._decode and each.kind not in self._without:

@@ -22,7 +22,7 @@ from edgepipe_torch.layers.device import PAGE_TOKENS
 from edgepipe_torch.layers.head_shape import LayerHeads
 from edgepipe_torch.layers.transfer import GraphTransfer
 
-_MAX_HEAD_DIM = 256  # of FlashAttention-2
+_MAX_HEAD_DIM = 256  # limit of FlashAttention-2
 
 
 class AlsoReturn(NamedTuple):
@@ -133,8 +133,8 @@ class CudaRecorder:
 class Paging:
     """Kernel, recorder and transfer of a device that attends over pages."""
 
-    attend: VarlenAttention  # in layers that ``pages_fit``
-    decode: Callable[[LayerHeads], PagedDecode]  # in others; raises KernelsUnavailable
+    attend: VarlenAttention  # used in layers that ``pages_fit``
+    decode: Callable[[LayerHeads], PagedDecode]  # used in other layers; raises KernelsUnavailable
     page_tokens: int  # a block holds a multiple of it
     new_recorder: Callable[[], GraphRecorder]
     transfer: GraphTransfer

@@ -37,7 +37,7 @@ class StepAttention(Protocol):
 class SingleQuery:
     """Keys of one row of a step."""
 
-    row: int  # of queries and results
+    row: int  # row of queries and results
     first: int  # slot of the first key, unless they are scattered
     length: int
     slots: npt.NDArray[np.int64] | None  # [length] of scattered keys
@@ -74,7 +74,7 @@ class CausalMasks:
         self._dtype = dtype
         self._device = device
         self._copied = copied
-        self._bands: dict[int | None, Tensor] = {}  # by window
+        self._bands: dict[int | None, Tensor] = {}  # one mask per window
 
     def get(self, num_rows: int, num_keys: int, window: int | None) -> Tensor:
         """Return a mask where row i of ``num_rows <= 64`` sees its own key and the ``window - 1`` before it."""
@@ -172,7 +172,7 @@ class SequenceAttention:
         self._masks = masks
         self._kernels = kernels
         self._attend = dot_attention
-        self._bound: dict[int, tuple[list[_BoundTile], BoundQueries | None]] = {}  # by kind of layer
+        self._bound: dict[int, tuple[list[_BoundTile], BoundQueries | None]] = {}  # keys are kinds of layers
 
     def run(self, heads: LayerHeads, queries: Tensor, out: Tensor) -> None:
         """Attend for all rows. See StepAttention."""

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _REASON_CHARS = 200  # a compiler's log may be long
 _DIGEST_BYTES = 32  # SHA-256 before the code
-_MARK = ".failed"  # after the name of code that must not run
+_MARK = ".failed"  # suffix of the name of code that must not run
 _MARKED_S = 24 * 3600.0  # the fault may have been the device's or the driver's
 
 

@@ -30,11 +30,12 @@ class SliceWeights:
 
     part: Slice
     layers: Sequence[Layer]
-    heads: Sequence[LayerHeads]  # of the layers with attention
+    heads: Sequence[LayerHeads]  # heads of the layers with attention
     embedding: Tensor | Table | None  # [V, H], possibly narrower than the compute dtype; or the tied head
     final_norm: Tensor | None
     head: Linear | None
-    mixtures: Sequence[tuple[CountsExperts, int]] = ()  # of the layers with experts, with their number
+    # Products of the layers with experts, and their number of experts.
+    mixtures: Sequence[tuple[CountsExperts, int]] = ()
 
     @property
     def packed(self) -> list[PackedWeight]:

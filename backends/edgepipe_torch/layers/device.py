@@ -31,7 +31,7 @@ from edgepipe_torch.layers.states import StatePool
 from edgepipe_torch.layers.step_ops import StepOps
 from edgepipe_torch.layers.transfer import Transfer
 
-PAGE_TOKENS = 256  # of attention over pages
+PAGE_TOKENS = 256  # tokens of a page in attention over pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class AllocatedSlice:
     decoder: Decoder
     ends: SliceEnds
     pool: KVStorage | PackedKVStorage
-    states: StatePool | None  # of a slice with recurrent layers
+    states: StatePool | None  # states of a slice with recurrent layers
     block_size: int
 
 
@@ -69,12 +69,12 @@ class Device(Protocol):
     """A CPU or a GPU. Devices inherit what they do not do themselves."""
 
     place: torch.device
-    dtype: torch.dtype  # that layers compute in
+    dtype: torch.dtype  # type that layers compute in
     packed: bool  # weights with a form stay packed
     packing: str  # see ``DeviceProfile.packing``
     own_memory: bool  # apart from the host's, which may then hold experts
     reads_stored: bool  # products with a form read their weights from files: they are ``StoredLinear``
-    picks_candidates: bool  # by default
+    picks_candidates: bool  # answer where the setting ``sampling`` is auto
     block_sizes: tuple[int, ...]
     transfer: Transfer
     workspace: Workspace  # a new one after ``release``

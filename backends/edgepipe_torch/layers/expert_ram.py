@@ -25,7 +25,7 @@ class Sent:
     x: Tensor  # [T, H]
     chosen: Tensor  # [T, K] int64
     weights: Tensor  # [T, K]
-    wait: Callable[[], None]  # until they are there
+    wait: Callable[[], None]  # returns when the rows are there
 
 
 class ExpertsInRam:

@@ -39,7 +39,7 @@ class ExpertReads:
         if not mixtures or (self._sizes is not None and tokens not in self._sizes) or not self._counted.takes(tokens):
             return None
         read, on_device = 0.0, list[Tensor]()
-        counts: list[int] = []  # of the experts in each layer whose number is on the device
+        counts: list[int] = []  # number of experts in each layer whose count is on the device
         for products, count in mixtures:
             distinct = products.distinct
             if isinstance(distinct, Tensor):

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "expert-uses.json"
 _MOST_BYTES = 4 << 20  # 100 layers of 512 experts with counts of ten digits take 0.6 MB
-_MOST_USES = 1 << 40  # of one expert: older counts are halved above it
+_MOST_USES = 1 << 40  # limit of one expert's count: older counts are halved above it
 
 Uses = npt.NDArray[np.int64]
 
@@ -49,7 +49,7 @@ class ExpertUses:
         """Add this load's choices to the file. Call once, at the end."""
         if self._place is None or not any(counts.any() for counts in self._new.values()):
             return
-        layers = _read(self._place)  # with what another stage wrote meanwhile
+        layers = _read(self._place)  # another stage may have written meanwhile
         for layer, counts in self._new.items():
             before = layers.get(layer, ())
             total = counts + (np.array(before, np.int64) if len(before) == len(counts) else 0)

@@ -25,9 +25,9 @@ EXPERTS = "experts"  # role of their products
 class Taken:
     """Some experts of a weight that holds all experts' rows in turn."""
 
-    numbers: Sequence[int]  # of these experts, ascending
-    rows: int  # of each expert
-    count: int  # of all experts
+    numbers: Sequence[int]  # numbers of these experts, ascending
+    rows: int  # rows of each expert
+    count: int  # number of all experts in the weight
 
     @property
     def all_rows(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from edgepipe.spec.layer_spec import Activation
 from edgepipe_torch.layers.linear import HeldWeight, Linear
 
-CLAMP, SHARPNESS = 7.0, 1.702  # of gpt-oss's gate
+CLAMP, SHARPNESS = 7.0, 1.702  # constants of gpt-oss's gate
 
 
 class FeedForward(Protocol):

@@ -31,7 +31,7 @@ class LayerHeads:
 
     layer: int  # counts the slice's layers with attention
     kind: int  # counts the slice's kinds, in the order of their first layers
-    place: int  # among the layers of its kind
+    place: int  # index among the layers of its kind
     num_heads: int
     num_kv_heads: int
     head_dim: int

@@ -24,7 +24,8 @@ class StoredBlocks:
 
     info: TensorInfo
     read: Callable[[], RawTensor]  # may raise ModelInvalid
-    read_range: Callable[[int, int], npt.NDArray[np.uint8]]  # of an offset and a number of bytes; several at once
+    # Arguments: an offset and a number of bytes; threads may call it at once.
+    read_range: Callable[[int, int], npt.NDArray[np.uint8]]
 
     def rows(self, first: int, end: int) -> StoredBlocks:
         """Return the rows ``[first, end)``. Raises ModelInvalid if bytes and shape disagree."""

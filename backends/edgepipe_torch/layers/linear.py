@@ -24,7 +24,7 @@ from edgepipe.spec.packed_form import PackedForm
 class PartForms:
     """How the parts of a product are stored."""
 
-    forms: Sequence[PackedForm | None]  # of each, None for floats
+    forms: Sequence[PackedForm | None]  # form of each part; None for floats
     fit_16_bits: bool  # 16 bits hold all floats exactly
 
 

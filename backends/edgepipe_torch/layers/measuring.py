@@ -12,9 +12,10 @@ import torch
 from edgepipe.errors import StageError
 from edgepipe.plain_words import plain
 
-_MEASURE_S = 0.4  # per figure
+_MEASURE_S = 0.4  # time per figure
 _CHECK_SIZE = 64  # exact in bf16
-_NO_MEMORY = ("out of memory", "allocate memory", "not enough memory")  # of CUDA's runtime, and CPUs' allocators
+# Messages of CUDA's runtime and of CPUs' allocators.
+_NO_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -52,7 +53,7 @@ class Measured:
     """Sizes of the products that measure a kind of device."""
 
     weights: int  # matrices that no cache holds
-    shape: tuple[int, int]  # of each: in and out features
+    shape: tuple[int, int]  # each matrix: in and out features
     square: int  # rows and columns of both matrices of a square product
 
 

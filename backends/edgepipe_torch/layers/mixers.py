@@ -32,11 +32,11 @@ class ClassTensors(NamedTuple):
 class StepTensors:
     """Device tensors of a step."""
 
-    classes: Sequence[ClassTensors]  # by memory class
+    classes: Sequence[ClassTensors]  # one per memory class
     rotations: Sequence[Tensor]  # [T, 1, D / 2] complex64, for each kind of rotary embedding
     logit_rows: Tensor  # [R] int64
     every_row: bool = False  # each row needs logits, in order
-    states: StepStates | None = None  # of a slice with recurrent layers
+    states: StepStates | None = None  # states of a slice with recurrent layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class SliceStep:
 class LayerMixer(Protocol):
     """Attention, or a recurrent mixer."""
 
-    output: Linear  # of what ``rows`` returns
+    output: Linear  # product that takes the result of ``rows``
 
     @property
     def products(self) -> tuple[Linear, Linear]:
@@ -94,7 +94,7 @@ class SelfAttention:
 
     heads: LayerHeads
     gated: bool
-    qkv: Linear  # of gated attention: gates, then q, k, v
+    qkv: Linear  # gated attention computes gates, then q, k, v
     output: Linear
     query_norm: Tensor | None  # [D], in the order of the pairs; or [Hq D]
     key_norm: Tensor | None  # [D] or [Hkv D]
@@ -137,7 +137,7 @@ class RecurrentMixer:
 
     cell: Mixer
     output: Linear
-    place: int  # among the slice's recurrent layers
+    place: int  # index among the slice's recurrent layers
 
     @property
     def products(self) -> tuple[Linear, Linear]:

@@ -24,7 +24,7 @@ from edgepipe_torch.layers.head_shape import LayerHeads
 from edgepipe_torch.layers.packed_kv import Codes, PackedKVStorage
 from edgepipe_torch.layers.prepared import PreparedStep
 
-_WIDENED_BYTES = 64 << 20  # of keys and values at once; heads take turns where all need more
+_WIDENED_BYTES = 64 << 20  # limit of widened keys and values at once; heads take turns where all need more
 
 
 class PackedSequenceAttention:
@@ -44,7 +44,7 @@ class PackedSequenceAttention:
         self._prepared = prepared
         self._kernels = kernels
         self._attend = dot_attention
-        self._queries: dict[int, BoundQueries | None] = {}  # by kind of layer
+        self._queries: dict[int, BoundQueries | None] = {}  # one per kind of layer
         self._pool = pool
         self._masks = masks
         self._dtype = dtype

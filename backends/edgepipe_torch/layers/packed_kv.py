@@ -16,7 +16,7 @@ from edgepipe.backend.types import BlockCopy
 from edgepipe_torch.layers.head_shape import LayerHeads, by_kind
 
 HIGHEST_CODE = 127
-SCALE_FACTOR = (1 + 2**-11) / HIGHEST_CODE  # with the rounding of a normal float16: no code exceeds the highest
+SCALE_FACTOR = (1 + 2**-11) / HIGHEST_CODE  # rounding of a normal float16 is included: no code exceeds the highest
 LEAST_SCALE = 2**-24  # the smallest float16: of zeros, and the rounding of scales near it
 
 

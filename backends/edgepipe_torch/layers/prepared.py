@@ -19,7 +19,7 @@ class PreparedStep:
 
     layout: StepLayout
     rotations: tuple[npt.NDArray[np.complex64], ...]  # [T, pairs] for each kind of rotary embedding
-    scattered: tuple[Indices | None, ...]  # of each row: [length] slot of every token, where the blocks are not one run
+    scattered: tuple[Indices | None, ...]  # each row's slots [length], where its blocks are not one run
     windows: tuple[PreparedStep, ...] = ()  # the same step in each windowed memory class
 
 

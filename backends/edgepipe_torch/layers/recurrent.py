@@ -18,7 +18,7 @@ from edgepipe_torch.layers.linear import Linear
 from edgepipe_torch.layers.recurrent_chunks import delta_tokens, scan_tokens
 from edgepipe_torch.layers.states import LongRow, StepStates
 
-_LENGTH_EPS = 1e-6  # of the length of queries and keys
+_LENGTH_EPS = 1e-6  # epsilon in the length of queries and keys
 
 State = tuple[Tensor, ...]
 
@@ -95,7 +95,7 @@ class Convolution:
     def whole(self, last: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Convolve the tokens x [L, C] behind the inputs last [taps - 1, C]. Returns [L, C], and the inputs to keep."""
         padded, count = torch.cat([last, x]), x.shape[0]
-        first, *others = self.weight.t().contiguous()  # of each tap [C]
+        first, *others = self.weight.t().contiguous()  # weights [C] of each tap
         out = padded[:count] * first
         for tap, weight in enumerate(others, 1):
             out.addcmul_(padded[tap : tap + count], weight)
@@ -129,7 +129,7 @@ class _Mixed:
         if self.kernel is not None:
             return self.kernel.run(made, states, step.read, step.write, threads=torch.get_num_threads())
         made = made.float()
-        if step.only is not None:  # in place
+        if step.only is not None:  # states are updated in place
             own = tuple(each[step.only : step.only + 1] for each in states)
             out, after = self.step(made, own)
             for kept, new in zip(own, after, strict=True):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 64  # tokens that are computed side by side
-_MOST_CHUNKS = 32  # at once: they take memory, 128 MB for 32 heads of 128 by 128
+_MOST_CHUNKS = 32  # limit of chunks at once: they take memory, 128 MB for 32 heads of 128 by 128
 
 _Chunks = Callable[..., tuple[Tensor, Tensor]]
 

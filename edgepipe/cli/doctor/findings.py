@@ -65,7 +65,7 @@ class NetworkFacts:
     interface: str
     address: str  # IPv4, or IPv6 on a network without IPv4; empty: none
     wireless: bool
-    speed_bits_per_s: float  # of the interface; 0: unknown
+    speed_bits_per_s: float  # speed of the interface; 0: unknown
     mtu_bytes: int  # 0: unknown
     ignored: tuple[str, ...] = ()  # interfaces of containers and tunnels
     link_local: str = ""  # an address of IPv6 that needs a scope, on a machine that has no other; empty: none

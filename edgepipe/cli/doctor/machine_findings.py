@@ -31,7 +31,7 @@ _GAINS = {
 _NFT_S = 2.0
 _NFT_FILE = Path("/etc/nftables.conf")
 _NFT_AT_BOOT = Path("/etc/systemd/system/sysinit.target.wants/nftables.service")
-_KERNEL_FLAGS = {"avx2", "fma", "f16c"}  # of x86, as in ``edgepipe_torch.cpu.kernels``
+_KERNEL_FLAGS = {"avx2", "fma", "f16c"}  # x86 instructions that ``edgepipe_torch.cpu.kernels`` needs
 
 
 def machine_findings(config: Config) -> Iterator[Finding]:

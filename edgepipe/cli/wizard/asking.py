@@ -128,7 +128,7 @@ def _answer(question: Question) -> str:
         answer: str = question.unsafe_ask()  # ``ask`` would print its own message at ^C
     except (KeyboardInterrupt, EOFError):
         raise Quit from None
-    if answer.strip().endswith(BACK):  # also when typed after a default
+    if answer.strip().endswith(BACK):  # a person may type it after a default
         raise Back
     return answer
 

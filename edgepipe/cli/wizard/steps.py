@@ -237,7 +237,7 @@ def _choose_cluster(setup: Setup, status: ClusterStatus | None) -> None:
         if answer == _DOCTOR:
             _diagnose(setup)
         elif answer != _AGAIN:
-            with suppress(Back):  # to the choice of a cluster
+            with suppress(Back):  # Back leads to the choice of a cluster again
                 if _chosen(setup, answer, found, status):
                     return
 

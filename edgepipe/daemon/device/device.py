@@ -41,7 +41,8 @@ from edgepipe.wire.nodes import DeviceState
 
 logger = logging.getLogger(__name__)
 
-_ASK_AGAIN_MIN_S, _ASK_AGAIN_MAX_S = 0.25, 5.0  # between questions to an engine after sleep, doubling
+# Shortest and longest pause between questions to an engine after sleep, doubling.
+_ASK_AGAIN_MIN_S, _ASK_AGAIN_MAX_S = 0.25, 5.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,7 +117,8 @@ class DeviceHost:
             device_state=self._word,
         )
         self._holds: dict[str, _Hold] = {}
-        self._crashed_in: dict[str, tuple[int, StepId]] = {}  # by pipeline, until reported: see ``Child.crashed_in``
+        # One per pipeline, until reported: see ``Child.crashed_in``.
+        self._crashed_in: dict[str, tuple[int, StepId]] = {}
 
     def state(self) -> tuple[DeviceState, ...]:
         """Return the state of the device; empty without a backend."""
@@ -183,7 +185,7 @@ class DeviceHost:
                     yield PrepareEvent(event=self._with_crash(request.pipeline_id, hold.prepared))
                     return
         finally:
-            if not hold.ready:  # also when the engine leaves half-way
+            if not hold.ready:  # the engine may leave half-way
                 self._release_soon(request.pipeline_id, hold)
 
     def pipelines(self) -> list[str]:

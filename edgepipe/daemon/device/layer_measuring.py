@@ -16,9 +16,9 @@ from edgepipe.errors import BackendUnavailable, SendTimeout
 from edgepipe.planner.layer_profile import LayerProfile
 from edgepipe.wire.children import ProfileLayerRequest
 
-_PROFILE_S = 30.0  # to make up a large layer, copy it to the device and run it
-_SAME_S = 60.0  # from a plan to serving by it
-_SPARE_S = 15.0  # for a new process after a stage has ended: import the backend, measure the device
+_PROFILE_S = 30.0  # time to make up a large layer, copy it to the device and run it
+_SAME_S = 60.0  # longest time from a plan to serving with it
+_SPARE_S = 15.0  # time for a new process after a stage has ended: import the backend, measure the device
 
 
 class LayerMeasuring:
@@ -76,7 +76,7 @@ class LayerMeasuring:
         return found
 
     async def _ask(self, spare: Child | None, request: ProfileLayerRequest, key: str) -> LayerProfile:
-        if spare is None or not key:  # beside a stage's steps the times would be wrong
+        if spare is None or not key:  # the steps of a stage would distort the times
             raise BackendUnavailable(
                 f"node {self._node_name} cannot measure now", fact=f"its device is {self._device_state()}"
             )

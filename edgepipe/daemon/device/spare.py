@@ -15,8 +15,10 @@ from edgepipe.errors import BackendUnavailable, EdgepipeError
 
 logger = logging.getLogger(__name__)
 
-_RESTART_MIN_S, _RESTART_MAX_S = 0.5, 30.0  # between attempts while a spare crashes at its start
-_UNAVAILABLE_S = 600.0  # after a backend that cannot run: its driver may load later, or a package may be installed
+# Shortest and longest pause between attempts while a spare crashes at its start.
+_RESTART_MIN_S, _RESTART_MAX_S = 0.5, 30.0
+# Pause after a backend that cannot run: its driver may load later, or a package may be installed.
+_UNAVAILABLE_S = 600.0
 SETTLED_S = 3.0  # another spare starts only after a pipeline's first steps, or a recovery's
 
 

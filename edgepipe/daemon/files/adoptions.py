@@ -69,7 +69,7 @@ class Adoptions:
         self._coming: list[tuple[str, int]] = []  # node and bytes of models that are not on the disk yet
         self._tried: OrderedDict[ModelKey, None] = OrderedDict()  # the newest at the end
         self._reported: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._seen_s: dict[ModelKey, float] = {}  # when the engine of a held model was last announced
+        self._seen_s: dict[ModelKey, float] = {}  # time when the engine of a held model was last announced
 
     def note_held(self, held: Sequence[Adopted]) -> None:
         """Set the adopted models that are on the disk."""

@@ -37,13 +37,13 @@ from edgepipe.wire.nodes import ModelOnDisk, NodeState, Transfer
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 512 << 10  # as activations: larger chunks delay other traffic of this machine
+_CHUNK_BYTES = 512 << 10  # same size as activations: larger chunks delay other traffic of this machine
 _FREE_STEP_BYTES = 64 << 20  # free space is rounded down to this, so that small files cause no report
 _MAX_OPEN = 4  # models kept open for reading peers; the least recently read one is closed first
 _LEAST_BYTES_PER_S = 64 << 10  # lowest rate that a peer may ask for: a slower copy delays the others in their queue
 _MOST_BYTES_PER_S = 1 << 40
-_TELL_S = 10.0  # between two reports of a transfer that waits for another one
-_UNASKED_S = 600.0  # for one announced model, over all its sources
+_TELL_S = 10.0  # interval between two reports of a transfer that waits for another one
+_UNASKED_S = 600.0  # time to fetch one announced model, over all its sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,19 +110,19 @@ class Models:
         self._local = local
         self._client = client or WeightsClient(hello=peers.hello, security=peers.security, timeouts=timeouts)
         self._transfers = Transfers(self._client, local)
-        self.free_bytes = 0  # for copies, at the last scan
+        self.free_bytes = 0  # disk space left for copies at the last scan
         self._on_disk: list[ModelOnDisk] = []
-        self._paths: dict[ModelKey, Path] = {}  # of models whose metadata is here
+        self._paths: dict[ModelKey, Path] = {}  # folders of models whose metadata is here
         self._reading: OrderedDict[ModelKey, StoredModel] = OrderedDict()  # the most recently read at the end
         self._scanning = asyncio.Lock()
         self._adoptions = adoptions or Adoptions()
         self._adopting: WeakValueDictionary[tuple[ModelKey, str], asyncio.Lock] = WeakValueDictionary()
-        self._fetching = asyncio.Semaphore(MAX_FETCHES)  # for models that no user here asked for
+        self._fetching = asyncio.Semaphore(MAX_FETCHES)  # fetches of models that no user here asked for
         self._checking = asyncio.Lock()  # one at a time: a hostile tokenizer takes 3 GB until its process is killed
         self._writing: WeakValueDictionary[ModelKey, asyncio.Lock] = WeakValueDictionary()  # one writer per folder
         self._copying = asyncio.Lock()  # one copy at a time: the disk and the link are shared anyway
-        self._precedence = Precedence()  # of what stages wait for, over copies
-        self._pace = Pace()  # of copies that peers read from here
+        self._precedence = Precedence()  # transfers that stages wait for interrupt copies
+        self._pace = Pace()  # rate of copies that peers read from here
 
     def on_disk(self) -> list[ModelOnDisk]:
         """Return the models that the last ``rescan`` found."""

@@ -41,11 +41,11 @@ from edgepipe.wire.v1 import node_pb2_grpc
 logger = logging.getLogger(__name__)
 
 _PROGRESS_STEP = 100  # progress is reported about a hundred times per transfer
-_QUIET_S = 30.0  # and at least this often while bytes arrive
-_ATTEMPTS = 3  # with the same source: one broken connection is normal, three in a row that bring nothing are not
+_QUIET_S = 30.0  # longest pause between reports while bytes arrive
+_ATTEMPTS = 3  # tries per source: one broken connection is normal, three in a row that bring nothing are not
 _LATER_S = 60.0  # a source that does not answer is asked last for so long; else every tensor would wait for it
 _FILE_WAITS = 6  # a manifest or a metadata file may take so many times the idle limit of a peer
-_HUB = "hub"  # in place of a node id
+_HUB = "hub"  # stands in place of a node id
 
 
 class WeightsClient:
@@ -121,7 +121,7 @@ class WeightsClient:
             try:
                 with translated(f"node {source.name}"):
                     yield node_pb2_grpc.WeightsStub(channel)
-            except ModelDownloadFailed as error:  # else a peer's error would mean that this node's own disk failed
+            except ModelDownloadFailed as error:  # a peer's error is no failure of this node's own disk
                 raise LinkError(error.what, fact=error.fact) from error
 
 
@@ -187,7 +187,7 @@ class FromHub:
             async with aclosing(self.tensors.read(name, offset=offset)) as chunks:
                 async for data in chunks:
                     yield data
-        except ModelDownloadFailed as error:  # else it would mean that this node's own disk failed
+        except ModelDownloadFailed as error:  # the hub's error is no failure of this node's own disk
             raise LinkError(error.what, fact=error.fact, next_step=error.next_step) from error
 
 
@@ -206,10 +206,10 @@ class TensorFetch:
         self.state = state
         self._missing = deque(missing)
         self._sources = sources
-        self._later_s: dict[str, float] = {}  # until when a source that does not answer is asked last
+        self._later_s: dict[str, float] = {}  # time until which a source that does not answer is asked last
         self._local = local
         self._bytes_per_s = bytes_per_s
-        self._done_bytes = 0  # of complete tensors
+        self._done_bytes = 0  # size of the complete tensors
         self._step = -1
         self._told_s = float("-inf")
 
@@ -225,7 +225,7 @@ class TensorFetch:
         """
         while self._missing:
             tensor = self._missing[0]
-            if writer.missing([tensor.name]):  # else it came for a stage while this transfer paused
+            if writer.missing([tensor.name]):  # a stage may have fetched it while this transfer paused
                 async with aclosing(self._tensor(writer, tensor)) as positions:
                     async for position in positions:
                         if self._moved(self._done_bytes + position):

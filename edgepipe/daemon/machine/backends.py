@@ -11,7 +11,8 @@ from edgepipe.backend.loader import backend_names
 from edgepipe.errors import ConfigInvalid, FeatureMissing
 
 NONE = "none"  # the node offers gateway, chat and status, and computes nothing
-_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")  # also Jetson, WSL2, AMD
+# Jetson, WSL2 and AMD included.
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
 _LIBRARIES = ("torch", "mlx")  # backends named after the package that they need
 
 

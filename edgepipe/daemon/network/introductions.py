@@ -56,7 +56,7 @@ class Introductions:
         self._local = local
         self._membership = membership
         self._children = children
-        self._states: dict[NodeId, NodeState] = {}  # also of silent nodes: a short loss of contact cuts no call
+        self._states: dict[NodeId, NodeState] = {}  # silent nodes included: a short loss of contact cuts no call
         self._certificates: dict[bytes, Certificate | None] = {}
 
     async def follow_trust(self) -> None:

@@ -27,7 +27,7 @@ class LocalNode:
         on_change: Callable[[], None],
         announce: Callable[[], None],
     ) -> None:
-        self.changes = Changes()  # of this node, and of the cluster as this node sees it
+        self.changes = Changes()  # changes of this node, and of the cluster as this node sees it
         self.state = NodeState(
             node_id=node_id,
             name=name,

@@ -41,7 +41,7 @@ from edgepipe.wire.v1.engine_pb2_grpc import EngineStub
 logger = logging.getLogger(__name__)
 
 _PROFILE_S = 60.0  # several shapes may wait for one device
-_KNOWN_S = 0.5  # to report earlier measurements; the plan estimates a node that does not answer in time
+_KNOWN_S = 0.5  # time to report earlier measurements; the plan estimates a node that does not answer in time
 _STAND_BY_S = 10.0  # a busy machine starts Python slowly; a draining node rather ends than wait longer
 _COPY_S = 24 * 3600.0  # a model's 40 GB at a third of a slow radio link; received parts are kept for the next attempt
 
@@ -79,7 +79,8 @@ class Peers:
         self._local = local
         self._membership = membership
         self._timeouts = timeouts
-        self._channels: dict[str, _Control] = {}  # by node id: an address may pass to another node, with another key
+        # One per node id: an address may pass to another node, with another key.
+        self._channels: dict[str, _Control] = {}
 
     def nodes(self) -> list[NodeState]:
         """Return this node and every reachable member, without engines that no record names."""

@@ -129,7 +129,7 @@ class _Invitation:
         self._hello = hello
         self._contacts = contacts
         self._joined = False
-        self._given_name = ""  # of the machine that joins
+        self._given_name = ""  # name of the machine that joins
         self._role = _role(start.role, trust.store)
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._digits = f"{secrets.randbelow(10**CODE_DIGITS):0{CODE_DIGITS}}"

@@ -39,12 +39,12 @@ class GatewayKeeper:
     ) -> None:
         self._requested = requested
         self._unloading: set[str] = set()  # models; ``unload`` ignores names that no request loaded
-        self._turns = LoadTurns()  # of models that requests wait for
+        self._turns = LoadTurns()  # turns of the models that requests wait for
         self._told_queue = LoadQueue()
         self._kept = kept
         self._child: Child | None = None  # the newest
-        self.http_port = 0  # of the running process
-        self.certificate = b""  # of the running process
+        self.http_port = 0  # port of the running process
+        self.certificate = b""  # certificate of the running process
         self._sent_view = ClusterView()
         self._view_sent = Changes()
         self._children = children

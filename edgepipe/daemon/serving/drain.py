@@ -23,7 +23,7 @@ from edgepipe.wire.serving import DrainEvent, PlanWanted
 
 logger = logging.getLogger(__name__)
 
-DEVICE_S = 15.0  # for devices that are starting: importing torch and measuring takes 2-10 s, more on a busy machine
+DEVICE_S = 15.0  # time for devices to start: importing torch and measuring takes 2-10 s, more on a busy machine
 
 
 class Drain:
@@ -184,7 +184,7 @@ class Drain:
         try:
             await self._peers.stand_by(heir)
         except EdgepipeError as error:
-            logger.info("node=%s has no engine process ready: %s", heir, error)  # that node starts one later
+            logger.info("node=%s has no engine process ready: %s", heir, error)  # the heir starts a process later
         self._engines.hand_over()
 
     def _left(self) -> DrainEvent:

@@ -42,7 +42,7 @@ from edgepipe.wire.serving import ServeBody, StartEngineRequest
 
 logger = logging.getLogger(__name__)
 
-_LOOK_AGAIN_S = 1.0  # between attempts: an engine may have ended for another one that was then lost
+_LOOK_AGAIN_S = 1.0  # interval of attempts: an engine may have ended for another one that was then lost
 
 
 class EngineKeeper:

@@ -74,15 +74,15 @@ class _Life:
     restartable: bool  # it has served, or continues another engine's requests
     phase: Phase = Phase.STARTING
     attempt: int = 0
-    error: EdgepipeError | None = None  # of the last crash
+    error: EdgepipeError | None = None  # error of the last crash
 
 
 class EngineLives:
     """The engines of one node. Call ``handle`` with every event, in order."""
 
     def __init__(self) -> None:
-        self._lives: dict[int, _Life] = {}  # by run
-        self._restarts: dict[str, Restarts] = {}  # by pipeline; an engine that comes back still counts its crashes
+        self._lives: dict[int, _Life] = {}  # one per run
+        self._restarts: dict[str, Restarts] = {}  # one per pipeline; an engine that comes back still counts its crashes
         self._attempts = 0
 
     @property

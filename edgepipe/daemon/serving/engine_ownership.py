@@ -32,7 +32,7 @@ class Sight:
 
     own_id: str
     leaves: bool  # this node is being drained, or is about to stop
-    records: Mapping[str, ServeBody]  # of all models, stopped ones too, by pipeline
+    records: Mapping[str, ServeBody]  # records of all models by pipeline, also of stopped ones
     unconfirmed: frozenset[str]  # pipelines of which only this node's own record says that it has the engine
     staying: frozenset[str]  # reachable nodes that are not being drained
     gone: frozenset[str]  # nodes of recorded engines that are certainly away, or hand their engines over
@@ -65,7 +65,7 @@ class Answered:
     """The other members have answered."""
 
     bid: int
-    answers: Mapping[str, MemberReport]  # by node
+    answers: Mapping[str, MemberReport]  # reports by node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class _Phase(Enum):
 class _Bid:
     number: int
     record: ServeBody  # the newest
-    rest_s: float  # after a failed start
+    rest_s: float  # pause before the next bid; failed starts double it
     phase: _Phase = _Phase.RESTING
     wake_at_s: float | None = None  # RESTING and GATHERING
 
@@ -149,14 +149,15 @@ class Ownership:
     def __init__(self, vacancies: Vacancies, *, gather_until_s: float, rest_s: float) -> None:
         """
         gather_until_s  until then (monotonic) a start waits for the nodes that held the model
-        rest_s          between two looks at one pipeline
+        rest_s          pause between two checks of one pipeline
         """
         self._vacancies = vacancies
         self._gather_until_s = gather_until_s
         self._rest_s = rest_s
-        self._bids: dict[str, _Bid] = {}  # by pipeline
+        self._bids: dict[str, _Bid] = {}  # one per pipeline
         self._num_bids = 0
-        self._yields: dict[str, tuple[float, ServeBody]] = {}  # by pipeline, when this node yields, and the rival
+        # One per pipeline: when this node yields, and the rival.
+        self._yields: dict[str, tuple[float, ServeBody]] = {}
 
     @property
     def wake_at_s(self) -> float | None:

@@ -24,7 +24,8 @@ class EngineRun:
     spec: ServeSpec
     state: EngineState
     advice: Advice | None = None  # a better placement than the one in ``spec``
-    avoided: tuple[tuple[float, Quarantined], ...] = ()  # by the engine, each until a time on the loop's clock
+    # The engine's quarantines, each until a time on the loop's clock.
+    avoided: tuple[tuple[float, Quarantined], ...] = ()
     child: Child | None = None
     paused: bool = False  # its process has ended, the next one is not due yet
     launching: asyncio.Task[EdgepipeError | None] | None = None  # the newest start of a process

@@ -87,7 +87,7 @@ class EngineHost:
         self._peers = peers
         self._tasks = tasks
         self._lives = EngineLives()
-        self._runs: dict[int, EngineRun] = {}  # by number
+        self._runs: dict[int, EngineRun] = {}  # keys are the runs' numbers
         self._num_runs = 0
         self._alarm = Alarm(tasks, clock, lambda at_s: self._happens(Tick(), least_s=at_s), name="restart")
         self._standing_by: Child | None = None

@@ -12,7 +12,7 @@ from edgepipe.daemon.serving.drain import Drain
 logger = logging.getLogger(__name__)
 
 _STOP_S = 30.0  # service managers kill after 90 s (systemd), and people wait
-_OUTLOOK_S = 3.0  # to find out whether others have room, before the answer to 'node stop'
+_OUTLOOK_S = 3.0  # time to find out whether others have room, before the answer to 'node stop'
 _SLEEP_S = 4.0  # operating systems delay sleep by at most 5 s, if at all
 
 

@@ -31,10 +31,10 @@ from edgepipe.wire.engines import Advice, EngineState, ServeSpec, StagePlacement
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0  # between two checks of one ring's times
-_AWHILE_S = 30.0  # between two tries to learn the cluster's speeds
-_SETTLED_S = 10.0  # after an epoch began, until times belong to that epoch
-_REST_S = 300.0  # between two moves of one model
+_LOOK_S = 1.0  # interval between two checks of one ring's times
+_AWHILE_S = 30.0  # interval between two tries to learn the cluster's speeds
+_SETTLED_S = 10.0  # time after an epoch began until times belong to that epoch
+_REST_S = 300.0  # pause between two moves of one model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Found:
 
     task: int
     placed: tuple[Placed, ...] | None
-    fetch_bytes: Callable[[NodeId, Sequence[Slice]], int]  # that a node must fetch before it loads slices
+    fetch_bytes: Callable[[NodeId, Sequence[Slice]], int]  # bytes that a node must fetch before it loads slices
 
 
 Event = Looked | Learned | Found
@@ -143,8 +143,8 @@ class PlacementReview:
     """The placements of the engines beside one daemon. Call ``handle`` with every event, in order."""
 
     def __init__(self) -> None:
-        self._watched: dict[str, _Watched] = {}  # by pipeline
-        self._moved_s: dict[str, float] = {}  # when stages last moved automatically
+        self._watched: dict[str, _Watched] = {}  # one per pipeline
+        self._moved_s: dict[str, float] = {}  # times when stages last moved automatically
         self._tasks = 0
 
     def handle(self, event: Event, rings: Mapping[str, RunningRing], now_s: float) -> list[Command]:
@@ -283,7 +283,7 @@ def _cost(
 ) -> MoveCost:
     kept = (state.num_blocks - state.free_blocks) * state.block_size if state is not None and state.running else 0
     rates = [hop.link.shape.bytes_per_s for hop in better.single.hops]
-    prompt_s = now.first_token_s / now.demand.read_tokens  # per token of a prompt in an idle ring
+    prompt_s = now.first_token_s / now.demand.read_tokens  # time per token of a prompt in an idle ring
     return move_cost(
         known.model.config,
         placed,

@@ -11,9 +11,9 @@ from edgepipe.planner.profiles import LayerProfile
 from edgepipe.units import format_bytes
 from edgepipe.wire.serving import SurveyedMachine, SurveyReply
 
-_RECENT_S = 600.0  # as long as measured links are kept
+_RECENT_S = 600.0  # measured links are kept as long
 _MOST = 8  # models; a home serves a few
-_NOISE = 0.05  # of a plan's speed: differences below it decide nothing
+_NOISE = 0.05  # share of a plan's speed below which a difference decides nothing
 _MUCH = 1.25  # factor by which a figure must differ to be a reason
 
 Key = tuple[str, StageSettings]  # a model's content, and the settings of its layers

@@ -48,7 +48,7 @@ class ReplanWatch:
         self._local = local
         self._tasks = tasks
         self._review = PlacementReview()
-        self._open: dict[int, asyncio.Task[None]] = {}  # by task number
+        self._open: dict[int, asyncio.Task[None]] = {}  # keys are the tasks' numbers
 
     async def run(self) -> None:
         """Check every ready model after each change, until cancelled."""

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _LINK_SHARE = 0.3
 _SETTLED_S = 5.0  # the stages of a newly served model fetch their parts first
-_AGAIN_MIN_S, _AGAIN_MAX_S = 30.0, 600.0  # after a copy broke off
+_AGAIN_MIN_S, _AGAIN_MAX_S = 30.0, 600.0  # shortest and longest pause after a copy broke off
 _SILENT_S = 600.0  # a copy waits while a stage fetches its tensors; the next try goes on where this one stopped
 _TELL_S = 0.25
 
@@ -58,8 +58,8 @@ class Replication:
         self._engines = engines
         self._copies = copies
         self._local = local
-        self._served: dict[str, LocalModel] = {}  # by manifest hash
-        self._parts: dict[str, ModelParts] = {}  # by manifest hash: to compute them takes long for many tensors
+        self._served: dict[str, LocalModel] = {}  # keys are manifest hashes
+        self._parts: dict[str, ModelParts] = {}  # keys are manifest hashes; many tensors take long to group
         self._logged_lacking: set[str] = set()  # manifest hashes of models whose lack of room was logged
 
     async def run(self) -> None:

@@ -42,7 +42,7 @@ _MOST_RECORDS = 64  # models, including stopped ones
 _MOST_CHECKED = 512  # remembered results of signature checks
 _MOST_WAITING = 64  # new records of one node that are checked at once; then the rate below applies
 _CHECKS_PER_S = 4.0
-_SETTLE_S = 5.0  # between two statements of an owner's node on one model's engine
+_SETTLE_S = 5.0  # pause between two statements of an owner's node on one model's engine
 _CONTEXT = b"edgepipe-serve-1"  # a signature made for records is valid for nothing else
 
 
@@ -92,10 +92,10 @@ class ServeBook:
         self._signs = signs
         self._clock = clock
         self._local = local
-        self._records: dict[str, tuple[ServeBody, ServeRecord]] = {}  # by model
+        self._records: dict[str, tuple[ServeBody, ServeRecord]] = {}  # one per model
         self._checked: OrderedDict[bytes, bool] = OrderedDict()  # signatures, by the hash of the whole record
-        self._checks: dict[str, _Checks] = {}  # by the node that sends the records
-        self._settled_at_s: dict[str, float] = {}  # by model
+        self._checks: dict[str, _Checks] = {}  # one per node that sends records
+        self._settled_at_s: dict[str, float] = {}  # one time per model
         self._changed = asyncio.Event()
         self.unwritten = ""  # why the last write failed; empty: the disk has all records
         self._changes = Changes()

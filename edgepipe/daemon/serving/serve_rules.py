@@ -27,7 +27,7 @@ MAX_BODY_BYTES = 8 << 10
 class Facts:
     """Knowledge of the node that judges a record, from other sources than that record."""
 
-    role: Role | None  # of the new record's signer; None: no member of the cluster
+    role: Role | None  # role of the new record's signer; None: no member of the cluster
     lost: Callable[[ServeBody], bool]  # whether an engine's node is away, hands engines over, or long had no engine
     running: int  # records of other models that run because the signer asked
     runs: Callable[[ServeBody], bool]  # whether a recorded engine has answered or its node reports it

@@ -64,9 +64,9 @@ from edgepipe.wire.serving import (
 logger = logging.getLogger(__name__)
 
 _DEVICES_S = 30.0  # importing torch and measuring takes 2-10 s; a device that takes longer is left out
-_CONNECT_S = 3.0  # to an engine that is ready
-_FLAGS = {"context_length": "--context", "activation_type": "--activations"}  # of settings with another name
-_GATEWAY_S = 2.0  # for this node's gateway to get a model's tokenizer from a peer
+_CONNECT_S = 3.0  # time to connect to an engine that is ready
+_FLAGS = {"context_length": "--context", "activation_type": "--activations"}  # settings whose flag has another name
+_GATEWAY_S = 2.0  # time for this node's gateway to get a model's tokenizer from a peer
 
 
 class Serving:

@@ -52,7 +52,7 @@ class Channels:
     """Messages before an answer in channels: rules of a grammar for ``asides``, and the marks around reasoning."""
 
     asides: tuple[str, ...]
-    bounded_asides: tuple[str, ...]  # with one message of reasoning at most, which comes first
+    bounded_asides: tuple[str, ...]  # asides with one message of reasoning at most, which comes first
     thought: Reasoning
 
 
@@ -78,8 +78,8 @@ class ChatFormat:
     reasoning: Reasoning | None = None
     answer_frame: tuple[str, str] | None = None  # marks around an answer that follows reasoning
     frames_content: bool = False  # content is between marks, in answers without calls too
-    form_rules: tuple[str, ...] = ("answer: form",)  # of an answer whose content is bound to the rule ``form``
-    free_rules: tuple[str, ...] = ("answer: PLAIN",)  # of an answer whose reasoning alone is bound
+    form_rules: tuple[str, ...] = ("answer: form",)  # rules of an answer whose content is bound to the rule ``form``
+    free_rules: tuple[str, ...] = ("answer: PLAIN",)  # rules of an answer whose reasoning alone is bound
     channels: Channels | None = None
 
     @property

@@ -39,12 +39,12 @@ class HarmonyReader:
         self._functions = functions
         self._state = self._header
         self._pending = ""  # text that may be an incomplete header or mark
-        self._name = ""  # of the function that the body calls; empty: no call
+        self._name = ""  # name of the function that the body calls; empty: no call
         self._arguments: CallArguments | None = None
         self._ended = False  # the arguments are complete
         self._is_reasoning = False
         self._parts: dict[bool, list[str]] = {True: [], False: []}  # reasoning and content
-        self._gap = dict.fromkeys((True, False), "")  # between this message's text and an earlier one's
+        self._gap = dict.fromkeys((True, False), "")  # text between this message's text and an earlier one's
         self._shown = dict.fromkeys((True, False), False)
 
     @property
@@ -119,7 +119,7 @@ class HarmonyReader:
             return len(text)
         self._add(text[at : found.start()])
         if self._arguments is not None and not self._ended:
-            self._ended = True  # by the mark, though it is no complete object
+            self._ended = True  # the mark ends the arguments, though they are no complete object
         self._state = self._header
         return found.end() if found.group() in _ENDS else found.start()
 

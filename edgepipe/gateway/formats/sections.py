@@ -24,11 +24,11 @@ class Section:
     call: str
     call_end: str
     between: str
-    head: re.Pattern[str]  # of a call as models write it, up to its arguments; group 1 is the name
+    head: re.Pattern[str]  # a call up to its arguments, as models write it; group 1 is the name
     before: str = ""
-    number: str = ""  # before the number of a call; empty: calls have none
+    number: str = ""  # text before the number of a call; empty: calls have none
     after: str = ""
-    joint: str = ""  # between two calls
+    joint: str = ""  # text between two calls
     also_ends: tuple[str, ...] = ()  # marks that end arguments, besides
     lacks_opening: bool = False  # models may leave the opening out
     more_marks: tuple[str, ...] = ()  # tokens within a call

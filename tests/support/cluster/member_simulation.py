@@ -93,7 +93,7 @@ class MemberSimulation:
 
     def _beat(self, index: int) -> None:
         node = self._nodes[index]
-        silent = tuple(one.node.node_id for one in node.core.absent())
+        silent = tuple(member.node.node_id for member in node.core.absent())
         version = 1 + len(silent)
         address = f"10.0.0.{index}:1"
         state = NodeState(node_id=node.node_id, address=address, incarnation=1, version=version, silent=silent)

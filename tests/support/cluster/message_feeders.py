@@ -80,7 +80,7 @@ class Feeder:
     samples: Sequence[Message]  # that it accepts
 
 
-async def one(*messages: Any) -> AsyncIterator[Any]:
+async def stream_of(*messages: Any) -> AsyncIterator[Any]:
     """A stream of them."""
     for message in messages:
         yield message
@@ -185,7 +185,11 @@ class World:
             proofs=AliveProofs(self.trust, self.clock),
             links=self.links,
             replication=Replication(
-                peers=self.peers, models=self.models, engines=engines, copies=1, local=FakeState(changes=lambda: one())
+                peers=self.peers,
+                models=self.models,
+                engines=engines,
+                copies=1,
+                local=FakeState(changes=lambda: stream_of()),
             ),
             record_s=0.0,
         )
@@ -201,8 +205,12 @@ class World:
             num_blocks=64,
             block_size=16,
             model=MODEL,
-            new_sampler=lambda told, fault: SequenceSampler(
-                told.sampling, prompt=told.seen, generated=told.generated, end_ids=told.end_ids, fault=fault
+            new_sampler=lambda registration, fault: SequenceSampler(
+                registration.sampling,
+                prompt=registration.seen,
+                generated=registration.generated,
+                end_ids=registration.end_ids,
+                fault=fault,
             ),
         )
 
@@ -333,7 +341,9 @@ def feeders(folders: Folders) -> Mapping[str, Feeder]:
         "Node/KeepCopy": Feeder(
             streamed(node.KeepCopy), [pb.KeepCopyRequest(**weights, parts=[0, 1], source=world.own.node_id)]
         ),
-        "Probes/Echo": Feeder(lambda frame: drained(ProbesService(None).Echo(one(frame), context)), [pb.EchoFrame()]),
+        "Probes/Echo": Feeder(
+            lambda frame: drained(ProbesService(None).Echo(stream_of(frame), context)), [pb.EchoFrame()]
+        ),
         "Weights/GetManifest": Feeder(
             streamed(weigh.GetManifest), [pb.ManifestRequest(hello=world.said, model=world.spec.model)]
         ),
@@ -364,15 +374,15 @@ def _beats(world: World) -> list[pb.Beat]:
     beat = pb.Beat(hello=world.said, sequence=1, state=to_wire(state, pb.NodeState), wall_ms=1)
     beat.known.add(node_id=world.own.node_id, address="127.0.0.1:3")
     trust = to_wire(TrustSet(statements=world.trust.store.signed()), trust_pb2.TrustSet)
-    told = pb.Beat(hello=world.said, sequence=2, trust_digest=bytes(32), trust=trust)
-    told.trust_keys.append(bytes(32))
-    return [beat, told]
+    second = pb.Beat(hello=world.said, sequence=2, trust_digest=bytes(32), trust=trust)
+    second.trust_keys.append(bytes(32))
+    return [beat, second]
 
 
 async def _heartbeat(world: World, beat: pb.Beat) -> None:
     """After a proper one; at the beginning of a stream; and what it tells of trust and of what is served, believed."""
-    await drained(world.heartbeats.answer(one(_beats(world)[0], beat), SimpleNamespace()))  # pyright: ignore[reportArgumentType]
-    await drained(world.heartbeats.answer(one(beat), SimpleNamespace()))  # pyright: ignore[reportArgumentType]
+    await drained(world.heartbeats.answer(stream_of(_beats(world)[0], beat), SimpleNamespace()))  # pyright: ignore[reportArgumentType]
+    await drained(world.heartbeats.answer(stream_of(beat), SimpleNamespace()))  # pyright: ignore[reportArgumentType]
     world.clock.advance(3 / BEATS_PER_S)  # for three beats at the full rate; a faster member is made to wait
     merge(world.trust.store, from_wire(beat.trust, TrustSet).statements)
     world.book.merge(world.other, [from_wire(record, ServeRecord) for record in beat.state.serves])
@@ -424,11 +434,11 @@ def _control_messages(world: World) -> list[stage_pb2.ControlMessage]:
         token_ids=[1, 2, 3],
         registers=[1],
     )
-    told = stage_pb2.Registrations(epoch=epoch_to_wire(EPOCH))
-    told.sequences.add(sequence=1, prompt_tokens=3).sampling.SetInParent()
+    registrations = stage_pb2.Registrations(epoch=epoch_to_wire(EPOCH))
+    registrations.sequences.add(sequence=1, prompt_tokens=3).sampling.SetInParent()
     return [
         stage_pb2.ControlMessage(open=opening),
-        stage_pb2.ControlMessage(register=told),
+        stage_pb2.ControlMessage(register=registrations),
         stage_pb2.ControlMessage(plan=plan),
     ]
 
@@ -441,8 +451,8 @@ async def _control(world: World, message: stage_pb2.ControlMessage) -> None:
             return
         command = command_from_wire(message)
         if isinstance(command, Registrations):
-            for told in command.sequences:
-                world.sequences.tell(told)
+            for registration in command.sequences:
+                world.sequences.tell(registration)
         else:
             world.sequences.apply(command)
     except EdgepipeError:

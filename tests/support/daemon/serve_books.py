@@ -87,7 +87,7 @@ class BookNode:
     def held(self) -> dict[str, tuple[str, bool]]:
         """Models with the node of their engine and whether they are stopped."""
         bodies = [serve_body_from_bytes(record.body) for record in self.book.records()]
-        return {one.spec.model: (one.engine_node, one.stopped) for one in bodies}
+        return {body.spec.model: (body.engine_node, body.stopped) for body in bodies}
 
 
 def shared(owners: str, members: str) -> Shared:
@@ -135,12 +135,12 @@ def spec(model: str = "tiny", manifest_hash: str = "h") -> ServeSpec:
 
 def all_hear(everybody: dict[str, BookNode], *, but: str = "") -> None:
     """Everybody hears everybody, twice: what one says of what it heard is heard, too."""
-    present = [one for name, one in everybody.items() if name not in but]
+    present = [member for name, member in everybody.items() if name not in but]
     for _ in range(2):
-        for one in present:
+        for hearer in present:
             for other in present:
-                if one is not other:
-                    one.hears(other)
+                if hearer is not other:
+                    hearer.hears(other)
 
 
 def lone_book(folder: Path) -> ServeBook:

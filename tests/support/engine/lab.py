@@ -274,7 +274,7 @@ class EngineLab:
         """Until the steps of cancelled sequences have retired."""
         await self.until(lambda: not self.engine.state().in_flight)
 
-    def told(self, state: EngineState) -> None:
+    def note_state(self, state: EngineState) -> None:
         """The engine's ``on_state``."""
         self.states.append(state)
         self._news.set()
@@ -379,7 +379,7 @@ async def engine_lab(
             security=Plaintext(),
             clock=SystemClock(),
             ids=RandomIds(),
-            on_state=lab.told,
+            on_state=lab.note_state,
             network=network,
             planner=planner,
             address=address,

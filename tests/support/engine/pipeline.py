@@ -60,7 +60,7 @@ class StageReports:
     def __init__(self) -> None:
         self.opened = asyncio.Event()
         self.ended = asyncio.Event()
-        self.told = asyncio.Event()  # of timings
+        self.has_timings = asyncio.Event()
         self.done: asyncio.Queue[StepDone] = asyncio.Queue()  # tests take one per step in flight
         self.timings: list[StepTiming] = []
         self.links: list[LinkSample] = []
@@ -76,7 +76,7 @@ class StageReports:
             timings = timings_from_wire(report.timings)
             self.timings.extend(timings.timings)
             self.links.extend(timings.links)
-            self.told.set()
+            self.has_timings.set()
         else:
             self.fail(error_from_wire(report.fault))
 

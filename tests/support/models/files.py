@@ -270,7 +270,7 @@ def names(folder: Path) -> set[str]:
 def metadata_of(model: StoredModel) -> dict[str, bytes]:
     """The files that a peer gets beside tensors."""
     entries = model.manifest.metadata_files
-    return {one.name: model.read_file(one.name, offset=0, num_bytes=one.num_bytes).tobytes() for one in entries}
+    return {entry.name: model.read_file(entry.name, offset=0, num_bytes=entry.num_bytes).tobytes() for entry in entries}
 
 
 def adopt(store: ModelStore, manifest: Manifest, metadata: Mapping[str, bytes]) -> StoredModel:

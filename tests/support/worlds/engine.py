@@ -128,8 +128,8 @@ class World:
         """How long a message or a step takes: usually little, sometimes much."""
         return self.draw.random() * self.draw.choice((0.01, 0.1, 1.0, 3.0 if self.faulty else 1.0))
 
-    def linked(self, one: str, other: str) -> bool:
-        return self.machines[one].up and self.machines[other].up and frozenset((one, other)) not in self.cut
+    def linked(self, first: str, other: str) -> bool:
+        return self.machines[first].up and self.machines[other].up and frozenset((first, other)) not in self.cut
 
     def _live(self, *, until_s: float) -> None:
         while self._due and self._due[0].at_s <= until_s:

@@ -138,7 +138,10 @@ class Machine:
     def engine_state(self, node_id: str, pipeline_id: str) -> str:
         public = self._nodes().get(node_id)
         engines = public.engines if public is not None else ()
-        return next((one.state for one in engines if one.pipeline_id == pipeline_id and self._binds(node_id, one)), "")
+        return next(
+            (engine.state for engine in engines if engine.pipeline_id == pipeline_id and self._binds(node_id, engine)),
+            "",
+        )
 
     def _binds(self, node_id: str, engine: EngineState) -> bool:
         return self.book.binds(node_id, engine)
@@ -231,7 +234,10 @@ class Machine:
             gone=frozenset(body.engine_node for body in records.values() if self.is_gone(body.engine_node)),
             present=frozenset(nodes),
             engines=frozenset(
-                one.pipeline_id for name, node in nodes.items() for one in node.engines if self._binds(name, one)
+                engine.pipeline_id
+                for name, node in nodes.items()
+                for engine in node.engines
+                if self._binds(name, engine)
             ),
             own_engines=frozenset(run.pipeline_id for run in self.runs.values() if run.state != "stopping"),
         )

@@ -170,8 +170,8 @@ class World:
     def _live_with_a_lasting_fault(self) -> None:
         """A machine ends each of its epochs, and the others have room for the model: soon it has no stage."""
         machine = self._draw.choice(list(self.machines.values()))
-        others = [one for one in self.machines.values() if one is not machine]
-        if sum(one.layers for one in others) < LAYERS:
+        others = [other for other in self.machines.values() if other is not machine]
+        if sum(other.layers for other in others) < LAYERS:
             others[0].layers = LAYERS
         fault = self._draw.choice(ENDINGS)
         self._note(f"{machine.node_id}: {fault}, for long")
@@ -327,7 +327,7 @@ class World:
         if self.core.state is State.PREPARING_BESIDE:
             self._pauses.forget()  # the move may explain it
         elif not isinstance(error, StagesMove):
-            gone = [one for one in epoch.placement.node_ids if not self.machines[one].up]
+            gone = [node_id for node_id in epoch.placement.node_ids if not self.machines[node_id].up]
             self._pauses.ended(gone[0] if gone else node_id, self.now_s, progress, crashed=crash is not None)
         self._happens(
             EpochEnded(epoch=epoch.placement.epoch, error=error, crash=crash, node_id=node_id, progress=progress)
@@ -416,7 +416,7 @@ class World:
         self._later(self._draw.random() * 0.01, ended)
 
     def _accuse(self, sequences: tuple[SequenceId, ...]) -> None:
-        for request in [one for one in self._requests.all if one.sequence in sequences]:
+        for request in [request for request in self._requests.all if request.sequence in sequences]:
             request.crashes += 1
             if request.crashes >= 3 and len(sequences) == 1:
                 assert request.poison, f"request {request.key.request_id} was refused for what another did"
@@ -424,7 +424,7 @@ class World:
                 self._pauses.forget()
 
     def _refuse_one(self, key: RequestKey) -> None:
-        request = next(one for one in self._requests.all if one.key == key)
+        request = next(request for request in self._requests.all if request.key == key)
         self.stalled += 1
         assert request.kills or request.unlucky >= 2, f"request {key.request_id} was refused for what another did"
         self._requests.all.remove(request)
@@ -487,12 +487,14 @@ class World:
     def _plan(self, *, base: ServeSpec | None, quarantined: frozenset[NodeId]) -> EpochPlacement | None:
         """Stages where they were if their machines are there, else all anew."""
         usable = [
-            one for one in self.machines.values() if one.up and not one.leaving and one.node_id not in quarantined
+            machine
+            for machine in self.machines.values()
+            if machine.up and not machine.leaving and machine.node_id not in quarantined
         ]
-        nodes = Nodes(addresses={node_id: one.address for node_id, one in self.machines.items()}, names={})
+        nodes = Nodes(addresses={node_id: machine.address for node_id, machine in self.machines.items()}, names={})
         there = {machine.node_id for machine in usable}
         if base is not None and all(stage.node_id in there for stage in base.stages):
-            fits = all(len(one.slices[0].layers) <= self.machines[one.node_id].layers for one in base.stages)
+            fits = all(len(stage.slices[0].layers) <= self.machines[stage.node_id].layers for stage in base.stages)
             if fits:
                 return EpochPlacement(spec=base, nodes=nodes)
         self._draw.shuffle(usable)
@@ -533,7 +535,7 @@ class World:
     def _check_healed(self) -> None:
         assert self.core.state in (State.SERVING, State.PREPARING_BESIDE), f"it is {self.core.state} when all is well"
         assert self._serving is not None
-        old = [one.key.request_id for one in self._requests.all if one.asked_s < self.now_s - CALM_S]
+        old = [request.key.request_id for request in self._requests.all if request.asked_s < self.now_s - CALM_S]
         assert not old, f"requests {old} have neither an answer nor a refusal"
         request = self._ask()
         assert request is not None, "requests are refused when all is well"
@@ -578,14 +580,14 @@ def _sites(placement: Placement) -> tuple[StageSite, ...]:
     )
 
 
-def _what(one: object) -> str:
+def _what(value: object) -> str:
     """The fields that tell a story."""
     parts = [
-        str(getattr(one, name))
+        str(getattr(value, name))
         for name in ("attempt", "error", "node_ids", "fresh", "sequences", "crash")
-        if getattr(one, name, None)
+        if getattr(value, name, None)
     ]
-    placement = getattr(one, "placement", None)
+    placement = getattr(value, "placement", None)
     if placement is not None:
         parts.append(f"{placement.epoch.counter}: {','.join(stage.node_id for stage in placement.spec.stages)}")
     return f" {' '.join(parts)}" if parts else ""

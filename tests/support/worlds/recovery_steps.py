@@ -33,7 +33,9 @@ _SLICES = make_slices([LayerRange(0, 2), LayerRange(2, 4)], 4)
 
 def placed(order: str) -> EpochPlacement:
     """A stage on each of two nodes."""
-    stages = [StagePlacement(node_id=NodeId(one), slices=(part,)) for one, part in zip(order, _SLICES, strict=True)]
+    stages = [
+        StagePlacement(node_id=NodeId(node_id), slices=(part,)) for node_id, part in zip(order, _SLICES, strict=True)
+    ]
     return EpochPlacement(spec=ServeSpec(model="m", stages=tuple(stages)), nodes=NODES)
 
 
@@ -64,7 +66,7 @@ def crash(node: str, *requests: str, device_failed: bool = False, guilty: bool =
     return Crash(
         node_id=NodeId(node),
         sequences=tuple(SequenceId(number) for number, _ in enumerate(requests, start=1)),
-        requests=frozenset(RequestKey(NodeId("g"), RequestId(one)) for one in requests),
+        requests=frozenset(RequestKey(NodeId("g"), RequestId(request_id)) for request_id in requests),
         error=StepFailed("a step could not be computed", node=node),
         device_failed=device_failed,
         guilty=guilty,

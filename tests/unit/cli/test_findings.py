@@ -154,19 +154,19 @@ def test_the_whole_port_range_must_pass() -> None:
 
 
 def test_whose_key_an_address_shows() -> None:
-    def told(probe: TlsProbe, seen: str, expected: str = "") -> tuple[Level, str]:
+    def finding_of(probe: TlsProbe, seen: str, expected: str = "") -> tuple[Level, str]:
         finding = handshake_finding(probe, "studio", FACTS, where="10.0.0.9:7117", seen=seen, expected=expected)
         return finding.level, f"{finding.what} {finding.fact} {finding.remedy}"
 
-    assert told(TlsProbe(certificate_pem=b"x"), "mine", "mine") == (Level.OK, "studio: its key is mine  ")
-    assert told(TlsProbe(certificate_pem=b"x"), "mine")[0] is Level.OK
+    assert finding_of(TlsProbe(certificate_pem=b"x"), "mine", "mine") == (Level.OK, "studio: its key is mine  ")
+    assert finding_of(TlsProbe(certificate_pem=b"x"), "mine")[0] is Level.OK
     for probe, seen, words in (
         (TlsProbe(silent=True), "", "sudo ip link set enp5s0 mtu 1280"),
         (TlsProbe(error="wrong version number"), "", "no edgepipe node wrong version number"),
         (TlsProbe(certificate_pem=b"x"), "", "not an edgepipe certificate"),
         (TlsProbe(certificate_pem=b"x"), "theirs", "expected the key mine, seen theirs"),
     ):
-        level, text = told(probe, seen, "mine")
+        level, text = finding_of(probe, seen, "mine")
         assert level is Level.PROBLEM
         assert words in text
 

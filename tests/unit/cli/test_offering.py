@@ -49,7 +49,7 @@ class Answering(Defaults):
         """The answer."""
         if self._answer == "^C":
             raise Quit
-        assert self._answer in [one.value for one in choices]
+        assert self._answer in [choice.value for choice in choices]
         return self._answer
 
 

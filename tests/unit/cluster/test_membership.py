@@ -51,8 +51,8 @@ def address_of(node_id: NodeId) -> str:
 
 
 def beat(node_id: NodeId, *, incarnation: int = 1, version: int = 1, dialled: str = "", leaving: bool = False):
-    told = state(node_id, incarnation=incarnation, version=version)
-    return HeardBeat(node_id=node_id, state=told, dialled=dialled, leaving=leaving)
+    public = state(node_id, incarnation=incarnation, version=version)
+    return HeardBeat(node_id=node_id, state=public, dialled=dialled, leaving=leaving)
 
 
 def statuses(commands: list[Command]) -> list[MemberStatus]:
@@ -239,10 +239,12 @@ def test_a_machine_that_often_changes_its_address_is_dialled_at_the_newest() -> 
     shell.perform(cluster.on_address("10.0.1.0:7117", manual=True))
     for life in range(30):
         address = f"10.0.1.{life}:7117"
-        told = state(OTHER, incarnation=1 + life, address=address)
-        shell.perform(cluster.on_beat(HeardBeat(node_id=OTHER, state=told), now=START_S + float(life)))
+        public = state(OTHER, incarnation=1 + life, address=address)
+        shell.perform(cluster.on_beat(HeardBeat(node_id=OTHER, state=public), now=START_S + float(life)))
         assert shell.dialled == {address}
-        shell.perform(cluster.on_beat(HeardBeat(node_id=OTHER, state=told, dialled=address), now=START_S + life + 0.1))
+        shell.perform(
+            cluster.on_beat(HeardBeat(node_id=OTHER, state=public, dialled=address), now=START_S + life + 0.1)
+        )
     shell.perform(cluster.on_tick(now=START_S + 30.0))
     shell.perform([command for half in range(61, 80) for command in cluster.on_tick(now=START_S + half / 2)])
     assert shell.dialled == {"10.0.1.29:7117", "10.0.1.0:7117"}, "while it is away, a person's address counts, too"
@@ -284,7 +286,9 @@ def test_a_node_that_announced_its_sleep_is_absent_not_dead_and_wakes() -> None:
     asleep = HeardBeat(node_id=OTHER, sleeping=True)
     assert statuses(cluster.on_beat(asleep, now=START_S + 1.0)) == [MemberStatus.ASLEEP]
     assert cluster.on_beat(beat(OTHER), now=START_S + 1.1) == []  # it was under way
-    assert [(one.status, one.status_since_s) for one in cluster.absent()] == [(MemberStatus.ASLEEP, START_S + 1.0)]
+    assert [(member.status, member.status_since_s) for member in cluster.absent()] == [
+        (MemberStatus.ASLEEP, START_S + 1.0)
+    ]
     assert cluster.reachable() == []
     assert MemberStatus.ALIVE in statuses(cluster.on_beat(beat(OTHER), now=START_S + 50.0))
 
@@ -294,7 +298,9 @@ def test_a_node_that_falls_silent_after_it_said_that_it_will_sleep_is_asleep() -
     cluster.on_beat(HeardBeat(node_id=OTHER, state=state(OTHER, sleeps_soon=True)), now=START_S + 3.0)
     for half in range(6, 14):
         cluster.on_tick(now=START_S + half / 2)
-    assert [(one.status, one.status_since_s) for one in cluster.absent()] == [(MemberStatus.ASLEEP, START_S + 3.0)]
+    assert [(member.status, member.status_since_s) for member in cluster.absent()] == [
+        (MemberStatus.ASLEEP, START_S + 3.0)
+    ]
 
 
 def test_a_dead_node_is_absent_since_it_was_last_heard() -> None:
@@ -302,13 +308,15 @@ def test_a_dead_node_is_absent_since_it_was_last_heard() -> None:
     cluster.on_beat(beat(OTHER), now=START_S + 3.0)
     for half in range(6, 14):
         cluster.on_tick(now=START_S + half / 2)
-    assert [(one.status, one.status_since_s) for one in cluster.absent()] == [(MemberStatus.DEAD, START_S + 3.0)]
+    assert [(member.status, member.status_since_s) for member in cluster.absent()] == [
+        (MemberStatus.DEAD, START_S + 3.0)
+    ]
 
 
 def test_two_nodes_that_do_not_hear_each_other_are_not_dead() -> None:
     cluster = membership()
-    told = state(OTHER, version=2, silent=(THIRD,))
-    cluster.on_beat(HeardBeat(node_id=OTHER, state=told), now=START_S)
+    public = state(OTHER, version=2, silent=(THIRD,))
+    cluster.on_beat(HeardBeat(node_id=OTHER, state=public), now=START_S)
     assert cluster.broken_links() == []  # the third may as well be dead
     cluster.on_beat(beat(THIRD), now=START_S)
     assert cluster.broken_links() == [(OTHER, THIRD)]
@@ -353,8 +361,8 @@ class AnyOrder(RuleBasedStateMachine):
     def heard(self, node: NodeId, incarnation: int, version: int, leaving: bool, by_us: bool):
         streams = sorted(self.shell.dialled & {address_of(node), "10.0.0.9:1"})
         dialled = streams[0] if by_us and streams else ""
-        told = beat(node, incarnation=incarnation, version=version, leaving=leaving, dialled=dialled)
-        self.shell.perform(self.cluster.on_beat(told, now=self.now))
+        heard = beat(node, incarnation=incarnation, version=version, leaving=leaving, dialled=dialled)
+        self.shell.perform(self.cluster.on_beat(heard, now=self.now))
 
     @rule(address=ADDRESSES)
     def refused(self, address: str):

@@ -130,7 +130,9 @@ async def test_three_wrong_codes_close_the_window_and_one_address_alone_does_not
         assert "kept for another machine" in errors[2].fact
         assert "0 tries left, 0 of them for 127.0.0.3" in errors[3].fact
         attempts = [host.attempts.get_nowait() for _ in range(3)]  # the refused one is none
-        assert [(one.address, one.tries_left) for one in attempts] == list(zip(sources[1:], (2, 1, 0), strict=True))
+        assert [(attempt.address, attempt.tries_left) for attempt in attempts] == list(
+            zip(sources[1:], (2, 1, 0), strict=True)
+        )
         await host.window.until_over(valid_s=5.0)
         assert host.window.tries.wrong_from() == ["127.0.0.2", "127.0.0.3"]
         host.accepts.set_result(True)
@@ -212,7 +214,7 @@ async def test_a_machine_that_leaves_while_the_person_thinks_is_not_let_in(lab: 
 
 
 async def test_nobody_listening_is_told_with_the_command_for_the_other_side() -> None:
-    with pytest.raises(ConnectTimeout) as told:
+    with pytest.raises(ConnectTimeout) as caught:
         await join(
             PairingLab.make(stubbed=True).joiner(),
             host="127.0.0.1",
@@ -220,7 +222,7 @@ async def test_nobody_listening_is_told_with_the_command_for_the_other_side() ->
             keep=lambda _: None,
             on_waiting=lambda: None,
         )
-    assert "edgepipe node invite" in told.value.next_step
+    assert "edgepipe node invite" in caught.value.next_step
 
 
 def test_a_code_has_three_tries_whoever_uses_them_and_one_address_has_two() -> None:

@@ -41,7 +41,7 @@ def test_a_signer_s_statements_count_up_to_96_kib(num_bytes: int, count: int) ->
 def test_of_the_owners_the_eldest_are_heard() -> None:
     """Each makes the next one an owner."""
     names = [FOUNDER, *(NodeId(f"o{number:02}") for number in range(MAX_OWNERS + 3))]
-    chain = [made(one, following, role=Role.OWNER, number=1) for one, following in pairwise(names)]
+    chain = [made(signer, following, role=Role.OWNER, number=1) for signer, following in pairwise(names)]
     standing = stand(FOUNDING, chain)
     assert list(standing.ranks) == names[:MAX_OWNERS]
     assert [standing.peers[name].role for name in names[: MAX_OWNERS + 1]] == [Role.OWNER] * MAX_OWNERS + [Role.MEMBER]

@@ -96,8 +96,8 @@ def test_what_one_owner_removed_does_not_come_back_through_the_other() -> None:
     together = two_owners()
     at_a = with_(together, remove(together, C, by=A))
     at_b = with_(together, add(together, C, by=B), add(together, E, by=B))  # b knows of no removal
-    for one, other in ((at_a, at_b), (at_b, at_a)):
-        merged = with_(one, *other.signed())
+    for store, other in ((at_a, at_b), (at_b, at_a)):
+        merged = with_(store, *other.signed())
         assert "c" not in roles(merged)
         assert roles(merged)["e"] is Role.MEMBER
     with pytest.raises(TrustInvalid, match="stays out"):
@@ -107,8 +107,8 @@ def test_what_one_owner_removed_does_not_come_back_through_the_other() -> None:
 def test_of_two_owners_who_remove_each_other_the_elder_stays_whoever_is_heard_first() -> None:
     together = two_owners()
     at_a, at_b = with_(together, remove(together, B, by=A)), with_(together, remove(together, A, by=B))
-    for one, other in ((at_a, at_b), (at_b, at_a)):
-        merged = with_(one, *other.signed())
+    for store, other in ((at_a, at_b), (at_b, at_a)):
+        merged = with_(store, *other.signed())
         assert roles(merged) == {"a": Role.OWNER, "c": Role.MEMBER, "d": Role.MEMBER}
     siblings = with_(founded(), add(founded(), B, by=A, role=Role.OWNER))
     siblings = with_(siblings, add(siblings, C, by=A, role=Role.OWNER))
@@ -170,13 +170,13 @@ def test_a_signer_that_says_too_much_takes_nobody_else_s_room() -> None:
         for number in range(1, 1200)
     ]
     full = with_(store, *junk)
-    mine = [one for one in full.statements.values() if one.signer == B.fingerprint]
+    mine = [statement for statement in full.statements.values() if statement.signer == B.fingerprint]
     assert MAX_PER_SIGNER <= len(mine) <= 2 * MAX_PER_SIGNER
     assert len(trust_set_to_bytes(full.signed())) < MAX_STORE_BYTES
     gone = with_(full, remove(full, B, by=A))
     assert "b" not in roles(gone)
     assert roles(with_(gone, add(gone, E, by=A)))["e"] is Role.MEMBER
-    idle = sum(len(one.body) for one in gone.statements.values() if one not in gone.standing.counting)
+    idle = sum(len(statement.body) for statement in gone.statements.values() if statement not in gone.standing.counting)
     assert idle < MAX_IDLE_BYTES + 4096
     again = with_(with_(store, *junk[600:]), *junk[:600])
     assert with_(again, *full.signed()).digest == with_(full, *again.signed()).digest
@@ -200,7 +200,9 @@ def test_whom_only_a_removed_owner_vouched_for_goes_with_it_or_is_kept() -> None
     together = two_owners()
     assert roles(expelled(together, A, by=B)) == {"b": Role.OWNER}
     assert roles(expelled(together, A, by=B, keep_added=True)) == {"b": Role.OWNER, "c": Role.MEMBER, "d": Role.MEMBER}
-    only = {NAMES[one.node_id] for one in together.added_only_by(NodeId(A.fingerprint), remover=NodeId(B.fingerprint))}
+    only = {
+        NAMES[peer.node_id] for peer in together.added_only_by(NodeId(A.fingerprint), remover=NodeId(B.fingerprint))
+    }
     assert only == {"c", "d"}
 
 
@@ -219,15 +221,15 @@ def test_an_owner_that_a_removed_owner_made_does_not_outlive_it_by_itself() -> N
 
 
 def test_a_name_that_another_peer_has_gets_a_number_and_keeps_it() -> None:
-    store, one, other = founded(), NodeId(B.fingerprint), NodeId(C.fingerprint)
-    assert store.name_for(one, "b") == "b"
-    assert store.name_for(one, "a") == "a-2"
+    store, node_id, other = founded(), NodeId(B.fingerprint), NodeId(C.fingerprint)
+    assert store.name_for(node_id, "b") == "b"
+    assert store.name_for(node_id, "a") == "a-2"
     assert store.name_for(NodeId(A.fingerprint), "a") == "a"
     numbered = add_statement(store, signer=A, certificate=B.certificate, role=Role.MEMBER, name="a-2", now_ms=2)
     store = with_(store, numbered)
-    assert store.name_for(one, "a") == "a-2"
+    assert store.name_for(node_id, "a") == "a-2"
     assert store.name_for(other, "a") == "a-3"
-    assert store.name_for(one, "b") == "b", "its settings name it anew"
+    assert store.name_for(node_id, "b") == "b", "its settings name it anew"
     assert len(store.name_for(other, "x" * 63)) == 63
     long = add_statement(store, signer=A, certificate=D.certificate, role=Role.MEMBER, name="x" * 63, now_ms=2)
     assert len(with_(store, long).name_for(other, "x" * 63)) <= 63
@@ -261,7 +263,7 @@ def everything() -> list[TrustStatement]:
 def test_the_order_and_grouping_of_what_is_heard_make_no_difference(rng: random.Random, parts: int) -> None:
     statements = everything()
     whole = read_store(statements)
-    founding = [one for one in statements if decode(one).founds]
+    founding = [statement for statement in statements if decode(statement).founds]
     rng.shuffle(statements)
     store = read_store(founding)
     groups = [statements[i::parts] for i in range(parts)]
@@ -302,8 +304,8 @@ def test_a_member_cannot_remove_nor_speak_in_an_owners_name() -> None:
     own = trust_body_to_bytes(body)
     assert "no owner" in refused(store, [TrustStatement(body=own, signature=C.sign(b"edgepipe-trust-1" + own))])
     forged = trust_body_to_bytes(replace(body, signer=A.fingerprint, statement=removes(D)))
-    told = refused(store, [TrustStatement(body=forged, signature=C.sign(b"edgepipe-trust-1" + forged))])
-    assert "bad signature" in told
+    refusal = refused(store, [TrustStatement(body=forged, signature=C.sign(b"edgepipe-trust-1" + forged))])
+    assert "bad signature" in refusal
 
 
 def test_statements_of_another_cluster_mean_nothing_here() -> None:
@@ -315,10 +317,12 @@ def test_statements_of_another_cluster_mean_nothing_here() -> None:
 def test_a_store_needs_its_founder() -> None:
     statements = everything()
     with pytest.raises(TrustInvalid, match="no founding"):
-        read_store(one for one in statements if not decode(one).founds)
+        read_store(statement for statement in statements if not decode(statement).founds)
     with pytest.raises(TrustInvalid, match="no founding"):
         read_store(statements, cluster_id="another")
-    statements = [replace(one, signature=b"x") if decode(one).founds else one for one in statements]
+    statements = [
+        replace(statement, signature=b"x") if decode(statement).founds else statement for statement in statements
+    ]
     with pytest.raises(TrustInvalid, match="not signed"):
         read_store(statements)
 

@@ -35,9 +35,9 @@ class TrustMachine(RuleBasedStateMachine):
     def remove(self, by: standing.NodeId, about: standing.NodeId, *, keep_added: bool) -> None:
         self.world.remove(by, about, keep_added=keep_added)
 
-    @rule(one=st.sampled_from(HONEST), other=st.sampled_from(HONEST))
-    def tell(self, one: standing.NodeId, other: standing.NodeId) -> None:
-        self.world.tell(one, other)
+    @rule(teller=st.sampled_from(HONEST), other=st.sampled_from(HONEST))
+    def tell(self, teller: standing.NodeId, other: standing.NodeId) -> None:
+        self.world.tell(teller, other)
 
     @rule(
         by=st.sampled_from(TURNED),

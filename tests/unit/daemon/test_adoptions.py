@@ -73,14 +73,14 @@ def test_a_nodes_word_never_fills_more_than_its_share(
             continue
         try:
             with adoptions.coming(node_id, num_bytes) as surplus:
-                assert not {one.key for one in surplus} & announced
-                for one in surplus:
-                    del disk[one.key]
+                assert not {model.key for model in surplus} & announced
+                for model in surplus:
+                    del disk[model.key]
                 disk[key] = held(key, node_id, num_bytes, step)
         except ModelDownloadFailed:
             pass
         for node in NODES:
-            sizes = [one.num_bytes for one in disk.values() if one.node_id == node]
+            sizes = [copy.num_bytes for copy in disk.values() if copy.node_id == node]
             assert len(sizes) <= bounds.MAX_MODELS_PER_NODE
             assert sum(sizes) <= bounds.MAX_BYTES_PER_NODE
 
@@ -101,7 +101,7 @@ def test_the_oldest_goes_first_and_only_of_that_node() -> None:
     adoptions.note_held([held(key, "n1", 1, -index) for index, key in enumerate(KEYS[:8])])
     adoptions.note_announced({"n2": [KEYS[7]]})
     with adoptions.coming("n1", 1) as surplus:
-        assert [one.key for one in surplus] == [KEYS[6]], "the oldest is announced"
+        assert [model.key for model in surplus] == [KEYS[6]], "the oldest is announced"
     with adoptions.coming("n2", 1) as surplus:
         assert surplus == []
 
@@ -110,7 +110,7 @@ def test_one_model_of_each_node_is_fetched_at_a_time_and_all_have_their_turn() -
     adoptions = Adoptions()
     adoptions.note_announced({"n1": KEYS[:3], "n2": KEYS[:1], "n3": KEYS[2:4]})
     first = adoptions.due({KEYS[2]})
-    assert [(one.node_id, one.key) for one in first] == [("n1", KEYS[0]), ("n2", KEYS[0]), ("n3", KEYS[3])]
+    assert [(copy.node_id, copy.key) for copy in first] == [("n1", KEYS[0]), ("n2", KEYS[0]), ("n3", KEYS[3])]
     assert adoptions.due({KEYS[2]}) == [], "all are busy"
     assert adoptions.rest_s(first[0], {}) == bounds.RETRY_S
     adoptions.done(first[0])
@@ -119,7 +119,7 @@ def test_one_model_of_each_node_is_fetched_at_a_time_and_all_have_their_turn() -
     adoptions.note_held([held(KEYS[1], "n1", 8 << 20, 0)])
     assert adoptions.rest_s(second, {KEYS[1]}) == 2.0
     adoptions.done(second)
-    assert [one.key for one in adoptions.due({KEYS[2], KEYS[1]})] == [KEYS[0]]
+    assert [model.key for model in adoptions.due({KEYS[2], KEYS[1]})] == [KEYS[0]]
 
 
 def test_what_is_remembered_of_a_node_is_bounded() -> None:
@@ -141,7 +141,7 @@ def test_a_model_whose_engine_is_gone_for_long_is_forgotten() -> None:
     assert adoptions.forgotten(now_s=0.0) == []
     adoptions.note_announced({"n1": [KEYS[0]]})
     assert adoptions.forgotten(now_s=FORGET_S) == []
-    assert [one.key for one in adoptions.forgotten(now_s=FORGET_S + 1)] == [KEYS[1]]
+    assert [model.key for model in adoptions.forgotten(now_s=FORGET_S + 1)] == [KEYS[1]]
 
 
 # --- A node beside hostile ones
@@ -246,8 +246,8 @@ async def test_r4_who_hands_out_another_template_is_dropped_and_the_next_is_aske
     members.add("rogue", {"tiny": "evil {{ messages }}"})
     members.add("honest", {"tiny": "{{ messages }}"})
     genuine, evil = members.genuine("honest", "tiny").manifest, members.genuine("rogue", "tiny").manifest
-    contents = {one.name: one.content for one in genuine.metadata_files}
-    files = [replace(one, content=contents.get(one.name, "")) if one.metadata else one for one in evil.files]
+    contents = {file.name: file.content for file in genuine.metadata_files}
+    files = [replace(file, content=contents.get(file.name, "")) if file.metadata else file for file in evil.files]
     members.manifests["rogue"] = replace(genuine, files=tuple(files))
     assert members.manifests["rogue"].hash == genuine.hash != evil.hash
     model = await members.models().adopt("tiny", manifest_hash=genuine.hash, first_source="rogue", wanted_by="rogue")
@@ -280,7 +280,7 @@ async def test_r5_a_file_without_end_is_given_up_at_its_promised_length(members:
     with pytest.raises(ModelUnknown, match="no reachable node") as caught:
         await members.models().adopt("tiny")
     assert "more than the promised" in caught.value.fact
-    promised = sum(one.num_bytes for one in members.genuine("rogue", "tiny").manifest.metadata_files)
+    promised = sum(file.num_bytes for file in members.genuine("rogue", "tiny").manifest.metadata_files)
     assert given_out == promised // 500 + 1
     assert members.on_disk() == set()
 
@@ -484,6 +484,6 @@ async def test_files_are_read_in_pieces_and_only_those_that_nodes_exchange(membe
     read = [chunk async for chunk in service.ReadFile(request, None)]
     assert b"".join(chunk.data for chunk in read) == whole[50:]
     assert [chunk.offset for chunk in read] == list(range(50, len(whole), 100))
-    assert [one async for one in here.read_file("tiny", "", "edgepipe.json", offset=1 << 60)] == []
+    assert [part async for part in here.read_file("tiny", "", "edgepipe.json", offset=1 << 60)] == []
     with pytest.raises(ModelInvalid, match="nodes do not exchange files"):
         await anext(here.read_file("tiny", "", "config.json", offset=0))

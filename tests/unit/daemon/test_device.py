@@ -197,8 +197,8 @@ class Host:
 
     def spares(self) -> list[Process]:
         """Living processes that serve nothing."""
-        serving = {id(one) for one in self._serving()}
-        return [one for one in self.processes.started if one.alive and id(one) not in serving]
+        serving = {id(process) for process in self._serving()}
+        return [process for process in self.processes.started if process.alive and id(process) not in serving]
 
     def state(self) -> str:
         return self.host.state()[0].state
@@ -323,7 +323,7 @@ async def test_a_stage_that_woke_before_its_network_goes_on_once_its_engine_answ
         host.host.pause()
         host.host.resume(engine_epoch)
         await host.until(lambda: len(stage.paused) == 2)
-        assert [told.paused for told in stage.paused] == [True, False]
+        assert [command.paused for command in stage.paused] == [True, False]
         assert stage.paused[1].epoch == Epoch(1, EngineId("engine-1"))
 
 
@@ -341,7 +341,7 @@ async def test_a_device_that_is_empty_again_is_measured_again(tmp_path: Path) ->
         await host.until(lambda: len(host.spares()) == 1)
         await host.host.release("p")
         await host.until(lambda: len(host.processes.started) == 3 and host.state() == "idle")
-        assert [one.settings.device_profile for one in host.spares()] == [None]
+        assert [process.settings.device_profile for process in host.spares()] == [None]
 
 
 async def test_a_layer_is_measured_as_soon_as_a_stage_has_left_the_device(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ async def test_a_layer_is_measured_as_soon_as_a_stage_has_left_the_device(tmp_pa
             await host.host.profile_layer(MEASURE)
         await host.host.release("p")
         assert (await host.host.profile_layer(MEASURE)).decode == LAYER.decode
-        asked = [one for one in host.processes.started if one.measured]
+        asked = [process for process in host.processes.started if process.measured]
         assert asked == [host.processes.started[2]]  # not the one from beside the stage, which is on its way out
 
 
@@ -377,7 +377,7 @@ async def test_what_was_measured_beside_other_work_is_measured_again_and_the_sho
         assert not quiet.busy
         assert quiet.decode != first.decode
         assert await host.host.profile_layer(UNLESS_BUSY) == quiet
-        assert sum(one.measured for one in host.processes.started) == 3
+        assert sum(process.measured for process in host.processes.started) == 3
 
 
 async def test_while_a_device_serves_its_known_times_are_told(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ async def test_while_a_device_serves_its_known_times_are_told(tmp_path: Path) ->
         known = await host.host.profile_layer(MEASURE)
         await host.prepare()
         assert await host.host.profile_layer(MEASURE) == known
-        assert sum(one.measured for one in host.processes.started) == 1
+        assert sum(process.measured for process in host.processes.started) == 1
 
 
 async def test_a_spare_that_cannot_start_beside_a_stage_is_no_failure_of_the_device(tmp_path: Path) -> None:

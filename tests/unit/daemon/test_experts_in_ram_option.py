@@ -84,7 +84,7 @@ def test_two_pipelines_do_not_get_the_same_ram() -> None:
     held = memory(profile(ram="30GB", memory="200GB"))
     held.reserve(prepare(40), CONFIG, WEIGHTS)
     state = held.in_state(DeviceState(profile=profile()))
-    assert [one.ram_bytes for one in state.reserved] == [IN_RAM]
+    assert [reservation.ram_bytes for reservation in state.reserved] == [IN_RAM]
     free = state.ram_free_bytes
     held.reserve(prepare(40), CONFIG, WEIGHTS)  # the same pipeline again: instead of the former
     held.reserve(prepare(40, "q"), CONFIG, WEIGHTS)

@@ -74,7 +74,7 @@ async def test_beyond_the_most_that_may_wait_the_user_with_the_most_is_told_so(t
 
 
 @pytest.mark.parametrize(
-    ("queue", "told"),
+    ("queue", "fact"),
     [
         (LoadQueue(), "its load has not begun"),
         (LoadQueue(loading=("big",)), "it loads"),
@@ -85,7 +85,7 @@ async def test_beyond_the_most_that_may_wait_the_user_with_the_most_is_told_so(t
     ],
     ids=["unknown", "loading", "waiting"],
 )
-async def test_a_client_whose_model_is_late_reads_what_is_so(queue: LoadQueue, told: str) -> None:
+async def test_a_client_whose_model_is_late_reads_what_is_so(queue: LoadQueue, fact: str) -> None:
     asked: list[tuple[str, str]] = []
     loads = ModelLoads(ModelTable(), load=lambda *wanted: asked.append(wanted), wait_s=0.01)
     loads.update(["big"])
@@ -93,7 +93,7 @@ async def test_a_client_whose_model_is_late_reads_what_is_so(queue: LoadQueue, t
     with pytest.raises(CapacityError) as late:
         await loads.entry("big", owner="me")
     assert late.value.http_status == 503
-    assert late.value.fact.startswith(told)
+    assert late.value.fact.startswith(fact)
     assert asked == [("big", "me")]
 
 

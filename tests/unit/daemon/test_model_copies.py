@@ -98,12 +98,12 @@ async def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Models:
 
 
 async def copy(here: Models, model: LocalModel, parts: Sequence[int]) -> list[PrepareProgress]:
-    return [one async for one in here.keep_copy(model, parts, first_source="there", bytes_per_s=0.0)]
+    return [event async for event in here.keep_copy(model, parts, first_source="there", bytes_per_s=0.0)]
 
 
 def parts_here(here: Models) -> frozenset[int]:
-    (told,) = here.on_disk()
-    return parts_of(told.parts, num_parts=len(ALL))
+    (copy,) = here.on_disk()
+    return parts_of(copy.parts, num_parts=len(ALL))
 
 
 async def test_a_node_tells_which_parts_it_has(here: Models) -> None:

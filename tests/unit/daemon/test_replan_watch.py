@@ -47,7 +47,9 @@ class World:
         self.measured: list[str] = []
         ends = [sum(counts[: i + 1]) for i in range(len(counts))]
         slices = make_slices([LayerRange(e - n, e) for e, n in zip(ends, counts, strict=True)], self.config.num_layers)
-        stages = stages_of([Placed(node_id=one, part=part) for one, part in zip(self.nodes, slices, strict=True)])
+        stages = stages_of(
+            [Placed(node_id=node_id, part=part) for node_id, part in zip(self.nodes, slices, strict=True)]
+        )
         self.spec = ServeSpec(model="m", stages=stages, throughput=True, moves=moves)
         self._news = asyncio.Event()
         self.slower = 1.0  # stage b, than planned
@@ -78,10 +80,10 @@ class World:
         return True
 
     def state_of(self, pipeline_id: str) -> EngineState:
-        machines = {one.node_id: replace(one, speed=self.truth()) for one in self.cluster().machines}
+        machines = {machine.node_id: replace(machine, speed=self.truth()) for machine in self.cluster().machines}
         placed = placed_of(self.spec)
         planned = Ring(demand_of(self.config, self.spec), placed, machines, self.cluster().links).of(2, 16)
-        factors = [self.slower if one.node_id == "b" else 1.0 for one in placed]
+        factors = [self.slower if stage.node_id == "b" else 1.0 for stage in placed]
         return EngineState(
             model="m",
             pipeline_id=PipelineId(PIPELINE),
@@ -91,8 +93,8 @@ class World:
             decode_rows=8,
             expert_shares=self.shares,
             stages=tuple(
-                StageState(node_id=one.node_id, decode_ms=1e3 * seconds * factor)
-                for one, seconds, factor in zip(placed, planned.step_s, factors, strict=True)
+                StageState(node_id=stage.node_id, decode_ms=1e3 * seconds * factor)
+                for stage, seconds, factor in zip(placed, planned.step_s, factors, strict=True)
             ),
         )
 
@@ -112,7 +114,7 @@ class World:
         return Known(model=model, demand=demand_of(self.config, spec), cluster=self.cluster())
 
     def peer_states(self) -> list[NodeState]:
-        return [NodeState(node_id=one, draining=one in self.draining) for one in self.nodes]
+        return [NodeState(node_id=node_id, draining=node_id in self.draining) for node_id in self.nodes]
 
     async def search(self, known: Known, spec: ServeSpec, avoided: Avoided) -> tuple[Placed, ...]:
         self.searches += 1
@@ -125,11 +127,11 @@ class World:
         speed = self.speed()
         machines = tuple(
             Machine(
-                room=NodeRoom(node_id=one, name=one, free_bytes=self.room_bytes, bytes_per_weight=2),
+                room=NodeRoom(node_id=node_id, name=node_id, free_bytes=self.room_bytes, bytes_per_weight=2),
                 device="M4 Max",
                 speed=speed,
             )
-            for one in self.nodes
+            for node_id in self.nodes
         )
         return Cluster(model="m", config=self.config, machines=machines, links=Links(assumed=parse_link("1gbit,0.5ms")))
 
@@ -153,7 +155,7 @@ class World:
         self._news.set()
         for _ in range(20):
             await asyncio.sleep(0)
-        searches = [one for one in asyncio.all_tasks() if one.get_name().startswith("replan:")]
+        searches = [task for task in asyncio.all_tasks() if task.get_name().startswith("replan:")]
         if searches:
             await asyncio.wait(searches)
 
@@ -252,7 +254,7 @@ async def test_what_the_engine_leaves_alone_is_looked_at_when_it_does_no_longer(
         assert not world.moved
         world.to_avoid = Avoided(links=frozenset({(NodeId("a"), NodeId("b"))}))
         await world.after(1)
-        assert [one.node_id for one in placed_of(world.moved[0])] == ["b", "a"], "in the order that works"
+        assert [stage.node_id for stage in placed_of(world.moved[0])] == ["b", "a"], "in the order that works"
 
 
 async def test_stages_move_by_themselves_where_that_was_asked_for_and_then_rest() -> None:

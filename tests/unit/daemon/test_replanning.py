@@ -87,8 +87,10 @@ class OneModel:
 def wanted(*, quarantined: str = "", links: Iterable[str] = ()) -> PlanWanted:
     """For layers 0-13 on a, 14-27 on b."""
     slices = make_slices([LayerRange(0, 14), LayerRange(14, 28)], SHAPE.num_layers)
-    stages = stages_of([Placed(node_id=NodeId(one), part=part) for one, part in zip("ab", slices, strict=True)])
-    left_out = [left_alone(one) for one in quarantined] + [left_alone(one, other) for one, other in links]
+    stages = stages_of([Placed(node_id=NodeId(node_id), part=part) for node_id, part in zip("ab", slices, strict=True)])
+    left_out = [left_alone(node_id) for node_id in quarantined] + [
+        left_alone(node_id, other) for node_id, other in links
+    ]
     return PlanWanted(spec=ServeSpec(model="m", stages=stages), left_out=tuple(left_out))
 
 
@@ -106,7 +108,7 @@ async def order(peers: FakePeers, asked: PlanWanted) -> str:
     """The nodes of the plan, in a token's order."""
     fakes = cast("Any", peers)
     replanner = Replanner(peers=fakes, models=cast("Any", OneModel()), surveyor=Surveyor(fakes))
-    return "".join(one.node_id for one in placed_of(spec_of(await replanner.plan("p", asked))))
+    return "".join(stage.node_id for stage in placed_of(spec_of(await replanner.plan("p", asked))))
 
 
 @pytest.mark.parametrize(
@@ -155,13 +157,13 @@ async def test_who_is_asked_to_place_a_model_anew_leaves_alone_what_its_engine_d
     replanner = Replanner(peers=fakes, models=cast("Any", OneModel()), surveyor=Surveyor(fakes))
     avoided = wanted(quarantined="c", links=["ab"]).left_out
     made = await replanner.place_anew("p", spec, Avoided.of(avoided), num_nodes=2)
-    assert [one.node_id for one in placed_of(spec_of(made))] == ["b", "a"]
+    assert [stage.node_id for stage in placed_of(spec_of(made))] == ["b", "a"]
     avoided = wanted(quarantined="c", links=["ab", "ba"]).left_out
     with pytest.raises(NoFeasiblePlacement, match="do not reach each other"):
         await replanner.place_anew("p", spec, Avoided.of(avoided), num_nodes=2)
 
 
-async def host_of(tasks: asyncio.TaskGroup, spec: ServeSpec, **told: Any) -> EngineHost:
+async def host_of(tasks: asyncio.TaskGroup, spec: ServeSpec, **reported: Any) -> EngineHost:
     """A host whose engine of pipeline p has reported this."""
     child = SlowChild()
 
@@ -171,7 +173,7 @@ async def host_of(tasks: asyncio.TaskGroup, spec: ServeSpec, **told: Any) -> Eng
     host = engine_host(tasks, start)
     await host.start(StartEngineRequest(pipeline_id=PipelineId("p"), spec=spec), model_config="")
     state = EngineState(model="m", pipeline_id=PipelineId("p"), epoch=Epoch(1, EngineId("e")), state="starting")
-    cast("Any", child).on_report(replace(state, **told))
+    cast("Any", child).on_report(replace(state, **reported))
     return host
 
 
@@ -224,12 +226,12 @@ async def test_a_move_that_arrives_during_a_recovery_is_not_taken_for_the_answer
 async def test_an_engine_tells_its_daemon_both() -> None:
     asked: list[PlanWanted] = []
 
-    def report(told: PlanWanted) -> None:
-        asked.append(told)
-        planner.take(PlanMade(spec=told.spec, question=told.question))
+    def report(question: PlanWanted) -> None:
+        asked.append(question)
+        planner.take(PlanMade(spec=question.spec, question=question.question))
 
     planner = DaemonPlanner(cast("Any", SimpleNamespace(report=report)))
     link = (NodeId("a"), NodeId("b"))
     await planner.plan(ServeSpec(model="m"), quarantined={NodeId("c"): 3.0}, quarantined_links={link: 30.0})
-    told = [(one.node_id, one.other_id, one.seconds) for one in asked[0].left_out]
-    assert told == [("c", None, 3.0), (*link, 30.0)]
+    left_out = [(left_out.node_id, left_out.other_id, left_out.seconds) for left_out in asked[0].left_out]
+    assert left_out == [("c", None, 3.0), (*link, 30.0)]

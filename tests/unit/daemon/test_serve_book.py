@@ -36,8 +36,8 @@ def served_by_b(folder: Path, *, owners: str = "a") -> tuple[dict[str, BookNode]
     b = everybody["b"]
     b.book.ask(P, spec(), engine_node=b.node_id)
     b.book.note_served("p", spec())
-    for one in everybody.values():
-        one.engines[b.node_id, "p"] = "ready"
+    for member in everybody.values():
+        member.engines[b.node_id, "p"] = "ready"
     all_hear(everybody)
     return everybody, trust.keys
 
@@ -45,24 +45,24 @@ def served_by_b(folder: Path, *, owners: str = "a") -> tuple[dict[str, BookNode]
 def test_what_a_member_has_served_everybody_knows_and_its_stop_as_well(tmp_path: Path) -> None:
     everybody, _ = served_by_b(tmp_path)
     b = everybody["b"]
-    assert all(one.held == {"tiny": (b.node_id, False)} for one in everybody.values())
-    assert [one.pipeline_id for one in everybody["d"].book.served()] == ["p"]
+    assert all(member.held == {"tiny": (b.node_id, False)} for member in everybody.values())
+    assert [record.pipeline_id for record in everybody["d"].book.served()] == ["p"]
     b.book.note_stopped("tiny")
     all_hear(everybody)
-    assert all(one.book.served() == [] for one in everybody.values())
+    assert all(member.book.served() == [] for member in everybody.values())
     everybody["c"].book.ask(PipelineId("p2"), spec(), engine_node=b.node_id)
     all_hear(everybody)
-    assert [one.book.held("p2") is not None for one in everybody.values()] == [True] * 4
+    assert [member.book.held("p2") is not None for member in everybody.values()] == [True] * 4
 
 
 def test_who_may_stop_it(tmp_path: Path) -> None:
     everybody, _ = served_by_b(tmp_path)
-    with pytest.raises(AccessDenied, match="on another node's request") as told:
+    with pytest.raises(AccessDenied, match="on another node's request") as caught:
         everybody["c"].book.note_stopped("tiny")
-    assert "owner" in told.value.fact
+    assert "owner" in caught.value.fact
     everybody["a"].book.note_stopped("tiny")  # the owner
     all_hear(everybody)
-    assert all(one.book.served() == [] for one in everybody.values())
+    assert all(member.book.served() == [] for member in everybody.values())
 
 
 def test_who_was_away_while_a_node_took_its_engine_over_is_believed_once_that_node_is_gone(tmp_path: Path) -> None:
@@ -108,11 +108,11 @@ def test_what_a_person_wants_is_on_request_no_longer_whatever_its_engine_says(tm
     all_hear(everybody)
     b.book.note_served("p", loaded)
     all_hear(everybody)
-    assert [one.book.is_on_request("p") for one in (a, b)] == [False, False]
-    before = [one.book.held("p") for one in (a, b)]
+    assert [member.book.is_on_request("p") for member in (a, b)] == [False, False]
+    before = [member.book.held("p") for member in (a, b)]
     a.book.note_kept("tiny")
     a.book.note_kept("other")
-    assert [one.book.held("p") for one in (a, b)] == before
+    assert [member.book.held("p") for member in (a, b)] == before
 
 
 def test_a_member_that_claims_another_s_pipeline_is_not_believed(tmp_path: Path) -> None:
@@ -128,14 +128,14 @@ def test_a_member_that_claims_another_s_pipeline_is_not_believed(tmp_path: Path)
             {"stopped": True},
         ):
             record = signed(keys["c"], replace(held, version=version, **change))
-            for one in everybody.values():
-                one.book.merge(keys["c"].fingerprint, [record])
+            for member in everybody.values():
+                member.book.merge(keys["c"].fingerprint, [record])
     forged = replace(held, version=held.version + 1, engine_node=keys["c"].fingerprint)
     by_c = signed(keys["c"], forged)
     by_a = serve_body_to_bytes(replace(forged, signer=keys["a"].fingerprint))
-    for one in everybody.values():
-        one.book.merge("c", [ServeRecord(body=by_a, signature=by_c.signature)])
-        assert one.held == {"tiny": (keys["b"].fingerprint, False)}
+    for member in everybody.values():
+        member.book.merge("c", [ServeRecord(body=by_a, signature=by_c.signature)])
+        assert member.held == {"tiny": (keys["b"].fingerprint, False)}
 
 
 def test_an_engine_counts_where_its_record_says_with_that_content_alone(tmp_path: Path) -> None:
@@ -154,8 +154,8 @@ def test_who_knows_that_the_engine_s_node_is_gone_believes_another_engine(tmp_pa
     b, c, d = (everybody[name] for name in "bcd")
     with pytest.raises(AccessDenied):
         c.book.take_over("p")
-    for one in (c, d):
-        one.gone.add(b.node_id)
+    for member in (c, d):
+        member.gone.add(b.node_id)
     c.book.take_over("p")
     everybody["a"].hears(c)
     assert everybody["a"].held["tiny"][0] == b.node_id, "a still hears b"
@@ -172,53 +172,53 @@ def test_after_a_partition_an_owner_s_node_says_which_engine_counts(tmp_path: Pa
     """The owner is on the side of the old engine; on the other c took over."""
     everybody, _ = served_by_b(tmp_path)
     a, b, c, d = (everybody[name] for name in "abcd")
-    for one in (c, d):
-        one.gone.update((a.node_id, b.node_id))
+    for member in (c, d):
+        member.gone.update((a.node_id, b.node_id))
     c.book.take_over("p")
     d.hears(c)
     assert d.held["tiny"][0] == c.node_id
-    for one in (c, d):
-        one.gone.clear()
+    for member in (c, d):
+        member.gone.clear()
     assert a.hears(c)
-    for one in everybody.values():
-        one.hears(a)
-    assert {one.held["tiny"][0] for one in everybody.values()} == {b.node_id}
+    for member in everybody.values():
+        member.hears(a)
+    assert {member.held["tiny"][0] for member in everybody.values()} == {b.node_id}
 
 
 def test_without_an_owner_the_newer_claim_yields(tmp_path: Path) -> None:
     everybody, _ = served_by_b(tmp_path)
     _, b, c, d = (everybody[name] for name in "abcd")
-    for one in (c, d):
-        one.gone.add(b.node_id)
+    for member in (c, d):
+        member.gone.add(b.node_id)
     c.book.take_over("p")
     d.hears(c)
-    for one in (c, d):
-        one.gone.clear()
+    for member in (c, d):
+        member.gone.clear()
     (rival,) = c.hears(b)
     held = c.book.held("p")
     assert held is not None
     assert c.book.is_unconfirmed(held)
     c.book.hand_back(rival)
-    for one in (b, d):
-        one.hears(c)
-    assert {one.held["tiny"][0] for one in (b, c, d)} == {b.node_id}
+    for member in (b, d):
+        member.hears(c)
+    assert {member.held["tiny"][0] for member in (b, c, d)} == {b.node_id}
 
 
 def test_after_a_partition_an_owner_s_node_confirms_a_stop_that_others_refuse(tmp_path: Path) -> None:
     """c and d lost b and believe c's engine, so b's word is nothing to them. The owner has heard b's stop alone."""
     everybody, _ = served_by_b(tmp_path)
     a, b, c, d = (everybody[name] for name in "abcd")
-    for one in (c, d):
-        one.gone.add(b.node_id)
+    for member in (c, d):
+        member.gone.add(b.node_id)
     c.book.take_over("p")
     d.hears(c)
     b.book.note_stopped("tiny")
     a.hears(b)
-    for one in (c, d):
-        one.gone.clear()
-        one.engines[c.node_id, "p"] = "ready"
+    for member in (c, d):
+        member.gone.clear()
+        member.engines[c.node_id, "p"] = "ready"
     all_hear(everybody)
-    assert [one.held["tiny"] for one in everybody.values()] == [(b.node_id, True)] * 4
+    assert [member.held["tiny"] for member in everybody.values()] == [(b.node_id, True)] * 4
 
 
 def test_a_member_may_have_so_many_models_served_and_no_more(tmp_path: Path) -> None:
@@ -301,10 +301,10 @@ def test_records_that_come_in_masses_are_not_all_checked(tmp_path: Path) -> None
 
 async def test_it_outlives_its_process_and_a_damaged_file_is_an_empty_book(tmp_path: Path) -> None:
     trust = shared("a", "")
-    one = node(trust, "a", tmp_path)
-    one.book.ask(P, spec(), engine_node=one.node_id)
-    one.book.note_served("p", spec())
-    writing = asyncio.create_task(one.book.run())
+    a = node(trust, "a", tmp_path)
+    a.book.ask(P, spec(), engine_node=a.node_id)
+    a.book.note_served("p", spec())
+    writing = asyncio.create_task(a.book.run())
     file = tmp_path / "a" / "served.bin"
     await until(lambda: file.exists())
     writing.cancel()
@@ -323,8 +323,8 @@ async def test_who_asks_for_a_stage_waits_until_this_node_believes_its_record(tm
     waiting = asyncio.create_task(d.book.until_engine("p", c.node_id, "h", timeout_s=5))
     await asyncio.sleep(0)  # it begins to wait
     assert not waiting.done()
-    for one in (c, d):
-        one.gone.add(b.node_id)
+    for member in (c, d):
+        member.gone.add(b.node_id)
     c.book.take_over("p")
     d.hears(c)
     await waiting
@@ -334,18 +334,18 @@ def test_an_engine_that_its_node_took_over_and_never_ran_goes_to_another_node(tm
     """b's node dies, d signs that it has the engine and runs none. No owner's node insists on it."""
     everybody, _ = served_by_b(tmp_path)
     a, b, c, d = (everybody[name] for name in "abcd")
-    for one in (a, c, d):
-        one.gone.add(b.node_id)
+    for member in (a, c, d):
+        member.gone.add(b.node_id)
     d.book.take_over("p")
     all_hear(everybody, but="b")
-    assert {one.held["tiny"][0] for one in (a, c, d)} == {d.node_id}
+    assert {member.held["tiny"][0] for member in (a, c, d)} == {d.node_id}
     with pytest.raises(AccessDenied):
         c.book.take_over("p")
-    for one in (a, c, d):
-        one.idle.add((d.node_id, "p"))
+    for member in (a, c, d):
+        member.idle.add((d.node_id, "p"))
     c.book.take_over("p")
     all_hear(everybody, but="b")
-    assert {one.held["tiny"][0] for one in (a, c, d)} == {c.node_id}
+    assert {member.held["tiny"][0] for member in (a, c, d)} == {c.node_id}
 
 
 def test_an_engine_that_keeps_crashing_is_moved_by_its_own_node_only(tmp_path: Path) -> None:
@@ -353,10 +353,10 @@ def test_an_engine_that_keeps_crashing_is_moved_by_its_own_node_only(tmp_path: P
     b, c, d = (everybody[name] for name in "bcd")
     c.book.move_engine("p", d.node_id)
     all_hear(everybody)
-    assert {one.held["tiny"][0] for one in everybody.values()} == {b.node_id}
+    assert {member.held["tiny"][0] for member in everybody.values()} == {b.node_id}
     b.book.move_engine("p", c.node_id)
     all_hear(everybody)
-    assert {one.held["tiny"][0] for one in everybody.values()} == {c.node_id}
+    assert {member.held["tiny"][0] for member in everybody.values()} == {c.node_id}
 
 
 NAMES = st.sampled_from("abc")
@@ -409,8 +409,8 @@ def test_records_of_far_versions_are_answered_by_nobody_and_the_last_word_reache
     trust, everybody = nodes(tmp_path, members="bcde")
     newcomer, a, b, c = everybody.pop("e"), everybody["a"], everybody["b"], everybody["c"]
     b.book.ask(P, spec(), engine_node=b.node_id)
-    for one in everybody.values():
-        one.engines[b.node_id, "p"] = "ready"
+    for member in everybody.values():
+        member.engines[b.node_id, "p"] = "ready"
     all_hear(everybody)
     for step in (1 << 62, (1 << 64) - 2, MAX_VERSION_STEP):
         before = a.book.held("p")
@@ -438,10 +438,12 @@ def test_further_names_go_to_every_node_and_an_engine_does_not_change_them(tmp_p
     all_hear(everybody)
     b.book.note_served("p", spec())
     all_hear(everybody)
-    assert [one.book.names() for one in (a, b, c)] == [{"p": ("home",)}] * 3, "a known model's name is no further name"
+    assert [member.book.names() for member in (a, b, c)] == [{"p": ("home",)}] * 3, (
+        "a known model's name is no further name"
+    )
     a.book.note_named("tiny", ("house",))
     all_hear(everybody)
-    assert [one.book.names() for one in (a, b, c)] == [{"p": ("house",)}] * 3
+    assert [member.book.names() for member in (a, b, c)] == [{"p": ("house",)}] * 3
     with pytest.raises(AccessDenied):
         c.book.note_named("tiny", ("mine",))
 
@@ -449,12 +451,14 @@ def test_further_names_go_to_every_node_and_an_engine_does_not_change_them(tmp_p
 def test_a_member_draws_no_requests_by_a_name_that_another_model_has(tmp_path: Path) -> None:
     _, everybody = nodes(tmp_path, owners="a", members="bc")
     a, b, c = (everybody[name] for name in "abc")
-    for one, pipeline, model in ((b, "q", "large"), (c, "r", "third")):
-        one.book.ask(PipelineId(pipeline), replace(spec(), model=model, names=("Home",)), engine_node=one.node_id)
-        one.book.note_served(pipeline, replace(spec(), model=model))
+    for member, pipeline, model in ((b, "q", "large"), (c, "r", "third")):
+        member.book.ask(PipelineId(pipeline), replace(spec(), model=model, names=("Home",)), engine_node=member.node_id)
+        member.book.note_served(pipeline, replace(spec(), model=model))
     all_hear(everybody)
-    assert all(one.book.names() == {"q": (), "r": ()} for one in (a, b, c)), "of two plain members' models neither"
+    assert all(member.book.names() == {"q": (), "r": ()} for member in (a, b, c)), (
+        "of two plain members' models neither"
+    )
     a.book.ask(P, replace(spec(), names=("home",)), engine_node=a.node_id)
     a.book.note_served("p", spec())
     all_hear(everybody)
-    assert all(one.book.names() == {"p": ("home",), "q": (), "r": ()} for one in (a, b, c)), "the owner's has it"
+    assert all(member.book.names() == {"p": ("home",), "q": (), "r": ()} for member in (a, b, c)), "the owner's has it"

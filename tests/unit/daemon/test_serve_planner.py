@@ -51,8 +51,8 @@ def machine(name: str, layer_s: float, *, free_bytes: int = 1 << 30) -> Surveyed
 
 def survey(gamer_s: float, attic_s: float) -> SurveyReply:
     links = tuple(
-        LinkProfile(sender=one, receiver=other, one_way_s=0.0002, bytes_per_s=1e8)
-        for one, other in (("gamer", "attic"), ("attic", "gamer"))
+        LinkProfile(sender=sender, receiver=other, one_way_s=0.0002, bytes_per_s=1e8)
+        for sender, other in (("gamer", "attic"), ("attic", "gamer"))
     )
     return SurveyReply(
         model="m",
@@ -98,10 +98,10 @@ async def test_a_worse_plan_by_noise_is_measured_again() -> None:
 
 
 async def test_a_worse_plan_that_lasts_comes_with_the_reason() -> None:
-    nodes, (told,) = await served(Answers([QUIET, NOISY, NOISY]))
+    nodes, (note,) = await served(Answers([QUIET, NOISY, NOISY]))
     assert "gamer" not in nodes or len(nodes) > 1
-    assert told.startswith("the plan of 1 s ago (layers 0-29 on gamer, ")
-    assert told.endswith("tok/s) no longer holds: a layer takes 30.0 times as long on gamer")
+    assert note.startswith("the plan of 1 s ago (layers 0-29 on gamer, ")
+    assert note.endswith("tok/s) no longer holds: a layer takes 30.0 times as long on gamer")
 
 
 @pytest.mark.parametrize("answers", [[QUIET, QUIET], [NOISY, QUIET]])

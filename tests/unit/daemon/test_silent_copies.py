@@ -37,6 +37,6 @@ def copied(pauses_s: list[float]) -> int:
 
 def test_a_slow_copy_goes_on_and_a_silent_one_ends() -> None:
     assert copied([500.0] * 100) == 100
-    with pytest.raises(SendTimeout, match="b makes no progress") as told:
+    with pytest.raises(SendTimeout, match="b makes no progress") as caught:
         copied([1.0, 86_400.0])
-    assert told.value.fact == "silent for 600 s"
+    assert caught.value.fact == "silent for 600 s"

@@ -111,21 +111,21 @@ def surveyor(peers: FakePeers) -> Surveyor:
 
 async def test_every_device_and_every_directed_link_is_asked_for() -> None:
     peers = FakePeers()
-    told = await surveyor(peers).survey(MODEL, DEFAULT_SETTINGS)
-    assert [one.node_id for one in told.machines] == ["a", "b", "c"]
-    assert all(one.layer is not None for one in told.machines)
-    assert {(one.sender, one.receiver) for one in told.links} == {(x, y) for x in "abc" for y in "abc" if x != y}
+    reply = await surveyor(peers).survey(MODEL, DEFAULT_SETTINGS)
+    assert [machine.node_id for machine in reply.machines] == ["a", "b", "c"]
+    assert all(machine.layer is not None for machine in reply.machines)
+    assert {(link.sender, link.receiver) for link in reply.links} == {(x, y) for x in "abc" for y in "abc" if x != y}
     assert not any(known_only for _, known_only, _ in peers.layers)
 
 
 async def test_a_node_that_cannot_keep_8_bit_kv_is_left_out_with_the_reason() -> None:
     peers = FakePeers()
     peers.forms["b"] = ("8bit",)
-    told = await surveyor(peers).survey(MODEL, KV_IN_8_BITS)
-    assert [one.node_id for one in told.machines] == ["b"]
-    assert told.unusable == ("a: it cannot keep KV as 8bit", "c: it cannot keep KV as 8bit")
+    reply = await surveyor(peers).survey(MODEL, KV_IN_8_BITS)
+    assert [machine.node_id for machine in reply.machines] == ["b"]
+    assert reply.unusable == ("a: it cannot keep KV as 8bit", "c: it cannot keep KV as 8bit")
     known = await surveyor(peers).known(MODEL, KV_IN_8_BITS)
-    assert [one.node_id for one in known.machines] == ["b"]
+    assert [machine.node_id for machine in known.machines] == ["b"]
     assert peers.kv == ["8bit", "8bit"], "steps are measured with that KV"
 
 
@@ -138,8 +138,8 @@ async def test_what_is_known_is_measured_again_when_asked() -> None:
 async def test_a_node_that_goes_while_links_are_measured_gets_no_layers() -> None:
     peers = FakePeers()
     peers.gone.add("b")
-    told = await surveyor(peers).survey(MODEL, DEFAULT_SETTINGS)
-    obstacles = {one.node_id: one.obstacle.what if one.obstacle else "" for one in told.machines}
+    reply = await surveyor(peers).survey(MODEL, DEFAULT_SETTINGS)
+    obstacles = {machine.node_id: machine.obstacle.what if machine.obstacle else "" for machine in reply.machines}
     assert obstacles == {"a": "", "b": "node b is not in the cluster now", "c": ""}
 
 
@@ -149,19 +149,23 @@ async def test_a_node_that_takes_no_new_connections_gets_no_layers_and_its_ports
     peers = FakePeers()
     peers.shut = {("a", "b"), ("c", "b")}
     peers.silent = set() if asked_before else {"b"}
-    told = await surveyor(peers).survey(MODEL, DEFAULT_SETTINGS)
-    (error,) = (one.obstacle for one in told.machines if one.obstacle is not None)
+    reply = await surveyor(peers).survey(MODEL, DEFAULT_SETTINGS)
+    (error,) = (machine.obstacle for machine in reply.machines if machine.obstacle is not None)
     assert (error.node, error.what) == ("b", "a does not reach b")
     assert "let TCP ports 7117-7133 through the firewall of b" in error.next_step
-    assert not any("b" in (link.sender, link.receiver) and link.receiver == "b" for link in told.links)
+    assert not any("b" in (link.sender, link.receiver) and link.receiver == "b" for link in reply.links)
 
 
 async def test_what_is_known_is_told_without_measuring_and_the_rest_is_left_out() -> None:
     peers = FakePeers()
     peers.unknown, peers.gone = {"b"}, {"c"}
-    told = await surveyor(peers).known(MODEL, DEFAULT_SETTINGS)
-    assert {one.node_id: one.layer is not None for one in told.machines} == {"a": True, "b": False, "c": False}
-    assert {one.sender for one in told.links} == {"a", "b"}
+    reply = await surveyor(peers).known(MODEL, DEFAULT_SETTINGS)
+    assert {machine.node_id: machine.layer is not None for machine in reply.machines} == {
+        "a": True,
+        "b": False,
+        "c": False,
+    }
+    assert {link.sender for link in reply.links} == {"a", "b"}
     assert all(known_only for *_, known_only in peers.links)
 
 
@@ -200,7 +204,7 @@ async def test_links_are_kept_a_while_and_told_with_what_the_host_takes() -> Non
     probes = CountingProbes(peers=cast("Any", peers), clock=clock, timeouts=cast("Any", None), network=None)
     assert probes.known(["b"]) == []
     found = await probes.measure(["b"])
-    assert [one.receiver for one in found.links] == ["a", "b"]
+    assert [link.receiver for link in found.links] == ["a", "b"]
     await probes.measure(["b"])
     assert probes.measured == 1
     await probes.measure(["b"], fresh=True)
@@ -208,7 +212,7 @@ async def test_links_are_kept_a_while_and_told_with_what_the_host_takes() -> Non
     clock.advance(11)
     await probes.measure(["b"], fresh=True)
     clock.advance(3600)
-    assert [one.receiver for one in probes.known(["b"])] == ["a", "b"], "old figures are better than none"
+    assert [link.receiver for link in probes.known(["b"])] == ["a", "b"], "old figures are better than none"
     await probes.measure(["b"])
     assert probes.measured == 3
 
@@ -221,10 +225,10 @@ async def test_a_known_model_is_planned_before_any_machine_has_it() -> None:
     peers = FakePeers()
     fields = dict.fromkeys(("ids", "local", "gateway", "heartbeats", "book", "tasks"))
     serving = Serving(**cast("Any", fields | {"peers": peers, "models": NoModels(), "surveyor": surveyor(peers)}))
-    told = await serving.survey("Qwen3 4B", DEFAULT_SETTINGS)
-    assert (told.model, len(told.machines)) == ("qwen3-4b:q4_k_m", 3)
-    assert all(one.layer is not None for one in told.machines)
-    assert cluster_of(told).config == named_model("qwen3-4b")[0]
+    reply = await serving.survey("Qwen3 4B", DEFAULT_SETTINGS)
+    assert (reply.model, len(reply.machines)) == ("qwen3-4b:q4_k_m", 3)
+    assert all(machine.layer is not None for machine in reply.machines)
+    assert cluster_of(reply).config == named_model("qwen3-4b")[0]
     for name in ("gpt-9", "org/unheard-of"):
         with pytest.raises(ModelUnknown, match="is in the cluster"):
             await serving.survey(name, DEFAULT_SETTINGS)
@@ -236,7 +240,7 @@ async def test_a_link_that_takes_no_connection_is_told_beside_the_others() -> No
     probes.dropped = frozenset("b")
     found = await probes.measure(["b", "c"])
     assert found.unreached == ("b",)
-    assert [one.receiver for one in found.links] == ["a", "c"]
+    assert [link.receiver for link in found.links] == ["a", "c"]
 
 
 async def test_a_lone_machine_is_not_measured_before_it_serves() -> None:

@@ -143,10 +143,10 @@ def test_a_skew_that_is_no_skew_is_refused() -> None:
 
 
 def test_progress_is_told_per_layer() -> None:
-    told: list[LoadProgress] = []
-    EmulatedBackend(BackendOptions()).load([whole(CONFIG)], EmulatedWeights(CONFIG), told.append)
-    assert [item.tensors_done for item in told] == [1, 2, 3, 4]
-    assert told[-1].bytes_done == told[-1].bytes_total > 0
+    progress: list[LoadProgress] = []
+    EmulatedBackend(BackendOptions()).load([whole(CONFIG)], EmulatedWeights(CONFIG), progress.append)
+    assert [item.tensors_done for item in progress] == [1, 2, 3, 4]
+    assert progress[-1].bytes_done == progress[-1].bytes_total > 0
 
 
 def test_no_tensor_can_be_read() -> None:

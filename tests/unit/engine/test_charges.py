@@ -17,7 +17,7 @@ def test_remedies_are_told_until_a_request_gets_further() -> None:
     lost = EpochEnded(epoch=Epoch(1, EngineId("e")), error=StageLost("it died"))
     for second in range(3):
         charges.ended(lost, NodeId("b"), served_s=1.0, now_s=START_S + second)
-    told = charges.broken("m", lost.error, 1.0).fact
-    assert told == "3 attempts in a row ended without a token: it died; tried: a placement without b"
+    fact = charges.broken("m", lost.error, 1.0).fact
+    assert fact == "3 attempts in a row ended without a token: it died; tried: a placement without b"
     charges.progressed(EpochProgress(further=True))
     assert charges.broken("m", lost.error, 1.0).fact == "it died"

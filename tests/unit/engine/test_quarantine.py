@@ -33,7 +33,9 @@ def site(index: int, *, port: int = 7119) -> StageSite:
 
 
 def placed(order: str) -> ServeSpec:
-    stages = [StagePlacement(node_id=NodeId(one), slices=(part,)) for one, part in zip(order, SLICES, strict=True)]
+    stages = [
+        StagePlacement(node_id=NodeId(node_id), slices=(part,)) for node_id, part in zip(order, SLICES, strict=True)
+    ]
     return ServeSpec(model="m", stages=tuple(stages[::-1]))
 
 
@@ -43,9 +45,9 @@ def test_a_link_that_failed_is_not_used_in_its_direction_for_a_while() -> None:
     assert not quarantine.allows(placed("ab"), START_S + 1.0)
     assert quarantine.allows(placed("ba"), START_S + 1.0)
     assert not quarantine.nodes(START_S + 1.0)
-    [told] = quarantine.left_out(START_S + 10.0)
-    assert (told.node_id, told.other_id, told.seconds) == ("a", "b", 20.0)
-    assert told.reason == "no connection could be made in that direction"
+    [quarantined] = quarantine.left_out(START_S + 10.0)
+    assert (quarantined.node_id, quarantined.other_id, quarantined.seconds) == ("a", "b", 20.0)
+    assert quarantined.reason == "no connection could be made in that direction"
     assert quarantine.allows(placed("ab"), START_S + 30.0)
     assert not quarantine.left_out(START_S + 30.0)
 

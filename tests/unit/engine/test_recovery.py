@@ -149,7 +149,10 @@ def test_a_first_start_that_misses_a_link_looks_for_another_placement() -> None:
 def test_another_fault_during_a_move_begins_anew() -> None:
     steps = Steps(HERE).serve()
     steps.handle(MoveProposed(plan=THERE))
-    assert [type(one) for one in steps.ended(StageLost("its connection broke", node="b"))] == [Abandon, AskPlacement]
+    assert [type(command) for command in steps.ended(StageLost("its connection broke", node="b"))] == [
+        Abandon,
+        AskPlacement,
+    ]
 
 
 def test_a_machine_that_is_lost_while_it_prepares_ends_the_attempt_and_not_the_recovery() -> None:
@@ -354,7 +357,9 @@ def test_with_one_machine_only_the_request_in_all_epochs_without_progress_is_ref
         [prepare] = steps.planned_after_pause(ask, HERE)
         assert not isinstance(prepare, Refuse), "the others wait"
         *commands, opening = steps.prepared(prepare)
-        assert [type(one) for one in commands] == [[], [Suspect], [Suspect], [Suspect, RefuseOne]][round_number - 1]
+        assert [type(command) for command in commands] == [[], [Suspect], [Suspect], [Suspect, RefuseOne]][
+            round_number - 1
+        ]
         steps.opened(opening)
 
 
@@ -405,7 +410,7 @@ def test_an_engine_that_has_served_never_gives_up() -> None:
         commands = steps.planned(ask, HERE)
         [prepare] = commands
         failed = PreparationFailed(attempt=prepare.attempt, error=StepFailed("not now"))  # type: ignore[union-attr]
-        refused |= any(isinstance(one, Refuse) for one in steps.handle(failed))
+        refused |= any(isinstance(command, Refuse) for command in steps.handle(failed))
         assert steps.core.wake_at_s is not None
         steps.now_s = steps.core.wake_at_s
         [ask] = steps.handle(Tick())

@@ -138,7 +138,7 @@ def test_cutting_the_model_only_rounds_what_travels(kind: ActivationType) -> Non
     config = tiny_config()
     source = MemorySource(config, random_weights(config))
     options = cpu_options(activation_type=kind)
-    one = Chain(source, options=options).run(PROMPT, [row(0, 45, (0, 3))])
+    whole = Chain(source, options=options).run(PROMPT, [row(0, 45, (0, 3))])
     cut = Chain(source, ranges=[(0, 1), (1, 2), (2, 3)], options=options).run(PROMPT, [row(0, 45, (0, 3))])
     tolerance = 1e-5 if kind is ActivationType.FLOAT32 else 3e-2
-    assert float(np.abs(one - cut).max()) < tolerance * float(np.abs(one).max())
+    assert float(np.abs(whole - cut).max()) < tolerance * float(np.abs(whole).max())

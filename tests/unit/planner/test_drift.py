@@ -39,7 +39,7 @@ HALVES = placed(15, 13)
 
 
 def forecast(cluster: Cluster = CLUSTER) -> Forecast:
-    ring = Ring(DEMAND, HALVES, {one.node_id: one for one in cluster.machines}, cluster.links)
+    ring = Ring(DEMAND, HALVES, {machine.node_id: machine for machine in cluster.machines}, cluster.links)
     return ring.of(2, 16)
 
 
@@ -68,7 +68,7 @@ def seen(*, slower: float = 1.0, later_s: float = 0.0, rate: float = 1.0) -> See
     ],
 )
 def test_times_leave_the_plan_when_they_differ_clearly(shown: Seen, left: list[str]) -> None:
-    assert [one.place for one in departures(forecast(), shown)] == left
+    assert [departure.place for departure in departures(forecast(), shown)] == left
 
 
 def test_a_corrected_cluster_shows_what_the_ring_showed() -> None:
@@ -95,12 +95,12 @@ def test_a_machine_that_got_slower_gets_fewer_layers() -> None:
     before = plan(DEMAND, CLUSTER.machines, CLUSTER.links)
     slowed = corrected(CLUSTER, HALVES, forecast(), seen(slower=2.0))
     after = plan(DEMAND, slowed.machines, slowed.links)
-    count = {one.machine.name: len(one.part.layers) for one in after.stages}
-    assert count["b"] < {one.machine.name: len(one.part.layers) for one in before.stages}["b"]
+    count = {stage.machine.name: len(stage.part.layers) for stage in after.stages}
+    assert count["b"] < {stage.machine.name: len(stage.part.layers) for stage in before.stages}["b"]
 
 
 def test_moving_costs_what_is_loaded_fetched_and_computed_again() -> None:
-    rooms = {one.node_id: one.room for one in CLUSTER.machines}
+    rooms = {machine.node_id: machine.room for machine in CLUSTER.machines}
 
     def cost(after: tuple[Placed, ...], missing: int = 0) -> MoveCost:
         return move_cost(

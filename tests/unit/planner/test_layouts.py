@@ -56,7 +56,7 @@ def test_replicas_serve_every_request_once() -> None:
     work = workload(users=7, requests=25)
     assert [share.concurrency for share in shares(work, 2)] == [4, 3]
     both = layout("replicas", work)
-    assert [one.index for one in both.requests] == list(range(25))
+    assert [request.index for request in both.requests] == list(range(25))
     assert both.output_tokens == 25 * 16
     assert len(both.stages) == 4
 
@@ -121,14 +121,20 @@ def test_more_slices_than_layers_are_refused() -> None:
 
 
 def test_the_verdict_names_the_faster_one() -> None:
-    one, two = layout("pipeline", workload()), layout("replicas", workload())
-    text = verdict([("pipeline", one), ("replicas", two)])
-    assert text.startswith("replicas gives" if two.output_tokens_per_s > one.output_tokens_per_s else "pipeline gives")
-    assert "about the same" in verdict([("pipeline", one), ("replicas", one)])
+    pipeline, two = layout("pipeline", workload()), layout("replicas", workload())
+    text = verdict([("pipeline", pipeline), ("replicas", two)])
+    assert text.startswith(
+        "replicas gives" if two.output_tokens_per_s > pipeline.output_tokens_per_s else "pipeline gives"
+    )
+    assert "about the same" in verdict([("pipeline", pipeline), ("replicas", pipeline)])
 
 
 def test_first_words_that_differ_by_few_percent_come_equally_soon() -> None:
-    one = layout("pipeline", workload())
-    late, later = (replace(one, ttft_s=replace(one.ttft_s, p50=one.ttft_s.p50 * factor)) for factor in (1.02, 1.25))
-    assert verdict([("a", late), ("b", one)]).endswith("first words come equally soon")
-    assert verdict([("a", later), ("b", one)]).endswith("first words come soonest with b, in 0.80x of the longest time")
+    report = layout("pipeline", workload())
+    late, later = (
+        replace(report, ttft_s=replace(report.ttft_s, p50=report.ttft_s.p50 * factor)) for factor in (1.02, 1.25)
+    )
+    assert verdict([("a", late), ("b", report)]).endswith("first words come equally soon")
+    assert verdict([("a", later), ("b", report)]).endswith(
+        "first words come soonest with b, in 0.80x of the longest time"
+    )

@@ -161,7 +161,7 @@ def test_a_70b_at_four_bits_fits_two_cards_of_24_gb_and_at_sixteen_it_does_not()
     with pytest.raises(NoFeasiblePlacement):
         planned("llama-3.3-70b:q5_k_m", "2x rtx4090")
     short = shortage_of(Demand(config=named_shape("llama-3.3-70b")), cluster("llama-3.3-70b", "2x rtx4090").machines)
-    assert [(one.what, one.enough) for one in short.helps if ":q4_k_m" in one.what] == [
+    assert [(remedy.what, remedy.enough) for remedy in short.helps if ":q4_k_m" in remedy.what] == [
         ("take a smaller type of it (:q4_k_m)", True)
     ]
     assert short.weight_bytes == pytest.approx(141.1e9, rel=0.001)
@@ -179,7 +179,7 @@ def test_a_70b_at_four_bits_fits_two_cards_of_24_gb_and_at_sixteen_it_does_not()
 def test_the_best_smaller_type_that_fits_is_named(name: str, devices: str, advice: str, enough: bool) -> None:
     config, weights = named_model(name)
     short = shortage_of(Demand(config=config, weights=weights), cluster(name, devices).machines)
-    found = [(one.what, one.enough) for one in short.helps if "smaller type" in one.what]
+    found = [(remedy.what, remedy.enough) for remedy in short.helps if "smaller type" in remedy.what]
     assert found == ([(f"take a smaller type of it ({advice})", enough)] if advice else [])
 
 
@@ -188,9 +188,9 @@ def test_8_bit_kv_is_named_where_it_helps() -> None:
     demand = Demand(config=config, weights=weights, must_keep_tokens=4096)
     machines = cluster("llama-3.3-70b:q4_k_m", "2x rtx4090").machines
     short = shortage_of(demand, machines)
-    assert ("--kv 8bit", True) in [(one.what, one.enough) for one in short.helps]
+    assert ("--kv 8bit", True) in [(remedy.what, remedy.enough) for remedy in short.helps]
     halved = [replace(machine, room=replace(machine.room, kv="8bit")) for machine in machines]
-    assert not any("--kv" in one.what for one in shortage_of(demand, halved).helps)
+    assert not any("--kv" in remedy.what for remedy in shortage_of(demand, halved).helps)
 
 
 @given(
@@ -272,8 +272,8 @@ def test_decode_takes_the_time_of_the_bytes_and_a_long_prompt_pays_for_widening(
     found = packed.slice_cost(part)
     assert found.read_s + found.expert_read_s == pytest.approx(num_bytes / device.bandwidth_bytes_per_s)
     assert packed.mean_cost(config.num_layers, head=False) == packed.slice_cost(part)
-    one, many = StepWork.of_rows([64], [1], logit_rows=0), StepWork.of_rows([0], [512], logit_rows=0)
-    assert packed.slice_cost(part).step_s(one) <= wide.slice_cost(part).step_s(one)
+    decode, many = StepWork.of_rows([64], [1], logit_rows=0), StepWork.of_rows([0], [512], logit_rows=0)
+    assert packed.slice_cost(part).step_s(decode) <= wide.slice_cost(part).step_s(decode)
     if weights.packed:
         extra_s = (num_bytes + wide.weight_bytes([part])) / device.bandwidth_bytes_per_s
         assert packed.slice_cost(part).widen_s == pytest.approx(extra_s)

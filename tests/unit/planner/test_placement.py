@@ -35,7 +35,7 @@ def node(name: str, free_bytes: int, *, bytes_per_weight: int = 2) -> NodeRoom:
 
 
 def layers(placed: tuple[Placed, ...]) -> list[str]:
-    return [f"{one.node_id[5:]}:{one.part.layers}" for one in placed]
+    return [f"{stage.node_id[5:]}:{stage.part.layers}" for stage in placed]
 
 
 NEED = Need(config=config(), kv_tokens=512)
@@ -110,12 +110,14 @@ def test_every_layer_once_and_nothing_overfull(
     except EdgepipeError:
         return
     need = Need(config=shape, kv_tokens=256)
-    by_id = {one.node_id: one for one in nodes}
-    assert [layer for one in placed for layer in one.part.layers] == list(range(num_layers))
+    by_id = {node.node_id: node for node in nodes}
+    assert [layer for stage in placed for layer in stage.part.layers] == list(range(num_layers))
     assert placed[0].part.embedding
     assert placed[-1].part.head
-    assert len({one.node_id for one in placed}) == len(placed) == (num_nodes or len(placed))
-    assert all(stage_bytes(need, by_id[one.node_id], one.part) <= by_id[one.node_id].free_bytes for one in placed)
+    assert len({stage.node_id for stage in placed}) == len(placed) == (num_nodes or len(placed))
+    assert all(
+        stage_bytes(need, by_id[stage.node_id], stage.part) <= by_id[stage.node_id].free_bytes for stage in placed
+    )
 
 
 @settings(max_examples=60)

@@ -28,11 +28,11 @@ LAN = Links(assumed=parse_link("1gbit,0.3ms"))
 
 
 def layers(found: Plan) -> str:
-    return ",".join(f"{one.machine.name}:{one.part.layers}" for one in found.stages)
+    return ",".join(f"{stage.machine.name}:{stage.part.layers}" for stage in found.stages)
 
 
 def names(found: Plan) -> set[str]:
-    return {one.machine.name for one in found.stages}
+    return {stage.machine.name for stage in found.stages}
 
 
 def test_one_chat_takes_the_fastest_machines_that_hold_the_model() -> None:
@@ -48,15 +48,15 @@ def test_many_chats_take_more_machines_and_balance_their_time() -> None:
     assert len(found.stages) == 4
     steps = found.many.step_s
     assert max(steps) < 1.2 * min(steps)  # a layer more or less, and the head
-    one = plan(Demand(config=BIG), machines("4x rtx4090", BIG), LAN)
-    assert found.many.tokens_per_s > one.many.tokens_per_s
-    assert found.single.tokens_per_s <= one.single.tokens_per_s
+    for_one_chat = plan(Demand(config=BIG), machines("4x rtx4090", BIG), LAN)
+    assert found.many.tokens_per_s > for_one_chat.many.tokens_per_s
+    assert found.single.tokens_per_s <= for_one_chat.single.tokens_per_s
 
 
 def test_every_machine_that_is_left_out_has_a_reason() -> None:
     able = [*machines("rtx4090, m4", SMALL), machine("tiny", "m4", SMALL, free_bytes=GB // 10)]
     found = plan(Demand(config=SMALL), able, LAN, Constraints(exclude=()))
-    reasons = {one.machine.name: one.reason for one in found.left_out}
+    reasons = {left_out.machine.name: left_out.reason for left_out in found.left_out}
     assert reasons.keys() == {"b", "tiny"}
     assert "it would slow each token by" in reasons["b"]
     assert "cannot hold one layer" in reasons["tiny"]
@@ -65,10 +65,10 @@ def test_every_machine_that_is_left_out_has_a_reason() -> None:
 def test_a_context_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
     config = named_shape("qwen2.5-32b")
     able = machines("4x rtx4090", config)
-    with pytest.raises(NoFeasiblePlacement) as told:
+    with pytest.raises(NoFeasiblePlacement) as caught:
         plan(Demand(config=config, context_tokens=131072, must_keep_tokens=131072), able, LAN)
-    most = int(told.value.next_step.split()[2])
-    assert told.value.next_step.startswith(f"give --context {most} or less")
+    most = int(caught.value.next_step.split()[2])
+    assert caught.value.next_step.startswith(f"give --context {most} or less")
     plan(Demand(config=config, context_tokens=most, must_keep_tokens=most), able, LAN)
     with pytest.raises(NoFeasiblePlacement):
         plan(Demand(config=config, context_tokens=most + 256, must_keep_tokens=most + 256), able, LAN)
@@ -76,7 +76,7 @@ def test_a_context_that_does_not_fit_is_refused_with_the_largest_that_does() -> 
 
 def test_nodes_that_do_not_reach_each_other_are_no_neighbours() -> None:
     able = machines("3x rtx4090", BIG)
-    a, b, c = (one.node_id for one in able)
+    a, b, c = (machine.node_id for machine in able)
     apart = replace(LAN, broken=frozenset({(a, b), (b, a)}))
     found = plan(Demand(config=BIG), able, apart, Constraints(num_nodes=3))
     assert [stage.machine.node_id for stage in found.stages][1] == c
@@ -101,12 +101,12 @@ def test_a_link_that_fails_one_way_turns_the_ring_round(objective: Objective) ->
 
 
 def test_a_survey_tells_which_links_carry_nothing() -> None:
-    told = SurveyReply(
+    survey = SurveyReply(
         model="tiny",
         model_config=json.dumps(config_to_json(SMALL)),
         broken=(BrokenLink(node_id=NodeId("a"), other_id=NodeId("b")),),
     )
-    links = cluster_of(told).links
+    links = cluster_of(survey).links
     assert links.broken == {(NodeId("a"), NodeId("b"))}
     assert links.between(NodeId("a"), NodeId("b")).shape.one_way_s > 1e5
 
@@ -118,7 +118,7 @@ def test_a_slow_link_costs_its_machine_the_place() -> None:
     for other in "bc":
         links = links.with_shape(NodeId("a"), NodeId(other), wifi).with_shape(NodeId(other), NodeId("a"), wifi)
     small = plan(Demand(config=BIG, objective=Objective.THROUGHPUT), machines("3x rtx4090", BIG)[1:] + able[:1], links)
-    used = [one.machine.name for one in small.stages]
+    used = [stage.machine.name for stage in small.stages]
     assert used[0] == "a" or used[-1] == "a"  # all three are needed; at an end only one slow upload is paid
 
 
@@ -164,10 +164,10 @@ def test_what_fits_nowhere_is_added_up_and_what_helps_is_named() -> None:
     short = shortage_of(demand, able)
     assert short.needed_bytes == short.weight_bytes + short.kv_bytes
     assert short.missing_bytes == short.needed_bytes - short.free_bytes
-    helps = {one.what: one for one in short.helps}
+    helps = {remedy.what: remedy for remedy in short.helps}
     assert helps["close other programs on a"].gain_bytes == 3 * GB
     assert helps["--context 4096"].gain_bytes == short.kv_bytes * 7 // 8
-    assert any(one.enough and "machine" in one.what for one in short.helps)
+    assert any(remedy.enough and "machine" in remedy.what for remedy in short.helps)
 
 
 def test_the_engine_is_beside_the_first_stage_unless_another_way_is_shorter() -> None:
@@ -183,11 +183,11 @@ def test_the_engine_is_beside_the_first_stage_unless_another_way_is_shorter() ->
 def test_figures_of_a_placement_add_up() -> None:
     able = machines("2x rtx4090, m4max", BIG)
     found = describe(Demand(config=BIG), place_by_plan_of(able, "a:0-20,b:21-41,c:42-63"), able, LAN)
-    one = found.single
-    hops = sum(hop.upload_s + hop.latency_s for hop in one.hops)
-    assert one.turn_s == pytest.approx(sum(one.step_s) + hops + one.closing_s)
-    assert one.tokens_per_s == pytest.approx(1 / one.turn_s)
-    assert found.many.tokens_per_s > one.tokens_per_s
+    forecast = found.single
+    hops = sum(hop.upload_s + hop.latency_s for hop in forecast.hops)
+    assert forecast.turn_s == pytest.approx(sum(forecast.step_s) + hops + forecast.closing_s)
+    assert forecast.tokens_per_s == pytest.approx(1 / forecast.turn_s)
+    assert found.many.tokens_per_s > forecast.tokens_per_s
     assert found.many.bottleneck == "stage 2"
     assert not found.measured
 
@@ -195,7 +195,7 @@ def test_figures_of_a_placement_add_up() -> None:
 def place_by_plan_of(able, text: str) -> tuple[Placed, ...]:
     from edgepipe.planner.placement import Need
 
-    rooms = [one.room for one in able]
+    rooms = [machine.room for machine in able]
     return place_by_plan(Need(config=BIG, kv_tokens=512), rooms, text)
 
 

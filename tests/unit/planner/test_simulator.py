@@ -66,8 +66,8 @@ def utilisation(ring: Imagined, micro_batches: int, slowest: float, *, tokens: i
 
 def test_hosts_take_their_part_of_a_turn_and_none_of_a_device() -> None:
     ring = ring_of([0.1, 0.3], upload=0.01, latency=0.02)
-    slow = replace(ring, ring=replace(ring.ring, stages=[replace(one, host_s=0.005) for one in ring.ring.stages]))
-    turn_s, slow_turn_s = (0.3 / utilisation(one, 1, 0.3) for one in (ring, slow))
+    slow = replace(ring, ring=replace(ring.ring, stages=[replace(stage, host_s=0.005) for stage in ring.ring.stages]))
+    turn_s, slow_turn_s = (0.3 / utilisation(imagined, 1, 0.3) for imagined in (ring, slow))
     assert turn_s == pytest.approx(0.1 + 0.3 + 2 * (0.01 + 0.02))
     assert slow_turn_s - turn_s == pytest.approx(hop_host_s(0.005, 1) + turn_host_s(0.005, 1))
     assert utilisation(slow, 4, 0.3) > 0.97  # others compute meanwhile
@@ -160,9 +160,9 @@ def test_steps_that_repeat_come_out_as_if_each_had_been_scheduled(name: str, mon
     assert [(step.step, step.decode_rows, step.used_blocks, step.micro_batches) for step in quick.steps] == [
         (step.step, step.decode_rows, step.used_blocks, step.micro_batches) for step in slow.steps
     ]
-    for one, other in zip(quick.requests, slow.requests, strict=True):
-        assert one.token_times_s == pytest.approx(other.token_times_s)
-        assert (one.cached_tokens, one.error) == (other.cached_tokens, other.error)
+    for request, other in zip(quick.requests, slow.requests, strict=True):
+        assert request.token_times_s == pytest.approx(other.token_times_s)
+        assert (request.cached_tokens, request.error) == (other.cached_tokens, other.error)
     assert [step.stages[-1][1] for step in quick.steps] == pytest.approx([step.stages[-1][1] for step in slow.steps])
     assert quick.facts == slow.facts
 
@@ -252,7 +252,7 @@ def test_a_trace_and_poisson_arrivals_come_when_they_should() -> None:
     assert trace.requests[0].token_times_s[-1] < 30.0 < trace.requests[1].token_times_s[0]
     poisson = make_workload(WorkloadSpec(arrivals=Arrivals.POISSON, rate_per_s=2.0, num_requests=10))
     report = served(gpus(), poisson)
-    assert [record.arrival_s for record in report.requests] == [one.arrival_s for one in poisson.requests]
+    assert [record.arrival_s for record in report.requests] == [request.arrival_s for request in poisson.requests]
     assert report.num_failed == 0
 
 

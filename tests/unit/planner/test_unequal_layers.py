@@ -141,7 +141,7 @@ def test_the_plan_balances_time_not_layers(objective: Objective) -> None:
     config = unequal_model(dense=8, experts=24, inner=32_832, of=16, used=1)
     demand = Demand(config=config, objective=objective, concurrency=2, context_tokens=1024)
     able = machines("2x rtx4090", config)
-    able = [replace(one, room=replace(one.room, free_bytes=20 * GB)) for one in able]
+    able = [replace(machine, room=replace(machine.room, free_bytes=20 * GB)) for machine in able]
     found = plan(demand, able, LAN)
     assert found.gap == pytest.approx(0, abs=1e-9)
     if objective is Objective.THROUGHPUT:
@@ -178,10 +178,10 @@ def test_a_measured_mean_is_shared_between_kinds_of_layers(device: DeviceProfile
     speed = measured_speed(profile(), device, model)
     for rows in (1, 4, 16, 64):
         parts = speed.parts(StepWork.of_rows([63] * rows, [1] * rows, logit_rows=0))
-        point = next(one for one in profile().decode if one.size == rows)
+        point = next(measured for measured in profile().decode if measured.size == rows)
         assert parts.layer_s.mean() == pytest.approx(point.seconds)
-    one, many = (speed.parts(StepWork.of_rows([63] * rows, [1] * rows, logit_rows=0)) for rows in (1, 64))
-    assert one.layer_s[0] / one.layer_s[5] > 2 * many.layer_s[0] / many.layer_s[5], "64 rows read most experts"
+    single, many = (speed.parts(StepWork.of_rows([63] * rows, [1] * rows, logit_rows=0)) for rows in (1, 64))
+    assert single.layer_s[0] / single.layer_s[5] > 2 * many.layer_s[0] / many.layer_s[5], "64 rows read most experts"
 
 
 def test_rows_between_measured_ones_read_experts_as_predicted() -> None:

@@ -28,13 +28,13 @@ def cluster(devices: str, link: str = "1gbit,0.3ms") -> Cluster:
 
 
 def names(found: Cluster) -> list[str]:
-    return [one.name for one in found.machines]
+    return [machine.name for machine in found.machines]
 
 
 def test_machines_come_and_go() -> None:
     found = changed(cluster("2x rtx4090"), "add m4max, remove a, add rtx4090")
     assert names(found) == ["b", "new m4max", "new rtx4090"]
-    assert len({one.node_id for one in found.machines}) == 3
+    assert len({machine.node_id for machine in found.machines}) == 3
 
 
 def test_links_change_everywhere_or_at_one_node() -> None:
@@ -42,9 +42,9 @@ def test_links_change_everywhere_or_at_one_node() -> None:
     everywhere = changed(before, "link 2.5gbit,0.1ms").links
     assert everywhere.between(NodeId("a"), NodeId("c")).shape == parse_link("2.5gbit,0.1ms")
     assert changed(before, "link wifi").links.between(NodeId("a"), NodeId("b")).shape == parse_link("wifi")
-    one = changed(before, "link b 100mbit").links
-    assert one.between(NodeId("a"), NodeId("b")).shape.bytes_per_s == 12.5e6
-    assert one.between(NodeId("a"), NodeId("c")).shape == parse_link("1gbit,0.3ms")
+    slower = changed(before, "link b 100mbit").links
+    assert slower.between(NodeId("a"), NodeId("b")).shape.bytes_per_s == 12.5e6
+    assert slower.between(NodeId("a"), NodeId("c")).shape == parse_link("1gbit,0.3ms")
 
 
 def test_memory_is_what_the_machine_then_has() -> None:
@@ -74,7 +74,7 @@ def test_a_slow_network_is_helped_by_cables_first() -> None:
     found = helps(demand, slow, base, Constraints())
     assert found[0].what.startswith("cables of")
     assert found[0].gain_over(base) > 0.5
-    gains = [one.gain_over(base) for one in found]
+    gains = [option.gain_over(base) for option in found]
     assert gains == sorted(gains, reverse=True)
 
 
@@ -92,7 +92,9 @@ def test_a_plan_by_hand_is_compared_with_what_would_be_done_and_helped_by_nothin
 def test_a_single_machine_that_cannot_hold_the_model_is_said_to() -> None:
     there = cluster("4x rtx4090")
     base = plan(Demand(config=BIG), there.machines, there.links)
-    single = next(one for one in alternatives(Demand(config=BIG), there, base, Constraints()) if "single" in one.what)
+    single = next(
+        option for option in alternatives(Demand(config=BIG), there, base, Constraints()) if "single" in option.what
+    )
     assert single.plan is None
     assert "needs" in single.why_not
 
@@ -100,25 +102,28 @@ def test_a_single_machine_that_cannot_hold_the_model_is_said_to() -> None:
 def test_a_preview_is_plain_json_that_says_what_the_plan_says() -> None:
     there = cluster("4x rtx4090")
     shown = preview(Demand(config=BIG), there, Constraints())
-    told = json.loads(json.dumps(preview_as_dict(shown)))
-    assert told["model"] == "qwen2.5-32b"
-    assert told["plan"] == plan_text(shown.plan)
-    assert sum(int(one["layers"].split("-")[1]) - int(one["layers"].split("-")[0]) + 1 for one in told["stages"]) == 64
-    assert len(told["links"]) == len(told["stages"]) - 1
-    assert told["source"] == "estimated"
-    assert told["what_if"] is None
-    assert told["one_chat_tokens_per_s"] == pytest.approx(1 / told["token_s"], rel=0.01)
-    assert all(0 <= one["busy"] <= 1 for one in plan_as_dict(shown.plan)["stages"])
-    again = plan(Demand(config=BIG), there.machines, there.links, Constraints(layers=told["plan"]))
+    as_json = json.loads(json.dumps(preview_as_dict(shown)))
+    assert as_json["model"] == "qwen2.5-32b"
+    assert as_json["plan"] == plan_text(shown.plan)
+    assert (
+        sum(int(stage["layers"].split("-")[1]) - int(stage["layers"].split("-")[0]) + 1 for stage in as_json["stages"])
+        == 64
+    )
+    assert len(as_json["links"]) == len(as_json["stages"]) - 1
+    assert as_json["source"] == "estimated"
+    assert as_json["what_if"] is None
+    assert as_json["one_chat_tokens_per_s"] == pytest.approx(1 / as_json["token_s"], rel=0.01)
+    assert all(0 <= stage["busy"] <= 1 for stage in plan_as_dict(shown.plan)["stages"])
+    again = plan(Demand(config=BIG), there.machines, there.links, Constraints(layers=as_json["plan"]))
     assert again.placed == shown.plan.placed
 
 
 def test_a_shortage_as_plain_values_adds_up() -> None:
     there = cluster("2x rtx4090")
-    told = shortage_as_dict(shortage_of(Demand(config=BIG), there.machines))
-    assert told["missing_bytes"] == told["needed_bytes"] - told["free_bytes"] > 0
-    assert told["free_bytes"] == sum(one["free_bytes"] for one in told["machines"])
-    assert any(one["enough"] for one in told["helps"])
+    as_json = shortage_as_dict(shortage_of(Demand(config=BIG), there.machines))
+    assert as_json["missing_bytes"] == as_json["needed_bytes"] - as_json["free_bytes"] > 0
+    assert as_json["free_bytes"] == sum(machine["free_bytes"] for machine in as_json["machines"])
+    assert any(remedy["enough"] for remedy in as_json["helps"])
 
 
 def test_models_that_fit_come_first_the_largest_of_them() -> None:
@@ -127,22 +132,27 @@ def test_models_that_fit_come_first_the_largest_of_them() -> None:
         (name, known_cluster(["m4max"], named_shape(name), link=parse_link("ideal")).machines) for name in sizes
     ]
     found = which_fit(clusters, cluster("m4max").links)
-    assert [one.model for one in found] == ["qwen2.5-14b", "qwen2.5-7b", "llama-3.3-70b"]
+    assert [fit.model for fit in found] == ["qwen2.5-14b", "qwen2.5-7b", "llama-3.3-70b"]
     assert found[-1].plan is None
 
 
 def test_only_memory_that_can_be_bought_is_advised() -> None:
     """A GPU's and a Mac's is what it is; a PC that computes on its CPU takes another module."""
     whole = cluster("rtx4090, m4max")
-    as_cpu = [replace(one, device="EPYC", room=replace(one.room, shares_host_memory=True)) for one in whole.machines]
+    as_cpu = [
+        replace(machine, device="EPYC", room=replace(machine.room, shares_host_memory=True))
+        for machine in whole.machines
+    ]
     for machines, advised in ((whole.machines, False), (tuple(as_cpu), True)):
         tight = replace(whole, machines=machines)
         base = plan(Demand(config=BIG), tight.machines, tight.links)
-        told = [one.what for one in helps(base.demand, tight, base, Constraints())]
-        assert any("8 GB more RAM in a" in what for what in told) is advised
-        assert not any("8 GB more on" in what for what in told)
+        advice = [advice.what for advice in helps(base.demand, tight, base, Constraints())]
+        assert any("8 GB more RAM in a" in what for what in advice) is advised
+        assert not any("8 GB more on" in what for what in advice)
 
 
 def test_a_desktop_keeps_its_share_of_every_device() -> None:
-    free = {one.name: one.room.free_bytes / one.total_bytes for one in cluster("rtx4090, m4max").machines}
+    free = {
+        machine.name: machine.room.free_bytes / machine.total_bytes for machine in cluster("rtx4090, m4max").machines
+    }
     assert free == {"a": pytest.approx(22.5 / 24), "b": pytest.approx(0.75)}

@@ -297,7 +297,7 @@ def test_a_step_begins_no_more_than_stages_can_be_told_at_once() -> None:
     world.check_outputs()
     begun = [[sizes[sequence] for sequence in step.registers] for step in world.steps if step.registers]
     assert sum(map(len, begun)) == 12
-    assert all(sum(told) <= 1 << 20 or len(told) == 1 for told in begun)
+    assert all(sum(registered) <= 1 << 20 or len(registered) == 1 for registered in begun)
     assert len(begun) <= 6
     world.assert_invariants()
 

@@ -292,9 +292,9 @@ def facts_of(config: ModelConfig) -> Facts:
 
 @pytest.mark.parametrize("name", FACTS)
 def test_a_published_config_is_read(name: str) -> None:
-    found, told = facts_of(hf_config(CONFIGS[name])), FACTS[name]
-    assert found.weights_b == pytest.approx(told.weights_b, rel=0.01)
-    assert found == replace(told, weights_b=found.weights_b)
+    found, expected = facts_of(hf_config(CONFIGS[name])), FACTS[name]
+    assert found.weights_b == pytest.approx(expected.weights_b, rel=0.01)
+    assert found == replace(expected, weights_b=found.weights_b)
 
 
 def test_every_config_says_where_it_is_from() -> None:
@@ -365,20 +365,20 @@ def test_a_state_that_is_not_computed_is_refused_by_name(name: str, key: str, va
     ["qwen3.6-35b-a3b", "qwen3.6-27b", "qwen3-coder-next", "nemotron-3-nano", "nemotron-3-super", "granite-4.0-h-tiny"],
 )
 def test_a_named_shape_is_that_of_the_published_config(name: str) -> None:
-    shape, told = named_shape(name), hf_config(CONFIGS[name])
+    shape, published = named_shape(name), hf_config(CONFIGS[name])
     assert [prod(size) for size in model_tensors(shape).values()] == [
-        prod(size) for size in model_tensors(told).values()
+        prod(size) for size in model_tensors(published).values()
     ]
-    assert [layer.recurrent for layer in shape.layers] == [layer.recurrent for layer in told.layers]
-    assert (shape.context_length, shape.state_bytes()) == (told.context_length, told.state_bytes())
+    assert [layer.recurrent for layer in shape.layers] == [layer.recurrent for layer in published.layers]
+    assert (shape.context_length, shape.state_bytes()) == (published.context_length, published.state_bytes())
 
 
 def test_time_steps_and_layers_are_read_as_newer_files_write_them() -> None:
     granite, nano = CONFIGS["granite-4.0-h-tiny"], CONFIGS["nemotron-3-nano"]
-    for limits, told in (([0.0, inf], inf), ([0.0, {"__float__": "Infinity"}], inf), ([0.0, 0.5], 0.5)):
+    for limits, limit in (([0.0, inf], inf), ([0.0, {"__float__": "Infinity"}], inf), ([0.0, 0.5], 0.5)):
         found = hf_config(granite | {"time_step_limit": limits}).layers[0].recurrent
         assert isinstance(found, Mamba2)
-        assert found.dt_limits == (0.0, told)
+        assert found.dt_limits == (0.0, limit)
     names = {"M": "mamba", "E": "moe", "*": "attention"}
     kinds = [names[letter] for letter in nano["hybrid_override_pattern"]]
     listed = {key: value for key, value in nano.items() if key not in ("hybrid_override_pattern", "num_hidden_layers")}

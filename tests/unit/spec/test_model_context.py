@@ -23,7 +23,7 @@ def test_qwen25_with_yarn_takes_131072_tokens() -> None:
     assert hf_config(hf_values(**QWEN25, rope_scaling=YARN)).context_length == 131_072
 
 
-@pytest.mark.parametrize("published", PUBLISHED, ids=[one["model"] for one in PUBLISHED])
+@pytest.mark.parametrize("published", PUBLISHED, ids=[model["model"] for model in PUBLISHED])
 def test_a_published_config_has_the_context_that_its_page_names(published: dict[str, Any]) -> None:
     assert hf_config(hf_values(**published["values"])).context_length == published["context"]
 

@@ -147,13 +147,13 @@ def test_different_forms_do_not_join() -> None:
 
 @settings(max_examples=50)
 @given(packed_weights(rows=2), packed_weights(rows=2))
-def test_different_orders_of_columns_do_not_join(one: Packed, other: Packed) -> None:
-    same = one.form == other.form and one.shape == other.shape
-    if not (same and one.order is not None and other.order is not None):
+def test_different_orders_of_columns_do_not_join(first: Packed, other: Packed) -> None:
+    same = first.form == other.form and first.shape == other.shape
+    if not (same and first.order is not None and other.order is not None):
         return
-    if not np.array_equal(one.order, other.order):
+    if not np.array_equal(first.order, other.order):
         with pytest.raises(ValueError, match="order of columns"):
-            concatenate([one, other])
+            concatenate([first, other])
 
 
 @pytest.mark.parametrize("scheme", EXACT)

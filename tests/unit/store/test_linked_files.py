@@ -185,11 +185,11 @@ def test_files_of_another_disk_are_copied_if_there_is_room(
         store.pull(str(weights_file))
     assert names(store.root) == set()
     monkeypatch.setattr("edgepipe.files.disk.free_bytes", lambda _root: free)
-    told: list[PullProgress] = []
-    store.pull(str(weights_file), on_progress=told.append)
+    events: list[PullProgress] = []
+    store.pull(str(weights_file), on_progress=events.append)
     rewrite(weights_file)
     assert compared_bytes(store.resolve("tiny")) == 0
-    assert {each.total_bytes for each in told if each.phase == "copy"} == {weights_file.stat().st_size}
+    assert {each.total_bytes for each in events if each.phase == "copy"} == {weights_file.stat().st_size}
 
 
 def test_a_name_in_common_takes_no_room(store: ModelStore, weights_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

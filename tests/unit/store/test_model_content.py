@@ -167,10 +167,10 @@ def test_a_card_counts_by_what_it_says(giver: StoredModel, tmp_path: Path) -> No
 def forged(manifest: Manifest, metadata: Mapping[str, bytes]) -> Manifest:
     """The genuine hash over other files: a peer chooses what the hash does not cover."""
     files = [
-        replace(one, num_bytes=len(metadata[one.name]), sha256=hashlib.sha256(metadata[one.name]).hexdigest())
-        if one.metadata
-        else one
-        for one in manifest.files
+        replace(file, num_bytes=len(metadata[file.name]), sha256=hashlib.sha256(metadata[file.name]).hexdigest())
+        if file.metadata
+        else file
+        for file in manifest.files
     ]
     return replace(manifest, files=tuple(files))
 
@@ -200,7 +200,7 @@ def test_r4_another_meaning_under_the_genuine_hash_is_refused(
 
 
 def test_the_files_that_are_there_count(giver: StoredModel, taker: ModelStore) -> None:
-    without = replace(giver.manifest, files=tuple(one for one in giver.manifest.files if one.name != TOKENIZER_FILE))
+    without = replace(giver.manifest, files=tuple(file for file in giver.manifest.files if file.name != TOKENIZER_FILE))
     assert without.hash != giver.manifest_hash
     bare = replace(without, files=())
     with pytest.raises(ModelInvalid, match="the peer's model has no"):

@@ -52,14 +52,14 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
 
 
 def pull(hub: FakeHub, root: Path, source: str = REPO, **options: Any) -> PullResult:
-    told = options.pop("told", [])
+    events = options.pop("events", [])
     puller = Puller(root, endpoint=hub.endpoint, pauses=options.pop("pauses", virtual_pauses([])))
-    return puller.pull(source, told.append, dry_run=options.pop("dry_run", False))
+    return puller.pull(source, events.append, dry_run=options.pop("dry_run", False))
 
 
 def test_a_repository_is_pulled_without_what_is_no_data(hub: FakeHub, tmp_path: Path) -> None:
-    told: list[PullProgress] = []
-    result = pull(hub, tmp_path / "store", told=told)
+    events: list[PullProgress] = []
+    result = pull(hub, tmp_path / "store", events=events)
     model = ModelStore(tmp_path / "store").resolve(REPO)
     assert {path.name for path in result.path.iterdir()} == {
         "config.json",
@@ -70,7 +70,7 @@ def test_a_repository_is_pulled_without_what_is_no_data(hub: FakeHub, tmp_path: 
         "manifest.json",
     }
     assert model.open_weights().config.num_layers == 3
-    download = [progress for progress in told if progress.phase == "download"]
+    download = [progress for progress in events if progress.phase == "download"]
     assert download[-1].done_bytes == download[-1].total_bytes == result.total_bytes
     assert parse_pinned(model.manifest.source) == HubSource(repo=REPO, revision=COMMIT)
 
@@ -176,12 +176,12 @@ def test_what_came_before_a_failure_is_not_fetched_again(hub: FakeHub, tmp_path:
 def test_a_pull_outlives_an_outage_of_the_hub(hub: FakeHub, tmp_path: Path) -> None:
     """A large model downloads overnight, so the pull must resume without a person."""
     paused: list[float] = []
-    hub.failing, told = {BIG: [503, 502, 429, 503] * 4}, list[PullProgress]()
-    pull(hub, tmp_path / "store", told=told, pauses=virtual_pauses(paused))
+    hub.failing, events = {BIG: [503, 502, 429, 503] * 4}, list[PullProgress]()
+    pull(hub, tmp_path / "store", events=events, pauses=virtual_pauses(paused))
     assert ModelStore(tmp_path / "store").resolve(REPO)
     assert paused[:2] == [2.0, 4.0]
-    assert [one for one in told if one.phase == "waiting"]
-    downloads = [one for one in told if one.phase == "download"]
+    assert [event for event in events if event.phase == "waiting"]
+    downloads = [event for event in events if event.phase == "download"]
     assert downloads[-1].done_bytes == downloads[-1].total_bytes
 
 
@@ -205,15 +205,15 @@ def test_a_pull_gives_up_after_ten_minutes_without_a_byte(hub: FakeHub, tmp_path
 def test_one_failure_while_headers_are_checked_does_not_end_a_pull(
     hub: FakeHub, tmp_path: Path, fault: int, reason: str
 ) -> None:
-    paused, told = list[float](), list[PullProgress]()
+    paused, events = list[float](), list[PullProgress]()
     if fault:
         hub.failing, hub.failing_after = {FIRST: [fault], BIG: [fault, fault]}, 0
     else:
         hub.cuts = {FIRST: [10], BIG: [100, 0]}
-    pull(hub, tmp_path / "store", told=told, pauses=virtual_pauses(paused))
+    pull(hub, tmp_path / "store", events=events, pauses=virtual_pauses(paused))
     assert ModelStore(tmp_path / "store").resolve(REPO).whole
     assert sorted(paused) == [2.0, 2.0, 4.0]
-    assert any(f"{reason}; asking again in 2 s" in one.note for one in told)
+    assert any(f"{reason}; asking again in 2 s" in event.note for event in events)
 
 
 @pytest.mark.parametrize(

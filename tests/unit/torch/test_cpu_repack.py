@@ -163,7 +163,7 @@ def test_a_file_is_loaded_with_the_same_bits(scheme: str, tmp_path: Path) -> Non
     weights = gguf_weights(tmp_path, scheme)
     compiled, by_numpy = packed_parts(weights, kernels()), packed_parts(weights, NO_KERNELS)
     assert len(compiled) == len(by_numpy) == 2 * 7
-    assert all(same_bits(one, other) for one, other in zip(compiled, by_numpy, strict=True))
+    assert all(same_bits(array, other) for array, other in zip(compiled, by_numpy, strict=True))
 
 
 @needs_kernels

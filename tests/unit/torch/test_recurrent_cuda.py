@@ -107,7 +107,7 @@ class TestValues:
                 rows, kept = made * torch.tensor([[others], [1.0], [others]]).bfloat16(), [*map(torch.clone, states)]
                 slots = torch.tensor([0, 3, 2])
                 found.append([kernel.run(rows, tuple(kept), slots, slots, threads=1)[1], *(each[3] for each in kept)])
-            assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+            assert all(torch.equal(tensor, other) for tensor, other in zip(*found, strict=True))
 
     def test_rows_of_the_other_type_and_scattered_slots_are_refused(self, step_modules: Modules) -> None:
         kernel = MixerStep(step_modules[STEP_FORMS["conv"]], STEP_FORMS["conv"]).of(

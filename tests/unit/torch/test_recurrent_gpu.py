@@ -69,8 +69,8 @@ def test_a_graph_serves_other_slots_than_it_was_recorded_with(name: str, library
         expected = kernel.run(made, eager, read, write, threads=1)
         torch.cuda.synchronize()
         assert torch.equal(found, expected)
-        for one, other in zip(recorded, eager, strict=True):
-            assert torch.equal(one[:8], other[:8])  # both surplus rows wrote to the last slot
+        for graphed, other in zip(recorded, eager, strict=True):
+            assert torch.equal(graphed[:8], other[:8])  # both surplus rows wrote to the last slot
 
 
 @pytest.mark.parametrize("name", MODELS)

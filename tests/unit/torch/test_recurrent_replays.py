@@ -106,11 +106,11 @@ def test_a_recorded_step_gives_the_same_bits_wherever_states_lie(
     found = logits_of(pipeline)
     assert len(replayed) == 10 * len(pipeline.slices), "all but the steps with several tokens of a sequence"
     monkeypatch.setattr(cpu_device, "can_record", lambda *_: False)
-    for one, other in zip(found, logits_of(pipeline_of(config)), strict=True):
-        assert np.array_equal(one, other)
+    for logits, other in zip(found, logits_of(pipeline_of(config)), strict=True):
+        assert np.array_equal(logits, other)
     assert len(replayed) == 10 * len(pipeline.slices)
-    for one, other in zip(found, logits_of(pipeline_of(config, KernelsUnavailable("for a test"))), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * float(np.abs(other).max()))
+    for logits, other in zip(found, logits_of(pipeline_of(config, KernelsUnavailable("for a test"))), strict=True):
+        np.testing.assert_allclose(logits, other, rtol=0, atol=1e-5 * float(np.abs(other).max()))
 
 
 @pytest.mark.parametrize("config", BY_KERNELS.values(), ids=BY_KERNELS)

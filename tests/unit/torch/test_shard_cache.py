@@ -213,9 +213,9 @@ def test_the_layout_has_the_version_of_its_bits() -> None:
 
 def test_the_oldest_files_of_other_loads_make_room(tmp_path: Path) -> None:
     weight = example()
-    one = kept(place_in(tmp_path), INFO, weight)[0].stat().st_size
+    file_bytes = kept(place_in(tmp_path), INFO, weight)[0].stat().st_size
     shutil.rmtree(tmp_path / REPACKED_FOLDER)
-    place = place_in(tmp_path, model_bytes=int(3.2 * one / shard_cache.MOST_SHARE))
+    place = place_in(tmp_path, model_bytes=int(3.2 * file_bytes / shard_cache.MOST_SHARE))
     paths: list[Path] = []
     for index in range(4):
         before = set(place.folder.glob("*"))
@@ -227,8 +227,8 @@ def test_the_oldest_files_of_other_loads_make_room(tmp_path: Path) -> None:
 
 def test_files_of_this_load_stay_and_the_rest_is_not_written(tmp_path: Path) -> None:
     weight = example()
-    one = kept(place_in(tmp_path), INFO, weight)[0].stat().st_size
-    place = place_in(tmp_path, model_bytes=int(2.5 * one / shard_cache.MOST_SHARE))
+    file_bytes = kept(place_in(tmp_path), INFO, weight)[0].stat().st_size
+    place = place_in(tmp_path, model_bytes=int(2.5 * file_bytes / shard_cache.MOST_SHARE))
     infos = [replace(INFO, name=str(index)) for index in range(5)]
     cache = ShardCache(place)
     assert [cache.read(info, None) for info in infos] == [None] * 5
@@ -236,7 +236,7 @@ def test_files_of_this_load_stay_and_the_rest_is_not_written(tmp_path: Path) -> 
         cache.keep(info, None, weight)
     write(cache)
     assert [ShardCache(place).read(info, None) is not None for info in infos] == [True, True, False, False, False]
-    assert sum(path.stat().st_size for path in place.folder.iterdir()) <= 2.5 * one
+    assert sum(path.stat().st_size for path in place.folder.iterdir()) <= 2.5 * file_bytes
 
 
 def test_space_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def survey(model_weights: str, *packings: str) -> SurveyReply:
 def test_each_node_is_planned_by_the_way_it_keeps_weights() -> None:
     cluster = cluster_of(survey(WEIGHTS.to_json(), "torch-cuda", "", "of a later version"))
     assert cluster.weights == WEIGHTS
-    packs, old, later = (one.room.sizes(CONFIG, WEIGHTS).of_slice(WHOLE) for one in cluster.machines)
+    packs, old, later = (machine.room.sizes(CONFIG, WEIGHTS).of_slice(WHOLE) for machine in cluster.machines)
     assert old == later == 2 * slice_parameters(CONFIG, WHOLE)
     assert packs == pytest.approx(5.1e9, rel=0.02)
 

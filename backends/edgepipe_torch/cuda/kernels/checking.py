@@ -15,8 +15,8 @@ from edgepipe_torch.cuda.kernels.forms import TILE_INPUTS, WIDE_FORM, FloatKind,
 from edgepipe_torch.cuda.kernels.products import Products, WeightStruct, weight_struct, wide_struct
 from edgepipe_torch.cuda.packed_tiles import TiledWeight
 
-_BF16_ROUNDING = 2.0**-8  # of a value, and a little of its sum
-_FLOAT32_SUMS = 2.0**-18  # of the sum of all products' sizes
+_BF16_ROUNDING = 2.0**-8  # rounding of a value, and a little of its sum
+_FLOAT32_SUMS = 2.0**-18  # tolerance relative to the sum of all products' sizes
 
 
 def worst_error(

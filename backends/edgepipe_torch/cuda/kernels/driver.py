@@ -15,8 +15,8 @@ import torch
 
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 
-THREADS = 256  # of every block
-SHARED_BYTES = 99 * 1024  # that a block may have on every device from sm_80 on
+THREADS = 256  # threads of every block
+SHARED_BYTES = 99 * 1024  # shared memory that a block may have on every device from sm_80 on
 
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CUfunction_attribute
 

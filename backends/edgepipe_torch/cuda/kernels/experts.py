@@ -23,11 +23,11 @@ from edgepipe_torch.cuda.kernels.products import (
     staged_unit,
 )
 
-_COLUMN_TILES = (1, 2, 8)  # of 8 pairs of a run
+_COLUMN_TILES = (1, 2, 8)  # sizes in tiles of 8 pairs of a run
 _SKEW = 4  # an expert's pairs beyond so many times the mean go to further runs
-_FULL_LOAD = 0.9  # of the multiprocessors, as for other products
+_FULL_LOAD = 0.9  # least share of busy multiprocessors, as for other products
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
-_MOST_BLOCKS = 1024  # of the weighted sum
+_MOST_BLOCKS = 1024  # limit of the weighted sum's blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

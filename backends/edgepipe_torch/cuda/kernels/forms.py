@@ -21,10 +21,10 @@ ROUTING_FUNCTIONS = ("choose", "sort_pairs", "add_weighted")
 PAGED_FUNCTIONS = ("attend_parts", "merge_parts")
 
 _OFFSETS = {"none": 0, "zero": 1, "zeros": 2, "added": 3}
-_KINDS = {"float16": 0, "uint16": 1, "float32": 2}  # of GroupValues.base
+_KINDS = {"float16": 0, "uint16": 1, "float32": 2}  # stored types of GroupValues.base
 _FACTORS = {"uint8": 1, "int8": 2}
 _TABLE_BYTES = 1024
-_MAX_ZERO = 128  # with 4 to 6 bits, bf16 holds 128 + zero up to 256 exactly
+_MAX_ZERO = 128  # largest zero: with 4 to 6 bits, bf16 holds 128 + zero up to 256 exactly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +52,10 @@ class KernelForm:
     bits: int  # 16: bf16, not packed
     group: int  # 0: all of a row
     span: int
-    offset: Literal["none", "zero", "zeros", "added"]  # as PackedForm
+    offset: Literal["none", "zero", "zeros", "added"]  # values of ``PackedForm.offset``
     codebook: str
     scale: FloatKind
-    added: FloatKind  # of the offset, where one is added
+    added: FloatKind  # kind of the offset, where one is added
 
     @property
     def macros(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from edgepipe_torch.cuda.kernels.paged_decode import PagedDecode, PagedForm
 from edgepipe_torch.layers.head_shape import LayerHeads
 
-_BF16_ROUNDING = 2.0**-8  # of the result, and of each weight
+_BF16_ROUNDING = 2.0**-8  # rounding of the result, and of each weight
 
 
 def worst_decode_error(kernel: PagedDecode, form: PagedForm, device: torch.device) -> float:

@@ -18,9 +18,9 @@ from edgepipe_torch.layers.head_shape import LayerHeads
 
 TILE_KEYS = 64
 
-_HEAD_TILES = (1, 2, 4)  # of 16 heads, in a block
+_HEAD_TILES = (1, 2, 4)  # sizes in tiles of 16 heads of a block
 _MOST_PARTS = 256
-_ALIGNED_BYTES, _ALIGNED_NUMBERS = 16, 8  # of one read
+_ALIGNED_BYTES, _ALIGNED_NUMBERS = 16, 8  # alignment of one read, which takes 8 numbers of bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,13 @@ from edgepipe_torch.cuda.kernels.driver import SHARED_BYTES, THREADS, Module
 from edgepipe_torch.cuda.kernels.forms import TILE_INPUTS, TILE_ROWS, KernelForm
 from edgepipe_torch.cuda.packed_tiles import TiledWeight
 
-MOST_ROWS = 64  # of one product; with more, tensor cores wait less if the weight is widened once
+MOST_ROWS = 64  # limit of a product's rows; with more, tensor cores wait less if the weight is widened once
 
-_COLUMN_TILES = (1, 2, 4, 8)  # of 8 rows of x
+_COLUMN_TILES = (1, 2, 4, 8)  # sizes in tiles of 8 rows of x
 WARPS = THREADS // 32
-_STAGED_BYTES = 24 * 1024  # of inputs and their sums: four blocks fit a multiprocessor
-_FULL_LOAD = 0.9  # of the multiprocessors: with more row tiles per block, fewer blocks read the inputs
+_STAGED_BYTES = 24 * 1024  # shared memory for inputs and their sums: four blocks fit a multiprocessor
+# Least share of busy multiprocessors. More row tiles per block make fewer blocks read the inputs.
+_FULL_LOAD = 0.9
 
 
 class WeightStruct(ctypes.Structure):

@@ -14,12 +14,12 @@ from edgepipe_torch.layers.linear import Linear
 from edgepipe_torch.layers.recurrent import Convolution, DeltaNetMixer, Mamba2Mixer, Mixer, ShortConvMixer
 from edgepipe_torch.layers.states import StepStates
 
-_BF16_ROUNDING = 2.0**-8  # of a result
-_SUM_ROUNDING = 5e-6  # of float32 sums, as a part of the largest one
-NUM_SLOTS = 7  # of the states in checks
+_BF16_ROUNDING = 2.0**-8  # rounding of a result
+_SUM_ROUNDING = 5e-6  # tolerance of float32 sums, relative to the largest one
+NUM_SLOTS = 7  # states in checks
 _NO_NUMBER = float("nan")
 _CPU = torch.device("cpu")
-_EPS = 1e-5  # of norms
+_EPS = 1e-5  # epsilon of norms
 
 Places = Sequence[tuple[int, int]]
 """The slots that each row reads and writes."""

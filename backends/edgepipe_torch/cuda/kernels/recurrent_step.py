@@ -18,8 +18,8 @@ from edgepipe_torch.cuda.kernels.products import WARPS
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.recurrent import Mixer, State, StepKernel
 
-_MOST_NUMBERS = 64 * THREADS  # of a head's matrix: a thread holds its part in registers
-_MOST_BLOCKS = 2048  # of a convolution
+_MOST_NUMBERS = 64 * THREADS  # size limit of a head's matrix: a thread holds its part in registers
+_MOST_BLOCKS = 2048  # limit of a convolution's blocks
 _FLOAT_BYTES = 4
 
 
@@ -30,7 +30,7 @@ class StepForm:
     kind: Literal["delta", "mamba", "gate"]
     taps: int
     wide: bool  # rows are float32, else bf16
-    rows: int = 0  # of a head's matrix
+    rows: int = 0  # rows of a head's matrix
     columns: int = 0
 
     @property

@@ -10,8 +10,8 @@ from edgepipe.spec.layer_spec import Router
 from edgepipe_torch.cuda.kernels.experts import RoutingKernels
 from edgepipe_torch.layers.routing import choose
 
-_BF16_ROUNDING = 2.0**-8  # of a sum
-_FLOAT32_ROUNDING = 1e-5  # of a weight
+_BF16_ROUNDING = 2.0**-8  # rounding of a sum
+_FLOAT32_ROUNDING = 1e-5  # tolerance of a weight
 _CPU = torch.device("cpu")
 _SHAPES = ((3, 5, 2), (2, 300, 8))  # rows, experts, experts that a row uses: fewer and more than a block's threads
 _ROUTERS = (

@@ -131,9 +131,9 @@ async def _direct(rogue: Rogue, engine: engine_pb2.EngineState, record: pb.Serve
     }
     wanted = [(line, method, request) for line in rogue.lines for method, request in requests.items()]
     for line in rogue.lines:
-        if any(one.pipeline_id == pipeline_id for one in line.state.engines):
+        if any(engine.pipeline_id == pipeline_id for engine in line.state.engines):
             wanted.append((line, "StopEngine", pb.StopEngineRequest(**about, record=record)))
-    codes = await asyncio.gather(*(rogue.refused(*one) for one in wanted))
+    codes = await asyncio.gather(*(rogue.refused(*call) for call in wanted))
     return [f"{method} at {line.address}" for (line, method, _), code in zip(wanted, codes, strict=True) if not code]
 
 
@@ -401,7 +401,7 @@ def _with_bytes(entry: FileEntry, files: Mapping[str, bytes]) -> FileEntry:
 async def _genuine(rogue: Rogue) -> tuple[Manifest, dict[str, bytes]]:
     """The manifest and the metadata files of the model, as an honest node hands them out to every member."""
     client = WeightsClient(hello=rogue.greeting, security=rogue.tls, timeouts=Timeouts.loopback())
-    state = next(line.state for line in rogue.lines if any(one.model == MODEL for one in line.state.models))
+    state = next(line.state for line in rogue.lines if any(model.model == MODEL for model in line.state.models))
     source = from_wire(state, NodeState)
     manifest = await client.manifest(source, MODEL)
     files: dict[str, bytes] = {}
