@@ -28,7 +28,7 @@ FAULTS_S = 60.0
 CALM_S = LONGEST_PAUSE_S + 150.0  # longer than any pause and any turn
 STORM = 60_000  # no history needs as many happenings
 MODELS = ("m", "n")
-OWNER = "owner"  # a machine that is off all the time
+OWNER = "owner"  # a machine that is off until the faults have ended
 
 
 @dataclass(order=True, slots=True)
@@ -81,7 +81,7 @@ class World:
         if self.draw.random() < 0.4:
             owners = {OWNER}
         always = cast("Any", SimpleNamespace(verifies=lambda *_: True))
-        peers = {
+        self._peers = {
             name: TrustedPeer(
                 node_id=NodeId(name),
                 name=name,
@@ -92,9 +92,9 @@ class World:
         }
         self._owned = owners != {OWNER}
         self.machines: dict[str, Machine] = {}
+        self._folder = folder
         for name in names:
-            key_pair = SimpleNamespace(fingerprint=name, sign=lambda _: b"s")
-            self.machines[name] = Machine(self, name, Trust(key_pair, peers), WorldClock(self), folder)
+            self._add(name)
 
     def run(self) -> None:
         """Live through the history and check what must hold."""
@@ -109,10 +109,28 @@ class World:
             self._live(until_s=self.now_s + self.draw.uniform(10.0, FAULTS_S))
             self._end_faults()
             self._live(until_s=self.now_s + CALM_S)
+            if not self._owned and not self._agree():  # members cannot settle it among themselves
+                self.note("the owner's machine comes back")
+                self._add(OWNER).boot()
+                self._notice()
+                self._live(until_s=self.now_s + CALM_S)
             self._check_healed()
         except (AssertionError, KeyError, IndexError, ValueError) as error:
             story = "\n  ".join(self.story)
             raise AssertionError(f"seed {self.seed}: {type(error).__name__} {error}\n  {story}") from error
+
+    def _add(self, name: str) -> Machine:
+        key_pair = SimpleNamespace(fingerprint=name, sign=lambda _: b"s")
+        self.machines[name] = Machine(self, name, Trust(key_pair, self._peers), WorldClock(self), self._folder)
+        return self.machines[name]
+
+    def _agree(self) -> bool:
+        """Whether all machines hold records of the same engines."""
+        engines: dict[str, set[str]] = {}
+        for machine in self.machines.values():
+            for body in machine.book.bodies():
+                engines.setdefault(body.pipeline_id, set()).add(body.engine_node)
+        return all(len(nodes) == 1 for nodes in engines.values())
 
     def note(self, text: str) -> None:
         self.story.append(f"{self.now_s - START_S:7.2f} {text}")
