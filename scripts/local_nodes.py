@@ -20,7 +20,7 @@ import psutil
 from anyio.from_thread import start_blocking_portal
 
 from edgepipe.cli.admin import Admin, connect
-from edgepipe.cli.local_cluster import LocalCluster, LocalNode, local_cluster
+from edgepipe.cli.local_cluster import LocalCluster, NodeToStart, local_cluster
 from edgepipe.cli.node_process import EDGEPIPE
 from edgepipe.cli.options import DEGRADED_EXIT
 from edgepipe.ids import RequestId
@@ -73,7 +73,7 @@ def running_nodes(
     """``count`` nodes that have found each other; stopped at the end."""
     plan = LocalCluster(
         cluster=f"bench-{secrets.token_hex(4)}",
-        nodes=[LocalNode(name=f"n{index}", backend=backends[index % len(backends)]) for index in range(count)],
+        nodes=[NodeToStart(name=f"n{index}", backend=backends[index % len(backends)]) for index in range(count)],
         models_dir=models_dir,
         threads=threads,
         program=EDGEPIPE,

@@ -68,7 +68,7 @@ def demo(
     models_dir: ModelsDir = None,
 ) -> None:
     """Try a whole cluster on this machine. Starts nodes, loads a model, answers, stops."""
-    from edgepipe.cli.local_cluster import LocalCluster, LocalNode
+    from edgepipe.cli.local_cluster import LocalCluster, NodeToStart
 
     if serve and prompt is not None:
         raise ConfigInvalid("--prompt and --serve contradict each other", next_step="give one of them")
@@ -76,7 +76,7 @@ def demo(
     plan = LocalCluster(
         cluster=f"demo-{secrets.token_hex(4)}",
         nodes=[
-            LocalNode(
+            NodeToStart(
                 name=string.ascii_lowercase[i],
                 backend=backend,
                 http_port=http_port if i == 0 else 0,

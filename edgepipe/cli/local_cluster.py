@@ -28,7 +28,7 @@ _LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalNode:
+class NodeToStart:
     """One node to start."""
 
     name: str
@@ -42,7 +42,7 @@ class LocalNode:
 class StartedNode:
     """A running node."""
 
-    plan: LocalNode
+    plan: NodeToStart
     process: Process
     data_dir: Path
     address: str
@@ -54,7 +54,7 @@ class LocalCluster:
     """Settings that all nodes share."""
 
     cluster: str
-    nodes: Sequence[LocalNode]
+    nodes: Sequence[NodeToStart]
     models_dir: Path
     threads: int  # threads per node; 0: the backend's choice
     backend_options: Sequence[str] = ()
@@ -105,7 +105,7 @@ async def wait_until_joined(admin: Admin, *, num_nodes: int, timeout_s: float) -
 
 
 @asynccontextmanager
-async def _process(plan: LocalCluster, node: LocalNode, folder: Path) -> AsyncGenerator[Process]:
+async def _process(plan: LocalCluster, node: NodeToStart, folder: Path) -> AsyncGenerator[Process]:
     log = (folder / f"{node.name}.log").open("wb")
     try:
         process = await asyncio.create_subprocess_exec(
@@ -123,7 +123,7 @@ async def _process(plan: LocalCluster, node: LocalNode, folder: Path) -> AsyncGe
         await asyncio.shield(_end(process))
 
 
-def _command(plan: LocalCluster, node: LocalNode, folder: Path) -> list[str]:
+def _command(plan: LocalCluster, node: NodeToStart, folder: Path) -> list[str]:
     flags = {
         "--name": node.name,
         "--cluster": plan.cluster,
@@ -146,7 +146,7 @@ def _command(plan: LocalCluster, node: LocalNode, folder: Path) -> list[str]:
     ]
 
 
-async def _ready(node: LocalNode, process: Process, data_dir: Path) -> StartedNode:
+async def _ready(node: NodeToStart, process: Process, data_dir: Path) -> StartedNode:
     """Wait until the node reports that it is ready. Raises its own error, or ClusterError with its last log line."""
     try:
         async with asyncio.timeout(_START_S):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from edgepipe.clock import Clock
 
 
-class Alarm:
+class TickAlarm:
     """One pending time at most; a task of the given group waits for it."""
 
     def __init__(self, tasks: asyncio.TaskGroup, clock: Clock, ring: Callable[[float], None], *, name: str) -> None:

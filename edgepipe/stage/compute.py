@@ -44,7 +44,7 @@ class Work(Protocol):
         """Return False if the epoch has ended; the step is then dropped."""
         ...
 
-    def done(self, output: StepOutput, span: DeviceSpan) -> None:
+    def done(self, output: StepOutput, span: StepSpan) -> None:
         """Take the output of the computed step."""
         ...
 
@@ -54,7 +54,7 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceSpan:
+class StepSpan:
     """A step's time on the device, in monotonic seconds."""
 
     submitted_s: float  # call of submit
@@ -209,7 +209,7 @@ class ComputeThread:
         begun_s, self._idle_since_s = max(oldest.submitted_s, self._idle_since_s), now_s
         self.finished += 1
         self._times.ended(now_s - begun_s)
-        oldest.work.done(output, DeviceSpan(oldest.submitted_s, begun_s, now_s, oldest.idle_s))
+        oldest.work.done(output, StepSpan(oldest.submitted_s, begun_s, now_s, oldest.idle_s))
 
     def _drain(self) -> None:
         while self._outstanding:

@@ -9,7 +9,7 @@ from edgepipe.backend.protocol import Prepared
 from edgepipe.backend.types import Activations, LogitEdits, StepOutput, TokenIds
 from edgepipe.ids import StepId
 from edgepipe.sampling import SampleRow, logit_edits
-from edgepipe.stage.compute import DeviceSpan
+from edgepipe.stage.compute import StepSpan
 from edgepipe.stage.sequences import ScoredPart
 from edgepipe.wire.plans import StepTiming
 
@@ -82,7 +82,7 @@ class StageStep:
         self.retires = retires  # the step ends with this slice
         self.samples = samples  # rows whose tokens this slice's logits decide
         self.scored = scored  # prompt tokens whose log-probabilities this slice computes
-        self.span: DeviceSpan | None = None  # set once computed
+        self.span: StepSpan | None = None  # set once computed
         self.expert_share = 0.0  # see ``StepOutput``
         self._owner = owner
         self._inputs: TokenIds | Activations | None = None
@@ -111,7 +111,7 @@ class StageStep:
         """See ``Work.wanted``."""
         return not self._owner.over
 
-    def done(self, output: StepOutput, span: DeviceSpan) -> None:
+    def done(self, output: StepOutput, span: StepSpan) -> None:
         """See ``Work.done``."""
         self.span, self.expert_share = span, output.expert_share
         self._owner.computed(self, output)

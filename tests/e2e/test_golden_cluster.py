@@ -19,7 +19,7 @@ import pytest_asyncio
 
 from edgepipe.cli.admin import connect
 from edgepipe.cli.demo import even_layers
-from edgepipe.cli.local_cluster import LocalCluster, LocalNode, StartedNode, local_cluster, wait_until_joined
+from edgepipe.cli.local_cluster import LocalCluster, NodeToStart, StartedNode, local_cluster, wait_until_joined
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.daemon.machine.data_dir import log_path
 from edgepipe.store.store import StoredModel
@@ -128,7 +128,7 @@ class Cluster:
 async def cluster(request: pytest.FixtureRequest, demo_model: StoredModel) -> AsyncIterator[Cluster]:
     """One for all tests of a case."""
     case: Case = request.param
-    nodes = [LocalNode(name=name, backend=kind) for name, kind in zip("abc", case.backends, strict=False)]
+    nodes = [NodeToStart(name=name, backend=kind) for name, kind in zip("abc", case.backends, strict=False)]
     plan = LocalCluster(cluster=f"golden-{id(case)}", nodes=nodes, models_dir=demo_model.path.parent, threads=1)
     layers = even_layers(demo_model.config.num_layers, [node.name for node in nodes])
     async with local_cluster(plan) as started, connect(started[0].data_dir) as admin:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from edgepipe.cli.admin import connect
-from edgepipe.cli.local_cluster import LocalCluster, LocalNode, local_cluster, wait_until_joined
+from edgepipe.cli.local_cluster import LocalCluster, NodeToStart, local_cluster, wait_until_joined
 from edgepipe.cli.serve import serve_request
 from edgepipe.store.store import ModelStore
 from edgepipe.text.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ async def test_a_prompt_within_the_trained_context_gets_the_answer_of_transforme
     Tokenizer.from_gguf(gguf_text()).save(folder / "tokenizer.json")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
     ModelStore(tmp_path / "models").pull(str(folder))
-    nodes = [LocalNode(name="a", backend="torch"), LocalNode(name="b", backend="mlx", device="cpu")]
+    nodes = [NodeToStart(name="a", backend="torch"), NodeToStart(name="b", backend="mlx", device="cpu")]
     plan = LocalCluster(
         cluster=f"longrope-{secrets.token_hex(4)}", nodes=nodes, models_dir=tmp_path / "models", threads=1
     )

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from edgepipe.cli.admin import connect
-from edgepipe.cli.local_cluster import LocalCluster, LocalNode, local_cluster, wait_until_joined
+from edgepipe.cli.local_cluster import LocalCluster, NodeToStart, local_cluster, wait_until_joined
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.store.store import StoredModel
 from tests.support.processes.nodes import until_answers
@@ -23,7 +23,7 @@ JOIN_S = 60.0
 
 
 async def test_a_question_is_answered_from_8_bit_kv(demo_model: StoredModel) -> None:
-    nodes = [LocalNode(name=name, backend="torch") for name in "ab"]
+    nodes = [NodeToStart(name=name, backend="torch") for name in "ab"]
     plan = LocalCluster(
         cluster=f"packed-kv-{secrets.token_hex(4)}", nodes=nodes, models_dir=demo_model.path.parent, threads=1
     )

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from edgepipe.cli.admin import connect
-from edgepipe.cli.local_cluster import LocalCluster, LocalNode, StartedNode, local_cluster, wait_until_joined
+from edgepipe.cli.local_cluster import LocalCluster, NodeToStart, StartedNode, local_cluster, wait_until_joined
 from edgepipe.cli.serve import serve_request, serve_with_progress
 from edgepipe.spec.config import hf_config
 from edgepipe.store.store import ModelStore
@@ -88,7 +88,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     ModelStore(place / "models").pull(str(folder))
     assert hf_config(tiny_values(FAMILY)).state_bytes()
-    nodes = [LocalNode(name="a", backend="torch"), LocalNode(name="b", backend="mlx", device="cpu")]
+    nodes = [NodeToStart(name="a", backend="torch"), NodeToStart(name="b", backend="mlx", device="cpu")]
     plan = LocalCluster(cluster=f"hybrid-{secrets.token_hex(4)}", nodes=nodes, models_dir=place / "models", threads=1)
     async with local_cluster(plan) as started, connect(started[0].data_dir) as admin:
         assert await wait_until_joined(admin, num_nodes=2, timeout_s=JOIN_S)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgepipe.cli.admin import Admin, connect
-from edgepipe.cli.local_cluster import LocalCluster, LocalNode, local_cluster, wait_until_joined
+from edgepipe.cli.local_cluster import LocalCluster, NodeToStart, local_cluster, wait_until_joined
 from edgepipe.errors import NoPeersFound
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _plan(cluster: EmulatedCluster, models_dir: Path) -> LocalCluster:
     return LocalCluster(
         cluster=f"bench-{secrets.token_hex(4)}",
         nodes=[
-            LocalNode(name=name, backend="emulated", device=device)
+            NodeToStart(name=name, backend="emulated", device=device)
             for name, device in zip(node_names(len(cluster.devices)), cluster.devices, strict=True)
         ],
         models_dir=models_dir,

@@ -14,7 +14,7 @@ import logging
 
 from edgepipe.clock import Clock
 from edgepipe.config import Timeouts
-from edgepipe.daemon.alarm import Alarm
+from edgepipe.daemon.alarm import TickAlarm
 from edgepipe.daemon.files.models import Models
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.offers import NodeLife, PublishedState
@@ -77,7 +77,9 @@ class EngineKeeper:
         self._ownership = Ownership(
             vacancies, gather_until_s=clock.monotonic_s() + timeouts.gather_s, rest_s=look_again_s
         )
-        self._alarm = Alarm(tasks, clock, lambda at_s: self._happens(Tick(), least_s=at_s), name="engine-keeper-alarm")
+        self._alarm = TickAlarm(
+            tasks, clock, lambda at_s: self._happens(Tick(), least_s=at_s), name="engine-keeper-alarm"
+        )
 
     async def run(self) -> None:
         """Merge records, start missing engines and end stale ones, until cancelled."""

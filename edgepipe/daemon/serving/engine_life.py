@@ -21,8 +21,8 @@ from enum import Enum, auto
 
 from edgepipe.daemon.serving.engine_life_types import (
     Command,
+    EngineStopped,
     Event,
-    Fail,
     Forget,
     HandedOn,
     HandOn,
@@ -34,11 +34,11 @@ from edgepipe.daemon.serving.engine_life_types import (
     NotHandedOn,
     ProcessEnded,
     Serves,
+    ShowFailure,
     ShowPause,
     StartNow,
     StartWanted,
     Stop,
-    Stopped,
     StopWanted,
     Superseded,
     Surroundings,
@@ -50,7 +50,7 @@ from edgepipe.errors import EdgepipeError, StaleEpoch
 _MOST_REMEMBERED = 64  # pipelines whose crashes are known: as many as models have records
 
 
-class Phase(Enum):
+class LifePhase(Enum):
     """Progress of an engine's life."""
 
     STARTING = auto()  # a process starts and gets its task
@@ -72,7 +72,7 @@ class _Life:
     restarts: Restarts
     resuming: bool  # the newest process continues another one's requests
     restartable: bool  # it has served, or continues another engine's requests
-    phase: Phase = Phase.STARTING
+    phase: LifePhase = LifePhase.STARTING
     attempt: int = 0
     error: EdgepipeError | None = None  # error of the last crash
 
@@ -88,10 +88,10 @@ class EngineLives:
     @property
     def wake_at_s(self) -> float | None:
         """When a Tick is due."""
-        paused = (life.restarts.next_start_s for life in self._lives.values() if life.phase is Phase.PAUSED)
+        paused = (life.restarts.next_start_s for life in self._lives.values() if life.phase is LifePhase.PAUSED)
         return min(paused, default=None)
 
-    def phase(self, run: int) -> Phase | None:
+    def phase(self, run: int) -> LifePhase | None:
         """Return an engine's phase; None once it is gone."""
         life = self._lives.get(run)
         return life.phase if life is not None else None
@@ -99,7 +99,7 @@ class EngineLives:
     def expects(self, run: int, attempt: int) -> bool:
         """Return whether this process is the engine's present one."""
         life = self._lives.get(run)
-        return life is not None and life.attempt == attempt and life.phase in (Phase.STARTING, Phase.RUNNING)
+        return life is not None and life.attempt == attempt and life.phase in (LifePhase.STARTING, LifePhase.RUNNING)
 
     def handle(self, event: Event, around: Surroundings, now_s: float) -> list[Command]:
         """Handle an event at ``now_s`` (monotonic seconds). Return the commands to execute, in order."""
@@ -112,7 +112,7 @@ class EngineLives:
                 return self._recorded(event, around, now_s)
             case StopWanted():
                 return [command for life in self._of(event.pipeline_id) for command in self._stop(life)]
-            case Stopped():
+            case EngineStopped():
                 return self._stopped(event.run)
             case Superseded():
                 return [self._kill(life, now_s) for life in self._of(event.pipeline_id)]
@@ -126,7 +126,7 @@ class EngineLives:
         return [life for life in self._lives.values() if life.pipeline_id == pipeline_id]
 
     def _due(self, event: StartNow | Tick, now_s: float) -> list[_Life]:
-        paused = [life for life in self._lives.values() if life.phase is Phase.PAUSED]
+        paused = [life for life in self._lives.values() if life.phase is LifePhase.PAUSED]
         if isinstance(event, StartNow):
             return [life for life in paused if life.pipeline_id == event.pipeline_id]
         return [life for life in paused if life.restarts.next_start_s <= now_s]
@@ -138,7 +138,7 @@ class EngineLives:
         for life in list(self._lives.values()):
             if life.pipeline_id == event.pipeline_id:
                 commands.append(self._kill(life, now_s))
-            elif life.model == event.model and life.phase is Phase.FAILED:
+            elif life.model == event.model and life.phase is LifePhase.FAILED:
                 del self._lives[life.run]
                 commands.append(Forget(run=life.run))
         life = _Life(
@@ -167,7 +167,7 @@ class EngineLives:
         if around.ends:
             return [self._kill(life, now_s)]
         self._attempts += 1
-        life.phase, life.attempt, life.resuming = Phase.STARTING, self._attempts, resuming
+        life.phase, life.attempt, life.resuming = LifePhase.STARTING, self._attempts, resuming
         return [Launch(run=life.run, attempt=life.attempt, resuming=resuming)]
 
     # A process
@@ -178,7 +178,7 @@ class EngineLives:
         life = self._lives[event.run]
         match event:
             case Launched():
-                life.phase = Phase.RUNNING
+                life.phase = LifePhase.RUNNING
                 return []
             case Serves():
                 life.restartable, life.ring = True, event.ring
@@ -207,12 +207,12 @@ class EngineLives:
         heir = next_host(around.own_id, life.ring, around.usable) if life.restarts.should_move else None
         if heir is None or life.pipeline_id not in around.owned:
             return self._pause(life, error, around, now_s)
-        life.phase, life.error = Phase.HANDING_ON, error
+        life.phase, life.error = LifePhase.HANDING_ON, error
         return [HandOn(run=life.run, heir=heir, error=error)]
 
     def _recorded(self, event: HandedOn | NotHandedOn, around: Surroundings, now_s: float) -> list[Command]:
         life = self._lives.get(event.run)
-        if life is None or life.phase is not Phase.HANDING_ON:
+        if life is None or life.phase is not LifePhase.HANDING_ON:
             return []
         if isinstance(event, HandedOn):
             return [self._kill(life, now_s)]
@@ -222,25 +222,25 @@ class EngineLives:
     def _pause(self, life: _Life, error: EdgepipeError, around: Surroundings, now_s: float) -> list[Command]:
         """Wait until the engine's next start. Requests wait, too, if that is soon; else they end with the reason."""
         left_s = life.restarts.left_s(now_s)
-        life.phase = Phase.PAUSED
+        life.phase = LifePhase.PAUSED
         paused = ShowPause(run=life.run, error=error, left_s=left_s)
         return [paused, *([] if left_s else self._launch(life, around, now_s))]
 
     def _fail(self, life: _Life, error: EdgepipeError, *, release: bool) -> list[Command]:
-        life.phase = Phase.FAILED
-        return [Fail(run=life.run, error=error, release=release)]
+        life.phase = LifePhase.FAILED
+        return [ShowFailure(run=life.run, error=error, release=release)]
 
     # The end
 
     def _stop(self, life: _Life) -> list[Command]:
         self._restarts.pop(life.pipeline_id, None)
-        if life.phase is Phase.STOPPING:
+        if life.phase is LifePhase.STOPPING:
             return []
-        life.phase = Phase.STOPPING
+        life.phase = LifePhase.STOPPING
         return [Stop(run=life.run)]
 
     def _stopped(self, run: int) -> list[Command]:
-        if self.phase(run) is not Phase.STOPPING:
+        if self.phase(run) is not LifePhase.STOPPING:
             return []
         del self._lives[run]
         return [Forget(run=run)]

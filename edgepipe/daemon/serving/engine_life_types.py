@@ -89,7 +89,7 @@ class StopWanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
+class EngineStopped:
     """The process and its stages have ended."""
 
     run: int
@@ -128,7 +128,7 @@ Event = (
     | HandedOn
     | NotHandedOn
     | StopWanted
-    | Stopped
+    | EngineStopped
     | Superseded
     | StartNow
     | LeaveWanted
@@ -158,7 +158,7 @@ class ShowPause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fail:
+class ShowFailure:
     """Show that the first start failed. ``release``: end its stages, too."""
 
     run: int
@@ -177,7 +177,7 @@ class HandOn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Stop the process in order and end its stages. Answer: Stopped."""
+    """Stop the process in order and end its stages. Answer: EngineStopped."""
 
     run: int
 
@@ -196,4 +196,4 @@ class Forget:
     run: int
 
 
-Command = Launch | ShowPause | Fail | HandOn | Stop | Kill | Forget
+Command = Launch | ShowPause | ShowFailure | HandOn | Stop | Kill | Forget

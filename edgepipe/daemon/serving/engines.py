@@ -13,16 +13,16 @@ from dataclasses import replace
 
 from edgepipe.addresses import with_port
 from edgepipe.clock import Clock
-from edgepipe.daemon.alarm import Alarm
+from edgepipe.daemon.alarm import TickAlarm
 from edgepipe.daemon.device.device import DeviceHost
 from edgepipe.daemon.network.peers import Peers
 from edgepipe.daemon.offers import ChildSetup, NodeLife, PublishedState, Spreading
 from edgepipe.daemon.processes.children import Child, Children, Report
-from edgepipe.daemon.serving.engine_life import EngineLives, Phase
+from edgepipe.daemon.serving.engine_life import EngineLives, LifePhase
 from edgepipe.daemon.serving.engine_life_types import (
     Command,
+    EngineStopped,
     Event,
-    Fail,
     Forget,
     HandedOn,
     HandOn,
@@ -34,11 +34,11 @@ from edgepipe.daemon.serving.engine_life_types import (
     NotHandedOn,
     ProcessEnded,
     Serves,
+    ShowFailure,
     ShowPause,
     StartNow,
     StartWanted,
     Stop,
-    Stopped,
     StopWanted,
     Superseded,
     Surroundings,
@@ -89,7 +89,7 @@ class EngineHost:
         self._lives = EngineLives()
         self._runs: dict[int, EngineRun] = {}  # keys are the runs' numbers
         self._num_runs = 0
-        self._alarm = Alarm(tasks, clock, lambda at_s: self._happens(Tick(), least_s=at_s), name="restart")
+        self._alarm = TickAlarm(tasks, clock, lambda at_s: self._happens(Tick(), least_s=at_s), name="restart")
         self._standing_by: Child | None = None
 
     def states(self) -> list[EngineState]:
@@ -163,7 +163,7 @@ class EngineHost:
             )
         )
         error = await asyncio.shield(run.launching) if run.launching is not None else None
-        if error is not None and self._lives.phase(run.number) is Phase.FAILED:
+        if error is not None and self._lives.phase(run.number) is LifePhase.FAILED:
             raise error
 
     async def stop(self, pipeline_id: str) -> None:
@@ -215,7 +215,7 @@ class EngineHost:
                     run.launching = self._tasks.create_task(launching, name=f"launch:{run.pipeline_id}")
                 case ShowPause():
                     self._show_pause(run, command)
-                case Fail():
+                case ShowFailure():
                     self._fail(run, command)
                 case HandOn():
                     self._hand_on(run, command)
@@ -238,7 +238,7 @@ class EngineHost:
         if run.child is not None and not run.child.exited.is_set():
             await self._children.stop(run.child)
         await self._release(run)
-        self._happens(Stopped(run=run.number))
+        self._happens(EngineStopped(run=run.number))
 
     def _show_pause(self, run: EngineRun, pause: ShowPause) -> None:
         logger.warning(
@@ -246,7 +246,7 @@ class EngineHost:
         )
         run.show_pause(pause.error, left_s=pause.left_s, wall_s=self._clock.wall_s())
 
-    def _fail(self, run: EngineRun, failure: Fail) -> None:
+    def _fail(self, run: EngineRun, failure: ShowFailure) -> None:
         logger.error("engine failed model=%s pipeline=%s: %s", run.spec.model, run.pipeline_id, failure.error)
         if run.state.state != "failed":  # the engine's own error is closer to the cause
             run.state = replace(run.state, state="failed", error=failure.error)

@@ -63,7 +63,7 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundPlacement:
     """The best placement by the given speeds; None: the search failed."""
 
     task: int
@@ -71,10 +71,10 @@ class Found:
     fetch_bytes: Callable[[NodeId, Sequence[Slice]], int]  # bytes that a node must fetch before it loads slices
 
 
-Event = Looked | Learned | Found
+Event = Looked | Learned | FoundPlacement
 
 
-# Commands. ``Learn`` and ``Search`` are each answered by one event, unless ``Cancel`` ends them.
+# Commands. ``Learn`` and ``SearchPlacement`` are each answered by one event, unless ``Cancel`` ends them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +88,8 @@ class Learn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
-    """Search for the best placement. Answer: Found."""
+class SearchPlacement:
+    """Search for the best placement. Answer: FoundPlacement."""
 
     task: int
     pipeline_id: str
@@ -121,7 +121,7 @@ class Move:
     placed: tuple[Placed, ...]
 
 
-Command = Learn | Search | Cancel | Advise | Move
+Command = Learn | SearchPlacement | Cancel | Advise | Move
 
 
 @dataclass(slots=True, kw_only=True)
@@ -209,7 +209,7 @@ class PlacementReview:
         if known is None or _ring(known, placed_of(ring.spec)) is None:
             return []  # a node of the ring is gone: the engine itself asks for a placement
         task = self._new_task(watched, watched.joined)
-        return [Search(task=task, pipeline_id=pipeline_id, spec=ring.spec, known=known)]
+        return [SearchPlacement(task=task, pipeline_id=pipeline_id, spec=ring.spec, known=known)]
 
     def _compare(self, pipeline_id: str, watched: _Watched, ring: RunningRing, now_s: float) -> list[Command]:
         """Start a search once the ring's times have differed from the plan steadily.
@@ -231,9 +231,9 @@ class PlacementReview:
         return self._search(pipeline_id, watched, ring)
 
     def _went_on(
-        self, event: Learned | Found, pipeline_id: str, watched: _Watched, ring: RunningRing, now_s: float
+        self, event: Learned | FoundPlacement, pipeline_id: str, watched: _Watched, ring: RunningRing, now_s: float
     ) -> list[Command]:
-        if isinstance(event, Found):
+        if isinstance(event, FoundPlacement):
             return self._found(event, pipeline_id, watched, ring, now_s)
         if event.known is None or watched.known is None:
             watched.known = watched.known or event.known
@@ -243,7 +243,7 @@ class PlacementReview:
         return self._search(pipeline_id, watched, ring)
 
     def _found(
-        self, event: Found, pipeline_id: str, watched: _Watched, ring: RunningRing, now_s: float
+        self, event: FoundPlacement, pipeline_id: str, watched: _Watched, ring: RunningRing, now_s: float
     ) -> list[Command]:
         """Advise a clearly better placement, or move there."""
         known, found = watched.known, event.placed

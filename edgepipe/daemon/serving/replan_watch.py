@@ -15,14 +15,14 @@ from edgepipe.daemon.serving.placement_review import (
     Advise,
     Cancel,
     Event,
-    Found,
+    FoundPlacement,
     Learn,
     Learned,
     Looked,
     Move,
     PlacementReview,
     RunningRing,
-    Search,
+    SearchPlacement,
 )
 from edgepipe.daemon.serving.replanning import Replanner
 from edgepipe.errors import EdgepipeError
@@ -68,7 +68,7 @@ class ReplanWatch:
             for pipeline_id, spec in self._engines.ready()
         }
 
-    def _happens(self, event: Event) -> list[Learn | Search]:
+    def _happens(self, event: Event) -> list[Learn | SearchPlacement]:
         """Carry out what takes no time; return the rest."""
         try:
             commands = self._review.handle(event, self._rings(), self._clock.monotonic_s())
@@ -84,11 +84,11 @@ class ReplanWatch:
                     self._engines.advise(command.pipeline_id, command.advice)
                 case Move():
                     self._engines.move(command.pipeline_id, self._replanner.made(command.spec, command.placed))
-                case Learn() | Search():
+                case Learn() | SearchPlacement():
                     pass
-        return [command for command in commands if isinstance(command, Learn | Search)]
+        return [command for command in commands if isinstance(command, Learn | SearchPlacement)]
 
-    async def _work(self, work: Learn | Search) -> None:
+    async def _work(self, work: Learn | SearchPlacement) -> None:
         """Learn or search, and go on with what follows from that."""
         following = self._happens(await (self._learn(work) if isinstance(work, Learn) else self._search(work)))
         for next_work in following:
@@ -103,7 +103,7 @@ class ReplanWatch:
             known = None
         return Learned(task=work.task, known=known)
 
-    async def _search(self, work: Search) -> Found:
+    async def _search(self, work: SearchPlacement) -> FoundPlacement:
         fetch_bytes = self._replanner.fetch_bytes(work.known.model)
         try:
             avoided = self._engines.avoided(work.pipeline_id)
@@ -111,4 +111,4 @@ class ReplanWatch:
         except EdgepipeError as error:
             logger.info("not planned again model=%s: %s", work.spec.model, error)
             placed = None
-        return Found(task=work.task, placed=placed, fetch_bytes=fetch_bytes)
+        return FoundPlacement(task=work.task, placed=placed, fetch_bytes=fetch_bytes)

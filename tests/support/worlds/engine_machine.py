@@ -383,7 +383,7 @@ class Machine:
                 run.alive, run.denied = False, False
                 run.state = "waiting"
                 tally.not_before_s = self.world.now_s + command.left_s
-            case life.Fail():
+            case life.ShowFailure():
                 assert not run.alive
                 run.state = "failed"
             case life.HandOn():
@@ -497,7 +497,7 @@ class Machine:
     def _stopped(self, number: int, run: Run) -> None:
         if self.runs.get(number) is run:
             run.open, run.alive = "", False
-        self._live(life.Stopped(run=number))
+        self._live(life.EngineStopped(run=number))
 
     # What others and people do here
 

@@ -15,14 +15,14 @@ from edgepipe.daemon.serving.placement_review import (
     Cancel,
     Command,
     Event,
-    Found,
+    FoundPlacement,
     Learn,
     Learned,
     Looked,
     Move,
     PlacementReview,
     RunningRing,
-    Search,
+    SearchPlacement,
 )
 from edgepipe.daemon.serving.replanning import Known, demand_of
 from edgepipe.ids import NodeId
@@ -70,8 +70,8 @@ class World:
         self.counts: Counter[str] = Counter()
         self.review = PlacementReview()
         self.rings: dict[str, RunningRing] = {}
-        self.open: dict[int, Learn | Search] = {}
-        self.cancelled: dict[int, Learn | Search] = {}
+        self.open: dict[int, Learn | SearchPlacement] = {}
+        self.cancelled: dict[int, Learn | SearchPlacement] = {}
         self.advice: dict[str, Advice | None] = {}
         self.moved_s: dict[str, float] = {}
 
@@ -117,12 +117,12 @@ class World:
             work = self.cancelled.pop(self.draw.choice(sorted(self.cancelled)))
             assert self.review.handle(self.answered(work), self.rings, self.now_s) == [], "the answer comes too late"
 
-    def answered(self, work: Learn | Search) -> Event:
+    def answered(self, work: Learn | SearchPlacement) -> Event:
         fails = self.draw.random() < 0.2
         if isinstance(work, Learn):
             return Learned(task=work.task, known=None if fails else known(work.spec))
         found = None if fails else placed(self.draw, list(NODES))
-        return Found(task=work.task, placed=found, fetch_bytes=lambda _node, _slices: 0)
+        return FoundPlacement(task=work.task, placed=found, fetch_bytes=lambda _node, _slices: 0)
 
     def happens(self, event: Event) -> None:
         for command in self.review.handle(event, self.rings, self.now_s):
@@ -135,7 +135,7 @@ class World:
                 ring = self.rings[command.pipeline_id]
                 assert command.joined <= ring.usable
                 self.open[command.task] = command
-            case Search():
+            case SearchPlacement():
                 self.open[command.task] = command
             case Cancel():
                 self.cancelled[command.task] = self.open.pop(command.task)
@@ -160,5 +160,5 @@ def test_whatever_happens_one_task_of_a_model_runs_and_its_stages_move_rarely() 
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         counts.update(world.counts)
-    for what in ("Learn", "Search", "Cancel", "Advise", "Move"):
+    for what in ("Learn", "SearchPlacement", "Cancel", "Advise", "Move"):
         assert counts[what] > 5, f"histories have hardly any: {what} {counts}"

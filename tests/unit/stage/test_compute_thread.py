@@ -14,7 +14,7 @@ import pytest
 
 from edgepipe.backend.cost import StepWork
 from edgepipe.backend.types import StepOutput, TokenIds
-from edgepipe.stage.compute import ComputeThread, DeviceSpan
+from edgepipe.stage.compute import ComputeThread, StepSpan
 from edgepipe.stage.step_mark import StepMark
 from edgepipe.system import SystemClock
 
@@ -54,7 +54,7 @@ class Item:
         self.num_tokens = num_tokens
         self.slice_index = 0
         self.demand = StepWork.of_rows((0,), (num_tokens,), logit_rows=1)
-        self.span: DeviceSpan | None = None
+        self.span: StepSpan | None = None
         self.error: Exception | None = None
         self._wanted = wanted
         self.place = (7, abs(number))
@@ -68,7 +68,7 @@ class Item:
     def wanted(self) -> bool:
         return self._wanted
 
-    def done(self, output: StepOutput, span: DeviceSpan) -> None:
+    def done(self, output: StepOutput, span: StepSpan) -> None:
         self.span = span
 
     def failed(self, error: Exception) -> None:
