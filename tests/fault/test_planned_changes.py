@@ -92,7 +92,7 @@ async def test_a_faster_machine_that_joins_is_used_by_itself_where_that_was_aske
         await stream.goes_on()
         asking.cancel()
     log = (nodes.folder / "a" / "node.log").read_text() + (nodes.folder / "b" / "node.log").read_text()
-    assert "c joined" in log
+    assert "c can be used now" in log
     assert c.node_id in {stage.node_id for engine in status.engines for stage in engine.stages}
 
 
