@@ -332,9 +332,7 @@ def tensor_names(config: ModelConfig, slices: tuple[Slice, ...]) -> list[str]:
 
 def _hash_of(model: StoredModel) -> str:
     """Return the hash of the model's content; empty if its files are damaged, as after a power cut."""
-    try:
-        read_card(model.path)
-        return model.manifest_hash
-    except ModelInvalid as error:
-        logger.warning("model cannot be used model=%s folder=%s: %s", model.id, model.path, error)
+    if problem := model.problem:
+        logger.warning("model cannot be used model=%s folder=%s: %s", model.id, model.path, problem)
         return ""
+    return model.manifest_hash
