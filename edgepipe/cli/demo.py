@@ -142,10 +142,12 @@ def _fetch(models_dir: Path, model: str) -> str:
     from edgepipe.cli.models import pull_model
     from edgepipe.store.store import ModelStore
 
+    store = ModelStore(models_dir)
     try:
-        return ModelStore(models_dir).meant(model)
+        model_id = store.meant(model)
     except ModelUnknown:
         return pull_model(models_dir, model).model_id
+    return pull_model(models_dir, model_id).model_id if store.resolve(model_id).problem else model_id
 
 
 async def _until_signal(work: Coroutine[Any, Any, None], serve: bool) -> int:
