@@ -25,7 +25,7 @@ def connect(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Print what an agent needs to use a served model: variables, lines of its settings file, its command."""
+    """Print what a coding agent needs to use a model."""
     from edgepipe.cli.admin import run_async
     from edgepipe.cli.programs import PROGRAMS, SMALL_CONTEXT, small_context
 
