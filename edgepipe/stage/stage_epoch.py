@@ -17,7 +17,7 @@ from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError, LinkError, RemoteProtocolError, Retry, StageLost, StaleEpoch, StepFailed
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.channels import ATTEMPT_S
-from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
+from edgepipe.link.protocol import OnSample, Outgoing, RingTarget, StepBytes
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
 from edgepipe.plain_words import plain
@@ -357,7 +357,7 @@ class StageEpoch:
         for lane in lanes:
             work = self._prepare(plan, rows, lane, with_copies=lane is lanes[0])
             if lane.part.embedding:
-                lane.arrive(plan.step, np.array(plan.token_ids, np.int32))
+                lane.arrive(plan.step, np.array(plan.token_ids, np.int32), bulk=work.bulk)
             lane.plan(work)
 
     def _check(self, plan: StepPlan, rows: PlannedRows, last: Lane | None) -> None:
@@ -404,8 +404,8 @@ class StageEpoch:
             scored=rows.scored if retires else (),
         )
 
-    def _arrived(self, lane: Lane, step: StepId, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        lane.arrive_bytes(step, data)
+    def _arrived(self, lane: Lane, step: StepId, data: StepBytes, bulk: bool) -> None:
+        lane.arrive_bytes(step, data, bulk=bulk)
         self._pump()
 
     def _pump(self) -> None:
@@ -438,13 +438,12 @@ class StageEpoch:
         if output.activations is None:
             raise StepFailed(f"slice {work.slice_index} gave no activations for step {work.step}")
         if lane.sender is None:
-            self._lanes[work.slice_index + 1].arrive(work.step, output.activations)
+            self._lanes[work.slice_index + 1].arrive(work.step, output.activations, bulk=work.bulk)
             self._reports.timing(work.timing())
             return
-        lane.sender.send(work.step, output.activations)
+        lane.sender.send(work.step, output.activations, bulk=work.bulk)
         self._tools.counters.sent += 1
-        stats = lane.sender.stats
-        self._reports.timing(work.timing(send_queue_us=stats.queue_us, upload_us=stats.upload_us))
+        self._reports.timing(work.timing(sent=lane.sender.stats))
 
     def _on_result(self, work: StageStep, result: StepResult) -> None:
         """Take a step's sampled tokens; runs on a sampler thread."""

@@ -8,6 +8,7 @@ from edgepipe.backend import cost
 from edgepipe.backend.protocol import Prepared
 from edgepipe.backend.types import Activations, LogitEdits, StepOutput, TokenIds
 from edgepipe.ids import StepId
+from edgepipe.link.protocol import SendStats
 from edgepipe.sampling import SampleRow, logit_edits
 from edgepipe.stage.compute import StepSpan
 from edgepipe.stage.sequences import ScoredPart
@@ -93,6 +94,11 @@ class StageStep:
         self.ready_s = max(self.ready_s, arrived_s)
 
     @property
+    def bulk(self) -> bool:
+        """Whether the step has prompt tokens: its activations take many messages, and express steps pass them."""
+        return self.num_tokens > self.num_rows
+
+    @property
     def place(self) -> tuple[int, int]:
         """See ``Work.place``."""
         return self._epoch, self.step
@@ -120,8 +126,8 @@ class StageStep:
         """See ``Work.failed``."""
         self._owner.broken(self, error)
 
-    def timing(self, *, sample_us: int = 0, send_queue_us: int = 0, upload_us: int = 0) -> StepTiming:
-        """Return the timing of the computed step."""
+    def timing(self, *, sample_us: int = 0, sent: SendStats | None = None) -> StepTiming:
+        """Return the timing of the computed step. ``sent``: of the link to the next stage, if another one follows."""
         assert self.span is not None, "not computed yet"
         return StepTiming(
             step=self.step,
@@ -133,8 +139,9 @@ class StageStep:
             prepare_us=self.prepare_us,
             compute_us=int((self.span.collected_s - self.span.begun_s) * 1e6),
             sample_us=sample_us,
-            send_queue_us=send_queue_us,
-            upload_us=upload_us,
+            send_queue_us=sent.queue_us if sent is not None else 0,
+            upload_us=sent.upload_us if sent is not None else 0,
+            upload_bytes=sent.upload_bytes if sent is not None else 0,
             queued_us=max(0, int((self.span.begun_s - self.ready_s) * 1e6)),
             expert_share=self.expert_share,
         )
