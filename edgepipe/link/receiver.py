@@ -115,8 +115,8 @@ class RingReceiver:
     def frame(self, step: StepId, chunk: int, data: bytes, sent_us: int, *, bulk: bool) -> None:
         """Take a frame. Raises RemoteProtocolError, which ends the stream and not the stage."""
         self._total_bytes += len(data)
+        self._check_class(step, bulk=bulk)
         if chunk == 0:
-            self._check_class(step, bulk=bulk)
             first = self._firsts[bulk]
             first.sent_us, first.received_us, first.total_bytes = sent_us, self._now_us(), self._total_bytes
         whole = self._assemblers[bulk].add(step, chunk, data)

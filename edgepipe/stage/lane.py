@@ -1,10 +1,11 @@
-"""One slice's queues: plans and inputs arrive in either order, steps leave in step order."""
+"""One slice's queues: plans and inputs arrive in either order, steps leave in step order or pass bulk ones."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import takewhile
 from typing import TypeAlias
 
 from edgepipe.backend.types import Activations, ActivationType, TokenIds
@@ -107,7 +108,10 @@ class Lane:
             self._watch(queue)
 
     def next_ready(self) -> StageStep | None:
-        """Return the next step in order with its inputs; None while it waits for them."""
+        """Return the next step with its inputs; None while it waits for them.
+
+        That is the oldest planned step. While its activations are on their way, an express step may pass bulk ones.
+        """
         queue = self._next_queue()
         if queue is None:
             return None
@@ -129,9 +133,17 @@ class Lane:
 
     def _next_queue(self) -> _Queue | None:
         """Return the queue whose first step is computed next; None while that step waits for its inputs."""
-        planned = [queue for queue in self._queues if queue.planned]
-        oldest = min(planned, key=lambda queue: queue.planned[0].step, default=None)
-        return oldest if oldest is not None and oldest.is_ready else None
+        express, bulk = self._express, self._bulk
+        if not express.planned or (bulk.planned and bulk.planned[0].step < express.planned[0].step):
+            if bulk.is_ready:
+                return bulk
+            return express if express.is_ready and self._passes(express.planned[0]) else None
+        return express if express.is_ready else None
+
+    def _passes(self, work: StageStep) -> bool:
+        """Return whether an express step may pass all older bulk steps."""
+        older = takewhile(lambda bulk: bulk.step < work.step, self._bulk.planned)
+        return all(work.uses.may_pass(bulk.uses) for bulk in older)
 
     def _watch(self, queue: _Queue) -> None:
         if self.receiver is not None:

@@ -1,4 +1,4 @@
-"""Retires steps in the order of their plans, although sampler threads finish in any order."""
+"""Retires steps in the order of computing, although sampler threads finish in any order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgepipe.wire.plans import StepDone, StepTiming
 
 
 class Retirement:
-    """Steps that end on this stage and are not yet reported."""
+    """Computed steps that end on this stage and are not yet reported."""
 
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch
@@ -19,7 +19,7 @@ class Retirement:
         self._settled: dict[StepId, StepDone] = {}
 
     def due(self, step: StepId) -> None:
-        """Add a step that ends on this stage."""
+        """Add a step that is computed next and ends on this stage."""
         self._due.append(step)
 
     def settle(self, step: StepId, result: StepResult, timings: tuple[StepTiming, ...]) -> Iterator[StepDone]:

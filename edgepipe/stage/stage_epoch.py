@@ -33,6 +33,7 @@ from edgepipe.stage.retirement import Retirement
 from edgepipe.stage.sampler import SamplerPool, StepResult
 from edgepipe.stage.sequences import PlannedRows, SequenceTable, packed_indices
 from edgepipe.stage.service import Commands
+from edgepipe.stage.step_order import StepUses
 from edgepipe.stage.step_work import StageStep
 from edgepipe.stage.trace import Trace, TraceEntry
 from edgepipe.wire.plans import OpenRing, PipelineSpec, Registration, Registrations, StepPlan
@@ -105,6 +106,7 @@ class StageEpoch:
         """``kv_since``: the epoch since which the KV holds all that this engine's steps wrote."""
         self.spec = spec
         self._model = model
+        self._windows = windows
         self._kv_since = kv_since
         self.over = False
         self._paused = False
@@ -347,10 +349,9 @@ class StageEpoch:
     def _begin(self, plan: StepPlan, rows: PlannedRows) -> None:
         last = self._lanes.get(plan.last_slice)
         self._check(plan, rows, last)
-        if last is not None:
-            self._retirement.due(plan.step)
         if not plan.rows:
             if last is not None:
+                self._retirement.due(plan.step)
                 self._retire(plan.step, StepResult())
             return
         lanes = [lane for index, lane in self._lanes.items() if index <= plan.last_slice]
@@ -393,6 +394,7 @@ class StageEpoch:
             epoch=plan.epoch.counter,
             step=plan.step,
             slice_index=lane.part.index,
+            bulk=plan.is_bulk,
             num_tokens=plan.num_tokens,
             num_rows=len(plan.rows),
             demand=work_of(step),
@@ -402,6 +404,7 @@ class StageEpoch:
             retires=retires,
             samples=rows.samples if retires else (),
             scored=rows.scored if retires else (),
+            uses=StepUses(rows.rows, plan.copies, block_size=self.spec.block_size, windows=self._windows),
         )
 
     def _arrived(self, lane: Lane, step: StepId, data: StepBytes, bulk: bool) -> None:
@@ -412,6 +415,8 @@ class StageEpoch:
         """Pass ready steps to the compute thread, no more than it can use."""
         for work in self._ready():
             self._in_compute += 1
+            if work.retires:
+                self._retirement.due(work.step)
             self._tools.compute.put(work)
 
     def _ready(self) -> Iterator[StageStep]:

@@ -12,6 +12,7 @@ from edgepipe.link.protocol import SendStats
 from edgepipe.sampling import SampleRow, logit_edits
 from edgepipe.stage.compute import StepSpan
 from edgepipe.stage.sequences import ScoredPart
+from edgepipe.stage.step_order import StepUses
 from edgepipe.wire.plans import StepTiming
 
 
@@ -39,6 +40,7 @@ class StageStep:
         "_epoch",
         "_inputs",
         "_owner",
+        "bulk",
         "demand",
         "expert_share",
         "num_rows",
@@ -52,6 +54,7 @@ class StageStep:
         "slice_index",
         "span",
         "step",
+        "uses",
     )
 
     def __init__(
@@ -61,6 +64,7 @@ class StageStep:
         epoch: int,
         step: StepId,
         slice_index: int,
+        bulk: bool,
         num_tokens: int,
         num_rows: int,
         demand: cost.StepWork,
@@ -70,10 +74,12 @@ class StageStep:
         retires: bool,
         samples: tuple[SampleRow, ...],
         scored: tuple[ScoredPart, ...],
+        uses: StepUses,
     ) -> None:
         self._epoch = epoch  # the epoch's counter
         self.step = step
         self.slice_index = slice_index
+        self.bulk = bulk  # see ``StepPlan.is_bulk``
         self.num_tokens = num_tokens
         self.num_rows = num_rows
         self.demand = demand
@@ -83,6 +89,7 @@ class StageStep:
         self.retires = retires  # the step ends with this slice
         self.samples = samples  # rows whose tokens this slice's logits decide
         self.scored = scored  # prompt tokens whose log-probabilities this slice computes
+        self.uses = uses  # what the step reads and writes on this stage
         self.span: StepSpan | None = None  # set once computed
         self.expert_share = 0.0  # see ``StepOutput``
         self._owner = owner
@@ -92,11 +99,6 @@ class StageStep:
         """Set the step's inputs, which arrived at ``arrived_s`` (monotonic)."""
         self._inputs = inputs
         self.ready_s = max(self.ready_s, arrived_s)
-
-    @property
-    def bulk(self) -> bool:
-        """Whether the step has prompt tokens: its activations take many messages, and express steps pass them."""
-        return self.num_tokens > self.num_rows
 
     @property
     def place(self) -> tuple[int, int]:

@@ -138,6 +138,11 @@ class StepPlan:
         """T."""
         return sum(row.num_tokens for row in self.rows)
 
+    @property
+    def is_bulk(self) -> bool:
+        """Whether the step has prompt tokens: its activations take many messages, and express steps pass them."""
+        return self.num_tokens > len(self.rows)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTiming:

@@ -1,4 +1,4 @@
-"""Steps retire in the order of their plans."""
+"""Steps retire in the order of computing."""
 
 from __future__ import annotations
 
