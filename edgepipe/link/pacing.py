@@ -8,9 +8,10 @@ receiver has not acknowledged within a window::
 
 ``rate`` is the fastest recent rate at which bytes arrived, ``base`` the fastest round trip of a piece without other
 pieces ahead of it. Such a window keeps the slowest part of the way busy, with ``QUEUE_S`` of bytes in front of it,
-wherever that part is. Both are measured as BBR measures them (Cardwell et al., "BBR: Congestion-Based Congestion
-Control", ACM Queue 2016), but a piece's round trip ends in the receiving program. Express steps leave at once; only
-their bytes count.
+wherever that part is. Where round trips vary, as beside busy programs, ``QUEUE_S`` grows to three times their mean
+deviation: otherwise the link idles while a receipt is late. Rate and base are measured as BBR measures them (Cardwell
+et al., "BBR: Congestion-Based Congestion Control", ACM Queue 2016), but a piece's round trip ends in the receiving
+program. Express steps leave at once; only their bytes count.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ MOST_PIECE_BYTES = 512 << 10  # the wire's limit; 2 MB steps on loopback: 700 MB
 _FIRST_WINDOW_BYTES = 256 << 10  # before the first measurement: 20 ms at 100 Mbit/s
 _MOST_WINDOW_BYTES = 32 << 20  # 25 ms at 10 Gbit/s
 _RECEIPTS = 4  # receipts per window: on a fast link a window has many pieces
-_SAMPLES = 64  # rates in the current period and in the one before, of which the fastest counts
+_SAMPLES = 16  # rates in the current period and in the one before, of which the fastest counts
+_SMOOTHING = 1 / 8  # weight of the newest round trip
+_MOST_QUEUE_S = 0.02  # beside hosts that are away for milliseconds now and then
 _BASES = 8  # round trips without others ahead, of which the fastest counts
 
 
@@ -58,6 +61,7 @@ class Pacing:
         self._rate = self._rate_before = 0.0  # fastest of this period and of the one before, bytes per second
         self._samples = 0  # of this period
         self._bases: deque[tuple[float, int]] = deque(maxlen=_BASES)  # round trips, and the pieces' bytes
+        self._mean_s = self._deviation_s = 0.0  # of round trips behind a full window
         self.restart()
 
     def restart(self) -> None:
@@ -86,7 +90,8 @@ class Pacing:
         if not self._bases or not rate:
             return _FIRST_WINDOW_BYTES
         base_s = min([max(0.0, round_trip_s - num_bytes / rate) for round_trip_s, num_bytes in self._bases])
-        return int(min(max(rate * (base_s + QUEUE_S), 2 * self.piece_bytes), _MOST_WINDOW_BYTES))
+        waits_s = max(QUEUE_S, min(3 * self._deviation_s, _MOST_QUEUE_S))
+        return int(min(max(rate * (base_s + waits_s), 2 * self.piece_bytes), _MOST_WINDOW_BYTES))
 
     @property
     def may_send(self) -> bool:
@@ -153,9 +158,15 @@ class Pacing:
             return
         rate = (piece.end - piece.received) / took_s
         if piece.full:
+            self._note_round_trip(now_s - piece.sent_s)
             self._samples += 1
             if self._samples >= _SAMPLES:
                 self._samples, self._rate_before, self._rate = 0, self._rate, 0.0
             self._rate = max(self._rate, rate)
         elif rate > self.rate:
             self._rate = rate
+
+    def _note_round_trip(self, round_trip_s: float) -> None:
+        self._mean_s = self._mean_s or round_trip_s
+        self._deviation_s += _SMOOTHING * (abs(round_trip_s - self._mean_s) - self._deviation_s)
+        self._mean_s += _SMOOTHING * (round_trip_s - self._mean_s)

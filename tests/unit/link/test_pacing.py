@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -32,13 +33,18 @@ class Link:
     receipts: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     waits_s: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])  # when, how long
     next_small_s: float = BEGIN_S
+    last_receipt_s: float = 0.0
+    late: random.Random | None = None  # receipts are up to 12 ms late
 
     def carry(self, num_bytes: int, *, bulk: bool) -> None:
         receipt = self.pacing.sent(num_bytes, bulk=bulk, now_s=self.now_s)
         self.free_s = max(self.now_s, self.free_s) + num_bytes / self.rate
         self.sent += num_bytes
         if receipt:
-            heapq.heappush(self.receipts, (self.free_s + 2 * self.one_way_s + HOST_S, self.sent))
+            late_s = 0.012 * self.late.random() if self.late is not None else 0.0
+            comes_s = max(self.last_receipt_s, self.free_s + 2 * self.one_way_s + HOST_S + late_s)
+            self.last_receipt_s = comes_s
+            heapq.heappush(self.receipts, (comes_s, self.sent))
 
     def run(self, until_s: float) -> None:
         while self.now_s < until_s:
@@ -55,7 +61,7 @@ class Link:
 
 
 @settings(max_examples=30, deadline=None)
-@given(rate=st.floats(2e6, 1.25e9), one_way_s=st.floats(0.00005, 0.005))
+@given(rate=st.floats(5e6, 1.25e9), one_way_s=st.floats(0.00005, 0.005))
 def test_the_link_stays_busy_and_a_small_step_waits_for_two_pieces(rate: float, one_way_s: float) -> None:
     link = Link(rate, one_way_s)
     link.run(BEGIN_S + 0.6)
@@ -63,8 +69,18 @@ def test_the_link_stays_busy_and_a_small_step_waits_for_two_pieces(rate: float, 
     link.run(BEGIN_S + 1.2)
     assert (link.received - before) / (link.now_s - steady_s) == pytest.approx(rate, rel=0.06)
     piece_s = max(PIECE_S, LEAST_PIECE_BYTES / rate)
-    longest_s = max(wait_s for moment_s, wait_s in link.waits_s if moment_s > steady_s)
-    assert longest_s <= 3 * piece_s + HOST_S, "two pieces, and the one that opened the window"
+    waits_s = sorted(wait_s for moment_s, wait_s in link.waits_s if moment_s > steady_s)
+    assert waits_s[len(waits_s) // 2] <= 3 * piece_s, "two pieces, and the one that was written when the window opened"
+    assert waits_s[-1] <= 4 * piece_s
+
+
+@pytest.mark.parametrize("rate", [12.5e6, 37.5e6, 125e6])
+def test_a_link_between_busy_hosts_stays_busy(rate: float) -> None:
+    link = Link(rate, 0.0003, late=random.Random(1))
+    link.run(BEGIN_S + 0.5)
+    before, steady_s = link.received, link.now_s
+    link.run(BEGIN_S + 2.0)
+    assert link.received - before >= 0.85 * rate * (link.now_s - steady_s)
 
 
 def test_pieces_follow_the_rate_within_their_bounds() -> None:
