@@ -8,7 +8,7 @@ receiver has not acknowledged within a window::
 
 ``rate`` is the fastest recent rate at which bytes arrived, ``base`` the fastest round trip of a piece without other
 pieces ahead of it. Such a window keeps the slowest part of the way busy, with ``QUEUE_S`` of bytes in front of it,
-wherever that part is. Where round trips vary, as beside busy programs, ``QUEUE_S`` grows to three times their mean
+wherever that part is. Where round trips vary, as beside busy programs, ``QUEUE_S`` grows to twice their mean
 deviation: otherwise the link idles while a receipt is late. Rate and base are measured as BBR measures them (Cardwell
 et al., "BBR: Congestion-Based Congestion Control", ACM Queue 2016), but a piece's round trip ends in the receiving
 program. Express steps leave at once; only their bytes count.
@@ -35,7 +35,7 @@ _MOST_WINDOW_BYTES = 32 << 20  # 25 ms at 10 Gbit/s
 _RECEIPTS = 4  # receipts per window: on a fast link a window has many pieces
 _SAMPLES = 16  # rates in the current period and in the one before, of which the fastest counts
 _SMOOTHING = 1 / 8  # weight of the newest round trip
-_MOST_QUEUE_S = 0.02  # beside hosts that are away for milliseconds now and then
+_MOST_QUEUE_S = 0.01  # beside hosts that are away for milliseconds now and then
 _BASES = 8  # round trips without others ahead, of which the fastest counts
 
 
@@ -90,7 +90,7 @@ class Pacing:
         if not self._bases or not rate:
             return _FIRST_WINDOW_BYTES
         base_s = min([max(0.0, round_trip_s - num_bytes / rate) for round_trip_s, num_bytes in self._bases])
-        waits_s = max(QUEUE_S, min(3 * self._deviation_s, _MOST_QUEUE_S))
+        waits_s = max(QUEUE_S, min(2 * self._deviation_s, _MOST_QUEUE_S))
         return int(min(max(rate * (base_s + waits_s), 2 * self.piece_bytes), _MOST_WINDOW_BYTES))
 
     @property

@@ -349,9 +349,10 @@ class StageEpoch:
     def _begin(self, plan: StepPlan, rows: PlannedRows) -> None:
         last = self._lanes.get(plan.last_slice)
         self._check(plan, rows, last)
+        if last is not None:
+            self._retirement.due(plan.step)
         if not plan.rows:
             if last is not None:
-                self._retirement.due(plan.step)
                 self._retire(plan.step, StepResult())
             return
         lanes = [lane for index, lane in self._lanes.items() if index <= plan.last_slice]
@@ -416,7 +417,7 @@ class StageEpoch:
         for work in self._ready():
             self._in_compute += 1
             if work.retires:
-                self._retirement.due(work.step)
+                self._retirement.begin(work.step)
             self._tools.compute.put(work)
 
     def _ready(self) -> Iterator[StageStep]:

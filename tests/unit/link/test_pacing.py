@@ -80,7 +80,7 @@ def test_a_link_between_busy_hosts_stays_busy(rate: float) -> None:
     link.run(BEGIN_S + 0.5)
     before, steady_s = link.received, link.now_s
     link.run(BEGIN_S + 2.0)
-    assert link.received - before >= 0.85 * rate * (link.now_s - steady_s)
+    assert link.received - before >= 0.8 * rate * (link.now_s - steady_s)
 
 
 def test_pieces_follow_the_rate_within_their_bounds() -> None:
