@@ -5,9 +5,9 @@ stage 1, one step in flight.
 
 Further rows measure a decode of 20 KB over an emulated link that carries a prompt's chunks of 16 MB back to back. The
 baseline sends all steps in one class, so that nothing passes. Predicted before the first run: the way is the link's
-latency, the decode's own upload, and the bulk bytes that are under way, which take ``QUEUE_S`` (4 ms). That makes 4.5 ms
-over 1 Gbit/s, 0.3 ms, and 9.6 ms over 300 Mbit/s, 5 ms. In order, a decode waits for half a chunk to two chunks: 64 to
-260 ms, and 210 to 850 ms. The chunks keep at least 0.95 of the link's rate.
+latency, the decode's own upload, and the bulk bytes that are under way, which take ``QUEUE_S`` (4 ms). That makes
+4.5 ms over 1 Gbit/s, 0.3 ms, and 9.6 ms over 300 Mbit/s, 5 ms. In order, a decode waits for half a chunk to two chunks:
+64 to 260 ms, and 210 to 850 ms. The chunks keep at least 0.95 of the link's rate.
 """
 
 from __future__ import annotations

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 from functools import partial
 
 import pytest
 
 from tests.support.network.lan import LanLab
-from tests.support.network.link_load import CHUNK_BYTES, Load, measure
+from tests.support.network.link_load import Load, measure
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(120)]
 RATE = 25e6  # 200 Mbit/s: a chunk of 16 MB takes 0.64 s
@@ -22,13 +21,11 @@ async def test_decodes_do_not_wait_for_a_chunk() -> None:
         lan.link("studio", "attic").change(bytes_per_s=RATE, queue_bytes=1_000_000)
         run = partial(
             measure,
-            Load(bytes_per_s=RATE, num_chunks=4),
+            Load(bytes_per_s=RATE, num_chunks=3),
             address=f"{attic.address}:5077",
             receiving=attic.command([]),
             sending=studio.command([]),
         )
         ways = await asyncio.to_thread(run)
-    assert len(ways.decodes_s) == 21
-    # In order, a decode waits for half a chunk and more. A busy host delays it by some milliseconds, not by tenths.
-    assert statistics.median(ways.decodes_s) < CHUNK_BYTES / RATE / 4
-    assert ways.chunk_bytes_per_s > RATE / 4
+    assert len(ways.decodes_s) == 14
+    assert ways.passing >= 14, "in order, none passes"

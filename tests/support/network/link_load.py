@@ -59,10 +59,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Results: seconds of each decode from ``send`` until it arrived whole, and the chunks' bytes per second."""
+    """Results: seconds of each decode from ``send`` until it arrived whole, the chunks' rate, and who passed."""
 
     decodes_s: list[float]
     chunk_bytes_per_s: float
+    passing: int  # decodes that arrived before a chunk that was sent before them
 
 
 def measure(load: Load, *, address: str, receiving: Sequence[str] = (), sending: Sequence[str] = ()) -> Ways:
@@ -88,7 +89,8 @@ def measure(load: Load, *, address: str, receiving: Sequence[str] = (), sending:
     chunks = [step for step in came if load.is_chunk(step)]
     decodes_s = [came[step] - sent[step] for step in came if not load.is_chunk(step) and step > _STEPS_PER_CHUNK]
     took_s = came[chunks[-1]] - came[chunks[0]]
-    return Ways(decodes_s, CHUNK_BYTES * (len(chunks) - 1) / took_s)
+    passing = sum(any(chunk < step and came[step] < came[chunk] for chunk in chunks) for step in came)
+    return Ways(decodes_s, CHUNK_BYTES * (len(chunks) - 1) / took_s, passing)
 
 
 def _times(end: subprocess.Popen[str]) -> dict[int, float]:
