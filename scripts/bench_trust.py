@@ -239,9 +239,9 @@ def _frames(rng: random.Random) -> Callable[[], object]:
 
     def fresh() -> None:
         receiver = RingReceiver(
-            epoch=epoch, window=4, clock=SystemClock(), on_step=lambda step, data: None, on_held=lambda: None
+            epoch=epoch, window=4, clock=SystemClock(), on_step=lambda *_: None, on_held=lambda: None
         )
-        receiver.expect(StepId(1), 1024)
+        receiver.expect(StepId(1), 1024, bulk=False)
         seen.update(receiver=receiver, step=1, chunk=0)
 
     def feed() -> object:
@@ -254,7 +254,7 @@ def _frames(rng: random.Random) -> Callable[[], object]:
             return None  # gRPC ends the stream there
         seen["chunk"] += 1
         try:
-            seen["receiver"].frame(StepId(frame.step), frame.chunk, frame.data, frame.sent_us)
+            seen["receiver"].frame(StepId(frame.step), frame.chunk, frame.data, frame.sent_us, bulk=frame.bulk)
         except EdgepipeError:
             fresh()
         return None

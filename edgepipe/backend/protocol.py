@@ -69,7 +69,9 @@ class Backend(Protocol):
         ...
 
     def submit(self, prepared: Prepared, inputs: TokenIds | Activations, edits: LogitEdits | None = None) -> Ticket:
-        """Apply the step's copies and start the step, in step order. May return before it is done.
+        """Apply the step's copies and start the step. May return before it is done.
+
+        Steps that use the same block or slot come in step order; others may pass one another.
 
         inputs  [T] int32 token ids for the embedding's slice, else [T, H] activations of the pipeline's type
         edits   for the head's slice of a step with logit rows, if ``picks_candidates``

@@ -55,14 +55,19 @@ class StageMeter:
         self._hop_bytes = 0
         self._hop_latency_counts = [0] * (len(HOP_LATENCY_S) + 1)
         self._hop_latency_s = 0.0
-        self.last_step = 0  # newest step that the stage reported
+        self._newest_steps = [0, 0]  # that the stage reported: express, bulk
+
+    def newest_step(self, *, bulk: bool) -> int:
+        """Return the newest reported step with prompt tokens (``bulk``) or without; 0 before the first."""
+        return self._newest_steps[bulk]
 
     def note_timing(self, timing: StepTiming, *, working_s: float) -> None:
         """Count one step on one of the stage's slices.
 
         ``working_s``: seconds since the ring last became busy. Idle time before that is not a bubble.
         """
-        self.last_step = max(self.last_step, timing.step)
+        bulk = timing.num_tokens > timing.num_rows
+        self._newest_steps[bulk] = max(self._newest_steps[bulk], timing.step)
         computed_s = timing.compute_us * 1e-6
         self._computing_s.add(computed_s)
         self._computed_s += computed_s

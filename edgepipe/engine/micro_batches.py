@@ -11,7 +11,6 @@ from edgepipe.backend.cost import SliceCost, StepWork
 from edgepipe.backend.expert_reads import ExpertMeter
 from edgepipe.engine.turns import TurnLedger
 from edgepipe.ids import StepId
-from edgepipe.link.assembly import CHUNK_BYTES
 from edgepipe.scheduler import ScheduledStep
 from edgepipe.scheduler.sizing import (
     LinkCurve,
@@ -60,7 +59,6 @@ class MicroBatches:
         self._links = [LinkCurve() for _ in slices]  # outgoing; the last stage's gets no reports
         self._turns = TurnLedger(num_slices=sum(map(len, slices)), upload_s=self._uploads_s)
         self._sizer = Sizer(num_stages=self._num_stages, fixed=fixed)
-        self._before = [0] * self._num_stages  # tokens of each stage's previous step
         self.experts = ExpertMeter()  # share of the experts that steps read, over all stages
         self.link_cap_tokens: int | None = None  # tokens that the slowest link uploads in a step; None: not known
         self._known_uploads_s: dict[tuple[int, int], float] = {}  # keys: stage and bytes; cleared by each decision on M
@@ -146,9 +144,8 @@ class MicroBatches:
         if timing.expert_share:
             self.experts.note(timing.num_tokens, timing.expert_share)
         self._turns.stayed(timing.step, (timing.queued_us + timing.compute_us + timing.send_queue_us) * 1e-6)
-        before, self._before[stage] = self._before[stage], timing.num_tokens
-        if timing.upload_us and before:
-            self._links[stage].note_upload(num_bytes=before * self._row_bytes, seconds=timing.upload_us * 1e-6)
+        if timing.upload_us:
+            self._links[stage].note_upload(num_bytes=timing.upload_bytes, seconds=timing.upload_us * 1e-6)
 
     def note_link(self, stage: int, sample: LinkSample) -> float:
         """Record that a step reached the stage after ``stage``. Return the link's one-way latency in seconds.
@@ -159,7 +156,7 @@ class MicroBatches:
         link.note_arrival(
             num_bytes=sample.num_bytes,
             round_trip_s=sample.round_trip_us * 1e-6,
-            spread_bytes=sample.num_bytes - CHUNK_BYTES,
+            spread_bytes=sample.spread_bytes,
             spread_s=(sample.last_received_us - sample.first_received_us) * 1e-6,
         )
         return max(0.0, sample.round_trip_us * 1e-6 - self._upload_s(stage, sample.num_bytes)) / 2

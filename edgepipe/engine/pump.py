@@ -1,7 +1,8 @@
 """Keeps M steps in flight: sends the scheduler's steps to the stages and their answers back to the scheduler.
 
-The pump has no timers except the step watch. A StepDone retires its step and sends the next one first. Requests from
-gateways wake ``run`` once, however many arrive at the same moment.
+The pump has no timers except the step watch. A StepDone retires its step and sends the next one first. Steps retire in
+the order of sending, except decodes that passed a prompt's chunk on their way. Requests from gateways wake ``run``
+once, however many arrive at the same moment.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from edgepipe.clock import Clock
 from edgepipe.engine.control import StageControl, StepWriter
@@ -69,7 +71,8 @@ class Pump:
         self._vocab_size = vocab_size
         self._clock = clock
         self._in_flight: deque[ScheduledStep] = deque()
-        self._ahead: dict[StepId, tuple[StageSite, StepDone]] = {}  # finished before an older step
+        # Answers that came before that of an older step, which they may not pass.
+        self._ahead: dict[StepId, tuple[StageSite, StepDone]] = {}
         self._watch = StepWatch(timeouts=timeouts, turn_s=self._turn_s, on_late=self._on_late)
         scheduler.set_prefill_cap(micro_batches.prefill_cap)
         self._wake = asyncio.Event()
@@ -187,29 +190,43 @@ class Pump:
         )
 
     def _came_back(self, site: StageSite, done: StepDone) -> None:
-        """Retire steps in the order of sending. Replay steps end on an earlier stage, so they may finish early."""
-        if self._overtakes(site, done):
+        """Retire a step, or keep its answer until the older steps that it may not pass have come back.
+
+        Replay steps end on an earlier stage, so their answers may come early. Raises RemoteProtocolError if a stage has
+        not answered an older step first.
+        """
+        step = self._answered(site, done)
+        if older := self._owed_before(step):
+            if any(self._ends_at.get(self._last_slice(each)) == site.index for each in older):
+                raise _unexpected(site, f"it finished step {done.step}, step {older[0].step} is next")
             self._ahead[done.step] = (site, done)
             return
-        self._retire(site, done)
-        while self._in_flight and (ahead := self._ahead.pop(self._in_flight[0].step, None)) is not None:
-            self._retire(*ahead)
+        self._retire(site, step, done)
+        while (ready := self._next_ahead()) is not None:
+            ahead_site, ahead_done = self._ahead.pop(ready.step)
+            self._retire(ahead_site, ready, ahead_done)
 
-    def _overtakes(self, site: StageSite, done: StepDone) -> bool:
-        """Return whether this step in flight ends on ``site`` while the oldest step ends on another stage."""
-        if not self._in_flight or self._in_flight[0].step == done.step:
-            return False
-        ends = {step.step: self._ends_at.get(self._last_slice(step)) for step in self._in_flight}
-        return ends.get(done.step) == site.index and next(iter(ends.values())) != site.index
+    def _owed_before(self, step: ScheduledStep) -> list[ScheduledStep]:
+        """Return the older steps in flight without an answer that this step may not pass."""
+        older = takewhile(lambda each: each.step != step.step, self._in_flight)
+        return [each for each in older if each.step not in self._ahead and not step.may_retire_before(each)]
+
+    def _next_ahead(self) -> ScheduledStep | None:
+        """Return the oldest answered step that retires now."""
+        if not self._ahead:
+            return None
+        oldest = next(each for each in self._in_flight if each.step in self._ahead)
+        return oldest if not self._owed_before(oldest) else None
 
     def _last_slice(self, step: ScheduledStep) -> int:
         return self._num_slices - 1 if step.last_slice is None else step.last_slice
 
-    def _retire(self, site: StageSite, done: StepDone) -> None:
-        self._check(site, done)
-        step = self._in_flight.popleft()
+    def _retire(self, site: StageSite, step: ScheduledStep, done: StepDone) -> None:
+        self._check(site, step, done)
+        if step is self._in_flight[0]:
+            self._watch.retired()
+        self._in_flight.remove(step)
         self.num_retired += 1
-        self._watch.retired()
         sampled = [each for each, samples in zip(step.sequences, step.samples, strict=True) if samples]
         failed = {sampled[index]: error for index, error in done.failures}
         for sequence in failed:
@@ -245,15 +262,19 @@ class Pump:
                 one_way_s = self.micro_batches.note_link(site.index, sample)
                 meter.note_hop(num_bytes=sample.num_bytes, one_way_s=one_way_s)
 
-    def _check(self, site: StageSite, done: StepDone) -> None:
-        wanted = self._in_flight[0] if self._in_flight else None
+    def _answered(self, site: StageSite, done: StepDone) -> ScheduledStep:
+        """Return the step in flight that a stage reports. Raises RemoteProtocolError if it owes no such answer."""
+        step = next((each for each in self._in_flight if each.step == done.step), None)
+        if step is None or step.step in self._ahead:
+            raise _unexpected(site, f"it finished step {done.step}, which is not in flight")
+        if self._ends_at.get(self._last_slice(step)) != site.index:
+            raise _unexpected(site, f"it finished step {done.step}, which ends on another stage")
+        return step
+
+    def _check(self, site: StageSite, step: ScheduledStep, done: StepDone) -> None:
         fact = ""
-        if wanted is None or wanted.step != done.step:
-            fact = f"it finished step {done.step}, " + (
-                f"step {wanted.step} is next" if wanted else "none is in flight"
-            )
-        elif len(done.ids) != wanted.num_samples:
-            fact = f"step {done.step} samples {wanted.num_samples} tokens, {len(done.ids)} came"
+        if len(done.ids) != step.num_samples:
+            fact = f"step {done.step} samples {step.num_samples} tokens, {len(done.ids)} came"
         elif max(done.ids, default=0) >= self._vocab_size:
             fact = f"step {done.step} gave token {max(done.ids)}, the vocabulary ends at {self._vocab_size - 1}"
         elif any(index >= len(done.ids) for index, _ in (*done.logprobs, *done.failures)):
@@ -308,7 +329,9 @@ class Pump:
 
     def _on_late(self, step: StepId, waited_s: float) -> None:
         """Fail the epoch and blame the first stage that has not reported the step."""
-        silent = [stage for stage, meter in zip(self._stages, self.meters, strict=True) if meter.last_step < step]
+        bulk = any(each.is_bulk for each in self._in_flight if each.step == step)
+        meters = zip(self._stages, self.meters, strict=True)
+        silent = [stage for stage, meter in meters if meter.newest_step(bulk=bulk) < step]
         site = (silent[0] if silent else self._stages[-1]).site
         error = StepFailed(
             f"step {step} did not come back from {site.label} on {site.node_name}",

@@ -1,24 +1,15 @@
-"""PURE: joins chunks of frames to steps. Knows order, repeats and sizes; knows no time and no sockets."""
+"""PURE: joins chunks of frames to steps of one class. Knows order, repeats and sizes; knows no time and no sockets."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 
 import numpy as np
 
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import StepId
+from edgepipe.link.pacing import MOST_PIECE_BYTES
 from edgepipe.link.protocol import StepBytes
-
-MAX_CHUNK_BYTES = 512 << 10  # the wire's limit
-CHUNK_BYTES = MAX_CHUNK_BYTES  # 2 MB steps on loopback: 700 MB/s; with half and with an eighth of it: 500 MB/s
-
-
-def cut(data: memoryview, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Yield the chunks of one step, in order; each is a copy."""
-    for start in range(0, len(data), chunk_bytes):
-        yield bytes(data[start : start + chunk_bytes])
 
 
 class _Arriving:
@@ -55,7 +46,7 @@ class _Arriving:
 
 
 class Assembler:
-    """Joins steps that plans announce with bytes that a link brings.
+    """Joins a class's steps that plans announce with bytes that a link brings.
 
     At most ``window`` steps may be arriving or waiting to be taken. Plans and frames each come in step order. So at
     most one step becomes whole per call, and steps become whole in order.
@@ -80,6 +71,10 @@ class Assembler:
     def arriving(self) -> StepId | None:
         """The step with some bytes but without a plan; None without such a step."""
         return next((arriving.step for arriving in self._steps if arriving.buffer is None), None)
+
+    def awaits(self, step: StepId) -> bool:
+        """Return whether the step has a plan or some bytes, and is not whole."""
+        return any(known.step == step for known in self._steps)
 
     def expect(self, step: StepId, num_bytes: int) -> StepBytes | None:
         """Take a step's size from its plan; return the step's bytes if all are there.
@@ -109,8 +104,10 @@ class Assembler:
         if (step, chunk) <= self._last:
             self.repeats += 1
             return None
-        if not data or len(data) > MAX_CHUNK_BYTES:
-            raise RemoteProtocolError(f"a chunk of step {step} has {len(data)} bytes", fact="1 to 524288 are allowed")
+        if not data or len(data) > MOST_PIECE_BYTES:
+            raise RemoteProtocolError(
+                f"a chunk of step {step} has {len(data)} bytes", fact=f"1 to {MOST_PIECE_BYTES} are allowed"
+            )
         arriving = self._at(step, chunk)
         arriving.put(data)
         if arriving.buffer is None:

@@ -1,4 +1,4 @@
-"""PURE: the steps that one hop still owes its receiver, and the limit on writing them."""
+"""PURE: the steps of one class that a hop still owes its receiver, and the limit on writing them."""
 
 from __future__ import annotations
 
@@ -65,6 +65,6 @@ class Outbox:
         return self._parcels[self._written]
 
     def written(self, parcel: Parcel) -> None:
-        """Note that the stream has all chunks of ``parcel``, which may have been acknowledged meanwhile."""
+        """Note that the last piece of ``parcel`` is being written. The step may have been acknowledged before."""
         if self._written < len(self._parcels) and self._parcels[self._written] is parcel:
             self._written += 1

@@ -1,7 +1,7 @@
 """One hop of a pipeline, as its two ends see it: over gRPC between processes, in memory for tests.
 
-A link is FIFO in step order. Everything here is called on the event loop; nothing blocks, so compute never waits for
-the network.
+A link is FIFO in step order within each of two classes: *bulk* steps have prompt tokens, *express* steps have none and
+pass them. Everything here is called on the event loop; nothing blocks, so compute never waits for the network.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from edgepipe.wire.plans import LinkSample, OpenRing
 StepBytes = npt.NDArray[np.uint8]
 """One step's activations as they travelled: ``[T * H * bytes per value]``, writable."""
 
-OnStep = Callable[[StepId, StepBytes], None]
+OnStep = Callable[[StepId, StepBytes, bool], None]
+"""Takes a step, its bytes, and whether it is bulk."""
+
 OnSample = Callable[[LinkSample], None]
 
 
@@ -30,7 +32,7 @@ class RingTarget:
 
     address: str  # HOST:PORT of the stage with that slice
     opening: OpenRing
-    max_queued: int  # steps given to send() and not yet acknowledged; more is a bug of the caller
+    max_queued: int  # steps of a class given to send() and not yet acknowledged; more is a bug of the caller
     reach_s: float  # deadline of the first connection
     connect_s: float  # deadline of the other side to open its end of a connection
     deadline_s: float  # deadline to be reconnected, and for the oldest step to be acknowledged
@@ -44,7 +46,8 @@ class SendStats:
     steps: int = 0  # written whole
     redials: int = 0
     queue_us: int = 0  # newest step's time from send() to its first byte
-    upload_us: int = 0  # newest step's time from its first byte to the acceptance of its last
+    upload_us: int = 0  # the same step's time from its first byte to the acceptance of its last
+    upload_bytes: int = 0  # size of the same step
 
 
 class Outgoing(Protocol):
@@ -68,22 +71,22 @@ class Outgoing(Protocol):
         """Wait until the other side takes frames. ``run`` raises any failure."""
         ...
 
-    def send(self, step: StepId, activations: Activations) -> None:
+    def send(self, step: StepId, activations: Activations, *, bulk: bool) -> None:
         """Queue a step and return at once. The array must not change afterwards. Raises LocalProtocolError if too
-        many are queued."""
+        many of its class are queued."""
         ...
 
 
 class Incoming(Protocol):
-    """The receiving end; calls ``on_step`` once for each step, in order, when its last byte is there."""
+    """The receiving end; calls ``on_step`` once for each step when its last byte is there, in order within a class."""
 
-    def expect(self, step: StepId, num_bytes: int) -> None:
+    def expect(self, step: StepId, num_bytes: int, *, bulk: bool) -> None:
         """Take from the plan that ``step`` brings ``num_bytes``. Call it in step order, before or after bytes arrive.
 
         Raises RemoteProtocolError if the bytes that arrived do not fit.
         """
         ...
 
-    def taken(self) -> None:
-        """Return the credit of the oldest delivered step to the sender: compute has the step."""
+    def taken(self, *, bulk: bool) -> None:
+        """Return the credit of the oldest delivered step of the class to the sender: compute has the step."""
         ...

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from edgepipe.clock import Clock
+from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.assembly import Assembler
 from edgepipe.link.protocol import OnStep
@@ -16,13 +17,24 @@ from edgepipe.wire.plans import LinkSample
 MAX_HELD_BYTES = 64 << 20  # size of steps without a plan: one prefill of 2048 tokens at a hidden size of 16384
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """Steps up to ``step`` have arrived whole; ``credits`` more may be sent beyond it."""
+    """Express steps up to ``step`` have arrived whole; ``credits`` more may be sent. The same for bulk steps."""
 
     step: StepId
     credits: int
+    bulk_step: StepId
+    bulk_credits: int
     sample: LinkSample | None
+
+
+@dataclass(slots=True)
+class _FirstPiece:
+    """The first piece of a class's newest step."""
+
+    sent_us: int = 0  # sender's wall clock
+    received_us: int = 0  # receiver's wall clock
+    total_bytes: int = 0  # bytes of all steps that had come, this piece included
 
 
 class Feed(Protocol):
@@ -47,12 +59,12 @@ class RingReceiver:
         self, *, epoch: Epoch, window: int, clock: Clock, on_step: OnStep, on_held: Callable[[], None]
     ) -> None:
         self.epoch = epoch
-        self._assembler = Assembler(window=window)
+        self._assemblers = (Assembler(window=window), Assembler(window=window))  # express, bulk
+        self._firsts = (_FirstPiece(), _FirstPiece())
+        self._total_bytes = 0  # of all frames
         self._clock = clock
         self._on_step = on_step
         self._on_held = on_held  # called when bytes come before their plan
-        self._first_sent_us = 0
-        self._first_received_us = 0
         self._sample: LinkSample | None = None
         self._feed: Feed | None = None
         self._window = window
@@ -64,12 +76,11 @@ class RingReceiver:
     @property
     def repeats(self) -> int:
         """Chunks that came again and were dropped."""
-        return self._assembler.repeats
+        return sum(assembler.repeats for assembler in self._assemblers)
 
-    @property
-    def waiting_for_plan(self) -> StepId | None:
-        """The step whose bytes came before its plan; None without such a step."""
-        return self._assembler.arriving
+    def waiting_for_plan(self, *, bulk: bool) -> StepId | None:
+        """The step of a class whose bytes came before its plan; None without such a step."""
+        return self._assemblers[bulk].arriving
 
     def attach(self, feed: Feed) -> None:
         """Begin a stream, which replaces the one before."""
@@ -92,37 +103,48 @@ class RingReceiver:
         self._ungranted = 0
         if sample is not None:
             sample = replace(sample, told_us=self._now_us())
-        return Grant(self._assembler.complete, self._assembler.credits, sample)
+        express, bulk = self._assemblers
+        return Grant(
+            step=express.complete,
+            credits=express.credits,
+            bulk_step=bulk.complete,
+            bulk_credits=bulk.credits,
+            sample=sample,
+        )
 
-    def frame(self, step: StepId, chunk: int, data: bytes, sent_us: int) -> None:
+    def frame(self, step: StepId, chunk: int, data: bytes, sent_us: int, *, bulk: bool) -> None:
         """Take a frame. Raises RemoteProtocolError, which ends the stream and not the stage."""
+        self._total_bytes += len(data)
+        self._check_class(step, bulk=bulk)
         if chunk == 0:
-            self._first_sent_us, self._first_received_us = sent_us, self._now_us()
-        whole = self._assembler.add(step, chunk, data)
-        if self._assembler.held_bytes:
+            first = self._firsts[bulk]
+            first.sent_us, first.received_us, first.total_bytes = sent_us, self._now_us(), self._total_bytes
+        whole = self._assemblers[bulk].add(step, chunk, data)
+        if held_bytes := self._held_bytes:
             self._on_held()
-            if self._assembler.held_bytes > MAX_HELD_BYTES:
+            if held_bytes > MAX_HELD_BYTES:
                 self._room.clear()
         if whole is not None:
-            self._sample = self._measured(step, whole.nbytes)
-            self._on_step(step, whole)
+            self._sample = self._measured(step, whole.nbytes, bulk=bulk)
+            self._on_step(step, whole, bulk)
 
     async def room(self) -> None:
         """Wait until plans have caught up with the bytes held for them."""
         await self._room.wait()
 
-    def expect(self, step: StepId, num_bytes: int) -> None:
+    def expect(self, step: StepId, num_bytes: int, *, bulk: bool) -> None:
         """See ``Incoming.expect``."""
-        whole = self._assembler.expect(step, num_bytes)
-        if self._assembler.held_bytes <= MAX_HELD_BYTES:
+        self._check_class(step, bulk=bulk)
+        whole = self._assemblers[bulk].expect(step, num_bytes)
+        if self._held_bytes <= MAX_HELD_BYTES:
             self._room.set()
         if whole is not None:
-            self._on_step(step, whole)  # unmeasured: its last byte came before its plan
+            self._on_step(step, whole, bulk)  # unmeasured: its last byte came before its plan
 
-    def taken(self) -> None:
+    def taken(self, *, bulk: bool) -> None:
         """See ``Incoming.taken``. While the sender knows of half the window, the grant can wait: one message per step
         would cost both ends too much."""
-        self._assembler.taken()
+        self._assemblers[bulk].taken()
         self._ungranted += 1
         if self._feed is not None:
             self._feed.granted(soon=2 * self._ungranted < self._window)
@@ -134,13 +156,26 @@ class RingReceiver:
         if feed is not None:
             feed.ended()
 
-    def _measured(self, step: StepId, num_bytes: int) -> LinkSample:
+    @property
+    def _held_bytes(self) -> int:
+        return sum([assembler.held_bytes for assembler in self._assemblers])
+
+    def _check_class(self, step: StepId, *, bulk: bool) -> None:
+        if self._assemblers[not bulk].awaits(step):
+            raise RemoteProtocolError(
+                f"the plan and the activations of step {step} disagree on its class",
+                fact="steps with prompt tokens are bulk, others are not",
+            )
+
+    def _measured(self, step: StepId, num_bytes: int, *, bulk: bool) -> LinkSample:
+        first = self._firsts[bulk]
         return LinkSample(
             step=step,
             num_bytes=num_bytes,
-            first_sent_us=self._first_sent_us,
-            first_received_us=self._first_received_us,
+            first_sent_us=first.sent_us,
+            first_received_us=first.received_us,
             last_received_us=self._now_us(),
+            spread_bytes=self._total_bytes - first.total_bytes,
         )
 
     def _now_us(self) -> int:

@@ -14,10 +14,10 @@ from edgepipe.backend.types import Activations
 from edgepipe.clock import Clock
 from edgepipe.errors import ConnectTimeout, EdgepipeError, PeerClosed, Retry, SendTimeout
 from edgepipe.ids import StepId
-from edgepipe.link.assembly import CHUNK_BYTES, cut
 from edgepipe.link.channels import from_rpc_error, make_channel
 from edgepipe.link.deadline import Deadline
-from edgepipe.link.outbox import Outbox, Parcel
+from edgepipe.link.departures import Departures, Piece
+from edgepipe.link.pacing import MOST_PIECE_BYTES
 from edgepipe.link.protocol import OnSample, RingTarget, SendStats
 from edgepipe.link.shaped import Network, PlainLine, ShapedStream
 from edgepipe.plain_words import plain_call
@@ -54,7 +54,7 @@ class RingSender:
         security: Security,
         clock: Clock,
         on_sample: OnSample,
-        chunk_bytes: int = CHUNK_BYTES,
+        most_piece_bytes: int = MOST_PIECE_BYTES,
         network: Network | None = None,
     ) -> None:
         """``network`` emulates a network; None sends as fast as the real one takes."""
@@ -64,26 +64,27 @@ class RingSender:
         self._credentials = security.to_process(target.certificate)
         self._clock = clock
         self._on_sample = on_sample
-        self._chunk_bytes = chunk_bytes
         self._network = network
         self._wire = network.wire() if network is not None else None
         self._epoch, self._slice = epoch_to_wire(target.opening.epoch), target.opening.slice
-        self._outbox = Outbox(max_queued=target.max_queued)
+        self._departures = Departures(max_queued=target.max_queued, most_piece_bytes=most_piece_bytes)
+        self._begun_s = [0.0, 0.0]  # when the first byte of a class's newest step left (monotonic): express, bulk
         self._wake = asyncio.Event()  # something may be written
         self._connected = asyncio.Event()
         self._progress = False  # the stream in use has moved a step
-        self._deadline = Deadline(limit_s=target.deadline_s, on_expired=self._expire)
+        limit_s = target.deadline_s
+        self._deadlines = [Deadline(limit_s=limit_s, on_expired=self._expire) for _ in range(2)]  # express, bulk
         self._expired = asyncio.Event()
 
     async def connected(self) -> None:
         """See ``Outgoing.connected``."""
         await self._connected.wait()
 
-    def send(self, step: StepId, activations: Activations) -> None:
+    def send(self, step: StepId, activations: Activations, *, bulk: bool) -> None:
         """See ``Outgoing.send``."""
-        self._outbox.put(step, activations, self._clock.monotonic_s())
-        if not self._deadline.running:
-            self._deadline.restart()
+        self._departures.put(step, activations, self._clock.monotonic_s(), bulk=bulk)
+        if not self._deadlines[bulk].running:
+            self._deadlines[bulk].restart()
         self._wake.set()
 
     async def run(self) -> None:
@@ -97,7 +98,8 @@ class RingSender:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            self._deadline.close()
+            for deadline in self._deadlines:
+                deadline.close()
             await channel.close()
 
     async def _reach(self, channel: grpc.aio.Channel) -> None:
@@ -117,7 +119,7 @@ class RingSender:
         in_vain = 0
         while True:
             self._progress = False
-            self._outbox.rewind()
+            self._departures.rewind()
             try:
                 await self._stream(ring)
             except EdgepipeError as exc:
@@ -180,16 +182,21 @@ class RingSender:
     def _take_credit(self, credit: stage_pb2.Credit | None) -> None:
         if credit is None:
             raise PeerClosed(f"the stage at {self._target.address} ended the link")
-        news = self._outbox.grant(StepId(credit.step), credit.credits)
-        if not len(self._outbox):
-            self._deadline.stop()
-        elif news:
-            self._deadline.restart()
-        self._progress |= news
+        self._grant(credit.step, credit.credits, bulk=False)
+        self._grant(credit.bulk_step, credit.bulk_credits, bulk=True)
+        self._departures.pacing.received(credit.received, self._clock.monotonic_s())
         self._wake.set()
         if credit.HasField("sample"):
             sample = sample_from_wire(credit.sample)
             self._on_sample(replace(sample, acknowledged_us=int(self._clock.wall_s() * 1e6)))
+
+    def _grant(self, step: int, credits: int, *, bulk: bool) -> None:
+        news = self._departures.grant(StepId(step), credits, bulk=bulk)
+        if not self._departures.waiting(bulk=bulk):
+            self._deadlines[bulk].stop()
+        elif news:
+            self._deadlines[bulk].restart()
+        self._progress |= news
 
     def _line(self, call: RingCall) -> ShapedStream:
         if self._network is None or self._wire is None:
@@ -200,32 +207,36 @@ class RingSender:
         """Write all that may be written; return when the stream ends, whose reader knows the reason."""
         try:
             while True:
-                while (parcel := self._outbox.next()) is not None:
-                    await self._write_step(line, parcel)
+                while (piece := self._departures.next(self._clock.monotonic_s())) is not None:
+                    await self._write_piece(line, piece)
                 self._wake.clear()
                 await self._wake.wait()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return
 
-    async def _write_step(self, line: ShapedStream, parcel: Parcel) -> None:
-        begun_s = ended_s = line.begins_s()
-        self.stats.queue_us = int((begun_s - parcel.queued_s) * 1e6)
-        for chunk, data in enumerate(cut(parcel.data, self._chunk_bytes)):
-            ahead_s = line.begins_s() - self._clock.monotonic_s()
-            frame = self._frame(parcel.step, chunk, data, sent_s=self._clock.wall_s() + ahead_s)
-            ended_s = await line.write(frame, len(data))
-        self._outbox.written(parcel)
-        self.stats.steps += 1
-        self.stats.upload_us = int((ended_s - begun_s) * 1e6)
+    async def _write_piece(self, line: ShapedStream, piece: Piece) -> None:
+        begins_s, num_bytes = line.begins_s(), len(piece.data)
+        if piece.chunk == 0:
+            self._begun_s[piece.bulk] = begins_s
+        ahead_s = begins_s - self._clock.monotonic_s()
+        ended_s = await line.write(self._frame(piece, sent_s=self._clock.wall_s() + ahead_s), num_bytes)
+        if piece.last:
+            begun_s, parcel = self._begun_s[piece.bulk], piece.parcel
+            self.stats.steps += 1
+            self.stats.queue_us = int((begun_s - parcel.queued_s) * 1e6)
+            self.stats.upload_us = int((ended_s - begun_s) * 1e6)
+            self.stats.upload_bytes = len(parcel.data)
 
-    def _frame(self, step: StepId, chunk: int, data: bytes, *, sent_s: float) -> stage_pb2.RingMessage:
+    def _frame(self, piece: Piece, *, sent_s: float) -> stage_pb2.RingMessage:
         message = stage_pb2.RingMessage()
         frame = message.frame  # filled in place: handing a Frame to RingMessage(frame=...) would copy it twice
         frame.epoch.CopyFrom(self._epoch)
-        frame.step = step
-        frame.chunk = chunk
-        frame.data = data
+        frame.step = piece.parcel.step
+        frame.chunk = piece.chunk
+        frame.data = bytes(piece.data)
         frame.sent_us = int(sent_s * 1e6)
+        frame.bulk = piece.bulk
+        frame.receipt = piece.receipt
         return message
 
     async def _why_ended(self, call: RingCall) -> EdgepipeError:
@@ -239,8 +250,12 @@ class RingSender:
         await self._expired.wait()
         raise SendTimeout(
             f"the stage at {self._target.address} did not take a step's activations in time",
-            fact=f"waited {self._target.deadline_s:g} s, {len(self._outbox)} steps wait",
+            fact=f"waited {self._target.deadline_s:g} s, {self._num_waiting} steps wait",
         )
+
+    @property
+    def _num_waiting(self) -> int:
+        return self._departures.waiting(bulk=False) + self._departures.waiting(bulk=True)
 
     def _expire(self) -> None:
         self._expired.set()

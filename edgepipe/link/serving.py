@@ -43,6 +43,7 @@ class RingStream:
         self._due = asyncio.Event()  # a grant must be written
         self._timer: asyncio.TimerHandle | None = None  # set while a grant waits for others
         self._over = False
+        self._received = 0  # bytes of activations that came
         self.strays = 0  # frames of other epochs, dropped
 
     async def serve(self, messages: AsyncIterator[stage_pb2.RingMessage]) -> None:
@@ -82,11 +83,14 @@ class RingStream:
             frame = message.frame
             if not message.HasField("frame"):
                 raise RemoteProtocolError("the link carried a message without a frame")
+            self._received += len(frame.data)
+            if frame.receipt:
+                self.granted()
             if frame.epoch != self._epoch:
                 self.strays += 1
                 logger.debug("frame of epoch %s dropped", epoch_from_wire(frame.epoch))
                 continue
-            self._receiver.frame(StepId(frame.step), frame.chunk, frame.data, frame.sent_us)
+            self._receiver.frame(StepId(frame.step), frame.chunk, frame.data, frame.sent_us, bulk=frame.bulk)
             await self._receiver.room()
 
     async def _write_grants(self) -> None:
@@ -107,7 +111,14 @@ class RingStream:
             self._timer = None
 
     def _credit(self, grant: Grant) -> stage_pb2.Credit:
-        credit = stage_pb2.Credit(epoch=self._epoch, step=grant.step, credits=grant.credits)
+        credit = stage_pb2.Credit(
+            epoch=self._epoch,
+            step=grant.step,
+            credits=grant.credits,
+            bulk_step=grant.bulk_step,
+            bulk_credits=grant.bulk_credits,
+            received=self._received,
+        )
         if grant.sample is not None:
             credit.sample.CopyFrom(sample_to_wire(grant.sample))
         return credit

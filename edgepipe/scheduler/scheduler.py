@@ -175,11 +175,17 @@ class Scheduler:
         return scheduled
 
     def retire(self, step: StepId, ids: Seq[int]) -> list[Event]:
-        """Complete the oldest step in flight. ``ids``: one token per sampling row, in row order."""
-        record = self._in_flight[0]
-        if record.step != step or record.num_samples != len(ids):
-            raise ValueError(f"step {record.step} with {record.num_samples} ids is next, not {step} with {len(ids)}")
-        self._in_flight.popleft()
+        """Complete a step in flight. ``ids``: one token per sampling row, in row order.
+
+        Steps of one sequence complete in the order of ``next_step``.
+        """
+        place = next((place for place, record in enumerate(self._in_flight) if record.step == step), None)
+        if place is None:
+            raise ValueError(f"step {step} is not in flight")
+        record = self._in_flight[place]
+        if record.num_samples != len(ids):
+            raise ValueError(f"step {step} samples {record.num_samples} tokens, {len(ids)} came")
+        del self._in_flight[place]
         self._computed_tokens += record.num_tokens
         if record.copies:
             self._tables.note_copied(record.copies)

@@ -112,3 +112,15 @@ class ScheduledStep(NamedTuple):
     def num_samples(self) -> int:
         """Number of token ids that ``retire`` takes for this step."""
         return sum(self.samples)
+
+    @property
+    def is_bulk(self) -> bool:
+        """Whether the step has prompt tokens: see ``StepPlan.is_bulk``."""
+        return len(self.token_ids) > len(self.sequences)
+
+    def may_retire_before(self, older: ScheduledStep) -> bool:
+        """Return whether this step's answer may come before that of an older step in flight.
+
+        On links and stages, steps without prompt tokens pass steps with prompt tokens of other sequences.
+        """
+        return not self.is_bulk and older.is_bulk and set(self.sequences).isdisjoint(older.sequences)

@@ -1,9 +1,11 @@
-"""One slice's queue: plans and inputs arrive in either order, steps leave in step order."""
+"""One slice's queues: plans and inputs arrive in either order, steps leave in step order or pass bulk ones."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from itertools import takewhile
 from typing import TypeAlias
 
 from edgepipe.backend.types import Activations, ActivationType, TokenIds
@@ -17,6 +19,39 @@ from edgepipe.spec.facts import Slice
 from edgepipe.stage.step_work import StageStep
 
 Inputs: TypeAlias = "TokenIds | Activations"
+
+
+class _Queue:
+    """A slice's steps of one class, which arrive in step order: express ones, or bulk ones."""
+
+    def __init__(self, *, bulk: bool, deadline: Deadline) -> None:
+        self.bulk = bulk
+        self.planned: deque[StageStep] = deque()  # planned steps that are not dispatched
+        # Inputs that are not dispatched, with arrival time (monotonic).
+        self.arrived: deque[tuple[StepId, Inputs, float]] = deque()
+        self.deadline = deadline
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the first planned step has its inputs."""
+        return bool(self.planned and self.arrived)
+
+    def take(self) -> StageStep:
+        """Remove and return the first planned step, which has its inputs."""
+        step, inputs, arrived_s = self.arrived.popleft()
+        work = self.planned.popleft()
+        if step != work.step:
+            raise RemoteProtocolError(f"inputs of step {step} came where those of step {work.step} were due")
+        work.give_inputs(inputs, arrived_s=arrived_s)
+        return work
+
+    def watch(self, receiver: RingReceiver) -> None:
+        """Run the deadline while the next step waits for its activations or its plan."""
+        waits_for_inputs = self.planned and not self.arrived
+        if not waits_for_inputs and receiver.waiting_for_plan(bulk=self.bulk) is None:
+            self.deadline.stop()
+        elif not self.deadline.running:
+            self.deadline.restart()
 
 
 class Lane:
@@ -42,71 +77,85 @@ class Lane:
         self._kind = activation_type
         self._clock = clock
         self._on_late = on_late
-        self._planned: deque[StageStep] = deque()  # planned steps that are not dispatched
-        # Inputs that are not dispatched, with arrival time (monotonic).
-        self._arrived: deque[tuple[StepId, Inputs, float]] = deque()
-        self._deadline = Deadline(limit_s=deadline_s, on_expired=self._late)
         self._deadline_s = deadline_s
+        self._express, self._bulk = self._queues = tuple(
+            _Queue(bulk=bulk, deadline=Deadline(limit_s=deadline_s, on_expired=partial(self._late, bulk)))
+            for bulk in (False, True)
+        )
 
     def plan(self, work: StageStep) -> None:
         """Queue a planned step. Raises RemoteProtocolError if its activations arrived with the wrong size."""
-        self._planned.append(work)
+        queue = self._queues[work.bulk]
+        queue.planned.append(work)
         if self.receiver is not None:
-            self.receiver.expect(work.step, work.num_tokens * self._hidden_size * self._kind.num_bytes)
-        self._watch()
+            num_bytes = work.num_tokens * self._hidden_size * self._kind.num_bytes
+            self.receiver.expect(work.step, num_bytes, bulk=work.bulk)
+        self._watch(queue)
 
-    def arrive(self, step: StepId, inputs: Inputs) -> None:
+    def arrive(self, step: StepId, inputs: Inputs, *, bulk: bool) -> None:
         """Take inputs for a step from the plan or from a slice of this stage."""
-        self._arrived.append((step, inputs, self._clock.monotonic_s()))
-        self._watch()
+        queue = self._queues[bulk]
+        queue.arrived.append((step, inputs, self._clock.monotonic_s()))
+        self._watch(queue)
 
-    def arrive_bytes(self, step: StepId, data: StepBytes) -> None:
+    def arrive_bytes(self, step: StepId, data: StepBytes, *, bulk: bool) -> None:
         """Take inputs for a step from the link."""
-        self.arrive(step, data.view(self._kind.numpy).reshape(-1, self._hidden_size))
+        self.arrive(step, data.view(self._kind.numpy).reshape(-1, self._hidden_size), bulk=bulk)
 
     def held(self) -> None:
         """Start the deadline because activations came before their plan."""
-        if not self._deadline.running:
-            self._deadline.restart()
+        for queue in self._queues:
+            self._watch(queue)
 
     def next_ready(self) -> StageStep | None:
-        """Return the next step in order with its inputs; None while it waits for them."""
-        if not self._planned or not self._arrived:
+        """Return the next step with its inputs; None while it waits for them.
+
+        That is the oldest planned step. While its activations are on their way, an express step may pass bulk ones.
+        """
+        queue = self._next_queue()
+        if queue is None:
             return None
-        step, inputs, arrived_s = self._arrived.popleft()
-        work = self._planned.popleft()
-        if step != work.step:
-            raise RemoteProtocolError(f"inputs of step {step} came where those of step {work.step} were due")
-        work.give_inputs(inputs, arrived_s=arrived_s)
+        work = queue.take()
         if self.receiver is not None:
-            self.receiver.taken()
-        self._deadline.stop()
-        self._watch()
+            self.receiver.taken(bulk=work.bulk)
+        queue.deadline.stop()
+        self._watch(queue)
         return work
 
     def close(self) -> None:
         """Drop all steps and end the stream that feeds the slice."""
-        self._deadline.close()
-        self._planned.clear()
-        self._arrived.clear()
+        for queue in self._queues:
+            queue.deadline.close()
+            queue.planned.clear()
+            queue.arrived.clear()
         if self.receiver is not None:
             self.receiver.close()
 
-    def _watch(self) -> None:
-        """Run the deadline while the next step waits for its activations or its plan."""
-        waits_for_inputs = self.receiver is not None and self._planned and not self._arrived
-        waits_for_plan = self.receiver is not None and self.receiver.waiting_for_plan is not None
-        if not waits_for_inputs and not waits_for_plan:
-            self._deadline.stop()
-        elif not self._deadline.running:
-            self._deadline.restart()
+    def _next_queue(self) -> _Queue | None:
+        """Return the queue whose first step is computed next; None while that step waits for its inputs."""
+        express, bulk = self._express, self._bulk
+        if not express.planned or (bulk.planned and bulk.planned[0].step < express.planned[0].step):
+            if bulk.is_ready:
+                return bulk
+            return express if express.is_ready and self._passes(express.planned[0]) else None
+        return express if express.is_ready else None
 
-    def _late(self) -> None:
+    def _passes(self, work: StageStep) -> bool:
+        """Return whether an express step may pass all older bulk steps."""
+        older = takewhile(lambda bulk: bulk.step < work.step, self._bulk.planned)
+        return all(work.uses.may_pass(bulk.uses) for bulk in older)
+
+    def _watch(self, queue: _Queue) -> None:
+        if self.receiver is not None:
+            queue.watch(self.receiver)
+
+    def _late(self, bulk: bool) -> None:
         fact = f"waited {self._deadline_s:g} s"
-        if self._planned:
-            step = self._planned[0].step
+        queue = self._queues[bulk]
+        if queue.planned:
+            step = queue.planned[0].step
             error = StepFailed(f"the activations of step {step} did not come from the stage before", fact=fact)
         else:
-            step = self.receiver.waiting_for_plan if self.receiver is not None else None
+            step = self.receiver.waiting_for_plan(bulk=bulk) if self.receiver is not None else None
             error = StepFailed(f"the plan of step {step} did not come from the engine", fact=fact)
         self._on_late(error)

@@ -1,9 +1,10 @@
-"""Retires steps in the order of their plans, although sampler threads finish in any order."""
+"""Retires steps in the order of computing, although sampler threads finish in any order."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from math import inf
 
 from edgepipe.ids import Epoch, StepId
 from edgepipe.stage.sampler import StepResult
@@ -11,16 +12,22 @@ from edgepipe.wire.plans import StepDone, StepTiming
 
 
 class Retirement:
-    """Steps that end on this stage and are not yet reported."""
+    """Steps that end on this stage and are not yet reported. One without rows retires after all older ones."""
 
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch
-        self._due: deque[StepId] = deque()
+        self._due: deque[StepId] = deque()  # not begun, in the order of their plans
+        self._begun: deque[StepId] = deque()  # in the order of computing
         self._settled: dict[StepId, StepDone] = {}
 
     def due(self, step: StepId) -> None:
-        """Add a step that ends on this stage."""
+        """Add a planned step that ends on this stage."""
         self._due.append(step)
+
+    def begin(self, step: StepId) -> None:
+        """Note that the step is computed next."""
+        self._due.remove(step)
+        self._begun.append(step)
 
     def settle(self, step: StepId, result: StepResult, timings: tuple[StepTiming, ...]) -> Iterator[StepDone]:
         """Finish a step. Yields the steps that can be reported now."""
@@ -34,5 +41,10 @@ class Retirement:
             prompt_logprobs=result.prompts,
             failures=tuple((index, each.error) for index, each in sampled if each.error is not None),
         )
-        while self._due and self._due[0] in self._settled:
-            yield self._settled.pop(self._due.popleft())
+        while True:
+            if self._begun and self._begun[0] in self._settled:
+                yield self._settled.pop(self._begun.popleft())
+            elif self._due and self._due[0] in self._settled and self._due[0] < min(self._begun, default=inf):
+                yield self._settled.pop(self._due.popleft())
+            else:
+                return

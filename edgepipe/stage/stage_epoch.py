@@ -17,7 +17,7 @@ from edgepipe.clock import Clock
 from edgepipe.errors import EdgepipeError, LinkError, RemoteProtocolError, Retry, StageLost, StaleEpoch, StepFailed
 from edgepipe.ids import Epoch, StepId
 from edgepipe.link.channels import ATTEMPT_S
-from edgepipe.link.protocol import OnSample, Outgoing, RingTarget
+from edgepipe.link.protocol import OnSample, Outgoing, RingTarget, StepBytes
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.link.serving import Replies
 from edgepipe.plain_words import plain
@@ -33,6 +33,7 @@ from edgepipe.stage.retirement import Retirement
 from edgepipe.stage.sampler import SamplerPool, StepResult
 from edgepipe.stage.sequences import PlannedRows, SequenceTable, packed_indices
 from edgepipe.stage.service import Commands
+from edgepipe.stage.step_order import StepUses
 from edgepipe.stage.step_work import StageStep
 from edgepipe.stage.trace import Trace, TraceEntry
 from edgepipe.wire.plans import OpenRing, PipelineSpec, Registration, Registrations, StepPlan
@@ -105,6 +106,7 @@ class StageEpoch:
         """``kv_since``: the epoch since which the KV holds all that this engine's steps wrote."""
         self.spec = spec
         self._model = model
+        self._windows = windows
         self._kv_since = kv_since
         self.over = False
         self._paused = False
@@ -357,7 +359,7 @@ class StageEpoch:
         for lane in lanes:
             work = self._prepare(plan, rows, lane, with_copies=lane is lanes[0])
             if lane.part.embedding:
-                lane.arrive(plan.step, np.array(plan.token_ids, np.int32))
+                lane.arrive(plan.step, np.array(plan.token_ids, np.int32), bulk=work.bulk)
             lane.plan(work)
 
     def _check(self, plan: StepPlan, rows: PlannedRows, last: Lane | None) -> None:
@@ -393,6 +395,7 @@ class StageEpoch:
             epoch=plan.epoch.counter,
             step=plan.step,
             slice_index=lane.part.index,
+            bulk=plan.is_bulk,
             num_tokens=plan.num_tokens,
             num_rows=len(plan.rows),
             demand=work_of(step),
@@ -402,16 +405,19 @@ class StageEpoch:
             retires=retires,
             samples=rows.samples if retires else (),
             scored=rows.scored if retires else (),
+            uses=StepUses(rows.rows, plan.copies, block_size=self.spec.block_size, windows=self._windows),
         )
 
-    def _arrived(self, lane: Lane, step: StepId, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        lane.arrive_bytes(step, data)
+    def _arrived(self, lane: Lane, step: StepId, data: StepBytes, bulk: bool) -> None:
+        lane.arrive_bytes(step, data, bulk=bulk)
         self._pump()
 
     def _pump(self) -> None:
         """Pass ready steps to the compute thread, no more than it can use."""
         for work in self._ready():
             self._in_compute += 1
+            if work.retires:
+                self._retirement.begin(work.step)
             self._tools.compute.put(work)
 
     def _ready(self) -> Iterator[StageStep]:
@@ -438,13 +444,12 @@ class StageEpoch:
         if output.activations is None:
             raise StepFailed(f"slice {work.slice_index} gave no activations for step {work.step}")
         if lane.sender is None:
-            self._lanes[work.slice_index + 1].arrive(work.step, output.activations)
+            self._lanes[work.slice_index + 1].arrive(work.step, output.activations, bulk=work.bulk)
             self._reports.timing(work.timing())
             return
-        lane.sender.send(work.step, output.activations)
+        lane.sender.send(work.step, output.activations, bulk=work.bulk)
         self._tools.counters.sent += 1
-        stats = lane.sender.stats
-        self._reports.timing(work.timing(send_queue_us=stats.queue_us, upload_us=stats.upload_us))
+        self._reports.timing(work.timing(sent=lane.sender.stats))
 
     def _on_result(self, work: StageStep, result: StepResult) -> None:
         """Take a step's sampled tokens; runs on a sampler thread."""

@@ -8,9 +8,11 @@ from edgepipe.backend import cost
 from edgepipe.backend.protocol import Prepared
 from edgepipe.backend.types import Activations, LogitEdits, StepOutput, TokenIds
 from edgepipe.ids import StepId
+from edgepipe.link.protocol import SendStats
 from edgepipe.sampling import SampleRow, logit_edits
 from edgepipe.stage.compute import StepSpan
 from edgepipe.stage.sequences import ScoredPart
+from edgepipe.stage.step_order import StepUses
 from edgepipe.wire.plans import StepTiming
 
 
@@ -38,6 +40,7 @@ class StageStep:
         "_epoch",
         "_inputs",
         "_owner",
+        "bulk",
         "demand",
         "expert_share",
         "num_rows",
@@ -51,6 +54,7 @@ class StageStep:
         "slice_index",
         "span",
         "step",
+        "uses",
     )
 
     def __init__(
@@ -60,6 +64,7 @@ class StageStep:
         epoch: int,
         step: StepId,
         slice_index: int,
+        bulk: bool,
         num_tokens: int,
         num_rows: int,
         demand: cost.StepWork,
@@ -69,10 +74,12 @@ class StageStep:
         retires: bool,
         samples: tuple[SampleRow, ...],
         scored: tuple[ScoredPart, ...],
+        uses: StepUses,
     ) -> None:
         self._epoch = epoch  # the epoch's counter
         self.step = step
         self.slice_index = slice_index
+        self.bulk = bulk  # see ``StepPlan.is_bulk``
         self.num_tokens = num_tokens
         self.num_rows = num_rows
         self.demand = demand
@@ -82,6 +89,7 @@ class StageStep:
         self.retires = retires  # the step ends with this slice
         self.samples = samples  # rows whose tokens this slice's logits decide
         self.scored = scored  # prompt tokens whose log-probabilities this slice computes
+        self.uses = uses  # what the step reads and writes on this stage
         self.span: StepSpan | None = None  # set once computed
         self.expert_share = 0.0  # see ``StepOutput``
         self._owner = owner
@@ -120,8 +128,8 @@ class StageStep:
         """See ``Work.failed``."""
         self._owner.broken(self, error)
 
-    def timing(self, *, sample_us: int = 0, send_queue_us: int = 0, upload_us: int = 0) -> StepTiming:
-        """Return the timing of the computed step."""
+    def timing(self, *, sample_us: int = 0, sent: SendStats | None = None) -> StepTiming:
+        """Return the timing of the computed step. ``sent``: of the link to the next stage, if another one follows."""
         assert self.span is not None, "not computed yet"
         return StepTiming(
             step=self.step,
@@ -133,8 +141,9 @@ class StageStep:
             prepare_us=self.prepare_us,
             compute_us=int((self.span.collected_s - self.span.begun_s) * 1e6),
             sample_us=sample_us,
-            send_queue_us=send_queue_us,
-            upload_us=upload_us,
+            send_queue_us=sent.queue_us if sent is not None else 0,
+            upload_us=sent.upload_us if sent is not None else 0,
+            upload_bytes=sent.upload_bytes if sent is not None else 0,
             queued_us=max(0, int((self.span.begun_s - self.ready_s) * 1e6)),
             expert_share=self.expert_share,
         )

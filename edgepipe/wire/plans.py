@@ -138,6 +138,11 @@ class StepPlan:
         """T."""
         return sum(row.num_tokens for row in self.rows)
 
+    @property
+    def is_bulk(self) -> bool:
+        """Whether the step has prompt tokens: its activations take many messages, and express steps pass them."""
+        return self.num_tokens > len(self.rows)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTiming:
@@ -152,10 +157,11 @@ class StepTiming:
     prepare_us: int = 0
     compute_us: int = 0  # time from ``started_us`` until collect returned
     sample_us: int = 0
-    send_queue_us: int = 0  # the previous step's wait in the send queue
-    upload_us: int = 0  # the previous step's upload
+    send_queue_us: int = 0  # wait in the send queue, of the newest step that has left: usually the previous one
+    upload_us: int = 0  # the same step's upload
     queued_us: int = 0  # time from plan and inputs ready until ``started_us``
     expert_share: float = 0.0  # share of a layer's experts that the step read, mean of its layers; 0: not counted
+    upload_bytes: int = 0  # size of the step that ``upload_us`` describes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,10 +171,11 @@ class LinkSample:
     step: StepId
     num_bytes: int
     first_sent_us: int  # sender's wall clock
-    first_received_us: int  # receiver's wall clock
+    first_received_us: int  # receiver's wall clock, of the first piece
     last_received_us: int  # receiver's wall clock
     told_us: int = 0  # receiver's wall clock, when the credit left
     acknowledged_us: int = 0  # sender's wall clock, when it came back
+    spread_bytes: int = 0  # bytes of all steps that came after the first piece, until ``last_received_us``
 
     @property
     def round_trip_us(self) -> int:
@@ -325,6 +332,7 @@ def sample_to_wire(sample: LinkSample) -> stage_pb2.LinkSample:
         last_received_us=sample.last_received_us,
         told_us=sample.told_us,
         acknowledged_us=sample.acknowledged_us,
+        spread_bytes=sample.spread_bytes,
     )
 
 
@@ -343,6 +351,7 @@ def _sample(message: stage_pb2.LinkSample) -> LinkSample:
         last_received_us=message.last_received_us,
         told_us=message.told_us,
         acknowledged_us=message.acknowledged_us,
+        spread_bytes=message.spread_bytes,
     )
 
 
@@ -513,6 +522,7 @@ def _timings_to_wire(timings: Iterable[StepTiming]) -> list[stage_pb2.StepTiming
             upload_us=timing.upload_us,
             queued_us=timing.queued_us,
             expert_share=timing.expert_share,
+            upload_bytes=timing.upload_bytes,
         )
         for timing in timings
     ]
@@ -534,4 +544,5 @@ def _timings_from_wire(messages: Iterable[stage_pb2.StepTiming]) -> Iterator[Ste
             upload_us=message.upload_us,
             queued_us=message.queued_us,
             expert_share=message.expert_share,
+            upload_bytes=message.upload_bytes,
         )

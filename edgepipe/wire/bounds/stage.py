@@ -84,7 +84,13 @@ STAGE: Tables = {
         "sent_us": Harmless("it goes back to its sender in a LinkSample"),
         "passage_us": Harmless("only emulated networks read it"),
     },
-    "Credit": {"step": _CREDIT, "credits": _CREDIT},
+    "Credit": {
+        "step": _CREDIT,
+        "credits": _CREDIT,
+        "bulk_step": _CREDIT,
+        "bulk_credits": _CREDIT,
+        "received": Checked("edgepipe.link.pacing:Pacing.received"),
+    },
     "LinkSample": {
         "step": COUNT,
         "num_bytes": Within(0, 1 << 40),
@@ -93,6 +99,7 @@ STAGE: Tables = {
         "last_received_us": COUNT,
         "told_us": COUNT,
         "acknowledged_us": COUNT,
+        "spread_bytes": Within(0, 1 << 40),
     },
     "StageReport": {"crashed_step": Checked("edgepipe.engine.pump:Pump.sequences_of")},
     "Opened": {},
@@ -126,5 +133,6 @@ STAGE: Tables = {
         "upload_us": _DURATION_US,
         "queued_us": _DURATION_US,
         "expert_share": MEASURED,
+        "upload_bytes": Within(0, 1 << 40),
     },
 }

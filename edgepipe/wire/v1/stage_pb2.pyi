@@ -492,7 +492,9 @@ Global___OpenRing: _TypeAlias = OpenRing  # noqa: Y015
 
 @_typing.final
 class Frame(_message.Message):
-    """A piece of one step's activations [tokens, hidden]. No shape: the plan has it."""
+    """A piece of one step's activations [tokens, hidden]. No shape: the plan has it. Steps of one class come in step order;
+    pieces of an express step may come between those of a bulk step.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -502,6 +504,8 @@ class Frame(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     SENT_US_FIELD_NUMBER: _builtins.int
     PASSAGE_US_FIELD_NUMBER: _builtins.int
+    BULK_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     chunk: _builtins.int
     """counts from 0"""
@@ -511,6 +515,10 @@ class Frame(_message.Message):
     """sender's wall clock, for the one-way latency"""
     passage_us: _builtins.int
     """emulated networks: from sent_us until its last byte arrives; the receiver holds it until then"""
+    bulk: _builtins.bool
+    """the step's class: it has prompt tokens"""
+    receipt: _builtins.bool
+    """the sender wants a Credit now, for its `received`"""
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     def __init__(
@@ -522,10 +530,12 @@ class Frame(_message.Message):
         data: _builtins.bytes = ...,
         sent_us: _builtins.int = ...,
         passage_us: _builtins.int = ...,
+        bulk: _builtins.bool = ...,
+        receipt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "data", b"data", "epoch", b"epoch", "passage_us", b"passage_us", "sent_us", b"sent_us", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "chunk", b"chunk", "data", b"data", "epoch", b"epoch", "passage_us", b"passage_us", "receipt", b"receipt", "sent_us", b"sent_us", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -533,7 +543,9 @@ Global___Frame: _TypeAlias = Frame  # noqa: Y015
 
 @_typing.final
 class Credit(_message.Message):
-    """Frames of all steps up to and including `step` have arrived; `credits` more steps may be sent beyond it."""
+    """Frames of all express steps up to and including `step` have arrived; `credits` more may be sent beyond it. The same
+    for bulk steps.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -541,8 +553,15 @@ class Credit(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     CREDITS_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
+    BULK_STEP_FIELD_NUMBER: _builtins.int
+    BULK_CREDITS_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     credits: _builtins.int
+    bulk_step: _builtins.int
+    bulk_credits: _builtins.int
+    received: _builtins.int
+    """bytes of activations that this stream has brought"""
     @_builtins.property
     def epoch(self) -> _common_pb2.Epoch: ...
     @_builtins.property
@@ -554,10 +573,13 @@ class Credit(_message.Message):
         step: _builtins.int = ...,
         credits: _builtins.int = ...,
         sample: Global___LinkSample | None = ...,
+        bulk_step: _builtins.int = ...,
+        bulk_credits: _builtins.int = ...,
+        received: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "sample", b"sample"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "epoch", b"epoch", "sample", b"sample", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk_credits", b"bulk_credits", "bulk_step", b"bulk_step", "credits", b"credits", "epoch", b"epoch", "received", b"received", "sample", b"sample", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -574,18 +596,21 @@ class LinkSample(_message.Message):
     LAST_RECEIVED_US_FIELD_NUMBER: _builtins.int
     TOLD_US_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGED_US_FIELD_NUMBER: _builtins.int
+    SPREAD_BYTES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     num_bytes: _builtins.int
     first_sent_us: _builtins.int
     """sender's wall clock"""
     first_received_us: _builtins.int
-    """receiver's wall clock"""
+    """receiver's wall clock, of the first piece"""
     last_received_us: _builtins.int
     """receiver's wall clock"""
     told_us: _builtins.int
     """receiver's wall clock, when the credit left"""
     acknowledged_us: _builtins.int
     """sender's wall clock, when it came back: durations on each side, no common clock"""
+    spread_bytes: _builtins.int
+    """that came after the first piece until last_received_us, of all steps"""
     def __init__(
         self,
         *,
@@ -596,10 +621,11 @@ class LinkSample(_message.Message):
         last_received_us: _builtins.int = ...,
         told_us: _builtins.int = ...,
         acknowledged_us: _builtins.int = ...,
+        spread_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_us", b"acknowledged_us", "first_received_us", b"first_received_us", "first_sent_us", b"first_sent_us", "last_received_us", b"last_received_us", "num_bytes", b"num_bytes", "step", b"step", "told_us", b"told_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_us", b"acknowledged_us", "first_received_us", b"first_received_us", "first_sent_us", b"first_sent_us", "last_received_us", b"last_received_us", "num_bytes", b"num_bytes", "spread_bytes", b"spread_bytes", "step", b"step", "told_us", b"told_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -852,6 +878,7 @@ class StepTiming(_message.Message):
     UPLOAD_US_FIELD_NUMBER: _builtins.int
     QUEUED_US_FIELD_NUMBER: _builtins.int
     EXPERT_SHARE_FIELD_NUMBER: _builtins.int
+    UPLOAD_BYTES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     slice: _builtins.int
     num_tokens: _builtins.int
@@ -865,13 +892,15 @@ class StepTiming(_message.Message):
     """from then until collect returned"""
     sample_us: _builtins.int
     send_queue_us: _builtins.int
-    """of the step before it"""
+    """of the same step as upload_us"""
     upload_us: _builtins.int
-    """of the step before it"""
+    """of the newest step that has left; usually the one before this"""
     queued_us: _builtins.int
     """from plan and inputs being there until it started"""
     expert_share: _builtins.float
     """of a layer's experts that the step read, mean of its layers; 0: not counted"""
+    upload_bytes: _builtins.int
+    """of the same step as upload_us"""
     def __init__(
         self,
         *,
@@ -888,10 +917,11 @@ class StepTiming(_message.Message):
         upload_us: _builtins.int = ...,
         queued_us: _builtins.int = ...,
         expert_share: _builtins.float = ...,
+        upload_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "expert_share", b"expert_share", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prepare_us", b"prepare_us", "queued_us", b"queued_us", "sample_us", b"sample_us", "send_queue_us", b"send_queue_us", "slice", b"slice", "started_us", b"started_us", "step", b"step", "upload_us", b"upload_us", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "expert_share", b"expert_share", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prepare_us", b"prepare_us", "queued_us", b"queued_us", "sample_us", b"sample_us", "send_queue_us", b"send_queue_us", "slice", b"slice", "started_us", b"started_us", "step", b"step", "upload_bytes", b"upload_bytes", "upload_us", b"upload_us", "wait_us", b"wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -295,7 +295,9 @@ class EngineOfRogueStage:
     async def check(self) -> None:
         """See ``Receiver.check``: what the engine keeps and predicts stays small."""
         assert self._pump._turn_s() <= 2 * 60.0 + 1.0, "the deadline of a late step follows it"
-        assert all(meter.last_step <= self._pump._newest for meter in self._pump.meters)
+        assert all(
+            meter.newest_step(bulk=bulk) <= self._pump._newest for meter in self._pump.meters for bulk in (False, True)
+        )
         assert self.tokens <= self._pump._newest * 2
         if not self._pump._in_flight:
             self._begin()

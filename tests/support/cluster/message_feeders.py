@@ -217,7 +217,7 @@ class World:
     def new_receiver(self) -> RingReceiver:
         """Of a link that expects one step of 1 KB."""
         receiver = RingReceiver(epoch=EPOCH, window=4, clock=self.clock, on_step=lambda *_: None, on_held=lambda: None)
-        receiver.expect(StepId(1), 1024)
+        receiver.expect(StepId(1), 1024, bulk=False)
         return receiver
 
     def _node(self, node_id: str) -> NodeState:
@@ -479,7 +479,7 @@ async def _ring(world: World, message: stage_pb2.RingMessage) -> None:
             from_wire(message.open, OpenRing)
         elif epoch_from_wire(message.frame.epoch) == EPOCH:
             frame = message.frame
-            world.receiver.frame(StepId(frame.step), frame.chunk, frame.data, frame.sent_us)
+            world.receiver.frame(StepId(frame.step), frame.chunk, frame.data, frame.sent_us, bulk=frame.bulk)
     except EdgepipeError:
         world.receiver = world.new_receiver()
         raise

@@ -89,6 +89,7 @@ class RingModel:
             compute_us=round(took * 1e3),
             queued_us=round((begun - at) * 1e3),
             upload_us=1 if self.buffered else round(self._uploads_ms[stage] * 1e3),
+            upload_bytes=round(self._uploads_ms[stage] * self.bytes_per_ms),
             expert_share=self.expert_share(tokens) if self.expert_share else 0.0,
         )
         self.sizes.note_timing(stage, timing)
@@ -110,6 +111,7 @@ class RingModel:
             last_received_us=sent_us + round((arrived - begun) * 1e3) + offset_us,
             told_us=sent_us + round((arrived - begun) * 1e3) + offset_us + 700,
             acknowledged_us=sent_us + round((arrived - begun + self.one_way_ms) * 1e3) + 700,
+            spread_bytes=max(0, num_bytes - PIECE_BYTES),
         )
         self.one_way_s.append(self.sizes.note_link(stage, sample))
         return arrived

@@ -10,8 +10,8 @@ from edgepipe.backend.types import Activations
 from edgepipe.clock import Clock
 from edgepipe.errors import ConnectTimeout
 from edgepipe.ids import StepId
-from edgepipe.link.assembly import CHUNK_BYTES, cut
-from edgepipe.link.outbox import Outbox, Parcel
+from edgepipe.link.departures import Departures, Piece
+from edgepipe.link.pacing import MOST_PIECE_BYTES
 from edgepipe.link.protocol import OnSample, RingTarget, SendStats
 from edgepipe.link.receiver import RingReceiver
 from edgepipe.wire.plans import OpenRing
@@ -27,7 +27,7 @@ class MemorySender:
         find_receiver: Callable[[OpenRing], Awaitable[RingReceiver]],
         clock: Clock,
         on_sample: OnSample,
-        chunk_bytes: int = CHUNK_BYTES,
+        most_piece_bytes: int = MOST_PIECE_BYTES,
     ) -> None:
         self.stats = SendStats()
         self.flowing = asyncio.Event()
@@ -36,8 +36,8 @@ class MemorySender:
         self._find_receiver = find_receiver
         self._clock = clock
         self._on_sample = on_sample
-        self._chunk_bytes = chunk_bytes
-        self._outbox = Outbox(max_queued=target.max_queued)
+        self._departures = Departures(max_queued=target.max_queued, most_piece_bytes=most_piece_bytes)
+        self._carried = 0  # bytes
         self._receiver: RingReceiver | None = None
         self._wake = asyncio.Event()
         self._connected = asyncio.Event()
@@ -46,9 +46,9 @@ class MemorySender:
         """See ``Outgoing.connected``."""
         await self._connected.wait()
 
-    def send(self, step: StepId, activations: Activations) -> None:
+    def send(self, step: StepId, activations: Activations, *, bulk: bool) -> None:
         """See ``Outgoing.send``."""
-        self._outbox.put(step, activations, self._clock.monotonic_s())
+        self._departures.put(step, activations, self._clock.monotonic_s(), bulk=bulk)
         self._wake.set()
 
     async def run(self) -> None:
@@ -62,8 +62,8 @@ class MemorySender:
         self._connected.set()
         try:
             while True:
-                while (parcel := self._outbox.next()) is not None:
-                    await self._carry(self._receiver, parcel)
+                while (piece := self._departures.next(self._clock.monotonic_s())) is not None:
+                    await self._carry(self._receiver, piece)
                 self._wake.clear()
                 await self._wake.wait()
         finally:
@@ -74,7 +74,8 @@ class MemorySender:
         if self._receiver is None:
             return
         grant = self._receiver.grant()
-        self._outbox.grant(grant.step, grant.credits)
+        self._departures.grant(grant.step, grant.credits, bulk=False)
+        self._departures.grant(grant.bulk_step, grant.bulk_credits, bulk=True)
         self._wake.set()
         if grant.sample is not None:
             self._on_sample(replace(grant.sample, acknowledged_us=int(self._clock.wall_s() * 1e6)))
@@ -83,10 +84,11 @@ class MemorySender:
         """See ``Feed.ended``: no more frames are taken."""
         self.flowing.clear()
 
-    async def _carry(self, receiver: RingReceiver, parcel: Parcel) -> None:
-        for chunk, data in enumerate(cut(parcel.data, self._chunk_bytes)):
-            await self.flowing.wait()
-            receiver.frame(parcel.step, chunk, data, int(self._clock.wall_s() * 1e6))
-            await receiver.room()
-        self._outbox.written(parcel)
-        self.stats.steps += 1
+    async def _carry(self, receiver: RingReceiver, piece: Piece) -> None:
+        await self.flowing.wait()
+        sent_us = int(self._clock.wall_s() * 1e6)
+        receiver.frame(piece.parcel.step, piece.chunk, bytes(piece.data), sent_us, bulk=piece.bulk)
+        self._carried += len(piece.data)
+        self._departures.pacing.received(self._carried, self._clock.monotonic_s())
+        await receiver.room()
+        self.stats.steps += piece.last

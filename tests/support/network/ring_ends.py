@@ -41,7 +41,7 @@ class Hop:
 
     def __init__(self, *, window: int, network: Network | None = None) -> None:
         self.network = network
-        self.arrived: asyncio.Queue[tuple[int, StepBytes]] = asyncio.Queue()
+        self.arrived: asyncio.Queue[tuple[int, StepBytes, bool]] = asyncio.Queue()
         self.samples: list[LinkSample] = []
         self.held = 0
         self._changed = asyncio.Event()
@@ -53,18 +53,18 @@ class Hop:
             epoch=EPOCH, window=window, clock=SystemClock(), on_step=self._arrive, on_held=self._hold
         )
 
-    def expect(self, step: int, tokens: int = 4) -> None:
-        self.receiver.expect(StepId(step), tokens * HIDDEN * 2)
+    def expect(self, step: int, tokens: int = 4, *, bulk: bool = False) -> None:
+        self.receiver.expect(StepId(step), tokens * HIDDEN * 2, bulk=bulk)
 
-    def send(self, step: int, tokens: int = 4) -> None:
-        self.sender.send(StepId(step), activations(step, tokens))
+    def send(self, step: int, tokens: int = 4, *, bulk: bool = False) -> None:
+        self.sender.send(StepId(step), activations(step, tokens), bulk=bulk)
 
     async def take(self) -> int:
         """Wait for the next step, check its content, give its credit back."""
-        step, data = await self.arrived.get()
+        step, data, bulk = await self.arrived.get()
         values = data.view(np.uint16)
         assert (values == activations(step, len(values) // HIDDEN).ravel()).all()
-        self.receiver.taken()
+        self.receiver.taken(bulk=bulk)
         return step
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -88,8 +88,8 @@ class Hop:
             self._changed.set()
             raise
 
-    def _arrive(self, step: StepId, data: StepBytes) -> None:
-        self.arrived.put_nowait((step, data))
+    def _arrive(self, step: StepId, data: StepBytes, bulk: bool) -> None:
+        self.arrived.put_nowait((step, data, bulk))
         self._changed.set()
 
     def _hold(self) -> None:
@@ -148,7 +148,7 @@ async def grpc_service(hop: Hop) -> AsyncGenerator[str]:
 
 
 def grpc_sender(
-    hop: Hop, address: str, *, chunk_bytes: int = 16, network: Network | None = None, **options: Any
+    hop: Hop, address: str, *, most_piece_bytes: int = 16, network: Network | None = None, **options: Any
 ) -> RingSender:
     return RingSender(
         target(address, **options),
@@ -156,7 +156,7 @@ def grpc_sender(
         security=Plaintext(),
         clock=SystemClock(),
         on_sample=hop.sample,
-        chunk_bytes=chunk_bytes,
+        most_piece_bytes=most_piece_bytes,
         network=network,
     )
 
@@ -201,4 +201,6 @@ def memory_sender(hop: Hop) -> MemorySender:
     async def find(_: OpenRing) -> RingReceiver:
         return hop.receiver
 
-    return MemorySender(target("memory"), find_receiver=find, clock=SystemClock(), on_sample=hop.sample, chunk_bytes=16)
+    return MemorySender(
+        target("memory"), find_receiver=find, clock=SystemClock(), on_sample=hop.sample, most_piece_bytes=16
+    )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
 from edgepipe.backend.step_layout import check_states
-from edgepipe.backend.types import StepRow
+from edgepipe.backend.types import BlockRun, StepRow, WindowRuns
 from edgepipe.ids import SequenceId
 from edgepipe.scheduler import (
     EndReason,
@@ -24,6 +24,7 @@ from edgepipe.scheduler import (
     TokenSampled,
 )
 from edgepipe.spec.memory_classes import StateSlots, WindowPool
+from edgepipe.stage.step_order import StepUses
 
 VOCAB = 97
 NUM_SLICES = 3
@@ -139,9 +140,42 @@ class World:
             count += 1
         return count
 
-    def retire(self) -> None:
-        step = self.in_flight.popleft()
+    def retire(self, place: int = 0) -> None:
+        """Compute and retire a step in flight: the oldest, or one that ``passing`` found."""
+        step = self.in_flight[place]
+        del self.in_flight[place]
         self.note(self.scheduler.retire(step.step, self._compute(step)))
+
+    def passing(self) -> int | None:
+        """Return the place of the first step in flight that stages compute before older ones; None without one."""
+        uses = [self._uses(step) for step in self.in_flight]
+        for place, step in enumerate(self.in_flight):
+            older = [*zip(self.in_flight, uses, strict=True)][:place]
+            if older and all(step.may_retire_before(each) and uses[place].may_pass(used) for each, used in older):
+                return place
+        return None
+
+    def _uses(self, step: ScheduledStep) -> StepUses:
+        def runs(blocks: Iterable[int]) -> tuple[BlockRun, ...]:
+            return tuple(BlockRun(block, 1) for block in blocks)
+
+        states = step.states or [None] * step.num_rows
+        columns = zip(step.sequences, step.positions, step.num_tokens, states, strict=True)
+        rows = [
+            StepRow(
+                sequence=sequence,
+                position=position,
+                num_tokens=num_tokens,
+                runs=runs(self._snapshot[step.step][sequence]),
+                windows=tuple(
+                    WindowRuns(min(tables[sequence]), runs(tables[sequence].values()))
+                    for tables in self._window_snapshot[step.step]
+                ),
+                state=state,
+            )
+            for sequence, position, num_tokens, state in columns
+        ]
+        return StepUses(rows, step.copies, block_size=self.limits.block_size, windows=self.limits.windows)
 
     def go(self, steps: int) -> None:
         """Retire so many steps; each time send all that the scheduler has."""

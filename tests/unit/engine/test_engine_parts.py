@@ -118,7 +118,7 @@ def test_a_stage_is_measured_by_what_it_tells() -> None:
     assert measured.hop_bytes == 4000
     assert measured.hop_latency_s == pytest.approx(0.12)
     assert measured.hop_latency_counts[HOP_LATENCY_S.index(0.005)] == sum(measured.hop_latency_counts) == 40
-    assert meter.last_step == 40
+    assert (meter.newest_step(bulk=False), meter.newest_step(bulk=True)) == (40, 0)
 
 
 def test_smoothing_begins_with_the_first_value() -> None:

@@ -9,11 +9,16 @@ from hypothesis import strategies as st
 
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import StepId
-from edgepipe.link.assembly import MAX_CHUNK_BYTES, Assembler, cut
+from edgepipe.link.assembly import Assembler
+from edgepipe.link.pacing import MOST_PIECE_BYTES
 
 
 def step_bytes(step: int, size: int) -> bytes:
     return bytes((step * 31 + i) % 251 for i in range(size))
+
+
+def cut(data: bytes, chunk_bytes: int) -> list[bytes]:
+    return [data[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes)]
 
 
 @given(data=st.data())
@@ -25,7 +30,7 @@ def test_every_step_comes_out_once_whole_and_in_order(data: st.DataObject) -> No
     frames = [
         (step, chunk, part)
         for step, size in enumerate(sizes, 1)
-        for chunk, part in enumerate(cut(memoryview(step_bytes(step, size)), chunk_bytes))
+        for chunk, part in enumerate(cut(step_bytes(step, size), chunk_bytes))
     ]
     out: list[tuple[int, bytes]] = []
     planned = sent = 0
@@ -124,7 +129,7 @@ def test_no_more_steps_than_the_credits_allow() -> None:
     assert assembler.add(StepId(3), 0, bytes(4)) is None
 
 
-@pytest.mark.parametrize("size", [0, MAX_CHUNK_BYTES + 1])
+@pytest.mark.parametrize("size", [0, MOST_PIECE_BYTES + 1])
 def test_chunks_of_a_size_that_nobody_sends(size: int) -> None:
     with pytest.raises(RemoteProtocolError, match="a chunk of step 1"):
         Assembler(window=1).add(StepId(1), 0, bytes(size))

@@ -38,9 +38,9 @@ class _Hop:
     def come_and_go(self, *steps: int) -> None:
         """Steps arrive and are taken at once."""
         for step in steps:
-            self.receiver.expect(StepId(step), _BYTES)
-            self.receiver.frame(StepId(step), 0, bytes(_BYTES), sent_us=0)
-            self.receiver.taken()
+            self.receiver.expect(StepId(step), _BYTES, bulk=False)
+            self.receiver.frame(StepId(step), 0, bytes(_BYTES), sent_us=0, bulk=False)
+            self.receiver.taken(bulk=False)
 
 
 @asynccontextmanager

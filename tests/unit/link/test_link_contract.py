@@ -28,7 +28,7 @@ async def test_bytes_may_come_before_their_plan(over: str) -> None:
         hop.send(2)
         await hop.until(lambda: hop.held >= 8)  # four chunks of 16 bytes each
         assert hop.arrived.empty()
-        assert hop.receiver.waiting_for_plan == 1
+        assert hop.receiver.waiting_for_plan(bulk=False) == 1
         hop.expect(1)
         hop.expect(2)
         assert [await hop.take(), await hop.take()] == [1, 2]

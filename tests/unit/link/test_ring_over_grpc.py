@@ -39,7 +39,7 @@ STEPS = 40
 async def test_a_broken_stream_is_dialled_again_and_nothing_is_lost(cut_after: int) -> None:
     hop = Hop(window=3)
     async with grpc_service(hop) as address, tcp_proxy(address) as proxy:
-        async with running(hop, grpc_sender(hop, proxy.address, chunk_bytes=100)):
+        async with running(hop, grpc_sender(hop, proxy.address, most_piece_bytes=100)):
             proxy.cut_after(cut_after)
             for step in range(1, STEPS + 1):
                 hop.expect(step, tokens=60)
@@ -68,7 +68,7 @@ async def test_many_cuts_lose_nothing_and_double_nothing() -> None:
 async def test_a_stalled_network_never_blocks_the_sender() -> None:
     hop = Hop(window=4)
     async with grpc_service(hop) as address, tcp_proxy(address) as proxy:
-        async with running(hop, grpc_sender(hop, proxy.address, chunk_bytes=8000)):
+        async with running(hop, grpc_sender(hop, proxy.address, most_piece_bytes=8000)):
             proxy.flowing.clear()
             for step in range(1, 31):
                 hop.expect(step, tokens=2000)
@@ -89,7 +89,7 @@ async def test_a_receiver_that_takes_nothing_holds_up_nobody_else_and_little_mem
     stuck, other = Hop(window=2), Hop(window=2)
     step_bytes = activations(1, 2000).nbytes
     async with grpc_service(stuck) as address, tcp_proxy(address) as proxy, grpc_service(other) as elsewhere:
-        async with running(stuck, grpc_sender(stuck, proxy.address, chunk_bytes=8000)):
+        async with running(stuck, grpc_sender(stuck, proxy.address, most_piece_bytes=8000)):
             async with running(other, grpc_sender(other, elsewhere)):
                 for step in range(1, STEPS + 1):
                     stuck.expect(step, tokens=2000)

@@ -251,12 +251,36 @@ def test_nonsense_is_refused() -> None:
         spec(1, 4, max_tokens=0)
 
 
-def test_steps_retire_in_order_only() -> None:
+def test_a_step_retires_once_and_with_its_tokens() -> None:
     world = World(limits())
     world.submit(spec(1, 4, max_tokens=3))
     world.fill()
-    with pytest.raises(ValueError, match="is next"):
-        world.scheduler.retire(world.in_flight[0].step, [1, 2])
+    step = world.in_flight[0].step
+    with pytest.raises(ValueError, match="samples 1 tokens, 2 came"):
+        world.scheduler.retire(step, [1, 2])
+    world.retire()
+    with pytest.raises(ValueError, match="is not in flight"):
+        world.scheduler.retire(step, [1])
+
+
+def test_a_decode_retires_before_a_prompt_s_chunk_that_it_passed() -> None:
+    world = World(limits(micro_batches=2), SarathiPolicy(max_tokens=120))
+    world.submit(spec(1, 4, max_tokens=20))
+    world.go(2)
+    world.fill()
+    world.submit(spec(2, 100, max_tokens=3))
+    world.go(1)
+    world.fill()
+    assert [step.is_bulk for step in world.in_flight] == [True, False]
+    before = len(world.output[spec(1).sequence])
+    for _ in range(3):
+        assert world.passing() == 1
+        world.retire(1)
+        world.fill()
+    assert len(world.output[spec(1).sequence]) == before + 3
+    world.run()
+    world.check_outputs()
+    world.assert_invariants()
 
 
 def test_more_micro_batches_may_be_asked_for_while_running() -> None:

@@ -36,7 +36,7 @@ policies = st.one_of(
     ),
 )
 actions = st.lists(
-    st.tuples(st.sampled_from("sssrrrrrcme"), st.integers(1, 30), st.integers(1, 40), st.integers(0, 12)), max_size=60
+    st.tuples(st.sampled_from("sssrrrrrppcme"), st.integers(1, 30), st.integers(1, 40), st.integers(0, 12)), max_size=60
 )
 
 
@@ -72,6 +72,8 @@ def play(pipeline: SchedulerLimits, policy: Policy, actions: list[Action]) -> No
             _try_submit(world, next_id, prompt=a, max_tokens=b, fate=c)
         elif kind == "r" and world.in_flight:
             world.retire()
+        elif kind == "p" and (place := world.passing()) is not None:
+            world.retire(place)
         elif kind == "c" and next_id:
             world.cancel(a % next_id + 1, at_position=c)
         elif kind == "m":

@@ -1,4 +1,4 @@
-"""Steps retire in the order of their plans."""
+"""Steps retire in the order of computing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,37 @@ from edgepipe.sampling import Sampled
 from edgepipe.stage.retirement import Retirement
 from edgepipe.stage.sampler import StepResult
 
+STEPS = range(1, 8)
+
 
 def result(step: int) -> StepResult:
     return StepResult(sampled=(Sampled(step),))
 
 
-@given(st.permutations(range(1, 8)))
-def test_sampler_threads_may_finish_in_any_order(finished: list[int]) -> None:
+def due() -> Retirement:
     retirement = Retirement(Epoch(1, EngineId("engine")))
-    for step in range(1, 8):
+    for step in STEPS:
         retirement.due(StepId(step))
-    retired = [done.step for step in finished for done in retirement.settle(StepId(step), result(step), ())]
-    assert retired == list(range(1, 8))
+    return retirement
+
+
+def settle(retirement: Retirement, step: int) -> list[int]:
+    return [done.step for done in retirement.settle(StepId(step), result(step), ())]
+
+
+@given(st.permutations(STEPS), st.permutations(STEPS))
+def test_sampler_threads_may_finish_in_any_order(computed: list[int], finished: list[int]) -> None:
+    retirement = due()
+    for step in computed:
+        retirement.begin(StepId(step))
+    assert [each for step in finished for each in settle(retirement, step)] == computed
+
+
+def test_a_step_without_rows_retires_after_all_older_ones() -> None:
+    retirement = due()
+    assert settle(retirement, 3) == []
+    for step in (1, 5, 2):
+        retirement.begin(StepId(step))
+    assert settle(retirement, 1) == [1]
+    assert settle(retirement, 5) == [5]
+    assert settle(retirement, 2) == [2, 3]
