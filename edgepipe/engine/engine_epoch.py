@@ -42,6 +42,7 @@ class EngineContext:
     timeouts: EngineTimeouts
     network: Network | None  # emulated to the stages of other nodes
     weights: WeightTable = FLOATS
+    itl_goal_s: float | None = None  # time that prompts may add to a decode's turn; None: no bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class EngineEpoch:
             fixed=spec.micro_batches,
             costs={index: cost for site in sites for index, cost in site.costs.items()},
             most_prefill_tokens=context.policy.most_prefill_tokens,
-            itl_goal_s=0.1,
+            itl_goal_s=context.itl_goal_s,
             slack_tokens=self.limits.slack_tokens if self.limits.windows else None,
         )
         self._most_in_flight = micro_batches.most

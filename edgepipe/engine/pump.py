@@ -24,6 +24,7 @@ from edgepipe.errors import EdgepipeError, RemoteProtocolError, StepFailed
 from edgepipe.ids import Epoch, SequenceId, StepId
 from edgepipe.sampling import PromptLogprobs, TokenLogprobs
 from edgepipe.scheduler import Event, KeptPools, ScheduledStep, Scheduler, SchedulerStats, SequenceSpec, TokenSampled
+from edgepipe.scheduler.pacing import Chunk
 from edgepipe.wire.engines import EngineTrace
 from edgepipe.wire.plans import Registration, StageTimings, StepDone
 
@@ -175,6 +176,11 @@ class Pump:
     def stats(self) -> SchedulerStats:
         """Return the scheduler's current counts."""
         return self._scheduler.stats()
+
+    @property
+    def chunk(self) -> Chunk | None:
+        """See ``Scheduler.chunk``."""
+        return self._scheduler.chunk
 
     def trace(self, *, after_step: int) -> EngineTrace:
         """Return a trace of the recent steps after ``after_step``."""

@@ -22,11 +22,17 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from edgepipe.backend.cost import StepWork
+from edgepipe.errors import ConfigInvalid
 from edgepipe.scheduler.sizing import most_micro_batches
+from edgepipe.units import parse_duration_s
+
+DEFAULT_ITL_GOAL = "100ms"
+"""Goal if the user gives none. Readers notice pauses of a quarter of a second; prompts lose a few per cent."""
 
 MIN_CHUNK_TOKENS = 32
 """Smallest planned chunk: a smaller one costs a ring about as much."""
 
+_LONGEST_GOAL_S = 60.0
 _ALONE_S = 4.0  # limit for a step of prompts while no sequence decodes: cancelled requests hold the ring so long
 _ALONE = 4.0  # lower bound of that limit in decode steps: else slow memory is read for few tokens
 _MOST_CHUNKS = 512  # chunks of one forecast; more would be a prompt of a million tokens in steps of two thousand
@@ -34,8 +40,26 @@ _FINER = 1.3  # factor between the numbers of chunks that are compared
 _HOST_S = 0.0005  # fixed work of a step on each server's host: plans, messages, waking threads
 _PRECISION = 16  # sizes are found within a sixteenth
 _KEPT = 0.9  # share of the goal that forecasts may use: steps vary
+_CHANGED = 0.1  # share by which a chosen step's time may change until it is chosen again
 _EQUAL = 0.03  # forecasts within this share are equal
 _SIZES_PER_OCTAVE = (1.0, 1.25, 1.5, 1.75)  # sizes of steps that are compared, from ``MIN_CHUNK_TOKENS`` on
+
+
+def parse_itl_goal(text: str) -> float | None:
+    """Return the seconds of ``"100ms"``, None for ``"off"``, the default's for an empty text. Raises ConfigInvalid."""
+    if text == "off":
+        return None
+    try:
+        goal_s = parse_duration_s(text or DEFAULT_ITL_GOAL)
+    except ConfigInvalid:
+        goal_s = 0.0
+    if not 0 < goal_s <= _LONGEST_GOAL_S:
+        raise ConfigInvalid(
+            f"--itl-goal cannot be '{text}'",
+            fact="it is the time that prompts may add to each token of a chat, above 0 and up to a minute",
+            next_step="give a time such as 100ms or 0.3s, or off",
+        )
+    return goal_s
 
 
 def most_prompt_steps(num_stages: int) -> int:
@@ -214,7 +238,7 @@ class Pacer:
     def _chunk_beside(self, waiting: Waiting, goal_s: float) -> Chunk | None:
         self._target = None
         load = (waiting.position >> 10, waiting.decodes, waiting.micro_batches)
-        if self._beside is not None and self._beside[0] == load:
+        if self._beside is not None and self._beside[0] == load and self._holds(waiting, self._beside[1]):
             return self._beside[1]
         alone = self.passage(_decodes(waiting, -(-waiting.decodes // waiting.micro_batches)))
         if alone is None:
@@ -233,6 +257,12 @@ class Pacer:
         assert best is not None  # there is always a smallest size
         self._beside = (load, best[1])
         return best[1]
+
+    def _holds(self, waiting: Waiting, chunk: Chunk) -> bool:
+        """Whether a step of this size still takes about as long as when it was chosen."""
+        rows = _rows(waiting, chunk.in_flight)
+        passage = self.passage(_riding(waiting, max(1, chunk.step_tokens - rows), rows))
+        return passage is not None and abs(passage.server_s - chunk.seconds) <= _CHANGED * chunk.seconds
 
     def _best_beside(self, waiting: Waiting, tokens: int, limit_s: float) -> tuple[float, Chunk] | None:
         """Return the best P for steps of this size, and the seconds until the prompts end.

@@ -39,6 +39,11 @@ class Policy(Protocol):
         """Bound on the prompt tokens of a step."""
         ...
 
+    @property
+    def paced(self) -> bool:
+        """Whether steps with prompt tokens have the planned size (``Load.step_tokens``)."""
+        ...
+
     def budget(self, load: Load) -> StepBudget:
         """Return the next step's budget. It must not be zero while sequences wait and no step is in flight."""
         ...
@@ -85,6 +90,11 @@ class ThrottledPolicy:
         """Bound on the prompt tokens of a step."""
         return self._max
 
+    @property
+    def paced(self) -> bool:
+        """Yes."""
+        return True
+
     def budget(self, load: Load) -> StepBudget:
         """Return an even share of the decodes and the prefill tokens that may go beside it."""
         decode_rows = even_share(load)
@@ -119,6 +129,11 @@ class SarathiPolicy:
     def most_prefill_tokens(self) -> int:
         """Bound on the prompt tokens of a step."""
         return self._max_tokens
+
+    @property
+    def paced(self) -> bool:
+        """No: its steps have a fixed number of tokens, as far as ``Load.most_prefill_tokens`` allows."""
+        return False
 
     def budget(self, load: Load) -> StepBudget:
         """Return all ready decodes that fit; prefill fills the rest, as far as the slowest stage allows."""

@@ -216,6 +216,11 @@ class Scheduler:
         return self._tables.num_blocks - self._tables.free_blocks
 
     @property
+    def chunk(self) -> Chunk | None:
+        """How the newest step with prompt tokens was planned; None before, and while a stage's times are not known."""
+        return self._chunk
+
+    @property
     def micro_batches(self) -> int:
         """M."""
         return self._limits.micro_batches
@@ -261,14 +266,19 @@ class Scheduler:
 
     def _choose_chunk(self) -> bool:
         """Choose P and the size of the next step with prompt tokens. Return whether fewer than P are in flight."""
-        if not self._unscheduled_prefill:
-            return False
+        if not self._prompts_go:
+            return self._unscheduled_prefill > 0
         in_flight = sum([1 for step in self._in_flight if step.chunks])
         # Decodes that come back may ride in one step more, for one without decodes that will not be followed.
         more = bool(self._ready) and any(step.chunks and not step.decodes for step in self._in_flight)
         if in_flight < self.prompt_steps + more and self._pacer is not None:
             self._chunk = self._pacer.chunk(self._waiting_prompts())
         return in_flight < self.prompt_steps + more
+
+    @property
+    def _prompts_go(self) -> bool:
+        """Whether prompts are computed, or the first in the queue may be admitted."""
+        return bool(self._prompts) or (len(self._waiting) > 0 and not self._head_does_not_fit)
 
     def _may_decode(self) -> bool:
         """Whether fewer steps in flight hold decodes than may."""
@@ -277,7 +287,7 @@ class Scheduler:
     @property
     def _decode_steps(self) -> int:
         """M, or P if that is less while prompts wait: decodes that ride with chunks save a read of the weights."""
-        if self._unscheduled_prefill and self.prompt_steps > 1:
+        if self._prompts_go and self.prompt_steps > 1:
             return min(self._limits.micro_batches, self.prompt_steps)
         return self._limits.micro_batches
 
@@ -373,7 +383,7 @@ class Scheduler:
 
     def _most_prefill_tokens(self) -> int | None:
         """Return the bound on a step's prompt tokens, for the prompt that is furthest on; None if not known."""
-        if self._pacer is None or not self._prompt_slot:
+        if self._pacer is None or self._policy.paced or not self._prompt_slot:
             return None
         return self._pacer.most_tokens(self._prompts.furthest_position, waiting=self._unscheduled_prefill)
 

@@ -215,7 +215,11 @@ def test_chunks_of_one_prompt_follow_each_other_and_decodes_keep_their_own_numbe
     while world.specs[spec(7, 6000).sequence].sequence not in world.ended:
         world.fill()
         chunks = [step for step in world.in_flight if len(step.token_ids) > step.num_rows]
-        decodes = [step for step in world.in_flight if any(n == 1 and s for n, s in zip(step.num_tokens, step.samples, strict=True))]
+        decodes = [
+            step
+            for step in world.in_flight
+            if any(n == 1 and s for n, s in zip(step.num_tokens, step.samples, strict=True))
+        ]
         most_chunks, most_decodes = max(most_chunks, len(chunks)), max(most_decodes, len(decodes))
         world.retire()
     assert most_chunks > 2, "more chunks than micro-batches of decodes"
