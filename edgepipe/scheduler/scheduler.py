@@ -144,8 +144,11 @@ class Scheduler:
     def next_step(self) -> ScheduledStep | None:
         """Return the next step to send, or None if nothing is ready or fits.
 
-        At most M steps in flight hold decodes, and at most P hold prompt tokens. A step may hold both.
+        At most M steps in flight hold decodes, and at most P hold prompt tokens. A step may hold both. Suspected
+        sequences take turns with all others, so both kinds together then have the larger of M and P.
         """
+        if self._prompts.any_suspected and len(self._in_flight) >= max(self._limits.micro_batches, self.prompt_steps):
+            return None
         preemptions = self._preemptions
         draft = self._fill()
         # Again if the budget was for sequences that were preempted, or if no prompt has blocks for its next tokens.
@@ -252,17 +255,12 @@ class Scheduler:
     def _fill(self) -> Draft:
         """Alternate isolated and shared steps while there is work for both."""
         self._prompt_slot = self._choose_chunk()
-        if self._may_isolate() and not self._isolated_last:
+        if self._prompts.any_suspected and not self._isolated_last:
             draft = self._fill_isolated()
             if not draft.empty:
                 return draft
         draft = self._fill_shared()
-        return self._fill_isolated() if draft.empty and self._may_isolate() else draft
-
-    def _may_isolate(self) -> bool:
-        """Whether a suspected sequence may have a step: as many are in flight as steps of either other kind."""
-        isolated = sum([1 for step in self._in_flight if step.isolated])
-        return self._prompts.any_suspected and isolated < max(self._limits.micro_batches, self.prompt_steps)
+        return self._fill_isolated() if draft.empty and self._prompts.any_suspected else draft
 
     def _choose_chunk(self) -> bool:
         """Choose P and the size of the next step with prompt tokens. Return whether fewer than P are in flight."""
