@@ -174,14 +174,13 @@ class Pacer:
     # While no decode is protected
 
     def _chunk_alone(self, waiting: Waiting) -> Chunk | None:
-        most = self.most_tokens(waiting.position, waiting=waiting.left + waiting.others)
         target = self._target
         if target is None or target[0] != waiting.prompt:
-            if (target_s := self._best_s(waiting, most)) is None:
+            if (target_s := self._best_s(waiting)) is None:
                 return None
             self._target = target = (waiting.prompt, target_s)
-            self._tokens = most
-        tokens = self._tokens = self._equal(waiting, most, target[1])
+            self._tokens = self._most
+        tokens = self._tokens = self._equal(waiting, target[1])
         passage = self.passage(_chunk(waiting.position, tokens))
         if passage is None:
             return None
@@ -189,13 +188,14 @@ class Pacer:
         tokens += _rows(waiting, in_flight)
         return Chunk(tokens, in_flight, passage.server_s, passage.slowest)
 
-    def _best_s(self, waiting: Waiting, most: int) -> float | None:
+    def _best_s(self, waiting: Waiting) -> float | None:
         """Return the seconds of a chunk on the slowest server that end the waiting prompts first.
 
         Among numbers of chunks that end them about equally soon, it is the smallest: each step costs the hosts work.
         """
         total = waiting.left + waiting.others
         middle = waiting.position + waiting.left // 2
+        most = self.most_tokens(waiting.position, waiting=total)
         first = self.passage(_chunk(waiting.position, most))
         ends: list[tuple[float, float]] = []  # seconds until the end, and of a chunk
         number = -(-total // most)
@@ -210,8 +210,9 @@ class Pacer:
         soonest_s = min(ends)[0]
         return next(chunk_s for ends_s, chunk_s in ends if ends_s <= soonest_s * (1 + _EQUAL))
 
-    def _equal(self, waiting: Waiting, most: int, target_s: float) -> int:
+    def _equal(self, waiting: Waiting, target_s: float) -> int:
         """Return the tokens that take the slowest server ``target_s``, so that whole chunks of that size remain."""
+        most = min(self._most, waiting.left + waiting.others)
         tokens = float(min(self._tokens, most))
         for _ in range(3):  # nearly linear: each round divides the error
             passage = self.passage(_chunk(waiting.position, max(1, round(tokens))))
@@ -237,7 +238,7 @@ class Pacer:
 
     def _chunk_beside(self, waiting: Waiting, goal_s: float) -> Chunk | None:
         self._target = None
-        load = (waiting.position >> 10, waiting.decodes, waiting.micro_batches)
+        load = (waiting.position >> 10, _about(waiting.decodes), waiting.micro_batches)
         if self._beside is not None and self._beside[0] == load and self._holds(waiting, self._beside[1]):
             return self._beside[1]
         alone = self.passage(_decodes(waiting, -(-waiting.decodes // waiting.micro_batches)))
@@ -285,6 +286,12 @@ class Pacer:
             choices.append((over_s, ends_s, Chunk(tokens, in_flight, passage.server_s, bound, over_s)))
         _, ends_s, chunk = min(choices)
         return ends_s, chunk
+
+
+def _about(count: int) -> int:
+    """Return the count with its three leading bits, so that a choice holds for similar loads."""
+    rest = max(0, count.bit_length() - 3)
+    return count >> rest << rest
 
 
 def _rows(waiting: Waiting, in_flight: int) -> int:
