@@ -32,12 +32,14 @@ DEFAULT_ITL_GOAL = "100ms"
 MIN_CHUNK_TOKENS = 32
 """Smallest planned chunk: a smaller one costs a ring about as much."""
 
+HOST_S = 0.0005
+"""Estimate of a step's fixed work on the host of each slice: plans, messages, waking threads."""
+
 _LONGEST_GOAL_S = 60.0
 _ALONE_S = 4.0  # limit for a step of prompts while no sequence decodes: cancelled requests hold the ring so long
 _ALONE = 4.0  # lower bound of that limit in decode steps: else slow memory is read for few tokens
 _MOST_CHUNKS = 512  # chunks of one forecast; more would be a prompt of a million tokens in steps of two thousand
 _FINER = 1.3  # factor between the numbers of chunks that are compared
-_HOST_S = 0.0005  # fixed work of a step on each server's host: plans, messages, waking threads
 _PRECISION = 16  # sizes are found within a sixteenth
 _KEPT = 0.9  # share of the goal that forecasts may use: steps vary
 _CHANGED = 0.1  # share by which a chosen step's time may change until it is chosen again
@@ -105,6 +107,7 @@ class Chunk(NamedTuple):
     seconds: float  # expected on the slowest server
     bound: str  # what bounds it: "stage 1", "link 0-1", or "goal"
     over_goal_s: float = 0.0  # time by which even the smallest chunk misses the goal
+    spaced: bool = False  # whether steps without decodes join one by one, so that no decode waits for several
 
 
 class Pacer:
@@ -140,7 +143,7 @@ class Pacer:
             for step_s in slices:
                 if not (slice_s := step_s(work)):
                     return None
-                seconds += slice_s + _HOST_S
+                seconds += slice_s + HOST_S
             sum_s += seconds
             if seconds > longest_s:
                 slowest, longest_s = f"stage {index}", seconds
@@ -283,7 +286,7 @@ class Pacer:
             ends_s = (waiting.left + waiting.others) / prompt_tokens * turn_s / in_flight + turn_s
             over_s = max(0.0, turn_s - limit_s)
             bound = "goal" if over_s else passage.slowest
-            choices.append((over_s, ends_s, Chunk(tokens, in_flight, passage.server_s, bound, over_s)))
+            choices.append((over_s, ends_s, Chunk(tokens, in_flight, passage.server_s, bound, over_s, True)))
         _, ends_s, chunk = min(choices)
         return ends_s, chunk
 
