@@ -54,7 +54,7 @@ ENGINE: Tables = {
         "attempt": _GENERATION,
         "choice": _PROMPT_LOG,
         "position": _PROMPT_LOG,
-        "tokens": _PROMPT_LOG,
+        "logprobs": _PROMPT_LOG,
     },
     "PromptRead": {"attempt": _GENERATION, "choice": _GENERATION, "num_tokens": _GENERATION},
     "Ended": {

@@ -114,7 +114,7 @@ STAGE: Tables = {
     "StageTimings": {"timings": Most(1024), "links": Most(1024)},
     "StepTiming": {
         "step": _DONE,
-        "slice": _DONE,
+        "slice_index": _DONE,
         "num_tokens": TOKENS,
         "num_rows": TOKENS,
         "started_us": COUNT,
