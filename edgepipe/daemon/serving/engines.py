@@ -32,6 +32,7 @@ from edgepipe.daemon.serving.engine_life_types import (
     LaunchFailed,
     LeaveWanted,
     NotHandedOn,
+    PauseEnded,
     ProcessEnded,
     Serves,
     ShowFailure,
@@ -42,7 +43,6 @@ from edgepipe.daemon.serving.engine_life_types import (
     StopWanted,
     Superseded,
     Surroundings,
-    Tick,
 )
 from edgepipe.daemon.serving.engine_run import EngineRun
 from edgepipe.daemon.serving.replanning import Avoided, Replanner
@@ -89,7 +89,7 @@ class EngineHost:
         self._lives = EngineLives()
         self._runs: dict[int, EngineRun] = {}  # keys are the runs' numbers
         self._num_runs = 0
-        self._alarm = TickAlarm(tasks, clock, lambda at_s: self._happens(Tick(), least_s=at_s), name="restart")
+        self._alarm = TickAlarm(tasks, clock, lambda at_s: self._happens(PauseEnded(), least_s=at_s), name="restart")
         self._standing_by: Child | None = None
 
     def states(self) -> list[EngineState]:
