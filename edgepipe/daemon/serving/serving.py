@@ -106,11 +106,12 @@ class Serving:
         Raises ModelUnknown, ConfigInvalid, PlanInvalid, NoFeasiblePlacement, NodeUnreachable, and the engine's error.
         If the caller leaves before the end, the model that it began to serve is stopped.
         """
-        self._check_names([*request.exclude, *filter(None, [request.first])])
-        yield ServeEvent(message=f"looking for {request.model}")
-        model = await self._models.resolve(request.model)
-        context = model.config.context_for(request.options.settings.context_length)
-        self._check_further_names(request.options.names, model.name)
+        options = request.options
+        self._check_names([*options.exclude, *filter(None, [options.first])])
+        yield ServeEvent(message=f"looking for {options.model}")
+        model = await self._models.resolve(options.model)
+        context = model.config.context_for(options.settings.context_length)
+        self._check_further_names(options.names, model.name)
         if running := self._running(model.name):
             node, engine = running
             if request.rebalance:
@@ -118,10 +119,10 @@ class Serving:
                     yield event
                 return
             _check_served_as_asked(request, engine, model.manifest_hash, self._book.held(engine.pipeline_id))
-            if not request.options.on_request:
+            if not options.on_request:
                 self._book.note_kept(model.name)
-            if request.options.names:
-                self._book.note_named(model.name, request.options.names)
+            if options.names:
+                self._book.note_named(model.name, options.names)
             if engine.starts_at_us:
                 await self._start_now(node, engine)
             async for event in self._follow(node.node_id, engine.pipeline_id):
@@ -253,7 +254,7 @@ class Serving:
         """Move the model's stages to the best placement now; yield events until they serve there."""
         yield ServeEvent(message=f"placing {engine.model} anew")
         if not await self._peers.rebalance(
-            node_id, engine.pipeline_id, num_nodes=request.num_nodes, moves=request.moves
+            node_id, engine.pipeline_id, num_nodes=request.options.num_nodes, moves=request.moves
         ):
             yield ServeEvent(message="it is placed as well as can be", progress=1.0, engine=engine)
             return
@@ -371,7 +372,7 @@ class Serving:
                 (refusal for refusal in self._heartbeats.refusals.values() if isinstance(refusal, VersionMismatch)),
                 None,
             )
-            if mismatch is not None and request.num_nodes > len(rooms):
+            if mismatch is not None and options.num_nodes > len(rooms):
                 raise VersionMismatch(error.what, fact=mismatch.fact, next_step=mismatch.next_step) from error
             raise error.changed(fact="; ".join([error.fact, *lacking, *self._failed_devices()])) from error
         rooms = rooms_as_placed(rooms, placed)
@@ -389,12 +390,7 @@ class Serving:
             ),
             kv_tokens=options.kv_tokens
             or default_kv_tokens(model.config, context, placed, rooms, weights=model.weights),
-            throughput=request.throughput,
-            concurrency=request.concurrency,
             moves=request.moves is Moves.AUTO,
-            num_nodes=request.num_nodes,
-            exclude=(*options.exclude, *request.exclude),
-            first=request.first,
             fixed=bool(request.plan),
         )
         return spec, engine_node
@@ -525,13 +521,14 @@ def _check_served_as_asked(
         same = len(wanted) == len(allowed) and all(part in both for part, both in zip(wanted, allowed, strict=True))
     else:
         names = [{name, node_id} for _, _, name, node_id in parts]
-        same = request.num_nodes in (0, len(engine.stages))
-        same = same and (not names or request.first in ("", *names[0]))
-        same = same and not any(both & set(request.exclude) for both in names)
+        asked = request.options
+        same = asked.num_nodes in (0, len(engine.stages))
+        same = same and (not names or asked.first in ("", *names[0]))
+        same = same and not any(both & set(asked.exclude) for both in names)
     fact = (
         "" if same or not parts else f"it is served as {','.join(f'{name}:{layers}' for _, layers, name, _ in parts)}"
     )
-    fact = fact or (_other_setting(request, held.spec) if held is not None else "")
+    fact = fact or (_other_setting(request.options, held.spec) if held is not None else "")
     if fact:
         raise PlanInvalid(
             f"{engine.model} is served already, but not as asked",
@@ -540,16 +537,15 @@ def _check_served_as_asked(
         )
 
 
-def _other_setting(request: ServeRequest, spec: ServeSpec) -> str:
+def _other_setting(asked: ServeSpec, spec: ServeSpec) -> str:
     """Name a setting that a flag asked for and the served model lacks; empty if all agree."""
-    asked = request.options
     flags = {
         "--kv-tokens": (asked.kv_tokens, spec.kv_tokens),
         "--micro-batches": (asked.micro_batches, spec.micro_batches),
         "--policy": (asked.policy, spec.policy or "throttled"),
         "--experts-in-ram": (asked.experts_in_ram, spec.experts_in_ram or "none"),
         "--template-keywords": (asked.template_keywords, spec.template_keywords or "none"),
-        "--concurrency": (request.concurrency, spec.concurrency),
+        "--concurrency": (asked.concurrency, spec.concurrency),
         **_stage_flags(asked.settings, spec.settings),
     }
     other = next(((flag, now) for flag, (wanted, now) in flags.items() if wanted not in (0, "", "auto", now)), None)

@@ -202,7 +202,7 @@ _ADMIN: Tables = {
     "BrokenLink": {},
     "RefusedPeer": {},
     "ChildState": {"pid": SHOWN},
-    "ServeRequest": {"num_nodes": NODES, "exclude": NAMES, "concurrency": CHATS},
+    "ServeRequest": {},
     "MeasureLinksRequest": {},
     "SurveyRequest": {},
     "SurveyedMachine": {
