@@ -92,9 +92,11 @@ def _plan(kind: type[Any], descriptor: Descriptor) -> _Plan:
     hints = {field.name: typing.get_type_hints(kind)[field.name] for field in dataclasses.fields(kind)}
     same = tuple(name for name, hint in hints.items() if _is_same(hint, descriptor.fields_by_name.get(name)))
     others = {name: _field(name, hint, descriptor) for name, hint in hints.items() if name not in same}
-    if len(same) > 1:
-        return _Plan(same, attrgetter(*same), others)
-    return _Plan(same, lambda source: tuple(getattr(source, name) for name in same), others)
+
+    def get_one_by_one(source: object) -> tuple[Any, ...]:
+        return tuple(getattr(source, name) for name in same)
+
+    return _Plan(same, attrgetter(*same) if len(same) > 1 else get_one_by_one, others)
 
 
 def _is_same(hint: Any, wire: FieldDescriptor | None) -> bool:
