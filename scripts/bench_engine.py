@@ -17,7 +17,8 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from figures import Row, at_least, at_most, print_rows
+from figures import Row, at_least, at_most
+from parts import run_parts
 
 from edgepipe.backend.cost import StepWork
 from edgepipe.backend.devices import parse_devices
@@ -288,21 +289,5 @@ PARTS: dict[str, Callable[[bool], list[Row]]] = {
 }
 
 
-def main() -> None:
-    """Measure the named parts, all unless named, and print one table."""
-    full = "--full" in sys.argv[1:]
-    rows: list[Row] = []
-    for name in [word for word in sys.argv[1:] if word != "--full"] or list(PARTS):
-        print(f"measuring: {name}", file=sys.stderr, flush=True)
-        begun_s = time.perf_counter()
-        found = PARTS[name](full)
-        print(f"  {time.perf_counter() - begun_s:.0f} s", file=sys.stderr, flush=True)
-        for row in found:  # what is known is not lost if a later part fails
-            ratio = "" if row.ratio is None else f", {row.ratio:.2f}x of {row.baseline_name}"
-            print(f"  {row.name}: {row.value:.3g} {row.unit}{ratio}", file=sys.stderr, flush=True)
-        rows += found
-    print_rows("engine", rows)
-
-
 if __name__ == "__main__":
-    main()
+    run_parts("engine", PARTS)

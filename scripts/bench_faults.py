@@ -34,6 +34,7 @@ from time_to_heal import healed
 
 from edgepipe.cluster.absence import missed
 from edgepipe.errors import EdgepipeError
+from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.faults.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.support.faults.chaos.run import ChaosRun
@@ -301,7 +302,7 @@ async def soak(seconds: float, rows: list[Row], *, every_s: float = 20.0) -> Non
         for number in range(_FIRST_FAULTS):
             progress(f"soak: fault {number + 1} of {_FIRST_FAULTS} before it")
             await run.trial(draw.choice(_SOAK_FAULTS[:-1]))  # an engine that is killed every other second is given up
-        await cluster.first.serve(cluster.model, rebalance=True, num_nodes=2)
+        await cluster.first.serve(cluster.model, rebalance=True, options=ServeSpec(model=cluster.model, num_nodes=2))
         began = time.monotonic() + _SETTLING_S
         while (passed := time.monotonic() - began) < seconds:
             fault = draw.choice(_SOAK_FAULTS)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from figures import Row, at_least, at_most, below, print_rows
+from figures import Row, at_least, at_most, below
 from local_nodes import Node, complete, decode_rate, median_gap_s, running_nodes
+from parts import Part, run_parts
 
 from edgepipe.errors import EdgepipeError
 from edgepipe.spec.facts import LayerRange, make_slices
@@ -123,18 +123,14 @@ def main() -> None:
     from bench_link import link_rows
 
     model = stored_demo()
-    parts: dict[str, Callable[[], list[Row]]] = {
-        "backend": lambda: backend_rows(model.open_weights()),
-        "stages": lambda: stage_rows(model),
-        "link": link_rows,
-        "memory": lambda: memory_rows(model),
-        "discovery": discovery_rows,
+    parts: dict[str, Part] = {
+        "backend": lambda _full: backend_rows(model.open_weights()),
+        "stages": lambda _full: stage_rows(model),
+        "link": lambda _full: link_rows(),
+        "memory": lambda _full: memory_rows(model),
+        "discovery": lambda _full: discovery_rows(),
     }
-    rows: list[Row] = []
-    for name in sys.argv[1:] or list(parts):
-        print(f"measuring: {name}", file=sys.stderr, flush=True)
-        rows += parts[name]()
-    print_rows("foundation", rows)
+    run_parts("foundation", parts)
 
 
 if __name__ == "__main__":

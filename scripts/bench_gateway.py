@@ -127,7 +127,7 @@ async def http_rows(full: bool) -> list[Row]:
     )
     async with emulated_cluster(cluster) as admin:
         port = await _http_port(admin)
-        engine = await serve_model(admin, ServeRequest(model=MODEL, num_nodes=2, options=ServeSpec(model=MODEL)))
+        engine = await serve_model(admin, ServeRequest(options=ServeSpec(model=MODEL, num_nodes=2)))
         status = await admin.status()
         hello = Hello(role="gateway", node_id=status.node_id, node_name="bench", cluster_id=status.cluster_id)
         stages = len(engine.stages)

@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 from bench_foundation import stored_demo
-from figures import Row, at_least, below, print_rows
+from figures import Row, at_least, below
 from local_nodes import await_idle, complete, decode_rate, running_nodes
+from parts import run_parts
 from published_rates import ATTENTION, HYBRIDS, published_rows
 
 from edgepipe.backend.devices import named_device, parse_devices
@@ -437,15 +438,5 @@ HALVES: dict[str, Callable[[bool], list[Row]]] = {
 }
 
 
-def main() -> None:
-    """Measure the named parts, all unless named, and print one table."""
-    full = "--full" in sys.argv[1:]
-    rows: list[Row] = []
-    for name in [word for word in sys.argv[1:] if word != "--full"] or list(PARTS):
-        print(f"measuring: {name}", file=sys.stderr, flush=True)
-        rows += {**PARTS, **HALVES}[name](full)
-    print_rows("planner", rows)
-
-
 if __name__ == "__main__":
-    main()
+    run_parts("planner", PARTS, if_named=HALVES)

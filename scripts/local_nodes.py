@@ -21,7 +21,6 @@ from anyio.from_thread import start_blocking_portal
 
 from edgepipe.cli.admin import Admin, connect
 from edgepipe.cli.local_cluster import LocalCluster, NodeToStart, local_cluster
-from edgepipe.cli.node_process import EDGEPIPE
 from edgepipe.cli.options import DEGRADED_EXIT
 from edgepipe.ids import RequestId
 from edgepipe.link.channels import make_channel
@@ -76,7 +75,6 @@ def running_nodes(
         nodes=[NodeToStart(name=f"n{index}", backend=backends[index % len(backends)]) for index in range(count)],
         models_dir=models_dir,
         threads=threads,
-        program=EDGEPIPE,
     )
     with start_blocking_portal() as portal, ExitStack() as stack:
         started = stack.enter_context(portal.wrap_async_context_manager(local_cluster(plan)))

@@ -17,18 +17,19 @@ Part = Callable[[bool], list[Row]]
 """Measures; the argument says whether in full."""
 
 
-def run_parts(title: str, parts: Mapping[str, Part]) -> None:
-    """Measure the parts that the command line names, all unless it names any, and print the table."""
+def run_parts(title: str, parts: Mapping[str, Part], *, if_named: Mapping[str, Part] | None = None) -> None:
+    """Measure the parts that the command line names, all of ``parts`` unless it names any, and print the table."""
+    known = {**parts, **(if_named or {})}
     parser = argparse.ArgumentParser()
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(known))
     parser.add_argument("--full", action="store_true")
     wanted = parser.parse_args()
-    if unknown := set(wanted.parts) - set(parts):
+    if unknown := set(wanted.parts) - set(known):
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
     rows: list[Row] = []
     for name in wanted.parts or parts:
         print(f"measuring: {name}", file=sys.stderr, flush=True)
-        found = parts[name](wanted.full)
+        found = known[name](wanted.full)
         for row in found:  # as it comes: a later part may take long
             beside = "" if row.ratio is None else f", {row.ratio:.2f}x of {row.baseline_name}"
             missed = ", MISSED" if row.met is False else ""

@@ -84,17 +84,14 @@ class Admin:
 
     async def status(self) -> ClusterStatus:
         """Return the cluster as the node sees it."""
-        with translated(_PEER):
-            reply = await self._stub.Status(pb.StatusRequest(hello=self._hello), timeout=_RPC_S)
+        reply = await self._ask(self._stub.Status, pb.StatusRequest(hello=self._hello))
         return from_wire(reply, ClusterStatus)
 
-    async def serve(self, request: ServeRequest) -> AsyncIterator[ServeEvent]:
+    def serve(self, request: ServeRequest) -> AsyncIterator[ServeEvent]:
         """Yield progress until the model is ready; the last event holds its engine. Raises the node's error."""
         message = to_wire(request, pb.ServeRequest)
         message.hello.CopyFrom(self._hello)
-        with translated(_PEER):
-            async for event in self._stub.Serve(message, timeout=_SERVE_S):
-                yield from_wire(event, ServeEvent)
+        return self._follow(self._stub.Serve, message, ServeEvent, timeout_s=_SERVE_S)
 
     async def survey(self, model: str, settings: StageSettings, *, fresh: bool = False) -> SurveyReply:
         """Return a model's shape, devices and links for a plan. The nodes measure what they have not measured yet.
@@ -103,79 +100,62 @@ class Admin:
         """
         wanted = to_wire(settings, common_pb2.StageSettings)
         request = pb.SurveyRequest(hello=self._hello, model=model, settings=wanted, fresh=fresh)
-        with translated(_PEER):
-            reply = await self._stub.Survey(request, timeout=_SURVEY_S)
-        return from_wire(reply, SurveyReply)
+        return from_wire(await self._ask(self._stub.Survey, request, timeout_s=_SURVEY_S), SurveyReply)
 
     async def measure_links(self) -> list[LinkProfile]:
         """Measure every directed link between nodes; takes some seconds."""
-        with translated(_PEER):
-            reply = await self._stub.MeasureLinks(pb.MeasureLinksRequest(hello=self._hello), timeout=_SURVEY_S)
+        request = pb.MeasureLinksRequest(hello=self._hello)
+        reply = await self._ask(self._stub.MeasureLinks, request, timeout_s=_SURVEY_S)
         return [from_wire(link, LinkProfile) for link in reply.links]
 
     async def stop_model(self, model: str) -> list[str]:
         """Stop a model (empty: all). Return the names of the stopped models. Raises ModelUnknown."""
-        with translated(_PEER):
-            reply = await self._stub.StopModel(pb.StopModelRequest(hello=self._hello, model=model), timeout=30.0)
-        return list(reply.stopped)
+        request = pb.StopModelRequest(hello=self._hello, model=model)
+        return list((await self._ask(self._stub.StopModel, request, timeout_s=30.0)).stopped)
 
     async def rescan_models(self) -> None:
         """Make the node read its disk again and report the models on it to the other nodes."""
-        with translated(_PEER):
-            await self._stub.RescanModels(pb.RescanModelsRequest(hello=self._hello), timeout=_RPC_S)
+        await self._ask(self._stub.RescanModels, pb.RescanModelsRequest(hello=self._hello))
 
-    async def drain(self, *, undo: bool) -> AsyncIterator[DrainEvent]:
+    def drain(self, *, undo: bool) -> AsyncIterator[DrainEvent]:
         """Yield the node's remaining work, until no work is left. Raises NoFeasiblePlacement."""
         request = pb.DrainRequest(hello=self._hello, undo=undo)
-        with translated(_PEER):
-            async for event in self._stub.Drain(request, timeout=_SERVE_S):
-                yield from_wire(event, DrainEvent)
+        return self._follow(self._stub.Drain, request, DrainEvent, timeout_s=_SERVE_S)
 
-    async def replicate(self, model: str, *, copies: int) -> AsyncIterator[ReplicateEvent]:
+    def replicate(self, model: str, *, copies: int) -> AsyncIterator[ReplicateEvent]:
         """Yield the progress of each node's copy. Raises ModelUnknown, PlanInvalid, NoFeasiblePlacement."""
         request = pb.ReplicateRequest(hello=self._hello, model=model, copies=copies)
-        with translated(_PEER):
-            async for event in self._stub.Replicate(request, timeout=_COPY_S):
-                yield from_wire(event, ReplicateEvent)
+        return self._follow(self._stub.Replicate, request, ReplicateEvent, timeout_s=_COPY_S)
 
     async def shut_down(self) -> str:
         """Ask the node to stop; the node answers first. Return what becomes of its work; empty if it has none."""
-        with translated(_PEER):
-            return (await self._stub.Shutdown(pb.ShutdownRequest(hello=self._hello), timeout=_RPC_S)).note
+        return (await self._ask(self._stub.Shutdown, pb.ShutdownRequest(hello=self._hello))).note
 
-    async def invite(self, commands: AsyncIterator[InviteCommand]) -> AsyncIterator[InviteEvent]:
+    def invite(self, commands: AsyncIterator[InviteCommand]) -> AsyncIterator[InviteEvent]:
         """Open a pairing window; it lasts until the caller stops reading. Raises the error that ends it early."""
         messages = (to_wire(command, trust_pb2.InviteCommand) async for command in commands)
-        with translated(_PEER):
-            async for event in self._trust.Invite(messages, timeout=_INVITE_S):
-                yield from_wire(event, InviteEvent)
+        return self._follow(self._trust.Invite, messages, InviteEvent, timeout_s=_INVITE_S)
 
-    async def join(self, request: JoinRequest) -> AsyncIterator[JoinEvent]:
+    def join(self, request: JoinRequest) -> AsyncIterator[JoinEvent]:
         """Let the node join another cluster. Raises the node's error."""
         message = to_wire(request, trust_pb2.JoinRequest)
         message.hello.CopyFrom(self._hello)
-        with translated(_PEER):
-            async for event in self._trust.Join(message, timeout=_JOIN_S):
-                yield from_wire(event, JoinEvent)
+        return self._follow(self._trust.Join, message, JoinEvent, timeout_s=_JOIN_S)
 
     async def peers(self) -> ListPeersReply:
         """Return the members of the cluster."""
-        with translated(_PEER):
-            reply = await self._trust.ListPeers(trust_pb2.ListPeersRequest(hello=self._hello), timeout=_RPC_S)
+        reply = await self._ask(self._trust.ListPeers, trust_pb2.ListPeersRequest(hello=self._hello))
         return from_wire(reply, ListPeersReply)
 
     async def remove_peer(self, peer: str, *, others: str) -> RemovePeerReply:
         """Remove a peer; ``others`` as in the .proto. Raises ConfigInvalid for an unknown name, TrustInvalid."""
         request = trust_pb2.RemovePeerRequest(hello=self._hello, peer=peer, others=others)
-        with translated(_PEER):
-            reply = await self._trust.RemovePeer(request, timeout=_RPC_S)
-        return from_wire(reply, RemovePeerReply)
+        return from_wire(await self._ask(self._trust.RemovePeer, request), RemovePeerReply)
 
     async def promote_peer(self, peer: str) -> str:
         """Make a peer an owner. Return its name. Raises ConfigInvalid for an unknown name, TrustInvalid."""
         request = trust_pb2.PromotePeerRequest(hello=self._hello, peer=peer)
-        with translated(_PEER):
-            return (await self._trust.PromotePeer(request, timeout=_RPC_S)).name
+        return (await self._ask(self._trust.PromotePeer, request)).name
 
     @asynccontextmanager
     async def act_as_gateway(self) -> AsyncGenerator[Security]:
@@ -196,12 +176,23 @@ class Admin:
         finally:
             call.cancel()
 
-    async def logs(self, *, lines: int, follow: bool) -> AsyncIterator[LogLine]:
+    def logs(self, *, lines: int, follow: bool) -> AsyncIterator[LogLine]:
         """Yield the newest lines of the node's log; with ``follow`` also new lines as they come."""
         request = pb.LogsRequest(hello=self._hello, lines=lines, follow=follow)
+        return self._follow(self._stub.Logs, request, LogLine, timeout_s=_LOGS_S)
+
+    async def _ask(self, call: Callable[..., Any], request: Message, *, timeout_s: float = _RPC_S) -> Any:
+        """Return the node's reply. Raises its error."""
         with translated(_PEER):
-            async for line in self._stub.Logs(request, timeout=_LOGS_S):
-                yield from_wire(line, LogLine)
+            return await call(request, timeout=timeout_s)
+
+    async def _follow(
+        self, call: Callable[..., Any], request: object, kind: type[T], *, timeout_s: float
+    ) -> AsyncIterator[T]:
+        """Yield the node's messages as values. Raises its error."""
+        with translated(_PEER):
+            async for message in call(request, timeout=timeout_s):
+                yield from_wire(message, kind)
 
 
 @asynccontextmanager
@@ -240,6 +231,16 @@ def no_node(data_dir: Path) -> NodeUnreachable:
         fact=fact,
         next_step="edgepipe node start    (to try edgepipe first: edgepipe demo)",
     )
+
+
+def ask_node(data_dir: Path, ask: Callable[[Admin], Coroutine[Any, Any, T]]) -> T:
+    """Do a verb's whole talk with the node of ``data_dir``. Raises like ``connect``, and what ``ask`` raises."""
+
+    async def work() -> T:
+        async with connect(data_dir) as admin:
+            return await ask(admin)
+
+    return asyncio.run(work())
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgepipe.cli.admin import Admin, connect
-from edgepipe.cli.node_process import EDGEPIPE, node_command, reported_error, silent_node
+from edgepipe.cli.node_process import node_command, reported_error, silent_node
 from edgepipe.errors import EdgepipeError
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ class LocalCluster:
     threads: int  # threads per node; 0: the backend's choice
     backend_options: Sequence[str] = ()
     link: str = ""  # the network to emulate between them; empty: loopback at full speed
-    program: Sequence[str] = EDGEPIPE  # started by Python; a bench starts nodes that do not encrypt
 
 
 @asynccontextmanager
@@ -140,7 +139,7 @@ def _command(plan: LocalCluster, node: NodeToStart, folder: Path) -> list[str]:
     if plan.link:
         flags["--link"] = plan.link
     given = (part for flag in flags.items() for part in flag)
-    command = node_command("--end-with-stdin", *given, program=plan.program)
+    command = node_command("--end-with-stdin", *given)
     return command + [
         part for option in (*plan.backend_options, *node.backend_options) for part in ("--backend-option", option)
     ]

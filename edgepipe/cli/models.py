@@ -222,7 +222,7 @@ def rm(
 
 def _stop_first(data_dir: Path, model: str, nodes: Sequence[str], *, yes: bool) -> None:
     """Stop a served model, which would be fetched again at once. Raises ConfigInvalid without a terminal to ask at."""
-    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.cli.admin import ask_node
 
     served = f"{one_line(model)} is served by {', '.join(map(one_line, nodes))}"
     if not yes:
@@ -234,11 +234,7 @@ def _stop_first(data_dir: Path, model: str, nodes: Sequence[str], *, yes: bool) 
             )
         typer.confirm(f"{served}. Stop it, and delete it from this machine?", abort=True)
 
-    async def stop() -> None:
-        async with connect(data_dir) as admin:
-            await admin.stop_model(model)
-
-    run_async(stop())
+    ask_node(data_dir, lambda admin: admin.stop_model(model))
 
 
 @app.command()
@@ -287,15 +283,11 @@ def tell_node(data_dir: Path) -> None:
 
     if not socket_path(data_dir).exists():
         return
-    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.cli.admin import Admin, ask_node
     from edgepipe.errors import EdgepipeError
 
-    async def tell() -> None:
-        async with connect(data_dir) as admin:
-            await admin.rescan_models()
-
     with contextlib.suppress(EdgepipeError):  # a node reads its disk again before it serves a model
-        run_async(tell())
+        ask_node(data_dir, Admin.rescan_models)
 
 
 def _result_row(result: PullResult) -> dict[str, Any]:

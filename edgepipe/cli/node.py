@@ -22,6 +22,7 @@ from edgepipe.errors import ClusterError, EdgepipeError, NodeUnreachable
 from edgepipe.telemetry.log import show_held_lines
 
 if TYPE_CHECKING:
+    from edgepipe.cli.admin import Admin
     from edgepipe.daemon.node import NodeReady
 
 app = typer.Typer(help="This machine's node.")
@@ -268,15 +269,17 @@ def join(
 @app.command()
 def stop(data_dir: DataDir = None) -> None:
     """Stop this machine's node. Others take over its work if they can; a second 'node stop' or ^C does not wait."""
+    from edgepipe.cli.admin import Admin, ask_node
+
     folder = data_dir_of(data_dir)
-    if note := asyncio.run(_shut_down(folder)):
+    if note := ask_node(folder, Admin.shut_down):
         print(f"the node is leaving: {note}", flush=True)
     try:
         _wait_until_gone(folder)
     except KeyboardInterrupt:
         print("it stops at once", flush=True)
         with contextlib.suppress(NodeUnreachable):  # the node has just stopped
-            asyncio.run(_shut_down(folder))
+            ask_node(folder, Admin.shut_down)
         _wait_until_gone(folder)
     print("the node has stopped")
 
@@ -290,37 +293,28 @@ def drain(
     data_dir: DataDir = None,
 ) -> None:
     """Move all work of this machine to other machines. Returns when it is safe to switch it off."""
-    from edgepipe.cli.admin import run_async
+    from edgepipe.cli.admin import ask_node
 
-    run_async(_drain(data_dir_of(data_dir), undo=undo, wait_s=wait))
+    ask_node(data_dir_of(data_dir), lambda admin: _drain(admin, undo=undo, wait_s=wait))
     print("the node takes work again" if undo else "safe to switch off now")
 
 
-async def _drain(data_dir: Path, *, undo: bool, wait_s: float) -> None:
+async def _drain(admin: Admin, *, undo: bool, wait_s: float) -> None:
     """Drain the node. Raises NoFeasiblePlacement after ``wait_s``; the node then accepts work again."""
-    from edgepipe.cli.admin import connect
     from edgepipe.errors import NoFeasiblePlacement
 
-    async with connect(data_dir) as admin:
-        try:
-            async with asyncio.timeout(wait_s):
-                async for _ in admin.drain(undo=undo):
-                    pass
-        except TimeoutError:
-            async for _ in admin.drain(undo=True):
+    try:
+        async with asyncio.timeout(wait_s):
+            async for _ in admin.drain(undo=undo):
                 pass
-            raise NoFeasiblePlacement(
-                "not everything could be moved away",
-                fact=f"waited {wait_s:.0f} s; the node takes work again",
-                next_step="see 'edgepipe status', start another node, or stop the model",
-            ) from None
-
-
-async def _shut_down(data_dir: Path) -> str:
-    from edgepipe.cli.admin import connect
-
-    async with connect(data_dir) as admin:
-        return await admin.shut_down()
+    except TimeoutError:
+        async for _ in admin.drain(undo=True):
+            pass
+        raise NoFeasiblePlacement(
+            "not everything could be moved away",
+            fact=f"waited {wait_s:.0f} s; the node takes work again",
+            next_step="see 'edgepipe status', start another node, or stop the model",
+        ) from None
 
 
 def _wait_until_gone(data_dir: Path) -> None:

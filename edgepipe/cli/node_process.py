@@ -15,12 +15,9 @@ from edgepipe.errors import ClusterError, EdgepipeError, error_class
 _START_S = 60.0  # the first import of a backend, from a cold disk
 
 
-EDGEPIPE = ("-m", "edgepipe.cli")
-
-
-def node_command(*flags: str, program: Sequence[str] = EDGEPIPE) -> list[str]:
-    """Build the command line of a node that reports as JSON that it is ready or failed. ``program``: for Python."""
-    return [sys.executable, "-P", *program, "node", "start", "--json", *flags]
+def node_command(*flags: str) -> list[str]:
+    """Build the command line of a node that reports as JSON that it is ready or failed."""
+    return [sys.executable, "-P", "-m", "edgepipe.cli", "node", "start", "--json", *flags]
 
 
 def reported_error(document: dict[str, Any], *, node: str) -> EdgepipeError:

@@ -17,8 +17,7 @@ from edgepipe.safe_text import one_line
 from edgepipe.telemetry.audit import AuditEntry, AuditKind
 
 if TYPE_CHECKING:
-    from edgepipe.telemetry.audit import AuditEntry
-    from edgepipe.wire.trust import ListPeersReply, RemovePeerReply
+    from edgepipe.wire.trust import ListPeersReply
 
 app = typer.Typer(help="List and change the members of the cluster.", invoke_without_command=True)
 
@@ -53,22 +52,14 @@ def remove(
     data_dir: DataDir = None,
 ) -> None:
     """Remove a peer for ever: the cluster never accepts its key again."""
-    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.cli.admin import Admin, ask_node
 
     others = {None: "", True: "keep", False: "drop"}[keep_added]
 
-    async def known() -> ListPeersReply:
-        async with connect(data_dir_of(data_dir)) as admin:
-            return await admin.peers()
-
-    async def work() -> RemovePeerReply:
-        async with connect(data_dir_of(data_dir)) as admin:
-            return await admin.remove_peer(peer, others=others)
-
+    folder = data_dir_of(data_dir)
     if not yes:
-        _ask_to_remove(run_async(known()), peer)
-
-    removed = run_async(work())
+        _ask_to_remove(ask_node(folder, Admin.peers), peer)
+    removed = ask_node(folder, lambda admin: admin.remove_peer(peer, others=others))
     print(f"'{removed.name}' is removed; its connections are cut")
     if removed.others:
         print(f"  {'kept' if keep_added else 'removed with it'}: {', '.join(removed.others)}")
@@ -80,13 +71,10 @@ def promote(
     data_dir: DataDir = None,
 ) -> None:
     """Make a peer an owner, which may invite, remove and promote peers."""
-    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.cli.admin import ask_node
 
-    async def work() -> str:
-        async with connect(data_dir_of(data_dir)) as admin:
-            return await admin.promote_peer(peer)
-
-    print(f"'{run_async(work())}' is an owner now")
+    name = ask_node(data_dir_of(data_dir), lambda admin: admin.promote_peer(peer))
+    print(f"'{name}' is an owner now")
 
 
 @app.command()
@@ -118,13 +106,9 @@ def log(
 
 
 def _list(data_dir: DataDir, as_json: bool) -> None:
-    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.cli.admin import Admin, ask_node
 
-    async def work() -> ListPeersReply:
-        async with connect(data_dir_of(data_dir)) as admin:
-            return await admin.peers()
-
-    found = run_async(work())
+    found = ask_node(data_dir_of(data_dir), Admin.peers)
     if as_json:
         print_json(as_dict(found))
         return

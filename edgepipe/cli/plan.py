@@ -164,15 +164,12 @@ def _imagined(model: str, devices: str, link: str, kv: str) -> Cluster:
 
 def _surveyed(model: str, settings: StageSettings, data_dir: Path | None, *, fresh: bool) -> Cluster:
     """Return the cluster of this machine's node; nodes first measure unknown devices and links."""
-    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.cli.admin import ask_node
     from edgepipe.wire.surveys import cluster_of
 
-    async def work(folder: Path) -> Cluster:
-        async with connect(folder) as admin:
-            return cluster_of(await admin.survey(model, settings, fresh=fresh))
-
     with make_console(stderr=True).status("measuring devices and links"):
-        return run_async(work(data_dir_of(data_dir)))
+        survey = ask_node(data_dir_of(data_dir), lambda admin: admin.survey(model, settings, fresh=fresh))
+    return cluster_of(survey)
 
 
 def _tell_of_known_shape(model: str, *, on_no_disk: bool) -> None:

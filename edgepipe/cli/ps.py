@@ -9,19 +9,14 @@ from edgepipe.cli.output import as_dict, make_console, make_table, print_json
 
 if TYPE_CHECKING:
     from edgepipe.wire.engines import EngineState
-    from edgepipe.wire.nodes import ClusterStatus
 
 
 def ps(data_dir: DataDir = None, as_json: Json = False) -> None:
     """List the served models and their nodes."""
-    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.cli.admin import Admin, ask_node
     from edgepipe.cli.views.status_view import news_of
 
-    async def work() -> ClusterStatus:
-        async with connect(data_dir_of(data_dir)) as admin:
-            return await admin.status()
-
-    status = run_async(work())
+    status = ask_node(data_dir_of(data_dir), Admin.status)
     engines = status.engines
     if as_json:
         print_json([as_dict(engine) for engine in engines])

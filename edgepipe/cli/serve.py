@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -126,60 +125,56 @@ def serve(
     data_dir: DataDir = None,
 ) -> None:
     """Load a model on the nodes. Returns when the model can answer."""
-    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.cli.admin import ask_node
     from edgepipe.wire.serving import Moves
 
-    if nodes and plan:
-        raise ConfigInvalid("--nodes and --plan contradict each other", next_step="give one of them")
-    if first and plan:
-        raise ConfigInvalid("--first and --plan contradict each other", next_step="give one of them")
-    if exclude and plan:
-        raise ConfigInvalid("--exclude and --plan contradict each other", next_step="give one of them")
+    for flag, given in (("--nodes", nodes), ("--first", first), ("--exclude", exclude), ("--rebalance", rebalance)):
+        if given and plan:
+            raise ConfigInvalid(f"{flag} and --plan contradict each other", next_step="give one of them")
     if rebalance not in _MOVES:
         raise ConfigInvalid(f"--rebalance cannot be '{rebalance}'", next_step="give now, auto or off")
-    if rebalance and plan:
-        raise ConfigInvalid("--rebalance and --plan contradict each other", next_step="give one of them")
     if objective not in ("", "latency", "throughput"):
         raise ConfigInvalid(f"--objective cannot be '{objective}'", next_step="give latency or throughput")
-    request = replace(
-        serve_request(
-            model,
-            names=names or (),
-            nodes=nodes,
-            plan=plan,
-            micro_batches=micro_batches,
-            policy=policy,
-            itl_goal=itl_goal,
-            context=context,
-            kv_tokens=kv_tokens,
-            dtype=dtype,
-            kv=kv,
-            experts_in_ram=experts_in_ram,
-            activations=activations,
-            template_keywords=template_keywords,
-        ),
+    request = serve_request(
+        model,
+        names=names or (),
+        nodes=nodes,
+        plan=plan,
+        micro_batches=micro_batches,
+        policy=policy,
+        itl_goal=itl_goal,
+        context=context,
+        kv_tokens=kv_tokens,
+        dtype=dtype,
+        kv=kv,
+        experts_in_ram=experts_in_ram,
+        activations=activations,
+        template_keywords=template_keywords,
+    )
+    options = replace(
+        request.options,
         exclude=tuple(name.strip() for name in exclude.split(",") if name.strip()),
         first=first,
         throughput=objective == "throughput",
         concurrency=concurrency,
+    )
+    request = replace(
+        request,
+        options=options,
         must_keep_context=bool(context),
         rebalance=bool(rebalance),
         moves=Moves[_MOVES[rebalance]],
     )
 
-    async def work(folder: Path) -> EngineState:
-        async with connect(folder) as admin:
-            return await serve_with_progress(admin, request)
-
     folder = data_dir_of(data_dir)
     try:
-        engine = run_async(work(folder))
+        engine = ask_node(folder, lambda admin: serve_with_progress(admin, request))
     except ModelUnknown as refused:
         from edgepipe.cli.offering import fetch_unserved
 
         fetched = fetch_unserved(model, folder, models_dir_of(data_dir, None), refused, yes=yes, as_json=as_json)
-        request = replace(request, model=fetched, options=replace(request.options, model=fetched))
-        engine = run_async(work(folder))
+        again = replace(request, options=replace(options, model=fetched))
+        engine = ask_node(folder, lambda admin: serve_with_progress(admin, again))
     if as_json:
         print_json(as_dict(engine))
     else:
@@ -222,6 +217,7 @@ def serve_request(
         micro_batches=_micro_batches(micro_batches),
         policy=policy if policy != "throttled" else "",
         itl_goal=itl_goal if itl_goal != DEFAULT_ITL_GOAL else "",
+        num_nodes=nodes,
         settings=StageSettings(
             dtype=checked_dtype(dtype),
             kv=checked_kv(kv),
@@ -233,7 +229,7 @@ def serve_request(
         names=checked_names(names),
         template_keywords=checked_keywords(template_keywords),
     )
-    return ServeRequest(model=model, num_nodes=nodes, plan=plan, options=options)
+    return ServeRequest(plan=plan, options=options)
 
 
 async def serve_with_progress(admin: Admin, request: ServeRequest) -> EngineState:
@@ -248,7 +244,7 @@ async def serve_with_progress(admin: Admin, request: ServeRequest) -> EngineStat
         TextColumn("{task.description}", markup=False),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"asking for {request.model}", total=1.0)
+        task = progress.add_task(f"asking for {request.options.model}", total=1.0)
         async for event in admin.serve(request):
             progress.update(task, description=event.message, completed=event.progress)
             if event.note:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
 
 from edgepipe.cli.options import DEGRADED_EXIT, DataDir, Json, data_dir_of
 from edgepipe.cli.output import as_dict, make_console, print_json
 
-if TYPE_CHECKING:
-    from edgepipe.wire.nodes import ClusterStatus
-
 
 def status(data_dir: DataDir = None, as_json: Json = False) -> None:
     """Show nodes, memory, stages, links, downloads. Exit code 8 if the cluster is degraded."""
-    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.cli.admin import Admin, ask_node
     from edgepipe.cli.views.status_view import is_healthy, render_status
 
-    async def work() -> ClusterStatus:
-        async with connect(data_dir_of(data_dir)) as admin:
-            return await admin.status()
-
-    found = run_async(work())
+    found = ask_node(data_dir_of(data_dir), Admin.status)
     if as_json:
         print_json(as_dict(found))
     else:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from edgepipe.cli.options import DataDir, Json, data_dir_of
 from edgepipe.cli.output import print_json
 from edgepipe.errors import ConfigInvalid
+
+if TYPE_CHECKING:
+    from edgepipe.cli.admin import Admin
 
 
 def stop(
@@ -20,25 +23,24 @@ def stop(
     as_json: Json = False,
 ) -> None:
     """Stop serving a model. Without a name, stop the only served model."""
-    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.cli.admin import ask_node
 
     if model and everything:
         raise ConfigInvalid("a name and --all contradict each other", next_step="edgepipe stop MODEL")
 
-    async def work() -> list[str]:
-        async with connect(data_dir_of(data_dir)) as admin:
-            served = sorted({engine.model for engine in (await admin.status()).engines})
-            if len(served) > 1 and not (model or everything):
-                raise ConfigInvalid(
-                    f"{len(served)} models are served",
-                    fact=", ".join(served),
-                    next_step="name one: edgepipe stop MODEL    (or: edgepipe stop --all)",
-                )
-            if not (served or model):
-                return []
-            return await admin.stop_model("" if everything else model or served[0])
+    async def work(admin: Admin) -> list[str]:
+        served = sorted({engine.model for engine in (await admin.status()).engines})
+        if len(served) > 1 and not (model or everything):
+            raise ConfigInvalid(
+                f"{len(served)} models are served",
+                fact=", ".join(served),
+                next_step="name one: edgepipe stop MODEL    (or: edgepipe stop --all)",
+            )
+        if not (served or model):
+            return []
+        return await admin.stop_model("" if everything else model or served[0])
 
-    stopped = run_async(work())
+    stopped = ask_node(data_dir_of(data_dir), work)
     if as_json:
         print_json({"stopped": stopped})
         return

@@ -109,37 +109,30 @@ class Conversation:
             self.theirs.update(key_of(signed.body) for signed in statements)
 
 
+@dataclass(kw_only=True, eq=False)
 class Speaker:
     """Composes this node's beats: its state when changed, its trust store where the other side's differs."""
 
-    def __init__(
-        self,
-        *,
-        membership: Membership,
-        hello: Hello,
-        trust: SharedTrust,
-        state: Callable[[], NodeState],
-        clock: Clock,
-        timeouts: Timeouts,
-    ) -> None:
+    membership: Membership
+    hello: Hello
+    trust: SharedTrust
+    state: Callable[[], NodeState]
+    clock: Clock
+    timeouts: Timeouts
+
+    def __post_init__(self) -> None:
         self.leaving = False
         self.sleeping = False
-        self._membership = membership
-        self._hello = hello
-        self._trust = trust
-        self._state = state
-        self._clock = clock
-        self._timeouts = timeouts
 
     def beat(self, conversation: Conversation) -> Beat:
         """Compose the next beat."""
-        now = self._clock.monotonic_s()
+        now = self.clock.monotonic_s()
         conversation.sequence += 1
         conversation.sent_at_s[conversation.sequence] = now
         if len(conversation.sent_at_s) > _ECHO_MEMORY:
             conversation.sent_at_s.popitem(last=False)
         beat = Beat(
-            hello=self._hello if conversation.sequence == 1 else None,
+            hello=self.hello if conversation.sequence == 1 else None,
             sequence=conversation.sequence,
             echo=conversation.heard,
             echo_delay_us=int((now - conversation.heard_at_s) * 1e6) if conversation.heard else 0,
@@ -150,13 +143,13 @@ class Speaker:
 
     def farewell(self, conversation: Conversation) -> Beat:
         """Compose the last beat to a removed node, with the statements that removed it."""
-        conversation.to_tell = deque(self._trust.held().values())
+        conversation.to_tell = deque(self.trust.held().values())
         return self.beat(conversation)
 
     def _with_trust(self, beat: Beat, conversation: Conversation, now: float) -> Beat:
         """Add the digest when it changed, with the new statements. While the other side's digest differs, also add a
         piece of the statements that it lacks, and our keys: first at once, then ever more seldom."""
-        digest, held = self._trust.digest, self._trust.held()
+        digest, held = self.trust.digest, self.trust.held()
         if conversation.sent_digest != digest:
             conversation.sent_digest = digest
             beat = replace(beat, trust_digest=digest)
@@ -179,14 +172,14 @@ class Speaker:
         return beat
 
     def _with_state(self, beat: Beat, conversation: Conversation, now: float) -> Beat:
-        state = self._state()
-        stale = now - conversation.state_sent_at_s >= self._timeouts.state_refresh_s
+        state = self.state()
+        stale = now - conversation.state_sent_at_s >= self.timeouts.state_refresh_s
         if state.version == conversation.sent_version and not stale:
             return beat
         conversation.sent_version, conversation.state_sent_at_s = state.version, now
         conversation.sent_in = conversation.sequence
-        wall_ms = int(self._clock.wall_s() * 1e3)
-        return replace(beat, state=state, wall_ms=wall_ms, known=self._membership.introductions())
+        wall_ms = int(self.clock.wall_s() * 1e3)
+        return replace(beat, state=state, wall_ms=wall_ms, known=self.membership.introductions())
 
 
 def _piece(statements: deque[Statement]) -> tuple[TrustStatement, ...]:

@@ -59,25 +59,18 @@ class Attempt:
     silent: bool = False  # it was admitted and never confirmed that it joined
 
 
+@dataclass(kw_only=True, eq=False)
 class PairingWindow:
     """The host's port: one exchange at a time, as many as ``tries`` allows, until one machine joins."""
 
-    def __init__(
-        self,
-        *,
-        make_pairing: Callable[[], HostPairing],
-        ask: Callable[[Greeting, str], Awaitable[bool]],
-        let_in: OnJoined,
-        on_attempt: Callable[[Attempt], None],
-        tries: Tries,
-        message_s: float = _MESSAGE_S,
-    ) -> None:
-        self.tries = tries
-        self._make_pairing = make_pairing
-        self._ask = ask  # greeting, address
-        self._let_in = let_in
-        self._on_attempt = on_attempt
-        self._message_s = message_s  # deadline until the code is proven
+    make_pairing: Callable[[], HostPairing]
+    ask: Callable[[Greeting, str], Awaitable[bool]]  # takes the greeting and the address
+    let_in: OnJoined
+    on_attempt: Callable[[Attempt], None]
+    tries: Tries
+    message_s: float = _MESSAGE_S  # deadline until the code is proven
+
+    def __post_init__(self) -> None:
         self._busy = asyncio.Lock()
         self._tasks: dict[asyncio.Task[None], str] = {}  # connections, with the address of the other side
         self._closing = False
@@ -144,7 +137,7 @@ class PairingWindow:
             await _end(writer)
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
-        pairing = self._make_pairing()
+        pairing = self.make_pairing()
         try:
             await self._prove(pairing, reader, writer)
             silent = await self._welcome(pairing, reader, writer, address)
@@ -155,11 +148,11 @@ class PairingWindow:
                 await _send(writer, refusal(error))
             return
         self._over.set()
-        self._on_attempt(self._attempt(pairing, address, silent=silent))
+        self.on_attempt(self._attempt(pairing, address, silent=silent))
 
     async def _prove(self, pairing: HostPairing, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(self._message_s):
+            async with asyncio.timeout(self.message_s):
                 while not pairing.confirmed:
                     data = await _read(reader, most_bytes=MAX_MESSAGE_BYTES)
                     began = _now_s()
@@ -169,9 +162,7 @@ class PairingWindow:
                     if reply is not None:
                         await _send(writer, reply)
         except TimeoutError as exc:
-            raise SendTimeout(
-                "the other machine stopped in the middle", fact=f"waited {self._message_s:.0f} s"
-            ) from exc
+            raise SendTimeout("the other machine stopped in the middle", fact=f"waited {self.message_s:.0f} s") from exc
 
     async def _welcome(
         self, pairing: HostPairing, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str
@@ -181,7 +172,7 @@ class PairingWindow:
         await _send(writer, waiting(ACCEPT_S))
         try:
             async with asyncio.timeout(ACCEPT_S):
-                accepted = await self._ask(pairing.other, address)
+                accepted = await self.ask(pairing.other, address)
         except TimeoutError:
             accepted = None
         if reader.at_eof():
@@ -189,7 +180,7 @@ class PairingWindow:
         if not accepted:
             self._over.set()
             raise _not_let_in(answered=accepted is not None)
-        store, addresses = await self._let_in(pairing.other)
+        store, addresses = await self.let_in(pairing.other)
         await _send(writer, await asyncio.to_thread(pairing.welcome, store, addresses))
         try:
             async with asyncio.timeout(_MESSAGE_S):
@@ -203,7 +194,7 @@ class PairingWindow:
         wrong_code = pairing.guessed and isinstance(error, PairingRejected)
         note = self.tries.failed(address, wrong_code=wrong_code, now_s=_now_s())
         error = error.changed(fact="; ".join(filter(None, (note, error.fact))))
-        self._on_attempt(self._attempt(pairing, address, error=error))
+        self.on_attempt(self._attempt(pairing, address, error=error))
         if self.tries.used_up:
             self._over.set()
         return error

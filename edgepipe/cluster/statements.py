@@ -9,7 +9,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from edgepipe.errors import CertificateInvalid, RemoteProtocolError, TrustInvalid
 from edgepipe.ids import NodeId
@@ -93,56 +95,52 @@ def decode(signed: TrustStatement) -> Statement:
         raise TrustInvalid("a trust statement has fields unknown here", fact="it may come from a newer version")
     if not _NODE_ID.fullmatch(body.signer):
         raise TrustInvalid("a trust statement has no signer")
+    make = partial(
+        Statement,
+        body=signed.body,
+        signature=signed.signature,
+        key=key_of(signed.body),
+        signer=NodeId(body.signer),
+        cluster_id=body.cluster_id or _cluster_id(signed.body),  # the founding statement's own hash
+        made_ms=body.made_ms,
+        number=body.number,
+    )
     if isinstance(body.statement, Found):
-        return _decode_found(signed, body, body.statement)
+        return _decode_found(make, body, body.statement)
     if not _CLUSTER_ID.fullmatch(body.cluster_id):
         raise TrustInvalid("a trust statement names no cluster")
     if isinstance(body.statement, Add):
-        return _decode_add(signed, body, body.statement)
-    return _decode_removal(signed, body, body.statement)
+        return _decode_add(make, body.statement)
+    return _decode_removal(make, body, body.statement)
 
 
-def _decode_found(signed: TrustStatement, body: TrustBody, found: Found) -> Statement:
+def _decode_found(make: Callable[..., Statement], body: TrustBody, found: Found) -> Statement:
     certificate = _checked(found.certificate)
     about = NodeId(certificate.fingerprint)
     if about != body.signer or body.cluster_id or len(found.nonce) != NONCE_BYTES:
         raise TrustInvalid("a founding statement is not its founder's")
-    return Statement(
-        body=signed.body,
-        signature=signed.signature,
-        key=key_of(signed.body),
-        signer=about,
+    return make(
         about=about,
         role=Role.OWNER,
         certificate=certificate,
         name=_short(found.node_name),
         founds=_short(found.cluster_name) or "cluster",
-        cluster_id=_cluster_id(signed.body),
-        made_ms=body.made_ms,
-        number=body.number,
     )
 
 
-def _decode_add(signed: TrustStatement, body: TrustBody, add: Add) -> Statement:
+def _decode_add(make: Callable[..., Statement], add: Add) -> Statement:
     if add.role not in list(Role):
         raise TrustInvalid("a trust statement gives a role unknown here")
     certificate = _checked(add.certificate)
-    return Statement(
-        body=signed.body,
-        signature=signed.signature,
-        key=key_of(signed.body),
-        signer=NodeId(body.signer),
+    return make(
         about=NodeId(certificate.fingerprint),
         role=Role(add.role),
         certificate=certificate,
         name=_short(add.node_name),
-        cluster_id=body.cluster_id,
-        made_ms=body.made_ms,
-        number=body.number,
     )
 
 
-def _decode_removal(signed: TrustStatement, body: TrustBody, removal: Remove) -> Statement:
+def _decode_removal(make: Callable[..., Statement], body: TrustBody, removal: Remove) -> Statement:
     about, kept = removal.node_id, removal.kept
     if not _NODE_ID.fullmatch(about):
         raise TrustInvalid("a trust statement removes a node with a malformed id")
@@ -150,17 +148,7 @@ def _decode_removal(signed: TrustStatement, body: TrustBody, removal: Remove) ->
         raise TrustInvalid("a trust statement removes its own signer")
     if len(kept) > MAX_KEPT or any(len(key) != KEY_BYTES for key in kept):
         raise TrustInvalid("a removal has a malformed list of kept statements", fact=f"{len(kept)} statements")
-    return Statement(
-        body=signed.body,
-        signature=signed.signature,
-        key=key_of(signed.body),
-        signer=NodeId(body.signer),
-        about=about,
-        cluster_id=body.cluster_id,
-        made_ms=body.made_ms,
-        number=body.number,
-        kept=frozenset(kept),
-    )
+    return make(about=about, kept=frozenset(kept))
 
 
 def _checked(pem: bytes) -> Certificate:

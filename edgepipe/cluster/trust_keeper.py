@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from edgepipe.clock import Clock
+from edgepipe.cluster.changes import Changes
 from edgepipe.cluster.statements import Statement, key_of
 from edgepipe.cluster.trust import (
     TrustStore,
@@ -74,7 +75,7 @@ class TrustKeeper:
         self._dirty = asyncio.Event()
         self.unwritten = ""  # why the last write failed; empty: the disk has all statements
         self._writing = asyncio.Lock()
-        self._listeners: set[asyncio.Event] = set()
+        self._changes = Changes()
         self._merging = asyncio.Lock()
         self._sources: dict[NodeId, _Source] = {}
         self._heard = asyncio.Event()
@@ -138,17 +139,9 @@ class TrustKeeper:
         peers = self._store.peers
         return tuple(peers.values()) if self.node_id in peers else ()
 
-    async def changes(self) -> AsyncIterator[None]:
+    def changes(self) -> AsyncIterator[None]:
         """See ``TrustView.changes``."""
-        changed = asyncio.Event()
-        self._listeners.add(changed)
-        try:
-            while True:
-                yield
-                await changed.wait()
-                changed.clear()
-        finally:
-            self._listeners.discard(changed)
+        return self._changes.watch()
 
     def find(self, text: str) -> TrustedPeer:
         """Return the peer with that name or beginning of its id. Raises ConfigInvalid unless exactly one matches."""
@@ -302,8 +295,7 @@ class TrustKeeper:
         self._store = store
         self._dirty.set()
         self._note(before)
-        for listener in self._listeners:
-            listener.set()
+        self._changes.notify()
 
     async def _write(self) -> None:
         async with self._writing:

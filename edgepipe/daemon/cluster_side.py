@@ -51,7 +51,7 @@ class NodePresence:
         self.local.add_part(self._tell_silent)
         self.introductions = Introductions(
             trust=basis.trust,
-            security=basis.tls,
+            security=basis.security,
             local=self.local,
             membership=self.membership,
             children=basis.children,

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from edgepipe.addresses import is_loopback
 from edgepipe.cluster.interfaces import interfaces, is_wireless
 from edgepipe.cluster.trust_keeper import TrustKeeper
-from edgepipe.config import Config, Timeouts, Watching
+from edgepipe.config import CHILD_PORTS, Config, Timeouts, Watching
+from edgepipe.daemon.machine.backends import choose_backend
 from edgepipe.daemon.machine.data_dir import DataDir
 from edgepipe.daemon.machine.http_keys import keys_in_force
 from edgepipe.daemon.network.handshakes import RefusedHandshakes
-from edgepipe.daemon.processes.child_settings import ChildSettingsMaker
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.security.access import ProcessKind
-from edgepipe.security.mutual_tls import Denial, MutualTls, Plaintext, Security
+from edgepipe.security.mutual_tls import Denial, MutualTls
 from edgepipe.system import RandomIds, SystemClock
 from edgepipe.telemetry.audit import AuditKind
 from edgepipe.wire.children import DeniedCall
@@ -33,7 +33,6 @@ class NodeBasis:
         trust: TrustKeeper,
         incarnation: int,
         host: str,
-        encrypted: bool,
         watching: Watching,
         on_new_child: Callable[[Child], None],
     ) -> None:
@@ -56,13 +55,12 @@ class NodeBasis:
             cluster_id=trust.store.cluster_id,
             cluster_name=trust.store.cluster_name,
         )
-        self.tls = MutualTls(
+        self.security = MutualTls(
             trust.key_pair,
             callers=(ProcessKind.NODE, ProcessKind.ENGINE),
             on_denied=self._on_denied,
             keepalive=watching.keepalive,
         )
-        self.security: Security = self.tls if encrypted else Plaintext()
         self.children = Children(
             self.timeouts,
             self.clock,
@@ -70,23 +68,45 @@ class NodeBasis:
             on_denied=self._on_child_denied,
             hang_check_s=watching.hang_check_s,
         )
-        self.handshakes = RefusedHandshakes(tls=self.tls, children=self.children, audit=trust.audit)
-        self._settings = ChildSettingsMaker(
-            config=config,
-            hello=self.hello,
-            host=host,
-            address=lambda: self.address,
-            socket=data_dir.socket,
-            http_keys=self.http_keys,
-            encrypted=encrypted,
-            watching=watching,
-            ids=self.ids,
-            children=self.children,
-        )
+        self.handshakes = RefusedHandshakes(tls=self.security, children=self.children, audit=trust.audit)
 
     def child_settings(self, kind: str, *, http_port: int = 0) -> ChildSettings:
-        """Make the settings of a new child: stage | engine | gateway."""
-        return self._settings.make(kind, http_port=http_port)
+        """Make the settings of a new child (stage | engine | gateway) from the node's own; gateways get a port."""
+        config = self.config
+        return ChildSettings(
+            kind=kind,
+            child_id=self.ids.new("child"),
+            socket=str(self.data_dir.socket),
+            host=self.host,
+            ports=self._free_ports(),
+            http_port=http_port,
+            node_id=self.node_id,
+            http_host=config.http_host,
+            http_names=config.http_names,
+            http_origins=config.http_origins,
+            api_keys=self.http_keys.keys,
+            key_on_loopback=self.http_keys.on_loopback,
+            node_name=config.name,
+            cluster_id=self.hello.cluster_id,
+            address=self.address,
+            log_level=config.log_level,
+            progress_s=self.watching.progress_s,
+            keepalive=self.watching.keepalive,
+            link=config.link,
+            backend=choose_backend(config.backend),
+            device=config.device or "auto",
+            dtype=config.dtype,
+            threads=config.threads,
+            backend_options=dict(pair.split("=", 1) for pair in config.backend_options),
+        )
+
+    def _free_ports(self) -> tuple[int, ...]:
+        """Return any free port if the daemon's is ephemeral; else the fifteen above it, without living children's."""
+        if self.config.port == 0:
+            return (0,)
+        taken = {child.port for child in self.children.running()}
+        ports = range(self.config.port + 1, self.config.port + 1 + CHILD_PORTS)
+        return tuple(port for port in ports if port not in taken)
 
     def _on_denied(self, denial: Denial) -> None:
         self.trust.audit.record(AuditKind.DENIED, who=denial.who, detail=denial.what)

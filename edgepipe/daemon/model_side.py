@@ -111,7 +111,7 @@ class NodeHosting:
 
     def load(self, model: str) -> AsyncGenerator[ServeEvent]:
         """Serve a model for a request, in its best placement. End when it answers, or raise the reason why not."""
-        return self.serving.serve(ServeRequest(model=model, options=ServeSpec(model=model, on_request=True)))
+        return self.serving.serve(ServeRequest(options=ServeSpec(model=model, on_request=True)))
 
     async def unload(self, model: str) -> None:
         """Stop a model that ``load`` served."""

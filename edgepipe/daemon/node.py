@@ -32,15 +32,13 @@ logger = logging.getLogger(__name__)
 _AGAIN_S = 2.0  # pause between attempts of a node that has run already to find its address
 
 
-def run(
-    config: Config, on_ready: OnReady | None = None, *, encrypted: bool = True, watching: Watching | None = None
-) -> None:
+def run(config: Config, on_ready: OnReady | None = None, *, watching: Watching | None = None) -> None:
     """Run a node in the foreground until SIGINT, SIGTERM or ``node stop``.
 
     The node first moves stages and engines to other nodes, for at most 30 s. A second signal skips that; a signal while
     the node stops ends it at once.
 
-    ``encrypted`` and ``watching`` are for measuring the cost of encryption and of watching; no setting leads to them.
+    ``watching`` is for measuring the cost of watching; no setting leads to it.
     Raises ConfigInvalid (settings, or a second node on the data directory), FeatureMissing and PortInUse.
     """
     check_device(config.device)
@@ -52,7 +50,7 @@ def run(
         with writable(data_dir.path):
             set_up_logging(level=config.log_level, file=log_path(config.data_dir))
         gc.freeze()  # modules live for ever: collections then check only later objects
-        uvloop.run(_run_until_stopped(config, data_dir, on_ready, encrypted=encrypted, watching=watching))
+        uvloop.run(_run_until_stopped(config, data_dir, on_ready, watching))
     finally:
         data_dir.close()
 
@@ -67,7 +65,7 @@ def _address(config: Config, available: list[Interface]) -> str:
 
 
 async def _run_until_stopped(
-    config: Config, data_dir: DataDir, on_ready: OnReady | None, *, encrypted: bool, watching: Watching | None
+    config: Config, data_dir: DataDir, on_ready: OnReady | None, watching: Watching | None
 ) -> None:
     """Run nodes until one was stopped. A new node replaces the present one when another node has its identity, after it
     joined another cluster, and after the machine's address changed."""
@@ -86,7 +84,6 @@ async def _run_until_stopped(
             host=moves_to or await _host(config, waits=running),
             wanted_address=lambda available: _address(config, available),
             on_ready=on_ready,
-            encrypted=encrypted,
             watching=watching,
         )
         try:

@@ -59,12 +59,11 @@ class NodeDaemon:
         host: str,
         wanted_address: Callable[[list[Interface]], str],
         on_ready: OnReady | None,
-        encrypted: bool = True,
         watching: Watching | None = None,
     ) -> None:
         """``wanted_address``: returns the address to listen on, given the machine's present addresses.
 
-        ``encrypted`` and ``watching``: for measuring what encryption and watching cost; no setting reaches them.
+        ``watching``: for measuring what watching costs; no setting reaches it.
         """
         self.stopping = asyncio.Event()
         self.identity_taken = False
@@ -79,7 +78,6 @@ class NodeDaemon:
             trust=trust,
             incarnation=incarnation,
             host=host,
-            encrypted=encrypted,
             watching=watching or Watching(),
             on_new_child=self._greet,
         )

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edgepipe.backend.types import StageSettings
@@ -74,62 +74,46 @@ def admit_to(own: Hello) -> Admit:
     return admit
 
 
+@dataclass(kw_only=True, eq=False)
 class NodeService(node_pb2_grpc.NodeServicer):
     """Serves other daemons, and engines."""
 
-    def __init__(
-        self,
-        *,
-        admit: Admit,
-        security: Security,
-        heartbeats: Heartbeats,
-        device: DeviceHost,
-        engines: EngineHost,
-        models: Models,
-        peers: Peers,
-        book: ServeBook,
-        proofs: AliveProofs,
-        links: LinkProbes,
-        replication: Replication,
-        record_s: float,
-    ) -> None:
-        """``record_s``: how long a stage's request waits until this node believes that its engine is the right one."""
-        self._proofs = proofs
-        self._record_s = record_s
-        self._peers = peers
-        self._replication = replication
-        self._book = book
-        self._admit = admit
-        self._links = links
-        self._security = security
-        self._heartbeats = heartbeats
-        self._device = device
-        self._engines = engines
-        self._models = models
+    admit: Admit
+    security: Security
+    heartbeats: Heartbeats
+    device: DeviceHost
+    engines: EngineHost
+    models: Models
+    peers: Peers
+    book: ServeBook
+    proofs: AliveProofs
+    links: LinkProbes
+    replication: Replication
+    record_s: float  # how long a stage's request waits until this node believes that its engine is the right one
 
     async def Heartbeat(self, request_iterator: Any, context: Any) -> AsyncGenerator[pb.Beat]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Answer each beat with one beat."""
-        async for beat in self._heartbeats.answer(request_iterator, context):
+        async for beat in self.heartbeats.answer(request_iterator, context):
             yield beat
 
     async def Prepare(self, request: pb.PrepareRequest, context: Any) -> AsyncGenerator[pb.PrepareEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Fetch missing tensors, reserve memory, load a stage."""
-        self._admit(request)
-        self._security.require_node(context, request.hello.node_id)
-        engine_node, engine = request.hello.node_id, self._security.caller(context, ProcessKind.ENGINE)
+        self.admit(request)
+        self.security.require_node(context, request.hello.node_id)
+        engine_node, engine = request.hello.node_id, self.security.caller(context, ProcessKind.ENGINE)
         wanted = from_wire(request, PrepareRequest)
-        await self._book.until_engine(wanted.pipeline_id, engine_node, wanted.manifest_hash, timeout_s=self._record_s)
-        model = await self._models.adopt(
+        await self.book.until_engine(wanted.pipeline_id, engine_node, wanted.manifest_hash, timeout_s=self.record_s)
+        model = await self.models.adopt(
             wanted.model,
             manifest_hash=wanted.manifest_hash,
             first_source=wanted.weights_node,
             wanted_by=self._other(request.hello),
         )
-        fetching = self._models.fetch(model, wanted.placement.slices, first_source=wanted.weights_node)
+        fetching = self.models.fetch(model, wanted.placement.slices, first_source=wanted.weights_node)
         async with aclosing(fetching):
             async for progress in fetching:
                 yield pb.PrepareEvent(progress=to_wire(progress, pb.PrepareProgress))
-        preparing = self._device.prepare(
+        preparing = self.device.prepare(
             wanted,
             engine_node=engine_node,
             path=str(model.path),
@@ -142,15 +126,15 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseReply:
         """End a pipeline's stage here, for the node of its present or recorded engine."""
-        self._admit(request)
-        self._security.require_node(context, request.hello.node_id)
-        held = self._book.held(request.pipeline_id)
-        if request.hello.node_id not in (self._device.engine_node(request.pipeline_id), held and held.engine_node):
+        self.admit(request)
+        self.security.require_node(context, request.hello.node_id)
+        held = self.book.held(request.pipeline_id)
+        if request.hello.node_id not in (self.device.engine_node(request.pipeline_id), held and held.engine_node):
             raise AccessDenied(
                 "only the node of the stage's engine releases it", fact=f"node {request.hello.node_id} asked"
             )
         epoch = epoch_from_wire(request.epoch) if request.HasField("epoch") else None
-        await self._device.release(request.pipeline_id, epoch=epoch)
+        await self.device.release(request.pipeline_id, epoch=epoch)
         return pb.ReleaseReply()
 
     async def StartEngine(self, request: pb.StartEngineRequest, context: Any) -> pb.StartEngineReply:
@@ -158,61 +142,61 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
         End the pause of an engine that has crashed, for the nodes that may place it.
         """
-        self._admit(request)
-        self._security.require_node(context, request.hello.node_id)
+        self.admit(request)
+        self.security.require_node(context, request.hello.node_id)
         wanted = from_wire(request, StartEngineRequest)
-        self._book.merge(request.hello.node_id, [from_wire(request.record, ServeRecord)])
-        if self._engines.is_paused(wanted.pipeline_id):
-            self._book.require_director(request.hello.node_id, wanted.pipeline_id)
-            self._engines.start_now(wanted.pipeline_id)
+        self.book.merge(request.hello.node_id, [from_wire(request.record, ServeRecord)])
+        if self.engines.is_paused(wanted.pipeline_id):
+            self.book.require_director(request.hello.node_id, wanted.pipeline_id)
+            self.engines.start_now(wanted.pipeline_id)
             return pb.StartEngineReply()
-        held = self._book.held(wanted.pipeline_id)
+        held = self.book.held(wanted.pipeline_id)
         if (
             held is None
             or held.stopped
             or held.asker != request.hello.node_id
-            or not self._peers.is_self(held.engine_node)
+            or not self.peers.is_self(held.engine_node)
         ):
             raise AccessDenied("no record of the caller asks for this engine here", next_step="serve the model again")
-        model = await self._models.adopt(
+        model = await self.models.adopt(
             held.spec.model,
             manifest_hash=held.spec.manifest_hash,
             first_source=request.hello.node_id,
             wanted_by=self._other(request.hello),
         )
-        if self._engines.state_of(wanted.pipeline_id) is not None:
+        if self.engines.state_of(wanted.pipeline_id) is not None:
             raise AccessDenied("the pipeline has its engine here already", fact=wanted.pipeline_id)
-        await self._engines.start(
+        await self.engines.start(
             replace(wanted, spec=held.spec), model_config=model.config_json, model_weights=model.weights_json
         )
         return pb.StartEngineReply()
 
     async def StopEngine(self, request: pb.StopEngineRequest, context: Any) -> pb.StopEngineReply:
         """End an engine that runs here."""
-        self._admit(request)
-        self._book.merge(request.hello.node_id, [from_wire(request.record, ServeRecord)])
-        held = self._book.held(request.pipeline_id)
-        if held is not None and not held.stopped and self._peers.is_self(held.engine_node):
+        self.admit(request)
+        self.book.merge(request.hello.node_id, [from_wire(request.record, ServeRecord)])
+        held = self.book.held(request.pipeline_id)
+        if held is not None and not held.stopped and self.peers.is_self(held.engine_node):
             raise AccessDenied("no record says that this model is stopped")
-        await self._engines.stop(request.pipeline_id)
+        await self.engines.stop(request.pipeline_id)
         return pb.StopEngineReply()
 
     async def StandBy(self, request: pb.StandByRequest, context: Any) -> pb.StandByReply:
         """Start a process for an engine in advance."""
-        self._admit(request)
-        await self._engines.stand_by()
+        self.admit(request)
+        await self.engines.stand_by()
         return pb.StandByReply()
 
     async def Vouch(self, request: pb.VouchRequest, context: Any) -> pb.VouchReply:
         """Return whether this node hears another, with that node's proof, and the pipeline's highest epoch here."""
-        self._admit(request)
+        self.admit(request)
         if request.challenge:
-            self._security.require_node(context, request.hello.node_id)  # its calls are counted
-        hears = self._peers.reaches(request.node_id)
+            self.security.require_node(context, request.hello.node_id)  # its calls are counted
+        hears = self.peers.reaches(request.node_id)
         reply = VouchReply(
             hears=hears,
-            draining=self._peers.own_drains,
-            highest=self._device.epoch_of(request.pipeline_id),
+            draining=self.peers.own_drains,
+            highest=self.device.epoch_of(request.pipeline_id),
             proof=await self._proof(request) if hears and request.challenge else b"",
         )
         return to_wire(reply, pb.VouchReply)
@@ -220,49 +204,49 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def _proof(self, request: pb.VouchRequest) -> bytes:
         """Return a node's proof that it runs the pipeline's engine: of this node, or passed on from another."""
         caller = request.hello.node_id
-        if not self._peers.is_self(request.node_id):
-            if not self._proofs.may_relay(caller):
+        if not self.peers.is_self(request.node_id):
+            if not self.proofs.may_relay(caller):
                 return b""
-            return await self._peers.proof_of(request.node_id, request.pipeline_id, request.challenge)
-        runs = self._book.is_here(request.pipeline_id) and self._engines.state_of(request.pipeline_id) is not None
-        return self._proofs.prove(request.pipeline_id, request.challenge, caller=caller) if runs else b""
+            return await self.peers.proof_of(request.node_id, request.pipeline_id, request.challenge)
+        runs = self.book.is_here(request.pipeline_id) and self.engines.state_of(request.pipeline_id) is not None
+        return self.proofs.prove(request.pipeline_id, request.challenge, caller=caller) if runs else b""
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Any) -> pb.RebalanceReply:
         """Place anew a pipeline whose engine runs here."""
-        self._admit(request)
-        self._security.require_node(context, request.hello.node_id)
-        self._book.require_director(request.hello.node_id, request.pipeline_id)
+        self.admit(request)
+        self.security.require_node(context, request.hello.node_id)
+        self.book.require_director(request.hello.node_id, request.pipeline_id)
         wanted = from_wire(request, RebalanceRequest)
         return pb.RebalanceReply(
-            changed=await self._engines.rebalance(wanted.pipeline_id, num_nodes=wanted.num_nodes, moves=wanted.moves)
+            changed=await self.engines.rebalance(wanted.pipeline_id, num_nodes=wanted.num_nodes, moves=wanted.moves)
         )
 
     async def KeepCopy(self, request: pb.KeepCopyRequest, context: Any) -> AsyncGenerator[pb.PrepareProgress]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Fetch parts of a model and keep them."""
-        self._admit(request)
-        self._security.require_node(context, request.hello.node_id)
-        self._book.require_content(request.hello.node_id, request.manifest_hash)
-        keeping = self._replication.keep(from_wire(request, KeepCopyRequest), asking=request.hello.node_id)
+        self.admit(request)
+        self.security.require_node(context, request.hello.node_id)
+        self.book.require_content(request.hello.node_id, request.manifest_hash)
+        keeping = self.replication.keep(from_wire(request, KeepCopyRequest), asking=request.hello.node_id)
         async for progress in keeping:
             yield to_wire(progress, pb.PrepareProgress)
 
     async def ProfileLayer(self, request: pb.ProfileLayerRequest, context: Any) -> pb.LayerProfile:
         """Measure a layer of a shape on this node's device."""
-        self._admit(request)
-        profile = await self._device.profile_layer(from_wire(request, ProfileLayerRequest))
+        self.admit(request)
+        profile = await self.device.profile_layer(from_wire(request, ProfileLayerRequest))
         return to_wire(profile, pb.LayerProfile)
 
     async def ProfileLinks(self, request: pb.ProfileLinksRequest, context: Any) -> pb.ProfileLinksReply:
         """Measure the links from here to other nodes."""
-        self._admit(request)
+        self.admit(request)
         wanted = list(request.node_ids)
         if request.known_only:
-            return to_wire(ProfileLinksReply(links=tuple(self._links.known(wanted))), pb.ProfileLinksReply)
-        return to_wire(await self._links.measure(wanted, fresh=request.fresh), pb.ProfileLinksReply)
+            return to_wire(ProfileLinksReply(links=tuple(self.links.known(wanted))), pb.ProfileLinksReply)
+        return to_wire(await self.links.measure(wanted, fresh=request.fresh), pb.ProfileLinksReply)
 
     def _other(self, hello: common_pb2.Hello) -> str:
         """Return the caller's node for ``Models.adopt``: empty for this one."""
-        return "" if self._peers.is_self(hello.node_id) else hello.node_id
+        return "" if self.peers.is_self(hello.node_id) else hello.node_id
 
 
 class WeightsService(node_pb2_grpc.WeightsServicer):
@@ -331,49 +315,37 @@ class ChildrenService(node_pb2_grpc.ChildrenServicer):
             yield to_wire(command, pb.ChildCommand)
 
 
+@dataclass(kw_only=True, eq=False)
 class AdminService(node_pb2_grpc.AdminServicer):
     """Serves the command line of this machine, over the Unix socket, which only its owner can open."""
 
-    def __init__(
-        self,
-        *,
-        serving: Serving,
-        views: ClusterSummary,
-        logs: LogTail,
-        node: NodeLife,
-        models: Models,
-        guests: Guests,
-        drain: Drain,
-        replication: Replication,
-        presence: Spreading,
-    ) -> None:
-        self._serving = serving
-        self._views = views
-        self._logs = logs
-        self._node = node
-        self._models = models
-        self._guests = guests
-        self._drain = drain
-        self._replication = replication
-        self._presence = presence
+    serving: Serving
+    views: ClusterSummary
+    logs: LogTail
+    node: NodeLife
+    models: Models
+    guests: Guests
+    drain: Drain
+    replication: Replication
+    presence: Spreading
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.ClusterStatus:
         """Return the cluster as this node sees it."""
         admit_command_line(request)
-        return to_wire(self._views.status(), pb.ClusterStatus)
+        return to_wire(self.views.status(), pb.ClusterStatus)
 
     async def Serve(self, request: pb.ServeRequest, context: Any) -> AsyncGenerator[pb.ServeEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Serve a model; the last event holds its engine."""
         admit_command_line(request)
-        await self._models.rescan()
-        async for event in self._serving.serve(from_wire(request, ServeRequest)):
+        await self.models.rescan()
+        async for event in self.serving.serve(from_wire(request, ServeRequest)):
             yield to_wire(event, pb.ServeEvent)
 
     async def Survey(self, request: pb.SurveyRequest, context: Any) -> pb.SurveyReply:
         """Measure the inputs of a model's plan."""
         admit_command_line(request)
-        await self._models.rescan()
-        survey = await self._serving.survey(
+        await self.models.rescan()
+        survey = await self.serving.survey(
             request.model, from_wire(request.settings, StageSettings), fresh=request.fresh
         )
         return to_wire(survey, pb.SurveyReply)
@@ -381,52 +353,52 @@ class AdminService(node_pb2_grpc.AdminServicer):
     async def MeasureLinks(self, request: pb.MeasureLinksRequest, context: Any) -> pb.ProfileLinksReply:
         """Measure the latency and rate of every link between nodes."""
         admit_command_line(request)
-        links = await self._serving.measure_links()
+        links = await self.serving.measure_links()
         return pb.ProfileLinksReply(links=[to_wire(link, pb.LinkProfile) for link in links])
 
     async def StopModel(self, request: pb.StopModelRequest, context: Any) -> pb.StopModelReply:
         """Stop a model, or all models."""
         admit_command_line(request)
-        return pb.StopModelReply(stopped=await self._serving.stop(request.model))
+        return pb.StopModelReply(stopped=await self.serving.stop(request.model))
 
     async def RescanModels(self, request: pb.RescanModelsRequest, context: Any) -> pb.RescanModelsReply:
         """Scan the disk: a command pulled or removed a model."""
         admit_command_line(request)
-        await self._models.rescan()
+        await self.models.rescan()
         return pb.RescanModelsReply()
 
     async def Shutdown(self, request: pb.ShutdownRequest, context: Any) -> pb.ShutdownReply:
         """Stop this node in order; the answer comes before. Accept any version: after an upgrade the new command line
         stops the old node."""
-        return pb.ShutdownReply(note=await self._node.shut_down())
+        return pb.ShutdownReply(note=await self.node.shut_down())
 
     async def Logs(self, request: pb.LogsRequest, context: Any) -> AsyncIterator[pb.LogLine]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield lines of the node's log."""
         last = min(request.lines or _MAX_LOG_LINES, _MAX_LOG_LINES)
-        async for line in self._logs.lines(last=last, follow=request.follow):
+        async for line in self.logs.lines(last=last, follow=request.follow):
             yield pb.LogLine(source="node", text=line)
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> AsyncGenerator[pb.DrainEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Move all stages and engines away, or take work again."""
         admit_command_line(request)
         if request.undo:
-            self._drain.undo()
+            self.drain.undo()
             return
-        async for event in self._drain.run():
+        async for event in self.drain.run():
             yield to_wire(event, pb.DrainEvent)
 
     async def Replicate(self, request: pb.ReplicateRequest, context: Any) -> AsyncGenerator[pb.ReplicateEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Copy a model's parts to other disks."""
         admit_command_line(request)
-        await self._models.rescan()
-        async for event in self._replication.replicate(request.model, copies=request.copies):
+        await self.models.rescan()
+        async for event in self.replication.replicate(request.model, copies=request.copies):
             yield to_wire(event, pb.ReplicateEvent)
 
     async def ActAsGateway(self, request: pb.GatewayRequest, context: Any) -> AsyncIterator[pb.GatewayReply]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Let a command call engines until it ends the stream."""
         admit_command_line(request)
-        with self._guests.admit(request.certificate):
-            await self._presence.spread()
+        with self.guests.admit(request.certificate):
+            await self.presence.spread()
             yield pb.GatewayReply()
             await asyncio.Event().wait()  # the command's end cancels this wait
 

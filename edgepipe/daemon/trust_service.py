@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,33 +36,25 @@ from edgepipe.wire.v1 import trust_pb2_grpc
 _KEEP = {"keep": True, "drop": False, "": None}
 
 
+@dataclass(kw_only=True, eq=False)
 class TrustService(trust_pb2_grpc.TrustAdminServicer):
     """Thin handlers over ``TrustKeeper`` and ``PairingHost``."""
 
-    def __init__(
-        self,
-        *,
-        trust: TrustKeeper,
-        pairing: PairingHost,
-        membership: Membership,
-        contacts: Contacts,
-        data_dir: Path,
-        node_name: str,
-        node: NodeLife,
-    ) -> None:
-        self._trust = trust
-        self._pairing = pairing
-        self._membership = membership
-        self._contacts = contacts
-        self._data_dir = data_dir
-        self._node_name = node_name
-        self._node = node
+    trust: TrustKeeper
+    pairing: PairingHost
+    membership: Membership
+    contacts: Contacts
+    data_dir: Path
+    node_name: str
+    node: NodeLife
+
+    def __post_init__(self) -> None:
         self._joining = asyncio.Lock()
 
     async def Invite(self, request_iterator: Any, context: Any) -> AsyncGenerator[pb.InviteEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run one pairing window."""
         commands = (from_wire(command, InviteCommand) async for command in request_iterator)
-        async for event in self._pairing.invite(commands):
+        async for event in self.pairing.invite(commands):
             yield to_wire(event, pb.InviteEvent)
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> AsyncGenerator[pb.JoinEvent]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -83,13 +76,13 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
 
         try:
             joined = await join_cluster(
-                self._data_dir,
-                node_name=self._node_name,
+                self.data_dir,
+                node_name=self.node_name,
                 code=request.code,
                 host=request.host,
                 port=request.port,
                 new_identity=request.new_identity,
-                audit=self._trust.audit,
+                audit=self.trust.audit,
                 on_waiting=on_waiting,
             )
             done = JoinDone(
@@ -99,21 +92,21 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
                 wanted_name=joined.wanted_name,
             )
             events.put_nowait(JoinEvent(event=done))
-            self._node.begin_anew()
+            self.node.begin_anew()
         finally:
             events.put_nowait(None)
 
     async def ListPeers(self, request: pb.ListPeersRequest, context: Any) -> pb.ListPeersReply:
         """List the cluster's members, this node first."""
         admit_command_line(request)
-        store = self._trust.store
+        store = self.trust.store
         added = _added((store.founding, *store.standing.counting))
-        addresses = self._contacts.known_addresses()
-        peers = sorted(store.peers.values(), key=lambda each: (each.node_id != self._trust.node_id, each.name))
+        addresses = self.contacts.known_addresses()
+        peers = sorted(store.peers.values(), key=lambda each: (each.node_id != self.trust.node_id, each.name))
         reply = ListPeersReply(
             cluster_id=store.cluster_id,
             cluster_name=store.cluster_name,
-            node_id=self._trust.node_id,
+            node_id=self.trust.node_id,
             peers=tuple(self._peer_state(store, peer, added[peer.node_id], addresses) for peer in peers),
         )
         return to_wire(reply, pb.ListPeersReply)
@@ -121,11 +114,11 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
     def _peer_state(
         self, store: TrustStore, peer: TrustedPeer, added: Statement, addresses: Mapping[str, str]
     ) -> PeerState:
-        own = peer.node_id == self._trust.node_id
-        member = self._membership.member(peer.node_id)
+        own = peer.node_id == self.trust.node_id
+        member = self.membership.member(peer.node_id)
         return PeerState(
             node_id=peer.node_id,
-            name=self._node_name if own else member.node.name if member else peer.name,
+            name=self.node_name if own else member.node.name if member else peer.name,
             role=peer.role,
             state="alive" if own else member.status if member else "unseen",
             address=addresses.get(peer.node_id, ""),
@@ -139,16 +132,16 @@ class TrustService(trust_pb2_grpc.TrustAdminServicer):
         admit_command_line(request)
         if request.others not in _KEEP:
             raise RequestInvalid(f"'{request.others}' is neither keep nor drop")
-        peer = self._trust.find(request.peer)
-        others = await self._trust.remove(peer, keep_added=_KEEP[request.others])
+        peer = self.trust.find(request.peer)
+        others = await self.trust.remove(peer, keep_added=_KEEP[request.others])
         reply = RemovePeerReply(name=peer.name, others=tuple(other.name for other in others))
         return to_wire(reply, pb.RemovePeerReply)
 
     async def PromotePeer(self, request: pb.PromotePeerRequest, context: Any) -> pb.PromotePeerReply:
         """Make a member an owner."""
         admit_command_line(request)
-        peer = self._trust.find(request.peer)
-        await self._trust.promote(peer)
+        peer = self.trust.find(request.peer)
+        await self.trust.promote(peer)
         return pb.PromotePeerReply(name=peer.name)
 
 

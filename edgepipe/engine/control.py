@@ -17,6 +17,7 @@ from edgepipe.link.channels import from_rpc_error, is_refused, make_channel
 from edgepipe.link.shaped import Network, ShapedLine
 from edgepipe.scheduler import ScheduledStep
 from edgepipe.security.mutual_tls import Security
+from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire
 from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.plans import (
@@ -27,7 +28,6 @@ from edgepipe.wire.plans import (
     done_from_wire,
     registrations_to_wire,
     spec_to_wire,
-    timings_from_wire,
 )
 from edgepipe.wire.steps import step_to_wire
 from edgepipe.wire.v1 import stage_pb2, stage_pb2_grpc
@@ -174,7 +174,7 @@ class StageControl:
         if kind == "step_done":
             self._on_report(self.site, done_from_wire(report.step_done))
         elif kind == "timings":
-            self._on_report(self.site, timings_from_wire(report.timings))
+            self._on_report(self.site, from_wire(report.timings, StageTimings))
         elif kind == "fault":
             raise self._fault(report)
 

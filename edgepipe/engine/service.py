@@ -15,14 +15,14 @@ from edgepipe.errors import EdgepipeError, PairingRejected, PeerClosed, RemotePr
 from edgepipe.ids import Epoch, NodeId, PipelineId, RequestId
 from edgepipe.sampling.bounds import Text
 from edgepipe.security.mutual_tls import Security
-from edgepipe.wire.codec import to_wire
+from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, check_hello
 from edgepipe.wire.engines import EngineState, EngineTrace
 from edgepipe.wire.intake import MAX_ID_BYTES
 from edgepipe.wire.requests import (
-    cancellation_from_wire,
+    Cancellation,
+    Resumption,
     opening_hello,
-    resumption_from_wire,
     submission_from_wire,
     welcome_to_wire,
 )
@@ -96,9 +96,9 @@ class RequestIntake:
         if kind == "submit":
             self._submit(stream, message.submit)
         elif kind == "cancel":
-            self._table.cancel(stream, cancellation_from_wire(message.cancel))
+            self._table.cancel(stream, from_wire(message.cancel, Cancellation))
         else:
-            self._table.resume(stream, resumption_from_wire(message.resume))
+            self._table.resume(stream, from_wire(message.resume, Resumption))
 
     def _submit(self, stream: GatewayStream, message: engine_pb2.Submit) -> None:
         try:

@@ -22,9 +22,9 @@ from edgepipe.link.protocol import OnSample, RingTarget, SendStats
 from edgepipe.link.shaped import Network, PlainLine, ShapedStream
 from edgepipe.plain_words import plain_call
 from edgepipe.security.mutual_tls import Security
-from edgepipe.wire.codec import to_wire
+from edgepipe.wire.codec import from_wire, to_wire
 from edgepipe.wire.common import Hello, epoch_to_wire, hello_to_wire
-from edgepipe.wire.plans import sample_from_wire
+from edgepipe.wire.plans import LinkSample
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
 
@@ -187,7 +187,7 @@ class RingSender:
         self._departures.pacing.received(credit.received, self._clock.monotonic_s())
         self._wake.set()
         if credit.HasField("sample"):
-            sample = sample_from_wire(credit.sample)
+            sample = from_wire(credit.sample, LinkSample)
             self._on_sample(replace(sample, acknowledged_us=int(self._clock.wall_s() * 1e6)))
 
     def _grant(self, step: int, credits: int, *, bulk: bool) -> None:

@@ -12,8 +12,8 @@ import grpc.aio
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.ids import StepId
 from edgepipe.link.receiver import Grant, RingReceiver
+from edgepipe.wire.codec import to_wire
 from edgepipe.wire.common import epoch_from_wire, epoch_to_wire
-from edgepipe.wire.plans import sample_to_wire
 from edgepipe.wire.v1 import stage_pb2
 
 logger = logging.getLogger(__name__)
@@ -120,5 +120,5 @@ class RingStream:
             received=self._received,
         )
         if grant.sample is not None:
-            credit.sample.CopyFrom(sample_to_wire(grant.sample))
+            credit.sample.CopyFrom(to_wire(grant.sample, stage_pb2.LinkSample))
         return credit

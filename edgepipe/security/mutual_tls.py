@@ -117,7 +117,7 @@ class Security(Protocol):
 
 
 class Plaintext:
-    """No encryption and no checks: for Unix sockets, for tests in one process, and to measure the cost of TLS."""
+    """No encryption and no checks: for Unix sockets, for tests and benches in one process."""
 
     certificate = b""
 

@@ -11,9 +11,10 @@ import grpc.aio
 from edgepipe.errors import EdgepipeError
 from edgepipe.ids import Epoch
 from edgepipe.link.serving import Replies
+from edgepipe.wire.codec import to_wire
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.errors import error_to_wire
-from edgepipe.wire.plans import LinkSample, StageTimings, StepDone, StepTiming, done_to_wire, timings_to_wire
+from edgepipe.wire.plans import LinkSample, StageTimings, StepDone, StepTiming, done_to_wire
 from edgepipe.wire.v1 import stage_pb2
 
 TIMINGS_EVERY_S = 0.1
@@ -96,10 +97,10 @@ class Reports:
 
     def _flush(self) -> None:
         self._timer = None
-        report = StageTimings(timings=tuple(self._timings), links=tuple(self._links))
+        timings = to_wire(StageTimings(timings=tuple(self._timings), links=tuple(self._links)), stage_pb2.StageTimings)
         self._timings.clear()
         self._links.clear()
-        self._put(timings_to_wire(report))
+        self._put(stage_pb2.StageReport(timings=timings))
 
     def _put(self, report: Any) -> None:
         self._reports.append(report)

@@ -4,7 +4,7 @@ A field of a dataclass is converted by its annotation:
 
 - numbers, texts, bytes and their ``NewType``s as they are;
 - ``tuple[X, ...]``: a repeated field;
-- a dataclass: a message; ``EdgepipeError``: an ``Error``;
+- a dataclass: a message; those of ``_BY_HAND``, such as ``EdgepipeError``, by a conversion of their own;
 - an ``Enum``: the enumerator with the member's name behind the enumeration's prefix (``Moves.OFF``: ``MOVES_OFF``); an
   enumerator without a member is refused;
 - ``X | None``: None where the message has no such field, or an empty value of a field without presence;
@@ -23,15 +23,18 @@ import typing
 from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import cache, partial
-from typing import Any, NewType, TypeVar
+from operator import attrgetter
+from typing import Any, NamedTuple, NewType, TypeVar
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from edgepipe.errors import EdgepipeError, RemoteProtocolError
+from edgepipe.sampling import SamplingParams, TokenLogprobs
 from edgepipe.wire.bounds import check_numbers
 from edgepipe.wire.errors import error_from_wire, error_to_wire
+from edgepipe.wire.sampling import logprobs_from_wire, logprobs_to_wire, sampling_from_wire, sampling_to_wire
 
 V = TypeVar("V")
 M = TypeVar("M", bound=Message)
@@ -39,6 +42,20 @@ M = TypeVar("M", bound=Message)
 _Read = Callable[[Message], Any]  # a field's value in a message
 _Write = Callable[[Message, Any], None]  # set a field of a message
 _Convert = Callable[[Any], Any]
+
+_BY_HAND: dict[Any, tuple[_Convert, _Convert]] = {
+    EdgepipeError: (error_from_wire, error_to_wire),
+    SamplingParams: (sampling_from_wire, sampling_to_wire),
+    TokenLogprobs: (logprobs_from_wire, logprobs_to_wire),
+}
+
+
+class _Plan(NamedTuple):
+    """How a dataclass and a message are converted."""
+
+    same: tuple[str, ...]  # fields whose values are the same in both, copied together
+    get_same: Callable[[Any], tuple[Any, ...]]
+    others: dict[str, tuple[_Read, _Write]]
 
 
 def from_wire(message: Message, kind: type[V]) -> V:
@@ -48,27 +65,46 @@ def from_wire(message: Message, kind: type[V]) -> V:
     values.
     """
     check_numbers(message)
-    return _value(message, kind)
+    return value_of(message, kind)
 
 
-def _value(message: Message, kind: type[V]) -> V:
+def value_of(message: Message, kind: type[V]) -> V:
     """Return a checked message as a value."""
-    return kind(**{name: read(message) for name, (read, _) in _plan(kind, message.DESCRIPTOR).items()})
+    plan = _plan(kind, message.DESCRIPTOR)
+    values = dict(zip(plan.same, plan.get_same(message), strict=True))
+    for name, (read, _) in plan.others.items():
+        values[name] = read(message)
+    return kind(**values)
 
 
 def to_wire(value: object, kind: type[M]) -> M:
     """Return a value as a message. Raises ValueError for a number that does not fit."""
-    message = kind()
-    for name, (_, write) in _plan(type(value), kind.DESCRIPTOR).items():
+    plan = _plan(type(value), kind.DESCRIPTOR)
+    message = kind(**dict(zip(plan.same, plan.get_same(value), strict=True)))
+    for name, (_, write) in plan.others.items():
         write(message, getattr(value, name))
     return message
 
 
 @cache
-def _plan(kind: type[Any], descriptor: Descriptor) -> dict[str, tuple[_Read, _Write]]:
-    """Return how each field is read and written. Raises TypeError if the two do not fit together."""
-    hints = typing.get_type_hints(kind)
-    return {field.name: _field(field.name, hints[field.name], descriptor) for field in dataclasses.fields(kind)}
+def _plan(kind: type[Any], descriptor: Descriptor) -> _Plan:
+    """Return how the fields are read and written. Raises TypeError if the two do not fit together."""
+    hints = {field.name: typing.get_type_hints(kind)[field.name] for field in dataclasses.fields(kind)}
+    same = tuple(name for name, hint in hints.items() if _is_same(hint, descriptor.fields_by_name.get(name)))
+    others = {name: _field(name, hint, descriptor) for name, hint in hints.items() if name not in same}
+
+    def get_one_by_one(source: object) -> tuple[Any, ...]:
+        return tuple(getattr(source, name) for name in same)
+
+    return _Plan(same, attrgetter(*same) if len(same) > 1 else get_one_by_one, others)
+
+
+def _is_same(hint: Any, wire: FieldDescriptor | None) -> bool:
+    """Return whether a field is one number, text or bytes, also of a ``NewType``, in both."""
+    while isinstance(hint, NewType):
+        hint = hint.__supertype__
+    plain = wire is not None and wire.enum_type is None and wire.message_type is None
+    return plain and hint in (int, float, str, bytes, bool)
 
 
 def _field(name: str, hint: Any, descriptor: Descriptor) -> tuple[_Read, _Write]:
@@ -116,10 +152,11 @@ def _repeated(wire: FieldDescriptor, hint: Any) -> tuple[_Read, _Write]:
     read, write = _converters(hint, wire)
 
     def read_field(message: Message) -> Any:
-        return tuple(map(read, getattr(message, name)))
+        values = getattr(message, name)
+        return tuple(values) if read is _same else tuple(map(read, values))
 
     def write_field(message: Message, value: Any) -> None:
-        getattr(message, name).extend(map(write, value))
+        getattr(message, name).extend(value if write is _same else map(write, value))
 
     return read_field, write_field
 
@@ -154,14 +191,14 @@ def _converters(hint: Any, wire: FieldDescriptor) -> tuple[_Convert, _Convert]:
     """Return the functions that read and write one value."""
     if isinstance(hint, NewType):
         return _converters(hint.__supertype__, wire)
-    if hint is EdgepipeError:
-        return error_from_wire, error_to_wire
+    if hint in _BY_HAND:
+        return _BY_HAND[hint]
     if wire.enum_type is not None:
         return _enum(hint, wire.enum_type)
     if wire.message_type is not None:
         _plan(hint, wire.message_type)
         message_class = GetMessageClass(wire.message_type)
-        return partial(_value, kind=hint), partial(to_wire, kind=message_class)
+        return partial(value_of, kind=hint), partial(to_wire, kind=message_class)
     if hint in (int, float, str, bytes, bool):
         return _same, _same
     raise TypeError(f"{wire.full_name} cannot be converted to {hint}")

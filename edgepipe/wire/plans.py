@@ -15,7 +15,7 @@ from edgepipe.ids import Epoch, NodeId, PipelineId, SequenceId, StepId
 from edgepipe.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
 from edgepipe.spec.facts import Slice
 from edgepipe.wire.bounds import check_numbers
-from edgepipe.wire.codec import from_wire, to_wire
+from edgepipe.wire.codec import from_wire, to_wire, value_of
 from edgepipe.wire.common import Hello, epoch_from_wire, epoch_to_wire, hello_to_wire
 from edgepipe.wire.errors import error_from_wire, error_to_wire
 from edgepipe.wire.sampling import logprobs_from_wire, logprobs_to_wire, sampling_from_wire, sampling_to_wire
@@ -265,7 +265,7 @@ def done_to_wire(done: StepDone) -> stage_pb2.StageReport:
             epoch=epoch_to_wire(done.epoch),
             step=done.step,
             ids=done.ids,
-            timings=_timings_to_wire(done.timings),
+            timings=[to_wire(timing, stage_pb2.StepTiming) for timing in done.timings],
             logprobs=[
                 stage_pb2.SampledLogprobs(index=index, token=logprobs_to_wire(token)) for index, token in done.logprobs
             ],
@@ -291,67 +291,12 @@ def done_from_wire(message: stage_pb2.StepDone) -> StepDone:
         epoch=epoch_from_wire(message.epoch),
         step=StepId(message.step),
         ids=tuple(message.ids),
-        timings=tuple(_timings_from_wire(message.timings)),
-        logprobs=tuple((each.index, logprobs_from_wire([each.token])[0]) for each in message.logprobs),
+        timings=tuple(value_of(timing, StepTiming) for timing in message.timings),
+        logprobs=tuple((each.index, logprobs_from_wire(each.token)) for each in message.logprobs),
         prompt_logprobs=tuple(
-            (
-                SequenceId(part.sequence),
-                PromptLogprobs(position=part.position, tokens=logprobs_from_wire(part.tokens)),
-            )
-            for part in message.prompt_logprobs
+            (SequenceId(part.sequence), value_of(part, PromptLogprobs)) for part in message.prompt_logprobs
         ),
         failures=tuple((each.index, error_from_wire(each.error)) for each in message.failures),
-    )
-
-
-def timings_to_wire(report: StageTimings) -> stage_pb2.StageReport:
-    """Convert timings for the engine."""
-    return stage_pb2.StageReport(
-        timings=stage_pb2.StageTimings(
-            timings=_timings_to_wire(report.timings), links=[sample_to_wire(sample) for sample in report.links]
-        )
-    )
-
-
-def timings_from_wire(message: stage_pb2.StageTimings) -> StageTimings:
-    """Convert received timings. Raises RemoteProtocolError."""
-    check_numbers(message)
-    return StageTimings(
-        timings=tuple(_timings_from_wire(message.timings)),
-        links=tuple(_sample(sample) for sample in message.links),
-    )
-
-
-def sample_to_wire(sample: LinkSample) -> stage_pb2.LinkSample:
-    """Convert a link's timing for the wire."""
-    return stage_pb2.LinkSample(
-        step=sample.step,
-        num_bytes=sample.num_bytes,
-        first_sent_us=sample.first_sent_us,
-        first_received_us=sample.first_received_us,
-        last_received_us=sample.last_received_us,
-        told_us=sample.told_us,
-        acknowledged_us=sample.acknowledged_us,
-        spread_bytes=sample.spread_bytes,
-    )
-
-
-def sample_from_wire(message: stage_pb2.LinkSample) -> LinkSample:
-    """Convert a link's timing from the wire. Raises RemoteProtocolError."""
-    check_numbers(message)
-    return _sample(message)
-
-
-def _sample(message: stage_pb2.LinkSample) -> LinkSample:
-    return LinkSample(
-        step=StepId(message.step),
-        num_bytes=message.num_bytes,
-        first_sent_us=message.first_sent_us,
-        first_received_us=message.first_received_us,
-        last_received_us=message.last_received_us,
-        told_us=message.told_us,
-        acknowledged_us=message.acknowledged_us,
-        spread_bytes=message.spread_bytes,
     )
 
 
@@ -504,45 +449,3 @@ def _registration_from_wire(message: stage_pb2.Register) -> Registration:
         end_ids=tuple(message.end_ids),
         continues=message.continues,
     )
-
-
-def _timings_to_wire(timings: Iterable[StepTiming]) -> list[stage_pb2.StepTiming]:
-    return [
-        stage_pb2.StepTiming(
-            step=timing.step,
-            slice=timing.slice_index,
-            num_tokens=timing.num_tokens,
-            num_rows=timing.num_rows,
-            started_us=timing.started_us,
-            wait_us=timing.wait_us,
-            prepare_us=timing.prepare_us,
-            compute_us=timing.compute_us,
-            sample_us=timing.sample_us,
-            send_queue_us=timing.send_queue_us,
-            upload_us=timing.upload_us,
-            queued_us=timing.queued_us,
-            expert_share=timing.expert_share,
-            upload_bytes=timing.upload_bytes,
-        )
-        for timing in timings
-    ]
-
-
-def _timings_from_wire(messages: Iterable[stage_pb2.StepTiming]) -> Iterator[StepTiming]:
-    for message in messages:
-        yield StepTiming(
-            step=StepId(message.step),
-            slice_index=message.slice,
-            num_tokens=message.num_tokens,
-            num_rows=message.num_rows,
-            started_us=message.started_us,
-            wait_us=message.wait_us,
-            prepare_us=message.prepare_us,
-            compute_us=message.compute_us,
-            sample_us=message.sample_us,
-            send_queue_us=message.send_queue_us,
-            upload_us=message.upload_us,
-            queued_us=message.queued_us,
-            expert_share=message.expert_share,
-            upload_bytes=message.upload_bytes,
-        )

@@ -9,8 +9,9 @@ from edgepipe.errors import EdgepipeError, RemoteProtocolError
 from edgepipe.ids import Epoch, PipelineId, RequestId
 from edgepipe.sampling import PromptLogprobs, SamplingParams, TokenLogprobs
 from edgepipe.wire.bounds import check_numbers
+from edgepipe.wire.codec import to_wire, value_of
 from edgepipe.wire.common import Hello, epoch_to_wire, hello_from_wire, hello_to_wire
-from edgepipe.wire.errors import error_from_wire, error_to_wire
+from edgepipe.wire.errors import error_to_wire
 from edgepipe.wire.sampling import logprobs_from_wire, logprobs_to_wire, sampling_from_wire, sampling_to_wire
 from edgepipe.wire.sizes import HEAD_BYTES, PACKED_BYTES
 from edgepipe.wire.v1 import engine_pb2
@@ -118,15 +119,8 @@ def command_to_wire(command: GatewayCommand) -> engine_pb2.GatewayMessage:
     if isinstance(command, Submission):
         return engine_pb2.GatewayMessage(submit=_submission_to_wire(command))
     if isinstance(command, Cancellation):
-        cancel = engine_pb2.Cancel(
-            request_id=command.request_id,
-            attempt=command.attempt,
-            choice=command.choice,
-            at_position=command.at_position,
-        )
-        return engine_pb2.GatewayMessage(cancel=cancel)
-    resume = engine_pb2.Resume(request_id=command.request_id, attempt=command.attempt, have=command.have)
-    return engine_pb2.GatewayMessage(resume=resume)
+        return engine_pb2.GatewayMessage(cancel=to_wire(command, engine_pb2.Cancel))
+    return engine_pb2.GatewayMessage(resume=to_wire(command, engine_pb2.Resume))
 
 
 def submission_from_wire(message: engine_pb2.Submit) -> Submission:
@@ -144,23 +138,6 @@ def submission_from_wire(message: engine_pb2.Submit) -> Submission:
         sampling=sampling_from_wire(message.sampling),
         priority=message.priority,
     )
-
-
-def cancellation_from_wire(message: engine_pb2.Cancel) -> Cancellation:
-    """Convert a received cancellation. Raises RemoteProtocolError."""
-    check_numbers(message)
-    return Cancellation(
-        request_id=RequestId(message.request_id),
-        attempt=message.attempt,
-        choice=message.choice,
-        at_position=message.at_position,
-    )
-
-
-def resumption_from_wire(message: engine_pb2.Resume) -> Resumption:
-    """Convert a received resumption. Raises RemoteProtocolError."""
-    check_numbers(message)
-    return Resumption(request_id=RequestId(message.request_id), attempt=message.attempt, have=tuple(message.have))
 
 
 def opening_hello(message: engine_pb2.GatewayMessage) -> Hello:
@@ -209,7 +186,7 @@ class EngineNews:
             attempt=attempt,
             choice=choice,
             position=part.position,
-            tokens=[logprobs_to_wire(each) for each in part.tokens],
+            logprobs=[logprobs_to_wire(each) for each in part.tokens],
         )
 
     def add_tokens(
@@ -249,39 +226,20 @@ def reports_from_wire(event: engine_pb2.EngineEvent) -> Iterator[EngineReport]:
     """Yield an engine's reports on requests, in order. Raises RemoteProtocolError."""
     check_numbers(event)
     for read in event.prompt_reads:
-        yield PromptRead(
-            request_id=RequestId(read.request_id),
-            attempt=read.attempt,
-            choice=read.choice,
-            num_tokens=read.num_tokens,
-        )
+        yield value_of(read, PromptRead)
     for scores in event.prompt_scores:
-        yield PromptScored(
-            request_id=RequestId(scores.request_id),
-            attempt=scores.attempt,
-            choice=scores.choice,
-            position=scores.position,
-            logprobs=logprobs_from_wire(scores.tokens),
-        )
-    for tokens in event.tokens:
+        yield value_of(scores, PromptScored)
+    for tokens in event.tokens:  # by hand, since this runs for every token: a third faster
         yield TokensArrived(
             request_id=RequestId(tokens.request_id),
             attempt=tokens.attempt,
             choice=tokens.choice,
             position=tokens.position,
             ids=tuple(tokens.ids),
-            logprobs=logprobs_from_wire(tokens.logprobs),
+            logprobs=tuple(map(logprobs_from_wire, tokens.logprobs)),
         )
     for ended in event.ended:
-        yield ChoiceEnded(
-            request_id=RequestId(ended.request_id),
-            attempt=ended.attempt,
-            choice=ended.choice,
-            reason=ended.reason,
-            num_tokens=ended.num_tokens,
-            cached_prompt_tokens=ended.cached_prompt_tokens,
-            error=error_from_wire(ended.error) if ended.HasField("error") else None,
-        )
+        yield value_of(ended, ChoiceEnded)
 
 
 def _submission_to_wire(submission: Submission) -> engine_pb2.Submit:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from edgepipe.errors import RemoteProtocolError
 from edgepipe.sampling import GrammarSpec, SamplingParams, TokenLogprobs
 from edgepipe.sampling.params import MAX_USER_CHARS
@@ -63,12 +61,9 @@ def logprobs_to_wire(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
     )
 
 
-def logprobs_from_wire(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-    """Convert log-probabilities of consecutive tokens. Raises RemoteProtocolError for columns of different lengths."""
+def logprobs_from_wire(message: pb.TokenLogprobs) -> TokenLogprobs:
+    """Convert one token's log-probabilities. Raises RemoteProtocolError for columns of different lengths."""
     try:
-        return tuple(
-            TokenLogprobs(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))
-            for message in messages
-        )
+        return TokenLogprobs(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))
     except ValueError as exc:
         raise RemoteProtocolError("log-probabilities have columns of different lengths") from exc

@@ -56,16 +56,10 @@ class ServeRecord:
 class ServeRequest:
     """A person's request to serve a model."""
 
-    model: str = ""
-    num_nodes: int = 0  # 0: the planner decides
-    plan: str = ""  # "a:0-14,b:15-29"; empty: the planner decides
     options: ServeSpec  # a spec without stages
+    plan: str = ""  # "a:0-14,b:15-29"; empty: the planner decides
     rebalance: bool = False  # place a served model anew
     moves: Moves = Moves.UNCHANGED  # whether stages move by themselves from now on
-    exclude: tuple[str, ...] = ()  # names or ids of excluded nodes
-    first: str = ""  # node of the first layers
-    throughput: bool = False  # place it for many chats instead of one
-    concurrency: int = 0  # number of chats; 0: the default
     must_keep_context: bool = False  # the KV of one whole context must fit
 
 

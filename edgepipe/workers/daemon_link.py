@@ -10,7 +10,7 @@ from edgepipe.backend.types import DeviceProfile
 from edgepipe.link.channels import make_unix_channel, translated
 from edgepipe.security.access import ProcessKind
 from edgepipe.security.certificates import make_key_pair, read_certificate
-from edgepipe.security.mutual_tls import Denial, MutualTls, Peer, Plaintext, Security
+from edgepipe.security.mutual_tls import Denial, MutualTls, Peer
 from edgepipe.wire.children import (
     ChildCommand,
     ChildProgress,
@@ -42,8 +42,12 @@ class DaemonLink:
 
     def __init__(self, settings: ChildSettings) -> None:
         self.settings = settings
-        self._tls = self._mutual_tls() if settings.encrypted else None
-        self.security: Security = self._tls or Plaintext()
+        self.security = MutualTls(  # with a key of this process alone; it denies all calls until it knows peers
+            make_key_pair(),
+            callers=_CALLERS[settings.kind],
+            on_denied=self._denied,
+            keepalive=settings.keepalive,
+        )
         self.has_reported = False
         self._reports: asyncio.Queue[node_pb2.ChildReport | None] = asyncio.Queue(_MAX_REPORTS)
         self._commands: asyncio.Queue[Command | None] = asyncio.Queue()
@@ -90,23 +94,12 @@ class DaemonLink:
 
     def progress(self, progress: ChildProgress) -> None:
         """Report this child's progress; drop it while many reports wait, as when the daemon is stopped."""
-        if self._tls is not None:
-            progress = replace(progress, refused_handshakes=self._tls.refused_handshakes)
         if self._reports.qsize() < _MAX_WAITING:
-            self.report(progress)
+            self.report(replace(progress, refused_handshakes=self.security.refused_handshakes))
 
     def finish(self) -> None:
         """End the reports."""
         self._reports.put_nowait(None)
-
-    def _mutual_tls(self) -> MutualTls:
-        """Use a key of this process alone; deny all calls until the daemon has introduced peers."""
-        return MutualTls(
-            make_key_pair(),
-            callers=_CALLERS[self.settings.kind],
-            on_denied=self._denied,
-            keepalive=self.settings.keepalive,
-        )
 
     def _denied(self, denial: Denial) -> None:
         if self._reports.qsize() < _MAX_WAITING:  # a peer can cause more of them than the daemon reads
@@ -114,11 +107,10 @@ class DaemonLink:
 
     def _introduce(self, introduced: IntroducedPeers) -> None:
         """Replace the known peers. Raises CertificateInvalid, but the daemon has checked them all before."""
-        if self._tls is not None:
-            peers = [(_peer(entry), entry.may_not_call) for entry in introduced.peers]
-            self._tls.introduce(
-                (peer for peer, may_not_call in peers if not may_not_call), nodes=(peer for peer, _ in peers)
-            )
+        peers = [(_peer(entry), entry.may_not_call) for entry in introduced.peers]
+        self.security.introduce(
+            (peer for peer, may_not_call in peers if not may_not_call), nodes=(peer for peer, _ in peers)
+        )
         self.report(Introduced(version=introduced.version))
 
     async def _outgoing(self) -> AsyncIterator[node_pb2.ChildReport]:

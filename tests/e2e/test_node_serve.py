@@ -221,10 +221,10 @@ async def test_what_cannot_be_served_is_refused(nodes: Nodes) -> None:
         ({"model": "nothing"}, ModelUnknown),
         ({"plan": "a:0-2"}, PlanInvalid),
         ({"plan": "a:0-2,z:3-5"}, PlanInvalid),
-        ({"num_nodes": 2}, NoFeasiblePlacement),
+        ({"options": ServeSpec(model="tiny", num_nodes=2)}, NoFeasiblePlacement),
         ({"options": ServeSpec(model="tiny", settings=StageSettings(context_length=999_999))}, ConfigInvalid),
-        ({"exclude": ("nobody",)}, PlanInvalid),
-        ({"first": "nobody"}, PlanInvalid),
+        ({"options": ServeSpec(model="tiny", exclude=("nobody",))}, PlanInvalid),
+        ({"options": ServeSpec(model="tiny", first="nobody")}, PlanInvalid),
     ]
     for fields, error in refused:
         with pytest.raises(error):
@@ -254,8 +254,8 @@ async def test_what_cannot_be_served_is_refused(nodes: Nodes) -> None:
             ConfigInvalid,
             "it supports ",
         ),
-        ({"exclude": ("nobody",)}, PlanInvalid, "nodes: a"),
-        ({"exclude": ("a",)}, PlanInvalid, "it is served as a:0-5"),
+        ({"options": ServeSpec(model="tiny", exclude=("nobody",))}, PlanInvalid, "nodes: a"),
+        ({"options": ServeSpec(model="tiny", exclude=("a",))}, PlanInvalid, "it is served as a:0-5"),
     ]
     for fields, error, fact in others:
         with pytest.raises(error) as other:

@@ -67,7 +67,7 @@ async def test_every_setting_reaches_every_stage_and_every_measurement(nodes: No
     assert survey.settings == SETTINGS.of_layer()
     assert all(machine.layer is not None for machine in survey.machines), "both were measured"
     measured = recorded(tmp_path / "recorded")
-    engine = await b.serve("tiny", options=ServeSpec(model="tiny", settings=SETTINGS), num_nodes=2)
+    engine = await b.serve("tiny", options=ServeSpec(model="tiny", settings=SETTINGS, num_nodes=2))
     assert len(engine.stages) == 2
     served = [note for note in recorded(tmp_path / "recorded") if note["served"]]
     assert len(served) == 2

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.nodes import ClusterStatus
 from edgepipe.wire.serving import Moves
 from tests.support.processes.nodes import Nodes, idle
@@ -70,7 +71,7 @@ async def test_a_machine_that_joined_is_used_when_asked(nodes: Nodes) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(stream.run(a.http_port))
         await stream.has(20)
-        assert (await a.serve("tiny", rebalance=True, num_nodes=2)).state == "ready"
+        assert (await a.serve("tiny", rebalance=True, options=ServeSpec(model="tiny", num_nodes=2))).state == "ready"
     stream.assert_right()
     status = await a.status()
     assert sorted(places(status)) == ["a", "b"]
@@ -80,7 +81,8 @@ async def test_a_machine_that_joined_is_used_when_asked(nodes: Nodes) -> None:
 @pytest.mark.long
 async def test_a_faster_machine_that_joins_is_used_by_itself_where_that_was_asked_for(nodes: Nodes) -> None:
     a, b = await slow_cluster(nodes, "a", "b", backend_options="time_factor=100")
-    await a.serve("tiny", num_nodes=2, throughput=True, moves=Moves.AUTO)
+    options = ServeSpec(model="tiny", num_nodes=2, throughput=True)
+    await a.serve("tiny", options=options, moves=Moves.AUTO)
     await answers(b)
     stream = Stream(PROMPT, 10 * LONG)
     async with asyncio.TaskGroup() as tasks:

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from edgepipe.config import CHILD_PORTS
 from edgepipe.errors import ConnectTimeout
 from edgepipe.store.store import ModelStore
 from edgepipe.weights.emulated_folder import write_model_folder
-from edgepipe.wire.engines import EngineState
+from edgepipe.wire.engines import EngineState, ServeSpec
 from edgepipe.wire.nodes import ClusterStatus
 from tests.support.network.lan import Finished, LanHost, LanLab
 from tests.support.processes.nodes import Node, Nodes, idle
@@ -126,12 +127,12 @@ async def test_stages_come_in_another_order_where_a_firewall_is_between_two_of_t
     all_three = await start_all(nodes, lan, port=PORT)
     a = all_three[0]
     await asyncio.gather(*(node.until(lambda status: idle(status, 3)) for node in all_three))
-    served = {"first": "a", "num_nodes": 3}
-    _, second, third = order(await a.serve("tiny", **served))
+    options = ServeSpec(model="tiny", first="a", num_nodes=3)
+    _, second, third = order(await a.serve("tiny", options=options))
     await a.stop_model()
     await a.until(lambda status: idle(status, 3))
     await block(lan, second, third)
-    events = await a.serve_events("tiny", **served)
+    events = await a.serve_events("tiny", options=options)
     assert any(f"{second} does not reach {third}" in event.message for event in events)
     assert order(events[-1].engine) == ["a", third, second]
     assert order(await a.serve("tiny", rebalance=True)) == ["a", third, second], "who places anew knows of it"
@@ -139,12 +140,13 @@ async def test_stages_come_in_another_order_where_a_firewall_is_between_two_of_t
     await a.until(lambda status: idle(status, 3))
     await block(lan, third, second)
     with pytest.raises(ConnectTimeout, match="does not reach") as caught:
-        await a.serve("tiny", **served)
+        await a.serve("tiny", options=options)
     assert f"let TCP ports {PORT + 1}-{PORT + CHILD_PORTS} through the firewall" in caught.value.next_step
     await a.until(lambda status: idle(status, 3))
     await block(lan, "a", second)
     await block(lan, "a", third)
-    assert order(await a.serve("tiny", first="a")) == ["a"], "a node whose ports are shut is left out"
+    alone = await a.serve("tiny", options=replace(options, num_nodes=0))
+    assert order(alone) == ["a"], "a node whose ports are shut is left out"
 
 
 @pytest.mark.skipif(shutil.which("nft") is None, reason="nft makes the firewall")

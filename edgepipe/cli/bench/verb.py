@@ -16,7 +16,7 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
-    from edgepipe.cli.bench.run import BenchRun, EmulatedRun, OnProgress
+    from edgepipe.cli.bench.run import BenchRun, EmulatedRun
     from edgepipe.simulation.report import RunReport
 
 _KEYS = ("emulate", *options.CLUSTER_KEYS, *options.WORKLOAD_KEYS)
@@ -67,7 +67,7 @@ def _run_all(
     settings: Mapping[str, str], variants: Sequence[Variant], *, model: str, data_dir: Path | None
 ) -> list[RunReport]:
     """Do all runs. Build every run before the first one starts, so that a mistake in any shows at once."""
-    from edgepipe.cli.admin import connect, run_async
+    from edgepipe.cli.admin import ask_node, run_async
     from edgepipe.cli.bench.run import bench_emulated, bench_served
 
     merged = [({**settings, **variant.changes}, variant.label) for variant in variants]
@@ -80,14 +80,9 @@ def _run_all(
         runs = [emulated_run(each, label) for each, label in merged]
         with _Progress() as progress:
             return run_async(bench_emulated(runs, progress.tell))
-
-    async def on_served(plain: list[BenchRun], tell: OnProgress) -> list[RunReport]:
-        async with connect(data_dir_of(data_dir)) as admin:
-            return await bench_served(admin, plain, model, tell)
-
     served = [_served_run(each, label) for each, label in merged]
     with _Progress() as progress:
-        return run_async(on_served(served, progress.tell))
+        return ask_node(data_dir_of(data_dir), lambda admin: bench_served(admin, served, model, progress.tell))
 
 
 def _served_run(settings: Mapping[str, str], label: str) -> BenchRun:

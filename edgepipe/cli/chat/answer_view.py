@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from edgepipe.cli.output import make_console
 from edgepipe.safe_text import visible
@@ -32,57 +32,30 @@ Thinking = Literal["fold", "show", "hide"]
 THINKING: tuple[Thinking, ...] = get_args(Thinking)
 
 
-class AnswerView(Protocol):
-    """View of one answer. Use as a context manager: leaving it prints the rest."""
+class AnswerView:
+    """View of one answer; this one shows nothing. Use as a context manager: leaving it prints the rest."""
 
-    def __enter__(self) -> AnswerView:
+    def __enter__(self) -> Self:
         """Begin at the start of a line."""
-        ...
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Show the rest and end the line."""
-        ...
-
-    def show(self, text: str) -> None:
-        """Show the next piece; this removes the line of ``wait``."""
-        ...
-
-    def think(self, text: str) -> None:
-        """Show the next piece of reasoning."""
-        ...
-
-    def thought(self, seconds: float) -> None:
-        """End the reasoning, which took so long."""
-        ...
-
-    def wait(self, why: str, *, news: bool = False) -> None:
-        """Show below the text why no text arrives. ``news``: important enough for a line amid plain text."""
-        ...
-
-
-class NoView:
-    """View that shows nothing."""
-
-    def __enter__(self) -> NoView:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        return
+        """Show the rest and end the line."""
 
     def show(self, text: str) -> None:
-        """Nothing."""
+        """Show the next piece; this removes the line of ``wait``."""
 
     def think(self, text: str) -> None:
-        """Nothing."""
+        """Show the next piece of reasoning."""
 
     def thought(self, seconds: float) -> None:
-        """Nothing."""
+        """End the reasoning, which took so long."""
 
     def wait(self, why: str, *, news: bool = False) -> None:
-        """Nothing."""
+        """Show below the text why no text arrives. ``news``: important enough for a line amid plain text."""
 
 
-class PlainView:
+class PlainView(AnswerView):
     """View that prints text as it is, except control characters: a model cannot move the cursor.
 
     A pipe gets the answer alone: reasoning to show goes to stderr.
@@ -93,9 +66,6 @@ class PlainView:
         self._begun = False
         self._waits = ""  # the line on a terminal that explains a pause
         self._news = ""  # the same on a terminal that cannot erase it
-
-    def __enter__(self) -> PlainView:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._erase()
@@ -158,7 +128,7 @@ class PlainView:
         console.print(visible(text, keep=_KEPT), end=end, style="dim", markup=False, soft_wrap=True)
 
 
-class MarkdownView:
+class MarkdownView(AnswerView):
     """View that prints each finished Markdown block once, and redraws the unfinished block as it grows."""
 
     def __init__(
@@ -172,9 +142,6 @@ class MarkdownView:
         self._waits = ""  # the note below it during a pause
         self._live: Live | None = None
         self._drawn_s = 0.0
-
-    def __enter__(self) -> MarkdownView:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._stop()

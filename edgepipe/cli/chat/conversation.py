@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgepipe.cli.chat.answer_view import NoView, Thinking, make_view
+from edgepipe.cli.chat.answer_view import AnswerView, Thinking, make_view
 from edgepipe.cli.output import make_console, print_json
 from edgepipe.safe_text import one_line
 
 if TYPE_CHECKING:
-    from edgepipe.cli.chat.answer_view import AnswerView
     from edgepipe.cli.find import Target
     from edgepipe.cli.sse import ChatClient, EventContent
 
@@ -220,7 +219,7 @@ async def ask_once(settings: ChatSettings, question: str) -> None:
     options = with_advice(settings.options(), target.sampling)
     async with ChatClient(target.base_url, api_key=target.api_key) as client:
         if settings.as_json:
-            incoming = PartialAnswer(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, view=NoView())
+            incoming = PartialAnswer(num_nodes=target.num_nodes, max_tokens=settings.max_tokens, view=AnswerView())
             answer = await stream_answer(client, target, messages, options, incoming)
             print_json(as_json(answer, target))
             return

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from edgepipe.addresses import host_and_port, host_maybe_port, with_port
 from edgepipe.cli.doctor.findings import (
     Finding,
-    Level,
     NetworkFacts,
     Ports,
     alone_finding,
@@ -19,6 +18,7 @@ from edgepipe.cli.doctor.findings import (
     mtu_finding,
     multicast_findings,
     network_findings,
+    note,
     range_finding,
     reach_finding,
 )
@@ -162,7 +162,7 @@ async def _multicast6(config: Config, facts: NetworkFacts) -> Finding:
     own = link_local6(facts.interface)
     if own is None:
         problem = f"{facts.interface} has no IPv6; IPv4 is enough"
-        return Finding(id="network.multicast6", level=Level.NOTE, what=problem)
+        return note(id="network.multicast6", what=problem)
     heard = await probe_multicast6(own.address, own.index, own=own_addresses(), listen_s=config.listen_s)
     return multicast_findings(heard, facts, known_peers=0, family="IPv6")
 

@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from edgepipe.cluster.probes import MulticastProbe, Reach, TcpProbe, TlsProbe
 from edgepipe.config import PAIRING_OFFSET
@@ -38,6 +39,12 @@ class Finding:
     what: str
     fact: str = ""
     remedy: str = ""
+
+
+ok = partial(Finding, level=Level.OK)
+note = partial(Finding, level=Level.NOTE)
+warning = partial(Finding, level=Level.WARNING)
+problem = partial(Finding, level=Level.PROBLEM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +114,8 @@ def network_findings(facts: NetworkFacts, ports: Ports) -> list[Finding]:
     """Check the interface, WSL2, the MTU and this machine's firewall."""
     if not facts.address and facts.link_local:
         return [
-            Finding(
+            problem(
                 id="network.interface",
-                level=Level.PROBLEM,
                 what="this machine has no address that other machines can use",
                 fact=f"only {facts.link_local}, which is valid on one link; edgepipe needs IPv4, or IPv6 from a router",
                 remedy="switch on DHCP in the router; or give this network addresses of IPv6 that begin with fd",
@@ -117,9 +123,8 @@ def network_findings(facts: NetworkFacts, ports: Ports) -> list[Finding]:
         ]
     if not facts.address:
         return [
-            Finding(
+            problem(
                 id="network.interface",
-                level=Level.PROBLEM,
                 what="no usable network connection",
                 fact=f"ignored: {', '.join(facts.ignored)}" if facts.ignored else "",
                 remedy="plug in a cable or switch Wi-Fi on; or name an interface: edgepipe node start --interface NAME",
@@ -129,19 +134,13 @@ def network_findings(facts: NetworkFacts, ports: Ports) -> list[Finding]:
     speed = f" {format_rate(facts.speed_bits_per_s / 8)}" if facts.speed_bits_per_s else ""
     ignored = f"ignored: {', '.join(facts.ignored)}" if facts.ignored else ""
     found = [
-        Finding(
-            id="network.interface",
-            level=Level.OK,
-            what=f"network: {facts.interface} {facts.address}, {kind}{speed}",
-            fact=ignored,
-        )
+        ok(id="network.interface", what=f"network: {facts.interface} {facts.address}, {kind}{speed}", fact=ignored)
     ]
     found += [_dead_link(dead, facts) for dead in facts.dead]
     if facts.wsl:
         found.append(
-            Finding(
+            problem(
                 id="network.wsl",
-                level=Level.PROBLEM,
                 what="this Linux runs inside WSL2 behind NAT: the network cannot reach it",
                 fact=f"its address is {facts.address}",
                 remedy="in %UserProfile%\\.wslconfig: [wsl2] networkingMode=mirrored; then: wsl --shutdown",
@@ -149,9 +148,8 @@ def network_findings(facts: NetworkFacts, ports: Ports) -> list[Finding]:
         )
     if 0 < facts.mtu_bytes < _SMALL_MTU_BYTES:
         found.append(
-            Finding(
+            warning(
                 id="network.mtu",
-                level=Level.WARNING,
                 what=f"{facts.interface} sends very small packets",
                 fact=f"its MTU is {facts.mtu_bytes} bytes, 1500 is usual",
                 remedy=f"sudo ip link set {facts.interface} mtu 1500",
@@ -159,9 +157,8 @@ def network_findings(facts: NetworkFacts, ports: Ports) -> list[Finding]:
         )
     if facts.firewall:
         found.append(
-            Finding(
+            note(
                 id="network.firewall",
-                level=Level.NOTE,
                 what=f"a firewall is on ({facts.firewall}); edgepipe needs {ports.text} and {_MDNS} from your network",
                 remedy=firewall_remedy(facts.firewall, facts.address, ports),
             )
@@ -188,41 +185,35 @@ def multicast_findings(probe: MulticastProbe, facts: NetworkFacts, *, known_peer
     name = f"network.multicast{family[-1]}"
     if not probe.sent:
         if facts.mac and probe.errno == _MAC_NO_ROUTE:
-            return Finding(
+            return problem(
                 id=name,
-                level=Level.PROBLEM,
                 what="macOS keeps this program off the local network",
                 fact=f"multicast: {probe.error} ({probe.errno})",
                 remedy="System Settings > Privacy & Security > Local Network: switch on the app you started this from "
                 "(if it is on: off, and on again)",
             )
         if family == "IPv6":
-            return Finding(
-                id=name, level=Level.NOTE, what="no IPv6 multicast on this network; IPv4 is enough", fact=probe.error
-            )
-        return Finding(
+            return note(id=name, what="no IPv6 multicast on this network; IPv4 is enough", fact=probe.error)
+        return problem(
             id=name,
-            level=Level.PROBLEM,
             what="this machine cannot send multicast, so it cannot find other nodes",
             fact=f"{probe.error} on {probe.address}",
             remedy="name the others: edgepipe node start --peer HOST:7117    (or --interface NAME)",
         )
     if probe.others:
-        return Finding(
+        return ok(
             id=name,
-            level=Level.OK,
             what=f"{family} multicast works",
             fact=f"{len(probe.others)} other machine{'s' * (len(probe.others) != 1)} answered mDNS",
         )
     quiet = f"no machine answered mDNS over {family} within {round(probe.waited_s, 1):g} s"
     if family == "IPv6":
-        return Finding(id=name, level=Level.NOTE, what=quiet, fact="nodes need IPv4 only")
+        return note(id=name, what=quiet, fact="nodes need IPv4 only")
     if known_peers:
         known = f"{known_peers} peer{'s are' if known_peers != 1 else ' is'} known anyway"
-        return Finding(id=name, level=Level.NOTE, what=quiet, fact=known)
-    return Finding(
+        return note(id=name, what=quiet, fact=known)
+    return warning(
         id=name,
-        level=Level.WARNING,
         what=quiet,
         fact="printers and televisions usually do; guest Wi-Fi, client isolation and firewalls swallow multicast",
         remedy="join by address: edgepipe node join --host ADDRESS CODE; it does not need multicast",
@@ -236,35 +227,31 @@ def reach_finding(
     where = f"{probe.host}:{probe.port}"
     base = f"peer.{name}.tcp"
     if probe.reach is Reach.OPEN:
-        return Finding(id=base, level=Level.OK, what=f"{name}: reached at {where}", fact=f"{probe.took_ms:.1f} ms")
+        return ok(id=base, what=f"{name}: reached at {where}", fact=f"{probe.took_ms:.1f} ms")
     if probe.reach is Reach.REFUSED:
-        return Finding(
+        return problem(
             id=base,
-            level=Level.PROBLEM,
             what=f"{name}: the machine answers, but no node runs at {where}",
             fact="connection refused",
             remedy="on that machine: edgepipe node start    (or: edgepipe service status)",
         )
     if probe.reach is Reach.NO_NAME:
-        return Finding(
+        return problem(
             id=base,
-            level=Level.PROBLEM,
             what=f"{name}: this machine finds no address for that name",
             fact=probe.error,
             remedy="give its address: 'edgepipe peers' on that machine shows it",
         )
     if facts.mac and probe.errno == _MAC_NO_ROUTE:
-        return Finding(
+        return problem(
             id=base,
-            level=Level.PROBLEM,
             what=f"{name}: macOS keeps this program off the local network; the other machine is probably fine",
             fact=f"{where}: {probe.error} ({probe.errno})",
             remedy="System Settings > Privacy & Security > Local Network: switch on the app you started this from",
         )
     if probe.reach is Reach.BLOCKED:
-        return Finding(
+        return problem(
             id=base,
-            level=Level.PROBLEM,
             what=f"{name}: this machine's own firewall stops connections to it",
             fact=f"{where}: {probe.error}",
             remedy="allow outgoing connections to " + ports.text,
@@ -272,18 +259,16 @@ def reach_finding(
     if probe.reach is Reach.NO_ROUTE or neighbour_known is False:
         same = _same_subnet(probe.host, facts.address)
         away = "it is off or asleep, the link beyond this machine is dead, or the Wi-Fi has client isolation"
-        return Finding(
+        return problem(
             id=base,
-            level=Level.PROBLEM,
             what=f"{name}: {where} cannot be reached: {away if same else 'it is on another network'}",
             fact=probe.error or f"no answer from {probe.host} within {probe.took_ms / 1e3:.0f} s, not even ARP",
             remedy="wake it; check the cables and the switch between, or switch client isolation off in the router"
             if same
             else f"connect both machines to one network; this one is at {facts.address}",
         )
-    return Finding(
+    return problem(
         id=base,
-        level=Level.PROBLEM,
         what=f"{name}: a firewall on {probe.host} drops connections to port {probe.port}",
         fact=f"no answer within {probe.took_ms / 1e3:.0f} s"
         + (", though the machine is on" if neighbour_known else ""),
@@ -299,7 +284,7 @@ def alone_finding(address: str, facts: NetworkFacts) -> Finding:
         fact = f"a node listens on one network; this machine also has {', '.join(others)}"
         remedy = f"if the others have it too, on each: edgepipe node stop; edgepipe node start --interface {name}"
     what = f"no other machine answers on the node's network ({address})"
-    return Finding(id="node.alone", level=Level.PROBLEM, what=what, fact=fact, remedy=remedy)
+    return problem(id="node.alone", what=what, fact=fact, remedy=remedy)
 
 
 def handshake_finding(
@@ -308,41 +293,37 @@ def handshake_finding(
     """Compare the key at an address with the expected one. ``seen``: empty for no node; ``expected``: empty for any."""
     base = f"peer.{name}.handshake"
     if probe.silent:
-        return Finding(
+        return problem(
             id=base,
-            level=Level.PROBLEM,
             what=f"{name}: {where} accepts connections but sends no data",
             fact="another program may use the port, or large packets get lost",
             remedy="on that machine: edgepipe node start --port PORT; or, on both: "
             f"sudo ip link set {facts.interface or 'INTERFACE'} mtu 1280",
         )
     if not seen:
-        return Finding(
+        return problem(
             id=base,
-            level=Level.PROBLEM,
             what=f"{name}: the program at {where} is no edgepipe node",
             fact=probe.error or "its certificate is not an edgepipe certificate",
             remedy="another program may use the port: edgepipe node start --port PORT on that machine",
         )
     if expected and seen != expected:
-        return Finding(
+        return problem(
             id=base,
-            level=Level.PROBLEM,
             what=f"{name}: another machine answers at its address, or intercepts the connection",
             fact=f"expected the key {expected[:12]}, seen {seen[:12]}",
             remedy="restart both nodes; if this comes back, find the owner of that address: edgepipe peers log",
         )
-    return Finding(id=base, level=Level.OK, what=f"{name}: its key is {seen[:12]}")
+    return ok(id=base, what=f"{name}: its key is {seen[:12]}")
 
 
 def range_finding(probes: Sequence[TcpProbe], name: str, ports: Ports) -> Finding:
     """Check that no firewall blocks the ports: an open or refusing port passes."""
     shut = [probe.port for probe in probes if probe.reach not in (Reach.OPEN, Reach.REFUSED)]
     if not shut:
-        return Finding(id=f"peer.{name}.ports", level=Level.OK, what=f"{name}: {ports.text} are reachable")
-    return Finding(
+        return ok(id=f"peer.{name}.ports", what=f"{name}: {ports.text} are reachable")
+    return problem(
         id=f"peer.{name}.ports",
-        level=Level.PROBLEM,
         what=f"{name}: some of {ports.text} are blocked: stages and pairing need all of them",
         fact=f"no answer at {', '.join(map(str, shut[:6]))}" + (" and more" if len(shut) > 6 else ""),
         remedy="on that machine: " + firewall_remedy("ufw", probes[0].host, ports),
@@ -353,9 +334,8 @@ def mtu_finding(probe: TcpProbe, name: str, facts: NetworkFacts) -> Finding | No
     """Report a path with a smaller MTU than its ends: it works, but slower."""
     if not 0 < probe.path_mtu_bytes < facts.mtu_bytes:
         return None
-    return Finding(
+    return warning(
         id=f"peer.{name}.mtu",
-        level=Level.WARNING,
         what=f"{name}: a device on the path allows only smaller packets",
         fact=f"{probe.path_mtu_bytes} bytes instead of {facts.mtu_bytes}",
         remedy=f"set the same MTU on both machines: sudo ip link set {facts.interface} mtu {probe.path_mtu_bytes}",
@@ -368,10 +348,9 @@ def link_finding(name: str, *, rtt_ms: float, bytes_per_s: float, wireless: bool
     slow = rtt_ms > _SLOW_RTT_MS or 0 < bytes_per_s < _SLOW_BYTES_PER_S
     fact = f"round trip {rtt_ms:.1f} ms{rate}"
     if not slow:
-        return Finding(id=f"peer.{name}.link", level=Level.OK, what=f"{name}: a good link", fact=fact)
-    return Finding(
+        return ok(id=f"peer.{name}.link", what=f"{name}: a good link", fact=fact)
+    return warning(
         id=f"peer.{name}.link",
-        level=Level.WARNING,
         what=f"{name}: a slow link; it slows a single chat, less so many chats at once",
         fact=fact,
         remedy=f"use a cable {'instead of Wi-Fi' if wireless else 'at the other end, too'}, then run this again",
@@ -381,10 +360,9 @@ def link_finding(name: str, *, rtt_ms: float, bytes_per_s: float, wireless: bool
 def clock_finding(name: str, *, skew_ms: float) -> Finding:
     """Compare clocks. Only the times in logs and in 'since' depend on them."""
     if abs(skew_ms) < _SKEW_MS:
-        return Finding(id=f"peer.{name}.clock", level=Level.OK, what=f"{name}: the clocks agree")
-    return Finding(
+        return ok(id=f"peer.{name}.clock", what=f"{name}: the clocks agree")
+    return warning(
         id=f"peer.{name}.clock",
-        level=Level.WARNING,
         what=f"{name}: its clock differs from this machine's",
         fact=f"by {format_duration_s(abs(skew_ms) / 1e3)}; the cluster works, but times in logs mislead",
         remedy="switch on automatic time on both    (Linux: sudo timedatectl set-ntp true)",
@@ -395,10 +373,9 @@ def disk_finding(path: str, *, free_bytes: int) -> Finding:
     """Check the disk space for models."""
     fact = f"{format_bytes(free_bytes)} free at {path}"
     if free_bytes >= _LITTLE_DISK_BYTES:
-        return Finding(id="machine.disk", level=Level.OK, what="enough disk space for models", fact=fact)
-    return Finding(
+        return ok(id="machine.disk", what="enough disk space for models", fact=fact)
+    return warning(
         id="machine.disk",
-        level=Level.WARNING,
         what="little disk space for models",
         fact=fact,
         remedy="edgepipe models rm MODEL, or another disk: models_dir in the settings file",
@@ -409,9 +386,8 @@ def descriptor_finding(*, soft: int) -> Finding | None:
     """Check the limit of open files: many streams need many descriptors."""
     if soft > _FEW_DESCRIPTORS:
         return None
-    return Finding(
+    return note(
         id="machine.descriptors",
-        level=Level.NOTE,
         what="the limit of open files is low; the node raises its own limit as far as it may",
         fact=f"{soft}",
         remedy="ulimit -n 65536    (or run the node as a service: edgepipe service install)",
@@ -421,10 +397,9 @@ def descriptor_finding(*, soft: int) -> Finding | None:
 def rights_finding(path: str, *, mode: int) -> Finding:
     """Check that only the owner can read the keys."""
     if mode & 0o077 == 0:
-        return Finding(id="machine.rights", level=Level.OK, what="only their owner can read the keys", fact=path)
-    return Finding(
+        return ok(id="machine.rights", what="only their owner can read the keys", fact=path)
+    return problem(
         id="machine.rights",
-        level=Level.PROBLEM,
         what="others on this machine can read this node's key",
         fact=f"{path} has mode {mode & 0o777:04o}",
         remedy=f"chmod go-rwx {path}",

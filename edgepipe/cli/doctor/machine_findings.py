@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgepipe import __version__
-from edgepipe.cli.doctor.findings import Finding, Level, NetworkFacts, descriptor_finding, disk_finding, rights_finding
+from edgepipe.cli.doctor.findings import (
+    Finding,
+    NetworkFacts,
+    descriptor_finding,
+    disk_finding,
+    note,
+    ok,
+    rights_finding,
+    warning,
+)
 
 if TYPE_CHECKING:
     from edgepipe.cluster.probes import MulticastProbe
@@ -36,9 +45,8 @@ _KERNEL_FLAGS = {"avx2", "fma", "f16c"}  # x86 instructions that ``edgepipe_torc
 
 def machine_findings(config: Config) -> Iterator[Finding]:
     """Check the program, backends, disk, permissions and descriptors."""
-    yield Finding(
+    yield ok(
         id="machine.version",
-        level=Level.OK,
         what=f"edgepipe {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
     )
     yield backend_finding()
@@ -61,25 +69,20 @@ def backend_finding() -> Finding:
     have = [name for name in ("torch", "mlx") if importlib.util.find_spec(name)]
     if not have:
         extra = "mlx" if mac else "torch"
-        return Finding(
+        return warning(
             id="machine.backend",
-            level=Level.WARNING,
             what="this machine can chat and show status, but cannot run a model yet",
             fact="neither torch nor mlx is installed",
             remedy=f"pip install 'edgepipe[{extra}]'",
         )
     if mac and "mlx" not in have:
-        return Finding(
+        return warning(
             id="machine.backend",
-            level=Level.WARNING,
             what="this Mac computes with torch only, several times slower than with MLX",
             remedy="pip install 'edgepipe[mlx]'",
         )
-    return Finding(
-        id="machine.backend",
-        level=Level.OK,
-        what=f"backends: {', '.join(have)}",
-        fact="an NVIDIA driver is installed" if gpu else "",
+    return ok(
+        id="machine.backend", what=f"backends: {', '.join(have)}", fact="an NVIDIA driver is installed" if gpu else ""
     )
 
 
@@ -97,7 +100,7 @@ def kernel_finding() -> Finding | None:
         return _compiler_finding("CUDA", "NVRTC", remedy, found=_has_nvrtc(torch))
     flags = _cpu_flags()
     if flags and not flags >= _KERNEL_FLAGS:
-        return Finding(id="machine.kernels", level=Level.NOTE, what=_SLOWER, fact="this CPU has no AVX2, FMA and F16C")
+        return note(id="machine.kernels", what=_SLOWER, fact="this CPU has no AVX2, FMA and F16C")
     found = importlib.util.find_spec("llvmlite") is not None
     return _compiler_finding("CPU", "llvmlite", "pip install llvmlite", found=found)
 
@@ -105,9 +108,9 @@ def kernel_finding() -> Finding | None:
 def _compiler_finding(kernels: str, compiler: str, remedy: str, *, found: bool) -> Finding:
     if found:
         what = f"packed weights compute with edgepipe's {kernels} kernels"
-        return Finding(id="machine.kernels", level=Level.OK, what=what)
+        return ok(id="machine.kernels", what=what)
     fact = f"{compiler}, which compiles the {kernels} kernels, was not found; {_GAINS[kernels]}"
-    return Finding(id="machine.kernels", level=Level.WARNING, what=_SLOWER, fact=fact, remedy=remedy)
+    return warning(id="machine.kernels", what=_SLOWER, fact=fact, remedy=remedy)
 
 
 def _has_nvrtc(torch: ModuleSpec) -> bool:

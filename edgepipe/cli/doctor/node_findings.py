@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from edgepipe import __version__
-from edgepipe.cli.doctor.findings import Finding, Level, clock_finding
+from edgepipe.cli.doctor.findings import Finding, Level, clock_finding, note, ok, problem, warning
 from edgepipe.cli.views.left_out import left_out_text
 from edgepipe.errors import EdgepipeError
 
@@ -25,9 +25,8 @@ def member_findings(name: str, member: MemberState) -> Iterator[Finding]:
     """Report what the running node knows of a member."""
     version = member.node.edgepipe_version
     if version != __version__:
-        yield Finding(
+        yield warning(
             id=f"peer.{name}.version",
-            level=Level.WARNING,
             what=f"{name} runs edgepipe {version}, this machine {__version__}",
             remedy="upgrade the older one: pip install --upgrade edgepipe",
         )
@@ -45,17 +44,15 @@ def engine_findings(node: NodeState) -> Iterator[Finding]:
             for products in stage.products:
                 yield _products_finding(engine.model, stage.node_name, products)
         for entry in engine.left_out:
-            yield Finding(
+            yield problem(
                 id=f"engine.{engine.model}.left_out",
-                level=Level.PROBLEM,
                 what=f"{engine.model}: {left_out_text(entry)}",
                 remedy=f"see 'edgepipe logs' on {entry.node_name}; if this comes back, restart that machine",
             )
         if engine.state == "waiting":
             error = engine.error or EdgepipeError("no reason is known")
-            yield Finding(
+            yield problem(
                 id=f"engine.{engine.model}.waiting",
-                level=Level.PROBLEM,
                 what=f"{engine.model} is not served now: {error.what}",
                 fact=error.fact,
                 remedy=error.next_step,
@@ -76,9 +73,8 @@ def _products_finding(model: str, node_name: str, products: PackedProducts) -> F
 
 def _device_finding(name: str, device: DeviceState) -> Finding:
     error = device.error or EdgepipeError("its device cannot be used")
-    return Finding(
+    return problem(
         id=f"peer.{name}.device",
-        level=Level.PROBLEM,
         what=f"{name}: {error.what}",
         fact=error.fact,
         remedy=error.next_step or "edgepipe logs on that machine",
@@ -88,17 +84,15 @@ def _device_finding(name: str, device: DeviceState) -> Finding:
 def node_findings(status: ClusterStatus | None) -> Iterator[Finding]:
     """Report the status of this machine's node."""
     if status is None:
-        yield Finding(
+        yield note(
             id="node.running",
-            level=Level.NOTE,
             what="no node runs on this machine; doctor checked only what it can without one",
             remedy="edgepipe node start",
         )
         return
     own = next(member.node for member in status.members if member.self)
-    yield Finding(
+    yield ok(
         id="node.running",
-        level=Level.OK,
         what=f"node '{own.name}' of cluster '{status.cluster_name}' runs",
         fact=f"{len(status.members)} node{'s' * (len(status.members) != 1)}, at {own.address}",
     )
@@ -107,17 +101,15 @@ def node_findings(status: ClusterStatus | None) -> Iterator[Finding]:
             yield _device_finding(own.name, device)
     yield from engine_findings(own)
     for record in status.unwritten:
-        yield Finding(
+        yield problem(
             id="node.disk",
-            level=Level.PROBLEM,
             what="the node cannot write to its disk",
             fact=record,
             remedy=f"make room on the disk of {status.data_dir}",
         )
     if status.discovery_problem:
-        yield Finding(
+        yield warning(
             id="node.discovery",
-            level=Level.WARNING,
             what="the node finds others only by remembered and named addresses",
             fact=status.discovery_problem,
             remedy="edgepipe node start --peer HOST:7117    (or --interface NAME)",
@@ -125,16 +117,14 @@ def node_findings(status: ClusterStatus | None) -> Iterator[Finding]:
     names = {member.node.node_id: member.node.name for member in status.members}
     for link in status.broken_links:
         node, other = names.get(link.node_id, link.node_id), names.get(link.other_id, link.other_id)
-        yield Finding(
+        yield problem(
             id="node.links",
-            level=Level.PROBLEM,
             what=f"{node} and {other} do not reach each other, but both reach this node",
             remedy=f"on {node}: edgepipe doctor",
         )
     for refused in status.refused:
-        yield Finding(
+        yield note(
             id="node.refused",
-            level=Level.NOTE,
             what=f"{refused.peer}: {refused.error.what}",
             fact=refused.error.fact,
             remedy=refused.error.next_step,
@@ -148,17 +138,15 @@ def trust_findings(config: Config, status: ClusterStatus | None) -> Iterator[Fin
     from edgepipe.telemetry.audit import AuditKind, read_audit
 
     if status is not None and status.trust_damage:
-        yield Finding(
+        yield problem(
             id="trust.store",
-            level=Level.PROBLEM,
             what="the trust store was damaged; no machine can join until another member has repaired it",
             fact=status.trust_damage,
             remedy="start another machine of the cluster; or pair again: edgepipe node join CODE",
         )
     if status is not None and status.removed:
-        yield Finding(
+        yield problem(
             id="trust.removed",
-            level=Level.PROBLEM,
             what="this node was removed from its cluster",
             remedy="pair it again: edgepipe node invite on a member, then edgepipe node join on this machine",
         )
@@ -178,9 +166,8 @@ def trust_findings(config: Config, status: ClusterStatus | None) -> Iterator[Fin
         count, last = sum(entry.times for entry in recent), recent[-1]
         strangers = last.kind == AuditKind.HANDSHAKE_REFUSED
         event = strangers_text(last) if strangers else f"{last.kind}, {last.who} {last.detail}".rstrip()
-        yield Finding(
+        yield note(
             id="trust.audit",
-            level=Level.NOTE,
             what=f"{count} attempt{'s were' if count != 1 else ' was'} refused within a day",
             fact=f"the last: {event}",
             remedy="edgepipe peers log",

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgepipe.cli.admin import connect, run_async
+from edgepipe.cli.admin import Admin, ask_node
 from edgepipe.cli.waiting import HUB_IS_SLOW, line_if_slow
 from edgepipe.cli.wizard.asking import AskedChoice, Asking, say, warn
 from edgepipe.cli.wizard.fits import HEADING, best_fit, fitting_models
@@ -97,19 +97,18 @@ def on_disk(models_dir: Path, sources: Sequence[str]) -> tuple[set[str], set[str
 def status_with_devices(data_dir: Path) -> ClusterStatus | None:
     """Return the status once all devices of live nodes are measured, or after a while; None without a node."""
 
-    async def ask() -> ClusterStatus:
-        async with connect(data_dir) as admin:
+    async def ask(admin: Admin) -> ClusterStatus:
+        status = await admin.status()
+        for _ in range(round(_DEVICE_S / _LOOK_S)):
+            if not still_measuring(status):
+                break
+            await asyncio.sleep(_LOOK_S)  # the daemon's socket has no notifications
             status = await admin.status()
-            for _ in range(round(_DEVICE_S / _LOOK_S)):
-                if not still_measuring(status):
-                    break
-                await asyncio.sleep(_LOOK_S)  # the daemon's socket has no notifications
-                status = await admin.status()
-            return status
+        return status
 
     say("     measuring devices ...", style="dim")
     with suppress(EdgepipeError):
-        return run_async(ask())
+        return ask_node(data_dir, ask)
     return None
 
 

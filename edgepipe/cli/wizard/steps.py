@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from edgepipe.addresses import with_port
-from edgepipe.cli.admin import connect, no_node, run_async, status_if_running
+from edgepipe.cli.admin import Admin, ask_node, no_node, run_async, status_if_running
 from edgepipe.cli.doctor.findings import Finding, Level, Ports, multicast_findings, network_findings
 from edgepipe.cli.doctor.machine_findings import check_multicast, machine_findings, network_facts
 from edgepipe.cli.node_process import start_in_background
@@ -427,20 +427,19 @@ def _status_with_peers(setup: Setup) -> ClusterStatus | None:
     """Return the status once every expected peer has a measured round trip, or after a while."""
     most_s = _PEERS_S if setup.joined else _KNOWN_PEERS_S
 
-    async def ask() -> ClusterStatus:
-        async with connect(setup.data_dir) as admin:
+    async def ask(admin: Admin) -> ClusterStatus:
+        status = await admin.status()
+        if missing_peers((await admin.peers()).peers, status):
+            say(f"     waiting for the others, {most_s:.0f} s at the most ...", style="dim")
+        for _ in range(round(most_s / _LOOK_S)):
+            if not missing_peers((await admin.peers()).peers, status):
+                break
+            await asyncio.sleep(_LOOK_S)  # the daemon's socket has no notifications
             status = await admin.status()
-            if missing_peers((await admin.peers()).peers, status):
-                say(f"     waiting for the others, {most_s:.0f} s at the most ...", style="dim")
-            for _ in range(round(most_s / _LOOK_S)):
-                if not missing_peers((await admin.peers()).peers, status):
-                    break
-                await asyncio.sleep(_LOOK_S)  # the daemon's socket has no notifications
-                status = await admin.status()
-            return status
+        return status
 
     with suppress(EdgepipeError):
-        return run_async(ask())
+        return ask_node(setup.data_dir, ask)
     return None
 
 
@@ -453,14 +452,13 @@ def missing_peers(peers: Iterable[PeerState], status: ClusterStatus) -> list[str
 def _measured_links(setup: Setup) -> dict[str, MachineLink]:
     """Measure the links from this machine, by node; the slower direction counts."""
 
-    async def ask() -> dict[str, MachineLink]:
-        async with connect(setup.data_dir) as admin:
-            own = (await admin.status()).node_id
-            return links_of(own, await admin.measure_links())
+    async def ask(admin: Admin) -> dict[str, MachineLink]:
+        own = (await admin.status()).node_id
+        return links_of(own, await admin.measure_links())
 
     say("     measuring ...", style="dim")
     with suppress(EdgepipeError):
-        return run_async(ask())
+        return ask_node(setup.data_dir, ask)
     return {}
 
 

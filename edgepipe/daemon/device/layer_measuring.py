@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from edgepipe.daemon.device.layer_profiles import LayerProfiles, profile_key
 from edgepipe.daemon.device.spare import SpareStage
@@ -21,24 +21,17 @@ _SAME_S = 60.0  # longest time from a plan to serving with it
 _SPARE_S = 15.0  # time for a new process after a stage has ended: import the backend, measure the device
 
 
+@dataclass(kw_only=True, eq=False)
 class LayerMeasuring:
     """Measures one shape at a time."""
 
-    def __init__(
-        self,
-        *,
-        node_name: str,
-        profiles: LayerProfiles,
-        spare: SpareStage,
-        setup: ChildSetup,
-        device_state: Callable[[], str],
-    ) -> None:
-        """``device_state``: returns the word for the device's state."""
-        self._node_name = node_name
-        self._profiles = profiles
-        self._spare = spare
-        self._setup = setup
-        self._device_state = device_state
+    node_name: str
+    profiles: LayerProfiles
+    spare: SpareStage
+    setup: ChildSetup
+    device_state: Callable[[], str]  # returns the word for the device's state
+
+    def __post_init__(self) -> None:
         self._turn = asyncio.Lock()
 
     async def measure(self, request: ProfileLayerRequest) -> LayerProfile:
@@ -51,15 +44,15 @@ class LayerMeasuring:
         the shape cannot be measured.
         """
         key = self._key(request)
-        known = self._profiles.get(key) if key else None
+        known = self.profiles.get(key) if key else None
         settles = request.again_if_busy and known is not None and known.busy and _age_s(known) > _SAME_S
         again = request.fresh or settles
         if known is not None and (request.known_only or not again):
             return known
         if request.known_only:
-            raise BackendUnavailable(f"node {self._node_name} has not measured this shape")
+            raise BackendUnavailable(f"node {self.node_name} has not measured this shape")
         async with self._turn:
-            spare = await self._spare.alone(_SPARE_S)
+            spare = await self.spare.alone(_SPARE_S)
             if spare is None and known is not None:
                 return known
             key = self._key(request)  # the first spare has made the device known
@@ -68,17 +61,17 @@ class LayerMeasuring:
             if spare is not None and before is not None:
                 found = replace(found, busy=others_share(before, processor_times(spare.pid)) > BUSY_SHARE)
         if not found.decode:
-            raise BackendUnavailable(f"node {self._node_name} cannot hold a layer of this shape")
+            raise BackendUnavailable(f"node {self.node_name} cannot hold a layer of this shape")
         found = replace(found, measured_ms=round(time.time() * 1e3))
         if found.busy and known is not None and known.busy and _step_s(known) < _step_s(found):
             found = known
-        self._profiles.keep(key, found)
+        self.profiles.keep(key, found)
         return found
 
     async def _ask(self, spare: Child | None, request: ProfileLayerRequest, key: str) -> LayerProfile:
         if spare is None or not key:  # the steps of a stage would distort the times
             raise BackendUnavailable(
-                f"node {self._node_name} cannot measure now", fact=f"its device is {self._device_state()}"
+                f"node {self.node_name} cannot measure now", fact=f"its device is {self.device_state()}"
             )
         answer: asyncio.Future[LayerProfile] = asyncio.get_running_loop().create_future()
         spare.on_profiled = lambda profile: None if answer.done() else answer.set_result(profile)
@@ -96,17 +89,17 @@ class LayerMeasuring:
         if answer.done():
             return answer.result()
         if spare.exited.is_set():
-            raise spare.error().on_node(self._node_name)
+            raise spare.error().on_node(self.node_name)
         raise SendTimeout(
-            "the device makes no progress with measuring", fact=f"waited {_PROFILE_S:.0f} s", node=self._node_name
+            "the device makes no progress with measuring", fact=f"waited {_PROFILE_S:.0f} s", node=self.node_name
         )
 
     def _key(self, request: ProfileLayerRequest) -> str:
         """Return a key of all that a layer's times depend on; empty while the device is unknown."""
-        profile = self._spare.profile
+        profile = self.spare.profile
         if profile is None or request.settings.dtype_on(profile.compute_dtype) != profile.compute_dtype:
             return ""
-        node = self._setup.child_settings("stage")
+        node = self.setup.child_settings("stage")
         return profile_key(
             profile.backend,
             profile.device,

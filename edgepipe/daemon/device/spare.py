@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from edgepipe.backend.types import DeviceProfile
 from edgepipe.daemon.machine.backends import NONE
@@ -22,35 +22,21 @@ _UNAVAILABLE_S = 600.0
 SETTLED_S = 3.0  # another spare starts only after a pipeline's first steps, or a recovery's
 
 
+@dataclass(kw_only=True, eq=False)
 class SpareStage:
     """Keeps a spare while the device holds nothing, and beside serving stages where memory allows."""
 
-    def __init__(
-        self,
-        *,
-        node_name: str,
-        backend: str,
-        children: Children,
-        setup: ChildSetup,
-        tasks: asyncio.TaskGroup,
-        on_measured: Callable[[DeviceProfile], None],
-        local: PublishedState,
-        settled_s: float = SETTLED_S,
-        unavailable_s: float = _UNAVAILABLE_S,
-    ) -> None:
-        """``on_measured``: takes the device's profile when a new spare has reported it.
+    node_name: str
+    backend: str
+    children: Children
+    setup: ChildSetup
+    tasks: asyncio.TaskGroup
+    on_measured: Callable[[DeviceProfile], None]  # takes the device's profile when a new spare has reported it
+    local: PublishedState
+    settled_s: float = SETTLED_S  # pause before another spare starts
+    unavailable_s: float = _UNAVAILABLE_S  # pause before a backend is tried that cannot run
 
-        ``settled_s``: pause before another spare starts; ``unavailable_s``: before a backend is tried that cannot run.
-        """
-        self._settled_s = settled_s
-        self._unavailable_s = unavailable_s
-        self._node_name = node_name
-        self._backend = backend
-        self._children = children
-        self._setup = setup
-        self._tasks = tasks
-        self._on_measured = on_measured
-        self._local = local
+    def __post_init__(self) -> None:
         self._child: Child | None = None
         self._profile: DeviceProfile | None = None
         self._error: EdgepipeError | None = None
@@ -80,10 +66,10 @@ class SpareStage:
     async def keep(self) -> None:
         """Start a spare whenever one is wanted, until cancelled."""
         wait_s = _RESTART_MIN_S
-        while self._backend != NONE and not self._closed:
+        while self.backend != NONE and not self._closed:
             await self._wanted.wait()
             if not self._vacant.is_set():
-                await asyncio.sleep(self._settled_s)
+                await asyncio.sleep(self.settled_s)
                 if self._closed or not self._wanted.is_set():
                     continue
             try:
@@ -92,8 +78,8 @@ class SpareStage:
             except EdgepipeError as error:
                 if self._closed:
                     return
-                if self._is_lasting(error.on_node(self._node_name)):
-                    await asyncio.sleep(self._unavailable_s)
+                if self._is_lasting(error.on_node(self.node_name)):
+                    await asyncio.sleep(self.unavailable_s)
                 else:
                     await asyncio.sleep(wait_s)
                     wait_s = min(2 * wait_s, _RESTART_MAX_S)
@@ -133,17 +119,17 @@ class SpareStage:
         if not beside:
             self._alone.set()
         assert self._profile is not None
-        self._on_measured(self._profile)
-        self._local.refresh()
+        self.on_measured(self._profile)
+        self.local.refresh()
         while not spare.exited.is_set():
             await _first_of(spare.exited, self._taken, *([self._vacant] if beside else ()))
             if self._child is not spare:
                 return
-            await _first_of(spare.exited, self._taken, timeout_s=self._settled_s)
+            await _first_of(spare.exited, self._taken, timeout_s=self.settled_s)
             if self._child is spare and self._vacant.is_set() and not spare.exited.is_set():
                 self._vacate()  # free memory may have changed meanwhile: the next spare measures it
-                self._local.refresh()
-                await self._children.stop(spare)
+                self.local.refresh()
+                await self.children.stop(spare)
                 return
         if self._child is spare:
             self._vacate()
@@ -157,22 +143,22 @@ class SpareStage:
 
     async def _start(self) -> Child:
         """Start a process that measures the device. Beside a stage it takes the known profile, so as not to disturb."""
-        settings = self._setup.child_settings("stage")
+        settings = self.setup.child_settings("stage")
         if not self._vacant.is_set() and self._profile is not None:
             settings = replace(settings, device_profile=self._profile)
-        child = await self._children.start(settings, self._tasks)
-        self._profile = (await self._children.wait_started(child)).profile
+        child = await self.children.start(settings, self.tasks)
+        self._profile = (await self.children.wait_started(child)).profile
         return child
 
     def _is_lasting(self, error: EdgepipeError) -> bool:
         """Note why no spare has started; return whether another attempt can wait long."""
         if not self._vacant.is_set():  # the device works; only some resource is short
-            logger.warning("no spare stage backend=%s: %s", self._backend, error)
+            logger.warning("no spare stage backend=%s: %s", self.backend, error)
             return False
         known = self._error is not None and (self._error.code, self._error.fact) == (error.code, error.fact)
-        logger.log(logging.DEBUG if known else logging.ERROR, "device failed backend=%s: %s", self._backend, error)
+        logger.log(logging.DEBUG if known else logging.ERROR, "device failed backend=%s: %s", self.backend, error)
         self._error = error
-        self._local.refresh()
+        self.local.refresh()
         return isinstance(error, BackendUnavailable)
 
 

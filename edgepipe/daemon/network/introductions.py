@@ -39,36 +39,30 @@ class _Known:
     engines: list[Peer]
 
 
+@dataclass(kw_only=True, eq=False)
 class Introductions:
     """Keeps the daemon's ``security`` and every child up to date. Call ``refresh`` after any change of its inputs."""
 
-    def __init__(
-        self,
-        *,
-        trust: TrustView,
-        security: MutualTls,
-        local: LocalNode,
-        membership: Membership,
-        children: Children,
-    ) -> None:
-        self._trust = trust
-        self._security = security
-        self._local = local
-        self._membership = membership
-        self._children = children
+    trust: TrustView
+    security: MutualTls
+    local: LocalNode
+    membership: Membership
+    children: Children
+
+    def __post_init__(self) -> None:
         self._states: dict[NodeId, NodeState] = {}  # silent nodes included: a short loss of contact cuts no call
         self._certificates: dict[bytes, Certificate | None] = {}
 
     async def follow_trust(self) -> None:
         """Refresh on every change of trust, until cancelled."""
-        async for _ in self._trust.changes():
+        async for _ in self.trust.changes():
             self.refresh()
 
     def refresh(self) -> None:
         """Compute the known peers and send them to all processes. This cuts the calls of peers that are not known."""
         known = self._known()
-        self._security.introduce([*known.callers, *known.engines], nodes=known.nodes)
-        for child in self._children.running():
+        self.security.introduce([*known.callers, *known.engines], nodes=known.nodes)
+        for child in self.children.running():
             child.introduce(_peers_of(child, known))
 
     def greet(self, child: Child) -> None:
@@ -76,19 +70,15 @@ class Introductions:
         child.introduce(_peers_of(child, self._known()))
 
     def _known(self) -> _Known:
-        own = Peer(
-            node_id=self._local.state.node_id, kind=ProcessKind.NODE, certificate=self._trust.key_pair.certificate
-        )
+        own = Peer(node_id=self.local.state.node_id, kind=ProcessKind.NODE, certificate=self.trust.key_pair.certificate)
         callers = {own.node_id: own}
         nodes = {own.node_id: own}
-        for found, members in ((callers, self._trust.inbound()), (nodes, self._trust.outbound())):
+        for found, members in ((callers, self.trust.inbound()), (nodes, self.trust.outbound())):
             for member in members:
                 peer = Peer(node_id=member.node_id, kind=ProcessKind.NODE, certificate=member.certificate)
                 found.setdefault(member.node_id, peer)
-        self._states.update(
-            (state.node_id, state) for state in (member.node for member in self._membership.reachable())
-        )
-        self._states[own.node_id] = self._local.state
+        self._states.update((state.node_id, state) for state in (member.node for member in self.membership.reachable()))
+        self._states[own.node_id] = self.local.state
         self._states = {key: state for key, state in self._states.items() if key in nodes}
         states = [state for key, state in self._states.items() if key in callers]
         return _Known(

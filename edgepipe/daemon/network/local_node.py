@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from edgepipe import __version__
-from edgepipe.daemon.changes import Changes
+from edgepipe.cluster.changes import Changes
 from edgepipe.ids import NodeId
 from edgepipe.wire.nodes import NodeState
 

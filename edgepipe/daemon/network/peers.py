@@ -56,39 +56,31 @@ class _Control:
     channel: grpc.aio.Channel
 
 
+@dataclass(kw_only=True, eq=False)
 class Peers:
     """Addresses and channels of the cluster's nodes."""
 
-    def __init__(
-        self,
-        *,
-        local: LocalNode,
-        membership: Membership,
-        hello: Hello,
-        security: Security,
-        timeouts: Timeouts,
-        clock: Clock,
-        book: EngineRecords,
-    ) -> None:
-        self.hello = hello
-        self._hello = hello_to_wire(hello)
-        self._book = book
-        self._clock = clock
-        self._since_s = clock.monotonic_s()
-        self.security = security
-        self._local = local
-        self._membership = membership
-        self._timeouts = timeouts
+    local: LocalNode
+    membership: Membership
+    hello: Hello
+    security: Security
+    timeouts: Timeouts
+    clock: Clock
+    book: EngineRecords
+
+    def __post_init__(self) -> None:
+        self._hello = hello_to_wire(self.hello)
+        self._since_s = self.clock.monotonic_s()
         # One per node id: an address may pass to another node, with another key.
         self._channels: dict[str, _Control] = {}
 
     def nodes(self) -> list[NodeState]:
         """Return this node and every reachable member, without engines that no record names."""
-        return [self._local.state, *(self.bound(member.node) for member in self._membership.reachable())]
+        return [self.local.state, *(self.bound(member.node) for member in self.membership.reachable())]
 
     def bound(self, node: NodeState) -> NodeState:
         """Return a node's state without engines that no record names."""
-        engines = tuple(engine for engine in node.engines if self._book.binds(node.node_id, engine))
+        engines = tuple(engine for engine in node.engines if self.book.binds(node.node_id, engine))
         return node if len(engines) == len(node.engines) else replace(node, engines=engines)
 
     def node(self, node_id: str) -> NodeState:
@@ -96,27 +88,27 @@ class Peers:
         for node in self.nodes():
             if node.node_id == node_id:
                 return node
-        known = self._membership.member(node_id)
+        known = self.membership.member(node_id)
         name = known.node.name if known else node_id
         raise NodeUnreachable(f"node {name} is not in the cluster now", next_step="see 'edgepipe status'", node=name)
 
     @property
     def own_id(self) -> NodeId:
         """This node's id."""
-        return self._local.state.node_id
+        return self.local.state.node_id
 
     @property
     def own_drains(self) -> bool:
         """Whether this node is draining."""
-        return self._local.state.draining
+        return self.local.state.draining
 
     def is_gone(self, node_id: str) -> bool:
         """Return whether this node itself knows that the node is away or hands its engines over."""
         if self.is_self(node_id):
             return self.own_drains
-        member = self._membership.member(node_id)
+        member = self.membership.member(node_id)
         if member is None:  # never met: after a power cut the node may be a little late
-            return self._clock.monotonic_s() - self._since_s >= self._timeouts.dead_max_s
+            return self.clock.monotonic_s() - self._since_s >= self.timeouts.dead_max_s
         return not member.reachable or member.node.draining
 
     def reaches(self, node_id: str) -> bool:
@@ -125,18 +117,18 @@ class Peers:
 
     def broken_links(self) -> frozenset[tuple[NodeId, NodeId]]:
         """Return both directions of every pair of nodes that are heard here and do not hear each other."""
-        pairs = self._membership.broken_links()
+        pairs = self.membership.broken_links()
         return frozenset([*pairs, *((other, node_id) for node_id, other in pairs)])
 
     def is_self(self, node_id: str) -> bool:
         """Return whether this is this node's id."""
-        return node_id == self._local.state.node_id
+        return node_id == self.local.state.node_id
 
     async def start_engine(self, node_id: str, request: StartEngineRequest) -> None:
         """Call ``Node.StartEngine``. Raises its errors and LinkError."""
         with translated(self.node(node_id).name):
             message = self._with_hello(to_wire(request, pb.StartEngineRequest))
-            await self._stub(node_id).StartEngine(message, timeout=self._timeouts.child_start_s)
+            await self._stub(node_id).StartEngine(message, timeout=self.timeouts.child_start_s)
 
     async def stand_by(self, node_id: str) -> None:
         """Call ``Node.StandBy``. Raises its errors and LinkError."""
@@ -153,21 +145,21 @@ class Peers:
         message = to_wire(record, pb.ServeRecord) if record is not None else None
         request = pb.StopEngineRequest(hello=self._hello, pipeline_id=pipeline_id, record=message)
         with translated(self.node(node_id).name):
-            await self._stub(node_id).StopEngine(request, timeout=2 * self._timeouts.child_stop_s)
+            await self._stub(node_id).StopEngine(request, timeout=2 * self.timeouts.child_stop_s)
 
     async def rebalance(self, node_id: str, pipeline_id: PipelineId, *, num_nodes: int, moves: Moves) -> bool:
         """Call ``Node.Rebalance``; return whether stages move. Raises its errors and LinkError."""
         request = RebalanceRequest(pipeline_id=pipeline_id, num_nodes=num_nodes, moves=moves)
         with translated(self.node(node_id).name):
             message = self._with_hello(to_wire(request, pb.RebalanceRequest))
-            return (await self._stub(node_id).Rebalance(message, timeout=self._timeouts.child_start_s)).changed
+            return (await self._stub(node_id).Rebalance(message, timeout=self.timeouts.child_start_s)).changed
 
     async def vouch_all(self, pipeline_id: str, node_id: str, *, challenge: bytes = b"") -> dict[str, VouchReply]:
         """Ask all other reachable members about the pipeline and the node; leave out those that do not answer.
 
         ``challenge``: members that hear the node get the node's proof for it.
         """
-        timeout_s = self._timeouts.connect_s
+        timeout_s = self.timeouts.connect_s
         others = [node.node_id for node in self.nodes() if not self.is_self(node.node_id)]
         replies = await asyncio.gather(
             *(self._vouch(other, pipeline_id, node_id, challenge, timeout_s=timeout_s) for other in others)
@@ -179,7 +171,7 @@ class Peers:
 
         It takes at most half of the time that the node that asked this one waits.
         """
-        timeout_s = self._timeouts.connect_s / 2
+        timeout_s = self.timeouts.connect_s / 2
         reply = await self._vouch(node_id, pipeline_id, node_id, challenge, timeout_s=timeout_s)
         return reply.proof if reply is not None else b""
 
@@ -199,7 +191,7 @@ class Peers:
         """Call ``Node.Release`` for that epoch and earlier ones. Raises its errors and LinkError."""
         request = pb.ReleaseRequest(hello=self._hello, pipeline_id=pipeline_id, epoch=epoch_to_wire(epoch))
         with translated(self.node(node_id).name):
-            await self._stub(node_id).Release(request, timeout=2 * self._timeouts.child_stop_s)
+            await self._stub(node_id).Release(request, timeout=2 * self.timeouts.child_stop_s)
 
     async def profile_layer(self, node_id: str, request: ProfileLayerRequest) -> LayerProfile:
         """Call ``Node.ProfileLayer``. Raises its errors and LinkError."""
@@ -232,7 +224,7 @@ class Peers:
             async with make_channel(engine.address, self.security.to_process(engine.certificate)) as channel:
                 with translated("the engine"):
                     state = await EngineStub(channel).Describe(
-                        DescribeEngine(), wait_for_ready=True, timeout=self._timeouts.connect_s
+                        DescribeEngine(), wait_for_ready=True, timeout=self.timeouts.connect_s
                     )
         except (StopIteration, EdgepipeError):
             return None

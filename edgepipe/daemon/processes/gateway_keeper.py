@@ -6,7 +6,7 @@ import asyncio
 import logging
 from contextlib import aclosing
 
-from edgepipe.daemon.changes import Changes
+from edgepipe.cluster.changes import Changes
 from edgepipe.daemon.offers import ChildSetup, ClusterSummary, PublishedState, RequestedModels
 from edgepipe.daemon.processes.children import Child, Children
 from edgepipe.daemon.processes.kept_models import KeptModelsFile

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 
 from edgepipe.daemon.device.device import DeviceHost
 from edgepipe.daemon.network.peers import Peers
@@ -26,28 +27,20 @@ logger = logging.getLogger(__name__)
 DEVICE_S = 15.0  # time for devices to start: importing torch and measuring takes 2-10 s, more on a busy machine
 
 
+@dataclass(kw_only=True, eq=False)
 class Drain:
     """The drain of this node: whether it is active, and how far it is."""
 
-    def __init__(
-        self,
-        *,
-        device: DeviceHost,
-        engines: EngineHost,
-        peers: Peers,
-        replanner: Replanner,
-        book: ServeBook,
-        directory: EngineDirectory,
-        local: PublishedState,
-    ) -> None:
+    device: DeviceHost
+    engines: EngineHost
+    peers: Peers
+    replanner: Replanner
+    book: ServeBook
+    directory: EngineDirectory
+    local: PublishedState
+
+    def __post_init__(self) -> None:
         self.active = False
-        self._device = device
-        self._engines = engines
-        self._peers = peers
-        self._replanner = replanner
-        self._book = book
-        self._directory = directory
-        self._local = local
 
     @property
     def is_needed(self) -> bool:
@@ -84,7 +77,7 @@ class Drain:
     async def outlook(self) -> str:
         """Accept no more work, and return why a model cannot continue without this node; empty if all can."""
         self.active = True
-        self._local.refresh()
+        self.local.refresh()
         try:
             lack = await self._lack()
         except EdgepipeError as error:
@@ -99,18 +92,18 @@ class Drain:
     def undo(self) -> None:
         """Take work again."""
         self.active = False
-        self._local.refresh()
+        self.local.refresh()
 
     async def _run(self) -> AsyncGenerator[DrainEvent]:
         self.active = True
-        self._local.refresh()
+        self.local.refresh()
         await self._check_room()
         async for event in self._progress():
             yield event
 
     async def _progress(self) -> AsyncGenerator[DrainEvent]:
         last_event: DrainEvent | None = None
-        async for _ in self._local.watch():
+        async for _ in self.local.watch():
             event = self._left()
             if event != last_event:
                 last_event = event
@@ -146,8 +139,8 @@ class Drain:
         """Return what is still missing once no device is starting; None as soon as nothing is."""
         looked_at: tuple[object, ...] = ()
         lack: NoFeasiblePlacement | None = None
-        async for _ in self._local.watch():
-            rooms = self._replanner.room_changes()
+        async for _ in self.local.watch():
+            rooms = self.replanner.room_changes()
             if rooms != looked_at:
                 looked_at = rooms
                 lack = await self._lack()
@@ -161,11 +154,11 @@ class Drain:
             return NoFeasiblePlacement(
                 "there is no other node to move to", next_step="stop the model, or start another node"
             )
-        hosted = self._device.pipelines()
-        for record in self._book.served():
+        hosted = self.device.pipelines()
+        for record in self.book.served():
             if record.pipeline_id in hosted:
                 try:
-                    await self._replanner.plan(record.pipeline_id, PlanWanted(spec=record.spec))
+                    await self.replanner.plan(record.pipeline_id, PlanWanted(spec=record.spec))
                 except NoFeasiblePlacement as error:
                     return error
         return None
@@ -173,29 +166,25 @@ class Drain:
     def _coming(self) -> list[str]:
         """Return the names of the nodes whose device is starting."""
         return [
-            node.name
-            for node in self._peers.nodes()
-            if device_is_coming(node) and not self._peers.is_self(node.node_id)
+            node.name for node in self.peers.nodes() if device_is_coming(node) and not self.peers.is_self(node.node_id)
         ]
 
     async def _hand_over(self) -> None:
         """End the engines here once the node that starts them again is ready."""
         heir = min(self._others())
         try:
-            await self._peers.stand_by(heir)
+            await self.peers.stand_by(heir)
         except EdgepipeError as error:
             logger.info("node=%s has no engine process ready: %s", heir, error)  # the heir starts a process later
-        self._engines.hand_over()
+        self.engines.hand_over()
 
     def _left(self) -> DrainEvent:
         """Return the stages and engines still here; a stage whose engine runs nowhere does not count."""
-        stages = tuple(
-            pipeline_id for pipeline_id in self._device.pipelines() if self._directory.has_engine(pipeline_id)
-        )
-        return DrainEvent(stages=stages, engines=tuple(state.model for state in self._engines.states()))
+        stages = tuple(pipeline_id for pipeline_id in self.device.pipelines() if self.directory.has_engine(pipeline_id))
+        return DrainEvent(stages=stages, engines=tuple(state.model for state in self.engines.states()))
 
     def _others(self) -> list[str]:
         """Return the ids of the nodes that stay."""
         return [
-            node.node_id for node in self._peers.nodes() if not node.draining and not self._peers.is_self(node.node_id)
+            node.node_id for node in self.peers.nodes() if not node.draining and not self.peers.is_self(node.node_id)
         ]

@@ -24,14 +24,14 @@ from edgepipe.daemon.serving.engine_ownership import (
     AskMembers,
     EndSuperseded,
     Event,
-    Looked,
     Ownership,
     RivalSeen,
     Sight,
+    SightChanged,
     StartEnded,
     StartEngine,
     StopEngine,
-    Tick,
+    WaitEnded,
     Yield,
 )
 from edgepipe.daemon.serving.engines import EngineHost
@@ -78,7 +78,7 @@ class EngineKeeper:
             vacancies, gather_until_s=clock.monotonic_s() + timeouts.gather_s, rest_s=look_again_s
         )
         self._alarm = TickAlarm(
-            tasks, clock, lambda at_s: self._happens(Tick(), least_s=at_s), name="engine-keeper-alarm"
+            tasks, clock, lambda at_s: self._happens(WaitEnded(), least_s=at_s), name="engine-keeper-alarm"
         )
 
     async def run(self) -> None:
@@ -91,7 +91,7 @@ class EngineKeeper:
             self._book.renew()
             for pipeline_id, spec in self._engines.ready():
                 self._book.note_served(pipeline_id, spec)
-            self._happens(Looked())
+            self._happens(SightChanged())
 
     def _consider(self, rival: ServeBody, node_id: str) -> None:
         """Claim the engine again if the rival's node is gone; else perhaps yield to that node."""

@@ -32,6 +32,7 @@ from edgepipe.daemon.serving.engine_life_types import (
     LaunchFailed,
     LeaveWanted,
     NotHandedOn,
+    PauseEnded,
     ProcessEnded,
     Serves,
     ShowFailure,
@@ -42,7 +43,6 @@ from edgepipe.daemon.serving.engine_life_types import (
     StopWanted,
     Superseded,
     Surroundings,
-    Tick,
 )
 from edgepipe.daemon.serving.restarts import Restarts, next_host
 from edgepipe.errors import EdgepipeError, StaleEpoch
@@ -87,7 +87,7 @@ class EngineLives:
 
     @property
     def wake_at_s(self) -> float | None:
-        """When a Tick is due."""
+        """When ``PauseEnded`` is due."""
         paused = (life.restarts.next_start_s for life in self._lives.values() if life.phase is LifePhase.PAUSED)
         return min(paused, default=None)
 
@@ -118,14 +118,14 @@ class EngineLives:
                 return [self._kill(life, now_s) for life in self._of(event.pipeline_id)]
             case LeaveWanted():
                 return [self._kill(life, now_s) for life in list(self._lives.values())]
-            case StartNow() | Tick():
+            case StartNow() | PauseEnded():
                 due = self._due(event, now_s)
                 return [command for life in due for command in self._launch(life, around, now_s)]
 
     def _of(self, pipeline_id: str) -> list[_Life]:
         return [life for life in self._lives.values() if life.pipeline_id == pipeline_id]
 
-    def _due(self, event: StartNow | Tick, now_s: float) -> list[_Life]:
+    def _due(self, event: StartNow | PauseEnded, now_s: float) -> list[_Life]:
         paused = [life for life in self._lives.values() if life.phase is LifePhase.PAUSED]
         if isinstance(event, StartNow):
             return [life for life in paused if life.pipeline_id == event.pipeline_id]

@@ -115,7 +115,7 @@ class LeaveWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class PauseEnded:
     """``EngineLives.wake_at_s`` has passed."""
 
 
@@ -132,7 +132,7 @@ Event = (
     | Superseded
     | StartNow
     | LeaveWanted
-    | Tick
+    | PauseEnded
 )
 
 

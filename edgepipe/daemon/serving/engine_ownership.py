@@ -49,7 +49,7 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class SightChanged:
     """The cluster, the records or the engines here may have changed."""
 
 
@@ -77,11 +77,11 @@ class StartEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class WaitEnded:
     """``Ownership.wake_at_s`` has passed."""
 
 
-Event = Looked | RivalSeen | Answered | StartEnded | Tick
+Event = SightChanged | RivalSeen | Answered | StartEnded | WaitEnded
 
 
 # Commands. ``AskMembers`` and ``StartEngine`` are each answered by one event.
@@ -161,7 +161,7 @@ class Ownership:
 
     @property
     def wake_at_s(self) -> float | None:
-        """When a Tick is due."""
+        """When ``WaitEnded`` is due."""
         bids = [bid.wake_at_s for bid in self._bids.values() if bid.wake_at_s is not None]
         return min([*bids, *(at_s for at_s, _ in self._yields.values())], default=None)
 
@@ -174,11 +174,11 @@ class Ownership:
     def handle(self, event: Event, sight: Sight, now_s: float) -> list[Command]:
         """Handle an event at ``now_s`` (monotonic seconds). Return the commands to execute, in order."""
         match event:
-            case Looked():
+            case SightChanged():
                 return self._look(sight, now_s)
             case RivalSeen():
                 return self._consider_rival(event.record, sight, now_s)
-            case Tick():
+            case WaitEnded():
                 return self._tick(sight, now_s)
             case Answered() | StartEnded():
                 bid = next((bid for bid in self._bids.values() if bid.number == event.bid), None)

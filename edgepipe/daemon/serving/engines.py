@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from edgepipe.addresses import with_port
 from edgepipe.clock import Clock
@@ -32,6 +32,7 @@ from edgepipe.daemon.serving.engine_life_types import (
     LaunchFailed,
     LeaveWanted,
     NotHandedOn,
+    PauseEnded,
     ProcessEnded,
     Serves,
     ShowFailure,
@@ -42,7 +43,6 @@ from edgepipe.daemon.serving.engine_life_types import (
     StopWanted,
     Superseded,
     Surroundings,
-    Tick,
 )
 from edgepipe.daemon.serving.engine_run import EngineRun
 from edgepipe.daemon.serving.replanning import Avoided, Replanner
@@ -57,39 +57,29 @@ logger = logging.getLogger(__name__)
 _STAND_BY_S = 30.0  # how long a ready process waits for an engine of a draining node
 
 
+@dataclass(kw_only=True, eq=False)
 class EngineHost:
     """Starts and ends the engines that run beside this node's daemon."""
 
-    def __init__(
-        self,
-        *,
-        children: Children,
-        setup: ChildSetup,
-        peers: Peers,
-        replanner: Replanner,
-        local: PublishedState,
-        heartbeats: Spreading,
-        tasks: asyncio.TaskGroup,
-        device: DeviceHost,
-        node: NodeLife,
-        book: ServeBook,
-        clock: Clock,
-    ) -> None:
-        self._device = device
-        self._node = node
-        self._book = book
-        self._clock = clock
-        self._replanner = replanner
-        self._heartbeats = heartbeats
-        self._local = local
-        self._children = children
-        self._setup = setup
-        self._peers = peers
-        self._tasks = tasks
+    children: Children
+    setup: ChildSetup
+    peers: Peers
+    replanner: Replanner
+    local: PublishedState
+    heartbeats: Spreading
+    tasks: asyncio.TaskGroup
+    device: DeviceHost
+    node: NodeLife
+    book: ServeBook
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self._lives = EngineLives()
         self._runs: dict[int, EngineRun] = {}  # keys are the runs' numbers
         self._num_runs = 0
-        self._alarm = TickAlarm(tasks, clock, lambda at_s: self._happens(Tick(), least_s=at_s), name="restart")
+        self._alarm = TickAlarm(
+            self.tasks, self.clock, lambda at_s: self._happens(PauseEnded(), least_s=at_s), name="restart"
+        )
         self._standing_by: Child | None = None
 
     def states(self) -> list[EngineState]:
@@ -125,7 +115,7 @@ class EngineHost:
         run = self._run_of(pipeline_id)
         if run is not None and run.advice != advice:
             run.set_advice(advice)
-            self._local.refresh(urgent=False)
+            self.local.refresh(urgent=False)
 
     async def start(
         self, request: StartEngineRequest, *, model_config: str, model_weights: str = "", resuming: bool = False
@@ -194,16 +184,16 @@ class EngineHost:
 
     def _happens(self, event: Event, *, least_s: float = 0.0) -> None:
         around = Surroundings(
-            own_id=self._peers.own_id,
-            usable=frozenset(node.node_id for node in self._peers.nodes() if not node.draining),
-            owned=frozenset(run.pipeline_id for run in self._runs.values() if self._book.is_here(run.pipeline_id)),
-            ends=self._node.ends(),
+            own_id=self.peers.own_id,
+            usable=frozenset(node.node_id for node in self.peers.nodes() if not node.draining),
+            owned=frozenset(run.pipeline_id for run in self._runs.values() if self.book.is_here(run.pipeline_id)),
+            ends=self.node.ends(),
         )
-        commands = self._lives.handle(event, around, max(least_s, self._clock.monotonic_s()))
+        commands = self._lives.handle(event, around, max(least_s, self.clock.monotonic_s()))
         self._alarm.set(self._lives.wake_at_s)
         self._do(commands)
         if commands:
-            self._local.refresh()
+            self.local.refresh()
 
     def _do(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -212,7 +202,7 @@ class EngineHost:
                 case Launch():
                     run.show_start()
                     launching = self._launch(run, command)
-                    run.launching = self._tasks.create_task(launching, name=f"launch:{run.pipeline_id}")
+                    run.launching = self.tasks.create_task(launching, name=f"launch:{run.pipeline_id}")
                 case ShowPause():
                     self._show_pause(run, command)
                 case ShowFailure():
@@ -221,7 +211,7 @@ class EngineHost:
                     self._hand_on(run, command)
                 case Stop():
                     run.state = replace(run.state, state="stopping")
-                    self._tasks.create_task(self._stop(run), name=f"stop:{run.pipeline_id}")
+                    self.tasks.create_task(self._stop(run), name=f"stop:{run.pipeline_id}")
                 case Kill():
                     if run.child is not None:
                         run.child.stopping = True
@@ -236,7 +226,7 @@ class EngineHost:
 
     async def _stop(self, run: EngineRun) -> None:
         if run.child is not None and not run.child.exited.is_set():
-            await self._children.stop(run.child)
+            await self.children.stop(run.child)
         await self._release(run)
         self._happens(EngineStopped(run=run.number))
 
@@ -244,7 +234,7 @@ class EngineHost:
         logger.warning(
             "engine ended model=%s, it starts again in %.0f s: %s", run.spec.model, pause.left_s, pause.error
         )
-        run.show_pause(pause.error, left_s=pause.left_s, wall_s=self._clock.wall_s())
+        run.show_pause(pause.error, left_s=pause.left_s, wall_s=self.clock.wall_s())
 
     def _fail(self, run: EngineRun, failure: ShowFailure) -> None:
         logger.error("engine failed model=%s pipeline=%s: %s", run.spec.model, run.pipeline_id, failure.error)
@@ -252,12 +242,12 @@ class EngineHost:
             run.state = replace(run.state, state="failed", error=failure.error)
         run.state = replace(run.state, message="")
         if failure.release:
-            self._tasks.create_task(self._release(run), name=f"release:{run.pipeline_id}")
+            self.tasks.create_task(self._release(run), name=f"release:{run.pipeline_id}")
 
     def _hand_on(self, run: EngineRun, command: HandOn) -> None:
         """Hand an engine that keeps crashing here to another node of its ring, if the cluster's rules allow that."""
         try:
-            self._book.move_engine(run.pipeline_id, command.heir)
+            self.book.move_engine(run.pipeline_id, command.heir)
         except AccessDenied as denied:
             logger.warning("engine not handed on model=%s: %s", run.spec.model, denied)
             self._happens(NotHandedOn(run=run.number))
@@ -283,9 +273,9 @@ class EngineHost:
     async def stand_by(self) -> None:
         """Start a process for an engine that another node will hand over. Raises the error that prevented the start."""
         if self._standing_by is None:
-            child = self._standing_by = await self._children.start(self._setup.child_settings("engine"), self._tasks)
-            self._tasks.create_task(self._end_unused(child), name=f"standby:{child.pid}")
-            await self._children.wait_started(child)
+            child = self._standing_by = await self.children.start(self.setup.child_settings("engine"), self.tasks)
+            self.tasks.create_task(self._end_unused(child), name=f"standby:{child.pid}")
+            await self.children.wait_started(child)
 
     async def _end_unused(self, child: Child) -> None:
         with contextlib.suppress(TimeoutError):
@@ -293,18 +283,18 @@ class EngineHost:
                 await child.exited.wait()
         if self._standing_by is child:
             self._standing_by = None
-            await self._children.stop(child)
+            await self.children.stop(child)
 
     async def _new_process(self) -> Child:
         """Return the standby process if it is alive, else a new one."""
         child, self._standing_by = self._standing_by, None
         if child is None or not child.alive:
-            child = await self._children.start(self._setup.child_settings("engine"), self._tasks)
+            child = await self.children.start(self.setup.child_settings("engine"), self.tasks)
         return child
 
     async def _start_process(self, run: EngineRun, command: Launch) -> None:
         pipeline_id = run.pipeline_id
-        replies = await self._peers.vouch_all(pipeline_id, self._peers.own_id) if command.resuming else {}
+        replies = await self.peers.vouch_all(pipeline_id, self.peers.own_id) if command.resuming else {}
         child = await self._new_process()
         if not self._lives.expects(run.number, command.attempt):  # it ended before its process existed
             child.stopping = True
@@ -312,12 +302,12 @@ class EngineHost:
             return
         run.child = child
         child.on_report = lambda report: self._take(run, child, command.attempt, report)
-        await self._children.wait_started(child)
-        self._tasks.create_task(self._until_end(run, child, command.attempt), name=f"engine:{pipeline_id}")
+        await self.children.wait_started(child)
+        self.tasks.create_task(self._until_end(run, child, command.attempt), name=f"engine:{pipeline_id}")
         run.state = replace(run.state, certificate=child.certificate)
-        self._local.refresh()
-        await self._heartbeats.spread()  # nodes let the engine in only when they know its certificate
-        here = self._device.epoch_of(pipeline_id)
+        self.local.refresh()
+        await self.heartbeats.spread()  # nodes let the engine in only when they know its certificate
+        here = self.device.epoch_of(pipeline_id)
         known = [run.state.epoch.counter, here.counter if here is not None else 0]
         others = [reply.highest.counter for reply in replies.values() if reply.highest is not None]
         known += [counter for counter in others if counter < max(known) + MAX_EPOCH_STEP]
@@ -331,12 +321,12 @@ class EngineHost:
             resuming=command.resuming,
         )
         child.send(task)
-        telling = self._tasks.create_task(self._tell_reachable(child), name=f"reachable:{pipeline_id}")
-        self._tasks.create_task(_end_with(child, telling), name=f"reachable-end:{pipeline_id}")
+        telling = self.tasks.create_task(self._tell_reachable(child), name=f"reachable:{pipeline_id}")
+        self.tasks.create_task(_end_with(child, telling), name=f"reachable-end:{pipeline_id}")
 
     def _take(self, run: EngineRun, child: Child, attempt: int, report: Report) -> None:
         if isinstance(report, PlanWanted):
-            self._tasks.create_task(self._plan(run, child, report), name=f"plan:{run.state.pipeline_id}")
+            self.tasks.create_task(self._plan(run, child, report), name=f"plan:{run.state.pipeline_id}")
         if not isinstance(report, EngineState) or not self._lives.expects(run.number, attempt):
             return
         if report.state == "failed" and isinstance(report.error, StaleEpoch):
@@ -354,7 +344,7 @@ class EngineHost:
         run.note_placement(now_s=asyncio.get_running_loop().time())
         if run.state.state == "ready" and (before[0], ring) != ("ready", _ring(run.spec)):
             self._happens(Serves(run=run.number, attempt=attempt, ring=_ring(run.spec)))
-        self._local.refresh(urgent=before != (run.state.state, run.state.message))
+        self.local.refresh(urgent=before != (run.state.state, run.state.message))
 
     async def rebalance(self, pipeline_id: str, *, num_nodes: int, moves: Moves) -> bool:
         """Move a pipeline's stages to the best placement now; return whether that differs from the present one.
@@ -370,7 +360,7 @@ class EngineHost:
         if moves is Moves.OFF:
             return False
         avoided = self.avoided(pipeline_id)
-        found = await self._replanner.place_anew(
+        found = await self.replanner.place_anew(
             pipeline_id, run.spec, avoided, num_nodes=num_nodes, expert_shares=run.state.expert_shares
         )
         return self.move(pipeline_id, found)
@@ -385,7 +375,7 @@ class EngineHost:
         if elsewhere:
             run.child.send(made)
         run.set_advice(None)
-        self._local.refresh(urgent=False)
+        self.local.refresh(urgent=False)
         return elsewhere
 
     async def _plan(self, run: EngineRun, child: Child, wanted: PlanWanted) -> None:
@@ -393,7 +383,7 @@ class EngineHost:
         # The engine has older settings.
         spec = replace(wanted.spec, moves=run.spec.moves, num_nodes=run.spec.num_nodes)
         try:
-            made = await self._replanner.plan(
+            made = await self.replanner.plan(
                 run.state.pipeline_id, replace(wanted, spec=spec), expert_shares=run.state.expert_shares
             )
         except EdgepipeError as error:
@@ -403,12 +393,12 @@ class EngineHost:
     async def _tell_reachable(self, child: Child) -> None:
         """Send the engine the reachable nodes whenever their room changes, until the engine ends."""
         sent: tuple[object, ...] | None = None
-        async for _ in self._local.watch():
+        async for _ in self.local.watch():
             if child.exited.is_set():
                 return
-            if (news := self._replanner.room_changes()) != sent:
+            if (news := self.replanner.room_changes()) != sent:
                 sent = news
-                child.send(self._replanner.reachable())
+                child.send(self.replanner.reachable())
 
     async def _until_end(self, run: EngineRun, child: Child, attempt: int) -> None:
         await child.exited.wait()
@@ -424,7 +414,7 @@ class EngineHost:
 
     async def _release_on(self, node_id: str, pipeline_id: str, epoch: Epoch) -> None:
         try:
-            await self._peers.release(node_id, pipeline_id, epoch)
+            await self.peers.release(node_id, pipeline_id, epoch)
         except EdgepipeError as error:  # a node that is gone has released by itself
             logger.info("not released node=%s pipeline=%s: %s", node_id, pipeline_id, error)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from edgepipe.daemon.files.model_parts import model_parts, parts_on
 from edgepipe.daemon.files.models import LocalModel, Models
@@ -40,24 +40,17 @@ _SILENT_S = 600.0  # a copy waits while a stage fetches its tensors; the next tr
 _TELL_S = 0.25
 
 
+@dataclass(kw_only=True, eq=False)
 class Replication:
     """Plans copies, asks other nodes to make theirs, and makes this node's."""
 
-    def __init__(
-        self,
-        *,
-        peers: Peers,
-        models: Models,
-        engines: EngineHost,
-        copies: int,
-        local: PublishedState,
-    ) -> None:
-        """``copies``: how many disks should hold each part of the models that this node's engines serve."""
-        self._peers = peers
-        self._models = models
-        self._engines = engines
-        self._copies = copies
-        self._local = local
+    peers: Peers
+    models: Models
+    engines: EngineHost
+    copies: int  # how many disks should hold each part of the models that this node's engines serve
+    local: PublishedState
+
+    def __post_init__(self) -> None:
         self._served: dict[str, LocalModel] = {}  # keys are manifest hashes
         self._parts: dict[str, ModelParts] = {}  # keys are manifest hashes; many tensors take long to group
         self._logged_lacking: set[str] = set()  # manifest hashes of models whose lack of room was logged
@@ -65,14 +58,14 @@ class Replication:
     async def run(self) -> None:
         """Complete the copies of models served from here, until cancelled."""
         again_s = _AGAIN_MIN_S
-        while self._copies > 1:
-            async for _ in self._local.watch():
+        while self.copies > 1:
+            async for _ in self.local.watch():
                 if await self._wanted():
                     break
             await asyncio.sleep(_SETTLED_S)
             try:
                 for model in await self._wanted():
-                    async for _ in self._copy(model, self._plan(model, self._copies)):
+                    async for _ in self._copy(model, self._plan(model, self.copies)):
                         pass
                 again_s = _AGAIN_MIN_S
             except EdgepipeError as error:
@@ -88,9 +81,9 @@ class Replication:
         Raises ModelUnknown, PlanInvalid if the cluster has fewer nodes, and NoFeasiblePlacement with the numbers if
         disks lack room (then nothing is copied). A node's error is raised after the other nodes have finished.
         """
-        model = await self._models.resolve(name)
+        model = await self.models.resolve(name)
         await self._size_up(model)
-        num_nodes = len(self._peers.nodes())
+        num_nodes = len(self.peers.nodes())
         if copies > num_nodes:
             raise PlanInvalid(
                 f"{copies} copies need {copies} nodes",
@@ -114,20 +107,20 @@ class Replication:
 
         ``asking``: id of the node that plans the copies.
         """
-        model = await self._models.adopt(
+        model = await self.models.adopt(
             request.model,
             manifest_hash=request.manifest_hash,
             first_source=request.source,
-            wanted_by="" if self._peers.is_self(asking) else asking,
+            wanted_by="" if self.peers.is_self(asking) else asking,
         )
         bytes_per_s = 0.0
-        if request.paced and not self._peers.is_self(request.source):
-            answer = await self._peers.profile_links(request.source, [self._peers.own_id])
-            rates = [link.bytes_per_s for link in answer.links if link.receiver == self._peers.own_id]
+        if request.paced and not self.peers.is_self(request.source):
+            answer = await self.peers.profile_links(request.source, [self.peers.own_id])
+            rates = [link.bytes_per_s for link in answer.links if link.receiver == self.peers.own_id]
             if not rates:
                 raise RemoteProtocolError("the copy's source does not say how fast the link is")
             bytes_per_s = _LINK_SHARE * min(rates)
-        async for progress in self._models.keep_copy(
+        async for progress in self.models.keep_copy(
             model, request.parts, first_source=request.source, bytes_per_s=bytes_per_s
         ):
             yield progress
@@ -135,13 +128,13 @@ class Replication:
     async def _wanted(self) -> list[LocalModel]:
         """Return the models served from here that could get another copy of a part."""
         found: list[LocalModel] = []
-        for _, spec in self._engines.ready():
+        for _, spec in self.engines.ready():
             try:
                 model = await self._model(spec)
             except EdgepipeError as error:
                 logger.debug("no copies of model=%s: %s", spec.model, error)
                 continue
-            plan = self._plan(model, self._copies)
+            plan = self._plan(model, self.copies)
             if plan.fetch:
                 found.append(model)
             if plan.lacking_bytes and model.manifest_hash not in self._logged_lacking:
@@ -152,7 +145,7 @@ class Replication:
     async def _model(self, spec: ServeSpec) -> LocalModel:
         """Return the served model, looked up on the disk once."""
         if spec.manifest_hash not in self._served:
-            model = await self._models.adopt(spec.model, manifest_hash=spec.manifest_hash)
+            model = await self.models.adopt(spec.model, manifest_hash=spec.manifest_hash)
             await self._size_up(model)
             self._served[spec.manifest_hash] = model
         return self._served[spec.manifest_hash]
@@ -176,19 +169,19 @@ class Replication:
                 computes=bool(node.devices),
                 leaves=node.draining,
             )
-            for node in self._peers.nodes()
+            for node in self.peers.nodes()
         ]
 
     async def _copy(self, model: LocalModel, plan: PartCopies) -> AsyncGenerator[ReplicateEvent]:
         """Copy to all nodes at once. Yield progress at intervals and at the end; then raise the first error."""
         if not plan.fetch:
             return
-        parts, paced = self._parts[model.manifest_hash], any(node.engines for node in self._peers.nodes())
+        parts, paced = self._parts[model.manifest_hash], any(node.engines for node in self.peers.nodes())
         progress: dict[NodeId, CopyProgress] = {}
         copying: list[asyncio.Task[None]] = []
         for node_id, chosen in plan.fetch.items():
             progress[node_id] = CopyProgress(
-                node_id=node_id, node_name=self._peers.node(node_id).name, bytes_total=parts.num_bytes(chosen)
+                node_id=node_id, node_name=self.peers.node(node_id).name, bytes_total=parts.num_bytes(chosen)
             )
             request = KeepCopyRequest(
                 model=model.name,
@@ -217,7 +210,7 @@ class Replication:
         now_s = asyncio.get_running_loop().time
         try:
             async with asyncio.timeout(_SILENT_S) as silence:
-                async for update in self._peers.keep_copy(node_id, request):
+                async for update in self.peers.keep_copy(node_id, request):
                     silence.reschedule(now_s() + _SILENT_S)
                     progress[node_id] = replace(now, bytes_done=update.bytes_done)
         except TimeoutError as exc:
@@ -234,7 +227,7 @@ class Replication:
         return max(disks, key=lambda disk: (len(disk.holds.intersection(chosen)), disk.node_id)).node_id
 
     def _no_room(self, model: LocalModel, plan: PartCopies) -> NoFeasiblePlacement:
-        rooms = ", ".join(f"{node.name} {format_bytes(node.disk_free_bytes)}" for node in self._peers.nodes())
+        rooms = ", ".join(f"{node.name} {format_bytes(node.disk_free_bytes)}" for node in self.peers.nodes())
         return NoFeasiblePlacement(
             f"copies of {model.name} need {format_bytes(plan.lacking_bytes)} more on other disks",
             fact=f"free for copies: {rooms}",

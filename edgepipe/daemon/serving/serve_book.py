@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Protocol
 
 from edgepipe.clock import Clock
+from edgepipe.cluster.changes import Changes
 from edgepipe.cluster.private_files import read_private, write_private
 from edgepipe.cluster.trust_keeper import WRITE_AGAIN_S
-from edgepipe.daemon.changes import Changes
 from edgepipe.daemon.offers import EngineSigns, PublishedState
 from edgepipe.daemon.serving.serve_rules import MAX_BODY_BYTES, Facts, is_far_ahead, order, refusal, same_engine
 from edgepipe.errors import AccessDenied, ConfigInvalid, PlanInvalid, RemoteProtocolError

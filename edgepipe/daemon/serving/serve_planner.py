@@ -12,7 +12,6 @@ from edgepipe.daemon.serving.replanning import demand_of
 from edgepipe.daemon.serving.survey import PlannedModel, Surveyor
 from edgepipe.errors import EdgepipeError
 from edgepipe.planner.plan import Constraints, Plan, plan
-from edgepipe.wire.engines import ServeSpec
 from edgepipe.wire.serving import ServeRequest, SurveyReply
 from edgepipe.wire.surveys import cluster_of
 
@@ -78,19 +77,15 @@ async def _best(
             shut.setdefault(machine.node_id, machine.obstacle)
     present = {machine.node_id for machine in survey.machines}
     cluster = cluster_of(survey)
-    asked = ServeSpec(
-        model=model.name,
-        settings=replace(request.options.settings, context_length=context),
-        throughput=request.throughput,
-        concurrency=request.concurrency,
-    )
+    options = request.options
+    asked = replace(options, settings=replace(options.settings, context_length=context))
     must_keep_tokens = context if request.must_keep_context else 0
     demand = demand_of(model.config, asked, weights=model.weights, must_keep_tokens=must_keep_tokens)
     constraints = Constraints(
-        num_nodes=request.num_nodes,
-        exclude=(*request.exclude, *(node_id for node_id in shut if node_id in present)),
-        first=request.first,
-        experts_in_ram=request.options.experts_in_ram,
+        num_nodes=options.num_nodes,
+        exclude=(*options.exclude, *(node_id for node_id in shut if node_id in present)),
+        first=options.first,
+        experts_in_ram=options.experts_in_ram,
     )
     return await asyncio.to_thread(plan, demand, cluster.machines, cluster.links, constraints, explain=False)
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -70,36 +70,26 @@ _FLAGS = {"context_length": "--context", "activation_type": "--activations"}  # 
 _GATEWAY_S = 2.0  # time for this node's gateway to get a model's tokenizer from a peer
 
 
+@dataclass(kw_only=True, eq=False)
 class Serving:
     """Serves and stops models anywhere in the cluster, for a command line at this node."""
 
-    def __init__(
-        self,
-        *,
-        peers: Peers,
-        models: Models,
-        ids: IdSource,
-        local: PublishedState,
-        gateway: GatewayKeeper,
-        heartbeats: Heartbeats,
-        book: ServeBook,
-        surveyor: Surveyor,
-        tasks: asyncio.TaskGroup,
-    ) -> None:
-        self._book = book
-        self._peers = peers
-        self._models = models
-        self._ids = ids
-        self._local = local
-        self._gateway = gateway
-        self._heartbeats = heartbeats
-        self._surveyor = surveyor
-        self._tasks = tasks
-        self._planner = ServePlanner(surveyor)
+    peers: Peers
+    models: Models
+    ids: IdSource
+    local: PublishedState
+    gateway: GatewayKeeper
+    heartbeats: Heartbeats
+    book: ServeBook
+    surveyor: Surveyor
+    tasks: asyncio.TaskGroup
+
+    def __post_init__(self) -> None:
+        self._planner = ServePlanner(self.surveyor)
 
     def engines(self) -> list[tuple[NodeState, EngineState]]:
         """Return every engine of the cluster with its node."""
-        return [(node, engine) for node in self._peers.nodes() for engine in node.engines]
+        return [(node, engine) for node in self.peers.nodes() for engine in node.engines]
 
     async def serve(self, request: ServeRequest) -> AsyncGenerator[ServeEvent]:
         """Serve a model: yield progress, then the ready engine. Only follow a model that is served already.
@@ -107,22 +97,23 @@ class Serving:
         Raises ModelUnknown, ConfigInvalid, PlanInvalid, NoFeasiblePlacement, NodeUnreachable, and the engine's error.
         If the caller leaves before the end, the model that it began to serve is stopped.
         """
-        self._check_names([*request.exclude, *filter(None, [request.first])])
-        yield ServeEvent(message=f"looking for {request.model}")
-        model = await self._models.resolve(request.model)
-        context = model.config.context_for(request.options.settings.context_length)
-        self._check_further_names(request.options.names, model.name)
+        options = request.options
+        self._check_names([*options.exclude, *filter(None, [options.first])])
+        yield ServeEvent(message=f"looking for {options.model}")
+        model = await self.models.resolve(options.model)
+        context = model.config.context_for(options.settings.context_length)
+        self._check_further_names(options.names, model.name)
         if running := self._running(model.name):
             node, engine = running
             if request.rebalance:
                 async for event in self._rebalance(node.node_id, engine, request):
                     yield event
                 return
-            _check_served_as_asked(request, engine, model.manifest_hash, self._book.held(engine.pipeline_id))
-            if not request.options.on_request:
-                self._book.note_kept(model.name)
-            if request.options.names:
-                self._book.note_named(model.name, request.options.names)
+            _check_served_as_asked(request, engine, model.manifest_hash, self.book.held(engine.pipeline_id))
+            if not options.on_request:
+                self.book.note_kept(model.name)
+            if options.names:
+                self.book.note_named(model.name, options.names)
             if engine.starts_at_us:
                 await self._start_now(node, engine)
             async for event in self._follow(node.node_id, engine.pipeline_id):
@@ -147,12 +138,12 @@ class Serving:
 
     async def _start_now(self, node: NodeState, engine: EngineState) -> None:
         """End the pause of a crashed engine. Only follow it if this node may not: it starts by itself later."""
-        held, record = self._book.held(engine.pipeline_id), self._book.record(engine.pipeline_id)
+        held, record = self.book.held(engine.pipeline_id), self.book.record(engine.pipeline_id)
         if held is None or record is None:
             return
         with contextlib.suppress(AccessDenied):
             request = StartEngineRequest(pipeline_id=engine.pipeline_id, spec=held.spec, record=record)
-            await self._peers.start_engine(node.node_id, request)
+            await self.peers.start_engine(node.node_id, request)
 
     async def _serve_anew(
         self, request: ServeRequest, model: LocalModel, context: int, shut: dict[str, EdgepipeError]
@@ -161,7 +152,7 @@ class Serving:
 
         Raises the first error of ``shut`` if the others allow no placement.
         """
-        pipeline_id, engine_node = PipelineId(self._ids.new("pipeline")), ""
+        pipeline_id, engine_node = PipelineId(self.ids.new("pipeline")), ""
         ready = False
         try:
             if not request.plan:
@@ -177,8 +168,8 @@ class Serving:
             factors = [found for found in [factors_in_words(model.config, context)] if found]
             notes = "\n".join([*lacking, *newest, *changes, *factors])
             yield ServeEvent(message=f"{model.name}: {self._describe(spec)}", note=notes)
-            record = self._book.ask(pipeline_id, spec, engine_node=engine_node)
-            await self._peers.start_engine(engine_node, self._start_request(pipeline_id, spec, record))
+            record = self.book.ask(pipeline_id, spec, engine_node=engine_node)
+            await self.peers.start_engine(engine_node, self._start_request(pipeline_id, spec, record))
             async for event in self._follow(engine_node, pipeline_id):
                 if event.engine is not None and (error := await self._no_way_to(event.engine, engine_node)):
                     if not request.plan:
@@ -188,7 +179,7 @@ class Serving:
                 yield event
         finally:
             if engine_node and not ready and not self._has_failed(pipeline_id):
-                self._tasks.create_task(self._stop_quietly(engine_node, pipeline_id), name=f"abandon:{pipeline_id}")
+                self.tasks.create_task(self._stop_quietly(engine_node, pipeline_id), name=f"abandon:{pipeline_id}")
 
     async def _no_way_to(self, engine: EngineState, node_id: str) -> ConnectTimeout | None:
         """Return why this node's gateway cannot send requests to a ready engine; None if it can."""
@@ -197,7 +188,7 @@ class Serving:
             async with asyncio.timeout(_CONNECT_S):
                 _, writer = await asyncio.open_connection(host, int(port))
         except TimeoutError:
-            own, node = self._peers.node(self._peers.own_id), self._peers.node(node_id)
+            own, node = self.peers.node(self.peers.own_id), self.peers.node(node_id)
             return shut_port(own.name, node.name, address=engine.address, node_address=node.address)
         except (OSError, ValueError):  # refused, or a malformed address: a node may report anything
             return None  # the gateway that sends it requests gets the error
@@ -206,7 +197,7 @@ class Serving:
 
     def _check_names(self, names: Iterable[str]) -> None:
         """Raise PlanInvalid for a name that no node has."""
-        nodes = self._peers.nodes()
+        nodes = self.peers.nodes()
         known = {name for node in nodes for name in (node.name, node.node_id)}
         if unknown := [name for name in names if name not in known]:
             raise PlanInvalid(
@@ -217,7 +208,7 @@ class Serving:
 
     def _check_further_names(self, names: Sequence[str], model: str) -> None:
         """Raise ConfigInvalid for a further name that cannot be one, or that means another served model."""
-        taken = {name.lower(): body.spec.model for body in self._book.served() for name in body.spec.names}
+        taken = {name.lower(): body.spec.model for body in self.book.served() for name in body.spec.names}
         for name in checked_names(names):
             if (other := taken.get(name.lower(), model)) != model:
                 raise ConfigInvalid(
@@ -227,7 +218,7 @@ class Serving:
                 )
 
     def _named(self, name: str) -> NodeState | None:
-        return next((node for node in self._peers.nodes() if name and node.name == name), None)
+        return next((node for node in self.peers.nodes() if name and node.name == name), None)
 
     async def survey(self, name: str, settings: StageSettings, *, fresh: bool = False) -> SurveyReply:
         """Collect the inputs of a model's plan: of the cluster's, else of a known shape. Raises ModelUnknown.
@@ -235,10 +226,10 @@ class Serving:
         Nodes measure what they have never measured; ``fresh`` measures all again.
         """
         try:
-            model: PlannedModel = await self._models.resolve(name)
+            model: PlannedModel = await self.models.resolve(name)
         except ModelUnknown:
             meant = understood(name)
-            there = (stored.model for node in self._peers.nodes() for stored in node.models)
+            there = (stored.model for node in self.peers.nodes() for stored in node.models)
             if meant is None or not meant.planned or meant_names(name, there):
                 raise
             model = await asyncio.to_thread(known_shape, meant.planned)
@@ -248,13 +239,13 @@ class Serving:
 
     async def measure_links(self) -> list[LinkProfile]:
         """Measure every directed link between nodes; leave out links that carry nothing."""
-        return await self._surveyor.links()
+        return await self.surveyor.links()
 
     async def _rebalance(self, node_id: str, engine: EngineState, request: ServeRequest) -> AsyncGenerator[ServeEvent]:
         """Move the model's stages to the best placement now; yield events until they serve there."""
         yield ServeEvent(message=f"placing {engine.model} anew")
-        if not await self._peers.rebalance(
-            node_id, engine.pipeline_id, num_nodes=request.num_nodes, moves=request.moves
+        if not await self.peers.rebalance(
+            node_id, engine.pipeline_id, num_nodes=request.options.num_nodes, moves=request.moves
         ):
             yield ServeEvent(message="it is placed as well as can be", progress=1.0, engine=engine)
             return
@@ -277,29 +268,29 @@ class Serving:
 
     async def unload(self, model: str) -> None:
         """Stop a model that a request loaded; a model that a person had served stays. Raises AccessDenied."""
-        if any(body.spec.model == model and body.spec.on_request for body in self._book.served()):
+        if any(body.spec.model == model and body.spec.on_request for body in self.book.served()):
             await self._stop({model})
 
     def _called(self, name: str) -> list[str]:
         """Return the served models that have a further name."""
-        bodies = self._book.served()
+        bodies = self.book.served()
         return [body.spec.model for body in bodies if name.lower() in (own.lower() for own in body.spec.names)]
 
     def _wanted(self) -> set[str]:
-        return {body.spec.model for body in self._book.served()}
+        return {body.spec.model for body in self.book.served()}
 
     async def _stop(self, models: AbstractSet[str]) -> None:
         engines = [(node, engine) for node, engine in self.engines() if engine.model in models]
         denied: dict[str, AccessDenied] = {}
         for name in sorted(models):  # first, so that no node starts it again
             try:
-                self._book.note_stopped(name)
+                self.book.note_stopped(name)
             except AccessDenied as error:
                 denied[name] = error
         for node, engine in engines:
             if engine.model not in denied:
-                record = self._book.record(engine.pipeline_id)
-                await self._peers.stop_engine(node.node_id, engine.pipeline_id, record)
+                record = self.book.record(engine.pipeline_id)
+                await self.peers.stop_engine(node.node_id, engine.pipeline_id, record)
         if denied:
             raise next(iter(denied.values()))
 
@@ -314,13 +305,13 @@ class Serving:
 
     def _starting(self) -> list[str]:
         """Return the nodes whose device is being measured: at their start, or after a model was stopped."""
-        return [node.name for node in self._peers.nodes() if any(device.state == "starting" for device in node.devices)]
+        return [node.name for node in self.peers.nodes() if any(device.state == "starting" for device in node.devices)]
 
     def _failed_devices(self) -> list[str]:
         """Describe each unusable device with its node."""
         return [
             f"{node.name} cannot: {device.error.what}"
-            for node in self._peers.nodes()
+            for node in self.peers.nodes()
             for device in node.devices
             if device.state == "failed" and device.error is not None
         ]
@@ -328,14 +319,14 @@ class Serving:
     def _lacking(self, model: LocalModel, settings: StageSettings) -> list[str]:
         """Describe each node that could compute, but cannot keep what the model needs."""
         states = bool(model.config.state_bytes())
-        lacks = [(node.name, cannot_keep(node, settings, states=states)) for node in self._peers.nodes()]
+        lacks = [(node.name, cannot_keep(node, settings, states=states)) for node in self.peers.nodes()]
         return [f"{name} {lack}" for name, lack in lacks if lack]
 
     async def _devices_started(self) -> None:
         """Wait at most ``_DEVICES_S`` until every device is known, so that a placement leaves none out."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DEVICES_S):
-                async for _ in self._local.watch():
+                async for _ in self.local.watch():
                     if not self._starting():
                         return
 
@@ -353,7 +344,7 @@ class Serving:
         """
         options = request.options
         check_has_experts(options.experts_in_ram, model.config)
-        nodes = self._peers.nodes()
+        nodes = self.peers.nodes()
         states = bool(model.config.state_bytes())
         rooms = [room for node in nodes for room in rooms_of(node, options.settings, states=states)]
         try:
@@ -369,10 +360,10 @@ class Serving:
             if isinstance(error, PlanInvalid):
                 raise error.changed(fact="; ".join([error.fact, *lacking])) from error
             mismatch = next(
-                (refusal for refusal in self._heartbeats.refusals.values() if isinstance(refusal, VersionMismatch)),
+                (refusal for refusal in self.heartbeats.refusals.values() if isinstance(refusal, VersionMismatch)),
                 None,
             )
-            if mismatch is not None and request.num_nodes > len(rooms):
+            if mismatch is not None and options.num_nodes > len(rooms):
                 raise VersionMismatch(error.what, fact=mismatch.fact, next_step=mismatch.next_step) from error
             raise error.changed(fact="; ".join([error.fact, *lacking, *self._failed_devices()])) from error
         rooms = rooms_as_placed(rooms, placed)
@@ -390,12 +381,7 @@ class Serving:
             ),
             kv_tokens=options.kv_tokens
             or default_kv_tokens(model.config, context, placed, rooms, weights=model.weights),
-            throughput=request.throughput,
-            concurrency=request.concurrency,
             moves=request.moves is Moves.AUTO,
-            num_nodes=request.num_nodes,
-            exclude=(*options.exclude, *request.exclude),
-            first=request.first,
             fixed=bool(request.plan),
         )
         return spec, engine_node
@@ -403,14 +389,14 @@ class Serving:
     def _describe(self, spec: ServeSpec) -> str:
         """Describe a placement: ``layers 0-14 on gamer, 15-29 on mac``."""
         parts = [
-            f"{part.layers.shown} on {self._peers.node(stage.node_id).name}{in_words(stage.ram_percent)}"
+            f"{part.layers.shown} on {self.peers.node(stage.node_id).name}{in_words(stage.ram_percent)}"
             for stage in spec.stages
             for part in stage.slices
         ]
         return f"layers {', '.join(parts)}"
 
     def _start_request(self, pipeline_id: PipelineId, spec: ServeSpec, record: ServeRecord) -> StartEngineRequest:
-        nodes = tuple(self._peers.node(stage.node_id).introduction for stage in spec.stages)
+        nodes = tuple(self.peers.node(stage.node_id).introduction for stage in spec.stages)
         return StartEngineRequest(pipeline_id=pipeline_id, spec=spec, record=record, nodes=nodes)
 
     async def _follow(self, node_id: str, pipeline_id: str, *, after: Epoch | None = None) -> AsyncIterator[ServeEvent]:
@@ -420,8 +406,8 @@ class Serving:
         """
         sent: tuple[str, float] | None = None
         seen = False
-        async for _ in self._local.watch():
-            engine = next((each for each in self._peers.node(node_id).engines if each.pipeline_id == pipeline_id), None)
+        async for _ in self.local.watch():
+            engine = next((each for each in self.peers.node(node_id).engines if each.pipeline_id == pipeline_id), None)
             if engine is None:
                 if seen:
                     raise NodeUnreachable("the engine was stopped", next_step="serve the model again")
@@ -432,7 +418,7 @@ class Serving:
             if engine.state == "ready" and (after is None or engine.epoch > after):
                 with contextlib.suppress(TimeoutError):  # the engine is ready even if this node's gateway is not
                     async with asyncio.timeout(_GATEWAY_S):
-                        await self._gateway.knows(pipeline_id)
+                        await self.gateway.knows(pipeline_id)
                 yield ServeEvent(message=f"{engine.model} is ready", progress=1.0, engine=engine)
                 return
             if sent != (engine.message, engine.progress):
@@ -441,9 +427,9 @@ class Serving:
 
     async def _stop_quietly(self, node_id: str, pipeline_id: str) -> None:
         try:
-            if (held := self._book.held(pipeline_id)) is not None:
-                self._book.note_stopped(held.spec.model)
-            await self._peers.stop_engine(node_id, pipeline_id, self._book.record(pipeline_id))
+            if (held := self.book.held(pipeline_id)) is not None:
+                self.book.note_stopped(held.spec.model)
+            await self.peers.stop_engine(node_id, pipeline_id, self.book.record(pipeline_id))
         except EdgepipeError as error:
             logger.info("not stopped pipeline=%s: %s", pipeline_id, error)
 
@@ -526,13 +512,14 @@ def _check_served_as_asked(
         same = len(wanted) == len(allowed) and all(part in both for part, both in zip(wanted, allowed, strict=True))
     else:
         names = [{name, node_id} for _, _, name, node_id in parts]
-        same = request.num_nodes in (0, len(engine.stages))
-        same = same and (not names or request.first in ("", *names[0]))
-        same = same and not any(both & set(request.exclude) for both in names)
+        asked = request.options
+        same = asked.num_nodes in (0, len(engine.stages))
+        same = same and (not names or asked.first in ("", *names[0]))
+        same = same and not any(both & set(asked.exclude) for both in names)
     fact = (
         "" if same or not parts else f"it is served as {','.join(f'{name}:{layers}' for _, layers, name, _ in parts)}"
     )
-    fact = fact or (_other_setting(request, held.spec) if held is not None else "")
+    fact = fact or (_other_setting(request.options, held.spec) if held is not None else "")
     if fact:
         raise PlanInvalid(
             f"{engine.model} is served already, but not as asked",
@@ -541,9 +528,8 @@ def _check_served_as_asked(
         )
 
 
-def _other_setting(request: ServeRequest, spec: ServeSpec) -> str:
+def _other_setting(asked: ServeSpec, spec: ServeSpec) -> str:
     """Name a setting that a flag asked for and the served model lacks; empty if all agree."""
-    asked = request.options
     flags = {
         "--kv-tokens": (asked.kv_tokens, spec.kv_tokens),
         "--micro-batches": (asked.micro_batches, spec.micro_batches),
@@ -551,7 +537,7 @@ def _other_setting(request: ServeRequest, spec: ServeSpec) -> str:
         "--itl-goal": (asked.itl_goal, spec.itl_goal or DEFAULT_ITL_GOAL),
         "--experts-in-ram": (asked.experts_in_ram, spec.experts_in_ram or "none"),
         "--template-keywords": (asked.template_keywords, spec.template_keywords or "none"),
-        "--concurrency": (request.concurrency, spec.concurrency),
+        "--concurrency": (asked.concurrency, spec.concurrency),
         **_stage_flags(asked.settings, spec.settings),
     }
     other = next(((flag, now) for flag, (wanted, now) in flags.items() if wanted not in (0, "", "auto", now)), None)

@@ -22,7 +22,8 @@ from edgepipe.wire.bounds.stage import STAGE
 from edgepipe.wire.bounds.trust import TRUST
 
 MESSAGE_BOUNDS: Tables = {**COMMON, **ENGINE, **STAGE, **NODE, **TRUST}
-"""By message and field: the rule of every number, of every list, and of parts that have a check of their own."""
+"""By message and field: the rule of every number, of every list, and of parts that have a check of their own. A message
+without any of them is not named."""
 
 _Check = Callable[[Message], None]
 
@@ -39,7 +40,7 @@ def check_numbers(message: Message) -> None:
 @cache
 def _checks(descriptor: Descriptor) -> tuple[_Check, ...]:
     """Return the checks of a message; none if no value of any field needs one."""
-    rules = MESSAGE_BOUNDS[descriptor.name]
+    rules = MESSAGE_BOUNDS.get(descriptor.name, {})
     checks: list[_Check] = []
     for field in descriptor.fields:
         rule = rules.get(field.name)

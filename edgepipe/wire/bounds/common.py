@@ -22,7 +22,6 @@ _SAMPLING = Checked("edgepipe.wire.intake:submission_refusal")
 COMMON: Tables = {
     "Epoch": {"counter": COUNT},
     "Hello": {"protocol_version": EQUAL},
-    "Error": {},
     "LayerRange": {"start": LAYERS, "end": LAYERS},
     "Slice": {"index": LAYERS},
     "DeviceProfile": {
@@ -36,7 +35,6 @@ COMMON: Tables = {
         "ram_free_bytes": BYTES,
         "ram_bytes_per_s": RATE,
     },
-    "PackedProducts": {},
     "StageSettings": {
         "context_length": COUNT,  # the node compares it with the model, and says what is possible
         "block_size": Within(1, 1 << 16),  # tokens

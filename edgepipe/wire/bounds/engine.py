@@ -31,7 +31,6 @@ _ENDING = Checked("edgepipe.gateway.log:RequestLog.check_ending")
 _MOST_CHOICES = 128  # limit of edgepipe.wire.intake
 
 ENGINE: Tables = {
-    "GatewayMessage": {},
     "Submit": {
         "attempt": _ATTEMPT,
         "prompt": _SUBMISSION,
@@ -48,13 +47,12 @@ ENGINE: Tables = {
         "have": Most(_MOST_CHOICES, Checked("edgepipe.engine.table:RequestTable.resume")),
     },
     "EngineEvent": {"tokens": BY_SIZE, "ended": BY_SIZE, "prompt_scores": BY_SIZE, "prompt_reads": BY_SIZE},
-    "Welcome": {},
     "Tokens": {"attempt": _GENERATION, "choice": _LOG, "position": _LOG, "ids": _LOG, "logprobs": _LOG},
     "PromptScores": {
         "attempt": _GENERATION,
         "choice": _PROMPT_LOG,
         "position": _PROMPT_LOG,
-        "tokens": _PROMPT_LOG,
+        "logprobs": _PROMPT_LOG,
     },
     "PromptRead": {"attempt": _GENERATION, "choice": _GENERATION, "num_tokens": _GENERATION},
     "Ended": {
@@ -63,7 +61,6 @@ ENGINE: Tables = {
         "num_tokens": _ENDING,
         "cached_prompt_tokens": _ENDING,
     },
-    "DescribeEngine": {},
     "TraceEngine": {"after_step": Checked("edgepipe.engine.recorder:StepRecorder.steps")},
     "EngineTrace": {"steps": Most(4096), "now_us": COUNT, "preemptions": COUNT},
     "StepTrace": {

@@ -40,7 +40,6 @@ _BEATS: Tables = {
         "trust_keys": _HEARD,
         "wall_ms": COUNT,
     },
-    "Introduction": {},
     "NodeState": {
         "incarnation": COUNT,
         "devices": _STATE_LISTS,
@@ -70,7 +69,6 @@ _CALLS: Tables = {
     "PrepareRequest": {
         "kv_tokens": Within(0, 1 << 53),
     },
-    "PrepareEvent": {},
     "PrepareProgress": {"bytes_done": BYTES, "bytes_total": BYTES},
     "Prepared": {
         "max_blocks": BLOCKS,
@@ -81,8 +79,6 @@ _CALLS: Tables = {
         "crashed_epoch": COUNT,
         "crashed_step": COUNT,
     },
-    "ReleaseRequest": {},
-    "ReleaseReply": {},
     "StagePlacement": {"slices": FEW, "ram_percent": PERCENT},
     "ServeSpec": {
         "stages": FEW,
@@ -94,25 +90,13 @@ _CALLS: Tables = {
         "names": FEW,
     },
     "StartEngineRequest": {"nodes": NAMES},
-    "StartEngineReply": {},
-    "StopEngineRequest": {},
-    "StopEngineReply": {},
-    "StandByRequest": {},
-    "StandByReply": {},
     "RebalanceRequest": {"num_nodes": NODES},
-    "RebalanceReply": {},
-    "VouchRequest": {},
-    "VouchReply": {},
     "ServeBody": {"version": COUNT},
-    "ServeRecord": {},
     "ServeRecords": {"records": NAMES},
-    "ManifestRequest": {},
-    "ManifestReply": {},
     "ReadTensorRequest": {"offset": BYTES, "bytes_per_s": RATE},
     "KeepCopyRequest": {"parts": Most(4096, LAYERS)},
     "ReadFileRequest": {"offset": BYTES},
     "DataChunk": {"offset": Checked("edgepipe.daemon.files.transfer:WeightsClient.file")},
-    "ProfileLayerRequest": {},
     "ProfilePoint": {"size": Within(0.0, 1e9), "seconds": SECONDS, "expert_share": SHARE},
     "LayerProfile": {
         "base_s": SECONDS,
@@ -126,18 +110,13 @@ _CALLS: Tables = {
     "ProfileLinksRequest": {"node_ids": NAMES},
     "LinkProfile": {"one_way_s": SECONDS, "bytes_per_s": RATE},
     "ProfileLinksReply": {"links": BY_SIZE, "unreached": NAMES},
-    "EchoFrame": {},
 }
 
 _CHILDREN: Tables = {
-    "ChildReport": {},
     "Introduced": {"version": COUNT},
-    "LoadWanted": {},
-    "UnloadWanted": {},
     "KeptModels": {"models": NAMES},
     "KeptModel": {"keep_s": MEASURED, "idle_since_s": MEASURED},
     "LoadQueue": {"loading": NAMES, "waiting": NAMES},
-    "LoadFailed": {},
     "PlanWanted": {"left_out": NAMES, "question": COUNT},
     "PlanMade": {"nodes": NAMES, "question": COUNT},
     "Reachable": {"nodes": NAMES, "leaving": NAMES},
@@ -158,12 +137,8 @@ _CHILDREN: Tables = {
         "products": FEW,
         "window_block_bytes": Most(64, BYTES),
     },
-    "ChildCommand": {},
-    "LoadShard": {},
     "RunEngine": {"nodes": NAMES, "epoch_counter": COUNT},
     "IntroducedPeers": {"version": COUNT, "peers": BY_SIZE},
-    "IntroducedPeer": {},
-    "DeniedCall": {},
     "ClusterView": {
         "members": NAMES,
         "served": NAMES,
@@ -171,19 +146,13 @@ _CHILDREN: Tables = {
         "loadable": BY_SIZE,
         "stopped": NAMES,
     },
-    "ServedModel": {},
-    "StopChild": {},
-    "PauseStage": {},
 }
 
 _ADMIN: Tables = {
     "ReplicateRequest": {"copies": NODES},
     "ReplicateEvent": {"copies": NAMES},
     "CopyProgress": {"bytes_done": BYTES, "bytes_total": BYTES},
-    "GatewayRequest": {},
-    "GatewayReply": {},
     "MemberState": {"rtt_ms": MEASURED, "gap_ms": MEASURED, "clock_skew_ms": Within(-1e16, 1e16)},
-    "StatusRequest": {},
     "ClusterStatus": {
         "members": NAMES,
         "engines": NAMES,
@@ -199,12 +168,7 @@ _ADMIN: Tables = {
     },
     "ForeignNode": {"protocol_version": SHOWN, "pairing_port": PORT},
     "AbsentNode": {"since_us": COUNT},
-    "BrokenLink": {},
-    "RefusedPeer": {},
     "ChildState": {"pid": SHOWN},
-    "ServeRequest": {"num_nodes": NODES, "exclude": NAMES, "concurrency": CHATS},
-    "MeasureLinksRequest": {},
-    "SurveyRequest": {},
     "SurveyedMachine": {
         "free_bytes": BYTES,
         "taken_bytes": BYTES,
@@ -213,16 +177,9 @@ _ADMIN: Tables = {
     },
     "SurveyReply": {"machines": NAMES, "links": BY_SIZE, "unusable": NAMES, "broken": BY_SIZE},
     "ServeEvent": {"progress": MEASURED},
-    "StopModelRequest": {},
     "StopModelReply": {"stopped": NAMES},
-    "ShutdownRequest": {},
-    "ShutdownReply": {},
-    "RescanModelsRequest": {},
-    "RescanModelsReply": {},
-    "DrainRequest": {},
     "DrainEvent": {"stages": NAMES, "engines": NAMES},
     "LogsRequest": {"lines": Checked("edgepipe.daemon.services:AdminService.Logs")},
-    "LogLine": {},
 }
 
 NODE: Tables = {**_BEATS, **_CALLS, **_CHILDREN, **_ADMIN}

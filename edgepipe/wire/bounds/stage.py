@@ -30,7 +30,6 @@ _HOUR_US = 3_600_000_000  # far beyond every deadline of a step
 _DURATION_US = Within(0, _HOUR_US)
 
 STAGE: Tables = {
-    "ControlMessage": {},
     # A stage compares hidden sizes with its shard's.
     "OpenPipeline": {
         "slices": Most(256),
@@ -43,7 +42,6 @@ STAGE: Tables = {
         "window_blocks": Most(64, BLOCKS),
         "state_slots": BLOCKS,
     },
-    "RingNeighbour": {},
     "Plan": {
         "step": COUNT,
         "last_slice": _PLAN,
@@ -76,7 +74,6 @@ STAGE: Tables = {
         "seen_steps": _REGISTRATION,
     },
     "BlockCopy": {"source": _TABLE, "target": _TABLE},
-    "RingMessage": {},
     "OpenRing": {"slice": LAYERS, "hidden_size": Within(1, WIRE_MAX)},
     "Frame": {
         "step": _FRAME,
@@ -102,7 +99,6 @@ STAGE: Tables = {
         "spread_bytes": Within(0, 1 << 40),
     },
     "StageReport": {"crashed_step": Checked("edgepipe.engine.pump:Pump.sequences_of")},
-    "Opened": {},
     "StepDone": {
         "step": _DONE,
         "ids": _DONE,
@@ -121,7 +117,7 @@ STAGE: Tables = {
     "StageTimings": {"timings": Most(1024), "links": Most(1024)},
     "StepTiming": {
         "step": _DONE,
-        "slice": _DONE,
+        "slice_index": _DONE,
         "num_tokens": TOKENS,
         "num_rows": TOKENS,
         "started_us": COUNT,

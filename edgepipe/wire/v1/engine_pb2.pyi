@@ -313,14 +313,14 @@ class PromptScores(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     choice: _builtins.int
     position: _builtins.int
     """absolute, of the first token; 1 or more"""
     @_builtins.property
-    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
     def __init__(
         self,
         *,
@@ -328,11 +328,11 @@ class PromptScores(_message.Message):
         attempt: _builtins.int = ...,
         choice: _builtins.int = ...,
         position: _builtins.int = ...,
-        tokens: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "position", b"position", "request_id", b"request_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "logprobs", b"logprobs", "position", b"position", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2460,32 +2460,17 @@ class ServeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    NUM_NODES_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     REBALANCE_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
-    EXCLUDE_FIELD_NUMBER: _builtins.int
-    FIRST_FIELD_NUMBER: _builtins.int
-    THROUGHPUT_FIELD_NUMBER: _builtins.int
-    CONCURRENCY_FIELD_NUMBER: _builtins.int
     MUST_KEEP_CONTEXT_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    num_nodes: _builtins.int
-    """0: the planner decides"""
     plan: _builtins.str
     """"a:0-14,b:15-29"; empty: the planner decides"""
     rebalance: _builtins.bool
     """place a model that is served already anew"""
     moves: Global___Moves.ValueType
     """whether stages move by themselves from now on"""
-    first: _builtins.str
-    """the node that holds the first layers"""
-    throughput: _builtins.bool
-    """best for many chats instead of one"""
-    concurrency: _builtins.int
-    """number of chats; 0: the default"""
     must_keep_context: _builtins.bool
     """one whole context must fit"""
     @_builtins.property
@@ -2494,29 +2479,19 @@ class ServeRequest(_message.Message):
     def options(self) -> Global___ServeSpec:
         """stages left empty"""
 
-    @_builtins.property
-    def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """names or ids of nodes to leave out"""
-
     def __init__(
         self,
         *,
         hello: _common_pb2.Hello | None = ...,
-        model: _builtins.str = ...,
-        num_nodes: _builtins.int = ...,
         plan: _builtins.str = ...,
         options: Global___ServeSpec | None = ...,
         rebalance: _builtins.bool = ...,
         moves: Global___Moves.ValueType = ...,
-        exclude: _abc.Iterable[_builtins.str] | None = ...,
-        first: _builtins.str = ...,
-        throughput: _builtins.bool = ...,
-        concurrency: _builtins.int = ...,
         must_keep_context: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "exclude", b"exclude", "first", b"first", "hello", b"hello", "model", b"model", "moves", b"moves", "must_keep_context", b"must_keep_context", "num_nodes", b"num_nodes", "options", b"options", "plan", b"plan", "rebalance", b"rebalance", "throughput", b"throughput"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "moves", b"moves", "must_keep_context", b"must_keep_context", "options", b"options", "plan", b"plan", "rebalance", b"rebalance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

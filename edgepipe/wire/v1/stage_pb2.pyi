@@ -866,7 +866,7 @@ class StepTiming(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
-    SLICE_FIELD_NUMBER: _builtins.int
+    SLICE_INDEX_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ROWS_FIELD_NUMBER: _builtins.int
     STARTED_US_FIELD_NUMBER: _builtins.int
@@ -880,7 +880,7 @@ class StepTiming(_message.Message):
     EXPERT_SHARE_FIELD_NUMBER: _builtins.int
     UPLOAD_BYTES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    slice: _builtins.int
+    slice_index: _builtins.int
     num_tokens: _builtins.int
     num_rows: _builtins.int
     started_us: _builtins.int
@@ -905,7 +905,7 @@ class StepTiming(_message.Message):
         self,
         *,
         step: _builtins.int = ...,
-        slice: _builtins.int = ...,
+        slice_index: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         num_rows: _builtins.int = ...,
         started_us: _builtins.int = ...,
@@ -921,7 +921,7 @@ class StepTiming(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "expert_share", b"expert_share", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prepare_us", b"prepare_us", "queued_us", b"queued_us", "sample_us", b"sample_us", "send_queue_us", b"send_queue_us", "slice", b"slice", "started_us", b"started_us", "step", b"step", "upload_bytes", b"upload_bytes", "upload_us", b"upload_us", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "expert_share", b"expert_share", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "prepare_us", b"prepare_us", "queued_us", b"queued_us", "sample_us", b"sample_us", "send_queue_us", b"send_queue_us", "slice_index", b"slice_index", "started_us", b"started_us", "step", b"step", "upload_bytes", b"upload_bytes", "upload_us", b"upload_us", "wait_us", b"wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -33,15 +33,16 @@ from edgepipe.scheduler import Scheduler, SchedulerLimits, SequenceSpec, Throttl
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.stage.sequences import SequenceTable
 from edgepipe.testing.clock import FakeClock
+from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import epoch_to_wire
 from edgepipe.wire.plans import (
+    LinkSample,
     Registration,
+    StageTimings,
     StepPlan,
     command_from_wire,
     done_from_wire,
     plan_from_wire,
-    sample_from_wire,
-    timings_from_wire,
 )
 from edgepipe.wire.requests import Submission, reports_from_wire
 from edgepipe.wire.v1 import common_pb2, engine_pb2, stage_pb2
@@ -244,7 +245,7 @@ def _engine_event(name: str, num_top: int) -> engine_pb2.EngineEvent:
     score = common_pb2.TokenLogprobs(logprob=-1.0, top_ids=range(num_top), top_logprobs=[-1.0] * num_top)
     event.prompt_reads.add(request_id=name, attempt=1, num_tokens=2)
     if num_top:
-        event.prompt_scores.add(request_id=name, attempt=1, position=1, tokens=[score] * (len(_PROMPT) - 1))
+        event.prompt_scores.add(request_id=name, attempt=1, position=1, logprobs=[score] * (len(_PROMPT) - 1))
     event.tokens.add(request_id=name, attempt=1, ids=[7] * _LOG, logprobs=[score] * _LOG if num_top else ())
     event.ended.add(request_id=name, attempt=1, reason="stop", num_tokens=_LOG)
     return event
@@ -256,12 +257,12 @@ class EngineOfRogueStage:
     def __init__(self) -> None:
         self._begin()
         done = stage_pb2.StepDone(epoch=epoch_to_wire(EPOCH), step=1, ids=[3, 3])
-        done.timings.add(step=1, slice=1, num_tokens=6, num_rows=2, compute_us=1000)
+        done.timings.add(step=1, slice_index=1, num_tokens=6, num_rows=2, compute_us=1000)
         done.logprobs.add(index=1).token.logprob = -1.0
         done.prompt_logprobs.add(sequence=1, position=1).tokens.add(logprob=-1.0)
         done.failures.add(index=0)
         times = stage_pb2.StageTimings()
-        times.timings.add(step=1, slice=1, num_tokens=6, num_rows=2, compute_us=1000)
+        times.timings.add(step=1, slice_index=1, num_tokens=6, num_rows=2, compute_us=1000)
         times.links.add(step=1, num_bytes=1000, first_sent_us=1, acknowledged_us=9)
         self.samples = [stage_pb2.StageReport(step_done=done), stage_pb2.StageReport(timings=times)]
 
@@ -272,7 +273,7 @@ class EngineOfRogueStage:
             "counter": (EPOCH.counter,),
             "ids": (2, CONFIG.vocab_size),
             "index": (2,),
-            "slice": (1, 2),
+            "slice_index": (1, 2),
             "sequence": (1, 2),
             "position": (len(_PROMPT),),
         }.get(field, ())
@@ -287,7 +288,7 @@ class EngineOfRogueStage:
                 if self._pump.num_retired > retired:  # the loop does so a little later
                     self._pump._look_back(self._site, done, 0.0)
             elif message.HasField("timings"):
-                self._pump.on_report(self._site, timings_from_wire(message.timings))
+                self._pump.on_report(self._site, from_wire(message.timings, StageTimings))
         except EdgepipeError:
             self._begin()
             raise
@@ -444,7 +445,7 @@ class SenderToRogueStage:
         """As ``RingSender`` takes it."""
         self._outbox.grant(StepId(message.step), message.credits)
         if message.HasField("sample"):
-            sample_from_wire(message.sample)
+            from_wire(message.sample, LinkSample)
         while (parcel := self._outbox.next()) is not None:
             self._written += 1
             self._outbox.written(parcel)

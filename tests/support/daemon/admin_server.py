@@ -59,7 +59,7 @@ class FakeNode:
         return pb.StopModelReply(stopped=[request.model])
 
     def Serve(self, request: pb.ServeRequest, context: Any) -> Iterator[pb.ServeEvent]:
-        self.asked_to_serve.append(request.model)
+        self.asked_to_serve.append(request.options.model)
         self.names.append(list(request.options.names))
         yield from ()
         refuse(context, ModelUnknown("no node has this model"))

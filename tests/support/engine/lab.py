@@ -219,7 +219,7 @@ class FakeGateway:
                 answer.reads.append(read.num_tokens)
             for part in event.prompt_scores:
                 answer = self.answer(part.request_id, choice=part.choice, attempt=part.attempt)
-                answer.prompt_logprobs[part.position - 1 :] = part.tokens
+                answer.prompt_logprobs[part.position - 1 :] = part.logprobs
             for ended in event.ended:
                 answer = self.answer(ended.request_id, choice=ended.choice, attempt=ended.attempt)
                 assert answer.ended is None, "a choice ended twice"

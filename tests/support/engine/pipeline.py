@@ -27,19 +27,20 @@ from edgepipe.stage.sampler import Sampler
 from edgepipe.stage.service import serve_control
 from edgepipe.stage.stage import Stage
 from edgepipe.stage.stage_epoch import MakeLink
+from edgepipe.wire.codec import from_wire
 from edgepipe.wire.common import Hello, epoch_to_wire
 from edgepipe.wire.errors import error_from_wire
 from edgepipe.wire.plans import (
     LinkSample,
     PipelineSpec,
     Registration,
+    StageTimings,
     StepDone,
     StepPlan,
     StepTiming,
     done_from_wire,
     registrations_to_wire,
     spec_to_wire,
-    timings_from_wire,
 )
 from edgepipe.wire.v1 import stage_pb2
 from edgepipe.wire.v1.stage_pb2_grpc import StageStub
@@ -73,7 +74,7 @@ class StageReports:
         elif report.HasField("step_done"):
             self.done.put_nowait(done_from_wire(report.step_done))
         elif report.HasField("timings"):
-            timings = timings_from_wire(report.timings)
+            timings = from_wire(report.timings, StageTimings)
             self.timings.extend(timings.timings)
             self.links.extend(timings.links)
             self.has_timings.set()

@@ -231,7 +231,7 @@ def _scores(submit: engine_pb2.Submit, ids: Sequence[int]) -> list[common_pb2.To
 
 def _prompt_scores(submit: engine_pb2.Submit) -> engine_pb2.EngineEvent:
     scores = engine_pb2.PromptScores(request_id=submit.request_id, attempt=submit.attempt, position=1)
-    scores.tokens.extend(_scores(submit, submit.prompt[1:]))
+    scores.logprobs.extend(_scores(submit, submit.prompt[1:]))
     return engine_pb2.EngineEvent(prompt_scores=[scores])
 
 

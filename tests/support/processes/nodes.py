@@ -58,7 +58,7 @@ class Node:
 
     async def serve_events(self, model: str, *, options: ServeSpec | None = None, **request: Any) -> list[ServeEvent]:
         """Serve a model; all events."""
-        wanted = ServeRequest(model=model, options=options or ServeSpec(model=model), **request)
+        wanted = ServeRequest(options=options or ServeSpec(model=model), **request)
         async with asyncio.timeout(60), self.admin() as admin:
             return [event async for event in admin.serve(wanted)]
 

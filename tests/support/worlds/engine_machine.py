@@ -216,7 +216,7 @@ class Machine:
         for run in self.runs.values():
             if run.state == "ready":
                 self.book.note_served(run.pipeline_id, run.spec)
-        self._own(ownership.Looked())
+        self._own(ownership.SightChanged())
         if self.book.records() != before:
             self.changed()
 
@@ -245,7 +245,7 @@ class Machine:
     def _own(self, event: ownership.Event) -> None:
         least_s = self.world.now_s
         commands = self.ownership.handle(event, self._sight(), least_s)
-        self._tick_at("ownership", self.ownership.wake_at_s, lambda: self._own(ownership.Tick()))
+        self._tick_at("ownership", self.ownership.wake_at_s, lambda: self._own(ownership.WaitEnded()))
         for command in commands:
             self.world.note(f"{self.name}: {type(event).__name__} -> {command}"[:160])
             self.world.count(type(command).__name__)
@@ -359,7 +359,7 @@ class Machine:
     def _live(self, event: life.Event) -> None:
         around = self._around()
         commands = self.lives.handle(event, around, self.world.now_s)
-        self._tick_at("lives", self.lives.wake_at_s, lambda: self._live(life.Tick()))
+        self._tick_at("lives", self.lives.wake_at_s, lambda: self._live(life.PauseEnded()))
         for command in commands:
             self.world.note(
                 f"{self.name}: {type(event).__name__} -> {command} {self.runs[command.run].pipeline_id}"[:160]

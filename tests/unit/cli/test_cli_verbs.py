@@ -347,7 +347,7 @@ def test_logs_of_a_stopped_node_are_what_it_left(run: Run, tmp_path: Path) -> No
 
 def test_serve_flags_become_the_request() -> None:
     request = serve_request("m", nodes=2, micro_batches="3", context=512, activations="float32")
-    assert (request.model, request.num_nodes, request.plan) == ("m", 2, "")
+    assert (request.options.model, request.options.num_nodes, request.plan) == ("m", 2, "")
     assert (request.options.micro_batches, request.options.settings.context_length) == (3, 512)
     assert serve_request("m", plan="a:0-1").options.micro_batches == 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from edgepipe.cli.chat.answer_view import NoView
+from edgepipe.cli.chat.answer_view import AnswerView
 from edgepipe.cli.chat.conversation import PartialAnswer, stream_answer
 from edgepipe.cli.find import Target
 from edgepipe.cli.sse import ChatClient, EventContent
@@ -12,7 +12,7 @@ from tests.support.gateways.fake_engine import FakeEngine
 from tests.support.gateways.server import serving
 
 
-class Watched(NoView):
+class Watched(AnswerView):
     """Remembers what was shown."""
 
     def __init__(self) -> None:

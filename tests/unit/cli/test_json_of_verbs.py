@@ -23,7 +23,7 @@ class ServingNode(FakeNode):
 
     def Serve(self, request: pb.ServeRequest, context: Any) -> Iterator[pb.ServeEvent]:
         yield to_wire(ServeEvent(message="loading", progress=0.5), pb.ServeEvent)
-        engine = make_engine(request.model, stages=make_status().engines[0].stages)
+        engine = make_engine(request.options.model, stages=make_status().engines[0].stages)
         yield to_wire(ServeEvent(engine=engine), pb.ServeEvent)
 
 

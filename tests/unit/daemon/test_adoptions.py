@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgepipe.cluster.changes import Changes
 from edgepipe.config import Timeouts
 from edgepipe.daemon import services
-from edgepipe.daemon.changes import Changes
 from edgepipe.daemon.files import adoptions as bounds
 from edgepipe.daemon.files.adoptions import FORGET_S, Adopted, Adoptions, ModelKey
 from edgepipe.daemon.files.models import Models

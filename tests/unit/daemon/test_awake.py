@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edgepipe.daemon.changes import Changes
+from edgepipe.cluster.changes import Changes
 from edgepipe.daemon.machine.awake import awake_command, keep_awake
 
 

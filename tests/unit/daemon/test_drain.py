@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from edgepipe.backend.types import DeviceProfile
-from edgepipe.daemon.changes import Changes
+from edgepipe.cluster.changes import Changes
 from edgepipe.daemon.serving.capacity import device_is_coming, rooms_of
 from edgepipe.daemon.serving.drain import DEVICE_S, Drain
 from edgepipe.daemon.serving.replanning import Replanner

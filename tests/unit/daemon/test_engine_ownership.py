@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from edgepipe.daemon.serving.engine_ownership import YIELD_S, Ownership, RivalSeen, Sight, Tick, Yield
+from edgepipe.daemon.serving.engine_ownership import YIELD_S, Ownership, RivalSeen, Sight, WaitEnded, Yield
 from edgepipe.daemon.serving.takeover import Vacancies
 from edgepipe.ids import PipelineId
 from edgepipe.wire.engines import ServeSpec
@@ -41,7 +41,7 @@ SIGHT = Sight(
 def test_the_newer_claim_yields_after_a_while_if_no_owner_decides(rival: ServeBody, later: Sight, yields: bool) -> None:
     ownership = Ownership(Vacancies(), gather_until_s=NOW_S, rest_s=1.0)
     assert ownership.handle(RivalSeen(record=rival), SIGHT, NOW_S) == []
-    assert ownership.handle(Tick(), later, NOW_S + YIELD_S - 0.1) == []
+    assert ownership.handle(WaitEnded(), later, NOW_S + YIELD_S - 0.1) == []
     expected = [Yield(rival=rival)] if yields else []
-    assert ownership.handle(Tick(), later, NOW_S + YIELD_S) == expected
+    assert ownership.handle(WaitEnded(), later, NOW_S + YIELD_S) == expected
     assert ownership.wake_at_s is None

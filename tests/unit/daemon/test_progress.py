@@ -16,7 +16,7 @@ class Noting(DaemonLink):
     """Notes the reports instead of queueing them; leaves after so many."""
 
     def __init__(self, *, progress_s: float, most: int) -> None:
-        super().__init__(replace(STAGE_SETTINGS, encrypted=False, progress_s=progress_s))
+        super().__init__(replace(STAGE_SETTINGS, progress_s=progress_s))
         self.noted: list[ChildProgress] = []
         self.enough = asyncio.Event()
         self._most = most

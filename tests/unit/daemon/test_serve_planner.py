@@ -32,7 +32,7 @@ DEVICE = DeviceProfile(
     bandwidth_bytes_per_s=1e10,
     flops=1e12,
 )
-REQUEST = ServeRequest(model="m", options=ServeSpec(model="m"))
+REQUEST = ServeRequest(options=ServeSpec(model="m"))
 
 
 def machine(name: str, layer_s: float, *, free_bytes: int = 1 << 30) -> SurveyedMachine:

@@ -13,10 +13,8 @@ from edgepipe.wire.requests import (
     Cancellation,
     Resumption,
     Submission,
-    cancellation_from_wire,
     command_to_wire,
     opening_hello,
-    resumption_from_wire,
     submission_from_wire,
 )
 from edgepipe.wire.v1 import common_pb2, engine_pb2
@@ -56,8 +54,8 @@ def test_a_submission_survives() -> None:
 def test_cancel_and_resume_survive() -> None:
     cancellation = Cancellation(request_id=RequestId("r"), attempt=2, choice=1, at_position=17)
     resumption = Resumption(request_id=RequestId("r"), attempt=2, have=(3, 0))
-    assert cancellation_from_wire(command_to_wire(cancellation).cancel) == cancellation
-    assert resumption_from_wire(command_to_wire(resumption).resume) == resumption
+    assert from_wire(command_to_wire(cancellation).cancel, Cancellation) == cancellation
+    assert from_wire(command_to_wire(resumption).resume, Resumption) == resumption
 
 
 def test_a_submission_that_cannot_be_sampled_is_the_senders_fault() -> None:

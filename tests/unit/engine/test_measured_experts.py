@@ -13,7 +13,9 @@ from edgepipe.ids import StepId
 from edgepipe.scheduler.pacing import HOST_S
 from edgepipe.spec.facts import LayerRange, make_slices
 from edgepipe.weights.mixes import named_model
-from edgepipe.wire.plans import StageTimings, StepTiming, timings_from_wire, timings_to_wire
+from edgepipe.wire.codec import from_wire, to_wire
+from edgepipe.wire.plans import StageTimings, StepTiming
+from edgepipe.wire.v1 import stage_pb2
 from tests.support.engine.ring_model import ROW_BYTES, RingModel
 
 SEQUENCES, ONE_WAY_MS, SKEW = 32, 10.0, 1.5
@@ -89,5 +91,5 @@ def test_a_timing_carries_the_share() -> None:
     timing = StepTiming(
         step=StepId(1), slice_index=0, num_tokens=4, num_rows=4, started_us=1, compute_us=5, expert_share=0.375
     )
-    report = timings_to_wire(StageTimings(timings=(timing,)))
-    assert timings_from_wire(report.timings).timings == (timing,)
+    report = to_wire(StageTimings(timings=(timing,)), stage_pb2.StageTimings)
+    assert from_wire(report, StageTimings).timings == (timing,)

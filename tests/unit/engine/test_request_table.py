@@ -103,10 +103,10 @@ async def test_a_gateway_that_comes_back_gets_the_log_probabilities_of_a_long_pr
     events = await events_of(again)
     assert max(event.ByteSize() for event in events) <= min(PACKED_BYTES, MAX_MESSAGE_BYTES)
     parts = [part for event in events for part in event.prompt_scores]
-    positions = [part.position + index for part in parts for index in range(len(part.tokens))]
+    positions = [part.position + index for part in parts for index in range(len(part.logprobs))]
     assert positions == list(range(1, count))
-    assert [token.logprob for part in parts for token in part.tokens] == [-float(token) for token in range(1, count)]
-    assert {len(token.top_ids) for part in parts for token in part.tokens} == {20}
+    assert [token.logprob for part in parts for token in part.logprobs] == [-float(token) for token in range(1, count)]
+    assert {len(token.top_ids) for part in parts for token in part.logprobs} == {20}
     tokens = [part for event in events for part in event.tokens]
     assert [token for part in tokens for token in part.ids] == list(range(7, 507))
     assert [entry.logprob for part in tokens for entry in part.logprobs] == [-1.0 - n for n in range(500)]

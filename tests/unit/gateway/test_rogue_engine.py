@@ -34,7 +34,7 @@ class Rogue(FakeEngine):
 
 SCORE = common_pb2.TokenLogprobs(logprob=-1.0, top_ids=[1, 2, 3], top_logprobs=[-1.0, -2.0, -3.0])
 SCORES = [
-    engine_pb2.EngineEvent(prompt_scores=[engine_pb2.PromptScores(position=1 + 100 * each, tokens=[SCORE] * 100)])
+    engine_pb2.EngineEvent(prompt_scores=[engine_pb2.PromptScores(position=1 + 100 * each, logprobs=[SCORE] * 100)])
     for each in range(3)
 ]
 

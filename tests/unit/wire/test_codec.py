@@ -75,7 +75,7 @@ def values(hint: Any, rule: Rule | None = None) -> st.SearchStrategy[Any]:
 @cache
 def records(kind: type[Any]) -> st.SearchStrategy[Any]:
     """Any value of a dataclass."""
-    hints, rules = typing.get_type_hints(kind), MESSAGE_BOUNDS[message_of(kind).DESCRIPTOR.name]
+    hints, rules = typing.get_type_hints(kind), MESSAGE_BOUNDS.get(message_of(kind).DESCRIPTOR.name, {})
     fields = [field.name for field in dataclasses.fields(kind)]
     return st.builds(kind, **{name: values(hints[name], rules.get(name)) for name in fields})
 

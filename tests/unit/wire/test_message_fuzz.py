@@ -89,7 +89,7 @@ async def test_valid_messages_are_no_errors(folders: Folders, method: str) -> No
 
 def beyond_bounds(message: Message, whole: Message) -> Iterator[tuple[str, Message]]:
     """Copies of ``whole`` with one number of ``message``, a part of it, far beyond its bound."""
-    rules = MESSAGE_BOUNDS[message.DESCRIPTOR.name]
+    rules = MESSAGE_BOUNDS.get(message.DESCRIPTOR.name, {})
     for field in fields_of(message):
         rule = rules.get(field.name)
         if isinstance(rule, Within) and not field.is_repeated:
