@@ -172,10 +172,24 @@ OLLAMA: RefusedFields = {
     "template": Refused(("",)),
 }
 
+ANTHROPIC: RefusedFields = {
+    "container": Refused(),
+    "max_completion_tokens": Refused((), "max_tokens"),
+    "mcp_servers": Refused(([],)),
+    "output_format": Refused((), "output_config.format"),
+    "prompt": Refused((), "messages"),
+    "reasoning_effort": Refused((), "output_config.effort"),
+    "response_format": Refused((), "output_config.format"),
+    "stop": Refused(([], ""), "stop_sequences"),
+}
+
 TOKENIZE: RefusedFields = {name: refused for name, refused in CONVERSATION.items() if name != "add_special_tokens"}
 
 NO_EFFECT: Mapping[str, str] = {
+    "cache_control": "the prefix cache is always on",
     "cache_prompt": "the prefix cache is always on",
+    "context_management": "edgepipe refuses a prompt that is too long and never cuts it",
+    "diagnostics": "answers have no diagnostics",
     "disable_fallback": "in structured_outputs",
     "dry_allowed_length": "only with dry_multiplier, which is refused",
     "dry_base": "only with dry_multiplier, which is refused",
@@ -185,6 +199,7 @@ NO_EFFECT: Mapping[str, str] = {
     "guided_decoding_backend": "edgepipe has one backend",
     "id_slot": "the engine assigns slots",
     "include_obfuscation": "in stream_options: edgepipe pads no events",
+    "inference_geo": "requests stay in the cluster",
     "metadata": "edgepipe stores no requests",
     "mirostat_eta": "only with mirostat, which is refused",
     "mirostat_tau": "only with mirostat, which is refused",
@@ -199,6 +214,7 @@ NO_EFFECT: Mapping[str, str] = {
     "return_progress": "edgepipe sends no progress",
     "safety_identifier": "edgepipe sends no reports about users",
     "shift": "edgepipe refuses a prompt that is too long and never cuts it",
+    "speed": "the model has one speed",
     "spaces_between_special_tokens": "answers contain no special tokens",
     "summary": "in reasoning: answers have the reasoning itself",
     "store": "edgepipe stores no requests",
