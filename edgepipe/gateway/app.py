@@ -28,6 +28,7 @@ from edgepipe.gateway.protocols.anthropic.handlers import anthropic_endpoints
 from edgepipe.gateway.protocols.error_forms import problem_response
 from edgepipe.gateway.protocols.ollama.handlers import ollama_endpoints
 from edgepipe.gateway.protocols.openai.handlers import openai_endpoints
+from edgepipe.gateway.protocols.responses.handlers import responses_endpoints
 from edgepipe.gateway.request_scope import RequestScope
 from edgepipe.gateway.request_share import RequestShare
 from edgepipe.gateway.schema import DetokenizeBody, TokenizeBody
@@ -99,6 +100,7 @@ def _endpoints(answering: Answering, status_handlers: StatusHandlers) -> Sequenc
     return [
         *openai_endpoints(answering),
         *anthropic_endpoints(answering),
+        *responses_endpoints(answering),
         *_models(status_handlers),
         *_status(status_handlers),
         *_tokens(tokens),
