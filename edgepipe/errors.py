@@ -169,6 +169,9 @@ class PromptTooLong(RequestInvalid):
     """The prompt is longer than the model's context."""
 
     code = "context_length_exceeded"
+    # For clients that read them: tokens of the prompt, and the most that it may have; 0: not known.
+    num_tokens: int = 0
+    most_tokens: int = 0
 
 
 class PortInUse(UserError):

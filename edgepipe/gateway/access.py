@@ -99,12 +99,16 @@ class Guard:
         names = [name for name, _ in headers]
         if b"transfer-encoding" in names and b"content-length" in names:
             raise HttpProblem(status=400, message="the request has two body lengths", code="invalid_http")
-        given = _key_in([value for name, value in headers if name == b"authorization"])
+        given = _key_in(headers)
         if owner := self._owner_by_key(given):
             return owner
         if scope["path"] in OPEN_PATHS or (is_local(scope) and not self._key_on_loopback):
             return address_of(scope.get("client"))
-        text = "the key is wrong" if given else "the request needs a key: send 'Authorization: Bearer KEY'"
+        text = (
+            "the key is wrong"
+            if given
+            else "the request needs a key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        )
         raise HttpProblem(
             status=401,
             message=f"{text}. {_WHERE_KEY}",
@@ -152,9 +156,19 @@ def address_of(client: tuple[str, int] | None) -> str:
     return f"address:{client[0] if client is not None else ''}"
 
 
-def _key_in(values: list[bytes]) -> bytes:
-    """Return the key of a single Authorization header, else an empty string."""
-    return values[0][len(_BEARER) :].strip() if len(values) == 1 and values[0].lower().startswith(_BEARER) else b""
+def _key_in(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Return the key of a single Authorization header, or of Anthropic's ``x-api-key``; an empty string without a key.
+
+    Raises HttpProblem if they have different keys: a client sends a key of another service by mistake.
+    """
+    bearers = [value for name, value in headers if name == b"authorization"]
+    found = {value.strip() for name, value in headers if name == b"x-api-key"} - {b""}
+    if len(bearers) == 1 and bearers[0].lower().startswith(_BEARER):
+        found.add(bearers[0][len(_BEARER) :].strip())
+    if len(found) > 1:
+        text = "the request has different keys in Authorization and x-api-key: send one of them"
+        raise HttpProblem(status=401, message=text, code="invalid_api_key")
+    return next(iter(found), b"")
 
 
 def _foreign_host(hosts: list[str]) -> str:

@@ -24,9 +24,11 @@ from edgepipe.gateway.openapi import make_document, make_page
 from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.problems import HttpProblem, from_error
 from edgepipe.gateway.protocols.answering import Answering
+from edgepipe.gateway.protocols.anthropic.handlers import anthropic_endpoints
 from edgepipe.gateway.protocols.error_forms import problem_response
 from edgepipe.gateway.protocols.ollama.handlers import ollama_endpoints
 from edgepipe.gateway.protocols.openai.handlers import openai_endpoints
+from edgepipe.gateway.protocols.responses.handlers import responses_endpoints
 from edgepipe.gateway.request_scope import RequestScope
 from edgepipe.gateway.request_share import RequestShare
 from edgepipe.gateway.schema import DetokenizeBody, TokenizeBody
@@ -97,6 +99,8 @@ def _endpoints(answering: Answering, status_handlers: StatusHandlers) -> Sequenc
     )
     return [
         *openai_endpoints(answering),
+        *anthropic_endpoints(answering),
+        *responses_endpoints(answering),
         *_models(status_handlers),
         *_status(status_handlers),
         *_tokens(tokens),
@@ -219,7 +223,7 @@ def _show_http(paths: Sequence[str]) -> Callable[[Request, Exception], Awaitable
         code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "http_error")
         text = f"{request.method} {path[:200]}: {exc.detail}"
         if exc.status_code == 404:
-            text += ". OpenAI's API is under /v1, Ollama's under /api; /docs lists them"
+            text += ". OpenAI's and Anthropic's APIs are under /v1, Ollama's under /api; /docs lists them"
             if near := difflib.get_close_matches(f"/{path[:100].strip('/')}", paths, n=1, cutoff=0.7):
                 text += f". Did you mean {near[0]}?"
         problem = HttpProblem(status=exc.status_code, message=text, code=code, headers=exc.headers or {})

@@ -14,6 +14,7 @@ from edgepipe.gateway.generation import Generation
 from edgepipe.gateway.metrics import RequestMeter
 from edgepipe.gateway.models import Assets, ModelEntry
 from edgepipe.gateway.text import ChoiceText, Delta, parts_of
+from edgepipe.gateway.thought_tokens import ThoughtTokens
 from edgepipe.gateway.tool_calls import Scanned, call_id, joined_calls
 from edgepipe.gateway.tool_names import ToolNames
 from edgepipe.gateway.turns import Turns
@@ -71,6 +72,7 @@ class Counts:
     """Token counts of a request so far: a function of the log."""
 
     completion_tokens: int = 0
+    reasoning_tokens: int = 0  # of the completion tokens
     cached_prompt_tokens: int = 0
     read_prompt_tokens: int = 0  # computed tokens of prompts that take several steps
     # Scores of the prompts' tokens; the key is the prompt's index.
@@ -87,6 +89,7 @@ class _Track:
     text: ChoiceText
     reader: AnswerReader | None
     names: ToolNames
+    thoughts: ThoughtTokens
 
     @property
     def unread(self) -> bool:
@@ -165,8 +168,17 @@ def _tracks(completion: Completion, prompt: int, generation: Generation, assets:
         )
         reader = _reader(completion, generation, choice)
         names = completion.answer.names if completion.answer is not None else ToolNames()
+        thoughts = ThoughtTokens(inside=completion.answer is not None and completion.answer.in_reasoning)
         tracks.append(
-            _Track(generation=generation, prompt=prompt, choice=choice, text=text, reader=reader, names=names)
+            _Track(
+                generation=generation,
+                prompt=prompt,
+                choice=choice,
+                text=text,
+                reader=reader,
+                names=names,
+                thoughts=thoughts,
+            )
         )
     return tracks
 
@@ -204,22 +216,32 @@ def _advance(track: _Track, counts: Counts, meter: RequestMeter, *, most: int) -
     if track.generation.request.sampling.logprobs:
         delta = replace(delta, logprobs=tuple(log.logprobs(track.choice, start=before, count=count)))
     if track.reader is not None:
-        delta = _read(delta, track.reader, track.names)
+        before_thoughts = track.thoughts.count
+        delta = _read(delta, track.reader, track.names, track.thoughts)
+        counts.reasoning_tokens += track.thoughts.count - before_thoughts
     if delta.finish_reason is not None:
         meter.choice_ended(delta.finish_reason)
     return delta
 
 
-def _read(delta: Delta, reader: AnswerReader, names: ToolNames) -> Delta:
+def _read(delta: Delta, reader: AnswerReader, names: ToolNames, thoughts: ThoughtTokens) -> Delta:
     """Move tool calls and reasoning from the delta's text to its calls, by the client's names, and its reasoning."""
-    scanned = reader.push(delta.text)
-    content, reasoning, reason = scanned.content, scanned.reasoning, delta.finish_reason
+    parts: list[Scanned] = []
+    for text in delta.pieces:
+        parts.append(reader.push(text))
+        thoughts.add(parts[-1])
+    parts.append(reader.push(delta.text[sum(map(len, delta.pieces)) :]))
+    reason = delta.finish_reason
     if reason is not None:
-        rest = reader.finish(followed_by=delta.stopped_by or ("" if reason == "length" else None))
-        content, reasoning = content + rest.content, reasoning + rest.reasoning
-        if rest.calls:
-            scanned = Scanned(calls=joined_calls([*scanned.calls, *rest.calls]))
+        parts.append(reader.finish(followed_by=delta.stopped_by or ("" if reason == "length" else None)))
+        thoughts.finish()
         if reason == "stop" and reader.num_calls and not reader.in_call:
             reason = "tool_calls"
-    calls = tuple(replace(call, name=names.for_client(call.name)) for call in scanned.calls)
-    return replace(delta, text=content, calls=calls, reasoning=reasoning, finish_reason=reason)
+    found = joined_calls(call for part in parts for call in part.calls)
+    return replace(
+        delta,
+        text="".join(part.content for part in parts),
+        calls=tuple(replace(call, name=names.for_client(call.name)) for call in found),
+        reasoning="".join(part.reasoning for part in parts),
+        finish_reason=reason,
+    )

@@ -125,6 +125,25 @@ class CompletionService:
         memory.release()
         return self._prepared(completion, entry, assets, owner)
 
+    async def count_prompt_tokens(self, body: ChatBody, *, owner: str) -> int:
+        """Return the number of tokens of a conversation's prompt, as ``chat`` makes it. Raises as ``chat``."""
+        entry = await self.loads.entry(body.model, owner=owner)
+        assets = await entry.assets()
+        choice = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        text = await render_chat(assets, body, choice, owner=owner, defaults=entry.served.template_keywords)
+        try:
+            ids = await encode(
+                assets,
+                text,
+                special_tokens=False,
+                at_most=entry.served.context_length,
+                threads=self.threads,
+                owner=owner,
+            )
+        except TooManyTokens as exc:
+            return exc.count
+        return len(ids)
+
     async def complete(self, body: CompletionBody, *, owner: str, memory: Holding) -> PreparedCompletion:
         """Prepare continuations of prompts, as ``chat``. Raises HttpProblem, EdgepipeError."""
         entry = await self.loads.entry(body.model, owner=owner)

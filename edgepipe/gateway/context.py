@@ -29,8 +29,10 @@ def limit_tokens(*, num_prompt_tokens: int, wanted: int | None, context_length: 
 
 def prompt_too_long(num_prompt_tokens: int, context_length: int) -> PromptTooLong:
     """Build the error of a prompt that leaves no room for an answer. Clients search for its first words."""
-    return PromptTooLong(
+    error = PromptTooLong(
         f"This model's maximum context length is {context_length} tokens",
         fact=f"the prompt has {num_prompt_tokens} tokens; context {context_length}, one of them for the answer",
         next_step=f"shorten the prompt by {num_prompt_tokens + 1 - context_length} tokens",
     )
+    error.num_tokens, error.most_tokens = num_prompt_tokens, context_length - 1
+    return error

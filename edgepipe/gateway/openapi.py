@@ -50,7 +50,7 @@ def make_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         "info": {
             "title": "edgepipe",
             "version": __version__,
-            "description": "One language model over the machines you own. It speaks OpenAI's API and Ollama's.",
+            "description": "One language model over the machines you own, with the APIs of OpenAI, Anthropic, Ollama.",
         },
         "paths": paths,
         "components": {
@@ -106,7 +106,7 @@ pre {{ overflow-x: auto; padding: .7rem; border: 1px solid #8886; border-radius:
 table {{ border-collapse: collapse }} td {{ padding: .15rem .8rem .15rem 0; vertical-align: top }}
 </style></head><body>
 <h1>edgepipe API</h1>
-<p>OpenAI's API and Ollama's. For programs: <a href="/openapi.json">openapi.json</a>.</p>
+<p>The APIs of OpenAI, Anthropic and Ollama. For programs: <a href="/openapi.json">openapi.json</a>.</p>
 <pre>curl http://{host}/v1/chat/completions -H 'Content-Type: application/json' \\
   -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}'</pre>
 {sections}

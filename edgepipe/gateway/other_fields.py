@@ -166,16 +166,47 @@ MESSAGE: RefusedFields = {
 REASONING: RefusedFields = {"exclude": Refused((False,))}
 """In ``reasoning``."""
 
+RESPONSES: RefusedFields = {
+    "background": Refused((False,)),
+    "context_management": Refused(([],)),
+    "conversation": Refused((), "previous_response_id"),
+    "messages": Refused((), "input"),
+    "max_tokens": Refused((), "max_output_tokens"),
+    "max_completion_tokens": Refused((), "max_output_tokens"),
+    "n": Refused(_ONE),
+    "prompt": Refused((), "instructions and input"),
+    "response_format": Refused((), "text.format"),
+    "stop": Refused(([], "")),
+    "top_logprobs": Refused(_ZERO, "logprobs to /v1/chat/completions"),
+    "truncation": Refused(("disabled",)),
+}
+"""Fields of the Responses API."""
+
 OLLAMA: RefusedFields = {
     "context": Refused(([],), "messages to /api/chat"),
     "suffix": Refused(("",)),
     "template": Refused(("",)),
 }
 
+ANTHROPIC: RefusedFields = {
+    "container": Refused(),
+    "max_completion_tokens": Refused((), "max_tokens"),
+    "mcp_servers": Refused(([],)),
+    "output_format": Refused((), "output_config.format"),
+    "prompt": Refused((), "messages"),
+    "reasoning_effort": Refused((), "output_config.effort"),
+    "response_format": Refused((), "output_config.format"),
+    "stop": Refused(([], ""), "stop_sequences"),
+}
+
 TOKENIZE: RefusedFields = {name: refused for name, refused in CONVERSATION.items() if name != "add_special_tokens"}
 
 NO_EFFECT: Mapping[str, str] = {
+    "cache_control": "the prefix cache is always on",
     "cache_prompt": "the prefix cache is always on",
+    "context_management": "edgepipe refuses a prompt that is too long and never cuts it",
+    "diagnostics": "answers have no diagnostics",
+    "client_metadata": "edgepipe sends no reports about users",
     "disable_fallback": "in structured_outputs",
     "dry_allowed_length": "only with dry_multiplier, which is refused",
     "dry_base": "only with dry_multiplier, which is refused",
@@ -184,8 +215,11 @@ NO_EFFECT: Mapping[str, str] = {
     "dynatemp_exponent": "only with dynatemp_range, which is refused",
     "guided_decoding_backend": "edgepipe has one backend",
     "id_slot": "the engine assigns slots",
+    "include": "in /v1/responses: answers have the reasoning itself",
     "include_obfuscation": "in stream_options: edgepipe pads no events",
-    "metadata": "edgepipe stores no requests",
+    "inference_geo": "requests stay in the cluster",
+    "max_tool_calls": "in /v1/responses: the gateway calls no tools itself",
+    "metadata": "edgepipe stores no chat completions; a response returns it",
     "mirostat_eta": "only with mirostat, which is refused",
     "mirostat_tau": "only with mirostat, which is refused",
     "n_keep": "edgepipe refuses a prompt that is too long and never cuts it",
@@ -199,9 +233,10 @@ NO_EFFECT: Mapping[str, str] = {
     "return_progress": "edgepipe sends no progress",
     "safety_identifier": "edgepipe sends no reports about users",
     "shift": "edgepipe refuses a prompt that is too long and never cuts it",
+    "speed": "the model has one speed",
     "spaces_between_special_tokens": "answers contain no special tokens",
     "summary": "in reasoning: answers have the reasoning itself",
-    "store": "edgepipe stores no requests",
+    "store": "edgepipe stores no chat completions",
     "strict": "in json_schema: schemas always bind answers",
     "timings_per_token": "/metrics has times",
     "truncate": "edgepipe refuses a prompt that is too long and never cuts it",

@@ -44,7 +44,7 @@ MAX_STOPS = 64  # OpenAI takes 4; editors that complete code send some 20
 MAX_STOP_CHARS = 256
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - 1  # the context is a lower bound
-MAX_TOOLS = 128
+MAX_TOOLS = 512  # several servers of tools
 MAX_PROMPT_IDS = 1 << 20  # ids of one prompt, which fit one message to an engine
 MAX_CONVERSATION_CHARS = 4 << 20  # the limit of templates
 MAX_CALLS = 4096  # limit for all earlier turns together
@@ -52,7 +52,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_BIASED_TOKENS = 300
 MAX_SCHEMA_CHARS = 64 << 10  # limit of a schema as JSON
 MAX_REGEX_CHARS = 16 << 10
-MAX_TOOLS_CHARS = 256 << 10  # limit of all tools together as JSON: that of a grammar
+MAX_TOOLS_CHARS = 1 << 20  # limit of all tools together as JSON
 _MAX_KEYWORDS_CHARS = 64 << 10
 
 BodyT = TypeVar("BodyT", bound="StrictBody")

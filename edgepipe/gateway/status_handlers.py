@@ -16,6 +16,7 @@ from edgepipe.gateway.metrics import CONTENT_TYPE, Metrics
 from edgepipe.gateway.models import ModelTable
 from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.problems import HttpProblem
+from edgepipe.gateway.protocols.anthropic.handlers import VERSION_HEADER, model_info, model_list
 from edgepipe.gateway.protocols.openai.shape import model_card
 from edgepipe.gateway.sampling_choice import with_unsaid
 
@@ -30,7 +31,10 @@ class StatusHandlers:
     threads: UserTurns  # threads that write metrics
 
     async def list_models(self, request: Request) -> Response:
-        """``GET /v1/models``."""
+        """``GET /v1/models``, in the form of OpenAI's API or of Anthropic's."""
+        if VERSION_HEADER in request.headers:
+            infos = [model_info(served, await entry.facts()) for served, entry in self.models.listed]
+            return self.answers.json(model_list(infos))
         cards = [model_card(served, await entry.facts()) for served, entry in self.models.listed]
         return self.answers.json({"object": "list", "data": cards})
 
@@ -39,6 +43,8 @@ class StatusHandlers:
         if not request.path_params["id"]:
             raise HTTPException(404)
         entry = self.models.get(request.path_params["id"])
+        if VERSION_HEADER in request.headers:
+            return JSONResponse(model_info(entry.served, await entry.facts()))
         sampling = with_unsaid((await entry.assets()).sampling)
         keywords = dict(entry.served.template_keywords)
         card = model_card(entry.served, await entry.facts())

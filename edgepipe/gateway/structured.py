@@ -70,6 +70,14 @@ class GrammarCompiler:
         return ""
 
 
+class _CallsTooHard(Exception):
+    """The grammar of an answer is too large, or takes too much work. ``plan_output`` handles it."""
+
+    def __init__(self, problem: HttpProblem) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+
 async def plan_output(
     *,
     form: AnswerForm | None = None,
@@ -81,6 +89,8 @@ async def plan_output(
     owner: str = "",
 ) -> BoundOutput:
     """Plan the output of a request. Raises HttpProblem (400) with the invalid field.
+
+    If the grammar of calls takes too much work, and the model need not call, no grammar binds the calls.
 
     chat           format of a conversation's answer; None for a text that continues a prompt
     in_reasoning   the prompt has opened the reasoning
@@ -99,12 +109,23 @@ async def plan_output(
             grammar = _with_unique_keys(grammar, chat, in_reasoning=in_reasoning)
         return grammar
 
-    grammar = bound(choice)
-    if grammar is not None and (bad := await _bad_tools(grammar, form, choice, chat, compiler, owner)):
-        choice = choice.opened(bad)
+    async def checked(choice: ToolChoice) -> tuple[GrammarSpec | None, ToolChoice]:
+        """Return the grammar that compiles, and the choice with free arguments for schemas that do not."""
         grammar = bound(choice)
-        if grammar is not None:
-            await _bad_tools(grammar, form, replace(choice, all_tools={}), chat, compiler, owner)
+        if grammar is not None and (bad := await _bad_tools(grammar, form, choice, chat, compiler, owner)):
+            choice = choice.opened(bad)
+            grammar = bound(choice)
+            if grammar is not None:
+                await _bad_tools(grammar, form, replace(choice, all_tools={}), chat, compiler, owner)
+        return grammar, choice
+
+    try:
+        grammar, choice = await checked(choice)
+    except _CallsTooHard as hard:
+        if form is not None or choice.form.forced or choice.has_strict:
+            raise hard.problem from hard
+        choice = choice.unbound(hard.problem.message)
+        grammar = bound(NO_TOOLS)
     answer: AnswerFormat | None = None
     if chat is not None and (choice.functions or chat.reasons):
         answer = AnswerFormat(chat=chat, functions=choice.functions, in_reasoning=in_reasoning, names=choice.names)
@@ -121,14 +142,14 @@ async def _bad_tools(
 ) -> list[str]:
     """Return the functions whose schemas keep an answer's grammar from compiling: none if it compiles.
 
-    Raises HttpProblem (400) for a strict function, for too much work, and if no function is the reason.
+    Raises HttpProblem (400) for a strict function and if no function is the reason, _CallsTooHard for too much work.
     """
     param = "tools" if form is None else form.param
     try:
         await compiler.check(grammar, owner)
         return []
     except GrammarTooHard as exc:
-        raise _too_hard(exc, param) from exc
+        raise _CallsTooHard(_too_hard(exc, param)) from exc
     except QueueFull as exc:
         raise from_error(exc, param=param) from exc
     except RequestInvalid as exc:
@@ -146,7 +167,9 @@ async def _is_bad(name: str, tool: Tool, chat: ChatFormat | None, compiler: Gram
             await compiler.check(alone, owner)
         return False
     except GrammarTooHard as exc:
-        raise tool.refused(_too_hard(exc, f"{tool.place}.parameters")) from exc
+        if tool.strict:
+            raise tool.refused(_too_hard(exc, f"{tool.place}.parameters")) from exc
+        return True
     except QueueFull as exc:
         raise from_error(exc, param="tools") from exc
     except RequestInvalid as exc:
@@ -191,6 +214,8 @@ def _grammar(
 ) -> GrammarSpec | None:
     """Return the grammar of an answer: bound to a form, or with calls in it, or free after bounded reasoning.
 
+    Raises _CallsTooHard if it is too large.
+
     ``bounds_thoughts``: a budget bounds its first reasoning, so it has no other.
     """
     if chat is None or (form is None and not choice.functions and not bounds_thoughts):
@@ -213,7 +238,7 @@ def _grammar(
         start = _start(chat.reasoning, bound=bound, in_reasoning=in_reasoning)
         return lark_grammar("\n".join([*start, *rules, r"ANYTHING: /(.|\n)*/"]) + "\n")
     except RequestInvalid as exc:
-        raise invalid_schema(exc, param="tools" if form is None else form.param) from exc
+        raise _CallsTooHard(invalid_schema(exc, param="tools" if form is None else form.param)) from exc
 
 
 def _either(**answers: Sequence[str]) -> list[str]:

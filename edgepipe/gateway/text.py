@@ -83,6 +83,7 @@ class Delta:
     choice: int
     text: str
     ids: tuple[int, ...]
+    pieces: tuple[str, ...] = ()  # the shown text of each id; the rest of the text follows it
     finish_reason: str | None = None  # "stop" | "length" | "tool_calls" in the last delta
     stopped_at: int | None = None  # number of kept tokens, if a stop string ended the choice in the gateway
     stopped_by: str = ""  # the stop string of ``stopped_at``
@@ -155,27 +156,28 @@ class ChoiceText:
             if stopped:
                 return self._stop(pieces, ids[: index + 1], stopped)
         if ending is None:
-            return Delta(choice=self._choice, text="".join(pieces), ids=tuple(ids))
-        shown, stopped = self._stops.push(self._detokenizer.finish())
-        pieces.append(shown)
+            return Delta(choice=self._choice, text="".join(pieces), ids=tuple(ids), pieces=tuple(pieces))
+        rest, stopped = self._stops.push(self._detokenizer.finish())
         if not stopped:
             shown, stopped = self._stops.finish()
-            pieces.append(shown)
+            rest += shown
         if stopped:
-            return self._stop(pieces, ids, stopped)
+            return self._stop(pieces, ids, stopped, rest=rest)
         self.finished = True
-        return Delta(choice=self._choice, text="".join(pieces), ids=tuple(ids), finish_reason=ending)
+        text = "".join([*pieces, rest])
+        return Delta(choice=self._choice, text=text, ids=tuple(ids), pieces=tuple(pieces), finish_reason=ending)
 
     def _decode(self, token_id: int) -> str:
         """Return a token's text. A stop id is the last token: it counts, but its text is not shown."""
         return "" if token_id in self._stop_token_ids else self._detokenizer.add(token_id)
 
-    def _stop(self, pieces: list[str], ids: Sequence[int], stopped_by: str) -> Delta:
+    def _stop(self, pieces: list[str], ids: Sequence[int], stopped_by: str, *, rest: str = "") -> Delta:
         self.finished = True
         return Delta(
             choice=self._choice,
-            text="".join(pieces),
+            text="".join([*pieces, rest]),
             ids=tuple(ids),
+            pieces=tuple(pieces),
             finish_reason="stop",
             stopped_at=self.num_tokens,
             stopped_by=stopped_by,

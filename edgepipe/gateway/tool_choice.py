@@ -67,6 +67,16 @@ class ToolChoice:
         notes = tuple(_open_note(self.all_tools[name].name) for name in names)
         return replace(self, functions=free, notes=self.notes + notes)
 
+    @property
+    def has_strict(self) -> bool:
+        """Whether a function that may be called is strict."""
+        return any(self.all_tools[name].strict for name in self.functions if name in self.all_tools)
+
+    def unbound(self, reason: str) -> ToolChoice:
+        """Return the choice with a note that no grammar binds its calls."""
+        text = f"no grammar binds the calls of {len(self.functions)} tools: {one_line(reason)}"
+        return replace(self, notes=(*self.notes, Note("unbound calls", text)))
+
 
 NO_TOOLS = ToolChoice()
 

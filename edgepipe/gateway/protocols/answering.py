@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,9 +15,13 @@ from edgepipe.gateway.completion_service import CompletionService, PreparedCompl
 from edgepipe.gateway.pieced import PiecedAnswers
 from edgepipe.gateway.problems import from_error
 from edgepipe.gateway.protocols.shape import GatheredChoice, Shape
+from edgepipe.gateway.schema import RequestBody
 from edgepipe.gateway.streams import EventStream, until_disconnect
 from edgepipe.gateway.text import Delta
 from edgepipe.gateway.turns import Turns
+
+RequestT = TypeVar("RequestT", bound=RequestBody)
+_PRIORITY_HEADER = "x-edgepipe-priority"  # interactive | batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,13 @@ class Answering:
             stack.enter_context(prepared.ticket)
             choices = await until_disconnect(request, _gather(deltas, prepared.completion.num_choices))
             return self.answers.of(shape.whole(choices), place=stack.pop_all())
+
+
+def prioritised(body: RequestT, request: Request) -> RequestT:
+    """Return the body with the priority that a header sets, for clients that cannot send ``service_tier``."""
+    if request.headers.get(_PRIORITY_HEADER, "").lower() == "batch":
+        return body.model_copy(update={"service_tier": "batch"})
+    return body
 
 
 async def _gather(deltas: AsyncGenerator[Delta], num_choices: int) -> list[GatheredChoice]:

@@ -8,12 +8,14 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from edgepipe.gateway.problems import HttpProblem
+from edgepipe.gateway.protocols.anthropic.errors import anthropic_error, anthropic_status
 
 
 def problem_response(problem: HttpProblem, *, path: str) -> JSONResponse:
     """Build the response of a problem in the form of the path's API."""
     form = next(form for prefix, form in _FORMS.items() if path.startswith(prefix))
-    return JSONResponse(form(problem), status_code=problem.status, headers=dict(problem.headers))
+    status = anthropic_status(problem) if form is anthropic_error else problem.status
+    return JSONResponse(form(problem), status_code=status, headers=dict(problem.headers))
 
 
 def _ollama_error(problem: HttpProblem) -> dict[str, Any]:
@@ -25,6 +27,7 @@ def _ollama_error(problem: HttpProblem) -> dict[str, Any]:
 
 _FORMS: Mapping[str, Callable[[HttpProblem], dict[str, Any]]] = {
     "/api/": _ollama_error,
+    "/v1/messages": anthropic_error,
     "": HttpProblem.body,
 }
 """The form of errors by the prefix of the path: the first that fits. OpenAI's form is the last."""

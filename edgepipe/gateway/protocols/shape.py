@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 from edgepipe.gateway.json_pieces import Piece
 from edgepipe.gateway.logprobs import Scored
@@ -12,6 +13,8 @@ from edgepipe.gateway.problems import HttpProblem
 from edgepipe.gateway.text import Delta
 from edgepipe.gateway.tool_calls import CallDelta
 from edgepipe.sampling import LogprobLog
+
+_MAX_NESTING = 100  # deepest nesting of a call's arguments that every JSON reader takes
 
 
 class Shape(Protocol):
@@ -57,6 +60,7 @@ class GatheredChoice:
     logprobs: LogprobLog = field(default_factory=LogprobLog)
     calls: list[CallDelta] = field(default_factory=list[CallDelta])
     finish_reason: str = ""
+    stopped_by: str = ""  # the stop string that ended it
 
     def add(self, delta: Delta) -> None:
         """Append a delta."""
@@ -66,6 +70,7 @@ class GatheredChoice:
         self.logprobs.extend(delta.logprobs)
         self.calls.extend(delta.calls)
         self.finish_reason = delta.finish_reason or self.finish_reason
+        self.stopped_by = delta.stopped_by or self.stopped_by
 
     def scored(self) -> Scored:
         """Return the tokens with their log-probabilities."""
@@ -87,3 +92,25 @@ class WholeCall:
     call_id: str
     name: str
     arguments: list[str] = field(default_factory=list[str])  # pieces of JSON
+
+    def value(self) -> object:
+        """Return the arguments as a value; None if they are incomplete, or too deep to be written again."""
+        try:
+            value: object = json.loads("".join(self.arguments))
+        except (ValueError, RecursionError):
+            return None
+        return None if _is_deep(value) else value
+
+
+def _is_deep(value: object) -> bool:
+    """Return whether arrays and objects are nested further than what is sure to be written and read as JSON."""
+    level = [value]
+    for _ in range(_MAX_NESTING):
+        level = [part for each in level for part in _parts(each)]
+    return bool(level)
+
+
+def _parts(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return cast("dict[str, object]", value).values()
+    return cast("list[object]", value) if isinstance(value, list) else ()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from edgepipe.clock import Clock
 from edgepipe.gateway.completion_service import PreparedCompletion
@@ -109,27 +107,8 @@ class OllamaShape:
 
 def _calls_with_objects(calls: Sequence[WholeCall]) -> list[dict[str, Any]]:
     """Convert calls to Ollama's form. It has arguments as an object, so incomplete or too deep ones are dropped."""
-    whole: list[dict[str, Any]] = []
-    for call in calls:
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments: object = json.loads("".join(call.arguments))
-            if not _is_deep(arguments):
-                whole.append({"function": {"name": call.name, "arguments": arguments}})
-    return whole
-
-
-def _is_deep(value: object) -> bool:
-    """Return whether arrays and objects are nested further than what is sure to be written and read as JSON."""
-    level = [value]
-    for _ in range(_MAX_NESTING):
-        level = [part for each in level for part in _parts(each)]
-    return bool(level)
-
-
-def _parts(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return cast("dict[str, object]", value).values()
-    return cast("list[object]", value) if isinstance(value, list) else ()
+    values = [(call.name, call.value()) for call in calls]
+    return [{"function": {"name": name, "arguments": value}} for name, value in values if value is not None]
 
 
 def line_pieces(body: Mapping[str, Any]) -> Iterator[bytes]:

@@ -10,12 +10,11 @@ from starlette.responses import Response
 from edgepipe.gateway.access import owner_of
 from edgepipe.gateway.completion_service import PreparedCompletion
 from edgepipe.gateway.endpoints import Endpoint, fields
-from edgepipe.gateway.protocols.answering import Answering
+from edgepipe.gateway.protocols.answering import Answering, prioritised
 from edgepipe.gateway.protocols.openai.shape import ChatShape, Head, TextShape
 from edgepipe.gateway.request_share import memory_of
-from edgepipe.gateway.schema import BodyT, ChatBody, CompletionBody, RequestBody
+from edgepipe.gateway.schema import ChatBody, CompletionBody, RequestBody
 
-_PRIORITY_HEADER = "x-edgepipe-priority"  # interactive | batch, for clients that cannot send service_tier
 _ANSWER = fields(
     "id", "object", "created", "model", "choices", "usage", id="string", created="integer", choices="array"
 )
@@ -31,7 +30,7 @@ class OpenAIHandlers:
         """``POST /v1/chat/completions``."""
         body = await self.answering.bodies.read(request, ChatBody)
         prepared = await self.answering.service.chat(
-            _prioritised(body, request), owner=owner_of(request), memory=memory_of(request)
+            prioritised(body, request), owner=owner_of(request), memory=memory_of(request)
         )
         head = self._head("chatcmpl", body, prepared)
         shape = ChatShape(head, prepared, streams=bool(body.stream))
@@ -41,7 +40,7 @@ class OpenAIHandlers:
         """``POST /v1/completions``."""
         body = await self.answering.bodies.read(request, CompletionBody)
         prepared = await self.answering.service.complete(
-            _prioritised(body, request), owner=owner_of(request), memory=memory_of(request)
+            prioritised(body, request), owner=owner_of(request), memory=memory_of(request)
         )
         head = self._head("cmpl", body, prepared)
         return await self.answering.answer(request, prepared, TextShape(head, prepared), streams=bool(body.stream))
@@ -53,12 +52,6 @@ class OpenAIHandlers:
             response_id=self.answering.service.ids.new(prefix),
             created_s=int(self.answering.service.clock.wall_s()),
         )
-
-
-def _prioritised(body: BodyT, request: Request) -> BodyT:
-    if request.headers.get(_PRIORITY_HEADER, "").lower() == "batch":
-        return body.model_copy(update={"service_tier": "batch"})
-    return body
 
 
 def openai_endpoints(answering: Answering) -> list[Endpoint]:

@@ -49,6 +49,7 @@ def usage(prepared: PreparedCompletion) -> dict[str, Any]:
         "completion_tokens": counts.completion_tokens,
         "total_tokens": prompt_tokens + counts.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": counts.cached_prompt_tokens},
+        "completion_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
     }
 
 
