@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.spec.formats.awq import Awq
-from edgepipe.spec.formats.common import StoredFormat, StoredPart, StoredWeight, decode
+from edgepipe.spec.formats.common import StoredArrays, StoredFormat, StoredPart, decode
 from edgepipe.spec.formats.compressed import Int8, PackedIntegers
 from edgepipe.spec.formats.fp8 import Fp8
 from edgepipe.spec.formats.gptq import Gptq
@@ -81,7 +81,7 @@ def pack_weight(name: str, shape: tuple[int, ...], stored: WeightFormat, tensors
         suffix: decode(tensors[suffix].info.name, part, tensors[suffix].data, tensors[suffix].info.scheme)
         for suffix, part in weight_parts(stored, shape).items()
     }
-    weight = StoredWeight(name=name, shape=_matrix(shape), stored=stored, arrays=arrays)
+    weight = StoredArrays(name=name, shape=_matrix(shape), stored=stored, arrays=arrays)
     return FORMATS[stored.kind].pack(weight)
 
 
