@@ -16,7 +16,7 @@ from edgepipe.spec.formats.nf4 import Nf4
 from edgepipe.spec.packed import Packed
 from edgepipe.spec.packed_form import PackedForm
 from edgepipe.spec.quantisation import WeightFormat
-from edgepipe.spec.tensors import RawTensor
+from edgepipe.spec.tensors import StoredTensor
 
 FORMATS: Mapping[str, StoredFormat] = {
     "awq": Awq(),
@@ -75,7 +75,7 @@ def weight_label(stored: WeightFormat) -> str:
     return FORMATS[stored.kind].label(stored)
 
 
-def pack_weight(name: str, shape: tuple[int, ...], stored: WeightFormat, tensors: Mapping[str, RawTensor]) -> Packed:
+def pack_weight(name: str, shape: tuple[int, ...], stored: WeightFormat, tensors: Mapping[str, StoredTensor]) -> Packed:
     """Pack a weight's stored tensors, given by suffix. Raises ModelInvalid."""
     arrays = {
         suffix: decode(tensors[suffix].info.name, part, tensors[suffix].data, tensors[suffix].info.scheme)
