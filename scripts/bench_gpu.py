@@ -38,7 +38,7 @@ from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.spec.layout import slice_parameters
 from edgepipe.spec.packed import Packed
 from edgepipe.spec.packed_form import PackedForm
-from edgepipe.spec.tensors import RawTensor
+from edgepipe.spec.tensors import StoredTensor
 from edgepipe.stage.made_up import MadeUpWeights
 from edgepipe.weights.mixes import named_model
 from edgepipe.weights.resident import resident_sizes
@@ -64,9 +64,9 @@ class ReadyWeights(MadeUpWeights):
 
     def __init__(self, config: ModelConfig, table: WeightTable) -> None:
         super().__init__(config, table)
-        self._made: dict[tuple[tuple[int, ...], PackedForm | None], RawTensor | Packed] = {}
+        self._made: dict[tuple[tuple[int, ...], PackedForm | None], StoredTensor | Packed] = {}
 
-    def load(self, name: str) -> RawTensor | Packed:
+    def load(self, name: str) -> StoredTensor | Packed:
         """See ``WeightSource.load``."""
         key = (self._shapes[name], self._table.form(name))
         if key not in self._made:

@@ -24,7 +24,7 @@ from parts import Part, run_parts
 
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
 from edgepipe.spec.packed import Packed
-from edgepipe.spec.tensors import RawTensor, TensorInfo
+from edgepipe.spec.tensors import StoredTensor, TensorInfo
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.gguf_packing import gguf_form, pack_gguf
 from edgepipe.weights.weights import open_weights
@@ -47,7 +47,7 @@ def exact_rows() -> list[Row]:
         data = random_blocks(name, (64, 2048), random)
         info = TensorInfo(name="w", shape=(64, 2048), scheme=name, num_bytes=data.nbytes)
         expected = quants.dequantize(data.reshape(64, -1), GGMLQuantizationType[name])
-        found = pack_gguf(RawTensor(info=info, data=data.reshape(-1))).float32()
+        found = pack_gguf(StoredTensor(info=info, data=data.reshape(-1))).float32()
         equal += bool(np.array_equal(expected, found))
     requantised = sum(name.startswith(("IQ1", "IQ2", "IQ3")) for name in types)
     wanted = len(types) - requantised

@@ -34,11 +34,11 @@ from edgepipe.backend.types import BackendOptions, LoadProgress
 from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.spec.layout import layer_tensors
 from edgepipe.spec.packed import Packed
-from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightSource
+from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightSource
 from edgepipe.store.quantise import REFERENCE_TEXT
 from edgepipe.text.tokenizer import Tokenizer
 from edgepipe.weights.dequantise import as_float32
-from edgepipe.weights.logical import OneTensorPerWeight
+from edgepipe.weights.stored_weight import OneTensorPerWeight
 from edgepipe.weights.weights import open_weights
 from tests.support.models import ggml
 from tests.support.numerics.harness import Pipeline
@@ -84,11 +84,13 @@ class ExactWeights(OneTensorPerWeight):
         """Every weight of the slice in F32."""
         return [_exact(info.name, info.shape) for info in self._source.weights(part)]
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str) -> StoredTensor:
         """One weight, widened."""
         found = self._source.load(name)
         values = found.float32() if isinstance(found, Packed) else as_float32(found)
-        return RawTensor(info=_exact(name, values.shape), data=np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        return StoredTensor(
+            info=_exact(name, values.shape), data=np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        )
 
 
 def _exact(name: str, shape: tuple[int, ...]) -> TensorInfo:

@@ -12,7 +12,7 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.spec.layer_spec import Attention, DeltaNet, Dense, Experts, LayerSpec, Norm, Rope, Router
 from edgepipe.spec.packed import Packed
-from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightInfo
+from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightInfo
 from edgepipe.weights.emulated_folder import BOS_TOKEN_ID, EOS_TOKEN_ID, SMALLEST_VOCAB
 from edgepipe.weights.mixes import mix_weights
 
@@ -92,7 +92,7 @@ class EmulatedWeights:
         """Return no tensors."""
         return ()
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str) -> StoredTensor:
         """Raise ModelInvalid, since the model has no tensors."""
         raise ModelInvalid(f"an emulated model has no tensor '{name}'", fact="only the emulated backend can serve it")
 
@@ -104,6 +104,6 @@ class EmulatedWeights:
         """Describe the weights of a mix; none without a mix."""
         return mix_weights(self._config, self._mix, part) if self._mix else ()
 
-    def load(self, name: str) -> RawTensor | Packed:
+    def load(self, name: str) -> StoredTensor | Packed:
         """Raise ModelInvalid, since the model has no weights."""
         return self.read(name)

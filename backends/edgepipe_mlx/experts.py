@@ -12,7 +12,7 @@ import mlx.core as mx
 from edgepipe.spec.layer_spec import Experts, Router
 from edgepipe_mlx.feed_forward import FeedForward, Product
 from edgepipe_mlx.matrices import Linear, Matrix, PackedMatrix
-from edgepipe_mlx.packing import Planes
+from edgepipe_mlx.packing import MlxWeight
 
 _SORTED_AT = 64
 """Products in a step from which rows are sorted by expert, so that Metal's kernels read a matrix once for its rows.
@@ -66,7 +66,7 @@ class WideStack:
 class PackedStack(PackedMatrix):
     """A packed weight [E * O, I], which is also a stack."""
 
-    def __init__(self, planes: Planes, *, count: int, dtype: mx.Dtype, in_float32: bool) -> None:
+    def __init__(self, planes: MlxWeight, *, count: int, dtype: mx.Dtype, in_float32: bool) -> None:
         """``count``: experts. See ``PackedMatrix``."""
         super().__init__(planes, dtype=dtype, in_float32=in_float32)
         self._count = count

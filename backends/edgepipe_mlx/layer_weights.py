@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
+from edgepipe.errors import ArchitectureUnsupported
 from edgepipe.spec import layer_spec
 from edgepipe_mlx.experts import ExpertLinear, PackedStack, WideStack
 from edgepipe_mlx.matrices import Linear, PackedMatrix, WideMatrix
@@ -14,19 +15,33 @@ Weight = WideMatrix | PackedMatrix | WideStack
 """Vectors are wide. Matrices of experts are a WideStack or a PackedStack."""
 
 
+def norm_of(spec: layer_spec.Norm) -> Callable[[mx.array, mx.array], mx.array]:
+    """Return the function that normalises the last axis of x [..., n] and multiplies it by a weight [n].
+
+    Raises ArchitectureUnsupported for a kind of norm that this backend does not compute.
+    """
+    match spec.kind:
+        case "rms":
+            return lambda x, weight: mx.fast.rms_norm(x, weight, spec.eps)
+        case "layer":
+            return lambda x, weight: mx.fast.layer_norm(x, weight, None, spec.eps)
+        case unknown:
+            raise ArchitectureUnsupported(
+                f"the mlx backend does not compute norms of the kind '{unknown}'", fact="it computes rms and layer"
+            )
+
+
 class Norm:
-    """RMSNorm or LayerNorm of the last dimension."""
+    """A norm of the last dimension, of the kind that the model has."""
 
     def __init__(self, weight: mx.array, spec: layer_spec.Norm) -> None:
         """``weight``: as it multiplies, one added where the files hold it minus one."""
         self._weight = weight
-        self._spec = spec
+        self._compute = norm_of(spec)
 
     def rows(self, x: mx.array) -> mx.array:
         """Return x [..., n] normalised."""
-        if self._spec.kind == "layer":
-            return mx.fast.layer_norm(x, self._weight, None, self._spec.eps)
-        return mx.fast.rms_norm(x, self._weight, self._spec.eps)
+        return self._compute(x, self._weight)
 
 
 class LayerWeights:

@@ -31,7 +31,7 @@ from edgepipe.spec.packed import Packed
 from edgepipe.spec.tensors import WeightInfo, WeightSource
 from edgepipe.weights.dequantise import as_bf16_bits, as_float32
 from edgepipe_mlx.experts import PackedStack, WideStack
-from edgepipe_mlx.layer_weights import LayerWeights, Norm, Weight
+from edgepipe_mlx.layer_weights import LayerWeights, Norm, Weight, norm_of
 from edgepipe_mlx.layers import DecoderLayer, build_layer
 from edgepipe_mlx.matrices import Matrix, PackedMatrix, WideMatrix
 from edgepipe_mlx.packing import lay_out, mlx_form, widened_bf16
@@ -75,6 +75,7 @@ def load_shard(
     Raises ModelInvalid, ArchitectureUnsupported, and MLX's RuntimeError for lack of memory.
     """
     config = weights.config
+    norm_of(config.norm)  # an unknown kind is refused before anything is read
     infos = list({info.name: info for part in slices for info in weights.weights(part)}.values())
     _check(config, slices, infos)
     whole = _stored_whole(slices, weights)

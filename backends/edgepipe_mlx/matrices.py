@@ -7,7 +7,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from edgepipe_mlx.packing import Planes
+from edgepipe_mlx.packing import MlxWeight
 
 _SHIFT = 5
 """Inputs of products in float16 are divided by 2^5, and results multiplied by it. So values up to 2,000,000 do not
@@ -82,7 +82,7 @@ class PackedMatrix:
     matrix (mlx#4216). Decoding gets two small kernels more per product.
     """
 
-    def __init__(self, planes: Planes, *, dtype: mx.Dtype, in_float32: bool) -> None:
+    def __init__(self, planes: MlxWeight, *, dtype: mx.Dtype, in_float32: bool) -> None:
         """``in_float32``: multiply in float32, whatever the scales.
 
         The CPU device sums in the input's type; in bf16 its error is 20 times as large, and it takes longer.

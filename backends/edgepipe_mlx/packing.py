@@ -57,7 +57,7 @@ _NATIVE: Mapping[PackedForm, MlxForm] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Planes:
+class MlxWeight:
     """A weight [O, I] in MLX's layout."""
 
     form: MlxForm
@@ -114,7 +114,7 @@ class _GroupValues:
         self.lost += float(np.abs(self._kind.widen(self.arrays[:, rows]) - values).sum(dtype=np.float64))
 
 
-def lay_out(packed: Packed, form: MlxForm, *, narrow: bool) -> Planes:
+def lay_out(packed: Packed, form: MlxForm, *, narrow: bool) -> MlxWeight:
     """Convert a weight.
 
     ``narrow``: scales and biases in 16 bits, else in float32. The type is bf16 or float16, whichever loses less; bf16
@@ -125,7 +125,7 @@ def lay_out(packed: Packed, form: MlxForm, *, narrow: bool) -> Planes:
     if form.mode != "affine":
         words = packed.low.view(np.uint32) if form.bits == 4 else pack_bits(packed.codes(), form.bits)
         scales = _e4m3_codes(packed) if form.mode == "nvfp4" else _exponents(packed)
-        return Planes(form=form, words=words, scales=scales, biases=None, order=packed.order)
+        return MlxWeight(form=form, words=words, scales=scales, biases=None, order=packed.order)
     rows, inputs = packed.shape
     words = np.empty((rows, inputs * form.bits // 32), np.uint32)
     kinds = (_BF16, _FLOAT16) if narrow else (_FLOAT32,)
@@ -135,7 +135,7 @@ def lay_out(packed: Packed, form: MlxForm, *, narrow: bool) -> Planes:
         for choice in choices:
             choice.put(chunk, np.stack([scale, bias]))
     scales, biases = min(choices, key=lambda choice: choice.lost).arrays
-    return Planes(form=form, words=words, scales=scales, biases=biases, order=packed.order)
+    return MlxWeight(form=form, words=words, scales=scales, biases=biases, order=packed.order)
 
 
 def widened_bf16(packed: Packed) -> npt.NDArray[np.uint16]:

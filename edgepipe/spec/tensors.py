@@ -55,7 +55,7 @@ class TensorPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RawTensor:
+class StoredTensor:
     """One tensor as stored: ``data`` [num_bytes] uint8, rows in logical order (q/k un-permuted)."""
 
     info: TensorInfo
@@ -82,7 +82,7 @@ class WeightSource(Protocol):
         """
         ...
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str) -> StoredTensor:
         """Read one stored tensor. Raises ModelInvalid if the file is too short."""
         ...
 
@@ -94,6 +94,6 @@ class WeightSource(Protocol):
         """Return the weights that a slice computes with, in the order of ``tensors``. Raises ModelInvalid."""
         ...
 
-    def load(self, name: str) -> RawTensor | Packed:
+    def load(self, name: str) -> StoredTensor | Packed:
         """Read one weight: packed if its info has a form. Raises ModelInvalid, also for values that are not finite."""
         ...

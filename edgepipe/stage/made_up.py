@@ -15,7 +15,7 @@ from edgepipe.spec.layer_spec import LayerSpec
 from edgepipe.spec.layout import model_tensors, slice_weights
 from edgepipe.spec.packed import GroupValues, Packed
 from edgepipe.spec.packed_form import CODEBOOKS, PackedForm
-from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightInfo
+from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightInfo
 from edgepipe.weights.weight_table import FLOATS, LayerForms, WeightTable, make_table
 
 _DEVIATION = 0.02  # standard deviation of the values: about that of trained weights
@@ -41,10 +41,10 @@ class MadeUpWeights:
         """See ``WeightSource.tensors``: all of them in bf16."""
         return [self._tensor(name) for name in slice_weights(self.config, part)]
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str) -> StoredTensor:
         """See ``WeightSource.read``."""
         info = self._tensor(name)
-        return RawTensor(info=info, data=np.resize(self._floats, info.num_bytes // 2).view(np.uint8))
+        return StoredTensor(info=info, data=np.resize(self._floats, info.num_bytes // 2).view(np.uint8))
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         """See ``WeightSource.read_range``."""
@@ -54,7 +54,7 @@ class MadeUpWeights:
         """See ``WeightSource.weights``."""
         return [self._weight(name) for name in slice_weights(self.config, part)]
 
-    def load(self, name: str) -> RawTensor | Packed:
+    def load(self, name: str) -> StoredTensor | Packed:
         """See ``WeightSource.load``."""
         form, shape = self._table.form(name), self._shapes[name]
         return self.read(name) if form is None else self._packed(name, (shape[0], shape[-1]), form)

@@ -12,8 +12,8 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.spec.layer_spec import Attention, Dense, LayerSpec, Norm, Rope
 from edgepipe.spec.layout import model_tensors, slice_tensors
-from edgepipe.spec.tensors import RawTensor, TensorInfo
-from edgepipe.weights.logical import OneTensorPerWeight
+from edgepipe.spec.tensors import StoredTensor, TensorInfo
+from edgepipe.weights.stored_weight import OneTensorPerWeight
 
 _ROPE = Rope()
 
@@ -90,14 +90,14 @@ class TinyWeights(OneTensorPerWeight):
         """Return the tensors that a slice needs."""
         return [self._infos[name] for name in slice_tensors(self._config, part)]
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str) -> StoredTensor:
         """Return one tensor. Raises ModelInvalid for a name that the model does not have."""
         if name not in self._infos:
             raise ModelInvalid(f"the tiny model has no tensor '{name}'")
         info = self._infos[name]
         self._bytes_read += info.num_bytes
         bits = (self.values(name).view(np.uint32) >> 16).astype("<u2")
-        return RawTensor(info=info, data=bits.reshape(-1).view(np.uint8))
+        return StoredTensor(info=info, data=bits.reshape(-1).view(np.uint8))
 
     def values(self, name: str) -> npt.NDArray[np.float32]:
         """Return the tensor in float32, each value exact in bf16: norms around 1, matrices scaled by their inputs."""

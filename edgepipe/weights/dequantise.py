@@ -10,14 +10,14 @@ import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
-from edgepipe.spec.tensors import RawTensor
+from edgepipe.spec.tensors import StoredTensor
 
 logger = logging.getLogger(__name__)
 
 _CHUNK_VALUES = 1 << 21  # values converted at once, so that no large tensor is ever whole in float32
 
 
-def as_bf16_bits(raw: RawTensor) -> npt.NDArray[np.uint16]:
+def as_bf16_bits(raw: StoredTensor) -> npt.NDArray[np.uint16]:
     """Return the tensor in its logical shape as bits of the nearest bf16 (ties to even).
 
     Raises ModelInvalid if the scheme is unknown or the bytes do not fit the shape.
@@ -33,7 +33,7 @@ def as_bf16_bits(raw: RawTensor) -> npt.NDArray[np.uint16]:
     return bits.reshape(raw.info.shape)
 
 
-def as_float32(raw: RawTensor) -> npt.NDArray[np.float32]:
+def as_float32(raw: StoredTensor) -> npt.NDArray[np.float32]:
     """Return the tensor in its logical shape as float32: exact, or rounded to bf16 if ``info.rounded``.
 
     Raises ModelInvalid like ``as_bf16_bits``.
@@ -69,7 +69,7 @@ def widen_bf16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     return wide.view(np.float32)
 
 
-def _check(raw: RawTensor) -> None:
+def _check(raw: StoredTensor) -> None:
     block = BLOCKS_BY_NAME.get(raw.info.scheme)
     if block is None:
         raise ModelInvalid(
@@ -83,14 +83,14 @@ def _check(raw: RawTensor) -> None:
         )
 
 
-def _num_values(raw: RawTensor) -> int:
+def _num_values(raw: StoredTensor) -> int:
     count = 1
     for dim in raw.info.shape:
         count *= dim
     return count
 
 
-def _float_chunks(raw: RawTensor) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+def _float_chunks(raw: StoredTensor) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
     """Yield (index of the first value, values as float32), at most ``_CHUNK_VALUES`` at once."""
     block = BLOCKS_BY_NAME[raw.info.scheme]
     blocks = raw.data.reshape(-1, block.block_bytes)
@@ -119,11 +119,11 @@ def _rows(blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     return blocks.reshape(-1, per_row * blocks.shape[1])
 
 
-def _warn_if_all_nan(raw: RawTensor, bits: npt.NDArray[np.uint16]) -> None:
+def _warn_if_all_nan(raw: StoredTensor, bits: npt.NDArray[np.uint16]) -> None:
     flat = bits.reshape(-1)
     if flat.size and (flat[0] & 0x7FFF) > 0x7F80 and bool(((flat & 0x7FFF) > 0x7F80).all()):
         _warn_of_nan(raw)
 
 
-def _warn_of_nan(raw: RawTensor) -> None:
+def _warn_of_nan(raw: StoredTensor) -> None:
     logger.warning("tensor %s contains only NaN: the model will produce nonsense", raw.info.name)

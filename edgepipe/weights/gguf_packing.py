@@ -14,7 +14,7 @@ from edgepipe.errors import ModelInvalid
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
 from edgepipe.spec.packed import Codes, GroupValues, Packed, requantise
 from edgepipe.spec.packed_form import PackedForm
-from edgepipe.spec.tensors import RawTensor, TensorInfo
+from edgepipe.spec.tensors import StoredTensor, TensorInfo
 from edgepipe.weights.dequantise import block_values
 from edgepipe.weights.gguf_blocks import LAYOUTS, BlockLayout, UnpackedParts
 
@@ -32,7 +32,7 @@ def gguf_form(scheme: str) -> PackedForm | None:
     return None if scheme in _FLOATS or scheme not in BLOCKS_BY_NAME else _REQUANTISED
 
 
-def pack_gguf(raw: RawTensor) -> Packed:
+def pack_gguf(raw: StoredTensor) -> Packed:
     """Pack a tensor [O, I] of a quantised GGUF type.
 
     The values are exact, except for IQ1, IQ2 and IQ3, which are requantised to 8 bits. Raises ModelInvalid if bytes
@@ -75,13 +75,13 @@ def checked_row_bytes(info: TensorInfo) -> int:
     return row_bytes
 
 
-def _blocks(raw: RawTensor) -> Codes:
+def _blocks(raw: StoredTensor) -> Codes:
     """Return the blocks [N, block bytes]. Raises ModelInvalid."""
     checked_row_bytes(replace(raw.info, num_bytes=raw.data.nbytes))
     return np.ascontiguousarray(raw.data).reshape(-1, BLOCKS_BY_NAME[raw.info.scheme].block_bytes)
 
 
-def _exact(raw: RawTensor, blocks: Codes, layout: BlockLayout) -> Packed:
+def _exact(raw: StoredTensor, blocks: Codes, layout: BlockLayout) -> Packed:
     rows, inputs = raw.info.shape
     form, count = layout.form, len(blocks)
     values, two_level = BLOCKS_BY_NAME[raw.info.scheme].block_values, form.span > 0
@@ -124,7 +124,7 @@ def _group_values(base: npt.NDArray[Any], factor: npt.NDArray[Any], rows: int) -
     return GroupValues(base=base.reshape(rows, -1), factor=factor.reshape(rows, -1) if factor.size else None)
 
 
-def _requantised(raw: RawTensor, blocks: Codes) -> Packed:
+def _requantised(raw: StoredTensor, blocks: Codes) -> Packed:
     rows, inputs = raw.info.shape
     low = np.empty((rows, inputs // 2), np.uint8)
     high = np.empty_like(low)

@@ -27,18 +27,18 @@ from edgepipe.spec.longrope import served_config
 from edgepipe.spec.naming import settled_naming
 from edgepipe.spec.packed import Packed
 from edgepipe.spec.quantisation_config import settle_quantisation
-from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightInfo
+from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightInfo
 from edgepipe.weights.card import read_card
 from edgepipe.weights.gguf_file import open_gguf, read_rope_factors
 from edgepipe.weights.gguf_header import is_gguf
 from edgepipe.weights.gguf_split import gguf_in, stored_gguf
-from edgepipe.weights.logical import load_weight, weight_info
 from edgepipe.weights.manifest import CARD_FILE, read_manifest
 from edgepipe.weights.mixes import mix_weights, split_mix
 from edgepipe.weights.repacked import RepackedPlace, files_identity, repacked_place
 from edgepipe.weights.safetensors_file import open_safetensors, shard_names
 from edgepipe.weights.settling import settled
 from edgepipe.weights.stored_head import head_is_embedding, stores_head
+from edgepipe.weights.stored_weight import load_weight, weight_info
 from edgepipe.weights.tensor_folder import TENSOR_FOLDER, TensorFolder, complete_names
 
 logger = logging.getLogger(__name__)
@@ -109,12 +109,12 @@ class Weights:
             return ()
         return [self._info(name) for name in slice_tensors(self._config, part)]
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str) -> StoredTensor:
         """Read one tensor. Raises ModelInvalid if it is missing or its file is too short."""
         info = self._info(name)
         data = self._files.read(name)
         self._count(info.num_bytes)
-        return RawTensor(info=info, data=data)
+        return StoredTensor(info=info, data=data)
 
     def weights(self, part: Slice) -> Sequence[WeightInfo]:
         """Return the weights that a slice computes with, in reading order. Raises ModelInvalid.
@@ -125,7 +125,7 @@ class Weights:
             return mix_weights(self._config, self._mix, part) if self._mix else ()
         return [weight_info(self._config, self._infos, name) for name in slice_weights(self._config, part)]
 
-    def load(self, name: str) -> RawTensor | Packed:
+    def load(self, name: str) -> StoredTensor | Packed:
         """Read one weight: packed if its info has a form. Raises ModelInvalid."""
         return load_weight(weight_info(self._config, self._infos, name), self._config, self.read)
 

@@ -34,9 +34,9 @@ from edgepipe_torch.cpu.kinds import (
     input_factor,
 )
 from edgepipe_torch.cpu.layout import integer_levels
-from edgepipe_torch.cpu.packed_weight import NUMBERS
 from edgepipe_torch.cpu.product_code import CHUNK_ROWS, PANEL_INPUTS
 from edgepipe_torch.cpu.step_code import ATTEND_JOB
+from edgepipe_torch.cpu.tiled_weight import NUMBERS
 from edgepipe_torch.layers.packed_kv import encode
 
 V = TypeVar("V", np.uint32, np.float16, np.float32)

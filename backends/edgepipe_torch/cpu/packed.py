@@ -26,10 +26,10 @@ from edgepipe_torch.cpu.calls import KernelCalls, Native, Product
 from edgepipe_torch.cpu.frame import SEGMENT
 from edgepipe_torch.cpu.kernels import CpuKernels, Kernels, cpu_kernels
 from edgepipe_torch.cpu.kinds import TILE, Kind
-from edgepipe_torch.cpu.packed_weight import NUMBERS, PackedWeight, tile_floats
 from edgepipe_torch.cpu.repack import repack, repack_blocks
 from edgepipe_torch.cpu.repack_code import BLOCK_CODES
 from edgepipe_torch.cpu.shard_cache import ShardCache
+from edgepipe_torch.cpu.tiled_weight import NUMBERS, TiledWeight, tile_floats
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable
 from edgepipe_torch.layers.host_weights import StoredBlocks, StoredWeight
 from edgepipe_torch.layers.linear import Workspace
@@ -81,7 +81,7 @@ class PackedCpuLinear:
         self._in_features = in_features
         self._starts = [sum(parts[:index]) for index in range(len(parts))]
         self._out_features = sum(parts)
-        self._packed: dict[int, PackedWeight] = {}  # keys are parts
+        self._packed: dict[int, TiledWeight] = {}  # keys are parts
         self._wide: dict[int, Tensor] = {}  # [O, I] float32 of each part
         self._bias: dict[int, Tensor] = {}  # bias of each part, padded to whole tiles
         self._kernels = kernels or cpu_kernels()
@@ -158,7 +158,7 @@ class PackedCpuLinear:
         if self._cache:
             self._cache.keep(weight.info, order, self._packed[part])
 
-    def fill_repacked(self, part: int, weight: PackedWeight) -> None:
+    def fill_repacked(self, part: int, weight: TiledWeight) -> None:
         """Take one part's weight [O, I], which was repacked before."""
         self._packed[part] = weight
 
@@ -249,7 +249,7 @@ class PackedCpuLinear:
         for part, weight in self._wide.items():
             self._store(part, F.linear(x, weight), out, start=0, add=add)
 
-    def _multiply_by_torch(self, part: int, weight: PackedWeight, x: Tensor, out: Tensor, *, add: bool) -> None:
+    def _multiply_by_torch(self, part: int, weight: TiledWeight, x: Tensor, out: Tensor, *, add: bool) -> None:
         for start in range(0, weight.shape[0], _WIDE_ROWS):
             ids = torch.arange(start, min(start + _WIDE_ROWS, weight.shape[0]))
             self._store(part, F.linear(x, weight.values(ids)), out, start=start, add=add)

@@ -17,14 +17,14 @@ from torch import Tensor
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
 from edgepipe.spec.packed import Floats, Packed
 from edgepipe.spec.packed_form import CODEBOOKS, PackedForm
-from edgepipe.spec.tensors import RawTensor, TensorInfo
+from edgepipe.spec.tensors import StoredTensor, TensorInfo
 from edgepipe.weights.gguf_blocks import LAYOUTS
 from edgepipe.weights.gguf_packing import checked_row_bytes, pack_gguf, unusable_scale
 from edgepipe.weights.resident import cpu_group
 from edgepipe_torch.cpu.calls import Native
 from edgepipe_torch.cpu.kinds import E2M1_ZERO, TILE, Kind
 from edgepipe_torch.cpu.layout import planes_of
-from edgepipe_torch.cpu.packed_weight import PackedWeight, on_threads
+from edgepipe_torch.cpu.tiled_weight import TiledWeight, on_threads
 from edgepipe_torch.layers.host_weights import StoredBlocks
 
 _CHUNK_VALUES = 1 << 18  # repacked at once by numpy
@@ -36,12 +36,12 @@ _INTEGER_LEVELS = {  # codebook: bits, zero and unit of its levels as integers; 
 }
 
 
-def repack(weight: Packed) -> PackedWeight:
+def repack(weight: Packed) -> TiledWeight:
     """Repack a weight of any form. Its columns are a multiple of 8, and so are its groups."""
     levels = _Levels(weight)
     rows, inputs = weight.shape
     group = cpu_group(weight.form.group)
-    found = PackedWeight(weight.shape, group=group, kind=levels.kind, zero=levels.zero, order=weight.order)
+    found = TiledWeight(weight.shape, group=group, kind=levels.kind, zero=levels.zero, order=weight.order)
     parts = weight.form.group // group  # parts of a stored group; all have its scale
     scale = found.new_group_values()
     offset = found.new_group_values() if levels.kind.added else None
@@ -63,7 +63,7 @@ def repack(weight: Packed) -> PackedWeight:
     return found
 
 
-def repack_blocks(blocks: StoredBlocks, function: Native, order: npt.NDArray[np.int64] | None = None) -> PackedWeight:
+def repack_blocks(blocks: StoredBlocks, function: Native, order: npt.NDArray[np.int64] | None = None) -> TiledWeight:
     """Repack blocks of a type of BLOCK_CODES by its compiled function. ``order``: rows [O]; None: all as they are.
 
     Without an order, blocks pass from the file to the layout in parts that stay in a core's cache. Raises ModelInvalid
@@ -73,7 +73,7 @@ def repack_blocks(blocks: StoredBlocks, function: Native, order: npt.NDArray[np.
     row_bytes = checked_row_bytes(info)
     inputs = info.shape[1]
     outputs = info.shape[0] if order is None else len(order)
-    found = PackedWeight((outputs, inputs), group=layout.form.group, kind=_kind_of(layout.form), zero=layout.zero or 0)
+    found = TiledWeight((outputs, inputs), group=layout.form.group, kind=_kind_of(layout.form), zero=layout.zero or 0)
     scale = found.new_group_values()
     offset = found.new_group_values() if layout.form.offset == "added" else None
     per_row = inputs // BLOCKS_BY_NAME[info.scheme].block_values
@@ -108,7 +108,7 @@ def repack_error(function: Native, scheme: str) -> float:
     records = blocks.view(LAYOUTS[scheme].struct)
     for name in {"d", "m", "dmin"}.intersection(LAYOUTS[scheme].struct.names or ()):
         records[name] = random.uniform(-1, 1, records.shape).astype(np.float16).view(np.uint16)
-    raw = RawTensor(
+    raw = StoredTensor(
         info=TensorInfo(name=scheme, shape=shape, scheme=scheme, num_bytes=blocks.nbytes), data=blocks.reshape(-1)
     )
     stored = StoredBlocks(
@@ -120,7 +120,7 @@ def repack_error(function: Native, scheme: str) -> float:
     return 0.0 if plain and ordered else float("inf")
 
 
-def same_bits(one: PackedWeight, other: PackedWeight) -> bool:
+def same_bits(one: TiledWeight, other: TiledWeight) -> bool:
     """Return whether two weights hold the same arrays."""
     pairs = [(one.low, other.low), (one.high, other.high), (one.scale, other.scale), (one.offset, other.offset)]
     factors = one.factors.tobytes() == other.factors.tobytes()

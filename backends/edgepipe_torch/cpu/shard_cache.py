@@ -36,8 +36,8 @@ from edgepipe.spec.tensors import TensorInfo, WeightInfo
 from edgepipe.weights.repacked import RepackedPlace
 from edgepipe_torch.cpu.kinds import Kind
 from edgepipe_torch.cpu.layout import LAYOUT_VERSION
-from edgepipe_torch.cpu.packed_weight import PackedWeight, on_threads
 from edgepipe_torch.cpu.product_code import PANEL_INPUTS
+from edgepipe_torch.cpu.tiled_weight import TiledWeight, on_threads
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +66,11 @@ class ShardCache:
     def __init__(self, place: RepackedPlace) -> None:
         self._place = place
         self._used: set[str] = set()  # names of files of this load
-        self._kept: deque[tuple[str, PackedWeight]] = deque()
+        self._kept: deque[tuple[str, TiledWeight]] = deque()
         self._writer: threading.Thread | None = None
         self._stopped = threading.Event()
 
-    def read(self, info: TensorInfo | WeightInfo, order: npt.NDArray[np.int64] | None) -> PackedWeight | None:
+    def read(self, info: TensorInfo | WeightInfo, order: npt.NDArray[np.int64] | None) -> TiledWeight | None:
         """Return a kept weight, or None. ``order``: rows of the outputs [O]; None: as they are."""
         key = self._key(info, order)
         self._used.add(_file_name(key))
@@ -82,7 +82,7 @@ class ShardCache:
             logger.info("the repacked copy of '%s' is not used: %s", info.name, exc)
             return None
 
-    def keep(self, info: TensorInfo | WeightInfo, order: npt.NDArray[np.int64] | None, weight: PackedWeight) -> None:
+    def keep(self, info: TensorInfo | WeightInfo, order: npt.NDArray[np.int64] | None, weight: TiledWeight) -> None:
         """Note a weight to be written. It must not change before ``stop``."""
         self._kept.append((self._key(info, order), weight))
 
@@ -124,7 +124,7 @@ class ShardCache:
         finally:
             self._kept.clear()
 
-    def _write(self, key: str, weight: PackedWeight) -> None:
+    def _write(self, key: str, weight: TiledWeight) -> None:
         folder = self._place.folder
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)  # parents are not made: a model that was removed meanwhile must not come back
@@ -184,7 +184,7 @@ def _file_name(key: str) -> str:
     return f"{key[:32]}{SUFFIX}"
 
 
-def _header(key: str, weight: PackedWeight) -> bytes:
+def _header(key: str, weight: TiledWeight) -> bytes:
     rows, inputs = weight.shape
     kind = weight.kind
     values = {
@@ -202,7 +202,7 @@ def _header(key: str, weight: PackedWeight) -> bytes:
     return json.dumps(values).encode() + b"\n"
 
 
-def _read(path: Path, key: str, shape: tuple[int, int]) -> PackedWeight:
+def _read(path: Path, key: str, shape: tuple[int, int]) -> TiledWeight:
     """Read a file into a new weight. Raises OSError, and ValueError for a file that was not written for this key."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
         header, newline, _rest = file.read(_HEADER_BYTES).partition(b"\n")
@@ -217,7 +217,7 @@ def _read(path: Path, key: str, shape: tuple[int, int]) -> PackedWeight:
     return weight
 
 
-def _empty(header: object, key: str, shape: tuple[int, int]) -> PackedWeight:
+def _empty(header: object, key: str, shape: tuple[int, int]) -> TiledWeight:
     """Allocate the weight that a header describes. Raises ValueError if it is not the weight of this key and shape."""
     found = cast("Mapping[str, object]", header) if isinstance(header, dict) else {}
     numbers = [found.get(name) for name in ("rows", "inputs", "group", "zero", "bits")]
@@ -231,10 +231,10 @@ def _empty(header: object, key: str, shape: tuple[int, int]) -> PackedWeight:
     added, floats, e2m1, ordered = cast("list[bool]", flags)
     kind = Kind(bits=bits, added=added, floats=floats, e2m1=e2m1)
     order = np.empty(inputs, np.int32) if ordered else None
-    return PackedWeight(shape, group=group, kind=kind, zero=zero, order=order)
+    return TiledWeight(shape, group=group, kind=kind, zero=zero, order=order)
 
 
-def _arrays(weight: PackedWeight) -> list[Bytes]:
+def _arrays(weight: TiledWeight) -> list[Bytes]:
     """Return the weight's arrays as bytes that share its memory, in the order of the file."""
     tensors = (weight.low, weight.high, weight.scale, weight.offset, weight.order)
     found = [tensor.view(-1).view(torch.uint8).numpy() for tensor in tensors if tensor is not None]

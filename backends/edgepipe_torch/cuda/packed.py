@@ -58,7 +58,7 @@ class PackedCudaLinear:
         self._library = library
         self._runs = list(_runs(parts, forms))
         self._weights: dict[
-            int, TiledWeights | Int4Weights | UnpackedWeights | WideWeights
+            int, KernelWeights | Int4Weights | UnpackedWeights | WideWeights
         ] = {}  # keys are the runs' first parts
         self._bias: Tensor | None = None
         self.products: set[PackedProducts] = set()  # what multiplies with the packed parts
@@ -117,14 +117,14 @@ class PackedCudaLinear:
             bias = None if self._bias is None else self._bias[columns]
             self._weights[run.start].multiply(x, out[:, columns], bias=bias, add=add)
 
-    def _new_weights(self, weight: Packed, out_features: int) -> TiledWeights | Int4Weights | UnpackedWeights:
+    def _new_weights(self, weight: Packed, out_features: int) -> KernelWeights | Int4Weights | UnpackedWeights:
         try:
             products = self._products(weight)
         except KernelsUnavailable as exc:
             return self._without_kernels(weight, out_features, exc)
         self.products.add(PackedProducts(by="own kernels (CUDA)"))
         tiles = TiledWeight(kernel_form(weight), out_features, self._in_features, self._device)
-        return TiledWeights(products, tiles, weight.order)
+        return KernelWeights(products, tiles, weight.order)
 
     def _without_kernels(
         self, weight: Packed, out_features: int, reason: KernelsUnavailable
@@ -165,7 +165,7 @@ def _log_once(by: str, form: PackedForm, reason: str) -> None:
     )
 
 
-class TiledWeights:
+class KernelWeights:
     """Tiles that own kernels read."""
 
     def __init__(self, products: Products, tiles: TiledWeight, order: npt.NDArray[Any] | None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from edgepipe.spec.packed import Packed
-from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightInfo
+from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightInfo
 from edgepipe.weights.dequantise import as_bf16_bits, as_float32
 from edgepipe.weights.gguf_packing import checked_row_bytes, pack_gguf
 from edgepipe_torch.layers.linear import Linear
@@ -23,7 +23,7 @@ class StoredBlocks:
     """A tensor [O, I] of a quantised GGUF type that is still in its file."""
 
     info: TensorInfo
-    read: Callable[[], RawTensor]  # may raise ModelInvalid
+    read: Callable[[], StoredTensor]  # may raise ModelInvalid
     # Arguments: an offset and a number of bytes; threads may call it at once.
     read_range: Callable[[int, int], npt.NDArray[np.uint8]]
 
@@ -34,7 +34,7 @@ class StoredBlocks:
         info = replace(self.info, shape=(end - first, *self.info.shape[1:]), num_bytes=count)
         return StoredBlocks(
             info=info,
-            read=lambda: RawTensor(info=info, data=self.read_range(start, count)),
+            read=lambda: StoredTensor(info=info, data=self.read_range(start, count)),
             read_range=lambda offset, num_bytes: self.read_range(start + offset, num_bytes),
         )
 
@@ -62,7 +62,7 @@ HostWeight = Tensor | Packed | StoredBlocks | StoredWeight
 Sink = Callable[[HostWeight], None]
 
 
-def host_tensor(raw: RawTensor) -> Tensor:
+def host_tensor(raw: StoredTensor) -> Tensor:
     """Return the tensor in its logical shape: bf16 if exact (half the bytes), else float32."""
     if is_bf16(raw.info):
         bits = as_bf16_bits(raw)

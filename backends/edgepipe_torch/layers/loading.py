@@ -15,7 +15,7 @@ from torch import Tensor
 from edgepipe.backend.types import LoadProgress
 from edgepipe.spec.facts import Slice
 from edgepipe.spec.packed import Packed
-from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightInfo, WeightSource
+from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightInfo, WeightSource
 from edgepipe.weights.dequantise import round_to_bf16
 from edgepipe_torch.layers.decoder import SliceWeights
 from edgepipe_torch.layers.device import Device
@@ -105,7 +105,7 @@ def _host_weight(
     if info.form is not None and device.reads_stored:
         return StoredWeight(info=info, load=partial(_load_packed, source, info.name))
     weight = source.load(info.name)
-    if isinstance(weight, RawTensor):
+    if isinstance(weight, StoredTensor):
         return host_tensor(weight)
     return weight if device.packed else _widened(weight, rounded=info.rounded)
 

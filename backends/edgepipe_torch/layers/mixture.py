@@ -5,7 +5,7 @@ T rows, H hidden, E experts, K of them used by each row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -128,11 +128,11 @@ class Both:
 class Apart:
     """A gated part and a mixture with norms of their own, added. The router reads what enters both."""
 
-    def __init__(self, parts: Both, norms: tuple[Tensor, ...], eps: float) -> None:
-        """``norms`` [H]: of the gated part's input and output, and of the mixture's."""
+    def __init__(self, parts: Both, norms: tuple[Tensor, ...], norm: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """``norms`` [H]: of the gated part's input and output, and of the mixture's. ``norm``: see ``norm_of``."""
         self._parts = parts
         self._norms = norms
-        self._eps = eps
+        self._norm = norm
 
     @property
     def num_bytes(self) -> int:
@@ -159,6 +159,3 @@ class Apart:
 
     def add_to(self, x: Tensor, total: Tensor) -> None:
         total.add_(self.rows(x))
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._eps)

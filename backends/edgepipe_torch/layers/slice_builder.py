@@ -45,6 +45,7 @@ from edgepipe_torch.layers.mixture import Apart, Both, Mixture
 from edgepipe_torch.layers.recurrent import Convolution, DeltaNetMixer, Mamba2Mixer, Mixer, ShortConvMixer
 from edgepipe_torch.layers.rope import RotaryKind
 from edgepipe_torch.layers.routing import RouterWeights
+from edgepipe_torch.layers.step_ops import norm_of
 
 
 class SliceBuilder:
@@ -72,6 +73,7 @@ class SliceBuilder:
         Raises ArchitectureUnsupported.
         """
         self._config = config
+        self._norm = norm_of(config.norm)
         self._device, self._host = device, host
         self._dtype, self._place = device.dtype, device.place
         self._rotations = rotations
@@ -141,7 +143,7 @@ class SliceBuilder:
             assert isinstance(feed_forward, Both)
             assert inner_norm is not None
             norms = (self._vector(f"{prefix}{name}.weight", hidden) for name in OWN_NORMS)
-            feed_forward, inner_norm = Apart(feed_forward, (inner_norm, *norms), self._config.norm.eps), None
+            feed_forward, inner_norm = Apart(feed_forward, (inner_norm, *norms), self._norm), None
         attended_norm, added_norm = [*after, None, None][:2]
         return Layer(
             spec=spec,

@@ -12,16 +12,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from edgepipe.errors import ArchitectureUnsupported
 from edgepipe.spec.facts import ModelConfig
+from edgepipe.spec.layer_spec import Norm
 from edgepipe_torch.layers.head_shape import LayerHeads
 from edgepipe_torch.layers.kv import KVPool
+
+
+def norm_of(spec: Norm) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function that normalises the last axis of x [..., n] and multiplies it by a weight [n].
+
+    Raises ArchitectureUnsupported for a kind of norm that torch's operations do not compute here.
+    """
+    match spec.kind:
+        case "rms":
+            return lambda x, weight: F.rms_norm(x, weight.shape, weight, spec.eps)
+        case "layer":
+            return lambda x, weight: F.layer_norm(x, weight.shape, weight, None, spec.eps)
+        case unknown:
+            raise ArchitectureUnsupported(
+                f"the torch backend does not compute norms of the kind '{unknown}'", fact="it computes rms and layer"
+            )
 
 
 class StepOps(Protocol):
     """Operations that a decoder needs."""
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the RMSNorm of x [T, H], valid until the next call."""
+        """Return the model's norm of x [T, H], valid until the next call."""
         ...
 
     def norm_heads(self, heads: Tensor, weight: Tensor) -> None:
@@ -47,12 +65,10 @@ class TorchOps:
     """By torch's operations, for any device and dtype."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._norm = config.norm
+        self._norm = norm_of(config.norm)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self._norm.kind == "layer":
-            return F.layer_norm(x, (x.shape[-1],), weight, None, self._norm.eps)
-        return F.rms_norm(x, (x.shape[-1],), weight, self._norm.eps)
+        return self._norm(x, weight)
 
     def norm_heads(self, heads: Tensor, weight: Tensor) -> None:
         if weight.shape[0] != heads.shape[-1]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.spec.formats.awq import Awq
-from edgepipe.spec.formats.common import StoredFormat, StoredPart, StoredWeight, decode
+from edgepipe.spec.formats.common import StoredArrays, StoredFormat, StoredPart, decode
 from edgepipe.spec.formats.compressed import Int8, PackedIntegers
 from edgepipe.spec.formats.fp8 import Fp8
 from edgepipe.spec.formats.gptq import Gptq
@@ -16,7 +16,7 @@ from edgepipe.spec.formats.nf4 import Nf4
 from edgepipe.spec.packed import Packed
 from edgepipe.spec.packed_form import PackedForm
 from edgepipe.spec.quantisation import WeightFormat
-from edgepipe.spec.tensors import RawTensor
+from edgepipe.spec.tensors import StoredTensor
 
 FORMATS: Mapping[str, StoredFormat] = {
     "awq": Awq(),
@@ -75,13 +75,13 @@ def weight_label(stored: WeightFormat) -> str:
     return FORMATS[stored.kind].label(stored)
 
 
-def pack_weight(name: str, shape: tuple[int, ...], stored: WeightFormat, tensors: Mapping[str, RawTensor]) -> Packed:
+def pack_weight(name: str, shape: tuple[int, ...], stored: WeightFormat, tensors: Mapping[str, StoredTensor]) -> Packed:
     """Pack a weight's stored tensors, given by suffix. Raises ModelInvalid."""
     arrays = {
         suffix: decode(tensors[suffix].info.name, part, tensors[suffix].data, tensors[suffix].info.scheme)
         for suffix, part in weight_parts(stored, shape).items()
     }
-    weight = StoredWeight(name=name, shape=_matrix(shape), stored=stored, arrays=arrays)
+    weight = StoredArrays(name=name, shape=_matrix(shape), stored=stored, arrays=arrays)
     return FORMATS[stored.kind].pack(weight)
 
 

@@ -14,8 +14,9 @@ import numpy.typing as npt
 from edgepipe.spec.formats.common import (
     FLOATS,
     GROUPS,
+    StoredArrays,
+    StoredFormat,
     StoredPart,
-    StoredWeight,
     group_misfit,
     group_of,
     scale_bits,
@@ -28,29 +29,22 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _NIBBLES = np.uint32(0x0F0F0F0F)
 
 
-class Awq:
+class Awq(StoredFormat):
     """See the module."""
 
-    scale_part = "scales"
-    index_part = ""
-
     def label(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.label``."""
         return "AWQ"
 
     def fault(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.fault``."""
         if stored.bits != 4:
             return f"AWQ of {stored.bits} bits"
         good = stored.group in (0, *GROUPS) and stored.scale in FLOATS and stored.zeros and stored.rows == 1
         return "" if good and not stored.indexed and not stored.ordered else f"AWQ with groups of {stored.group}"
 
     def misfit(self, stored: WeightFormat, shape: tuple[int, int]) -> str:
-        """See ``StoredFormat.misfit``."""
         return f"{shape[0]} outputs are not a multiple of 8" if shape[0] % 8 else group_misfit(stored, shape)
 
     def parts(self, stored: WeightFormat, shape: tuple[int, int]) -> dict[str, StoredPart]:
-        """See ``StoredFormat.parts``."""
         outputs, inputs = shape
         groups = inputs // group_of(stored, shape)
         return {
@@ -60,11 +54,9 @@ class Awq:
         }
 
     def form(self, stored: WeightFormat, shape: tuple[int, int]) -> PackedForm:
-        """See ``StoredFormat.form``."""
         return PackedForm(bits=4, group=group_of(stored, shape), base_bits=scale_bits(stored), offset="zeros")
 
-    def pack(self, weight: StoredWeight) -> Packed:
-        """See ``StoredFormat.pack``."""
+    def pack(self, weight: StoredArrays) -> Packed:
         return Packed(
             name=weight.name,
             shape=weight.shape,

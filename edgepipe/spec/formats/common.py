@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +46,7 @@ class StoredPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredWeight:
+class StoredArrays:
     """A weight's stored tensors, read."""
 
     name: str
@@ -65,42 +66,37 @@ class StoredWeight:
         return result
 
 
-class StoredFormat(Protocol):
+class StoredFormat(ABC):
     """One format: a value without state."""
 
-    @property
-    def scale_part(self) -> str:
-        """Suffix of the part whose type is ``WeightFormat.scale``."""
-        ...
+    scale_part = "scales"
+    """Suffix of the part whose type is ``WeightFormat.scale``."""
+    index_part = ""
+    """Suffix of the part that ``WeightFormat.indexed`` announces; empty: the format has none."""
 
-    @property
-    def index_part(self) -> str:
-        """Suffix of the part that ``WeightFormat.indexed`` announces; empty: the format has none."""
-        ...
-
+    @abstractmethod
     def label(self, stored: WeightFormat) -> str:
         """Return the format's name for people."""
-        ...
 
+    @abstractmethod
     def fault(self, stored: WeightFormat) -> str:
         """Return what is wrong with the values themselves; empty: nothing."""
-        ...
 
     def misfit(self, stored: WeightFormat, shape: tuple[int, int]) -> str:
         """Return why a weight [O, I] cannot be stored so; empty: it can."""
-        ...
+        return group_misfit(stored, shape)
 
+    @abstractmethod
     def parts(self, stored: WeightFormat, shape: tuple[int, int]) -> dict[str, StoredPart]:
         """Return the stored tensors by suffix of the module's name, in reading order."""
-        ...
 
+    @abstractmethod
     def form(self, stored: WeightFormat, shape: tuple[int, int]) -> PackedForm:
         """Return the packed form."""
-        ...
 
-    def pack(self, weight: StoredWeight) -> Packed:
+    @abstractmethod
+    def pack(self, weight: StoredArrays) -> Packed:
         """Pack the stored tensors. Raises ModelInvalid for values that cannot be right."""
-        ...
 
 
 def decode(name: str, part: StoredPart, data: npt.NDArray[np.uint8], scheme: str) -> npt.NDArray[Any]:

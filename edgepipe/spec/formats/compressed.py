@@ -13,10 +13,10 @@ import numpy as np
 from edgepipe.spec.formats.common import (
     FLOATS,
     GROUPS,
+    StoredArrays,
+    StoredFormat,
     StoredPart,
-    StoredWeight,
     byte_planes,
-    group_misfit,
     group_of,
     scale_bits,
     unpack_words,
@@ -27,28 +27,21 @@ from edgepipe.spec.packed_form import PackedForm
 from edgepipe.spec.quantisation import WeightFormat
 
 
-class PackedIntegers:
+class PackedIntegers(StoredFormat):
     """See the module."""
 
     scale_part = "weight_scale"
     index_part = "weight_g_idx"
 
     def label(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.label``."""
         return f"W{stored.bits}A16"
 
     def fault(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.fault``."""
         if stored.bits not in (4, 8):
             return f"compressed-tensors of {stored.bits} bits"
         return "" if are_groups_good(stored) else f"compressed-tensors with groups of {stored.group}"
 
-    def misfit(self, stored: WeightFormat, shape: tuple[int, int]) -> str:
-        """See ``StoredFormat.misfit``."""
-        return group_misfit(stored, shape)
-
     def parts(self, stored: WeightFormat, shape: tuple[int, int]) -> dict[str, StoredPart]:
-        """See ``StoredFormat.parts``."""
         outputs, inputs = shape
         groups = inputs // group_of(stored, shape)
         parts = {
@@ -61,11 +54,9 @@ class PackedIntegers:
         return parts | ({"weight_g_idx": StoredPart(shape=(inputs,), types=("I32",))} if stored.indexed else {})
 
     def form(self, stored: WeightFormat, shape: tuple[int, int]) -> PackedForm:
-        """See ``StoredFormat.form``."""
         return integer_form(stored, shape, bits=stored.bits)
 
-    def pack(self, weight: StoredWeight) -> Packed:
-        """See ``StoredFormat.pack``."""
+    def pack(self, weight: StoredArrays) -> Packed:
         stored = weight.stored
         return pack_integers(
             weight,
@@ -77,28 +68,20 @@ class PackedIntegers:
         )
 
 
-class Int8:
+class Int8(StoredFormat):
     """See the module."""
 
     scale_part = "weight_scale"
-    index_part = ""
 
     def label(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.label``."""
         return "INT8"
 
     def fault(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.fault``."""
         good = stored.bits == 8 and stored.group in (0, *GROUPS) and stored.scale in FLOATS and stored.rows in (0, 1)
         good = good and not (stored.indexed or stored.ordered or (stored.zeros and stored.rows == 0))
         return "" if good else f"compressed-tensors int-quantized of {stored.bits} bits, groups of {stored.group}"
 
-    def misfit(self, stored: WeightFormat, shape: tuple[int, int]) -> str:
-        """See ``StoredFormat.misfit``."""
-        return group_misfit(stored, shape)
-
     def parts(self, stored: WeightFormat, shape: tuple[int, int]) -> dict[str, StoredPart]:
-        """See ``StoredFormat.parts``."""
         scales = (shape[0], shape[1] // group_of(stored, shape)) if stored.rows else (1, 1)
         parts = {
             "weight": StoredPart(shape=shape, types=("I8",)),
@@ -107,12 +90,10 @@ class Int8:
         return parts | ({"weight_zero_point": StoredPart(shape=scales, types=("I8",))} if stored.zeros else {})
 
     def form(self, stored: WeightFormat, shape: tuple[int, int]) -> PackedForm:
-        """See ``StoredFormat.form``."""
         offset = "zeros" if stored.zeros else "zero"
         return PackedForm(bits=8, group=group_of(stored, shape), base_bits=scale_bits(stored), offset=offset)
 
-    def pack(self, weight: StoredWeight) -> Packed:
-        """See ``StoredFormat.pack``."""
+    def pack(self, weight: StoredArrays) -> Packed:
         low, high = byte_planes(_unsigned(weight, "weight"))
         scale = weight.arrays["weight_scale"]
         return Packed(
@@ -126,12 +107,12 @@ class Int8:
         )
 
 
-def _unsigned(weight: StoredWeight, part: str) -> Codes:
+def _unsigned(weight: StoredArrays, part: str) -> Codes:
     """Return int8 values plus 128."""
     return weight.arrays[part].view(np.uint8) ^ np.uint8(0x80)
 
 
-def _zeros(weight: StoredWeight) -> Codes:
+def _zeros(weight: StoredArrays) -> Codes:
     words = weight.arrays["weight_zero_point"]
     codes = unpack_words(np.ascontiguousarray(words.T), weight.stored.bits)  # [G, O and padding]
     return np.ascontiguousarray(codes[:, : weight.shape[0]].T)

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from edgepipe.spec.formats.common import FLOATS, StoredPart, StoredWeight, byte_planes, scale_bits
+from edgepipe.spec.formats.common import FLOATS, StoredArrays, StoredFormat, StoredPart, byte_planes, scale_bits
 from edgepipe.spec.packed import Packed
 from edgepipe.spec.packed_form import MXFP8_FORM, PackedForm
 from edgepipe.spec.quantisation import WeightFormat
@@ -19,34 +19,28 @@ _MAX_BLOCK = 1 << 12
 _MIN_GROUP = 16  # least group of a packed form
 
 
-class Fp8:
+class Fp8(StoredFormat):
     """See the module."""
-
-    index_part = ""
 
     def __init__(self, *, scale_part: str) -> None:
         """``scale_part``: suffix of the scales' name."""
         self.scale_part = scale_part
 
     def label(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.label``."""
         return "FP8"
 
     def fault(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.fault``."""
         good = stored.bits == 8 and stored.scale in FLOATS and not (stored.zeros or stored.indexed or stored.ordered)
         good = good and stored.group <= _MAX_BLOCK and stored.group % _MIN_GROUP == 0 and stored.rows <= _MAX_BLOCK
         good = good and (stored.rows > 0 or stored.group == 0)
         return "" if good else f"FP8 in blocks of {stored.rows} x {stored.group}"
 
     def misfit(self, stored: WeightFormat, shape: tuple[int, int]) -> str:
-        """See ``StoredFormat.misfit``."""
         if shape[1] % 8 or (stored.group and _group(stored, shape) < _MIN_GROUP):
             return f"blocks of {stored.group} inputs do not fit {shape[1]}"
         return ""
 
     def parts(self, stored: WeightFormat, shape: tuple[int, int]) -> dict[str, StoredPart]:
-        """See ``StoredFormat.parts``."""
         down = -(-shape[0] // stored.rows) if stored.rows else 1
         across = -(-shape[1] // stored.group) if stored.group else 1
         return {
@@ -55,11 +49,9 @@ class Fp8:
         }
 
     def form(self, stored: WeightFormat, shape: tuple[int, int]) -> PackedForm:
-        """See ``StoredFormat.form``."""
         return PackedForm(bits=8, group=_group(stored, shape), base_bits=scale_bits(stored), codebook="e4m3")
 
-    def pack(self, weight: StoredWeight) -> Packed:
-        """See ``StoredFormat.pack``."""
+    def pack(self, weight: StoredArrays) -> Packed:
         codes = weight.arrays["weight"]
         if ((codes & np.uint8(0x7F)) == 0x7F).any():
             raise weight.invalid("a weight is not a number")

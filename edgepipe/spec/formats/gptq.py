@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from edgepipe.spec.formats.common import StoredPart, StoredWeight, group_misfit, group_of, unpack_words
+from edgepipe.spec.formats.common import StoredArrays, StoredFormat, StoredPart, group_misfit, group_of, unpack_words
 from edgepipe.spec.formats.integers import are_groups_good, integer_form, pack_integers
 from edgepipe.spec.formats.streams import unpack_stream
 from edgepipe.spec.packed import Codes, Packed, join_planes
@@ -20,10 +20,9 @@ from edgepipe.spec.quantisation import WeightFormat
 _CODES_OF_WHOLE_WORDS = {2: 16, 3: 32, 4: 8, 8: 8}  # a multiple of these fills words, and pairs of nibbles
 
 
-class Gptq:
+class Gptq(StoredFormat):
     """See the module."""
 
-    scale_part = "scales"
     index_part = "g_idx"
 
     def __init__(self, *, zero_shift: int) -> None:
@@ -31,17 +30,14 @@ class Gptq:
         self._zero_shift = zero_shift
 
     def label(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.label``."""
         return f"GPTQ {stored.bits}-bit"
 
     def fault(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.fault``."""
         if stored.bits not in (2, 3, 4, 8):
             return f"GPTQ of {stored.bits} bits"
         return "" if are_groups_good(stored) else f"GPTQ with groups of {stored.group}"
 
     def misfit(self, stored: WeightFormat, shape: tuple[int, int]) -> str:
-        """See ``StoredFormat.misfit``."""
         words = _CODES_OF_WHOLE_WORDS[stored.bits]
         for count, what in ((shape[0], "outputs"), (shape[1], "inputs")):
             if count % words:
@@ -49,7 +45,6 @@ class Gptq:
         return group_misfit(stored, shape)
 
     def parts(self, stored: WeightFormat, shape: tuple[int, int]) -> dict[str, StoredPart]:
-        """See ``StoredFormat.parts``."""
         outputs, inputs = shape
         groups = inputs // group_of(stored, shape)
         parts = {
@@ -60,11 +55,9 @@ class Gptq:
         return parts | ({"g_idx": StoredPart(shape=(inputs,), types=("I32",))} if stored.indexed else {})
 
     def form(self, stored: WeightFormat, shape: tuple[int, int]) -> PackedForm:
-        """See ``StoredFormat.form``."""
         return integer_form(stored, shape, bits=max(4, stored.bits))
 
-    def pack(self, weight: StoredWeight) -> Packed:
-        """See ``StoredFormat.pack``."""
+    def pack(self, weight: StoredArrays) -> Packed:
         stored = weight.stored
         form = self.form(stored, weight.shape)
         rows = np.ascontiguousarray(weight.arrays["qweight"].T).view(np.uint8)  # [O, I * bits / 8], inputs in order

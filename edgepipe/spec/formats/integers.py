@@ -14,7 +14,7 @@ import numpy.typing as npt
 from edgepipe.spec.formats.common import (
     FLOATS,
     GROUPS,
-    StoredWeight,
+    StoredArrays,
     byte_planes,
     group_of,
     pair_nibbles,
@@ -44,7 +44,7 @@ def integer_form(stored: WeightFormat, shape: tuple[int, int], *, bits: int) -> 
 
 
 def pack_integers(
-    weight: StoredWeight,
+    weight: StoredArrays,
     form: PackedForm,
     rows: npt.NDArray[np.uint8],
     *,
@@ -75,7 +75,7 @@ def pack_integers(
     )
 
 
-def _input_order(weight: StoredWeight, form: PackedForm, groups: npt.NDArray[Any]) -> npt.NDArray[np.int32] | None:
+def _input_order(weight: StoredArrays, form: PackedForm, groups: npt.NDArray[Any]) -> npt.NDArray[np.int32] | None:
     """Return the inputs [I] sorted by ``groups`` [I]; None if the form says that they are in order.
 
     Raises ModelInvalid if a group is out of range, of another size, or out of order where it must not be.

@@ -11,8 +11,9 @@ import numpy as np
 
 from edgepipe.spec.formats.common import (
     FLOATS,
+    StoredArrays,
+    StoredFormat,
     StoredPart,
-    StoredWeight,
     byte_planes,
     group_misfit,
     scale_bits,
@@ -26,41 +27,32 @@ from edgepipe.spec.quantisation import WeightFormat
 _E4M3_NAN = 0x7F
 
 
-class MlxAffine:
+class MlxAffine(StoredFormat):
     """See the module."""
 
-    scale_part = "scales"
-    index_part = ""
-
     def label(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.label``."""
         return f"MLX {stored.bits}-bit"
 
     def fault(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.fault``."""
         good = stored.bits in (2, 3, 4, 5, 6, 8) and stored.group in (16, 32, 64, 128) and stored.scale in FLOATS
         good = good and stored.rows == 1 and not (stored.zeros or stored.indexed or stored.ordered)
         return "" if good else f"MLX of {stored.bits} bits with groups of {stored.group}"
 
     def misfit(self, stored: WeightFormat, shape: tuple[int, int]) -> str:
-        """See ``StoredFormat.misfit``."""
         if shape[1] * stored.bits % 32:
             return f"{shape[1]} inputs of {stored.bits} bits do not fill words"
         return group_misfit(stored, shape)
 
     def parts(self, stored: WeightFormat, shape: tuple[int, int]) -> dict[str, StoredPart]:
-        """See ``StoredFormat.parts``."""
         outputs, inputs = shape
         values = StoredPart(shape=(outputs, inputs // stored.group), types=(stored.scale,))
         words = StoredPart(shape=(outputs, inputs * stored.bits // 32), types=("U32",))
         return {"weight": words, "scales": values, "biases": values}
 
     def form(self, stored: WeightFormat, shape: tuple[int, int]) -> PackedForm:
-        """See ``StoredFormat.form``."""
         return PackedForm(bits=max(4, stored.bits), group=stored.group, base_bits=scale_bits(stored), offset="added")
 
-    def pack(self, weight: StoredWeight) -> Packed:
-        """See ``StoredFormat.pack``."""
+    def pack(self, weight: StoredArrays) -> Packed:
         form = self.form(weight.stored, weight.shape)
         stream = weight.arrays["weight"].view(np.uint8)  # [O, I * bits / 8]
         if weight.stored.bits == 4:
@@ -80,33 +72,23 @@ class MlxAffine:
         )
 
 
-class _MlxFloat:
+class _MlxFloat(StoredFormat):
     """What the formats with codes in floating point share."""
-
-    scale_part = "scales"
-    index_part = ""
 
     def __init__(self, name: str, packed_form: PackedForm) -> None:
         """``name``: for people."""
         self._name, self._form = name, packed_form
 
     def label(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.label``."""
         return self._name
 
     def fault(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.fault``."""
         good = (stored.bits, stored.group) == (self._form.bits, self._form.group)
         good = good and stored.scale == "U8" and stored.rows == 1
         good = good and not (stored.zeros or stored.indexed or stored.ordered)
         return "" if good else f"{self._name} of {stored.bits} bits with groups of {stored.group}"
 
-    def misfit(self, stored: WeightFormat, shape: tuple[int, int]) -> str:
-        """See ``StoredFormat.misfit``."""
-        return group_misfit(stored, shape)
-
     def parts(self, stored: WeightFormat, shape: tuple[int, int]) -> dict[str, StoredPart]:
-        """See ``StoredFormat.parts``."""
         outputs, inputs = shape
         return {
             "weight": StoredPart(shape=(outputs, inputs * self._form.bits // 32), types=("U32",)),
@@ -114,7 +96,6 @@ class _MlxFloat:
         }
 
     def form(self, stored: WeightFormat, shape: tuple[int, int]) -> PackedForm:
-        """See ``StoredFormat.form``."""
         return self._form
 
 
@@ -124,8 +105,7 @@ class MlxMxfp4(_MlxFloat):
     def __init__(self) -> None:
         super().__init__("MXFP4", MXFP4_FORM)
 
-    def pack(self, weight: StoredWeight) -> Packed:
-        """See ``StoredFormat.pack``."""
+    def pack(self, weight: StoredArrays) -> Packed:
         blocks = weight.arrays["weight"].view(np.uint8).reshape(weight.shape[0], -1, 16)
         return pack_mxfp4(weight.name, blocks, weight.arrays["scales"])
 
@@ -136,8 +116,7 @@ class MlxMxfp8(_MlxFloat):
     def __init__(self) -> None:
         super().__init__("MXFP8", MXFP8_FORM)
 
-    def pack(self, weight: StoredWeight) -> Packed:
-        """See ``StoredFormat.pack``."""
+    def pack(self, weight: StoredArrays) -> Packed:
         codes = weight.arrays["weight"].view(np.uint8)
         if ((codes & np.uint8(0x7F)) == _E4M3_NAN).any():
             raise weight.invalid("a weight is not a number")
@@ -152,8 +131,7 @@ class MlxNvfp4(_MlxFloat):
     def __init__(self) -> None:
         super().__init__("NVFP4", NVFP4_FORM)
 
-    def pack(self, weight: StoredWeight) -> Packed:
-        """See ``StoredFormat.pack``."""
+    def pack(self, weight: StoredArrays) -> Packed:
         scales = weight.arrays["scales"]
         if (scales >= _E4M3_NAN).any():
             raise weight.invalid("a scale is negative or not a number")

@@ -9,33 +9,23 @@ import numpy as np
 import numpy.typing as npt
 
 from edgepipe.errors import ModelInvalid
-from edgepipe.spec.formats.common import StoredPart, StoredWeight, group_misfit
+from edgepipe.spec.formats.common import StoredArrays, StoredFormat, StoredPart
 from edgepipe.spec.packed import GroupValues, Packed
 from edgepipe.spec.packed_form import MXFP4_FORM, PackedForm
 from edgepipe.spec.quantisation import WeightFormat
 
 
-class Mxfp4:
+class Mxfp4(StoredFormat):
     """``blocks`` [O, I / 32, 16] and ``scales`` [O, I / 32], see ``pack_mxfp4``."""
 
-    scale_part = "scales"
-    index_part = ""
-
     def label(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.label``."""
         return "MXFP4"
 
     def fault(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.fault``."""
         good = stored == WeightFormat(kind=stored.kind, bits=4, group=32, scale="U8")
         return "" if good else f"MXFP4 of {stored.bits} bits with groups of {stored.group}"
 
-    def misfit(self, stored: WeightFormat, shape: tuple[int, int]) -> str:
-        """See ``StoredFormat.misfit``."""
-        return group_misfit(stored, shape)
-
     def parts(self, stored: WeightFormat, shape: tuple[int, int]) -> dict[str, StoredPart]:
-        """See ``StoredFormat.parts``."""
         outputs, groups = shape[0], shape[1] // 32
         return {
             "blocks": StoredPart(shape=(outputs, groups, 16), types=("U8",)),
@@ -43,11 +33,9 @@ class Mxfp4:
         }
 
     def form(self, stored: WeightFormat, shape: tuple[int, int]) -> PackedForm:
-        """See ``StoredFormat.form``."""
         return MXFP4_FORM
 
-    def pack(self, weight: StoredWeight) -> Packed:
-        """See ``StoredFormat.pack``."""
+    def pack(self, weight: StoredArrays) -> Packed:
         return pack_mxfp4(weight.name, weight.arrays["blocks"], weight.arrays["scales"])
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from edgepipe.files.fields import Fields
 from edgepipe.files.strict_json import parse_json_object
-from edgepipe.spec.formats.common import StoredPart, StoredWeight, group_misfit
+from edgepipe.spec.formats.common import StoredArrays, StoredFormat, StoredPart
 from edgepipe.spec.packed import Packed
 from edgepipe.spec.packed_form import CODEBOOKS, PackedForm
 from edgepipe.spec.quantisation import WeightFormat
@@ -24,28 +24,20 @@ _NESTED_BLOCK = 256
 _STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
-class Nf4:
+class Nf4(StoredFormat):
     """See the module. ``WeightFormat.scale``: F32, or U8 with double quantisation."""
 
     scale_part = "weight.absmax"
-    index_part = ""
 
     def label(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.label``."""
         return "NF4"
 
     def fault(self, stored: WeightFormat) -> str:
-        """See ``StoredFormat.fault``."""
         good = stored.bits == 4 and stored.group == 64 and stored.scale in ("F32", "U8") and stored.rows == 1
         good = good and not (stored.zeros or stored.indexed or stored.ordered)
         return "" if good else f"bitsandbytes of {stored.bits} bits with blocks of {stored.group}"
 
-    def misfit(self, stored: WeightFormat, shape: tuple[int, int]) -> str:
-        """See ``StoredFormat.misfit``."""
-        return group_misfit(stored, shape)
-
     def parts(self, stored: WeightFormat, shape: tuple[int, int]) -> dict[str, StoredPart]:
-        """See ``StoredFormat.parts``."""
         values = shape[0] * shape[1]
         blocks = values // stored.group
         parts = {
@@ -59,11 +51,9 @@ class Nf4:
         return parts | {_STATE: StoredPart(shape=None, types=("U8",))}
 
     def form(self, stored: WeightFormat, shape: tuple[int, int]) -> PackedForm:
-        """See ``StoredFormat.form``."""
         return PackedForm(bits=4, group=stored.group, base_bits=32, codebook="nf4")
 
-    def pack(self, weight: StoredWeight) -> Packed:
-        """See ``StoredFormat.pack``."""
+    def pack(self, weight: StoredArrays) -> Packed:
         if (weight.arrays["weight.quant_map"] != CODEBOOKS["nf4"]).any():
             raise weight.invalid("its table is not NF4's")
         scale = self._absmax(weight, _state(weight))
@@ -77,7 +67,7 @@ class Nf4:
             scale=weight.scales(scale.reshape(weight.shape[0], -1)),
         )
 
-    def _absmax(self, weight: StoredWeight, state: Fields) -> npt.NDArray[Any]:
+    def _absmax(self, weight: StoredArrays, state: Fields) -> npt.NDArray[Any]:
         absmax = weight.arrays["weight.absmax"]
         if weight.stored.scale != "U8":
             return absmax
@@ -88,7 +78,7 @@ class Nf4:
             return weight.arrays["weight.nested_quant_map"][absmax] * outer + offset
 
 
-def _state(weight: StoredWeight) -> Fields:
+def _state(weight: StoredArrays) -> Fields:
     """Return the description in JSON. Raises ModelInvalid if it contradicts the weight."""
     what = f"the quant_state of '{weight.name}'"
     state = Fields(parse_json_object(weight.arrays[_STATE].tobytes(), what=what), what=what)

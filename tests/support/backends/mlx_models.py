@@ -14,9 +14,9 @@ from edgepipe.backend.types import ActivationType, BackendOptions, BlockCopy, Bl
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
 from edgepipe.spec.layout import model_tensors
-from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightSource
+from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightSource
 from edgepipe.testing import tiny_model
-from edgepipe.weights.logical import OneTensorPerWeight
+from edgepipe.weights.stored_weight import OneTensorPerWeight
 
 Float32s = npt.NDArray[np.float32]
 BLOCK_SIZE = 16
@@ -60,12 +60,12 @@ class MemorySource(OneTensorPerWeight):
             if wanted(name)
         ]
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str) -> StoredTensor:
         array = self.arrays[name]
         self.names_read.append(name)
         self.bytes_read += array.nbytes
         info = TensorInfo(name=name, shape=array.shape, scheme="F32", num_bytes=array.nbytes)
-        return RawTensor(info=info, data=array.reshape(-1).view(np.uint8))
+        return StoredTensor(info=info, data=array.reshape(-1).view(np.uint8))
 
 
 def cpu_options(

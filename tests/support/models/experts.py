@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 from edgepipe.spec.config import hf_config
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.layout import is_expert, model_tensors, stored_shapes
-from edgepipe.spec.tensors import RawTensor, TensorInfo
-from edgepipe.weights.logical import load_weight, weight_info
+from edgepipe.spec.tensors import StoredTensor, TensorInfo
+from edgepipe.weights.stored_weight import load_weight, weight_info
 
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -83,13 +83,13 @@ def whole_weights(
         for name, tensor in tensors.items()
     }
 
-    def read(name: str) -> RawTensor:
-        return RawTensor(info=infos[name], data=tensors[name].reshape(-1).view(np.uint8))
+    def read(name: str) -> StoredTensor:
+        return StoredTensor(info=infos[name], data=tensors[name].reshape(-1).view(np.uint8))
 
     found: dict[str, npt.NDArray[np.float32]] = {}
     for name, shape in model_tensors(config).items():
         raw = load_weight(weight_info(config, infos, name), config, read)
-        assert isinstance(raw, RawTensor)
+        assert isinstance(raw, StoredTensor)
         found[name] = raw.data.view(np.float32).reshape(shape)
     return found
 

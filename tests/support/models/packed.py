@@ -12,7 +12,7 @@ from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
 from edgepipe.spec.layout import model_tensors, slice_weights
 from edgepipe.spec.packed import Packed
-from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightInfo
+from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightInfo
 from edgepipe.weights.dequantise import block_values
 from edgepipe.weights.gguf_blocks import LAYOUTS
 from edgepipe.weights.gguf_packing import gguf_form, pack_gguf
@@ -78,11 +78,11 @@ def _set_scale(scheme: str, blocks: npt.NDArray[np.uint8], scale: npt.NDArray[np
 
 def random_raw(
     name: str, scheme: str, shape: tuple[int, int], rng: np.random.Generator, *, rounded: bool = False
-) -> RawTensor:
+) -> StoredTensor:
     """Return a stored tensor [O, I] of random blocks."""
     data = random_blocks(scheme, shape, rng)
     info = TensorInfo(name=name, shape=shape, scheme=scheme, num_bytes=data.nbytes, rounded=rounded)
-    return RawTensor(info=info, data=data)
+    return StoredTensor(info=info, data=data)
 
 
 def random_packed(scheme: str, shape: tuple[int, int], rng: np.random.Generator, *, name: str = "w") -> Packed:
@@ -125,7 +125,7 @@ class PackedTinyModel:
         """See ``WeightSource``."""
         return [self._infos[name] for name in slice_weights(self._config, part)]
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str) -> StoredTensor:
         """See ``WeightSource``."""
         info = self._infos[name]
         self._bytes_read += info.num_bytes
@@ -135,7 +135,7 @@ class PackedTinyModel:
         else:
             centre = 1.0 if "norm" in name else 0.0
             data = rng.normal(centre, SPREAD, info.shape).astype(np.float32).view(np.uint8)
-        return RawTensor(info=info, data=data)
+        return StoredTensor(info=info, data=data)
 
     def weights(self, part: Slice) -> Sequence[WeightInfo]:
         """See ``WeightSource``."""
@@ -155,14 +155,14 @@ class PackedTinyModel:
         """See ``WeightSource``."""
         return self.read(name).data[offset : offset + num_bytes]
 
-    def load(self, name: str) -> RawTensor | Packed:
+    def load(self, name: str) -> StoredTensor | Packed:
         """See ``WeightSource``."""
         raw = self.read(name)
         packable = len(raw.info.shape) == 2 and gguf_form(raw.info.scheme) is not None
         return pack_gguf(raw) if packable else raw
 
 
-def exact_float32(weight: RawTensor | Packed) -> npt.NDArray[np.float32]:
+def exact_float32(weight: StoredTensor | Packed) -> npt.NDArray[np.float32]:
     """Return a weight's values in float32, never rounded to bf16: the reference for backends."""
     if isinstance(weight, Packed):
         return weight.float32()

@@ -25,9 +25,9 @@ from edgepipe.backend.protocol import Backend
 from edgepipe.backend.types import BlockCopy, BlockRun, RowState, StateWrite, Step, StepRow
 from edgepipe.ids import SequenceId, StepId
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices
-from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightSource
+from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightSource
 from edgepipe.weights.dequantise import as_bf16_bits
-from edgepipe.weights.logical import OneTensorPerWeight
+from edgepipe.weights.stored_weight import OneTensorPerWeight
 
 STATE_SLOTS = 16
 """Sequences at a time, of a model with recurrent layers."""
@@ -92,14 +92,14 @@ class BF16Weights(OneTensorPerWeight):
         """The source's, in bf16."""
         return [self._info(info.name, info.shape) for info in self._source.tensors(part)]
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str) -> StoredTensor:
         """A tensor; kept after the first time."""
         if name not in self._bits:
             raw = self._source.read(name)
             self._shapes[name] = raw.info.shape
             self._bits[name] = as_bf16_bits(raw).reshape(-1).view(np.uint8)
         self._bytes_read += self._bits[name].nbytes
-        return RawTensor(info=self._info(name, self._shapes[name]), data=self._bits[name])
+        return StoredTensor(info=self._info(name, self._shapes[name]), data=self._bits[name])
 
     def _info(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         return TensorInfo(name=name, shape=shape, scheme="BF16", num_bytes=2 * int(np.prod(shape)), rounded=True)

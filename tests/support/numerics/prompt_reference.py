@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgepipe.spec.packed import Packed
-from edgepipe.spec.tensors import RawTensor
+from edgepipe.spec.tensors import StoredTensor
 from edgepipe.store.store import ModelStore, StoredModel
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.weights import Weights
@@ -69,7 +69,7 @@ def reference_model(weights: Weights) -> PreTrainedModel:
     return model
 
 
-def _exact(weight: RawTensor | Packed) -> npt.NDArray[np.float32]:
+def _exact(weight: StoredTensor | Packed) -> npt.NDArray[np.float32]:
     return weight.float32() if isinstance(weight, Packed) else as_float32(weight).copy()
 
 

@@ -22,7 +22,7 @@ from edgepipe.errors import ConfigInvalid
 from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices
 from edgepipe.spec.layer_spec import Experts, Router
 from edgepipe.spec.packed import Packed
-from edgepipe.spec.tensors import RawTensor, WeightSource
+from edgepipe.spec.tensors import StoredTensor, WeightSource
 from edgepipe.store.store import StoredModel
 from edgepipe.weights.dequantise import as_bf16_bits, widen_bf16
 from edgepipe.weights.resident import WIDE, slice_bytes
@@ -141,7 +141,7 @@ class WatchedModel(PackedTinyModel):
         self._alive: list[weakref.ref[np.ndarray]] = []
         self.kept: list[int] = []
 
-    def load(self, name: str) -> RawTensor | Packed:
+    def load(self, name: str) -> StoredTensor | Packed:
         self.kept.append(sum(each() is not None for each in self._alive))
         weight = super().load(name)
         if isinstance(weight, Packed):

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("mlx.core", reason="MLX is not installed")
 
+from edgepipe.errors import ArchitectureUnsupported
 from edgepipe.spec.facts import ModelConfig
 from edgepipe.spec.layer_spec import Dense, Experts, Latent, LayerSpec, Norm, Rope, Router
 from tests.support.backends.mlx_models import Chain, MemorySource, cpu_options, random_weights, row, tiny_config
@@ -129,3 +130,12 @@ def test_a_row_does_not_depend_on_its_neighbours_values(name: str) -> None:
         rows = [row(0, NUM_TOKENS, (0, 3)), row(0, NUM_TOKENS, (3, 3), sequence=2)]
         found.append(chain.run(TOKENS + others, rows)[:NUM_TOKENS])
     np.testing.assert_array_equal(found[0], found[1])
+
+
+def test_a_kind_of_norm_that_mlx_does_not_compute_is_refused_before_anything_is_read() -> None:
+    kind: Any = "of another kind"
+    config = replace(PLAIN, norm=replace(PLAIN.norm, kind=kind))
+    source = MemorySource(config, random_weights(config))
+    with pytest.raises(ArchitectureUnsupported, match="'of another kind'"):
+        Chain(source)
+    assert not source.names_read

@@ -18,7 +18,7 @@ from edgepipe.spec.packed import Packed
 from edgepipe.spec.packed_form import MXFP8_FORM
 from edgepipe.spec.quantisation import Quantisation, WeightFormat, quantisation_from_json, quantisation_to_json
 from edgepipe.spec.quantisation_config import check_quantisation, settle_quantisation
-from edgepipe.spec.tensors import RawTensor, TensorInfo
+from edgepipe.spec.tensors import StoredTensor, TensorInfo
 from tests.support.models.quantised_weights import (
     E2M1,
     RECIPES,
@@ -35,10 +35,10 @@ NAME = "model.layers.0.mlp.up_proj.weight"
 MODULE = "model.layers.0.mlp.up_proj"
 
 
-def raw(name: str, tensor: Tensor) -> RawTensor:
+def raw(name: str, tensor: Tensor) -> StoredTensor:
     data = np.frombuffer(tensor.array.tobytes(), np.uint8)
     info = TensorInfo(name=name, shape=tensor.array.shape, scheme=tensor.dtype, num_bytes=data.nbytes)
-    return RawTensor(info=info, data=data)
+    return StoredTensor(info=info, data=data)
 
 
 def settled(recipe: Recipe, made: Quantised) -> WeightFormat:

@@ -25,7 +25,7 @@ from edgepipe_torch.layers.linear import Workspace  # noqa: E402
 from edgepipe.errors import ModelInvalid  # noqa: E402
 from edgepipe.spec.config import hf_config  # noqa: E402
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME  # noqa: E402
-from edgepipe.spec.tensors import RawTensor, WeightSource  # noqa: E402
+from edgepipe.spec.tensors import StoredTensor, WeightSource  # noqa: E402
 from edgepipe.weights.gguf_packing import pack_gguf  # noqa: E402
 from edgepipe.weights.weights import Weights, open_weights  # noqa: E402
 from tests.support.backends.torch_slices import loaded_slice  # noqa: E402
@@ -44,13 +44,13 @@ def kernels() -> CpuKernels:
     return found
 
 
-def in_file(raw: RawTensor) -> StoredBlocks:
+def in_file(raw: StoredTensor) -> StoredBlocks:
     return StoredBlocks(
         info=raw.info, read=lambda: raw, read_range=lambda start, count: raw.data[start : start + count].copy()
     )
 
 
-def random_weight(scheme: str, rows: int, blocks: int, seed: int = 0) -> RawTensor:
+def random_weight(scheme: str, rows: int, blocks: int, seed: int = 0) -> StoredTensor:
     shape = (rows, blocks * BLOCKS_BY_NAME[scheme].block_values)
     return random_raw("w", scheme, shape, np.random.default_rng(seed))
 
@@ -132,7 +132,7 @@ class CountedWeights(Weights):
         self.whole: list[str] = []
         self.parts: list[int] = []
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str) -> StoredTensor:
         self.whole.append(name)
         return super().read(name)
 
@@ -147,10 +147,10 @@ def gguf_weights(folder: Path, scheme: str, architecture: str = "llama") -> Weig
     return open_weights(path)
 
 
-def packed_parts(source: WeightSource, with_kernels: CpuKernels | KernelsUnavailable) -> list[cpu_repack.PackedWeight]:
+def packed_parts(source: WeightSource, with_kernels: CpuKernels | KernelsUnavailable) -> list[cpu_repack.TiledWeight]:
     loaded = loaded_slice(source, kernels=with_kernels)
     products = [each for layer in loaded.layers for each in layer.linears]
-    found: list[cpu_repack.PackedWeight] = []
+    found: list[cpu_repack.TiledWeight] = []
     for product in products:
         assert isinstance(product, PackedCpuLinear)
         found += [weight for _part, weight in sorted(product._packed.items())]

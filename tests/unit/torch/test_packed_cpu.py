@@ -25,10 +25,10 @@ from edgepipe.errors import ConfigInvalid  # noqa: E402
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices  # noqa: E402
 from edgepipe.spec.packed import GroupValues, Packed, split_planes  # noqa: E402
 from edgepipe.spec.packed_form import PackedForm  # noqa: E402
-from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightSource  # noqa: E402
+from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightSource  # noqa: E402
 from edgepipe.testing.tiny_model import tiny_config  # noqa: E402
-from edgepipe.weights.logical import OneTensorPerWeight  # noqa: E402
 from edgepipe.weights.resident import resident_bytes  # noqa: E402
+from edgepipe.weights.stored_weight import OneTensorPerWeight  # noqa: E402
 from tests.support.backends.torch_slices import loaded_slice  # noqa: E402
 from tests.support.models.packed import PackedTinyModel, exact_float32, random_packed  # noqa: E402
 from tests.support.numerics.harness import Pipeline  # noqa: E402
@@ -270,10 +270,10 @@ class ExactFloats(OneTensorPerWeight):
         infos = self._source.tensors(part)
         return [replace(info, scheme="F32", num_bytes=4 * int(np.prod(info.shape))) for info in infos]
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str) -> StoredTensor:
         values = exact_float32(self._source.load(name))
         info = TensorInfo(name=name, shape=values.shape, scheme="F32", num_bytes=values.nbytes)
-        return RawTensor(info=info, data=np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        return StoredTensor(info=info, data=np.ascontiguousarray(values).reshape(-1).view(np.uint8))
 
 
 MIXED = {
@@ -341,7 +341,7 @@ def test_weights_wide_computes_with_bf16_values_as_before() -> None:
     np.testing.assert_allclose(wide, before, rtol=1e-4, atol=1e-4)
 
 
-def _in_bf16(raw: RawTensor) -> RawTensor:
+def _in_bf16(raw: StoredTensor) -> StoredTensor:
     values = torch.from_numpy(raw.data.view(np.float32).copy()).bfloat16().float()
     return replace(raw, data=values.numpy().view(np.uint8))
 

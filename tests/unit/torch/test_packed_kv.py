@@ -21,7 +21,7 @@ from edgepipe_torch.layers.packed_kv import PackedKVStorage, encode  # noqa: E40
 from edgepipe.backend.types import BackendOptions, BlockCopy  # noqa: E402
 from edgepipe.errors import ConfigInvalid  # noqa: E402
 from edgepipe.spec.facts import LayerRange, ModelConfig, make_slices  # noqa: E402
-from edgepipe.spec.tensors import RawTensor  # noqa: E402
+from edgepipe.spec.tensors import StoredTensor  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
 from tests.support.backends.steps import make_step, run_step, step_row, token_ids  # noqa: E402
 from tests.support.models.specs import first_attention  # noqa: E402
@@ -37,7 +37,7 @@ HEADS = arrays.arrays(
 class OutlierWeights(TinyWeights):
     """One rotary pair of every key is 16 times as large, and of every query 16 times as small."""
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str) -> StoredTensor:
         raw = super().read(name)
         factor = 16 if name.endswith("k_proj.weight") else 1 / 16 if name.endswith("q_proj.weight") else 0
         if not factor:
@@ -45,7 +45,7 @@ class OutlierWeights(TinyWeights):
         size = first_attention(LLAMA).head_dim
         values = torch.from_numpy(raw.data).view(torch.bfloat16).clone().view(-1, size, LLAMA.hidden_size)
         values[:, [0, size // 2]] *= factor
-        return RawTensor(info=raw.info, data=values.flatten().view(torch.uint8).numpy())
+        return StoredTensor(info=raw.info, data=values.flatten().view(torch.uint8).numpy())
 
 
 def loaded(config: ModelConfig, kv: str, weights: TinyWeights | None = None, dtype: str = "float32") -> TorchBackend:

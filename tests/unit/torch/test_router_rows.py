@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgepipe_torch.cpu.packed import PackedCpuLinear  # noqa: E402
-from edgepipe_torch.cpu.packed_weight import tile_floats  # noqa: E402
 from edgepipe_torch.cpu.routing import choose  # noqa: E402
+from edgepipe_torch.cpu.tiled_weight import tile_floats  # noqa: E402
 from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.layers.linear import Workspace  # noqa: E402
 from edgepipe_torch.layers.mixture import Mixture  # noqa: E402

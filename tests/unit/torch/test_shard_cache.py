@@ -24,9 +24,9 @@ from edgepipe_torch import TorchBackend  # noqa: E402
 from edgepipe_torch.cpu import shard_cache  # noqa: E402
 from edgepipe_torch.cpu.layout import LAYOUT_VERSION  # noqa: E402
 from edgepipe_torch.cpu.packed import PackedCpuLinear  # noqa: E402
-from edgepipe_torch.cpu.packed_weight import PackedWeight  # noqa: E402
 from edgepipe_torch.cpu.repack import repack  # noqa: E402
 from edgepipe_torch.cpu.shard_cache import ShardCache  # noqa: E402
+from edgepipe_torch.cpu.tiled_weight import TiledWeight  # noqa: E402
 
 from edgepipe.backend.types import BackendOptions  # noqa: E402
 from edgepipe.errors import ModelInvalid  # noqa: E402
@@ -34,7 +34,7 @@ from edgepipe.spec.config import hf_config  # noqa: E402
 from edgepipe.spec.facts import LayerRange, make_slices  # noqa: E402
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME  # noqa: E402
 from edgepipe.spec.packed import Packed  # noqa: E402
-from edgepipe.spec.tensors import RawTensor, TensorInfo  # noqa: E402
+from edgepipe.spec.tensors import StoredTensor, TensorInfo  # noqa: E402
 from edgepipe.store.store import ModelStore  # noqa: E402
 from edgepipe.text.template import ChatTemplate  # noqa: E402
 from edgepipe.weights.card import ModelCard  # noqa: E402
@@ -59,7 +59,7 @@ def info_of(packed: Packed, scheme: str) -> TensorInfo:
     return TensorInfo(name="w", shape=packed.shape, scheme=scheme, num_bytes=packed.shape[0])
 
 
-def kept(place: RepackedPlace, info: TensorInfo, weight: PackedWeight) -> list[Path]:
+def kept(place: RepackedPlace, info: TensorInfo, weight: TiledWeight) -> list[Path]:
     cache = ShardCache(place)
     cache.keep(info, None, weight)
     write(cache)
@@ -71,13 +71,13 @@ def write(cache: ShardCache) -> None:
     cache.wait(WAIT_S)
 
 
-def bits(weight: PackedWeight) -> list[object]:
+def bits(weight: TiledWeight) -> list[object]:
     tensors = (weight.low, weight.high, weight.scale, weight.offset, weight.order)
     arrays = [None if tensor is None else (tensor.dtype, tensor.shape, tensor.numpy().tobytes()) for tensor in tensors]
     return [weight.shape, weight.group, weight.kind.name, weight.zero, weight.factors.tobytes(), *arrays]
 
 
-def example(seed: int = 0, rows: int = 40) -> PackedWeight:
+def example(seed: int = 0, rows: int = 40) -> TiledWeight:
     return repack(random_packed("Q4_K", (rows, 256), np.random.default_rng(seed)))
 
 
@@ -125,7 +125,7 @@ def test_another_key_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def found(
         info: TensorInfo = INFO, rows: npt.NDArray[np.int64] | None = None, place: RepackedPlace = place
-    ) -> PackedWeight | None:
+    ) -> TiledWeight | None:
         return ShardCache(place).read(info, rows)
 
     assert found() is not None
@@ -200,7 +200,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_the_layout_has_the_version_of_its_bits() -> None:
-    """If this fails, the layout of a ``PackedWeight`` changed: raise LAYOUT_VERSION and change the digest."""
+    """If this fails, the layout of a ``TiledWeight`` changed: raise LAYOUT_VERSION and change the digest."""
     digest = hashlib.sha256()
     for scheme in ("Q4_K", "Q5_0", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4", "Q3_K"):
         packed = random_packed(scheme, (20, 512), np.random.default_rng(7))
@@ -316,7 +316,7 @@ class CountedWeights(Weights):
         super().__init__(source.config, source._files, repacked=source.repacked)
         self.touched: set[str] = set()
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str) -> StoredTensor:
         self.touched.add(name)
         return super().read(name)
 

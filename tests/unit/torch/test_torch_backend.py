@@ -28,7 +28,7 @@ from edgepipe.backend.types import BackendOptions, LoadProgress  # noqa: E402
 from edgepipe.errors import BackendUnavailable, ConfigInvalid, DeviceOutOfMemory, ModelInvalid  # noqa: E402
 from edgepipe.spec.facts import LayerRange, ModelConfig, Slice, make_slices  # noqa: E402
 from edgepipe.spec.layout import slice_parameters  # noqa: E402
-from edgepipe.spec.tensors import RawTensor, TensorInfo  # noqa: E402
+from edgepipe.spec.tensors import StoredTensor, TensorInfo  # noqa: E402
 from edgepipe.testing.tiny_model import TinyWeights, tiny_config  # noqa: E402
 from tests.support.backends.steps import make_step, run_step, step_row, token_ids  # noqa: E402
 from tests.support.backends.torch_slices import loaded_slice  # noqa: E402
@@ -58,7 +58,7 @@ class OneAtATime(TinyWeights):
         super().__init__(config)
         self.given: list[weakref.ref[np.ndarray]] = []
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str) -> StoredTensor:
         assert all(given() is None for given in self.given), f"{name} is read while another tensor is held"
         raw = super().read(name)
         self.given.append(weakref.ref(raw.data))
@@ -71,10 +71,10 @@ class WideWeights(TinyWeights):
     def tensors(self, part: Slice) -> list[TensorInfo]:
         return [replace(info, scheme="F32", num_bytes=2 * info.num_bytes) for info in super().tensors(part)]
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str) -> StoredTensor:
         values = self.values(name)
         info = TensorInfo(name=name, shape=values.shape, scheme="F32", num_bytes=values.nbytes)
-        return RawTensor(info=info, data=values.reshape(-1).view(np.uint8))
+        return StoredTensor(info=info, data=values.reshape(-1).view(np.uint8))
 
 
 class TestLoading:
@@ -104,12 +104,12 @@ class TestLoading:
 
     def test_a_tensor_of_another_shape_is_refused(self) -> None:
         class Wrong(TinyWeights):
-            def read(self, name: str) -> RawTensor:
+            def read(self, name: str) -> StoredTensor:
                 raw = super().read(name)
                 if "up_proj" not in name:
                     return raw
                 info = TensorInfo(name=name, shape=raw.info.shape[::-1], scheme="BF16", num_bytes=raw.info.num_bytes)
-                return RawTensor(info=info, data=raw.data)
+                return StoredTensor(info=info, data=raw.data)
 
         config = tiny_config()
         with pytest.raises(ModelInvalid, match="up_proj"):
@@ -119,7 +119,7 @@ class TestLoading:
         """The next try needs their memory, and Python's next collection may be far."""
 
         class Broken(TinyWeights):
-            def read(self, name: str) -> RawTensor:
+            def read(self, name: str) -> StoredTensor:
                 if "layers.1" in name:
                     raise ModelInvalid("a file is damaged")
                 return super().read(name)

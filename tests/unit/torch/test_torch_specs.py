@@ -22,6 +22,7 @@ from edgepipe_torch.layers.compiled_code import KernelsUnavailable  # noqa: E402
 from edgepipe_torch.layers.head_shape import LayerHeads  # noqa: E402
 
 from edgepipe.backend.types import ActivationType, BackendOptions  # noqa: E402
+from edgepipe.errors import ArchitectureUnsupported  # noqa: E402
 from edgepipe.spec.facts import ModelConfig  # noqa: E402
 from edgepipe.spec.layer_spec import LayerSpec  # noqa: E402
 from edgepipe.spec.layout import model_tensors  # noqa: E402
@@ -143,3 +144,11 @@ def test_attention_to_codes(config: ModelConfig) -> None:
     assert_close(by_torch, expected(source), within=0.05)
     # A code may differ by one, where rotations round differently.
     assert_close(run([TorchBackend(options(kv="8bit"))], source), by_torch, within=3e-3)
+
+
+def test_a_kind_of_norm_that_torch_does_not_compute_is_refused_before_anything_is_read() -> None:
+    kind: Any = "of another kind"
+    source = TinyWeights(replace(PLAIN, norm=replace(PLAIN.norm, kind=kind)))
+    with pytest.raises(ArchitectureUnsupported, match="'of another kind'"):
+        run([TorchBackend(options())], source)
+    assert source.bytes_read == 0

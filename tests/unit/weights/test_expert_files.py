@@ -15,7 +15,7 @@ from edgepipe.spec.config import hf_config
 from edgepipe.spec.config_json import config_from_json, config_to_json
 from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.spec.packed import Packed
-from edgepipe.spec.tensors import RawTensor
+from edgepipe.spec.tensors import StoredTensor
 from edgepipe.weights.weights import open_weights
 from tests.support.models.experts import (
     QWEN3_MOE,
@@ -38,7 +38,7 @@ def test_a_folder_and_a_gguf_file_hold_the_same_weights(tmp_path: Path) -> None:
     assert [info.name for info in folder.weights(WHOLE)] == [info.name for info in file.weights(WHOLE)]
     for info in folder.weights(WHOLE):
         found = [source.load(info.name) for source in (folder, file)]
-        ours, theirs = (raw for raw in found if isinstance(raw, RawTensor))
+        ours, theirs = (raw for raw in found if isinstance(raw, StoredTensor))
         assert np.array_equal(ours.data, theirs.data), info.name
         assert ours.info.shape == theirs.info.shape == info.shape == weights[info.name].shape
 

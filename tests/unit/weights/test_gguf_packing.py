@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME
-from edgepipe.spec.tensors import RawTensor, TensorInfo
+from edgepipe.spec.tensors import StoredTensor, TensorInfo
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.gguf_blocks import LAYOUTS
 from edgepipe.weights.gguf_packing import gguf_form, pack_gguf
@@ -21,9 +21,9 @@ from tests.support.models.packed import EXACT, FLOATS, QUANTISED, random_blocks,
 REQUANTISED = tuple(scheme for scheme in QUANTISED if scheme not in EXACT)
 
 
-def raw(scheme: str, shape: tuple[int, int], data: npt.NDArray[np.uint8]) -> RawTensor:
+def raw(scheme: str, shape: tuple[int, int], data: npt.NDArray[np.uint8]) -> StoredTensor:
     info = TensorInfo(name="blk", shape=shape, scheme=scheme, num_bytes=data.nbytes)
-    return RawTensor(info=info, data=data.reshape(-1))
+    return StoredTensor(info=info, data=data.reshape(-1))
 
 
 def reference(scheme: str, shape: tuple[int, int], data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from edgepipe.errors import ModelInvalid
 from edgepipe.spec.gguf_types import BLOCKS_BY_NAME, GGUF_TYPES
-from edgepipe.spec.tensors import RawTensor, TensorInfo
+from edgepipe.spec.tensors import StoredTensor, TensorInfo
 from edgepipe.weights.dequantise import as_bf16_bits, as_float32, round_to_bf16, widen_bf16
 
 
-def raw(scheme: str, shape: tuple[int, ...], data: np.ndarray, *, rounded: bool = False) -> RawTensor:
+def raw(scheme: str, shape: tuple[int, ...], data: np.ndarray, *, rounded: bool = False) -> StoredTensor:
     flat = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
     info = TensorInfo(name="x", shape=shape, scheme=scheme, num_bytes=flat.nbytes, rounded=rounded)
-    return RawTensor(info=info, data=flat)
+    return StoredTensor(info=info, data=flat)
 
 
 def test_the_table_of_types_is_the_librarys() -> None:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from edgepipe.errors import ModelInvalid
 from edgepipe.spec.facts import LayerRange, Slice
 from edgepipe.spec.layout import EMBEDDING, HEAD
-from edgepipe.spec.tensors import RawTensor
+from edgepipe.spec.tensors import StoredTensor
 from edgepipe.store.install import install
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.weights import Weights, open_weights
@@ -54,7 +54,7 @@ def test_a_head_that_differs_is_used_and_said(tmp_path: Path, caplog: pytest.Log
     assert not source.config.tied_embeddings
     assert heads(source) == [HEAD]
     raw = source.load(HEAD)
-    assert isinstance(raw, RawTensor)
+    assert isinstance(raw, StoredTensor)
     np.testing.assert_array_equal(as_float32(raw), load_file(folder / "model.safetensors")["lm_head.weight"])
     assert [record.message.count(WARNING) for record in caplog.records] == [1]
 

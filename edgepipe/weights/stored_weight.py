@@ -14,7 +14,7 @@ from edgepipe.spec.facts import ModelConfig, Slice
 from edgepipe.spec.formats import pack_weight, packed_form, weight_label
 from edgepipe.spec.layout import Share, shares, weight_shape
 from edgepipe.spec.packed import Packed, concatenate
-from edgepipe.spec.tensors import RawTensor, TensorInfo, WeightInfo
+from edgepipe.spec.tensors import StoredTensor, TensorInfo, WeightInfo
 from edgepipe.weights.dequantise import as_float32
 from edgepipe.weights.gguf_packing import gguf_form, pack_gguf
 
@@ -68,7 +68,7 @@ def _single(info: TensorInfo) -> WeightInfo:
     )
 
 
-def load_weight(weight: WeightInfo, config: ModelConfig, read: Callable[[str], RawTensor]) -> RawTensor | Packed:
+def load_weight(weight: WeightInfo, config: ModelConfig, read: Callable[[str], StoredTensor]) -> StoredTensor | Packed:
     """Read a weight's stored tensors and pack them. Raises ModelInvalid."""
     loaded = [_load_share(share, weight, read) for share in shares(config, weight.name)]
     if len(loaded) == 1:
@@ -76,7 +76,7 @@ def load_weight(weight: WeightInfo, config: ModelConfig, read: Callable[[str], R
     packed = [part for part in loaded if isinstance(part, Packed)]
     if packed:
         return _joined(packed)
-    floats = [part for part in loaded if isinstance(part, RawTensor)]
+    floats = [part for part in loaded if isinstance(part, StoredTensor)]
     info = TensorInfo(
         name=weight.name,
         shape=weight.shape,
@@ -84,10 +84,10 @@ def load_weight(weight: WeightInfo, config: ModelConfig, read: Callable[[str], R
         num_bytes=weight.num_bytes,
         rounded=weight.rounded,
     )
-    return RawTensor(info=info, data=np.concatenate([part.data for part in floats]))
+    return StoredTensor(info=info, data=np.concatenate([part.data for part in floats]))
 
 
-def _load_share(share: Share, weight: WeightInfo, read: Callable[[str], RawTensor]) -> RawTensor | Packed:
+def _load_share(share: Share, weight: WeightInfo, read: Callable[[str], StoredTensor]) -> StoredTensor | Packed:
     if share.stored is not None:
         start = len(share.module) + 1
         packed = pack_weight(weight.name, share.whole, share.stored, {name[start:]: read(name) for name in share.parts})
@@ -98,7 +98,7 @@ def _load_share(share: Share, weight: WeightInfo, read: Callable[[str], RawTenso
     return raw if weight.form is None else pack_gguf(raw)
 
 
-def _own_rows(share: Share, raw: RawTensor) -> RawTensor:
+def _own_rows(share: Share, raw: StoredTensor) -> StoredTensor:
     """Return the rows of a stored tensor that are a weight's, [out, in] as floats or GGUF's blocks."""
     data = raw.data
     if share.transposed:
@@ -108,16 +108,16 @@ def _own_rows(share: Share, raw: RawTensor) -> RawTensor:
     if share.cut is not None:
         data = data.reshape(share.cut.rows, -1)[share.cut.indices()]
     info = replace(raw.info, shape=share.shape, num_bytes=data.size)
-    return RawTensor(info=info, data=data.reshape(-1))
+    return StoredTensor(info=info, data=data.reshape(-1))
 
 
-def _logarithms(raw: RawTensor) -> RawTensor:
+def _logarithms(raw: StoredTensor) -> StoredTensor:
     """Return ``log(-v)`` of a tensor's values in F32. Raises ModelInvalid for values that are not below 0."""
     values = as_float32(raw)
     if not (values < 0).all():
         raise ModelInvalid(f"weight '{raw.info.name}' cannot be read", fact="its decays are not all below 0")
     found = np.log(-values.astype(np.float64)).astype(np.float32)
-    return RawTensor(info=replace(raw.info, scheme="F32", num_bytes=found.nbytes), data=found.view(np.uint8))
+    return StoredTensor(info=replace(raw.info, scheme="F32", num_bytes=found.nbytes), data=found.view(np.uint8))
 
 
 def _joined(parts: Sequence[Packed]) -> Packed:
@@ -137,7 +137,7 @@ class OneTensorPerWeight(Protocol):
         """See ``WeightSource.tensors``."""
         ...
 
-    def read(self, name: str) -> RawTensor:
+    def read(self, name: str) -> StoredTensor:
         """See ``WeightSource.read``."""
         ...
 
@@ -149,7 +149,7 @@ class OneTensorPerWeight(Protocol):
         """See ``WeightSource.weights``."""
         return [_single(info) for info in self.tensors(part)]
 
-    def load(self, name: str) -> RawTensor | Packed:
+    def load(self, name: str) -> StoredTensor | Packed:
         """See ``WeightSource.load``."""
         raw = self.read(name)
         return raw if _single(raw.info).form is None else pack_gguf(raw)

@@ -42,7 +42,7 @@ NUMBERS = {  # kinds of weights of floats, by type
 _VALUES_AT_ONCE = 1 << 15  # torch starts no threads of its own for so few
 
 
-class PackedWeight:
+class TiledWeight:
     """One packed weight [O, I] in the kernels' layout. Lanes of the last tile without an output are zero."""
 
     def __init__(
@@ -158,11 +158,11 @@ class PackedWeight:
         return tiles
 
 
-def tile_floats(weight: Tensor, dtype: torch.dtype | None = None) -> PackedWeight:
+def tile_floats(weight: Tensor, dtype: torch.dtype | None = None) -> TiledWeight:
     """Lay out a weight of floats [O, I], I a multiple of 8. ``dtype`` None: the smallest that holds its values."""
     rows, inputs = weight.shape
     kind = NUMBERS[dtype or _smallest_type(weight)]
-    found = PackedWeight((rows, inputs), group=cpu_group(inputs), kind=kind, zero=0)
+    found = TiledWeight((rows, inputs), group=cpu_group(inputs), kind=kind, zero=0)
     found.factors[:SUM_FACTOR] = 1
     numbers, whole = found.numbers, rows // TILE
     numbers[:whole].copy_(weight[: whole * TILE].view(whole, TILE, inputs).transpose(1, 2))
