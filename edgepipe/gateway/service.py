@@ -212,7 +212,7 @@ class Gateway:
                 self._entries[key] = entry
                 self._runners[key] = tasks.create_task(link.run(), name=f"engine-link:{served.name}")
                 tasks.create_task(_preload(entry), name=f"preload:{served.name}")
-            self._entries[key].served = served
+            self._entries[key].update(served)
             self._entries[key].news = self._news(served)
             self._entries[key].link.move(served)
             if (expiry := self._away.pop(key, None)) is not None:
